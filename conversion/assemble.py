@@ -47,7 +47,7 @@ def convert(
     dtype = None
     for name, source in zip(names, experts, strict=True):
         expert = load_clip(source)
-        dtype = dtype or expert.config.dtype
+        dtype = expert.dtype if dtype is None else torch.promote_types(dtype, expert.dtype)  # which no expert exceeds
         expert.save_pretrained(folder / name)
         if own_processors:
             copy_processor(source, folder / name, required=True)

@@ -150,6 +150,14 @@ class Embedder:
     def image_weights(self, rows: Dataset, column: str = "image") -> None:
         """As `evaluation.ensemble.Ensemble.image_weights`."""
 
+    def image_side(self, embeds: Sequence[np.ndarray], weights: None = None) -> np.ndarray:
+        """As `evaluation.ensemble.Ensemble.image_side`."""
+        return embeds[0]
+
+    def text_side(self, embeds: Sequence[np.ndarray], weights: np.ndarray) -> np.ndarray:
+        """As `evaluation.ensemble.Ensemble.text_side`."""
+        return embeds[0]
+
     def features(self, embeds: Sequence[np.ndarray]) -> np.ndarray:
         """As `evaluation.ensemble.Ensemble.features`."""
         return embeds[0]

@@ -13,6 +13,7 @@ import torch
 from datasets import Dataset
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
+from transformers import PreTrainedModel
 
 from conversion.assemble import ENCODER
 from conversion.checkpoints import clip_class, config_of, load_config, load_mixture, loading
@@ -55,10 +56,13 @@ class Ensemble:
         self.router = load_mixture(folder, max_loaded_experts=1, **(changes or {}))
         with loading(folder):
             experts = (self.router.expert(number) for number in range(self.router.num_experts))
-            self.scales = np.array([expert.logit_scale.exp().item() for expert in experts])
+            numbers = [(expert.logit_scale.exp().item(), _bias(expert)) for expert in experts]
+        self.scales, self.biases = np.array(numbers).T
         options, own = (cache_dir, batch_size, device, dtype), self.router.config.own_processors
         folders = [folder / name for name in self.router.config.experts]
         self.experts = [Embedder(expert, *options, expert if own else folder, **reading) for expert in folders]
+        # Each expert's, or the one of all
+        self.tokenizers = [expert.processor.tokenizer for expert in self.experts[: None if own else 1]]
         self._embeds: dict[str, np.ndarray] = {}
 
     def map(self, compute: Callable[[Embedder], Any]) -> list[Any]:
@@ -102,6 +106,26 @@ class Ensemble:
             for start in range(0, len(rows), self.batch_size)
         ]
         return self.router.route(torch.as_tensor(np.concatenate(embeds))[:, None], self.encoder.name).numpy()
+
+    def image_side(self, embeds: Sequence[np.ndarray], weights: np.ndarray | None) -> np.ndarray:
+        """Images (..., n * D), whose product with `text_side` is the mixture's score: the embeddings (..., D) of n
+        experts one after the other, times the weights (..., n) of `image_weights`. Where these make the experts' biases
+        count differently from image to image, they stand behind as n more columns."""
+        side = concatenate(embeds, weights)
+        return np.concatenate([side, weights], axis=-1) if self._has_offsets else side
+
+    def text_side(self, embeds: Sequence[np.ndarray], weights: np.ndarray) -> np.ndarray:
+        """Texts (..., n * D), see `image_side`, times the weights (..., n) of `weights`."""
+        side = concatenate(embeds, weights)
+        if not self._has_offsets:
+            return side
+        offsets = (weights * self.biases / self.scales).astype(side.dtype)
+        return np.concatenate([side, np.broadcast_to(offsets, (*side.shape[:-1], len(embeds)))], axis=-1)
+
+    @property
+    def _has_offsets(self) -> bool:
+        """Whether images weigh biases that differ, as a SigLIP's and the 0 of a CLIP."""
+        return self.router.config.metadata_modality == "image" and len(set(self.biases)) > 1
 
     def features(self, embeds: Sequence[np.ndarray]) -> np.ndarray:
         """The embeddings (..., D) of n experts as a linear probe takes them: one after the other, or their sum."""
@@ -162,6 +186,11 @@ def concatenate(embeds: Sequence[np.ndarray], weights: np.ndarray | None = None)
     if weights is not None:
         embeds = [weights[..., number, None] * part for number, part in enumerate(embeds)]
     return np.concatenate(embeds, axis=-1)
+
+
+def _bias(expert: PreTrainedModel) -> float:
+    """What an expert adds to its scores; a CLIP adds nothing."""
+    return expert.logit_bias.item() if hasattr(expert, "logit_bias") else 0.0
 
 
 def _mean(embeds: Sequence[np.ndarray]) -> np.ndarray:

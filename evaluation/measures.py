@@ -1,6 +1,7 @@
 """One function for each kind of task: what it embeds, and what metrics it makes of the embeddings."""
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ from datasets import Dataset
 from data.pairs import present_captions
 from data.tokenizer import ReadTexts, read_texts
 from evaluation.embedder import Embedder
-from evaluation.ensemble import Ensemble, concatenate
+from evaluation.ensemble import Ensemble
 from evaluation.linear_probe import linear_probe_metrics
 from evaluation.pairs import choice_metrics, pair_metrics
 from evaluation.retrieval import retrieval_metrics
@@ -56,7 +57,7 @@ def measure_zero_shot(task: Task, model: Model, rows: Dataset) -> Measured:
     counted, weights = _counted(rows), model.weights([list(task.classes)], task.templates)
     of_images = model.image_weights(rows)
     of_images = None if of_images is None else of_images[counted]
-    embeds = concatenate([part[counted] for part in images], of_images), concatenate(classes, weights)
+    embeds = model.image_side([part[counted] for part in images], of_images), model.text_side(classes, weights)
     metrics = zero_shot_metrics(*embeds, _labels(task, rows)[counted], task.metrics)
     return metrics, {"classes": weights, "images": of_images}, texts
 
@@ -73,8 +74,8 @@ def measure_zero_shot_groups(task: Task, model: Model, rows: Dataset) -> Measure
         chosen = np.isin(labels, members)
         weights.append(model.weights([[task.classes[member] for member in members]], task.templates)[0])
         metrics = zero_shot_metrics(
-            concatenate([part[chosen] for part in images], None if of_images is None else of_images[chosen]),
-            concatenate([part[members] for part in classes], weights[-1][None]),
+            model.image_side([part[chosen] for part in images], None if of_images is None else of_images[chosen]),
+            model.text_side([part[members] for part in classes], weights[-1][None]),
             np.searchsorted(members, labels[chosen]),
         )
         accuracies[f"accuracy/{group}"] = metrics["accuracy"]
@@ -99,9 +100,14 @@ def _zero_shot_embeds(
 
 
 def _read_texts(model: Model, texts: list[str]) -> ReadTexts:
-    """What the tokenizer makes of texts; all experts of a mixture share one."""
-    embedder = model.experts[0] if isinstance(model, Ensemble) else model
-    return read_texts(embedder.processor.tokenizer, texts)
+    """What the tokenizer makes of texts. Where experts of a mixture have one each, those texts are told apart that any
+    of them tells apart, and those are cut that any of them cuts."""
+    tokenizers = model.tokenizers if isinstance(model, Ensemble) else [model.processor.tokenizer]
+    first, *others = [read_texts(tokenizer, texts) for tokenizer in tokenizers]
+    for other in others:
+        first.digests[:] = [one + another for one, another in zip(first.digests, other.digests, strict=True)]
+        first.is_cut[:] = [one or another for one, another in zip(first.is_cut, other.is_cut, strict=True)]
+    return replace(first, max_length=min(read.max_length for read in (first, *others)))
 
 
 def measure_retrieval(task: Task, model: Model, rows: Dataset) -> Measured:
@@ -115,10 +121,10 @@ def measure_retrieval(task: Task, model: Model, rows: Dataset) -> Measured:
     weights = {"corpus": model.weights([corpus]), "queries": model.weights([[text] for text in corpus])}
     weights["images"] = model.image_weights(rows)
     metrics = retrieval_metrics(
-        concatenate(images, weights["images"]),
-        concatenate(texts, weights["corpus"]),
+        model.image_side(images, weights["images"]),
+        model.text_side(texts, weights["corpus"]),
         image_of_text,
-        query_embeds=concatenate(texts, weights["queries"]),
+        query_embeds=model.text_side(texts, weights["queries"]),
         wanted=task.metrics,
     )
     return metrics, weights, counts
@@ -139,7 +145,7 @@ def measure_pairs(task: Task, model: Model, rows: Dataset) -> Measured:
     weights = model.weights(list(zip(*captions, strict=True)))
     sides = [model.image_weights(rows, f"image_{side}") for side in range(2)]
     of_images = None if sides[0] is None else np.stack(sides, axis=1)
-    embeds = concatenate(images, of_images), concatenate(texts, weights[:, None])
+    embeds = model.image_side(images, of_images), model.text_side(texts, weights[:, None])
     attributes = list(rows["attribute"]) if "attribute" in rows.column_names else None
     metrics = pair_metrics(*embeds, attributes, score=next(iter(task.primary)))
     return metrics, {"pairs": weights, "images": of_images}, counts
@@ -154,7 +160,7 @@ def measure_choice(task: Task, model: Model, rows: Dataset) -> Measured:
     counts = count_texts(task, "captions", _read_texts(model, corpus), range(len(corpus)), image_of_text.tolist())
     images, texts = zip(*model.map(lambda e: (e.images(rows), e.texts(corpus))), strict=True)
     weights, of_images = model.weights(choices), model.image_weights(rows)
-    embeds = concatenate(images, of_images), concatenate(texts, weights[image_of_text])
+    embeds = model.image_side(images, of_images), model.text_side(texts, weights[image_of_text])
     attributes = list(rows["attribute"]) if "attribute" in rows.column_names else None
     metrics = choice_metrics(*embeds, image_of_text, attributes)
     return metrics, {"choices": weights, "images": of_images}, counts

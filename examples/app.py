@@ -27,7 +27,7 @@ import modeling_clip_moe
 from conversion.publishing.bundle import copy_model
 from data.images import FORMATS, decode_image
 from evaluation.embedder import Embedder, usable_device
-from evaluation.ensemble import Ensemble, concatenate, open_model
+from evaluation.ensemble import Ensemble, open_model
 from evaluation.own_data import is_template
 from evaluation.preferences import route_images
 from evaluation.routing_pictures import draw_patches
@@ -112,7 +112,7 @@ class ImageSearch:
         rows = Dataset.from_dict({"image": [str(path) for path in self.paths]})
         self.models = models
         self.images = {
-            name: concatenate(model.map(lambda e: e.images(rows)), model.image_weights(rows))
+            name: model.image_side(model.map(lambda e: e.images(rows)), model.image_weights(rows))
             for name, model in models.items()
         }
 
@@ -121,7 +121,7 @@ class ImageSearch:
         if not (text or "").strip():
             raise ValueError("there is nothing to search for: type what the images should show")
         model = self.models[name]
-        texts = concatenate(model.map(lambda e: e.texts([text])), model.weights([[text]]))
+        texts = model.text_side(model.map(lambda e: e.texts([text])), model.weights([[text]]))
         best = np.argsort(-(self.images[name] @ texts[0]), kind="stable")
         return [self.paths[row] for row in best[:number]]
 

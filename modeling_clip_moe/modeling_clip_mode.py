@@ -12,6 +12,7 @@ Paper:
 
 import math
 import os
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ from .modeling_siglip_moe import require_padded
 
 # This file lies beside config.json and holds the centers and the expert of each
 ROUTING_FILE = "routing.safetensors"
+# Files of an expert that are weights, and no processor
+WEIGHTS = re.compile(r"\.(safetensors|bin|index\.json)$")
 # Arguments of `push_to_hub`, and those of `from_pretrained` that say where files come from
 UPLOAD_ARGUMENTS = ("token", "private", "revision", "create_pr", "commit_message", "commit_description", "tags")
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision")
@@ -287,8 +290,9 @@ class CLIPMoDEModel(PreTrainedModel):
         """
         Saves every expert in a folder of its own, and the routing beside them.
 
-        An expert that is not loaded and is in `save_directory` already stays as it is, to the byte. The encoder of the
-        metadata is not part of the model: copy its folder from where the model comes from.
+        An expert that is not loaded and is in `save_directory` already stays as it is, to the byte, and the processor
+        in an expert's folder always does. Elsewhere processors and the encoder of the metadata, which are not part of
+        the model, have to be copied from where it comes from.
 
         Args:
             state_dict: weights to save in place of the model's, as `state_dict()` names them.
@@ -310,6 +314,9 @@ class CLIPMoDEModel(PreTrainedModel):
             partial = directory / f".{name}.partial"
             shutil.rmtree(partial, ignore_errors=True)
             self.expert(number).save_pretrained(partial, state_dict=weights, **kwargs)
+            beside = {path.name: path for path in (directory / name).glob("*") if not WEIGHTS.search(path.name)}
+            for other in beside.keys() - {path.name for path in partial.iterdir()}:
+                shutil.copy(beside[other], partial)
             shutil.rmtree(directory / name, ignore_errors=True)
             os.replace(partial, directory / name)
             self._sources.setdefault(name, (str(directory), name, {}))

@@ -26,7 +26,7 @@ LOGS = "logs"  # the folder of the trackers
 EVERYTHING = ("**/*.bin", "**/*.json", "**/*.safetensors", "**/*.txt")
 # Files that embeddings depend on: an expert's are the same in its own folder and in that of a mixture.
 WEIGHTS = ("config.json", "*.bin", "*.safetensors", "*.index.json")
-PROCESSOR = ("*token*.json", "vocab.json", "merges.txt", "*processor_config.json")
+PROCESSOR = ("*token*.json", "vocab.json", "vocab.txt", "merges.txt", "*processor_config.json")
 
 
 class Attempt(BaseModel):

@@ -1,5 +1,8 @@
 """Mixtures of whole models of other families than CLIP, and of two."""
 
+import copy
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -10,15 +13,21 @@ from tiny_families import saved, tiny_dense
 from torch.nn.functional import logsigmoid
 from transformers import AutoModel, AutoProcessor
 
+from conversion.assemble import convert
 from conversion.checkpoints import load_config, load_mixture
 from conversion.commands import assemble
 from conversion.presets import PRESETS
+from conversion.processors import load_processor
 from conversion.publishing.bundle import build
 from conversion.publishing.card import render
 from conversion.publishing.lineage import Lineage
 from conversion.upcycle import upcycle
 from conversion.verification import sample_inputs
+from data.tokenizer import tokenize
 from evaluation.ensemble import Ensemble
+from evaluation.measures import measure
+from evaluation.sentence_encoders import ClipEncoder
+from evaluation.task import Task
 from modeling_clip_moe import CLIPMoDEModel
 from modeling_clip_moe.families import FAMILIES
 
@@ -124,3 +133,84 @@ def test_texts_that_are_not_padded_are_refused():
     for call in (mixture.get_text_features, lambda ids: mixture(ids, torch.zeros(2, 3, 16, 16))):
         with pytest.raises(ValueError, match="have 5 tokens a text, but SigLIP needs 8"):
             call(ids)
+
+
+def test_processors_stay_where_a_mixture_is_saved_again(of_two_families, tmp_path):
+    experts, folder = of_two_families
+    shutil.copytree(folder, tmp_path / "mixture")
+    mixture, before = load_mixture(tmp_path / "mixture"), files_of(tmp_path / "mixture")
+    mixture.replace_expert(0, experts[0])
+    mixture.save_pretrained(tmp_path / "mixture")
+    assert files_of(tmp_path / "mixture") == before
+    for name in mixture.config.experts:
+        assert load_processor(tmp_path / "mixture" / name)
+
+
+def files_of(folder):
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
+
+
+def test_no_expert_loses_digits_to_the_first(of_two_families, tmp_path):
+    clip, siglip = of_two_families[0]
+    half = saved(FAMILIES[0], copy.deepcopy(clip).bfloat16(), tmp_path / "clip")
+    assemble.main([str(tmp_path / "mixture"), "--experts", str(half), str(of_two_families[1].parent / "siglip")])
+    for name, tensor in AutoModel.from_pretrained(tmp_path / "mixture").expert(1).state_dict().items():
+        assert torch.equal(tensor, siglip.state_dict()[name]), name
+
+
+@pytest.fixture(scope="module")
+def of_images(of_two_families, tmp_path_factory):
+    """A mixture in which every image is its own metadata, and a SigLIP's bias is far from a CLIP's 0."""
+    (clip, siglip), first = of_two_families
+    folder, siglip = tmp_path_factory.mktemp("of_images"), copy.deepcopy(siglip)
+    siglip.logit_bias.data.fill_(-9.0)
+    saved(FAMILIES[2], siglip, folder / "siglip")
+    encoder = ClipEncoder(str(first.parent / "clip"), "image")
+    (folder / "encoder").mkdir()
+    encoder.save(folder / "encoder")
+    centers = torch.tensor(encoder.encode(pictures(9)[::8]))
+    settings = {"metadata_modality": "image", "routing": "paper", "routing_temperature": 0.02}
+    convert(
+        [first.parent / "clip", folder / "siglip"],
+        folder / "mixture",
+        centers,
+        torch.arange(2),
+        encoder.name,
+        folder / "encoder",
+        **settings,
+    )
+    return folder / "mixture"
+
+
+def pictures(number):
+    pixels = np.random.default_rng(0).integers(0, 256, (number, 20, 16, 3), dtype=np.uint8)
+    shades = np.linspace(0, 1, number)[:, None, None, None]
+    return [Image.fromarray((image * shade).astype(np.uint8)) for image, shade in zip(pixels, shades, strict=True)]
+
+
+@torch.no_grad()
+def test_images_that_route_themselves_are_ranked_as_the_mixture_scores_them(of_images):
+    images, captions = pictures(9), ["ab", "ba c", "c", "aab", "cab", "a c", "bb", "ac b", "cc a"]
+    mixture, ensemble = load_mixture(of_images), Ensemble(of_images, None, 4, torch.device("cpu"))
+    inputs = []
+    for name in mixture.config.experts:
+        processor = load_processor(of_images / name)
+        pixels = processor.image_processor(images, return_tensors="pt")
+        inputs.append({**tokenize(processor.tokenizer, captions), **pixels})
+    weights = mixture.route(torch.as_tensor(ensemble.encoder.encode(images))[:, None])
+    logits = mixture(expert_inputs=inputs, routing_weights=weights[:, None]).logits_per_text
+    # Each class is in the image that the mixture likes best for it
+    labels = torch.nn.functional.one_hot(logits.argmax(dim=1), len(images)).T.tolist()
+    rows = Dataset.from_dict({"image": images, "label": labels})
+    task = Task("zero_shot", "", "", lambda: (rows, 0), classes=captions, templates=["{}"])
+    assert measure(task, ensemble)["metrics"] == {"mean_average_precision": 1}
+
+
+def test_texts_are_cut_where_any_expert_cuts_them(of_two_families, tmp_path):
+    _, _, siglip, *_ = FAMILIES
+    short = saved(siglip, tiny_dense(siglip, 5), tmp_path / "short", 5)
+    assemble.main([str(tmp_path / "mixture"), "--experts", str(of_two_families[1].parent / "clip"), str(short)])
+    ensemble = Ensemble(tmp_path / "mixture", None, 4, torch.device("cpu"))
+    rows = Dataset.from_dict({"image": pictures(2), "caption": ["reda b", "reda c"]})
+    texts = measure(Task("retrieval", "", "", lambda: (rows, 0)), ensemble)["texts"]
+    assert (texts["max_length"], texts["cut"], texts["alike"]) == (5, 2, 0)
