@@ -254,6 +254,7 @@ class CLIPMoDEModel(PreTrainedModel):
         if config is None:
             changes = {name: kwargs.pop(name) for name in cls.config_class.__annotations__ if name in kwargs}
             config = cls.config_class.from_pretrained(source, subfolder=folder, **hub, **changes)
+            config.validate_routing()  # with the changes
         model = cls(config)
         dtype = kwargs.get("dtype", "auto")
         dtype = config.dtype or torch.float32 if dtype in ("auto", None) else dtype

@@ -11,7 +11,7 @@ from PIL import Image
 from tiny_clip import moved
 from tiny_families import saved, tiny_dense
 from torch.nn.functional import logsigmoid
-from transformers import AutoModel, AutoProcessor
+from transformers import AutoModel, AutoProcessor, CLIPModel
 
 from conversion.assemble import convert
 from conversion.checkpoints import load_config, load_mixture
@@ -24,7 +24,7 @@ from conversion.publishing.lineage import Lineage
 from conversion.upcycle import upcycle
 from conversion.verification import sample_inputs
 from data.tokenizer import tokenize
-from evaluation.ensemble import Ensemble
+from evaluation.ensemble import Ensemble, open_model
 from evaluation.measures import measure
 from evaluation.sentence_encoders import ClipEncoder
 from evaluation.task import Task
@@ -156,6 +156,15 @@ def test_no_expert_loses_digits_to_the_first(of_two_families, tmp_path):
     assemble.main([str(tmp_path / "mixture"), "--experts", str(half), str(of_two_families[1].parent / "siglip")])
     for name, tensor in AutoModel.from_pretrained(tmp_path / "mixture").expert(1).state_dict().items():
         assert torch.equal(tensor, siglip.state_dict()[name]), name
+
+
+def test_a_sum_of_embeddings_of_several_sizes_is_refused_before_it_is_measured(of_two_families, tmp_path):
+    config = tiny_dense(FAMILIES[0]).config
+    config.projection_dim = 16
+    small = saved(FAMILIES[0], moved(CLIPModel(config), "", seed=0), tmp_path / "small")
+    assemble.main([str(tmp_path / "mixture"), "--experts", str(small), str(of_two_families[1].parent / "siglip")])
+    with pytest.raises(ValueError, match="sum needs embeddings of one size"):
+        open_model(tmp_path / "mixture", None, 2, torch.device("cpu"), changes={"feature_ensemble": "sum"})
 
 
 @pytest.fixture(scope="module")

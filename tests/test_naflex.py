@@ -27,10 +27,11 @@ from evaluation.sentence_encoders import ClipEncoder
 from modeling_clip_moe.families import FAMILY_OF_TYPE
 from training.contrastive_task import ContrastiveTask
 from training.engine import _compute_gradient
-from training.estimates import Expected, bytes_at_a_time, bytes_of_images
+from training.estimates import Expected, bytes_at_a_time, bytes_in_memory, bytes_of_images
 from training.loader import PairLoader
 from training.plan import plan
 from training.recipe import load_recipe
+from training.stages.evaluate import EvaluateStage
 from training.stages.train import TrainStage
 
 # Height and width
@@ -130,6 +131,13 @@ def test_plans_count_the_places_of_the_processor_and_refuse_hidden_states(folder
     model, by_positions = Expected((config,), processor=Path(folder)), Expected((config,))
     assert bytes_of_images(model, len(SIZES)) == batch["pixel_values"].nbytes
     assert 16 * bytes_at_a_time(model, 1, 3) == 20 * bytes_at_a_time(by_positions, 1, 3)
+    settings = {"models": {"x": "x"}, "tasks": ["symbols_zero_shot"], "batch_size": 3}
+    measured, weights = EvaluateStage(name="scores", stage="evaluate", **settings), bytes_in_memory((config,))
+
+    def bytes_of(model):
+        return measured.cost(SimpleNamespace(models={"x": model}))["memory"]()
+
+    assert 16 * (bytes_of(model) - weights) == 20 * (bytes_of(by_positions) - weights)
     stage = {"name": "states", "stage": "hidden_states", "model": folder, "data": {"source": arguments.source}}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"output_dir": str(tmp_path), "stages": [stage]}))
     recipe = load_recipe(tmp_path / "recipe.yaml")

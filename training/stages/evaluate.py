@@ -1,6 +1,7 @@
 """Stages that measure models."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, ClassVar, Literal
@@ -61,8 +62,7 @@ class EvaluateStage(MeasuredTasks, Stage):
         """The largest model, or expert of a mixture, and a batch: one after the other."""
 
         def memory() -> int:
-            configs = [config for model in models_of(self, inputs) for config in model.known_configs]
-            return max(_bytes_of_measured(config, self.batch_size) for config in configs)
+            return max(_bytes_of_measured(model, self.batch_size) for model in models_of(self, inputs))
 
         return super().cost(inputs) | {"memory": memory}
 
@@ -104,7 +104,7 @@ class AnalyzeStage(MeasuredTasks, Stage):
         yield from faults(inputs.model.clip, self.kinds().values(), *chosen)
 
     def cost(self, inputs: SimpleNamespace) -> dict[str, Callable[[], int]]:
-        return super().cost(inputs) | {"memory": lambda: _bytes_of_measured(inputs.model.clip, self.batch_size)}
+        return super().cost(inputs) | {"memory": lambda: _bytes_of_measured(inputs.model, self.batch_size)}
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         names = ("num_experts_per_tok", "layers", "expert", "capacity_factors", "batch_size")
@@ -112,7 +112,12 @@ class AnalyzeStage(MeasuredTasks, Stage):
         print(analyze_experts(inputs.model, self.open_tasks(), directory, **options))
 
 
-def _bytes_of_measured(config: PreTrainedConfig, batch_size: int) -> int:
-    """Bytes of a model and of a batch of images, or of texts that are as long as they can be."""
-    longest = AtMost(config.text_config.max_position_embeddings)
-    return AtMost(bytes_in_memory((config,)) + bytes_at_a_time(Expected((config,)), longest, batch_size))
+def _bytes_of_measured(model: Expected, batch_size: int) -> int:
+    """Bytes of a model, or of the largest expert of a mixture, and of a batch of images, or of texts that are as long
+    as they can be."""
+
+    def of_one(config: PreTrainedConfig) -> int:
+        longest, one = AtMost(config.text_config.max_position_embeddings), replace(model, configs=(config,))
+        return AtMost(bytes_in_memory(one.configs) + bytes_at_a_time(one, longest, batch_size))
+
+    return max(map(of_one, model.known_configs))
