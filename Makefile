@@ -36,6 +36,7 @@ $(INTEGRATIONS): $(STAMP)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[integrations]"
 	$(BIN)/pip install --quiet --no-deps $(WITHOUT_REQUIREMENTS)
 	$(BIN)/pip install --quiet --no-deps --upgrade --target .venv/clip-benchmark $(FOR_CLIP_BENCHMARK)
+	rm --force .venv/transformers-*.tar.gz
 	$(BIN)/pip download --quiet --no-deps --no-binary transformers --dest .venv "$$(grep '^transformers==' constraints.txt)"
 	tar --extract --directory .venv --file .venv/transformers-*.tar.gz
 	touch $(INTEGRATIONS)

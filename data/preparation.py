@@ -88,7 +88,7 @@ def _resizes_and_crops(processor: BaseImageProcessor) -> bool:
     steps = ("do_resize", "do_rescale", "do_normalize")
     if getattr(processor, "backend", None) != "pil" or not all(getattr(processor, step, False) for step in steps):
         return False
-    if processor.size is None:  # that of the image tells
+    if processor.size is None:  # the shape of each image decides (NaFlex)
         return False
     settled = {name for name in ("height", "width", "shortest_edge", "longest_edge") if processor.size.get(name)}
     if settled not in ({"shortest_edge"}, {"height", "width"}):

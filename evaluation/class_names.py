@@ -35,9 +35,10 @@ def labeled_rows(
             raise ValueError(f"labels are integers or texts, but row {row} of column {column} has {label!r}")
     of_ids = names_after_ids(classes or (), "--classes") if as_prompts else {}
     if as_prompts and are_ids(names := list(of_ids.values()) or classes or ()):
+        label = next(filter(NUMBER.fullmatch, names), names[0])
         raise ValueError(
-            f"--classes names a class {next(filter(NUMBER.fullmatch, names))!r}, which says nothing to a model and is "
-            "a label rather than a name: give a file of names in the order of the labels, such as tench, or 3 objects"
+            f"--classes names a class {label!r}, which says nothing to a model and is a label rather than a name: give "
+            "a file of names in the order of the labels, such as tench, or 3 objects"
         )
     own = _own_names(rows, arguments)
     if classes is None and not own:

@@ -83,10 +83,10 @@ def compare_models(
 
 
 def _counts(name: str) -> dict[str, dict[str, float]]:
-    config = paper_config(name) or config_of(clip_class(name), name)
+    paper = paper_config(name)
+    config = paper or config_of(clip_class(name), name)
     with loading(name):
-        model = meta_model(config)
-        patches = None if paper_config(name) else most_patches(config, name)
+        model, patches = meta_model(config), None if paper else most_patches(config, name)
         return {"parameters": count_parameters(model), "multiply_adds": count_multiply_adds(model, patches)}
 
 

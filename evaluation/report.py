@@ -205,8 +205,8 @@ def _scores(table, baseline: str | None) -> dict[str, dict[str, Score]]:
     for title, metrics in means_of(of_task).items():
         parts = [of_task[task][metric] for task, metric in metrics.items()]
         models = [model for model in table if all(model in part for part in parts)]
-        same_images = any(BENCHMARKS[task].language for task in metrics)
-        scores[title] = {model: _mean_score([part[model] for part in parts], not same_images) for model in models}
+        independent = not any(BENCHMARKS[task].language for task in metrics)  # languages share their images
+        scores[title] = {model: _mean_score([part[model] for part in parts], independent) for model in models}
     return scores
 
 

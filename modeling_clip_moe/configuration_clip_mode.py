@@ -22,9 +22,9 @@ class CLIPMoDEConfig(PublishedConfig):
     Args:
         experts (`list[str]`): the folders of the experts in the repository. Each holds a whole model, dense or sparse,
             with a configuration of its own.
-        own_processors (`bool`): whether every expert's folder has a processor of its own, as of experts that read texts
-            or images differently: CLIPs and SigLIPs, or CLIPs of several resolutions.
-        projection_dim (`int`, *optional*): size of the embeddings of every expert. None: they have several.
+        own_processors (`bool`): whether every expert's folder has a processor of its own, since the experts read texts
+            or images differently, as CLIPs and SigLIPs do, or CLIPs of several resolutions.
+        projection_dim (`int`, *optional*): size of the embeddings of every expert. None: experts have several sizes.
         metadata_encoder (`str`, *optional*): name of the sentence encoder that the fine-grained cluster centers were
             made with, and that has to embed a task's metadata. None: there are no centers.
         metadata_dim (`int`, *optional*): size of its embeddings.

@@ -516,7 +516,7 @@ class CLIPMoDEModel(PreTrainedModel):
     ) -> CLIPMoDEOutput:
         """
         Args:
-            input_ids, pixel_values, attention_mask: as of the experts, which get other arguments, too.
+            input_ids, pixel_values, attention_mask: see the experts' `forward`, which gets other arguments, too.
             expert_inputs: the inputs of each expert, in place of these, where experts have processors of their own.
             return_loss: whether to compute the contrastive loss of the pairs in this batch.
             routing_weights: (n,); (texts, n) where each text is a task of its own, as in image retrieval; or
@@ -581,7 +581,9 @@ class CLIPMoDEModel(PreTrainedModel):
                 )
             return [inputs] * self.num_experts
         if len(expert_inputs) != self.num_experts:
-            raise ValueError(f"expert_inputs are of {len(expert_inputs)} experts, and there are {self.num_experts}.")
+            raise ValueError(
+                f"expert_inputs has {len(expert_inputs)} dictionaries, but there are {self.num_experts} experts."
+            )
         return expert_inputs
 
     def _features(

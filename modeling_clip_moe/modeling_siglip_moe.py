@@ -136,8 +136,9 @@ class _SiglipMoEModel:
         """Embeddings (B, hidden_size) of images, not normalized."""
         return self.get_image_features(pixel_values, return_dict=True, **kwargs).pooler_output
 
-    def forward_with_router_losses(self, output_router_logits: bool | None, **inputs) -> SiglipMoEOutput:
-        """What the dense model computes of `inputs`, with the routers' losses."""
+    def _forward_with_router_losses(self, output_router_logits: bool | None, **inputs) -> SiglipMoEOutput:
+        """What the dense model computes of `inputs`, with the routers' losses. The `forward` of each family names
+        its arguments, since transformers' Trainer drops columns that no argument is called like."""
         config = self.config
         if output_router_logits is None:
             output_router_logits = config.output_router_logits
@@ -218,7 +219,7 @@ class SiglipMoEModel(_SiglipMoEModel, SiglipMoEPreTrainedModel, SiglipModel):
             output_router_logits: whether to output router logits and `aux_loss`, and to add the latter to the loss.
                 None: as in the configuration.
         """
-        return self.forward_with_router_losses(
+        return self._forward_with_router_losses(
             output_router_logits,
             input_ids=input_ids,
             pixel_values=pixel_values,
@@ -288,7 +289,7 @@ class Siglip2MoEModel(_SiglipMoEModel, Siglip2MoEPreTrainedModel, Siglip2Model):
         **kwargs,
     ) -> SiglipMoEOutput:
         """As `Siglip2Model.forward`, with `return_loss` and `output_router_logits` as of `SiglipMoEModel`."""
-        return self.forward_with_router_losses(
+        return self._forward_with_router_losses(
             output_router_logits,
             input_ids=input_ids,
             pixel_values=pixel_values,

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, AutoProcessor, PreTrainedModel, ProcessorMixin
 
 from .configuration_clip_mode import CLIPMoDEConfig
-from .families import longest_text
+from .families import FAMILY_OF_TYPE, longest_text
 
 
 class OpenCLIPAdapter(nn.Module):
@@ -87,13 +87,13 @@ def load_clip(
         texts to token ids (B, S).
 
     Raises:
-        ValueError: a mixture of whole CLIPs, whose similarities are no product of two embeddings; or a SigLIP 2 for
-            images of any shape, which are three tensors.
+        ValueError: a mixture of whole CLIPs, whose similarities are no product of two embeddings; or a model for
+            images of any shape, each of which is three tensors.
     """
     model_type = AutoConfig.from_pretrained(name).model_type
     if model_type == CLIPMoDEConfig.model_type:
         raise ValueError(f"{name} is a mixture of CLIPs: take one of its experts, such as {name}/expert_0")
-    if model_type.startswith("siglip2"):
+    if model_type in FAMILY_OF_TYPE and FAMILY_OF_TYPE[model_type].naflex:
         raise ValueError(f"{name} takes images of any shape (NaFlex), but open_clip's of one: call it by transformers")
     model = AutoModel.from_pretrained(name, **kwargs).eval().to(device)
     processor = AutoProcessor.from_pretrained(name)

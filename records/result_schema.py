@@ -63,7 +63,7 @@ class Result(BaseModel):
     primary: dict[str, str] = Field(min_length=1)
     num_samples: Annotated[int, Field(gt=0)]
     num_skipped: Count
-    # Of each group of classes that has an accuracy of its own
+    # Number of samples of each group of classes, where groups have accuracies of their own
     group_samples: dict[str, Annotated[int, Field(gt=0)]] = Field(default_factory=dict)
     # None: of a linear probe, which reads none
     texts: TextCounts | None = None
@@ -193,7 +193,7 @@ def score_reach(result: dict[str, Any], metric: str) -> Reach | None:
 
 
 def score_difference_reach(result: dict[str, Any], other: dict[str, Any], metric: str) -> Reach | None:
-    """The same of the difference between two models' scores on a task."""
+    """How far the interval of the difference between two models' scores reaches; None: see `parts_of_mean`."""
     parts, others = parts_of_mean(result, metric), parts_of_mean(other, metric)
     if parts is None or others is None:
         return None

@@ -148,11 +148,10 @@ def test_an_interval_of_a_mean_holds_what_it_says(shares):
     assert 0.93 < np.mean(within) < 0.995
 
 
-def test_languages_share_their_images(tmp_path):
+def test_languages_share_their_images():
     """Scores of Babel-ImageNet rise and fall together: their mean is as unsure as each of them."""
     tasks = GROUPS["babel_imagenet"]
     results = [result("a", task, title=task, primary={"recall": "accuracy"}) for task in tasks]
-    write_report(results, tmp_path)
     scores = _scores(arrange(results), None)
     reach = share_reach(0.5, 1000)
     assert scores["mean of 93 benchmarks (babel_imagenet)"]["a"].reach == pytest.approx(reach)

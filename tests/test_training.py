@@ -143,7 +143,7 @@ def test_trackers(tmp_path):
 
 
 def test_a_tracker_that_fails_is_left_out(tmp_path, monkeypatch, caplog):
-    """While training or at its end; another tracker goes on."""
+    """Training goes on without it, with one warning."""
     log, failed = TensorBoardTracker.log, []
 
     def fail(self, values, step, **more):

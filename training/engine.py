@@ -360,10 +360,8 @@ def call_trackers(accelerator: Accelerator, call: Callable[[GeneralTracker], Non
         except Exception as error:  # every tracker raises its own
             accelerator.trackers.remove(tracker)
             reason = " ".join(f"{type(error).__name__}: {error}".split())
-            logger.warning(
-                "the tracker %s failed, and training goes on without it (log.jsonl holds all): %.300s",
-                tracker.name, reason,
-            )  # fmt: skip
+            message = "the tracker %s failed, and training goes on without it (log.jsonl holds all): %.300s"
+            logger.warning(message, tracker.name, reason)
 
 
 class Log:
@@ -389,8 +387,7 @@ class Log:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": step, **values}) + "\n")
         # MLflow takes no other signs: `recall@1` is `recall_1` in all trackers
-        names = {name: re.sub(r"[^\w./ -]", "_", f"{self.stage}/{name}") for name in values}
-        named = {names[name]: value for name, value in values.items()}
+        named = {re.sub(r"[^\w./ -]", "_", f"{self.stage}/{name}"): value for name, value in values.items()}
         call_trackers(self.accelerator, lambda tracker: tracker.log(named, step=step))
 
 

@@ -208,8 +208,8 @@ class Runner:
         set_seed(context.seed, device_specific=True)
         started = time.perf_counter()
         if accelerator.is_main_process or not stage.main_process_only:
-            shared = context.without_others() if stage.main_process_only else context
-            record.pairs = stage.run(resolve(stage, context), shared, partial)
+            stage_context = context.without_others() if stage.main_process_only else context
+            record.pairs = stage.run(resolve(stage, context), stage_context, partial)
         accelerator.wait_for_everyone()
         self._require_unchanged(stage, record.data, partial)
         seconds = record.attempts[-1].seconds = round(time.perf_counter() - started, 1)

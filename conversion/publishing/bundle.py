@@ -36,16 +36,16 @@ LICENSE = Path(__file__).parents[2] / "LICENSE"
 
 
 def features(model, inputs):
-    """The embeddings that a model computes of the inputs of each of its experts, or of its own."""
-    texts = [{"input_ids": of_expert.pop("input_ids")} for of_expert in inputs]
-    of_all = len(inputs) > 1
+    """The embeddings that a model computes of one dictionary of inputs, or a mixture of one for each expert."""
+    texts = [{"input_ids": part["input_ids"]} for part in inputs]
+    images = [{name: tensor for name, tensor in part.items() if name != "input_ids"} for part in inputs]
+    texts, images = ({"expert_inputs": parts} if len(parts) > 1 else parts[0] for parts in (texts, images))
     with torch.no_grad():
-        images = model.get_image_features(**({"expert_inputs": inputs} if of_all else inputs[0])).pooler_output
-        texts = model.get_text_features(**({"expert_inputs": texts} if of_all else texts[0])).pooler_output
-    return {"images": images.contiguous(), "texts": texts.contiguous()}
+        texts, images = model.get_text_features(**texts), model.get_image_features(**images)
+    return {"texts": texts.pooler_output.contiguous(), "images": images.pooler_output.contiguous()}
 
 
-# The program of another process that computes them from the published folder alone
+# The program of another process, which computes features from the published folder alone
 CHECK = f"""
 import sys
 sys.modules["modeling_clip_moe"] = None
@@ -179,8 +179,8 @@ def verify(model: PreTrainedModel, folder: Path) -> None:
     inputs = [sample_inputs(config) for config in configs]
     with tempfile.TemporaryDirectory() as parent:
         files = [f"{parent}/inputs_{number}" for number in range(len(inputs))]
-        for of_expert, file in zip(inputs, files, strict=True):
-            save_file(of_expert, file)
+        for part, file in zip(inputs, files, strict=True):
+            save_file(part, file)
         expected = features(model.float().eval(), inputs)
         # Another folder for the code, so that none is used that was loaded before
         environment = {**os.environ, "HF_MODULES_CACHE": f"{parent}/modules", "HF_HUB_OFFLINE": "1"}

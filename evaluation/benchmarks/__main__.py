@@ -15,14 +15,14 @@ def metrics_of(benchmark: Benchmark) -> str:
     return ", ".join([METRIC_TITLES[name] for name in benchmark.metrics] or PRIMARY_METRICS[benchmark.kind].values())
 
 
-def _of_any_language(benchmark: Benchmark, text: str) -> str:
-    """The text with LANGUAGE in the place of a language at its end."""
+def _language_pattern(benchmark: Benchmark, text: str) -> str:
+    """The text with LANGUAGE in the place of the language at its end."""
     language = benchmark.language
     return f"{text.removesuffix(language)}LANGUAGE" if language and text.endswith(language) else text
 
 
-def _shortly(names: Sequence[str]) -> list[str]:
-    """The names, but of the languages after the first one these alone."""
+def _group_members(names: Sequence[str]) -> list[str]:
+    """The names of benchmarks; of a suite in several languages, the first name and the codes of the others."""
     languages = [BENCHMARKS[name].language for name in names]
     return [
         language if language and number else name
@@ -36,11 +36,11 @@ def benchmarks() -> str:
     rows = BENCHMARKS.values()
     # One line for all languages of a suite
     what = dict.fromkeys(
-        (_of_any_language(row, row.name), _of_any_language(row, row.protocol), metrics_of(row)) for row in rows
+        (_language_pattern(row, row.name), _language_pattern(row, row.protocol), metrics_of(row)) for row in rows
     )
     shapes: dict[str, dict[str, None]] = {}
     for row in rows:
-        shapes.setdefault(row.shapes, {})[_of_any_language(row, row.name)] = None
+        shapes.setdefault(row.shapes, {})[_language_pattern(row, row.name)] = None
     return "\n\n".join(
         [
             markdown_table(["name", "what", "metrics"], what),
@@ -49,7 +49,7 @@ def benchmarks() -> str:
             "On the Hub:",
             markdown_table(["name", "data set"], [[row.name, row.hub] for row in rows if row.hub]),
             "Groups:",
-            "\n".join(item(f"{group}: {', '.join(_shortly(names))}") for group, names in GROUPS.items()),
+            "\n".join(item(f"{group}: {', '.join(_group_members(names))}") for group, names in GROUPS.items()),
         ]
     )
 

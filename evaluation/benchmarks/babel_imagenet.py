@@ -24,7 +24,7 @@ class BabelImageNet(Layout):
     gregor-ge/Babel-ImageNet). Its authors' translated prompts are read if they lie there; else the name is the prompt.
 
     Args:
-        language: whose names count, as a code in small letters.
+        language: the code, in small letters, of the language whose names count.
         imagenet: layouts of ImageNet.
     """
 
@@ -44,13 +44,13 @@ class BabelImageNet(Layout):
         return super().fits(folder, split) and any(layout.fits(folder, split) for layout in self.imagenet)
 
     def stamp(self, folder: Path, split: str) -> str:
-        named, images = self._names(folder, split), self._layout(folder, split).stamp(folder, split)
-        return content_hash([images, list(named), list(named.values())])
+        images, numbers = self._layout(folder, split).stamp(folder, split), [*self._names(folder, split)]
+        return content_hash([images, numbers, *self.names_and_templates(folder, split)])
 
     def names_and_templates(self, folder: Path, split: str) -> tuple[list[str], list[str]]:
         names, prompts = list(self._names(folder, split).values()), None
         if (folder / PROMPTS).is_file():
-            prompts = _of_language(folder / PROMPTS, self.language)
+            prompts = _entry(folder / PROMPTS, self.language)
         match prompts or ["{}"]:
             case [*templates] if all(isinstance(template, str) for template in templates):
                 return names, templates
@@ -82,7 +82,7 @@ class BabelImageNet(Layout):
         """Number of a class -> its name. Raises a ValueError if no file has the language, or not so."""
         files, language = self.annotations(folder, split), self.language.upper()
         for file in files:
-            match _of_language(file, language):
+            match _entry(file, language):
                 case None:
                     continue
                 case [list(numbers), list(names)] if (
@@ -103,7 +103,7 @@ class BabelImageNet(Layout):
         )
 
 
-def _of_language(file: Path, language: str) -> Any:
+def _entry(file: Path, language: str) -> Any:
     """What a file has for a language. Raises a ValueError if it holds no languages."""
     content = read_json(file)
     if not isinstance(content, dict) or not content:

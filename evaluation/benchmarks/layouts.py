@@ -1,8 +1,8 @@
 """How the data of benchmarks lie: a class a layout, each of which gives rows.
 
-Rows have a column `image`, and `label` (the number of the class, or a 1 or 0 for each class) or `caption` (a list of
-texts); pairs have `image_0`, `image_1`, `caption_0`, `caption_1` and `attribute`; choices have captions of which the
-first is right, and may have an `attribute`. No image is decoded here.
+Rows have a column `image`, and `label` (the number of the class, -1 where it is none of the task's, or a 1 or 0 for
+each class) or `caption` (a list of texts); pairs have `image_0`, `image_1`, `caption_0`, `caption_1` and `attribute`;
+choices have captions of which the first is right, and may have an `attribute`. No image is decoded here.
 """
 
 import glob
@@ -76,7 +76,7 @@ class Layout(ABC):
         return None
 
     def names_and_templates(self, folder: Path, split: str) -> tuple[list[str], list[str]] | None:
-        """The names of classes and the templates of data that take no others."""
+        """The names of classes and the templates, where those beside the data or on the Hub do not count."""
         return None
 
     @abstractmethod

@@ -186,7 +186,8 @@ class HiddenStatesStage(Stage):
         if accelerator.is_main_process:
             copy_processor(inputs.model, directory)  # with which that of a stage that uses them is compared
 
-    def _config(self, inputs: SimpleNamespace) -> CLIPMoEConfig:
+    def _model_config(self, inputs: SimpleNamespace) -> CLIPMoEConfig:
+        """The configuration of the model, which is a CLIP's."""
         config = inputs.model.clip
         if not issubclass(family_of(config).sparse, CLIPMoEModel):
             raise ValueError(
@@ -196,7 +197,7 @@ class HiddenStatesStage(Stage):
         return config
 
     def output_config(self, inputs: SimpleNamespace) -> Expected:
-        config = self._config(inputs)
+        config = self._model_config(inputs)
         for tower, of_tower in (("text_model", config.text_config), ("vision_model", config.vision_config)):
             if not getattr(of_tower, "moe_layers", None):
                 raise ValueError(
@@ -209,7 +210,7 @@ class HiddenStatesStage(Stage):
 
         def memory() -> int:
             """Also the states of all layers for a batch, and a shard, which is there twice when it is put together."""
-            pairs, config = inputs.data.known_pairs, self._config(inputs)
+            pairs, config = inputs.data.known_pairs, self._model_config(inputs)
             at_a_time, tokens = min(self.batch_size, pairs), text_length(inputs.model, inputs.data)
             layers = max(tower.num_hidden_layers for tower in (config.text_config, config.vision_config))
             states = layers * self._size(config, at_a_time, tokens)
@@ -218,7 +219,7 @@ class HiddenStatesStage(Stage):
 
         def disk() -> int:
             """Texts as long as they can be."""
-            config = self._config(inputs)
+            config = self._model_config(inputs)
             return self._size(config, inputs.data.known_pairs, AtMost(config.text_config.max_position_embeddings))
 
         return cost | {"memory": memory, "disk": disk}
