@@ -315,9 +315,9 @@ class CLIPMoDEModel(PreTrainedModel):
             partial = directory / f".{name}.partial"
             shutil.rmtree(partial, ignore_errors=True)
             self.expert(number).save_pretrained(partial, state_dict=weights, **kwargs)
-            beside = {path.name: path for path in (directory / name).glob("*") if not WEIGHTS.search(path.name)}
-            for other in beside.keys() - {path.name for path in partial.iterdir()}:
-                shutil.copy(beside[other], partial)
+            for path in (directory / name).glob("*"):  # its processor
+                if path.is_file() and not WEIGHTS.search(path.name) and not (partial / path.name).exists():
+                    shutil.copy(path, partial)
             shutil.rmtree(directory / name, ignore_errors=True)
             os.replace(partial, directory / name)
             self._sources.setdefault(name, (str(directory), name, {}))
