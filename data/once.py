@@ -1,4 +1,4 @@
-"""A cache for one look at a recipe. Data may change between two looks."""
+"""A cache for one look at a recipe or at tasks. Data may change between two looks."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,7 +10,8 @@ _CACHE: ContextVar[dict[str, Any] | None] = ContextVar("_CACHE", default=None)
 
 @contextmanager
 def opened_once() -> Iterator[None]:
-    """Within it, the files of a source are listed and opened once, however often they are asked for."""
+    """Within it, the files of a source, or of a benchmark in many languages, are listed and opened once, however often
+    they are asked for."""
     token = _CACHE.set({})
     try:
         yield

@@ -12,6 +12,7 @@ from typing import Annotated, Any, get_args
 from pydantic import Discriminator, Tag, ValidationError
 
 from data.annotations import TABLES
+from data.once import opened_once
 from data.sources import BUILDERS, is_here
 from data.worlds import WORLDS
 from evaluation.benchmarks.loading import NotDownloaded, benchmark_task, copy_fingerprint
@@ -85,6 +86,7 @@ def with_seed(task: Task, seed: int) -> Task:
     return dataclasses.replace(task, load=load, load_train=load_train, data={"seed": seed})
 
 
+@opened_once()
 def find_tasks(
     wanted: Sequence[Wanted],
     data_root: str | Path | None = None,
@@ -113,6 +115,7 @@ def find_tasks(
     return tasks
 
 
+@opened_once()
 def copy_fingerprints(wanted: Sequence[Wanted], data_root: str | Path | None = None) -> dict[str, str]:
     """Name -> a hash of its copy, for benchmarks that have one in `data_root`."""
     fingerprints = {}

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from datasets import Dataset
 
+from data.once import once
 from evaluation.benchmarks.layouts import Layout
 from evaluation.results import content_hash
 from records.files import read_json
@@ -44,8 +45,8 @@ class BabelImageNet(Layout):
         return super().fits(folder, split) and any(layout.fits(folder, split) for layout in self.imagenet)
 
     def stamp(self, folder: Path, split: str) -> str:
-        images, numbers = self._layout(folder, split).stamp(folder, split), [*self._names(folder, split)]
-        return content_hash([images, numbers, *self.names_and_templates(folder, split)])
+        images = once(f"stamp of {folder}, {split}", lambda: self._layout(folder, split).stamp(folder, split))
+        return content_hash([images, [*self._names(folder, split)], *self.names_and_templates(folder, split)])
 
     def names_and_templates(self, folder: Path, split: str) -> tuple[list[str], list[str]]:
         names, prompts = list(self._names(folder, split).values()), None
@@ -105,7 +106,7 @@ class BabelImageNet(Layout):
 
 def _entry(file: Path, language: str) -> Any:
     """What a file has for a language. Raises a ValueError if it holds no languages."""
-    content = read_json(file)
+    content = once(str(file), lambda: read_json(file))
     if not isinstance(content, dict) or not content:
         raise ValueError(f"{file} needs an entry for each language, but has {shortened(content)}: {AUTHORS}")
     return content.get(language.upper())
