@@ -28,7 +28,7 @@ from evaluation.ensemble import Ensemble, open_model
 from evaluation.measures import measure
 from evaluation.sentence_encoders import ClipEncoder
 from evaluation.task import Task
-from modeling_clip_moe import CLIPMoDEModel
+from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel
 from modeling_clip_moe.families import FAMILIES
 
 
@@ -126,6 +126,15 @@ def test_a_mixture_of_two_families_is_published_with_both_processors(of_two_fami
     code = card.split("```python")[1].split("```")[0].replace("user/mixture", str(tmp_path / "published"))
     Image.new("RGB", (16, 16)).save(tmp_path / "image.png")
     exec(code.replace("image.png", str(tmp_path / "image.png")), {})
+
+
+def test_the_card_of_two_sigmoid_families_scores_as_they_do():
+    _, _, *of_sigmoid = FAMILIES[:4]
+    config = CLIPMoDEConfig(experts=["a", "b"], own_processors=True)
+    dense = [tiny_dense(family).config for family in of_sigmoid]
+    assert "model(expert_inputs=inputs).logits_per_image.sigmoid()" in str(
+        render(config, Lineage(), "user/mixture", None, None, dense)
+    )
 
 
 def test_texts_that_are_not_padded_are_refused():
