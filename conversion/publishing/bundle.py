@@ -83,7 +83,11 @@ def build(
         print(f"warning: {source}: {', '.join(sorted(left_out))} are left out: no files of an encoder", file=sys.stderr)
     lineage = Lineage.of(Path(source))
     if not lineage.results:
-        print(f"warning: no scores of {source} are published; the card says so", file=sys.stderr)
+        print(
+            f"warning: no scores of {source} are published: a card has those of a recipe's stage, measured with the "
+            "same weights by an evaluate stage of the run, or into a folder beside it",
+            file=sys.stderr,
+        )
     for name, picture in lineage.pictures.items():
         shutil.copy(picture, folder / name)
     if lineage.results:

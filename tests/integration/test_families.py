@@ -92,6 +92,14 @@ def test_the_card_and_the_code_are_the_familys(family, published):
     assert (published / f"{family.sparse.config_class.auto_classes['AutoModel'].split('.')[0]}.py").is_file()
 
 
+def test_the_code_of_the_card_makes_what_the_model_reads(published, inputs, image):
+    card = (published / "README.md").read_text()
+    code = card.split("```python")[1].split("```")[0].replace("user/sparse", str(published))
+    variables = {}
+    exec(code.replace("image.png", str(image)), variables)
+    torch.testing.assert_close(variables["inputs"]["pixel_values"], inputs["pixel_values"])
+
+
 @torch.no_grad()
 def test_without_the_package_a_pipeline_scores_as_the_model(family, published, inputs, image, tmp_path):
     done = subprocess.run(
