@@ -37,9 +37,10 @@ LEAST_WIDTH = 8  # inches, for a title
 
 
 def plot_text(text: str, length: int = 40) -> str:
-    """A text of somebody else as one line that matplotlib shows as it is, cut to a length."""
-    text = one_line(text)
-    text = text if len(text) <= length else f"{text[: length - 1]}…"
+    """A text of somebody else as one line that matplotlib shows as it is, cut in the middle to a length: names often
+    differ at their ends."""
+    text, half = one_line(text), length // 2
+    text = text if len(text) <= length else f"{text[: half - 1]}…{text[-half:]}"
     # Between dollars would be mathematics; labels that begin with an underscore are left out of legends.
     return (f" {text}" if text.startswith("_") else text).replace("$", r"\$")
 

@@ -33,7 +33,7 @@ class OwnColumns:
     """
 
     name: Annotated[str | None, Parameter(name="--task-name"), Field(pattern=r"^\w[\w. -]*$", max_length=200)] = None
-    title: Annotated[str | None, Parameter(name="--task-title"), Field(min_length=1)] = None
+    title: Annotated[str | None, Parameter(name="--task-title"), Field(pattern=r"\S")] = None
     dataset: str | None = None
     split: str = "test"
     train_split: str = "train"

@@ -45,7 +45,8 @@ SORT = """
 for (const head of document.querySelectorAll("th")) head.addEventListener("click", () => {
   const body = head.closest("table").tBodies[0], order = head.ariaSort === "descending" ? "ascending" : "descending";
   const sign = order === "ascending" ? 1 : -1, text = row => row.cells[head.cellIndex].textContent.trim();
-  const compare = (a, b) => parseFloat(a) - parseFloat(b) || a.localeCompare(b);
+  const number = text => parseFloat(text.replaceAll(",", ""));
+  const compare = (a, b) => number(a) - number(b) || a.localeCompare(b);
   for (const other of head.parentNode.cells) other.ariaSort = null;
   head.ariaSort = order;
   body.append(...[...body.rows].sort((a, b) => !text(a) - !text(b) || sign * compare(text(a), text(b))));

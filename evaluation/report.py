@@ -20,7 +20,7 @@ from evaluation.benchmarks.specs import BENCHMARKS, means_of
 from evaluation.figures import plot_text, plt, save
 from evaluation.page import write_page
 from records.intervals import LEVEL, Reach, mean_reach
-from records.markdown import escape, item, markdown_table
+from records.markdown import escape, item, markdown_table, one_line
 from records.result_schema import TextCounts, read_result, require_result, score_difference_reach, score_reach
 
 Results = Sequence[dict[str, Any] | str | Path]
@@ -179,10 +179,11 @@ def best_of(results: Sequence[dict[str, Any]], title: str, models: Sequence[str]
 
 def primary_columns(row: dict[str, dict[str, Any]]) -> dict[tuple[str, str], str]:
     """(task, metric) -> title, of the primary metrics. Tasks of the same title are told apart by their names."""
-    titles = Counter(result["title"] for result in row.values())
+    titles = Counter(one_line(result["title"]) for result in row.values())
     return {
-        (task, metric): f"{result['title']}{f' ({task})' if titles[result['title']] > 1 else ''}: {name}"
+        (task, metric): f"{title}{f' ({task})' if titles[title] > 1 else ''}: {name}"
         for task, result in row.items()
+        for title in [one_line(result["title"])]
         for metric, name in result["primary"].items()
     }
 

@@ -314,6 +314,13 @@ def test_half_of_imagenet_whose_list_is_cut_too(tmp_path):
         benchmark_task(BENCHMARKS["imagenet1k"], tmp_path).load()
 
 
+def test_shards_that_lack_a_class(tmp_path):
+    names = make(tmp_path, "imagenet1k") / CLASSES
+    names.write_text(names.read_text() + "violet\n")
+    with pytest.raises(ValueError, match="needs as many images of every class, but has 2 of red and 0 of violet: copy"):
+        benchmark_task(BENCHMARKS["imagenet1k"], tmp_path).load()
+
+
 def test_what_systems_leave_in_folders_does_not_matter(tmp_path):
     folder = make(tmp_path, "ucf101") / "test"
     whole = benchmark_task(BENCHMARKS["ucf101"], tmp_path)
@@ -498,6 +505,11 @@ def test_babel_imagenet_scores_as_a_loop_does(dense, tmp_path):
     (tmp_path / "imagenet" / "nllb_dist13b_prompts.json").unlink()
     assert copy_fingerprint(*copy) != fingerprint
     assert find_tasks(["babel_imagenet_zh_yue"], tmp_path)["babel_imagenet_zh_yue"].templates == ["{}"]
+    for number in range(1000):  # the names have another order than the ids
+        folder = tmp_path / "imagenet" / "val" / f"n{number:08}"
+        folder.rename(folder.with_name(f"kind {'abcdefghij'[number % 10]} {number // 10}"))
+    with pytest.raises(ValueError, match="calls classes 'kind a 0' and the like, but .* order of WordNet's ids: call"):
+        find_tasks(["babel_imagenet_de"], tmp_path)["babel_imagenet_de"].load()
 
 
 @pytest.mark.parametrize(("name", "classes"), [("imagenet1k", 1000), ("imagenet_a", 200), ("imagenet_r", 200)])

@@ -5,6 +5,8 @@ import hashlib
 import html
 import json
 import re
+import shutil
+import subprocess
 from collections import Counter
 from xml.etree import ElementTree
 
@@ -14,6 +16,7 @@ import small_evaluation
 
 from evaluation.benchmarks.specs import GROUPS
 from evaluation.commands import report
+from evaluation.figures import plot_text
 from evaluation.page import SORT, html_page
 from evaluation.report import _scores, arrange, best_of, write_report
 from records.intervals import difference_reach, mean_reach, share_reach
@@ -262,6 +265,33 @@ def test_columns_of_one_title_are_told_apart(tmp_path):
     results = [result("a", "retrieval-x", title="retrieval"), result("a", "retrieval-y", title="retrieval")]
     header = write_report(results, tmp_path).splitlines()[0]
     assert "retrieval (retrieval-x): R@1" in header and "retrieval (retrieval-y): R@1" in header
+    results[1]["title"] = "retrieval "  # which a table shows alike
+    assert header == write_report(results, tmp_path).splitlines()[0]
+
+
+def test_long_names_that_differ_at_their_ends_differ_in_pictures():
+    short = {plot_text(f"{'a long title ' * 6}, {part}", 60) for part in range(3)}
+    assert len(short) == 3 and set(map(len, short)) == {60}
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_a_column_sorts_by_its_numbers():
+    """From the highest to the lowest, and back; empty cells come last."""
+    cells = ["9,999", "12,345", "", "50.0% (+1.0 ± 0.5)", "-3.2", "-0.5", "9.1%"]
+    order = ["12,345", "9,999", "50.0% (+1.0 ± 0.5)", "9.1%", "-0.5", "-3.2"]
+    page = f"""
+        const body = {{rows: {json.dumps(cells)}.map(text => ({{cells: [{{textContent: text}}]}})),
+            append(...rows) {{ this.rows = rows; }}}};
+        let click;
+        const head = {{cellIndex: 0, closest: () => ({{tBodies: [body]}})}};
+        head.addEventListener = (_, act) => {{ click = act; }};
+        head.parentNode = {{cells: [head]}};
+        const document = {{querySelectorAll: () => [head]}};
+        {SORT}
+        const shown = () => (click(), body.rows.map(row => row.cells[0].textContent));
+        console.log(JSON.stringify([shown(), shown()]));"""
+    done = subprocess.run(["node", "-e", page], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == [[*order, ""], [*order[::-1], ""]]
 
 
 def test_the_best_of_several_models_has_no_weights():

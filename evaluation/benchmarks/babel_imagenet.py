@@ -9,6 +9,7 @@ from datasets import Dataset
 
 from data.once import once
 from evaluation.benchmarks.layouts import Layout
+from evaluation.class_names import are_ids
 from evaluation.results import content_hash
 from records.files import read_json
 from records.messages import shortened
@@ -59,7 +60,14 @@ class BabelImageNet(Layout):
 
     def rows(self, folder: Path, split: str) -> Dataset:
         """All images, so that they are embedded once for all languages; the label of those without a name is -1."""
-        rows, names = self._layout(folder, split).rows(folder, split), self._names(folder, split)
+        layout, names = self._layout(folder, split), self._names(folder, split)
+        of_data = layout.class_names(folder, split)
+        if of_data and not are_ids(of_data):
+            raise ValueError(
+                f"{folder} calls classes {of_data[0]!r} and the like, but Babel-ImageNet's numbers have the order of "
+                "WordNet's ids: call each folder by its own, such as n01440764"
+            )
+        rows = layout.rows(folder, split)
         there = set(rows["label"])
         if there != set(CLASSES):
             raise ValueError(

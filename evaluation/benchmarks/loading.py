@@ -2,7 +2,6 @@
 
 import csv
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -194,7 +193,7 @@ def _load(
     if {"roc_auc", "mean_average_precision"} & set(benchmark.metrics):
         _require_every_class(np.array(rows["label"]), classes, folder)
     if benchmark.balanced:
-        _require_balance(rows["label"], classes, folder)
+        _require_balance(np.array(rows["label"]), classes, folder)
     return rows, 0
 
 
@@ -212,13 +211,15 @@ def _require_every_class(labels: np.ndarray, classes: Sequence[str], folder: Pat
         raise ValueError(f"{folder} needs images of every class, but has none of {classes[images.argmin()]}")
 
 
-def _require_balance(labels: Iterable[int], classes: Sequence[str], folder: Path) -> None:
-    """Raises a ValueError if a class has more images than another one."""
-    (most, number), *_, (least, fewer) = Counter(label for label in labels if label >= 0).most_common()
-    if number != fewer:
+def _require_balance(labels: np.ndarray, classes: Sequence[str], folder: Path) -> None:
+    """Raises a ValueError if a class has more images than another one, which may have none."""
+    images = np.bincount(labels[labels >= 0], minlength=len(classes))
+    most, least = images.argmax(), images.argmin()
+    if images[most] != images[least]:
         raise ValueError(
-            f"{folder} needs as many images of every class, but has {number} of {classes[most]} and {fewer} of "
-            f"{classes[least]}: copy all of them, or measure what is there as own data (--tasks zero_shot --dataset)"
+            f"{folder} needs as many images of every class, but has {images[most]} of {classes[most]} and "
+            f"{images[least]} of {classes[least]}: copy all of them, or measure what is there as own data (--tasks "
+            "zero_shot --dataset)"
         )
 
 
