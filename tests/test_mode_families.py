@@ -57,7 +57,7 @@ def test_a_mixture_scores_with_the_mean_of_its_experts(family, tmp_path):
             [expert.config for expert in experts],
         )
     )
-    assert f"A mixture of 2 {family.name}s" in card and ('padding="max_length"' in card) == family.sigmoid
+    assert f"A mixture of 2 models ({family.name})" in card and ('padding="max_length"' in card) == family.sigmoid
     if family.sigmoid:  # each pair is a yes or a no
         pairs = [logsigmoid(logit if i == j else -logit) for i, row in enumerate(logits) for j, logit in enumerate(row)]
         torch.testing.assert_close(outputs.loss, -sum(pairs) / len(logits))
@@ -122,7 +122,7 @@ def test_a_mixture_of_two_families_says_what_it_needs(of_two_families, tmp_path)
 def test_a_mixture_of_two_families_is_published_with_both_processors(of_two_families, tmp_path):
     build(of_two_families[1], tmp_path / "published", "user/mixture")
     card = (tmp_path / "published" / "README.md").read_text()
-    assert "A mixture of 2 CLIPs and SigLIPs" in card
+    assert "A mixture of 2 models (CLIP, SigLIP)" in card
     code = card.split("```python")[1].split("```")[0].replace("user/mixture", str(tmp_path / "published"))
     Image.new("RGB", (16, 16)).save(tmp_path / "image.png")
     exec(code.replace("image.png", str(tmp_path / "image.png")), {})

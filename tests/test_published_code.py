@@ -137,7 +137,7 @@ def test_planted_code_of_a_mixture_neither_runs_nor_is_published(ran, tmp_path, 
         assert config["auto_map"]["AutoModelForZeroShotImageClassification"] == own
     assert load_encoder(out / "metadata_encoder").encode(["a star"]).shape == (1, 8)
     assert {"expert_0/model.safetensors", "expert_1/config.json", "modeling_clip_mode.py"} <= files(out).keys()
-    assert "A mixture of 2 CLIPs" in (out / "README.md").read_text()
+    assert "A mixture of 2 models (CLIP)" in (out / "README.md").read_text()
 
 
 @pytest.mark.parametrize(
