@@ -33,8 +33,9 @@ def labeled_rows(
     for row, label in enumerate(labels):
         if not isinstance(label, int | str):
             raise ValueError(f"labels are integers or texts, but row {row} of column {column} has {label!r}")
-    of_ids = names_after_ids(classes or (), "--classes") if as_prompts else {}
-    if as_prompts and are_ids(names := list(of_ids.values()) or classes or ()):
+    lines = classes or ()
+    of_ids = names_after_ids(lines, "--classes") if as_prompts or any(map(MAPPED.fullmatch, lines)) else {}
+    if as_prompts and are_ids(names := list(of_ids.values()) or lines):
         label = next(filter(NUMBER.fullmatch, names), names[0])
         raise ValueError(
             f"--classes names a class {label!r}, which says nothing to a model and is a label rather than a name: give "
@@ -43,7 +44,7 @@ def labeled_rows(
     own = _own_names(rows, arguments)
     if classes is None and not own:
         raise ValueError(f"column {column} holds no names: give them with --classes")
-    if as_prompts and are_ids(own) and set(own).isdisjoint(classes or ()):
+    if (as_prompts or lines) and are_ids(own) and set(own).isdisjoint(lines):
         name_of = of_ids or _names_of_ids(own, classes, arguments.source)
         if missing := sorted(set(own) - name_of.keys()):
             raise ValueError(f"the file of names (--classes) has none for {len(missing)} classes, such as {missing[0]}")

@@ -165,7 +165,7 @@ def linear_probe_task(arguments: DataArguments, train_split: str, classes: Seque
             f"{train_split} of {arguments.source} have {common} in common: set split and train_split. A "
             "file has slices, such as test[:20%] and test[20%:]; a dataset that was saved without its split has none"
         )
-    classes = list(dict.fromkeys([*names, *train_names])) if classes is None else classes
+    classes = [*names, *(name for name in train_names if name not in names)]
     require_different_names(classes)
     data = _data(arguments, classes=content_hash(classes), train_split=train_split)
     return Task(

@@ -163,6 +163,14 @@ def test_a_probe_knows_the_classes_of_both_splits_by_name(tmp_path, classes):
         assert "".join(load()[0]["caption"]) == expected
 
 
+@pytest.mark.parametrize("classes", [["one", "two"], ["n00000002 two", "n00000001 one"]])
+def test_a_probe_takes_the_names_of_ids(tmp_path, classes):
+    ids = ["n00000001", "n00000002"]
+    task = linear_probe_task(class_folders(tmp_path / "folders", train=ids, test=ids), "train", classes)
+    for load in (task.load, task.load_train):
+        assert list(load()[0]["caption"]) == ["one", "one", "two", "two"] and task.classes == ["one", "two"]
+
+
 @pytest.mark.parametrize(
     ("kind", "splits", "samples", "message"),
     [
