@@ -9,7 +9,8 @@ import numpy as np
 
 from evaluation.report import primary_columns
 from evaluation.task import Task
-from records.result_schema import Collapse, ExpertSummary, Spread, score_difference_reach
+from records.intervals import score_difference_reach
+from records.result_schema import Collapse, ExpertSummary, Spread
 
 # What each tower embeds
 EMBEDDED = {"text": "texts", "vision": "images"}

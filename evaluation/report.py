@@ -19,9 +19,9 @@ import numpy as np
 from evaluation.benchmarks.specs import BENCHMARKS, means_of
 from evaluation.figures import plot_text, plt, save
 from evaluation.page import write_page
-from records.intervals import LEVEL, Reach, mean_reach
+from records.intervals import LEVEL, Reach, mean_reach, score_difference_reach, score_reach
 from records.markdown import escape, item, markdown_table, one_line
-from records.result_schema import TextCounts, read_result, require_result, score_difference_reach, score_reach
+from records.result_schema import TextCounts, read_result, require_result
 
 Results = Sequence[dict[str, Any] | str | Path]
 # Results of one task must agree in these to stand in one column.

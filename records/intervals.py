@@ -2,9 +2,12 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from scipy import stats
+
+from records.result_schema import parts_of_mean
 
 LEVEL = 0.95
 # How far an interval reaches below and above what it is the interval of
@@ -68,3 +71,18 @@ def difference_reach(share: float, other: float, number: int) -> Reach:
     below, above = share_reach(share, number)
     other_below, other_above = share_reach(other, number)
     return math.hypot(below, other_above), math.hypot(above, other_below)
+
+
+def score_reach(result: dict[str, Any], metric: str) -> Reach | None:
+    """How far a score's interval over test samples reaches; None: see `parts_of_mean`."""
+    parts = parts_of_mean(result, metric)
+    return parts and mean_reach([share_reach(*part) for part in parts])
+
+
+def score_difference_reach(result: dict[str, Any], other: dict[str, Any], metric: str) -> Reach | None:
+    """How far the interval of the difference between two models' scores reaches; None: see `parts_of_mean`."""
+    parts, others = parts_of_mean(result, metric), parts_of_mean(other, metric)
+    if parts is None or others is None:
+        return None
+    pairs = zip(parts, others, strict=True)
+    return mean_reach([difference_reach(share, of_other, size) for (share, size), (of_other, _) in pairs])

@@ -7,7 +7,6 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
 from records.files import read_json
-from records.intervals import Reach, difference_reach, mean_reach, share_reach
 from records.messages import shortened
 
 Text = Annotated[str, Field(pattern=r"\S")]
@@ -184,18 +183,3 @@ def parts_of_mean(result: dict[str, Any], metric: str) -> list[tuple[float, int]
     if metric == "accuracy" and any(name.startswith("accuracy/") for name in metrics):
         return [(metrics[f"accuracy/{group}"], size) for group, size in result.get("group_samples", {}).items()] or None
     return [(metrics[metric], result.get("num_captions", number) if metric.startswith("text_to") else number)]
-
-
-def score_reach(result: dict[str, Any], metric: str) -> Reach | None:
-    """How far a score's interval over test samples reaches; None: see `parts_of_mean`."""
-    parts = parts_of_mean(result, metric)
-    return parts and mean_reach([share_reach(*part) for part in parts])
-
-
-def score_difference_reach(result: dict[str, Any], other: dict[str, Any], metric: str) -> Reach | None:
-    """How far the interval of the difference between two models' scores reaches; None: see `parts_of_mean`."""
-    parts, others = parts_of_mean(result, metric), parts_of_mean(other, metric)
-    if parts is None or others is None:
-        return None
-    pairs = zip(parts, others, strict=True)
-    return mean_reach([difference_reach(share, of_other, size) for (share, size), (of_other, _) in pairs])

@@ -14,9 +14,10 @@ from conversion.publishing.lineage import PICTURES, TASK_TYPES, WORLDS, Lineage
 from modeling_clip_moe import CLIPMoDEConfig
 from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
 from modeling_clip_moe.families import longest_text
+from records.intervals import score_reach
 from records.markdown import code, escape, one_line
 from records.provenance import Record
-from records.result_schema import ExpertSummary, score_reach
+from records.result_schema import ExpertSummary
 
 TEMPLATE = Path(__file__).parents[2] / "model_cards" / "template.md"
 # Texts of examples, of what knows photos and of what knows something else
