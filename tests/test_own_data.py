@@ -8,6 +8,7 @@ import numpy as np
 import PIL.Image
 import pytest
 import small_evaluation
+from pydantic import ValidationError
 
 from data import symbols
 from data.sources import DataArguments
@@ -40,6 +41,8 @@ def test_all_unknown_names_are_told_at_once(tmp_path):
     ]
     own = OwnTask(task="retrieval", dataset="x", name="symbols_pairs")
     assert problems_of_tasks([own]) == ["two tasks are called symbols_pairs: give each a name of its own"]
+    with pytest.raises(ValidationError, match="title"):
+        OwnTask(task="retrieval", dataset="x", title=" ")  # a result has a title
     assert all(parse_tasks(text) == ["a", "b", "c"] for text in ("a,b,c", "a, b ,c", " a,  b\nc "))
     assert list(find_tasks(["symbols_pairs", "symbols_zero_shot"])) == ["symbols_pairs", "symbols_zero_shot"]
     for command in (evaluate.main, experts.main):
