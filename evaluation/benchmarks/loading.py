@@ -4,6 +4,7 @@ import csv
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import numpy as np
@@ -72,7 +73,7 @@ def benchmark_task(
         classes=classes,
         templates=templates,
         data=data,
-        metrics=benchmark.metrics,
+        metrics=[metric for metric in benchmark.metrics if len(classes) > 5 or "top5" not in metric],
     )
 
 
@@ -99,18 +100,24 @@ def _stamps(benchmark: Benchmark, folder: Path, layout: Layout) -> list[Any]:
     return [layout.stamp(folder, split) for split in benchmark.splits]
 
 
-def _from_hub(benchmark: Benchmark, patterns: Sequence[str], ask_hub: bool, commit: str | None = None) -> Path:
-    """The folder with these files of a data set, which has the name of the commit; None: of the newest one."""
+def _from_hub(
+    benchmark: Benchmark, patterns: Sequence[str], ask_hub: bool, commit: str | None = None, way_out: str = ""
+) -> Path:
+    """The folder with these files of a data set, which has the name of the commit; None: of the newest one.
+
+    Args:
+        way_out: what to do where the Hub cannot be reached; by default, to put a copy of the benchmark here.
+    """
     if not ask_hub:
         raise NotDownloaded(f"{benchmark.hub} is on the Hub")
     try:
         options = {"repo_type": "dataset", "revision": commit, "allow_patterns": list(patterns)}
         return Path(snapshot_download(benchmark.hub, **options))
     except (OSError, ValueError) as error:
-        why = " ".join(str(error).split())[:200]
+        why = shorten(str(error), 250, placeholder=" ...")
+        way_out = way_out or f"put a copy into DATA_ROOT/{benchmark.name} (--data-root)"
         raise NotDownloaded(
-            f"{benchmark.name} cannot be had from the Hub as {benchmark.hub} ({why}): try again, or put a copy into "
-            f"DATA_ROOT/{benchmark.name} (--data-root)"
+            f"{benchmark.name} cannot be had from the Hub as {benchmark.hub} ({why}): try again, or {way_out}"
         ) from error
 
 
@@ -140,14 +147,15 @@ def _text_file(benchmark: Benchmark, folder: Path, name: str, ask_hub: bool) -> 
     file = folder / name
     if file.is_file():
         return file
-    what = "the names of its classes" if name == CLASSES else "templates with {c} for the name"
-    message = f"{benchmark.name} lacks {what}: write them into {file}, one a line"
+    what, templates, too = "the names of its classes", "templates with {c} for the name", ""
+    if name == TEMPLATES:
+        what = templates
+    elif benchmark.kind == "zero_shot" and not (folder / TEMPLATES).is_file():
+        too = f", and {templates} into {TEMPLATES} beside it"
     if benchmark.hub is None:
-        raise ValueError(message)
-    try:
-        return _from_hub(benchmark, ["*.txt"], ask_hub) / name
-    except NotDownloaded as error:
-        raise NotDownloaded(f"{message}; {error}") from error
+        raise ValueError(f"{benchmark.name} lacks {what}: write them into {file}, one a line{too}")
+    way_out = f"write {what}, which are not in the copy, into {file}, one a line{too}"
+    return _from_hub(benchmark, ["*.txt"], ask_hub, way_out=way_out) / name
 
 
 def _require_order(names: Sequence[str], of_data: Sequence[str], file: Path, folder: Path) -> None:
