@@ -138,7 +138,7 @@ def test_the_page_of_families_has_their_costs():
     """M parameters, those that a token meets, and G multiply-adds of an image and a text."""
     page = Path("docs/families.md").read_text().replace("`", "")
     rows = [line for line in lines_of(page) if line[0] in OTHER_SIZES]
-    assert {row[0] for row in rows} == {"SigLIP2-B/16", "MetaCLIP2-H/14"} and len(rows) == 2 * (1 + len(PRESETS))
+    assert len(rows) == len(OTHER_SIZES) * (1 + len(PRESETS))
     for size, preset, *numbers in rows:
         counts, costs = counted(f"{size}:{preset}" if preset else size)
         found = (counts["total"] / 1e6, counts["activated"] / 1e6, costs["image"] / 1e9, costs["text"] / 1e9)

@@ -78,13 +78,13 @@ def outcomes(common, model) -> dict[str, str]:
             loss = {"return_loss": True} if return_labels else {}
             return super()._prepare_for_class(inputs, model_class) | loss
 
-    found = {}
+    outcome_of = {}
     for name in unittest.TestLoader().getTestCaseNames(Case):
         result = unittest.TestResult()
         Case(name).run(result)
         errors = result.failures + result.errors
-        found[name] = errors[0][1] if errors else "skipped" if result.skipped else ""
-    return found
+        outcome_of[name] = errors[0][1] if errors else "skipped" if result.skipped else ""
+    return outcome_of
 
 
 @pytest.mark.parametrize("family", (*FAMILIES, *IMAGE_TOWERS), ids=lambda family: family.model_type)
