@@ -6,6 +6,7 @@ its description: base FFN, two experts and the gate are 114.1 G, and 128.2 G is 
 
 import dataclasses
 import json
+import math
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,47 +39,37 @@ dense, sparse = small_evaluation.dense, small_evaluation.sparse
 OTHER_SIZES = [size for size in SIZES if not size.startswith("ViT")]
 
 
-def build(name):
-    return meta_model(paper_config(name))
-
-
 @cache
 def counted(name):
-    model = build(name)
+    model = meta_model(paper_config(name))
     return count_parameters(model), count_multiply_adds(model)
 
 
 def arithmetic(config, preset):
-    """By hand: parameters in all; of each tower parameters, activated ones and multiply-adds without attention scores;
-    multiply-adds of attention scores."""
-    siglip = config.model_type == "siglip"
-    patch, projection = (
-        config.vision_config.patch_size,
-        config.text_config.hidden_size if siglip else config.projection_dim,
-    )
-    patches = (config.vision_config.image_size // patch) ** 2
-    towers, scores = {}, 0
+    """By hand: parameters in all; of each tower parameters, activated ones and multiply-adds; those of attention scores
+    alone."""
+    siglip, text, vision = config.model_type == "siglip", config.text_config, config.vision_config
+    patch, projection = vision.patch_size, text.hidden_size if siglip else config.projection_dim
+    patches, towers, all_scores = (vision.image_size // patch) ** 2, {}, 0
     for name, tower, tokens in (
-        ("vision", config.vision_config, patches + (not siglip)),
-        ("text", config.text_config, config.text_config.max_position_embeddings),
+        ("vision", vision, patches + (not siglip)),
+        ("text", text, text.max_position_embeddings),
     ):
-        width, inner, layers = tower.hidden_size, tower.intermediate_size, tower.num_hidden_layers
+        width, inner, layers, idle = tower.hidden_size, tower.intermediate_size, tower.num_hidden_layers, 0
         ffn = 2 * width * inner + inner + width
-        sparse = 0 if preset is None else len(sparse_layers(preset.sparse_layers, "text", layers))
-        parameters = layers * (4 * width**2 + 4 * width + 4 * width) + (layers - sparse) * ffn
-        products = tokens * (layers * 4 * width**2 + (layers - sparse) * 2 * width * inner)
-        scores += layers * 2 * tokens**2 * width
-        idle = 0
-        if sparse:
-            gate = width**2 if preset.fusion_gate else 0
-            base = ffn if preset.fusion_gate else 0
-            parameters += sparse * (preset.num_experts * (ffn + width) + base + gate)
-            idle = sparse * (preset.num_experts - preset.num_experts_per_tok) * ffn
-            active = (preset.num_experts_per_tok + preset.fusion_gate) * 2 * width * inner + preset.num_experts * width
-            products += tokens * sparse * (active + (width**2 if preset.fusion_gate else 0))
-        parameters += tokens * width + 2 * width  # positions, last norm
+        # positions, last norm
+        parameters = layers * (4 * width**2 + 4 * width + 4 * width + ffn) + tokens * width + 2 * width
+        products = tokens * layers * (4 * width**2 + 2 * width * inner)
+        scores = layers * 2 * tokens**2 * width
+        if preset:
+            sparse, gate = len(sparse_layers(preset.sparse_layers, name, layers)), preset.fusion_gate
+            number, chosen = preset.num_experts, preset.num_experts_per_tok
+            added = number - (not gate)  # with a gate, the FFN stays
+            parameters += sparse * (added * ffn + number * width + gate * width**2)
+            products += tokens * sparse * ((chosen - (not gate)) * 2 * width * inner + number * width + gate * width**2)
+            idle = sparse * (number - chosen) * ffn
         if name == "text":
-            parameters += config.text_config.vocab_size * width + width * projection + siglip * projection
+            parameters += text.vocab_size * width + width * projection + siglip * projection
             products += width * projection
         else:
             parameters += width * 3 * patch**2
@@ -90,20 +81,24 @@ def arithmetic(config, preset):
             else:  # class token, first norm, projection
                 parameters += width + 2 * width + width * projection
                 products += width * projection
-        towers[name] = (parameters, parameters - idle, products)
-    return 1 + siglip + sum(parameters for parameters, *_ in towers.values()), towers, scores  # 1: the temperature
+        towers[name] = (parameters, parameters - idle, products + scores)
+        all_scores += scores
+    return 1 + siglip + sum(parameters for parameters, *_ in towers.values()), towers, all_scores  # 1: the temperature
 
 
 @pytest.mark.parametrize("system", [None, *ARCHITECTURES])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", ["ViT-L/14", "SigLIP2-L/16", "MetaCLIP2-H/14"])
 def test_counts_are_the_arithmetic(size, system):
-    counts, costs = counted(f"{size}:{system}" if system else size)
-    total, towers, scores = arithmetic(paper_config(size), ARCHITECTURES.get(system))
+    """Of four layers; the page of families and the papers have the costs of all."""
+    config = paper_config(size)
+    config.text_config.num_hidden_layers = config.vision_config.num_hidden_layers = 4
+    total, towers, scores = arithmetic(config, ARCHITECTURES.get(system))
+    model = meta_model(sparse_config(config, ARCHITECTURES[system]) if system else config)
+    counts, costs = count_parameters(model), count_multiply_adds(model)
     assert counts["total"] == total
-    for tower, (parameters, activated, _) in towers.items():
-        assert (counts[tower], counts[f"{tower}_activated"]) == (parameters, activated)
+    for (tower, (parameters, activated, products)), of in zip(towers.items(), ("image", "text"), strict=True):
+        assert (counts[tower], counts[f"{tower}_activated"], costs[of]) == (parameters, activated, products)
     assert costs["attention_scores"] == scores
-    assert costs["image"] + costs["text"] - scores == sum(products for *_, products in towers.values())
     assert counts["total"] - counts["activated"] == sum(parts[0] - parts[1] for parts in towers.values())
 
 
@@ -126,12 +121,10 @@ def test_an_altclips_images_cost_as_a_clips_and_its_texts_as_a_roberta():
 def test_an_image_of_any_shape_costs_by_its_patches():
     """As much as a SigLIP's of as many patches, whose attention is that of the same layers."""
     siglip, naflex = (tiny_dense(FAMILY_OF_TYPE[name]).config for name in ("siglip", "siglip2"))
-    siglip.vision_config.image_size, siglip.vision_config.patch_size = 24, 4
-    expected = count_multiply_adds(meta_model(siglip))
-    assert count_multiply_adds(meta_model(naflex), 36) == expected
-    siglip.vision_config.image_size = 16
-    expected = count_multiply_adds(meta_model(siglip))
-    assert count_multiply_adds(meta_model(naflex)) == expected
+    siglip.vision_config.patch_size = 4
+    for size, patches in ((24, 36), (16, None)):
+        siglip.vision_config.image_size = size
+        assert count_multiply_adds(meta_model(naflex), patches) == count_multiply_adds(meta_model(siglip))
 
 
 def test_the_page_of_families_has_their_costs():
@@ -140,8 +133,10 @@ def test_the_page_of_families_has_their_costs():
     rows = [line for line in lines_of(page) if line[0] in OTHER_SIZES]
     assert len(rows) == len(OTHER_SIZES) * (1 + len(PRESETS))
     for size, preset, *numbers in rows:
-        counts, costs = counted(f"{size}:{preset}" if preset else size)
-        found = (counts["total"] / 1e6, counts["activated"] / 1e6, costs["image"] / 1e9, costs["text"] / 1e9)
+        total, towers, _ = arithmetic(paper_config(size), PRESETS.get(preset))
+        (whole, activated, image), (of_text, activated_of_text, text) = towers.values()
+        idle = whole - activated + of_text - activated_of_text
+        found = (total / 1e6, (total - idle) / 1e6, image / 1e9, text / 1e9)
         assert [float(number) for number in numbers] == [round(value, 1) for value in found]
 
 
@@ -161,30 +156,30 @@ def test_the_page_of_families_has_their_costs():
 )
 def test_costs_that_papers_tell(name, total, products, gflops):
     """M parameters, G multiply-adds without attention scores, and GFLOPs."""
-    model = build(name)
-    costs = count_multiply_adds(model)
-    both, tolerance = costs["image"] + costs["text"], 0.06
-    for expected, found in (
-        (products, (both - costs["attention_scores"]) / 1e9),
-        (gflops, 2 * both / 1e9),
-        (total, count_parameters(model)["total"] / 1e6),
-    ):
-        assert expected is None or found == pytest.approx(expected, abs=tolerance)
+    counts, costs = counted(name)
+    both = costs["image"] + costs["text"]
+    found = (counts["total"] / 1e6, (both - costs["attention_scores"]) / 1e9, 2 * both / 1e9)
+    for expected, value in zip((total, products, gflops), found, strict=True):
+        assert expected is None or value == pytest.approx(expected, abs=0.06)
 
 
 def test_activated_and_trainable_parameters():
     """CLIP-MoE activates 0.69 B. CLIP-FMoE, Table 5: 72.59 M an expert in stage 1, 8.09 M in stage 2; of the 5 experts
     64.53 M each, 0.04 M for the routers, and 322.69 M for all."""
-    assert count_parameters(build("ViT-L/14:clip_moe"))["activated"] / 1e6 == pytest.approx(685.87, abs=0.005)
-    dense = count_parameters(build("ViT-L/14"))
+    assert counted("ViT-L/14:clip_moe")[0]["activated"] / 1e6 == pytest.approx(685.87, abs=0.005)
+    dense, _ = counted("ViT-L/14")
     assert dense["activated"] == dense["total"] and (dense["expert"], dense["routers"]) == (0, 0)
-    counts = count_parameters(build("ViT-L/14:clip_fmoe"), r"\.fusion_gate\.")
+
+    def trainable(preset, pattern):
+        return count_parameters(meta_model(sparse_config(paper_config("ViT-L/14"), preset)), pattern)
+
+    counts = trainable(PRESETS["clip_fmoe"], r"\.fusion_gate\.")
     assert counts["routers"] / 1e6 == pytest.approx(8.095, abs=5e-4)
     assert (counts["expert"] + counts["trainable"]) / 1e6 == pytest.approx(72.591, abs=5e-4)
     fused = dataclasses.replace(PRESETS["clip_fmoe"], num_experts=1, num_experts_per_tok=1)
-    stage_1 = count_parameters(meta_model(sparse_config(paper_config("ViT-L/14"), fused)), r"\.(experts|fusion_gate)\.")
+    stage_1 = trainable(fused, r"\.(experts|fusion_gate)\.")
     assert stage_1["trainable"] == counts["expert"] + counts["trainable"]
-    baseline = count_parameters(build("ViT-L/14:5_experts"), r"\.(router|experts)\.")
+    baseline = trainable(ARCHITECTURES["5_experts"], r"\.(router|experts)\.")
     found = [baseline[name] / 1e6 for name in ("expert", "routers", "trainable")]
     assert found == pytest.approx([64.53, 0.04, 322.69], abs=0.01)
 
@@ -193,22 +188,23 @@ def test_activated_and_trainable_parameters():
 
 
 @pytest.fixture(scope="module")
-def report(dense, sparse, tmp_path_factory):
-    """A dense and a sparse model, one that is a configuration alone, and a paper's."""
-    folder = tmp_path_factory.mktemp("efficiency")
-    (folder / "config").mkdir()
-    (folder / "config" / "config.json").write_text((sparse / "config.json").read_text())
-    models = [str(dense), str(sparse), str(folder / "config"), "ViT-B/32:clip_up"]
-    arguments = ["--output-dir", str(folder / "out"), "--batch-size", "3", "--device", "cpu", "--baseline", str(sparse)]
-    ballast = np.ones(2**27)  # 1 GiB, which is no model's
-    efficiency.main([*models, *arguments])
-    del ballast
-    return models, folder / "out"
+def configs(dense, sparse, tmp_path_factory):
+    """A sparse and a dense model without weights."""
+    folders = [tmp_path_factory.mktemp("config") / folder.name for folder in (sparse, dense)]
+    for folder, of in zip(folders, (sparse, dense), strict=True):
+        folder.mkdir()
+        (folder / "config.json").write_bytes((of / "config.json").read_bytes())
+    return list(map(str, folders))
 
 
-def test_the_command_counts_and_measures(report):
+def test_the_command_counts_and_measures(dense, sparse, configs, tmp_path, monkeypatch):
     """The page shows numbers and their ratios to the baseline."""
-    models, folder = report
+    monkeypatch.setattr(speed, "SECONDS_OF_A_TURN", 0.01)
+    models, folder = [str(dense), str(sparse), configs[0], "ViT-B/32:clip_up"], tmp_path / "out"
+    ballast = np.ones(2**27)  # 1 GiB, which is no model's
+    options = ["--output-dir", str(folder), "--batch-size", "3", "--device", "cpu", "--baseline", str(sparse)]
+    efficiency.main([*models, *options])
+    del ballast
     result, page = json.loads((folder / "efficiency.json").read_text()), (folder / "efficiency.md").read_text()
     of = result["models"]
     assert list(of) == models and result["baseline"] == models[1]
@@ -272,23 +268,20 @@ def test_too_little_memory_is_one_line(dense):
             measure(models, 10**9, torch.device("cpu"), torch.float32)
 
 
-@pytest.mark.parametrize(
-    ("captions", "verdict"),
-    [(10**6, "has nothing to gain"), (5 * 10**6, "cannot be told"), (2 * 10**7, "should pay"), (10**8, "is too much")],
-)
-def test_every_number_of_captions_has_a_verdict(capsys, captions, verdict):
-    """Of the dense model: what follows from 0.2, 0.9, 3.9 and 21.6 bits for each parameter of its layers."""
-    efficiency.main(["ViT-B/32:clip_up", "ViT-B/32", "--captions", str(captions)])
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if " bits: " in line)
-    assert line.startswith("ViT-B/32, ") and verdict in line
-
-
-def test_what_there_is_to_remember(capsys):
-    efficiency.main(["ViT-B/32", "ViT-B/32:clip_up", "--captions", "1024"])
-    page = capsys.readouterr().out
-    assert "= 10,240 bits" in page
-    rows = lines_of("\n".join(line for line in page.splitlines() if "| ViT" in line))
-    layers = [count_parameters(build(name))["layers"] for name in ("ViT-B/32", "ViT-B/32:clip_up")]
-    vision, text = 12 * (12 * 768**2 + 13 * 768), 12 * (12 * 512**2 + 13 * 512)
-    assert layers[0] == vision + text
-    assert [row[1] for row in rows[-2:]] == [f"{number / 1e6:.2f}" for number in layers]
+def test_what_there_is_to_remember(dense, configs, capsys):
+    """Every number of bits for each parameter of the dense model's layers has a verdict."""
+    layers = 4 * (4 * 16**2 + 8 * 16 + 2 * 16 * 32 + 32 + 16)
+    assert layers == count_parameters(load_clip(str(dense)))["layers"]
+    for verdict, *numbers in (
+        ("has nothing to gain", 256),
+        ("cannot be told", 1024),
+        ("should pay", 1500, 3500),
+        ("not measured", 4096, 9100),
+        ("is too much for it", 10000),
+    ):
+        for captions in numbers:
+            efficiency.main([*configs, "--captions", str(captions)])
+            page, bits = capsys.readouterr().out, captions * math.log2(captions)
+            (line,) = (line for line in page.splitlines() if " bits: " in line)
+            assert line.startswith(f"{configs[1]}, {bits / layers:.1f} bits: ") and verdict in line
+            assert f"= {bits:,.0f} bits" in page and f" {layers / 1e6:.3g} " in page
