@@ -24,6 +24,15 @@ from modeling_clip_moe.sparse_moe import CLIPMoEExperts, CLIPMoERouter
 UNNORMALIZED = {"norm_topk_prob": False}
 
 
+def experts_of(model):
+    return [module for module in model.modules() if isinstance(module, CLIPMoEExperts)]
+
+
+def assert_same_embeds(outputs, expected):
+    for field in ("image_embeds", "text_embeds"):
+        torch.testing.assert_close(outputs[field], expected[field])
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -35,64 +44,49 @@ UNNORMALIZED = {"norm_topk_prob": False}
         UNNORMALIZED | {"fusion_gate": True},
     ],
 )
+@torch.no_grad()
 def test_a_forced_expert_computes_every_token(fields):
     """With the weight that a token's experts have together: as the routed model if all experts were that one."""
-    model = tiny_model(num_experts=3, **fields).eval()
-    batch = inputs()
-    with torch.no_grad():
-        routed = model(**batch)
-        for expert in range(3):
-            with model.force_expert(expert):
-                forced = model(**batch, output_expert_ids=True)
-            other = copy.deepcopy(model)
-            for config in (other.config.text_config, other.config.vision_config):
-                config.eval_capacity_factor = None
-            for module in other.modules():
-                if isinstance(module, CLIPMoEExperts):  # all experts are that one
-                    for parameter in module.parameters():
-                        parameter.copy_(parameter[expert].expand_as(parameter).clone())
-            expected = other(**batch)
-            torch.testing.assert_close(forced.image_embeds, expected.image_embeds)
-            torch.testing.assert_close(forced.text_embeds, expected.text_embeds)
-            mask = batch["attention_mask"].bool()
-            for ids in forced.text_model_output.expert_ids:
-                assert set(ids[mask].flatten().tolist()) == {expert} and set(ids[~mask].flatten().tolist()) <= {3}
-        after = model(**batch)
-    assert torch.equal(after.logits_per_image, routed.logits_per_image)
+    model, batch = tiny_model(num_experts=3, **fields), inputs()
+    routed, mask = model(**batch), batch["attention_mask"].bool()
+    for expert in range(3):
+        with model.force_expert(expert):
+            forced = model(**batch, output_expert_ids=True)
+        other = copy.deepcopy(model)
+        other.config.text_config.eval_capacity_factor = other.config.vision_config.eval_capacity_factor = None
+        for parameter in (weight for module in experts_of(other) for weight in module.parameters()):
+            parameter.copy_(parameter[expert].expand_as(parameter).clone())
+        assert_same_embeds(forced, other(**batch))
+        for ids in forced.text_model_output.expert_ids:
+            assert set(ids[mask].flatten().tolist()) == {expert} and set(ids[~mask].flatten().tolist()) <= {3}
+    assert torch.equal(model(**batch).logits_per_image, routed.logits_per_image)
     assert not torch.allclose(forced.logits_per_image, routed.logits_per_image)
 
 
 @pytest.mark.parametrize("norm_topk_prob", [False, True])
+@torch.no_grad()
 def test_a_forced_expert_takes_a_given_scale(norm_topk_prob):
     """One for each sparse layer, text tower first, does what it does in the expert's last layer."""
     model = tiny_model(num_experts=3, norm_topk_prob=norm_topk_prob)
-    batch, scale = inputs(), [0.3, 0.5, 0.7, 1.2]
-    scaled = copy.deepcopy(model)
-    with torch.no_grad():
-        experts = [module for module in scaled.modules() if isinstance(module, CLIPMoEExperts)]
-        for module, of_layer in zip(experts, scale, strict=True):
-            module.down_proj[1] *= of_layer
-            module.down_proj_bias[1] *= of_layer
-        with model.force_expert(1, scale), scaled.force_expert(1, 1.0):
-            forced, expected = model(**batch), scaled(**batch)
-        for field in ("image_embeds", "text_embeds"):
-            torch.testing.assert_close(forced[field], expected[field])
-        with model.vision_model.force_expert(1, scale[2:]):
-            assert torch.equal(model(**batch).image_embeds, forced.image_embeds)
+    batch, scale, scaled = inputs(), [0.3, 0.5, 0.7, 1.2], copy.deepcopy(model)
+    for module, of_layer in zip(experts_of(scaled), scale, strict=True):
+        module.down_proj[1] *= of_layer
+        module.down_proj_bias[1] *= of_layer
+    with model.force_expert(1, scale), scaled.force_expert(1, 1.0):
+        forced = model(**batch)
+        assert_same_embeds(forced, scaled(**batch))
+    with model.vision_model.force_expert(1, scale[2:]):
+        assert torch.equal(model(**batch).image_embeds, forced.image_embeds)
 
 
 def test_forcing_an_expert_ends_with_the_block_and_knows_its_number():
-    model = tiny_model(num_experts=3)
-    for expert in (-1, 3):
-        with pytest.raises(ValueError, match=f"expert={expert}, but the model has experts 0 to 2"):
-            with model.force_expert(expert):
-                pass
-    with pytest.raises(ValueError, match="expert=0, but the model has no sparse layer"):
-        with tiny_model(moe_layers=()).force_expert(0):
-            pass
-    with pytest.raises(KeyError), model.force_expert(2):
-        with model.vision_model.force_expert(1):
-            raise KeyError
+    model, dense = tiny_model(num_experts=3), tiny_model(moe_layers=())
+    known, none = "experts 0 to 2", "no sparse layer"
+    for refusing, expert, message in ((model, -1, known), (model, 3, known), (dense, 0, none)):
+        with pytest.raises(ValueError, match=f"expert={expert}, but the model has {message}"):
+            refusing.force_expert(expert).__enter__()
+    with pytest.raises(KeyError), model.force_expert(2), model.vision_model.force_expert(1):
+        raise KeyError
     routers = [module for module in model.modules() if isinstance(module, CLIPMoERouter)]
     assert {(router.forced_expert, router.forced_scale) for router in routers} == {(None, None)}
 
@@ -111,17 +105,15 @@ def test_implementations_agree(fields, padded):
     CLIPModel(CLIPConfig(text_config=tower_fields(), vision_config=tower_fields()))  # a dense model comes first
     model = tiny_model(**fields).train()
     batch = inputs(padded=padded)
-    outputs, models = {}, {}
-    for name in IMPLEMENTATIONS:
-        models[name] = copy.deepcopy(model)
-        models[name].set_experts_implementation(name)
-        assert models[name].vision_model.config._experts_implementation == name
-        outputs[name] = models[name](**batch, return_loss=True, output_router_logits=True)
+    models, outputs = {name: copy.deepcopy(model) for name in IMPLEMENTATIONS}, {}
+    for name, model in models.items():
+        model.set_experts_implementation(name)
+        assert model.vision_model.config._experts_implementation == name
+        outputs[name] = model(**batch, return_loss=True, output_router_logits=True)
         outputs[name].loss.backward()
-    for name in IMPLEMENTATIONS[1:]:
         torch.testing.assert_close(outputs[name].text_embeds, outputs["eager"].text_embeds)
         torch.testing.assert_close(outputs[name].loss, outputs["eager"].loss)
-        assert_same_gradients(models[name], models["eager"], rtol=1e-4, atol=1e-4)
+        assert_same_gradients(model, models["eager"], rtol=1e-4, atol=1e-4)
 
 
 def test_the_experts_implementation_can_be_chosen(tmp_path):
@@ -136,24 +128,18 @@ def test_the_experts_implementation_can_be_chosen(tmp_path):
 
 
 def test_dropped_choices_and_padding_cost_no_expert_compute(monkeypatch):
-    rows = {"eager": 0, "grouped_mm": 0}
+    rows, linear, grouped_mm = {"eager": 0, "grouped_mm": 0}, F.linear, transformers_moe._grouped_mm
     block = tiny_block(capacity_factor=0.75).train()
     hidden_states, mask = torch.randn(4, 7, 16), torch.rand(4, 7) > 0.3
     num_kept = (block.router(hidden_states, mask)[2] < 4).sum().item()
     assert num_kept < mask.sum() * 2
 
-    linear = F.linear
-
     def counting_linear(input, weight, bias=None):
-        if weight.shape == (24, 16):  # an expert's up projection
-            rows["eager"] += len(input)
+        rows["eager"] += len(input) * (weight.shape == (24, 16))  # an expert's up projection
         return linear(input, weight, bias)
 
-    grouped_mm = transformers_moe._grouped_mm
-
     def counting_grouped_mm(input, weight, offs):
-        if weight.shape[-1] == 24:
-            rows["grouped_mm"] += offs[-1].item()
+        rows["grouped_mm"] += offs[-1].item() * (weight.shape[-1] == 24)
         return grouped_mm(input, weight, offs)
 
     monkeypatch.setattr(modeling.F, "linear", counting_linear)
@@ -174,28 +160,29 @@ def test_every_expert_has_a_gradient_even_without_tokens(name):
         assert parameter.grad is not None and (parameter.grad == 0).all()
 
 
+MEASURED = {"frozen": None, "few": True, "dtype": torch.float32, "size": 16, "autocast": False}
+
+
 @pytest.mark.parametrize(
-    ("frozen", "few", "dtype", "size", "autocast", "expected"),
+    "changes",
     [
-        ([], True, torch.float32, 16, False, "grouped_mm"),
-        ([], False, torch.float32, 16, False, "loop"),
-        (["up_proj"], True, torch.float32, 16, False, "loop"),
-        ([], True, torch.float32, 16, True, "loop"),
+        {},
+        {"few": False},
+        {"frozen": "up_proj"},
+        {"autocast": True},
         # What grouped_mm refuses
-        ([], True, torch.float64, 16, False, "loop"),
-        ([], True, torch.float32, 10, False, "loop"),
+        {"dtype": torch.float64},
+        {"size": 10},
     ],
+    ids=str,
 )
 @pytest.mark.parametrize("training", [True, False])
-def test_experts_that_train_with_few_rows_have_grouped_mm(
-    monkeypatch, training, frozen, few, dtype, size, autocast, expected
-):
-    called = []
-    grouped_mm, loop = modeling._grouped_mm, modeling.CLIPMoEExperts.forward.__wrapped__
+def test_experts_that_train_with_few_rows_have_grouped_mm(monkeypatch, training, changes):
+    frozen, few, dtype, size, autocast = (MEASURED | changes).values()
+    called, forward = [], modeling.CLIPMoEExperts.forward
+    grouped_mm, loop = modeling._grouped_mm, forward.__wrapped__
     monkeypatch.setattr(modeling, "_grouped_mm", lambda *args: called.append("grouped_mm") or grouped_mm(*args))
-    monkeypatch.setattr(
-        modeling.CLIPMoEExperts.forward, "__wrapped__", lambda *args: called.append("loop") or loop(*args)
-    )
+    monkeypatch.setattr(forward, "__wrapped__", lambda *args: called.append("loop") or loop(*args))
     config = CLIPMoEVisionConfig(
         hidden_size=size, intermediate_size=32, num_attention_heads=2, num_experts=4, num_experts_per_tok=2
     )
@@ -203,12 +190,12 @@ def test_experts_that_train_with_few_rows_have_grouped_mm(
     config._experts_implementation = "by_device"
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
-    for name in frozen:
-        getattr(experts, name).requires_grad_(False)
+    if frozen:
+        getattr(experts, frozen).requires_grad_(False)
     tokens = modeling.FEW_ROWS * 4 // 2 - few
     choices = torch.rand(tokens, 4).topk(2)
     hidden_states = torch.randn(tokens, size, dtype=dtype)
     for gradients in (True, False):  # without them: the first pass of a batch in parts
         with torch.set_grad_enabled(gradients), torch.autocast("cpu", enabled=autocast):
             experts(hidden_states, choices.indices, choices.values)
-    assert called == [expected if training else "loop"] * 2
+    assert called == ["loop" if changes or not training else "grouped_mm"] * 2

@@ -4,32 +4,13 @@ import json
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from tiny_clip_moe import inputs, tiny_model, tower_fields
-from transformers import (
-    AutoModel,
-    AutoModelForImageClassification,
-    AutoModelForZeroShotImageClassification,
-    CLIPConfig,
-    CLIPForImageClassification,
-    CLIPModel,
-    CLIPTextModel,
-    CLIPTextModelWithProjection,
-    CLIPVisionModel,
-    CLIPVisionModelWithProjection,
-    PreTrainedModel,
-)
+from transformers import CLIPConfig, CLIPModel
 
-import modeling_clip_moe.modeling_clip_moe as modeling
-from modeling_clip_moe import (
-    CLIPMoEConfig,
-    CLIPMoEForImageClassification,
-    CLIPMoEModel,
-    CLIPMoETextModel,
-    CLIPMoETextModelWithProjection,
-    CLIPMoEVisionModel,
-    CLIPMoEVisionModelWithProjection,
-)
+import modeling_clip_moe
+from modeling_clip_moe import CLIPMoEConfig, CLIPMoEForImageClassification, CLIPMoEModel, CLIPMoEVisionModel
 
 
 @pytest.fixture(scope="module")
@@ -54,18 +35,13 @@ def test_loads_what_was_saved(saved):
     assert load_file(folder / "model.safetensors")["logit_scale"].shape == ()
     batch = inputs()
     torch.testing.assert_close(loaded(**batch).logits_per_text, model(**batch).logits_per_text, rtol=0, atol=0)
-    for auto_class in (AutoModel, AutoModelForZeroShotImageClassification):
-        assert type(auto_class.from_pretrained(folder)) is CLIPMoEModel
-    assert type(AutoModelForImageClassification.from_pretrained(folder)) is CLIPMoEForImageClassification
+    for auto_class, model_class in (
+        (transformers.AutoModel, CLIPMoEModel),
+        (transformers.AutoModelForZeroShotImageClassification, CLIPMoEModel),
+        (transformers.AutoModelForImageClassification, CLIPMoEForImageClassification),
+    ):
+        assert type(auto_class.from_pretrained(folder)) is model_class
     assert CLIPMoEModel.from_pretrained(folder, dtype=torch.bfloat16).dtype == torch.bfloat16
-
-
-class MyVisionModel(CLIPMoEVisionModel):
-    """A user's subclass."""
-
-
-class MyModel(CLIPMoEModel):
-    """A user's subclass."""
 
 
 def test_towers_with_projection_of_a_config_that_contradicts_itself(tmp_path):
@@ -77,8 +53,8 @@ def test_towers_with_projection_of_a_config_that_contradicts_itself(tmp_path):
     )
     model = CLIPMoEModel(config)
     model.save_pretrained(tmp_path)
-    text = CLIPMoETextModelWithProjection.from_pretrained(tmp_path)
-    vision = CLIPMoEVisionModelWithProjection.from_pretrained(tmp_path)
+    text = modeling_clip_moe.CLIPMoETextModelWithProjection.from_pretrained(tmp_path)
+    vision = modeling_clip_moe.CLIPMoEVisionModelWithProjection.from_pretrained(tmp_path)
     assert torch.equal(text.text_projection.weight, model.text_projection.weight)
     assert torch.equal(vision.visual_projection.weight, model.visual_projection.weight)
 
@@ -99,46 +75,37 @@ def test_incomplete_and_foreign_checkpoints_are_refused(saved, tmp_path):
     model.config.save_pretrained(tmp_path)
     weights = load_file(folder / "model.safetensors")
 
-    def write(change):
-        changed = dict(weights)
-        change(changed)
-        save_file(changed, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    def write(without=(), **more):
+        kept = {name: tensor for name, tensor in weights.items() if name not in without}
+        save_file(kept | more, tmp_path / "model.safetensors", metadata={"format": "pt"})
 
     for name in (
         "vision_model.encoder.layers.1.mlp.experts.up_proj",
         "text_model.encoder.layers.2.mlp.router.weight",
         "logit_scale",
     ):
-        write(lambda changed, name=name: changed.pop(name))
+        write([name])
         with pytest.raises(ValueError, match=rf"CLIPMoEModel. Missing: {name}. Left over: none."):
             CLIPMoEModel.from_pretrained(tmp_path)
-    write(lambda changed: changed.update({"blocks.0.gate": torch.ones(2)}))
-    with pytest.raises(ValueError, match=r"Missing: none. Left over: blocks.0.gate."):
-        CLIPMoEModel.from_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"CLIPMoEVisionModel. Missing: none. Left over: blocks.0.gate."):
-        CLIPMoEVisionModel.from_pretrained(tmp_path)
+    write(**{"blocks.0.gate": torch.ones(2)})
+    for model_class in (CLIPMoEModel, CLIPMoEVisionModel):
+        with pytest.raises(ValueError, match=rf"{model_class.__name__}. Missing: none. Left over: blocks.0.gate."):
+            model_class.from_pretrained(tmp_path)
     # A dense FFN beside the experts
-    dense = {f"vision_model.encoder.layers.1.mlp.fc1.{kind}": torch.ones(3) for kind in ("weight", "bias")}
-    write(lambda changed: changed.update(dense))
+    write(**{f"vision_model.encoder.layers.1.mlp.fc1.{kind}": torch.ones(3) for kind in ("weight", "bias")})
     with pytest.raises(ValueError, match="Left over: vision_model.encoder.layers.1.mlp.fc1.bias"):
         CLIPMoEModel.from_pretrained(tmp_path)
     # Without the empty marks for which CLIP's own classes refuse a file, nothing is missing
-    write(lambda changed: [changed.pop(name) for name, tensor in weights.items() if tensor.numel() == 0])
+    write([name for name, tensor in weights.items() if tensor.numel() == 0])
     assert_same_weights(CLIPMoEModel.from_pretrained(tmp_path), model)
 
 
-@pytest.mark.parametrize(
-    "dense_class",
-    [CLIPModel, CLIPTextModel, CLIPTextModelWithProjection, CLIPVisionModel, CLIPVisionModelWithProjection],
-)
-def test_classes_of_clip_refuse_sparse_checkpoints(saved, tmp_path, dense_class):
-    model, folder = saved
-    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
-        dense_class.from_pretrained(folder)
-    if dense_class in (CLIPTextModel, CLIPVisionModel):
-        getattr(model, "text_model" if dense_class is CLIPTextModel else "vision_model").save_pretrained(tmp_path)
-        with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
-            dense_class.from_pretrained(tmp_path)
+class MyVisionModel(CLIPMoEVisionModel):
+    """A user's subclass."""
+
+
+class MyModel(CLIPMoEModel):
+    """A user's subclass."""
 
 
 @pytest.mark.parametrize(
@@ -146,16 +113,16 @@ def test_classes_of_clip_refuse_sparse_checkpoints(saved, tmp_path, dense_class)
     [
         (CLIPMoEModel, CLIPModel),
         (MyModel, CLIPModel),
-        (CLIPMoEForImageClassification, CLIPForImageClassification),
-        (CLIPMoETextModel, CLIPTextModel),
-        (CLIPMoETextModelWithProjection, CLIPTextModelWithProjection),
-        (CLIPMoEVisionModel, CLIPVisionModel),
-        (MyVisionModel, CLIPVisionModel),
-        (CLIPMoEVisionModelWithProjection, CLIPVisionModelWithProjection),
+        (CLIPMoEForImageClassification, transformers.CLIPForImageClassification),
+        (modeling_clip_moe.CLIPMoETextModel, transformers.CLIPTextModel),
+        (modeling_clip_moe.CLIPMoETextModelWithProjection, transformers.CLIPTextModelWithProjection),
+        (CLIPMoEVisionModel, transformers.CLIPVisionModel),
+        (MyVisionModel, transformers.CLIPVisionModel),
+        (modeling_clip_moe.CLIPMoEVisionModelWithProjection, transformers.CLIPVisionModelWithProjection),
     ],
 )
-def test_names_in_files_stay(tmp_path, model_class, clips):
-    """Made here, loaded, or loaded out of a whole model: one class has one set of names, which are CLIP's own."""
+def test_names_in_files_stay_and_are_clips_own(tmp_path, model_class, clips):
+    """Made here, loaded, or loaded out of a whole model: one class has one set of names. A sparse one is no CLIP."""
 
     def names(model):
         model.save_pretrained(tmp_path / "again")
@@ -174,13 +141,16 @@ def test_names_in_files_stay(tmp_path, model_class, clips):
         of_whole.load_state_dict(load_file(tmp_path / "again" / "model.safetensors"))
         for model in (loaded, of_whole):
             assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
+        for folder in ("whole", "again") if moe_layers else ():
+            with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+                clips.from_pretrained(tmp_path / folder)
     config = json.loads((tmp_path / "whole" / "config.json").read_text()) | {"model_type": "clip"}
     (tmp_path / "whole" / "config.json").write_text(json.dumps(config))
     assert names(clips.from_pretrained(tmp_path / "whole")) == expected
 
 
 def test_the_module_holds_what_diffusers_looks_up():
-    assert modeling.PreTrainedModel is PreTrainedModel
+    assert modeling_clip_moe.modeling_clip_moe.PreTrainedModel is transformers.PreTrainedModel
     assert CLIPMoEModel._no_split_modules == ["CLIPTextEmbeddings", "CLIPVisionEmbeddings", "CLIPMoEEncoderLayer"]
 
 

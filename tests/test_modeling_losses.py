@@ -1,6 +1,7 @@
 """Losses of the router, each against an obvious computation."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -12,22 +13,21 @@ from modeling_clip_moe import global_entropy_loss, load_balancing_loss, local_en
 TWO_EXPERTS = torch.tensor([[0.8, 0.2], [0.6, 0.4], [0.1, 0.9]]).log()
 
 
-def test_load_balancing_loss_by_hand():
-    # argmax: experts 0, 0, 1, so R = 2 * [2/3, 1/3]; P = [0.5, 0.5]
-    torch.testing.assert_close(load_balancing_loss((TWO_EXPERTS,), top_k=1), torch.tensor(1.0))
-    # of the first two tokens: R = 2 * [1, 0], P = [0.7, 0.3]
-    mask = torch.tensor([1, 1, 0])
-    torch.testing.assert_close(load_balancing_loss((TWO_EXPERTS,), top_k=1, mask=mask), torch.tensor(1.4))
-    # both choices count: R = [1, 1] whatever the router says
-    torch.testing.assert_close(load_balancing_loss((TWO_EXPERTS,), top_k=2, mask=mask), torch.tensor(1.0))
+FIRST, SECOND = TWO_EXPERTS[:2], torch.tensor([[0.1, 0.9], [0.3, 0.7]]).log()
 
 
-def test_load_balancing_loss_over_layers_by_hand():
-    # First layer as above on two tokens: 1.4. Second layer: R = 2 * [0, 1], P = [0.2, 0.8]: 1.6
-    logits = (TWO_EXPERTS[:2], torch.tensor([[0.1, 0.9], [0.3, 0.7]]).log())
-    torch.testing.assert_close(load_balancing_loss(logits, top_k=1), torch.tensor((1.4 + 1.6) / 2))
-    # Four tokens together: R = 2 * [1/2, 1/2], P = [0.45, 0.55]
-    torch.testing.assert_close(load_balancing_loss((torch.cat(logits),), top_k=1), torch.tensor(1.0))
+@pytest.mark.parametrize(
+    ("layers", "top_k", "mask", "expected"),
+    [
+        ((TWO_EXPERTS,), 1, None, 1.0),  # argmax: experts 0, 0, 1, so R = 2 * [2/3, 1/3]; P = [0.5, 0.5]
+        ((TWO_EXPERTS,), 1, torch.tensor([1, 1, 0]), 1.4),  # R = 2 * [1, 0], P = [0.7, 0.3]
+        ((TWO_EXPERTS,), 2, torch.tensor([1, 1, 0]), 1.0),  # both choices count: R = [1, 1] whatever the router says
+        ((FIRST, SECOND), 1, None, (1.4 + 1.6) / 2),  # of the second layer, R = 2 * [0, 1] and P = [0.2, 0.8]
+        ((torch.cat([FIRST, SECOND]),), 1, None, 1.0),  # four tokens together: R = 2 * [1/2, 1/2], P = [0.45, 0.55]
+    ],
+)
+def test_load_balancing_loss_by_hand(layers, top_k, mask, expected):
+    torch.testing.assert_close(load_balancing_loss(layers, top_k, mask), torch.tensor(expected))
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 3])
@@ -66,11 +66,11 @@ def test_entropy_losses_of_a_router_that_is_sure_have_a_gradient():
 @pytest.mark.parametrize(
     "loss",
     [
-        lambda *args, **kwargs: load_balancing_loss(*args, top_k=2, **kwargs),
-        lambda *args, **kwargs: load_balancing_loss(*args, top_k=1, **kwargs),
+        partial(load_balancing_loss, top_k=2),
+        partial(load_balancing_loss, top_k=1),
         router_z_loss,
         local_entropy_loss,
-        lambda *args, **kwargs: global_entropy_loss(*args, min_experts=4, **kwargs),
+        partial(global_entropy_loss, min_experts=4),
     ],
 )
 def test_losses_of_two_processes_are_those_of_all_tokens(loss):
@@ -80,22 +80,11 @@ def test_losses_of_two_processes_are_those_of_all_tokens(loss):
     whole.backward()
 
     # Each "process" sees two or four sequences; `reduce` adds what the other one has
-    sums = {}
-    parts = {"first": slice(0, 2), "second": slice(2, 6)}
-
-    def collect(part):
-        def reduce(vector):
-            sums[part] = vector
-            return vector
-
-        return reduce
-
-    split = logits.detach().clone().requires_grad_()
-    for part, rows in parts.items():
-        loss(tuple(split[:, rows]), mask=mask[rows], reduce=collect(part))
-    for part, other in (("first", "second"), ("second", "first")):
-        rows = parts[part]
-        value = loss(tuple(split[:, rows]), mask=mask[rows], reduce=lambda vector, other=other: vector + sums[other])
+    split, parts, sums = logits.detach().clone().requires_grad_(), (slice(0, 2), slice(2, 6)), []
+    for rows in parts:
+        loss(tuple(split[:, rows]), mask=mask[rows], reduce=lambda vector: sums.append(vector) or vector)
+    for rows, others in zip(parts, reversed(sums), strict=True):
+        value = loss(tuple(split[:, rows]), mask=mask[rows], reduce=lambda vector, others=others: vector + others)
         torch.testing.assert_close(value, whole)
     value.backward()
     torch.testing.assert_close(split.grad, logits.grad)

@@ -1,11 +1,9 @@
 """The router and its capacity, each against an obvious computation."""
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_clip_moe import assert_same_gradients, plain_block, tiny_block
+from tiny_clip_moe import plain_block, tiny_block
 
 
 def test_seeded_jitter_is_the_same_in_two_processes():
@@ -68,19 +66,12 @@ def test_block_equals_a_loop_over_tokens(capacity_factor, group_size, norm_topk_
     hidden_states = torch.randn(6, 7, 16, requires_grad=True)
     expected, num_dropped = plain_block(block, hidden_states, mask, capacity_factor, group_size)
     assert (num_dropped > 0) == (capacity_factor is not None)
-    direction = torch.randn_like(expected)
-    (expected_gradient,) = torch.autograd.grad((expected * direction).sum(), hidden_states, retain_graph=True)
-    (expected * direction).sum().backward()
-    reference = copy.deepcopy(block)
-    for parameter, original in zip(reference.parameters(), block.parameters(), strict=True):
-        parameter.grad, original.grad = original.grad, None
-    hidden_states.grad = None
-
     actual = block(hidden_states, mask if padded else None)
     torch.testing.assert_close(actual, expected)
-    (actual * direction).sum().backward()
-    torch.testing.assert_close(hidden_states.grad, expected_gradient)
-    assert_same_gradients(block, reference)
+    direction, inputs = torch.randn_like(expected), [hidden_states, *block.parameters()]
+    gradients = [torch.autograd.grad((output * direction).sum(), inputs) for output in (actual, expected)]
+    assert max(gradient.abs().max() for gradient in gradients[1]) > 1e-4
+    torch.testing.assert_close(*gradients)
 
     _, weights, ids = block.router(hidden_states, mask)
     assert ((ids == 4) & mask[..., None]).sum() == num_dropped  # how dropped choices are counted
@@ -89,12 +80,10 @@ def test_block_equals_a_loop_over_tokens(capacity_factor, group_size, norm_topk_
 
 def test_capacity_is_for_training_and_its_evaluation_factor_for_evaluation():
     hidden_states = torch.randn(4, 7, 16)
-    block = tiny_block(capacity_factor=0.5)
-    assert (block.train().router(hidden_states)[2] == 4).any()
-    assert not (block.eval().router(hidden_states)[2] == 4).any()
-    block = tiny_block(eval_capacity_factor=0.5)
-    assert not (block.train().router(hidden_states)[2] == 4).any()
-    assert (block.eval().router(hidden_states)[2] == 4).any()
+    for factor, training in (("capacity_factor", True), ("eval_capacity_factor", False)):
+        block = tiny_block(**{factor: 0.5})
+        assert (block.train(training).router(hidden_states)[2] == 4).any()
+        assert not (block.train(not training).router(hidden_states)[2] == 4).any()
 
 
 def test_group_size_that_does_not_divide_the_batch_is_refused():
