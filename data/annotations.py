@@ -1,7 +1,7 @@
 """Pairs in one file that names images: a csv or tsv table, or a JSON in the layout of ShareGPT4V, COCO or Karpathy.
 
-Each reader returns paths of images and their captions, a text or several an image. Bad content is a ValueError that
-names the file and the place.
+Images are paths, and the captions of one are a text or several. Bad content is a ValueError that names the file and the
+place.
 """
 
 import csv
@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import datasets
 
 from records.files import read_json
 
@@ -24,6 +26,26 @@ def holds_list(path: str | Path) -> bool:
     """Whether a JSON is a list, as ShareGPT4V's are, by its first character."""
     with open(path, encoding="utf-8") as file:
         return file.read(1000).lstrip("\ufeff \t\r\n").startswith("[")
+
+
+def open_json(path: Path, split: str, image_column: str, caption_column: str) -> datasets.Dataset:
+    """The pairs of a JSON, see `read_annotations`, as columns of these names."""
+    images, captions = read_annotations(path, split)
+    text = datasets.Value("string")
+    features = {image_column: text, caption_column: text if holds_list(path) else datasets.List(text)}
+    return datasets.Dataset.from_dict({image_column: images, caption_column: captions}, datasets.Features(features))
+
+
+def open_tables(paths: Sequence[str], split: str) -> datasets.Dataset:
+    """The rows of tables, whatever the split is called; or a slice of them, as `train[:20%]`."""
+    rows = datasets.Dataset.from_dict(read_tables(paths))
+    if "[" in split:
+        name = split.partition("[")[0]
+        (part,) = datasets.ReadInstruction.from_spec(split).to_absolute({name: len(rows)})
+        rows = rows.select(range(part.from_, part.to))
+    elif "+" in split:
+        raise ValueError("it is one table without splits: take it whole, or a slice as train[:20%]")
+    return rows
 
 
 def read_tables(paths: Sequence[str]) -> Columns:

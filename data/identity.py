@@ -91,8 +91,13 @@ def identity(arguments: DataArguments) -> dict[str, Any] | None:
     if source in WORLDS:
         return None
     files = source_files(arguments)
+    if not files and os.path.exists(source):
+        return None
     if not files:
-        return None if os.path.exists(source) else _commit(source)
+        try:  # offline, the last one that was here
+            return {"commit": Path(snapshot_download(source, repo_type="dataset", allow_patterns=[])).name}
+        except (OSError, ValueError):  # no such name, offline, or no name that the Hub could know
+            return None
     named = source_images(arguments)
     images = [image for image in named if os.path.isfile(image)]
     if named and not images:
@@ -102,13 +107,6 @@ def identity(arguments: DataArguments) -> dict[str, Any] | None:
     names += [os.path.basename(image) for image in images]
     digest = hashlib.sha256(json.dumps([names, content_digests([*files, *images])]).encode())
     return {"files": len(names), "sha256": digest.hexdigest()}
-
-
-def _commit(dataset: str) -> dict[str, str] | None:
-    try:  # offline, the last one that was here
-        return {"commit": Path(snapshot_download(dataset, repo_type="dataset", allow_patterns=[])).name}
-    except (OSError, ValueError):  # no such name, offline, or no name that the Hub could know
-        return None
 
 
 def image_digests(images: Iterable[str | dict[str, Any]]) -> list[str]:

@@ -4,8 +4,9 @@ import glob
 import itertools
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -17,9 +18,8 @@ from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 from pydantic import ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from data.annotations import TABLES, holds_list, read_annotations, read_tables
+from data.annotations import TABLES, holds_list, open_json, open_tables
 from data.drawing import SPLITS
-from data.once import once
 from data.shards import MEMBER, open_shards, require_whole
 from data.worlds import WORLDS
 from records.files import read_json
@@ -31,6 +31,29 @@ BUILDERS = {".tar": "webdataset", ".parquet": "parquet", ".arrow": "arrow"}
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")  # of folders of images
 
 Rows = datasets.Dataset | datasets.IterableDataset
+
+_CACHE: ContextVar[dict[str, Any] | None] = ContextVar("_CACHE", default=None)
+
+
+@contextmanager
+def opened_once() -> Iterator[None]:
+    """Within it, one look at a recipe or at tasks, what `once` is asked for is opened or listed once. Data may change
+    between two looks."""
+    token = _CACHE.set({})
+    try:
+        yield
+    finally:
+        _CACHE.reset(token)
+
+
+def once(key: str, look: Callable[[], Any]) -> Any:
+    """The result of `look`, cached under a key within `opened_once`."""
+    cache = _CACHE.get()
+    if cache is None:
+        return look()
+    if key not in cache:
+        cache[key] = look()
+    return cache[key]
 
 
 @dataclass(config=ConfigDict(extra="forbid"), kw_only=True)
@@ -163,12 +186,16 @@ def reading(arguments: DataArguments) -> Iterator[None]:
 
 def _open(arguments: DataArguments) -> Rows:
     source, split, streaming = arguments.source, arguments.split, arguments.streaming
+    columns = arguments.image_column, arguments.caption_column
+    rows = None  # in memory
     if source.endswith(".json"):
-        return _open_json(Path(source), arguments)
-    if Path(source).suffix in TABLES and not os.path.isdir(source):
-        return _open_tables(arguments)
-    if is_saved(source):
-        return _open_saved(arguments)
+        rows = open_json(Path(source), split, *columns)
+    elif Path(source).suffix in TABLES and not os.path.isdir(source):
+        rows = open_tables(_matching(source), split)
+    elif is_saved(source):
+        rows = _open_saved(arguments)
+    if rows is not None:
+        return rows.to_iterable_dataset() if streaming else rows
     if os.path.isfile(source) and Path(source).suffix not in BUILDERS:
         raise ValueError(
             f"{source} is a file that holds no pairs: name a folder, a dataset on the Hub, or files that end in "
@@ -191,21 +218,8 @@ def _open(arguments: DataArguments) -> Rows:
             for file in files:
                 require_whole(file, streaming)
     if arguments.indexed:
-        columns = arguments.image_column, arguments.caption_column
         return open_shards(files, *columns, list(map(file_stamp, files)))
     return datasets.load_dataset(builder, split=split, streaming=streaming, **options)
-
-
-def _open_tables(arguments: DataArguments) -> Rows:
-    """The csv or tsv files of a pattern, all of them, whatever the split is called; or a slice of their rows."""
-    rows = datasets.Dataset.from_dict(read_tables(_matching(arguments.source)))
-    if "[" in arguments.split:
-        name = arguments.split.partition("[")[0]
-        (part,) = datasets.ReadInstruction.from_spec(arguments.split).to_absolute({name: len(rows)})
-        rows = rows.select(range(part.from_, part.to))
-    elif "+" in arguments.split:
-        raise ValueError(f"{arguments.source} is one table without splits: take it whole, or a slice as train[:20%]")
-    return rows.to_iterable_dataset() if arguments.streaming else rows
 
 
 def _matching(source: str) -> list[str]:
@@ -311,7 +325,7 @@ def _no_split(arguments: DataArguments, splits: Iterable[str]) -> str:
     )
 
 
-def _open_saved(arguments: DataArguments) -> Rows:
+def _open_saved(arguments: DataArguments) -> datasets.Dataset:
     """A dataset of `save_to_disk`, which may know its split, or several by split."""
     rows = datasets.load_from_disk(arguments.source)
     if isinstance(rows, dict):
@@ -320,7 +334,7 @@ def _open_saved(arguments: DataArguments) -> Rows:
         rows = rows[arguments.split]
     elif str(rows.split or arguments.split) != arguments.split or set("[+") & set(arguments.split):
         raise ValueError(_no_split(arguments, [rows.split or "a whole one"]))
-    return rows.to_iterable_dataset() if arguments.streaming else rows
+    return rows
 
 
 def read_entries(arguments: DataArguments) -> list[Any]:
@@ -329,16 +343,6 @@ def read_entries(arguments: DataArguments) -> list[Any]:
     if not isinstance(entries, list) or arguments.split != "train":
         raise ValueError(f"{arguments.source} is no list of entries, whose split is train, as ShareGPT4V's and LLaVA's")
     return entries
-
-
-def _open_json(path: Path, arguments: DataArguments) -> Rows:
-    images, captions = read_annotations(path, arguments.split)
-    text = datasets.Value("string")
-    features = {"image": text, "caption": text if holds_list(path) else datasets.List(text)}
-    names = arguments.image_column, arguments.caption_column
-    features = datasets.Features(dict(zip(names, features.values(), strict=True)))
-    rows = datasets.Dataset.from_dict(dict(zip(names, (images, captions), strict=True)), features)
-    return rows.to_iterable_dataset() if arguments.streaming else rows
 
 
 def source_files(arguments: DataArguments) -> list[str]:

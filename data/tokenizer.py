@@ -3,7 +3,6 @@
 import hashlib
 import itertools
 import json
-import logging
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,8 +12,6 @@ from tokenizers import AddedToken, Tokenizer, models, trainers
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import CLIPTokenizer, PreTrainedTokenizerBase
 
-logger = logging.getLogger(__name__)
-
 # The tokens that every vocabulary has: all bytes, within a word and at its end, and the first and the last token of a
 # text
 ALPHABET = sorted(ByteLevel.alphabet())
@@ -22,8 +19,6 @@ BYTES = [*ALPHABET, *(f"{letter}</w>" for letter in ALPHABET)]
 SPECIAL = ["<|startoftext|>", "<|endoftext|>"]
 SMALLEST = len(BYTES) + len(SPECIAL)
 
-# A tokenizer whose captions these are needs little more than one piece a word, OpenAI's for English 1.1
-MANY_PIECES = 2
 # Captions that pieces are counted of
 SAMPLE = 1000
 # Texts whose tokens are in memory together
@@ -71,17 +66,6 @@ def pieces_per_word(tokenizer: PreTrainedTokenizerBase, captions: Iterable[str])
         pieces += len(tokenizer(caption, add_special_tokens=False, verbose=False)["input_ids"])
         words += len(re.findall(r"[^\W\d]+|\d|[^\w\s]+", caption))
     return pieces / max(words, 1)
-
-
-def warn_of_many_pieces(tokenizer: PreTrainedTokenizerBase, captions: Iterable[str], stage: str) -> None:
-    """Says so if a tokenizer knows few of the words of these captions, as one learned from others does."""
-    pieces = pieces_per_word(tokenizer, itertools.islice(captions, SAMPLE))
-    if pieces > MANY_PIECES:
-        logger.warning(
-            "%s: the tokenizer cuts a word of these captions into %.1f pieces on average, as a small one does, or one "
-            "that was learned from others. For a model from scratch, a tokenizer stage learns one from them",
-            stage, pieces,
-        )  # fmt: skip
 
 
 def tokenize(

@@ -12,8 +12,7 @@ from typing import Annotated, Any, get_args
 from pydantic import Discriminator, Tag, ValidationError
 
 from data.annotations import TABLES
-from data.once import opened_once
-from data.sources import BUILDERS, is_here
+from data.sources import BUILDERS, is_here, opened_once
 from data.worlds import WORLDS
 from evaluation.benchmarks.loading import NotDownloaded, benchmark_task, copy_fingerprint
 from evaluation.benchmarks.specs import ALIASES, BENCHMARKS, GROUPS, expand

@@ -66,7 +66,7 @@ def test_tables(tmp_path, name, streaming):
     require_pairs(arguments, expected)
     for split, part in (("test[:3]", expected[:3]), ("test[3:]", expected[3:])):
         assert [row["caption"] for row in load_pairs(dataclasses.replace(arguments, split=split))] == part
-    with pytest.raises(ValueError, match=f"{name} is one table without splits"):
+    with pytest.raises(ValueError, match=f"{name} cannot be read: it is one table without splits"):
         load_pairs(dataclasses.replace(arguments, split="train+test"))
 
 

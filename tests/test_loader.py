@@ -142,7 +142,7 @@ def test_captions_that_are_cut_are_reported(tmp_path, processor, caplog, streami
         texts = ["one two three " * (40 if number < share * 200 else 1) for number in range(200)]
         rows_of(texts).to_parquet(tmp_path / "x.parquet")
         caplog.clear()
-        PairLoader(load_pairs(arguments), processor, arguments, 8).report_cut_captions()
+        PairLoader(load_pairs(arguments), processor, arguments, 8).report_captions()
         return caplog.text
 
     assert report(0) == ""

@@ -9,8 +9,7 @@ from types import SimpleNamespace
 from huggingface_hub.errors import StrictDataclassError
 
 from data.annotations import holds_list
-from data.once import once
-from data.sources import DataArguments, is_here
+from data.sources import DataArguments, is_here, once
 from data.worlds import WORLDS
 from evaluation.tasks import missing_data
 from records.files import read_record
@@ -48,17 +47,17 @@ class Outlook:
         # Stage -> what its settings cannot make; other source -> why it cannot be read
         self.wrong: dict[str, str] = {}
         for stage in stages:
-            self.inputs[stage.name] = map_inputs(stage, self._look_up)
-            self.inputs[stage.name].num_processes = num_processes
-            self.outputs[stage.name] = self._output(stage)
+            self.inputs[stage.name], self.outputs[stage.name] = self._expect(stage, num_processes)
 
     def finished(self, name: str) -> bool:
         return (self.output_dir / name / MANIFEST).is_file()
 
-    def _output(self, stage: Stage) -> Expected:
-        """The expected output of a stage; a finished stage has its model already."""
-        inputs, folder = self.inputs[stage.name], self.output_dir / stage.name
-        is_model = stage.makes_model and self.finished(stage.name)
+    def _expect(self, stage: Stage, num_processes: int) -> tuple[SimpleNamespace, Expected]:
+        """The expected inputs and output of a stage; a finished stage has its model already."""
+        folder, is_finished = self.output_dir / stage.name, self.finished(stage.name)
+        is_model = stage.makes_model and is_finished
+        inputs = map_inputs(stage, self._look_up)
+        inputs.num_processes = num_processes
         try:
             output = expected_output(stage, inputs)
             output = replace(output, configs=model_configs(str(folder))) if is_model else output
@@ -67,9 +66,9 @@ class Outlook:
         except SETTING_ERRORS as error:
             self.wrong[stage.name] = str(error)
             output = replace(inherited(stage, inputs), configs=f"{stage.name} has a fault")
-        if not self.finished(stage.name):
-            return replace(output, folder=None)
-        return replace(output, folder=folder, processor=folder if stage.makes_model else output.processor)
+        if not is_finished:
+            return inputs, replace(output, folder=None)
+        return inputs, replace(output, folder=folder, processor=folder if stage.makes_model else output.processor)
 
     def _look_up(self, value: str | DataArguments, reads: Reads) -> Expected:
         """Each stage gets configurations of its own, as it may change them."""

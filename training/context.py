@@ -21,6 +21,10 @@ from data.worlds import WORLDS
 from records.provenance import LOGS, MANIFEST
 
 
+class Unfinished(FileNotFoundError):
+    """A stage that another one reads is not there yet."""
+
+
 @dataclass(frozen=True)
 class Context:
     """What the stages of one run share.
@@ -44,14 +48,12 @@ class Context:
 
     def folder(self, reference: str) -> str:
         """The folder or hub name that a setting names: an earlier stage, a folder or a hub name."""
-        if self.finished(reference):
-            return str(self.output_dir / reference) if reference in self.stages else reference
+        if reference not in self.stages:
+            return reference
         folder = self.output_dir / reference
-        raise FileNotFoundError(f"the stage {reference!r} has not finished: {folder} is not there. Run it first")
-
-    def finished(self, reference: str) -> bool:
-        """Whether what a setting names is there, as far as this run makes it."""
-        return reference not in self.stages or (self.output_dir / reference / MANIFEST).is_file()
+        if not (folder / MANIFEST).is_file():
+            raise Unfinished(f"the stage {reference!r} has not finished: {folder} is not there. Run it first")
+        return str(folder)
 
     def resolve(self, arguments: DataArguments) -> DataArguments:
         """With the folder as the source where that is a captions stage."""

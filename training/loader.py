@@ -19,7 +19,7 @@ from data.images import decode_image
 from data.pairs import STREAM_TRIAL, StreamReport, first_caption, judge, present_captions, read_pair
 from data.preparation import Preparation, crop_size
 from data.sources import DataArguments, Rows, reading
-from data.tokenizer import read_texts, tokenize
+from data.tokenizer import SAMPLE, pieces_per_word, read_texts, tokenize
 from data.workers import errors_of_workers, worker_options
 from training.samplers import ClusterBatchSampler, GlobalBatchSampler
 
@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 SHUFFLE_BUFFER = 10_000
 # Captions, or pairs of a stream, that are looked at to tell how many are too long.
 CAPTIONS_LOOKED_AT, STREAMED_LOOKED_AT = 10_000, 1000
+# A tokenizer whose captions these are needs little more than one piece a word, OpenAI's for English 1.1
+MANY_PIECES = 2
 
 
 class PairLoader:
@@ -104,15 +106,22 @@ class PairLoader:
         with errors_of_workers():
             yield from self._in_order
 
-    def report_cut_captions(self) -> None:
-        """Warns of captions that are longer than the tokenizer's `model_max_length`, with their share: of all, or of
-        as many as `CAPTIONS_LOOKED_AT` or the first `STREAMED_LOOKED_AT` pairs of a stream tell."""
+    def report_captions(self) -> None:
+        """Warns of captions that do not suit the tokenizer: it knows few of their words, or cuts them at its
+        `model_max_length`. `CAPTIONS_LOOKED_AT` pairs, or the first `STREAMED_LOOKED_AT` of a stream, stand for all."""
         if self.arguments.streaming:
             rows = [row["caption"] for row in self.rows.take(STREAMED_LOOKED_AT)]
         else:
             chosen = np.random.default_rng(self.seed).permutation(len(self.rows))[:CAPTIONS_LOOKED_AT]
             rows = self.rows.select_columns("caption").select(np.sort(chosen))["caption"]
         captions = [caption for of_image in rows for caption in present_captions(of_image)]
+        pieces = pieces_per_word(self.processor.tokenizer, captions[:SAMPLE])
+        if pieces > MANY_PIECES:
+            logger.warning(
+                "the tokenizer cuts a word of the captions of %s into %.1f pieces on average, as a small one does, or "
+                "one that was learned from others. For a model from scratch, a tokenizer stage learns one from them",
+                self.arguments.source, pieces,
+            )  # fmt: skip
         read = read_texts(self.processor.tokenizer, captions)
         cut = sum(read.is_cut)
         if cut:

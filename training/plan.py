@@ -6,7 +6,7 @@ from pathlib import Path
 
 import psutil
 
-from data.once import opened_once
+from data.sources import opened_once
 from records.processes import is_first_process, num_processes
 from records.provenance import MANIFEST, Record
 from training.checks import SETTING_ERRORS, Outlook, described, find_faults

@@ -13,9 +13,10 @@ import platform
 import shutil
 import time
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,8 +28,7 @@ from safetensors import SafetensorError
 from conversion import publish
 from conversion.checkpoints import load_config
 from conversion.verification import require_loadable
-from data.once import opened_once
-from data.sources import DataArguments, newest_file
+from data.sources import DataArguments, newest_file, opened_once
 from records.files import locked, respect_umask, write_text
 from records.local_names import paths_here
 from records.provenance import (
@@ -43,7 +43,7 @@ from records.provenance import (
     weights_fingerprint,
 )
 from training.checks import Outlook, find_faults
-from training.context import Context, make_accelerator
+from training.context import Context, Unfinished, make_accelerator
 from training.engine import CHECKPOINTS
 from training.recipe import Recipe
 from training.recipe_file import RecipeError
@@ -75,8 +75,9 @@ def run_recipe(recipe: Recipe, only: Iterable[str] | None = None, experts: Itera
         raise RecipeError(recipe.title, faults)
     with locked(output_dir) if accelerator.is_main_process else nullcontext():
         for stage in stages:
-            with stage_errors(stage):
-                runner.require_made_alike(stage)
+            with stage_errors(stage), suppress(Unfinished):
+                if any(folder.exists() for folder in runner.folders(stage)):
+                    runner.prepare(stage)
         if accelerator.is_main_process:
             output_dir.mkdir(parents=True, exist_ok=True)
             write_text(output_dir / RECIPE, yaml.safe_dump(runner.settings, sort_keys=False))
@@ -184,19 +185,18 @@ class Runner:
     def run_stage(self, stage: Stage) -> None:
         """Run one stage, unless its folder is there and was made by the same settings, seed, inputs and data."""
         context, accelerator = self.context, self.context.accelerator
-        final, partial = self._folders(stage)
+        final, partial = self.folders(stage)
         say = functools.partial(accelerator.on_main_process(print), flush=True)
         context.forget_identities()
-        self.require_made_alike(stage)
-        if (final / MANIFEST).is_file():
+        is_done = (final / MANIFEST).is_file()
+        with suppress(Unfinished) if is_done else nullcontext():  # what it read may be gone
+            inputs, record = self.prepare(stage)
+        if is_done:
             say(f"{stage.name}: done before, skipped{_report_of(final)}")
             if accelerator.is_main_process:
                 shutil.rmtree(final / CHECKPOINTS, ignore_errors=True)
             return
         say(f"{stage.name}: begins, {datetime.now():%Y-%m-%d %H:%M:%S}")
-        record = self._record(stage)
-        if has_work(partial):
-            record.attempts = Record.read(partial).attempts
         record.attempts.append(self._attempt())
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
@@ -209,7 +209,7 @@ class Runner:
         started = time.perf_counter()
         if accelerator.is_main_process or not stage.main_process_only:
             stage_context = context.without_others() if stage.main_process_only else context
-            record.pairs = stage.run(resolve(stage, context), stage_context, partial)
+            record.pairs = stage.run(inputs, stage_context, partial)
         accelerator.wait_for_everyone()
         self._require_unchanged(stage, record.data, partial)
         seconds = record.attempts[-1].seconds = round(time.perf_counter() - started, 1)
@@ -218,38 +218,37 @@ class Runner:
         say(f"{stage.name}: done in {seconds:g} s{_report_of(final)}")
         accelerator.wait_for_everyone()
 
-    def require_made_alike(self, stage: Stage) -> None:
-        """Compare what is in a stage's folders with what the run asks for, as far as its inputs are there. Writes
-        nothing.
+    def prepare(self, stage: Stage) -> tuple[SimpleNamespace, Record]:
+        """What a stage reads, and the record of what makes its folder, with the attempts before. What is in its folders
+        must have been made by the same. Writes nothing.
+
+        Raises:
+            Unfinished: what it reads is not there yet.
         """
-        final, partial = self._folders(stage)
+        final, partial = self.folders(stage)
         if final.exists() and not (final / MANIFEST).is_file() and not (final.is_dir() and not any(final.iterdir())):
             raise ValueError(f"{final} is in the way: it has no {MANIFEST}, so no stage made it. Move it away")
-        folders = [final] if (final / MANIFEST).is_file() else []
-        folders += [partial] if (partial / MANIFEST).is_file() and has_work(partial) else []
-        if folders and all(self.context.finished(reference.value) for reference in references(stage)):
-            record, data = self._record(stage), getattr(stage, "data", None)
-            for folder in folders:
-                require_same_record(folder, record, data and self.context.resolve(data))
-
-    def _folders(self, stage: Stage) -> tuple[Path, Path]:
-        output_dir = self.context.output_dir
-        return output_dir / stage.name, output_dir / f"{stage.name}.partial"
-
-    def _record(self, stage: Stage) -> Record:
-        """What makes a stage's folder."""
         context, data = self.context, getattr(stage, "data", None)
-        read = [r.value for r in references(stage) if r.reads.outside or r.value in context.stages]
-        fingerprints = {name: self._input_fingerprint(name) for name in read}
-        return Record(
+        inputs, read = resolve(stage, context), references(stage)
+        names = [r.value for r in read if r.reads.outside or r.value in context.stages]
+        record = Record(
             stage=comparable(dump(stage)),
             seed=context.seed,
             mixed_precision=context.accelerator.mixed_precision,
-            inputs=fingerprints | stage.fingerprints(resolve(stage, context)),
+            inputs={name: self._input_fingerprint(name) for name in names} | stage.fingerprints(inputs),
             data=None if data is None else context.identity(data),
             local=self._local,
             **own_stage(type(stage)),
         )
+        folders = [final] if (final / MANIFEST).is_file() else []
+        for folder in folders + ([partial] if has_work(partial) else []):
+            record.attempts = require_same_record(folder, record, getattr(inputs, "data", None))
+        return inputs, record
+
+    def folders(self, stage: Stage) -> tuple[Path, Path]:
+        """A stage's folder, and the one in which it works."""
+        output_dir = self.context.output_dir
+        return output_dir / stage.name, output_dir / f"{stage.name}.partial"
 
     def _input_fingerprint(self, reference: str) -> str:
         """What a stage, a folder or a hub name holds, which is read once after it was made."""
@@ -298,14 +297,16 @@ def comparable(settings: Any) -> Any:
     return {key: comparable(value) for key, value in settings.items() if key not in left_out}
 
 
-def require_same_record(folder: Path, new: Record, data: DataArguments | None) -> None:
-    """
+def require_same_record(folder: Path, new: Record, data: DataArguments | None) -> list[Attempt]:
+    """The attempts at a folder, which was made as the new record says.
+
     Args:
         data: of the stage, where it may be read.
     """
-    found = Record.read(folder).differences(new)
+    before = Record.read(folder)
+    found = before.differences(new)
     if not found:
-        return
+        return before.attempts
     differing = "; ".join(f"{key}: {how}" for key, how in found.items())
     of_data = all(key.startswith("data.") for key in found)
     newest = f", of which {newest_file(data)} changed last" if of_data and data and "data.sha256" in found else ""

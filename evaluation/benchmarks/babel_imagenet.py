@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from datasets import Dataset
 
-from data.once import once
+from data.sources import once
 from evaluation.benchmarks.layouts import Layout
 from evaluation.class_names import are_ids
 from evaluation.results import content_hash

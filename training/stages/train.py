@@ -27,9 +27,7 @@ from conversion.checkpoints import is_sparse, load_clip
 from conversion.families import family_of
 from conversion.processors import load_processor, require_same
 from data.augmentation import Augmentation
-from data.pairs import all_captions
 from data.sources import Rows, reading
-from data.tokenizer import warn_of_many_pieces
 from evaluation.costs import count_activations, count_largest_layer
 from modeling_clip_moe import CLIPMoEConfig
 from modeling_clip_moe.configuration_clip_moe import embedding_size
@@ -386,8 +384,7 @@ class TrainStage(RouterSettings, StepsStage):
         )
         if accelerator.is_main_process:
             with reading(self.data):
-                warn_of_many_pieces(processor.tokenizer, all_captions(rows), self.name)
-                loader.report_cut_captions()
+                loader.report_captions()
         self.train_model(model, processor, loader, accelerator, context, directory, self.evaluation)
         return None if self.data.streaming else len(rows)
 
