@@ -54,28 +54,28 @@ def test_activations(moe):
     assert count_activations(model, True, 12) == inputs + (12 + 5) * largest
 
 
+def of_family(name):
+    """With the norms of a text tower behind its layers' parts, not before."""
+    text = TEXT | NO_DROPOUT | WIDE | {"project_dim": 16, "max_position_embeddings": 14}
+    towers = {"text_config": text, "vision_config": WIDTH | IMAGES | WIDE, "projection_dim": 16}
+    dense = FAMILY_OF_TYPE[name].dense.config_class(**towers)
+    return FAMILY_OF_TYPE[name].sparse(sparse_config(dense, PRESETS["clip_moe"]))
+
+
+MODELS = {
+    "plain": lambda: CLIPMoEModel(tiny_config((1, 2), vision=WIDE, text=WIDE)),
+    "fused": lambda: CLIPMoEModel(tiny_config((1, 2), vision=WIDE, text=WIDE, fusion_gate=True)),
+    "chinese_clip": lambda: of_family("chinese_clip"),
+    "altclip": lambda: of_family("altclip"),
+}
 PARTS = [".", r"\.mlp\.", r"\.mlp\.router\.", r"\.(experts|fusion_gate)\.", r"\.(router|fusion_gate)\."]
 
 
-@pytest.mark.parametrize("fusion_gate", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("trainable", PARTS)
-def test_what_is_frozen_keeps_less(trainable, fusion_gate):
+def test_what_is_frozen_keeps_less(trainable, name):
     """Of a whole step but the loss: frozen weights need no inputs, and nothing is kept below what trains."""
-    model = CLIPMoEModel(tiny_config((1, 2), vision=WIDE, text=WIDE, fusion_gate=fusion_gate)).train()
-    model.set_experts_implementation("eager")
-    set_trainable(model, trainable)
-    batch = torch.randint(3, 40, (PAIRS, 12)), torch.randn(PAIRS, 3, 16, 16)
-    found = kept(model, lambda: model(input_ids=batch[0], pixel_values=batch[1]))
-    assert found == pytest.approx(count_activations(model, False, 12), rel=0.07)  # embeddings, scalars of routers
-
-
-@pytest.mark.parametrize("trainable", [".", r"\.mlp\.router\."])
-@pytest.mark.parametrize("family", ["chinese_clip", "altclip"])
-def test_a_text_tower_with_norms_behind_keeps_as_much(family, trainable):
-    text = TEXT | NO_DROPOUT | WIDE | {"project_dim": 16, "max_position_embeddings": 14}
-    towers = {"text_config": text, "vision_config": WIDTH | IMAGES | WIDE, "projection_dim": 16}
-    dense = FAMILY_OF_TYPE[family].dense.config_class(**towers)
-    model = FAMILY_OF_TYPE[family].sparse(sparse_config(dense, PRESETS["clip_moe"])).train()
+    model = MODELS[name]().train()
     model.set_experts_implementation("eager")
     set_trainable(model, trainable)
     batch = torch.randint(3, 40, (PAIRS, 12)), torch.randn(PAIRS, 3, 16, 16)

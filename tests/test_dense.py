@@ -25,16 +25,14 @@ def differing_keys(first, second):
 
 
 def assert_is_expert(dense, sparse, expert, scales):
-    for layer in range(4):
-        for tower in ("text", "vision"):
-            of_layer = scales.get(tower, {}).get(str(layer))
-            if of_layer is not None:
-                experts = sparse.get_submodule(f"{tower}_model.encoder.layers.{layer}.mlp.experts")
-                ffn = dense.get_submodule(f"{tower}_model.encoder.layers.{layer}.mlp")
-                assert torch.equal(ffn.fc1.weight, experts.up_proj[expert])
-                assert torch.equal(ffn.fc1.bias, experts.up_proj_bias[expert])
-                assert torch.equal(ffn.fc2.weight, experts.down_proj[expert] * of_layer)
-                assert torch.equal(ffn.fc2.bias, experts.down_proj_bias[expert] * of_layer)
+    for tower, layers in scales.items():
+        for layer, of_layer in layers.items():
+            name = f"{tower}_model.encoder.layers.{layer}.mlp"
+            ffn, experts = dense.get_submodule(name), sparse.get_submodule(name).experts
+            assert torch.equal(ffn.fc1.weight, experts.up_proj[expert])
+            assert torch.equal(ffn.fc1.bias, experts.up_proj_bias[expert])
+            assert torch.equal(ffn.fc2.weight, experts.down_proj[expert] * of_layer)
+            assert torch.equal(ffn.fc2.bias, experts.down_proj_bias[expert] * of_layer)
 
 
 def command(source, output, *options):
@@ -128,22 +126,17 @@ def test_one_tower_may_need_a_scale():
 )
 def test_bad_scales_end_in_one_line(unnormalized, content, message, tmp_path):
     folder, scales = unnormalized
-    options = ["--scale", content]
-    if content is not None:
-        scales.write_text(content.replace("FINGERPRINT", weights_fingerprint(str(folder))))
-        options = ["--scale", scales]
-    options *= content is not None
+    options = ["--scale", scales] if content else []
+    scales.write_text((content or "").replace("FINGERPRINT", weights_fingerprint(str(folder))))
     assert message in error_of(dense_command.main, folder, tmp_path / "out", "--expert", 2, *options)
     assert not (tmp_path / "out").exists()
 
 
 def test_bad_choices_and_sources(sparse, tmp_path):
-    for model, expert, message in (
-        (sparse, -1, "there is no expert -1, only 0 to 3"),
-        (upcycle(tiny_clip(), PRESETS["clip_moe"]), "base", "no base FFN, since fusion_gate is False"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            extract(model, expert)
+    with pytest.raises(ValueError, match="there is no expert -1, only 0 to 3"):
+        extract(sparse, -1)
+    with pytest.raises(ValueError, match="no base FFN, since fusion_gate is False"):
+        extract(upcycle(tiny_clip(), PRESETS["clip_moe"]), "base")
     dense = saved(tmp_path / "dense", tiny_clip())
     message = error_of(dense_command.main, dense, tmp_path / "out", "--expert", 0)
     assert "it is dense: conversion.upcycle makes it sparse" in message

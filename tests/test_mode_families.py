@@ -32,6 +32,11 @@ from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel
 from modeling_clip_moe.families import FAMILIES
 
 
+def mix(folder, *experts):
+    assemble.main([str(folder), "--experts", *map(str, experts)])
+    return folder
+
+
 def two_experts(family):
     """A dense and a sparse one."""
     return tiny_dense(family), moved(upcycle(tiny_dense(family), PRESETS["clip_moe"]), "experts", seed=1)
@@ -41,22 +46,13 @@ def two_experts(family):
 @torch.no_grad()
 def test_a_mixture_scores_with_the_mean_of_its_experts(family, tmp_path):
     experts = two_experts(family)
-    folders = [str(saved(family, expert, tmp_path / str(number))) for number, expert in enumerate(experts)]
-    assemble.main([str(tmp_path / "mixture"), "--experts", *folders])
-    inputs = sample_inputs(experts[0].config)
-    outputs = load_mixture(tmp_path / "mixture")(**inputs, return_loss=True)
+    folders = [saved(family, expert, tmp_path / str(number)) for number, expert in enumerate(experts)]
+    mixture, inputs = mix(tmp_path / "mixture", *folders), sample_inputs(experts[0].config)
+    outputs = load_mixture(mixture)(**inputs, return_loss=True)
     logits = torch.stack([expert(**inputs).logits_per_text for expert in experts]).mean(dim=0)
     torch.testing.assert_close(outputs.logits_per_text, logits)
-    card = str(
-        render(
-            load_config(tmp_path / "mixture"),
-            Lineage(),
-            "user/mixture",
-            None,
-            None,
-            [expert.config for expert in experts],
-        )
-    )
+    configs = [expert.config for expert in experts]
+    card = str(render(load_config(mixture), Lineage(), "user/mixture", None, None, configs))
     assert f"A mixture of 2 models ({family.name})" in card and ('padding="max_length"' in card) == family.sigmoid
     if family.sigmoid:  # each pair is a yes or a no
         pairs = [logsigmoid(logit if i == j else -logit) for i, row in enumerate(logits) for j, logit in enumerate(row)]
@@ -69,16 +65,14 @@ def of_two_families(tmp_path_factory):
     folder = tmp_path_factory.mktemp("families")
     clip, _, siglip, *_ = FAMILIES
     experts = tiny_dense(clip), two_experts(siglip)[1]
-    folders = [saved(clip, experts[0], folder / "clip"), saved(siglip, experts[1], folder / "siglip")]
-    assemble.main([str(folder / "mixture"), "--experts", *map(str, folders)])
-    return experts, folder / "mixture"
+    folders = saved(clip, experts[0], folder / "clip"), saved(siglip, experts[1], folder / "siglip")
+    return experts, mix(folder / "mixture", *folders)
 
 
 @torch.no_grad()
 def test_experts_of_two_families_read_by_their_own_processors(of_two_families):
     experts, folder = of_two_families
-    pixels = np.random.default_rng(0).integers(0, 256, (3, 20, 16, 3), dtype=np.uint8)
-    texts, images = ["ab", "ba c"], [Image.fromarray(image) for image in pixels]
+    texts, images = ["ab", "ba c"], pictures(3)
     cosines, logits, inputs = [], [], []
     for number, expert in enumerate(experts):
         processor = AutoProcessor.from_pretrained(folder / f"expert_{number}")
@@ -86,20 +80,12 @@ def test_experts_of_two_families_read_by_their_own_processors(of_two_families):
         outputs = expert(**inputs[-1])
         cosines.append(outputs.text_embeds @ outputs.image_embeds.T)
         logits.append(outputs.logits_per_text)
-    mixture = AutoModel.from_pretrained(folder)
-    outputs = mixture(expert_inputs=inputs)
+    outputs = AutoModel.from_pretrained(folder)(expert_inputs=inputs)
     torch.testing.assert_close(outputs.logits_per_text, sum(logits) / 2)
-    ensemble = Ensemble(folder, None, 2, torch.device("cpu"))
+    ensemble, rows = Ensemble(folder, None, 2, torch.device("cpu")), Dataset.from_dict({"image": images})
+    texts, images = ensemble.map(lambda expert: expert.texts(texts)), ensemble.map(lambda expert: expert.images(rows))
     weights = ensemble.weights([["ab"]])[0]
-    scores = sum(
-        weight * of_texts @ of_images.T
-        for weight, of_texts, of_images in zip(
-            weights,
-            ensemble.map(lambda expert: expert.texts(texts)),
-            ensemble.map(lambda expert: expert.images(Dataset.from_dict({"image": images}))),
-            strict=True,
-        )
-    )
+    scores = sum(weight * a @ b.T for weight, a, b in zip(weights, texts, images, strict=True))
     scales = [expert.logit_scale.exp() for expert in experts]
     expected = sum(scale * cosine for scale, cosine in zip(scales, cosines, strict=True)) / sum(scales)
     torch.testing.assert_close(torch.tensor(scores), expected)
@@ -129,12 +115,10 @@ def test_a_mixture_of_two_families_is_published_with_both_processors(of_two_fami
 
 
 def test_the_card_of_two_sigmoid_families_scores_as_they_do():
-    _, _, *of_sigmoid = FAMILIES[:4]
     config = CLIPMoDEConfig(experts=["a", "b"], own_processors=True)
-    dense = [tiny_dense(family).config for family in of_sigmoid]
-    assert "model(expert_inputs=inputs).logits_per_image.sigmoid()" in str(
-        render(config, Lineage(), "user/mixture", None, None, dense)
-    )
+    dense = [tiny_dense(family).config for family in FAMILIES[2:4]]
+    card = str(render(config, Lineage(), "user/mixture", None, None, dense))
+    assert "model(expert_inputs=inputs).logits_per_image.sigmoid()" in card
 
 
 def test_texts_that_are_not_padded_are_refused():
@@ -145,25 +129,23 @@ def test_texts_that_are_not_padded_are_refused():
 
 
 def test_processors_stay_where_a_mixture_is_saved_again(of_two_families, tmp_path):
-    experts, folder = of_two_families
-    shutil.copytree(folder, tmp_path / "mixture")
-    mixture, before = load_mixture(tmp_path / "mixture"), files_of(tmp_path / "mixture")
-    mixture.replace_expert(0, experts[0])
-    mixture.save_pretrained(tmp_path / "mixture")
-    assert files_of(tmp_path / "mixture") == before
+    def files():
+        return {path.relative_to(tmp_path) for path in tmp_path.rglob("*")}
+
+    folder = shutil.copytree(of_two_families[1], tmp_path / "mixture")
+    mixture, before = load_mixture(folder), files()
+    mixture.replace_expert(0, of_two_families[0][0])
+    mixture.save_pretrained(folder)
+    assert files() == before
     for name in mixture.config.experts:
-        assert load_processor(tmp_path / "mixture" / name)
-
-
-def files_of(folder):
-    return {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
+        assert load_processor(folder / name)
 
 
 def test_no_expert_loses_digits_to_the_first(of_two_families, tmp_path):
     clip, siglip = of_two_families[0]
     half = saved(FAMILIES[0], copy.deepcopy(clip).bfloat16(), tmp_path / "clip")
-    assemble.main([str(tmp_path / "mixture"), "--experts", str(half), str(of_two_families[1].parent / "siglip")])
-    for name, tensor in AutoModel.from_pretrained(tmp_path / "mixture").expert(1).state_dict().items():
+    mixture = mix(tmp_path / "mixture", half, of_two_families[1].parent / "siglip")
+    for name, tensor in AutoModel.from_pretrained(mixture).expert(1).state_dict().items():
         assert torch.equal(tensor, siglip.state_dict()[name]), name
 
 
@@ -171,9 +153,9 @@ def test_a_sum_of_embeddings_of_several_sizes_is_refused_before_it_is_measured(o
     config = tiny_dense(FAMILIES[0]).config
     config.projection_dim = 16
     small = saved(FAMILIES[0], moved(CLIPModel(config), "", seed=0), tmp_path / "small")
-    assemble.main([str(tmp_path / "mixture"), "--experts", str(small), str(of_two_families[1].parent / "siglip")])
+    mixture = mix(tmp_path / "mixture", small, of_two_families[1].parent / "siglip")
     with pytest.raises(ValueError, match="sum needs embeddings of one size"):
-        open_model(tmp_path / "mixture", None, 2, torch.device("cpu"), changes={"feature_ensemble": "sum"})
+        open_model(mixture, None, 2, torch.device("cpu"), changes={"feature_ensemble": "sum"})
 
 
 @pytest.fixture(scope="module")
@@ -186,24 +168,17 @@ def of_images(of_two_families, tmp_path_factory):
     encoder = ClipEncoder(str(first.parent / "clip"), "image")
     (folder / "encoder").mkdir()
     encoder.save(folder / "encoder")
-    centers = torch.tensor(encoder.encode(pictures(9)[::8]))
+    routing = torch.tensor(encoder.encode(pictures(9)[::8])), torch.arange(2), encoder.name, folder / "encoder"
     settings = {"metadata_modality": "image", "routing": "paper", "routing_temperature": 0.02}
-    convert(
-        [first.parent / "clip", folder / "siglip"],
-        folder / "mixture",
-        centers,
-        torch.arange(2),
-        encoder.name,
-        folder / "encoder",
-        **settings,
-    )
+    convert([first.parent / "clip", folder / "siglip"], folder / "mixture", *routing, **settings)
     return folder / "mixture"
 
 
 def pictures(number):
+    """From black to bright."""
     pixels = np.random.default_rng(0).integers(0, 256, (number, 20, 16, 3), dtype=np.uint8)
     shades = np.linspace(0, 1, number)[:, None, None, None]
-    return [Image.fromarray((image * shade).astype(np.uint8)) for image, shade in zip(pixels, shades, strict=True)]
+    return [Image.fromarray(image) for image in (pixels * shades).astype(np.uint8)]
 
 
 @torch.no_grad()
@@ -227,8 +202,8 @@ def test_images_that_route_themselves_are_ranked_as_the_mixture_scores_them(of_i
 def test_texts_are_cut_where_any_expert_cuts_them(of_two_families, tmp_path):
     _, _, siglip, *_ = FAMILIES
     short = saved(siglip, tiny_dense(siglip, 5), tmp_path / "short", 5)
-    assemble.main([str(tmp_path / "mixture"), "--experts", str(of_two_families[1].parent / "clip"), str(short)])
-    ensemble = Ensemble(tmp_path / "mixture", None, 4, torch.device("cpu"))
+    mixture = mix(tmp_path / "mixture", of_two_families[1].parent / "clip", short)
+    ensemble = Ensemble(mixture, None, 4, torch.device("cpu"))
     rows = Dataset.from_dict({"image": pictures(2), "caption": ["reda b", "reda c"]})
     texts = measure(Task("retrieval", "", "", lambda: (rows, 0)), ensemble)["texts"]
     assert (texts["max_length"], texts["cut"], texts["alike"]) == (5, 2, 0)

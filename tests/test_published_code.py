@@ -45,9 +45,9 @@ def sparse(tmp_path_factory) -> Path:
 
 def plant_module(folder, ran):
     folder.mkdir(exist_ok=True)
-    code = f"import pathlib\npathlib.Path({str(ran)!r}).write_text('ran')\n"
-    code += "from transformers import CLIPConfig as Config, CLIPModel as Model, CLIPProcessor as Processor\n"
-    (folder / "evil.py").write_text(code + "from transformers import CLIPTokenizer as Tokenizer\n")
+    classes = "CLIPConfig as Config, CLIPModel as Model, CLIPProcessor as Processor, CLIPTokenizer as Tokenizer"
+    run = f"import pathlib\npathlib.Path({str(ran)!r}).touch()\n"
+    (folder / "evil.py").write_text(f"{run}from transformers import {classes}\n")
     (folder / "payload.pkl").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
 
 
@@ -55,14 +55,6 @@ def change(path, **changes):
     settings = json.loads(path.read_text()) if path.is_file() else {}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(settings | changes))
-
-
-def plant_processor(folder):
-    change(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": [None, "evil.Tokenizer"]})
-    processor = json.loads((folder / "processor_config.json").read_text())
-    images = processor["image_processor"] | {"auto_map": {"AutoImageProcessor": "elsewhere--evil.Model"}}
-    change(folder / "processor_config.json", auto_map={"AutoProcessor": "evil.Processor"}, image_processor=images)
-    change(folder / "preprocessor_config.json", **images)
 
 
 def files(folder):
@@ -79,40 +71,11 @@ def assert_clean(folder):
 
 
 @pytest.mark.slow
-def test_planted_code_neither_runs_nor_is_published(source, ran, tmp_path, capsys):
-    plant_processor(source)
-    text = json.loads((source / "config.json").read_text())["text_config"]
-    change(
-        source / "config.json",
-        auto_map={"AutoModel": "elsewhere--evil.Model", "AutoConfig": "elsewhere--evil.Config"},
-        custom_pipelines={"classify": {"impl": "evil.Pipeline", "pt": ["CLIPModel"]}},
-        attn_implementation="evil/kernel",
-        text_config=text | {"auto_map": {"AutoModel": "evil.Model"}},
-    )
-    publish.main([str(source), "user/dense", "--dry-run", str(tmp_path / "out")])
-    assert not ran.exists()
-    assert_clean(tmp_path / "out")
-    warnings = capsys.readouterr().err
-    for entry in (
-        "config.json: auto_map.AutoModel 'elsewhere--evil.Model'",
-        "config.json: auto_map.AutoConfig 'elsewhere--evil.Config'",
-        "config.json: custom_pipelines {'classify': {'impl': 'evil.Pipeline', 'pt': ['CLIPModel']}}",
-        "config.json: attn_implementation 'evil/kernel'",
-        "config.json: text_config.auto_map.AutoModel 'evil.Model'",
-        "tokenizer_config.json: auto_map.AutoTokenizer [None, 'evil.Tokenizer']",
-        "processor_config.json: auto_map.AutoProcessor 'evil.Processor'",
-        "processor_config.json: image_processor.auto_map.AutoImageProcessor 'elsewhere--evil.Model'",
-        "preprocessor_config.json: auto_map.AutoImageProcessor 'elsewhere--evil.Model'",
-    ):
-        assert f"warning: {source}/{entry} is left out" in warnings
-
-
-@pytest.mark.slow
-def test_planted_code_of_a_mixture_neither_runs_nor_is_published(ran, tmp_path, capsys):
+def test_planted_code_neither_runs_nor_is_published(ran, tmp_path, capsys):
+    """Of a mixture: in its own folder, in those of a dense and of a sparse expert, and in its encoder of metadata."""
     source, out, dense = tmp_path / "source", tmp_path / "out", CLIPModel.from_pretrained(BASE)
     CLIPMoDEModel.from_experts([dense, upcycle(dense, PRESETS["clip_moe"], seed=0)]).save_pretrained(source)
     AutoProcessor.from_pretrained(BASE).save_pretrained(source)
-    plant_processor(source)
     encoder = source / "metadata_encoder"
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
     BertModel(BertConfig(vocab_size=1313, **sizes)).save_pretrained(encoder / "model")
@@ -124,13 +87,35 @@ def test_planted_code_of_a_mixture_neither_runs_nor_is_published(ran, tmp_path, 
     for name in ("config.json", "expert_0/config.json", "expert_1/config.json", "metadata_encoder/model/config.json"):
         own = json.loads((source / name).read_text()).get("auto_map", {})
         change(source / name, auto_map=own | {"AutoModelForZeroShotImageClassification": "elsewhere--evil.Model"})
+    text = json.loads((source / "expert_0/config.json").read_text())["text_config"]
+    change(
+        source / "expert_0/config.json",
+        custom_pipelines={"classify": {"impl": "evil.Pipeline", "pt": ["CLIPModel"]}},
+        attn_implementation="evil/kernel",
+        text_config=text | {"auto_map": {"AutoModel": "evil.Model"}},
+    )
+    change(source / "tokenizer_config.json", auto_map={"AutoTokenizer": [None, "evil.Tokenizer"]})
+    processor = json.loads((source / "processor_config.json").read_text())
+    images = processor["image_processor"] | {"auto_map": {"AutoImageProcessor": "elsewhere--evil.Model"}}
+    change(source / "processor_config.json", auto_map={"AutoProcessor": "evil.Processor"}, image_processor=images)
+    change(source / "preprocessor_config.json", **images)
     (source / "modeling_clip_moe.py").write_text("import evil\n")
     assert load_encoder(encoder).encode(["a star"]).shape == (1, 8)
     publish.main([str(source), "user/mixture", "--dry-run", str(out)])
     assert not ran.exists()
     assert_clean(out)
     warnings = capsys.readouterr().err
-    assert "expert_1/config.json: auto_map.AutoModelForZeroShotImageClassification 'elsewhere--evil.Model'" in warnings
+    for entry in (
+        "expert_0/config.json: custom_pipelines {'classify': {'impl': 'evil.Pipeline', 'pt': ['CLIPModel']}}",
+        "expert_0/config.json: attn_implementation 'evil/kernel'",
+        "expert_0/config.json: text_config.auto_map.AutoModel 'evil.Model'",
+        "expert_1/config.json: auto_map.AutoModelForZeroShotImageClassification 'elsewhere--evil.Model'",
+        "tokenizer_config.json: auto_map.AutoTokenizer [None, 'evil.Tokenizer']",
+        "processor_config.json: auto_map.AutoProcessor 'evil.Processor'",
+        "processor_config.json: image_processor.auto_map.AutoImageProcessor 'elsewhere--evil.Model'",
+        "preprocessor_config.json: auto_map.AutoImageProcessor 'elsewhere--evil.Model'",
+    ):
+        assert f"warning: {source}/{entry} is left out" in warnings
     assert "metadata_encoder/evil.py, metadata_encoder/model/evil.py, metadata_encoder/model/payload.pkl" in warnings
     for name, own in ((".", "modeling_clip_mode.CLIPMoDEModel"), ("expert_1", "modeling_clip_moe.CLIPMoEModel")):
         config = json.loads((out / name / "config.json").read_text())

@@ -23,6 +23,10 @@ def state():
     return released_state_dict()
 
 
+def command(*arguments):
+    released_clip_moe_command.main([str(argument) for argument in arguments])
+
+
 @pytest.mark.parametrize("inside", ["", "mlp."])
 @pytest.mark.parametrize(
     ("text_sparse", "vision_sparse", "top_k"), [((0, 1), (0, 1, 2), 2), ((), (1, 2), 2), ((0, 1), (2,), 1)]
@@ -102,22 +106,20 @@ def test_what_the_layout_cannot_express(state, tower, field, value, message):
 def test_commands_there_and_back(state, tmp_path, capsys):
     torch.save({key: tensor.half() for key, tensor in state.items()}, tmp_path / "released.pt")
     processor(image_size=8).save_pretrained(tmp_path / "processor")
-    released_clip_moe_command.main(
-        [str(tmp_path / "released.pt"), str(tmp_path / "model"), "--processor", str(tmp_path / "processor")]
-    )
+    command(tmp_path / "released.pt", tmp_path / "model", "--processor", tmp_path / "processor")
     assert capsys.readouterr().out.count("largest difference") == 3
     model = AutoModel.from_pretrained(tmp_path / "model")
     assert isinstance(model, CLIPMoEModel) and model.config.text_config.max_position_embeddings == POSITIONS
     assert AutoProcessor.from_pretrained(tmp_path / "model").tokenizer.model_max_length == POSITIONS
-    released_clip_moe_command.main([str(tmp_path / "model"), str(tmp_path / "back.pt"), "--reverse"])
+    command(tmp_path / "model", tmp_path / "back.pt", "--reverse")
     back = torch.load(tmp_path / "back.pt", weights_only=True)
     assert torch.equal(back["visual.proj"], state["visual.proj"].half().float())
     tensors = tmp_path / "new" / "back.safetensors"
-    released_clip_moe_command.main([str(tmp_path / "model"), str(tensors), "--reverse"])
+    command(tmp_path / "model", tensors, "--reverse")
     assert [path.name for path in tensors.parent.iterdir()] == ["back.safetensors"]
     for file in (tmp_path / "back.pt", tensors):
-        released_clip_moe_command.main([str(file), str(tmp_path / f"again{file.suffix}")])
-        again = AutoModel.from_pretrained(tmp_path / f"again{file.suffix}").state_dict()
+        command(file, tmp_path / file.suffix)
+        again = AutoModel.from_pretrained(tmp_path / file.suffix).state_dict()
         assert all(torch.equal(tensor, again[key]) for key, tensor in model.state_dict().items())
 
 
@@ -125,7 +127,6 @@ def test_a_wrong_checkpoint_never_gets_its_name(state, tmp_path, monkeypatch):
     convert(state).save_pretrained(tmp_path / "model")
     name = "visual.transformer.resblocks.1.experts.2.c_fc.bias"
     monkeypatch.setattr(released_clip_moe, "export", lambda model: (state := export(model)) | {name: -10 * state[name]})
-    assert "does not compute what the source" in error_of(
-        released_clip_moe_command.main, tmp_path / "model", tmp_path / "back.pt", "--reverse"
-    )
+    error = error_of(released_clip_moe_command.main, tmp_path / "model", tmp_path / "back.pt", "--reverse")
+    assert "does not compute what the source" in error
     assert [path.name for path in tmp_path.iterdir()] == ["model"]

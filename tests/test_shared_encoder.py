@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_clip import moved
 from tiny_clip_moe import inputs, tiny_config, tiny_model
 from transformers import AutoModel, CLIPConfig, CLIPModel
 
@@ -13,27 +14,17 @@ from conversion.dense import extract
 from conversion.presets import changed_preset
 from conversion.upcycle import shared_config, sparse_config
 from evaluation.costs import count_multiply_adds, count_parameters, meta_model
-from modeling_clip_moe import (
-    CLIPMoEConfig,
-    CLIPMoEModel,
-    CLIPMoETextModelWithProjection,
-    CLIPMoEVisionModel,
-    CLIPMoEVisionModelWithProjection,
-)
+from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel, CLIPMoEVisionModel
+from modeling_clip_moe import CLIPMoETextModelWithProjection as TextTower
+from modeling_clip_moe import CLIPMoEVisionModelWithProjection as VisionTower
 from training.optimizers import set_trainable
-
-SHARED = {"shared_encoder": True}
 
 
 def shared_model(moe_layers=(1, 2), **moe):
     """With weights large enough to matter."""
     config = tiny_config(moe_layers, **moe)
     config.shared_encoder = True
-    model = CLIPMoEModel(config)
-    for name, parameter in model.named_parameters():
-        if "mlp" in name:
-            torch.nn.init.normal_(parameter, std=0.3)
-    return model.eval()
+    return moved(CLIPMoEModel(config), "mlp", seed=0, scale=0.3).eval()
 
 
 def separated(model):
@@ -87,11 +78,11 @@ def test_saved_and_loaded_it_is_one_and_each_tower_is_whole(tmp_path, kept):
         torch.testing.assert_close(dense(**batch).logits_per_image, expected.logits_per_image)
     again = AutoModel.from_pretrained(tmp_path)(**batch)
     torch.testing.assert_close(again.logits_per_image, expected.logits_per_image)
-    image = CLIPMoEVisionModelWithProjection.from_pretrained(tmp_path)(batch["pixel_values"]).image_embeds
-    text = CLIPMoETextModelWithProjection.from_pretrained(tmp_path)(batch["input_ids"], batch["attention_mask"])
+    vision, text = (tower.from_pretrained(tmp_path) for tower in (VisionTower, TextTower))
+    image, text = vision(batch["pixel_values"]), text(batch["input_ids"], batch["attention_mask"])
     cosine = torch.nn.functional.cosine_similarity
-    torch.testing.assert_close(cosine(image, expected.image_embeds), torch.ones(len(image)))
-    torch.testing.assert_close(cosine(text.text_embeds, expected.text_embeds), torch.ones(len(image)))
+    torch.testing.assert_close(cosine(image.image_embeds, expected.image_embeds), torch.ones(4))
+    torch.testing.assert_close(cosine(text.text_embeds, expected.text_embeds), torch.ones(4))
 
 
 def test_towers_that_differ_are_refused(tmp_path):
@@ -108,8 +99,8 @@ def test_an_encoder_that_fell_apart_is_neither_saved_nor_loaded(tmp_path):
     model = shared_model()
     with pytest.raises(ValueError, match="the towers differ in vision_model.encoder"):
         model.load_state_dict(tiny_model().state_dict())
-    copies = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    model.load_state_dict(copies, assign=True)  # which gives each tower its own
+    # Which gives each tower its own
+    model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
     assert not are_one(model)
     model.save_pretrained(tmp_path)  # they are still equal
     with torch.no_grad():
@@ -125,7 +116,7 @@ def test_an_encoder_that_fell_apart_is_neither_saved_nor_loaded(tmp_path):
     "field, value", [("hidden_size", 32), ("num_experts", 8), ("moe_layers", [0]), ("hidden_act", "gelu")]
 )
 def test_towers_that_cannot_share_are_refused(field, value):
-    settings = tiny_config().to_dict() | SHARED
+    settings = tiny_config().to_dict() | {"shared_encoder": True}
     settings["vision_config"][field] = value
     with pytest.raises(ValueError, match=f"shared_encoder=True needs towers of one {field}"):
         CLIPMoEConfig(**settings)
@@ -140,9 +131,8 @@ def test_upcycled_it_starts_as_the_dense_one(tmp_path):
     upcycle_command.main([*command, "--norm-topk-prob"])
     sparse, batch = CLIPMoEModel.from_pretrained(tmp_path / "sparse"), inputs()
     assert are_one(sparse) and sparse.config.text_config.num_experts == 16
-    torch.testing.assert_close(sparse(**batch).logits_per_image, dense(**batch).logits_per_image)
-    one = extract(sparse, 3)
-    torch.testing.assert_close(one(**batch).logits_per_image, dense(**batch).logits_per_image)
+    for model in (sparse, extract(sparse, 3)):
+        torch.testing.assert_close(model(**batch).logits_per_image, dense(**batch).logits_per_image)
 
 
 def test_it_is_counted_once():

@@ -123,27 +123,20 @@ def test_old_config_files_are_read_and_cleaned(source, tmp_path):
     assert text_config["hidden_act"] == "gelu" and text_config["eos_token_id"] == 39 and "top_k" not in text_config
 
 
-def test_more_experts_than_memory_are_refused(whole, tmp_path):
-    options = "--preset", "clip_up", "--num-experts", "1000000000"
-    assert "1000000000 experts a layer need" in error_of(upcycle_command.main, whole, tmp_path / "out", *options)
-
-
-def test_other_sources_and_outputs_are_refused(whole, dense, tmp_path):
+def test_other_sources_outputs_and_sizes_are_refused(whole, dense, tmp_path):
     upcycle(dense, PRESETS["clip_moe"]).save_pretrained(tmp_path / "sparse")
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
     BertModel(BertConfig(vocab_size=9, **sizes)).save_pretrained(tmp_path / "bert")
     (tmp_path / "full" / "folder").mkdir(parents=True)
-    for source, output, message in (
-        (tmp_path / "sparse", "out", "already sparse"),
-        (
-            tmp_path / "bert",
-            "out",
-            "a model of type 'bert' is of no family that becomes sparse: there are clip, metaclip_2, siglip, siglip2",
-        ),
-        (tmp_path / "nowhere", "out", f"{tmp_path / 'nowhere'} is neither a folder nor a hub name"),
-        (whole, "full", "already exists"),
+    nowhere, preset, many = tmp_path / "nowhere", ("--preset", "clip_moe"), "1000000000"
+    for source, output, options, message in (
+        (tmp_path / "sparse", "out", (), "already sparse"),
+        (tmp_path / "bert", "out", (), "type 'bert' is of no family that becomes sparse: there are clip, metaclip_2"),
+        (nowhere, "out", (), f"{nowhere} is neither a folder nor a hub name"),
+        (whole, "full", (), "already exists"),
+        (whole, "out", ("--num-experts", many), f"{many} experts a layer need"),
     ):
-        assert message in error_of(upcycle_command.main, source, tmp_path / output, "--preset", "clip_moe")
+        assert message in error_of(upcycle_command.main, source, tmp_path / output, *preset, *options)
     assert not (tmp_path / "out").exists()
 
 

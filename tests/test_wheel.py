@@ -40,12 +40,10 @@ def test_no_package_is_called_training(installed):
 
 
 def test_each_file_that_code_reads_is_in_it(installed):
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split(
-        "\n"
-    )
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
     rooms = {path.name for path in (installed / "clip_moe").iterdir() if path.is_dir()} - {"model_cards"}
     assert rooms == {"records", "data", "conversion", "evaluation", "training", "examples"}
-    expected = {path for path in tracked if path.split("/")[0] in rooms}
+    expected = {path for path in listed.stdout.splitlines() if path.split("/")[0] in rooms}
     assert {path for path in expected if not (installed / "clip_moe" / path).is_file()} == set()
 
 

@@ -1,22 +1,9 @@
 """A tiny dense model of each family, and the processor that goes with it."""
 
 import torch
+import transformers
 from tiny_clip import moved
 from tiny_clip import processor as clip_processor
-from transformers import (
-    AltCLIPProcessor,
-    BertTokenizer,
-    ChineseCLIPImageProcessorPil,
-    ChineseCLIPProcessor,
-    CLIPImageProcessorPil,
-    CLIPProcessor,
-    Siglip2ImageProcessorPil,
-    Siglip2Processor,
-    Siglip2Tokenizer,
-    SiglipImageProcessorPil,
-    SiglipProcessor,
-    XLMRobertaTokenizer,
-)
 
 from modeling_clip_moe.families import FAMILIES
 
@@ -28,10 +15,11 @@ NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 PATCHES = {"num_patches": 16, "patch_size": 4}
 
 
-def tiny_dense(family, length=8):
+def tiny_dense(family, length=8, layers=4):
     """A dense model in which every parameter is random, for texts of so many tokens; of an image tower, the tower."""
     torch.manual_seed(0)
-    text, vision = TEXT | {"max_position_embeddings": length}, WIDTH | (PATCHES if family.naflex else IMAGES)
+    text = TEXT | {"max_position_embeddings": length, "num_hidden_layers": layers}
+    vision = WIDTH | (PATCHES if family.naflex else IMAGES) | {"num_hidden_layers": layers}
     if "text" not in family.towers:
         text |= NO_DROPOUT
     if family.name == "AltCLIP":  # its positions begin behind the padding token's number
@@ -54,20 +42,22 @@ def tiny_processor(family, length=8):
     if family.name == "Chinese-CLIP":
         pieces = [f"##{letter}" for letter in letters[1:5]]
         vocab = {piece: number for number, piece in enumerate(["[UNK]", "[PAD]", "[CLS]", "[SEP]", *letters, *pieces])}
-        tokenizer = BertTokenizer(vocab=vocab, model_max_length=length)
-        images = ChineseCLIPImageProcessorPil(size=images["size"], crop_size=images["size"])
-        return ChineseCLIPProcessor(images, tokenizer)
+        tokenizer = transformers.BertTokenizer(vocab=vocab, model_max_length=length)
+        images = transformers.ChineseCLIPImageProcessorPil(size=images["size"], crop_size=images["size"])
+        return transformers.ChineseCLIPProcessor(images, tokenizer)
     if not family.sigmoid:
         vocab = [(token, -1.0) for token in ("<s>", "<pad>", "</s>", "<unk>", *letters)]
-        tokenizer = XLMRobertaTokenizer(vocab=vocab, model_max_length=length)
-        processor = AltCLIPProcessor if family.name == "AltCLIP" else CLIPProcessor
-        return processor(CLIPImageProcessorPil(size=images["size"], crop_size=16), tokenizer)
+        tokenizer = transformers.XLMRobertaTokenizer(vocab=vocab, model_max_length=length)
+        processor = transformers.AltCLIPProcessor if family.name == "AltCLIP" else transformers.CLIPProcessor
+        return processor(transformers.CLIPImageProcessorPil(size=images["size"], crop_size=16), tokenizer)
     tokens = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *letters]
     vocab = {token: number for number, token in enumerate(tokens)}
-    tokenizer = Siglip2Tokenizer(vocab=vocab, merges=[], padding_side="right", model_max_length=length)
+    tokenizer = transformers.Siglip2Tokenizer(vocab=vocab, merges=[], padding_side="right", model_max_length=length)
     if family.naflex:
-        return Siglip2Processor(Siglip2ImageProcessorPil(patch_size=4, max_num_patches=20), tokenizer)
-    return SiglipProcessor(SiglipImageProcessorPil(**images), tokenizer)
+        return transformers.Siglip2Processor(
+            transformers.Siglip2ImageProcessorPil(patch_size=4, max_num_patches=20), tokenizer
+        )
+    return transformers.SiglipProcessor(transformers.SiglipImageProcessorPil(**images), tokenizer)
 
 
 def saved(family, model, folder, length=8):
