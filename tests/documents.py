@@ -4,6 +4,7 @@ has put what they name. A page is one reader: its blocks run in their order.
 bash runs the bash blocks. The commands in COMMANDS come back to this process, which has imported torch already.
 """
 
+import functools
 import importlib
 import os
 import re
@@ -143,28 +144,20 @@ def _word(file) -> str:
 def _python(arguments: list[str]) -> str | None:
     """`python -m MODULE ARGUMENTS`, in this process; `python FILE ARGUMENTS`. Returns what is wrong, or nothing."""
     if arguments[0] != "-m":
-        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        done = subprocess.run([sys.executable, *arguments], env={**os.environ, "PYTHONPATH": path}, capture_output=True)
-        return done.stderr.decode() if done.returncode else None
+        return _started([])(arguments)
     room, _, name = arguments[1].partition(".")
     commands = importlib.import_module(f"{room}.commands") if find_spec(f"{room}.commands") else None
     command = getattr(commands, {"training.upcycle": "train"}.get(arguments[1], name), None)
-    words = _smaller(arguments[1:])
-    try:
-        if command:
-            command.main(words[1:])
-        else:
-            with mock.patch("sys.argv", words):
-                runpy.run_module(words[0], run_name="__main__", alter_sys=True)
-    except SystemExit as stop:
-        return f"{' '.join(arguments)}: {stop.code}" if stop.code else None
-    return None
+    if command:
+        return _called(command.main, arguments[1:], 1)
+    with mock.patch("sys.argv", _smaller(arguments[1:])):
+        return _called(lambda words: runpy.run_module(words[0], run_name="__main__", alter_sys=True), arguments[1:])
 
 
-def _clip_moe(arguments: list[str]) -> str | None:
-    """`clip-moe ARGUMENTS`, in this process. Returns what is wrong, or nothing."""
+def _called(main, arguments: list[str], first: int = 0) -> str | None:
+    """A function with the arguments from the first one on, in this process. Returns what is wrong, or nothing."""
     try:
-        clip_moe.main(_smaller(arguments))
+        main(_smaller(arguments)[first:])
     except SystemExit as stop:
         return f"{' '.join(arguments)}: {stop.code}" if stop.code else None
     return None
@@ -175,13 +168,13 @@ def _smaller(arguments: list[str]) -> list[str]:
     return [*arguments, *(more for text, tail in SMALLER.items() if text in line for more in shlex.split(tail))]
 
 
-def _launched(launcher: list[str]):
+def _started(launcher: list[str]):
     """A launcher's command, in processes of its own."""
 
     def run(arguments: list[str]) -> str | None:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-m", *launcher, *_smaller(arguments)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        command = [sys.executable, *launcher, *_smaller(arguments)]
+        done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
         return done.stderr if done.returncode else None
 
     return run
@@ -189,10 +182,9 @@ def _launched(launcher: list[str]):
 
 def _make(targets: list[str]) -> str | None:
     """Is not run: the targets are there; without one, the first rule of the Makefile makes the environment."""
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    targets = [target for target in targets if "=" not in target]
-    missing = [target for target in targets if not re.search(rf"^{re.escape(target)}:", makefile, re.MULTILINE)]
-    return f"the Makefile has no {missing}" if missing else None
+    rules = re.findall(r"^([\w -]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    missing = {target for target in targets if "=" not in target} - {name for rule in rules for name in rule.split()}
+    return f"the Makefile has no {', '.join(missing)}" if missing else None
 
 
 def _pip(arguments: list[str]) -> str | None:
@@ -218,9 +210,9 @@ def _git(arguments: list[str]) -> str | None:
 
 COMMANDS = {
     "python": _python,
-    "clip-moe": _clip_moe,
-    "accelerate": _launched(["accelerate.commands.accelerate_cli"]),
-    "torchrun": _launched(["torch.distributed.run"]),
+    "clip-moe": functools.partial(_called, clip_moe.main),
+    "accelerate": _started(["-m", "accelerate.commands.accelerate_cli"]),
+    "torchrun": _started(["-m", "torch.distributed.run"]),
     "pip": _pip,
     "make": _make,
     "git": _git,

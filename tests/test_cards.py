@@ -38,62 +38,53 @@ def test_a_card_tells_whether_the_experts_do_anything(run):
     assert "Do the experts" not in card_of(lineage_of(run)).text
 
 
-def told(lineage, *towers):
-    return " ".join(card_of(lineage, *towers).text.split())
+def told(*towers, **lineage):
+    return " ".join(card_of(Lineage(**lineage), *towers).text.split())
 
 
-OWN, SYMBOLS = (
-    Data("clip_arts", "local", "columns image and caption", 5612),
-    Data("symbols", "world", "web captions of half 1", 16000),
-)
+OWN = Data("clip_arts", "local", "columns image and caption", 5612)
+SYMBOLS = Data("symbols", "world", "web captions of half 1", 16000)
 SCRATCH = {"scratch": Record(stage={"stage": "initialize"})}
 
 
 def test_limits_by_origin():
-    text = told(Lineage(stages=SCRATCH, data=[OWN]))
+    text = told(stages=SCRATCH, data=[OWN])
     pairs = "5,612 pairs of clip_arts (local, columns image and caption)"
     assert f"It was trained from nothing on {pairs}. Of other kinds of images" in text and "inherits" not in text
     assert "From random weights, by" in text and "The license of the weights was not given here." in text
-    text = told(Lineage(stages=SCRATCH, data=[SYMBOLS], unknown=["symbol_clip"]))
+    text = told(stages=SCRATCH, data=[SYMBOLS], unknown=["symbol_clip"])
     assert "It inherits the limits of symbol_clip, a local folder of unknown lineage. Since then it has been" in text
     assert "trained on 16,000 pairs of symbols (web captions of half 1)" in text
-    text = told(Lineage(bases=["openai/clip-vit-base-patch32"]))
+    text = told(bases=["openai/clip-vit-base-patch32"])
     assert "It inherits the limits of OpenAI's CLIP: biases of captions from the web" in text
-    text = told(Lineage(stages={"mine": Record(stage={"stage": "my.module:Stage"})}))
+    text = told(stages={"mine": Record(stage={"stage": "my.module:Stage"})})
     assert "From weights of unknown origin, by" in text and "from nothing" not in text
 
 
 def test_examples_are_of_the_models_own_data():
-    assert told(Lineage(data=[SYMBOLS])).count('["a picture of a snowman", "a picture of an anchor"]') == 4
-    text = told(Lineage(stages=SCRATCH, data=[OWN]))
+    assert told(data=[SYMBOLS]).count('["a picture of a snowman", "a picture of an anchor"]') == 4
+    text = told(stages=SCRATCH, data=[OWN])
     assert text.count('["one text about the image", "another text"]') == 4 and "a cat" not in text
-    assert '"a photo of a cat"' in told(Lineage(bases=["openai/clip-vit-large-patch14"]))
-    drawn = {world: texts for world, texts in WORLDS.items() if world != "icons"}  # an integration
-    for world, texts in drawn.items():
+    assert '"a photo of a cat"' in told(bases=["openai/clip-vit-large-patch14"])
+    for world in WORLDS.keys() - {"icons"}:  # which are an integration
         rows = worlds.WORLDS[world].load("train", "web", 4096)
         kinds = {template.format(kind) for kind in rows["kind"] for template in ("{}", "a picture of a {}")}
-        assert set(texts) <= kinds | {text.replace(" a a", " an a") for text in kinds}
+        assert set(WORLDS[world]) <= kinds | {text.replace(" a a", " an a") for text in kinds}
 
 
 @pytest.mark.parametrize(
-    ("text", "vision", "shown"),
+    ("width", "words", "vision", "shown"),
     [
-        ({"hidden_size": 768, "vocab_size": 3000}, {"hidden_size": 1024, "image_size": 224, "patch_size": 14}, []),
-        ({"hidden_size": 512}, {"hidden_size": 1024, "image_size": 336, "patch_size": 14}, ["**LLaVA**"]),
-        (
-            {"hidden_size": 768},
-            {},
-            ["**Diffusers**", "Stable Diffusion 1", "text_encoder=text_encoder", "CLIPMoETextModel."],
-        ),
-        (
-            {"hidden_size": 1280},
-            {},
-            ["**Diffusers**", "SDXL", "text_encoder_2=text_encoder", "CLIPMoETextModelWithProjection."],
-        ),
+        (768, 3000, {"hidden_size": 1024, "image_size": 224, "patch_size": 14}, []),
+        (512, 49408, {"hidden_size": 1024, "image_size": 336, "patch_size": 14}, ["**LLaVA**"]),
+        (768, 49408, {}, ["**Diffusers**", "Stable Diffusion 1", "text_encoder=text_encoder", "CLIPMoETextModel."]),
+        (1280, 49408, {}, ["**Diffusers**", "SDXL", "text_encoder_2=text_encoder", "TextModelWithProjection."]),
     ],
 )
-def test_integrations_are_offered_where_they_fit(text, vision, shown):
-    card = told(Lineage(), {"num_attention_heads": 8, **text}, {"num_attention_heads": 8, **vision})
+def test_integrations_are_offered_where_they_fit(width, words, vision, shown):
+    card = told(
+        {"num_attention_heads": 8, "hidden_size": width, "vocab_size": words}, {"num_attention_heads": 8, **vision}
+    )
     assert all(part in card for part in shown)
     for name in ("**LLaVA**", "**Diffusers**"):
         assert (name in card) == (name in shown)

@@ -1,18 +1,125 @@
-"""Verdicts by hand; test_claims_of_papers.py makes the committed page."""
+"""The claims of the four papers: the committed page, what the recipes have of it, and verdicts by hand."""
 
 import json
 import math
+import re
+import subprocess
+from collections import defaultdict
+from pathlib import Path
 
+import numpy as np
 import pytest
+import yaml
+from PIL import Image
 
+from data import symbols
+from evaluation.pairs import pair_metrics
+from evaluation.retrieval import retrieval_metrics
+from evaluation.task import INFORMATION
+from evaluation.tasks import TASKS
 from model_cards.claims import write_claims
-from model_cards.verdicts import (
-    CANNOT_BE_TOLD,
-    HOLDS,
-    Claim,
-    measure_claim,
-)
+from model_cards.verdicts import CANNOT_BE_TOLD, HOLDS, Claim, measure_claim, read_claims
 from records.intervals import paired_interval
+
+CARDS = Path(__file__).parents[1] / "model_cards"
+RECIPES = CARDS.parent / "training" / "recipes"
+PAPERS = read_claims(CARDS / "claims.yaml")
+
+
+def test_the_committed_page_is_up_to_date(tmp_path):
+    """Made by `python -m model_cards.claims model_cards/claims.yaml --output model_cards/claims.md`."""
+    write_claims(CARDS / "claims.yaml", tmp_path / "claims.md")
+    links = re.compile(r"\]\((?!https:)[^)]*\)")  # as seen from another folder
+    made, committed = ((folder / "claims.md").read_text(encoding="utf-8") for folder in (tmp_path, CARDS))
+    assert links.sub("", made) == links.sub("", committed)
+    drawn, shown = (Image.open(folder / "claims.png") for folder in (tmp_path, CARDS))
+    if drawn.info["Software"] == shown.info["Software"]:  # other versions of matplotlib draw otherwise
+        assert np.array_equal(np.asarray(drawn), np.asarray(shown))
+
+
+# Of a headline a number of samples, and the stages of a recipe that a model of it goes through
+BUDGETS = """
+CLIP-UP 6.6 above dense, as many steps | 51,200 | clip_up_symbols | clip_up
+CLIP-UP above dense, as many multiply-adds | 51,200 | clip_up_symbols | clip_up
+CLIP-UP above dense, as many multiply-adds | 66,560 | clip_up_symbols | dense_longer
+CLIP-UP above dense, 4,096 names, as many multiply-adds | 3.1 M | clip_up_names_long | clip_up_8
+CLIP-UP above dense, 4,096 names, as many multiply-adds | 4.1 M | clip_up_names_long | dense_same_multiply_adds
+CLIP-UP above a larger dense model, 4,096 names | 3.1 M | clip_up_names_long | clip_up_8
+CLIP-UP above a larger dense model, 4,096 names | 4.1 M | clip_up_names_long | dense_wide
+CLIP-UP above sparse from scratch, 4,096 names | 4.1 M | clip_up_names_long | seed_model clip_up_8
+CLIP-UP above sparse from scratch, 4,096 names | 3.8 M | clip_up_names_long | scratch_seed scratch
+CLIP-MoE above fine-tuning for one stage | 40,960 | clip_moe_symbols | expert_1 expert_2 expert_3 clip_moe
+CLIP-MoE above fine-tuning for one stage | 10,240 | clip_moe_symbols | direct
+CLIP-MoE above fine-tuning for one stage | 10,240 | clip_moe_symbols | sparse_upcycling
+CLIP-MoE above fine-tuning, as many samples | 40,960 | clip_moe_symbols | direct_4x
+CLIP-MoE above fine-tuning, as many samples | 40,960 | clip_moe_symbols_baselines | all_weights
+CLIP-MoE above fine-tuning, zero-shot | 40,960 | clip_moe_symbols | direct_4x
+CLIP-MoE above fine-tuning, zero-shot | 10,240 | clip_moe_symbols | sparse_upcycling
+CLIP-FMoE above fine-tuning, as many samples | 9,600 | clip_fmoe_symbols | direct
+CLIP-FMoE above fine-tuning, as many samples | 19,200 | clip_fmoe_symbols | direct_2x
+MoDE-4 above one model, names by country | 4.1 M | mode_names | expert_1 expert_2 expert_3 expert_4
+MoDE-4 above one model, names by country | 4.1 M | mode_names | dense_same_multiply_adds
+MoDE-4 above one model, samples of all experts | 102,400 | mode_symbols | expert_1 expert_2 expert_3 expert_4
+MoDE-4 above one model, samples of all experts | 102,400 | mode_symbols | dense_4x
+"""
+
+
+def read_recipe(recipe):
+    return yaml.safe_load((RECIPES / f"{recipe}.yaml").read_text(encoding="utf-8"))
+
+
+def test_budgets_are_those_of_the_recipes():
+    """The samples that the stages train on together; a pass is through the 9,600 pairs of clip_fmoe_symbols."""
+    headlines = {one.headline.short: one.headline for paper in PAPERS.values() for one in paper.claims if one.headline}
+    for line in BUDGETS.strip().splitlines():
+        short, number, recipe, names = line.split(" | ")
+        content, samples = read_recipe(recipe), 0
+        for stage in (stage for stage in content["stages"] if stage["name"] in names.split()):
+            stage = {**content.get("defaults", {}).get("train", {}), **stage}
+            steps = stage["max_steps"] * stage["global_batch_size"] if "max_steps" in stage else None
+            samples += steps or 9600 * stage["num_epochs"]
+        assert number in headlines[short].budget and number in (f"{samples:,}", f"{samples / 1e6:.1f} M"), line
+
+
+def metrics_of(task):
+    two = np.stack([np.eye(2)] * len(symbols.DIFFERENCES))
+    names = {
+        "retrieval": [*retrieval_metrics(np.eye(10), np.eye(10), np.arange(10)), *INFORMATION],
+        "pairs": pair_metrics(two, two, symbols.DIFFERENCES),
+        "zero_shot": ["accuracy", "accuracy_top5", "mean_per_class_recall"],
+        "zero_shot_groups": ["accuracy", *(f"accuracy/{topic}" for topic in symbols.TOPICS)],
+        "linear_probe": ["accuracy"],
+    }[TASKS[task].kind]
+    return [dict.fromkeys(names, 0.5)] * 3
+
+
+@pytest.mark.parametrize(("title", "paper"), PAPERS.items(), ids=lambda value: str(value)[:9])
+def test_recipes_have_what_the_claims_name(title, paper):
+    """Rows, tasks and metrics, also before there are results; and the command makes these results of that recipe."""
+    assert re.findall(r"training/recipes/(\w+)\.yaml", paper.command) == paper.results
+    assert re.findall(r"--output-dir model_cards/(\w+)", paper.command) == paper.results
+    subprocess.run(["bash", "-n"], input=paper.command, text=True, check=True)
+    scores = {row: {task: metrics_of(task) for task in tasks} for row, tasks in rows_of(paper.results).items()}
+    compared = [one for one in paper.claims if one.better]
+    assert len(compared) >= 5
+    for one in compared:
+        assert measure_claim(one, scores, title)
+
+
+def rows_of(recipes):
+    """Row -> the tasks that some recipe measures it on."""
+    tasks = defaultdict(list)
+    for stage in (stage for recipe in recipes for stage in read_recipe(recipe)["stages"]):
+        if stage["stage"] == "evaluate":
+            rows = [*stage["models"], *stage.get("oracles", {})]
+        elif stage["stage"] == "analyze":
+            numbers = [f"K = {number}" for number in stage.get("num_experts_per_tok", [])]
+            rows = ["routed", *(f"expert {number}" for number in range(4)), *numbers]
+        else:
+            continue
+        for row in rows:
+            tasks[row] += stage["tasks"]
+    return tasks
 
 
 def test_scores_that_do_not_go_together_are_refused(tmp_path):

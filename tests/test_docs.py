@@ -25,17 +25,10 @@ COLUMNS = {
     "8 countries": "names, each country: mean accuracy",
     "attribute pairs": "attribute pairs: group score",
     "linear probe": "linear probe: accuracy",
-    **{
-        f"{names} names: R@1 {way}": f"{names} names: R@1 {way}"
-        for names in ("2,048", "4,096")
-        for way in ("image→text", "text→image")
-    },
-    **{
-        f"logos: {k} {way}": f"logos of brands: {k} {way}"
-        for k in ("R@1", "R@5")
-        for way in ("image→text", "text→image")
-    },
 }
+WAYS = ("image→text", "text→image")
+COLUMNS |= {f"{names} names: R@1 {way}": f"{names} names: R@1 {way}" for names in ("2,048", "4,096") for way in WAYS}
+COLUMNS |= {f"logos: {k} {way}": f"logos of brands: {k} {way}" for k in ("R@1", "R@5") for way in WAYS}
 LARGEST_TEST = 24  # pictures that a benchmark has here
 
 
@@ -43,31 +36,28 @@ def name_of(page):
     return page.name
 
 
-@pytest.fixture(scope="module")
-def small_tests():
-    """The benchmarks of the built-in worlds, smaller."""
-    with pytest.MonkeyPatch.context() as patch:
-        for function in ("load", "load_minimal_pairs"):
-            patch.setattr(symbols, function, smaller(getattr(symbols, function)))
-        yield
-
-
 def smaller(load):
-    def loaded(split, *arguments, **options):
-        return load(split, *(min(a, LARGEST_TEST) if type(a) is int else a for a in arguments), **options)
+    """The pictures of a benchmark of the built-in worlds, fewer."""
 
-    return lambda split, *rest, **options: (loaded if split == "test" else load)(split, *rest, **options)
+    def loaded(split, *arguments, **options):
+        arguments = [min(a, LARGEST_TEST) if type(a) is int and split == "test" else a for a in arguments]
+        return load(split, *arguments, **options)
+
+    return loaded
 
 
 @pytest.fixture(scope="module")
-def checkout(tmp_path_factory, small_tests):
+def checkout(tmp_path_factory):
     """A folder in which everything lies that the pages name, and the CLIP-MoE of the symbols is made."""
     folder = tmp_path_factory.mktemp("docs") / "checkout"
     stand_ins.make_folder(folder)
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        train.main(CLIP_MOE_DEMO.split())
-    return folder
+        for function in ("load", "load_minimal_pairs"):
+            patch.setattr(symbols, function, smaller(getattr(symbols, function)))
+        with pytest.MonkeyPatch.context() as inside:
+            inside.chdir(folder)
+            train.main(CLIP_MOE_DEMO.split())
+        yield folder
 
 
 @pytest.mark.slow
@@ -133,12 +123,9 @@ def test_the_index_of_papers_names_what_is_there():
 
 
 def test_settings_are_those_of_the_code():
-    """Written anew by `python -m training.settings_page`."""
+    """Written anew by `python -m training.settings_page`; each has a meaning."""
     assert settings_page.settings_page() == TEXT[settings_page.PAGE]
     assert settings_page.outlines() == settings_page.OUTLINES.read_text(encoding="utf-8")
-
-
-def test_every_setting_has_a_meaning():
     rows = re.findall(r"^\| `(\w+)` \|.*\| (.*) \|$", TEXT[settings_page.PAGE], re.MULTILINE)
     assert len(rows) > 100 and [name for name, meaning in rows if not meaning] == []
 
@@ -180,21 +167,17 @@ def without_difference(cell):
     return re.sub(r" ± 0\.0$", "", cell.split(" (")[0])
 
 
-@pytest.mark.parametrize(
-    ("page", "cards"),
-    [
-        (ROOT / "README.md", {"clip_up_names_long"}),
-        (
-            ROOT / "docs" / "results.md",
-            {*"siglip_names clip_up_tables_names clip_up_icons".split()}
-            | {*"clip_moe_symbols clip_fmoe_symbols mode_symbols mode_names".split()},
-        ),
-    ],
-    ids=["README.md", "results.md"],
-)
-def test_scores_are_those_of_the_cards(page, cards):
-    found = list(tables(TEXT[page]))
-    assert {card for _, _, card in found} == cards
+CARDS_OF = {
+    "README.md": "clip_up_names_long",
+    "docs/results.md": "siglip_names clip_up_tables_names clip_up_icons "
+    "clip_moe_symbols clip_fmoe_symbols mode_symbols mode_names",
+}
+
+
+@pytest.mark.parametrize(("name", "cards"), CARDS_OF.items(), ids=CARDS_OF)
+def test_scores_are_those_of_the_cards(name, cards):
+    found = list(tables(TEXT[ROOT / name]))
+    assert {card for _, _, card in found} == {*cards.split()}
     for header, row, card in found:
         expected = card_scores(card)[row["model"]]
         for column in header:

@@ -7,7 +7,6 @@ import json
 import re
 import shutil
 import subprocess
-from collections import Counter
 from xml.etree import ElementTree
 
 import numpy as np
@@ -92,35 +91,28 @@ def test_many_tasks_have_a_line_each_and_the_means_of_papers(tmp_path, figures):
         for model, share in (("dense", 0.25), ("sparse", 0.5))
         for number, task in enumerate(GROUPS["mode_26"])
     ]
-    for of_pets in (of_pets for of_pets in results if of_pets["task"] == "pets"):
-        of_pets["metrics"] = of_pets["primary"] = {"recall": 0.1, "mean_per_class_recall": 0.125}
+    pets = GROUPS["mode_26"].index("pets")
+    for of_pets in (results[pets], results[pets + 26]):
+        of_pets["metrics"] = {"recall": 0.1, "mean_per_class_recall": 0.125}
         of_pets["primary"] = {"recall": "accuracy", "mean_per_class_recall": "mean per class"}
     header, _, *lines = lines_of(write_report(results, tmp_path, baseline="dense"))
     assert header == ["task", "dense", "sparse"] and len(lines) == 28
     assert lines[0] == ["imagenet1k: accuracy", "25.0%", "50.0% (+25.0 ± 4.2)"]
-    pets = GROUPS["mode_26"].index("pets")
     mean = sum(0.125 if number == pets else 0.25 + number / 1000 for number in range(26)) / 26
-    difference = 0.25 * 25 / 26
-    assert lines[-1] == [
-        "mean of 26 benchmarks (mode_26)",
-        f"{mean:.1%}",
-        f"{mean + difference:.1%} (+{100 * difference:.1f})",
-    ]
+    sparse = f"{mean + 0.25 * 25 / 26:.1%} (+{25 * 25 / 26:.1f})"
+    assert lines[-1] == ["mean of 26 benchmarks (mode_26)", f"{mean:.1%}", sparse]
     assert len(figures[0].axes[0].get_yticks()) == 28
 
 
-def test_a_difference_within_its_interval_is_not_colored(tmp_path):
+def test_one_picture_shows_no_difference(tmp_path, figures):
+    """Neither does one that all models miss; bars reach to what is possible. Within its interval none is colored."""
     write_report([result("a"), result("b", value=0.52)], tmp_path, baseline="a")
     assert ("52.0% (+2.0 ± 4.4)", "") in cells((tmp_path / "report.html").read_text())
-
-
-def test_one_picture_shows_no_difference(tmp_path, figures):
-    """Neither does one that all models miss; bars reach to what is possible."""
     results = [result(model, value=value, num_samples=1) for model, value in (("a", 0), ("b", 1), ("c", 0))]
     write_report(results, tmp_path, baseline="a")
     shown = [cell for cell in cells((tmp_path / "report.html").read_text()) if "(" in cell[0]]
     assert shown == [("100.0% (+100.0 ± 112.2)", ""), ("0.0% (+0.0 ± 79.3)", "")]
-    bars = [bar for container in figures[0].axes[0].containers for bar in container.lines[2][0].get_segments()]
+    bars = [bar for container in figures[-1].axes[0].containers for bar in container.lines[2][0].get_segments()]
     np.testing.assert_allclose([bar[:, 0] for bar in bars], [[0, 79.35], [20.65, 100], [0, 79.35]], atol=0.01)
 
 
@@ -137,27 +129,16 @@ def test_a_score_of_pairs_has_an_interval_and_a_mean_of_groups_that_of_their_own
     assert 100 * (parts[0] ** 2 + parts[1] ** 2) ** 0.5 / 2 == pytest.approx(16.6, abs=0.05)
 
 
-@pytest.mark.parametrize("shares", [(0.02, 0.5, 0.9), (1.0, 1.0, 0.7), (0.3, 0.3, 0.3)])
-def test_an_interval_of_a_mean_holds_what_it_says(shares):
-    """Of tests drawn at random, of few and of many samples; of one that all scores share, too, where it is wider."""
-    rng, sizes = np.random.default_rng(0), (12, 40, 150)
-    drawn = np.stack([rng.binomial(size, share, 2000) / size for share, size in zip(shares, sizes, strict=True)], 1)
-    within = []
-    for of_test in drawn:
-        reaches = [share_reach(*part) for part in zip(of_test, sizes, strict=True)]
-        (below, above), off = mean_reach(reaches), np.mean(shares) - of_test.mean()
-        within.append(-below <= off <= above)
-        assert mean_reach(reaches, independent=False) >= (below, above)
-    assert 0.93 < np.mean(within) < 0.995
-
-
 def test_languages_share_their_images():
-    """Scores of Babel-ImageNet rise and fall together: their mean is as unsure as each of them."""
+    """Scores of Babel-ImageNet rise and fall together: their mean is as unsure as each of them. Others do not."""
     tasks = GROUPS["babel_imagenet"]
     results = [result("a", task, title=task, primary={"recall": "accuracy"}) for task in tasks]
     scores = _scores(arrange(results), None)
     reach = share_reach(0.5, 1000)
     assert scores["mean of 93 benchmarks (babel_imagenet)"]["a"].reach == pytest.approx(reach)
+    reaches = [(0.3, 0.1), (0.4, 0.2)]
+    assert mean_reach(reaches) == pytest.approx((0.25, 0.05**0.5 / 2))
+    assert mean_reach(reaches, independent=False) == pytest.approx((0.35, 0.15))
 
 
 def test_intervals_are_the_published_ones():
@@ -168,28 +149,6 @@ def test_intervals_are_the_published_ones():
     ):
         below, above = difference_reach(share, other, number)
         assert (share - other - below, share - other + above) == pytest.approx((low, high), abs=1e-4)
-
-
-@pytest.mark.parametrize("number", [5, 50])
-@pytest.mark.parametrize(("share", "other"), [(0.02, 0.02), (0.1, 0.3), (0.5, 0.5), (0.95, 0.99)])
-def test_intervals_hold_what_they_say(number, share, other):
-    """Of tests drawn at random, at least 95 % have the true difference within the interval, also where the models fail
-    at the same samples; and of one share about as many the true share."""
-    rng, tests = np.random.default_rng(0), 2000
-    for alike in (0.0, 0.8):  # the share of samples that are as hard for both
-        hard = rng.random((2, tests, number))
-        hard[1] = np.where(rng.random((tests, number)) < alike, hard[0], hard[1])
-        first, second = (hard[0] < share).mean(axis=1), (hard[1] < other).mean(axis=1)
-        drawn = Counter(zip(first, second, strict=True))
-        reaches = {shares: difference_reach(*shares, number) for shares in drawn}
-        within = sum(
-            times
-            for (one, two), times in drawn.items()
-            if -reaches[one, two][0] <= share - other - (one - two) <= reaches[one, two][1]
-        )
-        assert within / tests > 0.94
-    reaches = {one: share_reach(one, number) for one in set(first)}
-    assert np.mean([-reaches[one][0] <= share - one <= reaches[one][1] for one in first]) > 0.9
 
 
 @pytest.mark.parametrize(
@@ -261,15 +220,13 @@ def test_a_page_loads_nothing_and_runs_its_own_script_alone():
 
 
 def test_columns_of_one_title_are_told_apart(tmp_path):
+    """And long names that differ at their ends, in pictures."""
     assert escape("CLIP-MoE_4, k=2 (a_b)") == "CLIP-MoE_4, k=2 (a_b)"  # what needs no escape has none
-    results = [result("a", "retrieval-x", title="retrieval"), result("a", "retrieval-y", title="retrieval")]
+    results = [result("a", f"retrieval-{task}", title="retrieval") for task in "xy"]
     header = write_report(results, tmp_path).splitlines()[0]
     assert "retrieval (retrieval-x): R@1" in header and "retrieval (retrieval-y): R@1" in header
     results[1]["title"] = "retrieval "  # which a table shows alike
     assert header == write_report(results, tmp_path).splitlines()[0]
-
-
-def test_long_names_that_differ_at_their_ends_differ_in_pictures():
     short = {plot_text(f"{'a long title ' * 6}, {part}", 60) for part in range(3)}
     assert len(short) == 3 and set(map(len, short)) == {60}
 

@@ -49,8 +49,7 @@ def opened(folder):
 def test_map_of_patches(dense, sparse, images):
     model, image = opened(sparse), images / "a.png"
     assert sparse_layers(model) == [1] and sparse_layers(opened(dense)) == []
-    drawn = patch_map(model, image, 1)
-    routed = route_images(model, [PIL.Image.open(image)], 1)
+    drawn, routed = patch_map(model, image, 1), route_images(model, [PIL.Image.open(image)], 1)
     assert routed.grid == (2, 2) and drawn.width > 300 and len(drawn.getcolors(10**6)) > 100
 
 
@@ -70,20 +69,13 @@ def test_search(dense, sparse, images, caplog, tmp_path):
             ImageSearch({"dense": opened(dense)}, folder)
 
 
-@pytest.fixture
-def gradio(monkeypatch):
-    """Which is not installed here."""
-    monkeypatch.setattr(app, "import_gradio", lambda: type("gradio", (), {"__version__": "6.31.0"}))
-
-
-def test_space(dense, sparse, images, tmp_path, gradio, monkeypatch):
+def test_space(sparse, images, tmp_path, monkeypatch):
     """It has the models and images, under their names, and nothing else of their folders."""
-    model = shutil.copytree(sparse, tmp_path / "clip_moe")
-    beside = {"manifest.json", "log.jsonl", "notes.py"}
+    model, beside = shutil.copytree(sparse, tmp_path / "clip_moe"), {"manifest.json", "log.jsonl", "notes.py"}
     for name in beside:
         (model / name).write_text("{}")
-    versions = {"torch": "2.13.0+cpu"}
-    monkeypatch.setattr(app.metadata, "version", lambda name: versions.get(name, "1.2.3"))
+    monkeypatch.setattr(app, "import_gradio", lambda: type("gradio", (), {"__version__": "6.31.0"}))
+    monkeypatch.setattr(app.metadata, "version", lambda name: "2.13.0+cpu" if name == "torch" else "1.2.3")
     arguments = [str(model), "--baseline", "user/dense", "--images", str(images)]
     arguments += ["--examples", "examples/pictures", "--space", str(tmp_path / "space")]
     app.app.main(arguments)
@@ -113,8 +105,8 @@ def test_space(dense, sparse, images, tmp_path, gradio, monkeypatch):
 def test_a_space_gets_pixels_alone(tmp_path, caplog):
     """No file that Pillow only writes, nothing behind a link, and nothing that a camera says of a picture."""
     elsewhere, images = tmp_path / "elsewhere", tmp_path / "images"
-    for folder in (elsewhere, images):
-        folder.mkdir()
+    (elsewhere / "below").mkdir(parents=True)
+    images.mkdir()
     picture = PIL.Image.effect_noise((40, 30), 90).convert("RGB")
     picture.save(elsewhere / "private.png")
     for link, target in (("photo.png", "private.png"), ("below", ".")):
@@ -140,7 +132,6 @@ def test_a_space_gets_pixels_alone(tmp_path, caplog):
             assert not image.getexif() and not {"comment", "Comment", "icc_profile", "exif", "dpi"} & set(image.info)
             assert np.array_equal(image, decode_image(str(images / name.removesuffix(".png"))))
         assert b"secret" not in path.read_bytes()
-    (elsewhere / "below").mkdir()
     with pytest.raises(ValueError, match="elsewhere/below has no image that can be read, links not counted"):
         app._copy_images(elsewhere / "below", tmp_path / "nothing")
 
