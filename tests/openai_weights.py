@@ -32,11 +32,8 @@ def openai_state_dict(widths, depths, patch, image, embedding, settings=True, le
             block = f"{prefix}transformer.resblocks.{index}"
             state[f"{block}.attn.in_proj_weight"] = random(3 * width, width)
             state[f"{block}.attn.in_proj_bias"] = random(3 * width)
-            for name, shape in (
-                ("attn.out_proj", (width, width)),
-                ("mlp.c_fc", (4 * width, width)),
-                ("mlp.c_proj", (width, 4 * width)),
-            ):
+            shapes = {"attn.out_proj": (width, width), "mlp.c_fc": (4 * width, width), "mlp.c_proj": (width, 4 * width)}
+            for name, shape in shapes.items():
                 state[f"{block}.{name}.weight"], state[f"{block}.{name}.bias"] = random(*shape), random(shape[0])
             norm(f"{block}.ln_1", width)
             norm(f"{block}.ln_2", width)
@@ -56,9 +53,8 @@ def openai_state_dict(widths, depths, patch, image, embedding, settings=True, le
     state["token_embedding.weight"] = random(VOCABULARY, text)
     norm("ln_final", text)
     if settings:
-        state["input_resolution"] = torch.tensor(image)
-        state["context_length"] = torch.tensor(length)
-        state["vocab_size"] = torch.tensor(VOCABULARY)
+        numbers = {"input_resolution": image, "context_length": length, "vocab_size": VOCABULARY}
+        state |= {name: torch.tensor(number) for name, number in numbers.items()}
     return state
 
 
@@ -70,13 +66,12 @@ def released_state_dict(text_sparse=(0, 1), vision_sparse=(1, 2), inside=""):
     for key in list(state):
         match = re.fullmatch(r"((visual\.)?transformer\.resblocks\.(\d+)\.)mlp\.(.*)", key)
         if match and int(match[3]) in (vision_sparse if match[2] else text_sparse):
-            dense = state.pop(key)
+            dense, block = state.pop(key), f"{match[1]}{inside}"
             for number in range(3):
-                state[f"{match[1]}{inside}experts.{number}.{match[4]}"] = (
-                    dense + torch.randn(dense.shape, generator=generator) / 10
-                )
+                noise = torch.randn(dense.shape, generator=generator) / 10
+                state[f"{block}experts.{number}.{match[4]}"] = dense + noise
             if match[4] == "c_fc.weight":
-                state[f"{match[1]}{inside}gate.weight"] = torch.randn(3, dense.shape[1], generator=generator)
+                state[f"{block}gate.weight"] = torch.randn(3, dense.shape[1], generator=generator)
     return state
 
 
@@ -100,8 +95,8 @@ def torchscript(state, path):
         *parents, leaf = key.split(".")
         module = root
         for name in parents:
-            if name not in module._modules:
+            if not hasattr(module, name):
                 module.add_module(name, nn.Module())
-            module = module._modules[name]
+            module = getattr(module, name)
         module.register_buffer(leaf, tensor)
     torch.jit.save(torch.jit.script(root), path)

@@ -89,12 +89,6 @@ def test_command_verifies_against_the_forced_expert(sparse, folder, expert, tmp_
             verify(folder, tmp_path / "out", other)
 
 
-def test_verification_does_without_capacity(tmp_path):
-    sparse = upcycle(tiny_clip(), PRESETS["clip_up"])
-    sparse.config.text_config.eval_capacity_factor = sparse.config.vision_config.eval_capacity_factor = 0.5
-    command(saved(tmp_path / "sparse", sparse), tmp_path / "out", "--expert", 5, "--scale", 1)
-
-
 def test_folds_the_scale_of_each_layer_into_the_last_one(unnormalized, tmp_path):
     folder, scales = unnormalized
     dense = command(folder, tmp_path / "out", "--expert", 5, "--scale", scales)  # and verifies
@@ -104,9 +98,12 @@ def test_folds_the_scale_of_each_layer_into_the_last_one(unnormalized, tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_scales_in_half_precision(dtype, tmp_path):
-    half = saved(tmp_path / "half", unnormalized_model().to(dtype))
-    assert command(half, tmp_path / "out", "--expert", 2, "--scale", 0.31).dtype == dtype
+def test_scales_in_half_precision_and_without_capacity(dtype, tmp_path):
+    """Which would drop half of the tokens when the two are compared."""
+    half = unnormalized_model().to(dtype)
+    half.config.text_config.eval_capacity_factor = half.config.vision_config.eval_capacity_factor = 0.5
+    dense = command(saved(tmp_path / "half", half), tmp_path / "out", "--expert", 2, "--scale", 0.31)
+    assert dense.dtype == dtype
 
 
 def test_one_tower_may_need_a_scale():

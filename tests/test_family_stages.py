@@ -22,8 +22,7 @@ def test_hidden_states_of_a_siglip_are_refused_before_anything_runs(tmp_path):
 
 @pytest.mark.parametrize("model_type", ["siglip", "altclip", "siglip2"])
 def test_a_clip_moe_of_a_folder_has_experts_in_its_sparse_towers(model_type, tmp_path):
-    """CLIP-MoE's recipe, in parts of batches, with the dropout of AltCLIP's released text towers; of NaFlex, images
-    have padding."""
+    """CLIP-MoE's recipe, in parts of batches, with the dropout of AltCLIP's released text towers."""
     family = FAMILY_OF_TYPE[model_type]
     dense, stages = saved(family, tiny_dense(family, 20), tmp_path / "dense", 20), "tests/recipes/clip_moe.yaml"
     recipe = yaml.safe_load(Path(stages).read_text().replace("model: dense", f"model: {dense}"))

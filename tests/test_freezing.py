@@ -20,10 +20,10 @@ def test_routers_only(model):
     assert {name for name, p in model.named_parameters() if p.requires_grad} == set(trainable)
 
 
-@pytest.mark.parametrize(("pattern", "message"), [("rooter", "'rooter' is found in no"), ("(", "not a regular")])
-def test_bad_patterns(model, pattern, message):
-    with pytest.raises(ValueError, match=message):
-        set_trainable(model, pattern)
+def test_bad_patterns(model):
+    for pattern, message in (("rooter", "'rooter' is found in no"), ("(", "not a regular")):
+        with pytest.raises(ValueError, match=message):
+            set_trainable(model, pattern)
 
 
 def test_decay_is_for_matrices(model):

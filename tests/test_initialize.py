@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny_runs import DENSE, HARBOR_CAPTIONS, losses, same_weights, weights
 from tokenizers import Tokenizer, models
-from transformers import AutoModel, AutoProcessor, CLIPModel, PreTrainedTokenizerFast
+from transformers import AutoModel, AutoProcessor, CLIPModel, PreTrainedTokenizerFast, SiglipModel
 
 from conversion.publishing.lineage import Lineage
 from data.tokenizer import learn_tokenizer
@@ -32,31 +32,30 @@ def test_weights_are_those_of_the_seed_or_as_large_as_openai_draws_them(run):
     torch.manual_seed(0)  # checks before a model is saved draw no random numbers
     expected = CLIPModel(before.config).state_dict()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in before.state_dict().items())
-    text, vision = model.text_model, model.vision_model
-
-    def deviation(weight, expected):
-        assert weight.std().item() == pytest.approx(expected, rel=0.2)
-
-    width, layers = text.config.hidden_size, len(text.encoder.layers)
-    deviation(text.embeddings.token_embedding.weight, 0.02)
-    deviation(text.embeddings.position_embedding.weight, 0.01)
-    deviation(text.encoder.layers[0].self_attn.q_proj.weight, width**-0.5)
-    deviation(text.encoder.layers[0].self_attn.out_proj.weight, width**-0.5 * (2 * layers) ** -0.5)
-    deviation(text.encoder.layers[0].mlp.fc1.weight, (2 * width) ** -0.5)
-    deviation(text.encoder.layers[0].mlp.fc2.weight, width**-0.5 * (2 * layers) ** -0.5)
-    width = vision.config.hidden_size
-    inputs = vision.embeddings.patch_embedding.weight[0].numel()
-    deviation(vision.embeddings.patch_embedding.weight, (3 * inputs) ** -0.5)
-    deviation(vision.embeddings.position_embedding.weight, width**-0.5)
-    deviation(vision.encoder.layers[0].self_attn.v_proj.weight, (2 * width) ** -0.5)
-    deviation(vision.encoder.layers[0].mlp.fc1.weight, (3 * width) ** -0.5)
-    deviation(before.vision_model.embeddings.position_embedding.weight, 0.02)
+    width, layers = model.config.text_config.hidden_size, model.config.text_config.num_hidden_layers
+    wide, pixels = model.config.vision_config.hidden_size, 3 * model.config.vision_config.patch_size**2
+    deviations = {
+        "text_model.embeddings.token_embedding": 0.02,
+        "text_model.embeddings.position_embedding": 0.01,
+        "text_model.encoder.layers.0.self_attn.q_proj": width**-0.5,
+        "text_model.encoder.layers.0.self_attn.out_proj": width**-0.5 * (2 * layers) ** -0.5,
+        "text_model.encoder.layers.0.mlp.fc1": (2 * width) ** -0.5,
+        "text_model.encoder.layers.0.mlp.fc2": width**-0.5 * (2 * layers) ** -0.5,
+        "vision_model.embeddings.patch_embedding": (3 * pixels) ** -0.5,
+        "vision_model.embeddings.position_embedding": wide**-0.5,
+        "vision_model.encoder.layers.0.self_attn.v_proj": (2 * wide) ** -0.5,
+        "vision_model.encoder.layers.0.mlp.fc1": (3 * wide) ** -0.5,
+    }
+    found = {name: model.get_parameter(f"{name}.weight").std().item() for name in deviations}
+    assert found == pytest.approx(deviations, rel=0.2)
+    assert before.vision_model.embeddings.position_embedding.weight.std().item() == pytest.approx(0.02, rel=0.2)
 
 
-@pytest.mark.parametrize("missing", ["tokenizer.json", "processor_config.json"])
-def test_a_folder_with_half_a_processor_is_refused(run, processor_folder, tmp_path, missing):
+@pytest.mark.parametrize(
+    ("missing", "name"), [("tokenizer.json", "tokenizer"), ("processor_config.json", "image processor")]
+)
+def test_a_folder_with_half_a_processor_is_refused(run, processor_folder, tmp_path, missing, name):
     shutil.copytree(processor_folder, tmp_path / "half", ignore=shutil.ignore_patterns(missing))
-    name = "tokenizer" if missing == "tokenizer.json" else "image processor"
     with pytest.raises(ValueError, match=f"half has no {name}.*{missing}"):
         run([{**DENSE, "processor": str(tmp_path / "half")}])
 
@@ -110,19 +109,10 @@ SCRATCH = {
     **{**DENSE, "name": "scratch", "openai_weights": True, **FOUR},
     **{tower: DENSE[tower] | GROUPS for tower in ("text_config", "vision_config")},
 }
-TRAIN = {
-    "stage": "train",
-    "data": {"source": "symbols", "num_samples": 40, "in_memory": True},
-    "global_batch_size": 8,
-    "max_steps": 4,
-    "learning_rate": 1e-2,
-    "logging_steps": 1,
-}
-ENTROPY = {
-    "local_entropy_coef": {"text": 0.1},
-    "global_entropy_coef": {"text": 0.1, "vision": 0.1},
-    "global_entropy_min_experts": {"text": 2, "vision": 4},
-}
+TRAIN = {"stage": "train", "data": {"source": "symbols", "num_samples": 40, "in_memory": True}}
+TRAIN |= {"global_batch_size": 8, "max_steps": 4, "learning_rate": 1e-2, "logging_steps": 1}
+ENTROPY = {"local_entropy_coef": {"text": 0.1}, "global_entropy_coef": {"text": 0.1, "vision": 0.1}}
+ENTROPY["global_entropy_min_experts"] = {"text": 2, "vision": 4}
 
 
 def test_experts_from_scratch_differ_and_have_the_size_of_an_ffn(run):
@@ -137,15 +127,12 @@ def test_experts_from_scratch_differ_and_have_the_size_of_an_ffn(run):
                 distances = torch.cdist(stacked.flatten(1), stacked.flatten(1))
                 assert (distances[~torch.eye(4, dtype=torch.bool)] > 0.5 * stacked[0].norm()).all()
     scratch = AutoModel.from_pretrained(output / "scratch")
+    pairs = {"up_proj": "fc1.weight", "down_proj": "fc2.weight", "up_proj_bias": "fc1.bias"}
     for tower in ("text_model", "vision_model"):
-        experts, ffn = (getattr(model, tower).encoder.layers[1].mlp for model in (scratch, dense))
-        experts = experts.experts
-        for of_experts, of_ffn in (
-            (experts.up_proj, ffn.fc1.weight),
-            (experts.down_proj, ffn.fc2.weight),
-            (experts.up_proj_bias, ffn.fc1.bias),
-        ):
-            assert of_experts.std().item() == pytest.approx(of_ffn.std().item(), rel=0.25)
+        name = f"{tower}.encoder.layers.1.mlp"
+        for of_experts, of_ffn in pairs.items():
+            found = scratch.get_parameter(f"{name}.experts.{of_experts}").std().item()
+            assert found == pytest.approx(dense.get_parameter(f"{name}.{of_ffn}").std().item(), rel=0.25)
     assert scratch.config.router_z_loss_coef == 0.001  # of the preset
     assert scratch.config.text_config.eval_capacity_factor == 2.0
 
@@ -174,14 +161,9 @@ SIGLIP["changes"] = {"num_experts": 4, "capacity_factor": None}
 def test_a_siglip_from_scratch_trains_by_its_sigmoid_loss_or_by_softmax(run):
     """Whole batches, and parts of them (gradient caching), make the same of it."""
     tuned = {**TRAIN, "model": "siglip"}
-    output = run(
-        [
-            SIGLIP,
-            {**tuned, "name": "whole"},
-            {**tuned, "name": "parts", "mini_batch_size": 4, "loss_chunk_size": 3},
-            {**tuned, "name": "softmax", "loss": "softmax"},
-        ]
-    )
+    changes = {"whole": {}, "parts": {"mini_batch_size": 4, "loss_chunk_size": 3}, "softmax": {"loss": "softmax"}}
+    output = run([SIGLIP, DENSE | {"family": "siglip"}, *(tuned | {"name": name} | changes[name] for name in changes)])
+    assert type(AutoModel.from_pretrained(output / "dense")) is SiglipModel
     assert losses(output / "parts") == pytest.approx(losses(output / "whole"), rel=1e-4)
     weights_of = {name: weights(output / name) for name in ("siglip", "whole", "parts", "softmax")}
     start = weights_of["siglip"]

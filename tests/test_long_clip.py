@@ -1,7 +1,5 @@
 """Long-CLIP's loss against PCA and numbers by hand, value and gradient; and its stage."""
 
-import copy
-
 import pytest
 import torch
 from sklearn.decomposition import PCA
@@ -16,21 +14,10 @@ STAGE = TrainLongCLIPStage(
     **SETTINGS, global_batch_size=PAIRS, num_components=COMPONENTS, caption_weights=[0.3, 0.7], label_smoothing=0.1
 )
 SYMBOLS = {"source": "symbols", "num_samples": 24, "captions": "detailed"}
-CAPTIONS = {
-    "name": "captions",
-    "stage": "captions",
-    "model": "dense",
-    "data": SYMBOLS,
-    "captions": [{"policy": "full", "column": "caption"}, {"policy": "first_sentence", "column": "caption"}],
-}
-LONG = TUNED | {
-    "stage": "train_long_clip",
-    "data": {"source": "captions", "in_memory": True},
-    "global_batch_size": 8,
-    "max_steps": 4,
-    "num_components": 3,
-    "logging_steps": 1,
-}
+POLICIES = [{"policy": policy, "column": "caption"} for policy in ("full", "first_sentence")]
+CAPTIONS = {"name": "captions", "stage": "captions", "model": "dense", "data": SYMBOLS, "captions": POLICIES}
+LONG = TUNED | {"stage": "train_long_clip", "data": {"source": "captions", "in_memory": True}, "num_components": 3}
+LONG |= {"global_batch_size": 8, "max_steps": 4, "logging_steps": 1}
 
 
 def loss_of(towers, images, long, short):
@@ -87,13 +74,10 @@ def test_the_stage(tmp_path):
     assert of_steps[-1] < 0.9 * of_steps[0]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_mistakes(tmp_path):
+    for changes, message in (
         ({"data": SYMBOLS}, "tuned: image 0 of symbols has no long and short caption"),
         ({"num_components": 7}, "num_components 7 leave nothing out of a batch of 8"),
-    ],
-)
-def test_mistakes(tmp_path, changes, message):
-    with pytest.raises(ValueError, match=message):
-        run_stages(tmp_path, copy.deepcopy([DENSE, CAPTIONS, LONG | changes]))
+    ):
+        with pytest.raises(ValueError, match=message):
+            run_stages(tmp_path, [DENSE, CAPTIONS, LONG | changes])

@@ -23,16 +23,9 @@ def dense_folder(tmp_path_factory):
 
 
 def test_all_of_routing_can_be_set(run):
-    settings = {
-        "attention_dropout": 0.1,
-        "capacity_factor": 3.0,
-        "capacity_group_size": 4,
-        "eval_capacity_factor": 2.0,
-        "norm_before_capacity": True,
-        "norm_topk_prob": True,
-        "num_experts_per_tok": 1,
-        "router_jitter_noise": 0.1,
-    }
+    settings = {"attention_dropout": 0.1, "capacity_factor": 3.0, "capacity_group_size": 4, "num_experts_per_tok": 1}
+    settings |= {"eval_capacity_factor": 2.0, "router_jitter_noise": 0.1}
+    settings |= {"norm_before_capacity": True, "norm_topk_prob": True}
     assert set(settings) == ROUTING_FIELDS
     output = run([DENSE, {**SPARSE, "vision_config": settings}])
     model = AutoModel.from_pretrained(output / "sparse")
@@ -48,29 +41,26 @@ def without_a_tensor(folder):
 
 def test_what_a_stage_wrote_has_to_load(dense_folder, tmp_path):
     require_loadable(dense_folder)
-    folder = tmp_path / "model"
-    shutil.copytree(dense_folder, folder)
+    folder = shutil.copytree(dense_folder, tmp_path / "model")
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match="cannot load .*model"):
         require_loadable(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).unlink()
     require_loadable(folder)  # half a processor is no error: a source without one converts
-    lost = without_a_tensor(folder)
-    with pytest.raises(ValueError, match=f"model does not fit: missing: {lost}"):
+    with pytest.raises(ValueError, match=f"model does not fit: missing: {without_a_tensor(folder)}"):
         require_loadable(folder)
 
 
 def test_all_experts_of_a_mixture_have_to_load(dense_folder, tmp_path):
-    folder = tmp_path / "mixture"
-    assemble.convert([dense_folder] * 3, folder)
-    require_loadable(folder)
-    without_a_tensor(folder / "expert_2")
+    assemble.convert([dense_folder] * 3, tmp_path / "mixture")
+    require_loadable(tmp_path / "mixture")
+    without_a_tensor(tmp_path / "mixture/expert_2")
     with pytest.raises(ValueError, match="expert_2: missing weights"):
-        require_loadable(folder)
-    shutil.rmtree(folder / "expert_2")
+        require_loadable(tmp_path / "mixture")
+    shutil.rmtree(tmp_path / "mixture/expert_2")
     with pytest.raises((OSError, ValueError), match="cannot load .*mixture"):
-        require_loadable(folder)
+        require_loadable(tmp_path / "mixture")
 
 
 @pytest.mark.parametrize("stage, name", [(InitializeStage, "dense"), (UpcycleStage, "sparse")])

@@ -6,11 +6,11 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tiny_clip_moe import inputs, tiny_model, tower_fields
+from tiny_clip_moe import inputs, tiny_model
 from transformers import CLIPConfig, CLIPModel
 
 import modeling_clip_moe
-from modeling_clip_moe import CLIPMoEConfig, CLIPMoEForImageClassification, CLIPMoEModel, CLIPMoEVisionModel
+from modeling_clip_moe import CLIPMoEForImageClassification, CLIPMoEModel, CLIPMoEVisionModel
 
 
 @pytest.fixture(scope="module")
@@ -35,23 +35,16 @@ def test_loads_what_was_saved(saved):
     assert load_file(folder / "model.safetensors")["logit_scale"].shape == ()
     batch = inputs()
     torch.testing.assert_close(loaded(**batch).logits_per_text, model(**batch).logits_per_text, rtol=0, atol=0)
-    for auto_class, model_class in (
-        (transformers.AutoModel, CLIPMoEModel),
-        (transformers.AutoModelForZeroShotImageClassification, CLIPMoEModel),
-        (transformers.AutoModelForImageClassification, CLIPMoEForImageClassification),
-    ):
-        assert type(auto_class.from_pretrained(folder)) is model_class
+    for auto_class in (transformers.AutoModel, transformers.AutoModelForZeroShotImageClassification):
+        assert type(auto_class.from_pretrained(folder)) is CLIPMoEModel
+    classifier = transformers.AutoModelForImageClassification.from_pretrained(folder)
+    assert type(classifier) is CLIPMoEForImageClassification
     assert CLIPMoEModel.from_pretrained(folder, dtype=torch.bfloat16).dtype == torch.bfloat16
 
 
 def test_towers_with_projection_of_a_config_that_contradicts_itself(tmp_path):
     """CLIP's own files may say 512 in the towers and something else above them, which is what counts."""
-    config = CLIPMoEConfig(
-        text_config={**tower_fields(), "vocab_size": 50, "projection_dim": 512},
-        vision_config={**tower_fields(), "image_size": 16, "patch_size": 8},
-        projection_dim=8,
-    )
-    model = CLIPMoEModel(config)
+    model = tiny_model(text={"projection_dim": 512})
     model.save_pretrained(tmp_path)
     text = modeling_clip_moe.CLIPMoETextModelWithProjection.from_pretrained(tmp_path)
     vision = modeling_clip_moe.CLIPMoEVisionModelWithProjection.from_pretrained(tmp_path)
@@ -79,11 +72,8 @@ def test_incomplete_and_foreign_checkpoints_are_refused(saved, tmp_path):
         kept = {name: tensor for name, tensor in weights.items() if name not in without}
         save_file(kept | more, tmp_path / "model.safetensors", metadata={"format": "pt"})
 
-    for name in (
-        "vision_model.encoder.layers.1.mlp.experts.up_proj",
-        "text_model.encoder.layers.2.mlp.router.weight",
-        "logit_scale",
-    ):
+    of_experts = "vision_model.encoder.layers.1.mlp.experts.up_proj", "text_model.encoder.layers.2.mlp.router.weight"
+    for name in (*of_experts, "logit_scale"):
         write([name])
         with pytest.raises(ValueError, match=rf"CLIPMoEModel. Missing: {name}. Left over: none."):
             CLIPMoEModel.from_pretrained(tmp_path)
@@ -157,12 +147,10 @@ def test_the_module_holds_what_diffusers_looks_up():
 def test_names_of_weights_are_a_file_format(saved):
     """Those of CLIP itself, with these in place of the FFN of a sparse layer."""
     _, folder = saved
-    parts = [
-        "router.weight",
-        *(f"experts.{name}" for name in ("up_proj", "up_proj_bias", "down_proj", "down_proj_bias")),
-    ]
+    stacks = ("up_proj", "up_proj_bias", "down_proj", "down_proj_bias")
+    parts = ["router.weight", "fusion_gate.proj.weight", *(f"experts.{name}" for name in stacks)]
     parts += [f"base.fc{number}.{kind}" for number in (1, 2) for kind in ("weight", "bias")]
-    parts += ["fusion_gate.proj.weight", "fc1.weight"]  # the last one is empty: CLIP's own classes refuse it
+    parts.append("fc1.weight")  # which is empty: CLIP's own classes refuse it
     fields = {"num_hidden_layers": 3}
     dense = {name for name, _ in CLIPModel(CLIPConfig(text_config=fields, vision_config=fields)).named_parameters()}
     layers = [f"{tower}_model.encoder.layers.{layer}.mlp." for tower in ("text", "vision") for layer in (1, 2)]

@@ -8,10 +8,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForZeroShotImageClassif
 
 from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel
 
-
-@pytest.fixture
-def inputs():
-    return texts_and_images()
+INPUTS = texts_and_images()
 
 
 def contents(folder):
@@ -19,7 +16,7 @@ def contents(folder):
 
 
 @pytest.mark.parametrize("make", [dense, sparse])
-def test_saved_and_loaded(make, inputs, tmp_path):
+def test_saved_and_loaded(make, tmp_path):
     """Experts that are CLIPMoEModels make a mixture of two levels."""
     model = mixture(3, make)
     weights = model.set_task(unit(40, 6, seed=3))
@@ -27,12 +24,12 @@ def test_saved_and_loaded(make, inputs, tmp_path):
     config = AutoConfig.from_pretrained(tmp_path)
     assert isinstance(config, CLIPMoDEConfig) and config.experts == ["expert_0", "expert_1", "expert_2"]
     assert (config.metadata_encoder, config.metadata_dim, config.num_centers) == ("tfidf", 6, 12)
-    expected = model(**inputs).logits_per_image
+    expected = model(**INPUTS).logits_per_image
     for auto_class in (AutoModel, AutoModelForZeroShotImageClassification):
         loaded = auto_class.from_pretrained(tmp_path)
         assert isinstance(loaded, CLIPMoDEModel) and isinstance(loaded.expert(0), type(model.expert(0)))
         assert torch.equal(loaded.set_task(unit(40, 6, seed=3)), weights)
-        assert torch.equal(loaded(**inputs).logits_per_image, expected)
+        assert torch.equal(loaded(**INPUTS).logits_per_image, expected)
         assert loaded.num_parameters() == model.num_parameters()
     half = AutoModel.from_pretrained(tmp_path, dtype=torch.bfloat16, routing_temperature=0.1)
     assert half.dtype == torch.bfloat16 and half.config.routing_temperature == 0.1
@@ -42,20 +39,20 @@ def test_saved_and_loaded(make, inputs, tmp_path):
     assert len(again) == 4
     assert all(load_file(tmp_path / name).keys() == load_file(tmp_path / "again" / name).keys() for name in again)
     verbose = AutoModel.from_pretrained(tmp_path, output_hidden_states=True)
-    outputs = verbose(**inputs, routing_weights=weights).expert_outputs
+    outputs = verbose(**INPUTS, routing_weights=weights).expert_outputs
     assert all(len(output.vision_model_output.hidden_states) == 3 for output in outputs)
     alone = AutoModel.from_pretrained(tmp_path, subfolder="expert_1")
-    assert torch.equal(alone(**inputs).logits_per_image, model.expert(1)(**inputs).logits_per_image)
+    assert torch.equal(alone(**INPUTS).logits_per_image, model.expert(1)(**INPUTS).logits_per_image)
 
 
-def test_loaded_one_at_a_time(inputs, tmp_path):
+def test_loaded_one_at_a_time(tmp_path):
     model = mixture(3)
     model.save_pretrained(tmp_path)
     weights = model.set_task(unit(5, 6, seed=3))
     lazy = CLIPMoDEModel.from_pretrained(tmp_path, max_loaded_experts=1)
     assert len(lazy.experts) == 0 and lazy.device == torch.device("cpu")
-    found = lazy(**inputs, routing_weights=weights).logits_per_image
-    assert torch.equal(found, model(**inputs).logits_per_image)
+    found = lazy(**INPUTS, routing_weights=weights).logits_per_image
+    assert torch.equal(found, model(**INPUTS).logits_per_image)
     assert list(lazy.experts) == ["expert_2"]
     half = CLIPMoDEModel.from_pretrained(tmp_path, max_loaded_experts=1).to(torch.bfloat16)
     assert half.dtype == half.expert(0).dtype == torch.bfloat16
@@ -69,7 +66,7 @@ def test_loaded_one_at_a_time(inputs, tmp_path):
 
 
 @pytest.mark.parametrize("max_loaded_experts", [None, 1])
-def test_a_fifth_expert_changes_no_byte_of_the_others(max_loaded_experts, inputs, tmp_path):
+def test_a_fifth_expert_changes_no_byte_of_the_others(max_loaded_experts, tmp_path):
     mixture(4).save_pretrained(tmp_path)
     CLIPMoDEModel.from_pretrained(tmp_path).save_pretrained(tmp_path)  # transformers adds a dtype to fresh CLIPConfigs
     before = contents(tmp_path)
@@ -85,11 +82,11 @@ def test_a_fifth_expert_changes_no_byte_of_the_others(max_loaded_experts, inputs
     again = AutoModel.from_pretrained(tmp_path)
     weights = again.set_task(unit(30, 6, seed=3))
     assert weights.shape == (5,) and again.config.num_centers == 15
-    expected = sum(w * m(**inputs).logits_per_image for w, m in zip(weights, [*map(dense, range(5))], strict=True))
-    torch.testing.assert_close(again(**inputs).logits_per_image, expected)
+    expected = sum(w * m(**INPUTS).logits_per_image for w, m in zip(weights, [*map(dense, range(5))], strict=True))
+    torch.testing.assert_close(again(**INPUTS).logits_per_image, expected)
 
 
-def test_an_expert_is_replaced(inputs, tmp_path):
+def test_an_expert_is_replaced(tmp_path):
     model = mixture(3)
     model.save_pretrained(tmp_path)
     before = contents(tmp_path)
@@ -98,8 +95,8 @@ def test_an_expert_is_replaced(inputs, tmp_path):
     loaded.save_pretrained(tmp_path)
     changed = {path for path, content in contents(tmp_path).items() if before[path] != content}
     assert changed == {"expert_1/model.safetensors"}
-    found = AutoModel.from_pretrained(tmp_path).expert(1)(**inputs).logits_per_image
-    assert torch.equal(found, dense(7)(**inputs).logits_per_image)
+    found = AutoModel.from_pretrained(tmp_path).expert(1)(**INPUTS).logits_per_image
+    assert torch.equal(found, dense(7)(**INPUTS).logits_per_image)
 
 
 def test_an_expert_that_was_half_added_is_none(tmp_path):
@@ -114,15 +111,15 @@ def test_an_expert_that_was_half_added_is_none(tmp_path):
     assert loaded.num_experts == 2 and torch.equal(loaded.centers, mixture(2).centers)
 
 
-def test_a_state_dict_is_shared_out(inputs, tmp_path):
+def test_a_state_dict_is_shared_out(tmp_path):
     model, other = mixture(2), CLIPMoDEModel.from_experts([dense(8), dense(9)])
     model.save_pretrained(tmp_path, state_dict=other.state_dict())
     loaded, equal = AutoModel.from_pretrained(tmp_path), torch.tensor([0.5, 0.5])
-    found = loaded(**inputs, routing_weights=equal).logits_per_image
-    assert torch.equal(found, other(**inputs).logits_per_image)
+    found = loaded(**INPUTS, routing_weights=equal).logits_per_image
+    assert torch.equal(found, other(**INPUTS).logits_per_image)
 
 
-def test_loaded_from_a_folder_of_a_repository_and_saved_elsewhere(inputs, tmp_path):
+def test_loaded_from_a_folder_of_a_repository_and_saved_elsewhere(tmp_path):
     model = mixture(2)
     model.save_pretrained(tmp_path / "models" / "mode")
     weights = model.set_equal_weights()
@@ -130,8 +127,8 @@ def test_loaded_from_a_folder_of_a_repository_and_saved_elsewhere(inputs, tmp_pa
     lazy.save_pretrained(tmp_path / "elsewhere")
     whole = AutoModel.from_pretrained(tmp_path / "models", subfolder="mode")
     for loaded in (lazy, whole, AutoModel.from_pretrained(tmp_path / "elsewhere")):
-        found = loaded(**inputs, routing_weights=weights).logits_per_image
-        assert torch.equal(found, model(**inputs).logits_per_image) and torch.equal(loaded.centers, model.centers)
+        found = loaded(**INPUTS, routing_weights=weights).logits_per_image
+        assert torch.equal(found, model(**INPUTS).logits_per_image) and torch.equal(loaded.centers, model.centers)
 
 
 def test_missing_and_damaged_files_are_named(tmp_path):

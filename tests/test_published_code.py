@@ -29,11 +29,9 @@ def ran(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.fixture
-def source(tmp_path, ran) -> Path:
-    """A dense model with planted code beside it."""
-    shutil.copytree(BASE, tmp_path / "source")
-    plant_module(tmp_path / "source", ran)
-    return tmp_path / "source"
+def source(tmp_path) -> Path:
+    """A dense model."""
+    return shutil.copytree(BASE, tmp_path / "source")
 
 
 @pytest.fixture(scope="module")

@@ -19,27 +19,8 @@ def installed(tmp_path_factory) -> Path:
     return folder / "lib"
 
 
-@pytest.fixture
-def run(installed, tmp_path):
-    """Runs `clip-moe` in the folder of a user, whose own modules have names of our rooms."""
-    for room in ("data", "records", "training"):
-        (tmp_path / f"{room}.py").write_text("raise SystemExit('this is the user\\'s own module')")
-
-    def run(*arguments, module=("-m", "clip_moe")):
-        environment = os.environ | {"PYTHONPATH": str(installed), "HF_HUB_OFFLINE": "1"}
-        command = [sys.executable, *module, *map(str, arguments)]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    return run
-
-
-def test_no_package_is_called_training(installed):
+def test_each_file_that_code_reads_is_in_it_and_no_package_is_called_training(installed):
     assert {path.name for path in installed.iterdir()} == {"clip_moe", "modeling_clip_moe"}
-
-
-def test_each_file_that_code_reads_is_in_it(installed):
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
     rooms = {path.name for path in (installed / "clip_moe").iterdir() if path.is_dir()} - {"model_cards"}
     assert rooms == {"records", "data", "conversion", "evaluation", "training", "examples"}
@@ -48,7 +29,18 @@ def test_each_file_that_code_reads_is_in_it(installed):
 
 
 @pytest.mark.slow
-def test_commands_run_where_no_checkout_is(run, installed, tmp_path):
+def test_commands_run_where_no_checkout_is(installed, tmp_path):
+    """In the folder of a user, whose own modules have names of our rooms."""
+    for room in ("data", "records", "training"):
+        (tmp_path / f"{room}.py").write_text("raise SystemExit('this is the user\\'s own module')")
+    environment = os.environ | {"PYTHONPATH": str(installed), "HF_HUB_OFFLINE": "1"}
+
+    def run(*arguments, module=("-m", "clip_moe")):
+        command = [sys.executable, *module, *arguments]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
     run("recipes")
     run("upcycle", "training/symbol_clip/quarter", "sparse", "--preset", "clip_up")
     run("publish", "sparse", "user/sparse", "--dry-run", "published")

@@ -5,13 +5,8 @@ from transformers import CLIPConfig, CLIPModel
 
 from modeling_clip_moe import CLIPMoDEModel, CLIPMoEConfig, CLIPMoEModel
 
-TOWER = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "projection_dim": 8,
-}
+TOWER = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+TOWER["projection_dim"] = 8
 TEXT = {**TOWER, "vocab_size": 50, "max_position_embeddings": 8, "bos_token_id": 48, "eos_token_id": 49}
 VISION = {**TOWER, "image_size": 16, "patch_size": 8}
 SPARSE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_layers": [1]}

@@ -18,16 +18,9 @@ def tower_fields(**moe):
 
 def tiny_config(moe_layers=(1, 2), *, text=None, vision=None, **moe):
     moe = {"num_experts": 4, "moe_layers": list(moe_layers), **moe}
-    text_config = {
-        **tower_fields(**moe),
-        "vocab_size": 50,
-        "max_position_embeddings": 12,
-        "projection_dim": 8,
-        "pad_token_id": PAD,
-        "bos_token_id": 48,
-        "eos_token_id": EOS,
-        **(text or {}),
-    }
+    special = {"pad_token_id": PAD, "bos_token_id": 48, "eos_token_id": EOS}
+    sizes = {"vocab_size": 50, "max_position_embeddings": 12, "projection_dim": 8}
+    text_config = {**tower_fields(**moe), **special, **sizes, **(text or {})}
     vision_config = {**tower_fields(**moe), "image_size": 16, "patch_size": 8, "projection_dim": 8, **(vision or {})}
     return CLIPMoEConfig(text_config=text_config, vision_config=vision_config, projection_dim=8)
 
@@ -59,11 +52,8 @@ def inputs(batch_size=4, padded=True):
     input_ids[positions == lengths[:, None] - 1] = EOS
     input_ids[positions >= lengths[:, None]] = PAD
     attention_mask = (positions < lengths[:, None]).long()
-    return {
-        "input_ids": input_ids,
-        "attention_mask": attention_mask,
-        "pixel_values": torch.randn(batch_size, 3, 16, 16),
-    }
+    pixel_values = torch.randn(batch_size, 3, 16, 16)
+    return {"input_ids": input_ids, "attention_mask": attention_mask, "pixel_values": pixel_values}
 
 
 def gradients(module):

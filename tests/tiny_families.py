@@ -54,9 +54,8 @@ def tiny_processor(family, length=8):
     vocab = {token: number for number, token in enumerate(tokens)}
     tokenizer = transformers.Siglip2Tokenizer(vocab=vocab, merges=[], padding_side="right", model_max_length=length)
     if family.naflex:
-        return transformers.Siglip2Processor(
-            transformers.Siglip2ImageProcessorPil(patch_size=4, max_num_patches=20), tokenizer
-        )
+        images = transformers.Siglip2ImageProcessorPil(patch_size=4, max_num_patches=20)
+        return transformers.Siglip2Processor(images, tokenizer)
     return transformers.SiglipProcessor(transformers.SiglipImageProcessorPil(**images), tokenizer)
 
 
