@@ -130,8 +130,9 @@ def test_bad_scales_end_in_one_line(unnormalized, content, message, tmp_path):
 
 
 def test_bad_choices_and_sources(sparse, tmp_path):
-    with pytest.raises(ValueError, match="there is no expert -1, only 0 to 3"):
-        extract(sparse, -1)
+    for expert in (-1, 4):
+        with pytest.raises(ValueError, match=f"there is no expert {expert}, only 0 to 3"):
+            extract(sparse, expert)
     with pytest.raises(ValueError, match="no base FFN, since fusion_gate is False"):
         extract(upcycle(tiny_clip(), PRESETS["clip_moe"]), "base")
     dense = saved(tmp_path / "dense", tiny_clip())
