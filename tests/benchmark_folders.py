@@ -2,6 +2,7 @@
 none is taken from the specs. Each image has one brightness, by which a test knows it."""
 
 import csv
+import functools
 import io
 import json
 import struct
@@ -14,6 +15,7 @@ from tiny_sources import write_shard
 
 NUMBER, STEP = 14, 18  # images, and by how much brighter each is than the one before
 WORDS = ["red", "green", "blue", "large", "small", "dark", "light"]
+BY_CLASS = sorted(range(NUMBER), key=lambda number: number % 7)  # where each class has a folder
 
 
 def png(number, suffix="png", **options):
@@ -26,6 +28,12 @@ def png(number, suffix="png", **options):
 def write_image(path, number):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(png(number))  # whatever the name says
+
+
+def write_images(folder, name):
+    """One of each number, whose name has the number."""
+    for number in range(NUMBER):
+        write_image(folder / name.format(number), number)
 
 
 def write(path, content):
@@ -47,9 +55,19 @@ def description_of(number):
     return f"{pieces[0]}. {pieces[1]}.\n", pieces
 
 
+def write_templates(folder, *templates):
+    write_lines(folder / "zeroshot_classification_templates.txt", templates or ["a photo of a {c}."])
+
+
 def write_names(folder, classes, templates=("a photo of a {c}.", "the {c}.")):
     write_lines(folder / "classnames.txt", classes)
-    write_lines(folder / "zeroshot_classification_templates.txt", templates)
+    write_templates(folder, *templates)
+
+
+def named(folder, order=range(NUMBER), classes=WORDS):
+    """The numbers of images and their classes, whose names are written into the folder."""
+    write_names(folder, classes)
+    return [(number, classes[number % len(classes)]) for number in order]
 
 
 # ---- CLIP_benchmark (clip_benchmark/webdataset_builder.py)
@@ -67,15 +85,13 @@ def shards(folder, split, suffix, texts):
     write_lines(folder / split / "nshards.txt", ["2"])
 
 
-def class_shards(folder, classes=WORDS, split="test"):
-    labels = [number % len(classes) for number in range(NUMBER)]
-    shards(folder, split, "cls", [f"{label}" for label in labels])
-    write_names(folder, classes)
-    return [(number, classes[label]) for number, label in enumerate(labels)]
+def class_shards(folder, split="test", classes=WORDS):
+    shards(folder, split, "cls", [f"{number % len(classes)}" for number in range(NUMBER)])
+    return named(folder, classes=classes)
 
 
 def probe_shards(folder):
-    class_shards(folder, split="train")
+    class_shards(folder, "train")
     return class_shards(folder)
 
 
@@ -85,11 +101,7 @@ def caption_shards(folder):
     return [(number, captions_of(number)) for number in range(NUMBER)]
 
 
-def shards_of(split, classes=WORDS):
-    return lambda folder: class_shards(folder, classes, split)
-
-
-# ---- authors' layouts of classes. The images of a class follow each other in what is expected
+# ---- authors' layouts of classes
 
 
 def food101(folder):
@@ -98,7 +110,7 @@ def food101(folder):
         write_image(folder / "images" / f"{name}.jpg", number)
     write_lines(folder / "meta" / "train.txt", names[:1])
     write_lines(folder / "meta" / "test.txt", names[1:])
-    write_lines(folder / "zeroshot_classification_templates.txt", ["a photo of a {c}."])
+    write_templates(folder)
     order = sorted(range(1, NUMBER), key=lambda number: (f"{WORDS[number % 7]}_food", str(number)))
     return [(number, f"{WORDS[number % 7]} food") for number in order]
 
@@ -109,61 +121,41 @@ def cub200(folder):
         write_image(folder / "images" / f"{name}.jpg", number)
     write_lines(folder / "images.txt", [f"{number} {name}.jpg" for number, name in enumerate(names, 1)])
     write_lines(folder / "train_test_split.txt", [f"{number} {int(number == 1)}" for number in range(1, NUMBER + 1)])
-    write_lines(folder / "zeroshot_classification_templates.txt", ["a photo of a {c}."])
-    order = sorted(range(1, NUMBER), key=lambda number: (number % 7, number))
-    return [(number, f"{WORDS[number % 7].title()} bird") for number in order]
+    write_templates(folder)
+    return [(number, f"{WORDS[number % 7].title()} bird") for number in BY_CLASS if number]
 
 
-def frames(split):
-    def make(folder):
-        for number in range(NUMBER):
-            name = f"Do{number % 7}{WORDS[number % 7].title()}Things"
-            write_image(folder / split / name / f"v_{name}_g{number:02}.jpg", number)
-        write_lines(folder / "zeroshot_classification_templates.txt", ["a photo of a {c}."])
-        order = sorted(range(NUMBER), key=lambda number: (number % 7, number))
-        return [(number, f"Do{number % 7}{WORDS[number % 7].title()} Things") for number in order]
-
-    return make
+def frames(folder, split):
+    for number in range(NUMBER):
+        name = f"Do{number % 7}{WORDS[number % 7].title()}Things"
+        write_image(folder / split / name / f"v_{name}_g{number:02}.jpg", number)
+    write_templates(folder)
+    return [(number, f"Do{number % 7}{WORDS[number % 7].title()} Things") for number in BY_CLASS]
 
 
-def hateful_memes(file):
-    def make(folder):
-        entries = []
-        for number in range(NUMBER):
-            write_image(folder / "img" / f"{number:05}.png", number)
-            entries.append({"id": number, "img": f"img/{number:05}.png", "label": number % 2, "text": "words"})
-        write_lines(folder / file, entries)
-        write_names(folder, ["kind", "mean"])
-        return [(number, ["kind", "mean"][number % 2]) for number in range(NUMBER)]
-
-    return make
+def hateful_memes(folder, file):
+    write_images(folder / "img", "{:05}.png")
+    entries = [{"id": n, "img": f"img/{n:05}.png", "label": n % 2, "text": "words"} for n in range(NUMBER)]
+    write_lines(folder / file, entries)
+    return named(folder, classes=["kind", "mean"])
 
 
 # ---- ImageNet and its variants
 
 
-def in_folders(*places, first=1440764, form="n{:08}"):
+def in_folders(folder, *places, first=1440764, form="n{:08}"):
     """A folder for each class, called by its id, in the first place; images of other splits in the others."""
-
-    def make(folder):
-        for number in range(NUMBER):
-            for place in places:
-                write_image(folder / place / form.format(first + number % 7) / f"val_{number:08}.JPEG", number)
-        write_names(folder, WORDS)
-        order = sorted(range(NUMBER), key=lambda number: (number % 7, number))
-        return [(number, WORDS[number % 7]) for number in order]
-
-    return make
+    for number in range(NUMBER):
+        for place in places:
+            write_image(folder / place / form.format(first + number % 7) / f"val_{number:08}.JPEG", number)
+    return named(folder, BY_CLASS)
 
 
 def kaggle(folder):
-    lines = []
-    for number in range(NUMBER):
-        write_image(folder / "ILSVRC" / "Data" / "CLS-LOC" / "val" / f"ILSVRC2012_val_{number:08}.JPEG", number)
-        lines.append(f"ILSVRC2012_val_{number:08},n{number % 7:08} 1 2 3 4 n00000009 5 6 7 8 ")
+    write_images(folder / "ILSVRC" / "Data" / "CLS-LOC" / "val", "ILSVRC2012_val_{:08}.JPEG")
+    lines = [f"ILSVRC2012_val_{n:08},n{n % 7:08} 1 2 3 4 n00000009 5 6 7 8 " for n in range(NUMBER)]
     write_lines(folder / "LOC_val_solution.csv", ["ImageId,PredictionString", *lines])
-    write_names(folder, WORDS)
-    return [(number, WORDS[number % 7]) for number in range(NUMBER)]
+    return named(folder)
 
 
 def devkit(folder):
@@ -175,8 +167,7 @@ def devkit(folder):
     synsets = [(number, f"n{8 - number:08}", "words") for number in range(1, 8)]
     fields = [("ILSVRC2012_ID", object), ("WNID", object), ("words", object)]
     savemat(kit / "meta.mat", {"synsets": np.array(synsets, dtype=fields)})
-    write_names(folder, WORDS)
-    return [(number, WORDS[number % 7]) for number in range(NUMBER)]
+    return named(folder)
 
 
 def babel_imagenet(folder):
@@ -194,15 +185,12 @@ def babel_imagenet(folder):
 # ---- what torchvision downloads
 
 
-def cifar(labels, file, names):
-    def make(folder):
-        rows = [bytes([9] * (labels - 1) + [number % 7]) + bytes([STEP * number] * 3072) for number in range(NUMBER)]
-        (folder / file).write_bytes(b"".join(rows))
-        write(folder / names, "\n".join([*WORDS[:6], "aquarium_fish", "", ""]))
-        write_lines(folder / "zeroshot_classification_templates.txt", ["a photo of a {c}."])
-        return [(number, [*WORDS[:6], "aquarium fish"][number % 7]) for number in range(NUMBER)]
-
-    return make
+def cifar(folder, labels, file, names):
+    rows = [bytes([9] * (labels - 1) + [number % 7]) + bytes([STEP * number] * 3072) for number in range(NUMBER)]
+    (folder / file).write_bytes(b"".join(rows))
+    write(folder / names, "\n".join([*WORDS[:6], "aquarium_fish", "", ""]))
+    write_templates(folder)
+    return [(number, [*WORDS[:6], "aquarium fish"][number % 7]) for number in range(NUMBER)]
 
 
 def mnist(folder):
@@ -210,16 +198,14 @@ def mnist(folder):
     (folder / "t10k-images-idx3-ubyte").write_bytes(images)
     labels = struct.pack(">2i", 2049, NUMBER) + bytes(number % 7 for number in range(NUMBER))
     (folder / "t10k-labels-idx1-ubyte").write_bytes(labels)
-    write_names(folder, WORDS)
-    return [(number, WORDS[number % 7]) for number in range(NUMBER)]
+    return named(folder)
 
 
 def stl10(folder):
     (folder / "test_X.bin").write_bytes(b"".join(bytes([STEP * number] * 27648) for number in range(NUMBER)))
     (folder / "test_y.bin").write_bytes(bytes(number % 7 + 1 for number in range(NUMBER)))
     write_lines(folder / "class_names.txt", WORDS)
-    write_names(folder, WORDS)
-    return [(number, WORDS[number % 7]) for number in range(NUMBER)]
+    return named(folder)
 
 
 def flowers(folder):
@@ -228,8 +214,7 @@ def flowers(folder):
         write_image(folder / "jpg" / f"image_{number + 1:05}.jpg", number)
     savemat(folder / "imagelabels.mat", {"labels": [[n % 7 + 1 for n in range(NUMBER)]]}, do_compression=True)
     savemat(folder / "setid.mat", {"trnid": [[1]], "valid": [[1]], "tstid": [[*range(NUMBER, 1, -1)]]})
-    write_names(folder, WORDS)
-    return [(number, WORDS[number % 7]) for number in range(NUMBER - 1, 0, -1)]
+    return named(folder, range(NUMBER - 1, 0, -1))
 
 
 def cars(folder):
@@ -239,40 +224,39 @@ def cars(folder):
         entries.append((1, 9, number % 7 + 1, f"{number + 1:05}.jpg"))
     fields = [(name, object) for name in ("bbox_x1", "bbox_x2", "class", "fname")]
     savemat(folder / "cars_test_annos_withlabels.mat", {"annotations": np.array([entries], dtype=fields)})
-    write_names(folder, WORDS)
-    return [(number, WORDS[number % 7]) for number in range(NUMBER)]
+    return named(folder)
 
 
 def svhn(folder):
     images = np.broadcast_to(STEP * np.arange(NUMBER, dtype=np.uint8), (32, 32, 3, NUMBER))
     labels = [[number % 7 or 10] for number in range(NUMBER)]
     savemat(folder / "test_32x32.mat", {"X": images, "y": np.array(labels, np.uint8)}, do_compression=True)
-    write_names(folder, WORDS)
+    return named(folder)
+
+
+def listed(folder, file, images, image, line, suffix=".jpg", header=()):
+    """A list of images with their classes, or the numbers of these from 1 on."""
+    lines = []
+    for number in range(NUMBER):
+        values = {"number": number, "word": WORDS[number % 7], "label": number % 7 + 1}
+        write_image(folder / images / f"{image.format(**values)}{suffix}", number)
+        lines.append(line.format(image=image.format(**values), **values))
+    write_lines(folder / file, [*header, *lines])
+    write_names(folder, WORDS if "{label}" in line else sorted(WORDS))
     return [(number, WORDS[number % 7]) for number in range(NUMBER)]
 
 
-def listed(file, images, image, line, suffix=".jpg", header=()):
-    """A list of images with their classes, or the numbers of these from 1 on."""
-
-    def make(folder):
-        lines = []
-        for number in range(NUMBER):
-            values = {"number": number, "word": WORDS[number % 7], "label": number % 7 + 1}
-            write_image(folder / images / f"{image.format(**values)}{suffix}", number)
-            lines.append(line.format(image=image.format(**values), **values))
-        write_lines(folder / file, [*header, *lines])
-        write_names(folder, WORDS if "{label}" in line else sorted(WORDS))
-        return [(number, WORDS[number % 7]) for number in range(NUMBER)]
-
-    return make
+def gtsrb(folder):
+    header = ["Filename;Width;Height;Roi.X1;Roi.Y1;Roi.X2;Roi.Y2;ClassId"]
+    line = "{image};53;54;6;5;48;49;{label}"
+    return listed(folder, "GT-final_test.csv", "GTSRB/Final_Test/Images", "{number:05}.ppm", line, "", header)
 
 
 def sentiment(folder):
     for number in range(NUMBER):
         write_image(folder / "test" / ["negative", "positive"][number % 2] / f"{number:02}.png", number)
-    write_lines(folder / "zeroshot_classification_templates.txt", ["the {c}."])
-    order = sorted(range(NUMBER), key=lambda number: (number % 2, number))
-    return [(number, ["negative", "positive"][number % 2]) for number in order]
+    write_templates(folder, "the {c}.")
+    return [(number, name) for label, name in enumerate(["negative", "positive"]) for number in range(label, NUMBER, 2)]
 
 
 def classes_of(number):
@@ -281,14 +265,13 @@ def classes_of(number):
 
 
 def voc(folder):
-    for number in range(NUMBER):
-        write_image(folder / "JPEGImages" / f"{number:06}.jpg", number)
+    write_images(folder / "JPEGImages", "{:06}.jpg")
     for word in WORDS:
         values = ["-1" if word not in classes_of(number) else str(number % 2) for number in range(NUMBER)]
         lines = [f"{number:06} {value:>2}" for number, value in enumerate(values)]
         write_lines(folder / "ImageSets" / "Main" / f"{word}_test.txt", lines)
         write_lines(folder / "ImageSets" / "Main" / f"{word}_trainval.txt", lines[:1])
-    write_lines(folder / "zeroshot_classification_templates.txt", ["a photo of a {c}."])
+    write_templates(folder)
     return [(number, ", ".join(sorted(classes_of(number)))) for number in range(NUMBER)]
 
 
@@ -308,9 +291,9 @@ def several_class_shards(folder):
 
 
 def karpathy(folder):
+    write_images(folder / "flickr30k-images", "{}.jpg")
     images = []
     for number in range(NUMBER):
-        write_image(folder / "flickr30k-images" / f"{number}.jpg", number)
         sentences = [{"raw": caption, "tokens": caption.split()} for caption in captions_of(number)]
         split = "test" if number else "train"
         images.append({"filename": f"{number}.jpg", "split": split, "sentences": sentences, "imgid": number})
@@ -322,51 +305,46 @@ def flickr30k_token(folder):
     """Beside Karpathy's file, which lacks some of the images."""
     karpathy(folder)
     write_image(folder / "flickr30k-images" / "36979.jpg", 14)
-    write_lines(
-        folder / "results_20130124.token",
-        [f"{n}.jpg#{i}\t{caption} ." for n in [*range(NUMBER), 36979] for i, caption in enumerate(captions_of(n))],
-    )
-    found = [(number, [f"{caption} ." for caption in captions_of(number)]) for number in range(NUMBER)]
-    return [*found, (14, [f"{caption} ." for caption in captions_of(36979)])]
+    found = {number: [f"{caption} ." for caption in captions_of(number)] for number in [*range(NUMBER), 36979]}
+    lines = [f"{number}.jpg#{i}\t{text}" for number, texts in found.items() for i, text in enumerate(texts)]
+    write_lines(folder / "results_20130124.token", lines)
+    return list(enumerate(found.values()))
 
 
 def coco(folder):
+    write_images(folder / "val2017", "{:012}.jpg")
     images, annotations = [], []
     for number in reversed(range(NUMBER)):
-        write_image(folder / "val2017" / f"{number:012}.jpg", number)
         images.append({"id": 100 + number, "file_name": f"{number:012}.jpg"})
         annotations += [{"image_id": 100 + number, "id": 6 * number + i, "caption": f"{number} {i}"} for i in range(6)]
     write(folder / "annotations" / "captions_val2017.json", {"images": images, "annotations": annotations})
     return [(number, [f"{number} {i}" for i in range(5)]) for number in reversed(range(NUMBER))]
 
 
-def flair(file, images, prefix=""):
+def flair(folder, file, images, prefix=""):
     """One entry a caption, under the key `annotations`."""
-
-    def make(folder):
-        entries = []
-        for number in range(NUMBER):
-            write_image(folder / images / f"{prefix}{number}.jpg", number)
-            for caption in captions_of(number):
-                entry = {"image": f"{prefix}{number}.jpg", "image_id": number, "caption_id": len(entries)}
-                entries.append(entry | {"caption": f"{caption}. And more"})
-        write(folder / file, {"annotations": entries})
-        return [(number, [f"{caption}. And more" for caption in captions_of(number)]) for number in range(NUMBER)]
-
-    return make
+    write_images(folder / images, prefix + "{}.jpg")
+    entries, expected = [], [(n, [f"{caption}. And more" for caption in captions_of(n)]) for n in range(NUMBER)]
+    for number, captions in expected:
+        for caption in captions:
+            entry = {"image": f"{prefix}{number}.jpg", "image_id": number, "caption_id": len(entries)}
+            entries.append(entry | {"caption": caption})
+    write(folder / file, {"annotations": entries})
+    return expected
 
 
 def urban1k(folder):
-    for number in range(NUMBER):
-        write_image(folder / "image" / f"{number:03}.jpg", number)
-        write(folder / "caption" / f"{number:03}.txt", f"{captions_of(number)[0]}, {number}\nanother line\n")
-    return [(number, [f"{captions_of(number)[0]}, {number}"]) for number in range(NUMBER)]
+    write_images(folder / "image", "{:03}.jpg")
+    captions = [f"{captions_of(number)[0]}, {number}" for number in range(NUMBER)]
+    for number, caption in enumerate(captions):
+        write(folder / "caption" / f"{number:03}.txt", f"{caption}\nanother line\n")
+    return [(number, [caption]) for number, caption in enumerate(captions)]
 
 
 def dci(folder):
+    write_images(folder / "photos", "sa_{:03}.jpg")
     expected = []
     for number in range(NUMBER):
-        write_image(folder / "photos" / f"sa_{number:03}.jpg", number)
         text, pieces = description_of(number)
         entry = {"image": f"sa_{number:03}.jpg", "short_caption": "A thing.", "extra_caption": text, "mask_data": {}}
         write(folder / "annotations" / f"sa_{number:03}.json", entry)
@@ -387,9 +365,9 @@ def docci(folder):
 
 def iiw(folder):
     """Beside the other two sets that people described."""
+    write_images(folder / "docci_aar", "aar_test_{:05}.jpg")
     entries, expected = [], []
     for number in range(NUMBER):
-        write_image(folder / "docci_aar" / f"aar_test_{number:05}.jpg", number)
         text, pieces = description_of(number)
         entries.append({"image/key": f"aar_test_{number:05}", "IIW": text, "IIW-P5B": "of a model"})
         expected.append((number, [". ".join(pieces)]))
@@ -417,50 +395,33 @@ def wrong_captions(number):
     return [f"a {WORDS[number % 7]} thing", f"a thing {WORDS[number % 7]}"]
 
 
-def sugar_crepe(place):
-    def make(folder):
-        parts, expected = (
-            ("add_att", "add_obj", "replace_att", "replace_obj", "replace_rel", "swap_att", "swap_obj"),
-            [],
-        )
-        for part, name in enumerate(parts):
-            entries = {}
-            for number in (part, part + 7):
-                write_image(folder / "val2017" / f"{number:012}.jpg", number)
-                caption, negative = wrong_captions(number)
-                entries[str(number)] = {
-                    "filename": f"{number:012}.jpg", "caption": caption, "negative_caption": negative,
-                }  # fmt: skip
-                expected.append((number, [caption, negative]))
-            write(folder / place / f"{name}.json", entries)
-        return expected
-
-    return make
+def sugar_crepe(folder, place):
+    expected, names = [], "add_att add_obj replace_att replace_obj replace_rel swap_att swap_obj".split()
+    for part, name in enumerate(names):
+        entries = {}
+        for number in (part, part + 7):
+            write_image(folder / "val2017" / f"{number:012}.jpg", number)
+            caption, negative = wrong_captions(number)
+            texts = {"caption": caption, "negative_caption": negative}
+            entries[str(number)] = {"filename": f"{number:012}.jpg", **texts}
+            expected.append((number, [caption, negative]))
+        write(folder / place / f"{name}.json", entries)
+    return expected
 
 
-def aro(file, attribute, entries_an_image=1):
+def aro(folder, file, attribute, entries_an_image=1):
     """A box in a white image counts."""
-
-    def make(folder):
-        entries, numbers = [], [*range(NUMBER)] * entries_an_image
-        for number in numbers:
-            image = PIL.Image.new("RGB", (20, 10), "white")
-            image.paste((STEP * number,) * 3, (4, 2, 12, 9))
-            (folder / "images").mkdir(exist_ok=True)
-            image.save(folder / "images" / f"{number}.jpg", "png")
-            right, wrong = wrong_captions(number)
-            box = {"bbox_x": 4, "bbox_y": 2, "bbox_w": 8, "bbox_h": 7}
-            entry = {
-                "image_id": str(number),
-                "image_path": f"{number}.jpg",
-                "true_caption": right,
-                "false_caption": wrong,
-            }
-            entries.append(entry | box | attribute(number))
-        write(folder / file, entries)
-        return [(number, wrong_captions(number)) for number in numbers]
-
-    return make
+    entries, numbers = [], [*range(NUMBER)] * entries_an_image
+    (folder / "images").mkdir()
+    for number in numbers:
+        image = PIL.Image.new("RGB", (20, 10), "white")
+        image.paste((STEP * number,) * 3, (4, 2, 12, 9))
+        image.save(folder / "images" / f"{number}.jpg", "png")
+        entry = {"image_id": str(number), "image_path": f"{number}.jpg"}
+        entry |= dict(zip(("true_caption", "false_caption"), wrong_captions(number), strict=True))
+        entries.append(entry | {"bbox_x": 4, "bbox_y": 2, "bbox_w": 8, "bbox_h": 7} | attribute(number))
+    write(folder / file, entries)
+    return [(number, wrong_captions(number)) for number in numbers]
 
 
 def write_parquet(folder, columns):
@@ -477,9 +438,9 @@ def write_parquet(folder, columns):
 
 def order(folder):
     """The second order is that of the caption itself, which is no wrong one; the last caption has no other order."""
-    captions = [[f"a {WORDS[number % 7]} thing {number}"] for number in range(NUMBER)]
-    captions = [[right, f"thing a {number}", right, "thing", "a"] for number, (right,) in enumerate(captions)]
-    captions[13] = captions[13][:1] * 5
+    rights = [f"a {WORDS[number % 7]} thing {number}" for number in range(NUMBER)]
+    captions = [[right, f"thing a {number}", right, "thing", "a"] for number, right in enumerate(rights)]
+    captions[13] = rights[13:] * 5
     names = ["correct_caption", "hard_text_1", "hard_text_2", "hard_text_3", "hard_text_4"]
     columns = dict(zip(names, map(list, zip(*captions, strict=True)), strict=True))
     images = [{"bytes": png(number), "path": None} for number in range(NUMBER)]
@@ -488,45 +449,39 @@ def order(folder):
 
 
 TAGS = ["Object", "Relation", "Both"]
-
-
-def winoground_pairs():
-    return [(2 * pair + side, f"a {WORDS[(pair + side) % 7]} thing") for pair in range(7) for side in range(2)]
+WINOGROUND = [(2 * pair + side, f"a {WORDS[(pair + side) % 7]} thing") for pair in range(7) for side in range(2)]
 
 
 def winoground_parquet(folder):
     columns = {"id": list(range(7)), "collapsed_tag": [TAGS[pair % 3] for pair in range(7)], "tag": ["x"] * 7}
     for side in range(2):
-        of_side = winoground_pairs()[side::2]
+        of_side = WINOGROUND[side::2]
         columns[f"image_{side}"] = [{"bytes": png(number), "path": None} for number, _ in of_side]
         columns[f"caption_{side}"] = [caption for _, caption in of_side]
     write_parquet(folder, columns)
-    return winoground_pairs()
+    return WINOGROUND
 
 
 def winoground_lines(folder):
     entries = []
     for pair in range(7):
         entry = {"id": pair, "collapsed_tag": TAGS[pair % 3], "tag": "x", "secondary_tag": "", "num_main_preds": 1}
-        for side, (number, caption) in enumerate(winoground_pairs()[2 * pair : 2 * pair + 2]):
+        for side, (number, caption) in enumerate(WINOGROUND[2 * pair : 2 * pair + 2]):
             entry |= {f"image_{side}": f"ex_{pair}_img_{side}", f"caption_{side}": caption}
             write_image(folder / "data" / "images" / f"ex_{pair}_img_{side}.png", number)
         entries.append(entry)
     write_lines(folder / "data" / "examples.jsonl", entries)
-    return winoground_pairs()
+    return WINOGROUND
 
 
-def xm3600(language):
-    def make(folder):
-        entries = []
-        for number in range(NUMBER):
-            write_image(folder / "images" / f"{number:016x}.jpg", number)
-            captions = {of: {"caption": [f"{of} {text}" for text in captions_of(number)]} for of in ("en", language)}
-            entries.append({"image/key": f"{number:016x}", "image/locale": "de", **captions})
-        write_lines(folder / "captions.jsonl", entries)
-        return [(number, [f"{language} {text}" for text in captions_of(number)]) for number in range(NUMBER)]
-
-    return make
+def xm3600(folder, language):
+    write_images(folder / "images", "{:016x}.jpg")
+    entries = []
+    for number in range(NUMBER):
+        captions = {of: {"caption": [f"{of} {text}" for text in captions_of(number)]} for of in ("en", language)}
+        entries.append({"image/key": f"{number:016x}", "image/locale": "de", **captions})
+    write_lines(folder / "captions.jsonl", entries)
+    return [(number, [f"{language} {text}" for text in captions_of(number)]) for number in range(NUMBER)]
 
 
 # benchmark/webdatasets.txt of LAION-AI/CLIP_benchmark
@@ -542,115 +497,75 @@ WEBDATASETS = """
 """.split()
 LANGUAGES = """ar bn cs da de el en es fa fi fil fr he hi hr hu id it ja ko mi nl no pl pt quz ro ru sv sw te th tr uk
     vi zh""".split()
-CAPTIONED = ("wds_mscoco_captions", "wds_flickr8k", "wds_flickr30k")
+OTHER_SHARDS = dict.fromkeys(("wds_mscoco_captions", "wds_flickr8k", "wds_flickr30k"), caption_shards)
+OTHER_SHARDS["wds_voc2007_multilabel"] = several_class_shards
 # Benchmark -> (the folder, what makes it) for each layout in which it may lie, in the order in which they are tried
-COPIES = {
-    folder.removeprefix("wds_").removeprefix("vtab-").replace("-", "_"): [
-        (folder, caption_shards if folder in CAPTIONED else class_shards)
-    ]
-    for folder in WEBDATASETS
-} | {
-    "imagenet1k": [
-        ("wds_imagenet1k", class_shards),
-        ("imagenet", in_folders("val")),
-        ("ILSVRC2012", in_folders("validation")),
-        ("imagenet", devkit),
-        ("imagenet-1k", kaggle),
-    ],
-    "imagenet1k_linear_probe": [
-        ("wds_imagenet1k", probe_shards),
-        ("imagenet", in_folders("val", "train")),
-        ("imagenet", in_folders("validation", "train")),
-    ],
-    "imagenetv2": [
-        ("wds_imagenetv2", class_shards),
-        ("imagenetv2-matched-frequency-format-val", in_folders("", first=7, form="{}")),
-    ],
-    "imagenet_sketch": [("wds_imagenet_sketch", class_shards), ("sketch", in_folders(""))],
-    **{
-        f"imagenet_{letter}": [(f"wds_imagenet-{letter}", class_shards), (f"imagenet-{letter}", in_folders(""))]
-        for letter in "aor"
-    },
-    "cifar10": [
-        ("wds_vtab-cifar10", class_shards),
-        ("cifar-10-batches-bin", cifar(1, "test_batch.bin", "batches.meta.txt")),
-    ],
-    "cifar100": [
-        ("wds_vtab-cifar100", class_shards),
-        ("cifar-100-binary", cifar(2, "test.bin", "fine_label_names.txt")),
-    ],
-    "mnist": [("wds_mnist", class_shards), ("MNIST/raw", mnist)],
-    "flowers": [("wds_vtab-flowers", class_shards), ("flowers-102", flowers)],
-    "cars": [("wds_cars", class_shards), ("stanford_cars", cars)],
-    "svhn": [("wds_vtab-svhn", class_shards), ("svhn", svhn)],
-    "country211": [("wds_country211", class_shards), ("country211", in_folders("test", first=65, form="{:c}Z"))],
-    "stl10": [("wds_stl10", class_shards), ("stl10_binary", stl10)],
-    "fgvc_aircraft": [
-        ("wds_fgvc_aircraft", class_shards),
-        (
-            "fgvc-aircraft-2013b",
-            listed("data/images_variant_test.txt", "data/images", "{number:07}", "{image} {word}"),
-        ),
-    ],
-    "dtd": [
-        ("wds_vtab-dtd", class_shards),
-        ("dtd/dtd", listed("labels/test1.txt", "images", "{word}/{word}_{number:04}.jpg", "{image}", "")),
-    ],
-    "pets": [
-        ("wds_vtab-pets", class_shards),
-        ("oxford-iiit-pet", listed("annotations/test.txt", "images", "{word}_{number}", "{image} {label} 1 1")),
-    ],
-    "gtsrb": [
-        ("wds_gtsrb", class_shards),
-        (
-            "gtsrb",
-            listed(
-                "GT-final_test.csv",
-                "GTSRB/Final_Test/Images",
-                "{number:05}.ppm",
-                "{image};53;54;6;5;48;49;{label}",
-                suffix="",
-                header=["Filename;Width;Height;Roi.X1;Roi.Y1;Roi.X2;Roi.Y2;ClassId"],
-            ),
-        ),
-    ],
-    "renderedsst2": [("wds_renderedsst2", class_shards), ("rendered-sst2", sentiment)],
-    "voc2007_multilabel": [("wds_voc2007_multilabel", several_class_shards), ("VOCdevkit/VOC2007", voc)],
-    "food101": [("food-101", food101), ("wds_food101", shards_of("test"))],
-    "cub200": [("CUB_200_2011", cub200), ("wds_cub200", shards_of("test"))],
-    "ucf101": [("ucf101", frames("test")), ("wds_ucf101", shards_of("test"))],
-    "kinetics700": [("kinetics700", frames("val")), ("wds_kinetics700", shards_of("val"))],
-    "hateful_memes": [
-        ("hateful_memes", hateful_memes("dev.jsonl")),
-        ("hateful_memes", hateful_memes("dev_seen.jsonl")),
-        ("wds_hateful_memes", shards_of("dev", ["kind", "mean"])),
-    ],
-    "flickr30k": [("wds_flickr30k", caption_shards), ("flickr30k", karpathy)],
-    "flickr30k_all": [("flickr30k", flickr30k_token)],
-    "mscoco_val2017": [("coco", coco)],
-    "urban1k": [("Urban1k", flair("annotations/annotations.json", "images")), ("Urban1k", urban1k)],
-    "dci": [("densely_captioned_images", dci)],
-    "docci_long": [("docci", docci)],
-    "docci": [("docci", flair("annotations/test_annotations.json", "images"))],
-    "iiw_long": [("imageinwords", iiw)],
-    "iiw": [("imageinwords", flair("finegrained_annotations.json", ".", "docci_aar/"))],
-    "mmvp_vlm": [("MMVP_VLM", mmvp)],
-    "sugar_crepe": [("sugar-crepe", sugar_crepe("data")), ("sugar_crepe", sugar_crepe(""))],
-    "winoground": [("winoground", winoground_parquet), ("winoground", winoground_lines)],
-    "aro_vg_relation": [
-        ("aro", aro("visual_genome_relation.json", lambda number: {"relation_name": ["on", "under"][number > 3]}))
-    ],
-    "aro_vg_attribution": [
-        (
-            "aro",
-            aro("visual_genome_attribution.json", lambda number: {"attributes": ["a", "bc"[number > 8]]}, 3),
-        )
-    ],
-    "aro_coco_order": [("ARO-COCO-order", order)],
-    "aro_flickr30k_order": [("ARO-Flickr-Order", order)],
-    **{f"xm3600_{language}": [("xm3600", xm3600(language))] for language in LANGUAGES},
-    "babel_imagenet_de": [("imagenet", babel_imagenet)],
-}
+COPIES = {}
+for folder in WEBDATASETS:
+    benchmark = folder.removeprefix("wds_").removeprefix("vtab-").replace("-", "_")
+    COPIES[benchmark] = [(folder, OTHER_SHARDS.get(folder, class_shards))]
+for benchmark, folder, make, *arguments in (
+    ("imagenet1k", "imagenet", in_folders, "val"),
+    ("imagenet1k", "ILSVRC2012", in_folders, "validation"),
+    ("imagenet1k", "imagenet", devkit),
+    ("imagenet1k", "imagenet-1k", kaggle),
+    ("imagenet1k_linear_probe", "wds_imagenet1k", probe_shards),
+    ("imagenet1k_linear_probe", "imagenet", in_folders, "val", "train"),
+    ("imagenet1k_linear_probe", "imagenet", in_folders, "validation", "train"),
+    ("imagenetv2", "imagenetv2-matched-frequency-format-val", functools.partial(in_folders, first=7, form="{}"), ""),
+    ("imagenet_sketch", "sketch", in_folders, ""),
+    *((f"imagenet_{letter}", f"imagenet-{letter}", in_folders, "") for letter in "aor"),
+    ("cifar10", "cifar-10-batches-bin", cifar, 1, "test_batch.bin", "batches.meta.txt"),
+    ("cifar100", "cifar-100-binary", cifar, 2, "test.bin", "fine_label_names.txt"),
+    ("mnist", "MNIST/raw", mnist),
+    ("flowers", "flowers-102", flowers),
+    ("cars", "stanford_cars", cars),
+    ("svhn", "svhn", svhn),
+    ("country211", "country211", functools.partial(in_folders, first=65, form="{:c}Z"), "test"),
+    ("stl10", "stl10_binary", stl10),
+    ("fgvc_aircraft", "fgvc-aircraft-2013b", listed, "data/images_variant_test.txt", "data/images", "{number:07}",
+     "{image} {word}"),
+    ("dtd", "dtd/dtd", listed, "labels/test1.txt", "images", "{word}/{word}_{number:04}.jpg", "{image}", ""),
+    ("pets", "oxford-iiit-pet", listed, "annotations/test.txt", "images", "{word}_{number}", "{image} {label} 1 1"),
+    ("gtsrb", "gtsrb", gtsrb),
+    ("renderedsst2", "rendered-sst2", sentiment),
+    ("voc2007_multilabel", "VOCdevkit/VOC2007", voc),
+    ("food101", "food-101", food101),
+    ("food101", "wds_food101", class_shards),
+    ("cub200", "CUB_200_2011", cub200),
+    ("cub200", "wds_cub200", class_shards),
+    ("ucf101", "ucf101", frames, "test"),
+    ("ucf101", "wds_ucf101", class_shards),
+    ("kinetics700", "kinetics700", frames, "val"),
+    ("kinetics700", "wds_kinetics700", class_shards, "val"),
+    ("hateful_memes", "hateful_memes", hateful_memes, "dev.jsonl"),
+    ("hateful_memes", "hateful_memes", hateful_memes, "dev_seen.jsonl"),
+    ("hateful_memes", "wds_hateful_memes", class_shards, "dev", ["kind", "mean"]),
+    ("flickr30k", "flickr30k", karpathy),
+    ("flickr30k_all", "flickr30k", flickr30k_token),
+    ("mscoco_val2017", "coco", coco),
+    ("urban1k", "Urban1k", flair, "annotations/annotations.json", "images"),
+    ("urban1k", "Urban1k", urban1k),
+    ("dci", "densely_captioned_images", dci),
+    ("docci_long", "docci", docci),
+    ("docci", "docci", flair, "annotations/test_annotations.json", "images"),
+    ("iiw_long", "imageinwords", iiw),
+    ("iiw", "imageinwords", flair, "finegrained_annotations.json", ".", "docci_aar/"),
+    ("mmvp_vlm", "MMVP_VLM", mmvp),
+    ("sugar_crepe", "sugar-crepe", sugar_crepe, "data"),
+    ("sugar_crepe", "sugar_crepe", sugar_crepe, ""),
+    ("winoground", "winoground", winoground_parquet),
+    ("winoground", "winoground", winoground_lines),
+    ("aro_vg_relation", "aro", aro, "visual_genome_relation.json",
+     lambda number: {"relation_name": ["on", "under"][number > 3]}),
+    ("aro_vg_attribution", "aro", aro, "visual_genome_attribution.json",
+     lambda number: {"attributes": ["a", "bc"[number > 8]]}, 3),
+    ("aro_coco_order", "ARO-COCO-order", order),
+    ("aro_flickr30k_order", "ARO-Flickr-Order", order),
+    *((f"xm3600_{language}", "xm3600", xm3600, language) for language in LANGUAGES),
+    ("babel_imagenet_de", "imagenet", babel_imagenet),
+):  # fmt: skip
+    COPIES.setdefault(benchmark, []).append((folder, lambda place, f=make, a=arguments: f(place, *a)))
 
 
 def make_copy(benchmark, layout, folder):

@@ -60,11 +60,18 @@ def lineage_of(run):
 
 def change_json(path, **changes):
     """Sets keys of a JSON file; of a dictionary in it, those that are given."""
-    content = json.loads(path.read_text())
-    for key, value in changes.items():
-        both = isinstance(value, dict) and isinstance(content.get(key), dict)
-        content[key] = content[key] | value if both else value
-    path.write_text(json.dumps(content))
+
+    def changed(old, new):
+        both = isinstance(old, dict) and isinstance(new, dict)
+        return old | {key: changed(old.get(key), value) for key, value in new.items()} if both else new
+
+    path.write_text(json.dumps(changed(json.loads(path.read_text()), changes)))
+
+
+def change_record(run, **fields):
+    """Sets whole fields of what is recorded of the model."""
+    path = run / "sparse" / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
 def change_stage(run, **changes):
@@ -89,9 +96,8 @@ def write_result(run, stage="evaluation", name="symbols_pairs--a.json", **change
     of_pairs |= {"title": "attribute pairs", "protocol": "1,200 pairs", "source": str(run / "sparse")}
     of_pairs["weights"] = None if "weights" in changes else weights_of(run)
     content = result("a", "symbols_pairs") | of_pairs | changes
-    written = {key: value for key, value in content.items() if value is not None}
     (run / stage).mkdir(exist_ok=True)
-    (run / stage / name).write_text(json.dumps(written))
+    (run / stage / name).write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
 
 
 def write_analysis(run, weights=None, summary=SUMMARY):

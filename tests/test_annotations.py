@@ -89,14 +89,13 @@ def test_karpathy(tmp_path):
 
 
 def test_tables_of_a_pattern_are_one(tmp_path):
-    source = table(tmp_path)
-    header, *lines = (tmp_path / "pairs.csv").read_text().split("\n0")[0].split("\n")
-    (tmp_path / "pairs_2.csv").write_text(f"{header}\n7.png,more\n")
-    rows = load_pairs(DataArguments(**source | {"source": str(tmp_path / "pairs*.csv")}))
-    assert len(rows) == 9 and rows[8]["caption"] == "more" and lines == []
+    source = table(tmp_path) | {"source": str(tmp_path / "pairs*.csv")}
+    (tmp_path / "pairs_2.csv").write_text("filepath,title\n7.png,more\n")
+    rows = load_pairs(DataArguments(**source))
+    assert len(rows) == 9 and rows[8]["caption"] == "more"
     (tmp_path / "pairs_2.csv").write_text("filepath,caption\n7.png,more\n")
     with pytest.raises(ValueError, match="pairs_2.csv has the columns .*'caption'.*, but .*pairs.csv .*'title'"):
-        load_pairs(DataArguments(**source | {"source": str(tmp_path / "pairs*.csv")}))
+        load_pairs(DataArguments(**source))
 
 
 @pytest.mark.parametrize("source", [table, coco, karpathy])

@@ -2,11 +2,11 @@
 
 import datasets
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from small_evaluation import with_captions
 from test_losses import plain_multi_positive_loss
 from tiny_runs import TUNED
 from torch import nn
@@ -21,20 +21,14 @@ from training.contrastive_task import ContrastiveTask
 from training.loader import PairLoader
 from training.stages.train import TrainStage
 
-TEXT = "A red star stands here. Is it large? It is! Behind it lies 3.5 m of sand."
-SENTENCES = ["A red star stands here.", "Is it large?", "It is!", "Behind it lies 3.5 m of sand."]
-
 
 def test_sentences():
-    assert split_sentences(TEXT) == SENTENCES
+    sentences = ["A red star stands here.", "Is it large?", "It is!", "Behind it lies 3.5 m of sand."]
+    assert split_sentences(" ".join(sentences)) == sentences
     assert split_sentences("  no end at all ") == ["no end at all"]
     assert split_sentences(" ") == []
-    assert split_sentences('Dr. Lee calls it "red." It is 3 ft. wide.\n- a list\n\n- of two') == [
-        'Dr. Lee calls it "red."',
-        "It is 3 ft. wide.",
-        "- a list",
-        "- of two",
-    ]
+    sentences = ['Dr. Lee calls it "red."', "It is 3 ft. wide.", "- a list", "- of two"]
+    assert split_sentences(f"{sentences[0]} {sentences[1]}\n{sentences[2]}\n\n{sentences[3]}") == sentences
 
 
 @given(st.lists(st.integers(1, 30), min_size=0, max_size=7), st.integers(1, 60), st.integers(1, 5), st.integers(0, 9))
@@ -55,9 +49,7 @@ def test_packed_sentences_fit_and_are_whole(lengths, limit, count, seed):
     assert bool(there) == any(length <= limit for length in lengths)
 
 
-@pytest.fixture(scope="module")
-def built():
-    arguments = DataArguments(source="symbols", captions="detailed", num_samples=40)
+def test_policies():
     tokenizer = build_processor("symbols", 64, 32).tokenizer
     policies = [
         CaptionPolicy(policy="full", column="raw_caption"),
@@ -65,17 +57,12 @@ def built():
         CaptionPolicy(policy="full", column="caption"),
         CaptionPolicy(policy="packed", column="caption", count=3, max_tokens=26),
     ]
-    rows = caption_columns(arguments, ["caption", "raw_caption"])
-    return rows, tokenizer, policies, build_captions(rows, policies, tokenizer, seed=0)
-
-
-def test_policies(built):
-    rows, tokenizer, policies, captions = built
-    web = symbols.load("train", "web", 40)
+    arguments = DataArguments(source="symbols", captions="detailed", num_samples=40)
+    rows, web = caption_columns(arguments, ["caption", "raw_caption"]), symbols.load("train", "web", 40)
+    captions, again, other = (build_captions(rows, policies, tokenizer, seed=seed) for seed in (0, 0, 1))
     assert len(captions) == 40 and captions.column_names == ["image", "caption"]
     for row, raw, made in zip(rows, web["caption"], captions, strict=True):
-        assert made["image"] == row["image"]
-        assert len(made["caption"]) == 6
+        assert made["image"] == row["image"] and len(made["caption"]) == 6
         sentences = split_sentences(row["caption"])
         assert made["caption"][:3] == [raw, sentences[0], row["caption"]]
         for packed in filter(None, made["caption"][3:]):
@@ -83,14 +70,12 @@ def test_policies(built):
             assert len(tokenizer(packed)["input_ids"]) <= 26
     assert any("" in made for made in captions["caption"])  # two sentences do not make three combinations
     assert all(made[3] for made in captions["caption"])
-    again = build_captions(rows, policies, tokenizer, seed=0)
-    other = build_captions(rows, policies, tokenizer, seed=1)
     assert list(again["caption"]) == list(captions["caption"]) != list(other["caption"])
 
 
 def test_policies_leave_missing_captions_out():
-    rows = symbols.load("train", "web", 3, captions_per_image=2).remove_columns("caption")
-    rows = rows.add_column("caption", [["One.", None], [None, "Two. Three."], [None, ""]])
+    captions = [["One.", None], [None, "Two. Three."], [None, ""]]
+    rows = with_captions(symbols.load("train", "web", 3), captions)
     built = build_captions(rows, [CaptionPolicy(policy="full", column="caption")], None, seed=0)
     assert list(built["caption"]) == [["One."], ["Two. Three."], [""]]
 
@@ -102,10 +87,8 @@ def test_the_batch_of_several_captions():
     rows = symbols.load("train", "web", 4, captions_per_image=3)
     captions = [list(of_image) for of_image in rows["caption"]]
     captions[0][1] = captions[2][0] = captions[2][2] = " "
-    rows = rows.remove_columns("caption").add_column("caption", captions)
-    weights = [0.2, 0.3, 0.5]
-    arguments = DataArguments(source="symbols", num_samples=4)
-    loader = PairLoader(rows, processor, arguments, 4, caption_weights=weights)
+    weights, arguments = [0.2, 0.3, 0.5], DataArguments(source="symbols", num_samples=4)
+    loader = PairLoader(with_captions(rows, captions), processor, arguments, 4, caption_weights=weights)
     batch = next(loader.in_order(0, 4))
     assert batch["caption_mask"].tolist() == [[True, False, True], [True] * 3, [False, True, False], [True] * 3]
     assert len(batch["input_ids"]) == 9

@@ -12,6 +12,8 @@ import pyarrow.parquet
 import pytest
 import yaml
 from documents import ROOT
+from published_runs import change_json
+from tiny_runs import run_stages
 from transformers import BertConfig
 
 from training.checks import Outlook, find_faults
@@ -35,12 +37,9 @@ def path(tmp_path, monkeypatch):
     (tmp_path / "captions").mkdir()
     (tmp_path / "captions" / "manifest.json").write_text(json.dumps({"stage": {"stage": "captions"}}))
     for folder in ("one", "other"):
-        (tmp_path / folder).mkdir()
-        for file in (ROOT / "training" / "symbol_clip").glob("*.json"):
-            shutil.copy(file, tmp_path / folder)
-    settings = json.loads((tmp_path / "other" / "processor_config.json").read_text())
-    settings["image_processor"]["image_mean"] = [0.4, 0.5, 0.5]
-    (tmp_path / "other" / "processor_config.json").write_text(json.dumps(settings))
+        weights = shutil.ignore_patterns("*.safetensors")
+        shutil.copytree(ROOT / "training" / "symbol_clip", tmp_path / folder, ignore=weights)
+    change_json(tmp_path / "other" / "processor_config.json", image_processor={"image_mean": [0.4, 0.5, 0.5]})
     BertConfig().save_pretrained(tmp_path / "bert")
     return Path(shutil.copy(ROOT / "tests" / "recipes" / "every_stage.yaml", tmp_path / "recipe.yaml"))
 
@@ -55,9 +54,10 @@ def faults(path, overrides, only=None):
     return [line.strip() for line in lines] or [first.removeprefix(f"{path} has a fault: ")]
 
 
-def of_several(path):
-    recipe = load_recipe(path)
-    return Outlook(recipe.stages, recipe.output_dir)
+def found_in(recipe, *names, num_processes=1):
+    """The faults of some stages of a recipe, or of all."""
+    outlook = Outlook(recipe.stages, recipe.output_dir, num_processes)
+    return list(find_faults(outlook, set(names or outlook.stages)))
 
 
 # "settings => what is said of the first one", or "settings -> what is said", * for any text, also at the end
@@ -187,9 +187,8 @@ def test_the_recipe_without_a_fault_has_none(path):
     recipe = load_recipe(path)
     rows, found = plan(recipe, recipe.stages, 1)
     assert not found and len(rows) == len(recipe.stages)
-    outlook = of_several(path)
     started = time.process_time()
-    assert list(find_faults(outlook, set(outlook.stages))) == [] and time.process_time() - started < 1
+    assert found_in(recipe) == [] and time.process_time() - started < 1
 
 
 def test_all_faults_are_named_at_once_and_that_of_several_stages_is_one(path):
@@ -210,9 +209,7 @@ def test_all_faults_are_named_at_once_and_that_of_several_stages_is_one(path):
 
 
 def test_what_only_the_hub_knows_passes(path):
-    recipe = load_recipe(path, {"trained.model": "gpt2", "trained.data.source": "user/pairs"})
-    outlook = Outlook(recipe.stages, recipe.output_dir)
-    assert list(find_faults(outlook, {"trained"})) == []
+    assert found_in(load_recipe(path, {"trained.model": "gpt2", "trained.data.source": "user/pairs"}), "trained") == []
 
 
 def test_a_stage_that_is_neither_done_nor_to_be_run_is_missed(path):
@@ -224,33 +221,25 @@ def test_finished_stages_need_no_data(path):
     recipe = load_recipe(path, {"sentences.data.source": "pairs.csv", "sentences.dim": 3})
     run_recipe(recipe, ["sentences"])
     (path.parent / "pairs.csv").unlink()
-    assert list(find_faults(Outlook(recipe.stages, recipe.output_dir), {"sentences"})) == []
+    assert found_in(recipe, "sentences") == []
 
 
 def test_processes_share_a_batch_and_an_optimizer_has_to_be_installed(path, monkeypatch):
     recipe = load_recipe(path, {"pre.optimizer": "adamw_8bit"})
-    outlooks = [Outlook(recipe.stages, recipe.output_dir, number) for number in (4, 3)]
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    by_four, by_three = (list(find_faults(outlook, {"dense", "pre"})) for outlook in outlooks)
+    by_four, by_three = (found_in(recipe, "dense", "pre", num_processes=number) for number in (4, 3))
     missing = "pre.optimizer: adamw_8bit is torchao's: pip install torchao, or take adamw"
     shared = "pre.global_batch_size: 8 cannot be shared by 3 processes x 1 accumulation steps"
     assert by_four == [missing] and sorted(by_three) == sorted([missing, shared])
-
-
-def recipe_of(folder, *stages):
-    (folder / "recipe.yaml").write_text(yaml.safe_dump({"output_dir": str(folder / "out"), "stages": stages}))
-    return load_recipe(folder / "recipe.yaml")
 
 
 def test_names_that_settings_know(tmp_path):
     """A stage may have the name of an encoder that is built in, or be called as the model that it reads."""
     captions = {"stage": "embed_captions", "data": {"source": "symbols", "num_samples": 20}, "dim": 4}
     stages = [{"name": name, "encoder": "tfidf", **captions} for name in ("tfidf", "again")]
-    run_recipe(
-        recipe_of(tmp_path, *stages, {"name": "c", "stage": "cluster_fine", "captions": "tfidf", "num_centers": 2})
-    )
-    of_hub = {"name": "bert_base_uncased", "encoder": "bert-base-uncased", **captions}
-    assert recipe_of(tmp_path, *stages, of_hub).stages[-1].encoder == "bert-base-uncased"
+    run_stages(tmp_path, [*stages, {"name": "c", "stage": "cluster_fine", "captions": "tfidf", "num_centers": 2}])
+    of_hub = {"again.encoder": "bert-base-uncased", "again.name": "bert_base_uncased"}
+    assert load_recipe(tmp_path / "recipe.yaml", of_hub).stages[1].encoder == "bert-base-uncased"
 
 
 def test_adapters_change_more_than_an_expert_may(path):

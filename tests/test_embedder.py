@@ -34,10 +34,9 @@ def test_results_repeat_and_embeddings_are_kept(dense, sparse, tmp_path, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(CLIPModel, "get_image_features", None)  # calling it would fail
         assert evaluate_model(dense, tasks, tmp_path) == first
-    other = Embedder(sparse, tmp_path / "embeddings", 64, torch.device("cpu"), torch.float32)
-    mine = Embedder(dense, tmp_path / "embeddings", 64, torch.device("cpu"), torch.float32)
-    texts = ["a seven", "a red star"]
-    assert not np.array_equal(other.texts(texts), mine.texts(texts))  # never another model's
+    kept = tmp_path / "embeddings", 64, torch.device("cpu"), torch.float32
+    other, mine = (Embedder(model, *kept).texts(["a seven", "a red star"]) for model in (sparse, dense))
+    assert not np.array_equal(other, mine)  # never another model's
 
 
 def test_weights_that_change_before_they_are_loaded_are_an_error(dense, tmp_path):
@@ -61,17 +60,18 @@ def test_how_a_model_runs_is_part_of_the_key(dense, tmp_path, monkeypatch):
     def key(batch_size=8, dtype=torch.float32):
         return Embedder(dense, tmp_path, batch_size, torch.device("cpu"), dtype).key
 
+    processor = load_processor(dense)  # as transformers loads it where torchvision is installed
+    processor.image_processor.__class__ = type("CLIPImageProcessor", (CLIPImageProcessorPil,), {})
     keys = [key(), key(batch_size=9), key(dtype=torch.bfloat16)]
-    with monkeypatch.context() as patch:
-        patch.setattr(embedder, "environment", lambda: {"commit": None, "versions": {"torch": "another"}})
-        keys.append(key())
-    with monkeypatch.context() as patch:  # what transformers loads where torchvision is installed
-        processor = load_processor(dense)
-        processor.image_processor.__class__ = type("CLIPImageProcessor", (CLIPImageProcessorPil,), {})
-        patch.setattr(embedder, "load_processor", lambda source: processor)
-        keys.append(key())
-    monkeypatch.setattr(embedder, "code_digest", lambda: "another")
-    assert len({*keys, key()}) == 6
+    for name, changed in (
+        ("environment", lambda: {"commit": None, "versions": {"torch": "another"}}),
+        ("load_processor", lambda source: processor),
+        ("code_digest", lambda: "another"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(embedder, name, changed)
+            keys.append(key())
+    assert len(set(keys)) == 6
 
 
 @pytest.mark.parametrize(
@@ -114,21 +114,18 @@ if __name__ == "__main__":
 def test_an_evaluation_by_two_processes_scores_as_one(dense, tmp_path):
     script = tmp_path / "few_symbols.py"
     script.write_text(SCRIPT.format(root=str(Path(__file__).parents[1])))
+    options = ["--tasks", "symbols_retrieval", "--batch-size", "2", "--output-dir", str(tmp_path / "two")]
     command = [str(Path(sys.executable).with_name("accelerate")), "launch", "--quiet", "--cpu", "--num_processes", "2"]
-    command += [str(script), "--model", str(dense), "--tasks", "symbols_retrieval", "--batch-size", "2"]
-    command += ["--output-dir", str(tmp_path / "two")]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    command += [str(script), "--model", str(dense), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("symbols_retrieval (40 samples") == 1
     small = {"symbols_retrieval": TASKS["symbols_retrieval"]}
     (result,) = evaluate_model(dense, small, tmp_path / "one", batch_size=2, device="cpu")
     found = json.loads((tmp_path / "two" / "symbols_retrieval--dense.json").read_text())
     assert found["metrics"] == result["metrics"] and 0 < found["metrics"]["image_to_text_recall@10"] < 1
-    one, two = (
-        {path.relative_to(tmp_path / name): path.read_bytes() for path in (tmp_path / name).rglob("0*")}
-        for name in ("one", "two")
-    )
+    folders = tmp_path / "one", tmp_path / "two"
+    one, two = ({path.relative_to(of): path.read_bytes() for path in of.rglob("0*")} for of in folders)
     assert one == two and len(one) == 6  # three shards of images, and as many of texts
 
 
@@ -145,25 +142,20 @@ def test_workers_give_the_same(dense, tmp_path, monkeypatch):
     assert (images.num_workers(1), images.num_workers(4), images.num_workers(24)) == (8, 3, 1)
 
 
-@pytest.fixture
-def files(tmp_path):
-    """Rows that name the files of images, which nobody has written for a while."""
-    names = []
-    for number, image in enumerate(symbols.load("test", "web", 9)["image"]):
-        names.append(str(tmp_path / f"{number}.png"))
-        image.save(names[-1])
-        os.utime(names[-1], (1, 1))
-    return datasets.Dataset.from_dict({"image": names, "caption": names})
-
-
-def test_images_that_are_known_are_neither_read_nor_decoded_again(dense, tmp_path, files, monkeypatch):
+def test_images_that_are_known_are_neither_read_nor_decoded_again(dense, tmp_path, monkeypatch):
+    """Rows have images, or name files, which nobody has written for a while."""
     embedder, pictures = Embedder(dense, tmp_path / "kept", 4, torch.device("cpu")), symbols.load("test", "web", 9)
+    names = [str(tmp_path / f"{number}.png") for number in range(9)]
+    for name, image in zip(names, pictures["image"], strict=True):
+        image.save(name)
+        os.utime(name, (1, 1))
+    files = datasets.Dataset.from_dict({"image": names, "caption": names})
     first, of_pictures = embedder.images(files), embedder.images(pictures)
     with monkeypatch.context() as patch:
         patch.setattr("data.identity._content_digest", lambda path: pytest.fail(f"{path} is read"))
         patch.setattr(batches, "decode_image", lambda value: pytest.fail(f"{value} is decoded"))
         assert np.array_equal(embedder.images(files), first)
         assert np.array_equal(embedder.images(pictures), of_pictures)
-    shutil.copy(files[0]["image"], files[8]["image"])
+    shutil.copy(names[0], names[8])
     changed = embedder.images(files)
     assert np.array_equal(changed[:8], first[:8]) and np.allclose(changed[8], first[0], atol=1e-6)

@@ -39,9 +39,6 @@ def pairs_of(model, output, **options):
     return evaluate_model(model, find_tasks(["symbols_pairs"]), output, **options)
 
 
-# ---- what is written
-
-
 def test_every_built_in_task(sparse, tmp_path):
     results = evaluate_model(sparse, TASKS, tmp_path, name="a model/x")
     for result in results:
@@ -63,9 +60,6 @@ def test_names_that_look_alike_have_files_of_their_own(dense, tmp_path):
     assert len(write_report(files, tmp_path / "report").splitlines()) == 2 + len(names)
 
 
-# ---- what stands beside each other
-
-
 @pytest.mark.parametrize(
     ("task", "change"),
     [
@@ -81,21 +75,18 @@ def test_names_that_look_alike_have_files_of_their_own(dense, tmp_path):
 def test_results_of_other_data_are_kept_apart(tmp_path, monkeypatch, task, change):
     monkeypatch.chdir(tmp_path)
     Path("classes.txt").write_text("one\ntwo\n")
-    for source in ("one", "two"):
-        Path(source).mkdir()
-        for split in ("train", "test"):
-            rows = symbols.load(split, "web", 8).add_column("number", [0, 1] * 4)
-            rows.add_column("photo", ["x.png"] * 8).to_parquet(f"{source}/{split}.parquet")
+    for split in ("train", "test"):
+        rows = symbols.load(split, "web", 8).add_column("number", [0, 1] * 4)
+        for source in ("one", "two"):
+            Path(source).mkdir(exist_ok=True)
+            rows.to_parquet(f"{source}/{split}.parquet")
     settings = {"task": task, "dataset": "one", "label_column": "background"}
     one, same, other = (OwnTask(**settings | changes).make() for changes in ({}, {}, change))
     names = [task_name(task, made.data) for made in (one, same, other)]
     assert names[0] == names[1] != names[2] and one.data == same.data != other.data and one.protocol != other.protocol
-    if "classes" in change:  # other names
+    if "classes" in change:
         Path("classes.txt").write_text("two\none\n")
         assert OwnTask(**settings | change).make().data != other.data
-
-
-# ---- what is not overwritten
 
 
 def test_other_scores_are_not_overwritten(dense, tmp_path, monkeypatch):
@@ -135,9 +126,6 @@ def test_scores_that_depend_on_the_batch_are_not_overwritten(sparse, tmp_path, m
         pairs_of(model, tmp_path / "scores", batch_size=8)
 
 
-# ---- what has no score
-
-
 def test_a_model_whose_weights_are_zero_has_no_score(dense, tmp_path):
     folder = shutil.copytree(dense, tmp_path / "model")
     damage(folder, lambda weights: weights["visual_projection.weight"].fill_(0))
@@ -171,8 +159,5 @@ def test_an_output_folder_is_made_before_the_work_and_goes_if_it_fails(dense, tm
     monkeypatch.setattr(evaluate, "measure", None)  # calling it would fail
     for output in ("file", "file/below"):
         assert "file" in error_of(dense, tmp_path / output)
-
-
-def test_an_output_folder_needs_a_name(dense):
-    """An empty one would be the current folder; one check stands for all commands (records/command_line.py)."""
+    # An empty one would be the current folder; one check stands for all commands (records/command_line.py)
     assert error_of(dense, "") == "error: Invalid value for --output-dir: a folder needs a name"

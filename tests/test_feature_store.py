@@ -44,6 +44,9 @@ def test_rows_are_those_of_an_array(tmp_path):
     assert (again.num_rows, again.shard_size, again.about) == (250, 100, {"of": "numbers"})
     with pytest.raises(FileNotFoundError, match="is not the folder of this test"):
         FeatureStore.open(tmp_path / "other", "this test")
+    # There may be more rows than in the shard, as of the hidden states of tokens; tensors are as good as arrays
+    arrays = {"pairs": torch.ones(100, dtype=torch.bfloat16), "tokens": torch.ones(700, 2)}
+    written(tmp_path / "tokens", lambda shards: [arrays], num_rows=100)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", *(json.dumps({"shard_size": n}) for n in ("8", True, 8.0, 0))])
@@ -96,12 +99,6 @@ def test_a_damaged_shard_is_named_with_the_folder_to_delete(tmp_path, damage, me
             store["rows"][150:]
 
 
-def test_arrays_may_have_more_rows_than_the_shard(tmp_path):
-    """As the hidden states of tokens do; tensors are as good as arrays."""
-    arrays = {"pairs": torch.ones(100, dtype=torch.bfloat16), "tokens": torch.ones(700, 2)}
-    written(tmp_path, lambda shards: [arrays], num_rows=100)
-
-
 def process(rank, folder):
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "unused"}
     dist.init_process_group("gloo", init_method=f"file://{folder}.processes", rank=rank, world_size=2)
@@ -112,7 +109,7 @@ def process(rank, folder):
 
 
 def test_two_processes_share_the_shards(tmp_path):
-    mp.spawn(process, (tmp_path,), nprocs=2)
+    mp.spawn(process, (tmp_path,), nprocs=2)  # a fork would keep the state of processes that other tests left
     assert np.array_equal(FeatureStore(tmp_path, 250, 100)["rank"][:], np.arange(250) // 100 % 2)
 
 

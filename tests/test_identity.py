@@ -9,8 +9,8 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
-import yaml
-from tiny_runs import ended_by_a_checkpoint, recipe
+import tiny_runs
+from tiny_runs import ended_by_a_checkpoint
 from tiny_sources import CAPTIONS, image_folder, rows, sharegpt4v, write_pictures
 
 from data import identity as data_identity
@@ -18,8 +18,6 @@ from data.identity import content_digests, data_fingerprint, identity
 from data.pairs import load_pairs
 from data.sources import DataArguments
 from training import stages
-from training.recipe import load_recipe
-from training.runner import run_recipe
 
 
 @pytest.fixture(autouse=True)
@@ -109,15 +107,14 @@ def test_a_file_is_read_again_only_where_it_changed(tmp_path, monkeypatch):
 
 def test_large_files_are_read_at_sixteen_places(tmp_path):
     content = np.random.default_rng(0).integers(0, 256, 40 * 2**20, dtype=np.uint8)
+    contents = [content, content[:-1]]
+    for changed in (0, 19 * 2**20, len(content) - 1):  # the start, in a block, the end
+        contents.append(content.copy())
+        contents[-1][changed] ^= 1
     digests = set()
-    for changed in (None, 0, 19 * 2**20, len(content) - 1):  # the start, in a block, the end
-        other = content.copy()
-        if changed is not None:
-            other[changed] ^= 1
+    for other in contents:
         (tmp_path / "large").write_bytes(other.tobytes())
         digests |= set(content_digests([tmp_path / "large"]))
-    (tmp_path / "large").write_bytes(content[:-1].tobytes())
-    digests |= set(content_digests([tmp_path / "large"]))
     assert len(digests) == 5
 
 
@@ -126,32 +123,30 @@ def test_digests_do_not_need_their_cache(damage, tmp_path, cache):
     (tmp_path / "a").write_bytes(b"x")
     expected = content_digests([tmp_path / "a"])
     shutil.rmtree(cache)
-    if damage == "a folder":
-        (cache / "clip_moe_digests.sqlite").mkdir(parents=True)
-    else:
-        cache.mkdir()
-        (cache / "clip_moe_digests.sqlite").write_text("no database " * 1000)
+    digests = cache / "clip_moe_digests.sqlite"
+    (digests if damage == "a folder" else cache).mkdir(parents=True)
+    if damage == "no database":
+        digests.write_text("no database " * 1000)
     assert content_digests([tmp_path / "a"]) == expected
 
 
 @pytest.fixture
 def train(tmp_path):
-    def train(data, **overrides):
-        path = tmp_path / "recipe.yaml"
-        settings = recipe(data=data, max_steps=4, save_steps=2, global_batch_size=4)
-        path.write_text(yaml.safe_dump(settings))
-        return run_recipe(load_recipe(path, {"output_dir": str(tmp_path / "out"), **overrides}))
-
-    return train
+    return lambda data: tiny_runs.train(tmp_path, data=data, max_steps=4, save_steps=2, global_batch_size=4)
 
 
-@pytest.mark.parametrize("kind", ["parquet", "stream"])
-def test_a_finished_stage_of_other_data_is_refused(kind, tmp_path, train, capsys):
-    data = layout(kind.replace("stream", "parquet"), tmp_path / "a") | {"streaming": kind == "stream"}
+@pytest.mark.parametrize("streaming", [False, True], ids=["loaded", "streamed"])
+def test_a_finished_stage_knows_its_data(streaming, tmp_path, train, capsys):
+    """It stays done where they are carried to or gone, and is refused where they are others."""
+    data = layout("parquet", tmp_path / "a") | {"streaming": streaming}
     train(data)
+    shutil.copy(data["source"], tmp_path / "copy")
+    os.replace(tmp_path / "copy", data["source"])  # other times, another inode
     train(data)
-    assert "tuned: done before, skipped" in capsys.readouterr().out
-    layout(kind.replace("stream", "parquet"), tmp_path / "a", first=100)
+    Path(data["source"]).unlink()
+    train(data)
+    assert capsys.readouterr().out.count("tuned: done before, skipped") == 2
+    layout("parquet", tmp_path / "a", first=100)
     with pytest.raises(ValueError, match=r"tuned was made with other data .* Delete it"):
         train(data)
 
@@ -164,16 +159,7 @@ def test_a_damaged_record_of_a_saved_dataset_is_named(tmp_path, text):
         identity(data)
 
 
-def test_a_killed_stage_is_not_resumed_on_other_data(tmp_path, train):
-    data = layout("parquet", tmp_path / "a")
-    with ended_by_a_checkpoint():
-        train(data)
-    layout("parquet", tmp_path / "a", first=100)
-    with pytest.raises(ValueError, match=r"tuned.partial was made with other data .*data\.parquet.* Delete it"):
-        train(data)
-
-
-def test_data_that_change_while_a_stage_reads_them_are_an_error(tmp_path, train, monkeypatch):
+def test_data_that_change_while_a_stage_reads_them_or_after_it_was_killed(tmp_path, train, monkeypatch):
     data, original = layout("parquet", tmp_path / "a"), stages.train.train
 
     def train_and_change(*args, **kwargs):
@@ -189,17 +175,12 @@ def test_data_that_change_while_a_stage_reads_them_are_an_error(tmp_path, train,
     train(data)
     manifest = json.loads((tmp_path / "out" / "tuned" / "manifest.json").read_text())
     assert manifest["data"] == identity(DataArguments(**data))
-
-
-def test_stages_that_were_carried_here_stay_done(tmp_path, train, capsys):
-    data = layout("parquet", tmp_path / "a")
-    train(data)
-    shutil.copy(data["source"], tmp_path / "copy")
-    os.replace(tmp_path / "copy", data["source"])  # other times, another inode
-    train(data)
-    Path(data["source"]).unlink()  # the data need not be carried
-    train(data)
-    assert capsys.readouterr().out.count("tuned: done before, skipped") == 2
+    shutil.rmtree(tmp_path / "out")
+    with ended_by_a_checkpoint():
+        train(data)
+    layout("parquet", tmp_path / "a", first=100)
+    with pytest.raises(ValueError, match=r"tuned.partial was made with other data .*data\.parquet.* Delete it"):
+        train(data)
 
 
 def test_only_the_files_of_the_split_count(tmp_path):
@@ -212,7 +193,5 @@ def test_only_the_files_of_the_split_count(tmp_path):
     assert identity(data) == before
     image_folder(tmp_path / "data" / "train", first=100)
     assert identity(data) != before
-    assert (
-        identity(DataArguments(source="nobody/nothing")) is None
-        and identity(DataArguments(source="symbols", num_samples=1)) is None
-    )
+    for source in ("nobody/nothing", "symbols"):
+        assert identity(DataArguments(source=source, num_samples=1)) is None

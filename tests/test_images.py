@@ -37,8 +37,8 @@ def test_exif_rotation_is_applied(format, decoded):
     value = encoded(half_red(), format, exif=exif)
     image = decode_image(PIL.Image.open(io.BytesIO(value["bytes"])) if decoded else value)
     assert image.size == (20, 40)
-    assert np.abs(np.subtract(image.getpixel((10, 5)), RED)).max() < 10
-    assert np.abs(np.subtract(image.getpixel((10, 35)), GREEN)).max() < 10
+    for place, color in (((10, 5), RED), ((10, 35), GREEN)):
+        assert np.abs(np.subtract(image.getpixel(place), color)).max() < 10
 
 
 def gradient(dtype, top):
@@ -67,15 +67,14 @@ def test_deep_gray_is_scaled(array, format):
 
 def drawings():
     """A black square on what is transparent, in every mode that has transparency."""
-    rgba = PIL.Image.new("RGBA", (16, 16), (0, 0, 0, 0))
-    rgba.paste((0, 0, 0, 255), (4, 4, 12, 12))
-    palette = PIL.Image.new("P", (16, 16), 0)
+
+    def drawn(mode, background, black):
+        image = PIL.Image.new(mode, (16, 16), background)
+        image.paste(black, (4, 4, 12, 12))
+        return image
+
+    rgba, palette = drawn("RGBA", (0, 0, 0, 0), (0, 0, 0, 255)), drawn("P", 0, 1)
     palette.putpalette([0, 0, 255, 0, 0, 0])
-    palette.paste(1, (4, 4, 12, 12))
-    keyed = PIL.Image.new("RGB", (16, 16), (1, 2, 3))
-    keyed.paste((0, 0, 0), (4, 4, 12, 12))
-    gray = PIL.Image.new("L", (16, 16), 9)
-    gray.paste(0, (4, 4, 12, 12))
     return {
         "RGBA": rgba,
         "RGBa": rgba.convert("RGBa"),
@@ -87,17 +86,16 @@ def drawings():
         "LA png": encoded(rgba.convert("LA")),
         "P png": encoded(palette, transparency=0),
         "P gif": encoded(palette, "gif", transparency=0),
-        "RGB png": encoded(keyed, transparency=(1, 2, 3)),
-        "L png": encoded(gray, transparency=9),
+        "RGB png": encoded(drawn("RGB", (1, 2, 3), (0, 0, 0)), transparency=(1, 2, 3)),
+        "L png": encoded(drawn("L", 9, 0), transparency=9),
     }
 
 
 @pytest.mark.parametrize("mode", list(drawings()))
 def test_transparency_is_laid_on_white(mode):
-    pixels = np.asarray(decode_image(drawings()[mode]))
-    assert pixels.shape == (16, 16, 3)
-    assert (pixels[4:12, 4:12] == 0).all()
-    assert (pixels[:4] == 255).all() and (pixels[:, 12:] == 255).all()
+    expected = np.full((16, 16, 3), 255)
+    expected[4:12, 4:12] = 0
+    assert np.array_equal(decode_image(drawings()[mode]), expected)
     assert decode_image(PIL.Image.new("RGBA", (4, 4), (0, 0, 0, 128))).getpixel((0, 0)) == (127, 127, 127)
 
 
@@ -120,10 +118,9 @@ def test_too_large_and_too_long_images_are_refused_before_they_are_decoded(size,
     header = b"IHDR" + struct.pack(">II", *size) + value[24:29]
     png = value[:12] + header + struct.pack(">I", zlib.crc32(header)) + value[33:]
     monkeypatch.setattr(PIL.Image.Image, "load", None)  # whatever decodes would say so
-    with pytest.raises(OSError, match=message):
-        decode_image({"bytes": png, "path": None})
-    with pytest.raises(OSError, match=message):
-        decode_image(PIL.Image.open(io.BytesIO(png)))
+    for value in ({"bytes": png, "path": None}, PIL.Image.open(io.BytesIO(png))):
+        with pytest.raises(OSError, match=message):
+            decode_image(value)
 
 
 @pytest.mark.parametrize("format", ["gif", "webp", "png", "tiff", "mpo"])

@@ -15,8 +15,6 @@ from tiny_runs import DENSE, TUNED, run_stages, weights
 from records import processes
 
 ROOT = Path(__file__).parents[1]
-SBATCH = ROOT / "training" / "slurm" / "upcycle.sbatch"
-BIN = Path(sys.executable).parent
 # What Slurm does there: names the machines, and runs the command once on each
 STAND_INS = {
     "scontrol": "#!/bin/bash\necho 127.0.0.1\necho elsewhere\n",
@@ -29,44 +27,29 @@ wait $! || exit 1
 exit $first
 """,
 }
-TRAINED = TUNED | {"data": {"source": "symbols", "num_samples": 8, "in_memory": True}, "max_steps": 2, "model": "dense"}
-
-
-@pytest.fixture
-def recipe(tmp_path):
-    """A recipe file, and what one process makes of it."""
-    (tmp_path / "one").mkdir()
-    run_stages(tmp_path / "one", [DENSE, TRAINED])
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump({"output_dir": str(tmp_path / "two"), "stages": [DENSE, TRAINED]}))
-    return path
-
-
-def run(command, **variables):
-    environment = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1", **variables}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
-def assert_one(folder):
-    expected = weights(folder / "one" / "out" / "tuned")
-    torch.testing.assert_close(weights(folder / "two" / "tuned"), expected, atol=1e-5, rtol=1e-4)
+TRAINED = TUNED | {"data": {"source": "symbols", "num_samples": 8, "in_memory": True}, "max_steps": 2}
 
 
 @pytest.mark.slow
-def test_slurm(recipe, tmp_path):
+def test_slurm(tmp_path):
+    one = run_stages(tmp_path / "one", [DENSE, TRAINED])
+    recipe = {"output_dir": str(tmp_path / "two"), "stages": [DENSE, TRAINED]}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     for name, text in STAND_INS.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     config = yaml.safe_load((ROOT / "training" / "accelerate" / "ddp.yaml").read_text())
     config |= {"distributed_type": "MULTI_CPU", "use_cpu": True}
     (tmp_path / "cpu.yaml").write_text(yaml.safe_dump(config))
-    variables = {"CONFIG": str(tmp_path / "cpu.yaml"), "PATH": f"{tmp_path}:{BIN}:{os.environ['PATH']}"}
-    variables |= {"SLURM_JOB_NODELIST": "here", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "1"}
+    bin = Path(sys.executable).parent
+    variables = {"CONFIG": str(tmp_path / "cpu.yaml"), "PATH": f"{tmp_path}:{bin}:{os.environ['PATH']}"}
+    variables |= {"SLURM_JOB_NODELIST": "here", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "1", "OMP_NUM_THREADS": "1"}
     variables |= {"SLURM_JOB_ID": str(os.getpid())}
-    assert run(["bash", SBATCH, "--config", recipe], **variables).count("on 2 x cpu") == 1  # together, not each
-    assert_one(tmp_path)
+    command = ["bash", ROOT / "training" / "slurm" / "upcycle.sbatch", "--config", tmp_path / "recipe.yaml"]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("on 2 x cpu") == 1  # together, not each
+    torch.testing.assert_close(weights(tmp_path / "two" / "tuned"), weights(one / "tuned"), atol=1e-5, rtol=1e-4)
 
 
 def test_what_accelerate_was_asked_for_is_read(tmp_path):

@@ -1,13 +1,13 @@
 """Where a model meets a processor, and several processors meet: what does not fit is refused by every command."""
 
 import itertools
-import json
 import shutil
 
 import converters
 import pytest
 import yaml
-from tiny_clip import error_of, processor, tiny_clip
+from published_runs import change_json
+from tiny_clip import error_of, processor, saved, tiny_clip
 from tiny_runs import run_stages
 from transformers import CLIPTokenizer
 
@@ -16,56 +16,41 @@ from evaluation.commands import evaluate
 from training.commands import train as train_command
 
 
-def edit(path, change):
-    content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
+def set_in(file, **changes):
+    return lambda folder: change_json(folder / file, **changes)
 
 
-def set_in(file, *keys, value):
-    def change(content):
-        for key in keys[:-1]:
-            content = content[key]
-        content[keys[-1]] = value
-
-    return lambda folder: edit(folder / file, change)
-
-
-LAST_WORD = "u</w>"
+NUMBER_OF = processor().tokenizer.get_vocab()
 
 
 def token_above_the_end(folder):
     """The end token is not the highest one, at which 2 pools."""
-    vocabulary = processor().tokenizer.get_vocab()
-    *letters, last, start, end = sorted(vocabulary, key=vocabulary.get)
+    *letters, last, start, end = sorted(NUMBER_OF, key=NUMBER_OF.get)
     vocabulary = {token: number for number, token in enumerate([*letters, start, end, last])}
     CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=12).save_pretrained(folder)
-    set_in("config.json", "text_config", "eos_token_id", value=2)(folder)
+    change_json(folder / "config.json", text_config={"eos_token_id": 2})
 
 
 # What is wrong with a folder -> the setting or behaviour that the error names, and the way to make it so
 FAULTS = {
-    "another end token": ("eos_token_id is 5", set_in("config.json", "text_config", "eos_token_id", value=5)),
-    "padded on the left": ("pads texts on the left", set_in("tokenizer_config.json", "padding_side", value="left")),
-    "a word above the end token": (f"has '{LAST_WORD}' with the number 19, above its", token_above_the_end),
+    "another end token": ("eos_token_id is 5", set_in("config.json", text_config={"eos_token_id": 5})),
+    "padded on the left": ("pads texts on the left", set_in("tokenizer_config.json", padding_side="left")),
+    "a word above the end token": ("has 'u</w>' with the number 19, above its", token_above_the_end),
     "longer than the positions": (
         "model_max_length is 13 and max_position_embeddings is 12",
-        set_in("tokenizer_config.json", "model_max_length", value=13),
+        set_in("tokenizer_config.json", model_max_length=13),
     ),
-    "more words": (
-        "has 41 tokens, but vocab_size is 40",
-        lambda folder: edit(folder / "tokenizer.json", lambda c: c["model"]["vocab"].update({"more</w>": 40})),
-    ),
+    "more words": ("has 41 tokens, but vocab_size is 40", set_in("tokenizer.json", model={"vocab": {"more</w>": 40}})),
     "larger images": (
         "makes images of 3 x 24 x 24",
-        set_in("processor_config.json", "image_processor", "crop_size", value={"height": 24, "width": 24}),
+        set_in("processor_config.json", image_processor={"crop_size": {"height": 24, "width": 24}}),
     ),
 }
 DATA = {"source": "symbols", "num_samples": 8}
 STEPS = {"global_batch_size": 2, "max_steps": 1, "learning_rate": 1e-3}
 STAGES = {
-    "train": {"stage": "train", "data": DATA, **STEPS},
-    "embed": {"stage": "embed", "data": DATA},
+    "train": {"stage": "train", "model": "FOLDER", "data": DATA, **STEPS},
+    "embed": {"stage": "embed", "model": "FOLDER", "data": DATA},
     "stage average": {"stage": "average", "models": ["FOLDER", "FOLDER"]},
     "embed_captions": {"stage": "embed_captions", "data": DATA, "encoder": "FOLDER"},
     "embed images": {"stage": "embed_captions", "data": DATA, "encoder": "FOLDER", "modality": "image"},
@@ -84,21 +69,9 @@ COMMANDS = {
 def sound(tmp_path_factory):
     """A dense and a sparse CLIP with the same processor."""
     folder = tmp_path_factory.mktemp("sound")
-    tiny_clip().save_pretrained(folder / "dense")
-    processor().save_pretrained(folder / "dense")
-    upcycle.main([str(folder / "dense"), str(folder / "sparse"), "--preset", "clip_up"])
+    dense = saved(folder / "dense", tiny_clip())
+    upcycle.main([str(dense), str(folder / "sparse"), "--preset", "clip_up"])
     return folder
-
-
-def recipe_of(settings, folder, tmp_path):
-    """A recipe of one stage that reads a model in a folder."""
-    stage = {"name": "one", "model": "FOLDER"} | settings
-    if "encoder" in stage or "models" in stage:
-        del stage["model"]
-    text = json.dumps({"output_dir": str(tmp_path / "out"), "stages": [stage]})
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(json.loads(text.replace("FOLDER", str(folder)))))
-    return ["--config", str(path)]
 
 
 # All go through `require_fit`: one command meets every fault, and every command meets one, another one each
@@ -107,8 +80,7 @@ PAIRS = {(fault, "upcycle") for fault in FAULTS} | set(zip(itertools.cycle(FAULT
 
 @pytest.mark.parametrize(("fault", "command"), sorted(PAIRS))
 def test_a_processor_that_does_not_fit_its_model_is_refused(sound, tmp_path, fault, command):
-    folder = tmp_path / "model"
-    shutil.copytree(sound / "dense", folder)
+    folder, recipe = shutil.copytree(sound / "dense", tmp_path / "model"), tmp_path / "recipe.yaml"
     message, break_it = FAULTS[fault]
     break_it(folder)
     if command in COMMANDS:
@@ -116,8 +88,9 @@ def test_a_processor_that_does_not_fit_its_model_is_refused(sound, tmp_path, fau
         arguments = line.replace("FOLDER", str(folder)).replace("OUT", str(tmp_path / "out")).split()
         lines = [error_of(module.main, *arguments)]
     else:
-        arguments = recipe_of(STAGES[command], folder, tmp_path)
-        lines = [error_of(train_command.main, *arguments, *plan) for plan in ([], ["--plan"])]
+        settings = {"output_dir": str(tmp_path / "out"), "stages": [{"name": "one"} | STAGES[command]]}
+        recipe.write_text(yaml.safe_dump(settings).replace("FOLDER", str(folder)))
+        lines = [error_of(train_command.main, "--config", recipe, *plan) for plan in ([], ["--plan"])]
     for line in lines:
         assert message in line and str(folder) in line, line
     assert not (tmp_path / "out").exists()
@@ -132,34 +105,21 @@ def test_the_processor_that_a_converter_is_given_and_its_checkpoint_are_both_nam
     assert f"image processor of {tmp_path / 'dense'} " in line and f" {checkpoint} takes" in line and "\n" not in line
 
 
-def renumber(folder):
-    def swap(content):
-        vocabulary = content["model"]["vocab"]
-        vocabulary["a"], vocabulary["a</w>"] = vocabulary["a</w>"], vocabulary["a"]
-
-    edit(folder / "tokenizer.json", swap)
-
-
+SWAPPED = {"a": NUMBER_OF["a</w>"], "a</w>": NUMBER_OF["a"]}
 OTHERWISE = [
-    ("tokenizer", renumber),
-    ("tokenizer", set_in("tokenizer_config.json", "model_max_length", value=8)),
-    ("image processor", set_in("processor_config.json", "image_processor", "image_mean", value=[0.5, 0.5, 0.5])),
+    ("tokenizer", set_in("tokenizer.json", model={"vocab": SWAPPED})),
+    ("tokenizer", set_in("tokenizer_config.json", model_max_length=8)),
+    ("image processor", set_in("processor_config.json", image_processor={"image_mean": [0.5, 0.5, 0.5]})),
 ]
-
-
-JOINED = {
-    average: "OUT --models ONE OTHER",
-    unify: "ONE OUT --experts OTHER",
-}
 
 
 @pytest.mark.parametrize("half, change", OTHERWISE)
 def test_models_that_read_otherwise_do_not_become_one(sound, tmp_path, half, change):
     one, other = sound / "dense", shutil.copytree(sound / "dense", tmp_path / "other")
     change(other)
-    for command, line in JOINED.items():
-        line = line.replace("ONE", str(one)).replace("OTHER", str(other)).replace("OUT", str(tmp_path / "out"))
-        error = error_of(command.main, *line.split())
+    out = tmp_path / "out"
+    for command, arguments in ((average, [out, "--models", one, other]), (unify, [one, out, "--experts", other])):
+        error = error_of(command.main, *arguments)
         assert f"the {half} of {other} " in error and f"that of {one}," in error
     assert not (tmp_path / "out").exists()
 

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 
 import datasets
-import numpy as np
 import PIL.Image
 import pytest
 import small_evaluation
@@ -68,11 +67,10 @@ def test_another_seed_has_other_pictures_of_the_same_kinds():
 # ---- labels
 
 
-def labeled(tmp_path, labels, features=None):
-    images = [PIL.Image.fromarray(np.full((8, 8, 3), 20 * i, np.uint8)) for i in range(len(labels))]
-    rows = datasets.Dataset.from_dict({"image": images, "label": labels}).cast_column("image", datasets.Image())
-    if features is not None:
-        rows = rows.cast_column("label", features)
+def labeled(tmp_path, labels, feature=None):
+    images = [PIL.Image.new("RGB", (8, 8), (20 * number,) * 3) for number in range(len(labels))]
+    rows = datasets.Dataset.from_dict({"image": images, "label": labels})
+    rows = rows.cast_column("label", feature) if feature else rows
     rows.to_parquet(tmp_path / "labeled.parquet")
     return DataArguments(source=str(tmp_path / "labeled.parquet"), split="test", caption_column="label")
 
@@ -111,12 +109,8 @@ def test_labels_of_every_sort(tmp_path, labels, features, classes, captions):
         (["one", None], ["one", "two"], "row 1 of column label has None"),
         (["n01440764", "n01443537"], ["n01440764 tench"], "has none for 1 classes, such as n01443537"),
         (["n01440764", "n01443537"], ["n01440764 tench", "n01443537"], "the class 'n01440764 tench' is WordNet's id"),
-        (["10", "9", "2"], None, r"calls its classes 2, 9, 10, .* their 3 names .*, one a line, as tench"),
-        (
-            ["10", "9"],
-            ["9", "10"],
-            r"--classes names a class '9', .* a label .*: give a file of names",
-        ),
+        (["10", "9", "2"], None, "calls its classes 2, 9, 10, .* their 3 names .*, one a line, as tench"),
+        (["10", "9"], ["9", "10"], "--classes names a class '9', .* a label .*: give a file of names"),
         (["one", "one"], None, "two classes or more are needed, each with a name of its own, not 'one'"),
     ],
 )
@@ -147,6 +141,9 @@ def test_templates_and_classes_of_a_file(tmp_path):
 # ---- linear probes
 
 
+IDS = ["n00000001", "n00000002"]
+
+
 def class_folders(root, **names):
     """An image folder with two images of each class of each split."""
     for split, classes in names.items():
@@ -157,21 +154,21 @@ def class_folders(root, **names):
     return DataArguments(source=str(root), split="test", caption_column="label")
 
 
-@pytest.mark.parametrize("classes", [None, ["a", "b", "c", "d"]])
-def test_a_probe_knows_the_classes_of_both_splits_by_name(tmp_path, classes):
-    arguments = class_folders(tmp_path / "folders", train="acd", test="bcd")
+@pytest.mark.parametrize(
+    ("folders", "classes", "expected", "test", "train"),
+    [
+        (("acd", "bcd"), None, ["a", "b", "c", "d"], "bbccdd", "aaccdd"),
+        (("acd", "bcd"), ["a", "b", "c", "d"], ["a", "b", "c", "d"], "bbccdd", "aaccdd"),
+        ((IDS, IDS), ["A", "B"], ["A", "B"], "AABB", "AABB"),
+        ((IDS, IDS), ["n00000002 B", "n00000001 A"], ["A", "B"], "AABB", "AABB"),
+    ],
+)
+def test_a_probe_knows_the_classes_of_both_splits_by_name(tmp_path, folders, classes, expected, test, train):
+    """Also where the folders are called by ids."""
+    arguments = class_folders(tmp_path / "folders", train=folders[0], test=folders[1])
     task = linear_probe_task(arguments, "train", classes)
-    assert sorted(task.classes) == ["a", "b", "c", "d"]
-    for load, expected in ((task.load, "bbccdd"), (task.load_train, "aaccdd")):
-        assert "".join(load()[0]["caption"]) == expected
-
-
-@pytest.mark.parametrize("classes", [["one", "two"], ["n00000002 two", "n00000001 one"]])
-def test_a_probe_takes_the_names_of_ids(tmp_path, classes):
-    ids = ["n00000001", "n00000002"]
-    task = linear_probe_task(class_folders(tmp_path / "folders", train=ids, test=ids), "train", classes)
-    for load in (task.load, task.load_train):
-        assert list(load()[0]["caption"]) == ["one", "one", "two", "two"] and task.classes == ["one", "two"]
+    assert sorted(task.classes) == expected
+    assert ["".join(load()[0]["caption"]) for load in (task.load, task.load_train)] == [test, train]
 
 
 @pytest.mark.parametrize(
@@ -197,10 +194,7 @@ def test_a_probe_is_not_fitted_to_what_it_is_tested_on(tmp_path, kind, splits, s
 
 
 def save_rows(folder, name, entries):
-    """A parquet file, with images as bytes."""
     rows = datasets.Dataset.from_list(entries)
-    if not isinstance(entries[0]["image"], str):
-        rows = rows.cast_column("image", datasets.Image())
     rows.to_parquet(folder / f"{name}.parquet")
     return DataArguments(source=str(folder / f"{name}.parquet"), split="train")
 
@@ -213,21 +207,21 @@ def scores_of(dense, folder, *arguments):
 def test_the_same_pairs_score_alike_however_they_lie(dense, tmp_path):
     """Images as bytes, below a root, and one row a caption."""
     (tmp_path / "images").mkdir()
-    lists, apart, named = [], [], []
+    lists, named = [], []
     for number, row in enumerate(symbols.load("test", "web", 8, captions_per_image=3)):
         captions = [" ".join(caption.split()[:6]) for caption in row["caption"]]
         file = tmp_path / "images" / f"{number}.png"
         row["image"].save(file)
         lists.append({"image": {"bytes": file.read_bytes(), "path": None}, "caption": captions})
         named.append({"image": f"{number}.png", "caption": captions})
-        apart += [{**lists[-1], "caption": caption} for caption in captions]
-    parts = {"lists": lists, "apart": apart[::3] + apart[1::3] + apart[2::3], "named": named}
+    apart = [{**row, "caption": row["caption"][number]} for number in range(3) for row in lists]
+    parts = {"lists": lists, "apart": apart, "named": named}
     arguments = [save_rows(tmp_path, name, entries) for name, entries in parts.items()]
     arguments[2] = dataclasses.replace(arguments[2], image_root=str(tmp_path / "images"))
     results = scores_of(dense, tmp_path, *arguments)
     assert [result["metrics"] for result in results] == [results[0]["metrics"]] * 3
-    counts = {(result["num_samples"], result["num_captions"], result["num_skipped"]) for result in results}
-    assert counts == {(8, 24, 0)}
+    counts = [[result[f"num_{what}"] for what in ("samples", "captions", "skipped")] for result in results]
+    assert counts == [[8, 24, 0]] * 3
 
 
 @pytest.mark.parametrize(
@@ -262,21 +256,6 @@ def test_what_is_missing_is_left_out_and_counted(dense, tmp_path):
 # ---- pairs
 
 
-@pytest.fixture
-def pairs(tmp_path):
-    """Twelve, with captions that are short enough for the model."""
-    rows = symbols.load_minimal_pairs("test", 12)
-    for side in range(2):
-        captions = [" ".join(caption.split()[:6]) for caption in rows[f"caption_{side}"]]
-        rows = rows.remove_columns(f"caption_{side}").add_column(f"caption_{side}", captions)
-    rows.to_parquet(tmp_path / "pairs.parquet")
-    return rows
-
-
-def pairs_of(tmp_path, **changes):
-    return OwnTask(task="pairs", dataset=str(tmp_path / "pairs.parquet"), **changes)
-
-
 def test_pairs_on_other_columns_and_below_a_root(dense, tmp_path, capsys):
     """As paths, from the command line."""
     entries = []
@@ -289,18 +268,20 @@ def test_pairs_on_other_columns_and_below_a_root(dense, tmp_path, capsys):
         entries.append(entry)
     datasets.Dataset.from_list(entries).to_parquet(tmp_path / "pairs.parquet")
     columns = {"image_column": "photo", "caption_column": "text", "image_root": str(tmp_path / "pictures")}
-    before = pairs_of(tmp_path, **columns).fingerprint()
+    own = OwnTask(task="pairs", dataset=str(tmp_path / "pairs.parquet"), **columns)
+    before = own.fingerprint()
     options = [word for name, value in columns.items() for word in (f"--{name.replace('_', '-')}", value)]
     command = ["--model", str(dense), "--dataset", str(tmp_path / "pairs.parquet"), *options, "--tasks", "pairs"]
     evaluate.main([*command, "--output-dir", str(tmp_path / "scores")])
     assert "pairs-pairs-text-" in capsys.readouterr().out
     for name in ("2_0.png", "2_1.png"):  # images of both sides are part of the fingerprint
-        assert before == (before := pairs_of(tmp_path, **columns).fingerprint())
+        assert before == (before := own.fingerprint())
         PIL.Image.new("RGB", (8, 8), (9, 9, 9)).save(tmp_path / "pictures" / name)
-        assert before != (before := pairs_of(tmp_path, **columns).fingerprint())
+        assert before != (before := own.fingerprint())
 
 
-def test_a_pair_of_which_one_side_cannot_be_read_is_left_out(pairs, tmp_path):
+def test_a_pair_of_which_one_side_cannot_be_read_is_left_out(tmp_path):
+    pairs = symbols.load_minimal_pairs("test", 12)
     captions = list(pairs["caption_1"])
     captions[3] = " "
     pairs.remove_columns("caption_1").add_column("caption_1", captions).to_parquet(tmp_path / "pairs.parquet")

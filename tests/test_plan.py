@@ -1,10 +1,8 @@
 """What --plan says, against what runs write and the papers count."""
 
-import os
+import contextlib
 import re
 import shlex
-import subprocess
-import sys
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from tiny_runs import train as run_until
 from tiny_sources import images_and_texts, write_shard
 from transformers import AutoModel, BertConfig, CLIPConfig
 
+import clip_moe
 from training import engine
 from training.commands import train
 from training.estimates import AtMost
@@ -43,55 +42,40 @@ HUB = {
 }
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    """A cache of the Hub with the configurations of models, as huggingface_hub lays it out."""
-    cache, commit = tmp_path_factory.mktemp("hub"), "0" * 40
-    for name, config in HUB.items():
-        folder = cache / f"models--{name.replace('/', '--')}"
+def test_the_page_shows_what_is_printed(tmp_path, monkeypatch, capsys):
+    for name, config in HUB.items():  # in a cache as huggingface_hub lays it out
+        folder = tmp_path / f"models--{name.replace('/', '--')}"
         (folder / "refs").mkdir(parents=True)
-        (folder / "refs" / "main").write_text(commit)
-        config.save_pretrained(folder / "snapshots" / commit)
-    return cache
-
-
-def printed(command, cache=None):
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    environment |= {"HF_HUB_CACHE": str(cache)} if cache else {}
-    words = [sys.executable, "-m", "clip_moe", *shlex.split(command.replace("\\\n", " "))[1:]]
-    return subprocess.run(words, env=environment, cwd=ROOT, capture_output=True, text=True)
-
-
-def test_the_page_shows_what_is_printed(cache):
+        (folder / "refs" / "main").write_text("0" * 40)
+        config.save_pretrained(folder / "snapshots" / ("0" * 40))
     page = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8").split("## What a run will take: --plan")[1]
     blocks = re.findall(r"```text\n\$ (clip-moe train (?:.*\\\n)*.*)\n((?:.*\n)*?)```\n", page)
     ((command, shown),) = blocks
-    assert shown and printed(command, cache).stdout.startswith(shown)  # what columns are comes below
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.chdir(ROOT)
+    with contextlib.suppress(SystemExit):
+        clip_moe.main(shlex.split(command.replace("\\\n", " "))[1:])
+    assert shown and capsys.readouterr().out.startswith(shown)  # what columns are comes below
 
 
 @pytest.fixture
 def plan_of(tmp_path):
-    """The rows of a recipe's plan by name, and its faults."""
+    """The rows of the plan of `recipe.yaml` by name, and its faults."""
 
-    def plan_of(path, overrides, num_processes=1):
-        recipe = load_recipe(path, {"output_dir": str(tmp_path / "out")} | overrides)
-        rows, faults = plan(recipe, recipe.stages, num_processes)
+    def plan_of(overrides=None):
+        recipe = load_recipe(tmp_path / "recipe.yaml", {"output_dir": str(tmp_path / "out")} | (overrides or {}))
+        rows, faults = plan(recipe, recipe.stages, 1)
         return {row.name: row for row in rows}, faults
 
     return plan_of
 
 
-TRAINED = {
-    "data": {"source": "symbols", "num_samples": 50},
-    "global_batch_size": 8,
-    "num_epochs": 1,
-    "learning_rate": 1e-3,
-    "save_steps": 1,
-    "save_total_limit": 2,
-}
+DATA = {"data": {"source": "symbols", "num_samples": 50}}
+SAVED = {"save_steps": 1, "save_total_limit": 2}
+TRAINED = {"global_batch_size": 8, "num_epochs": 1, "learning_rate": 1e-3, **DATA, **SAVED}
 REAL = {
     "output_dir": "out",
-    "defaults": {"train": TRAINED, "embed": {"data": TRAINED["data"]}, "hidden_states": {"data": TRAINED["data"]}},
+    "defaults": {"train": TRAINED, "embed": DATA, "hidden_states": DATA},
     "stages": [
         {"name": "sparse", "stage": "upcycle", "model": str(ROOT / "training/symbol_clip"), "preset": "clip_up"},
         {"name": "kept", "stage": "hidden_states", "model": "sparse"},
@@ -110,7 +94,7 @@ def size(folder):
 
 def test_a_run_takes_what_the_plan_says(plan_of, tmp_path, monkeypatch):
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(REAL))
-    rows, faults = plan_of(tmp_path / "recipe.yaml", {})
+    rows, faults = plan_of()
     assert not faults and not (tmp_path / "out").exists()
     assert {row.state for row in rows.values()} == {"to do"}
     original, taken = engine.save_checkpoint, []
@@ -129,7 +113,7 @@ def test_a_run_takes_what_the_plan_says(plan_of, tmp_path, monkeypatch):
     output = run_recipe(recipe, [name for name in rows if name != "expert"])
     memory, checkpoints = max(taken)
     # The labels of its clusters are there now
-    expert = plan_of(tmp_path / "recipe.yaml", {})[0]["expert"].numbers["steps"]
+    expert = plan_of()[0]["expert"].numbers["steps"]
     assert isinstance(rows["expert"].numbers["steps"], AtMost) and not isinstance(expert, AtMost)
     run_recipe(recipe)
     assert expert == read_log(output / "expert")[-1]["step"] <= rows["expert"].numbers["steps"] == 6
@@ -144,7 +128,7 @@ def test_a_run_takes_what_the_plan_says(plan_of, tmp_path, monkeypatch):
     assert (tuned["steps"], tuned["samples"]) == (6, 48) and read_log(output / "tuned")[-1]["step"] == 6
     assert memory < tuned["memory"] - 8 * tuned["memory a pair"]
     assert checkpoints == pytest.approx(tuned["disk at most"], rel=0.02)
-    rows, faults = plan_of(tmp_path / "recipe.yaml", {"tuned.learning_rate": 1})
+    rows, faults = plan_of({"tuned.learning_rate": 1})
     states = {name: row.state for name, row in rows.items()}
     assert states.pop("tuned") == "made otherwise" and set(states.values()) == {"done"}
     assert len(faults) == 1 and "tuned was made with other settings (stage.learning_rate: 0.001 -> 1" in faults[0]
@@ -163,7 +147,6 @@ def test_a_run_takes_what_the_plan_says(plan_of, tmp_path, monkeypatch):
     ids=str,
 )
 def test_pairs_of_data(plan_of, tmp_path, monkeypatch, data, samples):
-    """Counted where that is cheap, else bounded by num_samples."""
     monkeypatch.chdir(tmp_path)
     rows = ["image,text", "dot.png,one", 'dot.png,"a caption of\ntwo lines"', "", "dot.png,three"]
     (tmp_path / "pairs.csv").write_text("\n".join(rows))
@@ -173,7 +156,7 @@ def test_pairs_of_data(plan_of, tmp_path, monkeypatch, data, samples):
     write_shard(tmp_path / "shards" / "train-0.tar", images_and_texts(range(5)))
     stage = {"name": "features", "stage": "embed", "model": str(ROOT / "training/symbol_clip"), "data": data}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"output_dir": "out", "stages": [stage]}))
-    rows, faults = plan_of(tmp_path / "recipe.yaml", {})
+    rows, faults = plan_of()
     assert len(faults) == ("damaged" in str(data)) and all("damaged.csv: line " in fault for fault in faults)
     found = rows["features"].numbers["samples"]
     assert type(found) is type(samples) and (found == samples or fnmatch(str(found), str(samples)))
@@ -181,7 +164,7 @@ def test_pairs_of_data(plan_of, tmp_path, monkeypatch, data, samples):
 
 def test_what_is_begun_goes_on(plan_of, tmp_path):
     run_until(tmp_path, stop=3)
-    assert plan_of(tmp_path / "recipe.yaml", {})[0]["tuned"].state == "goes on from step 2"
+    assert plan_of()[0]["tuned"].state == "goes on from step 2"
 
 
 def test_faults_come_after_the_plan(tmp_path, capsys):

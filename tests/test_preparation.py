@@ -46,9 +46,8 @@ class AnotherBackend(CLIPImageProcessorPil):
     backend = "torchvision"
 
 
-@pytest.mark.parametrize(
-    "processor",
-    [
+def test_other_processors_are_called_themselves():
+    for processor in (
         CLIPImageProcessorPil(size={"shortest_edge": 20}, crop_size={"height": 24, "width": 16}),  # zeros around it
         CLIPImageProcessorPil(do_normalize=False),
         CLIPImageProcessorPil(do_resize=False, crop_size={"height": 16, "width": 16}),
@@ -56,18 +55,14 @@ class AnotherBackend(CLIPImageProcessorPil):
         CLIPImageProcessorPil(size={"shortest_edge": 32, "longest_edge": 60}, crop_size={"height": 32, "width": 32}),
         Brighter(),
         AnotherBackend(),
-    ],
-)
-def test_other_processors_are_called_themselves(processor):
-    prepare = Preparation(processor)
-    assert prepare.table is None
-    assert np.array_equal(prepare(image(64, 48))["pixel_values"], processed(processor, image(64, 48)))
+    ):
+        prepare = Preparation(processor)
+        assert prepare.table is None
+        assert np.array_equal(prepare(image(64, 48))["pixel_values"], processed(processor, image(64, 48)))
 
 
 def test_an_image_of_the_right_size_is_not_resized():
-    processor = CLIPImageProcessorPil()
-    expected = processor([image(224, 224)], return_tensors="np", do_resize=False)["pixel_values"][0]
-    assert np.array_equal(Preparation(processor)(image(224, 224), is_resized=True)["pixel_values"], expected)
     other = CLIPImageProcessorPil(size={"shortest_edge": 20}, crop_size={"height": 24, "width": 24})
-    expected = other([image(24, 24)], return_tensors="np", do_resize=False)["pixel_values"][0]
-    assert np.array_equal(Preparation(other)(image(24, 24), is_resized=True)["pixel_values"], expected)
+    for processor, size in ((CLIPImageProcessorPil(), 224), (other, 24)):
+        expected = processor([image(size, size)], return_tensors="np", do_resize=False)["pixel_values"][0]
+        assert np.array_equal(Preparation(processor)(image(size, size), is_resized=True)["pixel_values"], expected)

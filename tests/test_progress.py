@@ -1,12 +1,14 @@
-"""What a run says in a log, where there is no terminal."""
+"""Commands without a terminal: what they log, and that they run in any folder."""
 
+import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
-from tiny_runs import DENSE, SPARSE, TUNED
+from tiny_runs import recipe
 
 from evaluation import progress as module
 from evaluation.progress import Progress, progress
@@ -34,11 +36,9 @@ def test_a_log_has_a_line_now_and_then(capsys, monkeypatch):
 
 @pytest.mark.slow
 def test_a_run_without_a_terminal_draws_no_bars_and_warns_of_nothing(tmp_path):
-    data = {"source": "symbols", "num_samples": 40}
-    tuned = TUNED | {"data": data, "model": "sparse", "max_steps": 6, "gradient_checkpointing": True}
-    dense = DENSE | {"text_config": DENSE["text_config"] | {"max_position_embeddings": 64}}
-    recipe = {"output_dir": str(tmp_path / "out"), "stages": [dense, SPARSE, tuned]}
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    stages = recipe(gradient_checkpointing=True) | {"output_dir": str(tmp_path / "out")}
+    stages["stages"][0]["text_config"]["max_position_embeddings"] = 64
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(stages))
     command = [sys.executable, "-m", "training.upcycle", "--config", str(tmp_path / "recipe.yaml")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     lines = done.stderr.splitlines()
@@ -49,3 +49,14 @@ def test_a_run_without_a_terminal_draws_no_bars_and_warns_of_nothing(tmp_path):
         assert re.fullmatch(rf"{name}: begins, \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d", begins)
         assert re.fullmatch(rf"{name}: done in [\d.]+ s", ends)
     assert done.stdout.count(f"its log is {tmp_path}/out/tuned.partial/log.jsonl") == 1
+
+
+@pytest.mark.parametrize("command", ["training.upcycle", "evaluation.evaluate"])
+def test_a_module_called_data_is_not_taken_for_ours(tmp_path, command):
+    """A user's own folder may have modules of the names of ours."""
+    for name in ("data", "records"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('not ours')\n")
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    command = [sys.executable, "-m", command, "--help"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and "Usage" in done.stdout, done.stderr

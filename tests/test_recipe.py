@@ -43,7 +43,7 @@ def changed(old, new):
 def recipe(tmp_path):
     def write(text=RECIPE):
         path = tmp_path / "recipe.yaml"
-        path.write_text(text)
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
         return path
 
     return write
@@ -57,11 +57,17 @@ def test_recipes_of_the_project_load(path):
     assert len({stage.name for stage in recipe.stages}) == len(recipe.stages)
 
 
-def test_defaults_are_merged_under_the_stage(recipe):
-    tuned = load_recipe(recipe()).stages[1]
+def test_defaults_are_merged_under_the_stage_and_overridden(recipe):
+    loaded = load_recipe(recipe())
+    tuned = loaded.stages[1]
     assert tuned.learning_rate == 1e-3  # from the defaults; YAML 1.1 reads "1e-3" as a string
     assert tuned.max_steps == 20  # the stage's own
     assert (tuned.data.num_samples, tuned.data.captions) == (64, "web")  # merged key by key
+    assert load_recipe(recipe(yaml.safe_dump(dump(loaded)))) == loaded  # resolved, it is a recipe
+    overrides = {"seed": 3, "tuned.max_steps": 5, "tuned.data.num_samples": 7, "defaults.train.learning_rate": 0.5}
+    loaded = load_recipe(recipe(), overrides)
+    tuned = loaded.stages[1]
+    assert (loaded.seed, tuned.max_steps, tuned.data.num_samples, tuned.learning_rate) == (3, 5, 7, 0.5)
 
 
 def test_defaults_of_train_hold_for_all_that_trains(recipe):
@@ -71,10 +77,8 @@ def test_defaults_of_train_hold_for_all_that_trains(recipe):
   - {name: first, stage: train_experts, expert: 1, model: dense, clusters: labels}
   - {name: routed, stage: train_router, model: sparse, max_steps: 30}
 """
-    text = RECIPE.replace(
-        "defaults:\n", "defaults:\n  train_router: {weight_decay: 0.5, max_steps: 40}\n"
-    ) + more.lstrip("\n")
-    *_, first, routed = load_recipe(recipe(text)).stages
+    text = changed("defaults:\n", "defaults:\n  train_router: {weight_decay: 0.5, max_steps: 40}\n")
+    *_, first, routed = load_recipe(recipe(text + more.lstrip("\n"))).stages
     assert (first.learning_rate, first.weight_decay, first.max_steps) == (1e-3, 0.0, 10)
     assert (routed.learning_rate, routed.weight_decay, routed.max_steps) == (1e-3, 0.5, 30)
     assert (first.trainable, routed.trainable) == (r"\.layers\.\d+\.mlp\.", r"\.mlp\.router\.")
@@ -124,20 +128,6 @@ def test_what_a_setting_cannot_be_is_refused_by_its_name(kind):
     assert line.startswith("x.nonsense: there is no such key")
 
 
-def test_overrides(recipe):
-    overrides = {"seed": 3, "tuned.max_steps": 5, "tuned.data.num_samples": 7, "defaults.train.learning_rate": 0.5}
-    loaded = load_recipe(recipe(), overrides)
-    tuned = loaded.stages[1]
-    assert (loaded.seed, tuned.max_steps, tuned.data.num_samples, tuned.learning_rate) == (3, 5, 7, 0.5)
-
-
-def test_resolved_recipe_is_a_recipe(recipe, tmp_path):
-    loaded = load_recipe(recipe())
-    resolved = tmp_path / "resolved.yaml"
-    resolved.write_text(yaml.safe_dump(dump(loaded)))
-    assert load_recipe(resolved) == loaded
-
-
 def test_a_misspelt_name_is_refused_before_torch_is_imported(recipe):
     code = "import sys\nfrom training.commands import train\ntry:\n    train.main(sys.argv[1:])\n"
     code += "except SystemExit as error:\n    print(error.code, 'torch' in sys.modules)"
@@ -162,19 +152,13 @@ def test_a_misspelt_name_is_refused_before_torch_is_imported(recipe):
         (f"x: !!python/object/apply:os.system [ls]\n{RECIPE}", "not valid YAML: could not determine a constructor"),
         (f"{RECIPE}---\n{RECIPE}", "not valid YAML: expected a single document"),
         (f"5: x\n{RECIPE}", "the key 5 is no text: put it into quotes"),
+        (f"# é\n{RECIPE}".encode("utf-16"), "recipe.yaml is no text in UTF-8"),
+        (f"# é\n{RECIPE}".encode("latin-1"), "recipe.yaml is no text in UTF-8"),
     ],
 )
 def test_mistakes_are_named(recipe, text, message):
     with pytest.raises(ValueError, match=message):
         load_recipe(recipe(text))
-
-
-@pytest.mark.parametrize("encoding", ["utf-16", "latin-1"])
-def test_a_recipe_in_another_encoding_is_named(recipe, encoding):
-    path = recipe()
-    path.write_bytes(f"# é\n{RECIPE}".encode(encoding))
-    with pytest.raises(ValueError, match=f"{path} is no text in UTF-8"):
-        load_recipe(path)
 
 
 def test_names_of_stages(recipe):
@@ -193,23 +177,15 @@ def test_overrides_that_break_a_recipe_are_refused(recipe):
             load_recipe(recipe(), {key: value})
 
 
-def test_an_alias_is_overridden_in_one_place_alone(tmp_path):
+def test_an_alias_is_overridden_in_one_place_alone_and_no_means_no():
     recipe = load_recipe(RECIPES[0].parent / "mode_symbols.yaml", {"defaults.train.data.num_samples": 1000})
     sizes = {stage.name: stage.data.num_samples for stage in recipe.stages if getattr(stage, "data", None)}
     assert sizes["dense"] == sizes["expert_1"] == 1000 and sizes["captions"] == 48000
-
-
-def test_no_means_no():
     recipe = load_recipe(RECIPES[0].parent / "mode_metaclip_400m.yaml", {"mixed_precision": False})
     assert recipe.mixed_precision == "no"
 
 
-def test_worlds_take_the_seed_of_the_recipe(tmp_path):
-    path = tmp_path / "recipe.yaml"
-    path.write_text(
-        "{output_dir: out, seed: 3, stages: ["
-        "{name: a, stage: embed, model: training/symbol_clip, data: {source: symbols, num_samples: 4}},"
-        "{name: b, stage: embed, model: training/symbol_clip, data: {source: symbols, num_samples: 4, seed: 1}}]}"
-    )
-    assert [stage.data.seed for stage in load_recipe(path).stages] == [3, 1]
-    assert [stage.data.seed for stage in load_recipe(path, {"seed": 0}).stages] == [0, 1]
+def test_worlds_take_the_seed_of_the_recipe(recipe):
+    path = recipe(changed("output_dir: out", "output_dir: out\nseed: 3"))
+    for overrides, seed in (({}, 3), ({"seed": 0}, 0), ({"tuned.data.seed": 1}, 1)):
+        assert load_recipe(path, overrides).stages[1].data.seed == seed

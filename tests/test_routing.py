@@ -9,18 +9,8 @@ import torch
 from matplotlib import cbook
 
 from data import symbols
+from evaluation import preferences
 from evaluation.embedder import Embedder
-from evaluation.preferences import (
-    RoutedImages,
-    RoutedTexts,
-    WordShares,
-    dropped_patches,
-    route_images,
-    route_texts,
-    top_captions,
-    top_patches,
-    word_shares,
-)
 from evaluation.routing import LayerCounts, averaged_experts, chosen_experts, count_tokens
 from evaluation.routing_pictures import draw_agreement, draw_shares
 
@@ -48,9 +38,8 @@ def test_counts_by_hand():
     logits = torch.tensor([[sure, half], [even, padding]]).log()
     weights = torch.tensor([[[0.5, 0.25], [0.5, 0.0]], [[0.5, 0.125], [0.0, 0.0]]])
     gate = torch.tensor([[[0.5, 0.75], [1, 0.5]], [[0.25, 0.25], [9, 9]]])
-    counts.add(
-        logits, weights, torch.tensor([[[0, 1], [0, 3]], [[2, 0], [3, 3]]]), torch.tensor([[1, 1], [1, 0]]), gate
-    )
+    ids, mask = torch.tensor([[[0, 1], [0, 3]], [[2, 0], [3, 3]]]), torch.tensor([[1, 1], [1, 0]])
+    counts.add(logits, weights, ids, mask, gate)
     assert counts.pairs.tolist() == [[3, 1, 1], [1, 1, 0], [1, 0, 1]]
     means = counts.means()
     assert means["dropped"] == pytest.approx(1 / 6) and means["gate"] == pytest.approx(3.25 / 6)
@@ -81,10 +70,8 @@ def test_counts_are_those_the_model_records(sparse, eos_token_id, monkeypatch):
         texts = model.get_text_features(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
     pooled = outputs.text_model_output.last_hidden_state[range(3), ends]
     assert torch.equal(model.text_projection(pooled), texts.pooler_output)  # so these are the pooled tokens
-    for tower, recorded, positions, calls in (
-        ("text", outputs.text_model_output.expert_ids, ends, 2),
-        ("vision", outputs.vision_model_output.expert_ids, [0, 0, 0], 1),
-    ):
+    vision, text = outputs.vision_model_output.expert_ids, outputs.text_model_output.expert_ids
+    for tower, recorded, positions, calls in (("text", text, ends, 2), ("vision", vision, [0, 0, 0], 1)):
         assert list(counts[tower]) == list(range(8))
         for layer, ids in enumerate(recorded):
             at_tokens = {"all": ids.flatten(0, 1), "output": ids[range(3), positions]}
@@ -162,16 +149,15 @@ def test_tokens_are_routed_as_the_model_records_it(sparse, embedder):
     model, _ = sparse
     images = list(symbols.load("test", "web", 6)["image"])
     texts = ["a seven", "a small red star on a gray background", "a heart", "a zero", "a purple disc"]
-    of_images, of_texts = route_images(embedder, images, layer=2), route_texts(embedder, texts, layer=2)
+    of_images = preferences.route_images(embedder, images, layer=2)
+    of_texts = preferences.route_texts(embedder, texts, layer=2)
     batch = embedder.processor.tokenizer(texts, padding=True, return_tensors="pt")
     options = {"output_expert_ids": True, "output_router_logits": True}
     with torch.no_grad():
         pictured = model.vision_model(**embedder.processor.image_processor(images, return_tensors="pt"), **options)
         written = model.text_model(**batch, **options)
-    for routed, outputs, shown in (
-        (of_images, pictured, slice(None)),
-        (of_texts, written, batch["attention_mask"] == 1),
-    ):
+    written_at = batch["attention_mask"] == 1
+    for routed, outputs, shown in ((of_images, pictured, slice(None)), (of_texts, written, written_at)):
         for expert in range(4):
             assert np.array_equal(routed.computed[..., expert], (outputs.expert_ids[2] == expert).any(dim=-1))
         probabilities = outputs.router_logits[2].softmax(dim=-1).numpy()
@@ -185,20 +171,19 @@ def test_tokens_are_routed_as_the_model_records_it(sparse, embedder):
 
 def test_top_patches_by_hand():
     """Two images of a class token and two patches, three experts; the last computes nothing."""
-    probabilities = np.array(
-        [[[0.9, 0.1, 0.0], [0.6, 0.4, 0.0], [0.3, 0.7, 0.0]], [[0.9, 0.1, 0.0], [0.8, 0.2, 0.0], [0.7, 0.3, 0.0]]]
-    )
-    routed = RoutedImages(0, probabilities, probabilities > 0.5, np.zeros((2, 1, 2, 3)), 1)
+    first = np.array([[0.9, 0.6, 0.3], [0.9, 0.8, 0.7]])
+    probabilities = np.stack([first, 1 - first, 0 * first], axis=-1)
+    routed = preferences.RoutedImages(0, probabilities, probabilities > 0.5, np.zeros((2, 1, 2, 3)), 1)
     assert routed.grid == (1, 2)
-    assert top_patches(routed) == [[(1, 0), (0, 0)], [(0, 1)], []]
+    assert preferences.top_patches(routed) == [[(1, 0), (0, 0)], [(0, 1)], []]
 
 
 def test_the_dropped_patches_are_those_that_the_model_drops(embedder, monkeypatch):
     """In the first sparse layer, into which the same goes with and without capacity."""
     images = list(symbols.load("test", "web", 4)["image"])
-    dropped = dropped_patches(route_images(embedder, images, layer=0), 4, 2, 0.75)
+    dropped = preferences.dropped_patches(preferences.route_images(embedder, images, layer=0), 4, 2, 0.75)
     monkeypatch.setattr(embedder.model.config.vision_config, "eval_capacity_factor", 0.75)
-    computed = route_images(embedder, images, layer=0).computed
+    computed = preferences.route_images(embedder, images, layer=0).computed
     assert np.array_equal(dropped, ~computed.any(axis=-1)[:, 1:]) and dropped.any() and not dropped.all()
 
 
@@ -214,16 +199,16 @@ def test_words_against_chance_by_hand(embedder):
     for number, (row, place) in enumerate(stars):
         computed[row, place, number % 2] = True
     computed[:, 0, 1] = True  # begins the text, and is no word
-    words = word_shares(RoutedTexts(0, computed / 2, computed, ids, texts), tokenizer)
+    words = preferences.word_shares(preferences.RoutedTexts(0, computed / 2, computed, ids, texts), tokenizer)
     assert dict(zip(words.ids, words.occurrences, strict=True)) == {red: 9, blue: 9, star: 18, heart: 4}
     assert words.chance.tolist() == [22 / 40, 18 / 40]
     shares = {red: [1, 0], blue: [0, 1], star: [0.5, 0.5], heart: [1, 0]}
     assert {token: row.tolist() for token, row in zip(words.ids, words.shares, strict=True)} == shares
     # (1 - 0.55) / sqrt(0.55 * 0.45 / 9) = 2.7 errors; (1 - 0.45) / sqrt(0.45 * 0.55 / 9) = 3.3
     assert [[words.ids[row] for row in words.preferred(expert)] for expert in (0, 1)] == [[], [blue]]
-    more = WordShares(words.ids, 2 * words.occurrences, words.shares, words.chance)
+    more = preferences.WordShares(words.ids, 2 * words.occurrences, words.shares, words.chance)
     assert [more.ids[row] for row in more.preferred(0)] == [red]
-    assert WordShares(words.ids, words.occurrences, words.shares, np.array([0.0, 1.0])).preferred(1) == []
+    assert preferences.WordShares(words.ids, words.occurrences, words.shares, np.array([0.0, 1.0])).preferred(1) == []
 
 
 def test_captions_show_the_tokens_of_an_expert(embedder):
@@ -237,15 +222,10 @@ def test_captions_show_the_tokens_of_an_expert(embedder):
     computed[:, 0, 0] = True  # begins the text
     probabilities = 0.5 * computed
     probabilities[20] = 0.9 * computed[20]  # of the stars, the surest is that of this text
-    routed = RoutedTexts(0, probabilities, computed, ids, texts)
+    routed = preferences.RoutedTexts(0, probabilities, computed, ids, texts)
     # "blue" is too rare to be preferred
-    assert top_captions(routed, word_shares(routed, tokenizer), tokenizer) == [
-        ["⟦Red⟧  star"], ["a ⟦blue star⟧"], ["a ⟦heart⟧ a"],
-    ]  # fmt: skip
-
-
-def texts_in(axis):
-    return [text.get_text() for text in axis.texts]
+    expected = [["⟦Red⟧  star"], ["a ⟦blue star⟧"], ["a ⟦heart⟧ a"]]
+    assert preferences.top_captions(routed, preferences.word_shares(routed, tokenizer), tokenizer) == expected
 
 
 def test_heat_maps_name_their_numbers(tmp_path, figures):
@@ -254,10 +234,11 @@ def test_heat_maps_name_their_numbers(tmp_path, figures):
     def of(shares, output_shares):
         return {"all": {"shares": shares}, "output": {"shares": output_shares}}
 
-    routing = {
-        "text": {0: of([0.1, 0.9], [0.4, 0.6]), 2: of([0.2, 0.8], [0.5, 0.5])},
-        "vision": {1: of([0.3, 0.7], [1, 0])},
-    }
+    def texts_in(axis):
+        return [text.get_text() for text in axis.texts]
+
+    text = {0: of([0.1, 0.9], [0.4, 0.6]), 2: of([0.2, 0.8], [0.5, 0.5])}
+    routing = {"text": text, "vision": {1: of([0.3, 0.7], [1, 0])}}
     draw_shares(routing, tmp_path / "shares.png", r"costs $\frac$ a token")
     draw_agreement({"images": {"a": {"a": 1.0, "b": None}, "b": {"a": None, "b": 1.0}}}, tmp_path / "agreement.png")
     shares, agreement = figures

@@ -120,8 +120,7 @@ def test_merged_clusters_are_large_enough_and_whole(sizes, smallest, seed):
 
 
 def test_a_small_cluster_goes_to_the_nearest():
-    labels = np.array([0] * 5 + [1] * 2 + [2] * 5 + [3])
-    centers = np.array([[0.0], [1.0], [10.0], [1.6]])
+    labels, centers = np.array([0] * 5 + [1] * 2 + [2] * 5 + [3]), np.array([[0.0], [1.0], [10.0], [1.6]])
     # 3 (one sample) goes to 1; together they are three at 1.2, still too few, and go to 0.
     assert merge_small_clusters(labels, centers, 4).tolist() == [0] * 7 + [2] * 5 + [0]
     assert merge_small_clusters(labels, centers, 3).tolist() == [0] * 5 + [1] * 2 + [2] * 5 + [1]

@@ -21,9 +21,8 @@ def bert(tmp_path_factory):
     """A random BERT of a few thousand parameters."""
     folder = tmp_path_factory.mktemp("bert")
     words = sorted({word for text in TEXTS for word in text.split()})
-    vocabulary = folder / "vocab.txt"
-    vocabulary.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]) + "\n")
-    BertTokenizer(str(vocabulary)).save_pretrained(folder)
+    (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]) + "\n")
+    BertTokenizer(str(folder / "vocab.txt")).save_pretrained(folder)
     torch.manual_seed(0)
     config = BertConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
     BertModel(config).save_pretrained(folder)
@@ -54,8 +53,8 @@ def test_text_model_is_pooled(bert, pooling):
         with torch.no_grad():
             outputs = model(**tokenizer(text, return_tensors="pt"))
         hidden_states = outputs.last_hidden_state[0]
-        expected = {"mean": hidden_states.mean(dim=0), "cls": hidden_states[0], "pooler": outputs.pooler_output[0]}
-        expected = expected[pooling]
+        poolings = {"mean": hidden_states.mean(dim=0), "cls": hidden_states[0], "pooler": outputs.pooler_output[0]}
+        expected = poolings[pooling]
         np.testing.assert_allclose(embed, unit(expected[None].numpy())[0], atol=1e-5)
     texts = [*TEXTS, "heart " * 1000]  # the tokenizer knows no limit, the model 512 positions
     np.testing.assert_allclose(encoder.encode(texts, batch_size=2), encoder.encode(texts), atol=1e-5)
@@ -95,8 +94,7 @@ def test_an_encoder_stays_the_same_in_a_folder(bert, tmp_path):
     shutil.rmtree(tmp_path / "text_model")
     for name, encoder in encoders.items():
         again = load_encoder(tmp_path / name)
-        assert again.name == encoder.name
-        assert np.array_equal(again.encode(TEXTS), encoder.encode(TEXTS))
+        assert again.name == encoder.name and np.array_equal(again.encode(TEXTS), encoder.encode(TEXTS))
 
 
 def test_different_encoders_have_different_names(bert, tmp_path):

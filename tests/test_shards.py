@@ -1,13 +1,11 @@
 """Shards that are read by an index, beside the same shards loaded whole."""
 
 import itertools
-from pathlib import Path
 
 import pytest
 import torch
 from tiny_sources import images_and_texts, png, write_shard
 
-from conversion.processors import load_processor
 from data import images
 from data.identity import data_fingerprint
 from data.pairs import load_pairs
@@ -16,8 +14,6 @@ from data.sources import DataArguments, open_rows
 from training import loader as loader_module
 from training.loader import PairLoader
 from training.stages.features import HiddenStatesStage
-
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
@@ -58,16 +54,19 @@ def test_a_changed_shard_is_indexed_anew_and_known_as_other_data(shards, tmp_pat
         images.decode_image(after[0]["image"])
 
 
+def one_shard(tmp_path, members, **settings):
+    write_shard(tmp_path / "0.tar", members)
+    return arguments(str(tmp_path / "0.tar"), indexed=True, **settings)
+
+
 def test_a_column_that_is_not_there(tmp_path):
-    write_shard(tmp_path / "0.tar", [("0.jpg", b"x"), ("0.txt", b"a")])
     with pytest.raises(ValueError, match="the shards have no column png; in .*0.tar are jpg, txt"):
-        load_pairs(arguments(str(tmp_path / "0.tar"), indexed=True))
+        load_pairs(one_shard(tmp_path, [("0.jpg", b"x"), ("0.txt", b"a")]))
 
 
 def test_names_with_dots_and_folders_are_keys_up_to_the_first_dot(tmp_path):
     members = [("a.b/0.png", png(1)), ("a.b/0.txt", b"first"), ("a.b/1.txt", b"second"), ("a.b/1.PNG", png(2))]
-    write_shard(tmp_path / "0.tar", members)
-    rows = open_rows(arguments(str(tmp_path / "0.tar"), indexed=True))
+    rows = open_rows(one_shard(tmp_path, members))
     assert list(rows["__key__"]) == ["a.b/0", "a.b/1"]
     assert [read_member(image) for image in rows["png"]] == [png(1), png(2)]
 
@@ -86,47 +85,36 @@ def test_what_does_not_go_with_it(tmp_path):
 
 def test_pairs_that_lack_something_are_left_out_and_counted(tmp_path, caplog):
     members = [*images_and_texts(range(3), ["a", "b", "c"]), ("3.txt", b"no image"), ("4.png", png(4)), ("5.txt", b" ")]
-    write_shard(tmp_path / "0.tar", members)
-    rows = load_pairs(arguments(str(tmp_path / "0.tar"), indexed=True, max_unreadable=0.6))
+    rows = load_pairs(one_shard(tmp_path, members, max_unreadable=0.6))
     assert list(rows["caption"]) == ["a", "b", "c"]
-    assert (
-        "3 of 6 pairs of" in caplog.text and "the first is pair 3 " in caplog.text and "it has no image" in caplog.text
-    )
+    assert all(part in caplog.text for part in ("3 of 6 pairs of", "the first is pair 3 ", "it has no image"))
     with pytest.raises(ValueError, match="More than max_unreadable = 1% is an error"):
-        load_pairs(arguments(str(tmp_path / "0.tar"), indexed=True))
+        load_pairs(one_shard(tmp_path, members))
 
 
-def batches(processor, source, start=0, number=4, **settings):
-    loader = PairLoader(load_pairs(arguments(source, **settings)), processor, arguments(source, **settings), 2, seed=3)
+def batches(processor, data, start=0, number=4):
+    loader = PairLoader(load_pairs(data), processor, data, 2, seed=3)
     return list(itertools.islice(loader.batches(start), number))
-
-
-@pytest.fixture(scope="module")
-def processor():
-    return load_processor(ROOT / "training" / "symbol_clip")
 
 
 @pytest.mark.parametrize("settings", [{}, {"num_workers": 2}])
 def test_batches_are_those_of_the_loaded_shards(shards, processor, settings):
-    expected = batches(processor, shards)
-    found = batches(processor, shards, indexed=True, **settings)
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    resumed = batches(processor, shards, start=3, number=1, indexed=True, **settings)
-    torch.testing.assert_close(resumed, expected[3:], rtol=0, atol=0)
+    expected, indexed = batches(processor, arguments(shards)), arguments(shards, indexed=True, **settings)
+    torch.testing.assert_close(batches(processor, indexed), expected, rtol=0, atol=0)
+    torch.testing.assert_close(batches(processor, indexed, start=3, number=1), expected[3:], rtol=0, atol=0)
 
 
 def test_an_unreadable_image_is_replaced_by_the_next_and_counted(tmp_path, processor, caplog):
     members = images_and_texts(range(4), ["zero", "one", "two", "three"])
     members[2] = ("1.png", b"no image")
-    write_shard(tmp_path / "0.tar", members)
-    source = str(tmp_path / "0.tar")
-    (first, second) = batches(processor, source, number=2, indexed=True, max_unreadable=0.3)
-    ids = [*first["input_ids"], *second["input_ids"]]
+    data = one_shard(tmp_path, members, max_unreadable=0.3)
+    two = batches(processor, data, number=2)
+    ids = [text for batch in two for text in batch["input_ids"]]
     assert sorted(processor.batch_decode(ids, skip_special_tokens=True)) == ["three", "two", "two", "zero"]
-    assert f"1 of 4 pairs of {source} cannot be used; the first is pair 1 ({source}" in caplog.text
+    assert f"1 of 4 pairs of {data.source} cannot be used; the first is pair 1 ({data.source}" in caplog.text
     assert ".tar#" in caplog.text and "): it is no image" in caplog.text
     with pytest.raises(ValueError, match="1 of 4 pairs of .*More than max_unreadable = 1% is an error"):
-        batches(processor, source, number=2, indexed=True)
+        batches(processor, one_shard(tmp_path, members), number=2)
 
 
 def test_a_reader_judges_by_what_it_tried(tmp_path, processor, monkeypatch):
@@ -135,8 +123,7 @@ def test_a_reader_judges_by_what_it_tried(tmp_path, processor, monkeypatch):
     members = images_and_texts(range(40))
     for number in range(0, 40, 4):
         members[2 * number] = (f"{number}.png", b"no image")
-    write_shard(tmp_path / "0.tar", members)
-    data = arguments(str(tmp_path / "0.tar"), indexed=True, max_unreadable=0.2)
+    data = one_shard(tmp_path, members, max_unreadable=0.2)
     pairs = PairLoader(load_pairs(data), processor, data, 2).pairs
     with pytest.raises(ValueError, match="3 of 11 pairs of .* More than max_unread"):
         [pairs[None, number] for number in range(20)]

@@ -9,7 +9,8 @@ import tarfile
 import datasets
 import numpy as np
 import pytest
-from tiny_sources import CAPTIONS, SOURCES, damaged, images_and_texts, parquet, picture, png, rows, write_shard
+import tiny_sources
+from tiny_sources import CAPTIONS, SOURCES, damaged, images_and_texts, picture, png, rows, write_shard
 
 from data.images import decode_image
 from data.pairs import load_pairs, select_columns
@@ -18,9 +19,6 @@ from training.loader import PairLoader
 
 STREAMING = pytest.mark.parametrize("streaming", [False, True], ids=["loaded", "streamed"])
 TAR = {"image_column": "png", "caption_column": "txt"}
-
-
-# ---- what is read
 
 
 @STREAMING
@@ -101,40 +99,27 @@ def test_the_name_of_a_folder_is_no_pattern(tmp_path, name):
         assert [pair["caption"] for pair in pairs] == [f"of {name}"] * 3
 
 
-# ---- what changes is read anew
-
-
-def set_back(path):
-    os.utime(path, (1e9, 1e9))
-
-
 def test_rows_are_read_anew_from_a_file_that_kept_its_time(tmp_path):
     for word in ("red", "new"):
         rows([word] * 3).to_parquet(str(tmp_path / "0.parquet"))
-        set_back(tmp_path / "0.parquet")
+        os.utime(tmp_path / "0.parquet", (1e9, 1e9))
         assert load_pairs(DataArguments(source=str(tmp_path)))["caption"] == [word] * 3
 
 
 @pytest.mark.parametrize("column", ["texts", "paths"])
 def test_images_that_rows_only_name_are_looked_at_again_when_they_change(tmp_path, column):
-    (tmp_path / "images").mkdir()
-    for number in range(4):
-        (tmp_path / "images" / f"{number}.png").write_bytes(png(number))
-    names = [f"{number}.png" for number in range(4)]
+    names = tiny_sources.write_pictures(tmp_path / "images")
     images = names if column == "texts" else [{"bytes": None, "path": name} for name in names]
     (tmp_path / "rows").mkdir()
     datasets.Dataset.from_dict({"image": images, "caption": names}).to_parquet(str(tmp_path / "rows" / "0.parquet"))
     arguments = DataArguments(source=str(tmp_path / "rows"), image_root=str(tmp_path / "images"), max_unreadable=0.5)
     image = tmp_path / "images" / "1.png"
-    for content, number in ((png(1), 4), (b"broken", 3), (png(1), 4)):
+    for content, number in ((png(1), 8), (b"broken", 7), (png(1), 8)):
         image.write_bytes(content)
-        set_back(image)
+        os.utime(image, (1e9, 1e9))
         assert len(load_pairs(arguments)) == number
     image.unlink()
-    assert len(load_pairs(arguments)) == 3
-
-
-# ---- what cannot be read
+    assert len(load_pairs(arguments)) == 7
 
 
 def read(processor, source, streaming, batches=30, **settings):
@@ -189,7 +174,7 @@ def test_shards_with_a_text_that_is_not_utf8_and_without_a_caption(tmp_path, pro
     assert f"{tmp_path} cannot be read: UnicodeDecodeError: 'utf-8'" in error_of(processor, tmp_path, streaming, **TAR)
 
 
-def test_what_is_not_there(tmp_path, processor):
+def test_what_is_not_there_and_does_not_go_together(tmp_path, processor):
     rows(["a caption"])["image"][0].save(tmp_path / "x.png")
     (tmp_path / "empty").mkdir()
     for source, message in (
@@ -199,11 +184,8 @@ def test_what_is_not_there(tmp_path, processor):
     ):
         assert message in error_of(processor, tmp_path / source, False)
     assert "user/nowhere" in error_of(processor, "user/nowhere", False)
-    settings = parquet(tmp_path) | {"caption_column": "text"}
+    settings = tiny_sources.parquet(tmp_path) | {"caption_column": "text"}
     with pytest.raises(ValueError, match="no column 'text'; its columns are 'picture', 'caption'"):
         load_pairs(DataArguments(**settings))
-
-
-def test_settings_that_do_not_go_together():
     with pytest.raises(ValueError, match="streaming neither goes with"):
         DataArguments(source="x", streaming=True, in_memory=True)

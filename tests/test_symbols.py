@@ -1,4 +1,5 @@
-"""The symbol world: its rows are those that models were trained on, to the bit, and its tokenizer knows their words."""
+"""The worlds of symbols and of names: their rows are those that models were trained on, to the bit, and tokenizers know
+their words; and the dense symbol CLIPs that come with the repository."""
 
 import hashlib
 import itertools
@@ -8,32 +9,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors import safe_open
 
-from data import symbol_captions, symbols
+from data import names, symbol_captions, symbols
 from data.drawing import BACKGROUNDS, COLORS, POSITIONS, SIDES, TEXTURES
 from data.symbol_kinds import KINDS, TOPIC_OF, TOPICS
 from data.tokenizer import pieces_per_word
 from data.worlds import build_processor
+from evaluation.embedder import Embedder
+from evaluation.zero_shot import class_embeddings, zero_shot_metrics
 
-SMALL = 16  # the smallest pictures, where only what is told of them matters
-
-
-@pytest.fixture(scope="module")
-def web():
-    return symbols.load("train", "web", 1500, image_size=SMALL)
-
-
-@pytest.fixture(scope="module")
-def detailed():
-    return symbols.load("train", "detailed", 1500, image_size=SMALL)
+BASE = Path(__file__).parents[1] / "training" / "symbol_clip"
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
     return build_processor("symbols", 64, 32).tokenizer
-
-
-# --- what must stay
 
 
 def digest(rows):
@@ -57,6 +49,9 @@ HALF = symbols.KIND_SETS["half 1"]
         (lambda: symbols.load("test", "detailed", 20, two=False), "d16a133edf8650a6"),
         (lambda: symbols.load("train", "web", 20, HALF, captions_per_image=2), "28010a73e36c849a"),
         (lambda: symbols.load_minimal_pairs("test", 21), "ec337d7d9db10608"),
+        (lambda: names.load("train", "web", 50, names.kind_set("256")), "d9ce24614a450a33"),
+        (lambda: names.load("test", "detailed", 20, names.kind_set("256 half 2"), 1), "e5640f485df472a4"),
+        (lambda: names.load("train", "facts", 20, names.kind_set("all"), captions_per_image=2), "5ae032200bb7c3d3"),
     ],
 )
 def test_rows_are_those_that_models_were_trained_on(load, expected):
@@ -65,22 +60,29 @@ def test_rows_are_those_that_models_were_trained_on(load, expected):
     assert digest(load()) == expected
 
 
-def test_tokenizer_is_that_of_the_models(tokenizer):
-    assert hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()[:16] == "aae16aa4a0906fcb"
-
-
-# --- kinds and fonts
+def test_tokenizers_are_those_of_the_models(tokenizer):
+    for learned, expected in ((tokenizer, "aae16aa4a0906fcb"), (names.build_tokenizer(20), "567cbf33f0857ede")):
+        assert hashlib.sha256(learned.backend_tokenizer.to_str().encode()).hexdigest()[:16] == expected
 
 
 def test_kind_sets_part_the_kinds():
     sets = symbols.KIND_SETS
     assert sets["all"] == KINDS and set(TOPICS) < set(sets)
-    for names in (TOPICS, ["half 1", "half 2"], [f"quarter {number}" for number in (1, 2, 3, 4)]):
-        assert sorted(kind for name in names for kind in sets[name]) == sorted(KINDS), names
-        for one, other in itertools.combinations(names, 2):  # whole topics
+    for parts in (TOPICS, ["half 1", "half 2"], [f"quarter {number}" for number in (1, 2, 3, 4)]):
+        assert sorted(kind for part in parts for kind in sets[part]) == sorted(KINDS), parts
+        for one, other in itertools.combinations(parts, 2):  # whole topics
             assert not {TOPIC_OF[kind] for kind in sets[one]} & {TOPIC_OF[kind] for kind in sets[other]}
     sizes = [len(sets[f"half {number}"]) for number in (1, 2)]
     assert max(sizes) < 1.1 * min(sizes)
+
+
+def test_towns_are_distinct():
+    """A shield is its charges and its country's tint."""
+    towns = names.kind_set("16384")
+    for what in (names.name_of, names.facts_of, lambda town: (town % 8, names.charges_of(town))):
+        assert len({what(town) for town in towns}) == len(towns)
+    countries = [names.kind_set(f"256 country {country}") for country in range(1, 9)]
+    assert sorted(sum(map(list, countries), [])) == list(names.kind_set("256"))
 
 
 def test_the_page_says_how_many_test_drawings_are_training_drawings():
@@ -95,17 +97,35 @@ def test_the_page_says_how_many_test_drawings_are_training_drawings():
     assert said and [int(number) for number in said.groups()] == [all_known, some_known - all_known]
 
 
-# --- captions
-
-
-def test_the_tokenizer_knows_every_word_and_captions_fit(tokenizer, web, detailed):
+def test_the_tokenizer_knows_every_word_and_captions_fit(tokenizer):
+    web, detailed = (symbols.load("train", style, 1500, image_size=16)["caption"] for style in ("web", "detailed"))
     said = [*KINDS, *TOPICS, *(word for topic in TOPICS.values() for word in (*topic.words, *topic.short.values()))]
     styles = [list(values) for values in (COLORS, symbols.SIZES, POSITIONS, SIDES, BACKGROUNDS, TEXTURES)]
     templates = [template.format("cloud") for template in symbols.TEMPLATES]
-    for captions in (said, *styles, templates, web["caption"], detailed["caption"]):
+    for captions in (said, *styles, templates, web, detailed):
         assert pieces_per_word(tokenizer, captions) == 1.0
     longest = max(KINDS, key=len)
     scene = dict.fromkeys(symbols.ATTRIBUTES, "") | {"kind": longest, "second_kind": longest, "color": "purple"}
     scene |= {"second_color": "brown", "background": "turquoise", "texture": "checkered", "position": "bottom"}
     captions = [symbol_captions.caption(scene, "detailed", np.random.default_rng(seed)) for seed in range(20)]
-    assert max(map(len, tokenizer([*detailed["caption"], *captions]).input_ids)) <= 48 < tokenizer.model_max_length
+    assert max(map(len, tokenizer([*detailed, *captions]).input_ids)) <= 48 < tokenizer.model_max_length
+
+
+def test_the_symbol_clips_learn_on():
+    """By the zero-shot accuracy on 250 symbols; the whole test is in the folder's README."""
+    rows = symbols.load("test", "detailed", 250, seed=1, two=False)
+    labels = np.array([symbols.KINDS.index(kind) for kind in rows["kind"]])
+    prompts = [f"a picture of a {kind}" for kind in symbols.KINDS]
+    accuracies = []
+    for folder in ("quarter", "half", ""):  # of the pretraining
+        embedder = Embedder(BASE / folder, None, 64, torch.device("cpu"))
+        classes = class_embeddings(embedder.texts(prompts)[:, None])
+        accuracies.append(zero_shot_metrics(embedder.images(rows), classes, labels)["accuracy"])
+    assert 5 / len(symbols.KINDS) < accuracies[0] < accuracies[1] < accuracies[2] < 0.9
+
+
+def test_the_symbol_clips_are_small_together():
+    files = [file for file in BASE.rglob("*") if file.is_file()]
+    assert sum(file.stat().st_size for file in files) < 15e6
+    with safe_open(BASE / "half" / "model.safetensors", "pt") as weights:
+        assert weights.get_tensor("logit_scale").dtype == torch.float16

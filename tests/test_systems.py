@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 import torch
 from datasets import load_from_disk
+from published_runs import change_json
 from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file, save_file
 from test_mode_routing import in_a_loop
-from tiny_runs import kill_at_a_checkpoint, losses, recorded, run_two, start_two, stored, tiny_run, weights
+from tiny_runs import kill_at_a_checkpoint, losses, recorded, run_two, start_two, stored, weights
 from transformers import AutoModel, AutoProcessor, CLIPModel
 
 from conversion import assemble, average
@@ -29,11 +30,12 @@ from data.identity import data_fingerprint
 from data.images import decode_image
 from data.pairs import load_pairs
 from data.sources import DataArguments
+from evaluation.built_in_tasks import symbol_tasks
 from evaluation.ensemble import open_model
 from evaluation.measures import measure
 from evaluation.report import best_of
 from evaluation.sentence_encoders import load_encoder
-from evaluation.tasks import Task
+from evaluation.tasks import TASKS, Task
 from modeling_clip_moe import CLIPMoDEModel
 from training import engine, runner
 from training.clusters import FeatureClusters, load_clusters
@@ -41,6 +43,7 @@ from training.engine import checkpoint_layers
 from training.loader import _Collate
 from training.optimizers import set_trainable
 from training.recipe import load_recipe
+from training.runner import run_recipe
 
 CLIP_MOE = "dense features_0 clusters_1 expert_1 features_1 clusters_2 expert_2 unified clip_moe".split()
 STAGES = {
@@ -50,7 +53,7 @@ STAGES = {
     "mode": "dense captions fine coarse expert_1 expert_2 mode".split(),
 }
 DATA = {"source": "symbols", "num_samples": 160, "captions": "web", "in_memory": True}
-CPU = torch.device("cpu")
+RECIPES = Path(__file__).parent / "recipes"
 FFN = "vision_model.encoder.layers.1.mlp"
 
 
@@ -60,11 +63,18 @@ def system(tmp_path_factory):
 
     @functools.cache
     def run_once(name):
-        run = tiny_run(name, tmp_path_factory)
+        def run(output, overrides=None, **parts):
+            overrides = {"output_dir": str(run.folder / output)} | (overrides or {})
+            return run_recipe(load_recipe(RECIPES / f"{name}.yaml", overrides), **parts)
+
+        run.folder = tmp_path_factory.mktemp(name)
         run.whole = run("whole")
         return run
 
-    return run_once
+    with pytest.MonkeyPatch.context() as patch:
+        for name, task in symbol_tasks(50, 20, 20, 1400).items():
+            patch.setitem(TASKS, name, task)
+        yield run_once
 
 
 def remade(run, stages, overrides=None, change=None, **options):
@@ -79,7 +89,6 @@ def remade(run, stages, overrides=None, change=None, **options):
 
 
 def arrays(folder, names):
-    """All tensors of these stages, by their files."""
     return {
         path.relative_to(folder): load_file(path) for name in names for path in (folder / name).rglob("*.safetensors")
     }
@@ -90,7 +99,6 @@ def assert_same(first, second, names, **tolerance):
 
 
 def image_embeds(folder, images):
-    """Of a CLIP, normalized."""
     model, processor = CLIPModel.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
     images = [decode_image(image) for image in images]
     pixel_values = processor.image_processor(images, return_tensors="pt")["pixel_values"]
@@ -139,10 +147,8 @@ def test_experts_in_separate_runs_end_in_the_same_bits(system, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STAGES)
 def test_two_processes_end_in_the_same_models(system, name):
-    """Also where they were killed on their way."""
-    run = system(name)
-    output = run.folder / "two"
-    arguments = run.folder / "recipe.yaml", "--output-dir", output, "--stages", ",".join(STAGES[name])
+    run, output = system(name), system(name).folder / "two"
+    arguments = RECIPES / f"{name}.yaml", "--output-dir", output, "--stages", ",".join(STAGES[name])
     if name != "mode":  # which saves no checkpoints
         kill_at_a_checkpoint(start_two(*arguments), output)
     run_two(*arguments)
@@ -187,27 +193,18 @@ def test_stopped_at_the_end_of_a_stage(system, monkeypatch, place):
 # CLIP-MoE
 
 
-def test_clip_moe_stages_and_sheets(system, tmp_path):
-    run = system("clip_moe")
-    assert {path.name for path in run.whole.iterdir()} == {*CLIP_MOE, "recipe.yaml"}
-    pairs = load_pairs(load_recipe(run.whole / "recipe.yaml").stages[1].data)
-    clusters = load_clusters(run.whole / "clusters_2", data_fingerprint(pairs))[0]
-    image, text = np.divmod(clusters.tuples[clusters.labels, 1], 2)
-    titles = {
-        "clusters.png": [f"image {i}, text {t}" for i, t in zip(image, text, strict=True)],
-        "accumulated_clusters.png": [f"cluster {label}" for label in clusters.labels],
-    }
-    for name, of_samples in titles.items():
-        contact_sheet(tmp_path / name, pairs, np.array(of_samples), seed=0)
-        assert (run.whole / "clusters_2" / name).read_bytes() == (tmp_path / name).read_bytes()
-
-
-def test_labels_of_the_second_expert_go_on_from_the_first(system):
+def test_clusters_of_the_second_expert_go_on_from_the_first_and_are_shown(system, tmp_path):
     whole = system("clip_moe").whole
-    rows = load_pairs(load_recipe(whole / "recipe.yaml").stages[1].data)
-    first, second = (load_clusters(whole / f"clusters_{n}", data_fingerprint(rows))[0] for n in (1, 2))
+    assert {path.name for path in whole.iterdir()} == {*CLIP_MOE, "recipe.yaml"}
+    pairs = load_pairs(load_recipe(whole / "recipe.yaml").stages[1].data)
+    first, second = (load_clusters(whole / f"clusters_{n}", data_fingerprint(pairs))[0] for n in (1, 2))
     assert (second.tuples[second.labels][:, :1] == first.tuples[first.labels]).all()
     assert set(second.tuples[:, 1]) <= set(range(4)) and len(second.tuples) > len(first.tuples)
+    own = ["image {}, text {}".format(*divmod(pair, 2)) for pair in second.tuples[second.labels, 1]]
+    accumulated = [f"cluster {label}" for label in second.labels]
+    for name, titles in {"clusters.png": own, "accumulated_clusters.png": accumulated}.items():
+        contact_sheet(tmp_path / name, pairs, np.array(titles), seed=0)
+        assert (whole / "clusters_2" / name).read_bytes() == (tmp_path / name).read_bytes()
 
 
 def test_a_base_in_half_precision(system):
@@ -224,9 +221,7 @@ def test_a_base_in_half_precision(system):
 
 
 def test_features_that_are_not_finite(system):
-    """Of weights that are: their products are too large."""
-
-    def enlarge(output):
+    def enlarge(output):  # weights that are finite, but not their products
         change_weights(output / "expert_1", lambda tensors: tensors["visual_projection.weight"].fill_(3e38))
 
     with pytest.raises(ValueError, match="32 image features of the pairs from 0 on are not finite"):
@@ -269,9 +264,8 @@ def test_clusters_of_captions_are_those_of_the_loss(system):
     assert len(rows) == 120 and {len(captions) for captions in rows["caption"]} == {3}
     model, processor = (kind.from_pretrained(run.whole / "dense") for kind in (AutoModel, AutoProcessor))
     output = remade(run, ["features"], {"features.caption_weights": None})
-    (images, found), (raw_images, raw) = (
-        [stored(folder / "features", name) for name in ("image", "text")] for folder in (run.whole, output)
-    )
+    images, found = (stored(run.whole / "features", name) for name in ("image", "text"))
+    raw_images, raw = (stored(output / "features", name) for name in ("image", "text"))
     np.testing.assert_allclose(images, image_embeds(run.whole / "dense", rows["image"]), atol=1e-5)
     assert np.array_equal(images, raw_images)
     missing = 0
@@ -306,13 +300,11 @@ def test_hidden_states_of_other_weights_or_data(system):
     def change_model(output):
         change_weights(output / "fused", lambda t: t["vision_model.encoder.layers.1.mlp.fc1.weight"].add_(1))
 
-    def change_data(output):
-        path = output / "states" / "index.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"dataset_fingerprint": "another"}))
-
-    for change, message in ((change_model, "of a model with other weights below"), (change_data, "of another dataset")):
-        with pytest.raises(ValueError, match=message):
-            remade(system("clip_fmoe"), ["expert_1"], change=change)
+    with pytest.raises(ValueError, match="of a model with other weights below"):
+        remade(system("clip_fmoe"), ["expert_1"], change=change_model)
+    of_another = {"change": lambda out: change_json(out / "states" / "index.json", dataset_fingerprint="another")}
+    with pytest.raises(ValueError, match="of another dataset"):
+        remade(system("clip_fmoe"), ["expert_1"], **of_another)
     with pytest.raises(ValueError, match="need caption_weights where images have several captions"):
         remade(system("clip_fmoe"), ["states"], {"states.caption_weights": None})
 
@@ -341,9 +333,8 @@ def test_captions_are_embedded_and_every_pair_belongs_to_the_expert_of_its_cente
     assert centers.shape == (8, 16) and np.array_equal(fine, nearest(embeds, centers))
     clusters, metadata = load_clusters(out / "coarse")
     fingerprint = data_fingerprint(rows, images=False)
-    labels, random, selected = (
-        load_clusters(out / name, fingerprint)[0].labels for name in ("coarse", "random", "selected")
-    )
+    of_stages = (load_clusters(out / name, fingerprint)[0].labels for name in ("coarse", "random", "selected"))
+    labels, random, selected = of_stages
     assert np.array_equal(labels, clusters.expert_of_center[fine]) and metadata["encoder"].startswith("tfidf-")
     assert set(labels) == {0, 1} and clusters.ranges[0] >= clusters.ranges[1]
     assert np.array_equal(np.bincount(clusters.expert_of_center), [4, 4])
@@ -367,9 +358,8 @@ def test_an_expert_sees_its_own_pairs_alone(system, out, rows, monkeypatch):
 
 
 def test_assembled_and_averaged_models(out):
-    mode, coarse, equal, first = (
-        CLIPMoDEModel.from_pretrained(out / name) for name in ("mode", "by_coarse", "equal", "first")
-    )
+    names = ("mode", "by_coarse", "equal", "first")
+    mode, coarse, equal, first = (CLIPMoDEModel.from_pretrained(out / name) for name in names)
     clusters, _ = load_clusters(out / "coarse")
     assert np.array_equal(mode.centers.numpy(), clusters.centers)
     assert np.array_equal(mode.expert_of_center.numpy(), clusters.expert_of_center)
@@ -386,7 +376,6 @@ def test_assembled_and_averaged_models(out):
 
 
 def test_weighted_averages_and_experts_of_any_precision(out, tmp_path):
-    """On the line between two models, at its ends and beyond; mixtures keep what they are given."""
     experts = [out / "expert_1", out / "expert_2"]
     one, two = (CLIPModel.from_pretrained(folder).state_dict() for folder in experts)
     for weight in (0.0, 0.25, 1.5):
@@ -427,16 +416,9 @@ def test_centers_of_another_encoder_are_refused(system, out):
 # MoDE's comparisons: clusters of images, averages that are trained on, embeddings that are summed
 
 
-@pytest.fixture(scope="module")
-def of_images(tmp_path_factory):
-    run = tiny_run("mode_images", tmp_path_factory)
-    run.whole = run()
-    return run
-
-
 @pytest.mark.slow
-def test_images_are_clustered_and_averages_trained_on(of_images, rows):
-    out = of_images.whole
+def test_images_are_clustered_and_averages_trained_on(system, rows):
+    out = system("mode_images").whole
     expected = image_embeds(out / "dense", rows["image"])
     np.testing.assert_allclose(stored(out / "images", "embeddings"), expected, atol=1e-5)
     centers = load_arrays(out / "fine" / "centers.safetensors")["centers"]
@@ -447,9 +429,9 @@ def test_images_are_clustered_and_averages_trained_on(of_images, rows):
 
 
 @pytest.mark.slow
-def test_every_image_routes_itself_by_all_centers(of_images):
+def test_every_image_routes_itself_by_all_centers(system):
     """Logits and scores of a mixture of clusters of images, against one image after the other."""
-    out = of_images.whole
+    out = system("mode_images").whole
     model = CLIPMoDEModel.from_pretrained(out / "mode")
     config, (clusters, _) = model.config, load_clusters(out / "coarse")
     assert config.metadata_modality == "image" and not config.nearest_center_only
@@ -462,12 +444,10 @@ def test_every_image_routes_itself_by_all_centers(of_images):
         weights_.append(in_a_loop([embed], clusters.centers, clusters.expert_of_center, 2, 0.2, False, "paper"))
         images = processor.image_processor([row["image"]], return_tensors="pt")
         with torch.no_grad():
-            logits = sum(
-                float(weight) * model.expert(number)(**texts, **images).logits_per_image
-                for number, weight in enumerate(weights_[-1])
-            )
+            logits = [model.expert(number)(**texts, **images).logits_per_image for number in range(2)]
+        logits = sum(float(weight) * one for weight, one in zip(weights_[-1], logits, strict=True))
         right.append(classes[int(logits.argmax())] == row["caption"])
-    opened = open_model(out / "mode", None, 16, CPU)
+    opened = open_model(out / "mode", None, 16, torch.device("cpu"))
     result = measure(Task("zero_shot", "", "", lambda: (test, 0), classes=classes, templates=["{}"]), opened)
     assert result["metrics"]["accuracy"] == np.mean(right)
     (found,) = result["routing_weights"].values()
@@ -480,6 +460,6 @@ def test_every_image_routes_itself_by_all_centers(of_images):
 
 
 @pytest.mark.slow
-def test_an_encoder_of_images_embeds_no_texts(of_images):
+def test_an_encoder_of_images_embeds_no_texts(system):
     with pytest.raises(ValueError, match="again: modality text, but the encoder .*:image is of the other"):
-        remade(of_images, ["again"], {"again.modality": "text"})
+        remade(system("mode_images"), ["again"], {"again.modality": "text"})

@@ -72,36 +72,27 @@ def test_counts_by_looking_at_every_two_texts(seed):
     places = list(zip(contests, owners, written, read, strict=True))
 
     def number(condition):
-        found = [
-            any(place[0] == other[0] and place[1] != other[1] and condition(place, other) for other in places)
-            for place in places
-        ]
-        return sum(found)
+        return sum(any(a[0] == b[0] and a[1] != b[1] and condition(a, b) for b in places) for a in places)
 
     counts = count_texts(task_on(None), "captions", read_texts(learned, written), owners, contests)
-    assert counts == TextCounts(
-        kind="captions",
-        number=60,
-        max_length=4,
-        cut=sum(text.count(" ") == 2 for text in written),
-        alike=number(lambda place, other: place[3] == other[3] and place[2] != other[2]),
-        repeated=number(lambda place, other: place[2] == other[2]),
-    )
+    alike = number(lambda place, other: place[3] == other[3] and place[2] != other[2])
+    repeated = number(lambda place, other: place[2] == other[2])
+    cut = sum(text.count(" ") == 2 for text in written)
+    assert counts == TextCounts(kind="captions", number=60, max_length=4, cut=cut, alike=alike, repeated=repeated)
     assert 0 < counts.repeated < 60 and 0 < counts.alike < 60 and counts.cut
 
 
 def test_captions_that_differ_after_the_cut_are_told_once(dense, embedder, warnings, tmp_path):
     rows = symbols.load("test", "web", 8)
     captions = [LONG + "one", LONG + "two", "a Star", "a star", "a moon", "a moon", "a ring", "a dot"]
-    result = measure(task_on(with_captions(rows, captions)), embedder)
-    assert result["texts"] == {
-        "kind": "captions", "number": 8, "max_length": 16, "cut": 2, "alike": 4, "repeated": 2
-    }  # fmt: skip
+    task = task_on(with_captions(rows, captions))
+    result = measure(task, embedder)
+    assert result["texts"] == dict(kind="captions", number=8, max_length=16, cut=2, alike=4, repeated=2)
     sentence = (
         "of 8 captions, 2 longer than the 16 tokens of the tokenizer and cut; 2 the same as another; 4 with the same "
         "tokens as a different text: the model cannot tell them apart"
     )
-    evaluate_model(dense, {"retrieval": task_on(with_captions(rows, captions))}, tmp_path)
+    evaluate_model(dense, {"retrieval": task}, tmp_path)
     write_report(list(tmp_path.glob("*.json")), tmp_path / "report")
     assert f"- dense on retrieval: {sentence}" in (tmp_path / "report" / "report.md").read_text()
     assert [record.getMessage() for record in warnings.records] == [f"title: {sentence}"]

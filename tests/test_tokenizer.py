@@ -1,27 +1,20 @@
 """A tokenizer learned from captions, and the stage that learns it."""
 
-import functools
 import json
 import shutil
 import subprocess
 import sys
 
-import pyarrow
-import pyarrow.parquet
+import datasets
 import pytest
 import torch
 from PIL import Image
-from tiny_runs import DENSE, HARBOR_CAPTIONS, TUNED, WORDS, run_stages
+from tiny_runs import DENSE, HARBOR_CAPTIONS, TUNED, WORDS
 from tiny_sources import saved_pairs
 from transformers import AutoModel, AutoProcessor, AutoTokenizer, CLIPImageProcessorPil, CLIPTokenizer
 
 from data.tokenizer import learn_tokenizer, pieces_per_word
 from records.provenance import input_fingerprint
-
-
-@pytest.fixture
-def run(tmp_path):
-    return functools.partial(run_stages, tmp_path)
 
 
 def test_a_learned_tokenizer_is_clip_s(tmp_path):
@@ -38,9 +31,11 @@ def test_a_learned_tokenizer_is_clip_s(tmp_path):
     # CLIP's own splitting and lower-casing, and any text whatever
     assert tokenizer.tokenize("HARBOUR the bicycle's") == ["harbour</w>", "the</w>", "bicycle</w>", "'s</w>"]
     for text in ("a café", "日本 🏄", "x%$§ 12"):
-        assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True).replace(" ", "") == (
-            text.replace(" ", "")
-        )
+        decoded = tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True)
+        assert decoded.replace(" ", "") == text.replace(" ", "")
+    for texts, pieces in ((["the bicycle", "A harbour, the harbour!"], 1), (["xyz"], 3), (["the xyz"], 2)):
+        assert pieces_per_word(tokenizer, texts) == pieces
+    assert pieces_per_word(tokenizer, ["harbour " * 100]) == 1  # longer than the tokenizer's length
     assert tokenizer("日本 🏄 ÿ", add_special_tokens=False)["input_ids"].count(tokenizer.unk_token_id) == 0
 
 
@@ -92,9 +87,7 @@ def test_a_recipe_learns_a_tokenizer_and_trains_with_it(run, tmp_path, caplog):
 def test_a_tokenizer_of_no_length_follows_its_model_and_looks_at_no_image(run, tmp_path):
     """All captions of an image are learned from."""
     captions = [["", *HARBOR_CAPTIONS[:2]], ["", *HARBOR_CAPTIONS[2:]]]
-    pyarrow.parquet.write_table(
-        pyarrow.table({"image": [b"no image"] * 2, "caption": captions}), tmp_path / "x.parquet"
-    )
+    datasets.Dataset.from_dict({"image": [b"no image"] * 2, "caption": captions}).to_parquet(tmp_path / "x.parquet")
     words = {key: value for key, value in WORDS.items() if key != "max_length"}
     output = run([{**words, "data": {"source": str(tmp_path / "x.parquet")}}, {**DENSE, "tokenizer": "words"}])
     tokenizer = AutoTokenizer.from_pretrained(output / "dense")
@@ -102,11 +95,3 @@ def test_a_tokenizer_of_no_length_follows_its_model_and_looks_at_no_image(run, t
     vocabulary = learn_tokenizer(HARBOR_CAPTIONS, 600, 16).get_vocab()
     assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(output / "words").get_vocab() == vocabulary
     assert len(tokenizer("harbour " * 99, truncation=True)["input_ids"]) == 16
-
-
-def test_pieces_per_word():
-    tokenizer = learn_tokenizer(HARBOR_CAPTIONS, 600, 16)
-    assert pieces_per_word(tokenizer, ["the bicycle", "A harbour, the harbour!"]) == 1
-    assert pieces_per_word(tokenizer, ["xyz"]) == 3
-    assert pieces_per_word(tokenizer, ["the xyz"]) == 2
-    assert pieces_per_word(tokenizer, ["harbour " * 100]) == 1  # longer than the tokenizer's length

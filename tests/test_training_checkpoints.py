@@ -1,7 +1,6 @@
 """Checkpoints of training: no code in them is run, and what is damaged, not finite or not whole is not gone on from."""
 
 import contextlib
-import json
 import os
 import pickle
 import re
@@ -16,6 +15,8 @@ from accelerate.utils import DistributedType
 from safetensors.torch import load_file, save_file
 from tiny_runs import full_disk, losses, same_weights, train
 
+from evaluation.built_in_tasks import symbol_tasks
+from evaluation.tasks import TASKS
 from records.provenance import file_digest
 from training import engine, stages, training_state
 from training.training_state import latest_checkpoint, require_support, save_checkpoint
@@ -37,27 +38,12 @@ def checkpoint(stopped, tmp_path):
     return tmp_path / "out" / "tuned.partial" / "checkpoints" / "step-00000004"
 
 
-def rewrite(path, **changes):
-    """Writes a record of a checkpoint as one of the run that says something else."""
-    training_state._write(path, training_state._read(path) | changes)
-
-
 def evil(marker):
     class Evil:
         def __reduce__(self):
             return os.system, (f"touch {marker}",)
 
     return pickle.dumps(Evil())
-
-
-def test_a_planted_pickle_is_not_executed(checkpoint, tmp_path):
-    """Whatever files Accelerate might unpickle; a checkpoint itself has none."""
-    assert {path.suffix for path in checkpoint.iterdir()} == {".safetensors", ".json"}
-    names = ["custom_checkpoint_0.pkl", "random_states_0.pkl", "optimizer.bin", "pytorch_model.bin", "scheduler.bin"]
-    for name in [*names, "sampler.bin", "scaler.pt"]:
-        (checkpoint / name).write_bytes(evil(tmp_path / "executed"))
-    train(tmp_path, **KEPT)
-    assert not (tmp_path / "executed").exists()
 
 
 def tensors(change):
@@ -95,16 +81,23 @@ def test_a_damaged_checkpoint_is_refused(checkpoint, tmp_path, name):
 
 
 def test_what_a_checkpoint_says_of_itself_has_to_fit(checkpoint, tmp_path, capsys):
+    """Of what else lies there, nothing is unpickled; a damaged log is begun anew."""
     path, state = checkpoint / "model.safetensors", checkpoint / "state.json"
-    good, digests = load_file(path), json.loads(state.read_text())["sha256"]
+    good, said = load_file(path), training_state._read(state)
     save_file({name: good[name] for name in good if name != WEIGHT}, path)
-    rewrite(state, sha256=digests | {path.name: file_digest(path)})
+    training_state._write(state, said | {"sha256": said["sha256"] | {path.name: file_digest(path)}})
     with pytest.raises(ValueError, match=f"is of another model or optimizer: {WEIGHT}"):
         train(tmp_path, **KEPT)
     save_file(good, path)
-    rewrite(state, sha256=digests | {path.name: file_digest(path)}, num_processes=2)
-    train(tmp_path, **KEPT)
+    digests = said["sha256"] | {path.name: file_digest(path)}
+    training_state._write(state, said | {"sha256": digests, "num_processes": 2})
+    assert {file.suffix for file in checkpoint.iterdir()} == {".safetensors", ".json"}
+    for name in "custom_checkpoint_0.pkl random_states_0.pkl optimizer.bin pytorch_model.bin scheduler.bin".split():
+        (checkpoint / name).write_bytes(evil(tmp_path / "executed"))
+    (checkpoint.parents[1] / "log.jsonl").write_text('5\n{}\n{"step": "x"}\n')
+    assert len(losses(train(tmp_path, **KEPT))) == 2  # of steps 5 and 6
     assert "is of 2 processes, and there are 1 now" in capsys.readouterr().out
+    assert not (tmp_path / "executed").exists()
 
 
 def test_without_the_last_checkpoint_it_goes_on_from_the_one_before(whole, checkpoint, tmp_path):
@@ -112,21 +105,17 @@ def test_without_the_last_checkpoint_it_goes_on_from_the_one_before(whole, check
     assert same_weights(train(tmp_path, **KEPT), whole(**KEPT))
 
 
-def test_a_damaged_log_is_begun_anew(checkpoint, tmp_path):
-    (checkpoint.parents[1] / "log.jsonl").write_text('5\n{}\n{"step": "x"}\n')
-    assert len(losses(train(tmp_path, **KEPT))) == 2  # of steps 5 and 6
-
-
-MEASURED = {"tasks": ["symbols_pairs"], "every_steps": 100, "at_start": True}
+MEASURED = {"tasks": ["symbols_pairs"], "every_steps": 100, "at_start": True, "keep_best": "symbols_pairs/group"}
 
 
 def steep(recipe):
     recipe["stages"][1]["changes"]["router_z_loss_coef"] = 1e17
 
 
-@pytest.mark.parametrize("evaluation", [None, MEASURED | {"keep_best": "symbols_pairs/group"}])
-def test_a_lower_learning_rate_follows_one_that_diverges(whole, tmp_path, evaluation):
+@pytest.mark.parametrize("evaluation", [None, MEASURED])
+def test_a_lower_learning_rate_follows_one_that_diverges(whole, tmp_path, evaluation, monkeypatch):
     """Without a checkpoint there is nothing to go on from, whatever was logged and measured."""
+    monkeypatch.setitem(TASKS, "symbols_pairs", symbol_tasks(pairs=20)["symbols_pairs"])
     settings = {"change": steep, "save_steps": None, "evaluation": evaluation}
     with pytest.raises(FloatingPointError, match="No checkpoint was written before it. Lower the learning rate"):
         train(tmp_path, learning_rate=1, **settings)
@@ -167,7 +156,6 @@ def test_weights_that_overflow_are_no_result_and_no_checkpoint(tmp_path, monkeyp
 
 
 def test_a_full_disk_leaves_the_last_checkpoint_whole(whole, tmp_path, monkeypatch):
-    """The process may write no more than a few bytes to a file once the first checkpoint is there."""
     original = engine.save_checkpoint
 
     def save(accelerator, model, optimizer, checkpoints, step, *others):

@@ -8,6 +8,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -23,25 +24,18 @@ from training import engine
 from training.recipe import load_recipe
 from training.runner import run_recipe
 
+# What the first two stages of `recipe` make, once a process for all recipes that begin alike
+BEGINNINGS = {}
 ROOT = Path(__file__).parents[1]
 TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-DENSE = {
-    "name": "dense",
-    "stage": "initialize",
-    "processor": "symbols",
-    "projection_dim": 16,
+TOWERS = {
     "text_config": {**TOWER, "max_position_embeddings": 16},
     "vision_config": {**TOWER, "image_size": 32, "patch_size": 16},
 }
+DENSE = {"name": "dense", "stage": "initialize", "processor": "symbols", "projection_dim": 16, **TOWERS}
 SPARSE = {"name": "sparse", "stage": "upcycle", "model": "dense", "preset": "clip_up", "changes": {"num_experts": 4}}
-TUNED = {
-    "name": "tuned",
-    "stage": "train",
-    "model": "dense",
-    "global_batch_size": 4,
-    "max_steps": 1,
-    "learning_rate": 1e-3,
-}
+STEP = {"global_batch_size": 4, "max_steps": 1, "learning_rate": 1e-3}
+TUNED = {"name": "tuned", "stage": "train", "model": "dense", **STEP}
 WORDS = {"name": "words", "stage": "tokenizer", "vocab_size": 600, "max_length": 16}
 HARBOR_CAPTIONS = [
     "A Surfboard leans on the harbour wall.",
@@ -53,64 +47,61 @@ HARBOR_CAPTIONS = [
 
 def recipe(**training):
     """Initialize, upcycle, train."""
-    settings = {
-        "data": {"source": "symbols", "num_samples": 40, "in_memory": True},
-        "global_batch_size": 8,
-        "max_steps": 6,
-        "learning_rate": 1e-2,
-        "warmup_steps": 2,
-        "logging_steps": 1,
-        "save_steps": 2,
-    }
+    data = {"source": "symbols", "num_samples": 40, "in_memory": True}
+    settings = {"data": data, "global_batch_size": 8, "max_steps": 6, "learning_rate": 1e-2, "warmup_steps": 2}
     groups = {f"{tower}_config": {"capacity_group_size": 4} for tower in ("text", "vision")}
     stages = [DENSE, SPARSE | groups, {"name": "tuned", "stage": "train", "model": "sparse"}]
-    return {"output_dir": "out", "defaults": {"train": settings | training}, "stages": copy.deepcopy(stages)}
+    defaults = {"train": settings | {"logging_steps": 1, "save_steps": 2} | training}
+    return {"output_dir": "out", "defaults": defaults, "stages": copy.deepcopy(stages)}
 
 
 def run_stages(folder, stages, overrides=None, **keys):
     """Runs stages below `folder / "out"`, with settings of theirs overridden by `STAGE.KEY`. Returns that folder.
 
     `keys` are further ones of the recipe."""
+    folder.mkdir(exist_ok=True)
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump({"output_dir": str(folder / "out"), "stages": stages, **keys}))
     return run_recipe(load_recipe(path, overrides))
 
 
-class Stop(Exception):
-    pass
-
-
 def train(folder, stop=None, change=None, overrides=None, only=None, **training):
-    """Runs `recipe` in a folder, perhaps only until so many steps of the optimizer are done.
+    """Runs `recipe` in a folder, perhaps only until so many steps of the optimizer are done. Returns the folder of the
+    stage that trains, or what it left.
 
     Args:
         change: makes another recipe of it, in place.
         overrides, only: see `load_recipe` and `run_recipe`.
         training: settings of the stage that trains.
-
-    Returns:
-        The folder of the stage that trains, or what it left.
     """
     folder.mkdir(exist_ok=True)
     settings = recipe(**training)
     if change is not None:
         change(settings)
-    path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump(settings | {"output_dir": str(folder / "out")}))
+    path, output = folder / "recipe.yaml", folder / "out"
+    path.write_text(yaml.safe_dump(settings | {"output_dir": str(output)}))
     loaded = load_recipe(path, overrides)
+    if only != ["tuned"] and not output.exists():
+        beginning = str((loaded.stages[:2], loaded.seed, loaded.mixed_precision))
+        if beginning not in BEGINNINGS:
+            made = tempfile.TemporaryDirectory()
+            first = load_recipe(path, (overrides or {}) | {"output_dir": made.name})
+            run_recipe(first, [stage.name for stage in first.stages[:2]])
+            BEGINNINGS[beginning] = made
+        shutil.copytree(BEGINNINGS[beginning].name, output, ignore=shutil.ignore_patterns("recipe.yaml"))
     if stop is None:
         return run_recipe(loaded, only) / "tuned"
     count, original = iter(range(stop)), engine._take_step
 
     def take_step(*arguments):
         if next(count, None) is None:
-            raise Stop
+            raise KeyboardInterrupt
         original(*arguments)
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Stop):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(engine, "_take_step", take_step)
         run_recipe(loaded, only)
-    return folder / "out" / "tuned.partial"
+    return output / "tuned.partial"
 
 
 def start_two(recipe, *arguments, script="training/upcycle.py", options=("--cpu",), launcher=(), **pipes):
@@ -166,16 +157,6 @@ def full_disk(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def set_towers(**fields):
-    """A change of `recipe`: these fields in both towers of the sparse model."""
-
-    def change(settings):
-        for tower in ("text_config", "vision_config"):
-            settings["stages"][1][tower] |= fields
-
-    return change
-
-
 def weights(folder):
     return load_file(folder / "model.safetensors")
 
@@ -203,16 +184,3 @@ def losses(folder):
 def stored(folder, name):
     """An array that a stage keeps in a `FeatureStore`."""
     return FeatureStore.open(folder, "a stage")[name][:]
-
-
-def tiny_run(name, tmp_path_factory):
-    """A function that runs a tiny recipe, `recipes/NAME.yaml`: `run(output, overrides, only=..., experts=...)`."""
-    folder = tmp_path_factory.mktemp(name)
-    shutil.copy(ROOT / "tests" / "recipes" / f"{name}.yaml", folder / "recipe.yaml")
-
-    def run(output="out", overrides=None, **parts):
-        loaded = load_recipe(folder / "recipe.yaml", {"output_dir": str(folder / output), **(overrides or {})})
-        return run_recipe(loaded, **parts)
-
-    run.folder = folder
-    return run

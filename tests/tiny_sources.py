@@ -86,14 +86,10 @@ def webdataset(tmp_path):
 
 def sharegpt4v(tmp_path, first=0):
     names = write_pictures(tmp_path / "images", first)
-    entries = [
-        {
-            "id": name,
-            "image": name,
-            "conversations": [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": text}],
-        }
-        for name, text in zip(names, CAPTIONS, strict=True)
-    ]
+    entries = []
+    for name, text in zip(names, CAPTIONS, strict=True):
+        said = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": text}]
+        entries.append({"id": name, "image": name, "conversations": said})
     (tmp_path / "sharegpt4v.json").write_text(json.dumps(entries))
     return {"source": str(tmp_path / "sharegpt4v.json"), "image_root": str(tmp_path / "images")}
 
@@ -109,13 +105,12 @@ def damaged(tmp_path, share):
     whole = (tmp_path / "images" / "1.png").read_bytes()
     (tmp_path / "images" / "cut.png").write_bytes(whole[: len(whole) // 2])
     (tmp_path / "images" / "text.png").write_text("not an image")
-    wrong = [{"image": "cut.png"}, {"image": "text.png"}, {"image": "nowhere.png"}, {"caption": "  "}]
     for number in range(round(share * len(entries))):
-        entry = json.loads(json.dumps(entries[10 + number]))
-        change = wrong[number % len(wrong)]
-        entry["image"] = change.get("image", entry["image"])
-        entry["conversations"][1]["value"] = change.get("caption", entry["conversations"][1]["value"])
-        entries[10 + number] = entry
+        entry = entries[10 + number] = json.loads(json.dumps(entries[10 + number]))
+        if number % 4 == 3:
+            entry["conversations"][1]["value"] = "  "
+        else:
+            entry["image"] = ["cut.png", "text.png", "nowhere.png"][number % 4]
     path.write_text(json.dumps(entries))
     return arguments
 

@@ -4,8 +4,9 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-import torch
 from backbones import BASE, dense_clip
+from PIL import Image
+from tiny_clip import moved
 from transformers import AutoProcessor
 
 from conversion.commands import publish
@@ -33,12 +34,7 @@ def backbone(request) -> str:
 @pytest.fixture(scope="session")
 def source(backbone, tmp_path_factory) -> Path:
     """Folder of an upcycled symbol CLIP, 4 experts of which 2 compute a token, whose experts and routers differ."""
-    model = upcycle(dense_clip(backbone), PRESETS["clip_moe"], seed=0)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if "experts" in name or "router" in name:
-                weight.add_(0.3 * weight.std() * torch.randn(weight.shape, generator=generator))
+    model = moved(upcycle(dense_clip(backbone), PRESETS["clip_moe"], seed=0), ("experts", "router"), 0, scale=0.02)
     folder = tmp_path_factory.mktemp("source") / "model"
     model.save_pretrained(folder)
     AutoProcessor.from_pretrained(BASE).save_pretrained(folder)
@@ -51,6 +47,13 @@ def repository(source, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("repository") / "clip-moe-symbols"
     publish.main([str(source), "user/clip-moe-symbols", "--dry-run", str(folder), "--license", "apache-2.0"])
     return folder
+
+
+@pytest.fixture(scope="session")
+def image(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("image") / "image.png"
+    Image.effect_noise((40, 32), 80).convert("RGB").save(path)
+    return path
 
 
 @pytest.fixture

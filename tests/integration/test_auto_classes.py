@@ -1,14 +1,12 @@
 """Auto classes and pipelines on a published folder, with the package and without it: same names, same numbers."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 from backbones import both_backbones
 from PIL import Image
+from programs import run_program
 from safetensors.torch import load_file
 from transformers import AutoModel, CLIPImageProcessorPil, CLIPTokenizer
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
@@ -84,28 +82,14 @@ def vision(repository, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def image(tmp_path_factory):
-    path = tmp_path_factory.mktemp("image") / "image.png"
-    Image.effect_noise((40, 32), 80).convert("RGB").save(path)
-    return path
-
-
-@pytest.fixture(scope="module")
 def results(repository, vision, image, tmp_path_factory):
     """(what was printed, tensors) with the package and without it."""
     place = tmp_path_factory.mktemp("results")
     results = []
     for package in ("yes", "no"):
         arguments = [repository, vision, image, place / package, package]
-        done = subprocess.run(
-            [sys.executable, "-c", EVERYTHING, *map(str, arguments)],
-            env={**os.environ, "HF_MODULES_CACHE": str(place / "modules")},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert done.returncode == 0, done.stderr
-        results.append((json.loads(done.stdout), load_file(place / package)))
+        printed = json.loads(run_program(place, "-c", EVERYTHING, *arguments))
+        results.append((printed, load_file(place / package)))
     return results
 
 
@@ -129,7 +113,8 @@ def test_the_numbers_are_those_of_the_model(results, model, processor, image):
     inputs = processor(text=["a star", "a heart"], images=Image.open(image), padding=True, return_tensors="pt")
     outputs = model(**inputs)
     vision = outputs.vision_model_output
-    torch.testing.assert_close(tensors["model"], outputs.logits_per_image)
+    for name in ("model", "zero_shot"):
+        torch.testing.assert_close(tensors[name], outputs.logits_per_image)
     for name in ("vision", "vision_of_whole", "features"):
         torch.testing.assert_close(tensors[name], vision.last_hidden_state)
     text = outputs.text_model_output.last_hidden_state[range(2), inputs["attention_mask"].sum(dim=-1) - 1]

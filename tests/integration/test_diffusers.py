@@ -1,7 +1,5 @@
 """Diffusers: our text towers in Stable Diffusion and SDXL, with the usual 77 tokens and with 248."""
 
-import os
-import subprocess
 import sys
 
 import pytest
@@ -9,6 +7,7 @@ import torch
 from diffusers import DiffusionPipeline
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
+from programs import run_program
 from safetensors.torch import load_file
 from stand_ins import SHORT, with_77_positions
 from tiny_models import sdxl, stable_diffusion, tokenizer
@@ -21,8 +20,10 @@ from modeling_clip_moe import CLIPMoEModel, CLIPMoETextModel, CLIPMoETextModelWi
 BASE = "training/symbol_clip"
 LONG = 248
 PROMPT = "a large red star in the top left corner on a plain blue background"
-FIRST = {"dense": CLIPTextModel, "sparse": CLIPMoETextModel}
-SECOND = {"dense": CLIPTextModelWithProjection, "sparse": CLIPMoETextModelWithProjection}
+ENCODERS = {
+    1: {"dense": CLIPTextModel, "sparse": CLIPMoETextModel},
+    2: {"dense": CLIPTextModelWithProjection, "sparse": CLIPMoETextModelWithProjection},
+}
 PLACES = [("sparse", "dense"), ("dense", "sparse"), ("sparse", "sparse")]
 PROGRAM = """
 import torch
@@ -45,19 +46,19 @@ def towers(repository, tmp_path_factory):
     models = {"dense": CLIPModel.from_pretrained(BASE), "sparse": CLIPMoEModel.from_pretrained(repository)}
     for kind, model in models.items():
         with_77_positions(model).save_pretrained(place / kind)
-        for number, tower in ((1, FIRST[kind]), (2, SECOND[kind])):
+        for number, classes in ENCODERS.items():
             folder = place / f"{kind}_{number}_{SHORT}"
-            tower.from_pretrained(place / kind).save_pretrained(folder)
+            classes[kind].from_pretrained(place / kind).save_pretrained(folder)
             long_context_command.main([str(folder), str(place / f"{kind}_{number}_{LONG}"), "--length", str(LONG)])
     return place
 
 
-def first_encoder(towers, kind, length=SHORT):
-    return FIRST[kind].from_pretrained(towers / f"{kind}_1_{length}")
+def encoder(towers, number, kind, length=SHORT):
+    return ENCODERS[number][kind].from_pretrained(towers / f"{kind}_{number}_{length}")
 
 
-def second_encoder(towers, kind, length=SHORT):
-    return SECOND[kind].from_pretrained(towers / f"{kind}_2_{length}")
+def sdxl_of(towers, first="sparse", second="sparse", length=SHORT):
+    return sdxl(encoder(towers, 1, first, length), encoder(towers, 2, second, length), length)
 
 
 def draw(pipeline, prompt=PROMPT, **options):
@@ -78,10 +79,10 @@ def tokens(prompt, length=SHORT):
 
 
 def test_stable_diffusion_draws_what_our_tower_says(towers):
-    encoder = first_encoder(towers, "sparse")
-    pipeline = stable_diffusion(encoder)
+    tower = encoder(towers, 1, "sparse")
     with torch.no_grad():
-        prompt, nothing = (encoder(tokens(text)).last_hidden_state for text in (PROMPT, ""))
+        prompt, nothing = (tower(tokens(text)).last_hidden_state for text in (PROMPT, ""))
+    pipeline = stable_diffusion(tower)
     expected = draw(pipeline, None, prompt_embeds=prompt, negative_prompt_embeds=nothing)
     assert_same_images(draw(pipeline), expected)
 
@@ -89,8 +90,8 @@ def test_stable_diffusion_draws_what_our_tower_says(towers):
 @pytest.mark.parametrize("length", [SHORT, LONG])
 @pytest.mark.parametrize("places", PLACES, ids="-".join)
 def test_sdxl_draws_what_our_towers_say_in_either_place(places, length, towers):
-    encoders = first_encoder(towers, places[0], length), second_encoder(towers, places[1], length)
-    pipeline = sdxl(*encoders, length)
+    pipeline = sdxl_of(towers, *places, length)
+    encoders = pipeline.text_encoder, pipeline.text_encoder_2
 
     def embed(text):
         with torch.no_grad():
@@ -112,11 +113,11 @@ def test_sdxl_draws_what_our_towers_say_in_either_place(places, length, towers):
 
 
 def test_encoders_are_stretched_inside_a_pipeline(towers, tmp_path):
-    pipeline = sdxl(first_encoder(towers, "sparse"), second_encoder(towers, "dense"))
+    pipeline = sdxl_of(towers, "sparse", "dense")
     pipeline.text_encoder = long_context.lengthen(pipeline.text_encoder, LONG)
     pipeline.text_encoder_2 = long_context.lengthen(pipeline.text_encoder_2, LONG)
     pipeline.tokenizer.model_max_length = pipeline.tokenizer_2.model_max_length = LONG
-    expected = draw(sdxl(first_encoder(towers, "sparse", LONG), second_encoder(towers, "dense", LONG), LONG))
+    expected = draw(sdxl_of(towers, "sparse", "dense", LONG))
     assert_same_images(draw(pipeline), expected)
     pipeline.save_pretrained(tmp_path)
     again = DiffusionPipeline.from_pretrained(tmp_path)
@@ -124,57 +125,43 @@ def test_encoders_are_stretched_inside_a_pipeline(towers, tmp_path):
     assert_same_images(draw(again), expected)
 
 
-def run(start, folder, **arguments):
-    """Draws in another process with the pipeline that is saved in a folder."""
-    return subprocess.run(
-        [sys.executable, "-c", f"{start}\nprompt, arguments = {PROMPT!r}, {arguments!r}\n{PROGRAM}"],
-        cwd=folder,
-        env={**os.environ, "HF_MODULES_CACHE": str(folder / "modules")},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-
-
-def test_a_saved_pipeline_loads_where_the_package_is_imported(towers, tmp_path, monkeypatch):
-    pipeline = sdxl(first_encoder(towers, "sparse"), second_encoder(towers, "sparse"))
+def test_a_saved_pipeline_loads_with_the_package_and_without_it(towers, tmp_path, monkeypatch):
+    """Diffusers looks for the code beside the weights by the name that the index has for the package."""
+    pipeline = sdxl_of(towers)
     pipeline.save_pretrained(tmp_path / "pipeline")
-    done = run("import modeling_clip_moe", tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert_same_images(load_file(tmp_path / "images.safetensors")["images"], draw(pipeline))
+
+    def drawn(start, **arguments):
+        """In another process; also where the text encoder's code lies."""
+        printed = run_program(tmp_path, "-c", f"{start}\nprompt, arguments = {PROMPT!r}, {arguments!r}\n{PROGRAM}")
+        assert_same_images(load_file(tmp_path / "images.safetensors")["images"], draw(pipeline))
+        return printed
+
+    drawn("import modeling_clip_moe")
+    index = tmp_path / "pipeline" / "model_index.json"
+    before = index.read_text()
+    index.write_text(before.replace("modeling_clip_moe.modeling_clip_moe", "modeling_clip_moe"))
+    without_package = 'import sys; sys.modules["modeling_clip_moe"] = None'
+    assert drawn(without_package, trust_remote_code=True).startswith("diffusers_modules.")
+    index.write_text(before)
     monkeypatch.delitem(sys.modules, "modeling_clip_moe.modeling_clip_moe")
     with pytest.raises(ValueError, match="import modeling_clip_moe.modeling_clip_moe before calling"):
         DiffusionPipeline.from_pretrained(tmp_path / "pipeline")
 
 
-def test_a_saved_pipeline_loads_without_the_package(towers, tmp_path):
-    """Diffusers looks for the code beside the weights by the name that the index has for the package."""
-    pipeline = sdxl(first_encoder(towers, "sparse"), second_encoder(towers, "sparse"))
-    pipeline.save_pretrained(tmp_path / "pipeline")
-    index = tmp_path / "pipeline" / "model_index.json"
-    index.write_text(index.read_text().replace("modeling_clip_moe.modeling_clip_moe", "modeling_clip_moe"))
-    without_package = 'import sys; sys.modules["modeling_clip_moe"] = None'
-    done = run(without_package, tmp_path, trust_remote_code=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("diffusers_modules.")
-    assert_same_images(load_file(tmp_path / "images.safetensors")["images"], draw(pipeline))
-
-
 def test_lora_of_our_encoders(towers, tmp_path):
-    pipeline = sdxl(first_encoder(towers, "sparse"), second_encoder(towers, "sparse"))
+    pipeline = sdxl_of(towers)
     plain, weights = draw(pipeline), {}
+    # The file says nothing of alpha: where it is r, the scale is 1
+    targets = ["q_proj", "k_proj", "v_proj", "out_proj"]
+    lora = LoraConfig(r=4, lora_alpha=4, target_modules=targets, init_lora_weights=False)
     for name in ("text_encoder", "text_encoder_2"):
-        encoder = getattr(pipeline, name)
-        # The file says nothing of alpha: where it is r, the scale is 1
-        targets = ["q_proj", "k_proj", "v_proj", "out_proj"]
-        lora = LoraConfig(r=4, lora_alpha=4, target_modules=targets, init_lora_weights=False)
-        encoder.add_adapter(lora, "style")
-        weights[f"{name}_lora_layers"] = get_peft_model_state_dict(encoder, adapter_name="style")
+        getattr(pipeline, name).add_adapter(lora, "style")
+        weights[f"{name}_lora_layers"] = get_peft_model_state_dict(getattr(pipeline, name), adapter_name="style")
     expected = draw(pipeline)
     assert (expected - plain).abs().max() > 1e-2
     pipeline.save_lora_weights(tmp_path, **weights)
 
-    other = sdxl(first_encoder(towers, "sparse"), second_encoder(towers, "sparse"))
+    other = sdxl_of(towers)
     other.load_lora_weights(tmp_path, adapter_name="style")
     torch.testing.assert_close(draw(other), expected, rtol=0, atol=1e-5)
     torch.testing.assert_close(draw(other, cross_attention_kwargs={"scale": 0.0}), plain, rtol=0, atol=1e-5)

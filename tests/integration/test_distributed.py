@@ -1,5 +1,6 @@
 """One model on two processes, by transformers' own plans, and on devices with too little memory for it."""
 
+import math
 import os
 import socket
 from dataclasses import replace
@@ -11,10 +12,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import transformers
-import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from safetensors.torch import load_file, save_file
-from tiny_runs import read_log, start_two
+from tiny_clip import moved
+from tiny_runs import read_log, same_weights, start_two, train, weights
 from transformers import AutoProcessor, CLIPConfig, CLIPModel
 from transformers.distributed import DistributedConfig
 
@@ -22,8 +23,6 @@ from conversion.presets import PRESETS
 from conversion.upcycle import upcycle
 from data import symbols
 from modeling_clip_moe import CLIPMoEModel, CLIPMoEVisionModelWithProjection, sparse_moe
-from training.recipe import load_recipe
-from training.runner import run_recipe
 
 ROOT = Path(__file__).parents[2]
 BASE = ROOT / "training" / "symbol_clip"
@@ -98,30 +97,22 @@ def worker(rank, folder, port):
 
 
 def random_dense() -> CLIPModel:
-    config = CLIPConfig.from_pretrained(BASE)
+    config = CLIPConfig.from_pretrained(BASE).to_dict()
     for tower, fields in HEADS.items():
-        for name, value in (fields | {"intermediate_size": 256, "num_hidden_layers": 4}).items():
-            setattr(getattr(config, f"{tower}_config"), name, value)
+        config[f"{tower}_config"] |= fields | {"intermediate_size": 256, "num_hidden_layers": 4}
     torch.manual_seed(0)
-    return CLIPModel(config)
+    return CLIPModel(CLIPConfig(**config))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Models, a batch, and what two processes made of both."""
     folder = tmp_path_factory.mktemp("distributed")
-    generator = torch.Generator().manual_seed(0)
-    for name, preset in PRESET.items():
-        model = upcycle(random_dense(), preset, seed=0)
-        with torch.no_grad():
-            for parameter_name, weight in model.named_parameters():
-                if "mlp" in parameter_name:  # no bias is zero, no two experts are the same
-                    weight.add_(0.3 * weight.std() * torch.randn(weight.shape, generator=generator))
-        model.save_pretrained(folder / name)
+    for name, preset in PRESET.items():  # no bias is zero, no two experts are the same
+        moved(upcycle(random_dense(), preset, seed=0), "mlp", 0, scale=0.01).save_pretrained(folder / name)
     rows = symbols.load("test", "detailed", 8)
-    processor = AutoProcessor.from_pretrained(BASE)
-    captions, images = [row["caption"] for row in rows], [row["image"] for row in rows]
-    batch = processor(text=captions, images=images, padding=True, return_tensors="pt")
+    texts, images = list(rows["caption"]), list(rows["image"])
+    batch = AutoProcessor.from_pretrained(BASE)(text=texts, images=images, padding=True, return_tensors="pt")
     assert batch["attention_mask"].min() == 0
     save_file(dict(batch), folder / "batch.safetensors")
     with socket.socket() as free:
@@ -132,7 +123,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_two_processes_compute_and_train_as_one(case, folder):
+def test_two_processes_compute_train_and_save_as_one(case, folder):
     preset, model_class, _ = CASES[case]
     shares = shares_of(case, load_file(folder / "batch.safetensors"))
     model = model_class.from_pretrained(folder / preset)
@@ -151,6 +142,10 @@ def test_two_processes_compute_and_train_as_one(case, folder):
         torch.testing.assert_close(found, gradients, atol=1e-5, rtol=1e-4)
     if preset == "clip_up":
         assert (expected[0][0] - expected[0][1]).abs().max() > 0.1  # training did drop choices
+    # They save what one does
+    model_class.from_pretrained(folder / preset).save_pretrained(folder / f"{case}_expected")
+    assert same_weights(folder / f"{case}_expected", folder / f"{case}_saved")
+    model_class.from_pretrained(folder / f"{case}_saved")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -170,16 +165,6 @@ def test_each_process_holds_its_part(case, folder):
             # Of an odd number of rows, one process has one more
             expected = 0.5 if any(key in name for key in split) else 1
             assert part == pytest.approx(expected, abs=0.05), name
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_two_processes_save_what_one_does(case, folder):
-    preset, model_class, _ = CASES[case]
-    model_class.from_pretrained(folder / preset).save_pretrained(folder / f"{case}_expected")
-    expected, found = (load_file(folder / f"{case}_{kind}" / "model.safetensors") for kind in ("expected", "saved"))
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    model_class.from_pretrained(folder / f"{case}_saved")
 
 
 def test_what_old_versions_get_wrong_is_refused(folder, monkeypatch):
@@ -207,60 +192,41 @@ def test_parts_on_the_disk_compute_the_same(folder, tmp_path):
 def recipe(tmp_path_factory):
     """Four steps of CLIP-UP, of two batches each, and what one process makes of them."""
     folder = tmp_path_factory.mktemp("training")
-    data = {"source": "symbols", "num_samples": 64, "in_memory": True, "captions": "detailed"}
-    train = {"data": data, "global_batch_size": 16, "gradient_accumulation_steps": 2, "max_steps": 4}
-    train |= {"learning_rate": 1e-3, "warmup_steps": 1, "logging_steps": 1, "save_steps": 2, "max_logit_scale": 20.0}
-    group = {"capacity_group_size": 4}
-    upcycled = {"name": "sparse", "stage": "upcycle", "model": str(BASE), "preset": "clip_up"}
-    upcycled |= {"changes": {"num_experts": 4}, "text_config": group, "vision_config": group}
-    trained = {"name": "trained", "stage": "train", "model": "sparse"}
-    recipe = {"output_dir": str(folder / "one"), "defaults": {"train": train}, "stages": [upcycled, trained]}
-    path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump(recipe))
-    run_recipe(load_recipe(path))
-    return path
+    train(folder, global_batch_size=16, gradient_accumulation_steps=2, max_steps=4, max_logit_scale=10.0)
+    return folder / "recipe.yaml"
 
 
 def assert_same_run(folder, expected):
     logs = []
     for run in (folder, expected):
-        records = read_log(run / "trained")
+        records = read_log(run / "tuned")
         logs.append([(r["step"], r["loss"], r["grad_norm"], r["logit_scale"], r["learning_rate"]) for r in records])
-    assert len(logs[1]) == 4 and logs[1][-1][3] == pytest.approx(20)  # the scale is at its limit
+    assert len(logs[1]) == 4 and logs[1][-1][3] == pytest.approx(10)  # the scale is at its limit
     torch.testing.assert_close(logs[0], logs[1], atol=1e-4, rtol=1e-4)
-    found, expected = (load_file(run / "trained" / "model.safetensors") for run in (folder, expected))
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
-    assert CLIPMoEModel.from_pretrained(folder / "trained").logit_scale.item() == pytest.approx(
-        torch.tensor(20.0).log()
-    )
+    torch.testing.assert_close(weights(folder / "tuned"), weights(expected / "tuned"), atol=1e-4, rtol=0)
+    assert CLIPMoEModel.from_pretrained(folder / "tuned").logit_scale.item() == pytest.approx(math.log(10))
 
 
-def finished(name, recipe, output, *more, script):
-    """Status and errors of the recipe with one of our configuration files, on two processes."""
-    options = ["--config_file", ACCELERATE / f"{name}.yaml"]
+def finished(name, recipe, output, *more):
+    """Errors of the recipe with one of our configuration files, on two processes: none where it succeeds."""
+    options, script = ["--config_file", ACCELERATE / f"{name}.yaml"], "tests/integration/sharded_on_cpu.py"
     process = start_two(recipe, "--output-dir", output, *more, script=script, options=options)
     _, error = process.communicate(timeout=300)
-    return process.returncode, error
+    return error if process.returncode else ""
 
 
 def test_fsdp2(recipe, tmp_path):
-    script = "tests/integration/fsdp2_on_cpu.py"
-    status, error = finished("fsdp2", recipe, tmp_path, "--interrupt", script=script)
-    assert status != 0 and "error: trained: interrupted" in error
+    assert "error: tuned: interrupted" in finished("fsdp2", recipe, tmp_path, "--interrupt")
     assert list(tmp_path.glob("*/checkpoints/step-00000002"))
-    status, error = finished("fsdp2", recipe, tmp_path, script=script)
-    assert status == 0, error
-    assert_same_run(tmp_path, recipe.parent / "one")
+    assert not finished("fsdp2", recipe, tmp_path)
+    assert_same_run(tmp_path, recipe.parent / "out")
 
 
 def test_zero3(recipe, tmp_path):
     pytest.importorskip("deepspeed", reason="runs where deepspeed was installed by hand: pip builds it from source")
-    script, no_saving = "tests/integration/zero3_on_cpu.py", ("--trained.save_steps", "null")
-    status, error = finished("deepspeed_zero3", recipe, tmp_path, script=script)
-    assert status != 0 and "DeepSpeed keeps checkpoints as pickles" in error
-    status, error = finished("deepspeed_zero3", recipe, tmp_path, *no_saving, script=script)
-    assert status == 0, error
-    assert_same_run(tmp_path, recipe.parent / "one")
+    assert "DeepSpeed keeps checkpoints as pickles" in finished("deepspeed_zero3", recipe, tmp_path)
+    assert not finished("deepspeed_zero3", recipe, tmp_path, "--tuned.save_steps", "null")
+    assert_same_run(tmp_path, recipe.parent / "out")
 
 
 @pytest.mark.parametrize("path", sorted(ACCELERATE.iterdir()), ids=lambda path: path.name)

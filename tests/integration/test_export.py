@@ -4,6 +4,7 @@ import pytest
 import torch
 import transformers
 from backbones import both_backbones, dense_clip
+from tiny_clip import moved
 from torch.utils._pytree import tree_leaves
 from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
 
@@ -19,13 +20,7 @@ BATCH = torch.export.Dim("batch", min=1, max=64)
 @pytest.fixture(scope="module")
 def fused(backbone) -> CLIPMoEModel:
     """A model with fusion gates, whose experts differ."""
-    model = upcycle(dense_clip(backbone), PRESETS["clip_fmoe"], seed=0).eval()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if "experts" in name or "gate" in name:
-                weight.add_(0.1 * torch.randn(weight.shape, generator=generator))
-    return model
+    return moved(upcycle(dense_clip(backbone), PRESETS["clip_fmoe"], seed=0).eval(), ("experts", "gate"), 0, scale=0.1)
 
 
 @pytest.fixture(scope="module")

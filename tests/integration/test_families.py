@@ -1,15 +1,14 @@
 """Each family around what is trained here: published, in pipelines, in other libraries."""
 
-import os
-import subprocess
-import sys
+import json
+import re
 
-import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from PIL import Image
-from sentence_transformers import SentenceTransformer
+from programs import run_program
+from safetensors.torch import load_file
 from tiny_clip import moved
 from tiny_families import saved, tiny_dense
 from transformers import (
@@ -40,6 +39,21 @@ scores = classify(Image.open(sys.argv[2]), candidate_labels=["red", "round"], hy
 of_label = {score["label"]: score["score"] for score in scores}
 print(type(classify.model).__module__.split(".")[0], of_label["red"], of_label["round"])
 """
+SENTENCES = """
+import json, sys
+sys.modules["modeling_clip_moe"] = None
+from PIL import Image
+from safetensors.numpy import save_file
+from sentence_transformers import SentenceTransformer
+repository, texts, files, padding = json.loads(sys.argv[1])
+for name, folder in (("first", repository), ("again", "first")):
+    model = SentenceTransformer(folder, trust_remote_code=True, device="cpu")
+    assert type(model[0].model).__module__.startswith("transformers_modules.")
+    model[0].processing_kwargs = padding or model[0].processing_kwargs
+    images = model.encode([Image.open(file) for file in files])
+    save_file({"texts": model.encode(texts), "images": images}, f"{name}.safetensors")
+    model.save_pretrained(name)
+"""
 
 
 @pytest.fixture(scope="module", params=FAMILIES, ids=lambda family: family.model_type)
@@ -58,13 +72,6 @@ of_one_size = pytest.mark.parametrize(
 
 
 @pytest.fixture(scope="module")
-def image(tmp_path_factory):
-    path = tmp_path_factory.mktemp("image") / "image.png"
-    Image.effect_noise((40, 32), 80).convert("RGB").save(path)
-    return path
-
-
-@pytest.fixture(scope="module")
 def published(family, tmp_path_factory):
     """A sparse model with experts that differ, as it is published."""
     folder = tmp_path_factory.mktemp(family.model_type)
@@ -75,25 +82,27 @@ def published(family, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def inputs(family, published, image):
-    padding = {"padding": "max_length", "truncation": True} if family.sigmoid else {"padding": True}
+def prepare(family, published, image):
+    """Makes the inputs of an image and texts."""
+    padding = {"padding": "max_length" if family.sigmoid else True, "truncation": True}
     padding |= {"max_num_patches": 20, "patch_size": 4} if family.naflex else {}  # else released models'
-    return AutoProcessor.from_pretrained(published)(
-        text=TEXTS, images=Image.open(image), return_tensors="pt", **padding
-    )
+    processor = AutoProcessor.from_pretrained(published)
+    return lambda texts: processor(text=texts, images=Image.open(image), return_tensors="pt", **padding)
 
 
-def test_the_card_and_the_code_are_the_familys(family, published):
+@pytest.fixture(scope="module")
+def inputs(prepare):
+    return prepare(TEXTS)
+
+
+def test_the_card_and_the_code_are_the_familys(family, published, inputs, image):
+    """The card's code makes what the model reads."""
     card = (published / "README.md").read_text()
     assert f"A {family.name} with sparse Mixture-of-Experts layers" in card
     assert ("sigmoid()" in card) == ('padding="max_length"' in card) == family.sigmoid
     assert ("zhai2023siglip" in card) == (family.model_type == "siglip") and "{{ " not in card
     assert ("tschannen2025siglip2" in card) == family.naflex
     assert (published / f"{family.sparse.config_class.auto_classes['AutoModel'].split('.')[0]}.py").is_file()
-
-
-def test_the_code_of_the_card_makes_what_the_model_reads(published, inputs, image):
-    card = (published / "README.md").read_text()
     code = card.split("```python")[1].split("```")[0].replace("user/sparse", str(published))
     variables = {}
     exec(code.replace("image.png", str(image)), variables)
@@ -102,16 +111,7 @@ def test_the_code_of_the_card_makes_what_the_model_reads(published, inputs, imag
 
 @torch.no_grad()
 def test_without_the_package_a_pipeline_scores_as_the_model(family, published, inputs, image, tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", PIPELINE, published, image],
-        env={**os.environ, "HF_MODULES_CACHE": str(tmp_path)},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    module, *scores = done.stdout.split()
+    module, *scores = run_program(tmp_path, "-c", PIPELINE, published, image).split()
     logits = AutoModel.from_pretrained(published)(**inputs).logits_per_image[0]
     expected = logits.sigmoid() if family.sigmoid else logits.softmax(dim=-1)
     assert module == "transformers_modules"
@@ -125,20 +125,40 @@ def model(published):
 
 @of_one_size
 @torch.no_grad()
-def test_sentence_transformers_and_open_clips_calls_embed_as_the_model(family, published, model, inputs, image):
-    sentences = SentenceTransformer(str(published), device="cpu")
-    if family.sigmoid:
-        sentences[0].processing_kwargs = {"text": {"padding": "max_length"}}
+def test_sentence_transformers_embeds_as_the_model_without_the_package(
+    family, published, model, prepare, image, tmp_path
+):
+    """Saved again, too; a text that is too long is cut, and a gray image is one of three channels."""
+    Image.open(image).convert("L").save(tmp_path / "gray.png")
+    texts, files = [*TEXTS, "a red cat " * 30], [str(image), str(tmp_path / "gray.png")]
+    padding = {"text": {"padding": "max_length"}} if family.sigmoid else {}
+    run_program(tmp_path, "-c", SENTENCES, json.dumps([str(published), texts, files, padding]))
+    inputs, processor = prepare(texts), AutoProcessor.from_pretrained(published).image_processor
+    pixels = processor([Image.open(file).convert("RGB") for file in files], return_tensors="pt").pixel_values
+    expected = {
+        "texts": model.encode_text(inputs["input_ids"], inputs.get("attention_mask")),
+        "images": model.encode_image(pixels),
+    }
+    for name in ("first", "again"):
+        found = load_file(tmp_path / f"{name}.safetensors")
+        for kind, value in expected.items():
+            torch.testing.assert_close(found[kind], value, rtol=0, atol=1e-5 * value.abs().max().item())
+
+
+@of_one_size
+@torch.no_grad()
+def test_open_clips_calls_are_the_models(family, published, model, inputs, image):
     adapter, transform, tokenize = load_clip(str(published))
-    texts = model.encode_text(inputs["input_ids"], inputs.get("attention_mask")).numpy()
-    images = model.encode_image(inputs["pixel_values"]).numpy()
-    for found, expected in (
-        (sentences.encode(TEXTS), texts),
-        (adapter.encode_text(tokenize(TEXTS)).numpy(), texts),
-        (sentences.encode([Image.open(image)]), images),
-        (adapter.encode_image(transform(Image.open(image))[None]).numpy(), images),
-    ):
-        np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
+    tokens, pixels = tokenize(TEXTS), transform(Image.open(image))[None]
+    assert tokens.shape == (2, LENGTH) and torch.equal(tokenize(TEXTS[0])[0], tokens[0])
+    assert torch.equal(pixels, inputs["pixel_values"]) and adapter.logit_scale.ndim == 0
+    texts = model.encode_text(inputs["input_ids"], inputs.get("attention_mask"))
+    torch.testing.assert_close(adapter.encode_text(tokens), texts)
+    torch.testing.assert_close(adapter.encode_image(pixels), model.encode_image(pixels))
+    image_features, text_features, scale = adapter(pixels, tokens)
+    expected = model(**inputs).logits_per_image - (model.logit_bias if family.sigmoid else 0)
+    torch.testing.assert_close(scale * image_features @ text_features.T, expected)
+    assert adapter(text=tokens)[0] is None
 
 
 @of_one_size
@@ -156,7 +176,7 @@ def test_a_vision_tower_alone_is_exported_and_extracts_features(published, model
     torch.testing.assert_close(exported, tower(images).pooler_output, atol=1e-5, rtol=1e-5)
 
 
-def test_lora_adapts_experts_and_merges(model, inputs):
+def test_lora_adapts_experts_and_routers_alone_and_merges(published, model, inputs):
     torch.manual_seed(0)
     experts = ["experts.up_proj", "experts.down_proj"]
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], target_parameters=experts, modules_to_save=["router"])
@@ -172,11 +192,30 @@ def test_lora_adapts_experts_and_merges(model, inputs):
         optimizer.step()
         losses.append(loss.item())
     assert min(losses) < losses[0]
+    original, trained = AutoModel.from_pretrained(published).state_dict(), ""
+    for name, parameter in adapted.named_parameters():
+        if parameter.requires_grad:
+            assert parameter.grad.abs().max() > 0 and ("lora_" in name or "router" in name), name
+            trained += name
+        else:
+            name = re.sub(r"^base_model\.model\.|base_layer\.|original_module\.", "", name)
+            assert parameter.grad is None and torch.equal(parameter, original[name])
+    assert all(part in trained for part in ("attn", "experts", "router"))
     with torch.no_grad():
         expected = adapted(**batch).logits_per_image
+        for implementation in ("eager", "grouped_mm", "batched_mm"):
+            adapted.get_base_model().set_experts_implementation(implementation)
+            torch.testing.assert_close(adapted(**batch).logits_per_image, expected, atol=1e-4, rtol=1e-4)
         merged = adapted.merge_and_unload()
         assert type(merged) is type(model)
         torch.testing.assert_close(merged(**batch).logits_per_image, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_lora_of_all_linear_leaves_the_experts_out(model):
+    """Their weights are parameters of their own, not `nn.Linear`: they have to be named in `target_parameters`."""
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
+    names = " ".join(name for name, parameter in adapted.named_parameters() if parameter.requires_grad)
+    assert "q_proj" in names and "experts" not in names
 
 
 @of_one_size
@@ -185,19 +224,16 @@ def test_a_llava_takes_the_tower_in_place_of_its_dense_one(family, published, tm
     if not family.sigmoid:  # transformers' LLaVA does not know MetaCLIP 2's tower, which is CLIP's
         vision["model_type"] = "clip_vision_model"
     text = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
-    whole = LlavaForConditionalGeneration(
-        LlavaConfig(
-            vision_config=vision,
-            text_config=LlamaConfig(**text, num_hidden_layers=1).to_dict(),
-            image_token_index=39,
-            vision_feature_select_strategy="full" if family.sigmoid else "default",
-        )
+    config = LlavaConfig(
+        vision_config=vision,
+        text_config=LlamaConfig(**text, num_hidden_layers=1).to_dict(),
+        image_token_index=39,
+        vision_feature_select_strategy="full" if family.sigmoid else "default",
     )
-    whole.save_pretrained(tmp_path / "llava")
     parts = AutoProcessor.from_pretrained(published)
-    LlavaProcessor(image_processor=parts.image_processor, tokenizer=parts.tokenizer, patch_size=8).save_pretrained(
-        tmp_path / "llava"
-    )
+    processor = LlavaProcessor(image_processor=parts.image_processor, tokenizer=parts.tokenizer, patch_size=8)
+    for part in (LlavaForConditionalGeneration(config), processor):
+        part.save_pretrained(tmp_path / "llava")
     llava.main([str(tmp_path / "llava"), str(published), str(tmp_path / "out")])  # compares features with the tower's
     swapped = LlavaForConditionalGeneration.from_pretrained(tmp_path / "out")
     assert type(swapped.model.vision_tower) is type(AutoModel.from_pretrained(published).vision_model)

@@ -87,24 +87,19 @@ def test_the_guide_for_own_pictures_runs(tmp_path, monkeypatch):
     (tmp_path / "training").symlink_to(ROOT / "training")
     monkeypatch.chdir(tmp_path)
     run_page(ROOT / "docs" / "own_pictures.md")
-    assert "pictures of the test: R@1 text→image" in (tmp_path / "runs/logos/long/report.md").read_text(
-        encoding="utf-8"
-    )
+    report = (tmp_path / "runs/logos/long/report.md").read_text(encoding="utf-8")
+    assert "pictures of the test: R@1 text→image" in report
     assert (tmp_path / "runs/logos/experts/experts.md").is_file()
     lines = (tmp_path / "my/logos/test/metadata.jsonl").read_text(encoding="utf-8").splitlines()
     assert sorted(json.loads(line)["caption"] for line in lines) == sorted(names_of(range(16)))
 
 
 def test_the_recipe_runs(tmp_path, capsys):
-    steps = [f"--{stage}.max_steps" for stage in ("defaults.train", "seed_model", "dense_same_multiply_adds")]
-    train.main(
-        [
-            *["--config", str(ROOT / "training/recipes/clip_up_icons.yaml"), "--output-dir", str(tmp_path / "out")],
-            *[word for step in steps for word in (step, "2")],
-            *["--defaults.train.data.num_samples", "64", "--defaults.train.global_batch_size", "32"],
-            *["--evaluation.tasks", "[icons_brands, icons_other_artists]"],
-        ]
-    )
+    settings = {"config": ROOT / "training/recipes/clip_up_icons.yaml", "output-dir": tmp_path / "out"}
+    settings |= {f"{stage}.max_steps": 2 for stage in ("defaults.train", "seed_model", "dense_same_multiply_adds")}
+    settings |= {"defaults.train.data.num_samples": 64, "defaults.train.global_batch_size": 32}
+    settings |= {"evaluation.tasks": "[icons_brands, icons_other_artists]"}
+    train.main([str(word) for key, value in settings.items() for word in (f"--{key}", value)])
     table = capsys.readouterr().out
     assert "logos of brands: R@1 image→text" in table and "icons of other artists: R@5 text→image" in table
     model = AutoModel.from_pretrained(tmp_path / "out" / "clip_up")

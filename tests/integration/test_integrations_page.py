@@ -1,13 +1,11 @@
 """The examples of docs/integrations.md, run as they stand: what they name is there, only smaller."""
 
 import itertools
-import os
-import subprocess
-import sys
 
 import pytest
 from clip_benchmark_copy import clip_benchmark_path, save_benchmark
 from documents import ROOT, SHOWN, blocks, run_block
+from programs import run_program
 from stand_ins import BASE, with_77_positions
 from tiny_models import save_dense_llava, sdxl
 from transformers import AutoProcessor, CLIPModel, CLIPTextModel, CLIPTextModelWithProjection
@@ -54,11 +52,4 @@ def test_examples_run(place, section, monkeypatch):
         if block.language == "bash" or block.text.startswith("# "):
             run_block(block)
             continue
-        done = subprocess.run(  # by itself: some examples change other libraries
-            [sys.executable, "-c", block.text],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=500,
-        )
-        assert done.returncode == 0, f"{block}\n{block.text}\n{done.stderr}"
+        run_program(place, "-c", block.text)  # by itself: some examples change other libraries

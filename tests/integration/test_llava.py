@@ -30,22 +30,14 @@ def tower(repository):
     return CLIPMoEVisionModel.from_pretrained(repository).eval()
 
 
-@pytest.fixture
-def inputs(tower):
-    num_patches = (tower.config.image_size // tower.config.patch_size) ** 2
-    pixel_values = torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    return {"input_ids": torch.tensor([[1] + [39] * num_patches + [2, 3]]), "pixel_values": pixel_values}
-
-
-def test_an_upcycled_tower_swapped_in_changes_nothing_and_a_trained_one_does(dense_llava, repository, tmp_path):
+def test_an_upcycled_tower_swapped_in_changes_nothing_and_a_trained_one_does(dense_llava, repository, image, tmp_path):
     base = CLIPModel.from_pretrained(BASE)
     upcycle(base, PRESETS["clip_moe"], seed=0).vision_model.save_pretrained(tmp_path / "tower")
     llava_command.main([str(dense_llava), str(tmp_path / "tower"), str(tmp_path / "upcycled")])
     llava_command.main([str(dense_llava), str(repository), str(tmp_path / "trained")])
 
     processor = AutoProcessor.from_pretrained(tmp_path / "trained")
-    image = Image.effect_noise((40, 32), 80).convert("RGB")
-    inputs = processor(text=f"{IMAGE_TOKEN} a red star", images=image, return_tensors="pt")
+    inputs = processor(text=f"{IMAGE_TOKEN} a red star", images=Image.open(image), return_tensors="pt")
     with torch.no_grad():
         dense, upcycled, trained = (
             LlavaForConditionalGeneration.from_pretrained(folder)(**inputs).logits
@@ -56,21 +48,26 @@ def test_an_upcycled_tower_swapped_in_changes_nothing_and_a_trained_one_does(den
 
 
 def test_a_tower_of_another_width_and_other_models_are_refused(dense_llava, tmp_path):
-    CLIPMoEVisionModel(CLIPMoEVisionConfig(hidden_size=48, num_hidden_layers=1)).save_pretrained(tmp_path / "narrow")
-    with pytest.raises(SystemExit, match="error: the projector takes hidden states of width 96, the tower's have 48"):
-        llava_command.main([str(dense_llava), str(tmp_path / "narrow"), str(tmp_path / "out")])
-    config = CLIPMoEVisionConfig(
-        hidden_size=96, num_hidden_layers=2, num_attention_heads=3, image_size=64, patch_size=8
-    )
-    CLIPMoEVisionModel(config).save_pretrained(tmp_path / "large")
-    with pytest.raises(
-        SystemExit, match="error: the image processor of .* makes images of 3 x 32 x 32, but .* takes 3 x 64 x 64"
+    for name, sizes in (
+        ("narrow", {"hidden_size": 48, "num_hidden_layers": 1}),
+        (
+            "large",
+            {"hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 3, "image_size": 64, "patch_size": 8},
+        ),
     ):
-        llava_command.main([str(dense_llava), str(tmp_path / "large"), str(tmp_path / "out")])
-    with pytest.raises(SystemExit, match="error: .*has no sparse vision tower of one image size: it is of type 'clip'"):
-        llava_command.main([str(dense_llava), str(BASE), str(tmp_path / "out")])
-    with pytest.raises(SystemExit, match="error: .*a model of type 'llava' is needed"):
-        llava_command.main([str(BASE), str(tmp_path / "narrow"), str(tmp_path / "out")])
+        CLIPMoEVisionModel(CLIPMoEVisionConfig(**sizes)).save_pretrained(tmp_path / name)
+    for whole, tower, message in (
+        (dense_llava, tmp_path / "narrow", "the projector takes hidden states of width 96, the tower's have 48"),
+        (
+            dense_llava,
+            tmp_path / "large",
+            "the image processor .* makes images of 3 x 32 x 32, but .* takes 3 x 64 x 64",
+        ),
+        (dense_llava, BASE, ".*has no sparse vision tower of one image size: it is of type 'clip'"),
+        (BASE, tmp_path / "narrow", ".*a model of type 'llava' is needed"),
+    ):
+        with pytest.raises(SystemExit, match=f"error: {message}"):
+            llava_command.main([str(whole), str(tower), str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
 
 
@@ -88,21 +85,22 @@ def patched(monkeypatch):
     patch_llava()
 
 
-def test_the_original_builder_refuses_what_it_would_load_without_experts(repository, tower, tmp_path):
+@pytest.fixture(params=["whole", "alone"])
+def folder(request, repository, tower, tmp_path):
+    """Of the whole model, or of its tower alone."""
+    if request.param == "whole":
+        return repository
     tower.save_pretrained(tmp_path)
     CLIPImageProcessorPil.from_pretrained(BASE).save_pretrained(tmp_path)
-    for folder in (repository, tmp_path):
-        with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
-            builder.build_vision_tower(settings(folder))
+    return tmp_path
 
 
-@pytest.mark.parametrize("alone", [False, True])
-def test_the_original_code_with_our_tower(patched, repository, tower, tmp_path, alone):
-    folder = repository
-    if alone:
-        folder = tmp_path
-        tower.save_pretrained(folder)
-        CLIPImageProcessorPil.from_pretrained(BASE).save_pretrained(folder)
+def test_the_original_builder_refuses_what_it_would_load_without_experts(folder):
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        builder.build_vision_tower(settings(folder))
+
+
+def test_the_original_code_with_our_tower(patched, folder, tower, image):
     built = llava_arch.build_vision_tower(settings(folder), delay_load=True)
     assert not built.is_loaded and built.hidden_size == tower.config.hidden_size
     built.load_model()
@@ -110,7 +108,7 @@ def test_the_original_code_with_our_tower(patched, repository, tower, tmp_path, 
     built.load_model()
     assert built.vision_tower is loaded
     assert not any(parameter.requires_grad for parameter in built.parameters())
-    images = built.image_processor(Image.effect_noise((40, 32), 80).convert("RGB"), return_tensors="pt").pixel_values
+    images = built.image_processor(Image.open(image), return_tensors="pt").pixel_values
     with torch.no_grad():
         expected = tower(images, output_hidden_states=True).hidden_states[-2][:, 1:]
     torch.testing.assert_close(built(images), expected)

@@ -1,15 +1,11 @@
 """The examples of a published card, run as they stand but for names."""
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from PIL import Image
+from programs import run_program
 from tiny_models import save_dense_llava, stable_diffusion
 from transformers import AutoProcessor, CLIPModel, CLIPTextModel, LlavaForConditionalGeneration
 
@@ -17,7 +13,6 @@ from conversion.commands import publish
 from conversion.publishing import card as card_module
 from modeling_clip_moe import CLIPMoDEModel, CLIPMoEVisionModel
 
-ROOT = Path(__file__).parents[2]
 BASE = "training/symbol_clip"
 NAME = "user/clip-moe-symbols"
 
@@ -42,22 +37,15 @@ def card(source, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def place(card, tmp_path_factory):
+def place(card, image, tmp_path_factory):
     """Where the examples run: what they name is there."""
     place = tmp_path_factory.mktemp("card")
-    Image.effect_noise((40, 32), 80).convert("RGB").save(place / "image.png")
-    pipeline = stable_diffusion(CLIPTextModel.from_pretrained(BASE), 64)
-    pipeline.save_pretrained(place / "STABLE-DIFFUSION")
+    (place / "image.png").symlink_to(image)
+    stable_diffusion(CLIPTextModel.from_pretrained(BASE), 64).save_pretrained(place / "STABLE-DIFFUSION")
     save_dense_llava(place / "LLAVA")
     (place / "user").mkdir()
     (place / NAME).symlink_to(card)
     return place
-
-
-def run(command, place):
-    environment = {**os.environ, "HF_MODULES_CACHE": str(place / "modules"), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("number", range(5))
@@ -67,25 +55,25 @@ def test_examples_run(card, place, number):
     # Where a card does not ask for the package, it is not needed
     without = 'import sys; sys.modules["modeling_clip_moe"] = None\n' if "trust_remote_code" in found[number] else ""
     shows = "\nfrom PIL import Image; Image.open('drawn.png')" if "drawn.png" in found[number] else ""
-    run([sys.executable, "-c", without + found[number] + shows], place)
+    run_program(place, "-c", without + found[number] + shows)
 
 
 def test_the_command_runs(card, place):
     (command,) = examples(card, "bash")
-    run([sys.executable, *command.split()[1:]], place)
+    run_program(place, *command.split()[1:])
     found = LlavaForConditionalGeneration.from_pretrained(place / "OUTPUT").model.vision_tower.state_dict()
     expected = CLIPMoEVisionModel.from_pretrained(card).state_dict()
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
 
 
-def test_examples_of_other_models_run(tmp_path):
+def test_examples_of_other_models_run(image, tmp_path):
     dense = CLIPModel.from_pretrained(BASE)
     sources = {"dense": BASE, "mode": tmp_path / "mode"}
     CLIPMoDEModel.from_experts([dense, dense]).save_pretrained(sources["mode"])
     AutoProcessor.from_pretrained(BASE).save_pretrained(sources["mode"])
-    Image.effect_noise((40, 32), 80).convert("RGB").save(tmp_path / "image.png")
+    (tmp_path / "image.png").symlink_to(image)
     for name, number in (("dense", 3), ("mode", 1)):
         publish.main([str(sources[name]), f"user/{name}", "--dry-run", str(tmp_path / "user" / name)])
         found = examples(tmp_path / "user" / name, "python")
         assert len(found) == number and not examples(tmp_path / "user" / name, "bash")
-        run([sys.executable, "-c", "\n".join(found)], tmp_path)
+        run_program(tmp_path, "-c", "\n".join(found))

@@ -26,14 +26,9 @@ def embeds(model, batch):
     return model.eval()(batch["pixel_values"]).image_embeds
 
 
-def errors(actual, expected):
-    """The relative errors of embeddings."""
-    return (actual.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
-
-
 def error(actual, expected):
     """The largest relative error of an embedding."""
-    return errors(actual, expected).max().item()
+    return ((actual.float() - expected).norm(dim=-1) / expected.norm(dim=-1)).max().item()
 
 
 def quantized(model):

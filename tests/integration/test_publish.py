@@ -11,7 +11,7 @@ import torch
 import yaml
 from huggingface_hub import HfApi, ModelCard
 from markdown_it import MarkdownIt
-from safetensors.torch import load_file
+from tiny_runs import run_stages, weights
 from transformers import AutoModel, AutoProcessor, CLIPModel
 
 from conversion.commands import publish
@@ -20,30 +20,22 @@ from conversion.publish import upload
 from conversion.publishing import bundle
 from conversion.publishing.lineage import Lineage
 from conversion.upcycle import upcycle
-from training.recipe import load_recipe
-from training.runner import run_recipe
 
 ROOT = Path(__file__).parents[2]
 BASE = "training/symbol_clip"
-LEGACY = {"preprocessor_config.json", "vocab.json", "merges.txt"}
-
-
-RECIPE = """
-output_dir: run
-seed: 0
-stages:
-  - {name: upcycled, stage: upcycle, model: training/symbol_clip, preset: clip_up, changes: {num_experts: 4}}
-  - name: clip_up
-    stage: train
-    model: upcycled
-    data: {source: symbols, captions: detailed, num_samples: 64}
-    global_batch_size: 32
-    max_steps: 2
-    learning_rate: 1.0e-3
-  - name: evaluation
-    stage: evaluate
-    models: {dense: training/symbol_clip, CLIP-UP: clip_up}
-    tasks: [symbols_pairs]
+STAGES = """
+- {name: upcycled, stage: upcycle, model: training/symbol_clip, preset: clip_up, changes: {num_experts: 4}}
+- name: clip_up
+  stage: train
+  model: upcycled
+  data: {source: symbols, captions: detailed, num_samples: 64}
+  global_batch_size: 32
+  max_steps: 2
+  learning_rate: 1.0e-3
+- name: evaluation
+  stage: evaluate
+  models: {dense: training/symbol_clip, CLIP-UP: clip_up}
+  tasks: [symbols_pairs]
 """
 
 
@@ -51,8 +43,7 @@ stages:
 def run(tmp_path_factory):
     """A finished run: an upcycled symbol CLIP, trained for two steps and measured."""
     folder = tmp_path_factory.mktemp("publish")
-    (folder / "recipe.yaml").write_text(RECIPE)
-    return run_recipe(load_recipe(folder / "recipe.yaml", {"output_dir": str(folder / "run")}))
+    return run_stages(folder, yaml.safe_load(STAGES))
 
 
 @pytest.fixture(scope="module")
@@ -78,9 +69,9 @@ def hub(monkeypatch):
     return api
 
 
-def test_the_folder_has_all_that_others_look_for(published):
+def test_the_folder_has_all_that_others_look_for(run, published):
     names = {path.relative_to(published).as_posix() for path in published.rglob("*") if path.is_file()}
-    assert LEGACY <= names
+    assert {"preprocessor_config.json", "vocab.json", "merges.txt"} <= names
     assert {"config.json", "model.safetensors", "modeling_clip_moe.py", "configuration_clip_moe.py"} <= names
     assert {"README.md", "LICENSE-CODE", "recipe.yaml", "report.svg"} <= names
     assert "results/symbols_pairs--CLIP-UP.json" in names and "results/symbols_pairs--dense.json" not in names
@@ -90,10 +81,7 @@ def test_the_folder_has_all_that_others_look_for(published):
     tokens = json.loads((published / "vocab.json").read_text())
     assert tokens == AutoProcessor.from_pretrained(BASE).tokenizer.get_vocab()
     assert (published / "merges.txt").read_text().startswith("#version")
-
-
-def test_it_computes_what_the_source_computes(run, published):
-    expected, found = (load_file(f / "model.safetensors") for f in (run / "clip_up", published))
+    expected, found = weights(run / "clip_up"), weights(published)
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
@@ -138,18 +126,13 @@ def test_the_hub_gets_one_commit(run, hub, capsys):
     hub.create_branch.assert_called_once_with("user/symbols", branch="next", exist_ok=True)
     options = hub.upload_folder.call_args.kwargs
     assert (options["repo_id"], options["revision"], options["create_pr"]) == ("user/symbols", "next", False)
-    assert LEGACY < set(hub.files)
+    assert {"preprocessor_config.json", "vocab.json", "merges.txt"} < set(hub.files)
     assert hub.files["model.safetensors"] == (run / "clip_up" / "model.safetensors").read_bytes()
 
 
 def test_a_recipe_publishes_at_its_end(hub, tmp_path, capsys):
-    recipe = {
-        "output_dir": str(tmp_path / "run"),
-        "stages": [{"name": "sparse", "stage": "upcycle", "model": str(ROOT / BASE), "preset": "clip_moe"}],
-        "push_to_hub": {"sparse": "user/from-a-recipe"},
-    }
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    run_recipe(load_recipe(tmp_path / "recipe.yaml"))
+    stages = [{"name": "sparse", "stage": "upcycle", "model": str(ROOT / BASE), "preset": "clip_moe"}]
+    run_stages(tmp_path, stages, push_to_hub={"sparse": "user/from-a-recipe"})
     assert hub.upload_folder.call_args.kwargs["repo_id"] == "user/from-a-recipe"
     assert b"| sparse | upcycle |" in hub.files["README.md"]
 

@@ -1,15 +1,13 @@
 """The trackers of docs/trackers.md that are installed: each holds what a run logs, without a network."""
 
-import os
 import sqlite3
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import yaml
+from documents import ROOT
+from programs import run_program
+from tiny_runs import TUNED
 
-ROOT = Path(__file__).parents[2]
 BASE = ROOT / "training" / "symbol_clip"
 
 
@@ -40,16 +38,14 @@ def read_mlflow(folder):
 def test_a_tracker_holds_losses_and_scores(tmp_path, tracker, read):
     pytest.importorskip(tracker)
     stage = {
-        **{"name": "trained", "stage": "train", "model": str(BASE), "data": {"source": "symbols", "num_samples": 32}},
-        **{"global_batch_size": 16, "max_steps": 2, "learning_rate": 1e-4, "logging_steps": 1},
-        "evaluation": {"every_steps": 2, "tasks": ["symbols_retrieval"]},
+        **TUNED,
+        **{"name": "trained", "model": str(BASE), "data": {"source": "symbols", "num_samples": 32}, "logging_steps": 1},
+        "evaluation": {"every_steps": 1, "tasks": ["symbols_retrieval"]},
     }
     recipe = {"output_dir": str(tmp_path / "out"), "trackers": [tracker], "stages": [stage]}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    places = {"PYTHONPATH": str(ROOT), "WANDB_MODE": "offline", "TRACKIO_DIR": str(tmp_path / "trackio")}
-    command = [sys.executable, "-m", "training.upcycle", "--config", "recipe.yaml"]
-    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, **places}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    places = {"WANDB_MODE": "offline", "TRACKIO_DIR": str(tmp_path / "trackio")}
+    run_program(tmp_path, "-m", "training.upcycle", "--config", "recipe.yaml", **places)
     held = read(tmp_path)
     for name in ("loss", "learning_rate", "symbols_retrieval/image_to_text_recall_1"):
         assert f"trained/{name}" in held

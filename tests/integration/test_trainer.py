@@ -30,25 +30,12 @@ def new_model(repository):
     return model
 
 
-SETTINGS = {
-    "max_steps": 6,
-    "per_device_train_batch_size": 16,
-    "per_device_eval_batch_size": 16,
-    "learning_rate": 1e-3,
-    "eval_strategy": "steps",
-    "eval_steps": 3,
-    "save_steps": 3,
-    "logging_steps": 1,
-    "remove_unused_columns": False,
-    "use_cpu": True,
-    "report_to": "none",
-    "seed": 1,
-}
-
-
-def make_trainer(model, folder, data, collate, **changes):
+def make_trainer(model, folder, data, collate):
+    steps = {"max_steps": 6, "eval_strategy": "steps", "eval_steps": 3, "save_steps": 3, "logging_steps": 1}
+    batches = {"per_device_train_batch_size": 16, "per_device_eval_batch_size": 16, "remove_unused_columns": False}
+    more = {"learning_rate": 1e-3, "use_cpu": True, "report_to": "none", "seed": 1}
+    settings = TrainingArguments(output_dir=str(folder), **steps, **batches, **more)
     train, test = data
-    settings = TrainingArguments(output_dir=str(folder), **SETTINGS | changes)
     return Trainer(model=model, args=settings, train_dataset=train, eval_dataset=test, data_collator=collate)
 
 

@@ -10,12 +10,7 @@ from diffusers import (
     UNet2DConditionModel,
 )
 from stand_ins import SHORT
-from transformers import (
-    AutoTokenizer,
-    CLIPImageProcessorPil,
-    CLIPModel,
-    LlavaProcessor,
-)
+from transformers import AutoTokenizer, CLIPImageProcessorPil, CLIPModel, LlavaProcessor
 
 from data import symbols
 
@@ -25,10 +20,8 @@ IMAGE_TOKEN = "<image>"
 
 def symbol_inputs(processor, split, number):
     rows = symbols.load(split, "detailed", number)
-    inputs = processor(
-        text=list(rows["caption"]), images=list(rows["image"]), padding=True, truncation=True, return_tensors="pt"
-    )
-    return dict(inputs)
+    texts, images = list(rows["caption"]), list(rows["image"])
+    return dict(processor(text=texts, images=images, padding=True, truncation=True, return_tensors="pt"))
 
 
 def save_dense_llava(folder):
@@ -56,23 +49,13 @@ def tokenizer(length):
 def other_parts(**unet_options):
     """What a pipeline has beside its text encoders, tiny and with random weights."""
     torch.manual_seed(0)
-    unet = UNet2DConditionModel(
-        sample_size=16,
-        block_out_channels=(8, 16),
-        layers_per_block=1,
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-        attention_head_dim=8,
-        norm_num_groups=4,
-        **unet_options,
-    )
-    vae = AutoencoderKL(
-        block_out_channels=(8, 8),
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        latent_channels=4,
-        norm_num_groups=4,
-    )
+    sizes = {"sample_size": 16, "block_out_channels": (8, 16), "layers_per_block": 1, "attention_head_dim": 8}
+    down, up = ("DownBlock2D", "CrossAttnDownBlock2D"), ("CrossAttnUpBlock2D", "UpBlock2D")
+    blocks = {"down_block_types": down, "up_block_types": up, "norm_num_groups": 4}
+    unet = UNet2DConditionModel(**sizes, **blocks, **unet_options)
+    down, up = ("DownEncoderBlock2D",) * 2, ("UpDecoderBlock2D",) * 2
+    blocks = {"down_block_types": down, "up_block_types": up, "norm_num_groups": 4}
+    vae = AutoencoderKL(block_out_channels=(8, 8), latent_channels=4, **blocks)
     return {"unet": unet.eval(), "vae": vae.eval(), "scheduler": EulerDiscreteScheduler(steps_offset=1)}
 
 
@@ -88,16 +71,13 @@ def stable_diffusion(text_encoder, length=SHORT):
 
 
 def sdxl(text_encoder, text_encoder_2, length=SHORT):
+    embedding = {"addition_embed_type": "text_time", "addition_time_embed_dim": 8}
+    embedding |= {"projection_class_embeddings_input_dim": 6 * 8 + 64}
     return StableDiffusionXLPipeline(
         text_encoder=text_encoder,
         text_encoder_2=text_encoder_2,
         tokenizer=tokenizer(length),
         tokenizer_2=tokenizer(length),
         add_watermarker=False,
-        **other_parts(
-            cross_attention_dim=2 * 64,
-            addition_embed_type="text_time",
-            addition_time_embed_dim=8,
-            projection_class_embeddings_input_dim=6 * 8 + 64,
-        ),
+        **other_parts(cross_attention_dim=2 * 64, **embedding),
     )
