@@ -572,8 +572,3 @@ def make_copy(benchmark, layout, folder):
     """A copy in one of the layouts. Returns the number and the caption, captions or class of every image."""
     folder.mkdir(parents=True)
     return COPIES[benchmark.name][list(benchmark.layouts).index(layout)][1](folder)
-
-
-def make_all(benchmarks, root):
-    for benchmark in benchmarks:
-        make_copy(benchmark, benchmark.layouts[0], root / benchmark.name)

@@ -201,10 +201,10 @@ def assert_same_run(folder, expected):
     for run in (folder, expected):
         records = read_log(run / "tuned")
         logs.append([(r["step"], r["loss"], r["grad_norm"], r["logit_scale"], r["learning_rate"]) for r in records])
-    assert len(logs[1]) == 4 and logs[1][-1][3] == pytest.approx(10)  # the scale is at its limit
+    assert len(logs[1]) == 4 and logs[1][1][3] == pytest.approx(10)  # the scale was at its limit
     torch.testing.assert_close(logs[0], logs[1], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(weights(folder / "tuned"), weights(expected / "tuned"), atol=1e-4, rtol=0)
-    assert CLIPMoEModel.from_pretrained(folder / "tuned").logit_scale.item() == pytest.approx(math.log(10))
+    assert CLIPMoEModel.from_pretrained(folder / "tuned").logit_scale.item() < math.log(10)
 
 
 def finished(name, recipe, output, *more):
