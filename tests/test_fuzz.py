@@ -25,7 +25,8 @@ from safetensors.torch import load, save
 from test_annotations import coco, karpathy, table
 from test_report import result
 from tiny_clip import WORDS
-from tiny_runs import recipe
+from tiny_runs import recipe, same_weights
+from tiny_runs import train as run_recipe_until
 from tiny_sources import saved_to_disk, sharegpt4v
 from transformers import logging
 
@@ -40,6 +41,7 @@ from evaluation.own_data import retrieval_task
 from evaluation.tasks import TASKS
 from model_cards.seeds import write_seeds
 from records.result_schema import read_result
+from training.commands import train
 from training.recipe import Recipe, load_recipe
 
 pytestmark = pytest.mark.slow
@@ -302,3 +304,40 @@ def test_damaged_recipes_are_read_or_refused(tmp_path):
             assert isinstance(load_recipe(tmp_path / "recipe.yaml"), Recipe)
         except (ValueError, OSError) as error:
             assert str(error).strip(), settings
+
+
+def run_until(folder, stop=None):
+    """A recipe with all kinds of records: of stages, parts, checkpoints, the best model, results."""
+    tasks = [{"task": "retrieval", "dataset": str(folder / "data"), "split": "train"}]
+    best = {"tasks": tasks, "every_steps": 2, "keep_best": "retrieval-data/image_to_text_recall@1"}
+    settings = {"max_steps": 5, "hidden_states": "states", "trainable": r"\.mlp\.experts\.", "evaluation": best}
+
+    def add_stages(recipe):
+        recipe["stages"][2:2] = [
+            {"name": "features", "stage": "embed", "model": "dense", **PAIRS},
+            {"name": "clusters", "stage": "cluster", "features": "features", "num_image_clusters": 2},
+            {"name": "states", "stage": "hidden_states", "model": "sparse", **PAIRS},
+            {"name": "scores", "stage": "evaluate", "models": {"a": "dense"}, "tasks": tasks},
+        ]
+
+    run_recipe_until(folder, stop, add_stages, **settings, **PAIRS)
+
+
+def test_damaged_records_end_in_one_line(tmp_path):
+    """Every JSON file of a run that was killed after its checkpoint of step 4; where it goes on, as if nothing was."""
+    (tmp_path / "data").mkdir()
+    rows().to_parquet(tmp_path / "data" / "train.parquet")
+    run_until(tmp_path, stop=4)
+    shutil.copytree(tmp_path / "out", tmp_path / "stopped")
+    run_until(tmp_path)
+    (tmp_path / "out").rename(tmp_path / "whole")
+    for number, file in enumerate(sorted((tmp_path / "stopped").rglob("*.json"))):
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        shutil.copytree(tmp_path / "stopped", tmp_path / "out")
+        damage = list(DAMAGES.values())[number % len(DAMAGES)]
+        (tmp_path / "out" / file.relative_to(tmp_path / "stopped")).write_bytes(damage(file.read_bytes()))
+        for plan in (["--plan"], []):
+            end = ended(train.main, ["--config", tmp_path / "recipe.yaml", *plan])
+            assert end is None or end.startswith("error: "), (file, end)
+        if end is None:
+            assert same_weights(tmp_path / "out" / "tuned", tmp_path / "whole" / "tuned"), file
