@@ -37,8 +37,8 @@ _CACHE: ContextVar[dict[str, Any] | None] = ContextVar("_CACHE", default=None)
 
 @contextmanager
 def opened_once() -> Iterator[None]:
-    """Within it, one look at a recipe or at tasks, what `once` is asked for is opened or listed once. Data may change
-    between two looks."""
+    """A cache for one look at a recipe or at tasks, in which `once` computes each key once. Data may change between two
+    looks."""
     token = _CACHE.set({})
     try:
         yield

@@ -18,7 +18,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 
 def pytest_collection_finish():
-    """What is imported by now need not be looked through whenever a run collects garbage, for half a second."""
+    """What is imported by now need not be looked through whenever a run collects garbage."""
     gc.freeze()
 
 

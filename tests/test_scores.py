@@ -153,7 +153,8 @@ def test_two_processes_score_as_one(measured, tmp_path):
 def test_a_score_that_no_task_has_is_refused(tmp_path):
     """One that may be there is missed when it is measured."""
     with pytest.raises(ValueError, match="keep_best 'pairs/group'.* names none of the tasks kinds, captions"):
-        find_score("pairs/group", TASKS)
+        run(tmp_path, EVALUATION | {"keep_best": "pairs/group"})
+    assert not list(tmp_path.rglob("log.jsonl"))
     with pytest.raises(ValueError, match="keep_best 'captions'.* the metrics of captions are image"):
         find_score("captions", TASKS)
     with pytest.raises(ValueError, match="keep_best 'kinds/roc_auc' was not measured, only kinds/accuracy, "):

@@ -25,8 +25,8 @@ from evaluation.tasks import TASKS
 from training.commands import train
 
 ALL_TASKS = list(TASKS)  # tests have smaller ones
-LACKING = pytest.mark.skipif(find_spec("resvg_py") is None, reason="the icons extra is not installed")
-EACH = pytest.mark.parametrize("name", [pytest.param(n, marks=LACKING) if n == "icons" else n for n in WORLDS])
+NEEDS_ICONS = pytest.mark.skipif(find_spec("resvg_py") is None, reason="the icons extra is not installed")
+EACH = pytest.mark.parametrize("name", [pytest.param(n, marks=NEEDS_ICONS) if n == "icons" else n for n in WORLDS])
 
 
 @EACH

@@ -26,7 +26,7 @@ from training.samplers import ClusterBatchSampler, GlobalBatchSampler
 logger = logging.getLogger(__name__)
 
 SHUFFLE_BUFFER = 10_000
-# Captions, or pairs of a stream, that are looked at to tell how many are too long.
+# Captions are reported on by those of so many pairs, and of so many of a stream.
 CAPTIONS_LOOKED_AT, STREAMED_LOOKED_AT = 10_000, 1000
 # A tokenizer whose captions these are needs little more than one piece a word, OpenAI's for English 1.1
 MANY_PIECES = 2

@@ -219,11 +219,11 @@ class Runner:
         accelerator.wait_for_everyone()
 
     def prepare(self, stage: Stage) -> tuple[SimpleNamespace, Record]:
-        """What a stage reads, and the record of what makes its folder, with the attempts before. What is in its folders
-        must have been made by the same. Writes nothing.
+        """What a stage reads, and the record of what makes its folder, with the attempts before. Writes nothing.
 
         Raises:
             Unfinished: what it reads is not there yet.
+            ValueError: its folder was made by something else.
         """
         final, partial = self.folders(stage)
         if final.exists() and not (final / MANIFEST).is_file() and not (final.is_dir() and not any(final.iterdir())):
@@ -240,9 +240,10 @@ class Runner:
             local=self._local,
             **own_stage(type(stage)),
         )
-        folders = [final] if (final / MANIFEST).is_file() else []
-        for folder in folders + ([partial] if has_work(partial) else []):
-            record.attempts = require_same_record(folder, record, getattr(inputs, "data", None))
+        is_done = (final / MANIFEST).is_file()
+        if is_done or has_work(partial):
+            made = final if is_done else partial
+            record.attempts = require_same_record(made, record, getattr(inputs, "data", None))
         return inputs, record
 
     def folders(self, stage: Stage) -> tuple[Path, Path]:
