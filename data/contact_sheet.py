@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import datasets
-import matplotlib
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
@@ -22,6 +21,8 @@ UNREADABLE = Image.new("RGB", (8, 8), "red")
 def grid(cells: Sequence[tuple[Sequence[Image.Image], str]], columns: int, side: int, lines: int) -> Image.Image:
     """Cells line by line: pictures of the same longer side beside each other, and a text of so many lines below. A cell
     without pictures is a heading."""
+    import matplotlib
+
     font = ImageFont.truetype(str(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / f"{FONT}.ttf"), 10)
     width = max(len(pictures) for pictures, _ in cells) * (side + 2) + LETTER
     height = side + LINE * lines + LETTER

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from datasets import Dataset, Features, Image, List, Value, concatenate_datasets
 from PIL import Image as PILImage
-from sklearn.datasets import load_digits
 from transformers import CLIPImageProcessorPil
 
 DIGITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
@@ -174,6 +173,8 @@ def build_image_processor(image_size: int) -> CLIPImageProcessorPil:
 
 @cache
 def _digit_images(split: str) -> dict[str, np.ndarray]:
+    from sklearn.datasets import load_digits
+
     images, labels = load_digits(return_X_y=True)
     is_test = np.arange(len(images)) % TEST_DIGITS == 0
     chosen = is_test if split == "test" else ~is_test

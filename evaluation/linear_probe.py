@@ -4,9 +4,6 @@ from typing import Literal
 
 import numpy as np
 import torch
-from sklearn.linear_model import LogisticRegression
-from sklearn.metrics import accuracy_score, recall_score
-from sklearn.model_selection import train_test_split
 from threadpoolctl import threadpool_limits
 
 # Inverse strengths of the L2 penalty, of which the best is chosen
@@ -44,6 +41,8 @@ def linear_probe_metrics(
     Raises:
         ValueError: a test label does not occur in training.
     """
+    from sklearn.metrics import accuracy_score, recall_score
+
     train_labels, labels = np.asarray(train_labels), np.asarray(labels)
     unknown = sorted(set(labels.tolist()) - set(train_labels.tolist()))
     if unknown:
@@ -59,6 +58,12 @@ def linear_probe_metrics(
 
 
 def _predict_scikit(train_features, train_labels, features, seed: int) -> np.ndarray:
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.model_selection import train_test_split
+
+    def fit(features, labels, strength):
+        return LogisticRegression(C=strength, max_iter=1000).fit(features, labels)
+
     with threadpool_limits(1):  # repeatable to the bit
         fit_on, held_out, fit_labels, held_out_labels = train_test_split(
             train_features,
@@ -67,12 +72,8 @@ def _predict_scikit(train_features, train_labels, features, seed: int) -> np.nda
             random_state=seed,
             stratify=train_labels,
         )
-        scores = [_fit(fit_on, fit_labels, strength).score(held_out, held_out_labels) for strength in INVERSE_PENALTIES]
-        return _fit(train_features, train_labels, INVERSE_PENALTIES[int(np.argmax(scores))]).predict(features)
-
-
-def _fit(features, labels, strength: float) -> LogisticRegression:
-    return LogisticRegression(C=strength, max_iter=1000).fit(features, labels)
+        scores = [fit(fit_on, fit_labels, strength).score(held_out, held_out_labels) for strength in INVERSE_PENALTIES]
+        return fit(train_features, train_labels, INVERSE_PENALTIES[int(np.argmax(scores))]).predict(features)
 
 
 def _predict_torch(train_features, train_labels, features, seed: int, device: torch.device) -> np.ndarray:

@@ -14,9 +14,6 @@ import numpy as np
 import PIL.Image
 import torch
 from safetensors.numpy import load_file, save_file
-from sklearn.decomposition import TruncatedSVD
-from sklearn.feature_extraction.text import TfidfVectorizer
-from sklearn.preprocessing import normalize
 
 from conversion.checkpoints import has_file, load_clip, load_config, loading
 from conversion.families import is_clip
@@ -60,6 +57,8 @@ class TfidfEncoder:
         Args:
             max_df: words that a larger share of the texts has are left out: what is said of everything hides topics.
         """
+        from sklearn.decomposition import TruncatedSVD
+
         vectorizer = _vectorizer(max_df=max_df)
         counts = vectorizer.fit_transform(texts)
         if counts.shape[1] < dim:
@@ -73,6 +72,8 @@ class TfidfEncoder:
 
     def encode(self, texts: Sequence[str], batch_size: int = BATCH_SIZE) -> np.ndarray:
         """(texts, d) normalized; zeros for a text without a known word."""
+        from sklearn.preprocessing import normalize
+
         return normalize(self.vectorizer.transform(texts) @ self.projection).astype(np.float32)
 
     def save(self, folder: Path) -> None:
@@ -230,7 +231,9 @@ def encode_metadata(encoder: SentenceEncoder, texts: Sequence[str]) -> np.ndarra
     return embeds
 
 
-def _vectorizer(**options) -> TfidfVectorizer:
+def _vectorizer(**options):
+    from sklearn.feature_extraction.text import TfidfVectorizer
+
     return TfidfVectorizer(token_pattern=r"(?u)\b\w+\b", **options)  # words of one letter count, too
 
 

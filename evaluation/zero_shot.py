@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import numpy as np
-from sklearn.metrics import accuracy_score, average_precision_score, recall_score, roc_auc_score, top_k_accuracy_score
 
 
 def class_embeddings(prompt_embeds: np.ndarray) -> np.ndarray:
@@ -40,6 +39,14 @@ def zero_shot_metrics(
     Raises:
         ValueError: an embedding is not finite.
     """
+    from sklearn.metrics import (
+        accuracy_score,
+        average_precision_score,
+        recall_score,
+        roc_auc_score,
+        top_k_accuracy_score,
+    )
+
     labels, classes = np.asarray(labels), np.arange(len(class_embeds))
     if not (np.isfinite(image_embeds).all() and np.isfinite(class_embeds).all()):
         raise ValueError("image_embeds and class_embeds must be finite")

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from scipy import stats
 
 from records.result_schema import parts_of_mean
 
@@ -27,6 +26,8 @@ def paired_interval(better: Sequence[float], worse: Sequence[float], comparisons
     Returns:
         The lower and the upper end.
     """
+    from scipy import stats
+
     differences = np.subtract(better, worse, dtype=float)
     error = differences.std(ddof=1) / np.sqrt(len(differences))
     reach = stats.t.ppf(1 - (1 - LEVEL) / 2 / comparisons, df=len(differences) - 1) * error
@@ -42,6 +43,8 @@ def share_reach(share: float, number: int) -> Reach:
         share: from 0 to 1, a mean over the samples.
         number: of samples.
     """
+    from scipy import stats
+
     interval = stats.binomtest(round(share * number), number).proportion_ci(LEVEL, method="wilson")
     return share - interval.low, interval.high - share
 

@@ -37,8 +37,15 @@ LIGHT += ["conversion.publishing.lineage", "conversion.presets"]
 SIGNALS = pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 
 
-def test_nothing_heavy_is_imported_for_what_reads_no_weights():
-    program = f"import sys, {', '.join(LIGHT)}; print({{'torch', 'transformers', 'numpy'}} & {{*sys.modules}})"
+@pytest.mark.parametrize(
+    ("modules", "heavy"),
+    [
+        pytest.param(LIGHT, {"torch", "transformers", "numpy"}, id="what reads no weights"),
+        pytest.param(["training.runner"], {"matplotlib", "sklearn", "scipy.stats"}, id="a run", marks=pytest.mark.slow),
+    ],
+)
+def test_nothing_heavy_is_imported_before_it_is_used(modules, heavy):
+    program = f"import sys, {', '.join(modules)}; print({heavy} & {{*sys.modules}})"
     assert subprocess.check_output([sys.executable, "-c", program], text=True) == "set()\n"
 
 

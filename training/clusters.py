@@ -14,8 +14,6 @@ from typing import Literal
 import numpy as np
 import torch
 from scipy.sparse import csr_array
-from sklearn.cluster import KMeans, kmeans_plusplus
-from sklearn.exceptions import ConvergenceWarning
 from threadpoolctl import threadpool_limits
 
 from data.identity import OTHER_DATA
@@ -97,6 +95,9 @@ def kmeans(
     if method.library == "faiss":
         labels = _by_faiss(features, rows, num_clusters, seed, what, method)
     else:
+        from sklearn.cluster import KMeans
+        from sklearn.exceptions import ConvergenceWarning
+
         with warnings.catch_warnings(), threadpool_limits(1):
             warnings.simplefilter("ignore", ConvergenceWarning)  # fewer different features than clusters: said below
             labels = KMeans(num_clusters, n_init=method.n_init, random_state=seed).fit_predict(features[rows])
@@ -177,6 +178,8 @@ def balanced_kmeans(
     Returns:
         (k, d) centers and (samples,) labels.
     """
+    from sklearn.cluster import kmeans_plusplus
+
     sample = np.random.default_rng(seed).permutation(len(features))[: ROWS_PER_CENTER * num_clusters]
     first = kmeans_plusplus(features[np.sort(sample)].astype(np.float32), num_clusters, random_state=seed)[0]
     points, centers = torch.as_tensor(features, dtype=torch.float32, device=device), torch.as_tensor(first).to(device)

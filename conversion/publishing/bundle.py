@@ -45,20 +45,6 @@ def features(model, inputs):
     return {"texts": texts.pooler_output.contiguous(), "images": images.pooler_output.contiguous()}
 
 
-# The program of another process, which computes features from the published folder alone
-CHECK = f"""
-import sys
-sys.modules["modeling_clip_moe"] = None
-import torch
-from safetensors.torch import load_file, save_file
-from transformers import AutoModel
-{inspect.getsource(features)}
-folder, outputs, *inputs = sys.argv[1:]
-model = AutoModel.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
-save_file(features(model, [load_file(path) for path in inputs]), outputs)
-"""
-
-
 def build(
     source: str | Path, folder: Path, repository: str, license: str | None = None, base_model: str | None = None
 ) -> None:
@@ -173,6 +159,21 @@ def _without(keys: set[str], settings: Any) -> Any:
     return settings
 
 
+def _check() -> str:
+    """The program of another process, which computes features from the published folder alone."""
+    return f"""
+import sys
+sys.modules["modeling_clip_moe"] = None
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel
+{inspect.getsource(features)}
+folder, outputs, *inputs = sys.argv[1:]
+model = AutoModel.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
+save_file(features(model, [load_file(path) for path in inputs]), outputs)
+"""
+
+
 def verify(model: PreTrainedModel, folder: Path) -> None:
     """Compare the features of a model with those that a process without this package computes from a folder."""
     require_trusted_code(folder)  # the other process trusts it
@@ -188,7 +189,7 @@ def verify(model: PreTrainedModel, folder: Path) -> None:
         expected = features(model.float().eval(), inputs)
         # Another folder for the code, so that none is used that was loaded before
         environment = {**os.environ, "HF_MODULES_CACHE": f"{parent}/modules", "HF_HUB_OFFLINE": "1"}
-        command = [sys.executable, "-c", CHECK, str(folder.resolve()), f"{parent}/outputs", *files]
+        command = [sys.executable, "-c", _check(), str(folder.resolve()), f"{parent}/outputs", *files]
         # In another folder, since Python imports from the one that it is started in
         result = subprocess.run(command, env=environment, cwd=parent, capture_output=True, text=True)
         if result.returncode != 0:

@@ -12,8 +12,6 @@ from transformers import PreTrainedConfig
 
 from evaluation.ensemble import require_changes
 from evaluation.evaluate import evaluate_model
-from evaluation.experts import analyze_experts, faults
-from evaluation.report import best_of, write_report
 from evaluation.results import write_result
 from training.context import Context
 from training.estimates import AtMost, Expected, bytes_at_a_time, bytes_in_memory
@@ -67,6 +65,8 @@ class EvaluateStage(MeasuredTasks, Stage):
         return super().cost(inputs) | {"memory": memory}
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
+        from evaluation.report import best_of, write_report
+
         results, tasks = [], self.open_tasks()
         for title, model in inputs.models.items():
             options = {"batch_size": self.batch_size, "changes": self.changes.get(title)}
@@ -99,6 +99,8 @@ class AnalyzeStage(MeasuredTasks, Stage):
     batch_size: int = Field(default=64, gt=0)
 
     def problems(self, inputs: SimpleNamespace) -> Iterator[tuple[str, str]]:
+        from evaluation.experts import faults
+
         yield from super().problems(inputs)
         chosen = (self.num_experts_per_tok, self.layers, self.expert, self.capacity_factors)
         yield from faults(inputs.model.clip, self.kinds().values(), *chosen)
@@ -107,6 +109,8 @@ class AnalyzeStage(MeasuredTasks, Stage):
         return super().cost(inputs) | {"memory": lambda: _bytes_of_measured(inputs.model, self.batch_size)}
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
+        from evaluation.experts import analyze_experts
+
         names = ("num_experts_per_tok", "layers", "expert", "capacity_factors", "batch_size")
         options = {name: getattr(self, name) for name in names}
         print(analyze_experts(inputs.model, self.open_tasks(), directory, **options))
