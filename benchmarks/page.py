@@ -76,5 +76,5 @@ def page(output: Path | None, *parts: str) -> str:
     """The parts of a page as one text, which is also written to a file if there is to be one."""
     text = "\n\n".join(parts)
     if output is not None:
-        write_text(output, text + "\n")
+        write_text(output, text)
     return text

@@ -24,8 +24,8 @@ Columns = dict[str, list[str] | list[list[str]]]
 
 def holds_list(path: str | Path) -> bool:
     """Whether a JSON is a list, as ShareGPT4V's are, by its first character."""
-    with open(path, encoding="utf-8") as file:
-        return file.read(1000).lstrip("\ufeff \t\r\n").startswith("[")
+    with open(path, encoding="utf-8-sig") as file:
+        return file.read(1000).lstrip().startswith("[")
 
 
 def open_json(path: Path, split: str, image_column: str, caption_column: str) -> datasets.Dataset:

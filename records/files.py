@@ -150,7 +150,7 @@ def read_text(path: Path) -> str:
 def read_json(path: Path) -> Any:
     """The content of a file of JSON. Raises an OSError if it cannot be read, a ValueError if it is no JSON."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:  # ValueError: also no UTF-8, and numbers of thousands of digits
         raise ValueError(f"{path} is no JSON that can be read: {error}") from error
 
@@ -174,6 +174,6 @@ def read_record(path: Path, kind: type, keys: Mapping[str, type] | None = None) 
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replaces a file of text whole or not at all."""
+    """Replaces a file of text, which ends with one line break, whole or not at all."""
     with new_file(path) as temporary:
-        temporary.write_text(text + "\n", encoding="utf-8")
+        temporary.write_text(text.rstrip("\n") + "\n", encoding="utf-8")

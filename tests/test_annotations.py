@@ -2,10 +2,11 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_sources import CAPTIONS, picture, write_pictures
+from tiny_sources import CAPTIONS, picture, sharegpt4v, write_pictures
 
 from data.identity import identity
 from data.images import decode_image
@@ -107,6 +108,14 @@ def test_data_are_known_by_the_file_and_its_images(tmp_path, source):
     picture(5).save(image)
     after = identity(arguments)
     assert before != after and before["files"] == after["files"] == {table: 9, coco: 9, karpathy: 6}[source]
+
+
+@pytest.mark.parametrize("source", [coco, sharegpt4v])
+def test_a_json_may_begin_with_a_byte_order_mark(tmp_path, source):
+    arguments = DataArguments(**source(tmp_path))
+    before, path = list(load_pairs(arguments)["caption"]), Path(arguments.source)
+    path.write_text(path.read_text(), encoding="utf-8-sig")
+    assert list(load_pairs(arguments)["caption"]) == before
 
 
 HEAD = "image,caption\n"

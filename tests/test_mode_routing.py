@@ -51,9 +51,9 @@ def test_weights_are_those_of_a_plain_loop(length, nearest_only, routing):
 def test_the_routing_of_a_model_is_kept_and_can_be_changed(tmp_path):
     metadata, model = unit(12, 6, seed=5), mixture(2)
     assert model.config.routing == DEFAULT_ROUTING
-    model.config.routing = "released"
+    model.config.routing = "paper"
     model.save_pretrained(tmp_path)
-    assert CLIPMoDEConfig.from_pretrained(tmp_path).routing == "released"
+    assert CLIPMoDEConfig.from_pretrained(tmp_path).routing == "paper"
     weights = {}
     for routing in ("paper", "released"):
         changed = CLIPMoDEModel.from_pretrained(tmp_path, routing=routing)
@@ -61,4 +61,4 @@ def test_the_routing_of_a_model_is_kept_and_can_be_changed(tmp_path):
         weights[routing] = changed.route(metadata)
         torch.testing.assert_close(weights[routing], routing_weights(metadata, *options))
     assert not torch.allclose(*weights.values(), atol=1e-3)
-    torch.testing.assert_close(CLIPMoDEModel.from_pretrained(tmp_path).set_task(metadata), weights["released"])
+    torch.testing.assert_close(CLIPMoDEModel.from_pretrained(tmp_path).set_task(metadata), weights["paper"])

@@ -1,4 +1,4 @@
-"""Precision: int8 weights by torchao, and half precision from the published folder."""
+"""Int8 weights by torchao."""
 
 import pytest
 import torch

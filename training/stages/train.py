@@ -234,7 +234,7 @@ class TrainStage(RouterSettings, StepsStage):
     # A hidden_states stage of the same data: what lies below the first sparse layers is not computed.
     hidden_states: Annotated[str, Reads("hidden_states")] | None = None
 
-    # Random crops and mirrored images; None: images are resized and cropped in their center.
+    # Random crops; None: images are resized and cropped in their center.
     augmentation: Augmentation | None = None
 
     # The contrastive loss: "softmax" is CLIP's, "sigmoid" SigLIP's (arXiv:2303.15343), which needs a model with a
