@@ -112,15 +112,23 @@ class Ensemble:
         experts one after the other, times the weights (..., n) of `image_weights`. Where these make the experts' biases
         count differently from image to image, they stand behind as n more columns."""
         side = concatenate(embeds, weights)
-        return np.concatenate([side, weights], axis=-1) if self._has_offsets else side
+        return self._finite(np.concatenate([side, weights], axis=-1) if self._has_offsets else side)
 
     def text_side(self, embeds: Sequence[np.ndarray], weights: np.ndarray) -> np.ndarray:
         """Texts (..., n * D), see `image_side`, times the weights (..., n) of `weights`."""
         side = concatenate(embeds, weights)
-        if not self._has_offsets:
-            return side
-        offsets = (weights * self.biases / self.scales).astype(side.dtype)
-        return np.concatenate([side, np.broadcast_to(offsets, (*side.shape[:-1], len(embeds)))], axis=-1)
+        if self._has_offsets:
+            offsets = (weights * self.biases / self.scales).astype(side.dtype)
+            side = np.concatenate([side, np.broadcast_to(offsets, (*side.shape[:-1], len(embeds)))], axis=-1)
+        return self._finite(side)
+
+    def _finite(self, side: np.ndarray) -> np.ndarray:
+        if not np.isfinite(side).all():
+            raise ValueError(
+                f"{self.folder}: the weights of its experts are not finite: its centers, its metadata encoder or a "
+                "temperature of an expert is damaged"
+            )
+        return side
 
     @property
     def _has_offsets(self) -> bool:

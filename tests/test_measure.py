@@ -3,12 +3,14 @@ image, one text and one expert at a time."""
 
 import json
 import math
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from small_evaluation import plain_embedding, swapped, with_captions
+from tiny_clip import change_weights
 from transformers import AutoProcessor, CLIPModel
 
 from conversion import assemble
@@ -251,6 +253,20 @@ def test_one_mixture_is_measured_with_both_routings(mixture, tmp_path, monkeypat
         evaluate.main([*options, "--name", "released"])
     with pytest.raises(ValueError, match="damaged is no mixture, whose routing could be changed"):
         opened(mixture[0] / "damaged", changes={"routing": "paper"})
+
+
+def test_weights_that_are_not_finite_give_no_score(mixture, tmp_path):
+    folder = shutil.copytree(mixture[0] / "mixture", tmp_path / "mixture")
+    change_weights(folder / "routing.safetensors", lambda routing: routing["centers"].fill_(math.nan))
+    model = opened(folder)
+    options, pairs = {"classes": CLASSES, "templates": TEMPLATES}, symbols.load_minimal_pairs("test", 14)
+    for task in (
+        Task("zero_shot", "", "", lambda: (pictures(4), 0), **options),
+        Task("retrieval", "", "", lambda: (symbols.load("test", "detailed", 4), 0)),
+        Task("pairs", "", "", lambda: (pairs, 0)),
+    ):
+        with pytest.raises(ValueError, match="mixture: the weights of its experts are not finite: its centers, "):
+            measure(task, model)
 
 
 # ---- rows

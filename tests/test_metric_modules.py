@@ -3,6 +3,7 @@
 import shutil
 import socket
 import sys
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -45,20 +46,25 @@ def test_modules_compute_what_the_functions_do():
 
 
 def test_modules_refuse_other_lengths_than_one():
-    """Rounded to half precision, lengths are still 1."""
+    """Rounded to half precision, lengths are still 1. What is not finite has none."""
     pairs = random_unit(np.random.default_rng(0), 3, 2, 64)
-    long = pairs * [[[1], [1]], [[1], [1.5]], [[1], [1]]]
+    factors = np.array([[[1], [1]], [[1], [1.5]], [[1], [1]]])
+    long, broken = pairs * factors, pairs * np.where(factors == 1.5, np.nan, factors)
     recall, score = load_both()
     assert "group" in score.compute(predictions=pairs, references=pairs.astype(np.float16))
     of_pairs = {"predictions": pairs, "references": pairs}
     of_recall = {"predictions": pairs[:, 0], "references": [0, 1, 2], "image_embeds": pairs[:, 1]}
-    for module, inputs, name, wrong in (
-        (score, of_pairs, "predictions", long),
-        (score, of_pairs, "references", long),
-        (recall, of_recall, "predictions", long[:, 1]),
-        (recall, of_recall, "image_embeds", long[:, 1]),
+    for (wrong, length), (module, inputs, name) in product(
+        ((long, "1.5"), (broken, "nan")),
+        (
+            (score, of_pairs, "predictions"),
+            (score, of_pairs, "references"),
+            (recall, of_recall, "predictions"),
+            (recall, of_recall, "image_embeds"),
+        ),
     ):
-        with pytest.raises(ValueError, match=f"^{name} has an embedding of length 1.5: divide each by its length"):
+        wrong = wrong if module is score else wrong[:, 1]
+        with pytest.raises(ValueError, match=f"^{name} has an embedding of length {length}: divide each by its length"):
             module.compute(**inputs | {name: wrong})
 
 

@@ -1,7 +1,8 @@
-"""A tiny dense CLIP, its processor, and commands that must fail."""
+"""A tiny dense CLIP, its processor, changes of weights, and commands that must fail."""
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel, CLIPProcessor, CLIPTokenizer
 
 WORDS = ("a", "red", "round", "cat")
@@ -55,3 +56,9 @@ def error_of(main, *arguments):
     message = str(stop.value)
     assert message.startswith("error: ") and "\n" not in message
     return message
+
+
+def change_weights(file, change):
+    weights = load_file(file)
+    change(weights)
+    save_file(weights, file, {"format": "pt"})
