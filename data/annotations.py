@@ -7,7 +7,7 @@ place.
 import csv
 import textwrap
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -113,8 +113,13 @@ def read_annotations(path: Path, split: str | None) -> tuple[list[str], list[str
             pairs.append((name, texts))
     splits = splits or {"train"}
     if split is not None and not splits.issuperset(split.split("+")):
-        raise ValueError(f"{path} has no split {split!r}, only {', '.join(sorted(splits))}: set split (--split)")
+        raise ValueError(no_split(path, split, sorted(splits)))
     return [name for name, _ in pairs], [texts for _, texts in pairs]
+
+
+def no_split(source: str | Path, split: str, splits: Iterable[Any]) -> str:
+    """An error's text."""
+    return f"{source} has no split {split!r}, only {', '.join(map(str, splits))}: set split (--split)"
 
 
 def _of_image(image: dict[str, Any], captions: Mapping[Any, list[str]]) -> tuple[str, str, str | list[str]]:

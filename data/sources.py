@@ -18,7 +18,7 @@ from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 from pydantic import ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from data.annotations import TABLES, holds_list, open_json, open_tables
+from data.annotations import TABLES, holds_list, no_split, open_json, open_tables
 from data.drawing import SPLITS
 from data.shards import MEMBER, open_shards, require_whole
 from data.worlds import WORLDS
@@ -153,9 +153,12 @@ def open_rows(arguments: DataArguments) -> Rows:
 
 def is_here(source: str) -> bool:
     """Whether a source of data lies on this machine, or a pattern that matches something."""
-    return os.path.exists(source) or (
-        Path(source).suffix in {*BUILDERS, *TABLES} and bool(glob.glob(source, recursive=True))
-    )
+    return os.path.exists(source) or (is_read_whole(source) and bool(glob.glob(source, recursive=True)))
+
+
+def is_read_whole(source: str) -> bool:
+    """Whether a source is a file or a pattern, which is all that it names, whatever the split is called."""
+    return Path(source).suffix in {*BUILDERS, *TABLES} and not Path(source).is_dir()
 
 
 def is_saved(source: str) -> bool:
@@ -282,7 +285,7 @@ def _files_of_folder(arguments: DataArguments, names: list[str]) -> tuple[str, d
         raise ValueError(f"{source} has a link to a folder, {links[0]}, which is not followed: name files by a pattern")
     by_split = _splits(os.path.abspath(source), builder)
     if not by_split.keys() >= set(names):
-        raise ValueError(_no_split(arguments, by_split))
+        raise ValueError(no_split(source, arguments.split, by_split))
     for name, other in itertools.product(names, by_split):
         both = set(by_split[name]).intersection(by_split[other]) if other != name else set()
         if builder == "imagefolder":  # which may have other files, such as train_test_split.txt
@@ -319,29 +322,25 @@ def _splits(folder: str, builder: str) -> dict[str, list[str]]:
     return by_split
 
 
-def _no_split(arguments: DataArguments, splits: Iterable[str]) -> str:
-    return (
-        f"{arguments.source} has no split {arguments.split!r}, only {', '.join(map(str, splits))}: set split (--split)"
-    )
-
-
 def _open_saved(arguments: DataArguments) -> datasets.Dataset:
     """A dataset of `save_to_disk`, which may know its split, or several by split."""
     rows = datasets.load_from_disk(arguments.source)
     if isinstance(rows, dict):
         if arguments.split not in rows:
-            raise ValueError(_no_split(arguments, rows))
+            raise ValueError(no_split(arguments.source, arguments.split, rows))
         rows = rows[arguments.split]
     elif str(rows.split or arguments.split) != arguments.split or set("[+") & set(arguments.split):
-        raise ValueError(_no_split(arguments, [rows.split or "a whole one"]))
+        raise ValueError(no_split(arguments.source, arguments.split, [rows.split or "a whole one"]))
     return rows
 
 
 def read_entries(arguments: DataArguments) -> list[Any]:
     """The entries of a .json in ShareGPT4V's or LLaVA's layout, from before `skip` and `num_samples`."""
     entries = read_json(Path(arguments.source))
-    if not isinstance(entries, list) or arguments.split != "train":
-        raise ValueError(f"{arguments.source} is no list of entries, whose split is train, as ShareGPT4V's and LLaVA's")
+    if not isinstance(entries, list):
+        raise ValueError(f"{arguments.source} is no list of entries, as ShareGPT4V's and LLaVA's are")
+    if arguments.split != "train":
+        raise ValueError(no_split(arguments.source, arguments.split, ["train"]))
     return entries
 
 

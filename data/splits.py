@@ -5,13 +5,7 @@ from pathlib import Path
 
 from datasets import ReadInstruction
 
-from data.annotations import TABLES
-from data.sources import BUILDERS, DataArguments, open_rows
-
-
-def is_read_whole(source: str) -> bool:
-    """Whether a source is a file or a pattern, which is all that it names, whatever the split is called."""
-    return Path(source).suffix in {*BUILDERS, *TABLES} and not Path(source).is_dir()
+from data.sources import DataArguments, is_read_whole, open_rows
 
 
 def named_split(source: str, split: str) -> str:

@@ -611,11 +611,7 @@ class CLIPMoDEModel(PreTrainedModel):
         cached_file(source, f"{folder}/config.json", **hub)  # whose error names the file
         # Its auto_map is left aside: the class is one of these
         model_type = self.config_class.get_config_dict(source, subfolder=folder, **hub)[0].get("model_type")
-        if model_type not in CLASS_OF_TYPE:
-            raise ValueError(
-                f"{source}, {folder}: a data expert is a model of type {', '.join(CLASS_OF_TYPE)}, not {model_type}."
-            )
-        expert, info = CLASS_OF_TYPE[model_type].from_pretrained(
+        expert, info = _class_of(model_type, f"{source}, {folder}").from_pretrained(
             source, subfolder=folder, output_loading_info=True, **kwargs
         )
         missing, left_over = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
@@ -631,11 +627,7 @@ class CLIPMoDEModel(PreTrainedModel):
     def _require_fit(self, expert: PreTrainedModel, name: str) -> None:
         # By name: the same class from a file beside weights is another one
         model_type = getattr(getattr(expert, "config", None), "model_type", None)
-        if model_type not in CLASS_OF_TYPE:
-            raise ValueError(
-                f"{name}: a data expert is a model of type {', '.join(CLASS_OF_TYPE)}, not {model_type} "
-                f"({type(expert).__name__})."
-            )
+        _class_of(model_type, f"{name} ({type(expert).__name__})")
         for other, loaded in self.experts.items():
             alike = loaded.config.model_type.removesuffix("_moe") == model_type.removesuffix("_moe")
             if not alike and not self.config.own_processors:
@@ -648,6 +640,12 @@ class CLIPMoDEModel(PreTrainedModel):
             raise ValueError(
                 f"{name} has embeddings of size {embedding_size(expert.config)}, the other experts of {size}."
             )
+
+
+def _class_of(model_type: str | None, name: str) -> type[PreTrainedModel]:
+    if model_type not in CLASS_OF_TYPE:
+        raise ValueError(f"{name}: a data expert is a model of type {', '.join(CLASS_OF_TYPE)}, not {model_type}.")
+    return CLASS_OF_TYPE[model_type]
 
 
 __all__ = ["CLIPMoDEModel", "routing_weights"]

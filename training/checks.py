@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 from huggingface_hub.errors import StrictDataclassError
 
-from data.annotations import holds_list
+from data.annotations import holds_list, no_split
 from data.sources import DataArguments, is_here, once
 from data.worlds import WORLDS
 from evaluation.tasks import missing_data
@@ -216,7 +216,7 @@ def _problems_of_data(stage: Stage, arguments: DataArguments, outlook: Outlook) 
     try:
         if source.endswith(".json") and holds_list(source):
             if arguments.split != "train":
-                yield f".split: {source} has no split {arguments.split!r}, only train"
+                yield f".split: {no_split(source, arguments.split, ['train'])}"
         else:
             stage.open_data(as_stream(arguments))
     except SETTING_ERRORS as error:

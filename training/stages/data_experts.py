@@ -15,7 +15,6 @@ from pydantic.dataclasses import dataclass
 from transformers import PreTrainedConfig
 
 from data.contact_sheet import contact_sheet
-from data.identity import data_fingerprint
 from data.sources import DataArguments
 from evaluation.feature_store import FeatureStore
 from evaluation.sentence_encoders import (
@@ -318,7 +317,7 @@ def _save_experts(
     about = {key: store.about[key] for key in ("encoder", "dataset_fingerprint", "pairs")}
     images = about["pairs"] == READABLE
     rows = context.pairs(DataArguments(**store.about["data"]), images)
-    if data_fingerprint(rows, images) != about["dataset_fingerprint"]:
+    if context.data_fingerprint(rows, images) != about["dataset_fingerprint"]:
         raise ValueError(f"the pairs have changed since {inputs.fine} was made; delete it to assign them anew")
     labels = centers[1][store["labels"][:]].astype(np.int16)
     if at_random:

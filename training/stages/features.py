@@ -15,7 +15,6 @@ from conversion.families import family_of
 from conversion.processors import copy_processor, load_processor
 from data.captions import CaptionPolicy, build_captions
 from data.contact_sheet import contact_sheet
-from data.identity import data_fingerprint
 from data.pairs import caption_columns
 from data.sources import DataArguments, Rows, no_column
 from data.worlds import WORLDS
@@ -273,7 +272,7 @@ class ClusterStage(Stage):
         features = FeatureStore.open(source, "an embed stage", {"data": dict, "dataset_fingerprint": str})
         data, fingerprint = DataArguments(**features.about["data"]), features.about["dataset_fingerprint"]
         rows = context.pairs(data)
-        if data_fingerprint(rows) != fingerprint:
+        if context.data_fingerprint(rows) != fingerprint:
             raise ValueError(f"{data.source} has changed since {source} was made; delete it to embed it anew")
         previous = None if inputs.previous is None else load_clusters(Path(inputs.previous), fingerprint)[0]
         features = {name: features[name] for name in ("image", "text")}
