@@ -1,6 +1,5 @@
 """Shared parts of the benchmarks: costs in processes of their own, and the page that is printed."""
 
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -14,6 +13,7 @@ from cyclopts import Parameter
 from evaluation.speed import in_own_process, peak_resident, wait_for
 from records.files import write_text
 from records.markdown import markdown_table
+from records.provenance import device_name
 
 # Options of all benchmarks
 Output = Annotated[Path | None, Parameter(help="markdown file to write besides printing")]
@@ -59,9 +59,8 @@ def _cost(prepare: Callable[..., Callable[[], Any]], arguments: tuple) -> dict[s
 def described(device: torch.device | str = "cpu") -> str:
     """The device and the versions, for a page of results."""
     device = torch.device(device)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     threads = "" if device.type == "cuda" else f", {torch.get_num_threads()} threads"
-    return f"{name}{threads}, torch {torch.__version__}, transformers {transformers.__version__}"
+    return f"{device_name(device)}{threads}, torch {torch.__version__}, transformers {transformers.__version__}"
 
 
 def mib(number: float) -> str:

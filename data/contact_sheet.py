@@ -8,6 +8,7 @@ import datasets
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from data.drawing import font_file
 from data.images import decode_image
 from data.pairs import first_caption
 
@@ -21,9 +22,7 @@ UNREADABLE = Image.new("RGB", (8, 8), "red")
 def grid(cells: Sequence[tuple[Sequence[Image.Image], str]], columns: int, side: int, lines: int) -> Image.Image:
     """Cells line by line: pictures of the same longer side beside each other, and a text of so many lines below. A cell
     without pictures is a heading."""
-    import matplotlib
-
-    font = ImageFont.truetype(str(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / f"{FONT}.ttf"), 10)
+    font = ImageFont.truetype(font_file(FONT), 10)
     width = max(len(pictures) for pictures, _ in cells) * (side + 2) + LETTER
     height = side + LINE * lines + LETTER
     sheet = Image.new("RGB", (columns * width, -(-len(cells) // columns) * height), "white")

@@ -3,6 +3,7 @@
 import io
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,13 @@ TEST_DIGITS = 5  # every fifth pen stroke is kept for the test split
 def choose(rng: np.random.Generator, values: Sequence):
     """One of them at random, all alike."""
     return values[int(rng.integers(len(values)))]
+
+
+def font_file(name: str) -> str:
+    """Where matplotlib keeps a font."""
+    import matplotlib
+
+    return str(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / f"{name}.ttf")
 
 
 def article(words: str) -> str:

@@ -12,7 +12,6 @@ it afterwards differs. Everything follows from the arguments of `load` and `load
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 from datasets import Dataset, Features, Image, Value
@@ -31,6 +30,7 @@ from data.drawing import (
     choose,
     distort,
     drawn_rows,
+    font_file,
     ground,
     inked,
     photographed,
@@ -202,19 +202,12 @@ def build_tokenizer(context_length: int) -> CLIPTokenizer:
     return learn_tokenizer(_all_words(), 3000, context_length)
 
 
-def _font_file(name: str) -> str:
-    """Where matplotlib keeps a font."""
-    import matplotlib
-
-    return str(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / f"{name}.ttf")
-
-
 @cache
 def _fonts_of(split: str) -> dict[str, list[str]]:
     """The files of the fonts that have each character."""
     from matplotlib.ft2font import FT2Font
 
-    fonts = {path: FT2Font(path).get_charmap() for path in map(_font_file, FONTS[split])}
+    fonts = {path: FT2Font(path).get_charmap() for path in map(font_file, FONTS[split])}
     characters = [character for topic in TOPICS.values() for character in topic.kinds.values() if character]
     return {text: [path for path, drawn in fonts.items() if ord(text) in drawn] for text in characters}
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from datasets import Dataset
 
 from data import icons, names, symbols
-from evaluation.task import INFORMATION, PRIMARY_METRICS, Task
+from evaluation.task import INFORMATION, PRIMARY_METRICS, RECALL_5, Task
 
 
 def _symbol_kinds(split: str, num_samples: int, kinds: str = "all", seed: int = 0) -> Dataset:
@@ -148,5 +148,5 @@ def _icons(title: str, kinds: str, shown: str) -> Task:
         title=title,
         protocol=f"a new picture of {shown}; all are candidates",
         load=load,
-        metrics=[*(f"{way}_recall@{k}" for k in (1, 5) for way in ("image_to_text", "text_to_image")), *INFORMATION],
+        metrics=[*RECALL_5, *INFORMATION],
     )

@@ -21,7 +21,7 @@ from evaluation.page import require_free_page, write_page
 from evaluation.speed import ROUNDS, measure_memory, measure_speed
 from records.markdown import escape, markdown_table
 from records.messages import did_you_mean
-from records.provenance import environment, weights_fingerprint
+from records.provenance import device_name, environment, weights_fingerprint
 
 WEIGHT_FILES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 
@@ -65,7 +65,7 @@ def compare_models(
         "weights": {name: None if paper_config(name) else weights_fingerprint(name) for name in models},
         "batch_size": batch_size,
         "dtype": str(dtype).removeprefix("torch."),
-        "device": _device_name(device),
+        "device": device_name(device),
         "threads": torch.get_num_threads(),
     }
     if output_dir is not None:
@@ -88,11 +88,6 @@ def _counts(name: str) -> dict[str, dict[str, float]]:
     with loading(name):
         model, patches = meta_model(config), None if paper else most_patches(config, name)
         return {"parameters": count_parameters(model), "multiply_adds": count_multiply_adds(model, patches)}
-
-
-def _device_name(device: torch.device) -> str:
-    module = torch.get_device_module(device)
-    return module.get_device_name(device) if hasattr(module, "get_device_name") else device.type
 
 
 # Column -> the numbers of parameters in it

@@ -12,6 +12,8 @@ from evaluation.task import Task
 from records.intervals import score_difference_reach
 from records.result_schema import Collapse, ExpertSummary, Spread
 
+# Columns of the table; an expert's number follows
+ROUTED, EXPERT, MEAN = "routed", "expert", "mean of experts"
 # What each tower embeds
 EMBEDDED = {"text": "texts", "vision": "images"}
 
@@ -60,7 +62,7 @@ def summarize(
         reach = score_difference_reach(routed[task], mean[task], metric)
         error = None if reach is None else max(reach)
         collapse.append(Collapse(title=title, routed=scores[0], mean=scores[1], error=error))
-    experts = [f"expert {number}" for number in range(num_experts)]
+    experts = [f"{EXPERT} {number}" for number in range(num_experts)]
     # A dense tower makes the same for all experts
     pairs = [
         agreement[EMBEDDED[tower]][first][other]

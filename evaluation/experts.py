@@ -20,7 +20,7 @@ from conversion.checkpoints import is_sparse
 from conversion.families import family_of
 from data.images import decode_image
 from evaluation.embedder import Embedder, usable_device
-from evaluation.expert_summary import agreement, summarize
+from evaluation.expert_summary import EXPERT, MEAN, ROUTED, agreement, summarize
 from evaluation.experts_page import page_beginning, page_of
 from evaluation.measures import measure
 from evaluation.page import require_free_page, write_page
@@ -48,7 +48,6 @@ from modeling_clip_moe import CLIPMoEConfig
 from records.messages import cut
 from records.provenance import environment, weights_fingerprint
 
-ROUTED, EXPERT, MEAN = "routed", "expert", "mean of experts"
 EXPERT_PROTOCOL = (
     "An expert alone has the weight that the experts of a token have together in the routed model: for each token and "
     "layer, the sum of the weights that the router gives, which is 1 where they are normalized."

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from evaluation.expert_summary import EXPERT, MEAN, ROUTED
 from evaluation.routing import POOLED_TOKEN
 from records.markdown import item, markdown_table
 from records.result_schema import ExpertSummary
@@ -24,13 +25,13 @@ def page_beginning(result: Mapping[str, Any]) -> str:
     summary = ExpertSummary(**result["summary"])
     rows, better = [], []
     for task, by_column in result["metrics"].items():
-        columns = [column for column in by_column if column != "mean of experts"]
+        columns = [column for column in by_column if column != MEAN]
         for metric in by_column[columns[0]]:
             values = {column: by_column[column][metric] for column in columns}
             highest = max(values.values())
             cells = [f"**{value:.1%}**" if value == highest else f"{value:.1%}" for value in values.values()]
             rows.append([f"{task}: {metric}", *cells])
-            better.append(values["routed"] > max(v for column, v in values.items() if column.startswith("expert")))
+            better.append(values[ROUTED] > max(v for column, v in values.items() if column.startswith(EXPERT)))
     verdict = f"The routed model is better than every expert alone in {sum(better)} of {len(better)} metrics."
     sections = ["## Do the experts do anything?", ExpertSummary.READING]
     sections += [markdown_table(["measured", "found"], summary.rows), "## Every expert alone"]

@@ -15,7 +15,7 @@ from evaluation.page import write_page
 from evaluation.report import SAME_FOR_TASK, arrange, computed_with, differ, draw_scores, primary_columns, require_whole
 from evaluation.results import without_seed
 from records.command_line import Folder, command
-from records.intervals import LEVEL, paired_interval
+from records.intervals import LEVEL, with_interval
 from records.markdown import escape, item, markdown_table
 from records.provenance import MANIFEST, Record
 
@@ -105,8 +105,7 @@ def _cell(tables: Sequence[Table], model: str, task: str, metric: str, baseline:
         return cell
     others = _values(tables, baseline, task, metric)
     differences = [value - 100 * other for value, other in zip(values, others, strict=True)]
-    low, high = paired_interval(differences, [0.0] * len(differences))
-    return f"{cell} ({statistics.mean(differences):+.1f} ± {(high - low) / 2:.1f})"
+    return f"{cell} ({with_interval(differences)})"
 
 
 def _require_comparable(first: Table, other: Table, folder: Path, other_folder: Path) -> None:

@@ -21,7 +21,7 @@ from evaluation.page import write_page
 from evaluation.task import PRIMARY_METRICS
 from records.command_line import command
 from records.files import read_json
-from records.intervals import LEVEL, paired_interval
+from records.intervals import LEVEL, with_interval
 from records.markdown import markdown_table
 
 OF_LINE = re.compile(r"(.+), (\d+(?:\.\d+)?) %")
@@ -105,9 +105,7 @@ def _mean(points: Sequence[tuple[float, ...]], which: int) -> str:
 
 
 def _above(points: Sequence[Point], line: Sequence[Sequence[Point]]) -> str:
-    differences = [above_line(point, of_seed) for point, *of_seed in zip(points, *line, strict=True)]
-    low, high = paired_interval(differences, [0.0] * len(differences))
-    return f"{statistics.mean(differences):+.1f} ± {(high - low) / 2:.1f}"
+    return with_interval([above_line(point, of_seed) for point, *of_seed in zip(points, *line, strict=True)])
 
 
 def _draw(points: Mapping[str, Sequence[Point]], lines: Mapping[str, Sequence[Sequence[Point]]], path: Path) -> None:

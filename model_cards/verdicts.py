@@ -17,13 +17,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter,
 from records.files import read_json
 from records.intervals import paired_interval
 from records.messages import shortened
+from records.result_schema import Text
 from records.yaml_files import read_yaml
 
 LEAST_SEEDS = 3
 HOLDS, DOES_NOT_HOLD, CANNOT_BE_TOLD = "holds", "does not hold", "cannot be told"
 NOT_MEASURED, SHOWN_ELSEWHERE = "not measured", "see there"
 VERDICTS = (HOLDS, DOES_NOT_HOLD, CANNOT_BE_TOLD, NOT_MEASURED, SHOWN_ELSEWHERE)
-Text = Annotated[str, Field(pattern=r"\S")]
 Texts = Annotated[list[Text], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 Scores = dict[str, dict[str, list[dict[str, float]]]]  # row -> task -> for each seed: metric -> score
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)

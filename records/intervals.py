@@ -35,6 +35,12 @@ def paired_interval(better: Sequence[float], worse: Sequence[float], comparisons
     return float(mean - reach), float(mean + reach)
 
 
+def with_interval(differences: Sequence[float]) -> str:
+    """The mean of differences that belong to a seed each, and half its `paired_interval`, to a decimal place."""
+    low, high = paired_interval(differences, np.zeros(len(differences)))
+    return f"{np.mean(differences):+.1f} ± {(high - low) / 2:.1f}"
+
+
 def share_reach(share: float, number: int) -> Reach:
     """Wilson's score interval of a share of test samples, from one run. It covers which samples were chosen as the
     test, and nothing that a seed changes.

@@ -188,6 +188,14 @@ def input_fingerprint(model: str) -> str:
     return record.digest
 
 
+def device_name(device: Any) -> str:
+    """What a `torch.device` is: an accelerator's name, or the type of the device and of the machine."""
+    import torch
+
+    name_of = getattr(getattr(torch, device.type, None), "get_device_name", None)
+    return name_of(device) if name_of else f"{device.type} ({platform.machine()})"
+
+
 def environment() -> dict:
     """The commit of this checkout, or the tag of this release, and the versions of what numbers depend on."""
     import accelerate

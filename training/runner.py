@@ -9,7 +9,6 @@ with an error.
 import functools
 import gc
 import os
-import platform
 import shutil
 import time
 from collections.abc import Collection, Iterable, Iterator
@@ -19,7 +18,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 import yaml
 from accelerate.utils import set_seed
 from huggingface_hub.errors import StrictDataclassError
@@ -37,6 +35,7 @@ from records.provenance import (
     RECIPE,
     Attempt,
     Record,
+    device_name,
     environment,
     file_digest,
     input_fingerprint,
@@ -262,9 +261,9 @@ class Runner:
 
     def _attempt(self) -> Attempt:
         """What a stage runs on; its time is not known until it has ended."""
-        accelerator, device = self.context.accelerator, self.context.accelerator.device
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({platform.machine()})"
-        return Attempt(device=name, num_processes=accelerator.num_processes, **environment(), seconds=None)
+        accelerator = self.context.accelerator
+        device, number = device_name(accelerator.device), accelerator.num_processes
+        return Attempt(device=device, num_processes=number, **environment(), seconds=None)
 
     def _require_unchanged(self, stage: Stage, before: dict[str, Any] | None, partial: Path) -> None:
         """Local data must be what they were when the stage began. Those that are gone have been read."""

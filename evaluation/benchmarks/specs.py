@@ -22,7 +22,7 @@ from evaluation.benchmarks.layouts import (
 )
 from evaluation.benchmarks.mat_files import SVHN, Cars, Devkit, Flowers
 from evaluation.benchmarks.pixel_files import CIFAR, MNIST, STL10
-from evaluation.task import Kind
+from evaluation.task import RECALL_5, Kind
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,6 @@ class Benchmark:
 # Papers that report the top-1 accuracy and others that report the mean per class both find their column
 PER_CLASS = ("accuracy", "mean_per_class_recall")
 TOP_5 = ("accuracy", "accuracy_top5")
-RECALL_5 = tuple(f"{way}_recall@{k}" for k in (1, 5) for way in ("image_to_text", "text_to_image"))
 RECALL_10 = (*RECALL_5, "image_to_text_recall@10", "text_to_image_recall@10")
 
 
