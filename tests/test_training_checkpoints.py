@@ -1,13 +1,16 @@
 """Checkpoints of training: no code in them is run, and what is damaged, not finite or not whole is not gone on from."""
 
 import contextlib
+import json
 import os
 import pickle
+import random
 import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
@@ -19,7 +22,13 @@ from evaluation.built_in_tasks import symbol_tasks
 from evaluation.tasks import TASKS
 from records.provenance import file_digest
 from training import engine, stages, training_state
-from training.training_state import latest_checkpoint, require_support, save_checkpoint
+from training.training_state import (
+    latest_checkpoint,
+    random_states,
+    require_support,
+    save_checkpoint,
+    set_random_states,
+)
 
 KEPT = {"ema_decay": 0.7, "save_total_limit": 2}
 WEIGHT = "model.visual_projection.weight"
@@ -36,6 +45,17 @@ def checkpoint(stopped, tmp_path):
     """Of step 4, of a copy of that run."""
     shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
     return tmp_path / "out" / "tuned.partial" / "checkpoints" / "step-00000004"
+
+
+def test_all_generators_draw_the_same_again():
+    def draw():
+        return random.random(), np.random.rand(), torch.rand(()).item()
+
+    device = torch.device("cpu")
+    states = json.loads(json.dumps(random_states(device)))
+    first = draw()
+    set_random_states(states, device)
+    assert draw() == first
 
 
 def evil(marker):
