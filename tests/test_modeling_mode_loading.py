@@ -95,7 +95,7 @@ def test_an_expert_is_replaced(tmp_path):
     loaded.expert(0)  # the new one is in no file yet, so it stays in memory
     loaded.save_pretrained(tmp_path)
     changed = {path for path, content in contents(tmp_path).items() if before[path] != content}
-    assert changed == {"expert_1/model.safetensors"}
+    assert changed == {"expert_1/config.json", "expert_1/model.safetensors"}
     found = AutoModel.from_pretrained(tmp_path).expert(1)(**INPUTS).logits_per_image
     assert torch.equal(found, dense(7)(**INPUTS).logits_per_image)
 
