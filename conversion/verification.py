@@ -68,7 +68,7 @@ def model_outputs(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> dict[
     """The logits and both towers' hidden states (layer, batch, token, width) of a dense or sparse CLIP; of an image
     tower alone its hidden states and what it pools.
 
-    Those of padding among patches are 0: no expert computes it, and nothing reads it.
+    Hidden states of padding among patches are 0: no expert computes it, and nothing reads it.
     """
     outputs = model(**inputs, output_hidden_states=True)
     if not is_clip(model.config):

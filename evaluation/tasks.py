@@ -24,7 +24,7 @@ from records.local_names import is_hub_name, meant_here
 from records.messages import in_one_line, most_similar
 
 TASKS = icon_tasks() | name_tasks() | symbol_tasks()
-# Those on a dataset that is given by its columns
+# Tasks on a dataset that is given by its columns
 OWN_TASKS: tuple[str, ...] = get_args(OwnKind)
 MORE = "and the benchmarks and groups that `python -m evaluation.benchmarks` prints"
 # What a list of tasks may hold: names, and tasks on own data

@@ -133,9 +133,9 @@ def write_knowledge(folders: Sequence[Path], output_dir: Folder) -> str:
         rows.append(row | {"dense model that remembers as much": of_dense, "runs": str(entry.runs)})
     table = markdown_table(list(rows[0]), [list(row.values()) for row in rows])
     text = (
-        "Parameters are those of the towers' layers. A dense model that remembers as much is one between those of the "
-        "table, of each size the one that remembers most, however long it trained; in brackets: how many times as many "
-        "parameters the sparse model has. A row is the mean of so many runs."
+        "Parameters are those of the towers' layers. A dense model that remembers as much lies between two "
+        "of the table; of each size the one counts that remembers most, however long it trained. In brackets: how many "
+        "times as many parameters the sparse model has. A row is the mean of so many runs."
     )
     page = f"{table}\n\n{text}\n\n![bits by parameters](knowledge.png)"
     pictures = {"knowledge.png": lambda path: _draw(knowledge, path)}

@@ -70,8 +70,7 @@ class Context:
         return self._pairs[key]
 
     def readable(self, rows: datasets.Dataset, arguments: DataArguments) -> datasets.Dataset:
-        """Those of some pairs, which were loaded without their images, whose images can be read. Every process has to
-        ask."""
+        """The pairs with a readable image, of pairs that were loaded without images. Every process has to ask."""
         if arguments.source in WORLDS:
             return rows
         with self._main_process_first():

@@ -275,8 +275,8 @@ def _of_weights(pattern: str, folder: Path, weights: str) -> Iterator[tuple[Path
             others.append(path.relative_to(folder.parent).as_posix())
     if others:
         print(
-            f"warning: {len(others)} results of {folder.name} are left out: they are of other weights, or do not say "
-            f"of which; measure again ({cut(others)})",
+            f"warning: {len(others)} results of {folder.name} are left out: other weights were measured, or none "
+            f"are named; measure again ({cut(others)})",
             file=sys.stderr,
         )
 

@@ -27,7 +27,7 @@ OUR_CONFIGS = {CLIPMoDEConfig.model_type: CLIPMoDEConfig} | {
 }
 # The files of a model, its processor or its encoder of metadata that hold settings, among which there may be code
 SETTINGS = ("*config*.json", "modules.json", "encoder.json")
-# Those that hold none: vocabularies, weights and the like
+# Files without code: vocabularies, weights and the like
 CONTENT = ("*.json", "*.safetensors", "*.bin", "vocab.txt", "merges.txt", "*.model")
 # Where sentence-transformers names classes, and whose it may name
 CLASSES, KNOWN_CLASSES = ("type", "types", "activation_function"), ("sentence_transformers.", "torch.nn.")

@@ -74,8 +74,8 @@ class Stage:
         return iter(())
 
     def output_config(self, inputs: SimpleNamespace) -> PreTrainedConfig | tuple[PreTrainedConfig, ...] | Expected:
-        """What will come out: the configuration of a model, those of a mixture's experts, or all that is known. Of a
-        stage that makes no model, the configuration is that of the model or encoder whose output it holds.
+        """What will come out: the configuration of a model, those of a mixture's experts, or all that is known. A
+        stage that makes no model has the configuration of the model or encoder whose output it holds.
 
         Raises:
             Unknown

@@ -183,7 +183,7 @@ class HiddenStatesStage(Stage):
         store = FeatureStore(directory, len(rows), batch_size * BATCHES_PER_SHARD, about)
         store.write(accelerator, "hidden states", hidden_states(accelerator, model, loader, dtype))
         if accelerator.is_main_process:
-            copy_processor(inputs.model, directory)  # with which that of a stage that uses them is compared
+            copy_processor(inputs.model, directory)  # later stages compare their processor with it
 
     def _model_config(self, inputs: SimpleNamespace) -> CLIPMoEConfig:
         """The configuration of the model, which is a CLIP's."""
