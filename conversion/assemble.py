@@ -17,7 +17,6 @@ from conversion.families import family_of
 from conversion.processors import copy_processor, require_same
 from conversion.verification import check_equal, sample_inputs
 from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel
-from modeling_clip_moe.configuration_clip_mode import DEFAULT_ROUTING
 from modeling_clip_moe.configuration_clip_moe import embedding_size
 
 # Folder of the repository for the encoder of the metadata
@@ -52,7 +51,7 @@ def convert(
         if own_processors:
             copy_processor(source, folder / name, required=True)
     sizes = {embedding_size(config) for config in configs}
-    config = {"dtype": dtype, "routing": DEFAULT_ROUTING, **config}
+    config = {"dtype": dtype, **config}
     config |= {"projection_dim": sizes.pop() if len(sizes) == 1 else None, "own_processors": own_processors}
     CLIPMoDEConfig(experts=names, **config).save_pretrained(folder)
     model = CLIPMoDEModel.from_pretrained(folder, max_loaded_experts=1)

@@ -13,8 +13,8 @@ from data.images import decode_image
 from data.pairs import first_caption
 
 FONT, LETTER, LINE = "DejaVuSans", 6, 12  # the width of a letter and the height of a line, in pixels
-# The largest clusters are drawn, so many at most
-MAX_LINES = 32
+# The largest clusters are drawn, so many at most, with so many images each
+MAX_LINES, COLUMNS = 32, 8
 # A red square stands for an image that cannot be read
 UNREADABLE = Image.new("RGB", (8, 8), "red")
 
@@ -44,7 +44,6 @@ def contact_sheet(
     rows: datasets.Dataset,
     labels: np.ndarray,
     seed: int,
-    columns: int = 8,
     names: np.ndarray | None = None,
 ) -> None:
     """Draw some images of each cluster with their captions, a cluster a line.
@@ -60,12 +59,12 @@ def contact_sheet(
     rng, cells = np.random.default_rng(seed), []
     for line in sorted(largest, key=lambda line: names[line]):
         cells.append(([], f"{names[line]}, {sizes[line]} samples"))
-        chosen = rng.permutation(np.flatnonzero(labels == clusters[line]))[:columns]
+        chosen = rng.permutation(np.flatnonzero(labels == clusters[line]))[:COLUMNS]
         for row in rows.select(chosen):
             try:
                 image = decode_image(row["image"])
             except OSError:  # nobody has looked at images of which only the captions were clustered
                 image = UNREADABLE
             cells.append(([image], first_caption(row["caption"])))
-        cells += [([], "")] * (columns - len(chosen))
-    grid(cells, columns + 1, side=120, lines=5).save(path)
+        cells += [([], "")] * (COLUMNS - len(chosen))
+    grid(cells, COLUMNS + 1, side=120, lines=5).save(path)

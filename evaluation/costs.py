@@ -80,18 +80,14 @@ def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
         return model_class(config)._from_config(config, attn_implementation="eager", **experts).eval()
 
 
-def count_parameters(model: PreTrainedModel, trainable: str | None = None) -> dict[str, int]:
+def count_parameters(model: PreTrainedModel) -> dict[str, int]:
     """Numbers of parameters.
-
-    Args:
-        trainable: a regular expression, see `training.optimizers.set_trainable`.
 
     Returns:
         `total`; `activated`, those that one token meets: K of the E experts of each sparse layer; both also of each
         tower with its projection (`text`, `text_activated`, `vision`, `vision_activated`), of which a shared encoder is
         a part in both; those of one expert in all layers (`expert`, 0 if dense), of all `routers` and fusion gates,
-        and of the towers' layers, without embeddings and projections (`layers`); and with `trainable` the number of
-        those whose names it is found in, under that name.
+        and of the towers' layers, without embeddings and projections (`layers`).
     """
     named = list(model.named_parameters(remove_duplicate=False))  # a shared encoder is a part of both towers
 
@@ -113,8 +109,6 @@ def count_parameters(model: PreTrainedModel, trainable: str | None = None) -> di
     counts["activated"] -= min(idle_of_tower.values()) if shared else sum(idle_of_tower.values())
     counts["routers"] = of(r"\.(router|fusion_gate)\.")
     counts["layers"] = of(r"\.layers\.")
-    if trainable is not None:
-        counts["trainable"] = of(trainable)
     return counts
 
 

@@ -17,18 +17,16 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import set_seed
 
-from conversion.checkpoints import load_config
+from conversion.checkpoints import model_configs
 from evaluation.embedder import usable_device
 from evaluation.ensemble import open_model
 from evaluation.measures import measure
 from evaluation.results import require_free, write_result
 from evaluation.task import Task
-from modeling_clip_moe import CLIPMoDEConfig
+from modeling_clip_moe.families import TOWER_CONFIGS
 from records.files import output_folder
 from records.local_names import paths_here
 from records.provenance import environment, model_fingerprint, weights_fingerprint
-
-GO_ON = "run the same command again to go on where it stopped"
 
 
 def evaluate_model(
@@ -94,7 +92,5 @@ def evaluate_model(
 
 def _depends_on_batch(model: str | Path) -> bool:
     """Whether experts have a capacity, so that what else is in a batch counts."""
-    config = load_config(model)
-    configs = [load_config(model, name) for name in config.experts] if isinstance(config, CLIPMoDEConfig) else [config]
-    towers = [getattr(expert, tower, None) for expert in configs for tower in ("text_config", "vision_config")]
+    towers = [getattr(config, tower, None) for config in model_configs(model) for tower in TOWER_CONFIGS]
     return any(getattr(tower, "eval_capacity_factor", None) is not None for tower in towers)

@@ -152,16 +152,11 @@ def save_arrays(
 
 
 @contextmanager
-def open_arrays(path: Path, maker: str, framework: str = "numpy") -> Iterator[safe_open]:
-    """Open a file of named arrays.
-
-    Args:
-        maker: what writes such files, for the error.
-        framework: "pt" maps tensors into memory, where "numpy" reads whole arrays.
-    """
+def open_arrays(path: Path, maker: str) -> Iterator[safe_open]:
+    """Open a file of named arrays. `maker`: what writes such files, for the error."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not there: {path.parent} is not the folder of {maker}")
-    with _damaged(path), safe_open(path, framework) as file:
+    with _damaged(path), safe_open(path, "numpy") as file:
         yield file
 
 

@@ -19,7 +19,6 @@ def linear_probe_metrics(
     train_labels: np.ndarray,
     features: np.ndarray,
     labels: np.ndarray,
-    seed: int = 0,
     solver: Literal["auto", "scikit-learn", "torch"] = "auto",
     device: str | torch.device = "cpu",
 ) -> dict[str, float]:
@@ -50,14 +49,14 @@ def linear_probe_metrics(
     if solver == "auto":
         solver = "torch" if train_features.size > MOST_NUMBERS_FOR_SCIKIT else "scikit-learn"
     if solver == "torch":
-        predicted = _predict_torch(train_features, train_labels, features, seed, torch.device(device))
+        predicted = _predict_torch(train_features, train_labels, features, torch.device(device))
     else:
-        predicted = _predict_scikit(train_features, train_labels, features, seed)
+        predicted = _predict_scikit(train_features, train_labels, features)
     recall = recall_score(labels, predicted, labels=np.unique(labels), average="macro")
     return {"accuracy": float(accuracy_score(labels, predicted)), "mean_per_class_recall": float(recall)}
 
 
-def _predict_scikit(train_features, train_labels, features, seed: int) -> np.ndarray:
+def _predict_scikit(train_features, train_labels, features) -> np.ndarray:
     from sklearn.linear_model import LogisticRegression
     from sklearn.model_selection import train_test_split
 
@@ -69,15 +68,15 @@ def _predict_scikit(train_features, train_labels, features, seed: int) -> np.nda
             train_features,
             train_labels,
             test_size=max(0.2, len(set(train_labels.tolist())) / len(train_labels)),
-            random_state=seed,
+            random_state=0,
             stratify=train_labels,
         )
         scores = [fit(fit_on, fit_labels, strength).score(held_out, held_out_labels) for strength in INVERSE_PENALTIES]
         return fit(train_features, train_labels, INVERSE_PENALTIES[int(np.argmax(scores))]).predict(features)
 
 
-def _predict_torch(train_features, train_labels, features, seed: int, device: torch.device) -> np.ndarray:
-    generator = torch.Generator().manual_seed(seed)
+def _predict_torch(train_features, train_labels, features, device: torch.device) -> np.ndarray:
+    generator = torch.Generator().manual_seed(0)
     classes, targets = np.unique(train_labels, return_inverse=True)
     inputs, targets = torch.as_tensor(train_features, dtype=torch.float32), torch.as_tensor(targets)
     probe = torch.nn.Linear(inputs.shape[1], len(classes), device=device)

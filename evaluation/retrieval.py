@@ -9,8 +9,8 @@ from scipy.special import logsumexp
 
 # Similarities closer than this are a tie: a matrix product rounds equal candidates differently, by their place in it.
 TIE = 1e-6
-# Similarities that are held at a time: 64 MiB
-AT_ONCE = 2**24
+# Similarities that are held at a time, 64 MiB, and queries
+AT_ONCE, QUERIES_AT_ONCE = 2**24, 1024
 # Queries whose similarities settle the temperature of `information`, and the logarithms of 1 / temperature to search:
 # embeddings of a model that has learned little lie close together
 FITTED, SCALES = 1024, (-3, 14)
@@ -21,7 +21,6 @@ def retrieval_metrics(
     text_embeds: np.ndarray,
     image_of_text: Sequence[int],
     ks: tuple[int, ...] = (1, 5, 10),
-    chunk_size: int | None = None,
     query_embeds: np.ndarray | None = None,
     wanted: Collection[str] = (),
 ) -> dict[str, float]:
@@ -37,8 +36,6 @@ def retrieval_metrics(
         image_of_text: (texts,), the image that each text describes.
         query_embeds: (texts, D), the texts as queries, where they differ from the texts as candidates, as those of an
             ensemble do whose weights depend on the query.
-        chunk_size: queries whose similarities to all candidates are held at a time; default: at most 1024, and
-            `AT_ONCE` similarities.
         wanted: metrics that take several times as long: `image_to_text_information` and `text_to_image_information`,
             see `information`.
 
@@ -60,10 +57,10 @@ def retrieval_metrics(
         "image_to_text": (image_embeds, text_embeds, images[by_image], texts[by_image]),
         "text_to_image": (queries, image_embeds, texts, images),
     }
-    ranks = {way: _ranks(*asked, chunk_size) for way, asked in ways.items()}
+    ranks = {way: _ranks(*asked) for way, asked in ways.items()}
     metrics = {f"{way}_recall@{k}": float((rank < k).mean()) for way, rank in ranks.items() for k in ks}
     by_metric = {f"{way}_information": asked for way, asked in ways.items()}
-    return metrics | {name: information(*asked, chunk_size) for name, asked in by_metric.items() if name in wanted}
+    return metrics | {name: information(*asked) for name, asked in by_metric.items() if name in wanted}
 
 
 def information(
@@ -71,7 +68,6 @@ def information(
     candidates: np.ndarray,
     right_queries: np.ndarray,
     right_candidates: np.ndarray,
-    chunk_size: int | None = None,
 ) -> float:
     """How much similarities tell of which candidate is right, as a share of all that there is to tell.
 
@@ -85,7 +81,6 @@ def information(
         candidates: (candidates, D).
         right_queries, right_candidates: (pairs,), each query beside each of its right candidates, in the order of the
             queries. A query with several is answered by all of them together.
-        chunk_size: queries whose similarities are held at a time.
     """
     asked = queries, candidates, right_queries, right_candidates
     of_all = range(len(queries))
@@ -98,10 +93,10 @@ def information(
         return float(np.concatenate(list(starmap(of_chunk, similarities))).mean())
 
     step = max(-(-len(queries) // FITTED), -(-len(queries) * len(candidates) // AT_ONCE))
-    fitted = list(_similarities(*asked, of_all[::step], chunk_size))
+    fitted = list(_similarities(*asked, of_all[::step]))
     best = minimize_scalar(lambda log_scale: loss(fitted, np.exp(log_scale)), bounds=SCALES, method="bounded")
     chance = np.log(len(candidates) / np.bincount(right_queries)).mean()
-    lacking = loss(_similarities(*asked, of_all, chunk_size), np.exp(best.x))
+    lacking = loss(_similarities(*asked, of_all), np.exp(best.x))
     return max(0.0, float(1 - lacking / chance)) if chance else 1.0  # each candidate is right: nothing to tell
 
 
@@ -114,19 +109,19 @@ def require_unit_length(**embeddings: np.ndarray) -> None:
             raise ValueError(f"{name} has an embedding of length {others[0]:.4g}: divide each by its length")
 
 
-def _ranks(queries, candidates, right_queries, right_candidates, chunk_size) -> np.ndarray:
+def _ranks(queries, candidates, right_queries, right_candidates) -> np.ndarray:
     """Per query, how many wrong candidates are at least as similar as the best right one. For the arguments, see
     `information`."""
-    asked = queries, candidates, right_queries, right_candidates, range(len(queries)), chunk_size
+    asked = queries, candidates, right_queries, right_candidates, range(len(queries))
     return np.concatenate(list(starmap(_ranks_of_chunk, _similarities(*asked))))
 
 
 def _similarities(
-    queries, candidates, right_queries, right_candidates, chosen: Sequence[int], chunk_size: int | None
+    queries, candidates, right_queries, right_candidates, chosen: Sequence[int]
 ) -> Iterator[tuple[np.ndarray, ...]]:
     """The similarities of the chosen queries to all candidates, some queries at a time; with the rows and columns of
     the right ones, query by query, and where each query's begin."""
-    chunk_size = chunk_size or min(1024, max(1, AT_ONCE // len(candidates)))
+    chunk_size = min(QUERIES_AT_ONCE, max(1, AT_ONCE // len(candidates)))
     chosen = np.asarray(chosen)
     first, behind = np.searchsorted(right_queries, chosen), np.searchsorted(right_queries, chosen + 1)
     for start in range(0, len(chosen), chunk_size):

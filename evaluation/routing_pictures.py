@@ -46,8 +46,8 @@ def draw_agreement(agreement: Mapping[str, Mapping[str, Mapping[str, float | Non
     save(figure, path)
 
 
-def _some(number: int, most: int = 8) -> np.ndarray:
-    return np.linspace(0, number - 1, min(most, number)).astype(int)
+def _some(number: int) -> np.ndarray:
+    return np.linspace(0, number - 1, min(8, number)).astype(int)
 
 
 def _show(axis: Axes, pixels: np.ndarray, **options: Any) -> None:

@@ -116,14 +116,14 @@ class ImageSearch:
             for name, model in models.items()
         }
 
-    def find(self, name: str, text: str | None, number: int = NUM_FOUND) -> list[Path]:
+    def find(self, name: str, text: str | None) -> list[Path]:
         """The images that the model of this name finds most similar to a text, the best one first."""
         if not (text or "").strip():
             raise ValueError("there is nothing to search for: type what the images should show")
         model = self.models[name]
         texts = model.text_side(model.map(lambda e: e.texts([text])), model.weights([[text]]))
         best = np.argsort(-(self.images[name] @ texts[0]), kind="stable")
-        return [self.paths[row] for row in best[:number]]
+        return [self.paths[row] for row in best[:NUM_FOUND]]
 
 
 def readable_images(folder: Path) -> list[Path]:

@@ -220,10 +220,10 @@ class CLIPMoDEModel(PreTrainedModel):
             centers: (m, d), the fine-grained cluster centers. None: all experts always have the same weight.
             expert_of_center: (m,), the expert that each belongs to.
             metadata_encoder: what the centers were made with.
-            config: other fields of `CLIPMoDEConfig`; `routing` is `DEFAULT_ROUTING` without one.
+            config: other fields of `CLIPMoDEConfig`.
         """
         sizes = {embedding_size(expert.config) for expert in experts}
-        config = {"projection_dim": sizes.pop() if len(sizes) == 1 else None, "routing": DEFAULT_ROUTING, **config}
+        config = {"projection_dim": sizes.pop() if len(sizes) == 1 else None, **config}
         model = cls(CLIPMoDEConfig(**config))
         for expert in experts:
             model.add_expert(expert)

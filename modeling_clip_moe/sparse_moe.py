@@ -512,9 +512,9 @@ def require_one_encoder(state_dict: Mapping[str, torch.Tensor], tied: Mapping[st
         )
 
 
-def _abbreviate(keys: list[str], limit: int = 8) -> str:
-    rest = f", ... ({len(keys) - limit} more)" if len(keys) > limit else ""
-    return ", ".join(keys[:limit]) + rest
+def _abbreviate(keys: list[str]) -> str:
+    rest = f", ... ({len(keys) - 8} more)" if len(keys) > 8 else ""
+    return ", ".join(keys[:8]) + rest
 
 
 def router_losses(

@@ -100,8 +100,8 @@ def write_result(run, stage="evaluation", name="symbols_pairs--a.json", **change
     (run / stage / name).write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
 
 
-def write_analysis(run, weights=None, summary=SUMMARY):
-    analysis = {"source": str(run / "sparse"), "weights": weights or weights_of(run), "summary": summary}
+def write_analysis(run, summary=SUMMARY):
+    analysis = {"source": str(run / "sparse"), "weights": weights_of(run), "summary": summary}
     (run / "experts").mkdir(exist_ok=True)
     (run / "experts" / "experts.json").write_text(json.dumps(analysis))
 

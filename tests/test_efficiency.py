@@ -33,6 +33,7 @@ from evaluation.costs import (
     paper_config,
 )
 from modeling_clip_moe.families import FAMILY_OF_TYPE
+from training.optimizers import set_trainable
 
 dense, sparse = small_evaluation.dense, small_evaluation.sparse
 
@@ -171,7 +172,9 @@ def test_activated_and_trainable_parameters():
     assert dense["activated"] == dense["total"] and (dense["expert"], dense["routers"]) == (0, 0)
 
     def trainable(preset, pattern):
-        return count_parameters(meta_model(sparse_config(paper_config("ViT-L/14"), preset)), pattern)
+        model = meta_model(sparse_config(paper_config("ViT-L/14"), preset))
+        set_trainable(model, pattern)
+        return count_parameters(model) | {"trainable": sum(p.numel() for p in model.parameters() if p.requires_grad)}
 
     counts = trainable(PRESETS["clip_fmoe"], r"\.fusion_gate\.")
     assert counts["routers"] / 1e6 == pytest.approx(8.095, abs=5e-4)

@@ -24,8 +24,8 @@ def table(shards):
     return ({"rows": TABLE[rows.start : rows.stop]} for rows in shards)
 
 
-def written(folder, compute=table, num_rows=250, shard_size=100, processes=None):
-    store = FeatureStore(folder, num_rows, shard_size, {"of": "numbers"})
+def written(folder, compute=table, num_rows=250, processes=None):
+    store = FeatureStore(folder, num_rows, 100, {"of": "numbers"})
     store.write(processes, "rows", compute)
     return store
 

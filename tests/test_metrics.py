@@ -75,17 +75,18 @@ def plain_recall(similarity, right, k):
     return np.mean(hits)
 
 
-@pytest.mark.parametrize("chunk_size", [1, 7, None])
+@pytest.mark.parametrize("at_once", [1, 7, 1024])
 @pytest.mark.parametrize("ties", [False, True])
-def test_retrieval_is_the_obvious_loop(chunk_size, ties):
+def test_retrieval_is_the_obvious_loop(at_once, ties, monkeypatch):
     """Several captions an image."""
+    monkeypatch.setattr("evaluation.retrieval.QUERIES_AT_ONCE", at_once)
     rng = np.random.default_rng(1)
     images, texts = random_unit(rng, 20, 3), random_unit(rng, 50, 3)
     if ties:
         images, texts = images.round(), texts.round()
     of_text = np.concatenate([np.arange(20), rng.integers(0, 20, 30)])
     right = np.arange(20)[:, None] == of_text
-    metrics = retrieval_metrics(images, texts, of_text, chunk_size=chunk_size)
+    metrics = retrieval_metrics(images, texts, of_text)
     for k in (1, 5, 10):
         assert metrics[f"image_to_text_recall@{k}"] == plain_recall(images @ texts.T, right, k)
         assert metrics[f"text_to_image_recall@{k}"] == plain_recall(texts @ images.T, right.T, k)
@@ -113,7 +114,8 @@ def test_equal_captions_are_a_tie_wherever_they_stand(size, width):
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_information_is_what_the_best_temperature_leaves_of_the_loss(several):
+def test_information_is_what_the_best_temperature_leaves_of_the_loss(several, monkeypatch):
+    monkeypatch.setattr("evaluation.retrieval.QUERIES_AT_ONCE", 7)
     rng = np.random.default_rng(0)
     images = random_unit(rng, 40, 6)
     texts = images + 0.8 * random_unit(rng, 40, 6)
@@ -121,7 +123,7 @@ def test_information_is_what_the_best_temperature_leaves_of_the_loss(several):
     of_text = np.arange(40) // 2 * 2 if several else np.arange(40)
     images, of_text = (images[::2], of_text // 2) if several else (images, of_text)
     wanted = ("image_to_text_information", "text_to_image_information")
-    metrics = retrieval_metrics(images, texts, of_text, wanted=wanted, chunk_size=7)
+    metrics = retrieval_metrics(images, texts, of_text, wanted=wanted)
     for way, scores, right in (
         (wanted[0], images @ texts.T, np.arange(len(images))[:, None] == of_text),
         (wanted[1], texts @ images.T, of_text[:, None] == np.arange(len(images))),

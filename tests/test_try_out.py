@@ -53,14 +53,15 @@ def test_map_of_patches(dense, sparse, images):
     assert routed.grid == (2, 2) and drawn.width > 300 and len(drawn.getcolors(10**6)) > 100
 
 
-def test_search(dense, sparse, images, caplog, tmp_path):
+def test_search(dense, sparse, images, caplog, tmp_path, monkeypatch):
     search = ImageSearch({"dense": opened(dense), "sparse": opened(sparse)}, images)
     assert [path.relative_to(images).as_posix() for path in search.paths] == ["a.png", "below/b.JPG", "c.png"]
     assert "1 of 4 images" in caplog.text
     embed = plain_embedding(dense)
     by_hand = sorted(search.paths, key=lambda path: -embed(PIL.Image.open(path)) @ embed("a red circle"))
     assert search.find("dense", "a red circle") == by_hand
-    assert len(search.find("sparse", "a red circle", 2)) == 2
+    monkeypatch.setattr(app, "NUM_FOUND", 2)
+    assert len(search.find("sparse", "a red circle")) == 2
     with pytest.raises(ValueError, match="there is nothing to search for"):
         search.find("dense", " ")
     (tmp_path / "broken.png").write_bytes(b"no image")

@@ -114,12 +114,12 @@ def test_a_sheet_shows_the_images_of_a_cluster_in_its_line(tmp_path):
     flat = [png(np.full((8, 8, 3), color, np.uint8))["bytes"] for color in colors[:2]] + [b"x"]
     rows = [{"image": {"bytes": flat[label]}, "caption": ["", "a caption"]} for label in labels]
     rows = datasets.Dataset.from_list(rows)
-    contact_sheet(tmp_path / "sheet.png", rows, labels, seed=0, columns=3)
+    contact_sheet(tmp_path / "sheet.png", rows, labels, seed=0)
     pixels = np.asarray(PIL.Image.open(tmp_path / "sheet.png").convert("RGB")).astype(int)
     lines = [np.flatnonzero((np.abs(pixels - color).sum(axis=-1) < 30).any(axis=1)) for color in colors]
     assert all(len(line) > 20 for line in lines)
     assert lines[0].max() < lines[1].min() and lines[1].max() < lines[2].min()
-    contact_sheet(tmp_path / "named.png", rows, labels, seed=0, columns=3, names=np.array(["b", "c", "a"]))
+    contact_sheet(tmp_path / "named.png", rows, labels, seed=0, names=np.array(["b", "c", "a"]))
     named = np.asarray(PIL.Image.open(tmp_path / "named.png").convert("RGB")).astype(int)
     assert np.flatnonzero((np.abs(named - colors[2]).sum(axis=-1) < 30).any(axis=1)).max() < named.shape[0] / 3
 
