@@ -18,6 +18,7 @@ from conversion.processors import copy_processor, require_same
 from conversion.verification import check_equal, sample_inputs
 from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel
 from modeling_clip_moe.configuration_clip_moe import embedding_size
+from records.files import save
 
 # Folder of the repository for the encoder of the metadata
 ENCODER = "metadata_encoder"
@@ -47,17 +48,17 @@ def convert(
     for name, source in zip(names, experts, strict=True):
         expert = load_clip(source)
         dtype = expert.dtype if dtype is None else torch.promote_types(dtype, expert.dtype)  # which no expert exceeds
-        expert.save_pretrained(folder / name)
+        save(expert, folder / name)
         if own_processors:
             copy_processor(source, folder / name, required=True)
     sizes = {embedding_size(config) for config in configs}
     config = {"dtype": dtype, **config}
     config |= {"projection_dim": sizes.pop() if len(sizes) == 1 else None, "own_processors": own_processors}
-    CLIPMoDEConfig(experts=names, **config).save_pretrained(folder)
+    save(CLIPMoDEConfig(experts=names, **config), folder)
     model = CLIPMoDEModel.from_pretrained(folder, max_loaded_experts=1)
     if centers is not None:
         model.set_centers(centers, expert_of_center, metadata_encoder)
-    model.save_pretrained(folder)
+    save(model, folder)
     if not own_processors:
         copy_processor(experts[0], folder)
     if encoder_folder is not None:

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from conversion.checkpoints import architecture, load_clip, load_model
 from conversion.processors import copy_processor, require_same
+from records.files import save
 
 
 def shape(config: PreTrainedConfig) -> list[dict[str, Any]]:
@@ -58,5 +59,5 @@ def average(sources: Sequence[str | Path], weights: Sequence[float] | None = Non
 def convert(sources: Sequence[str | Path], folder: Path, weights: Sequence[float] | None = None) -> None:
     """Saves the mean of models and the processor of the first."""
     require_same(sources)
-    average(sources, weights).save_pretrained(folder)
+    save(average(sources, weights), folder)
     copy_processor(sources[0], folder)

@@ -21,7 +21,7 @@ from conversion.upcycle import FFN_TO_EXPERTS, SPARSE_FIELDS, kept_rules, sparse
 from conversion.verification import TOLERANCE, check_equal, model_outputs, sample_inputs
 from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
 from modeling_clip_moe.families import TOWER_CONFIGS
-from records.files import read_json
+from records.files import read_json, save
 from records.provenance import weights_fingerprint
 
 BASE = "base"
@@ -133,7 +133,7 @@ def verify(source: str | Path, folder: Path, expert: int | str, scale: Scale | N
 
 def convert(source: str | Path, folder: Path, expert: int | str, scale: Scale | None = None) -> None:
     """Saves one expert of a folder or hub name, and the processor, into `folder`, and verifies it."""
-    extract(load_sparse(source), expert, scale).save_pretrained(folder)
+    save(extract(load_sparse(source), expert, scale), folder)
     copy_processor(source, folder)
     verify(source, folder, expert, scale)
 

@@ -113,7 +113,7 @@ def convert(source: str | Path, tower_source: str | Path, folder: Path) -> None:
     """Saves the LLaVA of `source` with another tower into `folder`, and its processor."""
     llava, tower = load_model(LlavaForConditionalGeneration, source), load_tower(tower_source)
     swap(llava, tower)
-    llava.save_pretrained(folder)
+    save(llava, folder)
     write_processor(source, tower_source, folder)
     expected = expected_outputs(llava, tower)
     del llava, tower

@@ -17,6 +17,7 @@ from conversion.processors import copy_processor
 from conversion.verification import check_equal, sample_inputs
 from modeling_clip_moe import CLIPMoETextModel, CLIPMoETextModelWithProjection
 from modeling_clip_moe.modeling_siglip_moe import pads_to_max_length
+from records.files import save
 
 KEPT_POSITIONS = 20
 POSITIONS = "text_model.embeddings.position_embedding.weight"
@@ -102,6 +103,6 @@ def verify(source: str | Path, folder: Path, keep: int = KEPT_POSITIONS) -> dict
 
 def convert(source: str | Path, folder: Path, length: int, keep: int = KEPT_POSITIONS) -> None:
     """Saves the lengthened model of `source`, and its processor, which cuts texts at the new length."""
-    lengthen(load(source), length, keep).save_pretrained(folder)
+    save(lengthen(load(source), length, keep), folder)
     copy_processor(source, folder, length=length)
     verify(source, folder, keep)

@@ -28,7 +28,7 @@ from conversion.open_clip import FILE, read_configuration
 from conversion.processors import copy_processor
 from conversion.rules import Rule, apply_rules, renaming
 from conversion.verification import check_equal, sample_inputs
-from records.files import new_folder
+from records.files import new_folder, save
 from records.messages import cut
 from records.provenance import file_digest
 
@@ -313,7 +313,7 @@ def write(
 ) -> None:
     """Saves the model of an archive, and the processor of a folder or hub name, with these settings for images; warns
     where there is none."""
-    model.save_pretrained(folder)
+    save(model, folder)
     if processor is None:
         print("warning: the result has no processor: give one with --processor", file=sys.stderr)
     else:

@@ -23,6 +23,7 @@ from conversion.rules import Rule, apply_rules
 from conversion.upcycle import FFN_TO_EXPERTS, build_sparse, sparse_config, sparse_ffns, upcycling_rules
 from conversion.verification import check_equal, model_outputs, sample_inputs
 from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
+from records.files import save
 from records.messages import cut
 
 # The parts of a sparse FFN with one expert that stage 1 of CLIP-FMoE may train: a regular expression
@@ -188,6 +189,6 @@ def convert(
     require_same([base, *experts])
     start = load_clip(base)
     models = [load_model(type(start), expert) for expert in experts]
-    unify(start, models, preset, towers, seed, base_expert).save_pretrained(folder)
+    save(unify(start, models, preset, towers, seed, base_expert), folder)
     copy_processor(base, folder)
     verify(base, experts, folder)

@@ -23,6 +23,7 @@ from conversion.processors import copy_processor
 from conversion.rules import Rule, apply_rules
 from conversion.verification import check_equal, model_outputs, sample_inputs
 from modeling_clip_moe.configuration_clip_moe import CLIPMoEConfig, CLIPMoETowerConfig, SparseMoEConfig
+from records.files import save
 
 # The tensors of a dense FFN (CLIPMLP), and those that hold them for all experts, one expert after the other
 FFN_TO_EXPERTS = {
@@ -211,6 +212,6 @@ def verify(source: str | Path, folder: Path) -> dict[str, float]:
 
 def convert(source: str | Path, folder: Path, preset: Preset, towers: Sequence[str] = TOWERS, seed: int = 0) -> None:
     """Save a dense CLIP as a sparse one, with its processor, and verify it."""
-    upcycle(load_dense(source), preset, towers, seed).save_pretrained(folder)
+    save(upcycle(load_dense(source), preset, towers, seed), folder)
     copy_processor(source, folder)
     verify(source, folder)

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from evaluation.progress import progress
-from records.files import new_file, output_folder, read_record, write_text
+from records.files import new_file, output_folder, read_record, write_text, writing
 
 INDEX = "index.json"
 # The rows of shards -> their arrays, by name. An array has the rows of its shard, or more (tokens of rows).
@@ -144,11 +144,8 @@ def save_arrays(
 ) -> None:
     """Write a file of named arrays whole or not at all. An OSError says why it could not be written."""
     tensors = {name: torch.as_tensor(array).contiguous() for name, array in arrays.items()}
-    with new_file(path) as partial:
-        try:
-            save_file(tensors, partial, metadata)
-        except SafetensorError as error:  # of a file that cannot be written, safetensors raises no OSError
-            raise OSError(f"cannot write {path}: {error}") from error
+    with new_file(path) as partial, writing(path):
+        save_file(tensors, partial, metadata)
 
 
 @contextmanager

@@ -397,7 +397,7 @@ def build(
         add_tokens(tokenizer)
         model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=TOKENS_MULTIPLE)
     llava = join(tower, model, tokenizer.convert_tokens_to_ids(IMAGE))
-    llava.save_pretrained(folder)
+    save(llava, folder)
     images = load_image_processor(tower_source)
     save(llava_processor(llava.config, tokenizer, images), folder)
     expected = expected_outputs(llava, tower)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
-from safetensors import SafetensorError
 
 from records.messages import shortened
 from records.signals import end_if_told_to
@@ -53,7 +52,8 @@ def locked(folder: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def writing(path: str | Path) -> Iterator[None]:
     """Turns whatever a library raises when it cannot write into an OSError: tokenizers raises a plain `Exception` on a
-    full disk, torch a RuntimeError about positions in the file. So nothing but their writing belongs into the block."""
+    full disk, safetensors its own, torch a RuntimeError about positions in the file. So nothing but their writing
+    belongs into the block."""
     try:
         yield
     except Exception as error:
@@ -61,10 +61,10 @@ def writing(path: str | Path) -> Iterator[None]:
         raise OSError(f"cannot write {path}: {reason}") from error
 
 
-def save(part: Any, folder: Path) -> None:
-    """Saves a model, a processor or a half of one as transformers does."""
+def save(part: Any, folder: Path, **options: Any) -> None:
+    """Saves a model, a configuration, a processor or a half of one as transformers does, with its options."""
     with writing(folder):
-        part.save_pretrained(folder)
+        part.save_pretrained(folder, **options)
 
 
 @contextlib.contextmanager
@@ -87,8 +87,6 @@ def new_folder(output: str | Path) -> Iterator[Path]:
             if output.exists():
                 output.rmdir()
             temporary.rename(output)
-        except SafetensorError as error:  # of a file that cannot be written, safetensors raises no OSError
-            raise OSError(f"cannot write {output}: {error}") from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 

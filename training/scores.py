@@ -112,7 +112,7 @@ class Scores:
         measured = self.folder / "measured.partial"
         shutil.rmtree(measured, ignore_errors=True)
         measured.mkdir(parents=True)
-        self.model.save_pretrained(measured, state_dict=state_dict)
+        save(self.model, measured, state_dict=state_dict)
         save(self.processor, measured)
         with tempfile.TemporaryDirectory() as results:
             options = {"batch_size": self.settings.batch_size, "device": self.accelerator.device}

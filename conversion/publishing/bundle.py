@@ -113,7 +113,7 @@ def write_model(source: Path, folder: Path) -> PreTrainedModel:
             "docs/families.md"
         )
     model = load_mixture(source) if mixture else load_clip(source)
-    model.save_pretrained(folder, max_shard_size=SHARD)
+    save(model, folder, max_shard_size=SHARD)
     return model
 
 

@@ -93,7 +93,7 @@ class InitializeStage(Stage):
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         dense, _ = _parts(self.text_config, self.vision_config)
         config, processor = clip_config(*dense, self.projection_dim, self.processor, inputs.tokenizer, self.family)
-        random_clip(self._architecture(config), self.openai_weights).save_pretrained(directory)
+        save(random_clip(self._architecture(config), self.openai_weights), directory)
         save(processor, directory)
 
     def output_config(self, inputs: SimpleNamespace) -> PreTrainedConfig:
@@ -221,7 +221,7 @@ class UpcycleStage(Stage):
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         model = upcycle(load_dense(inputs.model), _preset(self), self.towers, context.seed)
         _change_routing(self, model.config, self.text_config, self.vision_config)
-        model.save_pretrained(directory)
+        save(model, directory)
         copy_processor(inputs.model, directory)
 
     def output_config(self, inputs: SimpleNamespace) -> CLIPMoEConfig:

@@ -122,7 +122,7 @@ class StepsStage(LoopSettings, Stage):
         seed = self._share(accelerator, context).seed
         state_dict = train(accelerator, model, loader.batches, self, total_steps, directory, seed, scores)
         if accelerator.is_main_process:
-            model.save_pretrained(directory, state_dict=state_dict)
+            save(model, directory, state_dict=state_dict)
             save(processor, directory)
             if scores is not None and scores.best() is not None:
                 shutil.copytree(scores.best(), directory, dirs_exist_ok=True)
