@@ -21,11 +21,12 @@ def require_loadable(folder: str | Path) -> None:
 
     One expert of a mixture is in memory at a time.
     """
-    if load_config(folder).model_type == CLIPMoDEConfig.model_type:
+    config = load_config(folder)
+    if isinstance(config, CLIPMoDEConfig):
         mixture = load_mixture(folder, max_loaded_experts=1)
         for number in range(mixture.num_experts):
             mixture.expert(number)
-    elif load_config(folder).model_type == "llava":
+    elif config.model_type == "llava":
         load_model(LlavaForConditionalGeneration, folder)
     else:
         load_clip(folder)

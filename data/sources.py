@@ -23,6 +23,7 @@ from data.drawing import SPLITS
 from data.shards import MEMBER, open_shards, require_whole
 from data.worlds import WORLDS
 from records.files import read_json
+from records.messages import one_line
 
 logger = logging.getLogger(__name__)
 
@@ -184,7 +185,7 @@ def reading(arguments: DataArguments) -> Iterator[None]:
         while isinstance(cause, datasets.exceptions.DatasetGenerationError) and cause.__cause__ is not None:
             cause = cause.__cause__
         name = "" if type(cause) is ValueError else f"{type(cause).__name__}: "
-        raise ValueError(f"{source} cannot be read: {name}{' '.join(str(cause).split())}") from error
+        raise ValueError(f"{source} cannot be read: {name}{one_line(cause)}") from error
 
 
 def _open(arguments: DataArguments) -> Rows:

@@ -21,6 +21,7 @@ from data.images import decode_image
 from evaluation.embedder import Embedder
 from evaluation.sentence_encoders import SentenceEncoder, load_encoder
 from modeling_clip_moe import CLIPMoDEConfig
+from records.messages import one_line
 
 logger = logging.getLogger(__name__)
 
@@ -170,7 +171,7 @@ def open_model(
 def is_mixture(model: str | Path) -> bool:
     """Whether a model that can be measured is a mixture of CLIPs, and not one CLIP. Raises a ValueError if it is
     neither, or see `load_config`."""
-    mixture = load_config(model).model_type == CLIPMoDEConfig.model_type
+    mixture = isinstance(load_config(model), CLIPMoDEConfig)
     if not mixture:
         config_of(clip_class(model), model)
     return mixture
@@ -184,7 +185,7 @@ def require_changes(changes: Mapping[str, Any]) -> None:
     try:
         CLIPMoDEConfig(**changes)
     except StrictDataclassError as error:
-        raise ValueError(" ".join(str(error).split())) from error
+        raise ValueError(one_line(error)) from error
 
 
 def concatenate(embeds: Sequence[np.ndarray], weights: np.ndarray | None = None) -> np.ndarray:

@@ -17,8 +17,8 @@ PRIMARY_METRICS = {
     "choice": {"accuracy": "accuracy"},
     "linear_probe": {"accuracy": "accuracy"},
 }
-# How much a model knows in retrieval: `evaluation.retrieval.information`
 RECALL_5 = tuple(f"{way}_recall@{k}" for k in (1, 5) for way in ("image_to_text", "text_to_image"))
+# How much a model knows in retrieval: `evaluation.retrieval.information`
 INFORMATION = ("image_to_text_information", "text_to_image_information")
 # Metrics that stand for benchmarks whose protocols ask for them -> the titles of their columns
 METRIC_TITLES = {

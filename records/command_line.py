@@ -21,7 +21,7 @@ from huggingface_hub.errors import StrictDataclassError
 from huggingface_hub.utils import disable_progress_bars
 from safetensors import SafetensorError
 
-from records.messages import Faults
+from records.messages import Faults, one_line
 from records.processes import is_first_process, num_processes
 from records.signals import end_if_told_to, signals_raise
 
@@ -67,7 +67,7 @@ def run(line: App, arguments: Sequence[str] | None = None) -> None:
     try:
         function, bound, _ = line.parse_args(given, print_error=False, exit_on_error=False)
     except CycloptsError as error:
-        sys.exit(f"error: {_one_line(error)}")
+        sys.exit(f"error: {one_line(error)}")
     with one_line_errors():
         said = function(*bound.args, **bound.kwargs)
         if said and is_first_process():
@@ -122,13 +122,9 @@ def one_line_errors() -> Iterator[None]:
         except Faults as error:
             sys.exit(f"error: {error}")
         except SafetensorError as error:  # of a file that cannot be written, safetensors raises no OSError
-            sys.exit(f"error: weights could not be written or read: {_one_line(error)}")
+            sys.exit(f"error: weights could not be written or read: {one_line(error)}")
         except (ValueError, OSError, FloatingPointError, StrictDataclassError) as error:
-            sys.exit(f"error: {_one_line(error)}")
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
+            sys.exit(f"error: {one_line(error)}")
 
 
 def _quiet_output() -> None:

@@ -11,6 +11,11 @@ class Faults(ValueError):
     """An error of several lines: one that counts what is wrong, then one for each thing."""
 
 
+def one_line(text: object) -> str:
+    """A text, as of an error of another library, without line breaks."""
+    return " ".join(str(text).split())
+
+
 def cut(names: Iterable[str]) -> str:
     """Joins names for an error message, the first few in full."""
     names = list(names)

@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 import yaml
 from documents import ROOT
-from published_runs import change_json
+from tiny_clip import change_json
 from tiny_runs import run_stages
 from transformers import BertConfig
 
@@ -96,7 +96,7 @@ pre.expert_dropout: 0.1 => it goes with a sparse model, but dense is dense
 
 # Tasks, presets and what they change
 scores.tasks: [symbol_pairs] => unknown task symbol_pairs: did you mean 'symbols_pairs'?
-sparse.preset: clip_upp => Input should be *: did you mean 'clip_up'? (got 'clip_upp')
+sparse.preset: clip_upp => Input should be * (did you mean 'clip_up'?) (got 'clip_upp')
 sparse.changes.num_expert: 2 -> sparse.changes: * no num_expert (did you mean 'num_experts'?)
 sparse.changes.num_experts_per_tok: 5 -> sparse.changes: *num_experts_per_tok*5
 sparse.changes.sparse_layers: [2] -> sparse.*: *2

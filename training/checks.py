@@ -14,7 +14,7 @@ from data.worlds import WORLDS
 from evaluation.tasks import missing_data
 from records.files import read_record
 from records.local_names import is_hub_name
-from records.messages import most_similar, what_is_meant
+from records.messages import most_similar, one_line, what_is_meant
 from records.provenance import MANIFEST
 from training.estimates import Expected, Unknown, as_stream, count_pairs, is_cached, model_configs
 from training.settings import Reads
@@ -29,7 +29,7 @@ MODEL_FILES = ("config.json", "modules.json")
 
 def described(error: Exception) -> str:
     """What an error says; of one that is not ours, such as a KeyError, with its kind."""
-    text = " ".join(str(error).split())
+    text = one_line(error)
     return text if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {text}"
 
 

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
 from evaluation.progress import Progress
 from modeling_clip_moe.sparse_moe import SparseMoEMixin
 from records.files import new_file
+from records.messages import one_line
 from records.provenance import LOG, flatten
 from training.gradient_cache import cached_gradient
 from training.lora import merge_adapters
@@ -359,7 +360,7 @@ def call_trackers(accelerator: Accelerator, call: Callable[[GeneralTracker], Non
             call(tracker)
         except Exception as error:  # every tracker raises its own
             accelerator.trackers.remove(tracker)
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            reason = one_line(f"{type(error).__name__}: {error}")
             message = "the tracker %s failed, and training goes on without it (log.jsonl holds all): %.300s"
             logger.warning(message, tracker.name, reason)
 

@@ -15,7 +15,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from records.files import read_text
-from records.messages import Faults, most_similar, shortened, what_is_meant
+from records.messages import Faults, did_you_mean, most_similar, one_line, shortened, what_is_meant
 from records.yaml_files import read_yaml
 
 # Kind of stage -> what `training.stages.base.outline` tells of its class, and "recipe" -> the keys of a recipe. Written
@@ -35,7 +35,7 @@ class RecipeError(Faults):
     def __init__(self, recipe: str | Path, faults: Iterable[str]):
         settings: dict[str, list[str]] = {}
         for fault in dict.fromkeys(faults):
-            setting, _, what = " ".join(fault.split()).partition(": ")
+            setting, _, what = one_line(fault).partition(": ")
             settings.setdefault(what, []).append(setting)
         lines = [f"{', '.join(alike)}: {what}" for what, alike in settings.items()]
         several = "\n  ".join([f"{recipe} has {len(lines)} faults:", *lines])
@@ -149,8 +149,7 @@ def _fault(error: dict[str, Any], stages: Sequence[str]) -> str:
         place[:2] = [stages[place[1]]]
     if error["type"] == "literal_error":
         choices = re.findall(r"'([^']+)'", error["ctx"]["expected"])
-        similar = most_similar(str(error["input"]), choices)
-        message += f": did you mean {similar!r}?" if similar else ""
+        message += did_you_mean(str(error["input"]), choices)
     got = "" if error["type"] == "value_error" else f" (got {shortened(error['input'])})"  # our own errors say it
     return f"{'.'.join(map(str, place)) or 'recipe'}: {message}{got}"
 
