@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 from huggingface_hub import ModelCard
-from safetensors.torch import load_file, save_file
 from test_report import result
+from tiny_clip import change_json, change_weights
 
 from conversion.publishing.card import render
 from conversion.publishing.lineage import Lineage
@@ -58,16 +58,6 @@ def lineage_of(run):
     return Lineage.of(run / "sparse")
 
 
-def change_json(path, **changes):
-    """Sets keys of a JSON file; of a dictionary in it, those that are given."""
-
-    def changed(old, new):
-        both = isinstance(old, dict) and isinstance(new, dict)
-        return old | {key: changed(old.get(key), value) for key, value in new.items()} if both else new
-
-    path.write_text(json.dumps(changed(json.loads(path.read_text()), changes)))
-
-
 def change_record(run, **fields):
     """Sets whole fields of what is recorded of the model."""
     path = run / "sparse" / "manifest.json"
@@ -84,10 +74,8 @@ def change_recipe(run, change):
     (run / "recipe.yaml").write_text(yaml.safe_dump(recipe))
 
 
-def change_weights(run):
-    weights = load_file(run / "sparse" / "model.safetensors")
-    weights["visual_projection.weight"] += 1
-    save_file(weights, run / "sparse" / "model.safetensors", {"format": "pt"})
+def change_model(run):
+    change_weights(run / "sparse" / "model.safetensors", lambda weights: weights["visual_projection.weight"].add_(1))
 
 
 def write_result(run, stage="evaluation", name="symbols_pairs--a.json", **changes):

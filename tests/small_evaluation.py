@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoProcessor, CLIPConfig, CLIPModel
 
 from conversion.presets import PRESETS
@@ -47,13 +46,6 @@ def small_tasks(monkeypatch):
     of_symbols = symbol_tasks(number=40, retrieval=40, pairs=14, train=1500)
     for name, task in (name_tasks((16,), 16, 16) | of_symbols).items():
         monkeypatch.setitem(TASKS, name, task)
-
-
-def damage(folder, change):
-    """Changes the weights in a folder."""
-    weights = load_file(folder / "model.safetensors")
-    change(weights)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.fixture

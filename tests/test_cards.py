@@ -4,7 +4,7 @@ import re
 
 import pytest
 from markdown_it import MarkdownIt
-from published_runs import card_of, change_weights, lineage_of, made, run, write_analysis
+from published_runs import card_of, change_model, lineage_of, made, run, write_analysis
 
 from conversion.publishing.lineage import WORLDS, Data, Lineage
 from data import worlds
@@ -34,7 +34,7 @@ def test_a_card_tells_whether_the_experts_do_anything(run):
     write_analysis(run, summary={"collapse": []})
     with pytest.raises(ValueError, match="the summary in .*experts.json is none of experts: it lacks entropy, most_"):
         lineage_of(run)
-    change_weights(run)
+    change_model(run)
     assert "Do the experts" not in card_of(lineage_of(run)).text
 
 

@@ -9,7 +9,7 @@ import shutil
 import pytest
 import torch
 from converters import run, sources
-from safetensors.torch import load_file, save_file
+from tiny_clip import change_json, change_weights
 from transformers import CLIPModel
 
 from conversion.checkpoints import load_config, load_mixture, load_model
@@ -33,18 +33,6 @@ class Planted:
 
     def __reduce__(self):
         return os.system, (f"touch {self.path}",)
-
-
-def change_weights(path, change):
-    state = load_file(path)
-    change(state)
-    save_file(state, path, metadata={"format": "pt"})
-
-
-def change_json(path, change):
-    content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
 
 
 def test_a_planted_pickle_does_not_run(copy, tmp_path):
@@ -78,9 +66,9 @@ def test_code_beside_a_source_does_not_run(copy, tmp_path, known, monkeypatch, c
     )
     code = {"AutoConfig": "planted.Config", "AutoModel": "planted.Model", "AutoTokenizer": ["planted.Tokenizer"] * 2}
     for file in ("config.json", "tokenizer_config.json", "processor_config.json"):
-        change_json(copy / "dense" / file, lambda content: content.update(auto_map=code))
+        change_json(copy / "dense" / file, auto_map=code)
     if not known:
-        change_json(copy / "dense" / "config.json", lambda content: content.update(model_type="planted"))
+        change_json(copy / "dense" / "config.json", model_type="planted")
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
     error = run("upcycle", copy, tmp_path / "out")
     assert error is None if known else "trust_remote_code=True" in error
@@ -122,14 +110,11 @@ OF_KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementa
 @pytest.mark.parametrize("key", [*OF_KERNELS, "text_config.attn_implementation", "vision_config.attn_implementation"])
 def test_kernels_are_refused_everywhere(copy, key):
     """transformers would fetch and run them, trusted or not, whatever opens a model."""
-
-    def name_kernel(content):
-        tower, _, field = key.rpartition(".")
-        (content[tower] if tower else content)[field] = "evil/kernel"
-
+    tower, _, field = key.rpartition(".")
+    named = {field: "evil/kernel"}
     message = "names the kernel 'evil/kernel', code of others"
     for name in ("dense", "sparse", "mixture/expert_1"):
-        change_json(copy / name / "config.json", name_kernel)
+        change_json(copy / name / "config.json", **({tower: named} if tower else named))
         with pytest.raises(ValueError, match=message):
             load_config(copy / name)
     with pytest.raises(ValueError, match=message):

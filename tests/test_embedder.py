@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import small_evaluation
 import torch
-from small_evaluation import damage
+from tiny_clip import change_weights
 from transformers import CLIPImageProcessorPil, CLIPModel
 
 import data.images
@@ -42,7 +42,7 @@ def test_results_repeat_and_embeddings_are_kept(dense, sparse, tmp_path, monkeyp
 def test_weights_that_change_before_they_are_loaded_are_an_error(dense, tmp_path):
     folder = shutil.copytree(dense, tmp_path / "model")
     embedder = Embedder(folder, tmp_path / "kept", 4, torch.device("cpu"))
-    damage(folder, lambda weights: weights["text_projection.weight"].mul_(-1))
+    change_weights(folder / "model.safetensors", lambda weights: weights["text_projection.weight"].mul_(-1))
     with pytest.raises(ValueError, match=f"{folder} was changed while it was measured: start again"):
         embedder.texts(["a star"])
     assert not (tmp_path / "kept").exists()

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import small_evaluation
+import tiny_clip
 import torch
-from small_evaluation import damage
+from tiny_clip import change_weights
 
 from conversion import assemble
 from data import symbols
@@ -29,10 +30,7 @@ def command(model, output, *options, tasks="symbols_pairs"):
 
 
 def error_of(*arguments, **options):
-    with pytest.raises(SystemExit) as exit:
-        evaluate_command.main(command(*arguments, **options))
-    assert exit.value.code.startswith("error: ") and "\n" not in exit.value.code
-    return exit.value.code
+    return tiny_clip.error_of(evaluate_command.main, *command(*arguments, **options))
 
 
 def pairs_of(model, output, **options):
@@ -95,7 +93,7 @@ def test_other_scores_are_not_overwritten(dense, tmp_path, monkeypatch):
     path = tmp_path / "symbols_pairs--dense.json"
     before = path.read_bytes()
     changed = shutil.copytree(dense, tmp_path / "other" / "dense")
-    damage(changed, lambda weights: weights["visual_projection.weight"].mul_(2))
+    change_weights(changed / "model.safetensors", lambda weights: weights["visual_projection.weight"].mul_(2))
     protocol = {"symbols_pairs": dataclasses.replace(TASKS["symbols_pairs"], protocol="half of them")}
     with monkeypatch.context() as patch:
         patch.setattr(evaluate, "measure", None)  # calling it would fail
@@ -128,7 +126,7 @@ def test_scores_that_depend_on_the_batch_are_not_overwritten(sparse, tmp_path, m
 
 def test_a_model_whose_weights_are_zero_has_no_score(dense, tmp_path):
     folder = shutil.copytree(dense, tmp_path / "model")
-    damage(folder, lambda weights: weights["visual_projection.weight"].fill_(0))
+    change_weights(folder / "model.safetensors", lambda weights: weights["visual_projection.weight"].fill_(0))
     assert "is zero or not finite" in error_of(folder, tmp_path / "scores")
     assert not list(tmp_path.glob("scores/**/*.json"))
 
@@ -143,7 +141,7 @@ def test_no_embeddings_are_kept_in_the_folder_of_a_model(dense, tmp_path, place)
     assert sorted(folder.iterdir()) == before
 
 
-def full_disk(*_):
+def no_space(*_):
     raise OSError("no space")
 
 
@@ -154,7 +152,7 @@ def test_an_output_folder_is_made_before_the_work_and_goes_if_it_fails(dense, tm
     assert not (tmp_path / "other").exists()
     (tmp_path / "file").write_text("mine")
     with monkeypatch.context() as patch:
-        patch.setattr(feature_store, "save_file", full_disk)
+        patch.setattr(feature_store, "save_file", no_space)
         assert error_of(dense, tmp_path / "scores").endswith(": no space") and not (tmp_path / "scores").exists()
     monkeypatch.setattr(evaluate, "measure", None)  # calling it would fail
     for output in ("file", "file/below"):

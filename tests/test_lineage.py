@@ -15,17 +15,17 @@ from published_runs import (
     SCORE,
     all_files,
     card_of,
-    change_json,
+    change_model,
     change_recipe,
     change_record,
     change_stage,
-    change_weights,
     lineage_of,
     made,
     run,
     write_result,
 )
 from safetensors.torch import load_file
+from tiny_clip import change_json
 from transformers.pipelines import PIPELINE_REGISTRY
 
 from conversion.commands import publish
@@ -56,7 +56,7 @@ def test_scores_are_those_of_the_weights(run, capsys):
     change_json(run / "sparse" / "processor_config.json", image_mean=[5.0, 5.0, 5.0])  # also changes what is measured
     assert lineage_of(run).results == {}
     write_result(run)
-    change_weights(run)
+    change_model(run)
     later = lineage_of(run)
     assert later.results == {} and later.pictures == {} and card_of(later).data.eval_results is None
     assert capsys.readouterr().err.count("3 results of sparse are left out") == 2

@@ -6,8 +6,7 @@ import shutil
 import converters
 import pytest
 import yaml
-from published_runs import change_json
-from tiny_clip import error_of, processor, saved, tiny_clip
+from tiny_clip import change_json, error_of, processor, saved, tiny_clip
 from tiny_runs import run_stages
 from transformers import CLIPTokenizer
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tiny_clip import assert_same_weights
 from tiny_clip_moe import inputs, tiny_model
 from transformers import CLIPConfig, CLIPModel
 
@@ -20,10 +21,6 @@ def saved(tmp_path_factory):
     model = tiny_model(fusion_gate=True)
     model.save_pretrained(folder)
     return model, folder
-
-
-def assert_same_weights(actual, expected):
-    torch.testing.assert_close(dict(actual.state_dict()), dict(expected.state_dict()), rtol=0, atol=0)
 
 
 def test_loads_what_was_saved(saved):

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 from datasets import load_from_disk
-from published_runs import change_json
 from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file, save_file
 from test_mode_routing import in_a_loop
+from tiny_clip import change_json, change_weights
 from tiny_runs import kill_at_a_checkpoint, losses, recorded, run_two, start_two, stored, weights
 from transformers import AutoModel, AutoProcessor, CLIPModel
 
@@ -107,10 +107,8 @@ def image_embeds(folder, images):
     return torch.nn.functional.normalize(embeds, dim=-1).numpy()
 
 
-def change_weights(folder, change):
-    tensors = weights(folder)
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+def change_model(folder, change):
+    change_weights(folder / "model.safetensors", change)
     recorded(folder)
 
 
@@ -222,7 +220,7 @@ def test_a_base_in_half_precision(system):
 
 def test_features_that_are_not_finite(system):
     def enlarge(output):  # weights that are finite, but not their products
-        change_weights(output / "expert_1", lambda tensors: tensors["visual_projection.weight"].fill_(3e38))
+        change_model(output / "expert_1", lambda tensors: tensors["visual_projection.weight"].fill_(3e38))
 
     with pytest.raises(ValueError, match="32 image features of the pairs from 0 on are not finite"):
         remade(system("clip_moe"), ["features_1"], change=enlarge)
@@ -298,7 +296,7 @@ def test_kept_hidden_states_change_no_loss(system):
 
 def test_hidden_states_of_other_weights_or_data(system):
     def change_model(output):
-        change_weights(output / "fused", lambda t: t["vision_model.encoder.layers.1.mlp.fc1.weight"].add_(1))
+        change_model(output / "fused", lambda t: t["vision_model.encoder.layers.1.mlp.fc1.weight"].add_(1))
 
     with pytest.raises(ValueError, match="of a model with other weights below"):
         remade(system("clip_fmoe"), ["expert_1"], change=change_model)

@@ -114,7 +114,7 @@ def test_what_becomes_of_the_base(preset, base_expert, number, is_sparse):
     ],
 )
 def test_what_cannot_be_unified(base, experts, message):
-    with pytest.raises(Exception, match=message):
+    with pytest.raises(ValueError, match=message):
         unify(base(), experts(), dataclasses.replace(PLAIN, num_experts_per_tok=1))
 
 

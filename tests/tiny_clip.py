@@ -1,4 +1,6 @@
-"""A tiny dense CLIP, its processor, changes of weights, and commands that must fail."""
+"""A tiny dense CLIP, its processor, changes of the files of models, and commands that must fail."""
+
+import json
 
 import pytest
 import torch
@@ -58,7 +60,21 @@ def error_of(main, *arguments):
     return message
 
 
+def change_json(path, **changes):
+    """Sets keys of a JSON file; of a dictionary in it, those that are given."""
+
+    def changed(old, new):
+        both = isinstance(old, dict) and isinstance(new, dict)
+        return old | {key: changed(old.get(key), value) for key, value in new.items()} if both else new
+
+    path.write_text(json.dumps(changed(json.loads(path.read_text()), changes)))
+
+
 def change_weights(file, change):
     weights = load_file(file)
     change(weights)
     save_file(weights, file, {"format": "pt"})
+
+
+def assert_same_weights(actual, expected):
+    torch.testing.assert_close(dict(actual.state_dict()), dict(expected.state_dict()), rtol=0, atol=0)

@@ -14,7 +14,7 @@ ATTENTION = TorchAoConfig(Int8WeightOnlyConfig())
 
 def test_the_loop_over_experts_has_no_onnx(repository):
     tower = CLIPMoEVisionModelWithProjection.from_pretrained(repository, experts_implementation="eager").eval()
-    with pytest.raises(Exception, match="constant|decompos"):
+    with pytest.raises(torch.onnx.OnnxExporterError, match="Failed to decompose"):
         OnnxExporter().export(tower, {"pixel_values": torch.randn(2, 3, 32, 32)}, OnnxConfig())
 
 
@@ -31,7 +31,7 @@ def test_int8_of_a_whole_model(repository, tmp_path):
     with pytest.raises(ValueError, match="not enough values to unpack"):
         CLIPMoEModel.from_pretrained(repository, quantization_config=EXPERTS)
     CLIPMoEModel.from_pretrained(repository, quantization_config=ATTENTION).save_pretrained(tmp_path)
-    with pytest.raises((RuntimeError, ValueError)):
+    with pytest.raises(RuntimeError, match="automatic conversion of the weights"):
         CLIPMoEModel.from_pretrained(tmp_path)
 
 

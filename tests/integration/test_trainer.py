@@ -3,6 +3,7 @@
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny_clip import assert_same_weights
 from transformers import Trainer, TrainingArguments
 
 from data import symbols
@@ -41,10 +42,6 @@ def make_trainer(model, folder, data, collate):
 
 def logged(trainer, key):
     return [entry[key] for entry in trainer.state.log_history if key in entry]
-
-
-def assert_same_weights(actual, expected):
-    torch.testing.assert_close(dict(actual.state_dict()), dict(expected.state_dict()), rtol=0, atol=0)
 
 
 @pytest.fixture(scope="module")
