@@ -14,14 +14,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from conversion.checkpoints import architecture, load_clip, load_model
 from conversion.processors import copy_processor, require_same
+from modeling_clip_moe.families import TOWER_CONFIGS
 from records.files import save
 
 
 def shape(config: PreTrainedConfig) -> list[dict[str, Any]]:
     """The part of a configuration that must be equal for parameters to be averaged."""
     parts = (config, config.text_config, config.vision_config)
-    towers = ("text_config", "vision_config")
-    return [{k: v for k, v in architecture(one, type(one)).items() if k not in towers} for one in parts]
+    return [{k: v for k, v in architecture(one, type(one)).items() if k not in TOWER_CONFIGS} for one in parts]
 
 
 def require_weights(weights: Sequence[float], models: Sequence[str | Path]) -> None:

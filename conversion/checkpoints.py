@@ -7,8 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.errors import HFValidationError, StrictDataclassError
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, CLIPModel, PreTrainedConfig, PreTrainedModel
 from transformers.utils import cached_file, logging
@@ -17,6 +16,7 @@ from conversion.families import family_of, is_clip, model_class
 from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel
 from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
 from modeling_clip_moe.families import FAMILY_OF_TYPE, Family
+from records.local_names import is_hub_name
 from records.messages import cut
 
 # Settings of configurations; a value with a slash is a repository of kernels, which runs whether trusted or not
@@ -74,11 +74,8 @@ def kernels(settings: Any) -> list[str]:
 
 def require_source(source: str | Path) -> None:
     """A path that is not there is said to be missing before anything asks the Hub for it."""
-    if not Path(source).is_dir() or not str(source):
-        try:
-            validate_repo_id(str(source))
-        except HFValidationError:
-            raise FileNotFoundError(f"no such folder: {source} is neither a folder nor a hub name") from None
+    if not (str(source) and Path(source).is_dir()) and not is_hub_name(str(source)):
+        raise FileNotFoundError(f"no such folder: {source} is neither a folder nor a hub name")
 
 
 def has_file(source: str | Path, *names: str) -> bool:

@@ -5,12 +5,11 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from conversion.presets import PRESETS, changed_preset, read_sparse_layers
+from conversion.presets import PRESETS, TOWERS, changed_preset, read_sparse_layers
 from records.command_line import Folder, command
 from records.files import new_folder
 
-Tower = Literal["text", "vision"]
-BOTH: tuple[Tower, ...] = ("text", "vision")
+Tower = Literal[*TOWERS]
 
 
 @command
@@ -20,7 +19,7 @@ def upcycle(
     /,
     *,
     preset: Literal[*PRESETS],
-    towers: list[Tower] = BOTH,
+    towers: list[Tower] = TOWERS,
     seed: int = 0,
     sparse_layers: list[str] | None = None,
     num_experts: int | None = None,
@@ -82,7 +81,7 @@ def unify(
     *,
     experts: list[str],
     num_experts_per_tok: int = 2,
-    towers: list[Tower] = BOTH,
+    towers: list[Tower] = TOWERS,
     sparse_layers: list[str] | None = None,
     seed: int = 0,
 ) -> str:

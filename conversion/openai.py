@@ -23,7 +23,7 @@ from transformers import CLIPConfig, CLIPModel, PreTrainedConfig, PreTrainedMode
 
 from conversion.checkpoints import load_model, loading
 from conversion.families import dense_types
-from conversion.long_context import KEPT_POSITIONS
+from conversion.long_context import KEPT_POSITIONS, POSITIONS
 from conversion.open_clip import FILE, read_configuration
 from conversion.processors import copy_processor
 from conversion.rules import Rule, apply_rules, renaming
@@ -82,7 +82,6 @@ TRANSPOSED = {"text_projection": "text_projection.weight", "visual.proj": "visua
 PACKED = {
     f"{theirs}.attn.in_proj_{{kind}}": f"{ours}.self_attn.{{part}}_proj.{{kind}}" for theirs, ours in BLOCKS.items()
 }
-POSITIONS = "text_model.embeddings.position_embedding.weight"
 
 # Rules that sparse models share; two rules differ
 SHARED_RULES = [

@@ -15,11 +15,11 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from conversion.checkpoints import architecture, load_model
+from conversion.long_context import POSITIONS
 from conversion.openai import (
     BLOCKS,
     HEAD_WIDTH,
     PACKED,
-    POSITIONS,
     RENAMED,
     SHARED_RULES,
     TRANSPOSED,

@@ -23,6 +23,7 @@ from conversion.rules import Rule, apply_rules
 from conversion.upcycle import FFN_TO_EXPERTS, build_sparse, sparse_config, sparse_ffns, upcycling_rules
 from conversion.verification import check_equal, model_outputs, sample_inputs
 from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
+from modeling_clip_moe.families import TOWER_CONFIGS
 from records.files import save
 from records.messages import cut
 
@@ -88,7 +89,7 @@ def unified_config(
         "fusion_gate": gate,
     }
     settings = base.to_dict()
-    for tower in ("text_config", "vision_config"):
+    for tower in TOWER_CONFIGS:
         settings[tower] |= routing if settings[tower]["moe_layers"] else {}
     return type(base).from_dict(settings)
 

@@ -91,5 +91,5 @@ def check_equal(
         differences[name] = (converted[name] - tensor).abs().max().item()
         print(f"largest difference in {name}: {differences[name]:.3g} (largest value {tensor.abs().max().item():.3g})")
         if not differences[name] <= tolerance * tensor.abs().max().item():
-            raise ValueError(f"the converted model does not compute what the source does: see {name} above")
+            raise ValueError(f"what was saved does not compute what the source does: see {name} above")
     return differences

@@ -5,7 +5,6 @@ place.
 """
 
 import csv
-import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from typing import Any
 import datasets
 
 from records.files import read_json
+from records.messages import shortened
 
 # Suffixes of tables, and what stands between their cells
 TABLES = {".csv": ",", ".tsv": "\t"}
@@ -56,11 +56,11 @@ def read_tables(paths: Sequence[str]) -> Columns:
         _, header = next(lines, (1, []))
         columns = columns or {name: [] for name in header}
         if header != list(columns):
-            raise ValueError(f"{path} has the columns {_short(header)}, but {paths[0]} {_short(list(columns))}")
+            raise ValueError(f"{path} has the columns {shortened(header)}, but {paths[0]} {shortened(list(columns))}")
         for number, cells in lines:
             if len(cells) != len(header):
                 counts = f"{len(cells)} cells for {len(header)} columns"
-                raise ValueError(f"{path}: line {number} has {counts}: {_short(cells)}")
+                raise ValueError(f"{path}: line {number} has {counts}: {shortened(cells)}")
             for name, cell in zip(header, cells, strict=True):
                 columns[name].append(cell)
     return columns
@@ -144,8 +144,4 @@ def _entry(path: Path, place: str, entry: Any) -> Iterator[None]:
     try:
         yield
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: {place} is not as it should be ({error!r}): {_short(entry)}") from error
-
-
-def _short(value: Any) -> str:
-    return textwrap.shorten(repr(value), 100)
+        raise ValueError(f"{path}: {place} is not as it should be ({error!r}): {shortened(entry)}") from error

@@ -9,6 +9,7 @@ import numpy as np
 from data.pairs import load_pairs, readable_pairs
 from data.sources import DataArguments, read_entries, reading
 from data.worlds import WORLDS
+from records.messages import shortened
 
 # How LLaVA's files mark the image in a question
 IMAGE = "<image>"
@@ -68,7 +69,7 @@ def _read_entry(entry: Any, number: int, arguments: DataArguments) -> dict[str, 
         turns = turns[1:]
     turns = turns[: len(turns) // 2 * 2]  # a last question without an answer
     if not turns or [speaker for speaker, _ in turns] != ["human", "gpt"] * (len(turns) // 2):
-        raise ValueError(f"{arguments.source}: entry {number} needs turns of human and gpt in texts: {entry!r:.200}")
+        raise ValueError(f"{arguments.source}: entry {number} needs turns of human and gpt in text: {shortened(entry)}")
     texts = [text for _, text in turns]
     if image is not None:
         image = os.path.join(arguments.image_root or "", image)

@@ -16,6 +16,7 @@ from data.identity import image_digests
 from data.images import decode_image
 from data.sources import DataArguments, Rows, named_files_hash, no_column, open_rows, reading
 from data.worlds import WORLDS
+from records.messages import shortened
 from records.processes import is_first_process
 
 logger = logging.getLogger(__name__)
@@ -83,7 +84,7 @@ def present_texts(captions: Any) -> list[str]:
     """As `present_captions`; raises a ValueError where one is neither a text nor missing."""
     for caption in captions if isinstance(captions, list) else [captions]:
         if not isinstance(caption, str | None):
-            raise ValueError(f"its caption is no text but {textwrap.shorten(repr(caption), 60)}")
+            raise ValueError(f"its caption is no text but {shortened(caption)}")
     return present_captions(captions)
 
 

@@ -18,6 +18,7 @@ from transformers import CLIPConfig
 
 from conversion.checkpoints import is_sparse
 from conversion.families import family_of
+from conversion.presets import TOWERS
 from data.images import decode_image
 from evaluation.embedder import Embedder, usable_device
 from evaluation.expert_summary import EXPERT, MEAN, ROUTED, agreement, summarize
@@ -34,7 +35,7 @@ from evaluation.preferences import (
     word_shares,
     word_text,
 )
-from evaluation.routing import TOWERS, averaged_experts, chosen_experts, count_tokens
+from evaluation.routing import averaged_experts, chosen_experts, count_tokens
 from evaluation.routing_pictures import (
     draw_agreement,
     draw_dropped,

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from conversion.presets import TOWERS
 from modeling_clip_moe import CLIPMoEModel
 from modeling_clip_moe.sparse_moe import CLIPMoEExperts, expert_capacity_mask
 
-TOWERS = ("text", "vision")
 # The token whose last hidden state a tower's output is made of
 POOLED_TOKEN = {"text": "end token", "vision": "class token"}
 

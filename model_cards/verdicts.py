@@ -10,13 +10,13 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from records.files import read_json
 from records.intervals import paired_interval
-from records.messages import shortened
+from records.messages import in_one_line
 from records.result_schema import Text
 from records.yaml_files import read_yaml
 
@@ -156,11 +156,7 @@ def read_claims(path: Path) -> dict[str, Paper]:
         raw = read_yaml(path.read_text(encoding="utf-8"), str(path))
         return TypeAdapter(Annotated[dict[Text, Paper], Field(min_length=1)]).validate_python(raw)
     except ValidationError as error:
-        raise ValueError(f"{path}: {'; '.join(map(_fault, error.errors()))}") from error
-
-
-def _fault(error: Any) -> str:
-    return f"{'.'.join(map(str, error['loc'])) or 'the file'}: {error['msg']} (got {shortened(error['input'])})"
+        raise ValueError(f"{path}: {in_one_line(error.errors())}") from error
 
 
 def read_scores(folder: Path) -> Scores | None:

@@ -164,11 +164,13 @@ def read_record(path: Path, kind: type, keys: Mapping[str, type] | None = None) 
             if type(value) is not wanted or (wanted is int and value < 1):
                 raise ValueError(f"its {key} is {shortened(value)}")
     except ValueError as error:
-        reason = str(error).removeprefix(f"{path} ")
-        raise ValueError(
-            f"{path} is damaged ({reason}): delete {path.parent} to make it anew, or restore the file"
-        ) from error
+        raise damaged(path, str(error).removeprefix(f"{path} ")) from error
     return record
+
+
+def damaged(path: Path, reason: str) -> ValueError:
+    """The error about a file that a stage wrote."""
+    return ValueError(f"{path} is damaged ({reason}): delete {path.parent} to make it anew, or restore the file")
 
 
 def write_text(path: Path, text: str) -> None:

@@ -16,7 +16,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
-from records.files import read_record, write_text
+from records.files import damaged, read_record, write_text
+from records.messages import in_one_line
 
 # In the folder of a stage, and of a run
 MANIFEST, RECIPE = "manifest.json", "recipe.yaml"
@@ -81,11 +82,7 @@ class Record(BaseModel):
         try:
             return cls.model_validate(content)
         except ValidationError as error:
-            wrong = error.errors()[0]
-            where = ".".join(map(str, wrong["loc"]))
-            raise ValueError(
-                f"{path} is damaged ({where}: {wrong['msg']}): delete {folder} to make it anew, or restore the file"
-            ) from error
+            raise damaged(path, in_one_line(error.errors()[:1])) from error
 
     def write(self, folder: Path) -> None:
         write_text(folder / MANIFEST, self.model_dump_json(indent=2))

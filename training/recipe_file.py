@@ -15,7 +15,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from records.files import read_text
-from records.messages import Faults, did_you_mean, most_similar, one_line, shortened, what_is_meant
+from records.messages import Faults, did_you_mean, given, most_similar, one_line, said, shortened, what_is_meant
 from records.yaml_files import read_yaml
 
 # Kind of stage -> what `training.stages.base.outline` tells of its class, and "recipe" -> the keys of a recipe. Written
@@ -144,14 +144,13 @@ def validated(kind: type, settings: Any, path: str | Path, stages: Sequence[str]
 
 def _fault(error: dict[str, Any], stages: Sequence[str]) -> str:
     """What is wrong with a setting, with the choice that may be meant instead."""
-    place, message = [*error["loc"]], error["msg"].removeprefix("Value error, ")
+    place, message = [*error["loc"]], said(error)
     if stages and place[:1] == ["stages"] and len(place) > 1:
         place[:2] = [stages[place[1]]]
     if error["type"] == "literal_error":
         choices = re.findall(r"'([^']+)'", error["ctx"]["expected"])
         message += did_you_mean(str(error["input"]), choices)
-    got = "" if error["type"] == "value_error" else f" (got {shortened(error['input'])})"  # our own errors say it
-    return f"{'.'.join(map(str, place)) or 'recipe'}: {message}{got}"
+    return f"{'.'.join(map(str, place)) or 'recipe'}: {message}{given(error)}"
 
 
 def _override(raw: dict, key: str, value: Any) -> None:

@@ -23,7 +23,7 @@ from conversion.processors import forget_last_call, load_processor
 from conversion.publishing.card import render
 from conversion.publishing.lineage import Lineage
 from conversion.publishing.trusted_code import CODE, named_code, require_trusted_code, settings_files, trusted_copy
-from conversion.verification import sample_inputs
+from conversion.verification import check_equal, sample_inputs
 from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel
 from records.files import read_json, save, write_text, writing
 from records.local_names import is_hub_name
@@ -196,8 +196,4 @@ def verify(model: PreTrainedModel, folder: Path) -> None:
             reason = result.stderr.strip().splitlines() or [f"exit status {result.returncode}"]
             raise ValueError(f"the folder does not load without this package: {reason[-1]}")
         computed = load_file(f"{parent}/outputs")
-    for name, tensor in expected.items():
-        difference, largest = (computed[name] - tensor).abs().max().item(), tensor.abs().max().item()
-        print(f"largest difference in features of {name}: {difference:.3g} (largest value {largest:.3g})")
-        if not difference <= 1e-5 * largest:
-            raise ValueError(f"the published folder does not compute the features of {name} that the model computes")
+    check_equal(expected, computed, 1e-5)

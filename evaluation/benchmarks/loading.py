@@ -20,6 +20,7 @@ from evaluation.own_data import read_classes, read_templates, readable_image_pai
 from evaluation.results import content_hash
 from evaluation.task import Task
 from records.files import read_text
+from records.messages import shortened
 
 
 class NotDownloaded(ValueError):
@@ -209,7 +210,7 @@ def _require_captions(choices: Iterable[Sequence[Any]], folder: Path) -> None:
     """Raises a ValueError if a caption is missing or blank: any other would be right."""
     for number, texts in enumerate(choices):
         if not all(isinstance(text, str) and text.strip() for text in texts):
-            raise ValueError(f"{folder}: choice {number} lacks a caption, there are {texts!r:.200}")
+            raise ValueError(f"{folder}: choice {number} lacks a caption, there are {shortened(texts)}")
 
 
 def _require_every_class(labels: np.ndarray, classes: Sequence[str], folder: Path) -> None:

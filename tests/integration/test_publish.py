@@ -178,7 +178,7 @@ def test_a_folder_that_computes_something_else_is_refused(published, tmp_path):
     model = AutoModel.from_pretrained(published)
     with torch.no_grad():
         model.visual_projection.weight.mul_(1.01)
-    with pytest.raises(ValueError, match="does not compute the features of images"):
+    with pytest.raises(ValueError, match="does not compute what the source does: see images"):
         bundle.verify(model, published)
     for path in published.iterdir():
         if path.is_file() and path.suffix != ".safetensors":
