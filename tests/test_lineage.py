@@ -46,7 +46,7 @@ def test_scores_are_those_of_the_weights(run, capsys):
     warning = capsys.readouterr().err
     (run / "evaluation" / "routing.png").symlink_to(run / "recipe.yaml")
     assert list(lineage_of(run).pictures) == ["report.svg"]
-    assert "2 results of sparse are left out: they are of other weights" in warning and "measure again" in warning
+    assert "2 results of sparse are left out: other weights were measured" in warning and "measure again" in warning
     assert all(f"evaluation/symbols_pairs--{name}.json" in warning for name in ("alike", "old"))
     card = card_of(lineage)
     (score,) = card.data.eval_results
