@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 from sklearn.cluster import MiniBatchKMeans
 
-from benchmarks.page import Output, cost, described, mib, page, table
+from benchmarks.page import Output, cost, machine, mib, page, table
 from evaluation.speed import in_turn
 from records.command_line import command
 from training.clusters import Method, balanced_kmeans, import_faiss, kmeans
@@ -112,7 +112,7 @@ def compare_kmeans(
         output,
         f"# K-means of {rows:,} features of size {size}",
         table(header, lines),
-        f"{described()}, one thread for scikit-learn.",
+        f"{machine()}, one thread for scikit-learn.",
     )
 
 

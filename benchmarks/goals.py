@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from tqdm.auto import tqdm
 
 from benchmarks import clustering, loader, steps
-from benchmarks.page import Output, Rounds, cost, described, median_of, median_ratio, page, table
+from benchmarks.page import Output, Rounds, cost, machine, median_of, median_ratio, page, table
 from records.command_line import command
 
 # What is measured, its ratio, and the least and the most that it should be
@@ -80,7 +80,7 @@ def goals(*, output: Output = None, rounds: Rounds = 3) -> str:
         tqdm.write(" | ".join(rows[-1]))  # at once: a run may be stopped
     about = (
         f"Medians of {rounds} alternating runs, five times as many of FFNs' forwards; memory of a step is that of one. "
-        f"{described()}."
+        f"{machine()}."
     )
     return page(output, "# Goals", about, table(["", "ratio", "goal", "reached"], rows))
 

@@ -20,7 +20,7 @@ import PIL.Image
 from transformers import CLIPProcessor
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-from benchmarks.page import Output, Rounds, described, page, table
+from benchmarks.page import Output, Rounds, machine, page, table
 from data.augmentation import Augmentation
 from data.pairs import load_pairs
 from data.sources import DataArguments
@@ -131,7 +131,7 @@ def compare_loaders(*, output: Output = None, images: int = 320, rounds: Rounds 
             ["", "images/s", "relative"],
             [[name, f"{rate:,.0f}", f"{rate / rates[LOOP]:.2f}"] for name, rate in rates.items()],
         ),
-        f"Medians of {rounds} rounds. {described()}, {os.cpu_count()} cores, Pillow {PIL.__version__}.",
+        f"Medians of {rounds} rounds. {machine()}, {os.cpu_count()} cores, Pillow {PIL.__version__}.",
     )
 
 

@@ -56,7 +56,7 @@ def _cost(prepare: Callable[..., Callable[[], Any]], arguments: tuple) -> dict[s
     return times | {"before": before, "memory": allocated or peak_resident() - before, "result": result}
 
 
-def described(device: torch.device | str = "cpu") -> str:
+def machine(device: torch.device | str = "cpu") -> str:
     """The device and the versions, for a page of results."""
     device = torch.device(device)
     threads = "" if device.type == "cuda" else f", {torch.get_num_threads()} threads"

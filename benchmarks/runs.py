@@ -21,7 +21,7 @@ import torch
 import yaml
 from safetensors import safe_open
 
-from benchmarks.page import Output, described, page, table
+from benchmarks.page import Output, machine, page, table
 from records.command_line import command_line, run
 from records.yaml_files import read_yaml
 from training.plan import cell, held_before, plan
@@ -137,7 +137,7 @@ def compare_times(*, output: Output = None) -> str:
         output,
         "# Training time",
         table([*header, "experts at once"], rows),
-        f"Seconds; {described()}. In brackets: against CLIP-MoE in the same half of the table. Every stage has one "
+        f"Seconds; {machine()}. In brackets: against CLIP-MoE in the same half of the table. Every stage has one "
         "epoch of its data: an expert of CLIP-MoE sees all of them, one of CLIP-FMoE a quarter.",
     )
 
@@ -197,7 +197,7 @@ def compare_plans(*, output: Output = None, systems: Sequence[System] = tuple(SY
         with tempfile.TemporaryDirectory() as folder:
             rows = list(plan_rows(system, Path(folder) / "run"))
         parts += [f"## {system}: {SYSTEMS[system][0]}", table(["stage", "memory", "peak", "ratio", "fits"], rows)]
-    return page(output, "# What --plan says, and what a run takes", ABOUT.format(described()), *parts)
+    return page(output, "# What --plan says, and what a run takes", ABOUT.format(machine()), *parts)
 
 
 def killed_after(system: str, output: Path, seconds: float) -> str | None:
@@ -274,7 +274,7 @@ def kill_runs(
         output,
         "# Kills of recipes",
         f"{stages.total()} kills; all weights, labels, features and scores are those of a run that nobody killed.",
-        f"They came in {', '.join(f'{name} ({times})' for name, times in stages.items())}. {described()}.",
+        f"They came in {', '.join(f'{name} ({times})' for name, times in stages.items())}. {machine()}.",
     )
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from transformers import CLIPConfig, CLIPModel
 from transformers.models.clip.modeling_clip import CLIPMLP
 
-from benchmarks.page import Output, Rounds, cost, described, median_of, median_ratio, page, seconds, table
+from benchmarks.page import Output, Rounds, cost, machine, median_of, median_ratio, page, seconds, table
 from conversion.presets import PRESETS
 from conversion.upcycle import sparse_config
 from evaluation.costs import count_activations, count_largest_layer, paper_config
@@ -136,7 +136,7 @@ def ffn(
         "# Experts implementations",
         f"Time of a sparse FFN over {TOP_K} dense FFNs on the same tokens (1.00: no overhead), medians of {rounds} "
         "alternating runs, five times as many of a forward: the forward; forward and backward with frozen weights, as "
-        f"where routers train; and all. {described(device)}.",
+        f"where routers train; and all. {machine(device)}.",
         table(["layer", "dtype", "images", "experts", "implementation", *MODES], rows),
     )
 
@@ -286,7 +286,7 @@ def recipes(
         output,
         f"# One step of each recipe, {size}",
         f"{batch} pairs{at_a_time}, {dtype}, gradient checkpointing {'on' if gradient_checkpointing else 'off'}. "
-        f"{described(device)}.",
+        f"{machine(device)}.",
         table(["recipe", "parameters", "trainable", "pairs/s", "memory", "by --plan", "ratio"], rows),
     )
 

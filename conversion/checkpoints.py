@@ -17,7 +17,7 @@ from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel
 from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
 from modeling_clip_moe.families import FAMILY_OF_TYPE, Family
 from records.local_names import is_hub_name
-from records.messages import cut
+from records.messages import join_names
 
 # Settings of configurations; a value with a slash is a repository of kernels, which runs whether trusted or not
 KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
@@ -131,7 +131,7 @@ def load_weights(model_class: type[PreTrainedModel], source: str | Path, **kwarg
             )
     finally:
         logging.set_verbosity(verbosity)
-    mismatched = [f"{key} {tuple(found)}, not {tuple(wanted)}" for key, found, wanted in info["mismatched_keys"]]
+    mismatched = [f"{key} {tuple(shape)}, not {tuple(wanted)}" for key, shape, wanted in info["mismatched_keys"]]
     problems = {
         "missing": sorted(info["missing_keys"]),
         "left over": sorted(info["unexpected_keys"]),
@@ -139,7 +139,9 @@ def load_weights(model_class: type[PreTrainedModel], source: str | Path, **kwarg
         "not finite": [name for name, parameter in model.named_parameters() if not parameter.isfinite().all()],
     }
     if any(problems.values()):
-        raise ValueError(f"{source} does not fit: " + "; ".join(f"{k}: {cut(v)}" for k, v in problems.items() if v))
+        raise ValueError(
+            f"{source} does not fit: " + "; ".join(f"{k}: {join_names(v)}" for k, v in problems.items() if v)
+        )
     return model.eval()
 
 
@@ -194,5 +196,5 @@ def architecture(config: PreTrainedConfig, config_class: type[PreTrainedConfig])
 
     Leaves out how the model was stored, and the generation settings that old files carry.
     """
-    known = {field.name for field in fields(config_class)} - {"architectures", "dtype", "transformers_version"}
-    return {name: value for name, value in config.to_diff_dict().items() if name in known}
+    field_names = {field.name for field in fields(config_class)} - {"architectures", "dtype", "transformers_version"}
+    return {name: value for name, value in config.to_diff_dict().items() if name in field_names}

@@ -29,7 +29,7 @@ from conversion.processors import copy_processor
 from conversion.rules import Rule, apply_rules, renaming
 from conversion.verification import check_equal, sample_inputs
 from records.files import new_folder, save
-from records.messages import cut
+from records.messages import join_names
 from records.provenance import file_digest
 
 # From the download addresses in https://github.com/openai/CLIP/blob/main/clip/clip.py
@@ -173,7 +173,8 @@ def infer_config(
             raise ValueError(f"the image encoder {what}, which CLIPModel cannot express: {dense_types()}")
     if missing := [key for key in NEEDED if key not in state]:
         raise ValueError(
-            f"not a CLIP in OpenAI's naming: missing {cut(missing)}; it starts with {cut(list(state)[:3])}"
+            f"not a CLIP in OpenAI's naming: missing {join_names(missing)}; it starts with "
+            f"{join_names(list(state)[:3])}"
         )
     text = tower_sizes(state, "", text_heads)
     width = state["visual.conv1.weight"].shape[0]
@@ -352,9 +353,11 @@ def write_model(
         from_openai = all(key in state for key in SETTINGS) or "positional_embedding_res" in state
         state = one_position_table(state)
         # OpenAI's own files say enough, so that one of open_clip's beside them is that of another model
-        said = None if from_openai else read_configuration(archive, infer_config(state, vision_heads=1, text_heads=1))
+        configuration = (
+            None if from_openai else read_configuration(archive, infer_config(state, vision_heads=1, text_heads=1))
+        )
         options = {"activation": activation, "vision_heads": vision_heads, "text_heads": text_heads}
-        settings = said.settings if said else {}
+        settings = configuration.settings if configuration else {}
         settings |= {name: value for name, value in options.items() if value is not None}
         if "activation" not in settings and not from_openai:
             print(
@@ -364,7 +367,7 @@ def write_model(
                 file=sys.stderr,
             )
         model = convert(state, **settings)
-        preprocessing = said and said.preprocess_cfg
+        preprocessing = configuration and configuration.preprocess_cfg
         images = preprocessing.image_processor(model.config.vision_config.image_size) if preprocessing else {}
         write(model, folder, processor, archive, images)
         verify(state, load_model(CLIPModel, folder))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from records.messages import NAMES_PER_ERROR, cut
+from records.messages import NAMES_PER_ERROR, join_names
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +116,9 @@ def apply_rules(
         "of the wrong shape": wrong,
     }
     if any(problems.values()):
-        raise ValueError("the weights do not fit: " + "; ".join(f"{k}: {cut(v)}" for k, v in problems.items() if v))
+        raise ValueError(
+            "the weights do not fit: " + "; ".join(f"{k}: {join_names(v)}" for k, v in problems.items() if v)
+        )
     return state
 
 

@@ -25,7 +25,7 @@ from conversion.verification import check_equal, model_outputs, sample_inputs
 from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
 from modeling_clip_moe.families import TOWER_CONFIGS
 from records.files import save
-from records.messages import cut
+from records.messages import join_names
 
 # The parts of a sparse FFN with one expert that stage 1 of CLIP-FMoE may train: a regular expression
 TRAINED_PARTS = "(?:experts|fusion_gate|router)"
@@ -147,7 +147,7 @@ def require_expert(name: str, differing: Sequence[str]) -> None:
     if differing:
         raise ValueError(
             f"{name} was not trained from this base, or more of it was than an expert is: it differs in "
-            f"{cut(differing)}"
+            f"{join_names(differing)}"
         )
 
 

@@ -86,9 +86,9 @@ def _of_world(arguments: DataArguments) -> datasets.Dataset:
         rng = np.random.default_rng([arguments.seed or 0, number])
         # With two symbols, it is not clear which one is meant
         names = ["background", "texture"] if row.get("second_kind") else list(QUESTIONS)
-        asked = [names[index] for index in rng.permutation(len(names))[:ASKED]]
+        chosen_names = [names[index] for index in rng.permutation(len(names))[:ASKED]]
         turns.append(
-            [f"{IMAGE}\n{DESCRIBE}", caption, *(text for name in asked for text in (QUESTIONS[name], row[name]))]
+            [f"{IMAGE}\n{DESCRIBE}", caption, *(text for name in chosen_names for text in (QUESTIONS[name], row[name]))]
         )
     feature = datasets.List(datasets.Value("string"))
     return rows.select_columns("image").add_column("turns", turns, feature=feature)

@@ -107,7 +107,7 @@ def place(
     return alpha
 
 
-def inked(color: str, rng: np.random.Generator) -> np.ndarray:
+def ink_of(color: str, rng: np.random.Generator) -> np.ndarray:
     """An ink, about as it is called."""
     return np.float32(COLORS[color]) + rng.normal(0, 8, 3)
 
@@ -127,7 +127,7 @@ def ground(scene: Mapping[str, str], rng: np.random.Generator, image_size: int) 
     return np.where(pattern[..., None], shade, color)
 
 
-def photographed(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+def add_noise(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """The image with a camera's noise, uint8."""
     return np.clip(image + rng.normal(0, 4, image.shape), 0, 255).astype(np.uint8)
 
@@ -139,7 +139,7 @@ def png(image: np.ndarray) -> dict[str, bytes]:
     return {"bytes": buffer.getvalue(), "path": None}
 
 
-def shown_in_turns(kinds: Sequence[int], split: str, seed: int) -> Callable[[int], int]:
+def kind_order(kinds: Sequence[int], split: str, seed: int) -> Callable[[int], int]:
     """A function from the number of a row to its kind: all are shown once, in a random order, then all once more."""
 
     @cache

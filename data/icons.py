@@ -28,12 +28,12 @@ from data.drawing import (
     BACKGROUNDS,
     COLORS,
     SPLITS,
+    add_noise,
     choose,
     drawn_rows,
     ground,
-    inked,
-    photographed,
-    shown_in_turns,
+    ink_of,
+    kind_order,
 )
 from data.tokenizer import learn_tokenizer
 
@@ -109,7 +109,7 @@ def load(
     Returns:
         Rows of `image` (RGB, `image_size` squared), `caption`, and the icon's name as `kind` and its `artist`.
     """
-    shown = shown_in_turns(kind_set("all") if kinds is None else kinds, split, seed)
+    shown = kind_order(kind_set("all") if kinds is None else kinds, split, seed)
 
     def draw(index: int) -> tuple[np.ndarray, Callable[[], str], dict[str, str]]:
         kind = shown(index)
@@ -136,8 +136,8 @@ def render(kind: int, rng: np.random.Generator, image_size: int) -> np.ndarray:
     alpha = np.zeros((image_size, image_size, 1), np.float32)
     alpha[y : y + side, x : x + side, 0] = _mask(icon(kind).path, side)
     paper = ground({"background": choose(rng, list(BACKGROUNDS)), "texture": "plain"}, rng, image_size)
-    ink = inked(choose(rng, list(COLORS)), rng)
-    return photographed(alpha * ink + (1 - alpha) * paper, rng)
+    ink = ink_of(choose(rng, list(COLORS)), rng)
+    return add_noise(alpha * ink + (1 - alpha) * paper, rng)
 
 
 @cache

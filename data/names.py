@@ -19,7 +19,7 @@ import numpy as np
 from datasets import Dataset
 from transformers import CLIPTokenizer
 
-from data.drawing import COLORS, SPLITS, drawn_rows, shown_in_turns
+from data.drawing import COLORS, SPLITS, drawn_rows, kind_order
 from data.tokenizer import learn_tokenizer
 
 CAPTION_STYLES = ("web", "facts", "detailed")
@@ -106,7 +106,7 @@ def load(
         Rows of `image` (RGB, `image_size` squared), `caption`, and the town's name as `kind`, its `country` and its
         `facts`.
     """
-    shown, scale = shown_in_turns(kinds, split, seed), image_size // SMALLEST_IMAGE
+    shown, scale = kind_order(kinds, split, seed), image_size // SMALLEST_IMAGE
 
     def draw(index: int) -> tuple[np.ndarray, Callable[[], str], dict[str, str]]:
         town = shown(index)
@@ -119,8 +119,8 @@ def load(
 
 def caption(town: int, style: str) -> str:
     """The caption of a town in one of `CAPTION_STYLES`."""
-    told = {"web": [name_of], "facts": [facts_of], "detailed": [name_of, facts_of]}[style]
-    return ", ".join(tell(town) for tell in told)
+    parts = {"web": [name_of], "facts": [facts_of], "detailed": [name_of, facts_of]}[style]
+    return ", ".join(tell(town) for tell in parts)
 
 
 def name_of(town: int) -> str:

@@ -64,8 +64,8 @@ def caption_columns(arguments: DataArguments, columns: Iterable[str]) -> dataset
 
 def _draw(arguments: DataArguments, captions: str) -> datasets.Dataset:
     """Pairs of a built-in world."""
-    asked = arguments.source, arguments.split, captions, arguments.num_samples, arguments.kinds, arguments.seed or 0
-    return _drawn(*asked)
+    key = arguments.source, arguments.split, captions, arguments.num_samples, arguments.kinds, arguments.seed or 0
+    return _drawn(*key)
 
 
 @lru_cache(maxsize=2)  # for the next stages of a recipe

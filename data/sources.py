@@ -217,8 +217,8 @@ def _open(arguments: DataArguments) -> Rows:
     options = {"data_files": patterns, "description": datasets.fingerprint.Hasher.hash(list(map(file_stamp, files)))}
     if builder == "webdataset":
         # Indexed shards are checked with their index
-        kept = arguments.indexed or os.path.isdir(datasets.load_dataset_builder(builder, **options).cache_dir)
-        if streaming or not kept:
+        is_cached = arguments.indexed or os.path.isdir(datasets.load_dataset_builder(builder, **options).cache_dir)
+        if streaming or not is_cached:
             for file in files:
                 require_whole(file, streaming)
     if arguments.indexed:

@@ -27,13 +27,13 @@ from data.drawing import (
     SIDES,
     SPLITS,
     TEXTURES,
+    add_noise,
     choose,
     distort,
     drawn_rows,
     font_file,
     ground,
-    inked,
-    photographed,
+    ink_of,
     place,
     png,
     stroke,
@@ -193,8 +193,8 @@ def render(scene: Mapping[str, str], split: str, rng: np.random.Generator, image
         if rng.random() < COVERED:
             mask = _covered(mask, rng)
         alpha = place(mask, side, direction, rng, image_size)
-        image = image * (1 - alpha) + inked(scene[color], rng) * alpha
-    return photographed(image, rng)
+        image = image * (1 - alpha) + ink_of(scene[color], rng) * alpha
+    return add_noise(image, rng)
 
 
 def build_tokenizer(context_length: int) -> CLIPTokenizer:

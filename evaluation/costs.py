@@ -150,18 +150,20 @@ def count_activations(
         patches: see `count_multiply_adds`.
     """
     total = 0
-    for length, width, kept in _kept_by_tower(model, text_tokens, patches):
-        inputs = width * sum(of_layer > 0 for of_layer in kept) + max(kept)
-        total += length * (inputs if gradient_checkpointing else sum(kept))
+    for length, width, activations in _activations_by_tower(model, text_tokens, patches):
+        inputs = width * sum(of_layer > 0 for of_layer in activations) + max(activations)
+        total += length * (inputs if gradient_checkpointing else sum(activations))
     return total
 
 
 def count_largest_layer(model: PreTrainedModel, text_tokens: int, patches: int | None = None) -> int:
     """The most numbers that one layer keeps; its backward pass holds as many gradients."""
-    return max(length * max(kept) for length, _, kept in _kept_by_tower(model, text_tokens, patches))
+    return max(
+        length * max(activations) for length, _, activations in _activations_by_tower(model, text_tokens, patches)
+    )
 
 
-def _kept_by_tower(
+def _activations_by_tower(
     model: PreTrainedModel, text_tokens: int, patches: int | None
 ) -> Iterator[tuple[int, int, list[int]]]:
     """For each tower: the tokens of one image or its texts, the width, and what each layer keeps of a token."""
@@ -170,19 +172,19 @@ def _kept_by_tower(
         base = getattr(tower, "roberta", tower)  # AltCLIP's text tower
         # Embeddings, and in the vision tower of a CLIP a norm
         below = itertools.takewhile(lambda module, encoder=base.encoder: module is not encoder, base.children())
-        flows, kept = any(map(_trains, below)), []
+        flows, activations = any(map(_trains, below)), []
         (layers,) = base.encoder.children()
         for layer in layers:
-            kept.append(_kept_of_token(layer, tower.config, flows))
+            activations.append(_activations_of_token(layer, tower.config, flows))
             flows = flows or _trains(layer)
-        yield length, tower.config.hidden_size, kept
+        yield length, tower.config.hidden_size, activations
 
 
 def _trains(module: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters())
 
 
-def _kept_of_token(layer: nn.Module, tower: Any, flows: bool) -> int:
+def _activations_of_token(layer: nn.Module, tower: Any, flows: bool) -> int:
     """Numbers that a layer keeps of a token for its backward pass.
 
     Attention: what enters its norm, query, key, value and result; where it trains, what leaves the norm. An FFN: what
@@ -193,26 +195,26 @@ def _kept_of_token(layer: nn.Module, tower: Any, flows: bool) -> int:
     Args:
         flows: whether something below the layer trains.
     """
-    width, inner, kept = tower.hidden_size, tower.intermediate_size, 0
+    width, inner, activations = tower.hidden_size, tower.intermediate_size, 0
     if hasattr(layer, "mlp"):
         attention, norm1, norm2, ffn = layer.self_attn, layer.layer_norm1, layer.layer_norm2, layer.mlp
     else:
         attention, norm1 = layer.attention.self, layer.attention.output
         norm2, ffn = layer.output.LayerNorm, nn.ModuleList([layer.intermediate, layer.output.dense])
     if flows or _trains(attention) or _trains(norm1):
-        kept, flows = (5 + _trains(attention)) * width, True
+        activations, flows = (5 + _trains(attention)) * width, True
     flows = flows or _trains(norm2)
-    kept += flows * width
+    activations += flows * width
 
     def of_ffn(module: nn.Module) -> int:
         trains = _trains(module)
         return (2 * (flows or trains) + trains) * inner
 
     if not isinstance(ffn, CLIPMoESparseMoeBlock):
-        return kept + of_ffn(ffn) + _trains(ffn) * width
+        return activations + of_ffn(ffn) + _trains(ffn) * width
     chosen = of_ffn(ffn.experts) + (_trains(ffn.experts) + 2) * width
     gate = 0 if ffn.base is None else of_ffn(ffn.base) + 2 * width
-    return kept + _trains(ffn) * width + tower.num_experts_per_tok * chosen + gate
+    return activations + _trains(ffn) * width + tower.num_experts_per_tok * chosen + gate
 
 
 def _multiply_adds(forward: Callable[[], Any]) -> tuple[int, int]:

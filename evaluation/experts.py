@@ -46,7 +46,7 @@ from evaluation.routing_pictures import (
 )
 from evaluation.tasks import Task, loaded_once
 from modeling_clip_moe import CLIPMoEConfig
-from records.messages import cut
+from records.messages import join_names
 from records.provenance import environment, weights_fingerprint
 
 EXPERT_PROTOCOL = (
@@ -135,7 +135,10 @@ def faults(
         yield "expert", f"{expert}, but the experts are 0 to {most - 1}"
     for tower, layer in layers.items():
         if layer not in sparse[tower]:
-            yield f"layers.{tower}", f"{layer}, but the sparse layers are {cut(map(str, sparse[tower])) or 'none'}"
+            yield (
+                f"layers.{tower}",
+                f"{layer}, but the sparse layers are {join_names(map(str, sparse[tower])) or 'none'}",
+            )
     if capacity_factors and not sparse["vision"]:
         yield "capacity_factors", "the vision tower is dense and drops no patch"
     if not all(0 < factor < math.inf for factor in capacity_factors):

@@ -57,10 +57,10 @@ def retrieval_metrics(
         "image_to_text": (image_embeds, text_embeds, images[by_image], texts[by_image]),
         "text_to_image": (queries, image_embeds, texts, images),
     }
-    ranks = {way: _ranks(*asked) for way, asked in ways.items()}
+    ranks = {way: _ranks(*arguments) for way, arguments in ways.items()}
     metrics = {f"{way}_recall@{k}": float((rank < k).mean()) for way, rank in ranks.items() for k in ks}
-    by_metric = {f"{way}_information": asked for way, asked in ways.items()}
-    return metrics | {name: information(*asked) for name, asked in by_metric.items() if name in wanted}
+    by_metric = {f"{way}_information": arguments for way, arguments in ways.items()}
+    return metrics | {name: information(*arguments) for name, arguments in by_metric.items() if name in wanted}
 
 
 def information(
@@ -82,7 +82,7 @@ def information(
         right_queries, right_candidates: (pairs,), each query beside each of its right candidates, in the order of the
             queries. A query with several is answered by all of them together.
     """
-    asked = queries, candidates, right_queries, right_candidates
+    arguments = queries, candidates, right_queries, right_candidates
     of_all = range(len(queries))
 
     def loss(similarities: Iterable[tuple[np.ndarray, ...]], scale: float) -> float:
@@ -93,10 +93,10 @@ def information(
         return float(np.concatenate(list(starmap(of_chunk, similarities))).mean())
 
     step = max(-(-len(queries) // FITTED), -(-len(queries) * len(candidates) // AT_ONCE))
-    fitted = list(_similarities(*asked, of_all[::step]))
+    fitted = list(_similarities(*arguments, of_all[::step]))
     best = minimize_scalar(lambda log_scale: loss(fitted, np.exp(log_scale)), bounds=SCALES, method="bounded")
     chance = np.log(len(candidates) / np.bincount(right_queries)).mean()
-    lacking = loss(_similarities(*asked, of_all), np.exp(best.x))
+    lacking = loss(_similarities(*arguments, of_all), np.exp(best.x))
     return max(0.0, float(1 - lacking / chance)) if chance else 1.0  # each candidate is right: nothing to tell
 
 
@@ -112,8 +112,8 @@ def require_unit_length(**embeddings: np.ndarray) -> None:
 def _ranks(queries, candidates, right_queries, right_candidates) -> np.ndarray:
     """Per query, how many wrong candidates are at least as similar as the best right one. For the arguments, see
     `information`."""
-    asked = queries, candidates, right_queries, right_candidates, range(len(queries))
-    return np.concatenate(list(starmap(_ranks_of_chunk, _similarities(*asked))))
+    arguments = queries, candidates, right_queries, right_candidates, range(len(queries))
+    return np.concatenate(list(starmap(_ranks_of_chunk, _similarities(*arguments))))
 
 
 def _similarities(

@@ -131,11 +131,11 @@ def _num_overflowing(config: Any, logits: torch.Tensor, mask: torch.Tensor | Non
     ids = logits.topk(config.num_experts_per_tok, dim=-1).indices
     mask = torch.ones_like(ids[..., 0]) if mask is None else mask
     groups = (tensor.split(config.capacity_group_size or len(ids)) for tensor in (ids, mask))
-    kept = sum(
+    computed = sum(
         int(expert_capacity_mask(of_group, config.num_experts, config.capacity_factor, mask_of_group).sum())
         for of_group, mask_of_group in zip(*groups, strict=True)
     )
-    return int(mask.sum()) * ids.shape[-1] - kept
+    return int(mask.sum()) * ids.shape[-1] - computed
 
 
 @contextmanager

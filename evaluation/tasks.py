@@ -20,7 +20,7 @@ from evaluation.built_in_tasks import icon_tasks, name_tasks, symbol_tasks
 from evaluation.own_data import OwnKind, OwnTask
 from evaluation.results import task_name
 from evaluation.task import Task
-from records.local_names import is_hub_name, meant_here
+from records.local_names import is_hub_name, similar_path
 from records.messages import in_one_line, most_similar
 
 TASKS = icon_tasks() | name_tasks() | symbol_tasks()
@@ -154,7 +154,7 @@ def missing_data(source: str) -> str:
     another one in a folder here is a slip."""
     if source in WORLDS or is_here(source):
         return ""
-    if meant := meant_here(source):
+    if meant := similar_path(source):
         return f"there is no file or folder {source}: did you mean {meant}?"
     is_file = Path(source).suffix in (*BUILDERS, *TABLES, ".json")
     return f"there is no file or folder {source}" if is_file or not is_hub_name(source) else ""

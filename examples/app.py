@@ -33,7 +33,7 @@ from evaluation.preferences import route_images
 from evaluation.routing_pictures import draw_patches
 from records.command_line import Folder, command
 from records.files import new_folder
-from records.messages import cut
+from records.messages import join_names
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +142,7 @@ def readable_images(folder: Path) -> list[Path]:
         raise ValueError(f"{folder} has no image that can be read, links not counted")
     if left_out:
         logger.warning(
-            "%d of %d images in %s are left out: %s", len(left_out), len(paths), folder, cut(left_out.values())
+            "%d of %d images in %s are left out: %s", len(left_out), len(paths), folder, join_names(left_out.values())
         )
     return [path for path in paths if path not in left_out]
 
@@ -222,8 +222,8 @@ def _search_tab(gr, search: ImageSearch) -> None:
 
     text = gr.Textbox(label=f"What do you look for among {len(search.paths)} images?", elem_id="query", submit_btn=True)
     with gr.Row():
-        found = [gr.Gallery(label=name, columns=4, elem_classes="found") for name in search.models]
-    text.submit(show_errors(gr, find), text, found, **ONE_AT_A_TIME)
+        galleries = [gr.Gallery(label=name, columns=4, elem_classes="found") for name in search.models]
+    text.submit(show_errors(gr, find), text, galleries, **ONE_AT_A_TIME)
 
 
 # pyplot draws in one thread, and computing twice at once gains nothing.

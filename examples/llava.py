@@ -47,7 +47,7 @@ from data.workers import errors_of_workers, worker_options
 from data.worlds import WORLDS
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEVisionConfig
 from records.files import save
-from records.messages import cut, what_is_meant
+from records.messages import join_names, suggestion
 from training.context import Context
 from training.estimates import Unknown
 from training.losses import all_reduce_sum
@@ -105,7 +105,7 @@ class LlavaStage(Stage):
         unknown = sorted(set(self.text_config or {}) - set(fields))
         if unknown:
             raise ValueError(
-                f"LlamaConfig has no field {', '.join(map(repr, unknown))}: {what_is_meant(unknown[0], fields)}"
+                f"LlamaConfig has no field {', '.join(map(repr, unknown))}: {suggestion(unknown[0], fields)}"
             )
         return self
 
@@ -249,8 +249,8 @@ class TrainLlavaStage(StepsStage):
         in_tower = [name for name in trainable if TOWER in name]
         if in_tower:
             raise ValueError(
-                f"{self.name}.trainable: {self.trainable!r} is found in {cut(in_tower)}, but LLaVA's tower stays "
-                "frozen: name the other parts, as in multi_modal_projector|language_model|lm_head"
+                f"{self.name}.trainable: {self.trainable!r} is found in {join_names(in_tower)}, but LLaVA's tower "
+                "stays frozen: name the other parts, as in multi_modal_projector|language_model|lm_head"
             )
 
 

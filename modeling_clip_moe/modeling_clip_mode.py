@@ -380,7 +380,7 @@ class CLIPMoDEModel(PreTrainedModel):
         if name in self.config.experts:
             raise ValueError(f"There is an expert {name} already: replace_expert replaces it.")
         CLIPMoDEConfig(experts=[name])  # refuses what can be no folder
-        self._require_fit(expert, name)
+        self._require_expert(expert, name)
         if (centers is None) != (self.centers is None):
             raise ValueError(
                 f"The model has {'no centers' if self.centers is None else 'centers'}, so that an expert added to it "
@@ -403,7 +403,7 @@ class CLIPMoDEModel(PreTrainedModel):
         Puts another model in the place of a data expert, with the same centers: one that was trained longer.
         """
         name = self.config.experts[number]
-        self._require_fit(expert, name)
+        self._require_expert(expert, name)
         self._sources.pop(name, None)
         self.experts[name] = expert
 
@@ -619,12 +619,12 @@ class CLIPMoDEModel(PreTrainedModel):
             raise ValueError(f"{source}, {folder}: missing weights {missing[:8]}, left over {left_over[:8]}.")
         # Forced once, it is not again
         self._sources[name] = (source, folder, {key: kwargs[key] for key in kwargs if key != "force_download"})
-        self._require_fit(expert, name)
+        self._require_expert(expert, name)
         if not {"device_map", "quantization_config"} & set(kwargs):
             expert.to(self.placement.device, self.placement.dtype)
         return expert.train(self.training)
 
-    def _require_fit(self, expert: PreTrainedModel, name: str) -> None:
+    def _require_expert(self, expert: PreTrainedModel, name: str) -> None:
         # By name: the same class from a file beside weights is another one
         model_type = getattr(getattr(expert, "config", None), "model_type", None)
         _class_of(model_type, f"{name} ({type(expert).__name__})")

@@ -203,8 +203,8 @@ def expert_capacity_mask(
     choices = choices.view(num_groups, -1, top_k, num_experts).transpose(1, 2)  # (groups, K, tokens, E)
     position = choices.flatten(1, 2).cumsum(dim=1).view_as(choices)  # in the queue of an expert, from 1
     capacity = torch.ceil(mask.view(num_groups, -1).sum(dim=-1) * capacity_factor / num_experts)  # (groups,)
-    kept = (choices * (position <= capacity[:, None, None, None])).sum(dim=-1)  # (groups, K, tokens)
-    return kept.transpose(1, 2).reshape(top_k_index.shape).bool()
+    within_capacity = (choices * (position <= capacity[:, None, None, None])).sum(dim=-1)  # (groups, K, tokens)
+    return within_capacity.transpose(1, 2).reshape(top_k_index.shape).bool()
 
 
 class CLIPMoERouter(nn.Module):
@@ -677,8 +677,8 @@ class SparseMoEMixin:
         routers = [module for module in self.modules() if isinstance(module, CLIPMoERouter)]
         num_experts = min((router.config.num_experts for router in routers), default=0)
         if not 0 <= expert < num_experts:
-            known = f"experts 0 to {num_experts - 1}" if routers else "no sparse layer"
-            raise ValueError(f"expert={expert}, but the model has {known}.")
+            choices = f"experts 0 to {num_experts - 1}" if routers else "no sparse layer"
+            raise ValueError(f"expert={expert}, but the model has {choices}.")
         if scale is None:
             scale = [1.0 if router.config.norm_topk_prob else None for router in routers]
         elif not isinstance(scale, Sequence):

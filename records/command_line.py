@@ -69,9 +69,9 @@ def run(line: App, arguments: Sequence[str] | None = None) -> None:
     except CycloptsError as error:
         sys.exit(f"error: {one_line(error)}")
     with one_line_errors():
-        said = function(*bound.args, **bound.kwargs)
-        if said and is_first_process():
-            _print(said)
+        result = function(*bound.args, **bound.kwargs)
+        if result and is_first_process():
+            _print(result)
     if arguments is None:
         sys.exit()
 

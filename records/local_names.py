@@ -26,7 +26,7 @@ def is_hub_name(name: str) -> bool:
     return _is_valid(name) and not os.path.exists(name)
 
 
-def meant_here(name: str) -> str | None:
+def similar_path(name: str) -> str | None:
     """A file or folder that is here and that a misspelt name probably means; None: there is none."""
     folder, last = os.path.split(name)
     similar = most_similar(last, os.listdir(folder) if os.path.isdir(folder) else [], SLIP)

@@ -16,7 +16,7 @@ def one_line(text: object) -> str:
     return " ".join(str(text).split())
 
 
-def cut(names: Iterable[str]) -> str:
+def join_names(names: Iterable[str]) -> str:
     """Joins names for an error message, the first few in full."""
     names = list(names)
     more = f" and {len(names) - NAMES_PER_ERROR} more" if len(names) > NAMES_PER_ERROR else ""
@@ -50,7 +50,7 @@ def most_similar(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | 
     return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
 
 
-def what_is_meant(name: str, known: Iterable[str]) -> str:
+def suggestion(name: str, known: Iterable[str]) -> str:
     """The end of an error about an unknown name: the most similar known one, or else all known ones."""
     known = sorted(known)
     similar = most_similar(name, known)

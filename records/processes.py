@@ -40,18 +40,18 @@ def launch_cpu_processes(name: str, command: Sequence[str]) -> None:
 
     by = psutil.Process().parent().cmdline()
     launched = next((i for i, part in enumerate(by) if part.endswith(name)), 0)
-    asked = _asked_of_accelerate(by[:launched])
-    if asked.num_processes % asked.num_machines:
+    options = _accelerate_settings(by[:launched])
+    if options.num_processes % options.num_machines:
         sys.exit(
-            f"error: --num_processes {asked.num_processes} cannot be shared by {asked.num_machines} machines: it is "
-            "the number of all processes, as many on each machine"
+            f"error: --num_processes {options.num_processes} cannot be shared by {options.num_machines} machines: it "
+            "is the number of all processes, as many on each machine"
         )
-    if asked.num_processes == 1:
+    if options.num_processes == 1:
         return
     where = ["--standalone"]
-    if asked.num_machines > 1:
-        where = ["--nnodes", str(asked.num_machines), "--node_rank", str(asked.machine_rank)]
-        where += ["--master_addr", asked.main_process_ip, "--master_port", str(asked.main_process_port)]
+    if options.num_machines > 1:
+        where = ["--nnodes", str(options.num_machines), "--node_rank", str(options.machine_rank)]
+        where += ["--master_addr", options.main_process_ip, "--master_port", str(options.main_process_port)]
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
@@ -59,7 +59,7 @@ def launch_cpu_processes(name: str, command: Sequence[str]) -> None:
     # The launcher does not log processes that fail: they have said why
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
-        torchrun([*where, "--nproc_per_node", str(asked.num_processes // asked.num_machines), *command])
+        torchrun([*where, "--nproc_per_node", str(options.num_processes // options.num_machines), *command])
     except ChildFailedError as error:
         sys.exit(next(iter(error.failures.values())).exitcode)
     except (KeyboardInterrupt, SignalException) as error:  # the processes have got it, too, and said so
@@ -67,7 +67,7 @@ def launch_cpu_processes(name: str, command: Sequence[str]) -> None:
     sys.exit(0)
 
 
-def _asked_of_accelerate(command: Sequence[str]) -> argparse.Namespace:
+def _accelerate_settings(command: Sequence[str]) -> argparse.Namespace:
     """Where Accelerate's launcher was told to start processes, by its options or by its configuration file."""
     launcher = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     launcher.add_argument("--config_file", "--config-file")
@@ -76,15 +76,15 @@ def _asked_of_accelerate(command: Sequence[str]) -> argparse.Namespace:
     launcher.add_argument("--machine_rank", "--machine-rank", type=int, default=0)
     launcher.add_argument("--main_process_ip", "--main-process-ip")
     launcher.add_argument("--main_process_port", "--main-process-port", type=int)
-    asked, _ = launcher.parse_known_args(command)
-    if asked.config_file is not None:
+    options, _ = launcher.parse_known_args(command)
+    if options.config_file is not None:
         from accelerate.commands.config.config_args import load_config_from_file
 
-        configured = vars(load_config_from_file(asked.config_file))
-        known = {name: value for name, value in configured.items() if name in asked and value is not None}
-        launcher.set_defaults(**known)
-        asked, _ = launcher.parse_known_args(command)
-    return asked
+        configured = vars(load_config_from_file(options.config_file))
+        settings = {name: value for name, value in configured.items() if name in options and value is not None}
+        launcher.set_defaults(**settings)
+        options, _ = launcher.parse_known_args(command)
+    return options
 
 
 def joined_processes(device: str | None = None) -> "PartialState | None":

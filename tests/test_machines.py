@@ -58,10 +58,10 @@ def test_what_accelerate_was_asked_for_is_read(tmp_path):
     config |= {"num_processes": 4, "num_machines": 2, "main_process_ip": "10.0.0.1", "main_process_port": 29500}
     (tmp_path / "cpu.yaml").write_text(yaml.safe_dump(config))
     command = ["accelerate", "launch", "--quiet", f"--config_file={tmp_path / 'cpu.yaml'}", "--machine-rank", "1"]
-    asked = processes._asked_of_accelerate([*command, "--num_processes", "6"])
+    asked = processes._accelerate_settings([*command, "--num_processes", "6"])
     found = asked.num_processes, asked.num_machines, asked.machine_rank, asked.main_process_ip, asked.main_process_port
     assert found == (6, 2, 1, "10.0.0.1", 29500)
-    assert processes._asked_of_accelerate(["accelerate", "launch", "--cpu"]).num_processes == 1
+    assert processes._accelerate_settings(["accelerate", "launch", "--cpu"]).num_processes == 1
 
 
 def test_machines_have_the_same_number_of_processes(monkeypatch):

@@ -14,7 +14,7 @@ from data.worlds import WORLDS
 from evaluation.tasks import missing_data
 from records.files import read_record
 from records.local_names import is_hub_name
-from records.messages import most_similar, one_line, what_is_meant
+from records.messages import most_similar, one_line, suggestion
 from records.provenance import MANIFEST
 from training.estimates import Expected, Unknown, as_stream, count_pairs, is_cached, model_configs
 from training.settings import Reads
@@ -27,7 +27,7 @@ SETTING_ERRORS = (ValueError, OSError, StrictDataclassError, TypeError, Arithmet
 MODEL_FILES = ("config.json", "modules.json")
 
 
-def described(error: Exception) -> str:
+def error_text(error: Exception) -> str:
     """What an error says; of one that is not ours, such as a KeyError, with its kind."""
     text = one_line(error)
     return text if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {text}"
@@ -109,7 +109,7 @@ class Outlook:
             except Unknown as why:
                 return Expected.unknown(str(why))
             except SETTING_ERRORS as error:
-                self.wrong[key] = described(error)
+                self.wrong[key] = error_text(error)
                 return Expected.unknown(self.wrong[key])
 
         return once(f"expected of {key}", tried)
@@ -181,7 +181,7 @@ def _problem_of_reference(stage: Stage, reference: Reference, outlook: Outlook, 
         return ""
     others = [name for name in fitting if name != stage.name]  # a stage may be called as what it reads
     if _is_misspelt(value, others):
-        return f"there is no stage or folder {value!r}: {what_is_meant(value, others)}"
+        return f"there is no stage or folder {value!r}: {suggestion(value, others)}"
     folder, is_model = Path(value), "model" in reads.kinds
     if not reads.outside or (is_model and any((folder / name).is_file() for name in MODEL_FILES)):
         return outlook.wrong.get(value, "") if reads.outside else ""

@@ -306,8 +306,8 @@ def combine(columns: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Labels (samples,) of the combinations of labels (samples,) that occur, and by their numbers what to call them:
     `image 2, text 0`."""
     shape = [labels.max() + 1 for labels in columns.values()]
-    found, combined = np.unique(np.ravel_multi_index(tuple(columns.values()), shape), return_inverse=True)
-    by_number = zip(*np.unravel_index(found, shape), strict=True)
+    combinations, combined = np.unique(np.ravel_multi_index(tuple(columns.values()), shape), return_inverse=True)
+    by_number = zip(*np.unravel_index(combinations, shape), strict=True)
     names = [", ".join(f"{name} {label}" for name, label in zip(columns, labels, strict=True)) for labels in by_number]
     return combined, np.array(names)
 
@@ -386,10 +386,10 @@ def load_clusters(
     """
     with open_arrays(directory / CLUSTERS, "a stage of clusters") as file:
         about, arrays = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    found = about["dataset_fingerprint"]
-    if dataset_fingerprint not in (None, found):
+    fingerprint = about["dataset_fingerprint"]
+    if dataset_fingerprint not in (None, fingerprint):
         raise ValueError(
-            f"the labels in {directory} belong to {OTHER_DATA} (fingerprint {found[:12]}, not "
+            f"the labels in {directory} belong to {OTHER_DATA} (fingerprint {fingerprint[:12]}, not "
             f"{dataset_fingerprint[:12]}): use the same data settings in all stages, or embed and cluster these data"
         )
     return (FeatureClusters if "tuples" in arrays else CaptionClusters)(**arrays), about

@@ -14,7 +14,7 @@ from pathlib import Path
 from evaluation.figures import grid, plot_text, plt, save
 from records.files import new_file, output_folder
 from records.markdown import markdown_table
-from records.messages import cut
+from records.messages import join_names
 from records.provenance import LOG
 
 # What is logged of losses -> the title of its curve. Scores, TASK/METRIC, come after these.
@@ -57,7 +57,8 @@ def read_curves(runs: Sequence[Path], only: Sequence[str] = ()) -> dict[str, Cur
     missing = [name for name in only or ["loss"] if name not in logged]
     if missing:
         raise ValueError(
-            f"not logged yet in {', '.join(map(str, runs))}: {cut(missing)}; logged is {cut(logged) or None}"
+            f"not logged yet in {', '.join(map(str, runs))}: {join_names(missing)}; logged is "
+            f"{join_names(logged) or None}"
         )
     return {
         stage: {

@@ -216,7 +216,7 @@ def text_length(model: Expected, data: Expected) -> int:
 
 def bytes_at_a_time(model: Expected, text_tokens: int, pairs: int) -> int:
     """Bytes of the largest layer's activations for a batch, without training. Raises Unknown."""
-    whole = described(model.clip).requires_grad_(True)
+    whole = weightless_model(model.clip).requires_grad_(True)
     return 4 * pairs * count_largest_layer(whole, text_tokens, most_patches(model))
 
 
@@ -266,13 +266,13 @@ def _first_pairs(data: DataArguments) -> Rows:
     return once(f"first pairs {data}", look)
 
 
-def described(config: PreTrainedConfig) -> PreTrainedModel:
+def weightless_model(config: PreTrainedConfig) -> PreTrainedModel:
     """The model of a configuration, without its weights."""
-    return _described(type(config), config.to_json_string(use_diff=False))
+    return _weightless_model(type(config), config.to_json_string(use_diff=False))
 
 
 @functools.lru_cache(maxsize=16)
-def _described(kind: type[PreTrainedConfig], settings: str) -> PreTrainedModel:
+def _weightless_model(kind: type[PreTrainedConfig], settings: str) -> PreTrainedModel:
     config = kind.from_dict(json.loads(settings))
     if is_clip(config):
         return meta_model(config)
@@ -286,7 +286,7 @@ def parameters(configs: tuple[PreTrainedConfig, ...]) -> dict[str, int]:
     """`total`, and `activated`: those that a pair meets, K of the E experts of each sparse layer. All of a mixture."""
     sums = {"total": 0, "activated": 0}
     for config in configs:
-        model = described(config)
+        model = weightless_model(config)
         if is_clip(config):
             counts = count_parameters(model)
         else:
@@ -309,7 +309,7 @@ def size_of_weights(configs: tuple[PreTrainedConfig, ...]) -> int:
 def _stored(config: PreTrainedConfig) -> int:
     """Numbers in a saved model, which has a shared encoder twice."""
     once = not getattr(config, "shared_encoder", False)
-    return sum(parameter.numel() for _, parameter in described(config).named_parameters(remove_duplicate=once))
+    return sum(parameter.numel() for _, parameter in weightless_model(config).named_parameters(remove_duplicate=once))
 
 
 def read_otherwise(models: Iterable[Expected]) -> str:

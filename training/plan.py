@@ -9,7 +9,7 @@ import psutil
 from data.sources import opened_once
 from records.processes import is_first_process, num_processes
 from records.provenance import MANIFEST, Record
-from training.checks import SETTING_ERRORS, Outlook, described, find_faults
+from training.checks import SETTING_ERRORS, Outlook, error_text, find_faults
 from training.engine import CHECKPOINTS
 from training.estimates import AtMost, Unknown, parameters
 from training.recipe import Recipe
@@ -64,14 +64,14 @@ def plan(recipe: Recipe, stages: Iterable[Stage], num_processes: int) -> tuple[l
         outlook = Outlook(recipe.stages, recipe.output_dir, num_processes)
         faults = [*find_faults(outlook, {stage.name for stage in stages})]
         for stage in stages:
-            errors = [*_made_otherwise(stage, recipe, outlook.output_dir)]
+            errors = [*_changed_settings(stage, recipe, outlook.output_dir)]
             faults += [f"{stage.name}: {error}" for error in errors]
             row = _row(stage, outlook)
             rows.append(replace(row, state="made otherwise") if errors else row)
     return rows, faults
 
 
-def _made_otherwise(stage: Stage, recipe: Recipe, output_dir: Path) -> Iterable[ValueError]:
+def _changed_settings(stage: Stage, recipe: Recipe, output_dir: Path) -> Iterable[ValueError]:
     """What keeps a folder that is there from being used, as far as settings tell: data and inputs are not read."""
     for folder in (output_dir / stage.name, output_dir / f"{stage.name}.partial"):
         try:
@@ -103,7 +103,7 @@ def _number_or_reason(ask: Callable[[], int]) -> int | str:
     except Unknown as why:
         return str(why)
     except SETTING_ERRORS as error:
-        return described(error)
+        return error_text(error)
 
 
 def _state(stage: Stage, outlook: Outlook) -> str:
@@ -180,14 +180,14 @@ def _sum(name: str, rows: list[Row]) -> str:
     if name in COUNTS:
         return "-"
     values = [row.numbers[name] for row in rows if name in row.numbers]
-    known = [value for value in values if not isinstance(value, str)]
+    numbers = [value for value in values if not isinstance(value, str)]
     if name == "disk at most":
         sizes = [[_known(row.numbers.get(column, 0)) for column in ("disk", name)] for row in rows]
         total = max((sum(disk for disk, _ in sizes[:at]) + most for at, (_, most) in enumerate(sizes)), default=0)
     else:
-        total = max(known, default=0) if name in AT_ONCE else sum(known)
-    bound = "≤ " if any(isinstance(value, AtMost) for value in known) else ""
-    if len(known) == len(values):
+        total = max(numbers, default=0) if name in AT_ONCE else sum(numbers)
+    bound = "≤ " if any(isinstance(value, AtMost) for value in numbers) else ""
+    if len(numbers) == len(values):
         return bound + _formatted(name, total)
     return f"{bound}{_formatted(name, total)} + unknown" if total else "unknown"
 

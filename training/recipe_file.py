@@ -15,7 +15,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from records.files import read_text
-from records.messages import Faults, did_you_mean, given, most_similar, one_line, said, shortened, what_is_meant
+from records.messages import Faults, did_you_mean, given, most_similar, one_line, said, shortened, suggestion
 from records.yaml_files import read_yaml
 
 # Kind of stage -> what `training.stages.base.outline` tells of its class, and "recipe" -> the keys of a recipe. Written
@@ -88,7 +88,7 @@ def read_recipe(path: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
         raw["stages"][number] = _merge(shared, settings)
         faults += unknown_names(raw["stages"][number], outline["settings"], f"{settings['name']}.")
     unused = sorted(set(defaults) - used)
-    faults += [f"defaults.{key}: no stage uses them: {what_is_meant(key, used)}" for key in unused]
+    faults += [f"defaults.{key}: no stage uses them: {suggestion(key, used)}" for key in unused]
     if faults:
         raise RecipeError(path, faults)
     return raw
@@ -102,7 +102,7 @@ def _outline(stage: str) -> dict[str, Any]:
 
         return outline(import_stage(stage))
     if stage not in OUTLINES or stage == "recipe":
-        raise ValueError(f"there is no kind of stage {stage!r}: {what_is_meant(stage, {*OUTLINES} - {'recipe'})}")
+        raise ValueError(f"there is no kind of stage {stage!r}: {suggestion(stage, {*OUTLINES} - {'recipe'})}")
     return OUTLINES[stage]
 
 
@@ -127,7 +127,7 @@ def _meant_key(key: str, outline: dict[str, dict]) -> str:
     within = [name for name, inner in outline.items() if key in inner]
     if within and not most_similar(key, outline):
         return f"did you mean '{within[0]}.{key}'?"
-    return what_is_meant(key, outline)
+    return suggestion(key, outline)
 
 
 def validated(kind: type, settings: Any, path: str | Path, stages: Sequence[str] = ()) -> Any:

@@ -9,7 +9,7 @@ from pydantic.dataclasses import dataclass
 from transformers import PreTrainedConfig
 
 from modeling_clip_moe import CLIPMoEConfig
-from records.messages import cut
+from records.messages import join_names
 from training.losses import entropy_losses, router_losses
 from training.settings import STRICT
 
@@ -46,8 +46,8 @@ class RouterSettings:
             raise ValueError(f"text_router_weight goes with a sum over the towers, not with {self.balance_mean}")
         if set(self.global_entropy_coef) != set(self.global_entropy_min_experts):
             raise ValueError(
-                f"global_entropy_coef is for {cut(list(self.global_entropy_coef)) or 'no tower'}, but "
-                f"global_entropy_min_experts for {cut(list(self.global_entropy_min_experts)) or 'no tower'}"
+                f"global_entropy_coef is for {join_names(list(self.global_entropy_coef)) or 'no tower'}, but "
+                f"global_entropy_min_experts for {join_names(list(self.global_entropy_min_experts)) or 'no tower'}"
             )
         return self
 

@@ -304,12 +304,12 @@ def require_same_record(folder: Path, new: Record, data: DataArguments | None) -
         data: of the stage, where it may be read.
     """
     before = Record.read(folder)
-    found = before.differences(new)
-    if not found:
+    differences = before.differences(new)
+    if not differences:
         return before.attempts
-    differing = "; ".join(f"{key}: {how}" for key, how in found.items())
-    of_data = all(key.startswith("data.") for key in found)
-    newest = f", of which {newest_file(data)} changed last" if of_data and data and "data.sha256" in found else ""
+    differing = "; ".join(f"{key}: {how}" for key, how in differences.items())
+    of_data = all(key.startswith("data.") for key in differences)
+    newest = f", of which {newest_file(data)} changed last" if of_data and data and "data.sha256" in differences else ""
     raise ValueError(
         f"{folder} was made with other {'data' if of_data else 'settings'} ({differing}){newest}. Delete it to make it "
         "anew, or choose another --output-dir"

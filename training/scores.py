@@ -17,7 +17,7 @@ from evaluation.evaluate import evaluate_model
 from evaluation.measures import METRICS
 from evaluation.task import Task
 from records.files import read_json, save, write_text
-from records.messages import cut
+from records.messages import join_names
 from records.provenance import weights_fingerprint
 from training.measured_tasks import MeasuredTasks
 from training.settings import STRICT
@@ -51,7 +51,7 @@ def find_score(keep_best: str, tasks: Mapping[str, Task]) -> str:
         raise ValueError(f"keep_best {keep_best!r} names {names}")
     metrics = METRICS[tasks[matching[0]].kind]
     if metric.partition("/")[0] not in metrics:
-        raise ValueError(f"keep_best {keep_best!r}: the metrics of {matching[0]} are {cut(metrics)}")
+        raise ValueError(f"keep_best {keep_best!r}: the metrics of {matching[0]} are {join_names(metrics)}")
     return f"{matching[0]}/{metric}"
 
 
@@ -124,7 +124,7 @@ class Scores:
         }
         if self.settings.keep_best is not None:
             if self.decisive not in scores:
-                raise ValueError(f"keep_best {self.decisive!r} was not measured, only {cut(scores)}")
+                raise ValueError(f"keep_best {self.decisive!r} was not measured, only {join_names(scores)}")
             self._keep(step, scores[self.decisive], measured)
         shutil.rmtree(measured, ignore_errors=True)
         return scores

@@ -101,11 +101,11 @@ def save_checkpoint(
     parameters = _named_parameters(accelerator, model)
     # Copies: one may be a view of a weight, which a file of safetensors cannot hold beside it
     buffers = {name: buffer.clone().contiguous() for name, buffer in _named_buffers(accelerator, model).items()}
-    tensors = {MODEL: dict(_whole(accelerator, (parameters | buffers).items()))}
+    tensors = {MODEL: dict(_full_tensors(accelerator, (parameters | buffers).items()))}
     states = _named_states(parameters, optimizer)
-    tensors[OPTIMIZER] = dict(_whole(accelerator, _flat(states).items()))
+    tensors[OPTIMIZER] = dict(_full_tensors(accelerator, _flat(states).items()))
     if average is not None:
-        tensors[AVERAGE] = dict(_whole(accelerator, average.averages.items()))
+        tensors[AVERAGE] = dict(_full_tensors(accelerator, average.averages.items()))
     for of_file in tensors.values():
         trained = {name: tensor for name, tensor in of_file.items() if name not in buffers}
         require_finite_weights(trained, f"step {step}", checkpoints)  # a buffer may well be infinite
@@ -254,7 +254,7 @@ def plain_name(name: str) -> str:
     return name.replace("_orig_mod.", "")
 
 
-def _whole(accelerator: Accelerator, tensors) -> Iterator[tuple[str, torch.Tensor]]:
+def _full_tensors(accelerator: Accelerator, tensors) -> Iterator[tuple[str, torch.Tensor]]:
     """Named tensors on the CPU of the main process, those that FSDP2 splits put together; nothing elsewhere."""
     for name, tensor in tensors:
         tensor = tensor.detach()

@@ -9,7 +9,7 @@ from typing import Any
 
 from records.files import read_json, read_record
 from records.local_names import is_hub_name, is_url, without_paths
-from records.messages import cut
+from records.messages import join_names
 from records.provenance import (
     MANIFEST,
     RECIPE,
@@ -150,7 +150,7 @@ class Lineage:
 def _measured(folder: Path) -> dict[str, Any]:
     """The scores of a folder's weights in its run, what its analyses say of the experts, and the pictures of both."""
     weights = weights_fingerprint(str(folder))
-    results, analyses = _results(folder, weights), dict(_of_weights("*/experts.json", folder, weights))
+    results, analyses = _results(folder, weights), dict(_results_of_weights("*/experts.json", folder, weights))
     return {
         "results": {name: _published(read_json(path)) | {"source": folder.name} for name, path in results.items()},
         "experts": [require_summary(analysis.get("summary"), str(path)) for path, analysis in analyses.items()],
@@ -261,7 +261,7 @@ def _data(settings: dict[str, Any], is_local: bool) -> Data:
     return Data(without_paths(source, [source]), "local", details) if is_local else Data(source, "hub", details)
 
 
-def _of_weights(pattern: str, folder: Path, weights: str) -> Iterator[tuple[Path, dict[str, Any]]]:
+def _results_of_weights(pattern: str, folder: Path, weights: str) -> Iterator[tuple[Path, dict[str, Any]]]:
     """The results in a run, oldest first, that are of the weights in a folder as they are now.
 
     Warns of those that only share its name.
@@ -276,7 +276,7 @@ def _of_weights(pattern: str, folder: Path, weights: str) -> Iterator[tuple[Path
     if others:
         print(
             f"warning: {len(others)} results of {folder.name} are left out: other weights were measured, or none "
-            f"are named; measure again ({cut(others)})",
+            f"are named; measure again ({join_names(others)})",
             file=sys.stderr,
         )
 
@@ -285,7 +285,7 @@ def _results(folder: Path, weights: str) -> dict[str, Path]:
     """Name -> file of the results in a run that are of these weights. Of two that differ in nothing but their scores,
     the later one counts."""
     latest = {}
-    for path, result in _of_weights("*/*--*.json", folder, weights):
+    for path, result in _results_of_weights("*/*--*.json", folder, weights):
         require_result(result, str(path))
         latest[result["task"], result["protocol"], result["dtype"]] = path
     results: dict[str, Path] = {}

@@ -145,14 +145,14 @@ def named_errors(stage: Stage, setting: str) -> Iterator[None]:
 
 def references(stage: Stage) -> list[Reference]:
     """All that a stage names to be read, in the order of its settings."""
-    found = []
+    references = []
     for setting, reads in _reading_settings(type(stage)):
         for key, value in each_value(setting, getattr(stage, setting)):
             if isinstance(value, DataArguments):
-                found.append(Reference(f"{key}.source", value.source, reads))
+                references.append(Reference(f"{key}.source", value.source, reads))
             elif isinstance(value, str):
-                found.append(Reference(key, value, reads))
-    return [reference for reference in found if reference.value not in reference.reads.literals]
+                references.append(Reference(key, value, reads))
+    return [reference for reference in references if reference.value not in reference.reads.literals]
 
 
 def each_value(setting: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -192,21 +192,22 @@ def map_inputs(stage: Stage, look_up: Callable[[str | DataArguments, Reads], Any
 def models_of(stage: Stage, inputs: SimpleNamespace) -> list[Any]:
     """The models among what a stage reads."""
     values = [getattr(inputs, setting) for setting, reads in _reading_settings(type(stage)) if "model" in reads.kinds]
-    found = [model for value in values for _, model in each_value("", value)]
-    return [model for model in found if model is not None and model != Expected()]
+    models = [model for value in values for _, model in each_value("", value)]
+    return [model for model in models if model is not None and model != Expected()]
 
 
 def inherited(stage: Stage, inputs: SimpleNamespace) -> Expected:
     """What is known of a stage's output by its inputs alone: what the first of them that has it hands on."""
-    direct, data = [one for one in vars(inputs).values() if isinstance(one, Expected)], getattr(inputs, "data", None)
-    within = [one for value in vars(inputs).values() for _, one in each_value("", value) if isinstance(one, Expected)]
-    pairs = [one.pairs for one in ([data] if data else direct)]
-    known = next((number for number in pairs if isinstance(number, int)), next(iter(pairs), "no data"))
+    values, data = list(vars(inputs).values()), getattr(inputs, "data", None)
+    direct = [value for value in values if isinstance(value, Expected)]
+    within = [part for value in values for _, part in each_value("", value) if isinstance(part, Expected)]
+    pairs = [source.pairs for source in ([data] if data else direct)]
+    num_pairs = next((number for number in pairs if isinstance(number, int)), next(iter(pairs), "no data"))
     return Expected(
-        configs=next((one.configs for one in direct), ()),
-        pairs="only mixing its sources tells" if hasattr(inputs, "sources") else known,
-        processor=next((one.processor for one in within if one.processor), None),
-        readable=None if stage.makes_model else next((one.readable for one in within if one.readable), None),
+        configs=next((model.configs for model in direct), ()),
+        pairs="only mixing its sources tells" if hasattr(inputs, "sources") else num_pairs,
+        processor=next((part.processor for part in within if part.processor), None),
+        readable=None if stage.makes_model else next((part.readable for part in within if part.readable), None),
         weights=((stage.name, frozenset()),) if stage.makes_model else (),
     )
 

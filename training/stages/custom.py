@@ -26,16 +26,16 @@ def import_stage(stage: str) -> type[Stage]:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found = getattr(importlib.import_module(module), name)
+        value = getattr(importlib.import_module(module), name)
     except Exception as error:  # whatever the module raises
         raise ValueError(f"the stage {stage!r} cannot be imported: {_reason(error)}") from error
-    if not (isinstance(found, type) and issubclass(found, Stage)):
+    if not (isinstance(value, type) and issubclass(value, Stage)):
         raise ValueError(f"{stage!r} is no stage: its class must be a subclass of training.stages.base.Stage")
-    problem = _problem_of_class(found)
+    problem = _problem_of_class(value)
     if problem:
         raise ValueError(f"the stage {stage!r} {problem}")
-    own_stage(found)  # as it is now: the file may change while the run takes its time
-    return found
+    own_stage(value)  # as it is now: the file may change while the run takes its time
+    return value
 
 
 @functools.cache

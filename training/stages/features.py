@@ -277,10 +277,10 @@ class ClusterStage(Stage):
         previous = None if inputs.previous is None else load_clusters(Path(inputs.previous), fingerprint)[0]
         features = {name: features[name] for name in ("image", "text")}
         method = self._method(len(rows))
-        told = f"K-means by {method}" if self._has_kmeans else "random parts"
-        print(f"{self.name}: {told}")
+        method_text = f"K-means by {method}" if self._has_kmeans else "random parts"
+        print(f"{self.name}: {method_text}")
         columns, clusters = self._cluster(features, previous, context.seed, method)
-        save_clusters(directory, clusters, dataset_fingerprint=fingerprint, method=told)
+        save_clusters(directory, clusters, dataset_fingerprint=fingerprint, method=method_text)
         # Labels that were found within a cluster mean nothing outside of it.
         columns = {"cluster": previous.labels, **columns} if self.within else columns
         labels, names = combine(columns)

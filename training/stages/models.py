@@ -26,7 +26,7 @@ from modeling_clip_moe import CLIPMoEConfig
 from modeling_clip_moe.families import FAMILY_OF_TYPE
 from records.files import save
 from records.local_names import is_hub_name
-from records.messages import cut, what_is_meant
+from records.messages import join_names, suggestion
 from records.provenance import PROCESSOR, model_fingerprint
 from training.context import Context
 from training.estimates import Unknown, bytes_in_memory, read_otherwise, trained_apart
@@ -76,7 +76,7 @@ class InitializeStage(Stage):
         names = {field.name for field in fields(config_class)} | ROUTING_FIELDS
         unknown = sorted(set(settings) - names)
         if unknown:
-            hint = what_is_meant(unknown[0], names)
+            hint = suggestion(unknown[0], names)
             raise ValueError(f"{config_class.__name__} has no field {', '.join(map(repr, unknown))}: {hint}")
         return settings
 
@@ -87,7 +87,7 @@ class InitializeStage(Stage):
         sparse = [name for tower in _parts(self.text_config, self.vision_config)[1] for name in tower] + [*self.changes]
         sparse += ["towers"] if set(self.towers) != {"text", "vision"} else []
         if self.preset is None and sparse:
-            raise ValueError(f"{cut(sorted(set(sparse)))}: of sparse models alone; set preset")
+            raise ValueError(f"{join_names(sorted(set(sparse)))}: of sparse models alone; set preset")
         return self
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
@@ -261,7 +261,7 @@ class UnifyStage(Stage):
     def output_config(self, inputs: SimpleNamespace) -> CLIPMoEConfig:
         preset, base = _preset(self, fixed=["num_experts"]), inputs.model.clip
         if is_sparse(base):
-            self._require_fit(base)
+            self._require_changeable(base)
         with named_errors(self, "changes" if self.changes else "preset"):
             config = unify.unified_config(base, len(self.experts), preset, self.towers, self.base_expert)
         experts = [expert.clip for expert in inputs.experts]
@@ -281,7 +281,7 @@ class UnifyStage(Stage):
             with named_errors(self, f"experts.{number}"):
                 unify.require_expert(name, differing)
 
-    def _require_fit(self, config: CLIPMoEConfig) -> None:
+    def _require_changeable(self, config: CLIPMoEConfig) -> None:
         """Raises ValueError where the settings ask for what a model that is sparse already has settled."""
         ignored = sorted(set(self.changes) - {"num_experts_per_tok", "fusion_gate"})
         if ignored or set(self.towers) != {"text", "vision"}:

@@ -32,7 +32,7 @@ from evaluation.costs import count_activations, count_largest_layer
 from modeling_clip_moe import CLIPMoEConfig
 from modeling_clip_moe.configuration_clip_moe import embedding_size
 from records.files import save
-from records.messages import cut
+from records.messages import join_names
 from records.provenance import LOG
 from training.clusters import FeatureClusters, load_clusters
 from training.context import Context
@@ -44,10 +44,10 @@ from training.estimates import (
     Unknown,
     bytes_of_images,
     bytes_of_rows,
-    described,
     most_patches,
     read_otherwise,
     text_length,
+    weightless_model,
 )
 from training.features import HiddenStates, captions_per_image
 from training.loader import PairLoader
@@ -136,7 +136,7 @@ class StepsStage(LoopSettings, Stage):
 
     def trained_model(self, inputs: SimpleNamespace) -> PreTrainedModel:
         """The model without its weights; parameters that train require a gradient. Raises Unknown, ValueError."""
-        model = described(self.trained_config(inputs))
+        model = weightless_model(self.trained_config(inputs))
         self.set_trainable(model)
         return model
 
@@ -421,7 +421,10 @@ class TrainStage(RouterSettings, StepsStage):
             yield "hidden_states", f"they go with a sparse model, but {self.model} is dense"
         elif self.hidden_states is not None:
             train = _below_sparse_layers(config, self.trained_names(inputs))
-            yield "hidden_states", train and f"frozen layers below the first sparse ones are needed: {cut(train)} train"
+            yield (
+                "hidden_states",
+                train and f"frozen layers below the first sparse ones are needed: {join_names(train)} train",
+            )
 
     def _other_groups(self, config: CLIPMoEConfig) -> Iterator[str]:
         """Why parts of a batch would not have the groups of the whole batch."""
@@ -461,7 +464,7 @@ class TrainStage(RouterSettings, StepsStage):
     def trained_model(self, inputs: SimpleNamespace) -> PreTrainedModel:
         if self.lora is None:
             return super().trained_model(inputs)
-        model = copy.deepcopy(described(self.trained_config(inputs)))
+        model = copy.deepcopy(weightless_model(self.trained_config(inputs)))
         self.set_trainable(model)
         return model
 
@@ -469,7 +472,7 @@ class TrainStage(RouterSettings, StepsStage):
         if self.lora is None:
             return super().trained_names(inputs)
         self.trained_model(inputs)  # raises where there is nothing to adapt
-        return adapted_names(described(self.trained_config(inputs)), self.lora)
+        return adapted_names(weightless_model(self.trained_config(inputs)), self.lora)
 
     def _hidden_states(
         self, model: PreTrainedModel, rows: Rows, inputs: SimpleNamespace, context: Context
