@@ -6,10 +6,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, CLIPTextConfig, CLIPVisionConfig
 
-from modeling_clip_moe import CLIPMoEConfig, CLIPMoETextConfig, CLIPMoEVisionConfig
+from modeling_clip_moe import CLIPMoEConfig, CLIPMoETextConfig, CLIPMoEVisionConfig, CLIPMoEVisionModel
 
 TOWERS = pytest.mark.parametrize("config_class", [CLIPMoETextConfig, CLIPMoEVisionConfig])
 
@@ -67,6 +68,29 @@ def test_file_round_trip(tmp_path):
         assert fields.items() <= saved[tower].items()
         assert fields.items() <= getattr(loaded, tower).to_dict().items()
     assert CLIPMoEVisionConfig.from_pretrained(tmp_path).moe_layers == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("fields", "ffns"),
+    [
+        ({}, {"mlp"}),
+        ({"moe_layers": [0, 1]}, set()),
+        ({"moe_layers": [1]}, {"mlp"}),
+        ({"moe_layers": [0, 1], "fusion_gate": True}, {"mlp.base"}),
+        ({"moe_layers": [1], "fusion_gate": True}, {"mlp", "mlp.base"}),
+    ],
+    ids=str,
+)
+def test_the_plan_of_tensor_parallelism_names_the_modules_that_are_there(fields, ffns):
+    config = CLIPMoEVisionConfig(hidden_size=8, num_attention_heads=1, num_hidden_layers=2, **fields)
+    with torch.device("meta"):
+        names = {re.sub(r"\.\d+\.", ".*.", name) for name, _ in CLIPMoEVisionModel(config).named_modules()}
+    plan = config.base_model_tp_plan
+    expected = {f"self_attn.{name}_proj": "colwise" for name in "qkv"} | {"self_attn.out_proj": "rowwise"}
+    for ffn in ffns:
+        expected |= {f"{ffn}.fc1": "colwise", f"{ffn}.fc2": "rowwise"}
+    assert {name.removeprefix("encoder.layers.*."): style for name, style in plan.items()} == expected
+    assert plan.keys() <= names and "base_model_tp_plan" not in config.to_dict()
 
 
 @pytest.mark.slow

@@ -132,6 +132,15 @@ def test_loaded_from_a_folder_of_a_repository_and_saved_elsewhere(tmp_path):
         assert torch.equal(found, model(**INPUTS).logits_per_image) and torch.equal(loaded.centers, model.centers)
 
 
+def test_it_is_pushed_where_that_is_asked_for(tmp_path, monkeypatch):
+    called = []
+    monkeypatch.setattr(CLIPMoDEModel, "push_to_hub", lambda self, name, **options: called.append((name, options)))
+    mixture(2).save_pretrained(tmp_path / "mode")
+    assert called == []
+    mixture(2).save_pretrained(tmp_path / "mode", push_to_hub=True, repo_id="me/x", private=True)
+    assert called == [("me/x", {"private": True})]
+
+
 def test_missing_and_damaged_files_are_named(tmp_path):
     mixture(2).save_pretrained(tmp_path)
     weights = tmp_path / "expert_1" / "model.safetensors"
