@@ -200,6 +200,7 @@ def configs(dense, sparse, tmp_path_factory):
     return list(map(str, folders))
 
 
+@pytest.mark.slow
 def test_the_command_counts_and_measures(dense, sparse, configs, tmp_path, monkeypatch):
     """The page shows numbers and their ratios to the baseline."""
     monkeypatch.setattr(speed, "SECONDS_OF_A_TURN", 0.01)

@@ -104,6 +104,7 @@ for number, folder in enumerate(sys.argv[1:]):
 """
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_saved_code_loads_without_the_package_and_saves_the_same(tmp_path):
     expected = {}

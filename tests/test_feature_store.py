@@ -108,6 +108,7 @@ def process(rank, folder):
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_processes_share_the_shards(tmp_path):
     mp.spawn(process, (tmp_path,), nprocs=2)  # a fork would keep the state of processes that other tests left
     assert np.array_equal(FeatureStore(tmp_path, 250, 100)["rank"][:], np.arange(250) // 100 % 2)

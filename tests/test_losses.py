@@ -216,6 +216,7 @@ def test_multi_positive_loss_is_the_plain_one(chunk_size):
     assert_same(lambda model: multi_positive(model, slice(None), chunk_size), plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSES)
 def test_several_processes_equal_one(processes, name):
     model = Model()

@@ -105,6 +105,7 @@ def test_a_mixture_of_two_families_says_what_it_needs(of_two_families, tmp_path)
         CLIPMoDEModel.from_experts(experts, own_processors=True, feature_ensemble="sum")
 
 
+@pytest.mark.slow
 def test_a_mixture_of_two_families_is_published_with_both_processors(of_two_families, tmp_path):
     build(of_two_families[1], tmp_path / "published", "user/mixture")
     card = (tmp_path / "published" / "README.md").read_text()
