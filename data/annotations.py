@@ -25,14 +25,20 @@ Columns = dict[str, list[str] | list[list[str]]]
 def holds_list(path: str | Path) -> bool:
     """Whether a JSON is a list, as ShareGPT4V's are, by its first character."""
     with open(path, encoding="utf-8-sig") as file:
-        return file.read(1000).lstrip().startswith("[")
+        while part := file.read(1000):  # not a line: a whole file may be one
+            if part := part.lstrip():
+                return part.startswith("[")
+    return False
 
 
 def open_json(path: Path, split: str, image_column: str, caption_column: str) -> datasets.Dataset:
     """The pairs of a JSON, see `read_annotations`, as columns of these names."""
     images, captions = read_annotations(path, split)
     text = datasets.Value("string")
-    features = {image_column: text, caption_column: text if holds_list(path) else datasets.List(text)}
+    if len({*map(type, captions)}) > 1:
+        raise ValueError(f"{path} mixes layouts, conversations (ShareGPT4V) and lists of captions: split it in two")
+    of_texts = any(isinstance(caption, str) for caption in captions)
+    features = {image_column: text, caption_column: text if of_texts else datasets.List(text)}
     return datasets.Dataset.from_dict({image_column: images, caption_column: captions}, datasets.Features(features))
 
 

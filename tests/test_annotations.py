@@ -111,11 +111,11 @@ def test_data_are_known_by_the_file_and_its_images(tmp_path, source):
 
 
 @pytest.mark.parametrize("source", [coco, sharegpt4v])
-def test_a_json_may_begin_with_a_byte_order_mark(tmp_path, source):
+def test_a_json_may_begin_with_a_byte_order_mark_and_blanks(tmp_path, source):
     arguments = DataArguments(**source(tmp_path))
     before, path = list(load_pairs(arguments)["caption"]), Path(arguments.source)
-    path.write_text(path.read_text(), encoding="utf-8-sig")
-    assert list(load_pairs(arguments)["caption"]) == before
+    path.write_text(" \n" * 1000 + path.read_text(), encoding="utf-8-sig")
+    assert list(load_pairs(arguments)["caption"]) == before and count_pairs(arguments) == len(before)
 
 
 HEAD = "image,caption\n"
@@ -129,6 +129,12 @@ QUOTED = HEAD + '9.png,"two\nlines"\n'  # the next line is the fourth
         ("x.csv", "image, caption\n0.png,a\n", "no column 'caption'; its columns are 'image', ' caption'"),
         ("x.csv", HEAD, "no pairs"),
         ("x.csv", QUOTED + '0.png,"Big" dog\n', "line 4 cannot be read: "),
+        (
+            "x.json",
+            '{"images": [{"image": "0.png", "conversations": [{"from": "gpt", "value": "a"}]}, '
+            '{"id": 1, "file_name": "1.png"}], "annotations": [{"image_id": 1, "caption": "b"}]}',
+            "mixes layouts",
+        ),
         # It would take the lines up to the next quote with it
         ("x.tsv", 'image\tcaption\n0.png\t"Star\n1.png\ttv of 12"\n', "line 2 .*a cell that begins with a quote"),
         ("x.json", '{"images": [{"id": 1}]}', r"image 0 is not as it should be \(KeyError\('filename'\)\)"),
