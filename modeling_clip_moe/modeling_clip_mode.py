@@ -202,6 +202,8 @@ class CLIPMoDEModel(PreTrainedModel):
         self.max_loaded_experts: int | None = None
         # Name of an expert -> repository and folder that it can be loaded from, and the arguments for that
         self._sources: dict[str, tuple[str, str, dict[str, Any]]] = {}
+        # Folders of experts that this model has saved
+        self._saved: set[Path] = set()
         self.post_init()
 
     @classmethod
@@ -306,8 +308,9 @@ class CLIPMoDEModel(PreTrainedModel):
         hub = {name: kwargs.pop(name) for name in UPLOAD_ARGUMENTS if name in kwargs}
         for number, name in enumerate(self.config.experts):
             source = self._sources.get(name)
-            there = source is not None and Path(*source[:2]).resolve() == (directory / name).resolve()
-            if name not in self.experts and there and (directory / name / "config.json").is_file():
+            place = (directory / name).resolve()
+            there = place in self._saved or (source is not None and Path(*source[:2]).resolve() == place)
+            if name not in self.experts and there and (place / "config.json").is_file():
                 continue
             prefix, weights = f"experts.{name}.", None
             if state_dict is not None:
@@ -320,7 +323,8 @@ class CLIPMoDEModel(PreTrainedModel):
                     shutil.copy(path, partial)
             shutil.rmtree(directory / name, ignore_errors=True)
             os.replace(partial, directory / name)
-            self._sources.setdefault(name, (str(directory), name, {}))
+            if weights is None:
+                self._saved.add(place)
         if self.centers is not None:
             partial = directory / f"{ROUTING_FILE}.partial"
             save_file({"centers": self.centers, "expert_of_center": self.expert_of_center}, partial)

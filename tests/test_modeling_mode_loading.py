@@ -1,5 +1,7 @@
 """CLIPMoDEModel: its folder, which experts are added to, replaced in and loaded from."""
 
+import shutil
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -92,12 +94,23 @@ def test_an_expert_is_replaced(tmp_path):
     before = contents(tmp_path)
     loaded = CLIPMoDEModel.from_pretrained(tmp_path, max_loaded_experts=1)
     loaded.replace_expert(1, dense(7))
-    loaded.expert(0)  # the new one is in no file yet, so it stays in memory
+    loaded.save_pretrained(tmp_path / "for a while")
+    shutil.rmtree(tmp_path / "for a while")
+    loaded.expert(0)  # the new one was not loaded from a file, so it stays in memory
     loaded.save_pretrained(tmp_path)
     changed = {path for path, content in contents(tmp_path).items() if before[path] != content}
     assert changed == {"expert_1/config.json", "expert_1/model.safetensors"}
     found = AutoModel.from_pretrained(tmp_path).expert(1)(**INPUTS).logits_per_image
     assert torch.equal(found, dense(7)(**INPUTS).logits_per_image)
+
+
+def test_an_expert_that_was_changed_and_saved_stays_so(tmp_path):
+    mixture(2).save_pretrained(tmp_path / "source")
+    model = CLIPMoDEModel.from_pretrained(tmp_path / "source", max_loaded_experts=1)
+    model.expert(0).logit_scale.data.fill_(1.5)
+    for _ in range(2):  # the first loads expert 1 and gives up expert 0
+        model.save_pretrained(tmp_path / "saved")
+    assert AutoModel.from_pretrained(tmp_path / "saved").expert(0).logit_scale == 1.5
 
 
 def test_an_expert_that_was_half_added_is_none(tmp_path):

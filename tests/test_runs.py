@@ -22,7 +22,7 @@ from records.files import locked
 from records.provenance import Record
 from training import commands
 from training.recipe import load_recipe
-from training.runner import run_recipe, stage_errors
+from training.runner import Runner, comparable, run_recipe, stage_errors
 
 ROOT = Path(__file__).parents[1]
 COMMAND = [sys.executable, "-m", "training.upcycle"]
@@ -61,8 +61,11 @@ def test_a_refused_run_writes_nothing(write):
             run_recipe(load_recipe(path, {**refused, "mixed_precision": "no"}))
     assert contents(output) == before
     shutil.rmtree(output / "dense")
-    with pytest.raises(ValueError, match="sparse was made with other settings .stage.changes.num_experts: 4 -> 8"):
-        run_recipe(load_recipe(path, {"sparse.changes.num_experts": 8}))
+    for only in (None, ["sparse"]):
+        with pytest.raises(ValueError, match="sparse was made with other settings .stage.changes.num_experts: 4 -> 8"):
+            run_recipe(load_recipe(path, {"sparse.changes.num_experts": 8}), only)
+    assert contents(output) == {name: content for name, content in before.items() if name.parts[0] != "dense"}
+    run_recipe(load_recipe(path))
     assert Record.read(output / "dense").digest == digest  # made again, it is the same
     (output / "other").mkdir()
     (output / "other" / "notes.txt").write_text("mine")
@@ -76,16 +79,33 @@ def test_a_model_that_was_changed_after_its_stage_is_not_read(write, tmp_path, c
     output = run_recipe(load_recipe(path))
     run_recipe(load_recipe(path))
     assert capsys.readouterr().out.count("done before, skipped") == 2
-    tensors = weights(output / "dense")
+    loaded, tensors = load_recipe(path), weights(output / "dense")
+    runner = Runner(loaded)
+    runner.prepare(loaded.stages[1])
     tensors["visual_projection.weight"] += 1
     save_file(tensors, output / "dense" / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match="dense was changed after its stage had finished: delete the folder"):
-        run_recipe(load_recipe(path))
+    for run in (lambda: run_recipe(load_recipe(path)), lambda: runner.prepare(loaded.stages[1])):
+        with pytest.raises(ValueError, match="dense was changed after its stage had finished: delete the folder"):
+            run()
     run_recipe(load_recipe(path), only=["dense"])  # nothing reads it
     # The way out
     shutil.copytree(output / "dense", tmp_path / "mine", ignore=shutil.ignore_patterns("manifest.json"))
     shutil.rmtree(output / "sparse")
     run_recipe(load_recipe(path, {"sparse.model": str(tmp_path / "mine")}), only=["sparse"])
+
+
+def test_models_may_be_called_as_settings_that_are_not_compared():
+    settings = {"models": {"evaluation": "a", "num_workers": "b"}, "num_workers": 2, "data": {"num_workers": 1}}
+    assert comparable(settings) == {"models": settings["models"], "data": {}}
+
+
+def test_a_run_that_was_killed_before_it_knew_its_weights_learns_them_later(write):
+    path = write()
+    folder = run_recipe(load_recipe(path), only=["dense"]) / "dense"
+    record = Record.read(folder)
+    record.model_copy(update={"weights": None}).write(folder)
+    run_recipe(load_recipe(path), only=["dense"])
+    assert Record.read(folder).weights == record.weights is not None
 
 
 def test_what_a_killed_run_left(tmp_path):

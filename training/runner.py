@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from conversion import publish
 from conversion.checkpoints import load_config
 from conversion.verification import require_loadable
-from data.sources import DataArguments, newest_file, opened_once
+from data.sources import DataArguments, file_stamp, newest_file, opened_once
 from records.files import locked, respect_umask, write_text
 from records.local_names import paths_here
 from records.provenance import (
@@ -37,7 +37,6 @@ from records.provenance import (
     Record,
     device_name,
     environment,
-    file_digest,
     input_fingerprint,
     weights_fingerprint,
 )
@@ -188,12 +187,12 @@ class Runner:
         say = functools.partial(accelerator.on_main_process(print), flush=True)
         context.forget_identities()
         is_done = (final / MANIFEST).is_file()
-        with suppress(Unfinished) if is_done else nullcontext():  # what it read may be gone
-            inputs, record = self.prepare(stage)
+        inputs, record = self.prepare(stage)
         if is_done:
             say(f"{stage.name}: done before, skipped{_report_of(final)}")
             if accelerator.is_main_process:
-                shutil.rmtree(final / CHECKPOINTS, ignore_errors=True)
+                _tidy(stage, Record.read(final), final)  # a kill may have come before that
+            accelerator.wait_for_everyone()
             return
         say(f"{stage.name}: begins, {datetime.now():%Y-%m-%d %H:%M:%S}")
         record.attempts.append(self._attempt())
@@ -220,6 +219,8 @@ class Runner:
     def prepare(self, stage: Stage) -> tuple[SimpleNamespace, Record]:
         """What a stage reads, and the record of what makes its folder, with the attempts before. Writes nothing.
 
+        What a finished stage has read may be gone: then all else is compared, and the first of the two is None.
+
         Raises:
             Unfinished: what it reads is not there yet.
             ValueError: its folder was made by something else.
@@ -228,21 +229,27 @@ class Runner:
         if final.exists() and not (final / MANIFEST).is_file() and not (final.is_dir() and not any(final.iterdir())):
             raise ValueError(f"{final} is in the way: it has no {MANIFEST}, so no stage made it. Move it away")
         context, data = self.context, getattr(stage, "data", None)
-        inputs, read = resolve(stage, context), references(stage)
-        names = [r.value for r in read if r.reads.outside or r.value in context.stages]
         record = Record(
             stage=comparable(dump(stage)),
             seed=context.seed,
             mixed_precision=context.accelerator.mixed_precision,
-            inputs={name: self._input_fingerprint(name) for name in names} | stage.fingerprints(inputs),
-            data=None if data is None else context.identity(data),
             local=self._local,
             **own_stage(type(stage)),
         )
+        inputs, unfinished = None, None
+        try:
+            inputs = resolve(stage, context)
+            names = [r.value for r in references(stage) if r.reads.outside or r.value in context.stages]
+            record.inputs = {name: self._input_fingerprint(name) for name in names} | stage.fingerprints(inputs)
+            record.data = None if data is None else context.identity(data)
+        except Unfinished as error:
+            unfinished = error
         is_done = (final / MANIFEST).is_file()
         if is_done or has_work(partial):
             made = final if is_done else partial
             record.attempts = require_same_record(made, record, getattr(inputs, "data", None))
+        if unfinished and not is_done:
+            raise unfinished
         return inputs, record
 
     def folders(self, stage: Stage) -> tuple[Path, Path]:
@@ -252,9 +259,8 @@ class Runner:
 
     def _input_fingerprint(self, reference: str) -> str:
         """What a stage, a folder or a hub name holds, which is read once after it was made."""
-        folder, key = self.context.folder(reference), reference
-        if reference in self.context.stages:
-            key = f"{reference} {file_digest(Path(folder) / MANIFEST)}"
+        folder = self.context.folder(reference)
+        key = f"{reference} {[file_stamp(str(path)) for path in sorted(Path(folder).rglob('*')) if path.is_file()]}"
         if key not in self._fingerprints:
             self._fingerprints[key] = input_fingerprint(folder)
         return self._fingerprints[key]
@@ -285,16 +291,16 @@ def has_work(partial: Path) -> bool:
     return any(path.name not in no_work and path.suffix not in (".partial", ".tmp") for path in paths)
 
 
-def comparable(settings: Any) -> Any:
-    """Settings without those of `NOT_COMPARED`; but workers of a stream settle its order, and scores while training may
-    settle which model is kept."""
-    if not isinstance(settings, dict):
-        return settings
+def comparable(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a stage, or of its data, without those of `NOT_COMPARED`; but workers of a stream settle its order,
+    and scores while training may settle which model is kept."""
     left_out = NOT_COMPARED - ({"num_workers"} if settings.get("streaming") else set())
-    evaluation = settings.get("evaluation")
-    if not (isinstance(evaluation, dict) and evaluation.get("keep_best")):
+    if not (settings.get("evaluation") or {}).get("keep_best"):
         left_out |= {"evaluation"}
-    return {key: comparable(value) for key, value in settings.items() if key not in left_out}
+    compared = {key: value for key, value in settings.items() if key not in left_out}
+    if isinstance(compared.get("data"), dict):
+        compared["data"] = comparable(compared["data"])
+    return compared
 
 
 def require_same_record(folder: Path, new: Record, data: DataArguments | None) -> list[Attempt]:
@@ -330,8 +336,12 @@ def _finish(stage: Stage, record: Record, partial: Path, final: Path) -> None:
     record.write(partial)
     respect_umask(partial)
     os.replace(partial, final)
-    # Not before: a run that is killed now goes on from the last one.
+    _tidy(stage, record, final)
+
+
+def _tidy(stage: Stage, record: Record, final: Path) -> None:
+    """What is left to do when a folder has its name: until then, a run that is killed goes on from a checkpoint."""
     shutil.rmtree(final / CHECKPOINTS, ignore_errors=True)
-    if stage.makes_model:  # not before the checkpoints are gone
+    if stage.makes_model and record.weights is None:  # not before the checkpoints are gone
         record.weights = weights_fingerprint(str(final))
         record.write(final)
