@@ -5,7 +5,8 @@ place.
 """
 
 import csv
-from collections import defaultdict
+import logging
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,8 @@ import datasets
 
 from records.files import read_json
 from records.messages import shortened
+
+logger = logging.getLogger(__name__)
 
 # Suffixes of tables, and what stands between their cells
 TABLES = {".csv": ",", ".tsv": "\t"}
@@ -110,13 +113,17 @@ def read_annotations(path: Path, split: str | None) -> tuple[list[str], list[str
     for number, annotation in enumerate(content.get("annotations", ()) if isinstance(content, dict) else ()):
         with _entry(path, f"annotation {number}", annotation):
             captions[annotation["image_id"]].append(_text(annotation["caption"]))
-    pairs, splits = [], set()
+    pairs, splits, ids = [], set(), Counter()
     for number, image in enumerate(images):
         with _entry(path, f"image {number}", image):
             name, of_split, texts = _of_image(image, captions)
+        if _is_coco(image):
+            ids[image["id"]] += 1
         splits.add(of_split)
         if texts and (split is None or of_split in split.split("+")):
             pairs.append((name, texts))
+    if ids:
+        _require_own_captions(path, ids, captions)
     splits = splits or {"train"}
     if split is not None and not splits.issuperset(split.split("+")):
         raise ValueError(no_split(path, split, sorted(splits)))
@@ -133,10 +140,32 @@ def _of_image(image: dict[str, Any], captions: Mapping[Any, list[str]]) -> tuple
     if "conversations" in image:
         answer = next((turn["value"] for turn in image["conversations"] if turn["from"] == "gpt"), None)
         return _text(image["image"]), "train", _text(answer)
-    if "file_name" in image:
+    if _is_coco(image):
         return _text(image["file_name"]), "train", captions.get(image["id"], [])
     name = "/".join(filter(None, [image.get("filepath"), _text(image["filename"])]))
     return name, _text(image["split"]), [_text(sentence["raw"]) for sentence in image["sentences"]]
+
+
+def _is_coco(image: dict[str, Any]) -> bool:
+    return "file_name" in image and "conversations" not in image
+
+
+def _require_own_captions(path: Path, ids: Mapping[Any, int], captions: Mapping[Any, list[str]]) -> None:
+    """Raises a ValueError where COCO's images would get each other's captions, or none by the kind of their ids."""
+    twice = next((key for key, count in ids.items() if count > 1), None)
+    if twice is not None:
+        raise ValueError(f"{path}: {ids[twice]} images have the id {twice!r}, hence the same captions: make ids unique")
+    lost = [key for key in captions if key not in ids]
+    by_text = {str(key): key for key in ids}
+    wrong = next((key for key in lost if len(lost) == len(captions) or str(key) in by_text), None)
+    if wrong is not None:
+        like = by_text.get(str(wrong), next(iter(ids)))
+        raise ValueError(f"{path}: no image has the id {wrong!r} of an annotation, only as {like!r}: make them agree")
+    if lost:
+        logger.warning(
+            "%s: %d annotations have the image_id of no image, such as %s: they are not read",
+            path, sum(len(captions[key]) for key in lost), shortened(lost[0]),
+        )  # fmt: skip
 
 
 def _text(value: Any) -> str:

@@ -72,8 +72,31 @@ def test_tables(tmp_path, name, streaming):
 
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["loaded", "streamed"])
-def test_coco(tmp_path, streaming):
-    require_pairs(DataArguments(**coco(tmp_path), streaming=streaming), [[f"{t} 1", f"{t} 0"] for t in CAPTIONS])
+def test_coco(tmp_path, streaming, caplog):
+    source, expected = coco(tmp_path), [[f"{t} 1", f"{t} 0"] for t in CAPTIONS]
+    require_pairs(DataArguments(**source, streaming=streaming), expected)
+    assert "annotations" not in caplog.text
+    content = json.loads(Path(source["source"]).read_text())
+    content["annotations"] += [{"image_id": 5, "caption": "of none"}] * 2
+    Path(source["source"]).write_text(json.dumps(content))
+    require_pairs(DataArguments(**source, streaming=streaming), expected)
+    assert "2 annotations have the image_id of no image, such as 5: they are not read" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("ids", "image_ids", "message"),
+    [
+        ((1, 1), (1, 2), "2 images have the id 1, hence the same captions"),
+        ((1, 2), (1, "2"), "no image has the id '2' of an annotation, only as 2: make them agree"),
+        ((1, 2), (3, 4), "no image has the id 3 of an annotation, only as 1: make them agree"),
+    ],
+)
+def test_ids_of_coco_that_do_not_agree(tmp_path, ids, image_ids, message):
+    images = [{"id": key, "file_name": f"{number}.png"} for number, key in enumerate(ids)]
+    annotations = [{"image_id": key, "caption": "a"} for key in image_ids]
+    (tmp_path / "x.json").write_text(json.dumps({"images": images, "annotations": annotations}))
+    with pytest.raises(ValueError, match=f"x.json: {message}"):
+        load_pairs(DataArguments(source=str(tmp_path / "x.json")))
 
 
 def test_karpathy(tmp_path):
