@@ -40,7 +40,10 @@ def zero_shot_metrics(
     Returns:
         `accuracy`; `accuracy_top5` where there are more than five classes; `mean_per_class_recall`, over the classes
         that occur; and those that are wanted. Images of several classes each get `mean_average_precision` alone, over
-        classes.
+        the classes that occur.
+
+    Raises:
+        ValueError: `roc_auc` of labels of one class alone.
     """
     from sklearn.metrics import (
         accuracy_score,
@@ -53,7 +56,9 @@ def zero_shot_metrics(
     labels, classes = np.asarray(labels), np.arange(len(class_embeds))
     similarity = image_embeds @ class_embeds.T
     if labels.ndim == 2:
-        return {"mean_average_precision": float(average_precision_score(labels, similarity, average="macro"))}
+        occur = labels.any(axis=0)
+        precision = average_precision_score(labels[:, occur], similarity[:, occur], average="macro")
+        return {"mean_average_precision": float(precision)}
     predicted = similarity.argmax(axis=1)
     metrics = {
         "accuracy": float(accuracy_score(labels, predicted)),
@@ -64,5 +69,7 @@ def zero_shot_metrics(
     if "mean_of_top1_and_top5" in wanted:
         metrics["mean_of_top1_and_top5"] = (metrics["accuracy"] + metrics["accuracy_top5"]) / 2
     if "roc_auc" in wanted:
+        if len(np.unique(labels)) < 2:
+            raise ValueError(f"roc_auc needs images of both classes, all have class {labels[0]}: take more images")
         metrics["roc_auc"] = float(roc_auc_score(labels, similarity[:, 1] - similarity[:, 0]))
     return metrics

@@ -498,4 +498,7 @@ def test_mean_average_precision_by_a_loop():
     for of_class, scores in zip(labels.T, (images @ classes.T).T, strict=True):
         right = of_class[np.argsort(-scores)]
         precisions.append((np.cumsum(right) / np.arange(1, 41))[right].mean())
-    assert zero_shot_metrics(images, classes, labels) == {"mean_average_precision": pytest.approx(np.mean(precisions))}
+    expected = {"mean_average_precision": pytest.approx(np.mean(precisions))}
+    assert zero_shot_metrics(images, classes, labels) == expected
+    more, nothing = np.concatenate([classes, classes[:1]]), np.zeros((40, 1), bool)  # a class that does not occur
+    assert zero_shot_metrics(images, more, np.concatenate([labels, nothing], axis=1)) == expected

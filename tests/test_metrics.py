@@ -60,6 +60,9 @@ def test_zero_shot_is_the_obvious_loop(number, wanted, ties):
         ones, zeros = (np.array(margins)[labels == label] for label in (1, 0))
         expected["roc_auc"] = np.mean([(a > b) + (a == b) / 2 for a in ones for b in zeros])
     assert zero_shot_metrics(images, classes, labels, wanted) == pytest.approx(expected)
+    if number == 2:
+        with pytest.raises(ValueError, match="roc_auc needs images of both classes, all have class 1"):
+            zero_shot_metrics(images, classes, np.ones_like(labels), wanted)
 
 
 # ---- retrieval
