@@ -132,7 +132,8 @@ def _page(costs: Mapping[str, Any], baseline: str, how: Mapping[str, Any]) -> st
     if how.get("captions"):
         sections.append(_to_remember(costs, how["captions"]))
     if measured:
-        memory = "the process, which starts with its libraries," if how["device"] == "cpu" else "the accelerator"
+        of_process = any("memory_before" in of_model["measured"] for of_model in measured.values())  # on a CPU
+        memory = "the process, which starts with its libraries," if of_process else "the accelerator"
         sections += [
             _table(measured, _measured, baseline),
             f"Medians of {ROUNDS} rounds, in each of which all models have their turn, after one that warms up. Random "

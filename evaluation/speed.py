@@ -14,7 +14,9 @@ from typing import Any, TypeVar
 
 import psutil
 import torch
+from huggingface_hub.utils import are_progress_bars_disabled
 from transformers import BatchFeature
+from transformers.utils.logging import disable_progress_bar
 
 from conversion.checkpoints import load_clip
 from conversion.verification import sample_inputs
@@ -80,9 +82,10 @@ def measure_memory(model: str, batch_size: int, device: torch.device, dtype: tor
 
 
 def in_own_process(function: Callable[..., Result], *arguments: Any) -> Result:
-    """Call a function in a new process, which has its own memory."""
+    """Call a function in a new process, which has its own memory. It draws no bars where this one draws none."""
+    quiet = disable_progress_bar if are_progress_bars_disabled() else None
     # A fork of a process that has used OpenMP would wait for threads that are not there
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=quiet) as process:
         others = set(active_children())
         handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # of which the process would print its own traceback
         try:

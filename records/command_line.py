@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import App, CycloptsError, Parameter, Token
+from cyclopts import App, CycloptsError, MissingArgumentError, Parameter, Token
 from huggingface_hub.errors import StrictDataclassError
 from huggingface_hub.utils import disable_progress_bars
 from safetensors import SafetensorError
@@ -67,13 +67,21 @@ def run(line: App, arguments: Sequence[str] | None = None) -> None:
     try:
         function, bound, _ = line.parse_args(given, print_error=False, exit_on_error=False)
     except CycloptsError as error:
-        sys.exit(f"error: {one_line(error)}")
+        sys.exit(f"error: {_said(error)}")
     with one_line_errors():
         result = function(*bound.args, **bound.kwargs)
         if result and is_first_process():
             _print(result)
     if arguments is None:
         sys.exit()
+
+
+def _said(error: CycloptsError) -> str:
+    """What cyclopts says, which calls an option that is not there one without a value."""
+    said = one_line(error)
+    if isinstance(error, MissingArgumentError) and error.keyword is None and not error.argument.tokens:
+        return re.sub(r'^(Command ".*?" p|P)arameter (\S+) requires an argument\.', r"\2 is missing.", said)
+    return said
 
 
 def _print(text: str) -> None:

@@ -221,7 +221,7 @@ def test_the_command_counts_and_measures(dense, sparse, configs, tmp_path, monke
     assert not any("measured" in of[name] for name in models[2:])
     assert of[models[1]]["parameters"] == of[models[2]]["parameters"]
     found = result["device"].split()[0], result["dtype"], result["batch_size"]
-    assert found == ("cpu", "float32", 3)
+    assert found == ("cpu", "float32", 3) and "Memory: of the process, " in page
     assert {path.name for path in folder.iterdir()} == {f"efficiency.{kind}" for kind in ("html", "json", "md")}
     lines = lines_of("\n".join(line for line in page.splitlines() if line.startswith("|")))
     counted, adds, measured = (lines[start : start + 4] for start in (2, 8, 14))

@@ -69,11 +69,13 @@ def build(
         print(f"warning: {source}: {', '.join(sorted(left_out))} are left out: no files of an encoder", file=sys.stderr)
     lineage = Lineage.of(Path(source))
     if not lineage.results:
-        print(
-            f"warning: no scores of {source} are published: a card has those of a recipe's stage, measured with the "
-            "same weights by an evaluate stage of the run, or into a folder beside it",
-            file=sys.stderr,
+        scores = Path(source).absolute().parent / "scores"
+        what_to_do = (
+            f"measure it by an evaluate stage of its recipe, or by clip-moe evaluate with --output-dir {scores}"
+            if lineage.recipe or lineage.unknown
+            else "a card shows those of a recipe's stage alone, so make it by a recipe that has a stage evaluate"
         )
+        print(f"warning: no scores of {source} are published: {what_to_do}", file=sys.stderr)
     for name, picture in lineage.pictures.items():
         shutil.copy(picture, folder / name)
     if lineage.results:
