@@ -160,9 +160,16 @@ class ClipEncoder:
 
     @torch.no_grad()
     def encode(self, items: Sequence[str | PIL.Image.Image], batch_size: int = BATCH_SIZE) -> np.ndarray:
-        """(items, d) normalized: of texts, or of images."""
+        """(items, d) normalized: of texts, or of images. Raises a ValueError if one is zero or not finite."""
         batches = [list(items[start : start + batch_size]) for start in range(0, len(items), batch_size)]
-        return torch.nn.functional.normalize(torch.cat([*map(self._embed, batches)]).float(), dim=-1).cpu().numpy()
+        embeds = torch.nn.functional.normalize(torch.cat([*map(self._embed, batches)]).float(), dim=-1).cpu()
+        bad = int((~embeds.norm(dim=-1).isclose(torch.ones(()), atol=1e-3)).sum())
+        if bad:
+            raise ValueError(
+                f"{bad} of {len(embeds)} embeddings of {self.name} are zero or not finite: the weights are damaged, or "
+                f"too large for {self.model.dtype}"
+            )
+        return embeds.numpy()
 
     def _embed(self, batch: list[str] | list[PIL.Image.Image]) -> torch.Tensor:
         if self.modality == "image":

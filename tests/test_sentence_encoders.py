@@ -66,7 +66,12 @@ def test_text_tower_of_a_clip():
     batch = processor.tokenizer(TEXTS, padding=True, return_tensors="pt")
     with torch.no_grad():
         expected = model.get_text_features(**batch).pooler_output.numpy()
-    np.testing.assert_allclose(open_encoder(base).encode(TEXTS), unit(expected), atol=1e-5)
+    encoder = open_encoder(base)
+    np.testing.assert_allclose(encoder.encode(TEXTS), unit(expected), atol=1e-5)
+    for value in (0, float("inf")):
+        torch.nn.init.constant_(encoder.model.text_projection.weight, value)
+        with pytest.raises(ValueError, match="5 of 5 embeddings of symbol_clip-.* are zero or not finite"):
+            encoder.encode(TEXTS)
 
 
 def test_sentence_transformers(bert, tmp_path):

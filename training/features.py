@@ -22,7 +22,7 @@ from data.identity import OTHER_DATA
 from data.images import decode_image
 from data.pairs import first_caption
 from evaluation.feature_store import Compute, FeatureStore
-from evaluation.sentence_encoders import SentenceEncoder
+from evaluation.sentence_encoders import ClipEncoder, SentenceEncoder
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
 from training.loader import PairLoader
 
@@ -57,17 +57,24 @@ def clip_features(
                 features["text"].append(texts)
             arrays = {name: torch.cat(tensors) for name, tensors in features.items()}
             for name, array in arrays.items():
-                _require_finite(array.numpy(), name, pairs)
+                _require_usable(array.numpy(), name, pairs)
             yield arrays
 
     return compute
 
 
-def _require_finite(features: np.ndarray, name: str, pairs: range) -> None:
-    """Clusters of features that are not finite mean nothing."""
-    bad = int((~np.isfinite(features)).any(axis=1).sum())
-    if bad:
-        raise ValueError(f"{bad} {name} features of the pairs from {pairs.start} on are not finite: damaged weights?")
+def _require_usable(features: np.ndarray, name: str, pairs: range, zeros: bool = False) -> None:
+    """Clusters of features that are not finite mean nothing, nor of zeros, which a CLIP makes of too large ones.
+
+    Args:
+        zeros: are fine, as TF-IDF's of a text without a known word.
+    """
+    lengths = np.linalg.norm(features.astype(np.float32), axis=1)
+    good = np.isclose(lengths, 1, atol=1e-2) | (zeros & (lengths == 0))  # half precision rounds them
+    if not good.all():
+        kinds = "not finite" if zeros else "zero or not finite"
+        place = f"{name} features of the pairs from {pairs.start} on"
+        raise ValueError(f"{(~good).sum()} {place} are {kinds}: damaged weights, or too large for their precision?")
 
 
 def mean_of_captions(
@@ -103,7 +110,7 @@ def encoder_features(
     def compute(shards: list[range]) -> Iterator[dict[str, np.ndarray]]:
         for pairs in shards:
             embeddings = embed(pairs).astype(dtype)
-            _require_finite(embeddings, encoder.modality, pairs)
+            _require_usable(embeddings, encoder.modality, pairs, zeros=not isinstance(encoder, ClipEncoder))
             yield {"embeddings": embeddings}
 
     return compute
