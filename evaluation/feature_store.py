@@ -21,6 +21,9 @@ from evaluation.progress import progress
 from records.files import new_file, output_folder, read_record, write_text, writing
 
 INDEX = "index.json"
+# The one array of whole numbers that is read as rows; all others are of features
+LABELS = "labels"
+FLOATS = torch.float16, torch.float32, torch.float64  # those that NumPy has, too
 # The rows of shards -> their arrays, by name. An array has the rows of its shard, or more (tokens of rows).
 Compute = Callable[[list[range]], Iterable[Mapping[str, np.ndarray | torch.Tensor]]]
 
@@ -96,10 +99,13 @@ class FeatureStore:
 
     def _require_size(self, rows: range) -> None:
         file = self.shard(rows.start)
-        sizes = [file.get_slice(name).get_shape()[0] for name in file.keys()]  # noqa: SIM118
-        if min(sizes, default=0) != len(rows):
-            path = self.path(rows.start)
-            raise ValueError(f"{path} has {min(sizes, default=0)} rows, not {len(rows)}: {self._way_out}")
+        shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
+        size = min((shape[0] if shape else 0 for shape in shapes), default=0)
+        if size != len(rows):
+            raise self._unusable(rows.start, f"has {size} rows, not {len(rows)}")
+
+    def _unusable(self, start: int, reason: str) -> ValueError:
+        return ValueError(f"{self.path(start)} {reason}: {self._way_out}")
 
     @property
     def _way_out(self) -> str:
@@ -108,7 +114,7 @@ class FeatureStore:
 
 class Rows:
     """An array (rows, ...) of a store that loads only what is asked for: a slice, or rows by their numbers in
-    ascending order."""
+    ascending order. Features that are not finite are a ValueError, as all that is no such array."""
 
     def __init__(self, store: FeatureStore, name: str):
         self.store, self.name = store, name
@@ -123,7 +129,13 @@ class Rows:
         size, chosen = self.store.shard_size, np.empty((len(numbers), *self.shape[1:]), self.dtype)
         starts = np.unique(numbers // size) * size
         for start, first, last in zip(starts, *np.searchsorted(numbers, (starts, starts + size)), strict=True):
-            chosen[first:last] = self._read(start)[numbers[first:last] - start]
+            array = self._read(start)
+            if (array.shape[1:], array.dtype) != (self.shape[1:], self.dtype):
+                reason = f"has {self.name} {array.dtype} {array.shape[1:]}, not {self.dtype} {self.shape[1:]}"
+                raise self.store._unusable(start, reason)
+            chosen[first:last] = array[numbers[first:last] - start]
+            if not np.isfinite(chosen[first:last]).all():
+                raise self.store._unusable(start, f"has {self.name} that are not finite")
         return chosen
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -136,7 +148,13 @@ class Rows:
 
     def _read(self, start: int) -> np.ndarray:
         with _damaged(self.store.path(start)):
-            return self.store.shard(start).get_tensor(self.name).numpy()
+            array = self.store.shard(start).get_tensor(self.name)
+        size = min(self.store.shard_size, self.store.num_rows - start)
+        if array.shape[:1] != (size,):
+            raise self.store._unusable(start, f"has {self.name} {tuple(array.shape)}, not of {size} rows")
+        if array.dtype not in ((torch.int32, torch.int64) if self.name == LABELS else FLOATS):
+            raise self.store._unusable(start, f"has {self.name} of {array.dtype}")
+        return array.numpy()
 
 
 def save_arrays(

@@ -87,6 +87,7 @@ def cut(path):
         (cut, f"{SECOND} is damaged"),
         (lambda path: save_arrays(path, {"rows": TABLE[100:190]}), f"{SECOND} has 90 rows, not 100"),
         (lambda path: save_arrays(path, {}), f"{SECOND} has 0 rows, not 100"),
+        (lambda path: save_arrays(path, {"rows": np.float32(1)}), f"{SECOND} has 0 rows, not 100"),
     ],
 )
 def test_a_damaged_shard_is_named_with_the_folder_to_delete(tmp_path, damage, message):
@@ -99,10 +100,28 @@ def test_a_damaged_shard_is_named_with_the_folder_to_delete(tmp_path, damage, me
             store["rows"][150:]
 
 
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (torch.ones(100, 3, dtype=torch.bfloat16), "has rows of torch.bfloat16"),
+        (torch.ones(100, 3, dtype=torch.int64), "has rows of torch.int64"),
+        (torch.ones(100, 3, dtype=torch.complex64), "has rows of torch.complex64"),
+        (torch.ones(100, 4), r"has rows float32 \(4,\), not float32 \(3,\)"),
+        (torch.full((100, 3), torch.nan), "has rows that are not finite"),
+        (torch.ones(()), r"has rows \(\), not of 100 rows"),
+    ],
+)
+def test_a_shard_of_other_arrays_is_named(tmp_path, rows, message):
+    store = written(tmp_path)
+    save_arrays(store.path(100), {"rows": rows})
+    with pytest.raises(ValueError, match=f"{SECOND} {message}: delete {tmp_path} to have it made anew"):
+        store["rows"][:]
+
+
 def process(rank, folder):
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "unused"}
     dist.init_process_group("gloo", init_method=f"file://{folder}.processes", rank=rank, world_size=2)
-    ranks = lambda shards: ({"rank": np.full(len(rows), rank)} for rows in shards)  # noqa: E731
+    ranks = lambda shards: ({"labels": np.full(len(rows), rank)} for rows in shards)  # noqa: E731
     store = written(folder, ranks, processes=PartialState(cpu=True))
     assert len(list(store.folder.glob("*.safetensors"))) == 3  # also those of the other process
     dist.destroy_process_group()
@@ -111,7 +130,7 @@ def process(rank, folder):
 @pytest.mark.slow
 def test_two_processes_share_the_shards(tmp_path):
     mp.spawn(process, (tmp_path,), nprocs=2)  # a fork would keep the state of processes that other tests left
-    assert np.array_equal(FeatureStore(tmp_path, 250, 100)["rank"][:], np.arange(250) // 100 % 2)
+    assert np.array_equal(FeatureStore(tmp_path, 250, 100)["labels"][:], np.arange(250) // 100 % 2)
 
 
 def test_arrays_are_written_whole_or_not_at_all(tmp_path):
