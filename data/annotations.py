@@ -63,6 +63,9 @@ def read_tables(paths: Sequence[str]) -> Columns:
     for path in paths:
         lines = _lines(path)
         _, header = next(lines, (1, []))
+        twice = next((name for name in header if header.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"{path} has the column {twice!r} {header.count(twice)} times: rename all but one")
         columns = columns or {name: [] for name in header}
         if header != list(columns):
             raise ValueError(f"{path} has the columns {shortened(header)}, but {paths[0]} {shortened(list(columns))}")

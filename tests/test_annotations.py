@@ -151,6 +151,7 @@ QUOTED = HEAD + '9.png,"two\nlines"\n'  # the next line is the fourth
         ("x.csv", HEAD + "0.png\n", "line 2 has 1 cells for 2 columns"),
         ("x.csv", "image, caption\n0.png,a\n", "no column 'caption'; its columns are 'image', ' caption'"),
         ("x.csv", HEAD, "no pairs"),
+        ("x.csv", "image,caption,caption\n0.png,a,b\n", "has the column 'caption' 2 times: rename all but one"),
         ("x.csv", QUOTED + '0.png,"Big" dog\n', "line 4 cannot be read: "),
         (
             "x.json",
