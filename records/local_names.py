@@ -22,8 +22,8 @@ SLASHED = re.compile(r"[\w.*?@:+%\[\]{}-]+(/[\w.*?@:+%\[\]{}-]*)+")
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether a name can be one on the Hub, and is no file or folder here."""
-    return _is_valid(name) and not os.path.exists(name)
+    """Whether a name can be one on the Hub, and is no file, folder or link here, be it a broken one."""
+    return _is_valid(name) and not os.path.lexists(name)
 
 
 def similar_path(name: str) -> str | None:
