@@ -175,5 +175,5 @@ def damaged(path: Path, reason: str) -> ValueError:
 
 def write_text(path: Path, text: str) -> None:
     """Replaces a file of text, which ends with one line break, whole or not at all."""
-    with new_file(path) as temporary:
+    with new_file(path) as temporary, writing(path):
         temporary.write_text(text.rstrip("\n") + "\n", encoding="utf-8")

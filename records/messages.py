@@ -12,8 +12,9 @@ class Faults(ValueError):
 
 
 def one_line(text: object) -> str:
-    """A text, as of an error of another library, without line breaks."""
-    return " ".join(str(text).split())
+    """A text, as of an error of another library, without line breaks. What a terminal would obey is escaped."""
+    letters = " ".join(str(text).split())
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in letters)
 
 
 def join_names(names: Iterable[str]) -> str:

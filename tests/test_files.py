@@ -186,6 +186,14 @@ def test_on_a_full_disk_a_converter_ends_in_one_line(sources, tmp_path, capsys, 
     assert not list(tmp_path.iterdir())
 
 
+def test_a_text_on_a_full_disk_is_named_and_errors_do_not_steer_the_terminal(tmp_path):
+    with full_disk(10), pytest.raises(OSError, match="cannot write .*page.md: .*File too large"):
+        write_text(tmp_path / "page.md", "text " * 10)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(SystemExit, match=r"^error: \\x1b\[31mред 星 \\udc80$"), one_line_errors():
+        raise ValueError("\x1b[31mред\n星 \udc80")
+
+
 @pytest.fixture
 def umask():
     before = os.umask(0o022)
