@@ -93,7 +93,7 @@ def test_the_page_says_how_many_test_drawings_are_training_drawings():
         known.append([symbols._printed(character, file).tobytes() in drawn for file in files])
     all_known, some_known = (sum(map(count, known)) for count in (all, any))
     page = (Path(__file__).parents[1] / "docs" / "worlds.md").read_text(encoding="utf-8")
-    said = re.search(r"the test\s+drawings of (\d+) kinds, and some of those of (\d+) more", page)
+    said = re.search(r"the test\s+drawings of (\d+) kinds, and some\s+drawings of (\d+) other kinds", page)
     assert said and [int(number) for number in said.groups()] == [all_known, some_known - all_known]
 
 

@@ -295,11 +295,11 @@ def test_kept_hidden_states_change_no_loss(system):
 
 
 def test_hidden_states_of_other_weights_or_data(system):
-    def change_model(output):
+    def change_fused(output):
         change_model(output / "fused", lambda t: t["vision_model.encoder.layers.1.mlp.fc1.weight"].add_(1))
 
     with pytest.raises(ValueError, match="of a model with other weights below"):
-        remade(system("clip_fmoe"), ["expert_1"], change=change_model)
+        remade(system("clip_fmoe"), ["expert_1"], change=change_fused)
     of_another = {"change": lambda out: change_json(out / "states" / "index.json", dataset_fingerprint="another")}
     with pytest.raises(ValueError, match="of another dataset"):
         remade(system("clip_fmoe"), ["expert_1"], **of_another)
