@@ -68,7 +68,6 @@ class Embedder:
         self.source, self.cache_dir = model, cache_dir
         self.batch_size, self.device, self.dtype = batch_size, device, dtype
         self.num_workers, self.state = num_workers, state
-        self.widths: dict[int, Path] = {}  # of embeddings that were read, each with the last folder of it
         # Whether torchvision is installed decides of which class a folder's image processor is, and how it resizes.
         # Capacity at inference would make an embedding depend on its batch, hence the batch size.
         images, versions = type(self.processor.image_processor).__name__, environment()["versions"]
@@ -126,12 +125,6 @@ class Embedder:
         embeds = store["embeds"][:]
         if not (embeds.ndim == 2 and np.allclose(np.linalg.norm(embeds, axis=-1), 1, atol=1e-3)):
             raise ValueError(f"{folder} is damaged; delete it, and it is computed again: lengths of embeddings are 1")
-        self.widths[embeds.shape[1]] = folder
-        if len(self.widths) > 1:
-            sizes = " and ".join(f"{of_width} {width}" for width, of_width in self.widths.items())
-            raise ValueError(
-                f"embeddings of one model have one size, but {sizes}: delete both, they are computed again"
-            )
         return embeds
 
     @torch.no_grad()

@@ -249,7 +249,8 @@ class CLIPMoDEModel(PreTrainedModel):
 
         Args:
             max_loaded_experts: how many experts are in memory at a time; each is loaded when it is used, and the one
-                that was not used for longest given up. What was changed in it is lost. None: all are loaded now.
+                that was not used for longest given up. What was changed in it is lost, but where it was saved. None:
+                all are loaded now.
         """
         source, folder = str(pretrained_model_name_or_path), kwargs.pop("subfolder", "")
         hub = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
@@ -293,9 +294,9 @@ class CLIPMoDEModel(PreTrainedModel):
         """
         Saves every expert in a folder of its own, and the routing beside them.
 
-        An expert that is not loaded and is in `save_directory` already stays as it is, to the byte, and the processor
-        in an expert's folder always does. Elsewhere processors and the encoder of the metadata, which are not part of
-        the model, have to be copied from where it comes from.
+        An expert that is not loaded stays as it is, to the byte, in a folder that this model was loaded from or has
+        saved it to, and the processor in an expert's folder always does. Elsewhere processors and the encoder of the
+        metadata, which are not part of the model, have to be copied from where it comes from.
 
         Args:
             state_dict: weights to save in place of the model's, as `state_dict()` names them.

@@ -513,8 +513,8 @@ def require_one_encoder(state_dict: Mapping[str, torch.Tensor], tied: Mapping[st
 
 
 def _abbreviate(keys: list[str]) -> str:
-    rest = f", ... ({len(keys) - 8} more)" if len(keys) > 8 else ""
-    return ", ".join(keys[:8]) + rest
+    shown, more = keys[:8], len(keys) - 8
+    return ", ".join(shown) + (f", ... ({more} more)" if more > 0 else "")
 
 
 def router_losses(

@@ -67,7 +67,7 @@ def run(line: App, arguments: Sequence[str] | None = None) -> None:
     try:
         function, bound, _ = line.parse_args(given, print_error=False, exit_on_error=False)
     except CycloptsError as error:
-        sys.exit(f"error: {_said(error)}")
+        sys.exit(f"error: {_parsing_error(error)}")
     with one_line_errors():
         result = function(*bound.args, **bound.kwargs)
         if result and is_first_process():
@@ -76,12 +76,12 @@ def run(line: App, arguments: Sequence[str] | None = None) -> None:
         sys.exit()
 
 
-def _said(error: CycloptsError) -> str:
+def _parsing_error(error: CycloptsError) -> str:
     """What cyclopts says, which calls an option that is not there one without a value."""
-    said = one_line(error)
+    text = one_line(error)
     if isinstance(error, MissingArgumentError) and error.keyword is None and not error.argument.tokens:
-        return re.sub(r'^(Command ".*?" p|P)arameter (\S+) requires an argument\.', r"\2 is missing.", said)
-    return said
+        return re.sub(r'^(Command ".*?" p|P)arameter (\S+) requires an argument\.', r"\2 is missing.", text)
+    return text
 
 
 def _print(text: str) -> None:

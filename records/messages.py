@@ -32,16 +32,16 @@ def shortened(value: Any) -> str:
 
 def in_one_line(faults: Iterable[Mapping[str, Any]]) -> str:
     """The faults of settings, as pydantic lists them, in one line."""
-    problems = (f"{'.'.join(map(str, fault['loc']))} {said(fault)}{given(fault)}" for fault in faults)
+    problems = (f"{'.'.join(map(str, fault['loc']))} {fault_text(fault)}{fault_value(fault)}" for fault in faults)
     return "; ".join(problem.strip() for problem in problems)
 
 
-def said(fault: Mapping[str, Any]) -> str:
+def fault_text(fault: Mapping[str, Any]) -> str:
     """What pydantic or a check of ours says of a setting."""
     return fault["msg"].removeprefix("Value error, ")
 
 
-def given(fault: Mapping[str, Any]) -> str:
+def fault_value(fault: Mapping[str, Any]) -> str:
     """The end of a fault that pydantic lists: what the setting is. Our own checks say it themselves."""
     return "" if fault["type"] in ("value_error", "missing") else f" (got {shortened(fault['input'])})"
 

@@ -22,7 +22,6 @@ from data import symbols
 from evaluation import batches, embedder
 from evaluation.embedder import Embedder, code_digest, usable_device
 from evaluation.evaluate import evaluate_model
-from evaluation.feature_store import save_arrays
 from evaluation.tasks import TASKS, find_tasks
 from records.provenance import model_fingerprint
 
@@ -87,17 +86,6 @@ def test_changed_code_has_another_hash_before_it_is_committed(tmp_path, monkeypa
     assert code_digest() == here
     code.write_text(code.read_text() + "# changed\n")
     assert code_digest() != here
-
-
-def test_kept_embeddings_of_another_size_are_named(dense, tmp_path):
-    kept = tmp_path, 4, torch.device("cpu")
-    Embedder(dense, *kept).texts(["a star"])
-    (path,) = tmp_path.glob("*/0*")
-    save_arrays(path, {"embeds": np.eye(1, 5, dtype=np.float32)})
-    embedder = Embedder(dense, *kept)
-    embedder.texts(["a star"])
-    with pytest.raises(ValueError, match=f"of one model have one size, but {path.parent} 5 and .*: delete both"):
-        embedder.texts(["a heart"])
 
 
 @pytest.mark.parametrize("device", ["nonsense", "cuda:99"])

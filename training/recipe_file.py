@@ -15,7 +15,16 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from records.files import read_text
-from records.messages import Faults, did_you_mean, given, most_similar, one_line, said, shortened, suggestion
+from records.messages import (
+    Faults,
+    did_you_mean,
+    fault_text,
+    fault_value,
+    most_similar,
+    one_line,
+    shortened,
+    suggestion,
+)
 from records.yaml_files import read_yaml
 
 # Kind of stage -> what `training.stages.base.outline` tells of its class, and "recipe" -> the keys of a recipe. Written
@@ -144,13 +153,13 @@ def validated(kind: type, settings: Any, path: str | Path, stages: Sequence[str]
 
 def _fault(error: dict[str, Any], stages: Sequence[str]) -> str:
     """What is wrong with a setting, with the choice that may be meant instead."""
-    place, message = [*error["loc"]], said(error)
+    place, message = [*error["loc"]], fault_text(error)
     if stages and place[:1] == ["stages"] and len(place) > 1:
         place[:2] = [stages[place[1]]]
     if error["type"] == "literal_error":
         choices = re.findall(r"'([^']+)'", error["ctx"]["expected"])
         message += did_you_mean(str(error["input"]), choices)
-    return f"{'.'.join(map(str, place)) or 'recipe'}: {message}{given(error)}"
+    return f"{'.'.join(map(str, place)) or 'recipe'}: {message}{fault_value(error)}"
 
 
 def _override(raw: dict, key: str, value: Any) -> None:

@@ -175,7 +175,7 @@ class Runner:
             recipe.mixed_precision,
             trackers,
         )
-        # Folder or hub name -> fingerprint: a model is read once
+        # Folder or hub name with the stamps of its files -> fingerprint
         self._fingerprints: dict[str, str] = {}
         self.settings = dump(recipe)
         self._local = paths_here(self.settings)
@@ -216,10 +216,10 @@ class Runner:
         say(f"{stage.name}: done in {seconds:g} s{_report_of(final)}")
         accelerator.wait_for_everyone()
 
-    def prepare(self, stage: Stage) -> tuple[SimpleNamespace, Record]:
+    def prepare(self, stage: Stage) -> tuple[SimpleNamespace | None, Record]:
         """What a stage reads, and the record of what makes its folder, with the attempts before. Writes nothing.
 
-        What a finished stage has read may be gone: then all else is compared, and the first of the two is None.
+        Another stage that a finished one has read may be gone: then all else is compared, and what it reads is None.
 
         Raises:
             Unfinished: what it reads is not there yet.
@@ -236,12 +236,16 @@ class Runner:
             local=self._local,
             **own_stage(type(stage)),
         )
+        for reference in references(stage):
+            if reference.reads.outside or reference.value in context.stages:
+                with suppress(Unfinished):
+                    record.inputs[reference.value] = self._input_fingerprint(reference.value)
+        with suppress(Unfinished):
+            record.data = None if data is None else context.identity(data)
         inputs, unfinished = None, None
         try:
             inputs = resolve(stage, context)
-            names = [r.value for r in references(stage) if r.reads.outside or r.value in context.stages]
-            record.inputs = {name: self._input_fingerprint(name) for name in names} | stage.fingerprints(inputs)
-            record.data = None if data is None else context.identity(data)
+            record.inputs |= stage.fingerprints(inputs)
         except Unfinished as error:
             unfinished = error
         is_done = (final / MANIFEST).is_file()
@@ -258,7 +262,7 @@ class Runner:
         return output_dir / stage.name, output_dir / f"{stage.name}.partial"
 
     def _input_fingerprint(self, reference: str) -> str:
-        """What a stage, a folder or a hub name holds, which is read once after it was made."""
+        """What a stage, a folder or a hub name holds, which is read again when a file of it has changed."""
         folder = self.context.folder(reference)
         key = f"{reference} {[file_stamp(str(path)) for path in sorted(Path(folder).rglob('*')) if path.is_file()]}"
         if key not in self._fingerprints:
@@ -295,7 +299,8 @@ def comparable(settings: dict[str, Any]) -> dict[str, Any]:
     """Settings of a stage, or of its data, without those of `NOT_COMPARED`; but workers of a stream settle its order,
     and scores while training may settle which model is kept."""
     left_out = NOT_COMPARED - ({"num_workers"} if settings.get("streaming") else set())
-    if not (settings.get("evaluation") or {}).get("keep_best"):
+    evaluation = settings.get("evaluation")
+    if not (isinstance(evaluation, dict) and evaluation.get("keep_best")):
         left_out |= {"evaluation"}
     compared = {key: value for key, value in settings.items() if key not in left_out}
     if isinstance(compared.get("data"), dict):
