@@ -90,11 +90,11 @@ style: $(STAMP)  ## repair what can be repaired
 docs: $(STAMP)  ## docs/settings.md and training/outlines.json, from the classes of the settings
 	$(BIN)/python -m training.settings_page
 
-# Where a GPU is, with the python that has torch: nothing is installed. What fails does not end the rest.
+# With a python that has torch for the GPU and this package: python3 -m pip install --editable '.[test]'
 GPU_PYTHON ?= python3
 
 test-gpu:  ## what needs a GPU
-	$(GPU_PYTHON) -m pytest -m gpu tests/gpu
+	$(GPU_PYTHON) -m pytest -m gpu
 
 bench-gpu:  ## speed on a GPU: GPU_PYTHON=python3 make bench-gpu RESULTS=benchmarks/results
 	mkdir -p $(RESULTS)

@@ -73,11 +73,11 @@ def test_file_round_trip(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "ffns"),
     [
-        ({}, {"mlp"}),
-        ({"moe_layers": [0, 1]}, set()),
-        ({"moe_layers": [1]}, {"mlp"}),
-        ({"moe_layers": [0, 1], "fusion_gate": True}, {"mlp.base"}),
-        ({"moe_layers": [1], "fusion_gate": True}, {"mlp", "mlp.base"}),
+        ({}, ["mlp"]),
+        ({"moe_layers": [0, 1]}, []),
+        ({"moe_layers": [1]}, ["mlp"]),
+        ({"moe_layers": [0, 1], "fusion_gate": True}, ["mlp.base"]),
+        ({"moe_layers": [1], "fusion_gate": True}, ["mlp", "mlp.base"]),
     ],
     ids=str,
 )

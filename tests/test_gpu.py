@@ -1,4 +1,4 @@
-"""What only a GPU shows. Needs torch, transformers and accelerate alone: `make test-gpu`."""
+"""What only a GPU shows: `make test-gpu`."""
 
 import copy
 from types import SimpleNamespace
@@ -134,9 +134,7 @@ def test_loaded_onto_the_gpu(tmp_path, dtype):
     model, batch = tiny_model(norm_topk_prob=True), inputs()
     model.save_pretrained(tmp_path)
     loaded = CLIPMoEModel.from_pretrained(tmp_path, dtype=dtype, device_map="cuda")
-    assert (
-        loaded.device.type == "cuda" and loaded.vision_model.encoder.layers[1].mlp.router.weight.dtype is torch.float32
-    )
+    assert loaded.device.type == "cuda" and loaded.dtype is dtype
     with torch.no_grad():
         expected = model(**batch).image_embeds
         found = loaded(**on_gpu(batch)).image_embeds
