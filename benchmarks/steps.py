@@ -120,7 +120,7 @@ def ffn(
     sizes: Sequence[Size] = ("ViT-B/16",),
     images: Sequence[int] = (8,),
     num_experts: Sequence[int] = (4, 8),
-    implementations: Sequence[str] = ("by_device", "eager", "grouped_mm"),
+    implementations: Sequence[str] = ("by_device", "eager", "grouped", "grouped_mm"),
     dtype: Dtype = "float32",
     device: str = DEVICE,
     rounds: Rounds = 3,

@@ -27,14 +27,13 @@ from contextlib import contextmanager
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.func import functional_call
 from transformers import PreTrainedConfig
 from transformers import __version__ as transformers_version
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import ConversionOps, PrefixChange
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear, use_experts_implementation
 from transformers.models.clip.modeling_clip import CLIPMLP
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
@@ -339,18 +338,53 @@ class CLIPMoEExperts(nn.Module):
         return combined.to(hidden_states.dtype)
 
 
-# Rows of an expert, below which `grouped_mm` trains faster: the loop stacks the gradients of all experts' weights
+# Rows of an expert on a CPU, below which `grouped` trains faster: the loop stacks the gradients of all experts' weights
 # (benchmarks/results/experts_few_rows_cpu.md)
 FEW_ROWS = 160
+# Rows of an expert on a GPU, from which the loop is faster, although it waits for the token counts
+# (benchmarks/results/experts_gpu.md)
+MANY_ROWS = 4096
+
+
+def experts_forward_grouped(
+    experts: CLIPMoEExperts, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """
+    All experts in one product, without waiting for the token counts; under autocast in its precision.
+
+    transformers' `grouped_mm` takes the biases by an index, whose gradient on a GPU adds the rows of an expert one
+    after another: a training step takes up to five times as long (benchmarks/results/experts_gpu.md).
+    """
+    num_tokens, top_k = top_k_index.shape
+    device, dtype = top_k_index.device, experts.up_proj.dtype
+    if torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+    expert_ids, order = top_k_index.flatten().sort(stable=True)
+    counts = (top_k_index.flatten()[:, None] == torch.arange(experts.num_experts, device=device)).sum(dim=0)
+    ends = counts.cumsum(dim=0, dtype=torch.int32)
+    dropped = (expert_ids == experts.num_experts)[:, None]  # no product computes their rows, which may hold anything
+
+    def linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        biases = F.pad(bias.to(dtype), (0, 0, 0, 1))  # the last is that of no expert
+        return _grouped_linear(rows, weight.to(dtype), ends) + F.embedding(expert_ids, biases)
+
+    with torch.autocast(device.type, enabled=False):
+        # The gradient of dropped rows may be anything, too
+        rows = hidden_states.to(dtype).index_select(0, order // top_k).masked_fill(dropped, 0)
+        intermediate = experts.act_fn(linear(rows, experts.up_proj, experts.up_proj_bias))
+        outputs = linear(intermediate, experts.down_proj, experts.down_proj_bias).masked_fill(dropped, 0)
+    rank = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=device))
+    outputs = outputs.index_select(0, rank).view(num_tokens, top_k, -1) * top_k_weights[..., None]
+    return outputs.sum(dim=1).to(hidden_states.dtype)
 
 
 def experts_forward_by_device(
     experts: CLIPMoEExperts, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """
-    The default implementation. On a GPU `grouped_mm`, since the loop would wait for the token counts; elsewhere the
-    loop, unless experts train with few rows. It follows the input, so a model may move at any time. Compiled and
-    exported programs always have `grouped_mm`: neither inductor nor ONNX takes the loop's data-dependent sizes.
+    The default implementation: `grouped` on a GPU, unless rows are many, and where experts train with few rows on a
+    CPU; else the loop. It follows the input, so a model may move at any time. Compiled and exported programs always
+    have `grouped`: neither inductor nor ONNX takes the loop's data-dependent sizes.
 
     Time over K dense FFNs on the same tokens, float32 on one core, B/16 and L/14, top-2 of 4 and of 8, the loop and
     `grouped_mm` (benchmarks/results/experts_cpu.md): the forward of 8 images 0.94 to 1.07 and 1.17 to 1.36, a training
@@ -358,8 +392,9 @@ def experts_forward_by_device(
     loop is at 0.85 to 1.03 (experts_32_images_cpu.md). In bfloat16 both are at 0.98 to 1.01, where it is slow
     (experts_bfloat16_cpu.md).
     """
-    if torch.compiler.is_compiling() or hidden_states.is_cuda or _train_with_few_rows(experts, top_k_index):
-        return _grouped_mm(experts, hidden_states, top_k_index, top_k_weights)
+    few = hidden_states.is_cuda and top_k_index.numel() < MANY_ROWS * experts.num_experts
+    if torch.compiler.is_compiling() or few or _train_with_few_rows(experts, top_k_index):
+        return experts_forward_grouped(experts, hidden_states, top_k_index, top_k_weights)
     loop = CLIPMoEExperts.forward.__wrapped__  # what the decorator replaced
     return loop(experts, hidden_states, top_k_index, top_k_weights)
 
@@ -367,7 +402,7 @@ def experts_forward_by_device(
 def _train_with_few_rows(experts: CLIPMoEExperts, top_k_index: torch.Tensor) -> bool:
     """
     Whether the experts train as it was measured: on a CPU, in float32. Others have the loop, also those whose sizes are
-    no multiples of 16 bytes, which `grouped_mm` refuses.
+    no multiples of 16 bytes, which grouped products refuse.
 
     Whether gradients are on is not asked: batches in parts are embedded without them first, and have to come out the
     same with them.
@@ -379,20 +414,7 @@ def _train_with_few_rows(experts: CLIPMoEExperts, top_k_index: torch.Tensor) -> 
     return measured and few_rows and trains and all(size % 4 == 0 for size in experts.up_proj.shape[1:])
 
 
-def _grouped_mm(
-    experts: CLIPMoEExperts, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-) -> torch.Tensor:
-    """transformers' `grouped_mm`; under autocast in its precision, which `grouped_mm` itself does not follow."""
-    device = hidden_states.device.type
-    if not torch.is_autocast_enabled(device):
-        return ALL_EXPERTS_FUNCTIONS["grouped_mm"](experts, hidden_states, top_k_index, top_k_weights)
-    dtype = torch.get_autocast_dtype(device)
-    parameters = {name: parameter.to(dtype) for name, parameter in experts.named_parameters()}
-    with torch.autocast(device, enabled=False):
-        output = functional_call(experts, parameters, (hidden_states.to(dtype), top_k_index, top_k_weights))
-    return output.to(hidden_states.dtype)
-
-
+ALL_EXPERTS_FUNCTIONS.register("grouped", experts_forward_grouped)
 ALL_EXPERTS_FUNCTIONS.register("by_device", experts_forward_by_device)
 
 

@@ -12,6 +12,12 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"
 
 
+def pytest_configure(config):
+    """Bits repeat on a CPU alone, so a GPU is for the tests that are marked with it."""
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def pytest_collection_finish():
     """What is imported by now need not be looked through whenever a run collects garbage."""
     gc.freeze()

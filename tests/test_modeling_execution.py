@@ -4,15 +4,14 @@ import copy
 
 import pytest
 import torch
+import transformers.integrations.moe as transformers_moe
 from tiny_clip_moe import IMPLEMENTATIONS, assert_same_gradients, gradients, inputs, tiny_model
-
-import modeling_clip_moe.sparse_moe as modeling
 
 # `gradient_checkpointing_enable` is the only name that transformers 5.17 knows
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 
 
-@pytest.mark.parametrize("name", IMPLEMENTATIONS[:3])
+@pytest.mark.parametrize("name", IMPLEMENTATIONS[:4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype, name):
     model = tiny_model(fusion_gate=True, capacity_factor=1.0)
@@ -28,26 +27,26 @@ def test_half_precision(dtype, name):
     assert all(parameter.grad.isfinite().all() for parameter in half.parameters())
 
 
-def test_autocast_where_grouped_mm_is_the_default(monkeypatch):
-    """As on a GPU and where it is compiled: in autocast's precision, with gradients of the weights as they are."""
+def test_grouped_products_under_autocast(monkeypatch):
+    """In autocast's precision, with gradients of the weights as they are."""
     model, batch, seen = tiny_model(fusion_gate=True), inputs(), []
-    original = modeling.ALL_EXPERTS_FUNCTIONS["grouped_mm"]
+    grouped_mm = transformers_moe._grouped_mm
 
-    def spy(experts, hidden_states, *others):
-        seen.append((experts.up_proj.dtype, experts.down_proj_bias.dtype, hidden_states.dtype))
-        return original(experts, hidden_states, *others)
+    def spy(rows, weight, offs):
+        seen.append((rows.dtype, weight.dtype))
+        return grouped_mm(rows, weight, offs)
 
-    def computed(model):
+    def computed(model, implementation):
+        model.set_experts_implementation(implementation)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             output = model(**batch, return_loss=True)
         output.loss.backward()
         return output.image_embeds, gradients(model)
 
-    by_loop, expected = computed(copy.deepcopy(model))
-    monkeypatch.setitem(modeling.ALL_EXPERTS_FUNCTIONS, "grouped_mm", spy)
-    monkeypatch.setattr(modeling.CLIPMoEExperts.forward, "__wrapped__", modeling._grouped_mm)
-    grouped, found = computed(model)
-    assert set(seen) == {(torch.bfloat16,) * 3}
+    by_loop, expected = computed(copy.deepcopy(model), "eager")
+    monkeypatch.setattr(transformers_moe, "_grouped_mm", spy)
+    grouped, found = computed(model, "grouped")
+    assert set(seen) == {(torch.bfloat16,) * 2}
     torch.testing.assert_close(grouped, by_loop, rtol=0.05, atol=0.02)
     for name, gradient in found.items():
         assert gradient.dtype == torch.float32, name

@@ -9,7 +9,7 @@ from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel, CLIPMoEVisionConfig
 from modeling_clip_moe.sparse_moe import CLIPMoESparseMoeBlock
 
 EOS, PAD = 49, 0
-IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm", "by_device")
+IMPLEMENTATIONS = ("eager", "grouped", "grouped_mm", "batched_mm", "by_device")
 
 
 def tower_fields(**moe):
