@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import datasets
@@ -12,6 +10,7 @@ import numpy as np
 import pytest
 import small_evaluation
 import torch
+from several_processes import run_processes
 from tiny_clip import change_weights
 from transformers import CLIPImageProcessorPil, CLIPModel
 
@@ -20,6 +19,8 @@ import modeling_clip_moe
 from conversion.processors import load_processor
 from data import symbols
 from evaluation import batches, embedder
+from evaluation.built_in_tasks import symbol_tasks
+from evaluation.commands import evaluate
 from evaluation.embedder import Embedder, code_digest, usable_device
 from evaluation.evaluate import evaluate_model
 from evaluation.tasks import TASKS, find_tasks
@@ -94,32 +95,16 @@ def test_devices_that_cannot_compute(device):
         usable_device(device)
 
 
-SCRIPT = """
-import sys
-sys.path.insert(0, {root!r})
-from data import symbols
-from evaluation.commands import evaluate
-from records import processes
-from evaluation.built_in_tasks import symbol_tasks
-from evaluation.tasks import TASKS
-
-if __name__ == "__main__":
-    processes.launch_cpu_processes("few_symbols.py", sys.argv)
+def evaluate_few_symbols(*arguments):
     TASKS.update(symbol_tasks(number=40, retrieval=40, pairs=12, train=40))
-    evaluate.main(sys.argv[1:])
-"""
+    evaluate.main(list(map(str, arguments)))
 
 
 @pytest.mark.slow
-def test_an_evaluation_by_two_processes_scores_as_one(dense, tmp_path):
-    script = tmp_path / "few_symbols.py"
-    script.write_text(SCRIPT.format(root=str(Path(__file__).parents[1])))
-    options = ["--tasks", "symbols_retrieval", "--batch-size", "2", "--output-dir", str(tmp_path / "two")]
-    command = [str(Path(sys.executable).with_name("accelerate")), "launch", "--quiet", "--cpu", "--num_processes", "2"]
-    command += [str(script), "--model", str(dense), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("symbols_retrieval (40 samples") == 1
+def test_an_evaluation_by_two_processes_scores_as_one(dense, small_tasks, tmp_path):
+    options = "--tasks", "symbols_retrieval", "--batch-size", "2", "--output-dir", tmp_path / "two"
+    printed = run_processes(2, evaluate_few_symbols, "--model", dense, *options)
+    assert printed.count("symbols_retrieval (40 samples") == 1
     small = {"symbols_retrieval": TASKS["symbols_retrieval"]}
     (result,) = evaluate_model(dense, small, tmp_path / "one", batch_size=2, device="cpu")
     found = json.loads((tmp_path / "two" / "symbols_retrieval--dense.json").read_text())

@@ -8,10 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from accelerate import PartialState
 from safetensors.numpy import load_file
+from several_processes import run_processes
 from tiny_runs import full_disk
 
 from evaluation.feature_store import INDEX, FeatureStore, open_arrays, save_arrays
@@ -118,18 +117,17 @@ def test_a_shard_of_other_arrays_is_named(tmp_path, rows, message):
         store["rows"][:]
 
 
-def process(rank, folder):
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "unused"}
-    dist.init_process_group("gloo", init_method=f"file://{folder}.processes", rank=rank, world_size=2)
-    ranks = lambda shards: ({"labels": np.full(len(rows), rank)} for rows in shards)  # noqa: E731
-    store = written(folder, ranks, processes=PartialState(cpu=True))
+def write_shards(folder):
+    processes = PartialState(cpu=True)
+    ranks = lambda shards: ({"labels": np.full(len(rows), processes.process_index)} for rows in shards)  # noqa: E731
+    store = written(folder, ranks, processes=processes)
     assert len(list(store.folder.glob("*.safetensors"))) == 3  # also those of the other process
-    dist.destroy_process_group()
+    processes.destroy_process_group()
 
 
 @pytest.mark.slow
 def test_two_processes_share_the_shards(tmp_path):
-    mp.spawn(process, (tmp_path,), nprocs=2)  # a fork would keep the state of processes that other tests left
+    run_processes(2, write_shards, tmp_path)
     assert np.array_equal(FeatureStore(tmp_path, 250, 100)["labels"][:], np.arange(250) // 100 % 2)
 
 

@@ -1,13 +1,11 @@
 """Batches computed in parts have the loss and the gradient of the whole batch, in one process and in several."""
 
-import os
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from accelerate import Accelerator
-from accelerate.utils.other import get_free_port
+from several_processes import run_processes
 from tiny_clip_moe import EOS, gradients, inputs, tiny_model, tower_fields
 
 from modeling_clip_moe import SiglipMoEConfig, SiglipMoEModel
@@ -128,26 +126,23 @@ def test_a_router_loss_of_a_part_alone_is_refused():
         cached_gradient(Accelerator(cpu=True), task, model, whole_batch({}), 4, 0, 1.0, True)
 
 
-def worker(rank, folder, world_size, port):
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+def worker(folder):
     results = {}
     for case in ON_PROCESSES:
         fields, settings = CASES[case]
         settings_of_parts = stage(**settings, mini_batch_size=2)
         results[case] = computed(sparse(fields), settings_of_parts, whole_batch(settings), Accelerator(cpu=True))
-    torch.save(results, f"{folder}/{rank}.pt")
+    torch.save(results, folder / f"{Accelerator().process_index}.pt")
     Accelerator().end_training()
 
 
 @pytest.mark.slow
 def test_several_processes_have_the_gradient_of_one(tmp_path):
-    world_size = 3
-    mp.spawn(worker, (str(tmp_path), world_size, get_free_port()), nprocs=world_size)
+    run_processes(3, worker, tmp_path)
     for case in ON_PROCESSES:
         fields, settings = CASES[case]
         whole = computed(sparse(fields), stage(**settings), whole_batch(settings), Accelerator(cpu=True))
-        for rank in range(world_size):
+        for rank in range(3):
             assert_same(torch.load(tmp_path / f"{rank}.pt")[case], whole)
 
 

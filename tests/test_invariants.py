@@ -9,25 +9,22 @@ import random
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState
 from pydantic.dataclasses import dataclass
 from safetensors.torch import load_file, save_file
-from tiny_runs import kill_at_a_checkpoint, losses, run_two, same_weights, start_two, train, weights
+from several_processes import kill, kill_at_a_checkpoint, run_processes, start_processes, train_recipe
+from tiny_runs import launch_two, losses, same_weights, train, weights
+from torch._dynamo.utils import counters
 
 from training import engine, stages
 from training.context import choose_precision, make_accelerator
 from training.contrastive_task import ContrastiveTask
 from training.settings import STRICT
 from training.stages.train import TrainStage
-
-ROOT = Path(__file__).parents[1]
 
 
 class BalancedTask(ContrastiveTask):
@@ -121,13 +118,12 @@ def test_killed_and_started_again(whole, tmp_path):
     for _ in range(2):
         done = len(log.read_text().splitlines()) if log.exists() else 0
         last = random.SystemRandom().randint(done + 1, done + 12)
-        command = [sys.executable, "-m", "training.upcycle", "--config", str(tmp_path / "recipe.yaml")]
-        threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
-        process = subprocess.Popen(command, cwd=ROOT, env=os.environ | threads)
-        while process.poll() is None and (not log.exists() or len(log.read_text().splitlines()) < last):
+        command = train_recipe, "--config", tmp_path / "recipe.yaml"
+        (process,) = start_processes(1, tmp_path / "printed", *command)
+        while process.is_alive() and (not log.exists() or len(log.read_text().splitlines()) < last):
             time.sleep(0.005)
-        process.send_signal(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL, "it finished before it was killed"
+        kill([process])
+        assert process.exitcode == -signal.SIGKILL, (tmp_path / "printed").read_text()
     resumed = train(tmp_path, **steps)
     assert losses(resumed) == losses(whole(**steps)) and same_weights(resumed, whole(**steps))
 
@@ -140,12 +136,12 @@ def test_two_processes_train_as_one(whole, tmp_path):
     train(tmp_path, only=["dense", "sparse"], **settings)
     two, killed = tmp_path / "out" / "tuned", tmp_path / "killed"
     shutil.copytree(tmp_path / "out", killed)
-    torchrun = ("torchrun", "--nproc-per-node", "2")
-    printed = run_two(tmp_path / "recipe.yaml", launcher=torchrun)
-    assert printed.count("on 2 x cpu") == 1
-
-    kill_at_a_checkpoint(start_two(tmp_path / "recipe.yaml", "--output-dir", killed, launcher=torchrun), killed)
-    run_two(tmp_path / "recipe.yaml", "--output-dir", killed, launcher=torchrun)
+    process = launch_two(tmp_path / "recipe.yaml", launcher=("torchrun", "--nproc-per-node", "2"))
+    printed, error = process.communicate(timeout=300)
+    assert process.returncode == 0 and printed.count("on 2 x cpu") == 1, error
+    again = "--config", tmp_path / "recipe.yaml", "--output-dir", killed
+    kill_at_a_checkpoint(killed, 2, train_recipe, *again)
+    run_processes(2, train_recipe, *again)
     assert same_weights(two, killed / "tuned")
     torch.testing.assert_close(losses(two), losses(whole(**settings)), atol=1e-4, rtol=0)
     torch.testing.assert_close(weights(two), weights(whole(**settings)), atol=1e-3, rtol=0)
@@ -175,14 +171,10 @@ def test_accumulation_averages_gradients(whole, tmp_path, monkeypatch):
     torch.testing.assert_close(losses(accumulated), losses(plain), atol=1e-5, rtol=0)
 
 
-COMPILED = """
-import sys
-from torch._dynamo.utils import counters
-from training.recipe import load_recipe
-from training.runner import run_recipe
-run_recipe(load_recipe(sys.argv[1]))
-print(counters["stats"]["unique_graphs"], "graphs,", counters["graph_break"].total(), "breaks")
-"""
+def train_compiled(recipe, environment):
+    os.environ |= environment
+    train_recipe("--config", recipe)
+    print(counters["stats"]["unique_graphs"], "graphs,", counters["graph_break"].total(), "breaks")
 
 
 @pytest.mark.slow  # inductor compiles kernels for a minute
@@ -192,9 +184,8 @@ def test_compiled_models_train_the_same_and_are_saved_by_their_own_names(whole, 
     setting = by == "the setting"
     train(tmp_path, only=["dense", "sparse"], max_steps=2, torch_compile=setting)
     backend = {} if setting else {"ACCELERATE_DYNAMO_BACKEND": "eager"}  # traced, but nothing is generated
-    command = [sys.executable, "-c", COMPILED, str(tmp_path / "recipe.yaml")]
-    printed = subprocess.run(command, cwd=ROOT, env=os.environ | backend, stdout=subprocess.PIPE, text=True, check=True)
-    graphs, breaks = re.search(r"(\d+) graphs, (\d+) breaks", printed.stdout).groups()
+    printed = run_processes(1, train_compiled, tmp_path / "recipe.yaml", backend)
+    graphs, breaks = re.search(r"(\d+) graphs, (\d+) breaks", printed).groups()
     assert (int(graphs), int(breaks)) == (2, 0) if setting else int(graphs) > 0
     compiled = tmp_path / "out" / "tuned"
     torch.testing.assert_close(losses(compiled), losses(whole(max_steps=2)), rtol=1e-4, atol=1e-5)

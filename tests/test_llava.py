@@ -7,7 +7,8 @@ import shutil
 import PIL.Image
 import pytest
 import torch
-from tiny_runs import DENSE, SPARSE, ended_by_a_checkpoint, read_log, run_stages, run_two, same_weights, weights
+from several_processes import run_processes, train_recipe
+from tiny_runs import DENSE, SPARSE, ended_by_a_checkpoint, launch_two, read_log, run_stages, same_weights, weights
 from tiny_sources import png
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
@@ -250,11 +251,16 @@ FSDP2 = {
 }
 
 
-@pytest.mark.parametrize("how", [{}, FSDP2], ids=["ddp", "fsdp2"])
+@pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.slow
-def test_two_processes_train_as_one_also_where_one_has_no_images(whole, tmp_path, how):
+def test_two_processes_train_as_one_also_where_one_has_no_images(whole, tmp_path, sharded):
     shutil.rmtree(tmp_path / "out" / "tuned")
-    run_two(tmp_path / "recipe.yaml", **how)
+    if sharded:
+        process = launch_two(tmp_path / "recipe.yaml", **FSDP2)
+        _, error = process.communicate(timeout=300)
+        assert process.returncode == 0, error
+    else:
+        run_processes(2, train_recipe, "--config", tmp_path / "recipe.yaml")
     assert_same(read_log(tmp_path / "out" / "tuned"), whole[1])
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from several_processes import run_processes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -136,15 +136,16 @@ LOSSES |= {"captions": multi_positive, "captions in chunks": partial(multi_posit
 LOSSES |= {"Long-CLIP": long_clip, "sigmoid": sigmoid, "sigmoid in chunks": partial(sigmoid, chunk_size=2)}
 
 
-def worker(rank, folder, world_size):
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+def worker(folder):
+    dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     results, share = {}, slice(rank * BATCH // world_size, (rank + 1) * BATCH // world_size)
     for name, function in LOSSES.items():
         model = DistributedDataParallel(Model(), find_unused_parameters=True)
         loss = model(partial(function, share=share))
         loss.backward()
         results[name] = loss.detach(), gradients(model.module)
-    torch.save(results, f"{folder}/{rank}.pt")
+    torch.save(results, folder / f"{rank}.pt")
     # A DDP module that outlives the group destroys it while it holds the GIL, for which the group's thread may wait.
     del model, loss
     dist.destroy_process_group()
@@ -153,8 +154,7 @@ def worker(rank, folder, world_size):
 @pytest.fixture(scope="module", params=[2, 3])
 def processes(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("gloo")
-    mp.get_context("forkserver").set_forkserver_preload(["training.stages"])  # which takes seconds, here once for all
-    mp.start_processes(worker, (str(folder), request.param), nprocs=request.param, start_method="forkserver")
+    run_processes(request.param, worker, folder)
     return [torch.load(folder / f"{rank}.pt") for rank in range(request.param)]
 
 

@@ -7,7 +7,8 @@ import shutil
 import PIL.Image
 import pytest
 from benchmark_folders import make_copy
-from tiny_runs import ended_by_a_checkpoint, read_log, run_two, same_weights, train
+from several_processes import run_processes, train_recipe
+from tiny_runs import ended_by_a_checkpoint, read_log, same_weights, train
 
 from data import symbols
 from evaluation import tasks
@@ -138,14 +139,16 @@ def test_an_interrupted_run_keeps_the_same(best, killed, tmp_path, name):
         run(tmp_path, KEEPING | {"keep_best": "kinds/accuracy"}, learning_rate=0.1)
 
 
+def train_with_small_tasks(recipe):
+    tasks.TASKS |= TASKS
+    train_recipe("--config", recipe)
+
+
 @pytest.mark.slow
 def test_two_processes_score_as_one(measured, tmp_path):
-    script = tmp_path / "two.py"
-    lines = ["from test_scores import TASKS, tasks", "from training.commands import train", "tasks.TASKS |= TASKS"]
-    script.write_text("\n".join([*lines, "train.main()"]))
     without = run(tmp_path, EVALUATION | {"at_start": True})
     shutil.rmtree(without)
-    run_two(tmp_path / "recipe.yaml", script=script)
+    run_processes(2, train_with_small_tasks, tmp_path / "recipe.yaml")
     # Dropout draws otherwise in two processes: only the model before the first step is the same
     assert scores(without)[0] == scores(measured)[0] and list(scores(without)) == [0, 2, 4, 6]
 

@@ -16,9 +16,10 @@ import torch
 from datasets import load_from_disk
 from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file, save_file
+from several_processes import kill_at_a_checkpoint, run_processes, train_recipe
 from test_mode_routing import in_a_loop
 from tiny_clip import change_json, change_weights
-from tiny_runs import kill_at_a_checkpoint, losses, recorded, run_two, start_two, stored, weights
+from tiny_runs import losses, recorded, stored, weights
 from transformers import AutoModel, AutoProcessor, CLIPModel
 
 from conversion import assemble, average
@@ -146,10 +147,10 @@ def test_experts_in_separate_runs_end_in_the_same_bits(system, name):
 @pytest.mark.parametrize("name", STAGES)
 def test_two_processes_end_in_the_same_models(system, name):
     run, output = system(name), system(name).folder / "two"
-    arguments = RECIPES / f"{name}.yaml", "--output-dir", output, "--stages", ",".join(STAGES[name])
+    arguments = "--config", RECIPES / f"{name}.yaml", "--output-dir", output, "--stages", ",".join(STAGES[name])
     if name != "mode":  # which saves no checkpoints
-        kill_at_a_checkpoint(start_two(*arguments), output)
-    run_two(*arguments)
+        kill_at_a_checkpoint(output, 2, train_recipe, *arguments)
+    run_processes(2, train_recipe, *arguments)
     assert_same(run.whole, output, STAGES[name], atol=1e-4, rtol=0)
     for stage in (run.whole / stage for stage in STAGES[name]):
         if (stage / "log.jsonl").exists():

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.tracking import TensorBoardTracker
+from several_processes import run_processes, train_recipe
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny_runs import DENSE, HARBOR_CAPTIONS, TUNED, losses, read_log, same_weights, start_two, train, weights
+from tiny_runs import DENSE, HARBOR_CAPTIONS, TUNED, launch_two, losses, read_log, same_weights, train, weights
 from tiny_sources import damaged, rows, saved_pairs
 from transformers import AutoModel, AutoProcessor
 
@@ -78,9 +79,8 @@ def errors(text):
 def test_two_processes_warn_once_and_fail_with_one_line(tmp_path):
     """Both skip the image that is broken, and one that fails while the other one waits for it says why."""
     train(tmp_path, only=["dense", "sparse"], data=damaged(tmp_path, 0.005), max_steps=1)
-    process = start_two(tmp_path / "recipe.yaml", stdout=subprocess.PIPE)
-    text = "".join(process.communicate(timeout=300))
-    assert process.returncode == 0 and text.count("1 of 200 pairs") == 1, text
+    text = run_processes(2, train_recipe, "--config", tmp_path / "recipe.yaml")
+    assert text.count("1 of 200 pairs") == 1, text
     script = tmp_path / "upcycle.py"
     script.write_text(
         "import os, sys\n"
@@ -94,7 +94,7 @@ def test_two_processes_warn_once_and_fail_with_one_line(tmp_path):
         "commands.train.main()\n"
     )
     train(tmp_path / "another", only=["dense", "sparse"])
-    process = start_two(tmp_path / "another" / "recipe.yaml", script=script)
+    process = launch_two(tmp_path / "another" / "recipe.yaml", script=script)
     assert errors(process.communicate(timeout=300)[1]) == ["error: tuned: the loss of the second process"]
     assert process.returncode == 1
 
@@ -103,7 +103,7 @@ def test_two_processes_warn_once_and_fail_with_one_line(tmp_path):
 def test_ctrl_c_of_two_processes_ends_in_one_line(tmp_path):
     train(tmp_path, only=["dense", "sparse"], max_steps=10_000)
     log = tmp_path / "out" / "tuned.partial" / "log.jsonl"
-    process = start_two(tmp_path / "recipe.yaml", stdout=subprocess.DEVNULL, start_new_session=True)
+    process = launch_two(tmp_path / "recipe.yaml", stdout=subprocess.DEVNULL, start_new_session=True)
     while process.poll() is None and not (log.exists() and log.read_text()):
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal sends it

@@ -9,10 +9,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 import yaml
@@ -104,32 +102,14 @@ def train(folder, stop=None, change=None, overrides=None, only=None, **training)
     return output / "tuned.partial"
 
 
-def start_two(recipe, *arguments, script="training/upcycle.py", options=("--cpu",), launcher=(), **pipes):
+def launch_two(recipe, script="training/upcycle.py", options=("--cpu",), launcher=(), **pipes):
     """Starts a recipe's file on two processes, by `accelerate launch` with some options or by another launcher."""
     name, *words = launcher or ("accelerate", "launch", "--quiet", *options, "--num_processes", "2")
-    command = [Path(sys.executable).with_name(name), *words, script, "--config", recipe, *arguments]
+    command = [Path(sys.executable).with_name(name), *words, script, "--config", recipe]
     paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    pipes = {"stderr": subprocess.PIPE, "text": True} | pipes
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | pipes
     return subprocess.Popen([str(word) for word in command], cwd=ROOT, env=environment, **pipes)
-
-
-def run_two(*arguments, **options):
-    """Runs a recipe's file as `start_two` does. Returns what was printed."""
-    process = start_two(*arguments, **options, stdout=subprocess.PIPE)
-    printed, error = process.communicate(timeout=300)
-    assert process.returncode == 0, error
-    return printed
-
-
-def kill_at_a_checkpoint(process, folder):
-    """Kills a launcher and its workers, each of a group of its own, when a stage below a folder has a checkpoint."""
-    while not list(folder.glob("*.partial/checkpoints/step-*")):
-        assert process.poll() is None
-        time.sleep(0.01)
-    for member in (*psutil.Process(process.pid).children(recursive=True), process):
-        member.kill()
-    process.communicate()
 
 
 @contextlib.contextmanager

@@ -1,0 +1,74 @@
+"""Functions in processes of their own; several know of each other, as where a launcher starts them."""
+
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch.multiprocessing as mp
+from torch.distributed.elastic.utils.distributed import get_free_port
+
+# What takes seconds to import: a server does it once, and each process is a copy of the server
+PRELOADED = ["training.runner", "training.plan", "training.stages", "evaluation.evaluate"]
+
+
+def _join(rank, number, port, output, function, arguments):
+    if number > 1:
+        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": number, "LOCAL_WORLD_SIZE": number}
+        os.environ |= {name: str(value) for name, value in ranks.items()}
+        os.environ |= {"ACCELERATE_USE_CPU": "true", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with open(output, "a") as file:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(file.fileno(), stream.fileno())
+    function(*arguments)
+
+
+def start_processes(number, output, function, *arguments):
+    """Starts a function of a module in each process. What they print is added to a file."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    port = get_free_port()
+    options = {"target": _join, "args": (number, port, output, function, arguments)}
+    processes = [context.Process(**options | {"args": (rank, *options["args"])}) for rank in range(number)]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def run_processes(number, function, *arguments):
+    """Runs a function in each process. Returns what they printed."""
+    with tempfile.NamedTemporaryFile("r") as output:
+        processes = start_processes(number, output.name, function, *arguments)
+        ends = time.monotonic() + 300
+        while any(process.exitcode is None for process in processes) and not any(p.exitcode for p in processes):
+            assert time.monotonic() < ends
+            time.sleep(0.01)
+        codes = [process.exitcode for process in processes]
+        kill(processes)
+        printed = output.read()
+        assert codes == [0] * number, printed
+    return printed
+
+
+def train_recipe(*arguments):
+    """As `training/upcycle.py` does."""
+    from training.commands import train
+
+    train.main(list(map(str, arguments)))
+
+
+def kill(processes):
+    for process in processes:
+        process.kill()
+        process.join()
+
+
+def kill_at_a_checkpoint(folder, number, function, *arguments):
+    """Kills processes when a stage below a folder has a checkpoint."""
+    with tempfile.NamedTemporaryFile("r") as output:
+        processes = start_processes(number, output.name, function, *arguments)
+        while not list(Path(folder).glob("*.partial/checkpoints/step-*")):
+            assert all(process.exitcode is None for process in processes), output.read()
+            time.sleep(0.01)
+        kill(processes)
