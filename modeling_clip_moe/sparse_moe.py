@@ -360,9 +360,11 @@ def experts_forward_grouped(
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
     expert_ids, order = top_k_index.flatten().sort(stable=True)
-    counts = (top_k_index.flatten()[:, None] == torch.arange(experts.num_experts, device=device)).sum(dim=0)
-    ends = counts.cumsum(dim=0, dtype=torch.int32)
     dropped = (expert_ids == experts.num_experts)[:, None]  # no product computes their rows, which may hold anything
+    # ONNX's product leaves no row out: there, the last expert computes them
+    groups = expert_ids.clamp(max=experts.num_experts - 1) if torch.compiler.is_exporting() else expert_ids
+    counts = (groups[:, None] == torch.arange(experts.num_experts, device=device)).sum(dim=0)
+    ends = counts.cumsum(dim=0, dtype=torch.int32)
 
     def linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         biases = F.pad(bias.to(dtype), (0, 0, 0, 1))  # the last is that of no expert
@@ -373,7 +375,7 @@ def experts_forward_grouped(
         rows = hidden_states.to(dtype).index_select(0, order // top_k).masked_fill(dropped, 0)
         intermediate = experts.act_fn(linear(rows, experts.up_proj, experts.up_proj_bias))
         outputs = linear(intermediate, experts.down_proj, experts.down_proj_bias).masked_fill(dropped, 0)
-    rank = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=device))
+    rank = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=device))
     outputs = outputs.index_select(0, rank).view(num_tokens, top_k, -1) * top_k_weights[..., None]
     return outputs.sum(dim=1).to(hidden_states.dtype)
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import CLIPModel
+from transformers import CLIPConfig, CLIPModel
 
 from conversion.upcycle import shared_config
 from modeling_clip_moe import CLIPMoEModel
@@ -16,8 +16,11 @@ both_backbones = pytest.mark.parametrize("backbone", ["separated", "shared"], in
 
 
 def dense_clip(backbone: str) -> CLIPModel | CLIPMoEModel:
-    """The symbol CLIP, or one with its text tower's layers in both towers."""
-    base = CLIPModel.from_pretrained(BASE)
+    """The symbol CLIP's first two layers, which others trace and compile soon; or those of its text tower in both."""
+    config = CLIPConfig.from_pretrained(BASE)
+    for tower in (config.text_config, config.vision_config):
+        tower.num_hidden_layers = 2
+    base = CLIPModel.from_pretrained(BASE, config=config)
     if backbone == "separated":
         return base
     text, vision = base.config.text_config, base.config.vision_config

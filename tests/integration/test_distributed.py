@@ -2,7 +2,6 @@
 
 import math
 import os
-import socket
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,12 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import transformers
 from accelerate.commands.config.config_args import load_config_from_file
 from safetensors.torch import load_file, save_file
+from several_processes import run_processes
 from tiny_clip import moved
-from tiny_runs import read_log, same_weights, start_two, train, weights
+from tiny_runs import launch_two, read_log, same_weights, train, weights
 from transformers import AutoProcessor, CLIPConfig, CLIPModel
 from transformers.distributed import DistributedConfig
 
@@ -79,10 +78,8 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def worker(rank, folder, port):
-    torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, WORLD_SIZE="2", RANK=str(rank), LOCAL_RANK=str(rank))
-    batch = load_file(folder / "batch.safetensors")
+def worker(folder):
+    rank, batch = int(os.environ["RANK"]), load_file(folder / "batch.safetensors")
     for case, (preset, model_class, sizes) in CASES.items():
         model = model_class.from_pretrained(folder / preset, distributed_config=DistributedConfig(**sizes))
         local = {
@@ -115,10 +112,7 @@ def folder(tmp_path_factory):
     batch = AutoProcessor.from_pretrained(BASE)(text=texts, images=images, padding=True, return_tensors="pt")
     assert batch["attention_mask"].min() == 0
     save_file(dict(batch), folder / "batch.safetensors")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    mp.spawn(worker, (folder, port), nprocs=2)
+    run_processes(2, worker, folder)
     return folder
 
 
@@ -210,7 +204,7 @@ def assert_same_run(folder, expected):
 def finished(name, recipe, output, *more):
     """Errors of the recipe with one of our configuration files, on two processes: none where it succeeds."""
     options, script = ["--config_file", ACCELERATE / f"{name}.yaml"], "tests/integration/sharded_on_cpu.py"
-    process = start_two(recipe, "--output-dir", output, *more, script=script, options=options)
+    process = launch_two(recipe, "--output-dir", output, *more, script=script, options=options)
     _, error = process.communicate(timeout=300)
     return error if process.returncode else ""
 

@@ -109,4 +109,4 @@ def test_compiled_training_has_the_same_gradients(fused, batch, backend):
         output.loss.backward()
         results.append((output.loss, {name: p.grad.clone() for name, p in fused.named_parameters()}))
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
-    assert fused.get_parameter("vision_model.encoder.layers.7.mlp.router.weight").grad.abs().max() > 0
+    assert fused.get_parameter("vision_model.encoder.layers.1.mlp.router.weight").grad.abs().max() > 0

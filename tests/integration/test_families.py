@@ -29,30 +29,27 @@ from modeling_clip_moe.open_clip_adapter import load_clip
 
 LENGTH = 64  # transformers' pipeline pads SigLIP's texts to it
 TEXTS = ["a red cat", "a round cat"]
-PIPELINE = """
-import sys
-sys.modules["modeling_clip_moe"] = None
-from PIL import Image
-from transformers import pipeline
-classify = pipeline("zero-shot-image-classification", model=sys.argv[1], trust_remote_code=True)
-scores = classify(Image.open(sys.argv[2]), candidate_labels=["red", "round"], hypothesis_template="a {} cat")
-of_label = {score["label"]: score["score"] for score in scores}
-print(type(classify.model).__module__.split(".")[0], of_label["red"], of_label["round"])
-"""
-SENTENCES = """
+LONG = [*TEXTS, "a red cat " * 30]  # too long
+WITHOUT_THE_PACKAGE = """
 import json, sys
 sys.modules["modeling_clip_moe"] = None
 from PIL import Image
 from safetensors.numpy import save_file
 from sentence_transformers import SentenceTransformer
-repository, texts, files, padding = json.loads(sys.argv[1])
-for name, folder in (("first", repository), ("again", "first")):
-    model = SentenceTransformer(folder, trust_remote_code=True, device="cpu")
-    assert type(model[0].model).__module__.startswith("transformers_modules.")
-    model[0].processing_kwargs = padding or model[0].processing_kwargs
-    images = model.encode([Image.open(file) for file in files])
-    save_file({"texts": model.encode(texts), "images": images}, f"{name}.safetensors")
-    model.save_pretrained(name)
+from transformers import pipeline
+repositories, texts, files = json.loads(sys.argv[1])
+for family, (repository, padding, of_one_size) in repositories.items():
+    classify = pipeline("zero-shot-image-classification", model=repository, trust_remote_code=True)
+    scores = classify(Image.open(files[0]), candidate_labels=["red", "round"], hypothesis_template="a {} cat")
+    of_label = {score["label"]: score["score"] for score in scores}
+    print(family, type(classify.model).__module__.split(".")[0], of_label["red"], of_label["round"])
+    for name, folder in [(f"{family}_first", repository), (f"{family}_again", f"{family}_first")] * of_one_size:
+        model = SentenceTransformer(folder, trust_remote_code=True, device="cpu")
+        assert type(model[0].model).__module__.startswith("transformers_modules.")
+        model[0].processing_kwargs = padding or model[0].processing_kwargs
+        images = model.encode([Image.open(file) for file in files])
+        save_file({"texts": model.encode(texts), "images": images}, f"{name}.safetensors")
+        model.save_pretrained(name)
 """
 
 
@@ -71,14 +68,37 @@ of_one_size = pytest.mark.parametrize(
 )
 
 
+@pytest.fixture(scope="session")
+def repositories(tmp_path_factory):
+    """A sparse model of each family with experts that differ, as it is published."""
+    folders, root = {}, tmp_path_factory.mktemp("families")
+    for family in FAMILIES:
+        folder = root / family.model_type
+        sparse = moved(upcycle(tiny_dense(family, LENGTH), PRESETS["clip_moe"]), ("experts", "router"), seed=1)
+        saved(family, sparse, folder / "sparse", LENGTH)
+        folders[family.model_type] = folder / f"{family.model_type}-sparse"
+        publish.main([str(folder / "sparse"), "user/sparse", "--dry-run", str(folders[family.model_type])])
+    return folders
+
+
 @pytest.fixture(scope="module")
-def published(family, tmp_path_factory):
-    """A sparse model with experts that differ, as it is published."""
-    folder = tmp_path_factory.mktemp(family.model_type)
-    sparse = moved(upcycle(tiny_dense(family, LENGTH), PRESETS["clip_moe"]), ("experts", "router"), seed=1)
-    saved(family, sparse, folder / "sparse", LENGTH)
-    publish.main([str(folder / "sparse"), "user/sparse", "--dry-run", str(folder / "published")])
-    return folder / "published"
+def published(family, repositories):
+    return repositories[family.model_type]
+
+
+@pytest.fixture(scope="session")
+def without_the_package(repositories, image, tmp_path_factory):
+    """What a program without this package has of all families: a folder, and family -> module, score, score."""
+    folder = tmp_path_factory.mktemp("without")
+    Image.open(image).convert("L").save(folder / "gray.png")
+    padding = {family.model_type: {"text": {"padding": "max_length"}} if family.sigmoid else {} for family in FAMILIES}
+    given = {
+        family.model_type: (str(repositories[family.model_type]), padding[family.model_type], not family.naflex)
+        for family in FAMILIES
+    }
+    printed = run_program(folder, "-c", WITHOUT_THE_PACKAGE, json.dumps([given, LONG, [str(image), "gray.png"]]))
+    lines = [line.split() for line in printed.splitlines()]
+    return folder, {line[0]: line[1:] for line in lines if line and line[0] in given}
 
 
 @pytest.fixture(scope="module")
@@ -110,8 +130,8 @@ def test_the_card_and_the_code_are_the_familys(family, published, inputs, image)
 
 
 @torch.no_grad()
-def test_without_the_package_a_pipeline_scores_as_the_model(family, published, inputs, image, tmp_path):
-    module, *scores = run_program(tmp_path, "-c", PIPELINE, published, image).split()
+def test_without_the_package_a_pipeline_scores_as_the_model(family, published, inputs, without_the_package):
+    module, *scores = without_the_package[1][family.model_type]
     logits = AutoModel.from_pretrained(published)(**inputs).logits_per_image[0]
     expected = logits.sigmoid() if family.sigmoid else logits.softmax(dim=-1)
     assert module == "transformers_modules"
@@ -126,21 +146,19 @@ def model(published):
 @of_one_size
 @torch.no_grad()
 def test_sentence_transformers_embeds_as_the_model_without_the_package(
-    family, published, model, prepare, image, tmp_path
+    family, published, model, prepare, image, without_the_package
 ):
     """Saved again, too; a text that is too long is cut, and a gray image is one of three channels."""
-    Image.open(image).convert("L").save(tmp_path / "gray.png")
-    texts, files = [*TEXTS, "a red cat " * 30], [str(image), str(tmp_path / "gray.png")]
-    padding = {"text": {"padding": "max_length"}} if family.sigmoid else {}
-    run_program(tmp_path, "-c", SENTENCES, json.dumps([str(published), texts, files, padding]))
-    inputs, processor = prepare(texts), AutoProcessor.from_pretrained(published).image_processor
-    pixels = processor([Image.open(file).convert("RGB") for file in files], return_tensors="pt").pixel_values
+    folder = without_the_package[0]
+    inputs, processor = prepare(LONG), AutoProcessor.from_pretrained(published).image_processor
+    pictures = [Image.open(file).convert("RGB") for file in (image, folder / "gray.png")]
+    pixels = processor(pictures, return_tensors="pt").pixel_values
     expected = {
         "texts": model.encode_text(inputs["input_ids"], inputs.get("attention_mask")),
         "images": model.encode_image(pixels),
     }
     for name in ("first", "again"):
-        found = load_file(tmp_path / f"{name}.safetensors")
+        found = load_file(folder / f"{family.model_type}_{name}.safetensors")
         for kind, value in expected.items():
             torch.testing.assert_close(found[kind], value, rtol=0, atol=1e-5 * value.abs().max().item())
 
