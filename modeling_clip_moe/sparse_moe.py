@@ -376,7 +376,7 @@ def experts_forward_grouped(
         intermediate = experts.act_fn(linear(rows, experts.up_proj, experts.up_proj_bias))
         outputs = linear(intermediate, experts.down_proj, experts.down_proj_bias).masked_fill(dropped, 0)
     rank = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=device))
-    outputs = outputs.index_select(0, rank).view(num_tokens, top_k, -1) * top_k_weights[..., None]
+    outputs = outputs.index_select(0, rank).view(num_tokens, top_k, outputs.shape[-1]) * top_k_weights[..., None]
     return outputs.sum(dim=1).to(hidden_states.dtype)
 
 

@@ -133,6 +133,29 @@ def test_dropped_choices_and_padding_cost_no_expert_compute(monkeypatch):
     assert set(rows.values()) == {num_kept}
 
 
+def test_rows_that_no_product_computes_may_hold_anything(monkeypatch):
+    """As on a GPU, in values and in gradients."""
+    block, grouped_mm = tiny_block(capacity_factor=0.75).train(), transformers_moe._grouped_mm
+    reference, hidden_states, mask = copy.deepcopy(block), torch.randn(4, 7, 16), torch.rand(4, 7) > 0.3
+
+    def poisoned(rows, weight, offs):
+        computed = (torch.arange(len(rows)) < offs[-1])[:, None]
+        rows = rows.clone()
+        if rows.requires_grad:
+            rows.register_hook(lambda gradient: gradient.where(computed, torch.nan))
+        return grouped_mm(rows, weight, offs).where(computed, torch.nan)
+
+    monkeypatch.setattr(transformers_moe, "_grouped_mm", poisoned)
+    block.experts.config._experts_implementation = "grouped"
+    outputs, inputs = [], [hidden_states.clone().requires_grad_() for _ in range(2)]
+    for each, given in zip((block, reference), inputs, strict=True):
+        outputs.append(each(given, mask))
+        outputs[-1].square().sum().backward()
+    torch.testing.assert_close(outputs[0], outputs[1])
+    torch.testing.assert_close(inputs[0].grad, inputs[1].grad)
+    assert_same_gradients(block, reference)
+
+
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_every_expert_has_a_gradient_even_without_tokens(name):
     block = tiny_block()
