@@ -338,8 +338,8 @@ class CLIPMoEExperts(nn.Module):
         return combined.to(hidden_states.dtype)
 
 
-# Rows of an expert on a CPU, below which `grouped` trains faster: the loop stacks the gradients of all experts' weights
-# (benchmarks/results/experts_few_rows_cpu.md)
+# Rows of an expert on a CPU, below which grouped products train faster than the loop, which stacks the gradients of all
+# experts' weights (measured with transformers' `grouped_mm`: benchmarks/results/experts_few_rows_cpu.md)
 FEW_ROWS = 160
 # Rows of an expert on a GPU, from which the loop is faster, although it waits for the token counts
 # (benchmarks/results/experts_gpu.md)
@@ -353,7 +353,7 @@ def experts_forward_grouped(
     All experts in one product, without waiting for the token counts; under autocast in its precision.
 
     transformers' `grouped_mm` takes the biases by an index, whose gradient on a GPU adds the rows of an expert one
-    after another: a training step takes up to five times as long (benchmarks/results/experts_gpu.md).
+    after another: forward and backward of an FFN take up to 4.6 times as long (benchmarks/results/experts_gpu.md).
     """
     num_tokens, top_k = top_k_index.shape
     device, dtype = top_k_index.device, experts.up_proj.dtype
@@ -361,22 +361,23 @@ def experts_forward_grouped(
         dtype = torch.get_autocast_dtype(device.type)
     expert_ids, order = top_k_index.flatten().sort(stable=True)
     dropped = (expert_ids == experts.num_experts)[:, None]  # no product computes their rows, which may hold anything
-    # ONNX's product leaves no row out: there, the last expert computes them
+    # An exported program may become ONNX, whose product leaves no row out: the last expert computes them
     groups = expert_ids.clamp(max=experts.num_experts - 1) if torch.compiler.is_exporting() else expert_ids
-    counts = (groups[:, None] == torch.arange(experts.num_experts, device=device)).sum(dim=0)
-    ends = counts.cumsum(dim=0, dtype=torch.int32)
+    chosen = groups[:, None] == torch.arange(experts.num_experts, device=device)  # (T * K, E)
+    ends = chosen.sum(dim=0).cumsum(dim=0, dtype=torch.int32)
 
     def linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        biases = F.pad(bias.to(dtype), (0, 0, 0, 1))  # the last is that of no expert
-        return _grouped_linear(rows, weight.to(dtype), ends) + F.embedding(expert_ids, biases)
+        # The biases by a product, too, whose gradient adds rows in float32
+        outputs = torch.addmm(_grouped_linear(rows, weight.to(dtype), ends), chosen.to(dtype), bias.to(dtype))
+        return outputs.masked_fill(dropped, 0)
 
     with torch.autocast(device.type, enabled=False):
         # The gradient of dropped rows may be anything, too
         rows = hidden_states.to(dtype).index_select(0, order // top_k).masked_fill(dropped, 0)
         intermediate = experts.act_fn(linear(rows, experts.up_proj, experts.up_proj_bias))
-        outputs = linear(intermediate, experts.down_proj, experts.down_proj_bias).masked_fill(dropped, 0)
+        outputs = linear(intermediate, experts.down_proj, experts.down_proj_bias)
     rank = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=device))
-    outputs = outputs.index_select(0, rank).view(num_tokens, top_k, outputs.shape[-1]) * top_k_weights[..., None]
+    outputs = outputs.index_select(0, rank).unflatten(0, (num_tokens, top_k)) * top_k_weights[..., None]
     return outputs.sum(dim=1).to(hidden_states.dtype)
 
 
@@ -389,13 +390,13 @@ def experts_forward_by_device(
     have `grouped`: neither inductor nor ONNX takes the loop's data-dependent sizes.
 
     Time over K dense FFNs on the same tokens, float32 on one core, B/16 and L/14, top-2 of 4 and of 8, the loop and
-    `grouped_mm` (benchmarks/results/experts_cpu.md): the forward of 8 images 0.94 to 1.07 and 1.17 to 1.36, a training
-    step 0.99 to 1.09 and 0.99 to 1.37; a training step of 1 image 1.34 to 2.12 and 1.16 to 1.46. With 32 images the
-    loop is at 0.85 to 1.03 (experts_32_images_cpu.md). In bfloat16 both are at 0.98 to 1.01, where it is slow
-    (experts_bfloat16_cpu.md).
+    transformers' `grouped_mm` (benchmarks/results/experts_cpu.md): the forward of 8 images 0.94 to 1.07 and 1.17 to
+    1.36, a training step 0.99 to 1.09 and 0.99 to 1.37; a training step of 1 image 1.34 to 2.12 and 1.16 to 1.46. With
+    32 images the loop is at 0.85 to 1.03 (experts_32_images_cpu.md). In bfloat16 both are at 0.98 to 1.01, where it is
+    slow (experts_bfloat16_cpu.md).
     """
-    few = hidden_states.is_cuda and top_k_index.numel() < MANY_ROWS * experts.num_experts
-    if torch.compiler.is_compiling() or few or _train_with_few_rows(experts, top_k_index):
+    few_on_gpu = hidden_states.is_cuda and top_k_index.numel() < MANY_ROWS * experts.num_experts
+    if torch.compiler.is_compiling() or few_on_gpu or _train_with_few_rows(experts, top_k_index):
         return experts_forward_grouped(experts, hidden_states, top_k_index, top_k_weights)
     loop = CLIPMoEExperts.forward.__wrapped__  # what the decorator replaced
     return loop(experts, hidden_states, top_k_index, top_k_weights)

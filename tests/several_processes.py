@@ -1,5 +1,9 @@
-"""Functions in processes of their own; several know of each other, as where a launcher starts them."""
+"""Functions in processes of their own; several know of each other, as where a launcher starts them.
 
+Their environment is that of the first start: pass what differs as an argument.
+"""
+
+import contextlib
 import os
 import sys
 import tempfile
@@ -13,7 +17,7 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 PRELOADED = ["training.runner", "training.plan", "training.stages", "evaluation.evaluate"]
 
 
-def _join(rank, number, port, output, function, arguments):
+def _run(rank, number, port, output, function, arguments):
     if number > 1:
         ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": number, "LOCAL_WORLD_SIZE": number}
         os.environ |= {name: str(value) for name, value in ranks.items()}
@@ -24,28 +28,33 @@ def _join(rank, number, port, output, function, arguments):
     function(*arguments)
 
 
-def start_processes(number, output, function, *arguments):
-    """Starts a function of a module in each process. What they print is added to a file."""
+@contextlib.contextmanager
+def started_processes(number, output, function, *arguments):
+    """A function of a module in each process, until the block ends. What they print is added to a file."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    port = get_free_port()
-    options = {"target": _join, "args": (number, port, output, function, arguments)}
-    processes = [context.Process(**options | {"args": (rank, *options["args"])}) for rank in range(number)]
-    for process in processes:
-        process.start()
-    return processes
+    given = number, get_free_port(), output, function, arguments
+    processes = [context.Process(target=_run, args=(rank, *given)) for rank in range(number)]
+    try:
+        for process in processes:
+            process.start()
+        yield processes
+    finally:  # what is left would be waited for when the tests end
+        for process in processes:
+            if process.pid is not None:
+                process.kill()
+                process.join()
 
 
 def run_processes(number, function, *arguments):
     """Runs a function in each process. Returns what they printed."""
     with tempfile.NamedTemporaryFile("r") as output:
-        processes = start_processes(number, output.name, function, *arguments)
-        ends = time.monotonic() + 300
-        while any(process.exitcode is None for process in processes) and not any(p.exitcode for p in processes):
-            assert time.monotonic() < ends
-            time.sleep(0.01)
-        codes = [process.exitcode for process in processes]
-        kill(processes)
+        with started_processes(number, output.name, function, *arguments) as processes:
+            ends = time.monotonic() + 300
+            while any(p.exitcode is None for p in processes) and not any(p.exitcode for p in processes):
+                assert time.monotonic() < ends, output.read()
+                time.sleep(0.01)
+            codes = [process.exitcode for process in processes]
         printed = output.read()
         assert codes == [0] * number, printed
     return printed
@@ -58,17 +67,12 @@ def train_recipe(*arguments):
     train.main(list(map(str, arguments)))
 
 
-def kill(processes):
-    for process in processes:
-        process.kill()
-        process.join()
-
-
 def kill_at_a_checkpoint(folder, number, function, *arguments):
-    """Kills processes when a stage below a folder has a checkpoint."""
-    with tempfile.NamedTemporaryFile("r") as output:
-        processes = start_processes(number, output.name, function, *arguments)
+    """Kills processes, whose workers then end by themselves, when a stage below a folder has a checkpoint."""
+    with (
+        tempfile.NamedTemporaryFile("r") as output,
+        started_processes(number, output.name, function, *arguments) as processes,
+    ):
         while not list(Path(folder).glob("*.partial/checkpoints/step-*")):
             assert all(process.exitcode is None for process in processes), output.read()
             time.sleep(0.01)
-        kill(processes)

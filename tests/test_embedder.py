@@ -101,7 +101,7 @@ def evaluate_few_symbols(*arguments):
 
 
 @pytest.mark.slow
-def test_an_evaluation_by_two_processes_scores_as_one(dense, small_tasks, tmp_path):
+def test_an_evaluation_by_two_processes_scores_as_one(dense, tmp_path):
     options = "--tasks", "symbols_retrieval", "--batch-size", "2", "--output-dir", tmp_path / "two"
     printed = run_processes(2, evaluate_few_symbols, "--model", dense, *options)
     assert printed.count("symbols_retrieval (40 samples") == 1

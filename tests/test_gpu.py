@@ -7,7 +7,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from tiny_clip_moe import assert_same_gradients, inputs, tiny_block, tiny_model
+from tiny_clip_moe import IMPLEMENTATIONS, assert_same_gradients, inputs, tiny_block, tiny_model
 
 from modeling_clip_moe import CLIPMoEModel
 from training.contrastive_task import ContrastiveTask
@@ -19,7 +19,8 @@ from training.optimizers import OptimizerSettings, make_optimizer
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not torch.cuda.is_available(), reason="there is no CUDA device: pytest -m gpu runs where one is"
+        not torch.cuda.is_available(),
+        reason="no CUDA device is visible; `pytest -m gpu` does not hide it",
     ),
 ]
 CUDA = torch.device("cuda")
@@ -48,7 +49,7 @@ def on_gpu(batch):
     return {name: value.to(CUDA) for name, value in batch.items()}
 
 
-@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm", "by_device"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_experts_compute_what_they_do_on_a_cpu(implementation, dtype):
     block = tiny_block(capacity_factor=1.0)

@@ -16,9 +16,8 @@ import torch
 from accelerate.state import AcceleratorState
 from pydantic.dataclasses import dataclass
 from safetensors.torch import load_file, save_file
-from several_processes import kill, kill_at_a_checkpoint, run_processes, start_processes, train_recipe
+from several_processes import kill_at_a_checkpoint, run_processes, started_processes, train_recipe
 from tiny_runs import launch_two, losses, same_weights, train, weights
-from torch._dynamo.utils import counters
 
 from training import engine, stages
 from training.context import choose_precision, make_accelerator
@@ -119,10 +118,9 @@ def test_killed_and_started_again(whole, tmp_path):
         done = len(log.read_text().splitlines()) if log.exists() else 0
         last = random.SystemRandom().randint(done + 1, done + 12)
         command = train_recipe, "--config", tmp_path / "recipe.yaml"
-        (process,) = start_processes(1, tmp_path / "printed", *command)
-        while process.is_alive() and (not log.exists() or len(log.read_text().splitlines()) < last):
-            time.sleep(0.005)
-        kill([process])
+        with started_processes(1, tmp_path / "printed", *command) as (process,):
+            while process.is_alive() and (not log.exists() or len(log.read_text().splitlines()) < last):
+                time.sleep(0.005)
         assert process.exitcode == -signal.SIGKILL, (tmp_path / "printed").read_text()
     resumed = train(tmp_path, **steps)
     assert losses(resumed) == losses(whole(**steps)) and same_weights(resumed, whole(**steps))
@@ -172,6 +170,8 @@ def test_accumulation_averages_gradients(whole, tmp_path, monkeypatch):
 
 
 def train_compiled(recipe, environment):
+    from torch._dynamo.utils import counters
+
     os.environ |= environment
     train_recipe("--config", recipe)
     print(counters["stats"]["unique_graphs"], "graphs,", counters["graph_break"].total(), "breaks")

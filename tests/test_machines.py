@@ -64,11 +64,12 @@ def test_what_accelerate_was_asked_for_is_read(tmp_path):
     assert processes._accelerate_settings(["accelerate", "launch", "--cpu"]).num_processes == 1
 
 
-def test_machines_have_the_same_number_of_processes(monkeypatch):
-    command = ["accelerate", "launch", "--cpu", "--num_processes", "3", "--num_machines", "2", "upcycle.py"]
+@pytest.mark.parametrize("name", ["upcycle.py", "evaluation.evaluate", "clip_moe"])
+def test_machines_have_the_same_number_of_processes(monkeypatch, name):
+    command = ["accelerate", "launch", "--cpu", "--num_processes", "3", "--num_machines", "2", name]
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     parent = SimpleNamespace(cmdline=lambda: command)
     monkeypatch.setattr(psutil, "Process", lambda: SimpleNamespace(parent=lambda: parent))
     with pytest.raises(SystemExit, match="--num_processes 3 cannot be shared by 2 machines"):
-        processes.launch_cpu_processes("upcycle.py", ["upcycle.py"])
+        processes.launch_cpu_processes(name, [name])

@@ -156,6 +156,26 @@ def test_rows_that_no_product_computes_may_hold_anything(monkeypatch):
     assert_same_gradients(block, reference)
 
 
+def test_grouped_products_add_the_gradients_of_many_rows_in_float32():
+    """bfloat16 loses what a sum is far larger than."""
+    block, hidden_states, gradients_of = tiny_block(), torch.randn(500, 4, 16), []
+    for name, dtype in (("eager", torch.float32), ("grouped", torch.bfloat16)):
+        each = copy.deepcopy(block).to(dtype)
+        each.experts.config._experts_implementation = name
+        each.router.to(torch.float32)
+        each(hidden_states.to(dtype)).float().sum().backward()
+        gradients_of.append([parameter.grad.float() for parameter in each.experts.parameters()])
+    for expected, found in zip(*gradients_of, strict=True):
+        assert (found - expected).norm() < 0.03 * expected.norm()
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_no_tokens_are_no_outputs(name):
+    experts = tiny_block().experts
+    experts.config._experts_implementation = name
+    assert experts(torch.ones(0, 16), torch.ones(0, 2, dtype=torch.long), torch.ones(0, 2)).shape == (0, 16)
+
+
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_every_expert_has_a_gradient_even_without_tokens(name):
     block = tiny_block()

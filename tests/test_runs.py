@@ -5,14 +5,15 @@ import shlex
 import shutil
 import signal
 import stat
+import subprocess
+import sys
 import time
 
 import pytest
 import yaml
 from safetensors.torch import save_file
-from several_processes import start_processes, train_recipe
 from tiny_clip import error_of
-from tiny_runs import full_disk, recipe, recorded, same_weights, train, weights
+from tiny_runs import ROOT, full_disk, recipe, recorded, same_weights, train, weights
 
 from data.worlds import build_processor
 from records.command_line import INTERRUPTED
@@ -129,15 +130,15 @@ def test_a_second_run_in_a_folder_is_told_who_holds_it(write, tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_says_how_to_go_on(write, tmp_path, number):
     path = write(3, max_steps=100_000)
-    (process,) = start_processes(1, tmp_path / "printed", train_recipe, "--config", path)
+    command = [sys.executable, "-m", "training.upcycle", "--config", path]
+    run = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     log = tmp_path / "out" / "tuned.partial" / "log.jsonl"
-    while process.is_alive() and not log.exists():
+    while run.poll() is None and not log.exists():
         time.sleep(0.05)
-    os.kill(process.pid, number)
-    process.join(timeout=60)
-    printed = (tmp_path / "printed").read_text()
-    assert process.exitcode == 128 + number and "Traceback" not in printed
-    assert (INTERRUPTED in printed) == (number == signal.SIGINT)
+    run.send_signal(number)
+    error = run.communicate(timeout=60)[1]
+    assert run.returncode == 128 + number and "Traceback" not in error
+    assert (INTERRUPTED in error) == (number == signal.SIGINT)
     assert not list((tmp_path / "out").glob("*.tmp")) and not list((tmp_path / "out").glob(".*"))
 
 

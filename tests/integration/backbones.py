@@ -16,7 +16,8 @@ both_backbones = pytest.mark.parametrize("backbone", ["separated", "shared"], in
 
 
 def dense_clip(backbone: str) -> CLIPModel | CLIPMoEModel:
-    """The symbol CLIP's first two layers, which others trace and compile soon; or those of its text tower in both."""
+    """The first two layers of the symbol CLIP, so that exporters and compilers are quick, or those of its text tower in
+    both towers."""
     config = CLIPConfig.from_pretrained(BASE)
     for tower in (config.text_config, config.vision_config):
         tower.num_hidden_layers = 2

@@ -18,7 +18,9 @@ def test_the_loop_over_experts_has_no_onnx(repository):
         OnnxExporter().export(tower, {"pixel_values": torch.randn(2, 3, 32, 32)}, OnnxConfig())
 
 
-@pytest.mark.parametrize("name, operation", [("grouped_mm", "transpose"), ("batched_mm", "bmm")])
+@pytest.mark.parametrize(
+    "name, operation", [("grouped", "transpose"), ("grouped_mm", "transpose"), ("batched_mm", "bmm")]
+)
 def test_int8_experts_need_the_loop(repository, name, operation):
     tower = CLIPMoEVisionModelWithProjection.from_pretrained(
         repository, quantization_config=EXPERTS, experts_implementation=name
