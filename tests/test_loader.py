@@ -184,6 +184,7 @@ def test_pairs_in_order_are_read_by_the_same_workers(rows, processor):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is visible")
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_batches_on_a_machine_with_a_gpu_are_pinned(rows, processor, num_workers):
     batch = next(make(rows, processor, num_workers=num_workers).batches(0))
