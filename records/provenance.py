@@ -66,9 +66,11 @@ class Record(BaseModel):
     inputs: dict[str, str] = Field(default_factory=dict)
     # See `data.identity.identity`
     data: dict[str, Any] | None = None
-    # What came out: the digest of a model, and how many pairs a stage trained on
+    # What came out: the digest of a model, how many pairs a stage trained on, and which share of them had another one
+    # with an equal text or image in its batch, or would have had in `shuffled` ones
     weights: str | None = None
     pairs: int | None = None
+    duplicates: dict[Literal["shuffled", "left"], FiniteFloat] | None = None
     own: OwnStage | None = None
     # What in the recipe is a path on the machine that ran it
     local: list[str] = Field(default_factory=list)

@@ -12,6 +12,7 @@ import datasets
 import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration
+from transformers import PreTrainedTokenizerBase
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from data.identity import data_fingerprint, identity
@@ -19,6 +20,7 @@ from data.pairs import load_pairs, readable_pairs
 from data.sources import DataArguments
 from data.worlds import WORLDS
 from records.provenance import LOGS, MANIFEST
+from training.twins import Twins
 
 
 class Unfinished(FileNotFoundError):
@@ -80,6 +82,11 @@ class Context:
         """See `data.identity.data_fingerprint`. Every process has to ask, as one reads while the others wait."""
         with self._main_process_first():
             return data_fingerprint(rows, images)
+
+    def twins(self, rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase) -> Twins:
+        """See `training.twins.Twins.of`. Every process has to ask, as one reads while the others wait."""
+        with self._main_process_first():
+            return Twins.of(rows, tokenizer)
 
     def identity(self, arguments: DataArguments) -> dict[str, Any] | None:
         """See `data.identity.identity`. Every process has to ask."""

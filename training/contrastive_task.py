@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from conversion.checkpoints import is_sparse
 from modeling_clip_moe.sparse_moe import CLIPMoEExperts
+from training.losses import Pairing
 
 
 class Losses(Protocol):
@@ -52,7 +53,7 @@ class ContrastiveTask(nn.Module):
         sparse = is_sparse(self.model.config)
         recorded = {"output_router_logits": True, "output_expert_ids": True} if sparse else {}
         batch = dict(batch)
-        caption_mask = batch.pop("caption_mask", None)
+        pairing = Pairing.take(batch)
         outputs = self.model(**batch, **recorded)
         scale = self.model.logit_scale.exp()
         auxiliary, metrics = torch.zeros((), device=scale.device), {}
@@ -67,7 +68,7 @@ class ContrastiveTask(nn.Module):
             if gradients is not None:
                 carried = sum((value * gradient).sum() for value, gradient in zip(embeds, gradients, strict=True))
                 return carried + auxiliary, auxiliary.detach(), metrics
-            contrastive = self.contrastive_loss(embeds, caption_mask)
+            contrastive = self.contrastive_loss(embeds, pairing)
         loss = contrastive + auxiliary
         return loss, {"contrastive_loss": contrastive.detach(), **metrics, "loss": loss.detach()}
 
@@ -75,10 +76,10 @@ class ContrastiveTask(nn.Module):
         """The parameters that the contrastive loss takes beside the scale, by the names of its arguments."""
         return {"logit_bias": self.model.logit_bias} if hasattr(self.model, "logit_bias") else {}
 
-    def contrastive_loss(self, embeds: Sequence[torch.Tensor], caption_mask: torch.Tensor | None) -> torch.Tensor:
+    def contrastive_loss(self, embeds: Sequence[torch.Tensor], pairing: Pairing) -> torch.Tensor:
         """The loss of embeddings of images, of texts, a scale, and of `loss_parameters`."""
         parameters = dict(zip(self.loss_parameters(), embeds[3:], strict=True))
-        return self.losses.contrastive_loss(*embeds[:3], caption_mask, **parameters)
+        return self.losses.contrastive_loss(*embeds[:3], pairing, **parameters)
 
 
 def drop_activations(model: PreTrainedModel, share: float) -> None:

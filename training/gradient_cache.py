@@ -13,10 +13,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from modeling_clip_moe.sparse_moe import SparseMoEMixin
-from training.losses import SumsOfParts
+from training.losses import Pairing, SumsOfParts
 from training.training_state import set_torch_states, torch_states
 
-TEXT_KEYS = ("input_ids", "attention_mask", "text_sparse_inputs")
+TEXT_KEYS = ("input_ids", "attention_mask", "text_sparse_inputs", "text_keys")
 
 
 def split_batch(batch: dict[str, torch.Tensor], size: int) -> list[dict[str, torch.Tensor]]:
@@ -96,8 +96,8 @@ def _gradient_by_embeds(
     leaves = [torch.cat(images), torch.cat(texts), *(of_parts[0].clone() for of_parts in shared)]
     for leaf in leaves:
         leaf.requires_grad_()
-    mask = send_to_device(batch.get("caption_mask"), accelerator.device)
-    loss = accelerator.unwrap_model(task).contrastive_loss(leaves, mask)
+    pairing = Pairing.take(send_to_device(batch, accelerator.device))  # of a copy
+    loss = accelerator.unwrap_model(task).contrastive_loss(leaves, pairing)
     # A bias has no gradient where a model of the sigmoid loss has CLIP's
     by_images, by_texts, *by_shared = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
     by_images, by_texts = (

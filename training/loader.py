@@ -22,6 +22,7 @@ from data.sources import DataArguments, Rows, reading
 from data.tokenizer import SAMPLE, pieces_per_word, read_texts, tokenize
 from data.workers import errors_of_workers, worker_options
 from training.samplers import ClusterBatchSampler, GlobalBatchSampler
+from training.twins import streamed_image_key, token_keys
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,8 @@ class PairLoader:
         caption_weights: of all L captions of an image, for `multi_positive_loss`; None: each epoch draws one caption.
         hidden_states: gives what stands in a batch for the images and beside the captions of these pairs.
         augmentation: changes every image, by numbers that the seed, its epoch and its own number settle; None: none is.
+        image_keys: (pairs,) of int64, the same for equal images: batches have them and the keys of their texts. A
+            stream makes its own, and takes any number. None: batches have no keys.
     """
 
     def __init__(
@@ -57,9 +60,10 @@ class PairLoader:
         caption_weights: Sequence[float] | None = None,
         hidden_states: Callable[[Sequence[int]], dict[str, torch.Tensor]] | None = None,
         augmentation: Augmentation | None = None,
+        image_keys: np.ndarray | None = None,
     ):
         self.rows, self.processor, self.arguments = rows, processor, arguments
-        self.batch_size, self.seed = batch_size, seed
+        self.batch_size, self.seed, self.image_keys = batch_size, seed, image_keys
         self.rank, self.world_size, self.all_captions = rank, world_size, caption_weights is not None
         if arguments.streaming and arguments.num_samples is not None and max(arguments.num_workers, 1) * world_size > 1:
             raise ValueError(
@@ -68,10 +72,12 @@ class PairLoader:
             )
         if caption_weights is not None:
             _require_weighted(rows, caption_weights, arguments.source)
-        self.hidden_states, self._in_order = hidden_states, None
+        self.by_number, self._in_order = hidden_states, None
         self.images = _Images(processor.image_processor, augmentation)
         if not arguments.streaming:
             self.pairs = _Pairs(rows, self.images, arguments, seed, self.all_captions, hidden_states is None)
+            if self.pairs.prepared is not None:
+                self.by_number = self.pairs.prepared_images
             if sampler is None:
                 sampler = GlobalBatchSampler(len(rows), batch_size, rank, world_size, seed)
             self.sampler = sampler
@@ -85,7 +91,8 @@ class PairLoader:
         `attention_mask` (B, S), padded to the longest caption and cut at the tokenizer's `model_max_length`.
 
         With `caption_weights` they hold the captions of all images, one image after the other, without those that are
-        missing, and `caption_mask` (B, L) tells which these are.
+        missing, and `caption_mask` (B, L) tells which these are. With `image_keys`, they have the fields of
+        `training.losses.Pairing`.
         """
         if self.arguments.streaming:
             yield from self._streamed_batches(start)
@@ -137,7 +144,7 @@ class PairLoader:
         num_workers = min(self.arguments.num_workers, num_shards)  # others would have nothing to read
         readers = self.world_size * max(num_workers, 1)
         share = self.rank, self.world_size
-        stream = _Stream(self.rows, self.images, self.arguments, self.seed, share, readers)
+        stream = _Stream(self.rows, self.images, self.arguments, self.seed, share, readers, self.image_keys is not None)
         options = self._options | {"num_workers": num_workers}
         with reading(self.arguments), errors_of_workers():
             loader = DataLoader(stream, batch_size=self.batch_size, drop_last=True, **options)
@@ -147,19 +154,20 @@ class PairLoader:
     @property
     def _options(self) -> dict[str, Any]:
         tokens = {} if self.arguments.in_memory else None
-        collate = _Collate(self.processor.tokenizer, self.all_captions, self.hidden_states, tokens)
+        collate = _Collate(self.processor.tokenizer, self.all_captions, self.by_number, tokens, self.image_keys)
         return worker_options(self.arguments, self.seed) | {"collate_fn": collate}
 
 
 @dataclass(frozen=True)
 class _Collate:
-    """Makes a batch of processed pairs, with hidden states in place of the images where these were not read."""
+    """Makes a batch of processed pairs. For those without images, prepared ones or hidden states are looked up."""
 
     tokenizer: PreTrainedTokenizerBase
     all_captions: bool
-    hidden_states: Callable[[Sequence[int]], dict[str, torch.Tensor]] | None
+    by_number: Callable[[Sequence[int]], dict[str, torch.Tensor]] | None
     # Text -> its tokens so far: for a tiny model, tokenizing takes longer than computing. None: nothing is remembered
     tokens: dict[str, list[int]] | None
+    image_keys: np.ndarray | None
 
     def __call__(self, pairs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         captions = [pair["caption"] for pair in pairs]
@@ -169,9 +177,13 @@ class _Collate:
             # Within a worker, in memory that the other processes have too
             batch |= default_collate([pair["image"] for pair in pairs])
         else:
-            batch |= self.hidden_states([pair["index"] for pair in pairs])
+            batch |= self.by_number([pair["index"] for pair in pairs])
         if self.all_captions:
             batch["caption_mask"] = torch.tensor(_are_present(captions))
+        if self.image_keys is not None:
+            batch["text_keys"] = token_keys(batch["input_ids"], batch["attention_mask"])
+            keys = [pair["image_key"] if "image_key" in pair else self.image_keys[pair["index"]] for pair in pairs]
+            batch["image_keys"] = torch.from_numpy(np.array(keys, np.int64))
         return batch
 
     def _tokenize(self, texts: list[str]) -> dict[str, torch.Tensor]:
@@ -193,6 +205,7 @@ class _Images:
     def __init__(self, processor: BaseImageProcessor, augmentation: Augmentation | None):
         self.prepare, self.augmentation = Preparation(processor), augmentation
         self.size = None if augmentation is None else crop_size(processor)
+        self.settings = processor.to_json_string()
 
     def read(self, value: Any, rng: np.random.Generator | None) -> dict[str, torch.Tensor]:
         """What a model takes of a value of an image column."""
@@ -214,6 +227,7 @@ class _Stream(torch.utils.data.IterableDataset):
         seed: of the order and the captions.
         share: the number of this process, and of all.
         readers: workers of all processes that read a share of the same stream.
+        with_keys: whether pairs have the keys of their images.
     """
 
     def __init__(
@@ -224,9 +238,10 @@ class _Stream(torch.utils.data.IterableDataset):
         seed: int,
         share: tuple[int, int],
         readers: int,
+        with_keys: bool,
     ):
         self.rows, self.images, self.arguments = rows, images, arguments
-        self.seed, self.share, self.readers = seed, share, readers
+        self.seed, self.share, self.readers, self.with_keys = seed, share, readers, with_keys
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         worker = get_worker_info()
@@ -242,7 +257,8 @@ class _Stream(torch.utils.data.IterableDataset):
                     continue
                 rng = np.random.default_rng([self.seed, self.share[0], worker.id if worker else 0, epoch, report.seen])
                 caption = _draw(row["caption"], rng)
-                yield {"image": self.images.inputs(image, rng), "caption": caption}
+                key = {"image_key": streamed_image_key(row["image"])} if self.with_keys else {}
+                yield {"image": self.images.inputs(image, rng), "caption": caption} | key
             if report.seen == 0:
                 return
             report.end_of_epoch(self.readers)
@@ -266,12 +282,7 @@ class _Pairs(torch.utils.data.Dataset):
         self.images, self.seed = images, seed
         self.all_captions, self.with_images, self.prepared = all_captions, with_images, None
         if arguments.in_memory and with_images:
-            first = images.read(self.rows[0]["image"], None)
-            # Stacked, all would be there twice
-            self.prepared = {name: value.new_empty(len(self.rows), *value.shape) for name, value in first.items()}
-            for index, row in enumerate(self.rows):
-                for name, value in images.read(row["image"], None).items():
-                    self.prepared[name][index] = value
+            self.prepared = _prepared(self.rows, images)
         if arguments.in_memory:
             self.captions = [{"caption": caption} for caption in rows["caption"]]
 
@@ -304,13 +315,15 @@ class _Pairs(torch.utils.data.Dataset):
 
     def _pair(self, epoch: int | None, index: int) -> dict[str, Any]:
         pair = {"index": index, "caption": self.caption(epoch, index)}
-        if self.prepared is not None:
-            pair["image"] = {name: values[index] for name, values in self.prepared.items()}
-        elif self.with_images:
+        if self.with_images and self.prepared is None:
             # Other numbers than those that draw the caption
             rng = None if epoch is None else np.random.default_rng([self.seed, epoch, index, 1])
             pair["image"] = self.images.read(self.rows[index]["image"], rng)
         return pair
+
+    def prepared_images(self, numbers: Sequence[int]) -> dict[str, torch.Tensor]:
+        """What `images` made of these pairs' images."""
+        return {name: values[numbers] for name, values in self.prepared.items()}
 
     def caption(self, epoch: int | None, index: int) -> str | list[str]:
         """The caption or captions of a pair, without its image."""
@@ -320,6 +333,25 @@ class _Pairs(torch.utils.data.Dataset):
         if epoch is None or isinstance(captions, str):  # nothing to draw
             return first_caption(captions)
         return _draw(captions, np.random.default_rng([self.seed, epoch, index]))
+
+
+# Of the last pairs in memory, by their fingerprint and the image processor: most stages of a recipe use the same
+_PREPARED: dict[tuple[str, str], dict[str, torch.Tensor]] = {}
+
+
+def _prepared(rows: datasets.Dataset, images: _Images) -> dict[str, torch.Tensor]:
+    """What `images` makes of all images: names -> (rows, ...)."""
+    key = rows._fingerprint, images.settings
+    if key not in _PREPARED:
+        _PREPARED.clear()
+        first = images.read(rows[0]["image"], None)
+        # Stacked, all would be there twice
+        prepared = {name: value.new_empty(len(rows), *value.shape) for name, value in first.items()}
+        for index, row in enumerate(rows):
+            for name, value in images.read(row["image"], None).items():
+                prepared[name][index] = value
+        _PREPARED[key] = prepared
+    return _PREPARED[key]
 
 
 def _draw(captions: str | Sequence[str | None], rng: np.random.Generator) -> str:

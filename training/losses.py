@@ -5,7 +5,8 @@ and the mean of their gradients, which is what DDP and FSDP take, is its gradien
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,91 @@ from modeling_clip_moe import (
 )
 
 
+class Pairing(NamedTuple):
+    """Which images and texts of a process's batch belong together.
+
+    With keys, an image belongs to the texts of all pairs, in the batches of all processes, whose image is equal to it.
+    Without, it belongs to its own texts alone.
+
+    Args:
+        caption_mask: (B, L) of bool, which of the L captions of an image are there; None: it has one.
+        image_keys: (B,) of int64, the same for equal images.
+        text_keys: (captions,) of int64, the same for equal texts: of all images, one after the other.
+    """
+
+    caption_mask: torch.Tensor | None = None
+    image_keys: torch.Tensor | None = None
+    text_keys: torch.Tensor | None = None
+
+    @classmethod
+    def take(cls, batch: dict[str, torch.Tensor]) -> "Pairing":
+        """Take it out of a batch of a `PairLoader`."""
+        return cls(*(batch.pop(name, None) for name in cls._fields))
+
+    def known_pairs(self) -> "KnownPairs | None":
+        """The pairs of all processes; None: no image and no text is among them twice, or there are no keys."""
+        if self.image_keys is None:
+            return None
+        mask = torch.ones_like(self.image_keys[:, None], dtype=bool) if self.caption_mask is None else self.caption_mask
+        texts = self.text_keys.new_zeros(mask.shape).masked_scatter(mask, self.text_keys)
+        pairs = KnownPairs(gather(self.image_keys), gather(texts), gather(mask))
+        return pairs if pairs.have_twins else None
+
+
+class KnownPairs:
+    """The pairs of a global batch, by which images and texts belong together.
+
+    Args:
+        image_keys: (N,) of int64.
+        text_keys, mask: (N, L) of int64 and of bool, which captions are there.
+    """
+
+    def __init__(self, image_keys: torch.Tensor, text_keys: torch.Tensor, mask: torch.Tensor):
+        _, images, num_images = image_keys.unique(return_inverse=True, return_counts=True)
+        _, texts, num_texts = text_keys[mask].unique(return_inverse=True, return_counts=True)
+        self.have_twins = len(num_images) < len(images) or len(num_texts) < len(texts)
+        self.images = images  # (N,) which of the different images it is, and texts (N, L): -1 is missing
+        self.texts = torch.full_like(text_keys, -1).masked_scatter(mask, texts)
+        # An image with several texts and a text with several images are linked by their pair, and others by that
+        image_of = images[:, None].expand_as(mask)[mask]
+        links = (num_images[image_of] > 1) & (num_texts[texts] > 1)
+        self.links = torch.stack([image_of[links], texts[links]], dim=1).unique(dim=0)  # (links, 2)
+
+    def right(self, images: torch.Tensor, texts: torch.Tensor, caption: int = 0) -> torch.Tensor:
+        """Which texts belong to which images.
+
+        Args:
+            images: (n,) numbers of pairs.
+            texts: (m,) numbers of pairs, whose caption of that number is there.
+
+        Returns:
+            (n, m) of bool.
+        """
+        of_texts = self.texts[texts, caption]
+        right = self.images[images][:, None] == self.images[texts]
+        for of_images in self.texts[images].unbind(dim=1):
+            right |= of_images[:, None] == of_texts
+        if len(self.links):
+            link_images, link_texts = self.links.unbind(dim=1)
+            is_linked = (self.images[images][:, None] == link_images).float()
+            right |= is_linked @ (link_texts[:, None] == of_texts).float() > 0
+        return right
+
+    def right_columns(self, rows: torch.Tensor, texts: torch.Tensor, caption: int = 0) -> tuple[Callable, Callable]:
+        """For the images and for the texts of some pairs, functions from a slice of them to (n, columns) of bool, which
+        columns are right.
+
+        Args:
+            rows: numbers of these pairs, whose caption of that number is there.
+            texts: (m,) numbers of the pairs whose texts are the images' columns; all images are the texts'.
+        """
+        images = torch.arange(len(self.images), device=rows.device)
+        return (
+            lambda part: self.right(rows[part], texts, caption),
+            lambda part: self.right(images, rows[part], caption).T,
+        )
+
+
 def contrastive_loss(
     image_embeds: torch.Tensor,
     text_embeds: torch.Tensor,
@@ -30,9 +116,13 @@ def contrastive_loss(
     chunk_size: int | None = None,
     label_smoothing: float = 0.0,
     logit_bias: torch.Tensor | None = None,
+    pairing: Pairing | None = None,
 ) -> torch.Tensor:
     """The loss over all pairs of all processes, in float32: CLIP's symmetric cross entropy (CLIP, Figure 3), or with a
     bias SigLIP's sigmoid loss, for which every image and text is a yes or a no (arXiv:2303.15343, section 3.2).
+
+    Where several texts are right for an image, or images for a text, the cross entropy's target is spread evenly over
+    them (UniCL, arXiv:2204.03610, eq. 2 and 3), and the sigmoid loss has a yes for each.
 
     Args:
         image_embeds, text_embeds: (B, D), normalized, row i of both is a pair. B is the same in every process.
@@ -40,6 +130,7 @@ def contrastive_loss(
         chunk_size: rows of the similarity matrix (B, B * processes) to hold at a time; None holds all.
         label_smoothing: of the cross entropy.
         logit_bias: what is added to the similarities in the sigmoid loss; None: the cross entropy.
+        pairing: which images and texts belong together; None: row i of both alone.
 
     Returns:
         This process's part, a scalar: its images against all texts and its texts against all images.
@@ -48,8 +139,11 @@ def contrastive_loss(
         images, texts, scale = image_embeds.float(), text_embeds.float(), logit_scale.float()
         all_images, all_texts = gather(images), gather(texts)
         targets, settings = gathered_rows(images), (chunk_size, label_smoothing, logit_bias)
-        image_loss = _sum_of_rows(images, all_texts, scale, targets, *settings)
-        text_loss = _sum_of_rows(texts, all_images, scale, targets, *settings)
+        of_images = of_texts = None
+        if pairing is not None and (pairs := pairing.known_pairs()):
+            of_images, of_texts = pairs.right_columns(targets, torch.arange(len(all_images), device=targets.device))
+        image_loss = _sum_of_rows(images, all_texts, scale, targets, *settings, right=of_images)
+        text_loss = _sum_of_rows(texts, all_images, scale, targets, *settings, right=of_texts)
         return (image_loss + text_loss) / (2 * len(images))
 
 
@@ -58,7 +152,7 @@ def multi_positive_loss(
     text_embeds: torch.Tensor,
     logit_scale: torch.Tensor,
     caption_weights: torch.Tensor,
-    caption_mask: torch.Tensor,
+    pairing: Pairing,
     chunk_size: int | None = None,
     label_smoothing: float = 0.0,
     logit_bias: torch.Tensor | None = None,
@@ -66,13 +160,13 @@ def multi_positive_loss(
     """The weighted contrastive losses of images with L captions each (CLIP-FMoE eq. 4), in float32.
 
     Caption c of an image is told apart from the c-th captions of the others. A caption that is missing is no candidate,
-    and leaves its weight to the image's other captions.
+    and leaves its weight to the image's other captions. Several right ones count as in `contrastive_loss`.
 
     Args:
         image_embeds: (B, D), normalized. B is the same in every process.
         text_embeds: (B, L, D), normalized; any values for missing captions.
         caption_weights: (B, L) or (L,), gamma: at or above 0. They are made to sum to 1 over an image's captions.
-        caption_mask: (B, L) of bool, False for a missing caption. Every image has at least one of positive weight.
+        pairing: with its `caption_mask`, False for a missing caption. Every image has at least one of positive weight.
         logit_scale, chunk_size, label_smoothing, logit_bias: see `contrastive_loss`.
 
     Returns:
@@ -80,6 +174,7 @@ def multi_positive_loss(
     """
     with torch.autocast(image_embeds.device.type, enabled=False):
         images, texts, scale = image_embeds.float(), text_embeds.float(), logit_scale.float()
+        caption_mask, pairs = pairing.caption_mask, pairing.known_pairs()
         weights = caption_weights.float() * caption_mask  # (B, L)
         weights = weights / weights.sum(dim=1, keepdim=True)
         all_images, all_texts, all_masks = gather(images), gather(texts), gather(caption_mask)
@@ -89,9 +184,15 @@ def multi_positive_loss(
             there = all_masks[:, caption]
             targets = gathered_rows(images)[rows]
             among_texts = there.cumsum(0)[targets] - 1  # where the targets are among the captions that are there
-            settings = (chunk_size, label_smoothing, logit_bias, weights[rows, caption])
-            total += _sum_of_rows(images[rows], all_texts[there, caption], scale, among_texts, *settings)
-            total += _sum_of_rows(texts[rows, caption], all_images, scale, targets, *settings)
+            settings, of_images, of_texts = (
+                (chunk_size, label_smoothing, logit_bias, weights[rows, caption]),
+                None,
+                None,
+            )
+            if pairs:
+                of_images, of_texts = pairs.right_columns(targets, there.nonzero().squeeze(1), caption)
+            total += _sum_of_rows(images[rows], all_texts[there, caption], scale, among_texts, *settings, of_images)
+            total += _sum_of_rows(texts[rows, caption], all_images, scale, targets, *settings, of_texts)
         return total / (2 * len(images))
 
 
@@ -310,18 +411,23 @@ def _dropped(tower: CLIPMoETextConfig | CLIPMoEVisionConfig, expert_ids: tuple, 
     return 1 - (computed.mean() if mask is None else (computed * mask).sum() / (mask.sum() * len(expert_ids)))
 
 
-def _sum_of_rows(rows, columns, scale, targets, chunk_size, label_smoothing, bias=None, weights=None):
+def _sum_of_rows(rows, columns, scale, targets, chunk_size, label_smoothing, bias=None, weights=None, right=None):
     weights = torch.ones_like(rows[:, 0]) if weights is None else weights
     arguments = rows, columns, scale, bias if bias is None else bias.float(), weights, targets, label_smoothing
-    return _row_losses(*arguments) if chunk_size is None else _RowLossesInChunks.apply(*arguments, chunk_size)
+    if chunk_size is not None:
+        return _RowLossesInChunks.apply(*arguments, right, chunk_size)
+    return _row_losses(*arguments, right and right(slice(None)))
 
 
-def _row_losses(rows, columns, scale, bias, weights, targets, label_smoothing):
-    """A sum: of (R, D) rows by their (R,) weights, among (N, D) columns, of which (R,) targets are right."""
+def _row_losses(rows, columns, scale, bias, weights, targets, label_smoothing, right=None):
+    """A sum: of (R, D) rows by their (R,) weights, among (N, D) columns, of which (R,) targets are right, or those that
+    (R, N) of bool tell."""
     logits = scale * rows @ columns.T
     if bias is None:
+        targets = targets if right is None else right / right.sum(dim=1, keepdim=True)
         return weights @ F.cross_entropy(logits, targets, reduction="none", label_smoothing=label_smoothing)
-    signs = 2 * F.one_hot(targets, len(columns)) - 1  # 1 for a pair, -1 for the others
+    right = F.one_hot(targets, len(columns)) if right is None else right.long()
+    signs = 2 * right - 1  # 1 for a pair, -1 for the others
     return -weights @ F.logsigmoid(signs * (logits + bias)).sum(dim=1)
 
 
@@ -333,7 +439,7 @@ class _RowLossesInChunks(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, rows, columns, scale, bias, weights, targets, label_smoothing, chunk_size):
+    def forward(ctx, rows, columns, scale, bias, weights, targets, label_smoothing, right, chunk_size):
         inputs, needed = (rows, columns, scale, bias, weights), ctx.needs_input_grad[:5]
         gradients = [
             torch.zeros_like(tensor) if wanted else None for tensor, wanted in zip(inputs, needed, strict=True)
@@ -347,7 +453,7 @@ class _RowLossesInChunks(torch.autograd.Function):
                 for tensor, wanted in zip(of_chunk, needed, strict=True)
             ]
             with torch.set_grad_enabled(any(needed)):
-                loss = _row_losses(*leaves, targets[chunk], label_smoothing)
+                loss = _row_losses(*leaves, targets[chunk], label_smoothing, right and right(chunk))
             total += loss.detach()
             if any(needed):
                 loss.backward()
@@ -360,7 +466,7 @@ class _RowLossesInChunks(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient):
-        return *(g if g is None else gradient * g for g in ctx.saved_tensors), None, None, None
+        return *(g if g is None else gradient * g for g in ctx.saved_tensors), None, None, None, None
 
 
 def _world_size() -> int:

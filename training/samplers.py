@@ -1,11 +1,19 @@
 """Which samples make up each batch, for any number of processes."""
 
 import itertools
+import math
+from collections import deque
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 from torch.utils.data import Sampler
+
+from training.twins import Twins, ranges
+
+# Swaps that are tried for a sample whose twin is in its batch, and how often each such sample is looked at on average
+TRIES, VISITS = 100, 3
 
 
 class Share(NamedTuple):
@@ -32,7 +40,12 @@ class DistributedBatchSampler(Sampler[list[int]]):
 
     Args:
         batch_size, rank, world_size, seed: see `Share`.
+
+    Attributes:
+        twins: those that no batch should have together; None: batches are drawn at random.
     """
+
+    twins: Twins | None = None
 
     def __init__(self, batch_size: int, rank: int = 0, world_size: int = 1, seed: int = 0):
         self.batch_size, self.rank, self.world_size, self.seed = batch_size, rank, world_size, seed
@@ -63,16 +76,19 @@ class DistributedBatchSampler(Sampler[list[int]]):
             rng: of the seed and the epoch, the same in every process. Nothing else may be drawn from.
         """
 
+    def all_batches(self) -> Sequence[np.ndarray]:
+        """The global batches of the epoch, in their order."""
+        return self.global_batches(np.random.default_rng([self.seed, self.epoch]))
+
     def __iter__(self) -> Iterator[list[int]]:
-        batches = self.global_batches(np.random.default_rng([self.seed, self.epoch]))
-        for batch in batches[self.start_batch :]:
+        for batch in self.all_batches()[self.start_batch :]:
             yield np.reshape(batch, (self.world_size, self.batch_size))[self.rank].tolist()
 
 
 class GlobalBatchSampler(DistributedBatchSampler):
     """Batches of a shuffled dataset: an epoch is one permutation of all samples, cut into global batches.
 
-    What does not fill the last global batch is left out of the epoch.
+    What does not fill the last global batch is left out of the epoch. With `twins`, batches are those of `Spread`.
 
     Args:
         num_samples: of the dataset.
@@ -91,7 +107,13 @@ class GlobalBatchSampler(DistributedBatchSampler):
     def __len__(self) -> int:
         return self.num_samples // self.global_batch_size
 
+    @cached_property
+    def _spread(self) -> "Spread":
+        return Spread(np.arange(self.num_samples, dtype=np.int32), self.twins, self.global_batch_size, self.seed)
+
     def global_batches(self, rng: np.random.Generator) -> np.ndarray:
+        if self.twins is not None:
+            return self._spread.batches(self.epoch, rng)
         used = rng.permutation(self.num_samples)[: len(self) * self.global_batch_size]
         return used.reshape(len(self), self.global_batch_size)
 
@@ -101,7 +123,7 @@ class ClusterBatchSampler(DistributedBatchSampler):
 
     In an epoch, the samples of every cluster are shuffled and cut into global batches, and the batches of all clusters
     are put in order. What does not fill a batch of its cluster is left out of the epoch, so a cluster smaller than a
-    batch is never used.
+    batch is never used. With `twins`, the batches of a cluster are those of `Spread`.
 
     Args:
         labels: (samples,), the cluster of each, or -1 for samples that are not used.
@@ -133,14 +155,131 @@ class ClusterBatchSampler(DistributedBatchSampler):
     def __len__(self) -> int:
         return sum(len(cluster) // self.global_batch_size for cluster in self.clusters)
 
+    @cached_property
+    def _spreads(self) -> "list[Spread]":
+        size = self.global_batch_size
+        return [Spread(cluster, self.twins, size, self.seed) for cluster in self.clusters if len(cluster) >= size]
+
     def global_batches(self, rng: np.random.Generator) -> list[np.ndarray]:
-        batches, rounds = [], []
-        for cluster in self.clusters:
-            whole = len(cluster) // self.global_batch_size
-            batches += np.split(rng.permutation(cluster)[: whole * self.global_batch_size], whole) if whole else []
-            rounds += range(whole)
+        if self.twins is not None:
+            of_clusters = [list(spread.batches(self.epoch, rng)) for spread in self._spreads]
+        else:
+            of_clusters = [self._shuffled(cluster, rng) for cluster in self.clusters]
+        batches = list(itertools.chain(*of_clusters))
+        rounds = list(itertools.chain(*(range(len(of_cluster)) for of_cluster in of_clusters)))
         order = np.argsort(rounds, kind="stable") if self.order == "round_robin" else rng.permutation(len(batches))
         return [batches[number] for number in order]
+
+    def _shuffled(self, cluster: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
+        whole = len(cluster) // self.global_batch_size
+        return np.split(rng.permutation(cluster)[: whole * self.global_batch_size], whole) if whole else []
+
+
+class Spread:
+    """Batches of some samples, without twins where there are as many batches as a group of twins has samples. Larger
+    groups are shared evenly.
+
+    An epoch has every sample once, but for those that do not fill a batch: it leaves them out in turn, so that none is
+    left out of two epochs more than another.
+
+    Samples are dealt to the batches like cards, one to each in every round. The samples of a group follow one another,
+    in groups of random order; then come those without a twin, shuffled. Within a round, chance decides which batch gets
+    which sample, but for a group that began in the round before: its batches have it already.
+
+    Args:
+        samples: (n,) numbers.
+        twins: of the whole dataset.
+        batch_size: of global batches.
+        seed: of the order in which samples are left out.
+    """
+
+    def __init__(self, samples: np.ndarray, twins: Twins, batch_size: int, seed: int):
+        self.twins, self.batch_size, self.num_batches = twins, batch_size, len(samples) // batch_size
+        labels = twins.labels[samples]
+        self.alone = samples[labels < 0]
+        together = np.flatnonzero(labels >= 0)
+        order = together[np.argsort(labels[together], kind="stable")]
+        self.together = samples[order]
+        self.sizes = np.diff(np.append(np.flatnonzero(np.diff(labels[order], prepend=-1)), len(order)))
+        # Steps of a length that has no divisor in common with their number visit all before they come back
+        steps = np.random.default_rng(seed).integers(1, len(samples) + 1, 1000).tolist()
+        self.step = next((step for step in steps if math.gcd(step, len(samples)) == 1), 1)
+
+    def batches(self, epoch: int, rng: np.random.Generator) -> np.ndarray:
+        """The batches of an epoch, (batches, batch_size)."""
+        together, sizes, alone = self._used(epoch)
+        order = rng.permutation(len(sizes))
+        dealt = [together[ranges((np.cumsum(sizes) - sizes)[order], sizes[order])], rng.permutation(alone)]
+        rounds = np.concatenate(dealt).reshape(self.batch_size, self.num_batches)
+        self._shuffle(rounds, sizes[order], rng)
+        if self.twins.is_crossing.any():
+            self._swap(rounds, rng)
+        return rounds[rng.permutation(self.batch_size)].T
+
+    def _used(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The samples of an epoch: group after group of twins, the sizes of the groups, and samples without a twin."""
+        num_samples, num_together = len(self.together) + len(self.alone), len(self.together)
+        unused = num_samples - self.num_batches * self.batch_size
+        if not unused:
+            return self.together, self.sizes, self.alone
+        turns = [turn * self.step % num_samples for turn in range(epoch * unused, (epoch + 1) * unused)]
+        unused = np.array(turns)
+        in_groups = unused[unused < num_together]
+        group_of = np.searchsorted(np.cumsum(self.sizes), in_groups, side="right")
+        sizes = self.sizes - np.bincount(group_of, minlength=len(self.sizes))
+        alone = np.delete(self.alone, unused[unused >= num_together] - num_together)
+        return np.delete(self.together, in_groups), sizes, alone
+
+    def _shuffle(self, rounds: np.ndarray, sizes: np.ndarray, rng: np.random.Generator) -> None:
+        """Shuffle the rounds (rounds, batches) that begin with groups of these sizes. A group goes on in batches that
+        have none of it yet."""
+        ends, size = np.cumsum(sizes), self.num_batches
+        firsts = np.arange(0, sizes.sum(), size)  # samples of the rounds that have groups
+        group = np.searchsorted(ends, firsts, side="right")  # that each of them begins with
+        goes_on = np.minimum(ends[group] - firsts, size) * (ends[group] - sizes[group] < firsts)
+        began = (ends[group] - sizes[group] - firsts + size).tolist()  # where in the round before
+        has_group, batches = np.zeros(size, bool), None
+        for samples, number, start in zip(rounds, goes_on.tolist(), began, strict=False):
+            before, batches = batches, rng.permutation(size)
+            if number and start >= 0:  # else it filled the round before
+                has_group[:] = False
+                has_group[before[start:]] = True
+            if number and has_group[batches[:number]].any():
+                twice = np.flatnonzero(has_group[batches[:number]])
+                free = number + np.flatnonzero(~has_group[batches[number:]])
+                free = rng.permutation(free)[: len(twice)]
+                twice = twice[: len(free)]
+                batches[twice], batches[free] = batches[free], batches[twice]
+            samples[batches] = samples.copy()
+
+    def _swap(self, rounds: np.ndarray, rng: np.random.Generator) -> None:
+        """Swap samples whose twins are in their batch with others, as long as fewer twins meet by that.
+
+        Where the groups of texts and those of images cross, dealing separates one kind alone.
+        """
+        twins, size = self.twins, self.num_batches
+        places = np.full(twins.num_pairs, -1, np.int32)
+        places[rounds.ravel()] = np.arange(rounds.size, dtype=np.int32)
+        batch_of = np.where(places < 0, -1, places % size)
+        met = twins.members[twins.meetings(batch_of, twins.is_crossing & (twins.sizes <= size))]
+        waiting = deque(rng.permutation(np.unique(met)).tolist())
+        for _ in range(VISITS * len(waiting)):
+            if not waiting:
+                break
+            sample = waiting.popleft()
+            here, of_sample = batch_of[sample], twins.others(sample)
+            meets = np.bincount(batch_of[of_sample] + 1, minlength=size + 1)[1:]  # in each batch
+            for place in rng.integers(rounds.size, size=TRIES).tolist() if meets[here] else ():
+                other, there = rounds.flat[place], place % size
+                of_other = twins.others(other)
+                before = meets[here] + (batch_of[of_other] == there).sum()
+                after = meets[there] + (batch_of[of_other] == here).sum() - 2 * (other in of_sample)
+                if there != here and after < before:
+                    rounds.flat[places[sample]], rounds.flat[place] = other, sample
+                    places[[sample, other]] = places[[other, sample]]
+                    batch_of[[sample, other]] = there, here
+                    waiting.extend([sample, other] if after else [])
+                    break
 
 
 def merge_small_clusters(labels: np.ndarray, centers: np.ndarray, smallest: int) -> np.ndarray:

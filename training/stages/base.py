@@ -41,7 +41,7 @@ class Stage:
     # The kind of stage, or a class of your own as `package.module:Class`.
     stage: str
 
-    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> int | None:
+    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> dict[str, Any] | None:
         """Do it.
 
         Args:
@@ -52,7 +52,8 @@ class Stage:
                 attempt that was killed left there is still there.
 
         Returns:
-            How many pairs it trained on, for its record and a card; None: none, or it is not known.
+            For its record and a card: `pairs`, how many it trained on, and `duplicates`, the shares of them that met
+            another one with an equal text or image in a batch. None: it did not train, or they are not known.
         """
         raise NotImplementedError(f"{type(self).__name__} has no run")
 

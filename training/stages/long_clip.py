@@ -10,7 +10,7 @@ from pydantic.dataclasses import dataclass
 from data.pairs import present_captions
 from data.sources import Rows
 from training.context import Context
-from training.losses import contrastive_loss, gather, gathered_rows
+from training.losses import Pairing, contrastive_loss, gather, gathered_rows
 from training.settings import STRICT
 from training.stages.train import TrainStage
 
@@ -90,7 +90,7 @@ class TrainLongCLIPStage(TrainStage):
         image_embeds: torch.Tensor,
         text_embeds: torch.Tensor,
         logit_scale: torch.Tensor,
-        caption_mask: torch.Tensor | None,
+        pairing: Pairing,
         logit_bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `TrainStage.contrastive_loss`; `text_embeds` are (2 * B, D), a long and a short one of each image."""
@@ -98,5 +98,8 @@ class TrainLongCLIPStage(TrainStage):
         long, short = text_embeds.unflatten(0, (-1, 2)).unbind(dim=1)
         bias = None if self.loss == "softmax" else logit_bias
         settings = logit_scale, self.loss_chunk_size, self.label_smoothing, bias
-        losses = contrastive_loss(image_embeds, long, *settings), contrastive_loss(primary, short, *settings)
+        keys = (None, None) if pairing.text_keys is None else pairing.text_keys.unflatten(0, (-1, 2)).unbind(dim=1)
+        of_long, of_short = (Pairing(image_keys=pairing.image_keys, text_keys=of_texts) for of_texts in keys)
+        losses = [contrastive_loss(image_embeds, long, *settings, of_long)]
+        losses.append(contrastive_loss(primary, short, *settings, of_short))
         return sum(weight * loss for weight, loss in zip(self.caption_weights, losses, strict=True))

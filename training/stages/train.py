@@ -52,13 +52,20 @@ from training.estimates import (
 from training.features import HiddenStates, captions_per_image
 from training.loader import PairLoader
 from training.lora import LoraSettings, adapted_names, add_adapters
-from training.losses import contrastive_loss, multi_positive_loss
+from training.losses import Pairing, contrastive_loss, multi_positive_loss
 from training.optimizers import set_trainable
 from training.router_settings import BalanceMean, RouterSettings
-from training.samplers import ClusterBatchSampler, DistributedBatchSampler, Share, merge_small_clusters
+from training.samplers import (
+    ClusterBatchSampler,
+    DistributedBatchSampler,
+    GlobalBatchSampler,
+    Share,
+    merge_small_clusters,
+)
 from training.scores import Evaluation, Scores
 from training.settings import STRICT, Reads
 from training.stages.base import Data, Model, NumberedData, Stage, inherited, named_errors
+from training.twins import Twins
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -237,6 +244,12 @@ class TrainStage(RouterSettings, StepsStage):
     # Random crops; None: images are resized and cropped in their center.
     augmentation: Augmentation | None = None
 
+    # What happens to duplicates, pairs that have an equal text or an equal image. "separate": no batch has two of them,
+    # where that can be, and where it cannot, the text of one is right for the image of the other. "positive": batches
+    # are shuffled, and it is right. "negative": batches are shuffled, and it is wrong, as in the papers' losses. Those
+    # of a stream cannot be kept apart.
+    duplicates: Literal["separate", "positive", "negative"] = "separate"
+
     # The contrastive loss: "softmax" is CLIP's, "sigmoid" SigLIP's (arXiv:2303.15343), which needs a model with a
     # logit_bias. None: sigmoid for a model that has one.
     loss: Literal["softmax", "sigmoid"] | None = None
@@ -301,7 +314,7 @@ class TrainStage(RouterSettings, StepsStage):
         image_embeds: torch.Tensor,
         text_embeds: torch.Tensor,
         logit_scale: torch.Tensor,
-        caption_mask: torch.Tensor | None,
+        pairing: Pairing,
         logit_bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The loss of the global batch, without those of the routers: CLIP's or SigLIP's, or CLIP-FMoE eq. 4 of it.
@@ -312,7 +325,7 @@ class TrainStage(RouterSettings, StepsStage):
             image_embeds: (B, D) of this process, normalized; `training.losses.gather` has those of all processes.
             text_embeds: (B, D), or with `caption_weights` (captions, D): those of all images, one after the other.
             logit_scale: the inverse of the temperature, of one element.
-            caption_mask: (B, L) which of the L captions of an image are there; None: there is one for each.
+            pairing: which images and texts belong together, and which of the L captions of an image are there.
             logit_bias: of a model that has one, of one element.
 
         Returns:
@@ -320,12 +333,12 @@ class TrainStage(RouterSettings, StepsStage):
         """
         options = {"chunk_size": self.loss_chunk_size, "label_smoothing": self.label_smoothing}
         options["logit_bias"] = None if self.loss == "softmax" else logit_bias
-        if caption_mask is None:
-            return contrastive_loss(image_embeds, text_embeds, logit_scale, **options)
-        texts = text_embeds.new_zeros(*caption_mask.shape, text_embeds.shape[-1])
-        texts = texts.masked_scatter(caption_mask[..., None], text_embeds)  # (B, L, D)
-        weights = torch.tensor(self.caption_weights, device=caption_mask.device)
-        return multi_positive_loss(image_embeds, texts, logit_scale, weights, caption_mask, **options)
+        if pairing.caption_mask is None:
+            return contrastive_loss(image_embeds, text_embeds, logit_scale, **options, pairing=pairing)
+        texts = text_embeds.new_zeros(*pairing.caption_mask.shape, text_embeds.shape[-1])
+        texts = texts.masked_scatter(pairing.caption_mask[..., None], text_embeds)  # (B, L, D)
+        weights = torch.tensor(self.caption_weights, device=texts.device)
+        return multi_positive_loss(image_embeds, texts, logit_scale, weights, pairing, **options)
 
     def cost(self, inputs: SimpleNamespace) -> dict[str, Callable[[], int]]:
         """Also the activations of the pairs that are computed at a time, the images of a batch or of all pairs, their
@@ -366,27 +379,64 @@ class TrainStage(RouterSettings, StepsStage):
                 tower.compile()  # in place, so that parameters keep their names
         return ContrastiveTask(model, self)
 
-    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> int | None:
+    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> dict[str, Any] | None:
         model, processor = load_clip(inputs.model, dtype=torch.float32), load_processor(inputs.model)
         self.set_trainable(model, context.seed)
         accelerator = context.new_accelerator()
         share = self._share(accelerator, context)
         rows = self.load_pairs(inputs, context)
+        twins = None if self.data.streaming else context.twins(rows, processor.tokenizer)
+        keys = np.empty(0, np.int64) if twins is None else twins.images
+        sampler, shares = self.batch_sampler(rows, share, inputs, context), None
+        if twins is not None:
+            sampler = sampler or GlobalBatchSampler(len(rows), *share)
+            shares = self._keep_apart(twins, sampler)
         loader = PairLoader(
             rows,
             processor,
             self.data,
             *share,
-            self.batch_sampler(rows, share, inputs, context),
+            sampler,
             self.caption_weights,
             self._hidden_states(model, rows, inputs, context),
             self.augmentation,
+            None if self.duplicates == "negative" else keys,
         )
         if accelerator.is_main_process:
             with reading(self.data):
                 loader.report_captions()
+            print(f"{self.name}: {self._tell_duplicates(shares)}")
         self.train_model(model, processor, loader, accelerator, context, directory, self.evaluation)
-        return None if self.data.streaming else len(rows)
+        return None if shares is None else {"pairs": len(rows), "duplicates": shares}
+
+    def _keep_apart(self, twins: Twins, sampler: DistributedBatchSampler) -> dict[str, Any]:
+        """Let a sampler keep duplicates apart if this stage does, and count them in its first epoch: for the record."""
+        same = twins.same_for_all
+        if same:
+            raise ValueError(
+                f"{self.name}.data: all {twins.num_pairs} pairs of {self.data.source} have the same {same}: there is "
+                "nothing to tell apart"
+            )
+        shuffled = left = twins.share_in(sampler.all_batches())
+        if self.duplicates == "separate" and shuffled:
+            sampler.twins = twins
+            left = twins.share_in(sampler.all_batches())
+        return {"shuffled": round(float(shuffled), 4), "left": round(float(left), 4)}
+
+    def _tell_duplicates(self, shares: dict[str, float] | None) -> str:
+        """A line for the log."""
+        if shares is None:
+            return "a stream: pairs with the same text or image may meet in a batch" + (
+                ", and count as wrong" if self.duplicates == "negative" else ", and count as right"
+            )
+        met = f"{shares['shuffled']:.1%} of the pairs of a shuffled batch share a text or an image with another"
+        if self.duplicates == "negative":
+            return f"{met}, and count as wrong (duplicates: negative)"
+        if self.duplicates == "positive":
+            return f"{met}, and count as right (duplicates: positive)"
+        if not shares["left"]:
+            return f"{met}: kept apart"
+        return f"{met}: kept apart, as far as there are batches; {shares['left']:.1%} still do, and count as right"
 
     def problems(self, inputs: SimpleNamespace) -> Iterator[tuple[str, str]]:
         yield from super().problems(inputs)

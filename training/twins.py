@@ -1,0 +1,193 @@
+"""Twins: pairs of a dataset that have a text or an image in common.
+
+In a batch with both, the text of one is right for the image of the other. A loss that takes it for a negative teaches
+what is wrong, so `training.samplers` keeps twins apart, and `training.losses` counts those that meet as right.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from functools import cache, cached_property
+from typing import Any
+
+import datasets
+import numpy as np
+import pandas
+import torch
+from scipy.special import gammaln
+from transformers import PreTrainedTokenizerBase
+
+from data.identity import image_digests
+from data.pairs import present_captions
+from data.tokenizer import read_texts
+
+# Texts of more pairs are compared word by word in lower case: to tokenize them would take minutes
+TOKENIZED = 1_000_000
+# Pairs that are read together, and texts that are looked up together
+AT_ONCE, PART = 10_000, 1_000_000
+
+
+def text_keys(texts: list[str], tokenizer: PreTrainedTokenizerBase | None) -> np.ndarray:
+    """(texts,) of int64, equal for texts that the tokenizer reads alike; without one, for those of the same words."""
+    if tokenizer is None:
+        words = np.array([" ".join(text.lower().split()) for text in texts], dtype=object)
+        return pandas.util.hash_array(words, categorize=False).view(np.int64)
+    different = list(dict.fromkeys(texts))
+    keys = dict(zip(different, map(_number, read_texts(tokenizer, different).digests), strict=True))
+    return np.fromiter(map(keys.__getitem__, texts), np.int64, len(texts))
+
+
+def token_keys(input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+    """(texts,) of int64, equal for equal tokens (texts, S), however far they are padded."""
+    return ((input_ids + 1) * attention_mask * _factors(input_ids.shape[1])).sum(dim=1)
+
+
+@cache
+def _factors(length: int) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(0).integers(-(2**63), 2**63 - 1, length))
+
+
+def streamed_image_key(image: str | dict[str, Any]) -> int:
+    """The key of an image by its bytes, or else by its path: no file is read for it."""
+    image = {"path": image} if isinstance(image, str) else image
+    content = image.get("bytes") or str(image.get("path")).encode()
+    return _number(hashlib.sha256(content + str(image.get("box", "")).encode()).digest())
+
+
+def _number(digest: bytes) -> int:
+    return int.from_bytes(digest[:8], "little", signed=True)
+
+
+class Twins:
+    """Which pairs of a dataset have a text or an image in common.
+
+    A group has all pairs of one text or of one image. The number of a pair's largest group is its `label`, or -1 where
+    it has no twin.
+
+    Args:
+        images: (pairs,) of int64, equal for equal images.
+        texts: (texts,) of int64, equal for equal texts, of all captions of all pairs.
+        pair_of: (texts,) the pair of each text; None: each pair has one.
+    """
+
+    def __init__(self, images: np.ndarray, texts: np.ndarray, pair_of: np.ndarray | None = None):
+        self.num_pairs, self.images = len(images), images
+        # What there is one of in all, "text" or "image"; empty: neither
+        self.same_for_all = "text" * bool((texts == texts[0]).all()) or "image" * bool((images == images[0]).all())
+        members, sizes = map(np.concatenate, zip(_groups(texts, pair_of), _groups(images, None), strict=True))
+        order = np.argsort(sizes, kind="stable")  # the largest last, which is the one to label a pair
+        members, sizes = members[ranges(_starts(sizes)[order], sizes[order])], sizes[order]
+        self.labels = np.full(self.num_pairs, -1, np.int32)
+        self.labels[members] = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
+        # All pairs of a group have its label; or all have that of a larger one, within which it lies; or it crosses
+        # others, as a text does that several images have, each with several texts
+        labels, starts = self.labels[members], _starts(sizes)
+        lowest, highest = (of.reduceat(labels, starts) if len(sizes) else sizes for of in (np.minimum, np.maximum))
+        self.is_crossing = lowest != highest
+        kept = self.is_crossing | (lowest == np.arange(len(sizes)))
+        self.members, self.sizes, self.is_crossing = (
+            members[np.repeat(kept, sizes)],
+            sizes[kept],
+            self.is_crossing[kept],
+        )
+
+    @classmethod
+    def of(cls, rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase) -> "Twins":
+        """Those of a dataset with the columns `image` and `caption`. All captions and images are read."""
+        if isinstance(rows.features["image"], datasets.Image):
+            rows = rows.cast_column("image", datasets.Image(decode=False))
+        images, texts, counts = [], [], []
+        reader = tokenizer if len(rows) <= TOKENIZED else None
+        for batch in rows.iter(AT_ONCE):
+            captions = [present_captions(of_image) for of_image in batch["caption"]]
+            images += image_digests(batch["image"])
+            texts.append(text_keys([text for of_image in captions for text in of_image], reader))
+            counts += map(len, captions)
+        numbers = np.fromiter((_number(bytes.fromhex(digest)) for digest in images), np.int64, len(images))
+        pair_of = None if set(counts) == {1} else np.repeat(np.arange(len(rows), dtype=np.int32), counts)
+        return cls(numbers, np.concatenate(texts), pair_of)
+
+    def share(self, batch_size: int) -> float:
+        """The share of the pairs that have a twin in their batch, where batches are drawn at random."""
+        left = self.num_pairs - self.sizes + 1.0  # of which no pair is a twin
+        fits = left >= batch_size
+        alone = gammaln(left) - gammaln(np.where(fits, left - batch_size + 1, 1))
+        alone -= gammaln(self.num_pairs) - gammaln(max(self.num_pairs - batch_size + 1, 1))
+        logs = np.repeat(np.where(fits, alone, -np.inf), self.sizes)
+        return float(np.mean(-np.expm1(np.bincount(self.members, logs, self.num_pairs))))
+
+    def share_in(self, batches: Sequence[np.ndarray]) -> float:
+        """The share of the pairs of batches that have a twin in theirs."""
+        batch_of = np.full(self.num_pairs, -1, np.int32)
+        for number, batch in enumerate(batches):
+            batch_of[batch] = number
+        has_twin = np.zeros(self.num_pairs, bool)
+        has_twin[self.members[self.meetings(batch_of, np.ones(len(self.sizes), bool))]] = True
+        return has_twin.sum() / max((batch_of >= 0).sum(), 1)
+
+    def others(self, pair: int) -> np.ndarray:
+        """The twins of a pair."""
+        by_pair, first, group_of, starts = self._groups_of_pairs
+        groups = group_of[by_pair[first[pair] : first[pair + 1]]]
+        members = [self.members[starts[group] : starts[group] + self.sizes[group]] for group in groups]
+        return np.setdiff1d(np.concatenate(members), [pair]) if members else np.empty(0, np.int32)
+
+    @cached_property
+    def _groups_of_pairs(self) -> tuple[np.ndarray, ...]:
+        """The order of `members` by pairs, where each pair begins in it, the group of each member, and where groups
+        begin."""
+        by_pair = np.argsort(self.members, kind="stable").astype(np.int32)
+        first = np.searchsorted(self.members[by_pair], np.arange(self.num_pairs + 1, dtype=np.int32))
+        return by_pair, first, np.repeat(np.arange(len(self.sizes), dtype=np.int32), self.sizes), _starts(self.sizes)
+
+    def meetings(self, batch_of: np.ndarray, groups: np.ndarray) -> np.ndarray:
+        """Positions in `members` of pairs of some groups that are in a batch with another one of their group.
+
+        Args:
+            batch_of: (pairs,) the batch of each; -1: none.
+            groups: (groups,) of bool, which ones count.
+        """
+        positions = np.flatnonzero(np.repeat(groups, self.sizes) & (batch_of[self.members] >= 0))
+        group = np.repeat(np.arange(len(self.sizes)), self.sizes)[positions]
+        batch = batch_of[self.members[positions]]
+        order = np.lexsort((batch, group))
+        group, batch = group[order], batch[order]
+        same = np.flatnonzero((group[1:] == group[:-1]) & (batch[1:] == batch[:-1]))
+        return positions[order[np.union1d(same, same + 1)]]
+
+
+def _groups(keys: np.ndarray, pair_of: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    """The pairs of each key that several have, one group after another, and the sizes of the groups."""
+    in_order = np.sort(keys)
+    repeated = np.unique(in_order[1:][in_order[1:] == in_order[:-1]])
+    del in_order  # of millions of texts, few are repeated: what follows is of these alone
+    parts = [start + _positions(keys[start : start + PART], repeated) for start in range(0, len(keys), PART)]
+    texts = np.concatenate([np.empty(0, np.int64), *parts])
+    texts = texts[np.argsort(keys[texts], kind="stable")]  # within a group, by pairs
+    keys, pairs = keys[texts], (texts if pair_of is None else pair_of[texts]).astype(np.int32)
+    new = np.ones(len(keys), bool)
+    new[1:] = keys[1:] != keys[:-1]
+    if pair_of is not None:  # a pair may have a text twice
+        first = new.copy()
+        first[1:] |= pairs[1:] != pairs[:-1]
+        pairs, new = pairs[first], new[first]
+    starts = np.flatnonzero(new)
+    sizes = np.diff(np.append(starts, len(pairs)))
+    several = sizes > 1
+    return pairs[np.repeat(several, sizes)], sizes[several]
+
+
+def _positions(keys: np.ndarray, among: np.ndarray) -> np.ndarray:
+    """Where keys stand that are among others, which are in order."""
+    if not len(among):
+        return np.empty(0, np.int64)
+    found = np.minimum(np.searchsorted(among, keys), len(among) - 1)
+    return np.flatnonzero(among[found] == keys)
+
+
+def ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """The numbers from each start on, so many, one range after another."""
+    return np.repeat((starts - _starts(sizes)).astype(np.int32), sizes) + np.arange(sizes.sum(), dtype=np.int32)
+
+
+def _starts(sizes: np.ndarray) -> np.ndarray:
+    return np.cumsum(sizes) - sizes
