@@ -16,6 +16,7 @@ from tiny_runs import weights
 
 from conversion.commands import publish
 from training.commands import train
+from training.losses import Pairing
 from training.recipe import load_recipe, stage_class
 
 pytestmark = pytest.mark.slow
@@ -128,7 +129,7 @@ def test_the_loss_is_siglips(own, monkeypatch):
     def of(loss, *settings):
         return lambda model: loss(*model.embeds(*data()[:2]), model.logit_scale.exp(), *settings)
 
-    assert_same(of(SigmoidLoss(bias=-0.5).contrastive_loss, None), of(plain_sigmoid_loss, -0.5))
+    assert_same(of(SigmoidLoss(bias=-0.5).contrastive_loss, Pairing()), of(plain_sigmoid_loss, -0.5))
 
 
 WRONG = """

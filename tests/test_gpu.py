@@ -30,7 +30,7 @@ SYSTEMS = {
     "CLIP-FMoE": {"fusion_gate": True, "norm_topk_prob": True},
 }
 LOSSES = SimpleNamespace(
-    contrastive_loss=lambda images, texts, scale, mask: contrastive_loss(images, texts, scale),
+    contrastive_loss=lambda images, texts, scale, pairing: contrastive_loss(images, texts, scale),
     router_loss=router_losses,
 )
 

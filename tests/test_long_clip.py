@@ -6,6 +6,7 @@ from sklearn.decomposition import PCA
 from tiny_runs import DENSE, TUNED, losses, run_stages, weights
 from torch.nn.functional import cross_entropy, normalize
 
+from training.losses import Pairing
 from training.stages.long_clip import TrainLongCLIPStage, primary_components
 
 PAIRS, WIDTH, COMPONENTS = 8, 6, 2
@@ -24,7 +25,7 @@ def loss_of(towers, images, long, short):
     """The stage's own."""
     texts = torch.stack([long, short], dim=1).flatten(0, 1)
     embeds = normalize(towers[0](images), dim=-1), normalize(towers[1](texts), dim=-1)
-    return STAGE.contrastive_loss(*embeds, torch.tensor([5.0]), torch.ones(len(images), 2).bool())
+    return STAGE.contrastive_loss(*embeds, torch.tensor([5.0]), Pairing(torch.ones(len(images), 2).bool()))
 
 
 def plain_loss(towers, images, long, short):

@@ -1,6 +1,7 @@
 """Losses against obvious loops, value and gradient, in one process and in several."""
 
 import math
+import operator
 from functools import partial
 from types import SimpleNamespace
 
@@ -12,33 +13,62 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from modeling_clip_moe import CLIPMoEConfig, load_balancing_loss, router_z_loss
-from training.losses import all_reduce_sum, contrastive_loss, entropy_losses, multi_positive_loss, router_losses
+from training.losses import (
+    Pairing,
+    all_reduce_sum,
+    contrastive_loss,
+    entropy_losses,
+    multi_positive_loss,
+    router_losses,
+)
 from training.stages.long_clip import TrainLongCLIPStage
 
 BATCH, WIDTH, EXPERTS, TOP_K = 6, 5, 4, 2
 CASES = [(None, 0.0), (1, 0.0), (2, 0.1), (4, 0.0), (100, 0.1)]
 
 
-def plain_contrastive_loss(images, texts, scale, label_smoothing=0.0):
-    """CLIP's loss, one pair at a time."""
+def plain_contrastive_loss(images, texts, scale, label_smoothing=0.0, is_right=operator.eq):
+    """CLIP's loss, one pair at a time.
+
+    Args:
+        is_right: whether an image and a text of these numbers belong together.
+    """
     total = 0.0
-    for rows, columns in ((images, texts), (texts, images)):
+    for rows, columns, right in ((images, texts, is_right), (texts, images, lambda i, j: is_right(j, i))):
         for i in range(len(rows)):
             logits = torch.stack([scale * rows[i] @ columns[j] for j in range(len(columns))])
-            log_probabilities = logits - logits.exp().sum().log()
-            smooth = log_probabilities.mean()
-            total = total - (1 - label_smoothing) * log_probabilities[i] - label_smoothing * smooth
+            smooth = (logits - logits.exp().sum().log()).mean()
+            of_right = mean_of_right(logits, [right(i, j) for j in range(len(columns))])
+            total = total + (1 - label_smoothing) * of_right - label_smoothing * smooth
     return total / (2 * len(images))
 
 
-def plain_sigmoid_loss(images, texts, scale, bias):
+def mean_of_right(logits, right):
+    """The mean of the cross entropies of each right column, among all that are wrong and itself."""
+    right = torch.tensor(right)
+    of_each = [(logit.exp() + logits[~right].exp().sum()).log() - logit for logit in logits[right]]
+    return torch.stack(of_each).mean()
+
+
+def plain_sigmoid_loss(images, texts, scale, bias, is_right=operator.eq):
     """SigLIP's loss, one image and one text at a time (arXiv:2303.15343, section 3.2)."""
     total = 0.0
     for i in range(len(images)):
         for j in range(len(texts)):
             logit = scale * images[i] @ texts[j] + bias
-            total = total + (1 + (-logit if i == j else logit).exp()).log()
+            total = total + (1 + (-logit if is_right(i, j) else logit).exp()).log()
     return total / len(images)
+
+
+# Six pairs with twins: 0 and 1 have the same text, 1 and 2 the same image, so that by pair 1 text 0 is right for image
+# 2; 4 is 3 once more
+IMAGE_KEYS, TEXT_KEYS = torch.tensor([10, 20, 20, 30, 30, 50]), torch.tensor([1, 1, 2, 3, 3, 4])
+
+
+def is_known(image, text):
+    """Whether some pair has that image and that text."""
+    pairs = set(zip(IMAGE_KEYS.tolist(), TEXT_KEYS.tolist(), strict=True))
+    return (IMAGE_KEYS[image].item(), TEXT_KEYS[text].item()) in pairs
 
 
 class Model(nn.Module):
@@ -78,13 +108,26 @@ def losses(model, share, chunk_size, label_smoothing):
     return contrastive + balance + 0.1 * router_z_loss(logits, mask, reduce=all_reduce_sum)
 
 
-def sigmoid(model, share, chunk_size=None):
+def sigmoid(model, share, chunk_size=None, pairing=None):
     embeds = model.embeds(*(tensor[share] for tensor in data()[:2]))
-    return contrastive_loss(*embeds, model.logit_scale.exp(), chunk_size, logit_bias=model.logit_bias)
+    return contrastive_loss(*embeds, model.logit_scale.exp(), chunk_size, 0.0, model.logit_bias, pairing)
 
 
-def plain_multi_positive_loss(images, texts, scale, weights, mask):
-    """CLIP-FMoE eq. 4, one caption and one pair at a time; texts (B, L, D), those without mask are not there."""
+def twins(model, share, chunk_size=None, label_smoothing=0.0, with_bias=False):
+    """The contrastive loss of pairs with twins."""
+    pairing = Pairing(None, IMAGE_KEYS[share], TEXT_KEYS[share])
+    if with_bias:
+        return sigmoid(model, share, chunk_size, pairing)
+    embeds = model.embeds(*(tensor[share] for tensor in data()[:2]))
+    return contrastive_loss(*embeds, model.logit_scale.exp(), chunk_size, label_smoothing, pairing=pairing)
+
+
+def plain_multi_positive_loss(images, texts, scale, weights, mask, is_right=lambda i, j, c: i == j):
+    """CLIP-FMoE eq. 4, one caption and one pair at a time; texts (B, L, D), those without mask are not there.
+
+    Args:
+        is_right: whether image i and caption c of image j belong together.
+    """
     total = 0.0
     for i in range(len(images)):
         there = [c for c in range(texts.shape[1]) if mask[i, c]]
@@ -93,13 +136,21 @@ def plain_multi_positive_loss(images, texts, scale, weights, mask):
             others = [j for j in range(len(images)) if mask[j, c]]
             to_texts = torch.stack([scale * images[i] @ texts[j, c] for j in others])
             to_images = torch.stack([scale * texts[i, c] @ images[j] for j in range(len(images))])
-            loss = to_texts.exp().sum().log() - to_texts[others.index(i)]
-            loss = loss + to_images.exp().sum().log() - to_images[i]
+            loss = mean_of_right(to_texts, [is_right(i, j, c) for j in others])
+            loss = loss + mean_of_right(to_images, [is_right(j, i, c) for j in range(len(images))])
             total = total + weights[c] / whole * loss
     return total / (2 * len(images))
 
 
 CAPTION_MASK = torch.tensor([[1, 1, 1], [1, 0, 1], [0, 1, 0], [1, 0, 1], [0, 1, 1], [1, 1, 1]]).bool()
+# Captions of `IMAGE_KEYS`' images: 0 and 3 have one at the same place, 4 and 5 at different ones
+CAPTION_KEYS = torch.tensor([[1, 2, 3], [4, 0, 5], [0, 6, 0], [1, 0, 8], [0, 9, 10], [11, 12, 9]])
+
+
+def is_known_caption(image, other, caption):
+    """Whether some pair has that image and that caption of another one."""
+    pairs = {(IMAGE_KEYS[i].item(), CAPTION_KEYS[i, c].item()) for i, c in CAPTION_MASK.nonzero().tolist()}
+    return (IMAGE_KEYS[image].item(), CAPTION_KEYS[other, caption].item()) in pairs
 
 
 def several_captions(model, share=slice(None)):
@@ -110,10 +161,13 @@ def several_captions(model, share=slice(None)):
     return image_embeds, text_embeds.unflatten(0, (-1, 3))
 
 
-def multi_positive(model, share, chunk_size=None, weights=None, mask=CAPTION_MASK, bias=None):
+def multi_positive(model, share, chunk_size=None, weights=None, mask=CAPTION_MASK, bias=None, with_keys=False):
     weights = model.weights if weights is None else weights
-    embeds = several_captions(model, share)
-    return multi_positive_loss(*embeds, model.logit_scale.exp(), weights, mask[share], chunk_size, logit_bias=bias)
+    embeds, keys = several_captions(model, share), ()
+    if with_keys:
+        keys = IMAGE_KEYS[share], CAPTION_KEYS[share][mask[share]]
+    pairing = Pairing(mask[share], *keys)
+    return multi_positive_loss(*embeds, model.logit_scale.exp(), weights, pairing, chunk_size, logit_bias=bias)
 
 
 def gradients(model):
@@ -127,13 +181,18 @@ def long_clip(model, share):
     images, texts, *_ = data()
     captions = torch.stack([texts, texts.roll(1, -1)], dim=1)
     embeds = model.embeds(images[share], captions[share].flatten(0, 1))
-    return stage.contrastive_loss(*embeds, model.logit_scale.exp(), None)
+    return stage.contrastive_loss(*embeds, model.logit_scale.exp(), Pairing())
 
 
 # Functions of a model and of a process's share of the batch
 LOSSES = {str(case): lambda model, share, case=case: losses(model, share, *case) for case in CASES}
 LOSSES |= {"captions": multi_positive, "captions in chunks": partial(multi_positive, chunk_size=2)}
 LOSSES |= {"Long-CLIP": long_clip, "sigmoid": sigmoid, "sigmoid in chunks": partial(sigmoid, chunk_size=2)}
+LOSSES |= {"twins": twins, "twins in chunks": partial(twins, chunk_size=2, label_smoothing=0.1)}
+LOSSES |= {
+    "twins, sigmoid": partial(twins, with_bias=True),
+    "captions of twins": partial(multi_positive, with_keys=True),
+}
 
 
 def worker(folder):
@@ -191,6 +250,28 @@ def test_sigmoid_loss_is_the_plain_one(chunk_size):
 
     assert_same(lambda model: sigmoid(model, slice(None), chunk_size), plain)
     assert_same(one_of_several, plain)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1, 4, 100])
+def test_equal_texts_and_images_are_right(chunk_size):
+    def plain(model):
+        embeds = model.embeds(*data()[:2])
+        return plain_contrastive_loss(*embeds, model.logit_scale.exp(), 0.1, is_known)
+
+    def plain_sigmoid(model):
+        embeds = model.embeds(*data()[:2])
+        return plain_sigmoid_loss(*embeds, model.logit_scale.exp(), model.logit_bias, is_known)
+
+    def plain_captions(model):
+        inputs = *several_captions(model), model.logit_scale.exp(), model.weights, CAPTION_MASK
+        return plain_multi_positive_loss(*inputs, is_known_caption)
+
+    assert sum(is_known(i, j) for i in range(BATCH) for j in range(BATCH)) == 13
+    assert_same(lambda model: twins(model, slice(None), chunk_size, 0.1), plain)
+    assert_same(lambda model: twins(model, slice(None), chunk_size, with_bias=True), plain_sigmoid)
+    assert_same(lambda model: multi_positive(model, slice(None), chunk_size, with_keys=True), plain_captions)
+    right = Pairing(None, IMAGE_KEYS, TEXT_KEYS).right_texts(torch.empty(BATCH, WIDTH))
+    assert right.tolist() == [[is_known(i, j) for j in range(BATCH)] for i in range(BATCH)]
 
 
 @pytest.mark.parametrize("needed", [(), (0,), (1,), (2,), (0, 2)], ids=str)

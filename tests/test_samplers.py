@@ -6,11 +6,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from training.samplers import ClusterBatchSampler, GlobalBatchSampler, merge_small_clusters
+from training.twins import Twins
+
+
+def apart(sampler, num_samples):
+    """Triplets of samples with the same text are kept apart, pairs with the same image, too."""
+    sampler.twins = Twins(np.arange(num_samples) // 2 % 50, np.arange(num_samples) // 3)
+    return sampler
+
 
 SAMPLERS = {
     "all": lambda labels, *arguments: GlobalBatchSampler(len(labels), *arguments),
     "clusters": ClusterBatchSampler,
     "round robin": lambda *arguments: ClusterBatchSampler(*arguments, order="round_robin"),
+    "all, apart": lambda labels, *arguments: apart(GlobalBatchSampler(len(labels), *arguments), len(labels)),
+    "clusters, apart": lambda labels, *arguments: apart(ClusterBatchSampler(labels, *arguments), len(labels)),
 }
 EVERY = pytest.mark.parametrize("kind", SAMPLERS)
 
@@ -43,7 +53,7 @@ def epoch_of(kind, labels, batch_size, world_size, seed, epoch, start_batch=0):
 def test_batches_use_what_fits_once(kind, case):
     """And are of one cluster over all processes."""
     labels, batch_size, world_size, *_ = case
-    of_one = np.zeros_like(labels) if kind == "all" else labels
+    of_one = np.zeros_like(labels) if kind.startswith("all") else labels
     sizes, size, used = np.bincount(of_one), batch_size * world_size, []
     ranks = epoch_of(kind, *case)
     for parts in zip(*ranks, strict=True):
@@ -71,7 +81,7 @@ def test_every_seed_and_epoch_has_its_own_order(kind):
     labels = np.arange(100) % 3
     orders = [epoch_of(kind, labels, 10, 1, seed, epoch)[0] for seed in range(4) for epoch in range(4)]
     assert len({str(order) for order in orders}) == 16
-    if kind == "clusters":
+    if kind.startswith("clusters"):
         assert len({labels[order[0][0]] for order in orders}) == 3  # clusters come in another order, too
 
 

@@ -45,6 +45,13 @@ class Pairing(NamedTuple):
         """Take it out of a batch of a `PairLoader`."""
         return cls(*(batch.pop(name, None) for name in cls._fields))
 
+    def right_texts(self, image_embeds: torch.Tensor) -> torch.Tensor:
+        """(B, B * processes) of bool, which texts belong to each image, for a loss that holds the whole matrix of
+        images (B, D) with one text each."""
+        images, pairs = gathered_rows(image_embeds), self.known_pairs()
+        texts = torch.arange(len(images) * _world_size(), device=images.device)
+        return images[:, None] == texts if pairs is None else pairs.right(images, texts)
+
     def known_pairs(self) -> "KnownPairs | None":
         """The pairs of all processes; None: no image and no text is among them twice, or there are no keys."""
         if self.image_keys is None:
@@ -121,8 +128,10 @@ def contrastive_loss(
     """The loss over all pairs of all processes, in float32: CLIP's symmetric cross entropy (CLIP, Figure 3), or with a
     bias SigLIP's sigmoid loss, for which every image and text is a yes or a no (arXiv:2303.15343, section 3.2).
 
-    Where several texts are right for an image, or images for a text, the cross entropy's target is spread evenly over
-    them (UniCL, arXiv:2204.03610, eq. 2 and 3), and the sigmoid loss has a yes for each.
+    Where several texts are right for an image, or images for a text, the cross entropy is the mean of those of each of
+    them among all that are wrong: no right one is a negative (elimination and attraction, arXiv:2011.11765, section 3).
+    To spread the target over them (UniCL, arXiv:2204.03610) would change nothing where texts are equal: each image would
+    still compete with the other right ones for the text. The sigmoid loss has a yes for each.
 
     Args:
         image_embeds, text_embeds: (B, D), normalized, row i of both is a pair. B is the same in every process.
@@ -423,9 +432,13 @@ def _row_losses(rows, columns, scale, bias, weights, targets, label_smoothing, r
     """A sum: of (R, D) rows by their (R,) weights, among (N, D) columns, of which (R,) targets are right, or those that
     (R, N) of bool tell."""
     logits = scale * rows @ columns.T
-    if bias is None:
-        targets = targets if right is None else right / right.sum(dim=1, keepdim=True)
+    if bias is None and right is None:
         return weights @ F.cross_entropy(logits, targets, reduction="none", label_smoothing=label_smoothing)
+    if bias is None:
+        wrong = logits.masked_fill(right, torch.finfo(logits.dtype).min).logsumexp(dim=1, keepdim=True)
+        losses = (F.softplus(wrong - logits) * right).sum(dim=1) / right.sum(dim=1)
+        smooth = logits.logsumexp(dim=1) - logits.mean(dim=1)
+        return weights @ ((1 - label_smoothing) * losses + label_smoothing * smooth)
     right = F.one_hot(targets, len(columns)) if right is None else right.long()
     signs = 2 * right - 1  # 1 for a pair, -1 for the others
     return -weights @ F.logsigmoid(signs * (logits + bias)).sum(dim=1)

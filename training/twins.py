@@ -13,7 +13,6 @@ import datasets
 import numpy as np
 import pandas
 import torch
-from scipy.special import gammaln
 from transformers import PreTrainedTokenizerBase
 
 from data.identity import image_digests
@@ -105,15 +104,6 @@ class Twins:
         numbers = np.fromiter((_number(bytes.fromhex(digest)) for digest in images), np.int64, len(images))
         pair_of = None if set(counts) == {1} else np.repeat(np.arange(len(rows), dtype=np.int32), counts)
         return cls(numbers, np.concatenate(texts), pair_of)
-
-    def share(self, batch_size: int) -> float:
-        """The share of the pairs that have a twin in their batch, where batches are drawn at random."""
-        left = self.num_pairs - self.sizes + 1.0  # of which no pair is a twin
-        fits = left >= batch_size
-        alone = gammaln(left) - gammaln(np.where(fits, left - batch_size + 1, 1))
-        alone -= gammaln(self.num_pairs) - gammaln(max(self.num_pairs - batch_size + 1, 1))
-        logs = np.repeat(np.where(fits, alone, -np.inf), self.sizes)
-        return float(np.mean(-np.expm1(np.bincount(self.members, logs, self.num_pairs))))
 
     def share_in(self, batches: Sequence[np.ndarray]) -> float:
         """The share of the pairs of batches that have a twin in theirs."""

@@ -418,22 +418,22 @@ class TrainStage(RouterSettings, StepsStage):
                 "nothing to tell apart"
             )
         shuffled = left = twins.share_in(sampler.all_batches())
-        if self.duplicates == "separate" and shuffled:
+        if self.duplicates == "separate" and len(twins.members):
             sampler.twins = twins
             left = twins.share_in(sampler.all_batches())
         return {"shuffled": round(float(shuffled), 4), "left": round(float(left), 4)}
 
     def _tell_duplicates(self, shares: dict[str, float] | None) -> str:
         """A line for the log."""
+        count = "wrong" if self.duplicates == "negative" else "right"
         if shares is None:
-            return "a stream: pairs with the same text or image may meet in a batch" + (
-                ", and count as wrong" if self.duplicates == "negative" else ", and count as right"
-            )
-        met = f"{shares['shuffled']:.1%} of the pairs of a shuffled batch share a text or an image with another"
-        if self.duplicates == "negative":
-            return f"{met}, and count as wrong (duplicates: negative)"
-        if self.duplicates == "positive":
-            return f"{met}, and count as right (duplicates: positive)"
+            return f"a stream: pairs with the same text or image may meet in a batch, and count as {count}"
+        if not any(shares.values()):
+            return "no two pairs of a batch have the same text or image"
+        share = f"{shares['shuffled']:.1%} of the pairs"
+        met = f"in a shuffled epoch, {share} have the same text or image as another one of their batch"
+        if self.duplicates != "separate":
+            return f"{met}, and count as {count} (duplicates: {self.duplicates})"
         if not shares["left"]:
             return f"{met}: kept apart"
         return f"{met}: kept apart, as far as there are batches; {shares['left']:.1%} still do, and count as right"

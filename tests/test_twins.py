@@ -1,0 +1,194 @@
+"""Pairs with the same text or image: how they are found, and that no batch has two of them where that can be."""
+
+import collections
+import itertools
+import json
+import math
+import re
+
+import datasets
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_runs import DENSE, TUNED, losses, run_stages
+from transformers import AutoTokenizer
+
+from data.tokenizer import tokenize
+from records.provenance import Record
+from training.samplers import ClusterBatchSampler, GlobalBatchSampler
+from training.twins import Twins, streamed_image_key, text_keys, token_keys
+
+RNG = np.random.default_rng(0)
+
+
+def keys_of(images, texts, pair_of=None):
+    """The keys of each pair, as sets."""
+    keys = [{("image", key)} for key in images]
+    for text, pair in zip(texts, range(len(texts)) if pair_of is None else pair_of, strict=True):
+        keys[pair].add(("text", text))
+    return keys
+
+
+def num_with_twin(batch, keys):
+    counts = collections.Counter(itertools.chain(*(keys[pair] for pair in batch)))
+    return sum(any(counts[key] > 1 for key in keys[pair]) for pair in batch)
+
+
+def sampler_of(size, *data, labels=None):
+    sampler = GlobalBatchSampler(len(data[0]), size) if labels is None else ClusterBatchSampler(labels, size)
+    sampler.twins = Twins(*data)
+    return sampler
+
+
+ALONE = np.arange(2000)
+WORLDS = {  # images, texts, and the pairs of the texts
+    "every text 20 times": (ALONE, RNG.permutation(ALONE // 20)),
+    "nearly as few texts as a batch has": (ALONE, RNG.permutation(ALONE % 65)),
+    "some texts often": (ALONE, np.where(RNG.random(2000) < 0.3, RNG.integers(0, 50, 2000), ALONE + 100)),
+    "five texts an image, some of several images": (
+        ALONE // 5,
+        np.where(RNG.random(2000) < 0.3, RNG.integers(0, 50, 2000), ALONE + 100),
+    ),
+    "the same pairs again": (ALONE // 4, ALONE // 4),
+    "three captions an image": (ALONE, RNG.integers(0, 3000, 6000), np.repeat(ALONE, 3)),
+}
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_hundred_epochs_without_twins(world):
+    """And none is left out of two epochs more than another."""
+    data, size = WORLDS[world], 64
+    keys, sampler, uses = keys_of(*data), sampler_of(size, *data), np.zeros(2000, int)
+    for epoch in range(100):
+        sampler.set_epoch(epoch)
+        batches = list(sampler)
+        uses[np.concatenate(batches)] += 1
+        assert sum(num_with_twin(batch, keys) for batch in batches) == 0
+    assert len(batches) == 31 and uses.sum() == 100 * 31 * 64 and np.ptp(uses) == 1
+
+
+def test_clusters_have_no_twins_either():
+    images, texts = ALONE, RNG.integers(0, 1000, 2000)
+    sampler = sampler_of(64, images, texts, labels=RNG.integers(0, 3, 2000))
+    assert all(num_with_twin(batch, keys_of(images, texts)) == 0 for batch in sampler)
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=20), st.integers(1, 12), st.integers(0, 9))
+@settings(deadline=None)
+def test_a_group_is_shared_evenly_by_the_batches(sizes, size, seed):
+    texts = np.random.default_rng(seed).permutation(np.repeat(np.arange(len(sizes)), sizes))
+    size = min(size, len(texts))
+    sampler = sampler_of(size, np.arange(len(texts)), texts)
+    counts = np.array([np.bincount(texts[batch], minlength=len(sizes)) for batch in sampler])
+    assert (np.ptp(counts, axis=0) <= 1).all()
+
+
+@given(st.integers(2, 60), st.integers(1, 60), st.integers(1, 30), st.integers(0, 9))
+@settings(deadline=None)
+def test_shares_are_those_of_a_count(number, different, size, seed):
+    rng = np.random.default_rng(seed)
+    images, texts = rng.integers(0, 2 * different, number), rng.integers(0, different, 2 * number)
+    pair_of, size = np.repeat(np.arange(number), 2), min(size, number)
+    twins, keys = Twins(images, texts, pair_of), keys_of(images, texts, pair_of)
+    batches = rng.permutation(number)[: number // size * size].reshape(-1, size)
+    met = sum(num_with_twin(batch, keys) for batch in batches)
+    assert twins.share_in(batches) == pytest.approx(met / batches.size)
+    others = [
+        {other for other in range(number) if other != pair and keys[other] & keys[pair]} for pair in range(number)
+    ]
+    assert [set(twins.others(pair).tolist()) for pair in range(number)] == others
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained("training/symbol_clip")
+
+
+def test_texts_are_equal_if_the_tokenizer_reads_them_alike(tokenizer):
+    long = "a snowman " * 40
+    texts = ["A  Snowman", "a snowman ", "a snowman.", long, long + "and an anchor", "an anchor"]
+    numbers = [[0, 0, 1, 2, 2, 3], [0, 0, 1, 2, 3, 4]]
+    inputs = tokenize(tokenizer, texts)
+    padded = {name: torch.nn.functional.pad(value, (0, 3)) for name, value in inputs.items()}
+    ours = [text_keys(texts, tokenizer), token_keys(**inputs).numpy()]
+    for found, expected in [*((keys, numbers[0]) for keys in ours), (text_keys(texts, None), numbers[1])]:
+        assert list(map(found.tolist().index, found.tolist())) == list(map(expected.index, expected))
+    assert torch.equal(token_keys(**padded), token_keys(**inputs))
+
+
+def test_images_are_equal_by_their_content(tmp_path, tokenizer):
+    for number, color in enumerate(["red", "red", "blue"]):
+        PIL.Image.new("RGB", (16, 16), color).save(tmp_path / f"{number}.png")
+    paths = [str(tmp_path / f"{number}.png") for number in range(3)]
+    captions = [["one", "two"], ["three", None], ["two", "four"]]
+    rows = datasets.Dataset.from_dict({"image": paths, "caption": captions})
+    in_rows = rows.cast_column("image", datasets.Image())
+    for twins in (Twins.of(rows, tokenizer), Twins.of(in_rows, tokenizer)):
+        assert [twins.others(pair).tolist() for pair in range(3)] == [[1, 2], [0], [0]]
+    contents = [{"path": path, "bytes": open(path, "rb").read()} for path in paths]
+    assert streamed_image_key(contents[0]) == streamed_image_key(contents[1]) != streamed_image_key(contents[2])
+    assert streamed_image_key(paths[0]) == streamed_image_key({"path": paths[0], "bytes": None})
+
+
+# A stage
+
+
+def folder_of(path, captions):
+    """Pictures that all differ, with these captions."""
+    path.mkdir()
+    lines = []
+    for number, caption in enumerate(captions):
+        pixels = np.random.default_rng(number).integers(0, 256, (16, 16, 3), dtype=np.uint8)
+        PIL.Image.fromarray(pixels).save(path / f"{number:03d}.png")
+        lines.append(json.dumps({"file_name": f"{number:03d}.png", "caption": caption}))
+    (path / "metadata.jsonl").write_text("\n".join(lines))
+    return {"source": str(path)}
+
+
+def trained(folder, data, **changes):
+    stage = TUNED | {"data": data, "global_batch_size": 8, "max_steps": 2, "logging_steps": 1} | changes
+    return run_stages(folder, [DENSE, stage]) / "tuned"
+
+
+DIFFERENT = [f"number {number}" for number in range(32)]
+TWO = ["a", "b"] * 16
+
+
+@pytest.mark.parametrize(
+    ("captions", "duplicates", "line", "left"),
+    [
+        (DIFFERENT, "separate", "no two pairs of a batch have the same text or image", 0),
+        (DIFFERENT[:16] * 2, "separate", r"in a shuffled epoch, \d+.\d% .* of their batch: kept apart", 0),
+        (TWO, "separate", "in .*, 100.0% .*: kept apart, .* batches; 100.0% still do, and count as right", 1),
+        (TWO, "positive", r"in .*, 100.0% .*, and count as right \(duplicates: positive\)", 1),
+        (TWO, "negative", r"in .*, 100.0% .*, and count as wrong \(duplicates: negative\)", 1),
+    ],
+)
+def test_a_stage_says_what_it_does(tmp_path, capsys, captions, duplicates, line, left):
+    folder = trained(tmp_path / "run", folder_of(tmp_path / "pictures", captions), duplicates=duplicates)
+    assert re.search(f"^tuned: {line}$", capsys.readouterr().out, re.MULTILINE)
+    assert Record.read(folder).duplicates["left"] == left
+
+
+def test_twins_that_meet_are_right_unless_negative(tmp_path):
+    """Two texts in batches of eight, of a model that has learned nothing: one right answer among as many wrong ones as
+    there are, or among all."""
+    data = folder_of(tmp_path / "pictures", TWO)
+    right, wrong = (losses(trained(tmp_path / name, data, duplicates=name))[0] for name in ("positive", "negative"))
+    assert math.log(4) < right < math.log(6) < wrong
+
+
+def test_a_stream_cannot_keep_twins_apart(tmp_path, capsys):
+    trained(tmp_path / "run", folder_of(tmp_path / "pictures", TWO) | {"streaming": True})
+    assert re.search("tuned: a stream: pairs .* may meet in a batch, and count as right", capsys.readouterr().out)
+
+
+def test_one_text_for_all_is_an_error(tmp_path):
+    data = folder_of(tmp_path / "pictures", ["the same"] * 32)
+    with pytest.raises(
+        ValueError, match=r"tuned.data: all 32 pairs of .* have the same text: there is nothing to tell"
+    ):
+        trained(tmp_path / "run", data)
