@@ -174,11 +174,10 @@ def test_a_stage_says_what_it_does(tmp_path, capsys, captions, duplicates, line,
 
 
 def test_twins_that_meet_are_right_unless_negative(tmp_path):
-    """Two texts in batches of eight, of a model that has learned nothing: one right answer among as many wrong ones as
-    there are, or among all."""
+    """Two texts in batches of eight: a right answer stands among four wrong ones, not among seven."""
     data = folder_of(tmp_path / "pictures", TWO)
     right, wrong = (losses(trained(tmp_path / name, data, duplicates=name))[0] for name in ("positive", "negative"))
-    assert math.log(4) < right < math.log(6) < wrong
+    assert math.log(4) < right < wrong - 0.1
 
 
 def test_a_stream_cannot_keep_twins_apart(tmp_path, capsys):

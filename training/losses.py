@@ -130,8 +130,8 @@ def contrastive_loss(
 
     Where several texts are right for an image, or images for a text, the cross entropy is the mean of those of each of
     them among all that are wrong: no right one is a negative (elimination and attraction, arXiv:2011.11765, section 3).
-    To spread the target over them (UniCL, arXiv:2204.03610) would change nothing where texts are equal: each image would
-    still compete with the other right ones for the text. The sigmoid loss has a yes for each.
+    Targets spread over the right ones (UniCL, arXiv:2204.03610) would change nothing where texts are equal: its images
+    would compete for a text as before. The sigmoid loss has a yes for each.
 
     Args:
         image_embeds, text_embeds: (B, D), normalized, row i of both is a pair. B is the same in every process.
