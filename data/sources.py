@@ -97,9 +97,9 @@ class DataArguments:
     # Pairs with an image that does not decode or an empty caption are skipped and counted; a larger share is an error.
     max_unreadable: float = Field(default=0.01, ge=0, lt=1)
 
-    # Built-in worlds only: which captions are drawn. "looks" of the symbols tell everything but the kind, "facts" of
-    # the names everything but the name.
-    captions: Literal["web", "detailed", "looks", "facts"] = "web"
+    # Built-in worlds only: which captions are drawn. "looks" of the symbols tell everything but the kind, "classes" the
+    # kind alone, as the captions of a folder of classes do; "facts" of the names everything but the name.
+    captions: Literal["web", "detailed", "looks", "classes", "facts"] = "web"
     # Built-in worlds only: a set of kinds: "all", symbols' "planet", names' "4096 half 1", icons' "brands".
     kinds: str = "all"
     # Built-in worlds only: seed of the drawing. None: the recipe's seed, so that other seeds see other pictures;

@@ -7,7 +7,7 @@ import numpy as np
 from data.drawing import COLORS, OPPOSITE, article, choose
 from data.symbol_kinds import TOPIC_OF, TOPICS
 
-CAPTION_STYLES = ("web", "detailed", "looks")
+CAPTION_STYLES = ("web", "detailed", "looks", "classes")
 # The share of web captions whose kind or color is drawn anew, among the kinds of their topic or all colors. Fewer are
 # wrong: the new one may be the old one, and not every caption names it
 WRONG_SHARE = 0.05
@@ -19,6 +19,8 @@ ANYTHING = ["symbol", "icon", "drawing", "something"]
 
 def caption(scene: Mapping[str, str], style: str, rng: np.random.Generator) -> str:
     """A random caption of a scene in one of `CAPTION_STYLES`."""
+    if style == "classes":
+        return f"a photo of the {scene['kind']}"
     tell = {"web": _web_caption, "detailed": _detailed_caption, "looks": _looks_caption}[style]
     return tell(scene, rng)
 

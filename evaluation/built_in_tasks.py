@@ -31,7 +31,9 @@ def _symbol_topics(number: int, kinds: str) -> Task:
     )
 
 
-def symbol_tasks(number: int = 3000, retrieval: int = 5000, pairs: int = 1400, train: int = 6000) -> dict[str, Task]:
+def symbol_tasks(
+    number: int = 3000, retrieval: int = 5000, pairs: int = 1400, train: int = 6000, digits: int = 1000
+) -> dict[str, Task]:
     """The tasks on symbols, with these numbers of samples."""
     kinds, templates = len(symbols.KINDS), len(symbols.TEMPLATES)
     pictures = f"{number:,} test pictures of one symbol"
@@ -42,6 +44,14 @@ def symbol_tasks(number: int = 3000, retrieval: int = 5000, pairs: int = 1400, t
             protocol=f"{pictures}; all {kinds} kinds are candidates, {templates} templates",
             load=lambda seed=0: (_symbol_kinds("test", number, seed=seed), 0),
             classes=symbols.KINDS,
+            templates=symbols.TEMPLATES,
+        ),
+        "symbols_digits": Task(
+            kind="zero_shot",
+            title="zero-shot, digits",
+            protocol=f"{digits:,} test pictures of a digit; all 10 are candidates, {templates} templates",
+            load=lambda seed=0: (_symbol_kinds("test", digits, "digit", seed), 0),
+            classes=symbols.KIND_SETS["digit"],
             templates=symbols.TEMPLATES,
         ),
         "symbols_topics": _symbol_topics(number, "all"),

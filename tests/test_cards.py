@@ -88,3 +88,19 @@ def test_integrations_are_offered_where_they_fit(width, words, vision, shown):
     assert all(part in card for part in shown)
     for name in ("**LLaVA**", "**Diffusers**"):
         assert (name in card) == (name in shown)
+
+
+@pytest.mark.parametrize(
+    ("duplicates", "left", "told_so"),
+    [
+        ("separate", 0.0, "kept apart"),
+        ("separate", 0.125, "kept apart but for 12.5%, which count as right"),
+        ("positive", 0.25, "which count as right"),
+        ("negative", 0.25, "which count as wrong"),
+    ],
+)
+def test_a_card_tells_how_many_pairs_had_a_twin(duplicates, left, told_so):
+    stage = {"stage": "train", "duplicates": duplicates}
+    record = Record(stage=stage, duplicates={"shuffled": 0.25, "left": left})
+    row = f"| tuned | train | 25.0% of the pairs of shuffled batches share a text or image, {told_so} |"
+    assert row in told(stages=SCRATCH | {"tuned": record}, data=[SYMBOLS])

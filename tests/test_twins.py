@@ -11,6 +11,7 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_runs import DENSE, TUNED, losses, run_stages
@@ -18,6 +19,8 @@ from transformers import AutoTokenizer
 
 from data.tokenizer import tokenize
 from records.provenance import Record
+from training.plan import print_plan
+from training.recipe import load_recipe
 from training.samplers import ClusterBatchSampler, GlobalBatchSampler
 from training.twins import Twins, streamed_image_key, text_keys, token_keys
 
@@ -191,3 +194,12 @@ def test_one_text_for_all_is_an_error(tmp_path):
         ValueError, match=r"tuned.data: all 32 pairs of .* have the same text: there is nothing to tell"
     ):
         trained(tmp_path / "run", data)
+
+
+def test_a_plan_counts_equal_texts(tmp_path, capsys):
+    data = folder_of(tmp_path / "pictures", DIFFERENT[:16] * 2)
+    stages = [DENSE, TUNED | {"data": data, "global_batch_size": 8}]
+    recipe = {"output_dir": str(tmp_path / "out"), "stages": stages}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    print_plan(load_recipe(tmp_path / "recipe.yaml"))
+    assert re.search(r"^tuned: in a shuffled epoch, \d+.\d% .*: kept apart$", capsys.readouterr().out, re.MULTILINE)

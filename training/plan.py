@@ -35,6 +35,7 @@ class Row:
         state: done, to do, the step that it goes on from, or that its folder was made otherwise.
         reads: the references of its settings.
         numbers: by the names of `NUMBERS`; a text: why it is unknown. Those that a stage has not are left out.
+        notes: see `Stage.notes`.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Row:
     state: str
     reads: list[str]
     numbers: dict[str, int | str]
+    notes: list[str]
 
 
 def print_plan(recipe: Recipe, only: Iterable[str] | None = None, experts: Iterable[int] | None = None) -> None:
@@ -94,7 +96,8 @@ def _row(stage: Stage, outlook: Outlook) -> Row:
         cost = stage.cost(inputs)
         asked |= {"disk at most": cost["disk"]} | cost
     numbers = {name: number for name, ask in asked.items() if (number := _number_or_reason(ask)) != 0}
-    return Row(stage.name, stage.stage, state, list(dict.fromkeys(reads)), numbers)
+    notes = [] if state == "done" else list(stage.notes(inputs))
+    return Row(stage.name, stage.stage, state, list(dict.fromkeys(reads)), numbers, notes)
 
 
 def _number_or_reason(ask: Callable[[], int]) -> int | str:
@@ -125,6 +128,7 @@ def render(title: str, rows: list[Row], num_processes: int) -> str:
     second += [[row.name, *(_numbered(name, row.numbers.get(name, 0), reasons) for name in NUMBERS)] for row in rows]
     second.append(["in all", *(_sum(name, rows) for name in NUMBERS)])
     notes = [f"unknown ({number}): {reason}" for number, reason in enumerate(reasons, 1)]
+    notes += [f"{row.name}: {note}" for row in rows for note in row.notes]
     return "\n".join(
         [
             f"{title}: {len(rows)} stages on {num_processes} process{'es' if num_processes > 1 else ''}",

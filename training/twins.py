@@ -90,18 +90,19 @@ class Twins:
         )
 
     @classmethod
-    def of(cls, rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase) -> "Twins":
-        """Those of a dataset with the columns `image` and `caption`. All captions and images are read."""
-        if isinstance(rows.features["image"], datasets.Image):
+    def of(cls, rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase | None) -> "Twins":
+        """Those of a dataset with the columns `image` and `caption`, all of which are read. Without images, by texts."""
+        if isinstance(rows.features.get("image"), datasets.Image):
             rows = rows.cast_column("image", datasets.Image(decode=False))
         images, texts, counts = [], [], []
         reader = tokenizer if len(rows) <= TOKENIZED else None
         for batch in rows.iter(AT_ONCE):
             captions = [present_captions(of_image) for of_image in batch["caption"]]
-            images += image_digests(batch["image"])
+            images += image_digests(batch["image"]) if "image" in batch else []
             texts.append(text_keys([text for of_image in captions for text in of_image], reader))
             counts += map(len, captions)
         numbers = np.fromiter((_number(bytes.fromhex(digest)) for digest in images), np.int64, len(images))
+        numbers = numbers if len(images) else np.arange(len(rows))
         pair_of = None if set(counts) == {1} else np.repeat(np.arange(len(rows), dtype=np.int32), counts)
         return cls(numbers, np.concatenate(texts), pair_of)
 

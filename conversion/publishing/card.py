@@ -158,7 +158,13 @@ def _stage_row(record: Record) -> tuple[str, str]:
     does = own and own.does
     shown = {name: stage[name] for name in (*SETTINGS, *(own.settings if own else [])) if stage.get(name) is not None}
     what = f"{stage.get('stage')}: {does}" if does else str(stage.get("stage"))
-    return what, ", ".join(f"{name} {value}" for name, value in shown.items())
+    settings = [f"{name} {value}" for name, value in shown.items()]
+    if record.duplicates and record.duplicates["shuffled"]:
+        shuffled, left = record.duplicates["shuffled"], record.duplicates["left"]
+        handled = {"positive": "which count as right", "negative": "which count as wrong"}.get(stage.get("duplicates"))
+        handled = handled or "kept apart" + f" but for {left:.1%}, which count as right" * (left > 0)
+        settings.append(f"{shuffled:.1%} of the pairs of shuffled batches share a text or image, {handled}")
+    return what, ", ".join(settings)
 
 
 def _interval(result: dict[str, Any], metric: str) -> str:

@@ -65,7 +65,7 @@ class Stage:
         """The columns that it needs of its data. No row is read."""
         return select_columns(open_rows(arguments), arguments)
 
-    # Three questions are asked before any stage runs: for the checks of a recipe, and for --plan. `inputs` are as those
+    # Four questions are asked before any stage runs: for the checks of a recipe, and for --plan. `inputs` are as those
     # of `run`, each an `Expected` in place of a folder or source, and `num_processes` is that of the run. Where what is
     # needed is not known, an answer raises `Unknown`.
 
@@ -83,6 +83,10 @@ class Stage:
             ValueError: the settings make nothing of these inputs.
         """
         return inherited(self, inputs)
+
+    def notes(self, inputs: SimpleNamespace) -> Iterator[str]:
+        """What --plan tells besides."""
+        return iter(())
 
     def cost(self, inputs: SimpleNamespace) -> dict[str, Callable[[], int]]:
         """What it takes: functions for columns of --plan, which may raise `Unknown`.

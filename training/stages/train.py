@@ -27,7 +27,9 @@ from conversion.checkpoints import is_sparse, load_clip
 from conversion.families import family_of
 from conversion.processors import load_processor, require_same
 from data.augmentation import Augmentation
+from data.pairs import load_pairs
 from data.sources import Rows, reading
+from data.worlds import WORLDS
 from evaluation.costs import count_activations, count_largest_layer
 from modeling_clip_moe import CLIPMoEConfig
 from modeling_clip_moe.configuration_clip_moe import embedding_size
@@ -66,6 +68,9 @@ from training.scores import Evaluation, Scores
 from training.settings import STRICT, Reads
 from training.stages.base import Data, Model, NumberedData, Stage, inherited, named_errors
 from training.twins import Twins
+
+# Pairs whose texts are all compared for --plan
+COUNTED = 100_000
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -369,6 +374,19 @@ class TrainStage(RouterSettings, StepsStage):
             return cost["disk at most"]() + models * cost["disk"]()
 
         return cost | {"memory": memory, "memory a pair": memory_a_pair, "disk at most": most}
+
+    def notes(self, inputs: SimpleNamespace) -> Iterator[str]:
+        """How many duplicates texts make, of data that need no drawing and are quickly read."""
+        data, readable = inputs.data, inputs.data.readable
+        batch = self.global_batch_size // self.gradient_accumulation_steps
+        is_few = isinstance(data.pairs, int) and batch <= data.pairs <= COUNTED
+        if readable is not None and readable.source not in WORLDS and not readable.streaming and is_few:
+            try:
+                rows = load_pairs(readable, images=False).remove_columns("image")
+                shares = self._keep_apart(Twins.of(rows, None), GlobalBatchSampler(len(rows), batch))
+                yield self._tell_duplicates(shares)
+            except (OSError, ValueError) as error:
+                yield str(error).removeprefix(f"{self.name}.")
 
     def task(self, model: PreTrainedModel) -> ContrastiveTask:
         if self.expert_dropout is not None:
