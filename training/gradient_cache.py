@@ -96,7 +96,7 @@ def _gradient_by_embeds(
     leaves = [torch.cat(images), torch.cat(texts), *(of_parts[0].clone() for of_parts in shared)]
     for leaf in leaves:
         leaf.requires_grad_()
-    pairing = Pairing.take(send_to_device(batch, accelerator.device))  # of a copy
+    pairing = send_to_device(Pairing.take(dict(batch)), accelerator.device)
     loss = accelerator.unwrap_model(task).contrastive_loss(leaves, pairing)
     # A bias has no gradient where a model of the sigmoid loss has CLIP's
     by_images, by_texts, *by_shared = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)

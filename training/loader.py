@@ -18,7 +18,7 @@ from data.augmentation import Augmentation
 from data.images import decode_image
 from data.pairs import STREAM_TRIAL, StreamReport, first_caption, judge, present_captions, read_pair
 from data.preparation import Preparation, crop_size
-from data.sources import DataArguments, Rows, reading
+from data.sources import DataArguments, Rows, named_files_hash, reading
 from data.tokenizer import SAMPLE, pieces_per_word, read_texts, tokenize
 from data.workers import errors_of_workers, worker_options
 from training.samplers import ClusterBatchSampler, GlobalBatchSampler
@@ -335,13 +335,13 @@ class _Pairs(torch.utils.data.Dataset):
         return _draw(captions, np.random.default_rng([self.seed, epoch, index]))
 
 
-# Of the last pairs in memory, by their fingerprint and the image processor: most stages of a recipe use the same
-_PREPARED: dict[tuple[str, str], dict[str, torch.Tensor]] = {}
+# Of the last pairs in memory, by their fingerprint, files and image processor: most stages of a recipe use the same
+_PREPARED: dict[tuple[str, str, str], dict[str, torch.Tensor]] = {}
 
 
 def _prepared(rows: datasets.Dataset, images: _Images) -> dict[str, torch.Tensor]:
     """What `images` makes of all images: names -> (rows, ...)."""
-    key = rows._fingerprint, images.settings
+    key = rows._fingerprint, named_files_hash(rows), images.settings
     if key not in _PREPARED:
         _PREPARED.clear()
         first = images.read(rows[0]["image"], None)
