@@ -14,7 +14,7 @@ import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_runs import DENSE, TUNED, losses, run_stages
+from tiny_runs import DENSE, TUNED, losses, run_stages, same_weights, train
 from transformers import AutoTokenizer
 
 from data.tokenizer import tokenize
@@ -203,3 +203,14 @@ def test_a_plan_counts_equal_texts(tmp_path, capsys):
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     print_plan(load_recipe(tmp_path / "recipe.yaml"))
     assert re.search(r"^tuned: in a shuffled epoch, \d+.\d% .*: kept apart$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_a_killed_run_goes_on_without_twins(tmp_path):
+    settings = {"data": {"source": "names", "kinds": "16", "num_samples": 64, "in_memory": True}}
+    whole = train(tmp_path / "whole", **settings)
+    train(tmp_path / "killed", stop=3, **settings)
+    killed = train(tmp_path / "killed", **settings)
+    assert same_weights(whole, killed) and Record.read(killed).duplicates == {
+        "shuffled": pytest.approx(0.35, abs=0.2),
+        "left": 0,
+    }

@@ -12,8 +12,9 @@ from torch.utils.data import Sampler
 
 from training.twins import Twins, ranges
 
-# Swaps that are tried for a sample whose twin is in its batch, and how often each such sample is looked at on average
-TRIES, VISITS = 100, 3
+# Swaps that are tried for a sample whose twin is in its batch, and samples in a row for which none helps, after which
+# those that are left are taken for impossible
+TRIES, FAILURES = 100, 100
 
 
 class Share(NamedTuple):
@@ -262,14 +263,15 @@ class Spread:
         places[rounds.ravel()] = np.arange(rounds.size, dtype=np.int32)
         batch_of = np.where(places < 0, -1, places % size)
         met = twins.members[twins.meetings(batch_of, twins.is_crossing & (twins.sizes <= size))]
-        waiting = deque(rng.permutation(np.unique(met)).tolist())
-        for _ in range(VISITS * len(waiting)):
-            if not waiting:
-                break
+        waiting, failures = deque(rng.permutation(np.unique(met)).tolist()), 0
+        while waiting and failures < FAILURES:
             sample = waiting.popleft()
             here, of_sample = batch_of[sample], twins.others(sample)
             meets = np.bincount(batch_of[of_sample] + 1, minlength=size + 1)[1:]  # in each batch
-            for place in rng.integers(rounds.size, size=TRIES).tolist() if meets[here] else ():
+            if not meets[here]:
+                continue
+            failures += 1
+            for place in rng.integers(rounds.size, size=TRIES).tolist():
                 other, there = rounds.flat[place], place % size
                 of_other = twins.others(other)
                 before = meets[here] + (batch_of[of_other] == there).sum()
@@ -279,6 +281,7 @@ class Spread:
                     places[[sample, other]] = places[[other, sample]]
                     batch_of[[sample, other]] = there, here
                     waiting.extend([sample, other] if after else [])
+                    failures = 0
                     break
 
 

@@ -91,7 +91,7 @@ class Twins:
 
     @classmethod
     def of(cls, rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase | None) -> "Twins":
-        """Those of a dataset with the columns `image` and `caption`, all of which are read. Without images, by texts."""
+        """Those of a dataset with the columns `image` and `caption`, all of which are read. It may have no images."""
         if isinstance(rows.features.get("image"), datasets.Image):
             rows = rows.cast_column("image", datasets.Image(decode=False))
         images, texts, counts = [], [], []
