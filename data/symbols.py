@@ -108,7 +108,7 @@ def load(
 
     Args:
         split: "train" or "test"; no font file and no pen stroke is in both.
-        captions: "web", "detailed", "looks", or "classes", whose pictures have one symbol.
+        captions: "web", "detailed", "looks" or "classes".
         num_samples: how many rows; the first ones are the same for any number.
         kinds: of the first symbol of a picture, and of a second one.
         seed: other rows for another one.
@@ -122,7 +122,7 @@ def load(
 
     def draw(index: int) -> tuple[np.ndarray, Callable[[], str], dict[str, str]]:
         rng = np.random.default_rng([SPLITS[split], seed, index])
-        scene = draw_scene(rng, kinds, two=False if captions == "classes" else two)
+        scene = draw_scene(rng, kinds, two=two)
         return render(scene, split, rng, image_size), lambda: caption(scene, captions, rng), scene
 
     return drawn_rows(draw, num_samples, captions_per_image, ATTRIBUTES)

@@ -31,9 +31,7 @@ def _symbol_topics(number: int, kinds: str) -> Task:
     )
 
 
-def symbol_tasks(
-    number: int = 3000, retrieval: int = 5000, pairs: int = 1400, train: int = 6000, digits: int = 1000
-) -> dict[str, Task]:
+def symbol_tasks(number: int = 3000, retrieval: int = 5000, pairs: int = 1400, train: int = 6000) -> dict[str, Task]:
     """The tasks on symbols, with these numbers of samples."""
     kinds, templates = len(symbols.KINDS), len(symbols.TEMPLATES)
     pictures = f"{number:,} test pictures of one symbol"
@@ -49,8 +47,8 @@ def symbol_tasks(
         "symbols_digits": Task(
             kind="zero_shot",
             title="zero-shot, digits",
-            protocol=f"{digits:,} test pictures of a digit; all 10 are candidates, {templates} templates",
-            load=lambda seed=0: (_symbol_kinds("test", digits, "digit", seed), 0),
+            protocol=f"{number:,} test pictures of a digit; all 10 are candidates, {templates} templates",
+            load=lambda seed=0: (_symbol_kinds("test", number, "digit", seed), 0),
             classes=symbols.KIND_SETS["digit"],
             templates=symbols.TEMPLATES,
         ),
