@@ -73,6 +73,19 @@ def test_a_hundred_epochs_without_twins(world):
     assert len(batches) == 31 and uses.sum() == 100 * 31 * 64 and np.ptp(uses) == 1
 
 
+def test_a_text_comes_in_even_distances():
+    """A text that is there 16 times in 64 batches: every fourth on average, and never long apart."""
+    texts = np.repeat(np.arange(256), 16)
+    sampler = sampler_of(64, np.arange(4096), texts)
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        batch_of = np.empty(4096, int)
+        for number, batch in enumerate(sampler):
+            batch_of[batch] = number
+        distances = np.diff(np.sort(batch_of.reshape(256, 16), axis=1), axis=1)
+            assert distances.min() >= 2 and distances.max() <= 7
+
+
 def test_clusters_have_no_twins_either():
     images, texts = ALONE, RNG.integers(0, 1000, 2000)
     sampler = sampler_of(64, images, texts, labels=RNG.integers(0, 3, 2000))

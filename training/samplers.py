@@ -15,6 +15,8 @@ from training.twins import Twins, ranges
 # Swaps that are tried for a sample whose twin is in its batch, and samples in a row for which none helps, after which
 # those that are left are taken for impossible
 TRIES, FAILURES = 100, 100
+# Numbers of any length in steps of this part of 1, modulo 1, lie evenly: the golden section
+GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 class Share(NamedTuple):
@@ -184,8 +186,9 @@ class Spread:
     left out of two epochs more than another.
 
     Samples are dealt to the batches like cards, one to each in every round. The samples of a group follow one another,
-    in groups of random order; then come those without a twin, shuffled. Within a round, chance decides which batch gets
-    which sample, but for a group that began in the round before: its batches have it already.
+    in groups of random order; then come those without a twin, shuffled. A round goes through the batches in steps of
+    the golden section, from one drawn at random, so that a group's samples come in even distances over the epoch. A
+    group that began in the round before goes on in batches that have none of it.
 
     Args:
         samples: (n,) numbers.
@@ -212,7 +215,7 @@ class Spread:
         order = rng.permutation(len(sizes))
         dealt = [together[ranges((np.cumsum(sizes) - sizes)[order], sizes[order])], rng.permutation(alone)]
         rounds = np.concatenate(dealt).reshape(self.batch_size, self.num_batches)
-        self._shuffle(rounds, sizes[order], rng)
+        self._deal(rounds, sizes[order], rng)
         if self.twins.is_crossing.any():
             self._swap(rounds, rng)
         return rounds[rng.permutation(self.batch_size)].T
@@ -231,17 +234,17 @@ class Spread:
         alone = np.delete(self.alone, unused[unused >= num_together] - num_together)
         return np.delete(self.together, in_groups), sizes, alone
 
-    def _shuffle(self, rounds: np.ndarray, sizes: np.ndarray, rng: np.random.Generator) -> None:
-        """Shuffle the rounds (rounds, batches) that begin with groups of these sizes. A group goes on in batches that
-        have none of it yet."""
+    def _deal(self, rounds: np.ndarray, sizes: np.ndarray, rng: np.random.Generator) -> None:
+        """Deal the rounds (rounds, batches), which are in the order of groups of these sizes, to the batches."""
         ends, size = np.cumsum(sizes), self.num_batches
         firsts = np.arange(0, sizes.sum(), size)  # samples of the rounds that have groups
         group = np.searchsorted(ends, firsts, side="right")  # that each of them begins with
         goes_on = np.minimum(ends[group] - firsts, size) * (ends[group] - sizes[group] < firsts)
         began = (ends[group] - sizes[group] - firsts + size).tolist()  # where in the round before
         has_group, batches = np.zeros(size, bool), None
+        even = np.argsort(np.argsort(np.arange(size) * GOLDEN % 1))
         for samples, number, start in zip(rounds, goes_on.tolist(), began, strict=False):
-            before, batches = batches, rng.permutation(size)
+            before, batches = batches, (even + rng.integers(size)) % size
             if number and start >= 0:  # else it filled the round before
                 has_group[:] = False
                 has_group[before[start:]] = True
