@@ -83,7 +83,7 @@ def test_a_text_comes_in_even_distances():
         for number, batch in enumerate(sampler):
             batch_of[batch] = number
         distances = np.diff(np.sort(batch_of.reshape(256, 16), axis=1), axis=1)
-            assert distances.min() >= 2 and distances.max() <= 7
+        assert distances.min() >= 2 and distances.max() <= 7
 
 
 def test_clusters_have_no_twins_either():
