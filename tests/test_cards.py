@@ -94,13 +94,13 @@ def test_integrations_are_offered_where_they_fit(width, words, vision, shown):
     ("duplicates", "left", "told_so"),
     [
         ("separate", 0.0, "kept apart"),
-        ("separate", 0.125, "kept apart but for 12.5%, which count as right"),
-        ("positive", 0.25, "which count as right"),
-        ("negative", 0.25, "which count as wrong"),
+        ("separate", 0.125, "kept apart but for 12.5%, positives of each other"),
+        ("positive", 0.25, "positives of each other"),
+        ("negative", 0.25, "negatives of each other"),
     ],
 )
 def test_a_card_tells_how_many_pairs_had_a_twin(duplicates, left, told_so):
     stage = {"stage": "train", "duplicates": duplicates}
     record = Record(stage=stage, duplicates={"shuffled": 0.25, "left": left})
-    row = f"| tuned | train | 25.0% of the pairs of shuffled batches share a text or image, {told_so} |"
+    row = f"| tuned | train | in shuffled batches, 25.0% of the pairs share a text or image: {told_so} |"
     assert row in told(stages=SCRATCH | {"tuned": record}, data=[SYMBOLS])

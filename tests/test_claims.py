@@ -42,8 +42,8 @@ BUDGETS = """
 CLIP-UP 6.6 above dense, as many steps | 51,200 | clip_up_symbols | clip_up
 CLIP-UP above dense, as many multiply-adds | 51,200 | clip_up_symbols | clip_up
 CLIP-UP above dense, as many multiply-adds | 66,560 | clip_up_symbols | dense_longer
-CLIP-UP above dense, 4,096 names, as many multiply-adds | 3.1 M | clip_up_names_twins | clip_up_8
-CLIP-UP above dense, 4,096 names, as many multiply-adds | 4.1 M | clip_up_names_twins | dense_same_multiply_adds
+CLIP-UP above dense, 4,096 names, as many multiply-adds | 3.1 M | clip_up_names_long | clip_up_8
+CLIP-UP above dense, 4,096 names, as many multiply-adds | 4.1 M | clip_up_names_long | dense
 CLIP-UP above a larger dense model, 4,096 names | 3.1 M | clip_up_names_twins | clip_up_8
 CLIP-UP above a larger dense model, 4,096 names | 4.1 M | clip_up_names_twins | dense_wide
 CLIP-UP above sparse from scratch, 4,096 names | 4.1 M | clip_up_names_twins | seed_model clip_up_8

@@ -136,7 +136,7 @@ def test_captions_that_are_cut_are_reported(tmp_path, processor, caplog, streami
         PairLoader(load_pairs(arguments), processor, arguments, 8).report_captions()
         return caplog.text
 
-    assert report(0) == ""
+    assert "longer" not in report(0)
     assert f"86.5% of the captions of {arguments.source} (200 looked at) are longer than the 16" in report(0.865)
     monkeypatch.setattr("training.loader.CAPTIONS_LOOKED_AT", 50)
     monkeypatch.setattr("training.loader.STREAMED_LOOKED_AT", 50)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from sklearn.decomposition import PCA
+from test_losses import plain_contrastive_loss
 from tiny_runs import DENSE, TUNED, losses, run_stages, weights
 from torch.nn.functional import cross_entropy, normalize
 
@@ -21,11 +22,11 @@ LONG = TUNED | {"stage": "train_long_clip", "data": {"source": "captions", "in_m
 LONG |= {"global_batch_size": 8, "max_steps": 4, "logging_steps": 1}
 
 
-def loss_of(towers, images, long, short):
+def loss_of(towers, images, long, short, *keys):
     """The stage's own."""
     texts = torch.stack([long, short], dim=1).flatten(0, 1)
     embeds = normalize(towers[0](images), dim=-1), normalize(towers[1](texts), dim=-1)
-    return STAGE.contrastive_loss(*embeds, torch.tensor([5.0]), Pairing(torch.ones(len(images), 2).bool()))
+    return STAGE.contrastive_loss(*embeds, torch.tensor([5.0]), Pairing(torch.ones(len(images), 2).bool(), *keys))
 
 
 def plain_loss(towers, images, long, short):
@@ -44,6 +45,22 @@ def plain_loss(towers, images, long, short):
         for rows in (logits, logits.T):
             total = total + weight * cross_entropy(rows, targets, label_smoothing=0.1) / 2
     return total
+
+
+@pytest.mark.parametrize(("place", "weight", "pair"), [(0, 0.3, (0, 1)), (1, 0.7, (2, 3))])
+def test_equal_texts_are_positives_among_those_of_their_place(place, weight, pair):
+    images, long, short = torch.randn(3, PAIRS, WIDTH)
+    towers = torch.nn.ModuleList([torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)])
+    keys = torch.arange(2 * PAIRS).view(PAIRS, 2)
+    different = loss_of(towers, images, long, short, torch.arange(PAIRS), keys.flatten())
+    torch.testing.assert_close(different, loss_of(towers, images, long, short))
+    keys[list(pair), place] = -1
+    equal = loss_of(towers, images, long, short, torch.arange(PAIRS), keys.flatten())
+    sides = normalize(towers[0](images), dim=-1), normalize(towers[1]((long, short)[place]), dim=-1)
+    sides = (primary_components(sides[0], COMPONENTS) if place else sides[0]), sides[1]
+    plain = plain_contrastive_loss(*sides, 5.0, 0.1)
+    expected = plain_contrastive_loss(*sides, 5.0, 0.1, lambda i, j: i == j or {i, j} == {*pair})
+    torch.testing.assert_close(equal - different, weight * (expected - plain), atol=1e-5, rtol=1e-4)
 
 
 def test_gradient_where_eigenvalues_are_equal():

@@ -17,7 +17,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from data.identity import data_fingerprint, identity
 from data.pairs import load_pairs, readable_pairs
-from data.sources import DataArguments
+from data.sources import DataArguments, named_files_hash
 from data.worlds import WORLDS
 from records.provenance import LOGS, MANIFEST
 from training.twins import Twins
@@ -45,6 +45,8 @@ class Context:
     alone: bool = False
     # The last pairs that were loaded, by their settings and identity: most stages of a recipe use the same.
     _pairs: dict[str, datasets.Dataset | datasets.IterableDataset] = field(default_factory=dict)
+    # The last pairs whose twins were asked for
+    _twins: dict[str, Twins] = field(default_factory=dict)
     # Identities of the data of the stage that runs: data may change between two stages
     _identities: dict[str, dict[str, Any] | None] = field(default_factory=dict)
 
@@ -85,8 +87,15 @@ class Context:
 
     def twins(self, rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase) -> Twins:
         """See `training.twins.Twins.of`. Every process has to ask, as one reads while the others wait."""
-        with self._main_process_first():
-            return Twins.of(rows, tokenizer)
+        key = datasets.fingerprint.Hasher.hash(
+            [rows._fingerprint, rows.column_names, named_files_hash(rows) if "image" in rows.column_names else ""]
+            + [sorted(tokenizer.get_vocab().items()), tokenizer.model_max_length]
+        )
+        if key not in self._twins:
+            self._twins.clear()
+            with self._main_process_first():
+                self._twins[key] = Twins.of(rows, tokenizer)
+        return self._twins[key]
 
     def identity(self, arguments: DataArguments) -> dict[str, Any] | None:
         """See `data.identity.identity`. Every process has to ask."""

@@ -44,8 +44,8 @@ class PairLoader:
         caption_weights: of all L captions of an image, for `multi_positive_loss`; None: each epoch draws one caption.
         hidden_states: gives what stands in a batch for the images and beside the captions of these pairs.
         augmentation: changes every image, by numbers that the seed, its epoch and its own number settle; None: none is.
-        image_keys: (pairs,) of int64, the same for equal images: batches have them and the keys of their texts. A
-            stream makes its own, and takes any number. None: batches have no keys.
+        image_keys: (pairs,) of int64, the same for equal images: batches have them and the keys of their texts. Of a
+            stream, anything: it makes its own. None: batches have no keys.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class PairLoader:
         captions = [caption for of_image in rows for caption in present_captions(of_image)]
         if len(captions) > 1 and len(set(captions)) == 1:
             logger.warning(
-                "all %d captions of %s that were looked at are %r: there is nothing to tell apart",
+                "all %d captions of %s that were looked at are %s: in a batch of one caption, nothing is learned",
                 len(captions), self.arguments.source, shortened(captions[0]),
             )  # fmt: skip
         pieces = pieces_per_word(self.processor.tokenizer, captions[:SAMPLE])
@@ -187,7 +187,7 @@ class _Collate:
         if self.all_captions:
             batch["caption_mask"] = torch.tensor(_are_present(captions))
         if self.image_keys is not None:
-            batch["text_keys"] = token_keys(batch["input_ids"], batch["attention_mask"])
+            batch["text_keys"] = token_keys(batch["input_ids"], batch["attention_mask"], self.tokenizer.eos_token_id)
             keys = [pair["image_key"] if "image_key" in pair else self.image_keys[pair["index"]] for pair in pairs]
             batch["image_keys"] = torch.from_numpy(np.array(keys, np.int64))
         return batch

@@ -23,6 +23,9 @@ from modeling_clip_moe import (
     router_z_loss,
 )
 
+# Links of `KnownPairs` that are looked at together
+LINKS = 1024
+
 
 class Pairing(NamedTuple):
     """Which images and texts of a process's batch belong together.
@@ -76,10 +79,10 @@ class KnownPairs:
         self.have_twins = len(num_images) < len(images) or len(num_texts) < len(texts)
         self.images = images  # (N,) which of the different images it is, and texts (N, L): -1 is missing
         self.texts = torch.full_like(text_keys, -1).masked_scatter(mask, texts)
-        # An image with several texts and a text with several images are linked by their pair, and others by that
-        image_of = images[:, None].expand_as(mask)[mask]
-        links = (num_images[image_of] > 1) & (num_texts[texts] > 1)
-        self.links = torch.stack([image_of[links], texts[links]], dim=1).unique(dim=0)  # (links, 2)
+        # The pair of an image that has several texts and of a text that has several images links others of both
+        links = torch.stack([images[:, None].expand_as(mask)[mask], texts], dim=1).unique(dim=0)
+        has_several = [(side.bincount() > 1)[side] for side in links.unbind(dim=1)]
+        self.links = links[has_several[0] & has_several[1]]  # (links, 2)
 
     def right(self, images: torch.Tensor, texts: torch.Tensor, caption: int = 0) -> torch.Tensor:
         """Which texts belong to which images.
@@ -95,8 +98,7 @@ class KnownPairs:
         right = self.images[images][:, None] == self.images[texts]
         for of_images in self.texts[images].unbind(dim=1):
             right |= of_images[:, None] == of_texts
-        if len(self.links):
-            link_images, link_texts = self.links.unbind(dim=1)
+        for link_images, link_texts in (links.unbind(dim=1) for links in self.links.split(LINKS)):
             is_linked = (self.images[images][:, None] == link_images).float()
             right |= is_linked @ (link_texts[:, None] == of_texts).float() > 0
         return right
@@ -435,10 +437,13 @@ def _row_losses(rows, columns, scale, bias, weights, targets, label_smoothing, r
     if bias is None and right is None:
         return weights @ F.cross_entropy(logits, targets, reduction="none", label_smoothing=label_smoothing)
     if bias is None:
-        wrong = logits.masked_fill(right, torch.finfo(logits.dtype).min).logsumexp(dim=1, keepdim=True)
-        losses = (F.softplus(wrong - logits) * right).sum(dim=1) / right.sum(dim=1)
-        smooth = logits.logsumexp(dim=1) - logits.mean(dim=1)
-        return weights @ ((1 - label_smoothing) * losses + label_smoothing * smooth)
+        wrong = logits.masked_fill(right, torch.finfo(logits.dtype).min).logsumexp(dim=1)
+        row, column = right.nonzero(as_tuple=True)
+        losses = torch.zeros_like(wrong).index_add(0, row, F.softplus(wrong[row] - logits[row, column]))
+        losses = (1 - label_smoothing) * losses / right.sum(dim=1)
+        if label_smoothing:
+            losses = losses + label_smoothing * (logits.logsumexp(dim=1) - logits.mean(dim=1))
+        return weights @ losses
     right = F.one_hot(targets, len(columns)) if right is None else right.long()
     signs = 2 * right - 1  # 1 for a pair, -1 for the others
     return -weights @ F.logsigmoid(signs * (logits + bias)).sum(dim=1)

@@ -69,6 +69,10 @@ def plan(recipe: Recipe, stages: Iterable[Stage], num_processes: int) -> tuple[l
             errors = [*_changed_settings(stage, recipe, outlook.output_dir)]
             faults += [f"{stage.name}: {error}" for error in errors]
             row = _row(stage, outlook)
+            try:
+                row.notes.extend(stage.notes(outlook.inputs[stage.name]) if row.state != "done" else ())
+            except ValueError as error:
+                faults.append(str(error))
             rows.append(replace(row, state="made otherwise") if errors else row)
     return rows, faults
 
@@ -96,8 +100,7 @@ def _row(stage: Stage, outlook: Outlook) -> Row:
         cost = stage.cost(inputs)
         asked |= {"disk at most": cost["disk"]} | cost
     numbers = {name: number for name, ask in asked.items() if (number := _number_or_reason(ask)) != 0}
-    notes = [] if state == "done" else list(stage.notes(inputs))
-    return Row(stage.name, stage.stage, state, list(dict.fromkeys(reads)), numbers, notes)
+    return Row(stage.name, stage.stage, state, list(dict.fromkeys(reads)), numbers, [])
 
 
 def _number_or_reason(ask: Callable[[], int]) -> int | str:

@@ -207,8 +207,9 @@ class Runner:
         started = time.perf_counter()
         if accelerator.is_main_process or not stage.main_process_only:
             stage_context = context.without_others() if stage.main_process_only else context
-            for name, value in (stage.run(inputs, stage_context, partial) or {}).items():
-                setattr(record, name, value)
+            trained = stage.run(inputs, stage_context, partial)
+            if trained is not None:
+                record.pairs, record.duplicates = trained
         accelerator.wait_for_everyone()
         self._require_unchanged(stage, record.data, partial)
         seconds = record.attempts[-1].seconds = round(time.perf_counter() - started, 1)

@@ -12,9 +12,8 @@ from torch.utils.data import Sampler
 
 from training.twins import Twins, ranges
 
-# Swaps that are tried for a sample whose twin is in its batch, and samples in a row for which none helps, after which
-# those that are left are taken for impossible
-TRIES, FAILURES = 100, 100
+# Swaps that are tried in an epoch, for each sample that shares its batch with a twin
+TRIES = 8
 # Numbers of any length in steps of this part of 1, modulo 1, lie evenly: the golden section
 GOLDEN = (math.sqrt(5) - 1) / 2
 
@@ -179,8 +178,8 @@ class ClusterBatchSampler(DistributedBatchSampler):
 
 
 class Spread:
-    """Batches of some samples, without twins where there are as many batches as a group of twins has samples. Larger
-    groups are shared evenly.
+    """Batches of some samples, without twins where there are as many batches as a text or an image has samples; where
+    texts and images cross, as far as swaps find a way. Larger groups are shared evenly.
 
     An epoch has every sample once, but for those that do not fill a batch: it leaves them out in turn, so that none is
     left out of two epochs more than another.
@@ -191,10 +190,10 @@ class Spread:
     group that began in the round before goes on in batches that have none of it.
 
     Args:
-        samples: (n,) numbers.
-        twins: of the whole dataset.
-        batch_size: of global batches.
-        seed: of the order in which samples are left out.
+        samples: (n,), their numbers in the dataset.
+        twins: those of the whole dataset.
+        batch_size: samples of a global batch.
+        seed: chooses the order in which samples are left out.
     """
 
     def __init__(self, samples: np.ndarray, twins: Twins, batch_size: int, seed: int):
@@ -257,35 +256,43 @@ class Spread:
             samples[batches] = samples.copy()
 
     def _swap(self, rounds: np.ndarray, rng: np.random.Generator) -> None:
-        """Swap samples whose twins are in their batch with others, as long as fewer twins meet by that.
+        """Swap samples that share a batch with a twin with others, while that leaves fewer such meetings.
 
-        Where the groups of texts and those of images cross, dealing separates one kind alone.
+        Where the groups of texts and of images cross, dealing keeps apart only those of one kind. Groups larger than
+        the number of batches meet anyway: they stay even, since their samples are swapped only among themselves.
         """
         twins, size = self.twins, self.num_batches
+        has_room = np.append(twins.sizes <= size, True)  # also for the label -1
+        large = np.where(has_room[twins.labels], -1, twins.labels)
+        batch_of = np.full(twins.num_pairs, -1, np.int32)
         places = np.full(twins.num_pairs, -1, np.int32)
         places[rounds.ravel()] = np.arange(rounds.size, dtype=np.int32)
-        batch_of = np.where(places < 0, -1, places % size)
-        met = twins.members[twins.meetings(batch_of, twins.is_crossing & (twins.sizes <= size))]
-        waiting, failures = deque(rng.permutation(np.unique(met)).tolist()), 0
-        while waiting and failures < FAILURES:
+        batch_of[rounds] = np.arange(size, dtype=np.int32)
+
+        def meetings(sample: int) -> int:
+            groups = twins.groups_of(sample)
+            return sum(int((batch_of[twins.group(g)] == batch_of[sample]).sum()) - 1 for g in groups if has_room[g])
+
+        met = np.unique(twins.members[twins.meetings(batch_of, twins.is_crossing & has_room[:-1])])
+        waiting, tries = deque(rng.permutation(met).tolist()), TRIES * len(met)
+        while waiting and tries > 0:
             sample = waiting.popleft()
-            here, of_sample = batch_of[sample], twins.others(sample)
-            meets = np.bincount(batch_of[of_sample] + 1, minlength=size + 1)[1:]  # in each batch
-            if not meets[here]:
-                continue
-            failures += 1
-            for place in rng.integers(rounds.size, size=TRIES).tolist():
-                other, there = rounds.flat[place], place % size
-                of_other = twins.others(other)
-                before = meets[here] + (batch_of[of_other] == there).sum()
-                after = meets[there] + (batch_of[of_other] == here).sum() - 2 * (other in of_sample)
-                if there != here and after < before:
-                    rounds.flat[places[sample]], rounds.flat[place] = other, sample
-                    places[[sample, other]] = places[[other, sample]]
-                    batch_of[[sample, other]] = there, here
-                    waiting.extend([sample, other] if after else [])
-                    failures = 0
-                    break
+            while meetings(sample) and tries > 0:
+                tries -= 1
+                other = int(rounds.flat[rng.integers(rounds.size)])
+                if large[other] != large[sample] or batch_of[other] == batch_of[sample]:
+                    continue
+                pair = [sample, other]
+                before = meetings(sample) + meetings(other)
+                batch_of[pair] = batch_of[pair[::-1]]
+                after = meetings(sample) + meetings(other)
+                if after >= before:
+                    batch_of[pair] = batch_of[pair[::-1]]
+                    continue
+                places[pair] = places[pair[::-1]]
+                rounds.flat[places[pair]] = pair
+                if meetings(other):
+                    waiting.append(other)
 
 
 def merge_small_clusters(labels: np.ndarray, centers: np.ndarray, smallest: int) -> np.ndarray:

@@ -11,7 +11,6 @@ from typing import Any
 
 import datasets
 import numpy as np
-import pandas
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -19,25 +18,27 @@ from data.identity import image_digests
 from data.pairs import present_captions
 from data.tokenizer import read_texts
 
-# Texts of more pairs are compared word by word in lower case: to tokenize them would take minutes
+# More texts are compared word by word in lower case: to tokenize them would take minutes
 TOKENIZED = 1_000_000
 # Pairs that are read together, and texts that are looked up together
-AT_ONCE, PART = 10_000, 1_000_000
+AT_ONCE, PART = 1000, 1_000_000
 
 
 def text_keys(texts: list[str], tokenizer: PreTrainedTokenizerBase | None) -> np.ndarray:
     """(texts,) of int64, equal for texts that the tokenizer reads alike; without one, for those of the same words."""
     if tokenizer is None:
-        words = np.array([" ".join(text.lower().split()) for text in texts], dtype=object)
-        return pandas.util.hash_array(words, categorize=False).view(np.int64)
+        words = [" ".join(text.lower().split()).encode(errors="surrogatepass") for text in texts]
+        return np.array([_number(hashlib.blake2b(word, digest_size=8).digest()) for word in words], np.int64)
     different = list(dict.fromkeys(texts))
     keys = dict(zip(different, map(_number, read_texts(tokenizer, different).digests), strict=True))
     return np.fromiter(map(keys.__getitem__, texts), np.int64, len(texts))
 
 
-def token_keys(input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-    """(texts,) of int64, equal for equal tokens (texts, S), however far they are padded."""
-    return ((input_ids + 1) * attention_mask * _factors(input_ids.shape[1])).sum(dim=1)
+def token_keys(input_ids: torch.Tensor, attention_mask: torch.Tensor, end: int | None) -> torch.Tensor:
+    """(texts,) of int64, equal for equal tokens (texts, S) up to the first end token, however far they are padded."""
+    is_end = (input_ids == end).long()
+    read = attention_mask * (is_end.cumsum(dim=1) - is_end == 0)
+    return ((input_ids + 1) * read * _factors(input_ids.shape[1])).sum(dim=1)
 
 
 @cache
@@ -70,10 +71,8 @@ class Twins:
 
     def __init__(self, images: np.ndarray, texts: np.ndarray, pair_of: np.ndarray | None = None):
         self.num_pairs, self.images = len(images), images
-        # What there is one of in all, "text" or "image"; empty: neither
-        self.same_for_all = "text" * bool((texts == texts[0]).all()) or "image" * bool((images == images[0]).all())
         members, sizes = map(np.concatenate, zip(_groups(texts, pair_of), _groups(images, None), strict=True))
-        order = np.argsort(sizes, kind="stable")  # the largest last, which is the one to label a pair
+        order = np.argsort(sizes, kind="stable")  # largest last: it labels its pairs
         members, sizes = members[ranges(_starts(sizes)[order], sizes[order])], sizes[order]
         self.labels = np.full(self.num_pairs, -1, np.int32)
         self.labels[members] = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
@@ -83,11 +82,9 @@ class Twins:
         lowest, highest = (of.reduceat(labels, starts) if len(sizes) else sizes for of in (np.minimum, np.maximum))
         self.is_crossing = lowest != highest
         kept = self.is_crossing | (lowest == np.arange(len(sizes)))
-        self.members, self.sizes, self.is_crossing = (
-            members[np.repeat(kept, sizes)],
-            sizes[kept],
-            self.is_crossing[kept],
-        )
+        self.members, self.sizes = members[np.repeat(kept, sizes)], sizes[kept]
+        self.is_crossing = self.is_crossing[kept]
+        self.labels = np.append(np.cumsum(kept, dtype=np.int32) - 1, np.int32(-1))[self.labels]
 
     @classmethod
     def of(cls, rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase | None) -> "Twins":
@@ -95,7 +92,8 @@ class Twins:
         if isinstance(rows.features.get("image"), datasets.Image):
             rows = rows.cast_column("image", datasets.Image(decode=False))
         images, texts, counts = [], [], []
-        reader = tokenizer if len(rows) <= TOKENIZED else None
+        num_texts = len(rows) * max(len(present_captions(rows.select_columns("caption")[0]["caption"])), 1)
+        reader = tokenizer if num_texts <= TOKENIZED else None
         for batch in rows.iter(AT_ONCE):
             captions = [present_captions(of_image) for of_image in batch["caption"]]
             images += image_digests(batch["image"]) if "image" in batch else []
@@ -115,20 +113,30 @@ class Twins:
         has_twin[self.members[self.meetings(batch_of, np.ones(len(self.sizes), bool))]] = True
         return has_twin.sum() / max((batch_of >= 0).sum(), 1)
 
-    def others(self, pair: int) -> np.ndarray:
-        """The twins of a pair."""
-        by_pair, first, group_of, starts = self._groups_of_pairs
-        groups = group_of[by_pair[first[pair] : first[pair + 1]]]
-        members = [self.members[starts[group] : starts[group] + self.sizes[group]] for group in groups]
-        return np.setdiff1d(np.concatenate(members), [pair]) if members else np.empty(0, np.int32)
+    def group(self, number: int) -> np.ndarray:
+        """The pairs of a group."""
+        return self.members[self._starts[number] : self._starts[number] + self.sizes[number]]
+
+    def groups_of(self, pair: int) -> list[int]:
+        """The numbers of a pair's groups."""
+        groups, first = self._groups_by_pair
+        return groups[first[pair] : first[pair + 1]].tolist()
 
     @cached_property
-    def _groups_of_pairs(self) -> tuple[np.ndarray, ...]:
-        """The order of `members` by pairs, where each pair begins in it, the group of each member, and where groups
-        begin."""
-        by_pair = np.argsort(self.members, kind="stable").astype(np.int32)
-        first = np.searchsorted(self.members[by_pair], np.arange(self.num_pairs + 1, dtype=np.int32))
-        return by_pair, first, np.repeat(np.arange(len(self.sizes), dtype=np.int32), self.sizes), _starts(self.sizes)
+    def _starts(self) -> np.ndarray:
+        return _starts(self.sizes)
+
+    @cached_property
+    def _groups_by_pair(self) -> tuple[np.ndarray, np.ndarray]:
+        """The groups of all pairs, one pair after another, and where each pair begins."""
+        by_pair = np.argsort(self.members, kind="stable")
+        groups = np.repeat(np.arange(len(self.sizes), dtype=np.int32), self.sizes)[by_pair]
+        return groups, np.searchsorted(self.members[by_pair], np.arange(self.num_pairs + 1, dtype=np.int32))
+
+    def are_of_one_group(self, pairs: np.ndarray) -> bool:
+        """Whether all of these pairs have the same text or the same image, as their labels tell."""
+        labels = self.labels[pairs]
+        return labels[0] >= 0 and bool((labels == labels[0]).all())
 
     def meetings(self, batch_of: np.ndarray, groups: np.ndarray) -> np.ndarray:
         """Positions in `members` of pairs of some groups that are in a batch with another one of their group.

@@ -161,9 +161,10 @@ def _stage_row(record: Record) -> tuple[str, str]:
     settings = [f"{name} {value}" for name, value in shown.items()]
     if record.duplicates and record.duplicates["shuffled"]:
         shuffled, left = record.duplicates["shuffled"], record.duplicates["left"]
-        handled = {"positive": "which count as right", "negative": "which count as wrong"}.get(stage.get("duplicates"))
-        handled = handled or "kept apart" + f" but for {left:.1%}, which count as right" * (left > 0)
-        settings.append(f"{shuffled:.1%} of the pairs of shuffled batches share a text or image, {handled}")
+        handled = {"positive": "positives of each other", "negative": "negatives of each other"}
+        apart = "kept apart" + f" but for {left:.1%}, positives of each other" * (left > 0)
+        handled = handled.get(stage.get("duplicates"), apart)
+        settings.append(f"in shuffled batches, {shuffled:.1%} of the pairs share a text or image: {handled}")
     return what, ", ".join(settings)
 
 

@@ -20,6 +20,19 @@ from training.estimates import Expected, bytes_in_memory, bytes_of_rows, size_of
 from training.settings import STRICT, Reads
 
 
+class Trained(typing.NamedTuple):
+    """The pairs that a stage trained on.
+
+    Args:
+        pairs: their number.
+        duplicates: the shares of them that had another pair with an equal text or image in their batch in the first
+            epoch: `left`, and `shuffled`, had it been shuffled.
+    """
+
+    pairs: int
+    duplicates: dict[str, float]
+
+
 @dataclass(config=STRICT, kw_only=True)
 class Stage:
     """One stage of a recipe: it reads folders and writes one folder of its own.
@@ -41,7 +54,7 @@ class Stage:
     # The kind of stage, or a class of your own as `package.module:Class`.
     stage: str
 
-    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> dict[str, Any] | None:
+    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> Trained | None:
         """Do it.
 
         Args:
@@ -52,8 +65,7 @@ class Stage:
                 attempt that was killed left there is still there.
 
         Returns:
-            For its record and a card: `pairs`, how many it trained on, and `duplicates`, the shares of them that met
-            another one with an equal text or image in a batch. None: it did not train, or they are not known.
+            What it trained on, for its record and a card. None: nothing, or it is not known.
         """
         raise NotImplementedError(f"{type(self).__name__} has no run")
 

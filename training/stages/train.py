@@ -66,9 +66,13 @@ from training.samplers import (
 )
 from training.scores import Evaluation, Scores
 from training.settings import STRICT, Reads
-from training.stages.base import Data, Model, NumberedData, Stage, inherited, named_errors
+from training.stages.base import Data, Model, NumberedData, Stage, Trained, inherited, named_errors
 from training.twins import Twins
 
+# What those that share a batch are to each other
+DUPLICATES = dict.fromkeys(["separate", "positive"], "positives of each other") | {
+    "negative": "negatives of each other"
+}
 # Pairs whose texts are all compared for --plan
 COUNTED = 100_000
 
@@ -249,10 +253,9 @@ class TrainStage(RouterSettings, StepsStage):
     # Random crops; None: images are resized and cropped in their center.
     augmentation: Augmentation | None = None
 
-    # What happens to duplicates, pairs that have an equal text or an equal image. "separate": no batch has two of them,
-    # where that can be, and where it cannot, the text of one is right for the image of the other. "positive": batches
-    # are shuffled, and it is right. "negative": batches are shuffled, and it is wrong, as in the papers' losses. Those
-    # of a stream cannot be kept apart.
+    # What happens to duplicates, pairs with the same text or image. "separate": no batch has two of them where that can
+    # be, and those that share one are positives of each other; a stream cannot separate them. "positive": batches are
+    # shuffled, and duplicates are positives of each other. "negative": they are negatives, as in the papers.
     duplicates: Literal["separate", "positive", "negative"] = "separate"
 
     # The contrastive loss: "softmax" is CLIP's, "sigmoid" SigLIP's (arXiv:2303.15343), which needs a model with a
@@ -376,17 +379,21 @@ class TrainStage(RouterSettings, StepsStage):
         return cost | {"memory": memory, "memory a pair": memory_a_pair, "disk at most": most}
 
     def notes(self, inputs: SimpleNamespace) -> Iterator[str]:
-        """How many duplicates texts make, of data that need no drawing and are quickly read."""
+        """How many pairs share a text in a batch, of all pairs in one sampler's, if they are quickly read. Raises
+        ValueError where they cannot be trained on."""
         data, readable = inputs.data, inputs.data.readable
         batch = self.global_batch_size // self.gradient_accumulation_steps
+        others = ("load_pairs", "choose_pairs", "batch_sampler")
+        is_plain = all(getattr(type(self), name) is getattr(TrainStage, name) for name in others)
         is_few = isinstance(data.pairs, int) and batch <= data.pairs <= COUNTED
-        if readable is not None and readable.source not in WORLDS and not readable.streaming and is_few:
-            try:
-                rows = load_pairs(readable, images=False).remove_columns("image")
-                shares = self._keep_apart(Twins.of(rows, None), GlobalBatchSampler(len(rows), batch))
-                yield self._tell_duplicates(shares)
-            except (OSError, ValueError) as error:
-                yield str(error).removeprefix(f"{self.name}.")
+        if not is_plain or not is_few or readable is None or readable.source in WORLDS or readable.streaming:
+            return
+        try:
+            rows = load_pairs(readable, images=False).remove_columns("image")
+        except (OSError, ValueError):  # a fault that is told elsewhere
+            return
+        shares = self._keep_apart(Twins.of(rows, None), GlobalBatchSampler(len(rows), batch))
+        yield self._tell_duplicates(shares, "text")
 
     def task(self, model: PreTrainedModel) -> ContrastiveTask:
         if self.expert_dropout is not None:
@@ -397,18 +404,20 @@ class TrainStage(RouterSettings, StepsStage):
                 tower.compile()  # in place, so that parameters keep their names
         return ContrastiveTask(model, self)
 
-    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> dict[str, Any] | None:
+    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> Trained | None:
         model, processor = load_clip(inputs.model, dtype=torch.float32), load_processor(inputs.model)
         self.set_trainable(model, context.seed)
         accelerator = context.new_accelerator()
         share = self._share(accelerator, context)
         rows = self.load_pairs(inputs, context)
-        twins = None if self.data.streaming else context.twins(rows, processor.tokenizer)
-        keys = np.empty(0, np.int64) if twins is None else twins.images
-        sampler, shares = self.batch_sampler(rows, share, inputs, context), None
-        if twins is not None:
+        twins, sampler, shares = None, self.batch_sampler(rows, share, inputs, context), None
+        is_negative = self.duplicates == "negative"
+        if not self.data.streaming:
+            # Images are read only where they matter
+            twins = context.twins(rows.remove_columns("image") if is_negative else rows, processor.tokenizer)
             sampler = sampler or GlobalBatchSampler(len(rows), *share)
             shares = self._keep_apart(twins, sampler)
+        keys = None if is_negative else np.empty(0, np.int64) if twins is None else twins.images
         loader = PairLoader(
             rows,
             processor,
@@ -418,43 +427,42 @@ class TrainStage(RouterSettings, StepsStage):
             self.caption_weights,
             self._hidden_states(model, rows, inputs, context),
             self.augmentation,
-            None if self.duplicates == "negative" else keys,
+            keys,
         )
         if accelerator.is_main_process:
             with reading(self.data):
                 loader.report_captions()
-            print(f"{self.name}: {self._tell_duplicates(shares)}")
+            print(f"{self.name}: {self._tell_duplicates(shares, 'text' if is_negative else 'text or image')}")
         self.train_model(model, processor, loader, accelerator, context, directory, self.evaluation)
-        return None if shares is None else {"pairs": len(rows), "duplicates": shares}
+        return None if shares is None else Trained(len(rows), shares)
 
-    def _keep_apart(self, twins: Twins, sampler: DistributedBatchSampler) -> dict[str, Any]:
+    def _keep_apart(self, twins: Twins, sampler: DistributedBatchSampler) -> dict[str, float]:
         """Let a sampler keep duplicates apart if this stage does, and count them in its first epoch: for the record."""
-        same = twins.same_for_all
-        if same:
-            raise ValueError(
-                f"{self.name}.data: all {twins.num_pairs} pairs of {self.data.source} have the same {same}: there is "
-                "nothing to tell apart"
-            )
-        shuffled = left = twins.share_in(sampler.all_batches())
+        batches = sampler.all_batches()
+        shuffled = left = twins.share_in(batches)
         if self.duplicates == "separate" and len(twins.members):
             sampler.twins = twins
-            left = twins.share_in(sampler.all_batches())
+            batches = sampler.all_batches()
+            left = twins.share_in(batches)
+        if self.duplicates != "negative" and all(twins.are_of_one_group(batch) for batch in batches):
+            raise ValueError(
+                f"{self.name}.data: in every batch, all pairs have the same text or image, so that none is told from "
+                "another. Take pairs with more captions, or larger clusters"
+            )
         return {"shuffled": round(float(shuffled), 4), "left": round(float(left), 4)}
 
-    def _tell_duplicates(self, shares: dict[str, float] | None) -> str:
-        """A line for the log."""
-        count = "wrong" if self.duplicates == "negative" else "right"
+    def _tell_duplicates(self, shares: dict[str, float] | None, what: str) -> str:
+        """A line for the log. `what` was compared: texts, or also images."""
         if shares is None:
-            return f"a stream: pairs with the same text or image may meet in a batch, and count as {count}"
+            return f"a stream: pairs with the same text or image may share a batch ({DUPLICATES[self.duplicates]})"
         if not any(shares.values()):
-            return "no two pairs of a batch have the same text or image"
-        share = f"{shares['shuffled']:.1%} of the pairs"
-        met = f"in a shuffled epoch, {share} have the same text or image as another one of their batch"
+            return f"no two pairs of a batch have the same {what}"
+        met = f"in shuffled batches, {shares['shuffled']:.1%} of the pairs have the same {what} as another one"
         if self.duplicates != "separate":
-            return f"{met}, and count as {count} (duplicates: {self.duplicates})"
+            return f"{met} ({DUPLICATES[self.duplicates]})"
         if not shares["left"]:
             return f"{met}: kept apart"
-        return f"{met}: kept apart, as far as there are batches; {shares['left']:.1%} still do, and count as right"
+        return f"{met}: kept apart where possible, {shares['left']:.1%} still do ({DUPLICATES['separate']})"
 
     def problems(self, inputs: SimpleNamespace) -> Iterator[tuple[str, str]]:
         yield from super().problems(inputs)
