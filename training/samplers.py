@@ -13,7 +13,7 @@ from torch.utils.data import Sampler
 from training.twins import Twins, ranges
 
 # Swaps that are tried in an epoch, for each sample that shares its batch with a twin
-TRIES = 8
+TRIES = 16
 # Numbers of any length in steps of this part of 1, modulo 1, lie evenly: the golden section
 GOLDEN = (math.sqrt(5) - 1) / 2
 
