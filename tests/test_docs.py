@@ -168,7 +168,7 @@ def without_difference(cell):
 
 
 CARDS_OF = {
-    "README.md": "clip_up_names_twins",
+    "README.md": "clip_up_names_long",
     "docs/results.md": "siglip_names clip_up_tables_names clip_up_icons "
     "clip_moe_symbols clip_fmoe_symbols mode_symbols mode_names",
 }
