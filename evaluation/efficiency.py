@@ -29,7 +29,7 @@ WEIGHT_FILES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHT
 VERDICTS = (
     (0.3, "it has room for them, and a sparse model has nothing to gain"),
     (1.5, "whether a sparse model gains cannot be told beforehand: train both, as docs/own_pictures.md does"),
-    (5.0, "a sparse model should pay, if training is long"),
+    (5.0, "a sparse model should beat a dense one of its width, if training is long"),
     (14.0, "not measured; less than this pays, and more is too much for both"),
     (math.inf, "this is too much for it, and for a sparse model"),
 )

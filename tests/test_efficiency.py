@@ -280,7 +280,7 @@ def test_what_there_is_to_remember(dense, configs, capsys):
     for verdict, *numbers in (
         ("has nothing to gain", 256),
         ("cannot be told", 1024),
-        ("should pay", 1500, 3500),
+        ("should beat", 1500, 3500),
         ("not measured", 4096, 9100),
         ("is too much for it", 10000),
     ):
