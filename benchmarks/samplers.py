@@ -19,22 +19,22 @@ from training.twins import Twins
 SHUFFLE = "a shuffle"
 
 
+# Name -> the share of the texts that are repeated, how often each of these is there, and the texts of an image
+DATA = {
+    "a quarter of the texts, each four times": (0.25, 4, 1),
+    "every text 16 times": (1.0, 16, 1),
+    "five texts an image, a quarter of them of several images": (0.25, 4, 5),
+}
+
+
 def keys(name: str, pairs: int) -> tuple[np.ndarray, np.ndarray]:
     """Keys of the images and of the texts of pairs."""
+    share, times, texts_an_image = DATA[name]
     rng, numbers = np.random.default_rng(0), np.arange(pairs)
-    common = np.where(rng.random(pairs) < 0.25, rng.integers(0, pairs // 16, pairs), numbers + pairs)
-    return {
-        "a quarter of the texts, each four times": lambda: (numbers, common),
-        "every text 16 times": lambda: (numbers, rng.permutation(numbers // 16)),
-        "five texts an image, a quarter of them of several images": lambda: (numbers // 5, common),
-    }[name]()
-
-
-DATA = [
-    "a quarter of the texts, each four times",
-    "every text 16 times",
-    "five texts an image, a quarter of them of several images",
-]
+    repeated = rng.permutation(pairs) < share * pairs
+    texts = numbers + pairs
+    texts[repeated] = rng.permutation(repeated.sum()) // times
+    return numbers // texts_an_image, texts
 
 
 def finding(name: str, pairs: int, size: int) -> Callable:
@@ -69,8 +69,8 @@ def compare_samplers(*, output: Output = None, pairs: int = 10_000_000, size: in
     """An epoch of batches without twins, beside a shuffle. In each round, every sampler has its turn.
 
     Args:
-        pairs: of the dataset
-        size: of a global batch
+        pairs: how many the dataset has
+        size: how many a global batch has
     """
     epochs = in_turn({name: partial(cost, epoch, name, pairs, size) for name in (SHUFFLE, *DATA)}, rounds)
     rows = []

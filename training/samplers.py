@@ -14,7 +14,7 @@ from training.twins import Twins, ranges
 
 # Swaps that are tried in an epoch, for each sample that shares its batch with a twin
 TRIES = 16
-# Numbers of any length in steps of this part of 1, modulo 1, lie evenly: the golden section
+# The golden section: its multiples, modulo 1, are spread evenly, however many there are
 GOLDEN = (math.sqrt(5) - 1) / 2
 
 
