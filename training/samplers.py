@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from torch.utils.data import Sampler
 
-from training.twins import Twins, ranges
+from training.twins import GROUPS, Twins, ranges
 
 # Swaps that are tried in an epoch, for each sample that shares its batch with a twin
 TRIES = 16
@@ -203,21 +203,31 @@ class Spread:
         together = np.flatnonzero(labels >= 0)
         order = together[np.argsort(labels[together], kind="stable")]
         self.together = samples[order]
-        self.sizes = np.diff(np.append(np.flatnonzero(np.diff(labels[order], prepend=-1)), len(order)))
+        firsts = np.flatnonzero(np.diff(labels[order], prepend=-1))
+        self.sizes = np.diff(firsts, append=len(order)).astype(np.int32)
         # Steps of a length that has no divisor in common with their number visit all before they come back
         steps = np.random.default_rng(seed).integers(1, len(samples) + 1, 1000).tolist()
         self.step = next((step for step in steps if math.gcd(step, len(samples)) == 1), 1)
 
     def batches(self, epoch: int, rng: np.random.Generator) -> np.ndarray:
         """The batches of an epoch, (batches, batch_size)."""
-        together, sizes, alone = self._used(epoch)
-        order = rng.permutation(len(sizes))
-        dealt = [together[ranges((np.cumsum(sizes) - sizes)[order], sizes[order])], rng.permutation(alone)]
-        rounds = np.concatenate(dealt).reshape(self.batch_size, self.num_batches)
-        self._deal(rounds, sizes[order], rng)
+        rounds = np.empty((self.batch_size, self.num_batches), np.int32)
+        self._deal(rounds, self._fill(rounds.ravel(), epoch, rng), rng)
         if self.twins.is_crossing.any():
             self._swap(rounds, rng)
         return rounds[rng.permutation(self.batch_size)].T
+
+    def _fill(self, places: np.ndarray, epoch: int, rng: np.random.Generator) -> np.ndarray:
+        """Put the samples of an epoch in places, groups of twins first, and return the sizes of the groups."""
+        together, sizes, alone = self._used(epoch)
+        order, starts, end = rng.permutation(len(sizes)).astype(np.int32), np.cumsum(sizes, dtype=np.int32) - sizes, 0
+        for first in range(0, len(order), GROUPS):  # all at once would take several times the memory of the samples
+            part = order[first : first + GROUPS]
+            begin, end = end, end + sizes[part].sum()
+            places[begin:end] = together[ranges(starts[part], sizes[part])]
+        places[end:] = alone
+        rng.shuffle(places[end:])
+        return sizes[order]
 
     def _used(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The samples of an epoch: group after group of twins, the sizes of the groups, and samples without a twin."""
@@ -229,13 +239,14 @@ class Spread:
         unused = np.array(turns)
         in_groups = unused[unused < num_together]
         group_of = np.searchsorted(np.cumsum(self.sizes), in_groups, side="right")
-        sizes = self.sizes - np.bincount(group_of, minlength=len(self.sizes))
+        sizes = self.sizes.copy()
+        np.subtract.at(sizes, group_of, 1)
         alone = np.delete(self.alone, unused[unused >= num_together] - num_together)
         return np.delete(self.together, in_groups), sizes, alone
 
     def _deal(self, rounds: np.ndarray, sizes: np.ndarray, rng: np.random.Generator) -> None:
         """Deal the rounds (rounds, batches), which are in the order of groups of these sizes, to the batches."""
-        ends, size = np.cumsum(sizes), self.num_batches
+        ends, size = np.cumsum(sizes, dtype=np.int32), self.num_batches
         firsts = np.arange(0, sizes.sum(), size)  # samples of the rounds that have groups
         group = np.searchsorted(ends, firsts, side="right")  # that each of them begins with
         goes_on = np.minimum(ends[group] - firsts, size) * (ends[group] - sizes[group] < firsts)
@@ -263,11 +274,13 @@ class Spread:
         """
         twins, size = self.twins, self.num_batches
         has_room = np.append(twins.sizes <= size, True)  # also for the label -1
-        large = np.where(has_room[twins.labels], -1, twins.labels)
         batch_of = np.full(twins.num_pairs, -1, np.int32)
-        places = np.full(twins.num_pairs, -1, np.int32)
-        places[rounds.ravel()] = np.arange(rounds.size, dtype=np.int32)
-        batch_of[rounds] = np.arange(size, dtype=np.int32)
+        for samples in rounds:
+            batch_of[samples] = np.arange(size, dtype=np.int32)
+
+        def large_group(sample: int) -> int:
+            label = twins.labels[sample]
+            return -1 if has_room[label] else label
 
         def meetings(sample: int) -> int:
             groups = twins.groups_of(sample)
@@ -279,8 +292,9 @@ class Spread:
             sample = waiting.popleft()
             while meetings(sample) and tries > 0:
                 tries -= 1
-                other = int(rounds.flat[rng.integers(rounds.size)])
-                if large[other] != large[sample] or batch_of[other] == batch_of[sample]:
+                place = rng.integers(rounds.size)
+                other = int(rounds.flat[place])
+                if large_group(other) != large_group(sample) or batch_of[other] == batch_of[sample]:
                     continue
                 pair = [sample, other]
                 before = meetings(sample) + meetings(other)
@@ -289,8 +303,8 @@ class Spread:
                 if after >= before:
                     batch_of[pair] = batch_of[pair[::-1]]
                     continue
-                places[pair] = places[pair[::-1]]
-                rounds.flat[places[pair]] = pair
+                rounds[rounds[:, batch_of[other]] == sample, batch_of[other]] = other
+                rounds.flat[place] = sample
                 if meetings(other):
                     waiting.append(other)
 

@@ -20,8 +20,8 @@ from data.tokenizer import read_texts
 
 # More texts are compared word by word in lower case: to tokenize them would take minutes
 TOKENIZED = 1_000_000
-# Pairs that are read together, and texts that are looked up together
-AT_ONCE, PART = 1000, 1_000_000
+# Pairs that are read together, groups and texts that are looked at together
+AT_ONCE, GROUPS, PART = 1000, 10_000, 1_000_000
 
 
 def text_keys(texts: list[str], tokenizer: PreTrainedTokenizerBase | None) -> np.ndarray:
@@ -145,12 +145,19 @@ class Twins:
             batch_of: (pairs,) the batch of each; -1: none.
             groups: (groups,) of bool, which ones count.
         """
-        positions = np.flatnonzero(np.repeat(groups, self.sizes) & (batch_of[self.members] >= 0))
-        group = np.repeat(np.arange(len(self.sizes)), self.sizes)[positions]
+        numbers = np.flatnonzero(groups)
+        return np.concatenate([
+            np.empty(0, np.int32),
+            *(self._meetings(batch_of, numbers[at : at + GROUPS]) for at in range(0, len(numbers), GROUPS)),
+        ])  # fmt: skip
+
+    def _meetings(self, batch_of: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+        positions = ranges(self._starts[numbers], self.sizes[numbers])
         batch = batch_of[self.members[positions]]
-        order = np.lexsort((batch, group))
-        group, batch = group[order], batch[order]
-        same = np.flatnonzero((group[1:] == group[:-1]) & (batch[1:] == batch[:-1]))
+        key = np.repeat(numbers, self.sizes[numbers]) * (batch.max(initial=0) + np.int64(1)) + batch
+        positions, key = positions[batch >= 0], key[batch >= 0]
+        order = np.argsort(key, kind="stable")
+        same = np.flatnonzero(np.diff(key[order]) == 0)
         return positions[order[np.union1d(same, same + 1)]]
 
 

@@ -70,8 +70,10 @@ from training.stages.base import Data, Model, NumberedData, Stage, Trained, inhe
 from training.twins import Twins
 
 # What those that share a batch are to each other
-DUPLICATES = dict.fromkeys(["separate", "positive"], "positives of each other") | {
-    "negative": "negatives of each other"
+DUPLICATES = {
+    "separate": "positives of each other",
+    "positive": "positives of each other",
+    "negative": "negatives of each other",
 }
 # Pairs whose texts are all compared for --plan
 COUNTED = 100_000
