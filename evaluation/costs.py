@@ -108,7 +108,8 @@ def count_parameters(model: PreTrainedModel) -> dict[str, int]:
     # Experts of a shared encoder are idle where the tokens of neither tower meet them
     counts["activated"] -= min(idle_of_tower.values()) if shared else sum(idle_of_tower.values())
     counts["routers"] = of(r"\.(router|fusion_gate)\.")
-    counts["layers"] = of(r"\.layers\.")
+    in_layers = {p for tower in (model.text_model, model.vision_model) for p in _layers(tower).parameters()}
+    counts["layers"] = sum(parameter.numel() for parameter in in_layers)
     return counts
 
 
@@ -132,8 +133,8 @@ def count_multiply_adds(model: nn.Module, patches: int | None = None) -> dict[st
         images = {"pixel_values": torch.zeros(shape, device="meta")}  # without padding, hence without a mask
         images["spatial_shapes"] = torch.tensor([[1, shape[1]]])  # not on the meta device: the model reads it
     tokens = torch.zeros(1, longest_text(text), dtype=torch.long, device="meta")
-    image, image_scores = _multiply_adds(lambda: model.get_image_features(**images))
-    caption, caption_scores = _multiply_adds(lambda: model.get_text_features(input_ids=tokens))
+    image, image_scores = _multiply_adds(model, lambda: model.get_image_features(**images))
+    caption, caption_scores = _multiply_adds(model, lambda: model.get_text_features(input_ids=tokens))
     return {"image": image, "text": caption, "attention_scores": image_scores + caption_scores}
 
 
@@ -169,15 +170,24 @@ def _activations_by_tower(
     """For each tower: the tokens of one image or its texts, the width, and what each layer keeps of a token."""
     patches = patches or model.vision_model.embeddings.position_embedding.num_embeddings
     for tower, length in ((model.text_model, text_tokens), (model.vision_model, patches)):
-        base = getattr(tower, "roberta", tower)  # AltCLIP's text tower
+        base = _base(tower)
         # Embeddings, and in the vision tower of a CLIP a norm
         below = itertools.takewhile(lambda module, encoder=base.encoder: module is not encoder, base.children())
         flows, activations = any(map(_trains, below)), []
-        (layers,) = base.encoder.children()
-        for layer in layers:
+        for layer in _layers(tower):
             activations.append(_activations_of_token(layer, tower.config, flows))
             flows = flows or _trains(layer)
         yield length, tower.config.hidden_size, activations
+
+
+def _base(tower: nn.Module) -> nn.Module:
+    return getattr(tower, "roberta", tower)  # AltCLIP's text tower
+
+
+def _layers(tower: nn.Module) -> nn.ModuleList:
+    """The layers of a tower, whatever its family calls them."""
+    (layers,) = _base(tower).encoder.children()
+    return layers
 
 
 def _trains(module: nn.Module) -> bool:
@@ -217,16 +227,23 @@ def _activations_of_token(layer: nn.Module, tower: Any, flows: bool) -> int:
     return activations + _trains(ffn) * width + tower.num_experts_per_tok * chosen + gate
 
 
-def _multiply_adds(forward: Callable[[], Any]) -> tuple[int, int]:
+def _multiply_adds(model: nn.Module, forward: Callable[[], Any]) -> tuple[int, int]:
     """All of them, and those of attention scores."""
     counter = FlopCounterMode(display=False)
     with counter, torch.no_grad():
         forward()
     counts = counter.get_flop_counts()
+    # Counts are by paths within a tower, and a module's have those of its parts: what pools by attention has some
+    heads = [
+        f".{name.partition('.')[2]}"
+        for name, module in model.named_modules()
+        if {"num_heads", "num_attention_heads"} & {*vars(module)}
+    ]
+    heads = [name for name in heads if not name.startswith(tuple(f"{other}." for other in heads))]
     scores = sum(
         flops
         for module, operations in counts.items()
-        if module.endswith((".self_attn", ".head"))  # SigLIP's pooling has a head
+        if module.endswith(tuple(heads))
         for operation, flops in operations.items()
         if operation == torch.ops.aten.bmm
     )

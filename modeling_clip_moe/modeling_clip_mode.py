@@ -180,6 +180,7 @@ class CLIPMoDEModel(PreTrainedModel):
     """
 
     config: CLIPMoDEConfig
+    accepts_loss_kwargs = False  # losses are means over the batch
     config_class = CLIPMoDEConfig
     base_model_prefix = "clip_mode"
     main_input_name = "pixel_values"

@@ -19,14 +19,19 @@ Papers:
     LIMoE      Mustafa et al., "Multimodal Contrastive Learning with LIMoE: the Language-Image Mixture of Experts"
 """
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
+from fractions import Fraction
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedConfig
 from transformers import __version__ as transformers_version
 from transformers import initialization as init
@@ -54,6 +59,11 @@ def _stack_layers(router_logits: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """Router logits of the L layers, each (B, S, E) or (T, E), as one float32 tensor (L, T, E)."""
     device = router_logits[0].device
     return torch.stack([logits.flatten(0, -2).to(device) for logits in router_logits]).float()
+
+
+def _one_hot(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """As torch's, but for its look at the values, which a recorded program cannot have."""
+    return (ids[..., None] == torch.arange(num_experts, device=ids.device)).long()
 
 
 def _mean_over_tokens(values: torch.Tensor, mask: torch.Tensor | None, reduce: Reduce | None) -> torch.Tensor:
@@ -93,7 +103,7 @@ def load_balancing_loss(
     """
     probabilities = _stack_layers(router_logits).softmax(dim=-1)  # (L, T, E)
     num_experts = probabilities.shape[-1]
-    choices = F.one_hot(probabilities.topk(top_k).indices, num_experts).sum(dim=-2)  # (L, T, E)
+    choices = _one_hot(probabilities.topk(top_k).indices, num_experts).sum(dim=-2)  # (L, T, E)
     means = _mean_over_tokens(torch.cat([choices, probabilities], dim=-1), mask, reduce)  # (L, 2 * E)
     chosen, probability = means.split(num_experts, dim=-1)
     return (num_experts / top_k * chosen * probability).sum(dim=-1).mean()
@@ -198,10 +208,11 @@ def expert_capacity_mask(
     num_groups = _count_groups(batch_size, group_size or batch_size)
     mask = torch.ones_like(top_k_index[..., 0]) if mask is None else mask.long()  # (B, S)
 
-    choices = F.one_hot(top_k_index, num_experts) * mask[..., None, None]  # (B, S, K, E)
+    choices = _one_hot(top_k_index, num_experts) * mask[..., None, None]  # (B, S, K, E)
     choices = choices.view(num_groups, -1, top_k, num_experts).transpose(1, 2)  # (groups, K, tokens, E)
     position = choices.flatten(1, 2).cumsum(dim=1).view_as(choices)  # in the queue of an expert, from 1
-    capacity = torch.ceil(mask.view(num_groups, -1).sum(dim=-1) * capacity_factor / num_experts)  # (groups,)
+    tokens, factor = mask.reshape(num_groups, -1).sum(dim=-1), Fraction(str(capacity_factor))
+    capacity = -(-tokens * factor.numerator // (factor.denominator * num_experts))  # (groups,), rounded up
     within_capacity = (choices * (position <= capacity[:, None, None, None])).sum(dim=-1)  # (groups, K, tokens)
     return within_capacity.transpose(1, 2).reshape(top_k_index.shape).bool()
 
@@ -381,13 +392,60 @@ def experts_forward_grouped(
     return outputs.sum(dim=1).to(hidden_states.dtype)
 
 
+def experts_forward_all(
+    experts: CLIPMoEExperts, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """
+    Every expert computes every token, E / K times the arithmetic of the others, and what a token did not choose counts
+    nothing. So no size depends on the data, and there are only operations that every tool knows.
+    """
+    weights = top_k_weights.new_zeros(top_k_index.shape[0], experts.num_experts + 1)  # the last is that of no expert
+    weights = weights.scatter_add(1, top_k_index, top_k_weights)[:, :-1].unsqueeze(-1)
+    combined = torch.zeros_like(hidden_states, dtype=weights.dtype)
+    for weight, up_proj, up_proj_bias, down_proj, down_proj_bias in zip(
+        weights.unbind(dim=1),
+        _each_expert(experts.up_proj),
+        _each_expert(experts.up_proj_bias),
+        _each_expert(experts.down_proj),
+        _each_expert(experts.down_proj_bias),
+        strict=True,
+    ):
+        intermediate = experts.act_fn(F.linear(hidden_states, up_proj, up_proj_bias))
+        outputs = F.linear(intermediate, down_proj, down_proj_bias) * weight
+        combined = combined + outputs.masked_fill(weight == 0, 0)  # also where an output is not finite
+    return combined.to(hidden_states.dtype)
+
+
+def _is_recorded(hidden_states: torch.Tensor) -> bool:
+    """
+    Whether a tool records, transforms or only shapes this run, to repeat it with other data: `torch.jit.trace`,
+    `make_fx`, `torch.onnx`, `torch.func.vmap`, tensors without data.
+    """
+    return (
+        torch.jit.is_tracing()
+        or torch.onnx.is_in_onnx_export()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or hidden_states.is_meta
+        or isinstance(hidden_states, FakeTensor)
+        or any(not _counts(mode) for mode in _get_current_dispatch_mode_stack())
+    )
+
+
+def _counts(mode: TorchDispatchMode) -> bool:
+    """Whether it is that of a `FlopCounterMode`, which has a class of its own."""
+    return type(mode).__module__ == FlopCounterMode.__module__
+
+
 def experts_forward_by_device(
     experts: CLIPMoEExperts, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """
     The default implementation: `grouped` on a GPU, unless rows are many, and where experts train with few rows on a
-    CPU; else the loop. It follows the input, so a model may move at any time. Compiled and exported programs always
-    have `grouped`: neither inductor nor ONNX takes the loop's data-dependent sizes.
+    CPU; else the loop. It follows the input, so a model may move at any time.
+
+    The loop's sizes are those of the data, which a recorded program would keep. Compiled programs, those of
+    `torch.export` and CUDA graphs have `grouped`, and whatever else is recorded has all experts. While a
+    `FlopCounterMode` counts, there is the loop, of which it knows every product.
 
     Time over K dense FFNs on the same tokens, float32 on one core, B/16 and L/14, top-2 of 4 and of 8, the loop and
     transformers' `grouped_mm` (benchmarks/results/experts_cpu.md): the forward of 8 images 0.94 to 1.07 and 1.17 to
@@ -395,11 +453,19 @@ def experts_forward_by_device(
     32 images the loop is at 0.85 to 1.03 (experts_32_images_cpu.md). In bfloat16 both are at 0.98 to 1.01, where it is
     slow (experts_bfloat16_cpu.md).
     """
-    few_on_gpu = hidden_states.is_cuda and top_k_index.numel() < MANY_ROWS * experts.num_experts
-    if torch.compiler.is_compiling() or few_on_gpu or _train_with_few_rows(experts, top_k_index):
-        return experts_forward_grouped(experts, hidden_states, top_k_index, top_k_weights)
+    arguments = experts, hidden_states, top_k_index, top_k_weights
     loop = CLIPMoEExperts.forward.__wrapped__  # what the decorator replaced
-    return loop(experts, hidden_states, top_k_index, top_k_weights)
+    if torch.compiler.is_compiling() and not torch.onnx.is_in_onnx_export():
+        return experts_forward_grouped(*arguments)
+    if _is_recorded(hidden_states):
+        return experts_forward_all(*arguments)
+    if _get_current_dispatch_mode_stack():
+        return loop(*arguments)
+    few_on_gpu = hidden_states.is_cuda and top_k_index.numel() < MANY_ROWS * experts.num_experts
+    is_captured = hidden_states.is_cuda and torch.cuda.is_current_stream_capturing()
+    if few_on_gpu or is_captured or _train_with_few_rows(experts, top_k_index):
+        return experts_forward_grouped(*arguments)
+    return loop(*arguments)
 
 
 def _train_with_few_rows(experts: CLIPMoEExperts, top_k_index: torch.Tensor) -> bool:
@@ -442,6 +508,7 @@ class CLIPMoESparseMoeBlock(nn.Module):
 
     def __init__(self, config: CLIPMoETowerConfig):
         super().__init__()
+        self.num_experts = config.num_experts
         self.router = CLIPMoERouter(config)
         self.experts = CLIPMoEExperts(config)
         # Lets transformers' implementations accept id E, which they know from expert parallelism
@@ -451,7 +518,7 @@ class CLIPMoESparseMoeBlock(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         _, weights, ids = self.router(hidden_states, mask)
-        num_experts = self.router.config.num_experts
+        num_experts = self.num_experts
         if self.experts.num_experts < num_experts:
             # Expert parallelism sends every choice to some process and knows no id E. What is dropped has weight 0, so
             # any expert will do: a different one for each
@@ -572,6 +639,8 @@ class SparseMoEMixin:
     _auto_class = "AutoModel"
     # Otherwise looked up in the class that is built first, and remembered for its subclasses
     _can_set_experts_implementation_cached_value = True
+    # Losses are means over the batch, whatever else a `Trainer` passes: it divides them by the accumulation steps
+    accepts_loss_kwargs = False
     # How this class's weights differ from those in a file
     _checkpoint_conversions = []
     # Weights that a checkpoint may lack
@@ -699,22 +768,27 @@ class SparseMoEMixin:
             scale: its weight: a number, or one for each sparse layer, those of the text tower first. None: for each
                 token the sum of the K weights that the router gives, which is 1 with `norm_topk_prob`.
         """
-        routers = [module for module in self.modules() if isinstance(module, CLIPMoERouter)]
-        num_experts = min((router.config.num_experts for router in routers), default=0)
+        blocks = [module for module in self.modules() if isinstance(module, CLIPMoESparseMoeBlock)]
+        # A router that trains beside an adapter of peft is there twice
+        routers = [[part for part in block.router.modules() if isinstance(part, CLIPMoERouter)] for block in blocks]
+        num_experts = min((of_layer[0].config.num_experts for of_layer in routers), default=0)
         if not 0 <= expert < num_experts:
             choices = f"experts 0 to {num_experts - 1}" if routers else "no sparse layer"
             raise ValueError(f"expert={expert}, but the model has {choices}.")
-        if scale is None:
-            scale = [1.0 if router.config.norm_topk_prob else None for router in routers]
-        elif not isinstance(scale, Sequence):
-            scale = [scale] * len(routers)
-        before = [(router.forced_expert, router.forced_scale) for router in routers]
+        if isinstance(scale, Sequence) and len(scale) != len(routers):
+            raise ValueError(f"scale has {len(scale)} numbers, but the model {len(routers)} sparse layers.")
+        before = [(router, router.forced_expert, router.forced_scale) for router in itertools.chain(*routers)]
         try:
-            for router, of_layer in zip(routers, scale, strict=True):
-                router.forced_expert, router.forced_scale = expert, of_layer
+            for number, of_layer in enumerate(routers):
+                for router in of_layer:
+                    own = 1.0 if router.config.norm_topk_prob else None
+                    router.forced_expert = expert
+                    router.forced_scale = (
+                        scale[number] if isinstance(scale, Sequence) else own if scale is None else scale
+                    )
             yield
         finally:
-            for router, state in zip(routers, before, strict=True):
+            for router, *state in before:
                 router.forced_expert, router.forced_scale = state
 
     @classmethod

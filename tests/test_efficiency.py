@@ -32,7 +32,7 @@ from evaluation.costs import (
     meta_model,
     paper_config,
 )
-from modeling_clip_moe.families import FAMILY_OF_TYPE
+from modeling_clip_moe.families import FAMILIES, FAMILY_OF_TYPE
 from training.optimizers import set_trainable
 
 dense, sparse = small_evaluation.dense, small_evaluation.sparse
@@ -117,6 +117,20 @@ def test_an_altclips_images_cost_as_a_clips_and_its_texts_as_a_roberta():
     layers, width, inner = text.num_hidden_layers, text.hidden_size, text.intermediate_size
     products = 8 * (layers * (4 * width**2 + 2 * width * inner + 2 * 8 * width) + width * text.project_dim)
     assert costs["text"] == products + text.project_dim * altclip.projection_dim
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_layers_and_attention_scores_are_counted_by_what_they_are(family):
+    """Families differ in the names of both. Layers are alike, so that twice as many have twice the parameters."""
+    model, larger = (meta_model(tiny_dense(family, layers=layers).config) for layers in (2, 4))
+    of_layers = count_parameters(model)["layers"]
+    assert 2 * of_layers == count_parameters(larger)["layers"]
+    assert of_layers == count_parameters(larger)["total"] - count_parameters(model)["total"]
+    text, vision = model.config.text_config, model.config.vision_config
+    patches = model.vision_model.embeddings.position_embedding.num_embeddings
+    scores = sum(2 * 2 * length**2 * of.hidden_size for of, length in ((text, 8), (vision, patches)))
+    pooling = 2 * patches * vision.hidden_size if family.sigmoid else 0  # by one query
+    assert count_multiply_adds(model)["attention_scores"] == scores + pooling
 
 
 def test_an_image_of_any_shape_costs_by_its_patches():

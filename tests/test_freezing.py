@@ -1,8 +1,17 @@
 """What trains and what decays."""
 
-import pytest
-from tiny_clip_moe import tiny_model
+import logging
+from types import SimpleNamespace
 
+import pytest
+import torch
+from accelerate import Accelerator
+from tiny_clip_moe import tiny_model
+from tiny_families import tiny_dense
+from torch import nn
+
+from modeling_clip_moe.families import FAMILIES, IMAGE_TOWERS
+from training.engine import _tell_without_gradient
 from training.optimizers import parameter_groups, set_trainable
 
 
@@ -42,3 +51,23 @@ def test_frozen_parameters_are_in_no_group(model):
     set_trainable(model, "experts|logit_scale")
     sizes = [[len(group["params"]) for group in parameter_groups(model, 0.1, decay_all)] for decay_all in (False, True)]
     assert sizes == [[4, 5], [9, 0]]  # two matrices and two biases, in both towers, and the scale
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *IMAGE_TOWERS], ids=lambda family: family.name)
+def test_no_familys_norms_decay(family):
+    """Whatever it calls them: `LayerNorm`, `pre_LN`, `layernorm_pre`."""
+    model = tiny_dense(family)
+    decaying = {id(parameter) for parameter in parameter_groups(model, 0.1)[0]["params"]}
+    norms = [module for module in model.modules() if isinstance(module, nn.LayerNorm)]
+    assert norms and not decaying & {id(parameter) for norm in norms for parameter in norm.parameters()}
+    matrices = [module for module in model.modules() if isinstance(module, nn.Linear | nn.Embedding | nn.Conv2d)]
+    assert {id(module.weight) for module in matrices} <= decaying
+
+
+def test_weights_that_nothing_asks_for_are_named(caplog):
+    task = nn.ModuleDict({"model": nn.ModuleDict({"used": nn.Linear(2, 2), "unused": nn.Linear(2, 2, bias=False)})})
+    task["model"]["used"](torch.ones(1, 2)).sum().backward()
+    with caplog.at_level(logging.WARNING):
+        _tell_without_gradient(Accelerator(cpu=True), task, SimpleNamespace(name="a_stage"))
+    (message,) = caplog.messages
+    assert message == "a_stage: 1 of 3 weights that train have no gradient and stay as they are: unused.weight"

@@ -5,7 +5,10 @@ import copy
 import pytest
 import torch
 import transformers.integrations.moe as transformers_moe
-from tiny_clip_moe import IMPLEMENTATIONS, assert_same_gradients, gradients, inputs, tiny_model
+from tiny_clip_moe import IMPLEMENTATIONS, assert_same_gradients, gradients, inputs, tiny_block, tiny_model
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
 
 # `gradient_checkpointing_enable` is the only name that transformers 5.17 knows
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
@@ -94,3 +97,85 @@ def test_compiles_without_graph_breaks(name):
         actual = torch.compile(model, fullgraph=True, backend="eager")(**batch)
     for key in ("loss", "logits_per_image", "text_embeds", "image_embeds", "aux_loss", "vision_router_logits"):
         torch.testing.assert_close(actual[key], expected[key])
+
+
+class _Embeds(torch.nn.Module):
+    """Both embeddings of a model. Of texts without a mask, whose values transformers would look at."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids, pixel_values):
+        return self.model.encode_text(input_ids), self.model.encode_image(pixel_values)
+
+
+def _examples(size=8):
+    batch = inputs(size)
+    return batch["input_ids"], batch["pixel_values"]
+
+
+def _one_by_one(module, *example):
+    return torch.func.vmap(lambda *each: tuple(part[0] for part in module(*(value[None] for value in each))))
+
+
+# What makes a program of a module and an example, by which another batch is computed
+RECORDERS = {
+    "jit.trace": lambda module, *example: torch.jit.trace(module, example, check_trace=False),
+    "make_fx": lambda module, *example: make_fx(module)(*example),
+    "make_fx, symbolic": lambda module, *example: make_fx(module, tracing_mode="symbolic", _allow_non_fake_inputs=True)(
+        *example
+    ),
+    "export": lambda module, *example: torch.export.export(module, example).module(),
+    "vmap": _one_by_one,
+}
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit.trace:DeprecationWarning")
+@pytest.mark.parametrize("name", RECORDERS)
+def test_a_recorded_program_follows_its_data(name):
+    """Its experts have other numbers of tokens than in the example, and drop others."""
+    torch.manual_seed(0)
+    # Each sample by itself would have capacities of its own
+    module = _Embeds(tiny_model(eval_capacity_factor=None if name == "vmap" else 1.5))
+    example, other = _examples(), _examples()
+    with torch.no_grad():
+        expected, of_example = module(*other), module(*example)
+        assert (expected[1] - of_example[1]).abs().max() > 0.1
+        torch.testing.assert_close(RECORDERS[name](module, *example)(*other), expected)
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_all_experts_have_the_loops_gradients(drops):
+    torch.manual_seed(0)
+    block = tiny_block(fusion_gate=True, capacity_factor=1.0 if drops else None).train()
+    recorded, hidden_states = copy.deepcopy(block), torch.randn(4, 5, 16)
+    recorded.experts.config._experts_implementation = "by_device"
+    expected = block(hidden_states)
+    actual = torch.func.functional_call(recorded, {}, (hidden_states,))
+    expected.square().sum().backward()
+
+    def loss(parameters):
+        return torch.func.functional_call(recorded, parameters, (hidden_states,)).square().sum()
+
+    found = torch.func.grad(loss)(dict(recorded.named_parameters()))  # a transform, for which all experts compute
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(found, gradients(block))
+
+
+def test_shapes_need_no_data():
+    module = _Embeds(tiny_model())
+    on_meta = copy.deepcopy(module).to("meta")(*(value.to("meta") for value in _examples(4)))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = module(*map(mode.from_tensor, _examples(4)))
+    assert [embeds.shape for embeds in (*on_meta, *fake)] == [(4, 8)] * 4
+
+
+def test_products_are_counted_alike_in_training():
+    """Of a sparse block, whose products are those of the tokens' K experts and of the router."""
+    block, hidden_states = tiny_block(), torch.randn(4, 5, 16)
+    block.experts.config._experts_implementation = "by_device"
+    for training in (False, True):
+        with FlopCounterMode(display=False) as counter:
+            block.train(training)(hidden_states)
+        assert counter.get_total_flops() == 2 * 20 * (2 * 2 * 16 * 24 + 4 * 16)

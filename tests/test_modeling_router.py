@@ -5,6 +5,8 @@ import torch
 import torch.nn.functional as F
 from tiny_clip_moe import plain_block, tiny_block
 
+from modeling_clip_moe import expert_capacity_mask
+
 
 def test_seeded_jitter_is_the_same_in_two_processes():
     """Two halves of a batch, the second with shorter padding, route as the whole does; each group has its own noise."""
@@ -54,6 +56,20 @@ def test_router_computes_in_float32(dtype):
         logits, weights, _ = block.router(hidden_states)
     assert logits.dtype == weights.dtype == torch.float32
     torch.testing.assert_close(logits, F.linear(hidden_states.float(), block.router.weight))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "factor", "num_experts", "capacity"), [(25, 1.2, 2, 15), (10, 1.1, 1, 10), (7, 1, 2, 4)]
+)
+def test_capacity_is_not_rounded_up_by_rounding(tokens, factor, num_experts, capacity):
+    """25 x 1.2 / 2 is 15, and a little more in float32; 10 x 1.1 a little more than 11 in float64."""
+    ids = torch.zeros(1, tokens, 1, dtype=torch.long)
+    assert expert_capacity_mask(ids, num_experts, factor).sum() == capacity
+
+
+def test_a_mask_may_be_a_slice():
+    mask = torch.ones(2, 4).long()[:, :3]
+    assert expert_capacity_mask(torch.zeros(2, 3, 1, dtype=torch.long), 2, 1.0, mask).sum() == 3
 
 
 @pytest.mark.parametrize("padded", [False, True])

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
 from evaluation.progress import Progress
 from modeling_clip_moe.sparse_moe import SparseMoEMixin
 from records.files import new_file
-from records.messages import one_line
+from records.messages import join_names, one_line
 from records.provenance import LOG, flatten
 from training.gradient_cache import cached_gradient
 from training.lora import merge_adapters
@@ -143,6 +143,8 @@ def train(
     progress = Progress(settings.name, total_steps, step, accelerator.is_main_process)
     while step < total_steps:
         metrics = _compute_gradient(accelerator, task, model, stream, settings, (seed, step), checkpoints)
+        if step == 0:
+            _tell_without_gradient(accelerator, task, settings)
         grad_norm = _clip_gradient(accelerator, task, settings, step, checkpoints)
         learning_rate = scheduler.get_last_lr()[0]
         _take_step(optimizer, scheduler, model, settings, average)
@@ -248,6 +250,20 @@ def _compute_gradient(
             accelerator.backward(loss / accumulation)
         logged.append(metrics)
     return {name: torch.stack([of_batch[name].float() for of_batch in logged]).mean(dim=0) for name in metrics}
+
+
+def _tell_without_gradient(accelerator: Accelerator, task: nn.Module, settings: LoopSettings) -> None:
+    """Warn of weights that train by their names, but that nothing asks for: they stay as they are."""
+    if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP):
+        return  # which keep gradients elsewhere
+    named = accelerator.unwrap_model(task).named_parameters()
+    training = {plain_name(name).removeprefix("model."): p.grad for name, p in named if p.requires_grad}
+    without = [name for name, gradient in training.items() if gradient is None]
+    if without and accelerator.is_main_process:
+        logger.warning(
+            "%s: %d of %d weights that train have no gradient and stay as they are: %s",
+            settings.name, len(without), len(training), join_names(without),
+        )  # fmt: skip
 
 
 def _clip_gradient(

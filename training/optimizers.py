@@ -14,8 +14,8 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from training.settings import STRICT
 
-# Biases, norms, the class embedding and the temperature: as CLIP (section 2.5) and everybody after it.
-NO_DECAY = re.compile(r"(bias|norm\d?\.weight|class_embedding|logit_scale)$")
+# Besides norms, which families call as they like: as CLIP (section 2.5) and everybody after it.
+NO_DECAY = re.compile(r"(bias|class_embedding|logit_scale)$")
 
 
 def set_trainable(model: nn.Module, pattern: str) -> tuple[list[str], list[str]]:
@@ -46,12 +46,16 @@ def set_trainable(model: nn.Module, pattern: str) -> tuple[list[str], list[str]]
 def parameter_groups(model: nn.Module, weight_decay: float, decay_all: bool = False) -> list[dict]:
     """AdamW's groups of the trainable parameters: those that decay, with `decay_all` all, and those that do not.
 
-    A parameter is left alone for its name, not for its rank: the stacked biases of experts have two axes.
+    Biases are told by their names, not by their rank: the stacked ones of experts have two axes.
     """
     groups = {True: [], False: []}
+    of_norms = {
+        p for module in model.modules() if "norm" in type(module).__name__.lower() for p in module.parameters(False)
+    }
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            groups[decay_all or NO_DECAY.search(name) is None].append(parameter)
+            decays = NO_DECAY.search(name) is None and parameter not in of_norms
+            groups[decay_all or decays].append(parameter)
     return [{"params": groups[True], "weight_decay": weight_decay}, {"params": groups[False], "weight_decay": 0.0}]
 
 

@@ -234,6 +234,23 @@ def test_lora_adapts_experts_and_routers_alone_and_merges(published, model, inpu
         torch.testing.assert_close(merged(**batch).logits_per_image, expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("options", [{"target_parameters": ["router.weight"]}, {"modules_to_save": ["router"]}])
+def test_routers_of_an_adapter_learn_and_can_be_forced(model, inputs, options):
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], **options))
+    images = {name: torch.cat([value, value]) for name, value in inputs.items() if len(value) == 1}
+    batch = {**inputs, **images, "pixel_values": torch.randn_like(images["pixel_values"])}
+    adapted(**batch, return_loss=True).loss.backward()
+    moved = [name for name, p in adapted.named_parameters() if p.grad is not None and p.grad.abs().max() > 0]
+    assert any("router" in name for name in moved)
+    layers = len(model.config.vision_config.moe_layers) + len(model.config.text_config.moe_layers)
+    forced = []
+    with torch.no_grad():
+        for expert in (0, 1):
+            with adapted.get_base_model().force_expert(expert, [0.5] * layers):
+                forced.append(adapted(**batch).image_embeds)
+    assert not torch.allclose(*forced)
+
+
 def test_lora_of_all_linear_leaves_the_experts_out(model):
     """Their weights are parameters of their own, not `nn.Linear`: they have to be named in `target_parameters`."""
     adapted = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))

@@ -481,6 +481,14 @@ class TrainStage(RouterSettings, StepsStage):
         sparse = is_sparse(config)
         towers = [config.text_config, config.vision_config] if sparse else []
         yield from self.router_problems(config)
+        if any(t.moe_layers and t.num_experts > t.num_experts_per_tok == 1 and t.norm_topk_prob for t in towers):
+            routers = [name for name in self.trained_names(inputs) if ".router." in name]
+            yield (
+                "trainable",
+                routers
+                and "routers would follow their balance loss alone: the weight of one expert a token is always 1 with "
+                "norm_topk_prob. Upcycle with norm_topk_prob false or more num_experts_per_tok, or leave routers out",
+            )
         sigmoid = family_of(config).sigmoid and self.loss != "softmax"
         if self.loss == "sigmoid" and not sigmoid:
             yield "loss", f"sigmoid needs a model with a logit_bias, as SigLIP; {config.model_type!r} has none"
