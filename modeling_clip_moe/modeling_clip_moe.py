@@ -4,6 +4,7 @@ CLIP with sparse Mixture-of-Experts layers, where the block of `sparse_moe` stan
 `CLIPMoEModel` is CLIP-UP, CLIP-MoE and CLIP-FMoE. The axes of tensors are named there.
 """
 
+import re
 from dataclasses import dataclass
 
 import torch
@@ -358,17 +359,20 @@ class CLIPMoEModel(CLIPMoEPreTrainedModel):
         self.logit_scale = nn.Parameter(torch.tensor([config.logit_scale_init_value]))
         if config.shared_encoder:
             self._tied_weights_keys = {r"vision_model\.encoder\.": r"text_model\.encoder\."}
+            self._encoder_names = frozenset(name for name, _ in self.text_model.encoder.named_parameters())
         self.post_init()
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
         """
         Part of `tie_weights`: of a shared encoder, the vision tower's parameters -> the text tower's.
 
-        transformers' own asks for `tie_word_embeddings`. It reads `_tied_weights_keys` elsewhere, in saving.
+        transformers' own asks for `tie_word_embeddings`. It reads `_tied_weights_keys` elsewhere, in saving. Peft's
+        adapters, which wrap modules, are each tower's own.
         """
         if not self.config.shared_encoder:
             return {}
         names = [name for name, _ in self.text_model.encoder.named_parameters()]
+        names = [name for name in names if re.sub(r"\.(base_layer|original_module)\b", "", name) in self._encoder_names]
         return {f"vision_model.encoder.{name}": f"text_model.encoder.{name}" for name in names}
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):

@@ -41,11 +41,13 @@ from transformers.core_model_loading import ConversionOps, PrefixChange
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear, use_experts_implementation
 from transformers.models.clip.modeling_clip import CLIPMLP
 from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs
+from transformers.utils import TransformersKwargs, logging
 from transformers.utils.generic import maybe_autocast
 from transformers.utils.output_capturing import OutputRecorder
 
 from .configuration_clip_moe import CLIPMoETowerConfig
+
+logger = logging.get_logger(__name__)
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 
@@ -623,6 +625,19 @@ def router_losses(
     return config.router_aux_loss_coef * balance + config.router_z_loss_coef * z
 
 
+def _tell_unquantized(model: nn.Module, name: str) -> None:
+    """Warn of experts that a quantization left as they are, as those that only look for `nn.Linear` do."""
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    experts = [module for module in model.modules() if isinstance(module, CLIPMoEExperts)]
+    weights = [weight for module in experts for weight in (module.up_proj, module.down_proj)]
+    left = [weight for weight in weights if type(weight) is nn.Parameter and weight.is_floating_point()]
+    if left:
+        logger.warning(
+            f"{name}: the quantization left the experts as they are, {sum(p.numel() for p in left) / whole:.0%} of all "
+            "parameters. Name their weights, experts.up_proj and experts.down_proj, to quantize them, too."
+        )
+
+
 # What else a model with routers can output
 ROUTER_OUTPUTS = {
     "router_logits": OutputRecorder(CLIPMoERouter, index=0),
@@ -685,9 +700,17 @@ class SparseMoEMixin:
                 f"transformers {transformers_version} computes wrong gradients of experts where fsdp_size="
                 f"{split.fsdp_size} meets ep_size={split.ep_size}. Use one of them, or transformers 5.23 or newer."
             )
-        model, info = super().from_pretrained(
-            pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
-        )
+        try:
+            model, info = super().from_pretrained(
+                pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
+            )
+        except IndexError as error:
+            if kwargs.get("device_map") is None:
+                raise
+            raise ValueError(
+                f"{pretrained_model_name_or_path} cannot be placed by device_map={kwargs['device_map']!r}: one with "
+                "shared_encoder=True has to fit into one device. Raise max_memory, or name the device."
+            ) from error
         if split is not None and getattr(model.config, "shared_encoder", False):
             raise ValueError(
                 f"{pretrained_model_name_or_path} has shared_encoder=True: such a model cannot be split over "
@@ -705,6 +728,8 @@ class SparseMoEMixin:
                 f"{pretrained_model_name_or_path} does not hold the weights of this {cls.__name__}. "
                 f"Missing: {_abbreviate(missing) or 'none'}. Left over: {_abbreviate(left_over) or 'none'}."
             )
+        if getattr(model, "hf_quantizer", None) is not None:
+            _tell_unquantized(model, pretrained_model_name_or_path)
         return (model, info) if output_loading_info else model
 
     def gather_sharded_state_dict_for_save(self, model_to_save, state_dict, *args, **kwargs):

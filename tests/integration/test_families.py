@@ -5,11 +5,13 @@ import re
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoHaConfig, LoraConfig, PeftModel, get_peft_model
 from PIL import Image
 from programs import run_program
 from safetensors.torch import load_file
 from tiny_clip import moved
+from tiny_clip_moe import inputs as tiny_inputs
+from tiny_clip_moe import tiny_config
 from tiny_families import saved, tiny_dense
 from transformers import (
     AutoModel,
@@ -23,7 +25,8 @@ from transformers import (
 
 from conversion.commands import llava, publish
 from conversion.presets import PRESETS
-from conversion.upcycle import upcycle
+from conversion.upcycle import shared_config, upcycle
+from modeling_clip_moe import CLIPMoEModel
 from modeling_clip_moe.families import FAMILIES
 from modeling_clip_moe.open_clip_adapter import load_clip
 
@@ -249,6 +252,21 @@ def test_routers_of_an_adapter_learn_and_can_be_forced(model, inputs, options):
             with adapted.get_base_model().force_expert(expert, [0.5] * layers):
                 forced.append(adapted(**batch).image_embeds)
     assert not torch.allclose(*forced)
+
+
+@pytest.mark.parametrize("adapter", [LoraConfig, LoHaConfig])
+def test_an_adapter_of_a_shared_encoder_is_saved_and_loaded(adapter, tmp_path):
+    """Each tower has its own, on weights that are one."""
+    shared = CLIPMoEModel(shared_config(tiny_config())).eval()
+    shared.save_pretrained(tmp_path / "base")
+    adapted, batch = get_peft_model(shared, adapter(r=2, target_modules=["q_proj"])), tiny_inputs()
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.3)
+    adapted.save_pretrained(tmp_path / "adapter")
+    loaded = PeftModel.from_pretrained(CLIPMoEModel.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(**batch).logits_per_image, adapted(**batch).logits_per_image)
 
 
 def test_lora_of_all_linear_leaves_the_experts_out(model):

@@ -6,7 +6,7 @@ from tiny_models import symbol_inputs
 from torchao.quantization import FqnToConfig, Int8Tensor, Int8WeightOnlyConfig
 from transformers import TorchAoConfig
 
-from modeling_clip_moe import CLIPMoEModel, CLIPMoEVisionModelWithProjection
+from modeling_clip_moe import CLIPMoEModel, CLIPMoEVisionModelWithProjection, sparse_moe
 
 # torchao's own way leaves the experts out, which are no `nn.Linear`. With "_default" instead of the second pattern,
 # transformers would quantize the biases, too
@@ -56,6 +56,17 @@ def test_int8_experts(repository, batch):
             if isinstance(weights[name], Int8Tensor):
                 parameter.copy_(weights[name].dequantize())
     torch.testing.assert_close(embeds(small, batch), embeds(exact, batch), rtol=1e-3, atol=1e-3)
+
+
+def test_experts_that_stay_as_they_are_are_told(repository, monkeypatch):
+    told = []
+    monkeypatch.setattr(sparse_moe.logger, "warning", told.append)
+    quantize(CLIPMoEVisionModelWithProjection, repository, FqnToConfig(EXPERTS_TOO))
+    assert not told
+    tower = quantize(CLIPMoEVisionModelWithProjection, repository)
+    experts = sum(p.numel() for name, p in tower.named_parameters() if name.endswith(("up_proj", "down_proj")))
+    share = f"{experts / sum(p.numel() for p in tower.parameters()):.0%}"
+    assert f"the quantization left the experts as they are, {share} of all parameters" in told[0]
 
 
 @pytest.mark.parametrize("config", [Int8WeightOnlyConfig(), FqnToConfig(EXPERTS_TOO)], ids=["attention", "experts"])
