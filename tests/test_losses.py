@@ -248,8 +248,14 @@ def test_sigmoid_loss_is_the_plain_one(chunk_size):
         weights, mask = torch.tensor([1.0, 0.0, 0.0]), torch.ones_like(CAPTION_MASK)
         return multi_positive(model, slice(None), chunk_size, weights, mask, model.logit_bias)
 
+    def alone(model):
+        """The others are in no image of the batch."""
+        mask = torch.ones_like(CAPTION_MASK) & torch.tensor([True, False, False])
+        return multi_positive(model, slice(None), chunk_size, torch.ones(3), mask, model.logit_bias)
+
     assert_same(lambda model: sigmoid(model, slice(None), chunk_size), plain)
     assert_same(one_of_several, plain)
+    assert_same(alone, plain)
 
 
 @pytest.mark.parametrize("chunk_size", [None, 1, 4, 100])

@@ -195,11 +195,10 @@ def multi_positive_loss(
             there = all_masks[:, caption]
             targets = gathered_rows(images)[rows]
             among_texts = there.cumsum(0)[targets] - 1  # where the targets are among the captions that are there
-            settings, of_images, of_texts = (
-                (chunk_size, label_smoothing, logit_bias, weights[rows, caption]),
-                None,
-                None,
-            )
+            if not there.any():  # in no process
+                continue
+            settings = chunk_size, label_smoothing, logit_bias, weights[rows, caption]
+            of_images = of_texts = None
             if pairs:
                 of_images, of_texts = pairs.right_columns(targets, there.nonzero().squeeze(1), caption)
             total += _sum_of_rows(images[rows], all_texts[there, caption], scale, among_texts, *settings, of_images)
