@@ -4,7 +4,9 @@ Images are paths, and the captions of one are a text or several. Bad content is 
 place.
 """
 
+import ast
 import csv
+import json
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,10 +21,12 @@ from records.messages import shortened
 
 logger = logging.getLogger(__name__)
 
-# Suffixes of tables, and what stands between their cells
-TABLES = {".csv": ",", ".tsv": "\t"}
+# Suffixes of tables, and what stands between their cells; None: each line is a JSON object
+TABLES = {".csv": ",", ".tsv": "\t", ".jsonl": None}
+# What stands for a missing cell of a csv, as pandas reads it
+MISSING = {"", "NA", "N/A", "n/a", "NULL", "null", "None", "NaN", "nan", "-nan", "-NaN", "<NA>", "#N/A", "#NA"}
 
-Columns = dict[str, list[str] | list[list[str]]]
+Columns = dict[str, list[Any]]
 
 
 def holds_list(path: str | Path) -> bool:
@@ -39,7 +43,7 @@ def open_json(path: Path, split: str, image_column: str, caption_column: str) ->
     images, captions = read_annotations(path, split)
     text = datasets.Value("string")
     if len({*map(type, captions)}) > 1:
-        raise ValueError(f"{path} mixes layouts, conversations (ShareGPT4V) and lists of captions: split it in two")
+        raise ValueError(f"{path} mixes layouts, a text an image and lists of captions: split it in two")
     of_texts = any(isinstance(caption, str) for caption in captions)
     features = {image_column: text, caption_column: text if of_texts else datasets.List(text)}
     return datasets.Dataset.from_dict({image_column: images, caption_column: captions}, datasets.Features(features))
@@ -58,9 +62,13 @@ def open_tables(paths: Sequence[str], split: str) -> datasets.Dataset:
 
 
 def read_tables(paths: Sequence[str]) -> Columns:
-    """The columns of tables with the same header. Cells are texts, as they stand there."""
+    """The columns of tables with the same header. Cells are texts, as they stand there, None where they are missing;
+    a cell that is a list of texts, as JSON or Python write it, makes its column one of lists."""
     columns: Columns = {}
     for path in paths:
+        if Path(path).suffix == ".jsonl":
+            _add_objects(columns, path)
+            continue
         lines = _lines(path)
         _, header = next(lines, (1, []))
         twice = next((name for name in header if header.count(name) > 1), None)
@@ -74,8 +82,60 @@ def read_tables(paths: Sequence[str]) -> Columns:
                 counts = f"{len(cells)} cells for {len(header)} columns"
                 raise ValueError(f"{path}: line {number} has {counts}: {shortened(cells)}")
             for name, cell in zip(header, cells, strict=True):
-                columns[name].append(cell)
-    return columns
+                columns[name].append(None if cell.strip() in MISSING else cell)
+    return {name: _with_lists(cells) for name, cells in columns.items()}
+
+
+def _with_lists(cells: list[Any]) -> list[Any]:
+    """Cells as lists, if one of them is a list of texts."""
+    lists = {cell: _list_of(cell) for cell in set(filter(_may_be_list, cells))}
+    if not any(lists.values()):
+        return cells
+    return [lists.get(cell) or [cell] if isinstance(cell, str) else cell for cell in cells]
+
+
+def _may_be_list(cell: Any) -> bool:
+    return isinstance(cell, str) and cell.strip().startswith("[") and cell.strip().endswith("]")
+
+
+def _list_of(cell: str) -> list[str] | None:
+    for read in (json.loads, ast.literal_eval):
+        try:
+            texts = read(cell.strip())
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            continue
+        if texts and isinstance(texts, list) and all(isinstance(text, str) for text in texts):
+            return texts
+    return None
+
+
+def _add_objects(columns: Columns, path: str) -> None:
+    """Add the lines of a table of JSON objects. What one lacks is None."""
+    length = len(next(iter(columns.values()), []))
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                entry = json.loads(line.decode("utf-8-sig"))
+            except ValueError as error:  # also of letters
+                raise ValueError(f"{path}: line {number} cannot be read: {error}") from error
+            if not isinstance(entry, dict):
+                raise ValueError(f"{path}: line {number} is no object with names: {shortened(entry)}")
+            for name in entry.keys() - columns.keys():
+                columns[name] = [None] * length
+            for name, values in columns.items():
+                values.append(entry.get(name))
+            length += 1
+
+
+def text_of(content: bytes, where: str) -> str | None:
+    """The text of a file, or None where it is not UTF-8, which is told."""
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        logger.warning("the text of %s is missing: %s", where, error)
+        return None
 
 
 def _lines(path: str) -> Iterator[tuple[int, list[str]]]:
@@ -101,7 +161,8 @@ def _lines(path: str) -> Iterator[tuple[int, list[str]]]:
 def read_annotations(path: Path, split: str | None) -> tuple[list[str], list[str] | list[list[str]]]:
     """The images of a JSON and their captions, a text each in ShareGPT4V's layout, else all of an image.
 
-    ShareGPT4V: [{"image", "conversations": [{"from": "gpt", "value": caption}]}].
+    ShareGPT4V: [{"image", "conversations": [{"from": "gpt", "value": caption}]}]. BLIP: [{"image", "caption"}], with a
+    text or several.
     COCO: {"images": [{"id", "file_name"}], "annotations": [{"image_id", "caption"}]}; images without a caption are left
     out. Karpathy: {"images": [{"filename", "filepath" (perhaps), "split", "sentences": [{"raw"}]}]}.
 
@@ -143,6 +204,9 @@ def _of_image(image: dict[str, Any], captions: Mapping[Any, list[str]]) -> tuple
     if "conversations" in image:
         answer = next((turn["value"] for turn in image["conversations"] if turn["from"] == "gpt"), None)
         return _text(image["image"]), "train", _text(answer)
+    if "image" in image and "caption" in image:
+        texts = image["caption"]
+        return _text(image["image"]), "train", [*map(_text, texts)] if isinstance(texts, list) else _text(texts)
     if _is_coco(image):
         return _text(image["file_name"]), "train", captions.get(image["id"], [])
     name = "/".join(filter(None, [image.get("filepath"), _text(image["filename"])]))

@@ -75,9 +75,15 @@ def _drawn(source: str, split: str, captions: str, num_samples: int, kinds: str,
 
 
 def present_captions(captions: Any) -> list[str]:
-    """The caption or captions of an image without those that are missing: blank or no text."""
+    """The caption or captions of an image without what surrounds them, and without those that are missing: blank or no
+    text."""
     captions = captions if isinstance(captions, list) else [captions]
-    return [caption for caption in captions if isinstance(caption, str) and caption.strip()]
+    return [text for caption in captions if isinstance(caption, str) and (text := trimmed(caption))]
+
+
+def trimmed(text: str) -> str:
+    """A text without white space and marks of byte order at its ends."""
+    return text.strip().strip("\ufeff").strip()
 
 
 def present_texts(captions: Any) -> list[str]:

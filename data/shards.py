@@ -1,53 +1,74 @@
-"""WebDataset shards read at random: an index tells where in its shard each file lies.
+"""WebDataset shards: tar files with the files of one sample after another.
 
-A tar holds its files one after the other, as they are. So a sample of a shard is as near as one in a folder, and what
-goes by numbers (labels of clusters, hidden states, a run that goes on) goes with shards as they are.
+A tar holds its files as they are. So an index of headers makes a sample of a shard as near as one in a folder: what
+goes by numbers (labels of clusters, hidden states, a run that goes on) goes with shards as they are. A stream reads
+them from start to end.
 """
 
+import io
 import os
 import re
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 import datasets
+import numpy as np
 
-# An image in a shard: its first byte and its length
-MEMBER = re.compile(r"(.+\.tar)#(\d+)\+(\d+)", re.DOTALL)
+from data.annotations import text_of
+
+# A file in a shard: its first byte, its length and its name
+MEMBER = re.compile(r"(.+\.tar)#(\d+)\+(\d+)/(.+)", re.DOTALL)
+SUFFIXES = (".tar", ".tar.gz", ".tgz")
+# Endings whose files hold a number or several, and endings of texts; all others are kept as they are, as images
+NUMBERS, ARRAYS = {"cls", "cls2", "id", "idx", "index", "inx"}, {"npy"}
+TEXTS = {"caption", "csv", "json", "jsonl", "text", "transcript", "tsv", "txt"}
+IMAGE = datasets.Image(decode=False)
 
 
-def open_shards(files: Sequence[str], image_column: str, text_column: str, stamps: Sequence[str]) -> datasets.Dataset:
-    """The samples of shards in their order. Headers and texts are read once; the result is cached by `datasets`.
+def open_shards(files: Sequence[str], columns: Sequence[str], stamps: Sequence[str], streaming: bool) -> Any:
+    """The samples of shards in their order, loaded or as a stream. To load them, headers and texts are read once, which
+    `datasets` caches, and images stay where they are, but for those of compressed shards.
 
     Files whose names agree up to the first dot, one after the other, are a sample, and the rest of the name is the
-    column. What a sample lacks is None.
+    column. A column `jpg;png` is the one or the other. What a sample lacks is None, and so is a text that is not UTF-8.
 
     Args:
+        columns: to be read besides those of the first shard.
         stamps: of the files: with others, the index is made anew.
-
-    Returns:
-        Columns `__key__`, the image column, of references that `read_member` reads, and the text column.
     """
-    features = {"__key__": datasets.Value("string")}
-    features |= {column: datasets.Value("string") for column in (image_column, text_column)}
-    arguments = {"files": list(files), "image_column": image_column, "text_column": text_column, "stamps": list(stamps)}
-    rows = datasets.Dataset.from_generator(_samples, features=datasets.Features(features), gen_kwargs=arguments)
-    for column in (image_column, text_column):
-        if rows.data.column(column).null_count == len(rows):
-            there = sorted({name for _, name, _, _ in _members(files[0])})
-            raise ValueError(f"the shards have no column {column}; in {files[0]} are {', '.join(there) or 'no files'}")
-    return rows
+    for file in files:
+        require_whole(file, streaming)
+    there = _endings(files[0])
+    missing = [column for column in columns if there.isdisjoint(column.split(";"))]
+    for file in files[1:] if missing else ():
+        missing = [column for column in missing if _endings(file).isdisjoint(column.split(";"))]
+        if not missing:
+            break
+    names = [*sorted(there), *(column for column in columns if column not in {*missing, *there})]
+    features = datasets.Features({"__key__": datasets.Value("string")} | {name: _feature(name) for name in names})
+    # A list would be shared by the readers of a stream, as that of the files is
+    arguments = {"files": list(files), "columns": tuple(names), "stamps": tuple(stamps), "keeps_place": not streaming}
+    kind = datasets.IterableDataset if streaming else datasets.Dataset
+    return kind.from_generator(_samples, features=features, gen_kwargs=arguments)
 
 
 def read_member(reference: str) -> bytes:
     """The bytes that a reference names."""
-    shard, start, length = MEMBER.fullmatch(reference).groups()
+    shard, start, length, _ = MEMBER.fullmatch(reference).groups()
     with open(shard, "rb") as file:
         file.seek(int(start))
         content = file.read(int(length))
     if len(content) != int(length):
         raise OSError(f"{shard} ends before byte {int(start) + int(length)}: was it changed since it was indexed?")
     return content
+
+
+def size_of(path: str) -> int:
+    """Bytes of a file, which may be one in a shard."""
+    member = MEMBER.fullmatch(path)
+    return int(member[3]) if member else os.path.getsize(path)
 
 
 def require_whole(file: str, streaming: bool) -> None:
@@ -68,26 +89,60 @@ def require_whole(file: str, streaming: bool) -> None:
         raise ValueError(f"{file} is no tar, or is cut or damaged: copy or download it again")
 
 
-def _samples(files: list[str], image_column: str, text_column: str, stamps: list[str]) -> Iterator[dict]:
+def _feature(column: str) -> Any:
+    endings = set(column.split(";"))
+    if endings <= TEXTS:
+        return datasets.Value("string")
+    if endings <= ARRAYS:
+        return datasets.List(datasets.Value("float64"))
+    return datasets.Value("int64") if endings <= NUMBERS else IMAGE
+
+
+def _endings(file: str) -> set[str]:
+    return {column for _, column, _, _ in _members(file)}
+
+
+def _samples(
+    files: list[str], columns: tuple[str, ...], keeps_place: bool, stamps: tuple[str, ...]
+) -> Iterator[dict[str, Any]]:
+    columns_of: dict[str, list[str]] = {}
+    for column in columns:
+        for ending in column.split(";"):
+            columns_of.setdefault(ending, []).append(column)
     for file in files:
-        require_whole(file, streaming=False)
-        sample = {}
-        for key, column, tar, member in _members(file):
+        sample: dict[str, Any] = {}
+        for key, ending, tar, member in _members(file):
             if sample and sample["__key__"] != key:
                 yield sample
                 sample = {}
-            sample = sample or {"__key__": key, image_column: None, text_column: None}
-            if column == image_column:
-                sample[column] = f"{os.path.abspath(file)}#{member.offset_data}+{member.size}"
-            elif column == text_column:
-                sample[column] = tar.extractfile(member).read().decode()
+            sample = sample or {"__key__": key} | dict.fromkeys(columns)
+            for column in columns_of.get(ending, ()):
+                if sample[column] is None:
+                    sample[column] = _value(column, tar, member, os.path.abspath(file), keeps_place)
         if sample:
             yield sample
 
 
+def _value(
+    column: str, tar: tarfile.TarFile, member: tarfile.TarInfo, file: str, keeps_place: bool
+) -> Mapping[str, Any] | str | int | None:
+    feature, is_compressed = _feature(column), not isinstance(tar.fileobj, io.BufferedReader)
+    if feature is IMAGE and keeps_place and not is_compressed and file.endswith(".tar"):
+        return {"path": f"{file}#{member.offset_data}+{member.size}/{member.name}", "bytes": None}
+    content = tar.extractfile(member).read()
+    if feature is IMAGE:
+        return {"path": member.name, "bytes": content}
+    if column in ARRAYS:
+        return np.load(io.BytesIO(content), allow_pickle=False).ravel().tolist()
+    text = text_of(content, f"{file}, {member.name}")
+    if text is None or feature.dtype == "string":
+        return text
+    return int(text) if text.strip().lstrip("-").isdecimal() else None
+
+
 def _members(file: str) -> Iterator[tuple[str, str, tarfile.TarFile, tarfile.TarInfo]]:
     """Key, ending, shard and header of each file in a shard."""
-    with tarfile.open(file, mode="r:") as tar:
+    with tarfile.open(file) as tar:
         while (member := tar.next()) is not None:
             tar.members = []  # there may be millions
             folder, name = os.path.split(member.name)

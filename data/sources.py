@@ -4,7 +4,8 @@ import glob
 import itertools
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -14,13 +15,13 @@ from typing import Any, Literal
 import datasets
 import pyarrow
 from datasets.data_files import DataFilesDict, get_data_patterns
-from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 from pydantic import ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from data.annotations import TABLES, holds_list, no_split, open_json, open_tables
 from data.drawing import SPLITS
-from data.shards import MEMBER, open_shards, require_whole
+from data.image_folders import METADATA, PICTURES, Pictures, open_folder, tell
+from data.shards import MEMBER, SUFFIXES, open_shards
 from data.worlds import WORLDS
 from records.files import read_json
 from records.messages import one_line
@@ -29,7 +30,8 @@ logger = logging.getLogger(__name__)
 
 # In the order in which they are looked for in a folder
 BUILDERS = {".tar": "webdataset", ".parquet": "parquet", ".arrow": "arrow"}
-METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")  # of folders of images
+# Workers and processes that share rows in memory as a stream
+READERS = 64
 
 Rows = datasets.Dataset | datasets.IterableDataset
 
@@ -61,17 +63,18 @@ def once(key: str, look: Callable[[], Any]) -> Any:
 class DataArguments:
     """Where the pairs are and how they are read."""
 
-    # "icons", "names" or "symbols", the built-in worlds; a hub name; a folder of images with metadata.csv or
-    # metadata.jsonl, of parquet files or of webdataset shards; a dataset saved with `save_to_disk`; a pattern of
-    # .parquet, .arrow, .tar, .csv or .tsv files; a .json in the layout of ShareGPT4V, of COCO's captions or of a
-    # Karpathy split.
+    # "icons", "names" or "symbols", the built-in worlds; a hub name; a folder of images with a metadata.csv or .jsonl,
+    # with a .txt beside each, or in folders of classes; a folder of parquet files or of webdataset shards; a dataset
+    # saved with `save_to_disk`; a pattern of .parquet, .arrow, .tar, .tar.gz, .csv, .tsv or .jsonl files; a .json in
+    # the layout of ShareGPT4V, BLIP, COCO's captions or a Karpathy split.
     source: str
-    # One that is not there is an error. Files of a folder belong to splits by the naming rules of `datasets`
+    # One that is not there is an error. A folder of images has those of its folders train, test and validation, or else
+    # all are "train". Parquet files and shards of a folder belong to splits by the naming rules of `datasets`
     # (`test/0.tar`, `test-00000.parquet`; all are "train" if no name says anything). A file or a pattern is all that it
     # names, whatever the split is called. A dataset saved to disk has the split it was saved with, or any if that is
     # not known; a .json has "train", a Karpathy split those it names, also several: "train+restval".
     split: str = "train"
-    # Images, or paths of images.
+    # Images, or paths of images. Of shards, the ending of their files, or several: `jpg;png`.
     image_column: str = "image"
     # Texts, or lists of texts, of which each epoch draws one.
     caption_column: str = "caption"
@@ -81,8 +84,8 @@ class DataArguments:
     image_root: str | None = None
     # Read while training instead of loading first.
     streaming: bool = False
-    # Webdataset shards or a mixture are read at random where they lie, by an index of headers. Nothing is copied, and
-    # no image is looked at before it is used: one that cannot be read is replaced by the pair after it, and counted.
+    # Of webdataset shards or a mixture, no image is looked at before it is used: one that cannot be read is replaced by
+    # the pair after it, and counted.
     indexed: bool = False
     # The first so many pairs are left out: held out for a test, say.
     skip: int | None = Field(default=None, gt=0)
@@ -145,7 +148,8 @@ def open_rows(arguments: DataArguments) -> Rows:
     with reading(arguments):
         columns = arguments.image_column, arguments.caption_column  # which name those of a .json or of indexed shards
         key = arguments.source, arguments.split, arguments.streaming, arguments.indexed
-        by_columns = columns if arguments.indexed or arguments.source.endswith(".json") else ()
+        is_folder = os.path.isdir(arguments.source) or _suffix(arguments.source) == ".tar"
+        by_columns = columns if is_folder or arguments.source.endswith(".json") else ()
         rows = once(f"rows {key} {by_columns}", lambda: _open(arguments))
         if arguments.skip is not None:
             rows = rows.skip(arguments.skip)
@@ -154,12 +158,19 @@ def open_rows(arguments: DataArguments) -> Rows:
 
 def is_here(source: str) -> bool:
     """Whether a source of data lies on this machine, or a pattern that matches something."""
-    return os.path.exists(source) or (is_read_whole(source) and bool(glob.glob(source, recursive=True)))
+    if os.path.exists(source) or not is_read_whole(source):
+        return os.path.exists(source)
+    return any(glob.glob(pattern, recursive=True) for pattern in _without_braces(source))
 
 
 def is_read_whole(source: str) -> bool:
     """Whether a source is a file or a pattern, which is all that it names, whatever the split is called."""
-    return Path(source).suffix in {*BUILDERS, *TABLES} and not Path(source).is_dir()
+    return _suffix(source) in {*BUILDERS, *TABLES} and not Path(source).is_dir()
+
+
+def _suffix(name: str) -> str:
+    """The ending of a file, that of a shard also where it is compressed."""
+    return ".tar" if name.endswith(SUFFIXES) else Path(name).suffix
 
 
 def is_saved(source: str) -> bool:
@@ -194,44 +205,66 @@ def _open(arguments: DataArguments) -> Rows:
     rows = None  # in memory
     if source.endswith(".json"):
         rows = open_json(Path(source), split, *columns)
-    elif Path(source).suffix in TABLES and not os.path.isdir(source):
+    elif _suffix(source) in TABLES and not os.path.isdir(source):
         rows = open_tables(_matching(source), split)
     elif is_saved(source):
         rows = _open_saved(arguments)
+    elif os.path.isdir(source) and builder_of(source) is None:
+        parts = {name: part.rows for name, part in pictures_of(source).items()}
+        rows = _of_splits(parts, split, source)
     if rows is not None:
-        return rows.to_iterable_dataset() if streaming else rows
-    if os.path.isfile(source) and Path(source).suffix not in BUILDERS:
+        return rows.to_iterable_dataset(num_shards=min(READERS, max(len(rows), 1))) if streaming else rows
+    if os.path.isfile(source) and _suffix(source) not in BUILDERS:
         raise ValueError(
             f"{source} is a file that holds no pairs: name a folder, a dataset on the Hub, or files that end in "
             f"{', '.join([*BUILDERS, *TABLES])} or .json"
         )
-    if not os.path.isdir(source) and Path(source).suffix not in BUILDERS:
+    if not os.path.isdir(source) and _suffix(source) not in BUILDERS:
         return datasets.load_dataset(source, split=split, streaming=streaming)
     builder, by_split = split_files(arguments)
+    if builder == "webdataset":
+        return _open_shards(by_split, arguments)
+    if arguments.indexed:
+        raise ValueError(f"indexed goes with .tar shards, not with {builder} files")
     files = [file for files in by_split.values() for file in files]
-    if arguments.indexed and (builder != "webdataset" or by_split.keys() != {split}):
-        raise ValueError(f"indexed goes with whole splits of .tar shards, not with {builder} files, split {split}")
     # `datasets` takes file names for patterns
     patterns = {name: [glob.escape(file) for file in files] for name, files in by_split.items()}
     # `datasets` takes a file of the same name and time for the one whose rows it has kept: any setting is in their key
     options = {"data_files": patterns, "description": datasets.fingerprint.Hasher.hash(list(map(file_stamp, files)))}
-    if builder == "webdataset":
-        # Indexed shards are checked with their index
-        is_cached = arguments.indexed or os.path.isdir(datasets.load_dataset_builder(builder, **options).cache_dir)
-        if streaming or not is_cached:
-            for file in files:
-                require_whole(file, streaming)
-    if arguments.indexed:
-        return open_shards(files, *columns, list(map(file_stamp, files)))
     return datasets.load_dataset(builder, split=split, streaming=streaming, **options)
 
 
+def _open_shards(by_split: dict[str, list[str]], arguments: DataArguments) -> Rows:
+    columns, split = (arguments.image_column, arguments.caption_column), arguments.split
+    if arguments.streaming and set("[+").intersection(split):
+        raise ValueError(f"a stream has no part of a split: {split}")
+    parts = {
+        name: open_shards(files, columns, list(map(file_stamp, files)), arguments.streaming)
+        for name, files in by_split.items()
+    }
+    return parts[split] if split in parts else _of_splits(parts, split, arguments.source)
+
+
 def _matching(source: str) -> list[str]:
-    """The files of a pattern. Raises FileNotFoundError where there are none."""
-    files = [source] if os.path.isfile(source) else sorted(glob.glob(source, recursive=True))
+    """The files of a pattern, in which braces may stand for several. Raises FileNotFoundError where there are none."""
+    if os.path.isfile(source):
+        return [source]
+    files = [file for pattern in _without_braces(source) for file in sorted(glob.glob(pattern, recursive=True))]
     if not files:
         raise FileNotFoundError(f"no file matches {source}")
-    return files
+    return list(dict.fromkeys(files))
+
+
+def _without_braces(pattern: str) -> list[str]:
+    """The patterns that one with {000..012} or {a,b} stands for, as open_clip and a shell read it."""
+    braces = re.search(r"\{(?:(\d+)\.\.(\d+)|([^{}]*,[^{}]*))\}", pattern)
+    if braces is None:
+        return [pattern]
+    first, last, words = braces.groups()
+    if words is None:
+        words = ",".join(f"{number:0{len(first)}}" for number in range(int(first), int(last) + 1))
+    before, after = pattern[: braces.start()], pattern[braces.end() :]
+    return [whole for word in words.split(",") for whole in _without_braces(before + word + after)]
 
 
 def no_column(source: str, missing: Iterable[str], columns: Iterable[str]) -> str:
@@ -272,25 +305,52 @@ def split_files(arguments: DataArguments) -> tuple[str, dict[str, list[str]]]:
     # The splits in `train`, `train[:10%]` and `train+test`
     names = [part.partition("[")[0].strip() for part in arguments.split.split("+")]
     if not os.path.isdir(source):
-        return BUILDERS.get(Path(source).suffix, "csv"), {names[0]: _matching(source)}
+        return BUILDERS.get(_suffix(source), "csv"), {names[0]: _matching(source)}
     return once(f"files {source} {names}", lambda: _files_of_folder(arguments, names))
 
 
+def builder_of(folder: str) -> str | None:
+    """The builder of `datasets` for the files of a folder; None: pictures."""
+    files = {name for _, _, names in os.walk(folder) for name in names if name not in METADATA}
+    return next(
+        (builder for suffix, builder in BUILDERS.items() if suffix in {Path(name).suffix for name in files}), None
+    )
+
+
+def pictures_of(folder: str) -> dict[str, Pictures]:
+    """See `data.image_folders.open_folder`."""
+    return once(f"pictures {folder}", lambda: open_folder(folder))
+
+
+def _of_splits(parts: Mapping[str, datasets.Dataset], split: str, source: str) -> datasets.Dataset:
+    """The rows of a split, of a slice as `train[:10%]`, or of several as `train+test`."""
+    if not parts.keys() >= {part.partition("[")[0].strip() for part in split.split("+")}:
+        raise ValueError(no_split(source, split, parts))
+    slices = datasets.ReadInstruction.from_spec(split).to_absolute({name: len(rows) for name, rows in parts.items()})
+    chosen = [parts[part.splitname].select(range(part.from_, part.to)) for part in slices]
+    return chosen[0] if len(chosen) == 1 else datasets.concatenate_datasets(chosen)
+
+
 def _files_of_folder(arguments: DataArguments, names: list[str]) -> tuple[str, dict[str, list[str]]]:
-    source, suffixes, links = arguments.source, set(), []
+    source, links, pictures = arguments.source, [], []
+    builder = builder_of(source)
+    if builder is None:
+        parts = pictures_of(source)
+        if not parts.keys() >= set(names):
+            raise ValueError(no_split(source, arguments.split, parts))
+        return "pictures", {name: parts[name].files for name in names}
     for folder, folders, files in os.walk(source):
-        suffixes |= {Path(file).suffix for file in files if file not in METADATA}
         links += [path for path in (os.path.join(folder, name) for name in folders) if os.path.islink(path)]
-    builder = next((builder for suffix, builder in BUILDERS.items() if suffix in suffixes), "imagefolder")
-    if links and builder != "imagefolder":  # whose metadata may name files behind a link
+        pictures += [os.path.join(folder, file) for file in files if Path(file).suffix.lower() in PICTURES]
+    if links:
         raise ValueError(f"{source} has a link to a folder, {links[0]}, which is not followed: name files by a pattern")
+    if pictures:
+        tell(f"{source}: {len(pictures)} pictures beside the {builder} files are not read, such as {min(pictures)}")
     by_split = _splits(os.path.abspath(source), builder)
     if not by_split.keys() >= set(names):
         raise ValueError(no_split(source, arguments.split, by_split))
     for name, other in itertools.product(names, by_split):
         both = set(by_split[name]).intersection(by_split[other]) if other != name else set()
-        if builder == "imagefolder":  # which may have other files, such as train_test_split.txt
-            both = {file for file in both if file.lower().endswith(tuple(ImageFolder.EXTENSIONS))}
         if both:
             raise ValueError(
                 f"by its name, {min(both)} is in the split {name} and in the split {other} of {source}: rename it, so "
@@ -301,7 +361,7 @@ def _files_of_folder(arguments: DataArguments, names: list[str]) -> tuple[str, d
 
 def _splits(folder: str, builder: str) -> dict[str, list[str]]:
     """The files of a folder by split, as `datasets` reads their names."""
-    suffixes = [suffix for suffix, name in BUILDERS.items() if name == builder] or None
+    suffixes = [suffix for suffix, name in BUILDERS.items() if name == builder]
     folder = glob.escape(folder)
 
     def files_by_split(patterns: dict[str, list[str]]) -> dict[str, list[str]]:
@@ -310,8 +370,6 @@ def _splits(folder: str, builder: str) -> dict[str, list[str]]:
         return {name: sorted(set(files)) for name, files in by_split.items() if files}
 
     by_split = files_by_split(get_data_patterns(folder))
-    if suffixes is None:
-        return by_split
     everything = files_by_split({"train": ["**"]})
     by_split = by_split or everything  # only other files have names of splits
     left_out = set(everything["train"]).difference(*by_split.values())
@@ -349,7 +407,7 @@ def source_files(arguments: DataArguments) -> list[str]:
     """The files of a local source that hold its split, in order: without images that only its rows name."""
     source = Path(os.path.abspath(arguments.source))
     if not source.is_dir():
-        return [str(source)] if source.exists() else sorted(glob.glob(str(source), recursive=True))
+        return _matching(str(source)) if is_here(str(source)) else []
     saved = _saved(arguments)
     if saved is not None:  # `datasets` keeps its caches in the same folder
         with reading(arguments):
@@ -359,8 +417,7 @@ def source_files(arguments: DataArguments) -> list[str]:
         _, splits = split_files(arguments)
     except FileNotFoundError:
         return []
-    files = {file for split in splits.values() for file in split}
-    return sorted(files | {str(path) for path in source.glob("metadata.*")})
+    return sorted({file for split in splits.values() for file in split})
 
 
 def newest_file(arguments: DataArguments) -> str:
@@ -374,7 +431,7 @@ def source_images(arguments: DataArguments) -> list[str]:
     as parquet and Arrow files may have them."""
     column, saved = arguments.image_column, _saved(arguments) is not None
     is_json = arguments.source.endswith(".json")
-    if not (saved or is_json) and split_files(arguments)[0] in ("imagefolder", "webdataset"):
+    if not (saved or is_json) and split_files(arguments)[0] in ("pictures", "webdataset"):
         return []  # its files hold the images or are these
     if is_json and holds_list(arguments.source):  # conversations may be without an image
         with reading(arguments):

@@ -13,6 +13,7 @@ from transformers import BaseImageProcessor, PreTrainedTokenizerBase
 
 from data.identity import image_digests
 from data.images import decode_image
+from data.shards import size_of
 from data.tokenizer import tokenize
 from data.workers import errors_of_workers
 from records.provenance import value_digest
@@ -73,7 +74,7 @@ class ImageBatches(Dataset):
 
     def num_workers(self, num_processes: int) -> int:
         first = self._read(0, LOOKED_AT)
-        sizes = [len(value["bytes"]) if value.get("bytes") else os.path.getsize(value["path"]) for value in first]
+        sizes = [len(value["bytes"]) if value.get("bytes") else size_of(value["path"]) for value in first]
         if sum(sizes) / len(sizes) * len(self.items) < WORTH_WORKERS:
             return 0
         return min(MOST_WORKERS, max(1, (os.cpu_count() or 1) // num_processes))

@@ -170,8 +170,9 @@ def test_shards_with_a_text_that_is_not_utf8_and_without_a_caption(tmp_path, pro
     write_shard(tmp_path / "0.tar", [*images_and_texts(range(10, 30)), ("3.png", png())])
     read(processor, tmp_path, streaming, max_unreadable=0.1, num_workers=0, **TAR)  # what workers log is not captured
     assert "3.png" in caplog.text and "its caption is empty" in caplog.text
-    write_shard(tmp_path / "1.tar", [*images_and_texts(range(10, 18)), ("20.png", png()), ("20.txt", b"caf\xe9")])
-    assert f"{tmp_path} cannot be read: UnicodeDecodeError: 'utf-8'" in error_of(processor, tmp_path, streaming, **TAR)
+    write_shard(tmp_path / "1.tar", [*images_and_texts(range(10, 38)), ("40.png", png()), ("40.txt", b"caf\xe9")])
+    read(processor, tmp_path, streaming, max_unreadable=0.1, num_workers=0, batches=60, **TAR)
+    assert f"the text of {tmp_path / '1.tar'}, 40.txt is missing: 'utf-8' codec can't decode" in caplog.text
 
 
 def test_what_is_not_there_and_does_not_go_together(tmp_path, processor):

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pyarrow.parquet
 import torch
-from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 from huggingface_hub import hf_hub_download, try_to_load_from_cache
 from transformers import (
     AutoModel,
@@ -192,8 +191,8 @@ def _count_rows(arguments: DataArguments) -> int:
     files = [file for of_split in by_split.values() for file in of_split]
     if builder == "parquet":
         return sum(pyarrow.parquet.read_metadata(file).num_rows for file in files)
-    if builder == "imagefolder":
-        return sum(file.lower().endswith(tuple(ImageFolder.EXTENSIONS)) for file in files)
+    if builder == "pictures":
+        return len(open_rows(replace(arguments, skip=None, num_samples=None)))
     raise Unknown(f"only loading {source} tells how many pairs it has")
 
 

@@ -1,0 +1,198 @@
+"""Folders of pictures: which split a picture belongs to, and what is said of it beside it."""
+
+import logging
+import os
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from pathlib import Path, PurePath
+from typing import Any, NamedTuple
+
+import datasets
+import PIL.Image
+import pyarrow.parquet
+
+from data.annotations import read_tables, text_of
+from data.images import FORMATS
+
+logger = logging.getLogger(__name__)
+
+# Tables of what is said of pictures, by their column `file_name`
+METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
+# Endings of pictures, and of files of texts beside them
+PICTURES = {ending for ending, name in PIL.Image.registered_extensions().items() if name in FORMATS}
+TEXTS = (".txt", ".caption")
+SPLIT_OF_NAME = {
+    "train": "train",
+    "training": "train",
+    "validation": "validation",
+    "valid": "validation",
+    "val": "validation",
+    "dev": "validation",
+    "test": "test",
+    "testing": "test",
+    "eval": "test",
+    "evaluation": "test",
+}
+
+
+class Pictures(NamedTuple):
+    """Those of a split.
+
+    Args:
+        rows: column `image`, of paths, and what is said of them.
+        files: all that `rows` was read from: pictures, tables and texts.
+    """
+
+    rows: datasets.Dataset
+    files: list[str]
+
+
+def open_folder(folder: str) -> dict[str, Pictures]:
+    """The pictures of a folder by split, in the order of their paths. Links are followed, hidden files are not read.
+
+    Folders `train`, `test`, `validation` and the like at the top are splits; without them, everything is "train". So is
+    everything where one of several folders of pictures happens to be called so, as a class of VOC is.
+
+    Of a picture, tables say what they have in its line: `metadata.csv`, `.jsonl` or `.parquet`, beside it or above.
+    Without a table, its text is in the column `caption`, which a file beside it has, and its folder in the column
+    `label`, where all are in folders of one depth. What is not read is counted and told.
+    """
+    folder, paths = _top(folder)
+    pictures = [path for path in paths if is_picture(os.path.join(folder, path))]
+    if not pictures:
+        raise ValueError(f"{folder} has no pictures of the formats {', '.join(FORMATS)}")
+    parts = {}
+    for name, tops in _by_split(pictures, paths).items():
+        within = [path for path in paths if tops is None or "/" not in path or path.partition("/")[0] in tops]
+        own = [path for path in pictures if tops is None or "/" in path and path.partition("/")[0] in tops]
+        elsewhere = {os.path.join(folder, path) for path in pictures}.difference(
+            os.path.join(folder, path) for path in own
+        )
+        parts[name] = _read(folder, own, within, elsewhere)
+    read = {file for part in parts.values() for file in part.files}
+    left = [path for path in paths if os.path.join(folder, path) not in read]
+    if left:
+        endings = Counter(PurePath(path).suffix or "without an ending" for path in left)
+        kinds = ", ".join(f"{count} {ending}" for ending, count in endings.most_common(5))
+        tell(f"{folder}: {len(left)} files are not read ({kinds}), such as {left[0]}")
+    return parts
+
+
+@lru_cache
+def tell(message: str) -> None:
+    """Log a warning once: a folder is opened several times in a run."""
+    logger.warning(message)
+
+
+def is_picture(path: str) -> bool:
+    """By its ending, or without one by its first bytes."""
+    suffix = PurePath(path).suffix.lower()
+    if suffix:
+        return suffix in PICTURES
+    try:
+        with PIL.Image.open(path, formats=FORMATS[:-1]):  # TGA takes anything
+            return True
+    except (OSError, ValueError):
+        return False
+
+
+def _top(folder: str) -> tuple[str, list[str]]:
+    """The folder at which splits are looked for, below folders that have nothing beside one other; and the paths of all
+    files below it, in their order, from there."""
+    folder = os.path.abspath(folder)
+    while True:
+        entries = [entry for entry in os.scandir(folder) if not _is_hidden(entry.name)]
+        if len(entries) != 1 or not entries[0].is_dir():
+            break
+        folder = entries[0].path
+    return folder, sorted(_files(folder))
+
+
+def _files(folder: str) -> Iterator[str]:
+    for place, folders, files in os.walk(folder, followlinks=True):
+        here = os.path.realpath(place)
+        # A link to a folder above would be followed for ever
+        above = {name for name in folders if f"{here}{os.sep}".startswith(os.path.realpath(f"{place}/{name}") + os.sep)}
+        folders[:] = sorted(name for name in folders if not _is_hidden(name) and name not in above)
+        yield from (os.path.relpath(os.path.join(place, name), folder) for name in files if not _is_hidden(name))
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith((".", "__"))
+
+
+def _by_split(pictures: list[str], paths: list[str]) -> dict[str, set[str] | None]:
+    """The folders at the top of each split; None: everything."""
+    depths = {path: path.count("/") for path in pictures}
+    tops = {path.partition("/")[0] for path in pictures if depths[path]}
+    splits: dict[str, set[str]] = {}
+    for name, split in SPLIT_OF_NAME.items():
+        if of_split := {top for top in tops if top.lower() == name}:
+            splits.setdefault(split, set()).update(of_split)
+    named = set().union(*splits.values())
+    has_table = any(path.partition("/")[0] in named and PurePath(path).name in METADATA for path in paths)
+    is_class = len(named) == 1 < len(tops) and set(depths.values()) == {1} and not has_table
+    return splits if splits and not is_class else {"train": None}
+
+
+def _read(folder: str, pictures: list[str], paths: list[str], elsewhere: set[str]) -> Pictures:
+    tables = [path for path in paths if PurePath(path).name in METADATA]
+    files = [os.path.join(folder, path) for path in pictures]
+    columns: dict[str, list[Any]] = {"image": files.copy()}
+    features = {}
+    if tables:
+        columns, files = _of_tables([os.path.join(folder, path) for path in tables], files, elsewhere)
+        if len(files) < len(pictures):
+            unsaid = len(pictures) - len(files)
+            tell(f"{folder}: {unsaid} of {len(pictures)} pictures have no line in {', '.join(tables)}")
+    else:
+        texts = _texts(folder, paths)
+        said = [texts.get(os.path.splitext(file)[0]) for file in files]
+        if any(said):
+            columns["caption"] = [text and text_of(Path(text).read_bytes(), text) for text in said]
+        depths = {path.count("/") for path in pictures}
+        names = [os.path.basename(os.path.dirname(file)) for file in files]
+        if len(depths) == 1 and depths != {0} and len(set(names)) > 1:
+            features["label"] = datasets.ClassLabel(names=sorted(set(names)))
+            columns["label"] = [features["label"].str2int(name) for name in names]
+        files += filter(None, said)
+    rows = datasets.Dataset.from_dict(columns)
+    rows = rows.cast(datasets.Features(rows.features | features)) if features else rows
+    return Pictures(rows, files + [os.path.join(folder, path) for path in tables])
+
+
+def _texts(folder: str, paths: Iterable[str]) -> dict[str, str]:
+    """Files of texts by their paths without the ending."""
+    texts = [os.path.join(folder, path) for path in paths if path.lower().endswith(TEXTS)]
+    return {os.path.splitext(path)[0]: path for path in texts}
+
+
+def _of_tables(tables: list[str], pictures: list[str], elsewhere: set[str]) -> tuple[dict[str, list[Any]], list[str]]:
+    """The columns of tables, with paths in place of names, in the order of the paths, and which pictures these name.
+
+    A column `file_name` becomes `image`, one as `left_file_name` becomes `left`. Lines of pictures of other splits are
+    left out, and those of pictures that are nowhere stay, as unreadable ones.
+    """
+    # A file system may write letters with accents otherwise than a table
+    here, rows, names = {unicodedata.normalize("NFC", path): path for path in pictures}, [], []
+    for table in tables:
+        columns = pyarrow.parquet.read_table(table).to_pydict() if table.endswith(".parquet") else read_tables([table])
+        named = {name: name.removesuffix("_file_name") for name in columns if name.endswith("_file_name")}
+        named |= {"file_name": "image"} if "file_name" in columns else {}
+        if not named:
+            raise ValueError(f"{table} has no column file_name, which names the picture of each line")
+        for column in named:
+            paths = [name and os.path.normpath(os.path.join(os.path.dirname(table), name)) for name in columns[column]]
+            columns[column] = [path and here.get(unicodedata.normalize("NFC", path), path) for path in paths]
+        names = names or [named.get(name, name) for name in columns]
+        if {named.get(name, name) for name in columns} != set(names):
+            raise ValueError(f"{table} has the columns {', '.join(columns)}, but {tables[0]} {', '.join(names)}")
+        columns = {named.get(name, name): values for name, values in columns.items()}
+        rows += zip(*(columns[name] for name in names), strict=True)
+    of_images = [number for number, name in enumerate(names) if name in named.values()]
+    rows = [row for row in rows if elsewhere.isdisjoint(row[number] for number in of_images)]
+    rows.sort(key=lambda row: row[of_images[0]] or "")
+    named_here = set(pictures).intersection(row[number] for row in rows for number in of_images)
+    return {name: [row[number] for row in rows] for number, name in enumerate(names)}, sorted(named_here)

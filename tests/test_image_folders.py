@@ -1,0 +1,153 @@
+"""Folders of pictures as people have them: nothing in one is left out without a word."""
+
+import json
+import os
+import unicodedata
+
+import datasets
+import pytest
+from tiny_sources import png
+
+from data.image_folders import open_folder
+from data.pairs import load_pairs
+from data.sources import DataArguments
+
+
+def write(folder, *names, text=None):
+    """Pictures of these names, each another one."""
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(png(len(name) + sum(name.encode()) % 50) if text is None else text)
+
+
+def names(folder, part):
+    return [os.path.relpath(path, folder) for path in part.rows["image"]]
+
+
+def test_words_in_names_of_classes_are_no_splits(tmp_path):
+    """`train_interior` and `train_station` are classes, and so is VOC's `train`."""
+    for number, name in enumerate(["beach", "lake", "train_interior", "train_station", "train"]):
+        write(tmp_path, *(f"{name}/{number}{other}.png" for other in "ab"))
+    (part,) = open_folder(tmp_path).values()
+    assert len(part.rows) == 10
+    assert part.rows.features["label"].names == ["beach", "lake", "train", "train_interior", "train_station"]
+    (tmp_path / "train" / "metadata.csv").write_text("file_name,caption\n4a.png,a train\n4b.png,another\n")
+    assert open_folder(tmp_path).keys() == {"train"}  # a split, for it has a table
+
+
+def test_folders_of_splits_at_the_top_alone(tmp_path, caplog):
+    write(tmp_path, "photos/Train/test/1.png", "photos/Train/dog/2.png", "photos/val/dog/3.png", "photos/extra/4.png")
+    write(tmp_path, "photos/5.png")
+    parts = open_folder(tmp_path)
+    assert {split: names(tmp_path / "photos", part) for split, part in parts.items()} == {
+        "train": ["Train/dog/2.png", "Train/test/1.png"],
+        "validation": ["val/dog/3.png"],
+    }
+    assert "2 files are not read (2 .png), such as 5.png" in caplog.text
+
+
+def test_links_are_followed_but_not_in_a_circle(tmp_path):
+    write(tmp_path / "elsewhere", "1.png", "2.png")
+    write(tmp_path, "photos/dog/3.png")
+    (tmp_path / "photos" / "cat").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "photos" / "dog" / "above").symlink_to(tmp_path / "photos")
+    part = open_folder(tmp_path / "photos")["train"]
+    assert names(tmp_path / "photos", part) == ["cat/1.png", "cat/2.png", "dog/3.png"]
+    assert part.rows.features["label"].names == ["cat", "dog"]
+
+
+def test_pictures_by_what_they_are(tmp_path, caplog):
+    write(tmp_path, "1.PNG", "without_an_ending", ".hidden.png", "__MACOSX/2.png")
+    write(tmp_path, "README", "notes.pdf", "Thumbs.db", text=b"no picture")
+    assert names(tmp_path, open_folder(tmp_path)["train"]) == ["1.PNG", "without_an_ending"]
+    assert "3 files are not read (1 without an ending, 1 .db, 1 .pdf), such as README" in caplog.text
+    (tmp_path / "none").mkdir()
+    write(tmp_path / "none", "a.txt", text=b"a")
+    with pytest.raises(ValueError, match="none has no pictures of the formats .*PNG"):
+        open_folder(tmp_path / "none")
+
+
+def test_texts_beside_pictures(tmp_path, caplog):
+    """As kohya's scripts and img2dataset write them."""
+    write(tmp_path, "a.png", "b.png", "c.png", "d.png")
+    for name, text in (
+        ("a.txt", b"\xef\xbb\xbf a cat\r\n"),
+        ("b.caption", b"a dog"),
+        ("c.txt", b"caf\xe9"),
+        ("e.txt", b""),
+    ):
+        (tmp_path / name).write_bytes(text)
+    pairs = load_pairs(DataArguments(source=str(tmp_path), max_unreadable=0.5))
+    assert [caption.strip() for caption in pairs["caption"]] == ["a cat", "a dog"]
+    assert f"the text of {tmp_path / 'c.txt'} is missing: 'utf-8' codec" in caplog.text
+    assert "2 of 4 pairs" in caplog.text and "1 files are not read (1 .txt), such as e.txt" in caplog.text
+
+
+TABLES = {
+    "metadata.csv": 'file_name,caption\nb.png,one\na.png,"[""two"", ""three""]"\nnowhere.png,four\nc.png,NA\n',
+    "metadata.jsonl": "\n".join(
+        json.dumps({"file_name": name, "caption": caption})
+        for name, caption in (
+            ("b.png", ["one"]),
+            ("a.png", ["two", "three"]),
+            ("nowhere.png", ["four"]),
+            ("c.png", None),
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [*TABLES, "metadata.parquet"])
+def test_tables_beside_pictures(tmp_path, caplog, name):
+    write(tmp_path, "a.png", "b.png", "c.png", "unsaid.png")
+    if name == "metadata.parquet":
+        rows = [json.loads(line) for line in TABLES["metadata.jsonl"].splitlines()]
+        datasets.Dataset.from_list(rows).to_parquet(tmp_path / name)
+    else:
+        (tmp_path / name).write_text(TABLES[name])
+    pairs = load_pairs(DataArguments(source=str(tmp_path), max_unreadable=0.5))
+    assert list(pairs["caption"]) == [["two", "three"], ["one"]]
+    assert f"1 of 4 pictures have no line in {name}" in caplog.text
+    assert "2 of 4 pairs" in caplog.text
+
+
+def test_a_table_above_its_pictures_is_that_of_each_split(tmp_path):
+    write(tmp_path, "train/1.png", "test/2.png")
+    (tmp_path / "metadata.csv").write_text("file_name,caption\ntrain/1.png,one\ntest/2.png,two\n")
+    for split, caption in (("train", "one"), ("test", "two")):
+        assert load_pairs(DataArguments(source=str(tmp_path), split=split))["caption"] == [caption]
+
+
+def test_names_in_another_form_of_unicode(tmp_path):
+    write(tmp_path, unicodedata.normalize("NFD", "café.png"))
+    (tmp_path / "metadata.csv").write_text(f"file_name,caption\n{unicodedata.normalize('NFC', 'café.png')},coffee\n")
+    assert load_pairs(DataArguments(source=str(tmp_path)))["caption"] == ["coffee"]
+
+
+def test_several_pictures_a_line(tmp_path):
+    write(tmp_path, "a.png", "b.png")
+    (tmp_path / "metadata.csv").write_text(
+        "image_0_file_name,image_1_file_name,caption_0,caption_1\na.png,b.png,one,two\n"
+    )
+    rows = open_folder(tmp_path)["train"].rows
+    assert rows.column_names == ["image_0", "image_1", "caption_0", "caption_1"] and len(rows) == 1
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ({"metadata.csv": "name,caption\na.png,one\n"}, "metadata.csv has no column file_name"),
+        (
+            {"metadata.csv": "file_name,caption\na.png,one\n", "x/metadata.csv": "file_name,text\nb.png,two\n"},
+            "x/metadata.csv has the columns file_name, text, but .*metadata.csv image, caption",
+        ),
+        ({"metadata.jsonl": '{"file_name": "a.png"}\n[1]'}, "line 2 is no object with names: \\[1\\]"),
+    ],
+)
+def test_tables_that_do_not_fit(tmp_path, tables, message):
+    write(tmp_path, "a.png", "x/b.png")
+    for name, text in tables.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=message):
+        open_folder(tmp_path)
