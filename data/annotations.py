@@ -5,12 +5,13 @@ place.
 """
 
 import ast
+import codecs
 import csv
 import json
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +142,9 @@ def text_of(content: bytes, where: str) -> str | None:
 def _lines(path: str) -> Iterator[tuple[int, list[str]]]:
     """The rows of a table that are not empty, as cells, each with the number of the line in which it begins."""
     suffix = Path(path).suffix
-    with open(path, encoding="utf-8-sig", newline="") as file:
+    with open(path, "rb") as file:  # Excel's "Unicode text" begins with a mark of byte order
+        encoding = "utf-16" if file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "utf-8-sig"
+    with open(path, encoding=encoding, newline="") as file:
         lines = csv.reader(file, delimiter=TABLES[suffix], strict=True)
         start = 1
         try:
@@ -154,8 +157,19 @@ def _lines(path: str) -> Iterator[tuple[int, list[str]]]:
                 if cells:
                     yield start, cells
                 start = lines.line_num + 1
-        except (UnicodeDecodeError, csv.Error) as error:
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: line {_first_undecodable(path)} cannot be read: {error}") from error
+        except csv.Error as error:
             raise ValueError(f"{path}: line {start} cannot be read: {error}") from error
+
+
+def _first_undecodable(path: str) -> int:
+    """The number of the first line that is not UTF-8: a reader decodes ahead of the line that it returns."""
+    number = 0
+    with open(path, "rb") as file, suppress(UnicodeDecodeError):
+        for number, line in enumerate(file, start=1):  # noqa: B007  which line it was
+            line.decode()
+    return number
 
 
 def read_annotations(path: Path, split: str | None) -> tuple[list[str], list[str] | list[list[str]]]:
@@ -184,7 +198,8 @@ def read_annotations(path: Path, split: str | None) -> tuple[list[str], list[str
         if _is_coco(image):
             ids[image["id"]] += 1
         splits.add(of_split)
-        if texts and (split is None or of_split in split.split("+")):
+        # COCO has images without captions; an empty one is counted later
+        if texts != [] and (split is None or of_split in split.split("+")):
             pairs.append((name, texts))
     if ids:
         _require_own_captions(path, ids, captions)

@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
-from data.pairs import present_texts
+from data.pairs import mapped, present_texts
 
 # A line's end, or the space between a full stop, question or exclamation mark, perhaps with a closing quote or bracket,
 # and a capital or a digit, unless the full stop is that of one of a few abbreviations
@@ -114,7 +114,8 @@ def build_captions(
                 captions += pack_sentences(sentences, lengths, limit, policy.count, rng)
         return {"caption": captions}
 
-    return rows.map(
+    return mapped(
+        rows,
         build,
         with_indices=True,
         remove_columns=[name for name in rows.column_names if name != "image"],

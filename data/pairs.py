@@ -4,7 +4,7 @@ import logging
 import os
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 STREAM_TRIAL = 1000
 # By which columns are named, in a recipe and as options of a command
 SETTINGS = "image_column and caption_column or label_column (--image-column and the like)"
+# Columns that hold images, by the names that they get here
+IMAGES = ("image", "image_0", "image_1")
 # Fewer rows are read in no time
 MANY = 1000
 
@@ -126,12 +128,15 @@ def rename_columns(rows: Rows, wanted: dict[str, str], arguments: DataArguments,
     if missing:
         raise ValueError(f"{no_column(arguments.source, missing, columns)}. Name others by {settings}")
     # Decoded later, where an image that is broken can be skipped. First of all: a stream that selects columns decodes.
-    for column in wanted:
-        if isinstance((rows.features or {}).get(column), datasets.Image):
+    # Images may also be plain bytes, or have no path beside them
+    for column, name in wanted.items():
+        feature = (rows.features or {}).get(column)
+        is_plain = name in IMAGES and (isinstance(feature, dict) or feature == datasets.Value("binary"))
+        if isinstance(feature, datasets.Image) or is_plain:
             rows = rows.cast_column(column, datasets.Image(decode=False))
     rows = rows.select_columns(list(wanted))
     rows = rows.rename_columns({old: new for old, new in wanted.items() if old != new})
-    root, images = arguments.image_root, [name for name in ("image", "image_0", "image_1") if name in wanted.values()]
+    root, images = arguments.image_root, [name for name in IMAGES if name in wanted.values()]
     if root is None:
         return rows
 
@@ -144,7 +149,7 @@ def rename_columns(rows: Rows, wanted: dict[str, str], arguments: DataArguments,
     def with_root(batch: dict[str, list]) -> dict[str, list]:
         return {name: [*map(whole, batch[name])] for name in images}
 
-    return rows.map(with_root, batched=True, features=rows.features)
+    return mapped(rows, with_root, batched=True, features=rows.features)
 
 
 def _split_lines(rows: Rows) -> Rows:
@@ -157,7 +162,7 @@ def _split_lines(rows: Rows) -> Rows:
     captions = datasets.Features({"caption": datasets.List(datasets.Value("string"))})
     if isinstance(rows, datasets.IterableDataset):
         return rows.map(split, features=rows.features and datasets.Features(rows.features | captions))
-    texts = rows.select_columns("caption").map(split, features=captions)
+    texts = mapped(rows.select_columns("caption"), split, features=captions)
     return datasets.concatenate_datasets([rows.select_columns("image"), texts], axis=1)  # without copying images
 
 
@@ -204,10 +209,11 @@ def readable_pairs(
     with reading(arguments):
         files = named_files_hash(rows) if images else ""
         looked_at = rows if images else rows.select_columns("caption")
-        looks = looked_at.map(
+        looks = mapped(
+            looked_at,
             look,
             fn_kwargs={"files": files},  # part of what the result is cached under
-            cache_file_name=None if rows.cache_files else _cache_file(looked_at, files),
+            is_kept=True,
             remove_columns=looked_at.column_names,
             num_proc=arguments.num_workers or None,
             desc=what,
@@ -243,12 +249,21 @@ def one_row_an_image(rows: datasets.Dataset) -> datasets.Dataset:
     return rows.select([numbers[0] for numbers in numbers_of.values()])
 
 
-def _cache_file(rows: datasets.Dataset, files: str) -> str:
-    """Where looks at rows in memory are cached: `datasets` finds a place for those of rows in files alone."""
-    folder = Path(datasets.config.HF_DATASETS_CACHE) / "looks"
-    folder.mkdir(parents=True, exist_ok=True)
-    key = datasets.fingerprint.Hasher.hash([rows._fingerprint, files])
-    return str(folder / f"{key}.arrow")
+def mapped(rows: Rows, function: Callable, is_kept: bool = False, **options: Any) -> Rows:
+    """As `rows.map`, whose result is kept where `datasets` keeps its own, and not beside rows that the user saved.
+
+    Args:
+        is_kept: whether it is kept for rows in memory, too.
+    """
+    folder = Path(datasets.config.HF_DATASETS_CACHE).absolute()
+    if isinstance(rows, datasets.IterableDataset):
+        return rows.map(function, **options)
+    is_saved = any(folder not in Path(file["filename"]).absolute().parents for file in rows.cache_files)
+    if is_saved or is_kept and not rows.cache_files:
+        (folder / "looks").mkdir(parents=True, exist_ok=True)
+        key = datasets.fingerprint.Hasher.hash([rows._fingerprint, function, options])
+        options["cache_file_name"] = str(folder / "looks" / f"{key}.arrow")
+    return rows.map(function, **options)
 
 
 class StreamReport:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import datasets
 import pyarrow
+import pyarrow.parquet
 from datasets.data_files import DataFilesDict, get_data_patterns
 from pydantic import ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
@@ -284,6 +285,8 @@ def named_images(column: pyarrow.ChunkedArray) -> list[str]:
     names = []
     for chunk in column.chunks:
         if pyarrow.types.is_struct(chunk.type):
+            if chunk.type.get_field_index("path") < 0:
+                continue
             chunk = chunk.field("path").filter(chunk.field("bytes").is_null())
         elif not (pyarrow.types.is_string(chunk.type) or pyarrow.types.is_large_string(chunk.type)):
             continue
@@ -431,9 +434,13 @@ def source_images(arguments: DataArguments) -> list[str]:
     as parquet and Arrow files may have them."""
     column, saved = arguments.image_column, _saved(arguments) is not None
     is_json = arguments.source.endswith(".json")
-    if not (saved or is_json) and split_files(arguments)[0] in ("pictures", "webdataset"):
+    builder, by_split = ("", {}) if saved or is_json else split_files(arguments)
+    if builder in ("pictures", "webdataset"):
         return []  # its files hold the images or are these
-    if is_json and holds_list(arguments.source):  # conversations may be without an image
+    if builder == "parquet":
+        with reading(arguments):
+            names = [name for files in by_split.values() for file in files for name in _names_in_parquet(file, column)]
+    elif is_json and holds_list(arguments.source):  # conversations may be without an image
         with reading(arguments):
             entries = read_entries(arguments)[arguments.taken_rows]
         names = [entry.get("image") for entry in entries if isinstance(entry, dict)]
@@ -448,6 +455,18 @@ def source_images(arguments: DataArguments) -> list[str]:
         names = named_images(rows.data.column(column)) if saved else _names(rows, column)
     files = dict.fromkeys(member[1] if (member := MEMBER.fullmatch(name)) else name for name in names if name)
     return [os.path.join(arguments.image_root or "", name) for name in files]
+
+
+def _names_in_parquet(path: str, column: str) -> Iterator[str]:
+    """As `named_images`. Parts of a file in which every image has bytes are not read."""
+    with pyarrow.parquet.ParquetFile(path) as file:
+        for number in range(file.num_row_groups):
+            group = file.metadata.row_group(number)
+            chunks = [group.column(index) for index in range(group.num_columns)]
+            of_bytes = next((chunk for chunk in chunks if chunk.path_in_schema == f"{column}.bytes"), None)
+            is_whole = of_bytes is not None and of_bytes.statistics is not None and of_bytes.statistics.null_count == 0
+            if not is_whole and column in file.schema_arrow.names:
+                yield from named_images(file.read_row_group(number, [column]).column(column))
 
 
 def _names(rows: Rows, column: str) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from datasets import ClassLabel, Dataset, Value
 
-from data.pairs import select_columns
+from data.pairs import select_columns, trimmed
 from data.sources import DataArguments, open_rows
 
 # Names of classes that say nothing to a model: WordNet's ids of synsets, and numbers
@@ -29,7 +29,8 @@ def labeled_rows(
         as_prompts: whether a model reads the names.
     """
     rows, column = select_columns(open_rows(arguments), arguments), arguments.caption_column
-    feature, labels = rows.features["caption"], list(rows["caption"])
+    feature = rows.features["caption"]
+    labels = [trimmed(label) if isinstance(label, str) else label for label in rows["caption"]]
     for row, label in enumerate(labels):
         if not isinstance(label, int | str):
             raise ValueError(f"labels are integers or texts, but row {row} of column {column} has {label!r}")
@@ -63,7 +64,7 @@ def _own_names(rows: Dataset, arguments: DataArguments) -> list[str]:
     if arguments.num_samples is not None:
         arguments = dataclasses.replace(arguments, num_samples=None)
         rows = select_columns(open_rows(arguments), arguments)
-    return sorted({label for label in rows["caption"] if isinstance(label, str)})
+    return sorted({trimmed(label) for label in rows["caption"] if isinstance(label, str)})
 
 
 def in_order(ids: Iterable[str]) -> list[str]:

@@ -1,5 +1,6 @@
 """Pairs in csv and tsv tables and in JSONs of COCO and Karpathy: what is read, and what is refused."""
 
+import csv
 import dataclasses
 import json
 from pathlib import Path
@@ -8,9 +9,10 @@ import numpy as np
 import pytest
 from tiny_sources import CAPTIONS, picture, sharegpt4v, write_pictures
 
+from data.annotations import read_tables
 from data.identity import identity
 from data.images import decode_image
-from data.pairs import load_pairs
+from data.pairs import load_pairs, present_captions
 from data.sources import DataArguments
 from data.splits import common_rows
 from training.estimates import count_pairs
@@ -169,3 +171,26 @@ def test_damaged_files_are_refused(tmp_path, file, text, message):
     (tmp_path / file).write_text(text)
     with pytest.raises(ValueError, match=f"{file}.*{message}"):
         load_pairs(DataArguments(source=str(tmp_path / file)))
+
+
+@pytest.mark.parametrize("cell", ['["a cat", "a dog"]', "['a cat', 'a dog']"], ids=["json", "python"])
+def test_cells_that_are_lists_are_several_captions(tmp_path, cell):
+    """As pandas and others write them. A line may have one text, or text in brackets that is no list."""
+    cells = [cell, "one", "[stop]", "[1, 2]", "NA"]
+    lines = [["image", "caption"], *([f"{number}.png", cell] for number, cell in enumerate(cells))]
+    with open(tmp_path / "pairs.csv", "w", newline="") as file:
+        csv.writer(file).writerows(lines)
+    columns = read_tables([str(tmp_path / "pairs.csv")])
+    assert columns["caption"] == [["a cat", "a dog"], ["one"], ["[stop]"], ["[1, 2]"], None]
+    assert columns["image"] == [line[0] for line in lines[1:]]
+
+
+def test_the_line_that_is_not_utf8_is_named(tmp_path):
+    lines = [b"image,caption", *(b"%d.png,a cat" % number for number in range(5000)), b"x.png,caf\xe9"]
+    (tmp_path / "pairs.csv").write_bytes(b"\n".join(lines))
+    with pytest.raises(ValueError, match="pairs.csv: line 5002 cannot be read: 'utf-8' codec"):
+        read_tables([str(tmp_path / "pairs.csv")])
+
+
+def test_marks_and_ends_of_lines_around_a_caption_are_none_of_it():
+    assert present_captions(["\ufeff a cat\r\n", " \ufeff ", None, "a\r\ndog"]) == ["a cat", "a\r\ndog"]

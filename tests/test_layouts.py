@@ -1,10 +1,15 @@
 """The same pairs in every layout, loaded and streamed, give the same batches; a split is a split."""
 
 import contextlib
+import csv
+import io
 import json
 import os
+import tarfile
 
 import datasets
+import pyarrow
+import pyarrow.parquet
 import pytest
 import tiny_sources
 import torch
@@ -191,3 +196,116 @@ def test_a_saved_dataset_knows_its_split(tmp_path, sources):
     assert len(load_pairs(DataArguments(source=str(tmp_path), split="test"))) == 4
     with pytest.raises(ValueError, match="has no split 'train', only test"):
         load_pairs(DataArguments(source=str(tmp_path)))
+
+
+def pictures(folder, numbers=range(NUMBER)):
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in numbers:
+        (folder / f"{number:03d}.png").write_bytes(png(number))
+
+
+def as_table(folder, name, delimiter=",", encoding="utf-8"):
+    """Also a line without a picture's caption and one of a picture that is not there."""
+    pictures(folder / "pictures", range(NUMBER + 1))
+    text = io.StringIO()
+    lines = [[f"{number:03d}.png", caption] for number, caption in enumerate(CAPTIONS)]
+    csv.writer(text, delimiter=delimiter).writerows([["image", "caption"], *lines, ["024.png", "NA"], ["x.png", "a"]])
+    (folder / name).write_bytes(text.getvalue().encode(encoding))
+    return {"source": str(folder / name), "image_root": str(folder / "pictures")}
+
+
+def as_parquet(folder, image, kind):
+    """Images as `image` makes them of numbers; what is left out is the same as in tables."""
+    pictures(folder / "pictures", range(NUMBER + 1))
+    folder.joinpath("rows").mkdir()
+    images = [image(number) for number in range(NUMBER + 1)]
+    broken = {pyarrow.string(): "x.png", pyarrow.binary(): b"x"}.get(kind, {"bytes": b"x"})
+    captions = pyarrow.array([*CAPTIONS, None, "a"])
+    table = pyarrow.table({"image": pyarrow.array([*images, broken], kind), "caption": captions})
+    pyarrow.parquet.write_table(table, folder / "rows" / "0.parquet")
+    return {"source": str(folder / "rows"), "image_root": str(folder / "pictures")}
+
+
+def as_shards(folder, endings=("png",), mode="w", **settings):
+    members = []
+    for number, text in enumerate([*CAPTIONS, " "]):
+        files = {endings[number % len(endings)]: png(number), "txt": text.encode()}
+        members += [(f"{number:03d}.{ending}", content) for ending, content in files.items()]
+    folder.mkdir(exist_ok=True)
+    name = "0.tar.gz" if mode == "w:gz" else "{0}.tar"
+    for number, part in enumerate((members[:20], [*members[20:], ("x.txt", b"a")])):
+        with tarfile.open(folder / name.format(number).replace("0.tar.gz", f"{number}.tar.gz"), mode) as tar:
+            for member, content in part:
+                header = tarfile.TarInfo(member)
+                header.size = len(content)
+                tar.addfile(header, io.BytesIO(content))
+    pattern = {"w:gz": "*.tar.gz"}.get(mode, "{0..1}.tar")
+    columns = {"image_column": ";".join(endings), "caption_column": "txt"}
+    return {"source": str(folder / pattern), **columns, **settings}
+
+
+def as_folder(folder, how):
+    """Through a link, with a table above the pictures, or with a text beside each of them."""
+    pictures(folder / "elsewhere", range(NUMBER + 1))
+    (folder / "data").mkdir()
+    (folder / "data" / "pictures").symlink_to(folder / "elsewhere")
+    if how == "texts":
+        for number, caption in enumerate(CAPTIONS):
+            (folder / "elsewhere" / f"{number:03d}.txt").write_text(caption + "\r\n")
+        (folder / "elsewhere" / "x.png").write_bytes(b"x")
+        (folder / "elsewhere" / "x.txt").write_text("a")
+    else:
+        lines = [{"file_name": f"pictures/{number:03d}.png", "caption": text} for number, text in enumerate(CAPTIONS)]
+        lines += [{"file_name": "pictures/024.png", "caption": None}, {"file_name": "pictures/x.png", "caption": "a"}]
+        (folder / "data" / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return {"source": str(folder / "data")}
+
+
+def as_json(folder, name):
+    pictures(folder / "pictures", range(NUMBER + 1))
+    pairs = [*((f"{number:03d}.png", text) for number, text in enumerate(CAPTIONS)), ("024.png", ""), ("x.png", "a")]
+    if name == "blip":
+        content = json.dumps([{"image": image, "caption": text} for image, text in pairs])
+    elif name == "sharegpt4v":
+        said = [(image, [{"from": "gpt", "value": text}]) for image, text in pairs]
+        content = json.dumps([{"image": image, "conversations": turns} for image, turns in said])
+    else:
+        content = "\n".join(json.dumps({"image": image, "caption": [text]}) for image, text in pairs)
+    path = folder / f"{name}.{'jsonl' if name == 'lines' else 'json'}"
+    path.write_text(content)
+    return {"source": str(path), "image_root": str(folder / "pictures")}
+
+
+BYTES = {"bytes": pyarrow.binary(), "path": pyarrow.string()}
+FIFTEEN = {
+    "folder with a table": lambda folder: as_folder(folder, "table"),
+    "folder with texts": lambda folder: as_folder(folder, "texts"),
+    "csv": lambda folder: as_table(folder, "pairs.csv"),
+    "csv with a mark": lambda folder: as_table(folder, "pairs.csv", encoding="utf-8-sig"),
+    "tsv of Excel": lambda folder: as_table(folder, "pairs.tsv", "\t", "utf-16"),
+    "parquet": lambda folder: as_parquet(folder, lambda n: {"bytes": png(n), "path": None}, pyarrow.struct(BYTES)),
+    "parquet without paths": lambda folder: as_parquet(
+        folder, lambda n: {"bytes": png(n)}, pyarrow.struct({"bytes": pyarrow.binary()})
+    ),
+    "parquet of bytes": lambda folder: as_parquet(folder, png, pyarrow.binary()),
+    "parquet of names": lambda folder: as_parquet(folder, "{:03d}.png".format, pyarrow.string()),
+    "shards": as_shards,
+    "shards of two endings": lambda folder: as_shards(folder, ("jpg", "png")),
+    "compressed shards": lambda folder: as_shards(folder, mode="w:gz"),
+    "ShareGPT4V": lambda folder: as_json(folder, "sharegpt4v"),
+    "BLIP": lambda folder: as_json(folder, "blip"),
+    "lines of JSON": lambda folder: as_json(folder, "lines"),
+}
+
+
+@STREAMING
+@pytest.mark.parametrize("layout", FIFTEEN)
+def test_the_same_pairs_in_fifteen_layouts(layout, streaming, tmp_path, processor, caplog):
+    """24 pairs, and two that cannot be used."""
+    settings = FIFTEEN[layout](tmp_path) | {"max_unreadable": 0.1}
+    epoch = samples(read(settings, processor, 4, 6, streaming=streaming))
+    pictures(tmp_path / "plain")
+    write_image_folder(tmp_path / "expected", range(NUMBER))
+    assert epoch == samples(read({"source": str(tmp_path / "expected")}, processor, 4, 6))
+    if not streaming:
+        assert "2 of 26 pairs" in caplog.text

@@ -14,7 +14,7 @@ from tiny_sources import CAPTIONS, SOURCES, damaged, images_and_texts, picture, 
 
 from data.images import decode_image
 from data.pairs import load_pairs, select_columns
-from data.sources import DataArguments
+from data.sources import DataArguments, source_images
 from training.loader import PairLoader
 
 STREAMING = pytest.mark.parametrize("streaming", [False, True], ids=["loaded", "streamed"])
@@ -190,3 +190,26 @@ def test_what_is_not_there_and_does_not_go_together(tmp_path, processor):
         load_pairs(DataArguments(**settings))
     with pytest.raises(ValueError, match="streaming neither goes with"):
         DataArguments(source="x", streaming=True, in_memory=True)
+
+
+def test_nothing_is_written_beside_the_users_data(tmp_path):
+    """What is computed of a dataset of `save_to_disk` is kept elsewhere, also where its images are named."""
+    names = tiny_sources.write_pictures(tmp_path / "images")
+    pairs = datasets.Dataset.from_dict({"image": names, "caption": [f"{name}\n{name}" for name in names]})
+    pairs.save_to_disk(tmp_path / "saved")
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    arguments = DataArguments(
+        source=str(tmp_path / "saved"), image_root=str(tmp_path / "images"), captions_per_line=True, num_workers=2
+    )
+    for _ in range(2):
+        assert list(load_pairs(arguments)["caption"]) == [[name, name] for name in names]
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+def test_images_that_only_the_last_rows_name_are_known(tmp_path):
+    names = tiny_sources.write_pictures(tmp_path / "images")
+    images = [{"bytes": png(number), "path": None} for number in range(2000)]
+    images[-1] = {"bytes": None, "path": str(tmp_path / "images" / names[0])}
+    rows = datasets.Dataset.from_dict({"image": images, "caption": ["a"] * 2000})
+    rows.to_parquet(tmp_path / "rows.parquet", batch_size=500)
+    assert source_images(DataArguments(source=str(tmp_path / "rows.parquet"))) == [str(tmp_path / "images" / names[0])]

@@ -10,7 +10,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from data.identity import identity
-from data.pairs import load_pairs
+from data.pairs import load_pairs, mapped
 from data.sources import DataArguments
 from records.provenance import value_digest
 from training.context import Context
@@ -67,7 +67,8 @@ def _pairs(arguments: DataArguments) -> datasets.Dataset:
     rows = load_pairs(arguments, images=False)
     feature = rows.features["image"]
     if isinstance(feature, datasets.Value):
-        return rows.map(
+        return mapped(
+            rows,
             lambda batch: {"image": [path and {"bytes": None, "path": path} for path in batch["image"]]},
             batched=True,
             features=datasets.Features(rows.features | {"image": IMAGE}),
@@ -81,7 +82,8 @@ def _with_lists(rows: datasets.Dataset) -> datasets.Dataset:
     several = datasets.List(datasets.Value("string"))
     if isinstance(rows.features["caption"], datasets.List | datasets.LargeList):
         return rows.cast_column("caption", several)
-    return rows.map(
+    return mapped(
+        rows,
         lambda batch: {"caption": [[caption] for caption in batch["caption"]]},
         batched=True,
         features=datasets.Features(rows.features | {"caption": several}),
