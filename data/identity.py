@@ -21,7 +21,7 @@ from huggingface_hub import snapshot_download
 from tqdm.auto import trange
 
 from data import icons
-from data.shards import MEMBER
+from data.shards import MEMBER, read_member
 from data.sources import DataArguments, file_stamp, source_files, source_images
 from data.worlds import WORLDS
 
@@ -112,6 +112,11 @@ def identity(arguments: DataArguments) -> dict[str, Any] | None:
 def image_digests(images: Iterable[str | dict[str, Any]]) -> list[str]:
     """The hashes of images, each a path or with `bytes` or a `path`, which may have a `box`."""
     images = [{"path": image} if isinstance(image, str) else image for image in images]
+    in_shard = [not image.get("bytes") and MEMBER.fullmatch(image["path"]) for image in images]
+    images = [
+        {**image, "bytes": read_member(image["path"])} if is_there else image
+        for image, is_there in zip(images, in_shard, strict=True)
+    ]
     in_files = iter(content_digests(image["path"] for image in images if not image.get("bytes")))
     whole = [hashlib.sha256(image["bytes"]).hexdigest() if image.get("bytes") else next(in_files) for image in images]
     boxes = [image.get("box") for image in images]

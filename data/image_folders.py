@@ -183,8 +183,12 @@ def _of_tables(tables: list[str], pictures: list[str], elsewhere: set[str]) -> t
         named |= {"file_name": "image"} if "file_name" in columns else {}
         if not named:
             raise ValueError(f"{table} has no column file_name, which names the picture of each line")
+        place = os.path.dirname(table)
         for column in named:
-            paths = [name and os.path.normpath(os.path.join(os.path.dirname(table), name)) for name in columns[column]]
+            paths = [name and os.path.normpath(os.path.join(place, name)) for name in columns[column]]
+            outside = next((path for path in paths if path and not path.startswith(place + os.sep)), None)
+            if outside is not None:
+                raise ValueError(f"{table} names {outside}, which is not below it: move the picture or the table")
             columns[column] = [path and here.get(unicodedata.normalize("NFC", path), path) for path in paths]
         names = names or [named.get(name, name) for name in columns]
         if {named.get(name, name) for name in columns} != set(names):

@@ -139,6 +139,11 @@ def test_several_pictures_a_line(tmp_path):
     [
         ({"metadata.csv": "name,caption\na.png,one\n"}, "metadata.csv has no column file_name"),
         (
+            {"x/metadata.csv": "file_name,caption\n../a.png,one\n"},
+            "x/metadata.csv names .*a.png, which is not below it",
+        ),
+        ({"metadata.csv": "file_name,caption\n/etc/a.png,one\n"}, "names /etc/a.png, which is not below it"),
+        (
             {"metadata.csv": "file_name,caption\na.png,one\n", "x/metadata.csv": "file_name,text\nb.png,two\n"},
             "x/metadata.csv has the columns file_name, text, but .*metadata.csv image, caption",
         ),

@@ -414,9 +414,10 @@ class TrainStage(RouterSettings, StepsStage):
         rows = self.load_pairs(inputs, context)
         twins, sampler, shares = None, self.batch_sampler(rows, share, inputs, context), None
         is_negative = self.duplicates == "negative"
+        # Images are read only where they matter, and not of shards at whose images nobody is to look
+        texts_alone = is_negative or self.data.indexed
         if not self.data.streaming:
-            # Images are read only where they matter
-            twins = context.twins(rows.remove_columns("image") if is_negative else rows, processor.tokenizer)
+            twins = context.twins(rows.remove_columns("image") if texts_alone else rows, processor.tokenizer)
             sampler = sampler or GlobalBatchSampler(len(rows), *share)
             shares = self._keep_apart(twins, sampler)
         keys = None if is_negative else np.empty(0, np.int64) if twins is None else twins.images
@@ -434,7 +435,7 @@ class TrainStage(RouterSettings, StepsStage):
         if accelerator.is_main_process:
             with reading(self.data):
                 loader.report_captions()
-            print(f"{self.name}: {self._tell_duplicates(shares, 'text' if is_negative else 'text or image')}")
+            print(f"{self.name}: {self._tell_duplicates(shares, 'text' if texts_alone else 'text or image')}")
         self.train_model(model, processor, loader, accelerator, context, directory, self.evaluation)
         return None if shares is None else Trained(len(rows), shares)
 
