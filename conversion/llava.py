@@ -5,6 +5,7 @@ if __name__ == "__main__":
 
     llava.main()
 
+import logging
 from pathlib import Path
 
 import torch
@@ -27,6 +28,8 @@ from conversion.processors import (
 from conversion.verification import check_equal
 from modeling_clip_moe.configuration_clip_moe import CLIPMoETowerConfig
 from records.files import save
+
+logger = logging.getLogger(__name__)
 
 
 def load_tower(source: str | Path, **kwargs) -> PreTrainedModel:
@@ -54,6 +57,30 @@ def swap(llava: LlavaForConditionalGeneration, tower: PreTrainedModel) -> None:
     is_first_dropped = config.vision_feature_select_strategy == "default"
     config.image_seq_length = patches + has_class_token - is_first_dropped
     llava.model.vision_tower = tower.to(llava.dtype)
+
+
+@torch.no_grad()
+def tell_other_origin(llava: LlavaForConditionalGeneration, tower: PreTrainedModel) -> str:
+    """Says whether a tower has other weights, besides its experts, than the one whose place it is to take: then the
+    projector was trained with other features. Empty if it has the same."""
+    old, new = (
+        {name.removeprefix("vision_model."): weight.to(llava.dtype) for name, weight in model.state_dict().items()}
+        for model in (llava.model.vision_tower, tower)
+    )
+    shared = [name for name in old if name in new and old[name].shape == new[name].shape]
+    differing = [name for name in shared if not torch.equal(old[name], new[name])]
+    if not differing:
+        return ""
+    text = f"{len(differing)} of {len(shared)} weights that both towers have differ from those of the LLaVA's own"
+    if llava.config.vision_config.image_size == tower.config.image_size:
+        inputs = sample_llava_inputs(tower.config, llava.config.text_config)["pixel_values"].to(llava.dtype)
+        outputs = [
+            model(inputs, output_hidden_states=True) for model in (llava.model.vision_tower, tower.to(llava.dtype))
+        ]
+        layer = feature_layers(llava.config)[-1]
+        features = [output.hidden_states[layer].float() for output in outputs]
+        text += f"; their features have a cosine of {torch.cosine_similarity(*features, dim=-1).mean():.2f}"
+    return f"{text}. Train the projector again, or make the tower of the LLaVA's own, which may have been trained on"
 
 
 def feature_layers(config: LlavaConfig) -> list[int]:
@@ -110,8 +137,12 @@ def write_processor(source: str | Path, tower_source: str | Path, folder: Path) 
 
 
 def convert(source: str | Path, tower_source: str | Path, folder: Path) -> None:
-    """Saves the LLaVA of `source` with another tower into `folder`, and its processor."""
+    """Saves the LLaVA of `source` with another tower into `folder`, and its processor. Warns of a tower that does not
+    come from the LLaVA's own."""
     llava, tower = load_model(LlavaForConditionalGeneration, source), load_tower(tower_source)
+    told = tell_other_origin(llava, tower)
+    if told:
+        logger.warning("%s: %s", tower_source, told)
     swap(llava, tower)
     save(llava, folder)
     write_processor(source, tower_source, folder)

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import subprocess
 import sys
 
@@ -16,7 +17,7 @@ from conversion import commands
 from conversion.average import average
 from conversion.checkpoints import load_clip, load_dense
 from conversion.dense import extract
-from conversion.llava import expected_outputs, load_tower, swap, verify
+from conversion.llava import expected_outputs, load_tower, swap, tell_other_origin, verify
 from conversion.presets import PRESETS
 from conversion.processors import load_processor
 from conversion.unify import unify
@@ -245,6 +246,13 @@ def test_an_image_tower_alone_becomes_sparse_and_goes_into_a_llava(preset, tmp_p
 
     assert_checkpointing_keeps_gradients(trained, loss)
     llava, tower = tiny_llava(dense.config, 40, 39), load_tower(tmp_path / "sparse")
+    llava.model.vision_tower.load_state_dict(dense.state_dict())
+    assert tell_other_origin(llava, tower) == ""
+    with torch.no_grad():  # as after training within the LLaVA
+        name = next(name for name, _ in dense.named_parameters() if name.endswith("q_proj.weight"))
+        llava.model.vision_tower.get_parameter(name).add_(0.5)
+    told = tell_other_origin(llava, tower)
+    assert re.match(r"1 of \d+ weights .* differ .* a cosine of 0\.\d\d\. Train the projector", told)
     swap(llava, tower)
     llava.save_pretrained(tmp_path / "llava")
     verify(tmp_path / "llava", expected_outputs(llava, tower))
