@@ -22,6 +22,7 @@ from records.messages import in_one_line
 # In the folder of a stage, and of a run
 MANIFEST, RECIPE = "manifest.json", "recipe.yaml"
 LOG = "log.jsonl"  # of a stage that trains
+CHECKPOINTS = "checkpoints"  # its folder of these, until it has finished
 LOGS = "logs"  # the folder of the trackers
 
 EVERYTHING = ("**/*.bin", "**/*.json", "**/*.safetensors", "**/*.txt")
@@ -162,7 +163,8 @@ def model_fingerprint(model: str, patterns: Sequence[str] = EVERYTHING) -> str:
             raise FileNotFoundError(
                 f"{model} is no folder, and no model that can be had from the Hub: {error}"
             ) from error
-    return digest({file for pattern in patterns for file in path.glob(pattern) if file.is_file()}, path)
+    files = {file for pattern in patterns for file in path.glob(pattern) if file.is_file()}
+    return digest({file for file in files if path / CHECKPOINTS not in file.parents}, path)
 
 
 def weights_fingerprint(model: str) -> str:

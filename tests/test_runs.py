@@ -95,13 +95,19 @@ def test_models_may_be_called_as_settings_that_are_not_compared():
     assert comparable(settings) == {"models": settings["models"], "data": {}}
 
 
-def test_a_run_that_was_killed_before_it_knew_its_weights_learns_them_later(write):
+def test_a_kill_just_after_a_stage_has_its_name_changes_no_record(write, monkeypatch, capsys):
+    """What reads the stage then is not refused later."""
     path = write()
-    folder = run_recipe(load_recipe(path), only=["dense"]) / "dense"
-    record = Record.read(folder)
-    record.model_copy(update={"weights": None}).write(folder)
-    run_recipe(load_recipe(path), only=["dense"])
-    assert Record.read(folder).weights == record.weights is not None
+
+    def killed(final):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("training.runner._tidy", killed)
+        run_recipe(load_recipe(path), only=["dense"])
+    run_recipe(load_recipe(path), only=["sparse"])
+    run_recipe(load_recipe(path))
+    assert capsys.readouterr().out.count("done before, skipped") == 2
 
 
 def test_what_a_killed_run_left(tmp_path):

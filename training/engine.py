@@ -24,7 +24,7 @@ from evaluation.progress import Progress
 from modeling_clip_moe.sparse_moe import SparseMoEMixin
 from records.files import new_file
 from records.messages import join_names, one_line
-from records.provenance import LOG, flatten
+from records.provenance import CHECKPOINTS, LOG, flatten
 from training.gradient_cache import cached_gradient
 from training.lora import merge_adapters
 from training.optimizers import OptimizerSettings, WeightAverage, make_optimizer
@@ -43,7 +43,6 @@ from training.training_state import (
 
 logger = logging.getLogger(__name__)
 
-CHECKPOINTS = "checkpoints"
 # Share of tokens that no expert computes, above which a run that ends has gone wrong
 MANY_DROPPED = 0.5
 

@@ -8,9 +8,8 @@ import psutil
 
 from data.sources import opened_once
 from records.processes import is_first_process, num_processes
-from records.provenance import MANIFEST, Record
+from records.provenance import CHECKPOINTS, MANIFEST, Record
 from training.checks import SETTING_ERRORS, Outlook, error_text, find_faults
-from training.engine import CHECKPOINTS
 from training.estimates import AtMost, Unknown, parameters
 from training.recipe import Recipe
 from training.recipe_file import RecipeError

@@ -30,6 +30,7 @@ from data.sources import DataArguments, file_stamp, newest_file, opened_once
 from records.files import locked, respect_umask, write_text
 from records.local_names import paths_here
 from records.provenance import (
+    CHECKPOINTS,
     LOG,
     MANIFEST,
     RECIPE,
@@ -42,7 +43,6 @@ from records.provenance import (
 )
 from training.checks import Outlook, find_faults
 from training.context import Context, Unfinished, make_accelerator
-from training.engine import CHECKPOINTS
 from training.recipe import Recipe
 from training.recipe_file import RecipeError
 from training.settings import dump
@@ -191,7 +191,7 @@ class Runner:
         if is_done:
             say(f"{stage.name}: done before, skipped{_report_of(final)}")
             if accelerator.is_main_process:
-                _tidy(stage, Record.read(final), final)  # a kill may have come before that
+                _tidy(final)  # a kill may have come before that
             accelerator.wait_for_everyone()
             return
         say(f"{stage.name}: begins, {datetime.now():%Y-%m-%d %H:%M:%S}")
@@ -340,15 +340,14 @@ def _finish(stage: Stage, record: Record, partial: Path, final: Path) -> None:
         require_loadable(partial)
     for leftover in partial.rglob("*.partial"):  # of attempts that were killed
         shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+    if stage.makes_model:
+        record.weights = weights_fingerprint(str(partial))
     record.write(partial)
     respect_umask(partial)
     os.replace(partial, final)
-    _tidy(stage, record, final)
+    _tidy(final)
 
 
-def _tidy(stage: Stage, record: Record, final: Path) -> None:
+def _tidy(final: Path) -> None:
     """What is left to do when a folder has its name: until then, a run that is killed goes on from a checkpoint."""
     shutil.rmtree(final / CHECKPOINTS, ignore_errors=True)
-    if stage.makes_model and record.weights is None:  # not before the checkpoints are gone
-        record.weights = weights_fingerprint(str(final))
-        record.write(final)

@@ -35,11 +35,11 @@ from modeling_clip_moe import CLIPMoEConfig
 from modeling_clip_moe.configuration_clip_moe import embedding_size
 from records.files import save
 from records.messages import join_names
-from records.provenance import LOG
+from records.provenance import CHECKPOINTS, LOG
 from training.clusters import FeatureClusters, load_clusters
 from training.context import Context
 from training.contrastive_task import ContrastiveTask, drop_activations
-from training.engine import CHECKPOINTS, LoopSettings, train
+from training.engine import LoopSettings, train
 from training.estimates import (
     AtMost,
     Expected,
