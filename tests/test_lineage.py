@@ -41,13 +41,15 @@ def test_scores_are_those_of_the_weights(run, capsys):
     write_result(run, name="symbols_pairs--alike.json", weights="0" * 64, source="elsewhere/sparse")
     write_result(run, name="symbols_pairs--old.json", weights=None)
     write_result(run, name="symbols_pairs--dense.json", weights="1" * 64, source=str(BASE))
+    write_result(run, name="symbols_pairs--changed.json", changes={"routing": "paper"}, task="other")
     lineage = lineage_of(run)
     assert list(lineage.results) == ["symbols_pairs--a.json"] and list(lineage.pictures) == ["report.svg"]
     warning = capsys.readouterr().err
     (run / "evaluation" / "routing.png").symlink_to(run / "recipe.yaml")
     assert list(lineage_of(run).pictures) == ["report.svg"]
-    assert "2 results of sparse are left out: other weights were measured" in warning and "measure again" in warning
-    assert all(f"evaluation/symbols_pairs--{name}.json" in warning for name in ("alike", "old"))
+    assert "3 results of sparse are left out: other weights or another configuration were measured" in warning
+    assert all(f"evaluation/symbols_pairs--{name}.json" in warning for name in ("alike", "old", "changed"))
+    assert "Texts have at most 9 tokens" in card_of(lineage, longest_cut=9).text
     card = card_of(lineage)
     (score,) = card.data.eval_results
     assert score.metric_value == 100 * SCORE and "| group score | 75.0 | 72.5 to 77.4 | 1200" in card.text
@@ -59,7 +61,7 @@ def test_scores_are_those_of_the_weights(run, capsys):
     change_model(run)
     later = lineage_of(run)
     assert later.results == {} and later.pictures == {} and card_of(later).data.eval_results is None
-    assert capsys.readouterr().err.count("3 results of sparse are left out") == 2
+    assert capsys.readouterr().err.count("4 results of sparse are left out") == 2
     # A stage that was changed is not told as it was made
     assert lineage.recipe is not None and list(lineage.stages)[-1] == "sparse"
     write_result(run)

@@ -87,8 +87,16 @@ def build(
     if list(folder.glob("*.py")):
         shutil.copy(LICENSE, folder / "LICENSE-CODE")
     experts = [load_config(folder, name) for name in model.config.experts] if isinstance(model, CLIPMoDEModel) else []
-    render(model.config, lineage, repository, license, base_model, experts).save(folder / "README.md")
+    card = render(model.config, lineage, repository, license, base_model, experts, _longest_cut(folder))
+    card.save(folder / "README.md")
     verify(model, folder)
+
+
+def _longest_cut(folder: Path) -> int | None:
+    """The most tokens that the tokenizer of a folder makes of a text, if it says so."""
+    path = folder / "tokenizer_config.json"
+    length = read_json(path).get("model_max_length") if path.is_file() else None
+    return length if isinstance(length, int) else None
 
 
 def copy_model(source: Path, folder: Path) -> PreTrainedModel:

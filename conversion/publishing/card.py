@@ -1,6 +1,7 @@
 """Model cards: what a run left behind, told by `model_cards/template.md`."""
 
 import functools
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,7 @@ def render(
     license: str | None,
     base_model: str | None,
     experts: Sequence[PreTrainedConfig] = (),
+    longest_cut: int | None = None,
 ) -> ModelCard:
     """The card of a model.
 
@@ -61,6 +63,7 @@ def render(
         base_model: name on the Hub of the dense model that it comes from; None: what its first stages start from, where
             those are names on the Hub.
         experts: the configurations of a mixture's experts.
+        longest_cut: the most tokens that its tokenizer makes of a text; None: as many as the model takes.
     """
     results = list(lineage.results.values())
     bases = [base_model] if base_model else lineage.bases
@@ -81,7 +84,7 @@ def render(
         # Its code lies beside the weights
         custom_code=mixture or is_sparse,
         towers=towers,
-        text_length=towers["text"] and longest_text(towers["text"]),
+        text_length=towers["text"] and min(longest_text(towers["text"]), longest_cut or sys.maxsize),
         examples=_examples(lineage, bases),
         from_scratch=lineage.is_from_scratch and not bases,
         from_openai=bool(bases) and all(base.startswith(OPENAI) for base in bases),
@@ -91,7 +94,7 @@ def render(
         lineage=lineage,
         how_to_read_experts=ExpertSummary.READING,
         results=results,
-        measured=sorted({f"commit {result.get('commit') or 'unknown'}, {result['dtype']}" for result in results}),
+        measured=sorted({*map(_measured_with, results)}),
         scores=[(*score, _interval(*score[:2])) for score in _scores(results)],
         pictures={name: PICTURES[name] for name in lineage.pictures},
         base=", ".join([*bases, *unknown]),
@@ -100,6 +103,11 @@ def render(
         license=license,
         citations=[citations()[key] for key in dict.fromkeys([*papers, *(f.model_type for f in families), "clip"])],
     )
+
+
+def _measured_with(result: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    return f"commit {result.get('commit') or 'unknown'}, {result['dtype']}, {versions}"
 
 
 def _metadata(

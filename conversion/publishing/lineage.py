@@ -269,14 +269,14 @@ def _results_of_weights(pattern: str, folder: Path, weights: str) -> Iterator[tu
     others = []
     for path in sorted(folder.parent.glob(pattern), key=lambda path: path.stat().st_mtime):
         result = read_record(path, dict)
-        if result.get("weights") == weights:
+        if result.get("weights") == weights and not result.get("changes"):
             yield path, result
         elif Path(str(result.get("source"))).name == folder.name:
             others.append(path.relative_to(folder.parent).as_posix())
     if others:
         print(
-            f"warning: {len(others)} results of {folder.name} are left out: other weights were measured, or none "
-            f"are named; measure again ({join_names(others)})",
+            f"warning: {len(others)} results of {folder.name} are left out: other weights or another configuration "
+            f"were measured, or no weights are named; measure again ({join_names(others)})",
             file=sys.stderr,
         )
 
