@@ -17,7 +17,7 @@ from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel
 from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
 from modeling_clip_moe.families import FAMILY_OF_TYPE, Family
 from records.local_names import is_hub_name
-from records.messages import join_names
+from records.messages import join_names, one_line
 
 # Settings of configurations; a value with a slash is a repository of kernels, which runs whether trusted or not
 KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
@@ -53,6 +53,8 @@ def loading(source: str | Path) -> Iterator[None]:
     except OSError as error:
         missing = "" if Path(source).exists() else "there is no such folder, and from the Hub: "
         raise OSError(f"cannot load {source}: {missing}{error}") from error
+    except ImportError as error:
+        raise ValueError(f"cannot load {source}: {one_line(error)}") from error
     except pickle.UnpicklingError as error:  # torch's own proposes to run what the file holds
         raise ValueError(f"cannot load {source}: a file of weights is damaged or holds more than tensors") from error
     except (ValueError, RuntimeError, SafetensorError, StrictDataclassError) as error:

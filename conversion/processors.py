@@ -1,5 +1,7 @@
 """Processors and their halves, tokenizers and image processors: loaded, copied, and held to the model they go with."""
 
+import functools
+import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -30,8 +32,10 @@ from modeling_clip_moe.families import longest_text
 from modeling_clip_moe.modeling_siglip_moe import pads_to_max_length
 from records.files import save
 
+logger = logging.getLogger(__name__)
+
 # Files that show that a folder or repository has a half of a processor
-TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
+TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
 IMAGE_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 # Text towers that pool the first token of a text
 POOL_FIRST = ChineseCLIPTextConfig | AltCLIPTextConfig
@@ -77,7 +81,24 @@ def load_processor(source: str | Path) -> ProcessorMixin:
         for config in model_configs(source):
             require_fit(config, source, source, processor.tokenizer, processor.image_processor)
             mark_padding(config, processor.tokenizer)
+            if pads_to_max_length(config.get_text_config()):
+                _tell_capitals(processor.tokenizer, str(source))
     return processor
+
+
+@functools.cache
+def _told(message: str) -> None:
+    logger.warning(message)
+
+
+def _tell_capitals(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
+    """Warn where a SigLIP's tokenizer reads capitals, which its training did not have: those of SigLIP 2 with images of
+    one size do."""
+    if tokenizer("A DOG")["input_ids"] != tokenizer("a dog")["input_ids"]:
+        _told(
+            f"the tokenizer of {source} tells capitals from small letters, but SigLIP was trained on texts in lower "
+            "case: write yours so"
+        )
 
 
 def mark_padding(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -1,11 +1,12 @@
 """conversion/processors.py: where a processor fits; what does not fit in test_meetings.py, for all commands."""
 
+import importlib.util
 import json
 import shutil
 
 import pytest
 import tiny_families
-from tiny_clip import processor, tiny_clip
+from tiny_clip import change_json, processor, tiny_clip
 from tiny_families import tiny_dense
 from transformers import AutoProcessor, CLIPImageProcessorPil
 
@@ -60,3 +61,28 @@ def test_a_vocabulary_alone_cuts_texts_at_what_the_model_takes(tmp_path):
     (source / "tokenizer_config.json").write_text(json.dumps({"padding_side": "left"}))
     with pytest.raises(ValueError, match="pads texts on the left"):
         load_processor(source)
+
+
+def test_a_siglip_of_sentencepiece_says_what_it_needs(tmp_path):
+    """Its vocabulary is a `spiece.model`, which the package reads that is not installed here."""
+    if importlib.util.find_spec("sentencepiece"):
+        pytest.skip("sentencepiece is installed, so nothing is missing")
+    family = FAMILY_OF_TYPE["siglip"]
+    folder = tiny_families.saved(family, tiny_dense(family), tmp_path)
+    (folder / "tokenizer.json").unlink()
+    (folder / "spiece.model").write_bytes(b"a vocabulary")
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "SiglipTokenizer"}')
+    with pytest.raises(ValueError, match="cannot load .*SiglipTokenizer requires the SentencePiece library"):
+        load_processor(folder)
+
+
+@pytest.mark.parametrize(("lowercase", "told"), [(False, 1), (True, 0)])
+def test_capitals_that_a_siglip_never_saw_are_told(tmp_path, caplog, lowercase, told):
+    family = FAMILY_OF_TYPE["siglip"]
+    folder = tiny_families.saved(family, tiny_dense(family), tmp_path)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["normalizer"] = {"type": "Lowercase"} if lowercase else None
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    change_json(folder / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
+    load_processor(folder)
+    assert caplog.text.count("tells capitals from small letters") == told
