@@ -44,6 +44,8 @@ HEAD_WIDTH = 64
 HEAD_WIDTHS = {1280: 80, 1408: 88, 1664: 104, 1792: 112}
 # Entries that only OpenAI's own archives have
 SETTINGS = ("input_resolution", "context_length", "vocab_size")
+# What names of all tensors may begin with: wrappers of a model
+WRAPPERS = {"clip", "model", "module", "net"}
 # The tensors whose shapes give the config
 NEEDED = (
     "positional_embedding",
@@ -124,13 +126,52 @@ def read_state_dict(archive: Path, trust_archive: bool = False) -> dict[str, Ten
             content = torch.jit.load(archive, map_location="cpu").state_dict()
         else:
             content = torch.load(archive, map_location="cpu", weights_only=True)
-    if isinstance(content, dict) and "state_dict" in content:
-        content = content["state_dict"]
-    if not isinstance(content, dict) or not all(
-        isinstance(key, str) and isinstance(value, Tensor) for key, value in content.items()
+    return unwrapped(content, archive)
+
+
+def unwrapped(content: Any, archive: Path) -> dict[str, Tensor]:
+    """The tensors of a model in what was saved: of a dictionary around them, without prefixes that all names have, and
+    with the names of a text tower that is a module of its own. Weight averages beside them are passed over, and told.
+
+    Raises:
+        ValueError: there are no tensors by name, or several models.
+    """
+    if not _is_state_dict(content):
+        content = content if isinstance(content, dict) else {}
+        content = _one_of({key: value for key, value in content.items() if _is_state_dict(value)}, archive)
+    content = {key.replace("_orig_mod.", ""): value for key, value in content.items()}
+    while all(
+        "." in key and key.partition(".")[0] in WRAPPERS or _is_average(key.partition(".")[0]) for key in content
     ):
-        raise ValueError(f"{archive} is not a state dict: it holds more than tensors by name")
-    return {key.removeprefix("module."): value for key, value in content.items()}
+        parts: dict[str, dict[str, Tensor]] = {}
+        for key, value in content.items():
+            parts.setdefault(key.partition(".")[0], {})[key.partition(".")[2]] = value
+        content = _one_of(parts, archive)
+    own = {key.removeprefix("text.") for key in content if key.startswith("text.")}
+    return content if own & content.keys() else {key.removeprefix("text."): value for key, value in content.items()}
+
+
+def _one_of(models: Mapping[str, dict[str, Tensor]], archive: Path) -> dict[str, Tensor]:
+    """The one of several models that is no average of weights."""
+    plain = [name for name in models if not _is_average(name)]
+    if len(plain) != 1:
+        held = f"the models {join_names(plain)}: save the one that is meant alone" if plain else "no tensors by name"
+        raise ValueError(f"{archive} is not a state dict: it holds {held}")
+    for name in models.keys() - plain:
+        print(f"warning: {archive}: {name} is passed over, {plain[0]} is taken", file=sys.stderr)
+    return models[plain[0]]
+
+
+def _is_average(name: str) -> bool:
+    return "ema" in re.split(r"[^a-z]+", name.lower())
+
+
+def _is_state_dict(content: Any) -> bool:
+    return (
+        isinstance(content, dict)
+        and bool(content)
+        and all(isinstance(key, str) and isinstance(value, Tensor) for key, value in content.items())
+    )
 
 
 def one_position_table(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

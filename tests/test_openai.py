@@ -57,6 +57,44 @@ def test_state_dict_files(kind, tmp_path, capsys):
     openai.verify(state, model)
 
 
+def prefixed(prefix, state=None):
+    return {f"{prefix}{key}": tensor for key, tensor in (state or STATE).items()}
+
+
+TEXT = ("transformer.", "token_embedding.", "positional_embedding", "ln_final.", "text_projection", "attn_mask")
+WRAPPED = {
+    "compiled": prefixed("_orig_mod."),
+    "compiled and split": prefixed("module._orig_mod."),
+    "within another module": prefixed("model.clip."),
+    "a dictionary": {"model": prefixed("module."), "epoch": 3, "args": {"lr": 0.1}},
+    "a text tower of its own": {f"text.{key}" if key.startswith(TEXT) else key: STATE[key] for key in STATE},
+    "an average beside it": {"state_dict": STATE, "state_dict_ema": {key: STATE[key] + 1 for key in STATE}},
+    "an average among it": prefixed("model.") | prefixed("ema_model.", {key: STATE[key] + 1 for key in STATE}),
+}
+
+
+@pytest.mark.parametrize("how", WRAPPED)
+def test_wrapped_state_dicts(how, tmp_path, capsys):
+    torch.save(WRAPPED[how], tmp_path / "saved.pt")
+    found = openai.read_state_dict(tmp_path / "saved.pt")
+    assert found.keys() == STATE.keys() and all(torch.equal(found[key], STATE[key]) for key in STATE)
+    assert ("ema" in capsys.readouterr().err) == how.startswith("an average")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"student": STATE, "teacher": STATE}, "holds the models student, teacher: save the one that is meant alone"),
+        ({"model": prefixed("model.") | prefixed("net.")}, "holds the models model, net"),
+        ({"epoch": 3}, "holds no tensors by name"),
+    ],
+)
+def test_wrappings_that_are_not_clear(content, message, tmp_path):
+    torch.save(content, tmp_path / "saved.pt")
+    with pytest.raises(ValueError, match=message):
+        openai.read_state_dict(tmp_path / "saved.pt")
+
+
 def test_torchscript_archive_needs_trust_or_a_published_hash(tmp_path, monkeypatch):
     archive = tmp_path / "ViT-B-32.pt"
     torchscript(STATE, archive)
