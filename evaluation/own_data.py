@@ -167,7 +167,7 @@ def linear_probe_task(arguments: DataArguments, train_split: str, classes: Seque
         )
     classes = [*names, *(name for name in train_names if name not in names)]
     require_different_names(classes)
-    data = _data(arguments, classes=content_hash(classes), train_split=train_split)
+    data = _data(arguments, train_arguments, classes=content_hash(classes), train_split=train_split)
     return Task(
         kind="linear_probe",
         title=_title("linear probe", arguments),
@@ -186,7 +186,8 @@ def pairs_task(arguments: DataArguments, attribute_column: str = "attribute") ->
     Args:
         attribute_column: what differs in each pair, if there is such a column.
     """
-    data = _data(arguments, attribute_column=attribute_column)
+    sides = [dataclasses.replace(arguments, image_column=f"{arguments.image_column}_{side}") for side in range(2)]
+    data = _data(arguments, *sides, attribute_column=attribute_column)
 
     def load():
         rows = _pair_columns(arguments, attribute_column)
@@ -257,12 +258,15 @@ def is_template(text: str) -> bool:
     return fields == [("", "", None)]
 
 
-def _data(arguments: DataArguments, **more: Any) -> dict[str, Any]:
+def _data(arguments: DataArguments, *also_read: DataArguments, **more: Any) -> dict[str, Any]:
+    """What tells the data of a task: settings, and the identity of what they name and of what is read besides, so that
+    rows that were changed in place are other data."""
     chosen = {key: value for key, value in dataclasses.asdict(arguments).items() if key not in READING_SETTINGS}
     if arguments.source not in WORLDS:
         for key in ("captions", "kinds", "seed"):
             del chosen[key]
-    return chosen | more
+    held = [of_part for of_part in map(identity, (arguments, *also_read)) if of_part is not None]
+    return chosen | ({"identity": held} if held else {}) | more
 
 
 def _title(measure: str, arguments: DataArguments) -> str:

@@ -8,6 +8,7 @@ import PIL.Image
 import pytest
 import small_evaluation
 from pydantic import ValidationError
+from tiny_sources import png
 
 from data import symbols
 from data.sources import DataArguments
@@ -235,12 +236,36 @@ def test_the_same_pairs_score_alike_however_they_lie(dense, tmp_path):
 def test_what_a_reader_knows_data_by(tmp_path, monkeypatch, source, split, told):
     """The folder above the data is nobody's business."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "clinic" / "patients").mkdir(parents=True)
-    for name in ("all.parquet", "patients/a.csv"):
-        (tmp_path / "clinic" / name).write_text("")
+    (tmp_path / "clinic" / "patients" / "test").mkdir(parents=True)
+    (tmp_path / "clinic" / "patients" / "test" / "1.png").write_bytes(png())
+    (tmp_path / "clinic" / "patients" / "a.csv").write_text("image,caption\ntest/1.png,a patient\n")
     task = retrieval_task(DataArguments(source=source, split=split, num_samples=5 if source == "symbols" else None))
     title = f"retrieval, {source.split('/')[-1]}" + ", [:10%]" * ("10%" in split)
     assert task.title == title and task.protocol.startswith(told)
+
+
+def test_data_that_were_changed_in_place_are_other_data(dense, tmp_path):
+    """Their scores neither replace those of before nor stand beside them."""
+    (tmp_path / "pictures").mkdir()
+    for number in range(2):
+        (tmp_path / "pictures" / f"{number}.png").write_bytes(png(number))
+    lines = "image,caption\n0.png,a dog\n1.png,a cat\n"
+    (tmp_path / "pairs.csv").write_text(lines)
+    arguments = DataArguments(source=str(tmp_path / "pairs.csv"), image_root=str(tmp_path / "pictures"))
+
+    def measured():
+        return evaluate_model(dense, {"pairs": retrieval_task(arguments)}, tmp_path / "scores")
+
+    (before,), _ = measured(), measured()  # again, of the same data
+    (tmp_path / "pictures" / "0.png").write_bytes(png(5))
+    with pytest.raises(ValueError, match="with another data"):
+        measured()
+    (tmp_path / "pictures" / "0.png").write_bytes(png(0))
+    (tmp_path / "pairs.csv").write_text(lines.replace("dog", "cow"))
+    with pytest.raises(ValueError, match="with another data"):
+        measured()
+    (tmp_path / "pairs.csv").write_text(lines)
+    assert measured()[0]["data"] == before["data"]
 
 
 def test_what_is_missing_is_left_out_and_counted(dense, tmp_path):
