@@ -60,6 +60,8 @@ def test_a_refused_run_writes_nothing(write):
     for only in (None, ["sparse"]):
         with pytest.raises(ValueError, match="sparse was made with other settings .stage.changes.num_experts: 4 -> 8"):
             run_recipe(load_recipe(path, {"sparse.changes.num_experts": 8}), only)
+    with pytest.raises(ValueError, match="sparse was made with other settings .stage.changes.num_experts: 4 -> 8"):
+        run_recipe(load_recipe(path, {"sparse.changes.num_experts": 8}), ["dense"])  # recipe.yaml would tell it
     assert contents(output) == {name: content for name, content in before.items() if name.parts[0] != "dense"}
     run_recipe(load_recipe(path))
     assert Record.read(output / "dense").digest == digest  # made again, it is the same
