@@ -1,5 +1,6 @@
 """docs/extending.md as it stands: its method runs, its loss is SigLIP's, and classes that are none end in one line."""
 
+import importlib
 import json
 import os
 import re
@@ -18,6 +19,7 @@ from conversion.commands import publish
 from training.commands import train
 from training.losses import Pairing
 from training.recipe import load_recipe, stage_class
+from training.stages.custom import own_stage
 
 pytestmark = pytest.mark.slow
 
@@ -191,3 +193,21 @@ def test_the_working_folder_comes_before_that_of_the_command(own, monkeypatch):
     (own / "losses.py").write_text((own / "my_method/interpolate.py").read_text())
     monkeypatch.setattr(sys, "path", [str(ROOT / "training"), *sys.path])
     assert stage_class("losses:InterpolateStage").__module__ == "losses"
+
+
+def test_what_a_stage_imports_of_its_own_is_recorded(tmp_path, monkeypatch):
+    """Modules of the same package or folder, whatever way they are imported; and no others."""
+    (tmp_path / "wrong" / "deep").mkdir(parents=True)
+    (tmp_path / "wrong" / "__init__.py").write_text("")
+    (tmp_path / "wrong" / "deep" / "__init__.py").write_text("from .sizes import SIZE\n")
+    (tmp_path / "wrong" / "deep" / "sizes.py").write_text("import numpy\nSIZE = 3\n")
+    (tmp_path / "wrong" / "unused.py").write_text("")
+    stage = "import losses\nfrom training.stages.train import TrainStage\nfrom wrong import deep\n"
+    (tmp_path / "wrong" / "stages.py").write_text(f"{stage}\nclass Mine(TrainStage):\n    pass\n")
+    (tmp_path / "losses.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        mine = importlib.import_module("wrong.stages").Mine
+        assert own_stage(mine)["code"].keys() == {"wrong", "wrong.deep", "wrong.deep.sizes", "wrong.stages"}
+    finally:
+        forget()

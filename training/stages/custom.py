@@ -1,13 +1,16 @@
 """Stages of one's own, which a recipe names as `package.module:Class`: docs/extending.md."""
 
+import ast
 import dataclasses
 import functools
 import importlib
+import importlib.util
 import inspect
 import os
 import re
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,8 @@ from training.settings import STRICT
 from training.stages.base import Stage
 
 IMPORTLIB = importlib.__file__
+# Of this repository: their commit is in each record
+PACKAGES = {"benchmarks", "conversion", "data", "evaluation", "model_cards", "modeling_clip_moe", "records", "training"}
 
 
 def import_stage(stage: str) -> type[Stage]:
@@ -45,7 +50,8 @@ def own_stage(stage: type[Stage]) -> dict[str, Any]:
     own = [parent for parent in reversed(stage.__mro__) if parent.__module__.split(".")[0] not in ours]
     if not own:
         return {}
-    code = {module: file_digest(Path(sys.modules[module].__file__)) for module in sorted({c.__module__ for c in own})}
+    modules = set().union(*(_with_imports(parent.__module__) for parent in own))
+    code = {module: file_digest(Path(sys.modules[module].__file__)) for module in sorted(modules)}
     annotated = {name for parent in own for name in inspect.get_annotations(parent)}
     text = " ".join((stage.__doc__ or "").split())
     if text.startswith(f"{stage.__name__}("):  # which a dataclass has where nobody wrote one
@@ -53,6 +59,33 @@ def own_stage(stage: type[Stage]) -> dict[str, Any]:
     sentence = re.match(r".*?[.!?](?=\s|$)", text)
     settings = [field.name for field in dataclasses.fields(stage) if field.name in annotated]
     return {"code": code, "own": OwnStage(does=sentence[0] if sentence else text, settings=settings)}
+
+
+def _with_imports(name: str) -> set[str]:
+    """A module and those that it imports of the same package or, if it is in none, of the same folder; and so on."""
+    package, folder = name.split(".")[0], Path(sys.modules[name].__file__).parent
+    found, waiting = set(), [name]
+    while waiting:
+        name = waiting.pop()
+        path = getattr(sys.modules.get(name), "__file__", None)
+        if path is None or name in found or name.split(".")[0] in PACKAGES:
+            continue
+        if name.split(".")[0] == package or Path(path).parent == folder and "site-packages" not in folder.parts:
+            found.add(name)
+            waiting += _imports(name, Path(path))
+    return found
+
+
+def _imports(name: str, path: Path) -> Iterator[str]:
+    """The names of the modules that the code of one imports, and perhaps of what it takes of them."""
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            source = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            yield source
+            yield from (f"{source}.{alias.name}" for alias in node.names)
 
 
 def _reason(error: Exception) -> str:
