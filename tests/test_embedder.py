@@ -15,6 +15,7 @@ from tiny_clip import change_weights
 from transformers import CLIPImageProcessorPil, CLIPModel
 
 import data.images
+import data.tokenizer
 import modeling_clip_moe
 from conversion.processors import load_processor
 from data import symbols
@@ -77,7 +78,13 @@ def test_how_a_model_runs_is_part_of_the_key(dense, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("module", "changed"),
-    [(modeling_clip_moe, "modeling_clip_moe"), (data.images, "images"), (embedder, "embedder"), (batches, "batches")],
+    [
+        (modeling_clip_moe, "modeling_clip_moe"),
+        (data.images, "images"),
+        (data.tokenizer, "tokenizer"),
+        (embedder, "embedder"),
+        (batches, "batches"),
+    ],
 )
 def test_changed_code_has_another_hash_before_it_is_committed(tmp_path, monkeypatch, module, changed):
     here, code = code_digest(), tmp_path / f"{changed}.py"
