@@ -2,11 +2,13 @@
 names and templates of packages, and the Hub."""
 
 import io
+import itertools
 import json
 import re
 import runpy
 import shutil
 import sys
+import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -354,6 +356,30 @@ def test_another_copy_is_another_task(tmp_path, name, file, change):
     two = benchmark_task(BENCHMARKS[name], tmp_path / "two").data
     key = {TEMPLATES: "templates", CLASSES: "classes"}.get(file, "version")
     assert key in {key for key in one if one[key] != two[key]} <= {key, "layout"}
+
+
+@pytest.mark.parametrize("name", ["mscoco_val2017", "ucf101", "cars"])
+def test_what_was_exchanged_within_a_copy_makes_it_another_one(tmp_path, name):
+    """Pictures of two files, or labels in a shard: names and sizes stay."""
+    folder = make(tmp_path, name)
+    before = benchmark_task(BENCHMARKS[name], tmp_path).data["version"]
+    if name == "cars":
+        content = (folder / "test" / "0.tar").read_bytes()
+        with tarfile.open(folder / "test" / "0.tar") as tar:
+            labels = [member for member in tar.getmembers() if member.name.endswith(".cls")]
+            places = [(member.offset_data, tar.extractfile(member).read()) for member in labels]
+        pairs = itertools.combinations(places, 2)
+        is_other = lambda pair: pair[0][1] != pair[1][1] and len(pair[0][1]) == len(pair[1][1])  # noqa: E731
+        (one, first), (other, second) = next(filter(is_other, pairs))
+        content = bytearray(content)
+        content[one : one + len(first)], content[other : other + len(first)] = second, first
+        (folder / "test" / "0.tar").write_bytes(content)
+    else:
+        one, other = [path for path in sorted(folder.rglob("*")) if path.suffix in (".jpg", ".png")][:2]
+        contents = one.read_bytes(), other.read_bytes()
+        assert contents[0] != contents[1]
+        other.write_bytes(contents[0]), one.write_bytes(contents[1])
+    assert benchmark_task(BENCHMARKS[name], tmp_path).data["version"] != before
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ each class) or `caption` (a list of texts); pairs have `image_0`, `image_1`, `ca
 choices have captions of which the first is right, and may have an `attribute`. No image is decoded here.
 """
 
+import csv
 import glob
 import json
 import os
@@ -20,6 +21,7 @@ from datasets import Dataset
 from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 
 from data.annotations import read_annotations
+from data.identity import content_digests
 from data.pairs import rename_columns, select_columns
 from data.sources import DataArguments, open_rows
 from evaluation.class_names import in_order
@@ -68,8 +70,19 @@ class Layout(ABC):
         return all(any(folder.glob(self.of_split(pattern, split))) for pattern in self.files)
 
     def stamp(self, folder: Path, split: str) -> str:
-        """A hash that tells copies apart, wherever they lie: of what is said about a split. Images are not read."""
-        return content_hash([read_text(file) for file in self.annotations(folder, split)])
+        """A hash that tells copies apart, wherever they lie: of what is said about a split, and of its images."""
+        return content_hash(
+            [[read_text(file) for file in self.annotations(folder, split)], self._images(folder, split)]
+        )
+
+    def _images(self, folder: Path, split: str) -> str:
+        try:
+            rows = self.rows(folder, split)
+        except FAULTS:  # told when it is loaded
+            return ""
+        values = [value for name in rows.column_names if name.startswith("image") for value in rows[name]]
+        paths = {value["path"] if isinstance(value, dict) else value for value in values}
+        return _stamp_of_contents(folder, filter(Path.is_file, map(Path, filter(None, paths))))
 
     def class_names(self, folder: Path, split: str) -> list[str] | None:
         """The names or the ids of classes that the data carry themselves, by the number of the class."""
@@ -82,6 +95,10 @@ class Layout(ABC):
     @abstractmethod
     def rows(self, folder: Path, split: str) -> Dataset:
         """The rows of a split."""
+
+
+# What rows of a copy that is not as it should be may raise
+FAULTS = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError, csv.Error)
 
 
 def images_in(folder: Path) -> list[Path]:
@@ -116,9 +133,10 @@ def _value_of_word(file: Path) -> dict[str, str]:
     return _without_contradiction(zip(words[::2], words[1::2], strict=True), file)
 
 
-def _stamp_of_sizes(folder: Path, files: Iterable[Path]) -> str:
-    """A hash of the names and sizes of files that are too large to be read for it."""
-    return content_hash(sorted([file.relative_to(folder).as_posix(), file.stat().st_size] for file in files))
+def _stamp_of_contents(folder: Path, files: Iterable[Path]) -> str:
+    """A hash of the names and contents of files, which are read once: see `data.identity.content_digests`."""
+    files = sorted(files)
+    return content_hash([[file.relative_to(folder).as_posix() for file in files], content_digests(map(str, files))])
 
 
 def _captioned(folder: Path, captions: dict[str, list[str]]) -> Dataset:
@@ -157,7 +175,7 @@ class Shards(Layout):
         return rename_columns(rows, {image: "image", self.text: "label"}, arguments)
 
     def stamp(self, folder: Path, split: str) -> str:
-        return _stamp_of_sizes(folder, self.annotations(folder, split))
+        return _stamp_of_contents(folder, self.annotations(folder, split))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,8 +209,9 @@ class ClassFolders(Layout):
         return [re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name) for name in names]
 
     def stamp(self, folder: Path, split: str) -> str:
+        said = [read_text(file) for file in self.annotations(folder, split)]
         images = [image for path in self._classes(folder, split) for image in images_in(path)]
-        return content_hash([super().stamp(folder, split), _stamp_of_sizes(folder, images)])
+        return content_hash([said, _stamp_of_contents(folder, images)])
 
     def rows(self, folder: Path, split: str) -> Dataset:
         label_of = {}  # the number of each image's class
@@ -235,7 +254,7 @@ class LabelLines(Layout):
     content: ClassVar[str] = "the name of an image and its class"
 
     def stamp(self, folder: Path, split: str) -> str:
-        return content_hash(self.labels(folder, split))
+        return content_hash([self.labels(folder, split), self._images(folder, split)])
 
     def labels(self, folder: Path, split: str) -> dict[str, str]:
         """Name of an image -> its label."""
@@ -405,7 +424,7 @@ class Parquet(Layout):
         return f"{self.files[0]} with the columns {', '.join([*self.columns, *self.choice])}"
 
     def stamp(self, folder: Path, split: str) -> str:
-        return _stamp_of_sizes(folder, self.annotations(folder, split))
+        return _stamp_of_contents(folder, self.annotations(folder, split))
 
     def rows(self, folder: Path, split: str) -> Dataset:
         pattern = f"{glob.escape(str(folder))}/{self.of_split(self.files[0], split)}"

@@ -1,6 +1,5 @@
 """Tasks of benchmarks: where their data lie, and where their class names and templates come from."""
 
-import csv
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from huggingface_hub import snapshot_download
 
 from data.pairs import readable_pairs
 from data.sources import DataArguments
-from evaluation.benchmarks.layouts import CLASSES, TEMPLATES, Layout
+from evaluation.benchmarks.layouts import CLASSES, FAULTS, TEMPLATES, Layout
 from evaluation.benchmarks.specs import Benchmark
 from evaluation.class_names import SYNSET, are_ids, names_after_ids
 from evaluation.own_data import read_classes, read_templates, readable_image_pairs
@@ -181,7 +180,7 @@ def _load(
     """The rows, and 0: an unreadable row is an error, since nothing is measured in part."""
     try:
         rows = layout.rows(folder, arguments.split)
-    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError, csv.Error) as error:
+    except FAULTS as error:
         if isinstance(error, ValueError) and str(folder) in str(error):
             raise
         first, *others = layout.annotations(folder, arguments.split)

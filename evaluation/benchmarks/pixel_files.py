@@ -31,7 +31,8 @@ class Pixels(Layout):
         """The images, (images, height, width) or with 3 colors, and the numbers of their classes."""
 
     def stamp(self, folder: Path, split: str) -> str:
-        return content_hash([sha256(file.read_bytes()).hexdigest() for file in self.annotations(folder, split)])
+        pixels = [sha256(file.read_bytes()).hexdigest() for file in self.annotations(folder, split)]
+        return content_hash([pixels, self.class_names(folder, split)])
 
     def class_names(self, folder: Path, split: str) -> list[str] | None:
         return list(filter(None, read_text(folder / self.names).replace("_", " ").split("\n"))) if self.names else None
