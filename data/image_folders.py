@@ -94,7 +94,7 @@ def is_picture(path: str) -> bool:
     try:
         with PIL.Image.open(path, formats=FORMATS[:-1]):  # TGA takes anything
             return True
-    except (OSError, ValueError):
+    except (OSError, ValueError, PIL.Image.DecompressionBombError):
         return False
 
 

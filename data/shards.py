@@ -38,8 +38,8 @@ def open_shards(files: Sequence[str], columns: Sequence[str], stamps: Sequence[s
         columns: to be read besides those of the first shard.
         stamps: of the files: with others, the index is made anew.
     """
-    for file in files:
-        require_whole(file, streaming)
+    for file in files if streaming else files[:1]:  # others as they are indexed
+        require_whole(file, streaming=True)
     there = _endings(files[0])
     missing = [column for column in columns if there.isdisjoint(column.split(";"))]
     for file in files[1:] if missing else ():
@@ -110,6 +110,8 @@ def _samples(
         for ending in column.split(";"):
             columns_of.setdefault(ending, []).append(column)
     for file in files:
+        if keeps_place:
+            require_whole(file, streaming=False)
         sample: dict[str, Any] = {}
         for key, ending, tar, member in _members(file):
             if sample and sample["__key__"] != key:

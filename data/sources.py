@@ -191,11 +191,11 @@ def reading(arguments: DataArguments) -> Iterator[None]:
             # One that cannot be reached may be reached later
             kind = FileNotFoundError if isinstance(error, FileNotFoundError) else OSError
             raise kind(f"there is no file or folder {source}: {error}") from error
-        if isinstance(error, ValueError | OSError) and source in str(error):
-            raise
         cause = error
         while isinstance(cause, datasets.exceptions.DatasetGenerationError) and cause.__cause__ is not None:
             cause = cause.__cause__
+        if isinstance(cause, ValueError | OSError) and source in str(cause):
+            raise cause from None
         name = "" if type(cause) is ValueError else f"{type(cause).__name__}: "
         raise ValueError(f"{source} cannot be read: {name}{one_line(cause)}") from error
 
