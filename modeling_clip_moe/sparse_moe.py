@@ -213,7 +213,8 @@ def expert_capacity_mask(
     choices = _one_hot(top_k_index, num_experts) * mask[..., None, None]  # (B, S, K, E)
     choices = choices.view(num_groups, -1, top_k, num_experts).transpose(1, 2)  # (groups, K, tokens, E)
     position = choices.flatten(1, 2).cumsum(dim=1).view_as(choices)  # in the queue of an expert, from 1
-    tokens, factor = mask.reshape(num_groups, -1).sum(dim=-1), Fraction(str(capacity_factor))
+    tokens = mask.reshape(num_groups, -1).sum(dim=-1)
+    factor = Fraction(str(capacity_factor)).limit_denominator(10**6)  # of 4 / 3, products of more digits overflow
     capacity = -(-tokens * factor.numerator // (factor.denominator * num_experts))  # (groups,), rounded up
     within_capacity = (choices * (position <= capacity[:, None, None, None])).sum(dim=-1)  # (groups, K, tokens)
     return within_capacity.transpose(1, 2).reshape(top_k_index.shape).bool()
@@ -427,14 +428,17 @@ def _is_recorded(hidden_states: torch.Tensor) -> bool:
         torch.jit.is_tracing()
         or torch.onnx.is_in_onnx_export()
         or torch._C._functorch.peek_interpreter_stack() is not None
-        or hidden_states.is_meta
-        or isinstance(hidden_states, FakeTensor)
+        or _has_no_data(hidden_states)
         or any(not _counts(mode) for mode in _get_current_dispatch_mode_stack())
     )
 
 
+def _has_no_data(tensor: torch.Tensor) -> bool:
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
+
+
 def _counts(mode: TorchDispatchMode) -> bool:
-    """Whether it is that of a `FlopCounterMode`, which has a class of its own."""
+    """Whether a mode belongs to a `FlopCounterMode`."""
     return type(mode).__module__ == FlopCounterMode.__module__
 
 
@@ -447,7 +451,7 @@ def experts_forward_by_device(
 
     The loop's sizes are those of the data, which a recorded program would keep. Compiled programs, those of
     `torch.export` and CUDA graphs have `grouped`, and whatever else is recorded has all experts. While a
-    `FlopCounterMode` counts, there is the loop, of which it knows every product.
+    `FlopCounterMode` counts, there is the loop, of which it knows every product, or without data `batched_mm`.
 
     Time over K dense FFNs on the same tokens, float32 on one core, B/16 and L/14, top-2 of 4 and of 8, the loop and
     transformers' `grouped_mm` (benchmarks/results/experts_cpu.md): the forward of 8 images 0.94 to 1.07 and 1.17 to
@@ -459,9 +463,11 @@ def experts_forward_by_device(
     loop = CLIPMoEExperts.forward.__wrapped__  # what the decorator replaced
     if torch.compiler.is_compiling() and not torch.onnx.is_in_onnx_export():
         return experts_forward_grouped(*arguments)
+    if _has_no_data(hidden_states) and any(map(_counts, _get_current_dispatch_mode_stack())):
+        return ALL_EXPERTS_FUNCTIONS["batched_mm"](*arguments)  # products of the chosen experts, whichever they are
     if _is_recorded(hidden_states):
         return experts_forward_all(*arguments)
-    if _get_current_dispatch_mode_stack():
+    if _get_current_dispatch_mode_stack():  # a counter
         return loop(*arguments)
     few_on_gpu = hidden_states.is_cuda and top_k_index.numel() < MANY_ROWS * experts.num_experts
     is_captured = hidden_states.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -627,14 +633,12 @@ def router_losses(
 
 def _tell_unquantized(model: nn.Module, name: str) -> None:
     """Warn of experts that a quantization left as they are, as those that only look for `nn.Linear` do."""
-    whole = sum(parameter.numel() for parameter in model.parameters())
     experts = [module for module in model.modules() if isinstance(module, CLIPMoEExperts)]
     weights = [weight for module in experts for weight in (module.up_proj, module.down_proj)]
-    left = [weight for weight in weights if type(weight) is nn.Parameter and weight.is_floating_point()]
-    if left:
+    if any(type(weight) is nn.Parameter and weight.is_floating_point() for weight in weights):
         logger.warning(
-            f"{name}: the quantization left the experts as they are, {sum(p.numel() for p in left) / whole:.0%} of all "
-            "parameters. Name their weights, experts.up_proj and experts.down_proj, to quantize them, too."
+            f"{name}: the quantization left the experts as they are. Name their weights, experts.up_proj and "
+            "experts.down_proj, to quantize them, too."
         )
 
 
@@ -705,7 +709,8 @@ class SparseMoEMixin:
                 pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
             )
         except IndexError as error:
-            if kwargs.get("device_map") is None:
+            config = kwargs.get("config") or cls.config_class.from_pretrained(pretrained_model_name_or_path)
+            if kwargs.get("device_map") is None or not getattr(config, "shared_encoder", False):
                 raise
             raise ValueError(
                 f"{pretrained_model_name_or_path} cannot be placed by device_map={kwargs['device_map']!r}: one with "

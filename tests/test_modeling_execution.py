@@ -179,3 +179,6 @@ def test_products_are_counted_alike_in_training():
         with FlopCounterMode(display=False) as counter:
             block.train(training)(hidden_states)
         assert counter.get_total_flops() == 2 * 20 * (2 * 2 * 16 * 24 + 4 * 16)
+    with FlopCounterMode(display=False) as counter:
+        block.to("meta")(hidden_states.to("meta"))
+    assert counter.get_total_flops() == 2 * 20 * (2 * 2 * 16 * 24 + 4 * 16)

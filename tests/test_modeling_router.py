@@ -59,7 +59,8 @@ def test_router_computes_in_float32(dtype):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "factor", "num_experts", "capacity"), [(25, 1.2, 2, 15), (10, 1.1, 1, 10), (7, 1, 2, 4)]
+    ("tokens", "factor", "num_experts", "capacity"),
+    [(25, 1.2, 2, 15), (10, 1.1, 1, 10), (7, 1, 2, 4), (25_000, 4 / 3, 8, 4167)],
 )
 def test_capacity_is_not_rounded_up_by_rounding(tokens, factor, num_experts, capacity):
     """25 x 1.2 / 2 is 15, and a little more in float32; 10 x 1.1 a little more than 11 in float64."""

@@ -63,10 +63,8 @@ def test_experts_that_stay_as_they_are_are_told(repository, monkeypatch):
     monkeypatch.setattr(sparse_moe.logger, "warning", told.append)
     quantize(CLIPMoEVisionModelWithProjection, repository, FqnToConfig(EXPERTS_TOO))
     assert not told
-    tower = quantize(CLIPMoEVisionModelWithProjection, repository)
-    experts = sum(p.numel() for name, p in tower.named_parameters() if name.endswith(("up_proj", "down_proj")))
-    share = f"{experts / sum(p.numel() for p in tower.parameters()):.0%}"
-    assert f"the quantization left the experts as they are, {share} of all parameters" in told[0]
+    quantize(CLIPMoEVisionModelWithProjection, repository)
+    assert "the quantization left the experts as they are" in told[0]
 
 
 @pytest.mark.parametrize("config", [Int8WeightOnlyConfig(), FqnToConfig(EXPERTS_TOO)], ids=["attention", "experts"])
