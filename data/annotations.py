@@ -7,8 +7,10 @@ place.
 import ast
 import codecs
 import csv
+import io
 import json
 import logging
+import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -28,6 +30,8 @@ TABLES = {".csv": ",", ".tsv": "\t", ".jsonl": None}
 MISSING = {"", "NA", "N/A", "n/a", "NULL", "null", "None", "NaN", "nan", "-nan", "-NaN", "<NA>", "#N/A", "#NA"}
 
 Columns = dict[str, list[Any]]
+# Names in the lines of a table of JSON objects, which are as many columns
+MOST_COLUMNS = 1000
 
 
 def holds_list(path: str | Path) -> bool:
@@ -44,7 +48,7 @@ def open_json(path: Path, split: str, image_column: str, caption_column: str) ->
     images, captions = read_annotations(path, split)
     text = datasets.Value("string")
     if len({*map(type, captions)}) > 1:
-        raise ValueError(f"{path} mixes layouts, a text an image and lists of captions: split it in two")
+        raise ValueError(f"{path} mixes layouts: some images have one caption, others a list. Split it in two")
     of_texts = any(isinstance(caption, str) for caption in captions)
     features = {image_column: text, caption_column: text if of_texts else datasets.List(text)}
     return datasets.Dataset.from_dict({image_column: images, caption_column: captions}, datasets.Features(features))
@@ -92,7 +96,8 @@ def _with_lists(cells: list[Any]) -> list[Any]:
     lists = {cell: _list_of(cell) for cell in set(filter(_may_be_list, cells))}
     if not any(lists.values()):
         return cells
-    return [lists.get(cell) or [cell] if isinstance(cell, str) else cell for cell in cells]
+    plain = {cell: [cell] for cell, texts in lists.items() if texts is None}
+    return [(lists | plain).get(cell, [cell]) if isinstance(cell, str) else cell for cell in cells]
 
 
 def _may_be_list(cell: Any) -> bool:
@@ -100,14 +105,27 @@ def _may_be_list(cell: Any) -> bool:
 
 
 def _list_of(cell: str) -> list[str] | None:
-    for read in (json.loads, ast.literal_eval):
-        try:
-            texts = read(cell.strip())
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
-            continue
-        if texts and isinstance(texts, list) and all(isinstance(text, str) for text in texts):
-            return texts
-    return None
+    """The texts of a list as JSON, Python or numpy, which has no commas, writes it; None: it is none."""
+    try:
+        texts = json.loads(cell)
+    except (ValueError, RecursionError):
+        texts = _python_list(cell)
+    if not isinstance(texts, list) or not all(isinstance(text, str | None) for text in texts):
+        return None
+    return [text for text in texts if text is not None]
+
+
+def _python_list(cell: str) -> list[str | None] | None:
+    try:
+        tokens = [
+            token for token in tokenize.generate_tokens(io.StringIO(cell.strip()).readline) if token.string.strip()
+        ]
+        if any(token.type != tokenize.STRING and token.string not in ("[", "]", ",", "None") for token in tokens):
+            return None
+        said = [token.string for token in tokens if token.string not in ("[", "]", ",")]
+        return [ast.literal_eval(text) for text in said]
+    except (ValueError, SyntaxError, tokenize.TokenError):
+        return None
 
 
 def _add_objects(columns: Columns, path: str) -> None:
@@ -123,8 +141,12 @@ def _add_objects(columns: Columns, path: str) -> None:
                 raise ValueError(f"{path}: line {number} cannot be read: {error}") from error
             if not isinstance(entry, dict):
                 raise ValueError(f"{path}: line {number} is no object with names: {shortened(entry)}")
-            for name in entry.keys() - columns.keys():
-                columns[name] = [None] * length
+            for name in entry:
+                columns.setdefault(name, [None] * length)
+            if len(columns) > MOST_COLUMNS:
+                raise ValueError(
+                    f"{path} has more than {MOST_COLUMNS} names in its lines: name what a picture has alike"
+                )
             for name, values in columns.items():
                 values.append(entry.get(name))
             length += 1

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -38,7 +39,7 @@ SPLIT_OF_NAME = {
 
 
 class Pictures(NamedTuple):
-    """Those of a split.
+    """The pictures of one split.
 
     Args:
         rows: column `image`, of paths, and what is said of them.
@@ -67,9 +68,7 @@ def open_folder(folder: str) -> dict[str, Pictures]:
     for name, tops in _by_split(pictures, paths).items():
         within = [path for path in paths if tops is None or "/" not in path or path.partition("/")[0] in tops]
         own = [path for path in pictures if tops is None or "/" in path and path.partition("/")[0] in tops]
-        elsewhere = {os.path.join(folder, path) for path in pictures}.difference(
-            os.path.join(folder, path) for path in own
-        )
+        elsewhere = {os.path.join(folder, path) for path in {*pictures}.difference(own)}
         parts[name] = _read(folder, own, within, elsewhere)
     read = {file for part in parts.values() for file in part.files}
     left = [path for path in paths if os.path.join(folder, path) not in read]
@@ -104,37 +103,59 @@ def _top(folder: str) -> tuple[str, list[str]]:
     folder = os.path.abspath(folder)
     while True:
         entries = [entry for entry in os.scandir(folder) if not _is_hidden(entry.name)]
-        if len(entries) != 1 or not entries[0].is_dir():
+        if len(entries) != 1 or not entries[0].is_dir() or _split_of(entries[0].name):
             break
         folder = entries[0].path
-    return folder, sorted(_files(folder))
+    return folder, sorted(files_in(folder))
 
 
-def _files(folder: str) -> Iterator[str]:
-    for place, folders, files in os.walk(folder, followlinks=True):
-        here = os.path.realpath(place)
-        # A link to a folder above would be followed for ever
-        above = {name for name in folders if f"{here}{os.sep}".startswith(os.path.realpath(f"{place}/{name}") + os.sep)}
-        folders[:] = sorted(name for name in folders if not _is_hidden(name) and name not in above)
+def files_in(folder: str) -> Iterator[str]:
+    """The files below a folder that are not hidden, as paths from there. Each folder is read once, however many links
+    lead to it.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    seen = set()
+    for place, folders, files in os.walk(folder, followlinks=True, onerror=refuse):
+        if os.path.realpath(place) in seen:
+            tell(f"{place} is a link to a folder that was read already: it is not read again")
+            folders.clear()
+            continue
+        seen.add(os.path.realpath(place))
+        folders[:] = sorted(name for name in folders if not _is_hidden(name))
         yield from (os.path.relpath(os.path.join(place, name), folder) for name in files if not _is_hidden(name))
 
 
 def _is_hidden(name: str) -> bool:
-    return name.startswith((".", "__"))
+    return name.startswith(".") or name in ("__MACOSX", "__pycache__")
+
+
+def _split_of(name: str) -> str | None:
+    """The split that a folder is called after, perhaps with a number: `train`, `val2017`."""
+    word = re.fullmatch(r"([a-z]+)[-_. ]?[0-9]*", name.lower())
+    return word and SPLIT_OF_NAME.get(word[1])
 
 
 def _by_split(pictures: list[str], paths: list[str]) -> dict[str, set[str] | None]:
     """The folders at the top of each split; None: everything."""
     depths = {path: path.count("/") for path in pictures}
     tops = {path.partition("/")[0] for path in pictures if depths[path]}
-    splits: dict[str, set[str]] = {}
-    for name, split in SPLIT_OF_NAME.items():
-        if of_split := {top for top in tops if top.lower() == name}:
-            splits.setdefault(split, set()).update(of_split)
-    named = set().union(*splits.values())
-    has_table = any(path.partition("/")[0] in named and PurePath(path).name in METADATA for path in paths)
-    is_class = len(named) == 1 < len(tops) and set(depths.values()) == {1} and not has_table
-    return splits if splits and not is_class else {"train": None}
+    splits = {
+        split: {top for top in tops if _split_of(top) == split} for split in dict.fromkeys(SPLIT_OF_NAME.values())
+    }
+    splits = {split: named for split, named in splits.items() if named}
+    has_table = any(path.startswith("train/") and PurePath(path).name in METADATA for path in paths)
+    is_class = splits == {"train": {"train"}} and len(tops) > 1 and set(depths.values()) == {1} and not has_table
+    if splits and not is_class:
+        return splits
+    below = next((path for path in pictures if any(map(_split_of, path.split("/")[1:-1]))), None)
+    if below is not None:
+        tell(
+            f"folders of splits are looked for at the top, but {below} is below it: all is train. Name the folder above"
+        )
+    return {"train": None}
 
 
 def _read(folder: str, pictures: list[str], paths: list[str], elsewhere: set[str]) -> Pictures:
@@ -159,7 +180,8 @@ def _read(folder: str, pictures: list[str], paths: list[str], elsewhere: set[str
             columns["label"] = [features["label"].str2int(name) for name in names]
         files += filter(None, said)
     rows = datasets.Dataset.from_dict(columns)
-    rows = rows.cast(datasets.Features(rows.features | features)) if features else rows
+    for name, feature in features.items():
+        rows = rows.remove_columns(name).add_column(name, columns[name], feature=feature)
     return Pictures(rows, files + [os.path.join(folder, path) for path in tables])
 
 
@@ -176,7 +198,11 @@ def _of_tables(tables: list[str], pictures: list[str], elsewhere: set[str]) -> t
     left out, and those of pictures that are nowhere stay, as unreadable ones.
     """
     # A file system may write letters with accents otherwise than a table
-    here, rows, names = {unicodedata.normalize("NFC", path): path for path in pictures}, [], []
+    path_by_name = {unicodedata.normalize("NFC", path): path for path in {*pictures, *elsewhere}}
+    rows, names, raw = [], [], []
+    twice = [place for place, count in Counter(map(os.path.dirname, tables)).items() if count > 1]
+    if twice:
+        raise ValueError(f"{twice[0]} has several tables, {' and '.join(map(os.path.basename, tables))}: keep one")
     for table in tables:
         columns = pyarrow.parquet.read_table(table).to_pydict() if table.endswith(".parquet") else read_tables([table])
         named = {name: name.removesuffix("_file_name") for name in columns if name.endswith("_file_name")}
@@ -189,13 +215,18 @@ def _of_tables(tables: list[str], pictures: list[str], elsewhere: set[str]) -> t
             outside = next((path for path in paths if path and not path.startswith(place + os.sep)), None)
             if outside is not None:
                 raise ValueError(f"{table} names {outside}, which is not below it: move the picture or the table")
-            columns[column] = [path and here.get(unicodedata.normalize("NFC", path), path) for path in paths]
-        names = names or [named.get(name, name) for name in columns]
-        if {named.get(name, name) for name in columns} != set(names):
-            raise ValueError(f"{table} has the columns {', '.join(columns)}, but {tables[0]} {', '.join(names)}")
+            columns[column] = [path and path_by_name.get(unicodedata.normalize("NFC", path), path) for path in paths]
+        raw, names = raw or list(columns), names or [named.get(name, name) for name in columns]
+        if len(set(names)) < len(names):
+            raise ValueError(f"{table} has two columns for one of {', '.join(columns)}: rename one")
+        if columns.keys() != set(raw):
+            raise ValueError(f"{table} has the columns {', '.join(columns)}, but {tables[0]} {', '.join(raw)}")
         columns = {named.get(name, name): values for name, values in columns.items()}
         rows += zip(*(columns[name] for name in names), strict=True)
     of_images = [number for number, name in enumerate(names) if name in named.values()]
+    across = [row for row in rows if 0 < sum(row[number] in elsewhere for number in of_images) < len(of_images)]
+    if across:
+        raise ValueError(f"{tables[0]} has a line whose pictures are of two splits: {across[0][of_images[0]]}")
     rows = [row for row in rows if elsewhere.isdisjoint(row[number] for number in of_images)]
     rows.sort(key=lambda row: row[of_images[0]] or "")
     named_here = set(pictures).intersection(row[number] for row in rows for number in of_images)

@@ -14,6 +14,7 @@ import PIL.Image
 
 from data.identity import image_digests
 from data.images import decode_image
+from data.shards import SETTINGS
 from data.sources import DataArguments, Rows, named_files_hash, no_column, open_rows, reading
 from data.worlds import WORLDS
 from records.messages import shortened
@@ -23,8 +24,6 @@ logger = logging.getLogger(__name__)
 
 # Samples that one reader sees before it judges the share of unreadable ones.
 STREAM_TRIAL = 1000
-# By which columns are named, in a recipe and as options of a command
-SETTINGS = "image_column and caption_column or label_column (--image-column and the like)"
 # Columns that hold images, by the names that they get here
 IMAGES = ("image", "image_0", "image_1")
 # Fewer rows are read in no time
@@ -58,7 +57,7 @@ def caption_columns(arguments: DataArguments, columns: Iterable[str]) -> dataset
         detailed, web = (_draw(arguments, style) for style in ("detailed", "web"))
         rows = detailed.add_column("raw_caption", list(web["caption"]))
     else:
-        rows = open_rows(arguments)
+        rows = open_rows(arguments, columns)
     image = "image" if arguments.source in WORLDS else arguments.image_column
     wanted = {image: "image"} | {column: column for column in sorted(columns)}
     return rename_columns(rows, wanted, arguments, "image_column, or in the stage's policies")

@@ -17,10 +17,12 @@ import datasets
 import numpy as np
 
 from data.annotations import text_of
+from records.messages import join_names
 
 # A file in a shard: its first byte, its length and its name
 MEMBER = re.compile(r"(.+\.tar)#(\d+)\+(\d+)/(.+)", re.DOTALL)
 SUFFIXES = (".tar", ".tar.gz", ".tgz")
+SETTINGS = "image_column and caption_column or label_column (--image-column and the like)"
 # Endings whose files hold a number or several, and endings of texts; all others are kept as they are, as images
 NUMBERS, ARRAYS = {"cls", "cls2", "id", "idx", "index", "inx"}, {"npy"}
 TEXTS = {"caption", "csv", "json", "jsonl", "text", "transcript", "tsv", "txt"}
@@ -35,9 +37,13 @@ def open_shards(files: Sequence[str], columns: Sequence[str], stamps: Sequence[s
     column. A column `jpg;png` is the one or the other. What a sample lacks is None, and so is a text that is not UTF-8.
 
     Args:
-        columns: to be read besides those of the first shard.
+        columns: which are read.
         stamps: of the files: with others, the index is made anew.
+
+    Raises:
+        ValueError: no sample has a column, or a shard is no tar, or cut.
     """
+    files = list(map(os.path.abspath, files))  # which a cached index has, too
     for file in files if streaming else files[:1]:  # others as they are indexed
         require_whole(file, streaming=True)
     there = _endings(files[0])
@@ -46,7 +52,10 @@ def open_shards(files: Sequence[str], columns: Sequence[str], stamps: Sequence[s
         missing = [column for column in missing if _endings(file).isdisjoint(column.split(";"))]
         if not missing:
             break
-    names = [*sorted(there), *(column for column in columns if column not in {*missing, *there})]
+    if missing:
+        held = f"in {files[0]} are {join_names(sorted(there)) or 'no files'}"
+        raise ValueError(f"the shards have no column {join_names(missing)}; {held}. Name others by {SETTINGS}")
+    names = list(dict.fromkeys(columns))
     features = datasets.Features({"__key__": datasets.Value("string")} | {name: _feature(name) for name in names})
     # A list would be shared by the readers of a stream, as that of the files is
     arguments = {"files": list(files), "columns": tuple(names), "stamps": tuple(stamps), "keeps_place": not streaming}
@@ -78,6 +87,8 @@ def require_whole(file: str, streaming: bool) -> None:
     """
     end = b""
     with suppress(tarfile.TarError, EOFError), tarfile.open(file) as tar:
+        if streaming and not isinstance(tar.fileobj, io.BufferedReader):
+            return  # to find the end of a compressed one would be to read it
         if streaming:
             tar.fileobj.seek(max(0, tar.fileobj.seek(0, os.SEEK_END) - 2 * tarfile.BLOCKSIZE))
         else:
@@ -112,15 +123,17 @@ def _samples(
     for file in files:
         if keeps_place:
             require_whole(file, streaming=False)
-        sample: dict[str, Any] = {}
+        sample, seen = {}, set()
         for key, ending, tar, member in _members(file):
-            if sample and sample["__key__"] != key:
+            if sample and (sample["__key__"] != key or ending in seen):  # two of one name are two samples
                 yield sample
                 sample = {}
-            sample = sample or {"__key__": key} | dict.fromkeys(columns)
+            if not sample:
+                sample, seen = {"__key__": key} | dict.fromkeys(columns), set()
+            seen.add(ending)
             for column in columns_of.get(ending, ()):
                 if sample[column] is None:
-                    sample[column] = _value(column, tar, member, os.path.abspath(file), keeps_place)
+                    sample[column] = _value(column, tar, member, file, keeps_place)
         if sample:
             yield sample
 
@@ -139,7 +152,7 @@ def _value(
     text = text_of(content, f"{file}, {member.name}")
     if text is None or feature.dtype == "string":
         return text
-    return int(text) if text.strip().lstrip("-").isdecimal() else None
+    return int(text) if re.fullmatch(r"\s*-?\d{1,18}\s*", text) else None
 
 
 def _members(file: str) -> Iterator[tuple[str, str, tarfile.TarFile, tarfile.TarInfo]]:

@@ -5,7 +5,7 @@ import itertools
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -21,7 +21,7 @@ from pydantic.dataclasses import dataclass
 
 from data.annotations import TABLES, holds_list, no_split, open_json, open_tables
 from data.drawing import SPLITS
-from data.image_folders import METADATA, PICTURES, Pictures, open_folder, tell
+from data.image_folders import METADATA, PICTURES, Pictures, files_in, open_folder, tell
 from data.shards import MEMBER, SUFFIXES, open_shards
 from data.worlds import WORLDS
 from records.files import read_json
@@ -144,14 +144,16 @@ class DataArguments:
         return left if self.num_samples is None else min(left, self.num_samples)
 
 
-def open_rows(arguments: DataArguments) -> Rows:
-    """The rows of any source but the built-in worlds, with all their columns."""
+def open_rows(arguments: DataArguments, captions: Iterable[str] = ()) -> Rows:
+    """The rows of any source but the built-in worlds, with all their columns; of shards, with the image column and the
+    caption column, or these captions."""
     with reading(arguments):
-        columns = arguments.image_column, arguments.caption_column  # which name those of a .json or of indexed shards
+        # Which name those of a .json or of shards
+        columns = arguments.image_column, *(sorted(captions) or [arguments.caption_column])
         key = arguments.source, arguments.split, arguments.streaming, arguments.indexed
         is_folder = os.path.isdir(arguments.source) or _suffix(arguments.source) == ".tar"
         by_columns = columns if is_folder or arguments.source.endswith(".json") else ()
-        rows = once(f"rows {key} {by_columns}", lambda: _open(arguments))
+        rows = once(f"rows {key} {by_columns}", lambda: _open(arguments, columns))
         if arguments.skip is not None:
             rows = rows.skip(arguments.skip)
         return rows if arguments.num_samples is None else rows.take(arguments.num_samples)
@@ -200,12 +202,11 @@ def reading(arguments: DataArguments) -> Iterator[None]:
         raise ValueError(f"{source} cannot be read: {name}{one_line(cause)}") from error
 
 
-def _open(arguments: DataArguments) -> Rows:
+def _open(arguments: DataArguments, columns: Sequence[str]) -> Rows:
     source, split, streaming = arguments.source, arguments.split, arguments.streaming
-    columns = arguments.image_column, arguments.caption_column
     rows = None  # in memory
     if source.endswith(".json"):
-        rows = open_json(Path(source), split, *columns)
+        rows = open_json(Path(source), split, arguments.image_column, arguments.caption_column)
     elif _suffix(source) in TABLES and not os.path.isdir(source):
         rows = open_tables(_matching(source), split)
     elif is_saved(source):
@@ -224,7 +225,7 @@ def _open(arguments: DataArguments) -> Rows:
         return datasets.load_dataset(source, split=split, streaming=streaming)
     builder, by_split = split_files(arguments)
     if builder == "webdataset":
-        return _open_shards(by_split, arguments)
+        return _open_shards(by_split, arguments, columns)
     if arguments.indexed:
         raise ValueError(f"indexed goes with .tar shards, not with {builder} files")
     files = [file for files in by_split.values() for file in files]
@@ -235,8 +236,8 @@ def _open(arguments: DataArguments) -> Rows:
     return datasets.load_dataset(builder, split=split, streaming=streaming, **options)
 
 
-def _open_shards(by_split: dict[str, list[str]], arguments: DataArguments) -> Rows:
-    columns, split = (arguments.image_column, arguments.caption_column), arguments.split
+def _open_shards(by_split: dict[str, list[str]], arguments: DataArguments, columns: Sequence[str]) -> Rows:
+    split = arguments.split
     if arguments.streaming and set("[+").intersection(split):
         raise ValueError(f"a stream has no part of a split: {split}")
     parts = {
@@ -250,9 +251,12 @@ def _matching(source: str) -> list[str]:
     """The files of a pattern, in which braces may stand for several. Raises FileNotFoundError where there are none."""
     if os.path.isfile(source):
         return [source]
-    files = [file for pattern in _without_braces(source) for file in sorted(glob.glob(pattern, recursive=True))]
-    if not files:
-        raise FileNotFoundError(f"no file matches {source}")
+    files: list[str] = []
+    for pattern in _without_braces(source):
+        matching = sorted(glob.glob(pattern, recursive=True))
+        if not matching:  # also where others are there: one of them may be lost
+            raise FileNotFoundError(f"no file matches {pattern}")
+        files += matching
     return list(dict.fromkeys(files))
 
 
@@ -314,10 +318,8 @@ def split_files(arguments: DataArguments) -> tuple[str, dict[str, list[str]]]:
 
 def builder_of(folder: str) -> str | None:
     """The builder of `datasets` for the files of a folder; None: pictures."""
-    files = {name for _, _, names in os.walk(folder) for name in names if name not in METADATA}
-    return next(
-        (builder for suffix, builder in BUILDERS.items() if suffix in {Path(name).suffix for name in files}), None
-    )
+    suffixes = {_suffix(path) for path in files_in(folder) if os.path.basename(path) not in METADATA}
+    return next((builder for suffix, builder in BUILDERS.items() if suffix in suffixes), None)
 
 
 def pictures_of(folder: str) -> dict[str, Pictures]:
@@ -364,7 +366,7 @@ def _files_of_folder(arguments: DataArguments, names: list[str]) -> tuple[str, d
 
 def _splits(folder: str, builder: str) -> dict[str, list[str]]:
     """The files of a folder by split, as `datasets` reads their names."""
-    suffixes = [suffix for suffix, name in BUILDERS.items() if name == builder]
+    suffixes = list(SUFFIXES) if builder == "webdataset" else [s for s, name in BUILDERS.items() if name == builder]
     folder = glob.escape(folder)
 
     def files_by_split(patterns: dict[str, list[str]]) -> dict[str, list[str]]:
@@ -465,7 +467,11 @@ def _names_in_parquet(path: str, column: str) -> Iterator[str]:
             chunks = [group.column(index) for index in range(group.num_columns)]
             of_bytes = next((chunk for chunk in chunks if chunk.path_in_schema == f"{column}.bytes"), None)
             is_whole = of_bytes is not None and of_bytes.statistics is not None and of_bytes.statistics.null_count == 0
-            if not is_whole and column in file.schema_arrow.names:
+            kind = file.schema_arrow.field(column).type if column in file.schema_arrow.names else pyarrow.null()
+            may_name = (
+                pyarrow.types.is_struct(kind) or pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)
+            )
+            if may_name and not is_whole:
                 yield from named_images(file.read_row_group(number, [column]).column(column))
 
 

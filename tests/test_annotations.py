@@ -173,15 +173,22 @@ def test_damaged_files_are_refused(tmp_path, file, text, message):
         load_pairs(DataArguments(source=str(tmp_path / file)))
 
 
-@pytest.mark.parametrize("cell", ['["a cat", "a dog"]', "['a cat', 'a dog']"], ids=["json", "python"])
+LISTS = {
+    "JSON": '["a cat", null, "a dog"]',
+    "Python": "['a cat', None, 'a dog']",
+    "numpy": "['a cat' 'a dog']",
+}
+
+
+@pytest.mark.parametrize("cell", LISTS.values(), ids=LISTS)
 def test_cells_that_are_lists_are_several_captions(tmp_path, cell):
     """As pandas and others write them. A line may have one text, or text in brackets that is no list."""
-    cells = [cell, "one", "[stop]", "[1, 2]", "NA"]
+    cells = [cell, "one", "[stop]", "[1, 2]", "NA", "[]"]
     lines = [["image", "caption"], *([f"{number}.png", cell] for number, cell in enumerate(cells))]
     with open(tmp_path / "pairs.csv", "w", newline="") as file:
         csv.writer(file).writerows(lines)
     columns = read_tables([str(tmp_path / "pairs.csv")])
-    assert columns["caption"] == [["a cat", "a dog"], ["one"], ["[stop]"], ["[1, 2]"], None]
+    assert columns["caption"] == [["a cat", "a dog"], ["one"], ["[stop]"], ["[1, 2]"], None, []]
     assert columns["image"] == [line[0] for line in lines[1:]]
 
 

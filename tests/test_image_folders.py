@@ -47,14 +47,42 @@ def test_folders_of_splits_at_the_top_alone(tmp_path, caplog):
     assert "2 files are not read (2 .png), such as 5.png" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("pictures", "splits", "told"),
+    [
+        (["test/cat/1.png", "test/dog/2.png"], {"test": 2}, ""),
+        (["train2017/1.png", "val2017/2.png"], {"train": 1, "validation": 1}, ""),
+        (["test/1.png", "train_imgs/2.png"], {"test": 1}, "1 files are not read"),
+        (
+            ["images/train/1.png", "images/val/2.png", "labels/train/1.txt"],
+            {"train": 2},
+            "images/train/1.png is below it",
+        ),
+    ],
+)
+def test_other_ways_of_splits(tmp_path, caplog, pictures, splits, told):
+    write(tmp_path, *(name for name in pictures if name.endswith(".png")))
+    write(tmp_path, *(name for name in pictures if name.endswith(".txt")), text=b"0 1 2")
+    assert {split: len(part.rows) for split, part in open_folder(tmp_path).items()} == splits
+    assert told in caplog.text
+
+
 def test_links_are_followed_but_not_in_a_circle(tmp_path):
     write(tmp_path / "elsewhere", "1.png", "2.png")
     write(tmp_path, "photos/dog/3.png")
     (tmp_path / "photos" / "cat").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "photos" / "dog" / "above").symlink_to(tmp_path / "photos")
+    (tmp_path / "photos" / "dog" / "beside").symlink_to(tmp_path / "photos" / "cat")
     part = open_folder(tmp_path / "photos")["train"]
     assert names(tmp_path / "photos", part) == ["cat/1.png", "cat/2.png", "dog/3.png"]
     assert part.rows.features["label"].names == ["cat", "dog"]
+
+
+def test_links_to_each_other_end(tmp_path, caplog):
+    write(tmp_path, "a/1.png", "b/2.png")
+    (tmp_path / "a" / "more").symlink_to(tmp_path / "b")
+    (tmp_path / "b" / "more").symlink_to(tmp_path / "a")
+    assert len(open_folder(tmp_path)["train"].rows) == 2 and "a link to a folder that was read already" in caplog.text
 
 
 def test_pictures_by_what_they_are(tmp_path, caplog):
@@ -145,7 +173,12 @@ def test_several_pictures_a_line(tmp_path):
         ({"metadata.csv": "file_name,caption\n/etc/a.png,one\n"}, "names /etc/a.png, which is not below it"),
         (
             {"metadata.csv": "file_name,caption\na.png,one\n", "x/metadata.csv": "file_name,text\nb.png,two\n"},
-            "x/metadata.csv has the columns file_name, text, but .*metadata.csv image, caption",
+            "x/metadata.csv has the columns file_name, text, but .*metadata.csv file_name, caption",
+        ),
+        ({"metadata.csv": "file_name,image\na.png,one\n"}, "has two columns for one of file_name, image: rename one"),
+        (
+            {"metadata.csv": "file_name,caption\na.png,one\n", "metadata.jsonl": '{"file_name": "a.png"}'},
+            "has several tables, metadata.csv and metadata.jsonl: keep one",
         ),
         ({"metadata.jsonl": '{"file_name": "a.png"}\n[1]'}, "line 2 is no object with names: \\[1\\]"),
     ],

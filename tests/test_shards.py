@@ -1,5 +1,6 @@
 """Shards that are read by an index, beside the same shards loaded whole."""
 
+import gzip
 import itertools
 
 import pytest
@@ -60,7 +61,7 @@ def one_shard(tmp_path, members, **settings):
 
 
 def test_a_column_that_is_not_there(tmp_path):
-    with pytest.raises(ValueError, match="0.tar has no column 'png'; its columns are '__key__', 'jpg', 'txt'"):
+    with pytest.raises(ValueError, match="the shards have no column png; in .*0.tar are jpg, txt"):
         load_pairs(one_shard(tmp_path, [("0.jpg", b"x"), ("0.txt", b"a")]))
 
 
@@ -127,3 +128,21 @@ def test_a_reader_judges_by_what_it_tried(tmp_path, processor, monkeypatch):
     pairs = PairLoader(load_pairs(data), processor, data, 2).pairs
     with pytest.raises(ValueError, match="3 of 11 pairs of .* More than max_unread"):
         [pairs[None, number] for number in range(20)]
+
+
+def test_two_samples_of_one_name_are_two(tmp_path):
+    members = [("1.png", png(1)), ("1.txt", b"one"), ("1.png", png(2)), ("1.txt", b"two")]
+    assert list(load_pairs(one_shard(tmp_path, members))["caption"]) == ["one", "two"]
+
+
+def test_a_shard_that_is_lost_is_missed(tmp_path):
+    for number in (0, 2):
+        write_shard(tmp_path / f"{number}.tar", images_and_texts(range(3)))
+    with pytest.raises(ValueError, match="no file matches .*/1.tar"):
+        load_pairs(arguments(f"{tmp_path}/{{0..2}}.tar"))
+
+
+def test_a_folder_of_compressed_shards_is_one_of_shards(tmp_path):
+    write_shard(tmp_path / "0.tar", images_and_texts(range(3)))
+    (tmp_path / "1.tar.gz").write_bytes(gzip.compress((tmp_path / "0.tar").read_bytes()))
+    assert len(load_pairs(arguments(str(tmp_path)))) == 6

@@ -166,13 +166,17 @@ class Shards(Layout):
         count, number = folder / split / "nshards.txt", len(self.annotations(folder, split))
         if count.is_file() and read_text(count).strip() != f"{number}":
             raise ValueError(f"{count} says {read_text(count)[:20]!r}, but there are {number} shards: copy all of them")
-        arguments = DataArguments(source=f"{glob.escape(str(folder / split))}/*.tar", split=split)
+        columns = {"image_column": ";".join(SHARD_IMAGES), "caption_column": self.text}
+        arguments = DataArguments(
+            source=f"{glob.escape(str(folder / split))}/*.tar",
+            split=split,
+            captions_per_line=self.text == "txt",
+            **columns,
+        )
         rows = open_rows(arguments)
-        image = next((name for name in SHARD_IMAGES if name in rows.column_names), "webp, png or jpg")
         if self.text == "txt":
-            columns = {"image_column": image, "caption_column": self.text, "captions_per_line": True}
-            return select_columns(rows, DataArguments(source=arguments.source, split=split, **columns))
-        return rename_columns(rows, {image: "image", self.text: "label"}, arguments)
+            return select_columns(rows, arguments)
+        return rename_columns(rows, {arguments.image_column: "image", self.text: "label"}, arguments)
 
     def stamp(self, folder: Path, split: str) -> str:
         return _stamp_of_contents(folder, self.annotations(folder, split))
