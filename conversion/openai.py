@@ -153,7 +153,8 @@ def unwrapped(content: Any, archive: Path) -> dict[str, Tensor]:
 
 def _one_of(models: Mapping[str, dict[str, Tensor]], archive: Path) -> dict[str, Tensor]:
     """The one of several models that is no average of weights."""
-    plain = [name for name in models if not _is_average(name)]
+    plain = [name for name in models if not _is_average(name)] or list(models)
+    plain = ["state_dict"] if "state_dict" in plain else plain
     if len(plain) != 1:
         held = f"the models {join_names(plain)}: save the one that is meant alone" if plain else "no tensors by name"
         raise ValueError(f"{archive} is not a state dict: it holds {held}")

@@ -1,6 +1,5 @@
 """Processors and their halves, tokenizers and image processors: loaded, copied, and held to the model they go with."""
 
-import functools
 import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +30,7 @@ from conversion.families import family_of
 from modeling_clip_moe.families import longest_text
 from modeling_clip_moe.modeling_siglip_moe import pads_to_max_length
 from records.files import save
+from records.messages import warn_once
 
 logger = logging.getLogger(__name__)
 
@@ -86,18 +86,13 @@ def load_processor(source: str | Path) -> ProcessorMixin:
     return processor
 
 
-@functools.cache
-def _told(message: str) -> None:
-    logger.warning(message)
-
-
 def _tell_capitals(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
     """Warn where a SigLIP's tokenizer reads capitals, which its training did not have: those of SigLIP 2 with images of
     one size do."""
     if tokenizer("A DOG")["input_ids"] != tokenizer("a dog")["input_ids"]:
-        _told(
-            f"the tokenizer of {source} tells capitals from small letters, but SigLIP was trained on texts in lower "
-            "case: write yours so"
+        warn_once(
+            logger,
+            f"the tokenizer of {source} is case-sensitive, but SigLIP was trained on lower-case text: lower-case yours",
         )
 
 

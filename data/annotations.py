@@ -20,7 +20,7 @@ from typing import Any
 import datasets
 
 from records.files import read_json
-from records.messages import shortened
+from records.messages import shortened, warn_once
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +157,7 @@ def text_of(content: bytes, where: str) -> str | None:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        logger.warning("the text of %s is missing: %s", where, error)
+        warn_once(logger, f"the text of {where} is missing: {error}")
         return None
 
 

@@ -6,7 +6,6 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ import pyarrow.parquet
 
 from data.annotations import read_tables, text_of
 from data.images import FORMATS
+from records.messages import warn_once
 
 logger = logging.getLogger(__name__)
 
@@ -75,14 +75,8 @@ def open_folder(folder: str) -> dict[str, Pictures]:
     if left:
         endings = Counter(PurePath(path).suffix or "without an ending" for path in left)
         kinds = ", ".join(f"{count} {ending}" for ending, count in endings.most_common(5))
-        tell(f"{folder}: {len(left)} files are not read ({kinds}), such as {left[0]}")
+        warn_once(logger, f"{folder}: {len(left)} files are not read ({kinds}), such as {left[0]}")
     return parts
-
-
-@lru_cache
-def tell(message: str) -> None:
-    """Log a warning once: a folder is opened several times in a run."""
-    logger.warning(message)
 
 
 def is_picture(path: str) -> bool:
@@ -120,7 +114,7 @@ def files_in(folder: str) -> Iterator[str]:
     seen = set()
     for place, folders, files in os.walk(folder, followlinks=True, onerror=refuse):
         if os.path.realpath(place) in seen:
-            tell(f"{place} is a link to a folder that was read already: it is not read again")
+            warn_once(logger, f"{place} is a link to a folder that was read already: it is not read again")
             folders.clear()
             continue
         seen.add(os.path.realpath(place))
@@ -152,8 +146,9 @@ def _by_split(pictures: list[str], paths: list[str]) -> dict[str, set[str] | Non
         return splits
     below = next((path for path in pictures if any(map(_split_of, path.split("/")[1:-1]))), None)
     if below is not None:
-        tell(
-            f"folders of splits are looked for at the top, but {below} is below it: all is train. Name the folder above"
+        warn_once(
+            logger,
+            f"splits are looked for at the top of a folder, and {below} is below it: name the folder above its split",
         )
     return {"train": None}
 
@@ -167,7 +162,7 @@ def _read(folder: str, pictures: list[str], paths: list[str], elsewhere: set[str
         columns, files = _of_tables([os.path.join(folder, path) for path in tables], files, elsewhere)
         if len(files) < len(pictures):
             unsaid = len(pictures) - len(files)
-            tell(f"{folder}: {unsaid} of {len(pictures)} pictures have no line in {', '.join(tables)}")
+            warn_once(logger, f"{folder}: {unsaid} of {len(pictures)} pictures have no line in {', '.join(tables)}")
     else:
         texts = _texts(folder, paths)
         said = [texts.get(os.path.splitext(file)[0]) for file in files]

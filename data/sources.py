@@ -21,11 +21,11 @@ from pydantic.dataclasses import dataclass
 
 from data.annotations import TABLES, holds_list, no_split, open_json, open_tables
 from data.drawing import SPLITS
-from data.image_folders import METADATA, PICTURES, Pictures, files_in, open_folder, tell
+from data.image_folders import METADATA, PICTURES, Pictures, files_in, open_folder
 from data.shards import MEMBER, SUFFIXES, open_shards
 from data.worlds import WORLDS
 from records.files import read_json
-from records.messages import one_line
+from records.messages import one_line, warn_once
 
 logger = logging.getLogger(__name__)
 
@@ -350,7 +350,10 @@ def _files_of_folder(arguments: DataArguments, names: list[str]) -> tuple[str, d
     if links:
         raise ValueError(f"{source} has a link to a folder, {links[0]}, which is not followed: name files by a pattern")
     if pictures:
-        tell(f"{source}: {len(pictures)} pictures beside the {builder} files are not read, such as {min(pictures)}")
+        warn_once(
+            logger,
+            f"{source}: {len(pictures)} pictures beside the {builder} files are not read, such as {min(pictures)}",
+        )
     by_split = _splits(os.path.abspath(source), builder)
     if not by_split.keys() >= set(names):
         raise ValueError(no_split(source, arguments.split, by_split))

@@ -1,6 +1,8 @@
 """Names and values in error messages."""
 
 import difflib
+import functools
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -9,6 +11,12 @@ NAMES_PER_ERROR = 8
 
 class Faults(ValueError):
     """An error of several lines: one that counts what is wrong, then one for each thing."""
+
+
+@functools.lru_cache
+def warn_once(logger: logging.Logger, message: str) -> None:
+    """Log a warning once in a process: what is read several times in a run would tell it each time."""
+    logger.warning(message)
 
 
 def one_line(text: object) -> str:

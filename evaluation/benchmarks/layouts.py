@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from datasets import Dataset
-from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 
 from data.annotations import read_annotations
 from data.identity import content_digests
+from data.image_folders import PICTURES
 from data.pairs import rename_columns, select_columns
 from data.sources import DataArguments, open_rows
 from evaluation.class_names import in_order
@@ -30,7 +30,6 @@ from records.files import read_json, read_text
 
 # Beside the data, as CLIP_benchmark has them
 CLASSES, TEMPLATES = "classnames.txt", "zeroshot_classification_templates.txt"
-IMAGE_SUFFIXES = (*ImageFolder.EXTENSIONS, ".avif")
 SHARD_IMAGES = ("webp", "png", "jpg", "jpeg")  # suffixes of images in CLIP_benchmark's shards
 
 
@@ -108,7 +107,7 @@ def images_in(folder: Path) -> list[Path]:
     return [
         file
         for file in sorted(files)
-        if file.suffix.lower() in IMAGE_SUFFIXES and not hidden.match(file.relative_to(folder).as_posix())
+        if file.suffix.lower() in PICTURES and not hidden.match(file.relative_to(folder).as_posix())
     ]
 
 

@@ -21,7 +21,7 @@ from training.settings import STRICT
 from training.stages.base import Stage
 
 IMPORTLIB = importlib.__file__
-# Of this repository: their commit is in each record
+# This repository's, whose commit is in each record
 PACKAGES = {"benchmarks", "conversion", "data", "evaluation", "model_cards", "modeling_clip_moe", "records", "training"}
 
 
@@ -47,11 +47,12 @@ def import_stage(stage: str) -> type[Stage]:
 def own_stage(stage: type[Stage]) -> dict[str, Any]:
     """What a record has of a stage outside of this package, `code` and `own`; nothing of one within."""
     ours = __name__.split(".")[0], "builtins"
+    ours = {*ours, *sys.stdlib_module_names}
     own = [parent for parent in reversed(stage.__mro__) if parent.__module__.split(".")[0] not in ours]
     if not own:
         return {}
-    modules = set().union(*(_with_imports(parent.__module__) for parent in own))
-    code = {module: file_digest(Path(sys.modules[module].__file__)) for module in sorted(modules)}
+    modules = {name: path for parent in own for name, path in _with_imports(parent.__module__).items()}
+    code = {name: file_digest(modules[name]) for name in sorted(modules)}
     annotated = {name for parent in own for name in inspect.get_annotations(parent)}
     text = " ".join((stage.__doc__ or "").split())
     if text.startswith(f"{stage.__name__}("):  # which a dataclass has where nobody wrote one
@@ -61,19 +62,28 @@ def own_stage(stage: type[Stage]) -> dict[str, Any]:
     return {"code": code, "own": OwnStage(does=sentence[0] if sentence else text, settings=settings)}
 
 
-def _with_imports(name: str) -> set[str]:
-    """A module and those that it imports of the same package or, if it is in none, of the same folder; and so on."""
+def _with_imports(name: str) -> dict[str, Path]:
+    """The files of a module and of those that it imports of the same package or from beside it; and so on."""
     package, folder = name.split(".")[0], Path(sys.modules[name].__file__).parent
-    found, waiting = set(), [name]
+    found, waiting = {}, [name]
     while waiting:
         name = waiting.pop()
-        path = getattr(sys.modules.get(name), "__file__", None)
-        if path is None or name in found or name.split(".")[0] in PACKAGES:
+        if name in found or name.split(".")[0] in {*PACKAGES, *sys.stdlib_module_names}:
             continue
-        if name.split(".")[0] == package or Path(path).parent == folder and "site-packages" not in folder.parts:
-            found.add(name)
-            waiting += _imports(name, Path(path))
+        path = _file_of(name)
+        if path is not None and (name.split(".")[0] == package or path == folder / f"{name}.py"):
+            found[name] = path
+            waiting += _imports(name, path)
     return found
+
+
+def _file_of(name: str) -> Path | None:
+    """The Python file of a module, which need not be imported yet: stages import what is heavy when they run."""
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError, AttributeError):  # a name within a module, say
+        return None
+    return Path(spec.origin) if spec is not None and (spec.origin or "").endswith(".py") else None
 
 
 def _imports(name: str, path: Path) -> Iterator[str]:
