@@ -10,9 +10,10 @@ import logging
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,20 @@ logger = logging.getLogger(__name__)
 # So many blocks of one MiB of a larger file, such as a shard, are hashed, spread evenly from its start to its end
 BLOCKS, BLOCK = 16, 2**20
 AT_ONCE = 1000
+_READS: ContextVar[bool] = ContextVar("_READS", default=True)
 # A file that is younger may change again without a change of its times, which have the resolution of the file system
 SECONDS_UNTIL_KEPT = 2
+
+
+@contextmanager
+def contents_unread() -> Iterator[None]:
+    """Within it, files count by size, times and inode in place of what they hold: for a look at whether data are there,
+    whose digests nobody keeps."""
+    token = _READS.set(False)
+    try:
+        yield
+    finally:
+        _READS.reset(token)
 
 
 def data_fingerprint(rows: datasets.Dataset, images: bool = True) -> str:
@@ -144,6 +157,8 @@ def content_digests(paths: Iterable[str]) -> list[str]:
 
 def _file_digests(paths: list[str]) -> list[str]:
     paths = [os.path.abspath(path) for path in paths]
+    if not _READS.get():
+        return [hashlib.sha256(file_stamp(path).encode()).hexdigest() for path in paths]
     cache, digests = _DigestCache(), {}
     for start in trange(0, len(paths), AT_ONCE, desc=f"reading {len(paths)} files", delay=5, disable=None):
         stamps = {path: file_stamp(path) for path in paths[start : start + AT_ONCE]}

@@ -14,7 +14,7 @@ from pydantic.dataclasses import dataclass
 
 from data.identity import identity
 from data.pairs import load_pairs, one_row_an_image, readable_pairs, rename_columns, select_columns
-from data.sources import DataArguments, Rows, open_rows
+from data.sources import DataArguments, Rows, open_rows, opened_once
 from data.splits import common_rows, named_split
 from data.worlds import WORLDS
 from evaluation.class_names import labeled_rows, require_different_names
@@ -265,7 +265,8 @@ def _data(arguments: DataArguments, *also_read: DataArguments, **more: Any) -> d
     if arguments.source not in WORLDS:
         for key in ("captions", "kinds", "seed"):
             del chosen[key]
-    held = [of_part for of_part in map(identity, (arguments, *also_read)) if of_part is not None]
+    with opened_once():
+        held = [of_part for of_part in map(identity, (arguments, *also_read)) if of_part is not None]
     return chosen | ({"identity": held} if held else {}) | more
 
 

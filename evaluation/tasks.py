@@ -12,6 +12,7 @@ from typing import Annotated, Any, get_args
 from pydantic import Discriminator, Tag, ValidationError
 
 from data.annotations import TABLES
+from data.identity import contents_unread
 from data.sources import BUILDERS, is_here, opened_once
 from data.worlds import WORLDS
 from evaluation.benchmarks.loading import NotDownloaded, benchmark_task, copy_fingerprint
@@ -125,6 +126,7 @@ def copy_fingerprints(wanted: Sequence[Wanted], data_root: str | Path | None = N
     return {name: fingerprint for name, fingerprint in fingerprints.items() if fingerprint is not None}
 
 
+@contents_unread()
 def problems_of_data(wanted: Sequence[Wanted], data_root: str | Path | None = None) -> list[str]:
     """Faults of the data of tasks whose names are known. The Hub is not asked, and no image is read."""
     problems = []
