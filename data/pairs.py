@@ -14,7 +14,6 @@ import PIL.Image
 
 from data.identity import image_digests
 from data.images import decode_image
-from data.shards import SETTINGS
 from data.sources import DataArguments, Rows, named_files_hash, no_column, open_rows, reading
 from data.worlds import WORLDS
 from records.messages import shortened
@@ -24,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 # Samples that one reader sees before it judges the share of unreadable ones.
 STREAM_TRIAL = 1000
+# By which columns are named, in a recipe and as options of a command
+SETTINGS = "image_column and caption_column or label_column (--image-column and the like)"
 # Columns that hold images, by the names that they get here
 IMAGES = ("image", "image_0", "image_1")
 # Fewer rows are read in no time

@@ -22,7 +22,6 @@ from records.messages import join_names
 # A file in a shard: its first byte, its length and its name
 MEMBER = re.compile(r"(.+\.tar)#(\d+)\+(\d+)/(.+)", re.DOTALL)
 SUFFIXES = (".tar", ".tar.gz", ".tgz")
-SETTINGS = "image_column and caption_column or label_column (--image-column and the like)"
 # Endings whose files hold a number or several, and endings of texts; all others are kept as they are, as images
 NUMBERS, ARRAYS = {"cls", "cls2", "id", "idx", "index", "inx"}, {"npy"}
 TEXTS = {"caption", "csv", "json", "jsonl", "text", "transcript", "tsv", "txt"}
@@ -54,7 +53,7 @@ def open_shards(files: Sequence[str], columns: Sequence[str], stamps: Sequence[s
             break
     if missing:
         held = f"in {files[0]} are {join_names(sorted(there)) or 'no files'}"
-        raise ValueError(f"the shards have no column {join_names(missing)}; {held}. Name others by {SETTINGS}")
+        raise ValueError(f"the shards have no column {join_names(missing)}; {held}")
     names = list(dict.fromkeys(columns))
     features = datasets.Features({"__key__": datasets.Value("string")} | {name: _feature(name) for name in names})
     # A list would be shared by the readers of a stream, as that of the files is
