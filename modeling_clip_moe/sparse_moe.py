@@ -22,7 +22,7 @@ Papers:
 import itertools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 
@@ -306,6 +306,12 @@ def _each_expert(stacked: torch.Tensor) -> Sequence[torch.Tensor]:
         return [stacked[i] for i in range(stacked.shape[0])]
 
 
+def _each_ffn(experts: nn.Module) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Up projection with its bias and down projection with its bias, expert by expert."""
+    weights = experts.up_proj, experts.up_proj_bias, experts.down_proj, experts.down_proj_bias
+    return zip(*map(_each_expert, weights), strict=True)
+
+
 @use_experts_implementation(has_gate=False, has_bias=True)
 class CLIPMoEExperts(nn.Module):
     """E copies of CLIP's FFN, stacked. Computes only what was chosen: expert id E stands for no expert."""
@@ -336,13 +342,9 @@ class CLIPMoEExperts(nn.Module):
         token_ids = order // top_k_index.shape[-1]
 
         outputs = []
-        for expert_input, up_proj, up_proj_bias, down_proj, down_proj_bias in zip(
-            hidden_states.index_select(0, token_ids).split(token_counts),
-            _each_expert(self.up_proj),
-            _each_expert(self.up_proj_bias),
-            _each_expert(self.down_proj),
-            _each_expert(self.down_proj_bias),
-            strict=True,
+        inputs = hidden_states.index_select(0, token_ids).split(token_counts)
+        for expert_input, (up_proj, up_proj_bias, down_proj, down_proj_bias) in zip(
+            inputs, _each_ffn(self), strict=True
         ):
             intermediate = self.act_fn(F.linear(expert_input, up_proj, up_proj_bias))
             outputs.append(F.linear(intermediate, down_proj, down_proj_bias))
@@ -404,13 +406,8 @@ def experts_forward_all(
     weights = top_k_weights.new_zeros(top_k_index.shape[0], experts.num_experts + 1)  # the last is that of no expert
     weights = weights.scatter_add(1, top_k_index, top_k_weights)[:, :-1].unsqueeze(-1)
     combined = torch.zeros_like(hidden_states, dtype=weights.dtype)
-    for weight, up_proj, up_proj_bias, down_proj, down_proj_bias in zip(
-        weights.unbind(dim=1),
-        _each_expert(experts.up_proj),
-        _each_expert(experts.up_proj_bias),
-        _each_expert(experts.down_proj),
-        _each_expert(experts.down_proj_bias),
-        strict=True,
+    for weight, (up_proj, up_proj_bias, down_proj, down_proj_bias) in zip(
+        weights.unbind(dim=1), _each_ffn(experts), strict=True
     ):
         intermediate = experts.act_fn(F.linear(hidden_states, up_proj, up_proj_bias))
         outputs = F.linear(intermediate, down_proj, down_proj_bias) * weight
