@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel  # noqa: F401  diffusers looks up the base class in a text encoder's module
 from transformers import initialization as init
-from transformers.core_model_loading import PrefixChange, WeightConverter
+from transformers.core_model_loading import PrefixChange
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPooling, ImageClassifierOutput
 from transformers.models.clip.modeling_clip import (
@@ -32,7 +32,7 @@ from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
 from .configuration_clip_moe import CLIPMoEConfig, CLIPMoETextConfig, CLIPMoEVisionConfig
-from .sparse_moe import ROUTER_OUTPUTS, Reshape, SparseEncoderLayer, SparseMoEMixin, require_one_encoder, router_losses
+from .sparse_moe import ROUTER_OUTPUTS, SparseEncoderLayer, SparseMoEMixin, require_one_encoder, router_losses
 
 
 @dataclass
@@ -347,7 +347,6 @@ class CLIPMoEModel(CLIPMoEPreTrainedModel):
     config: CLIPMoEConfig
     text_model_class = CLIPMoETextModel
     vision_model_class = CLIPMoEVisionModel
-    _checkpoint_conversions = [WeightConverter("logit_scale", "logit_scale", [Reshape(shape=(1,), saved_shape=())])]
 
     def __init__(self, config: CLIPMoEConfig):
         super().__init__(config)
@@ -355,7 +354,7 @@ class CLIPMoEModel(CLIPMoEPreTrainedModel):
         self.vision_model = self.vision_model_class._from_config(config.vision_config)
         self.text_projection = nn.Linear(config.text_config.output_size, config.projection_dim, bias=False)
         self.visual_projection = nn.Linear(config.vision_config.hidden_size, config.projection_dim, bias=False)
-        # FSDP2 does not shard scalars, so the scale has one axis here; in files it is a scalar, as CLIP's
+        # FSDP2 does not shard scalars, so the scale has one axis, where CLIP's has none
         self.logit_scale = nn.Parameter(torch.tensor([config.logit_scale_init_value]))
         if config.shared_encoder:
             self._tied_weights_keys = {r"vision_model\.encoder\.": r"text_model\.encoder\."}
@@ -376,10 +375,6 @@ class CLIPMoEModel(CLIPMoEPreTrainedModel):
         return {f"vision_model.encoder.{name}": f"text_model.encoder.{name}" for name in names}
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
-        # See above: there, it is a scalar
-        name = f"{prefix}logit_scale"
-        if name in state_dict and state_dict[name].ndim == 0:
-            state_dict[name] = state_dict[name].reshape(1)
         require_one_encoder(state_dict, self.get_expanded_tied_weights_keys(), prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 

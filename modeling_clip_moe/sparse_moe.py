@@ -36,7 +36,7 @@ from transformers import __version__ as transformers_version
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
-from transformers.core_model_loading import ConversionOps, PrefixChange
+from transformers.core_model_loading import PrefixChange
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear, use_experts_implementation
 from transformers.models.clip.modeling_clip import CLIPMLP
 from transformers.processing_utils import Unpack
@@ -569,25 +569,6 @@ class SparseEncoderLayer:
         hidden_states = self.layer_norm2(hidden_states)
         hidden_states = self.mlp(hidden_states, mask) if self.is_sparse else self.mlp(hidden_states)
         return residual + hidden_states
-
-
-class Reshape(ConversionOps):
-    """Gives a weight the shape `shape` when it is loaded, and `saved_shape` when it is saved."""
-
-    def __init__(self, shape: tuple[int, ...], saved_shape: tuple[int, ...]):
-        self.shape = shape
-        self.saved_shape = saved_shape
-
-    def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
-        (tensors,) = input_dict.values()
-        if isinstance(tensors, list) and not tensors:  # FSDP2: a single number is on the first process alone
-            return {target_patterns[0]: torch.empty(0, dtype=kwargs["model"].dtype)}
-        tensor = tensors[0] if isinstance(tensors, list) else tensors
-        return {target_patterns[0]: tensor.reshape(self.shape)}
-
-    @property
-    def reverse_op(self) -> "Reshape":
-        return Reshape(self.saved_shape, self.shape)
 
 
 def require_one_encoder(state_dict: Mapping[str, torch.Tensor], tied: Mapping[str, str], prefix: str = "") -> None:

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from tiny_clip import assert_same_weights
 from transformers import Trainer, TrainingArguments
 
@@ -70,7 +69,6 @@ def test_it_learns_and_evaluates(uninterrupted, repository, data, collate, tmp_p
 
 def test_resumed_it_ends_in_the_same_weights(uninterrupted, repository, data, collate, tmp_path):
     expected, folder = uninterrupted
-    assert load_file(folder / "checkpoint-6" / "model.safetensors")["logit_scale"].shape == ()
     assert_same_weights(CLIPMoEModel.from_pretrained(folder / "checkpoint-6"), expected.model)
     model = new_model(repository)
     with torch.no_grad():  # all of it has to come from the checkpoint
