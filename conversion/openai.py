@@ -130,8 +130,8 @@ def read_state_dict(archive: Path, trust_archive: bool = False) -> dict[str, Ten
 
 
 def unwrapped(content: Any, archive: Path) -> dict[str, Tensor]:
-    """The tensors of a model in what was saved: of a dictionary around them, without prefixes that all names have, and
-    with the names of a text tower that is a module of its own. Weight averages beside them are passed over, and told.
+    """The state dict in what was saved: taken out of a dictionary, without prefixes that all names share, and without
+    the `text.` of a text tower that is a module of its own. Weight averages beside it are skipped with a warning.
 
     Raises:
         ValueError: there are no tensors by name, or several models.

@@ -67,8 +67,8 @@ def open_tables(paths: Sequence[str], split: str) -> datasets.Dataset:
 
 
 def read_tables(paths: Sequence[str]) -> Columns:
-    """The columns of tables with the same header. Cells are texts, as they stand there, None where they are missing;
-    a cell that is a list of texts, as JSON or Python write it, makes its column one of lists."""
+    """The columns of tables with the same header. A cell is the text that stands there, or None if it is missing. If one
+    is a list of texts, in JSON or Python, its column holds lists."""
     columns: Columns = {}
     for path in paths:
         if Path(path).suffix == ".jsonl":

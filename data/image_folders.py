@@ -56,9 +56,9 @@ def open_folder(folder: str) -> dict[str, Pictures]:
     Folders `train`, `test`, `validation` and the like at the top are splits; without them, everything is "train". So is
     everything where one of several folders of pictures happens to be called so, as a class of VOC is.
 
-    Of a picture, tables say what they have in its line: `metadata.csv`, `.jsonl` or `.parquet`, beside it or above.
-    Without a table, its text is in the column `caption`, which a file beside it has, and its folder in the column
-    `label`, where all are in folders of one depth. What is not read is counted and told.
+    A table, `metadata.csv`, `.jsonl` or `.parquet`, beside the pictures or above them, has a line for each, which gives
+    its columns. Without one, the column `caption` comes from a text file beside each picture, and `label` from its
+    folder if all folders have one depth. A warning counts the files that are not read.
     """
     folder, paths = _top(folder)
     pictures = [path for path in paths if is_picture(os.path.join(folder, path))]

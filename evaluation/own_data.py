@@ -259,8 +259,8 @@ def is_template(text: str) -> bool:
 
 
 def _data(arguments: DataArguments, *also_read: DataArguments, **more: Any) -> dict[str, Any]:
-    """What tells the data of a task: settings, and the identity of what they name and of what is read besides, so that
-    rows that were changed in place are other data."""
+    """What identifies the data of a task: the settings, and the identity of the files that they name, so that rows
+    changed in place are other data."""
     chosen = {key: value for key, value in dataclasses.asdict(arguments).items() if key not in READING_SETTINGS}
     if arguments.source not in WORLDS:
         for key in ("captions", "kinds", "seed"):
