@@ -67,8 +67,8 @@ def open_tables(paths: Sequence[str], split: str) -> datasets.Dataset:
 
 
 def read_tables(paths: Sequence[str]) -> Columns:
-    """The columns of tables with the same header. A cell is the text that stands there, or None if it is missing. If one
-    is a list of texts, in JSON or Python, its column holds lists."""
+    """The columns of tables with the same header. A cell is the text that stands there, or None if it is missing. If
+    one is a list of texts, in JSON or Python, its column holds lists."""
     columns: Columns = {}
     for path in paths:
         if Path(path).suffix == ".jsonl":
