@@ -8,6 +8,8 @@ from pathlib import Path
 
 import datasets
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import tiny_runs
 from tiny_runs import ended_by_a_checkpoint
@@ -67,6 +69,20 @@ def test_data_are_known_by_names_and_contents(kind, tmp_path, monkeypatch):
     layout(kind, tmp_path / "a", first=100)
     assert data_fingerprint(load_pairs(data)) != pairs
     assert identity(data)["files"] == source["files"] and identity(data)["sha256"] != source["sha256"]
+
+
+@pytest.mark.parametrize(
+    "kind", [pyarrow.string(), pyarrow.string_view(), pyarrow.dictionary("int8", "string")], ids=str
+)
+def test_images_that_rows_name_by_texts_count(kind, tmp_path):
+    """As pandas and polars write texts."""
+    names = write_pictures(tmp_path / "images")
+    table = pyarrow.table({"image": pyarrow.array(names).cast(kind), "caption": ["a caption"] * 8})
+    pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
+    data = DataArguments(source=str(tmp_path / "x.parquet"), image_root=str(tmp_path / "images"))
+    before = identity(data)
+    write_pictures(tmp_path / "images", first=100)
+    assert before["files"] == 9 and identity(data) != before
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow", "saved"])
