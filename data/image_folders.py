@@ -59,12 +59,13 @@ def open_folder(folder: str) -> dict[str, Pictures]:
         name: [path for path in pictures if tops is None or "/" in path and path.partition("/")[0] in tops]
         for name, tops in by_split.items()
     }
-    labels = _labels([path for of_split in own.values() for path in of_split], has_splits=None not in by_split.values())
+    has_splits = None not in by_split.values()
+    labels = _labels([path for of_split in own.values() for path in of_split], has_splits, paths)
     for name, tops in by_split.items():
         within = [path for path in paths if tops is None or "/" not in path or path.partition("/")[0] in tops]
         elsewhere = {os.path.join(folder, path) for path in {*pictures}.difference(own[name])}
         parts[name] = _read(folder, own[name], within, elsewhere, labels)
-    if None in by_split.values():
+    if not has_splits:
         parts = _by_column(parts["train"])
     read = {file for part in parts.values() for file in part.files}
     left = [path for path in paths if os.path.join(folder, path) not in read]
@@ -153,23 +154,23 @@ def _by_split(pictures: list[str], paths: list[str]) -> dict[str, set[str] | Non
     return {"train": None}
 
 
-def _labels(pictures: list[str], has_splits: bool) -> dict[str, str]:
+def _labels(pictures: list[str], has_splits: bool, paths: list[str]) -> dict[str, str]:
     """The class of each picture: the name of its folder, or its path from the split where two folders have one name.
     None have one unless all are in folders of one depth, and in several."""
     folders = {path: os.path.dirname(path.partition("/")[2] if has_splits else path) for path in pictures}
-    depths = {folder: folder.count("/") + bool(folder) for folder in set(folders.values())}
-    if len(set(depths.values())) > 1:
-        first, second = sorted(folders, key=lambda path: depths[folders[path]])[:: len(folders) - 1]
-        warn_once(logger, f"folders are no classes where they have several depths, as {first} and {second} do")
+    depths = {path: folder.count("/") + bool(folder) for path, folder in folders.items()}
+    names = {folder: os.path.basename(folder) for folder in folders.values()}
+    first, last = min(pictures, key=depths.get), max(pictures, key=depths.get)
+    if depths[first] < depths[last]:
+        if not any(path.lower().endswith(TEXTS) or PurePath(path).name in METADATA for path in paths):
+            warn_once(logger, f"no labels: folders have several depths, as those of {first} and {last}")
         return {}
-    if len(depths) == 1:
+    if len(names) == 1:
         return {}
-    names = Counter(map(os.path.basename, depths))
-    twice = next((folder for folder in depths if names[os.path.basename(folder)] > 1), None)
-    if twice is not None:
-        warn_once(logger, f"classes are called by their paths, since two folders are called {os.path.basename(twice)}")
-        names = None
-    names = {folder: folder if names is None else os.path.basename(folder) for folder in depths}
+    if len(set(names.values())) < len(names):
+        twice = next(name for name, count in Counter(names.values()).items() if count > 1)
+        warn_once(logger, f"classes are called by their paths, since several folders are called {twice}")
+        names = {folder: folder for folder in names}
     return {path: _same(names[folder]) for path, folder in folders.items()}
 
 
@@ -197,17 +198,17 @@ def _read(
     if tables:
         columns, files = _of_tables([os.path.join(folder, path) for path in tables], files, elsewhere)
         if len(files) < len(pictures):
-            unsaid = len(pictures) - len(files)
-            warn_once(logger, f"{folder}: {unsaid} of {len(pictures)} pictures have no line in {', '.join(tables)}")
+            number = len(pictures) - len(files)
+            warn_once(logger, f"{folder}: {number} of {len(pictures)} pictures have no line in {', '.join(tables)}")
     else:
-        texts = _texts(folder, paths)
-        said = [texts.get(_same(os.path.splitext(file)[0])) for file in files]
-        if any(said):
-            columns["caption"] = [text and text_of(Path(text).read_bytes(), text) for text in said]
+        by_name = _texts(folder, paths)
+        texts = [by_name.get(_same(os.path.splitext(file)[0])) for file in files]
+        if any(texts):
+            columns["caption"] = [text and text_of(Path(text).read_bytes(), text) for text in texts]
         if labels:
             features["label"] = datasets.ClassLabel(names=sorted(set(labels.values())))
             columns["label"] = [features["label"].str2int(labels[path]) for path in pictures]
-        files += filter(None, said)
+        files += filter(None, texts)
     rows = datasets.Dataset.from_dict(columns)
     for name, feature in features.items():
         rows = rows.remove_columns(name).add_column(name, columns[name], feature=feature)

@@ -89,13 +89,13 @@ def test_folders_of_one_name_are_two_classes(tmp_path, caplog):
     write(tmp_path, "animals/bat/1.png", "sports/bat/2.png", "animals/cat/3.png")
     labels = open_folder(tmp_path)["train"].rows.features["label"].names
     assert labels == ["animals/bat", "animals/cat", "sports/bat"]
-    assert "classes are called by their paths, since two folders are called bat" in caplog.text
+    assert "classes are called by their paths, since several folders are called bat" in caplog.text
 
 
 def test_folders_of_several_depths_are_no_classes(tmp_path, caplog):
     write(tmp_path, "train/ant/1.png", "train/bee/2.png", "train/all.png")
     assert open_folder(tmp_path)["train"].rows.column_names == ["image"]
-    assert "folders are no classes where they have several depths, as train/all.png and train/" in caplog.text
+    assert "no labels: folders have several depths, as those of train/all.png and train/" in caplog.text
 
 
 def test_a_table_may_name_the_splits(tmp_path):
