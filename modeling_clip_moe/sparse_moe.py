@@ -214,7 +214,8 @@ def expert_capacity_mask(
     position = choices.flatten(1, 2).cumsum(dim=1).view_as(choices)  # in the queue of an expert, from 1
     tokens = mask.reshape(num_groups, -1).sum(dim=-1)
     factor = Fraction(str(capacity_factor)).limit_denominator(10**6)  # of 4 / 3, products of more digits overflow
-    capacity = -(-tokens * factor.numerator // (factor.denominator * num_experts))  # (groups,), rounded up
+    divisor = factor.denominator * num_experts
+    capacity = (tokens * factor.numerator + divisor - 1) // divisor  # (groups,), rounded up, which ONNX does not of < 0
     within_capacity = (choices * (position <= capacity[:, None, None, None])).sum(dim=-1)  # (groups, K, tokens)
     return within_capacity.transpose(1, 2).reshape(top_k_index.shape).bool()
 
@@ -336,6 +337,8 @@ class CLIPMoEExperts(nn.Module):
         Returns:
             (T, D), the weighted sum of each token's experts.
         """
+        if is_recorded(hidden_states) and not torch.compiler.is_compiling():
+            return experts_forward_all(self, hidden_states, top_k_index, top_k_weights)
         expert_ids, order = top_k_index.flatten().sort(stable=True)
         token_counts = torch.bincount(expert_ids, minlength=self.num_experts)[: self.num_experts].tolist()
         order = order[: sum(token_counts)]  # the id E is sorted to the end
@@ -415,7 +418,7 @@ def experts_forward_all(
     return combined.to(hidden_states.dtype)
 
 
-def _is_recorded(hidden_states: torch.Tensor) -> bool:
+def is_recorded(hidden_states: torch.Tensor) -> bool:
     """
     Whether a tool records, transforms or only shapes this run, to repeat it with other data: `torch.jit.trace`,
     `make_fx`, `torch.onnx`, `torch.func.vmap`, tensors without data.
@@ -426,6 +429,7 @@ def _is_recorded(hidden_states: torch.Tensor) -> bool:
         or torch._C._functorch.peek_interpreter_stack() is not None
         or _has_no_data(hidden_states)
         or any(not _counts(mode) for mode in _get_current_dispatch_mode_stack())
+        or torch._ops._len_torch_dispatch_stack_pre_dispatch() > 0
     )
 
 
@@ -461,7 +465,7 @@ def experts_forward_by_device(
         return experts_forward_grouped(*arguments)
     if _has_no_data(hidden_states) and any(map(_counts, _get_current_dispatch_mode_stack())):
         return ALL_EXPERTS_FUNCTIONS["batched_mm"](*arguments)  # products of the chosen experts, whichever they are
-    if _is_recorded(hidden_states):
+    if is_recorded(hidden_states):
         return experts_forward_all(*arguments)
     if _get_current_dispatch_mode_stack():  # a counter
         return loop(*arguments)
@@ -685,7 +689,7 @@ class SparseMoEMixin:
             model, info = super().from_pretrained(
                 pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
             )
-        except IndexError as error:
+        except (IndexError, NotImplementedError) as error:
             config = kwargs.get("config") or cls.config_class.from_pretrained(pretrained_model_name_or_path)
             if kwargs.get("device_map") is None or not getattr(config, "shared_encoder", False):
                 raise
