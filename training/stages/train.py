@@ -483,7 +483,8 @@ class TrainStage(RouterSettings, StepsStage):
         sparse = is_sparse(config)
         towers = [config.text_config, config.vision_config] if sparse else []
         yield from self.router_problems(config)
-        trained = self.trained_names(inputs) if sparse else []
+        may_be_in_vain = any(1 in (tower.num_experts, tower.num_experts_per_tok) for tower in towers)
+        trained = self.trained_names(inputs) if may_be_in_vain else []
         for name, tower in zip(("text_model.", "vision_model."), towers, strict=False):
             routers = [one for one in trained if ".router." in one and one.startswith(name)]
             # One expert has a router for the shape of its layer, which may train with all the rest
