@@ -428,13 +428,18 @@ def is_recorded(hidden_states: torch.Tensor) -> bool:
         or torch.onnx.is_in_onnx_export()
         or torch._C._functorch.peek_interpreter_stack() is not None
         or _has_no_data(hidden_states)
-        or any(not _counts(mode) for mode in _get_current_dispatch_mode_stack())
+        or any(_records(mode) for mode in _get_current_dispatch_mode_stack())
         or torch._ops._len_torch_dispatch_stack_pre_dispatch() > 0
     )
 
 
 def _has_no_data(tensor: torch.Tensor) -> bool:
     return tensor.is_meta or isinstance(tensor, FakeTensor)
+
+
+def _records(mode: TorchDispatchMode) -> bool:
+    """Whether a mode makes a program: proxies, functional or fake tensors."""
+    return getattr(mode, "_mode_key", None) is not None
 
 
 def _counts(mode: TorchDispatchMode) -> bool:
@@ -467,7 +472,7 @@ def experts_forward_by_device(
         return ALL_EXPERTS_FUNCTIONS["batched_mm"](*arguments)  # products of the chosen experts, whichever they are
     if is_recorded(hidden_states):
         return experts_forward_all(*arguments)
-    if _get_current_dispatch_mode_stack():  # a counter
+    if any(map(_counts, _get_current_dispatch_mode_stack())):
         return loop(*arguments)
     few_on_gpu = hidden_states.is_cuda and top_k_index.numel() < MANY_ROWS * experts.num_experts
     is_captured = hidden_states.is_cuda and torch.cuda.is_current_stream_capturing()

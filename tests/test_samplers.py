@@ -10,7 +10,7 @@ from training.twins import Twins
 
 
 def apart(sampler, num_samples):
-    """Triplets of samples with the same text are kept apart, pairs with the same image, too."""
+    """Samplers that know of triplets with the same text and of pairs with the same image."""
     sampler.twins = Twins(np.arange(num_samples) // 2 % 50, np.arange(num_samples) // 3)
     return sampler
 

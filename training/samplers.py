@@ -207,9 +207,9 @@ class Spread:
         self.together = samples[order]
         firsts = np.flatnonzero(np.diff(labels[order], prepend=-1))
         self.sizes = np.diff(firsts, append=len(order)).astype(np.int32)
-        # Steps of a length that has no divisor in common with their number visit all before they come back
-        steps = np.random.default_rng(seed).integers(1, len(samples) + 1, 1000).tolist()
-        self.step = next((step for step in steps if math.gcd(step, len(samples)) == 1), 1)
+        # A step that has no divisor in common with the number of samples visits all before it comes back
+        first = np.random.default_rng(seed).integers(1, len(samples) + 1).item()
+        self.step = next(step for step in itertools.count(first) if math.gcd(step, len(samples)) == 1)
 
     def batches(self, epoch: int, rng: np.random.Generator) -> np.ndarray:
         """The batches of an epoch, (batches, batch_size)."""

@@ -37,7 +37,7 @@ from modeling_clip_moe.configuration_clip_moe import embedding_size
 from modeling_clip_moe.sparse_moe import CLIPMoERouter, CLIPMoESparseMoeBlock
 from records.files import save
 from records.messages import join_names, warn_once
-from records.provenance import CHECKPOINTS, LOG
+from records.provenance import CHECKPOINTS, LOG, duplicates_line
 from training.clusters import FeatureClusters, load_clusters
 from training.context import Context
 from training.contrastive_task import ContrastiveTask, drop_activations
@@ -71,12 +71,6 @@ from training.settings import STRICT, Reads
 from training.stages.base import Data, Model, NumberedData, Stage, Trained, inherited, named_errors
 from training.twins import Twins
 
-# What those that share a batch are to each other
-DUPLICATES = {
-    "separate": "positives of each other",
-    "positive": "positives of each other",
-    "negative": "negatives of each other",
-}
 # Pairs whose texts are all compared for --plan
 COUNTED = 100_000
 
@@ -313,15 +307,15 @@ class TrainStage(RouterSettings, StepsStage):
 
     def batch_sampler(
         self, rows: Rows, share: Share, inputs: SimpleNamespace, context: Context
-    ) -> DistributedBatchSampler | None:
-        """Which pairs make a batch; None: all pairs, shuffled.
+    ) -> DistributedBatchSampler:
+        """Which pairs make a batch: by default all pairs, shuffled. A stream is not asked.
 
         Args:
             rows: of `choose_pairs`; a sampler gives positions in them.
             share: how large the batches are and which part of them is this process's.
             inputs, context: see `Stage.run`.
         """
-        return None
+        return GlobalBatchSampler(len(rows), *share)
 
     def contrastive_loss(
         self,
@@ -399,7 +393,7 @@ class TrainStage(RouterSettings, StepsStage):
         except (OSError, ValueError):  # a fault that is told elsewhere
             return
         shares = self._keep_apart(Twins.of(rows, None), GlobalBatchSampler(len(rows), batch))
-        yield self._tell_duplicates(shares, "text")
+        yield duplicates_line(shares, self.duplicates, "text")
 
     def task(self, model: PreTrainedModel) -> ContrastiveTask:
         if self.expert_dropout is not None:
@@ -416,15 +410,14 @@ class TrainStage(RouterSettings, StepsStage):
         accelerator = context.new_accelerator()
         share = self._share(accelerator, context)
         rows = self.load_pairs(inputs, context)
-        twins, sampler, shares = None, self.batch_sampler(rows, share, inputs, context), None
+        twins, sampler, shares = None, None, None
         is_negative = self.duplicates == "negative"
         # Images are read only where they matter, and not of shards at whose images nobody is to look
         texts_alone = is_negative or self.data.indexed
         if not self.data.streaming:
             twins = context.twins(rows.remove_columns("image") if texts_alone else rows, processor.tokenizer)
-            sampler = sampler or GlobalBatchSampler(len(rows), *share)
+            sampler = self.batch_sampler(rows, share, inputs, context)
             shares = self._keep_apart(twins, sampler)
-        keys = None if is_negative else np.empty(0, np.int64) if twins is None else twins.images
         loader = PairLoader(
             rows,
             processor,
@@ -434,12 +427,15 @@ class TrainStage(RouterSettings, StepsStage):
             self.caption_weights,
             self._hidden_states(model, rows, inputs, context),
             self.augmentation,
-            keys,
+            with_keys=not is_negative,
+            image_keys=twins and twins.images,
         )
         if accelerator.is_main_process:
             with reading(self.data):
                 loader.report_captions()
-            print(f"{self.name}: {self._tell_duplicates(shares, 'text' if texts_alone else 'text or image')}")
+            print(
+                f"{self.name}: {duplicates_line(shares, self.duplicates, 'text' if texts_alone else 'text or image')}"
+            )
         self.train_model(model, processor, loader, accelerator, context, directory, self.evaluation)
         return None if shares is None else Trained(len(rows), shares)
 
@@ -453,23 +449,10 @@ class TrainStage(RouterSettings, StepsStage):
             left = twins.share_in(batches)
         if self.duplicates != "negative" and all(twins.are_of_one_group(batch) for batch in batches):
             raise ValueError(
-                f"{self.name}.data: in every batch, all pairs have the same text or image, so that none is told from "
-                "another. Take pairs with more captions, or larger clusters"
+                f"{self.name}.data: in every batch, all pairs have the same text or image, so there are no negatives "
+                "to learn from. Use data with more captions, or larger clusters"
             )
         return {"shuffled": round(float(shuffled), 4), "left": round(float(left), 4)}
-
-    def _tell_duplicates(self, shares: dict[str, float] | None, what: str) -> str:
-        """A line for the log. `what` was compared: texts, or also images."""
-        if shares is None:
-            return f"a stream: pairs with the same text or image may share a batch ({DUPLICATES[self.duplicates]})"
-        if not any(shares.values()):
-            return f"no two pairs of a batch have the same {what}"
-        met = f"in shuffled batches, {shares['shuffled']:.1%} of the pairs have the same {what} as another one"
-        if self.duplicates != "separate":
-            return f"{met} ({DUPLICATES[self.duplicates]})"
-        if not shares["left"]:
-            return f"{met}: kept apart"
-        return f"{met}: kept apart where possible, {shares['left']:.1%} still do ({DUPLICATES['separate']})"
 
     def problems(self, inputs: SimpleNamespace) -> Iterator[tuple[str, str]]:
         yield from super().problems(inputs)
