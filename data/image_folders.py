@@ -68,11 +68,11 @@ def open_folder(folder: str) -> dict[str, Pictures]:
     if not has_splits:
         parts = _by_column(parts["train"])
     read = {file for part in parts.values() for file in part.files}
-    tell_unread(folder, [path for path in paths if os.path.join(folder, path) not in read])
+    warn_of_unread(folder, [path for path in paths if os.path.join(folder, path) not in read])
     return parts
 
 
-def tell_unread(folder: str, paths: list[str]) -> None:
+def warn_of_unread(folder: str, paths: list[str]) -> None:
     """Warns of the files of a folder that are not read, with their number by ending."""
     if paths:
         endings = Counter(PurePath(path).suffix or "without an ending" for path in paths)

@@ -23,7 +23,7 @@ from pydantic.dataclasses import dataclass
 
 from data.annotations import SPLIT_OF_NAME, TABLES, holds_list, no_split, open_json, open_tables
 from data.drawing import SPLITS
-from data.image_folders import METADATA, Pictures, is_picture, open_folder, tell_unread
+from data.image_folders import METADATA, Pictures, is_picture, open_folder, warn_of_unread
 from data.shards import MEMBER, SUFFIXES, open_shards
 from data.worlds import WORLDS
 from records.files import files_in, read_json
@@ -384,7 +384,7 @@ def _splits(folder: str, builder: str) -> dict[str, list[str]]:
             names = sorted({split for split, _ in found}, key=lambda split: (split != "train", split))
             by_split = {split: [path for of, path in found if of == split] for split in names} or None
     by_split = by_split or {"train": files}
-    tell_unread(folder, sorted(set(paths).difference(["README.md"], *by_split.values())))
+    warn_of_unread(folder, sorted(set(paths).difference(["README.md"], *by_split.values())))
     return {split: [os.path.join(folder, path) for path in of_split] for split, of_split in by_split.items()}
 
 

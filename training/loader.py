@@ -22,8 +22,8 @@ from data.sources import DataArguments, Rows, named_files_hash, reading
 from data.tokenizer import SAMPLE, pieces_per_word, read_texts, tokenize
 from data.workers import errors_of_workers, worker_options
 from records.messages import shortened
+from training.duplicates import streamed_image_key, token_keys
 from training.samplers import ClusterBatchSampler, GlobalBatchSampler
-from training.twins import streamed_image_key, token_keys
 
 logger = logging.getLogger(__name__)
 
