@@ -9,6 +9,7 @@ import re
 import sys
 import textwrap
 import tokenize
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -157,14 +158,23 @@ def rename_columns(rows: Rows, wanted: dict[str, str], arguments: DataArguments,
 
     def whole(image: str | dict | None) -> str | dict | None:
         if isinstance(image, str):
-            return os.path.join(root, image)
+            return _file_in(root, image)
         missing = image is None or image["path"] is None
-        return image if missing or image["bytes"] is not None else {**image, "path": os.path.join(root, image["path"])}
+        return image if missing or image["bytes"] is not None else {**image, "path": _file_in(root, image["path"])}
 
     def with_root(batch: dict[str, list]) -> dict[str, list]:
         return {name: [*map(whole, batch[name])] for name in images}
 
     return mapped(rows, with_root, batched=True, features=rows.features)
+
+
+def _file_in(root: str, name: str) -> str:
+    """The path of a file, whose name may be in another Unicode form on disk: macOS takes letters apart."""
+    path = os.path.join(root, name)
+    if name.isascii() or os.path.exists(path):
+        return path
+    forms = (os.path.join(root, unicodedata.normalize(form, name)) for form in ("NFC", "NFD"))
+    return next(filter(os.path.exists, forms), path)
 
 
 def _split_lines(rows: Rows) -> Rows:

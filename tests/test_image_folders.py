@@ -6,6 +6,7 @@ import unicodedata
 
 import datasets
 import pytest
+from PIL import Image
 from tiny_sources import png
 
 from data.image_folders import open_folder
@@ -117,8 +118,9 @@ def test_links_to_each_other_end(tmp_path, caplog):
 
 def test_pictures_by_what_they_are(tmp_path, caplog):
     write(tmp_path, "1.PNG", "without_an_ending", ".hidden.png", "__MACOSX/2.png")
+    Image.new("RGB", (8, 8)).save(tmp_path / "3.avif")
     write(tmp_path, "README", "notes.pdf", "Thumbs.db", text=b"no picture")
-    assert names(tmp_path, open_folder(tmp_path)["train"]) == ["1.PNG", "without_an_ending"]
+    assert names(tmp_path, open_folder(tmp_path)["train"]) == ["1.PNG", "3.avif", "without_an_ending"]
     assert "3 files are not read (1 without an ending, 1 .db, 1 .pdf), such as README" in caplog.text
     (tmp_path / "none").mkdir()
     write(tmp_path / "none", "a.txt", text=b"a")
