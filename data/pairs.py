@@ -40,6 +40,7 @@ MANY = 1000
 # Letters of a path
 MOST_LETTERS = 1000
 # Columns of images as plain bytes
+TEXTS = datasets.List(datasets.Value("string"))
 BYTES = [datasets.Value(kind) for kind in ("binary", "large_binary", "binary_view")]
 # What stands for a missing caption, as pandas reads a table
 MISSING = {"NA", "N/A", "n/a", "NULL", "null", "None", "NaN", "nan", "-nan", "-NaN", "<NA>", "#N/A", "#NA"}
@@ -57,10 +58,19 @@ def load_pairs(arguments: DataArguments, images: bool = True) -> Rows:
     """
     if arguments.source in WORLDS:
         return _draw(arguments, arguments.captions)
-    rows = select_columns(open_rows(arguments), arguments)
+    rows = with_class_names(select_columns(open_rows(arguments), arguments))
     if arguments.streaming:
         return rows
     return readable_pairs(rows, arguments, images)[0]
+
+
+def with_class_names(rows: Rows) -> Rows:
+    """Rows whose captions are the names of classes where they were their numbers, with blanks for underscores."""
+    feature = (rows.features or {}).get("caption")
+    if not isinstance(feature, datasets.ClassLabel):
+        return rows
+    names = [name.replace("_", " ") for name in feature.names]
+    return _with_captions(rows, lambda row: {"caption": names[row["caption"]]}, datasets.Value("string"))
 
 
 def caption_columns(arguments: DataArguments, columns: Iterable[str]) -> datasets.Dataset:
@@ -208,9 +218,9 @@ def _with_lists(rows: Rows) -> Rows:
     return _with_captions(rows, as_list)
 
 
-def _with_captions(rows: Rows, function: Callable[[dict[str, Any]], dict[str, list[str]]]) -> Rows:
-    """Rows with other captions, several for each."""
-    captions = datasets.Features({"caption": datasets.List(datasets.Value("string"))})
+def _with_captions(rows: Rows, function: Callable[[dict[str, Any]], dict[str, Any]], feature: Any = TEXTS) -> Rows:
+    """Rows with other captions, by default several for each."""
+    captions = datasets.Features({"caption": feature})
     if isinstance(rows, datasets.IterableDataset):
         return rows.map(function, features=rows.features and datasets.Features(rows.features | captions))
     texts = mapped(rows.select_columns("caption"), function, features=captions)
@@ -388,7 +398,10 @@ def judge(bad: int, total: int, first: str, arguments: DataArguments, quiet: boo
     """Report skipped pairs, or refuse them."""
     share = f"{bad} of {total} pairs of {arguments.source} cannot be used; the first is {' '.join(first.split())}"
     if bad > arguments.max_unreadable * total:
-        raise ValueError(f"{share}. More than max_unreadable = {arguments.max_unreadable:.0%} is an error")
+        raise ValueError(
+            f"{share}. More than max_unreadable = {arguments.max_unreadable:.0%} is an error: mend or remove them, or "
+            "for training raise data.max_unreadable"
+        )
     if not quiet:
         logger.warning("%s. They are skipped", share)
 

@@ -12,6 +12,7 @@ from tiny_sources import png
 from data.image_folders import open_folder
 from data.pairs import load_pairs
 from data.sources import DataArguments, open_rows
+from evaluation.own_data import zero_shot_task
 
 
 def write(folder, *names, text=None):
@@ -126,6 +127,23 @@ def test_pictures_by_what_they_are(tmp_path, caplog):
     write(tmp_path / "none", "a.txt", text=b"a")
     with pytest.raises(ValueError, match="none has no pictures of the formats .*PNG"):
         open_folder(tmp_path / "none")
+
+
+def test_links_to_nothing_are_not_read(tmp_path, caplog):
+    write(tmp_path, "a.png")
+    (tmp_path / "b.png").symlink_to(tmp_path / "gone.png")
+    (tmp_path / "metadata.csv").write_text("file_name,caption\na.png,one\nb.png,two\n")
+    assert load_pairs(DataArguments(source=str(tmp_path), max_unreadable=0.5))["caption"] == ["one"]
+    assert "1 file is not read (1 .png), such as b.png" in caplog.text and "1 of 2 pairs" in caplog.text
+
+
+def test_classes_are_captions(tmp_path):
+    write(tmp_path, "red_circle/1.png", "star/2.png")
+    for streaming in (False, True):
+        rows = load_pairs(DataArguments(source=str(tmp_path), caption_column="label", streaming=streaming))
+        assert [row["caption"] for row in rows] == ["red circle", "star"]
+    task = zero_shot_task(DataArguments(source=str(tmp_path), caption_column="label"), ["a {}"])
+    assert list(task.classes) == ["red circle", "star"] and task.load()[0]["caption"] == ["red circle", "star"]
 
 
 def test_texts_beside_pictures(tmp_path, caplog):
