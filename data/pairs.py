@@ -65,12 +65,18 @@ def load_pairs(arguments: DataArguments, images: bool = True) -> Rows:
 
 
 def with_class_names(rows: Rows) -> Rows:
-    """Rows whose captions are the names of classes where they were their numbers, with blanks for underscores."""
+    """Rows whose captions are the names of classes where they were their numbers, with blanks for underscores. Where
+    the class is missing, None or -1, so is the caption."""
     feature = (rows.features or {}).get("caption")
     if not isinstance(feature, datasets.ClassLabel):
         return rows
     names = [name.replace("_", " ") for name in feature.names]
-    return _with_captions(rows, lambda row: {"caption": names[row["caption"]]}, datasets.Value("string"))
+
+    def name_of(row: dict[str, Any]) -> dict[str, str | None]:
+        label = row["caption"]
+        return {"caption": None if label is None or label < 0 else names[label]}
+
+    return _with_captions(rows, name_of, datasets.Value("string"))
 
 
 def caption_columns(arguments: DataArguments, columns: Iterable[str]) -> datasets.Dataset:

@@ -59,9 +59,9 @@ are those of the hardest one. Where a claim is about several scores, the verdict
 it, the one with the least difference decides. Where it names a number of points, these are subtracted from the
 differences first.
 
-Of two equal models, one claim in twenty has another verdict than "{INCONCLUSIVE}" by chance, or fewer: of a hundred
-claims, about three. Three seeds are few: with them, a difference has to be several times its deviation. The intervals
-cover what a seed changes. In the symbol world, these are the order of batches and, where a recipe trains its own CLIP,
+Where two models are equal, at most one claim in twenty gets another verdict than "{INCONCLUSIVE}" by chance: of a
+hundred claims, about three. Three seeds are few: with them, a difference has to be several times its deviation. The
+intervals cover what a seed changes. In the symbol world, these are the order of batches and, where a recipe trains its own CLIP,
 the first weights; the CLIPs that lie in this repository, the training pictures of these runs and the test are the same
 for all seeds, but for what is learned against what is kept, where each seed has its own. In the world of names, these
 are the first weights, the training pictures, their order and, but with 2,048 names, the test pictures.

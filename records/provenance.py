@@ -237,7 +237,7 @@ def duplicates_line(shares: Mapping[str, float] | None, setting: str, what: str 
     """What became of pairs that have the same text or image; `what` of these was compared.
 
     Args:
-        shares: see `Record.duplicates`; None: of a stream, whose pairs nobody counts.
+        shares: see `Record.duplicates`; None for a stream, whose pairs are not counted.
         setting: the stage's `duplicates`.
     """
     met = "negatives of each other" if setting == "negative" else "positives of each other"
@@ -246,6 +246,6 @@ def duplicates_line(shares: Mapping[str, float] | None, setting: str, what: str 
     shuffled, left = shares["shuffled"], shares["left"]
     if not shuffled and not left:
         return f"no two pairs of a batch have the same {what}"
-    if left < shuffled:  # not where a sampler pays them no heed
+    if left < shuffled:  # equal where a sampler ignores them
         met = "kept apart" + f" but for {left:.1%}, {met}" * (left > 0)
     return f"in shuffled batches, {shuffled:.1%} of the pairs share a {what}: {met}"

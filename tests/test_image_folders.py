@@ -6,11 +6,12 @@ import unicodedata
 
 import datasets
 import pytest
+from datasets import ClassLabel, Dataset
 from PIL import Image
 from tiny_sources import png
 
 from data.image_folders import open_folder
-from data.pairs import load_pairs
+from data.pairs import load_pairs, with_class_names
 from data.sources import DataArguments, open_rows
 from evaluation.own_data import zero_shot_task
 
@@ -142,6 +143,8 @@ def test_classes_are_captions(tmp_path):
     for streaming in (False, True):
         rows = load_pairs(DataArguments(source=str(tmp_path), caption_column="label", streaming=streaming))
         assert [row["caption"] for row in rows] == ["red circle", "star"]
+    labels = Dataset.from_dict({"image": ["a"] * 3, "caption": [-1, None, 1]}).cast_column("caption", ClassLabel(2))
+    assert with_class_names(labels)["caption"] == [None, None, "1"]  # no class is no name
     task = zero_shot_task(DataArguments(source=str(tmp_path), caption_column="label"), ["a {}"])
     assert list(task.classes) == ["red circle", "star"] and task.load()[0]["caption"] == ["red circle", "star"]
 
@@ -160,6 +163,7 @@ def test_texts_beside_pictures(tmp_path, caplog):
     assert [caption.strip() for caption in pairs["caption"]] == ["a cat", "a dog"]
     assert f"the text of {tmp_path / 'c.txt'} is missing: 'utf-8' codec" in caplog.text
     assert "2 of 4 pairs" in caplog.text and "1 file is not read (1 .txt), such as e.txt" in caplog.text
+    assert "1 of 4 pictures have no text beside them, such as" in caplog.text
 
 
 TABLES = {

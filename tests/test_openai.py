@@ -76,6 +76,7 @@ WRAPPED = {
     "with what is no tensor": STATE | {"epoch": 3, "_extra_state": None},
     "split over devices": prefixed("_fsdp_wrapped_module."),
     "the only one": {"state_dict_ema": STATE},
+    "an average within": {"state_dict": prefixed("model.") | prefixed("model_ema.", {k: STATE[k] + 1 for k in STATE})},
     "an average among it": prefixed("model.") | prefixed("ema_model.", {key: STATE[key] + 1 for key in STATE}),
 }
 

@@ -82,6 +82,13 @@ def test_counts_by_looking_at_every_two_texts(seed):
     assert 0 < counts.repeated < 60 and 0 < counts.alike < 60 and counts.cut
 
 
+@pytest.mark.parametrize(("captions", "told"), [(["a", "a", "a", "b"], True), (["a", "a", "b", "c"], False)])
+def test_recall_where_most_captions_are_repeated_is_told(captions, told, warnings):
+    learned = learn_tokenizer(["a b c"], 520, 4)
+    count_texts(task_on(None), "captions", read_texts(learned, captions), range(4))
+    assert ("4 captions" in warnings.text) == told
+
+
 def test_captions_that_differ_after_the_cut_are_told_once(dense, embedder, warnings, tmp_path):
     rows = symbols.load("test", "web", 8)
     captions = [LONG + "one", LONG + "two", "a Star", "a star", "a moon", "a moon", "a ring", "a dot"]

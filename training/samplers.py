@@ -188,7 +188,7 @@ class Spread:
 
     Samples are dealt to the batches like cards, one to each in every round. The samples of a group follow one another,
     in groups of random order; then come those without a duplicate, shuffled. A round goes through the batches in steps
-    of the golden section, from one drawn at random, so that a group's samples come in even distances over the epoch. A
+    of the golden section, from a random one on, which spaces a group's samples evenly over the epoch. A
     group that began in the round before goes on in batches that have none of it.
 
     Args:
