@@ -61,10 +61,10 @@ differences first.
 
 Where two models are equal, at most one claim in twenty gets another verdict than "{INCONCLUSIVE}" by chance: of a
 hundred claims, about three. Three seeds are few: with them, a difference has to be several times its deviation. The
-intervals cover what a seed changes. In the symbol world, these are the order of batches and, where a recipe trains its own CLIP,
-the first weights; the CLIPs that lie in this repository, the training pictures of these runs and the test are the same
-for all seeds, but for what is learned against what is kept, where each seed has its own. In the world of names, these
-are the first weights, the training pictures, their order and, but with 2,048 names, the test pictures.
+intervals cover what a seed changes. In the symbol world, these are the order of batches and, where a recipe trains its
+own CLIP, the first weights; the CLIPs that lie in this repository, the training pictures of these runs and the test are
+the same for all seeds, but for what is learned against what is kept, where each seed has its own. In the world of
+names, these are the first weights, the training pictures, their order and, but with 2,048 names, the test pictures.
 """
 # Verdict -> color and marker: told apart without colors, too
 MARKS = {HOLDS: ("#0a6b2d", "o"), DOES_NOT_HOLD: ("#b3261e", "X"), INCONCLUSIVE: ("#666666", "D")}
