@@ -25,7 +25,7 @@ from conversion.upcycle import sparse_config
 from evaluation.costs import count_activations, count_largest_layer, paper_config
 from evaluation.speed import in_turn
 from modeling_clip_moe import CLIPMoEModel, CLIPMoEVisionConfig
-from modeling_clip_moe.sparse_moe import CLIPMoEExperts
+from modeling_clip_moe.experts import CLIPMoEExperts
 from records.command_line import command_line, run
 from training.losses import contrastive_loss
 

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 
 from conversion.presets import TOWERS
 from modeling_clip_moe import CLIPMoEModel
-from modeling_clip_moe.sparse_moe import CLIPMoEExperts, expert_capacity_mask
+from modeling_clip_moe.dispatch import expert_capacity_mask
+from modeling_clip_moe.experts import CLIPMoEExperts
 
 # The token whose last hidden state a tower's output is made of
 POOLED_TOKEN = {"text": "end token", "vision": "class token"}

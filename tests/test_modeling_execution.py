@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-import transformers.integrations.moe as transformers_moe
 from tiny_clip_moe import IMPLEMENTATIONS, assert_same_gradients, gradients, inputs, tiny_block, tiny_model
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -33,11 +32,11 @@ def test_half_precision(dtype, name):
 def test_grouped_products_under_autocast(monkeypatch):
     """In autocast's precision, with gradients of the weights as they are."""
     model, batch, seen = tiny_model(fusion_gate=True), inputs(), []
-    grouped_mm = transformers_moe._grouped_mm
+    grouped_mm = torch.nn.functional.grouped_mm
 
     def spy(rows, weight, offs):
         seen.append((rows.dtype, weight.dtype))
-        return grouped_mm(rows, weight, offs)
+        return grouped_mm(rows, weight, offs=offs)
 
     def computed(model, implementation):
         model.set_experts_implementation(implementation)
@@ -47,7 +46,7 @@ def test_grouped_products_under_autocast(monkeypatch):
         return output.image_embeds, gradients(model)
 
     by_loop, expected = computed(copy.deepcopy(model), "eager")
-    monkeypatch.setattr(transformers_moe, "_grouped_mm", spy)
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", spy)
     grouped, found = computed(model, "grouped")
     assert set(seen) == {(torch.bfloat16,) * 2}
     torch.testing.assert_close(grouped, by_loop, rtol=0.05, atol=0.02)

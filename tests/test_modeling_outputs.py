@@ -22,7 +22,7 @@ def test_dense_model_is_clip():
     for tower in towers.values():
         tower.pop("model_type"), tower.pop("auto_map")
     stock, model = CLIPModel(CLIPConfig(**towers, projection_dim=8)).eval(), CLIPMoEModel(config).eval()
-    model.load_state_dict(stock.state_dict())
+    model.load_state_dict(stock.state_dict() | {"logit_scale": stock.logit_scale[None]})
     batch = {**inputs(), "return_loss": True, "output_hidden_states": True, "output_attentions": True}
     with torch.no_grad():
         expected, actual = stock(**batch), model(**batch)

@@ -53,7 +53,7 @@ def test_router_computes_in_float32(dtype):
     torch.testing.assert_close(block.to(dtype).router(hidden_states)[0], expected)
     block.float()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        logits, weights, _ = block.router(hidden_states)
+        logits, weights, *_ = block.router(hidden_states)
     assert logits.dtype == weights.dtype == torch.float32
     torch.testing.assert_close(logits, F.linear(hidden_states.float(), block.router.weight))
 
@@ -90,7 +90,7 @@ def test_block_equals_a_loop_over_tokens(capacity_factor, group_size, norm_topk_
     assert max(gradient.abs().max() for gradient in gradients[1]) > 1e-4
     torch.testing.assert_close(*gradients)
 
-    _, weights, ids = block.router(hidden_states, mask)
+    _, weights, ids, _ = block.router(hidden_states, mask)
     assert ((ids == 4) & mask[..., None]).sum() == num_dropped  # how dropped choices are counted
     assert (weights[ids == 4] == 0).all()
 

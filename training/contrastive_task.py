@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from conversion.checkpoints import is_sparse
-from modeling_clip_moe.sparse_moe import CLIPMoEExperts
+from modeling_clip_moe.experts import CLIPMoEExperts
 from training.losses import Pairing
 
 
