@@ -31,6 +31,9 @@ from records.files import save
 
 logger = logging.getLogger(__name__)
 
+# Cosine of the features of towers that are the same but for rounding
+SAME_FEATURES = 0.999
+
 
 def load_tower(source: str | Path, **kwargs) -> PreTrainedModel:
     """Loads the sparse vision tower of a whole model or of a folder of its own."""
@@ -61,26 +64,31 @@ def swap(llava: LlavaForConditionalGeneration, tower: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def tell_other_origin(llava: LlavaForConditionalGeneration, tower: PreTrainedModel) -> str:
-    """Says whether a tower has other weights, besides its experts, than the one whose place it is to take: then the
-    projector was trained with other features. Empty if it has the same."""
+    """Says whether a tower has other weights or features than the one whose place it is to take, with which the
+    projector was trained. Empty if it has the same."""
     old, new = (
         {name.removeprefix("vision_model."): weight.to(llava.dtype) for name, weight in model.state_dict().items()}
         for model in (llava.model.vision_tower, tower)
     )
     shared = [name for name in old if name in new and old[name].shape == new[name].shape]
     differing = [name for name in shared if not torch.equal(old[name], new[name])]
-    if not differing:
-        return ""
-    text = f"{len(differing)} of {len(shared)} weights that both towers have differ from those of the LLaVA's own"
-    if llava.config.vision_config.image_size == tower.config.image_size:
-        inputs = sample_llava_inputs(tower.config, llava.config.text_config)["pixel_values"].to(llava.dtype)
-        outputs = [
-            model(inputs, output_hidden_states=True) for model in (llava.model.vision_tower, tower.to(llava.dtype))
-        ]
+    inputs = sample_llava_inputs(tower.config, llava.config.text_config)["pixel_values"].to(llava.dtype)
+    towers = llava.model.vision_tower, tower.to(llava.dtype)
+    if llava.config.vision_config.image_size != tower.config.image_size:
+        features = "images have another size"
+    else:
         layer = feature_layers(llava.config)[-1]
-        features = [output.hidden_states[layer].float() for output in outputs]
-        text += f"; their features have a cosine of {torch.cosine_similarity(*features, dim=-1).mean():.2f}"
-    return f"{text}. Train the projector again, or make the tower of the LLaVA's own, which may have been trained on"
+        first, second = (model(inputs, output_hidden_states=True).hidden_states[layer].float() for model in towers)
+        cosine = torch.cosine_similarity(first, second, dim=-1).mean() if first.shape == second.shape else None
+        features = (
+            "images have another number of tokens" if cosine is None else f"features have a cosine of {cosine:.2f}"
+        )
+        if not differing and cosine is not None and cosine > SAME_FEATURES:
+            return ""
+    return (
+        f"{len(differing)} of {len(shared)} weights that both towers have differ from those of the LLaVA's own; "
+        f"{features}. Train the projector again, or make the tower of the LLaVA's own, which may have been trained on"
+    )
 
 
 def feature_layers(config: LlavaConfig) -> list[int]:

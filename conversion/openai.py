@@ -11,7 +11,7 @@ import math
 import re
 import sys
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +44,10 @@ HEAD_WIDTH = 64
 HEAD_WIDTHS = {1280: 80, 1408: 88, 1664: 104, 1792: 112}
 # Entries that only OpenAI's own archives have
 SETTINGS = ("input_resolution", "context_length", "vocab_size")
-# What names of all tensors may begin with: wrappers of a model
-WRAPPERS = {"clip", "model", "module", "net"}
+# Modules that torch puts around others, which its own state dicts name
+WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+# The tensor that tells where a model is
+ANCHOR = "token_embedding.weight"
 # The tensors whose shapes give the config
 NEEDED = (
     "positional_embedding",
@@ -130,49 +132,45 @@ def read_state_dict(archive: Path, trust_archive: bool = False) -> dict[str, Ten
 
 
 def unwrapped(content: Any, archive: Path) -> dict[str, Tensor]:
-    """The state dict in what was saved: taken out of a dictionary, without prefixes that all names share, and without
-    the `text.` of a text tower that is a module of its own. Weight averages beside it are skipped with a warning.
+    """The state dict in what was saved, in whatever dictionaries and modules it lies, without the `text.` of a text
+    tower that is a module of its own. Weight averages beside it are skipped with a warning.
 
     Raises:
         ValueError: there are no tensors by name, or several models.
     """
-    if not _is_state_dict(content):
-        content = content if isinstance(content, dict) else {}
-        content = _one_of({key: value for key, value in content.items() if _is_state_dict(value)}, archive)
-    content = {key.replace("_orig_mod.", ""): value for key, value in content.items()}
-    while all(
-        "." in key and key.partition(".")[0] in WRAPPERS or _is_average(key.partition(".")[0]) for key in content
-    ):
-        parts: dict[str, dict[str, Tensor]] = {}
-        for key, value in content.items():
-            parts.setdefault(key.partition(".")[0], {})[key.partition(".")[2]] = value
-        content = _one_of(parts, archive)
-    own = {key.removeprefix("text.") for key in content if key.startswith("text.")}
-    return content if own & content.keys() else {key.removeprefix("text."): value for key, value in content.items()}
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in _tensors(content):
+        name = WRAPPERS.sub("", name)
+        if name in tensors:
+            raise ValueError(f"{archive} has two tensors {name}, one of them within a wrapper: save one model alone")
+        tensors[name] = tensor
+    models = {name[: -len(ANCHOR)].removesuffix("text.") for name in tensors if f".{name}".endswith(f".{ANCHOR}")}
+    plain = sorted(name for name in models if not _is_average(name)) or sorted(models)
+    if len(plain) > 1 or not tensors:
+        held = f"the models {join_names(name.rstrip('.') for name in plain)}: save the one that is meant alone"
+        raise ValueError(f"{archive} is not a state dict: it holds {held if plain else 'no tensors by name'}")
+    if not plain:
+        return tensors  # in other naming
+    for name in sorted(models.difference(plain).union(filter(_is_average, content))):
+        print(f"warning: {archive}: {name.rstrip('.')} is passed over", file=sys.stderr)
+    others = tuple(models.difference(plain))
+    state = {name.removeprefix(plain[0]): tensor for name, tensor in tensors.items() if name.startswith(plain[0])}
+    state = {name: tensor for name, tensor in state.items() if not others or not name.startswith(others)}
+    own = {name.removeprefix("text.") for name in state if name.startswith("text.")}
+    return state if own & state.keys() else {name.removeprefix("text."): state[name] for name in state}
 
 
-def _one_of(models: Mapping[str, dict[str, Tensor]], archive: Path) -> dict[str, Tensor]:
-    """The one of several models that is no average of weights."""
-    plain = [name for name in models if not _is_average(name)] or list(models)
-    plain = ["state_dict"] if "state_dict" in plain else plain
-    if len(plain) != 1:
-        held = f"the models {join_names(plain)}: save the one that is meant alone" if plain else "no tensors by name"
-        raise ValueError(f"{archive} is not a state dict: it holds {held}")
-    for name in models.keys() - plain:
-        print(f"warning: {archive}: {name} is passed over, {plain[0]} is taken", file=sys.stderr)
-    return models[plain[0]]
+def _tensors(content: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors of dictionaries in one another, by the names of all."""
+    for name, value in content.items() if isinstance(content, dict) else ():
+        if isinstance(name, str) and isinstance(value, Tensor):
+            yield prefix + name, value
+        elif isinstance(name, str):
+            yield from _tensors(value, f"{prefix}{name}.")
 
 
-def _is_average(name: str) -> bool:
-    return "ema" in re.split(r"[^a-z]+", name.lower())
-
-
-def _is_state_dict(content: Any) -> bool:
-    return (
-        isinstance(content, dict)
-        and bool(content)
-        and all(isinstance(key, str) and isinstance(value, Tensor) for key, value in content.items())
-    )
+def _is_average(name: Any) -> bool:
+    return isinstance(name, str) and "ema" in re.split(r"[^a-z]+", name.lower())
 
 
 def one_position_table(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -265,6 +263,11 @@ def convert(
     text_heads: int | None = None,
 ) -> CLIPModel:
     """Builds the float32 `CLIPModel` of a state dict in OpenAI's naming."""
+    integers = [key for key in state if key.endswith(("weight", "bias")) and not state[key].is_floating_point()]
+    if integers:
+        raise ValueError(
+            f"{join_names(integers)} are integers, as quantized weights are: convert what they were made of"
+        )
     model = CLIPModel(infer_config(state, activation, vision_heads, text_heads))
     shapes = {key: tensor.shape for key, tensor in model.state_dict().items()}
     model.load_state_dict(apply_rules({key: tensor.float() for key, tensor in state.items()}, shapes, RULES))

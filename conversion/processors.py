@@ -35,7 +35,14 @@ from records.messages import warn_once
 logger = logging.getLogger(__name__)
 
 # Files that show that a folder or repository has a half of a processor
-TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "vocab.json",
+    "vocab.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+)
 IMAGE_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 # Text towers that pool the first token of a text
 POOL_FIRST = ChineseCLIPTextConfig | AltCLIPTextConfig

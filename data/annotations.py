@@ -4,20 +4,20 @@ Images are paths, and the captions of one are a text or several. Bad content is 
 place.
 """
 
-import ast
 import codecs
 import csv
-import io
 import json
 import logging
-import tokenize
+import re
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 
 from records.files import read_json
 from records.messages import shortened, warn_once
@@ -25,9 +25,19 @@ from records.messages import shortened, warn_once
 logger = logging.getLogger(__name__)
 
 # Suffixes of tables, and what stands between their cells; None: each line is a JSON object
-TABLES = {".csv": ",", ".tsv": "\t", ".jsonl": None}
-# What stands for a missing cell of a csv, as pandas reads it
-MISSING = {"", "NA", "N/A", "n/a", "NULL", "null", "None", "NaN", "nan", "-nan", "-NaN", "<NA>", "#N/A", "#NA"}
+TABLES = {".csv": ",", ".tsv": "\t", ".jsonl": None}  # Splits by the names of folders and in a column `split`
+SPLIT_OF_NAME = {
+    "train": "train",
+    "training": "train",
+    "validation": "validation",
+    "valid": "validation",
+    "val": "validation",
+    "dev": "validation",
+    "test": "test",
+    "testing": "test",
+    "eval": "test",
+    "evaluation": "test",
+}
 
 Columns = dict[str, list[Any]]
 # Names in the lines of a table of JSON objects, which are as many columns
@@ -46,32 +56,39 @@ def holds_list(path: str | Path) -> bool:
 def open_json(path: Path, split: str, image_column: str, caption_column: str) -> datasets.Dataset:
     """The pairs of a JSON, see `read_annotations`, as columns of these names."""
     images, captions = read_annotations(path, split)
-    text = datasets.Value("string")
-    if len({*map(type, captions)}) > 1:
-        raise ValueError(f"{path} mixes layouts: some images have one caption, others a list. Split it in two")
-    of_texts = any(isinstance(caption, str) for caption in captions)
-    features = {image_column: text, caption_column: text if of_texts else datasets.List(text)}
+    text, captions = datasets.Value("string"), _of_one_kind(captions)
+    has_lists = any(isinstance(caption, list) for caption in captions)
+    features = {image_column: text, caption_column: datasets.List(text) if has_lists else text}
     return datasets.Dataset.from_dict({image_column: images, caption_column: captions}, datasets.Features(features))
 
 
-def open_tables(paths: Sequence[str], split: str) -> datasets.Dataset:
-    """The rows of tables, whatever the split is called; or a slice of them, as `train[:20%]`."""
-    rows = datasets.Dataset.from_dict(read_tables(paths))
-    if "[" in split:
-        name = split.partition("[")[0]
-        (part,) = datasets.ReadInstruction.from_spec(split).to_absolute({name: len(rows)})
-        rows = rows.select(range(part.from_, part.to))
-    elif "+" in split:
-        raise ValueError("it is one table without splits: take it whole, or a slice as train[:20%]")
-    return rows
+def open_tables(paths: Sequence[str], split: str) -> dict[str, datasets.Dataset]:
+    """The rows of tables by split: by their column `split`, or without one all as the split that is asked for."""
+    columns = read_tables(paths)
+    rows, splits = datasets.Dataset.from_dict(columns), split_column(columns, paths[0])
+    if splits is None:
+        return {re.split(r"[\[+]", split)[0].strip(): rows}
+    return {name: rows.select(np.flatnonzero(splits == name)) for name in dict.fromkeys(splits.tolist())}
+
+
+def split_column(columns: Columns, path: str) -> np.ndarray | None:
+    """The split of each row, where a column `split` names nothing else."""
+    words = [str(word).strip().lower() for word in columns.get("split", ())]
+    names = [SPLIT_OF_NAME.get(word) for word in words]
+    if any(names) and not all(names):
+        other = words[names.index(None)]
+        warn_once(logger, f"{path} has a column split, which is not read, since it also has {shortened(other)}")
+    return np.array(names) if names and all(names) else None
 
 
 def read_tables(paths: Sequence[str]) -> Columns:
-    """The columns of tables with the same header. A cell is the text that stands there, or None if it is missing. If
-    one is a list of texts, in JSON or Python, its column holds lists."""
+    """
+    The columns of tables with the same header: of csv the texts that stand there, of JSON lines values of one kind.
+    What is missing is None, and so is a line that cannot be read, of which a warning tells.
+    """
     columns: Columns = {}
     for path in paths:
-        if Path(path).suffix == ".jsonl":
+        if suffix_of(path) == ".jsonl":
             _add_objects(columns, path)
             continue
         lines = _lines(path)
@@ -85,47 +102,25 @@ def read_tables(paths: Sequence[str]) -> Columns:
         for number, cells in lines:
             if len(cells) != len(header):
                 counts = f"{len(cells)} cells for {len(header)} columns"
-                raise ValueError(f"{path}: line {number} has {counts}: {shortened(cells)}")
+                _tell_line(path, number, f"it has {counts}: {shortened(cells)}")
+                cells = [""] * len(header)
             for name, cell in zip(header, cells, strict=True):
-                columns[name].append(None if cell.strip() in MISSING else cell)
-    return {name: _with_lists(cells) for name, cells in columns.items()}
+                columns[name].append(cell if cell.strip() else None)
+    return {name: _of_one_kind(values) for name, values in columns.items()}
 
 
-def _with_lists(cells: list[Any]) -> list[Any]:
-    """Cells as lists, if one of them is a list of texts."""
-    lists = {cell: _list_of(cell) for cell in set(filter(_may_be_list, cells))}
-    if not any(lists.values()):
-        return cells
-    plain = {cell: [cell] for cell, texts in lists.items() if texts is None}
-    return [(lists | plain).get(cell, [cell]) if isinstance(cell, str) else cell for cell in cells]
+def _of_one_kind(values: list[Any]) -> list[Any]:
+    """Values as one column can hold them: all as lists if one is a list, and nothing else beside texts."""
+    if any(isinstance(value, list) for value in values):
+        values = [value if isinstance(value, list | None) else [value] for value in values]
+        return [value and [text if isinstance(text, str) else None for text in value] for value in values]
+    if any(isinstance(value, str) for value in values):
+        return [value if isinstance(value, str) else None for value in values]
+    return values
 
 
-def _may_be_list(cell: Any) -> bool:
-    return isinstance(cell, str) and cell.strip().startswith("[") and cell.strip().endswith("]")
-
-
-def _list_of(cell: str) -> list[str] | None:
-    """The texts of a list as JSON, Python or numpy, which has no commas, writes it; None: it is none."""
-    try:
-        texts = json.loads(cell)
-    except (ValueError, RecursionError):
-        texts = _python_list(cell)
-    if not isinstance(texts, list) or not all(isinstance(text, str | None) for text in texts):
-        return None
-    return [text for text in texts if text is not None]
-
-
-def _python_list(cell: str) -> list[str | None] | None:
-    try:
-        tokens = [
-            token for token in tokenize.generate_tokens(io.StringIO(cell.strip()).readline) if token.string.strip()
-        ]
-        if any(token.type != tokenize.STRING and token.string not in ("[", "]", ",", "None") for token in tokens):
-            return None
-        said = [token.string for token in tokens if token.string not in ("[", "]", ",")]
-        return [ast.literal_eval(text) for text in said]
-    except (ValueError, SyntaxError, tokenize.TokenError):
-        return None
+def _tell_line(path: str, number: int, problem: object) -> None:
+    warn_once(logger, f"{path}: line {number} cannot be read, and counts as missing: {problem}")
 
 
 def _add_objects(columns: Columns, path: str) -> None:
@@ -138,9 +133,11 @@ def _add_objects(columns: Columns, path: str) -> None:
             try:
                 entry = json.loads(line.decode("utf-8-sig"))
             except ValueError as error:  # also of letters
-                raise ValueError(f"{path}: line {number} cannot be read: {error}") from error
+                _tell_line(path, number, error)
+                entry = {}
             if not isinstance(entry, dict):
-                raise ValueError(f"{path}: line {number} is no object with names: {shortened(entry)}")
+                _tell_line(path, number, f"it is no object with names: {shortened(entry)}")
+                entry = {}
             for name in entry:
                 columns.setdefault(name, [None] * length)
             if len(columns) > MOST_COLUMNS:
@@ -152,21 +149,36 @@ def _add_objects(columns: Columns, path: str) -> None:
             length += 1
 
 
+def suffix_of(path: str) -> str:
+    return Path(path).suffix.lower()
+
+
 def text_of(content: bytes, where: str) -> str | None:
-    """The text of a file, or None where it is not UTF-8, which is told."""
+    """The text of a file, or None where it is no UTF-8 or has no letters, which is told."""
     try:
-        return content.decode("utf-8-sig")
+        text = content.decode(_encoding(content))
     except UnicodeDecodeError as error:
         warn_once(logger, f"the text of {where} is missing: {error}")
         return None
+    if "\0" in text:
+        warn_once(logger, f"the text of {where} is missing: it has zeros. Is it UTF-16? Save it as UTF-8")
+        return None
+    return text
+
+
+def _encoding(start: bytes) -> str:
+    """By the mark of byte order, with which Excel's "Unicode text" begins."""
+    return "utf-16" if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
 
 
 def _lines(path: str) -> Iterator[tuple[int, list[str]]]:
-    """The rows of a table that are not empty, as cells, each with the number of the line in which it begins."""
-    suffix = Path(path).suffix
-    with open(path, "rb") as file:  # Excel's "Unicode text" begins with a mark of byte order
-        encoding = "utf-16" if file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "utf-8-sig"
-    with open(path, encoding=encoding, newline="") as file:
+    """The rows of a table that are not empty, as cells, each with the number of the line in which it begins. A cell
+    that is not UTF-8 is empty."""
+    suffix = suffix_of(path)
+    with open(path, "rb") as file:
+        encoding = _encoding(file.read(2))
+    csv.field_size_limit(sys.maxsize)
+    with open(path, encoding=encoding, newline="", errors="surrogateescape") as file:
         lines = csv.reader(file, delimiter=TABLES[suffix], strict=True)
         start = 1
         try:
@@ -176,29 +188,31 @@ def _lines(path: str) -> Iterator[tuple[int, list[str]]]:
                         "a cell that begins with a quote goes on beyond the line. Where quotes are part of captions, "
                         "put such cells in quotes and double those within, as csv does"
                     )
+                if not _is_unicode("".join(cells)):
+                    wrong = [cell for cell in cells if not _is_unicode(cell)]
+                    _tell_line(path, start, f"it is not UTF-8: {shortened(wrong[0])}")
+                    cells = ["" if cell in wrong else cell for cell in cells]
                 if cells:
                     yield start, cells
                 start = lines.line_num + 1
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path}: line {_first_undecodable(path)} cannot be read: {error}") from error
         except csv.Error as error:
             raise ValueError(f"{path}: line {start} cannot be read: {error}") from error
 
 
-def _first_undecodable(path: str) -> int:
-    """The number of the first line that is not UTF-8: a reader decodes ahead of the line that it returns."""
-    number = 0
-    with open(path, "rb") as file, suppress(UnicodeDecodeError):
-        for number, line in enumerate(file, start=1):  # noqa: B007  which line it was
-            line.decode()
-    return number
+def _is_unicode(text: str) -> bool:
+    """Whether all of it was decoded."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
-def read_annotations(path: Path, split: str | None) -> tuple[list[str], list[str] | list[list[str]]]:
+def read_annotations(path: Path, split: str | None) -> tuple[list[str | None], list[str | list[str | None] | None]]:
     """The images of a JSON and their captions, a text each in ShareGPT4V's layout, else all of an image.
 
     ShareGPT4V: [{"image", "conversations": [{"from": "gpt", "value": caption}]}]. BLIP: [{"image", "caption"}], with a
-    text or several.
+    text or several. What is no text is None.
     COCO: {"images": [{"id", "file_name"}], "annotations": [{"image_id", "caption"}]}; images without a caption are left
     out. Karpathy: {"images": [{"filename", "filepath" (perhaps), "split", "sentences": [{"raw"}]}]}.
 
@@ -212,7 +226,7 @@ def read_annotations(path: Path, split: str | None) -> tuple[list[str], list[str
     captions: dict[Any, list[str]] = defaultdict(list)
     for number, annotation in enumerate(content.get("annotations", ()) if isinstance(content, dict) else ()):
         with _entry(path, f"annotation {number}", annotation):
-            captions[annotation["image_id"]].append(_text(annotation["caption"]))
+            captions[annotation["image_id"]].append(annotation["caption"])
     pairs, splits, ids = [], set(), Counter()
     for number, image in enumerate(images):
         with _entry(path, f"image {number}", image):
@@ -228,7 +242,7 @@ def read_annotations(path: Path, split: str | None) -> tuple[list[str], list[str
     splits = splits or {"train"}
     if split is not None and not splits.issuperset(split.split("+")):
         raise ValueError(no_split(path, split, sorted(splits)))
-    return [name for name, _ in pairs], [texts for _, texts in pairs]
+    return _of_one_kind([name for name, _ in pairs]), [texts for _, texts in pairs]
 
 
 def no_split(source: str | Path, split: str, splits: Iterable[Any]) -> str:
@@ -236,18 +250,17 @@ def no_split(source: str | Path, split: str, splits: Iterable[Any]) -> str:
     return f"{source} has no split {split!r}, only {', '.join(map(str, splits))}: set split (--split)"
 
 
-def _of_image(image: dict[str, Any], captions: Mapping[Any, list[str]]) -> tuple[str, str, str | list[str]]:
+def _of_image(image: dict[str, Any], captions: Mapping[Any, list[Any]]) -> tuple[str | None, str, Any]:
     """The path, the split and the captions of one."""
     if "conversations" in image:
         answer = next((turn["value"] for turn in image["conversations"] if turn["from"] == "gpt"), None)
-        return _text(image["image"]), "train", _text(answer)
-    if "image" in image and "caption" in image:
-        texts = image["caption"]
-        return _text(image["image"]), "train", [*map(_text, texts)] if isinstance(texts, list) else _text(texts)
+        return image.get("image"), "train", answer
+    if "image" in image:
+        return image["image"], "train", image.get("caption")
     if _is_coco(image):
-        return _text(image["file_name"]), "train", captions.get(image["id"], [])
-    name = "/".join(filter(None, [image.get("filepath"), _text(image["filename"])]))
-    return name, _text(image["split"]), [_text(sentence["raw"]) for sentence in image["sentences"]]
+        return image["file_name"], "train", captions.get(image["id"], [])
+    name = "/".join(filter(None, [image.get("filepath"), image["filename"]]))
+    return name, image["split"], [sentence["raw"] for sentence in image["sentences"]]
 
 
 def _is_coco(image: dict[str, Any]) -> bool:
@@ -270,12 +283,6 @@ def _require_own_captions(path: Path, ids: Mapping[Any, int], captions: Mapping[
             "%s: %d annotations have the image_id of no image, such as %s: they are not read",
             path, sum(len(captions[key]) for key in lost), shortened(lost[0]),
         )  # fmt: skip
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r} is no text")
-    return value
 
 
 @contextmanager

@@ -31,8 +31,6 @@ OTHER_DATA = "another dataset, another order or other images of the same names"
 
 logger = logging.getLogger(__name__)
 
-# So many blocks of one MiB of a larger file, such as a shard, are hashed, spread evenly from its start to its end
-BLOCKS, BLOCK = 16, 2**20
 AT_ONCE = 1000
 _READS: ContextVar[bool] = ContextVar("_READS", default=True)
 # A file that is younger may change again without a change of its times, which have the resolution of the file system
@@ -141,10 +139,7 @@ def image_digests(images: Iterable[str | dict[str, Any]]) -> list[str]:
 
 def content_digests(paths: Iterable[str]) -> list[str]:
     """The hashes of files by size and content, in hexadecimal digits. A file within a shard counts by its place and the
-    hash of the shard.
-
-    A file above 16 MiB counts by 16 blocks of 1 MiB: it would take a change in place, of the same size and between
-    them, to go unnoticed.
+    hash of the shard. A file is read once, and again when it has changed.
     """
     paths = [os.fspath(path) for path in paths]
     members = [MEMBER.fullmatch(path) for path in paths]
@@ -172,15 +167,10 @@ def _file_digests(paths: list[str]) -> list[str]:
 
 
 def _content_digest(path: str) -> str:
-    size = os.path.getsize(path)
-    digest = hashlib.sha256(f"{size} ".encode())
+    digest = hashlib.sha256(f"{os.path.getsize(path)} ".encode())
     with open(path, "rb") as file:
-        if size <= BLOCKS * BLOCK:
-            digest.update(file.read())
-        else:
-            for number in range(BLOCKS):
-                file.seek(number * (size - BLOCK) // (BLOCKS - 1))
-                digest.update(file.read(BLOCK))
+        while part := file.read(2**20):
+            digest.update(part)
     return digest.hexdigest()
 
 

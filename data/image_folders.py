@@ -1,19 +1,21 @@
 """Folders of pictures: which split a picture belongs to, and what is said of it beside it."""
 
+import itertools
 import logging
 import os
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 import datasets
+import numpy as np
 import PIL.Image
 import pyarrow.parquet
 
-from data.annotations import read_tables, text_of
+from data.annotations import SPLIT_OF_NAME, read_tables, split_column, text_of
 from data.images import FORMATS
 from records.messages import warn_once
 
@@ -24,18 +26,6 @@ METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 # Endings of pictures, and of files of texts beside them
 PICTURES = {ending for ending, name in PIL.Image.registered_extensions().items() if name in FORMATS}
 TEXTS = (".txt", ".caption")
-SPLIT_OF_NAME = {
-    "train": "train",
-    "training": "train",
-    "validation": "validation",
-    "valid": "validation",
-    "val": "validation",
-    "dev": "validation",
-    "test": "test",
-    "testing": "test",
-    "eval": "test",
-    "evaluation": "test",
-}
 
 
 class Pictures(NamedTuple):
@@ -64,12 +54,19 @@ def open_folder(folder: str) -> dict[str, Pictures]:
     pictures = [path for path in paths if is_picture(os.path.join(folder, path))]
     if not pictures:
         raise ValueError(f"{folder} has no pictures of the formats {', '.join(FORMATS)}")
-    parts = {}
-    for name, tops in _by_split(pictures, paths).items():
+    parts, by_split = {}, _by_split(pictures, paths)
+    own = {
+        name: [path for path in pictures if tops is None or "/" in path and path.partition("/")[0] in tops]
+        for name, tops in by_split.items()
+    }
+    has_splits = None not in by_split.values()
+    labels = _labels([path for of_split in own.values() for path in of_split], has_splits, paths)
+    for name, tops in by_split.items():
         within = [path for path in paths if tops is None or "/" not in path or path.partition("/")[0] in tops]
-        own = [path for path in pictures if tops is None or "/" in path and path.partition("/")[0] in tops]
-        elsewhere = {os.path.join(folder, path) for path in {*pictures}.difference(own)}
-        parts[name] = _read(folder, own, within, elsewhere)
+        elsewhere = {os.path.join(folder, path) for path in {*pictures}.difference(own[name])}
+        parts[name] = _read(folder, own[name], within, elsewhere, labels)
+    if not has_splits:
+        parts = _by_column(parts["train"])
     read = {file for part in parts.values() for file in part.files}
     left = [path for path in paths if os.path.join(folder, path) not in read]
     if left:
@@ -104,22 +101,26 @@ def _top(folder: str) -> tuple[str, list[str]]:
 
 
 def files_in(folder: str) -> Iterator[str]:
-    """The files below a folder that are not hidden, as paths from there. Each folder is read once, however many links
-    lead to it.
-    """
+    """The files below a folder that are not hidden, as paths from there. A folder to which links lead, too, is read
+    once: by its own path, or by the shortest."""
 
     def refuse(error: OSError) -> None:
         raise error
 
-    seen = set()
-    for place, folders, files in os.walk(folder, followlinks=True, onerror=refuse):
-        if os.path.realpath(place) in seen:
-            warn_once(logger, f"{place} is a link to a folder that was read already: it is not read again")
-            folders.clear()
-            continue
-        seen.add(os.path.realpath(place))
-        folders[:] = sorted(name for name in folders if not _is_hidden(name))
-        yield from (os.path.relpath(os.path.join(place, name), folder) for name in files if not _is_hidden(name))
+    seen, waiting = set(), [folder]
+    while waiting:
+        links = []
+        for place, folders, files in itertools.chain.from_iterable(os.walk(top, onerror=refuse) for top in waiting):
+            if os.path.realpath(place) in seen:
+                warn_once(logger, f"{place} is a link to a folder that is read already: it is not read again")
+                folders.clear()
+                continue
+            seen.add(os.path.realpath(place))
+            below = [os.path.join(place, name) for name in sorted(folders) if not _is_hidden(name)]
+            links += filter(os.path.islink, below)
+            folders[:] = [os.path.basename(path) for path in below if not os.path.islink(path)]
+            yield from (os.path.relpath(os.path.join(place, name), folder) for name in files if not _is_hidden(name))
+        waiting = sorted(links, key=lambda path: (path.count(os.sep), path))
 
 
 def _is_hidden(name: str) -> bool:
@@ -153,7 +154,43 @@ def _by_split(pictures: list[str], paths: list[str]) -> dict[str, set[str] | Non
     return {"train": None}
 
 
-def _read(folder: str, pictures: list[str], paths: list[str], elsewhere: set[str]) -> Pictures:
+def _labels(pictures: list[str], has_splits: bool, paths: list[str]) -> dict[str, str]:
+    """The class of each picture: the name of its folder, or its path from the split where two folders have one name.
+    None have one unless all are in folders of one depth, and in several."""
+    folders = {path: os.path.dirname(path.partition("/")[2] if has_splits else path) for path in pictures}
+    depths = {path: folder.count("/") + bool(folder) for path, folder in folders.items()}
+    names = {folder: os.path.basename(folder) for folder in folders.values()}
+    first, last = min(pictures, key=depths.get), max(pictures, key=depths.get)
+    if depths[first] < depths[last]:
+        if not any(path.lower().endswith(TEXTS) or PurePath(path).name in METADATA for path in paths):
+            warn_once(logger, f"no labels: folders have several depths, as those of {first} and {last}")
+        return {}
+    if len(names) == 1:
+        return {}
+    if len(set(names.values())) < len(names):
+        twice = next(name for name, count in Counter(names.values()).items() if count > 1)
+        warn_once(logger, f"classes are called by their paths, since several folders are called {twice}")
+        names = {folder: folder for folder in names}
+    return {path: _same(names[folder]) for path, folder in folders.items()}
+
+
+def _by_column(part: Pictures) -> dict[str, Pictures]:
+    """The pictures by the column `split` of their table, if it names splits."""
+    columns = part.rows.to_dict() if "split" in part.rows.column_names else {}
+    splits = split_column(columns, part.files[-1])
+    if splits is None:
+        return {"train": part}
+    parts = {}
+    for name in dict.fromkeys(splits.tolist()):
+        rows = part.rows.select(np.flatnonzero(splits == name))
+        others = {*part.rows["image"]}.difference(rows["image"])
+        parts[name] = Pictures(rows, [file for file in part.files if file not in others])
+    return parts
+
+
+def _read(
+    folder: str, pictures: list[str], paths: list[str], elsewhere: set[str], labels: Mapping[str, str]
+) -> Pictures:
     tables = [path for path in paths if PurePath(path).name in METADATA]
     files = [os.path.join(folder, path) for path in pictures]
     columns: dict[str, list[Any]] = {"image": files.copy()}
@@ -161,19 +198,17 @@ def _read(folder: str, pictures: list[str], paths: list[str], elsewhere: set[str
     if tables:
         columns, files = _of_tables([os.path.join(folder, path) for path in tables], files, elsewhere)
         if len(files) < len(pictures):
-            unsaid = len(pictures) - len(files)
-            warn_once(logger, f"{folder}: {unsaid} of {len(pictures)} pictures have no line in {', '.join(tables)}")
+            number = len(pictures) - len(files)
+            warn_once(logger, f"{folder}: {number} of {len(pictures)} pictures have no line in {', '.join(tables)}")
     else:
-        texts = _texts(folder, paths)
-        said = [texts.get(os.path.splitext(file)[0]) for file in files]
-        if any(said):
-            columns["caption"] = [text and text_of(Path(text).read_bytes(), text) for text in said]
-        depths = {path.count("/") for path in pictures}
-        names = [os.path.basename(os.path.dirname(file)) for file in files]
-        if len(depths) == 1 and depths != {0} and len(set(names)) > 1:
-            features["label"] = datasets.ClassLabel(names=sorted(set(names)))
-            columns["label"] = [features["label"].str2int(name) for name in names]
-        files += filter(None, said)
+        by_name = _texts(folder, paths)
+        texts = [by_name.get(_same(os.path.splitext(file)[0])) for file in files]
+        if any(texts):
+            columns["caption"] = [text and text_of(Path(text).read_bytes(), text) for text in texts]
+        if labels:
+            features["label"] = datasets.ClassLabel(names=sorted(set(labels.values())))
+            columns["label"] = [features["label"].str2int(labels[path]) for path in pictures]
+        files += filter(None, texts)
     rows = datasets.Dataset.from_dict(columns)
     for name, feature in features.items():
         rows = rows.remove_columns(name).add_column(name, columns[name], feature=feature)
@@ -183,17 +218,21 @@ def _read(folder: str, pictures: list[str], paths: list[str], elsewhere: set[str
 def _texts(folder: str, paths: Iterable[str]) -> dict[str, str]:
     """Files of texts by their paths without the ending."""
     texts = [os.path.join(folder, path) for path in paths if path.lower().endswith(TEXTS)]
-    return {os.path.splitext(path)[0]: path for path in texts}
+    return {_same(os.path.splitext(path)[0]): path for path in texts}
+
+
+def _same(path: str) -> str:
+    """A file system may write letters with accents otherwise than another one, or a table."""
+    return unicodedata.normalize("NFC", path)
 
 
 def _of_tables(tables: list[str], pictures: list[str], elsewhere: set[str]) -> tuple[dict[str, list[Any]], list[str]]:
     """The columns of tables, with paths in place of names, in the order of the paths, and which pictures these name.
 
-    A column `file_name` becomes `image`, one as `left_file_name` becomes `left`. Lines of pictures of other splits are
-    left out, and those of pictures that are nowhere stay, as unreadable ones.
+    A column `file_name` becomes `image`; without it, one as `left_file_name` becomes `left`. Lines of pictures of other
+    splits are left out, and those of pictures that are nowhere stay, as unreadable ones.
     """
-    # A file system may write letters with accents otherwise than a table
-    path_by_name = {unicodedata.normalize("NFC", path): path for path in {*pictures, *elsewhere}}
+    path_by_name = {_same(path): path for path in {*pictures, *elsewhere}}
     rows, names, raw = [], [], []
     twice = [place for place, count in Counter(map(os.path.dirname, tables)).items() if count > 1]
     if twice:
@@ -201,7 +240,7 @@ def _of_tables(tables: list[str], pictures: list[str], elsewhere: set[str]) -> t
     for table in tables:
         columns = pyarrow.parquet.read_table(table).to_pydict() if table.endswith(".parquet") else read_tables([table])
         named = {name: name.removesuffix("_file_name") for name in columns if name.endswith("_file_name")}
-        named |= {"file_name": "image"} if "file_name" in columns else {}
+        named = {"file_name": "image"} if "file_name" in columns else named
         if not named:
             raise ValueError(f"{table} has no column file_name, which names the picture of each line")
         place = os.path.dirname(table)
@@ -210,7 +249,7 @@ def _of_tables(tables: list[str], pictures: list[str], elsewhere: set[str]) -> t
             outside = next((path for path in paths if path and not path.startswith(place + os.sep)), None)
             if outside is not None:
                 raise ValueError(f"{table} names {outside}, which is not below it: move the picture or the table")
-            columns[column] = [path and path_by_name.get(unicodedata.normalize("NFC", path), path) for path in paths]
+            columns[column] = [path and path_by_name.get(_same(path), path) for path in paths]
         raw, names = raw or list(columns), names or [named.get(name, name) for name in columns]
         if len(set(names)) < len(names):
             raise ValueError(f"{table} has two columns for one of {', '.join(columns)}: rename one")

@@ -1,9 +1,14 @@
 """Pairs of an image and a caption: the rows of any source, and which of them can be used."""
 
+import ast
+import io
+import json
 import logging
 import os
+import re
 import sys
 import textwrap
+import tokenize
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -11,6 +16,7 @@ from typing import Any
 
 import datasets
 import PIL.Image
+import pyarrow.compute
 
 from data.identity import image_digests
 from data.images import decode_image
@@ -29,6 +35,12 @@ SETTINGS = "image_column and caption_column or label_column (--image-column and 
 IMAGES = ("image", "image_0", "image_1")
 # Fewer rows are read in no time
 MANY = 1000
+# Letters of a path
+MOST_LETTERS = 1000
+# Columns of images as plain bytes
+BYTES = [datasets.Value(kind) for kind in ("binary", "large_binary", "binary_view")]
+# What stands for a missing caption, as pandas reads a table
+MISSING = {"NA", "N/A", "n/a", "NULL", "null", "None", "NaN", "nan", "-nan", "-NaN", "<NA>", "#N/A", "#NA"}
 
 
 def load_pairs(arguments: DataArguments, images: bool = True) -> Rows:
@@ -77,21 +89,22 @@ def _drawn(source: str, split: str, captions: str, num_samples: int, kinds: str,
 
 
 def present_captions(captions: Any) -> list[str]:
-    """The caption or captions of an image without what surrounds them, and without those that are missing: blank or no
-    text."""
+    """The caption or captions of an image without what surrounds them, and without those that are missing: blank, a
+    word for what is missing, or no text."""
     captions = captions if isinstance(captions, list) else [captions]
-    return [text for caption in captions if isinstance(caption, str) and (text := trimmed(caption))]
+    texts = map(trimmed, (caption for caption in captions if isinstance(caption, str)))
+    return [text for text in texts if text and text not in MISSING]
 
 
 def trimmed(text: str) -> str:
     """A text without white space and marks of byte order at its ends."""
-    return text.strip().strip("\ufeff").strip()
+    return text.strip().strip("\ufeff\u200b\0").strip()
 
 
 def present_texts(captions: Any) -> list[str]:
     """As `present_captions`; raises a ValueError where one is neither a text nor missing."""
     for caption in captions if isinstance(captions, list) else [captions]:
-        if not isinstance(caption, str | None):
+        if not isinstance(caption, str | None) and caption == caption:  # NaN is missing
             raise ValueError(f"its caption is no text but {shortened(caption)}")
     return present_captions(captions)
 
@@ -111,6 +124,7 @@ def all_captions(rows: Rows) -> Iterator[str]:
 def select_columns(rows: Rows, arguments: DataArguments) -> Rows:
     """The image and the caption column alone, under those names; images are not decoded yet."""
     rows = rename_columns(rows, {arguments.image_column: "image", arguments.caption_column: "caption"}, arguments)
+    rows = _with_lists(rows)
     return _split_lines(rows) if arguments.captions_per_line else rows
 
 
@@ -131,7 +145,7 @@ def rename_columns(rows: Rows, wanted: dict[str, str], arguments: DataArguments,
     # Images may also be plain bytes, or have no path beside them
     for column, name in wanted.items():
         feature = (rows.features or {}).get(column)
-        is_plain = name in IMAGES and (isinstance(feature, dict) or feature == datasets.Value("binary"))
+        is_plain = name in IMAGES and (isinstance(feature, dict) or feature in BYTES)
         if isinstance(feature, datasets.Image) or is_plain:
             rows = rows.cast_column(column, datasets.Image(decode=False))
     rows = rows.select_columns(list(wanted))
@@ -156,25 +170,82 @@ def _split_lines(rows: Rows) -> Rows:
     """Rows whose captions are the lines of what they were."""
 
     def split(row: dict[str, Any]) -> dict[str, list[str]]:
-        lines = [line for text in present_texts(row["caption"]) for line in text.split("\n")]
-        return {"caption": [line.strip() for line in present_captions(lines)]}
+        lines = [line for text in present_texts(row["caption"]) for line in text.splitlines()]
+        return {"caption": present_captions(lines)}
 
+    return _with_captions(rows, split)
+
+
+def _with_lists(rows: Rows) -> Rows:
+    """Rows in which a text that is a list of texts is that list, and any other a list of one, if there is such a text.
+    Of a stream, the first row tells."""
+    is_stream = isinstance(rows, datasets.IterableDataset)
+    if is_stream and (rows.features or {}).get("caption", datasets.Value("string")) == datasets.Value("string"):
+        captions = [row["caption"] for row in rows.take(1)]
+    elif not is_stream and rows.features["caption"] == datasets.Value("string"):
+        starts = pyarrow.compute.match_substring_regex(rows.data.column("caption"), r"^\s*\[.*\]\s*$")
+        captions = rows.data.column("caption").filter(starts).to_pylist()
+    else:
+        return rows
+    if not any(map(listed, captions)):
+        return rows
+
+    def as_list(row: dict[str, Any]) -> dict[str, Any]:
+        texts = listed(row["caption"])
+        return {"caption": [row["caption"]] if texts is None else texts}
+
+    return _with_captions(rows, as_list)
+
+
+def _with_captions(rows: Rows, function: Callable[[dict[str, Any]], dict[str, list[str]]]) -> Rows:
+    """Rows with other captions, several for each."""
     captions = datasets.Features({"caption": datasets.List(datasets.Value("string"))})
     if isinstance(rows, datasets.IterableDataset):
-        return rows.map(split, features=rows.features and datasets.Features(rows.features | captions))
-    texts = mapped(rows.select_columns("caption"), split, features=captions)
+        return rows.map(function, features=rows.features and datasets.Features(rows.features | captions))
+    texts = mapped(rows.select_columns("caption"), function, features=captions)
     return datasets.concatenate_datasets([rows.select_columns("image"), texts], axis=1)  # without copying images
 
 
-def read_pair(row: dict[str, Any], arguments: DataArguments) -> tuple[str, PIL.Image.Image | None]:
+def listed(caption: Any) -> list[str] | None:
+    """The texts of a list that JSON, Python or numpy, which has no commas, wrote into a text; None: it is no list."""
+    if not isinstance(caption, str) or not re.fullmatch(r"\s*\[.*\]\s*", caption, re.DOTALL):
+        return None
+    try:
+        texts = json.loads(caption)
+    except (ValueError, RecursionError):
+        texts = _python_list(caption)
+    if not isinstance(texts, list) or not all(isinstance(text, str | None) or text != text for text in texts):
+        return None
+    return [text for text in texts if isinstance(text, str)]
+
+
+def _python_list(caption: str) -> list[str] | None:
+    try:
+        tokens = [
+            token for token in tokenize.generate_tokens(io.StringIO(caption.strip()).readline) if token.string.strip()
+        ]
+        words = [token for token in tokens if token.string not in ("[", "]", ",", "None", "nan")]
+        return [ast.literal_eval(token.string) for token in words] if _are_texts(words) else None
+    except (ValueError, SyntaxError, tokenize.TokenError):
+        return None
+
+
+def _are_texts(tokens: Sequence[tokenize.TokenInfo]) -> bool:
+    return all(token.type == tokenize.STRING and not token.string.lower().startswith(("b", "rb")) for token in tokens)
+
+
+def read_pair(
+    row: dict[str, Any], arguments: DataArguments, is_label: bool = False
+) -> tuple[str, PIL.Image.Image | None]:
     """The problem that keeps a pair from being used, empty if there is none; and its image.
 
     Args:
+        is_label: whether its caption is the name of a class, which may be "NA" or "None".
         row: without an `image`, only the caption counts. The image of an indexed shard has to be there, and is not
             decoded.
     """
     try:
-        if not present_texts(row["caption"]):
+        if not (row["caption"].strip() if is_label else present_texts(row["caption"])):
             return "its caption is empty", None
     except ValueError as error:
         return str(error), None
@@ -189,16 +260,17 @@ def read_pair(row: dict[str, Any], arguments: DataArguments) -> tuple[str, PIL.I
 
 
 def readable_pairs(
-    rows: datasets.Dataset, arguments: DataArguments, images: bool = True
+    rows: datasets.Dataset, arguments: DataArguments, images: bool = True, are_labels: bool = False
 ) -> tuple[datasets.Dataset, int]:
     """The rows of `select_columns` without the unreadable ones, and how many those were.
 
     Args:
+        are_labels: see `read_pair`.
         images: see `load_pairs`. Every image is decoded, or none.
     """
 
     def look(row: dict[str, Any], files: str) -> dict[str, Any]:
-        return {"problem": read_pair(row, arguments)[0]}
+        return {"problem": read_pair(row, arguments, are_labels)[0]}
 
     nothing = f"{arguments.source} has no pairs in split {arguments.split}"
     if len(rows) == 0:
@@ -260,7 +332,10 @@ def mapped(rows: Rows, function: Callable, is_kept: bool = False, **options: Any
         return rows.map(function, **options)
     is_saved = any(folder not in Path(file["filename"]).absolute().parents for file in rows.cache_files)
     if is_saved or is_kept and not rows.cache_files:
-        (folder / "looks").mkdir(parents=True, exist_ok=True)
+        try:
+            (folder / "looks").mkdir(parents=True, exist_ok=True)
+        except OSError:  # a cache that cannot be written
+            return rows.map(function, keep_in_memory=True, **options)
         key = datasets.fingerprint.Hasher.hash([rows._fingerprint, function, options])
         options["cache_file_name"] = str(folder / "looks" / f"{key}.arrow")
     return rows.map(function, **options)
@@ -311,4 +386,6 @@ def _where(row: dict[str, Any]) -> str:
     """The file of a pair's image, or else its caption."""
     image = row["image"]
     path = image if isinstance(image, str) else image.get("path") if isinstance(image, dict) else None
+    if path and len(path) > MOST_LETTERS:  # base64, say
+        return shortened(path)
     return path or textwrap.shorten(f"no path; caption: {row['caption']}", 90)

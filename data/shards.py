@@ -6,6 +6,7 @@ them from start to end.
 """
 
 import io
+import logging
 import os
 import re
 import tarfile
@@ -17,7 +18,9 @@ import datasets
 import numpy as np
 
 from data.annotations import text_of
-from records.messages import join_names
+from records.messages import join_names, warn_once
+
+logger = logging.getLogger(__name__)
 
 # A file in a shard: its first byte, its length and its name
 MEMBER = re.compile(r"(.+\.tar)#(\d+)\+(\d+)/(.+)", re.DOTALL)
@@ -26,6 +29,9 @@ SUFFIXES = (".tar", ".tar.gz", ".tgz")
 NUMBERS, ARRAYS = {"cls", "cls2", "id", "idx", "index", "inx"}, {"npy"}
 TEXTS = {"caption", "csv", "json", "jsonl", "text", "transcript", "tsv", "txt"}
 IMAGE = datasets.Image(decode=False)
+# Bytes at the end of a tar: two of the largest records that tar writes. A download that was cut may have many more
+MOST_ZEROS = 2**17
+DAMAGED = "{} is no tar, or is cut or damaged, or several in one: copy or download it again"
 
 
 def open_shards(files: Sequence[str], columns: Sequence[str], stamps: Sequence[str], streaming: bool) -> Any:
@@ -43,8 +49,8 @@ def open_shards(files: Sequence[str], columns: Sequence[str], stamps: Sequence[s
         ValueError: no sample has a column, or a shard is no tar, or cut.
     """
     files = list(map(os.path.abspath, files))  # which a cached index has, too
-    for file in files if streaming else files[:1]:  # others as they are indexed
-        require_whole(file, streaming=True)
+    for file in files if streaming else ():  # others as they are indexed
+        require_end(file)
     there = _endings(files[0])
     missing = [column for column in columns if there.isdisjoint(column.split(";"))]
     for file in files[1:] if missing else ():
@@ -79,24 +85,15 @@ def size_of(path: str) -> int:
     return int(member[3]) if member else os.path.getsize(path)
 
 
-def require_whole(file: str, streaming: bool) -> None:
-    """A tar must end as tars do, with zeros up to a full record. Readers take a damaged header for the end, silently.
-
-    All headers are read, but of a stream, which may be of many large shards, only the end: it shows what was cut.
-    """
-    end = b""
+def require_end(file: str) -> None:
+    """A tar must end as tars do, with zeros: what was cut does not. The end of a compressed one is not looked for."""
     with suppress(tarfile.TarError, EOFError), tarfile.open(file) as tar:
-        if streaming and not isinstance(tar.fileobj, io.BufferedReader):
-            return  # to find the end of a compressed one would be to read it
-        if streaming:
-            tar.fileobj.seek(max(0, tar.fileobj.seek(0, os.SEEK_END) - 2 * tarfile.BLOCKSIZE))
-        else:
-            while tar.next() is not None:
-                tar.members = []  # there may be millions
-            tar.fileobj.seek(tar.offset)
-        end = tar.fileobj.read(2 * tarfile.RECORDSIZE + 1)
-    if not 2 * tarfile.BLOCKSIZE <= len(end) <= 2 * tarfile.RECORDSIZE or end.strip(b"\0"):
-        raise ValueError(f"{file} is no tar, or is cut or damaged: copy or download it again")
+        if not isinstance(tar.fileobj, io.BufferedReader):
+            return
+        tar.fileobj.seek(max(0, tar.fileobj.seek(0, os.SEEK_END) - 2 * tarfile.BLOCKSIZE))
+        if tar.fileobj.read() == bytes(2 * tarfile.BLOCKSIZE):
+            return
+    raise ValueError(DAMAGED.format(file))
 
 
 def _feature(column: str) -> Any:
@@ -120,21 +117,28 @@ def _samples(
         for ending in column.split(";"):
             columns_of.setdefault(ending, []).append(column)
     for file in files:
-        if keeps_place:
-            require_whole(file, streaming=False)
-        sample, seen = {}, set()
+        sample, seen, ranks, dotted = {}, set(), {}, []
         for key, ending, tar, member in _members(file):
             if sample and (sample["__key__"] != key or ending in seen):  # two of one name are two samples
                 yield sample
                 sample = {}
             if not sample:
-                sample, seen = {"__key__": key} | dict.fromkeys(columns), set()
+                sample, seen, ranks = {"__key__": key} | dict.fromkeys(columns), set(), {}
             seen.add(ending)
+            if ending not in columns_of and ending.rpartition(".")[2] in columns_of:
+                dotted.append(member.name)
             for column in columns_of.get(ending, ()):
-                if sample[column] is None:
-                    sample[column] = _value(column, tar, member, file, keeps_place)
+                rank = column.split(";").index(ending)
+                if rank < ranks.get(column, len(column)):
+                    ranks[column], sample[column] = rank, _value(column, tar, member, file, keeps_place)
         if sample:
             yield sample
+        if dotted:
+            warn_once(
+                logger,
+                f"{file}: {len(dotted)} files are not read, such as {dotted[0]}: in shards, the name of a sample ends "
+                "at the first dot",
+            )
 
 
 def _value(
@@ -155,11 +159,26 @@ def _value(
 
 
 def _members(file: str) -> Iterator[tuple[str, str, tarfile.TarFile, tarfile.TarInfo]]:
-    """Key, ending, shard and header of each file in a shard."""
+    """Key, ending, shard and header of each file in a shard. Raises a ValueError where it is damaged."""
+    require_end(file)
+    links = []
     with tarfile.open(file) as tar:
         while (member := tar.next()) is not None:
             tar.members = []  # there may be millions
             folder, name = os.path.split(member.name)
             stem, _, column = name.partition(".")
-            if member.isreg() and stem and column:
+            if member.islnk() or member.issym():
+                links.append(member.name)
+            elif member.isreg() and stem and column:
                 yield os.path.join(folder, stem), column.lower(), tar, member
+        # A reader takes a damaged header for the end, silently, and so the end of the first of several
+        tar.fileobj.seek(tar.offset)
+        end = tar.fileobj.read(MOST_ZEROS + 1)
+    if not 2 * tarfile.BLOCKSIZE <= len(end) <= MOST_ZEROS or end.strip(b"\0"):
+        raise ValueError(DAMAGED.format(file))
+    if links:
+        warn_once(
+            logger,
+            f"{file}: {len(links)} links to other files are not read, such as {links[0]}: make it with tar "
+            "--hard-dereference --dereference",
+        )

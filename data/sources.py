@@ -5,6 +5,7 @@ import itertools
 import logging
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -15,13 +16,15 @@ from typing import Any, Literal
 import datasets
 import pyarrow
 import pyarrow.parquet
-from datasets.data_files import DataFilesDict, get_data_patterns
+from datasets.data_files import DataFilesList, sanitize_patterns
+from datasets.utils.metadata import MetadataConfigs
+from huggingface_hub import DatasetCard
 from pydantic import ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from data.annotations import TABLES, holds_list, no_split, open_json, open_tables
+from data.annotations import SPLIT_OF_NAME, TABLES, holds_list, no_split, open_json, open_tables
 from data.drawing import SPLITS
-from data.image_folders import METADATA, PICTURES, Pictures, files_in, open_folder
+from data.image_folders import METADATA, Pictures, files_in, is_picture, open_folder
 from data.shards import MEMBER, SUFFIXES, open_shards
 from data.worlds import WORLDS
 from records.files import read_json
@@ -70,10 +73,11 @@ class DataArguments:
     # the layout of ShareGPT4V, BLIP, COCO's captions or a Karpathy split.
     source: str
     # One that is not there is an error. A folder of images has those of its folders train, test and validation, or else
-    # all are "train". Parquet files and shards of a folder belong to splits by the naming rules of `datasets`
-    # (`test/0.tar`, `test-00000.parquet`; all are "train" if no name says anything). A file or a pattern is all that it
-    # names, whatever the split is called. A dataset saved to disk has the split it was saved with, or any if that is
-    # not known; a .json has "train", a Karpathy split those it names, also several: "train+restval".
+    # all are "train". Parquet files and shards of a folder belong to the splits of its README.md, or by their names
+    # (`test/0.tar`, `test-00000.parquet`; all are "train" if no name says anything). Tables have those of their column
+    # `split`. Any other file or pattern is all that it names, whatever the split is called. A dataset saved to disk has
+    # the split it was saved with, or any if that is not known; a .json has "train", a Karpathy split those it names,
+    # also several: "train+restval".
     split: str = "train"
     # Images, or paths of images. Of shards, the ending of their files, or several: `jpg;png`.
     image_column: str = "image"
@@ -173,7 +177,7 @@ def is_read_whole(source: str) -> bool:
 
 def _suffix(name: str) -> str:
     """The ending of a file, that of a shard also where it is compressed."""
-    return ".tar" if name.endswith(SUFFIXES) else Path(name).suffix
+    return ".tar" if name.lower().endswith(SUFFIXES) else Path(name).suffix.lower()
 
 
 def is_saved(source: str) -> bool:
@@ -208,10 +212,10 @@ def _open(arguments: DataArguments, columns: Sequence[str]) -> Rows:
     if source.endswith(".json"):
         rows = open_json(Path(source), split, arguments.image_column, arguments.caption_column)
     elif _suffix(source) in TABLES and not os.path.isdir(source):
-        rows = open_tables(_matching(source), split)
+        rows = _of_splits(open_tables(_matching(source), split), split, source)
     elif is_saved(source):
         rows = _open_saved(arguments)
-    elif os.path.isdir(source) and builder_of(source) is None:
+    elif os.path.isdir(source) and builder_of(source, arguments.image_column) is None:
         parts = {name: part.rows for name, part in pictures_of(source).items()}
         rows = _of_splits(parts, split, source)
     if rows is not None:
@@ -292,10 +296,15 @@ def named_images(column: pyarrow.ChunkedArray) -> list[str]:
             if chunk.type.get_field_index("path") < 0:
                 continue
             chunk = chunk.field("path").filter(chunk.field("bytes").is_null())
-        elif not (pyarrow.types.is_string(chunk.type) or pyarrow.types.is_large_string(chunk.type)):
+        elif not _is_text(chunk.type):
             continue
         names += filter(None, chunk.to_pylist())
     return names
+
+
+def _is_text(kind: pyarrow.DataType) -> bool:
+    kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+    return pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind) or pyarrow.types.is_string_view(kind)
 
 
 def named_files_hash(rows: datasets.Dataset) -> str:
@@ -316,10 +325,15 @@ def split_files(arguments: DataArguments) -> tuple[str, dict[str, list[str]]]:
     return once(f"files {source} {names}", lambda: _files_of_folder(arguments, names))
 
 
-def builder_of(folder: str) -> str | None:
-    """The builder of `datasets` for the files of a folder; None: pictures."""
-    suffixes = {_suffix(path) for path in files_in(folder) if os.path.basename(path) not in METADATA}
-    return next((builder for suffix, builder in BUILDERS.items() if suffix in suffixes), None)
+def builder_of(folder: str, image_column: str) -> str | None:
+    """The builder of `datasets` for the files of a folder; None: pictures, beside which img2dataset leaves parquet
+    files without images."""
+    files = [os.path.join(folder, path) for path in files_in(folder) if os.path.basename(path) not in METADATA]
+    builder = next((name for suffix, name in BUILDERS.items() if any(_suffix(file) == suffix for file in files)), None)
+    if builder == "parquet" and any(map(is_picture, files)):
+        first = min(file for file in files if _suffix(file) == ".parquet")
+        return builder if image_column in pyarrow.parquet.read_schema(first).names else None
+    return builder
 
 
 def pictures_of(folder: str) -> dict[str, Pictures]:
@@ -337,23 +351,13 @@ def _of_splits(parts: Mapping[str, datasets.Dataset], split: str, source: str) -
 
 
 def _files_of_folder(arguments: DataArguments, names: list[str]) -> tuple[str, dict[str, list[str]]]:
-    source, links, pictures = arguments.source, [], []
-    builder = builder_of(source)
+    source = arguments.source
+    builder = builder_of(source, arguments.image_column)
     if builder is None:
         parts = pictures_of(source)
         if not parts.keys() >= set(names):
             raise ValueError(no_split(source, arguments.split, parts))
         return "pictures", {name: parts[name].files for name in names}
-    for folder, folders, files in os.walk(source):
-        links += [path for path in (os.path.join(folder, name) for name in folders) if os.path.islink(path)]
-        pictures += [os.path.join(folder, file) for file in files if Path(file).suffix.lower() in PICTURES]
-    if links:
-        raise ValueError(f"{source} has a link to a folder, {links[0]}, which is not followed: name files by a pattern")
-    if pictures:
-        warn_once(
-            logger,
-            f"{source}: {len(pictures)} pictures beside the {builder} files are not read, such as {min(pictures)}",
-        )
     by_split = _splits(os.path.abspath(source), builder)
     if not by_split.keys() >= set(names):
         raise ValueError(no_split(source, arguments.split, by_split))
@@ -368,34 +372,65 @@ def _files_of_folder(arguments: DataArguments, names: list[str]) -> tuple[str, d
 
 
 def _splits(folder: str, builder: str) -> dict[str, list[str]]:
-    """The files of a folder by split, as `datasets` reads their names."""
-    suffixes = list(SUFFIXES) if builder == "webdataset" else [s for s, name in BUILDERS.items() if name == builder]
-    folder = glob.escape(folder)
+    """The files of a folder by split: as its README.md has them, or by their names, as `datasets` reads these. What is
+    not read is counted and told."""
+    paths = sorted(files_in(folder))
+    files = [path for path in paths if BUILDERS.get(_suffix(path)) == builder and not path.startswith("cache-")]
+    by_split = _of_readme(folder)
+    for splits_of in (_of_shard, _of_folders, _of_file):
+        if by_split is None:
+            found = [(split, path) for path in files for split in splits_of(path)]
+            names = sorted({split for split, _ in found}, key=lambda split: (split != "train", split))
+            by_split = {split: [path for of, path in found if of == split] for split in names} or None
+    by_split = by_split or {"train": files}
+    left = set(paths).difference(["README.md"], *by_split.values())
+    if left:
+        endings = Counter(Path(path).suffix or "without an ending" for path in sorted(left))
+        kinds = ", ".join(f"{count} {ending}" for ending, count in endings.most_common(5))
+        warn_once(logger, f"{folder}: {len(left)} files are not read ({kinds}), such as {min(left)}")
+    return {split: [os.path.join(folder, path) for path in of_split] for split, of_split in by_split.items()}
 
-    def files_by_split(patterns: dict[str, list[str]]) -> dict[str, list[str]]:
-        by_split = DataFilesDict.from_patterns(patterns, base_path=folder, allowed_extensions=suffixes)
-        # By several patterns a file may be found several times
-        return {name: sorted(set(files)) for name, files in by_split.items() if files}
 
-    by_split = files_by_split(get_data_patterns(folder))
-    everything = files_by_split({"train": ["**"]})
-    by_split = by_split or everything  # only other files have names of splits
-    left_out = set(everything["train"]).difference(*by_split.values())
-    if left_out:
-        logger.warning(
-            "%s: names of other files name splits, but those of %d %s files do not, such as %s: they are not read",
-            folder, len(left_out), suffixes[0], min(left_out),
-        )  # fmt: skip
-    return by_split
+def _of_readme(folder: str) -> dict[str, list[str]] | None:
+    """The paths of each split of the default configuration, as a dataset on the Hub describes it."""
+    if not os.path.isfile(os.path.join(folder, "README.md")):
+        return None
+    configs = MetadataConfigs.from_dataset_card_data(DatasetCard.load(os.path.join(folder, "README.md")).data)
+    name = configs.get_default_config_name()
+    if configs and name is None:
+        raise ValueError(
+            f"{folder}/README.md describes the datasets {', '.join(configs)}: name the files of one by a pattern"
+        )
+    if name is None or "data_files" not in configs[name]:
+        return None
+    patterns = sanitize_patterns(configs[name]["data_files"])
+    found = {split: DataFilesList.from_patterns(of, base_path=glob.escape(folder)) for split, of in patterns.items()}
+    return {str(split): [os.path.relpath(file, folder) for file in files] for split, files in found.items()}
+
+
+def _of_shard(path: str) -> list[str]:
+    match = re.match(r"(?:.*/)?(\w+(?:\.\w+)*)-\d{5}-of-\d{5}\b", path)
+    return [match[1]] if match else []
+
+
+def _of_folders(path: str) -> list[str]:
+    return _of_words(os.path.dirname(path))
+
+
+def _of_file(path: str) -> list[str]:
+    return _of_words(os.path.basename(path))
+
+
+def _of_words(name: str) -> list[str]:
+    words = re.split("[^a-z]+", name.lower())
+    return list(dict.fromkeys(SPLIT_OF_NAME[word] for word in words if word in SPLIT_OF_NAME))
 
 
 def _open_saved(arguments: DataArguments) -> datasets.Dataset:
     """A dataset of `save_to_disk`, which may know its split, or several by split."""
     rows = datasets.load_from_disk(arguments.source)
     if isinstance(rows, dict):
-        if arguments.split not in rows:
-            raise ValueError(no_split(arguments.source, arguments.split, rows))
-        rows = rows[arguments.split]
+        rows = _of_splits(rows, arguments.split, arguments.source)
     elif str(rows.split or arguments.split) != arguments.split or set("[+") & set(arguments.split):
         raise ValueError(no_split(arguments.source, arguments.split, [rows.split or "a whole one"]))
     return rows
@@ -471,10 +506,7 @@ def _names_in_parquet(path: str, column: str) -> Iterator[str]:
             of_bytes = next((chunk for chunk in chunks if chunk.path_in_schema == f"{column}.bytes"), None)
             is_whole = of_bytes is not None and of_bytes.statistics is not None and of_bytes.statistics.null_count == 0
             kind = file.schema_arrow.field(column).type if column in file.schema_arrow.names else pyarrow.null()
-            may_name = (
-                pyarrow.types.is_struct(kind) or pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)
-            )
-            if may_name and not is_whole:
+            if (pyarrow.types.is_struct(kind) or _is_text(kind)) and not is_whole:
                 yield from named_images(file.read_row_group(number, [column]).column(column))
 
 

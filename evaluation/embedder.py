@@ -17,7 +17,7 @@ import data.images
 import data.shards
 import data.tokenizer
 import modeling_clip_moe
-from conversion import processors
+from conversion import checkpoints, processors
 from conversion.checkpoints import load_clip
 from conversion.processors import load_processor
 from evaluation import batches as reading
@@ -180,6 +180,6 @@ def code_digest() -> str:
     """The digest of the code that makes embeddings, as it is on disk: a commit would not tell two uncommitted changes
     apart."""
     model_code = sorted(Path(modeling_clip_moe.__file__).parent.glob("*.py"))
-    read_by = reading, data.images, data.shards, data.tokenizer, processors
+    read_by = reading, data.images, data.shards, data.tokenizer, processors, checkpoints
     files = [*model_code, Path(__file__), *(Path(module.__file__) for module in read_by)]
     return value_digest(list(map(file_digest, files)))

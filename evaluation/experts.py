@@ -183,6 +183,7 @@ def analyze_experts(
         "source": str(model),
         "weights": weights_fingerprint(str(model)),
         "protocols": {name: task.protocol for name, task in tasks.items()},
+        "data": {name: task.data for name, task in tasks.items()},
         "layers": layers,
         "batch_size": batch_size,
         "num_experts_per_tok": list(num_experts_per_tok),

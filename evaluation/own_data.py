@@ -113,10 +113,12 @@ def retrieval_task(arguments: DataArguments) -> Task:
             return load_pairs(arguments), 0
         rows, skipped = readable_pairs(select_columns(open_rows(arguments), arguments), arguments)
         captions = [] if arguments.captions_per_line else rows["caption"]
-        if captions and all(isinstance(caption, str) and "\n" in caption.strip() for caption in captions):
+        number = sum(isinstance(caption, str) and len(caption.strip().splitlines()) > 1 for caption in captions)
+        if number > len(captions) / 2:
             logger.warning(
-                "%s: every caption of column %s has several lines. If each is a caption, say so: captions_per_line "
-                "(--captions-per-line)", arguments.source, arguments.caption_column,
+                "%s: %d of %d captions of column %s have several lines. If each line is a caption, say so: "
+                "captions_per_line (--captions-per-line)",
+                arguments.source, number, len(captions), arguments.caption_column,
             )  # fmt: skip
         return one_row_an_image(rows), skipped
 
@@ -142,7 +144,7 @@ def zero_shot_task(arguments: DataArguments, templates: Sequence[str], classes: 
         kind="zero_shot",
         title=_title("zero-shot", arguments),
         protocol=f"{_protocol(data)}; {len(classes)} classes, {len(templates)} templates: {shown}",
-        load=lambda: readable_pairs(rows, arguments),
+        load=lambda: readable_pairs(rows, arguments, are_labels=True),
         classes=classes,
         templates=templates,
         data=data,
@@ -172,8 +174,8 @@ def linear_probe_task(arguments: DataArguments, train_split: str, classes: Seque
         kind="linear_probe",
         title=_title("linear probe", arguments),
         protocol=f"{_protocol(data)}; {len(classes)} classes, fitted to the split {train_split}",
-        load=lambda: readable_pairs(rows, arguments),
-        load_train=lambda: readable_pairs(train_rows, train_arguments),
+        load=lambda: readable_pairs(rows, arguments, are_labels=True),
+        load_train=lambda: readable_pairs(train_rows, train_arguments, are_labels=True),
         classes=classes,
         data=data,
     )

@@ -19,9 +19,10 @@ import numpy as np
 from evaluation.benchmarks.specs import BENCHMARKS, means_of
 from evaluation.figures import plot_text, plt, save
 from evaluation.page import write_page
+from evaluation.results import same_data
 from records.intervals import LEVEL, Reach, mean_reach, score_difference_reach, score_reach
 from records.markdown import escape, item, markdown_table, one_line
-from records.result_schema import TextCounts, read_result, require_result
+from records.result_schema import TextCounts, read_result, require_result, results_mark
 
 Results = Sequence[dict[str, Any] | str | Path]
 # Results of one task must agree in these to stand in one column.
@@ -86,8 +87,13 @@ def write_report(results: Results, output_dir: str | Path, baseline: str | None 
     of_models = {model: [of_models.get(model) for of_models in scores.values()] for model in table}
     values = {model: [score and score.value for score in row] for model, row in of_models.items()}
     reaches = {model: [score and score.reach for score in row] for model, row in of_models.items()}
-    pictures = {"report.svg": lambda path: draw_scores(list(scores), values, path, reaches)}
-    write_page(Path(output_dir) / "report", "\n\n".join(sections), pictures)
+
+    def draw(path: Path) -> None:
+        draw_scores(list(scores), values, path, reaches)
+        mark = results_mark(result for row in table.values() for result in row.values())
+        path.write_text(f"{path.read_text(encoding='utf-8')}{mark}\n", encoding="utf-8")
+
+    write_page(Path(output_dir) / "report", "\n\n".join(sections), {"report.svg": draw})
     return summary
 
 
@@ -155,6 +161,8 @@ def differ(result: dict[str, Any], other: dict[str, Any], key: str) -> bool:
         return (result.get(key) or {}) != (other.get(key) or {})
     if key == "batch_size" and not (result.get("depends_on_batch") or other.get("depends_on_batch")):
         return False
+    if key == "data":
+        return same_data(result.get(key) or {}) != same_data(other.get(key) or {})
     return key in result and key in other and result[key] != other[key]
 
 

@@ -36,7 +36,8 @@ def require_free(result: dict[str, Any], output_dir: Path) -> None:
     of_batch = ("batch_size",) if result.get("depends_on_batch") else ()
     for what in ("dtype", "protocol", "data", "changes", *of_batch):
         old, new = before.get(what), result.get(what)
-        if not conflict and old != new:
+        is_same = same_data(old or {}) == same_data(new or {}) if what == "data" else old == new
+        if not conflict and not is_same:
             conflict = f"a result of {before['model']!r} with another {what}, {old!r} and not {new!r}"
     if conflict:
         raise ValueError(f"{path} holds {conflict}: choose another name (--name) or another --output-dir, or delete it")
@@ -46,11 +47,16 @@ def result_file(result: dict[str, Any], output_dir: Path) -> Path:
     return output_dir / f"{slug(result['task'])}--{slug(result['model'])}.json"
 
 
+def same_data(data: dict[str, Any]) -> dict[str, Any]:
+    """What tells the data of a result: not where they lie, if what they hold is known."""
+    return {key: value for key, value in data.items() if key not in ("source", "image_root") or "identity" not in data}
+
+
 def task_name(kind: str, data: dict[str, Any]) -> str:
     """The name of a task on own data that has none: its kind, the data, and a hash of all that was chosen."""
     source = _plain(Path(data["source"]).stem).strip("_.-")
     words = [kind, source, named_split(data["source"], data["split"]), data["caption_column"]]
-    return f"{_plain('-'.join(filter(None, words)))}-{content_hash(data)}"
+    return f"{_plain('-'.join(filter(None, words)))}-{content_hash(same_data(data))}"
 
 
 def without_seed(result: dict[str, Any]) -> dict[str, Any]:

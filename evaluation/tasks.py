@@ -15,7 +15,7 @@ from data.annotations import TABLES
 from data.identity import contents_unread
 from data.sources import BUILDERS, is_here, opened_once
 from data.worlds import WORLDS
-from evaluation.benchmarks.loading import NotDownloaded, benchmark_task, copy_fingerprint
+from evaluation.benchmarks.loading import NotDownloaded, benchmark_fingerprint, benchmark_task
 from evaluation.benchmarks.specs import ALIASES, BENCHMARKS, GROUPS, expand
 from evaluation.built_in_tasks import icon_tasks, name_tasks, symbol_tasks
 from evaluation.own_data import OwnKind, OwnTask
@@ -116,14 +116,14 @@ def find_tasks(
 
 
 @opened_once()
-def copy_fingerprints(wanted: Sequence[Wanted], data_root: str | Path | None = None) -> dict[str, str]:
-    """Name -> a hash of its copy, for benchmarks that have one in `data_root`."""
+def benchmark_fingerprints(wanted: Sequence[Wanted], data_root: str | Path | None = None) -> dict[str, str]:
+    """Name -> a hash of its copy in `data_root`, or its commit on the Hub, for benchmarks that can be had."""
     fingerprints = {}
     for name in (name for entry in wanted if isinstance(entry, str) for name in expand(entry)):
         if name in BENCHMARKS:
             with contextlib.suppress(ValueError, OSError):
-                fingerprints[name] = copy_fingerprint(BENCHMARKS[name], data_root)
-    return {name: fingerprint for name, fingerprint in fingerprints.items() if fingerprint is not None}
+                fingerprints[name] = benchmark_fingerprint(BENCHMARKS[name], data_root)
+    return fingerprints
 
 
 @contents_unread()

@@ -74,7 +74,8 @@ def dispatch_within_capacity(
     order, rank, queue, counts = _sort(expert_ids, num_experts, num_groups)
     tokens = (expert_ids[:, 0] < num_experts).view(num_groups, -1).sum(dim=-1)
     factor = Fraction(str(capacity_factor)).limit_denominator(10**6)  # of 4 / 3, products of more digits overflow
-    capacity = -(-tokens * factor.numerator // (factor.denominator * num_experts))  # (groups,), rounded up
+    divisor = factor.denominator * num_experts
+    capacity = (tokens * factor.numerator + divisor - 1) // divisor  # (groups,), rounded up, which ONNX does not of < 0
     capacity = torch.cat([capacity.expand(num_experts, -1), torch.zeros_like(capacity)[None]])  # (E + 1, groups)
 
     rows = torch.arange(order.shape[0], device=order.device)

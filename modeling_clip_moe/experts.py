@@ -72,6 +72,8 @@ class CLIPMoEExperts(nn.Module):
         Returns:
             (T, D), the weighted sum of each token's experts.
         """
+        if is_recorded(hidden_states) and not torch.compiler.is_compiling():
+            return experts_forward_all(self, hidden_states, top_k_index, top_k_weights)
         order, _, counts = rows or dispatch(top_k_index, self.num_experts)
         counts = counts.tolist()
         order = order[: sum(counts)]
@@ -284,7 +286,7 @@ def experts_forward_all(
     return combined.to(hidden_states.dtype)
 
 
-def _is_recorded(hidden_states: torch.Tensor) -> bool:
+def is_recorded(hidden_states: torch.Tensor) -> bool:
     """
     Whether a tool records, transforms or only shapes this run, to repeat it with other data: `torch.jit.trace`,
     `make_fx`, `torch.onnx`, `torch.func.vmap`, tensors without data.
@@ -295,6 +297,7 @@ def _is_recorded(hidden_states: torch.Tensor) -> bool:
         or torch._C._functorch.peek_interpreter_stack() is not None
         or _has_no_data(hidden_states)
         or any(not _counts(mode) for mode in _get_current_dispatch_mode_stack())
+        or torch._ops._len_torch_dispatch_stack_pre_dispatch() > 0
     )
 
 
@@ -333,7 +336,7 @@ def experts_forward_by_device(
         return experts_forward_grouped(*arguments, rows)
     if _has_no_data(hidden_states) and any(map(_counts, _get_current_dispatch_mode_stack())):
         return ALL_EXPERTS_FUNCTIONS["batched_mm"](*arguments)  # products of the chosen experts, whichever they are
-    if _is_recorded(hidden_states):
+    if is_recorded(hidden_states):
         return experts_forward_all(*arguments)
     if _get_current_dispatch_mode_stack():  # a counter
         return _loop(*arguments, rows)

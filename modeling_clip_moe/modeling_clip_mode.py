@@ -32,6 +32,7 @@ from transformers.utils.generic import can_return_tuple
 
 from .configuration_clip_mode import DEFAULT_ROUTING, ROUTINGS, CLIPMoDEConfig
 from .configuration_clip_moe import embedding_size
+from .experts import is_recorded
 from .families import CLASS_OF_TYPE
 from .modeling_siglip_moe import require_padded
 
@@ -549,7 +550,7 @@ class CLIPMoDEModel(PreTrainedModel):
             )
         logits_per_text, expert_outputs, all_sigmoid = None, [], True
         used = [True] * self.num_experts
-        if not torch.compiler.is_compiling():  # a graph cannot depend on values
+        if not (torch.compiler.is_compiling() or is_recorded(weights)):  # a graph cannot depend on values
             used = (weights != 0).reshape(-1, self.num_experts).any(0).tolist()
         for number in range(self.num_experts):
             if not used[number]:

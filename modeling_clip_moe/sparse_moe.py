@@ -453,7 +453,7 @@ class SparseMoEMixin:
             model, info = super().from_pretrained(
                 pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
             )
-        except IndexError as error:
+        except (IndexError, NotImplementedError) as error:
             config = kwargs.get("config") or cls.config_class.from_pretrained(pretrained_model_name_or_path)
             if kwargs.get("device_map") is None or not getattr(config, "shared_encoder", False):
                 raise

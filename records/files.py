@@ -137,6 +137,14 @@ def output_folder(path: Path) -> Iterator[None]:
         raise
 
 
+def files_below(folder: Path) -> Iterator[Path]:
+    """The files below a folder. Links are followed, but not in a circle."""
+    for place, folders, names in os.walk(folder, followlinks=True):
+        above = {os.path.realpath(parent) for parent in (place, *Path(place).parents)}
+        folders[:] = [name for name in folders if os.path.realpath(os.path.join(place, name)) not in above]
+        yield from (path for path in (Path(place) / name for name in names) if path.is_file())
+
+
 def read_text(path: Path) -> str:
     """The text of a file in UTF-8."""
     try:

@@ -10,13 +10,14 @@ import re
 import subprocess
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from fnmatch import fnmatch
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
-from records.files import damaged, read_record, write_text
+from records.files import damaged, files_below, read_record, write_text
 from records.messages import in_one_line
 
 # In the folder of a stage, and of a run
@@ -25,10 +26,10 @@ LOG = "log.jsonl"  # of a stage that trains
 CHECKPOINTS = "checkpoints"  # its folder of these, until it has finished
 LOGS = "logs"  # the folder of the trackers
 
-EVERYTHING = ("**/*.bin", "**/*.json", "**/*.safetensors", "**/*.txt")
+EVERYTHING = ("**/*.bin", "**/*.json", "**/*.model", "**/*.safetensors", "**/*.txt")
 # Files that embeddings depend on: an expert's are the same in its own folder and in that of a mixture.
 WEIGHTS = ("config.json", "*.bin", "*.safetensors", "*.index.json")
-PROCESSOR = ("*token*.json", "vocab.json", "vocab.txt", "merges.txt", "*processor_config.json")
+PROCESSOR = ("*token*.json", "vocab.json", "vocab.txt", "merges.txt", "*.model", "*processor_config.json")
 
 
 class Attempt(BaseModel):
@@ -163,8 +164,14 @@ def model_fingerprint(model: str, patterns: Sequence[str] = EVERYTHING) -> str:
             raise FileNotFoundError(
                 f"{model} is no folder, and no model that can be had from the Hub: {error}"
             ) from error
-    files = {file for pattern in patterns for file in path.glob(pattern) if file.is_file()}
+    names = [file.relative_to(path) for file in files_below(path)]
+    files = {path / name for name in names if any(_matches(name, pattern) for pattern in patterns)}
     return digest({file for file in files if path / CHECKPOINTS not in file.parents}, path)
+
+
+def _matches(name: Path, pattern: str) -> bool:
+    """Whether a path below a folder matches: `**/*.bin` in any folder, `*.bin` in this one alone."""
+    return fnmatch(name.name, pattern.removeprefix("**/")) and (pattern.startswith("**/") or name.name == str(name))
 
 
 def weights_fingerprint(model: str) -> str:
@@ -172,7 +179,8 @@ def weights_fingerprint(model: str) -> str:
 
     The processor counts, and of a mixture all experts and the encoder of metadata.
     """
-    return model_fingerprint(model, tuple(f"**/{pattern}" for pattern in (*WEIGHTS, *PROCESSOR, "encoder.json")))
+    of_encoder = "encoder.json", "modules.json", "sentence_bert_config.json"
+    return model_fingerprint(model, tuple(f"**/{pattern}" for pattern in (*WEIGHTS, *PROCESSOR, *of_encoder)))
 
 
 def input_fingerprint(model: str) -> str:

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
 from records.files import read_json
 from records.messages import shortened
+from records.provenance import value_digest
 
 Text = Annotated[str, Field(pattern=r"\S")]
 Count = Annotated[int, Field(ge=0)]
@@ -164,6 +165,11 @@ def _validated(schema: type[BaseModel], content: Any, fault: str) -> Any:
             raise ValueError(f"{fault}: it lacks {', '.join(missing)}") from error
         wrong = [f"{'.'.join(map(str, part['loc']))} is {shortened(part['input'])} ({part['msg']})" for part in errors]
         raise ValueError(f"{fault}: {'; '.join(wrong[:3])}") from error
+
+
+def results_mark(results: Iterable[dict[str, Any]]) -> str:
+    """A comment by which a picture tells which results it shows."""
+    return f"<!-- results {value_digest(sorted(map(value_digest, results)))} -->"
 
 
 def read_result(path: str | Path) -> dict[str, Any]:

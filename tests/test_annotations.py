@@ -5,15 +5,15 @@ import dataclasses
 import json
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 from tiny_sources import CAPTIONS, picture, sharegpt4v, write_pictures
 
-from data.annotations import read_tables
 from data.identity import identity
 from data.images import decode_image
 from data.pairs import load_pairs, present_captions
-from data.sources import DataArguments
+from data.sources import DataArguments, open_rows
 from data.splits import common_rows
 from training.estimates import count_pairs
 
@@ -69,7 +69,7 @@ def test_tables(tmp_path, name, streaming):
     require_pairs(arguments, expected)
     for split, part in (("test[:3]", expected[:3]), ("test[3:]", expected[3:])):
         assert [row["caption"] for row in load_pairs(dataclasses.replace(arguments, split=split))] == part
-    with pytest.raises(ValueError, match=f"{name} cannot be read: it is one table without splits"):
+    with pytest.raises(ValueError, match=rf"{name} has no split 'train\+test', only train"):
         load_pairs(dataclasses.replace(arguments, split="train+test"))
 
 
@@ -150,17 +150,10 @@ QUOTED = HEAD + '9.png,"two\nlines"\n'  # the next line is the fourth
 @pytest.mark.parametrize(
     ("file", "text", "message"),
     [
-        ("x.csv", HEAD + "0.png\n", "line 2 has 1 cells for 2 columns"),
         ("x.csv", "image, caption\n0.png,a\n", "no column 'caption'; its columns are 'image', ' caption'"),
         ("x.csv", HEAD, "no pairs"),
         ("x.csv", "image,caption,caption\n0.png,a,b\n", "has the column 'caption' 2 times: rename all but one"),
         ("x.csv", QUOTED + '0.png,"Big" dog\n', "line 4 cannot be read: "),
-        (
-            "x.json",
-            '{"images": [{"image": "0.png", "conversations": [{"from": "gpt", "value": "a"}]}, '
-            '{"id": 1, "file_name": "1.png"}], "annotations": [{"image_id": 1, "caption": "b"}]}',
-            "mixes layouts",
-        ),
         # It would take the lines up to the next quote with it
         ("x.tsv", 'image\tcaption\n0.png\t"Star\n1.png\ttv of 12"\n', "line 2 .*a cell that begins with a quote"),
         ("x.json", '{"images": [{"id": 1}]}', r"image 0 is not as it should be \(KeyError\('filename'\)\)"),
@@ -180,24 +173,86 @@ LISTS = {
 }
 
 
-@pytest.mark.parametrize("cell", LISTS.values(), ids=LISTS)
-def test_cells_that_are_lists_are_several_captions(tmp_path, cell):
-    """As pandas and others write them. A line may have one text, or text in brackets that is no list."""
-    cells = [cell, "one", "[stop]", "[1, 2]", "NA", "[]"]
-    lines = [["image", "caption"], *([f"{number}.png", cell] for number, cell in enumerate(cells))]
-    with open(tmp_path / "pairs.csv", "w", newline="") as file:
+def csv_of(path, cells):
+    names = write_pictures(path.parent / "images")
+    lines = [["image", "caption"], *([names[number], cell] for number, cell in enumerate(cells))]
+    with open(path, "w", newline="") as file:
         csv.writer(file).writerows(lines)
-    columns = read_tables([str(tmp_path / "pairs.csv")])
-    assert columns["caption"] == [["a cat", "a dog"], ["one"], ["[stop]"], ["[1, 2]"], None, []]
-    assert columns["image"] == [line[0] for line in lines[1:]]
 
 
-def test_the_line_that_is_not_utf8_is_named(tmp_path):
-    lines = [b"image,caption", *(b"%d.png,a cat" % number for number in range(5000)), b"x.png,caf\xe9"]
+def parquet_of(path, cells):
+    names = write_pictures(path.parent / "images")[: len(cells)]
+    datasets.Dataset.from_dict({"image": names, "caption": cells}).to_parquet(path)
+
+
+def json_of(path, cells):
+    names = write_pictures(path.parent / "images")
+    path.write_text(json.dumps([{"image": names[n], "caption": cell} for n, cell in enumerate(cells)]))
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["loaded", "streamed"])
+@pytest.mark.parametrize("write", [csv_of, parquet_of, json_of])
+@pytest.mark.parametrize("cell", LISTS.values(), ids=LISTS)
+def test_texts_that_are_lists_are_several_captions(tmp_path, cell, write, streaming):
+    """As pandas and others write them. A row may have one text, or text in brackets that is no list."""
+    path = tmp_path / f"pairs.{write.__name__.removesuffix('_of')}"
+    write(path, [cell, "one", "[stop]", "[1, 2]", "[b'a']", "['a' ... 'b']", "NA", "[]"])
+    options = {"source": str(path), "image_root": str(tmp_path / "images"), "max_unreadable": 0.5}
+    rows = load_pairs(DataArguments(**options, streaming=streaming))
+    texts = [present_captions(row["caption"]) for row in rows]
+    assert [text for text in texts if text] == [
+        ["a cat", "a dog"], ["one"], ["[stop]"], ["[1, 2]"], ["[b'a']"], ["['a' ... 'b']"],
+    ]  # fmt: skip
+
+
+def test_lines_that_cannot_be_read_are_named_and_count_as_missing(tmp_path, caplog):
+    names = write_pictures(tmp_path / "images")
+    lines = [b"image,caption", *(name.encode() + b",a cat" for name in names[:6])]
+    lines[3:3] = [b"x.png,caf\xe9", b"y.png", b"z.png,a,b"]
     (tmp_path / "pairs.csv").write_bytes(b"\n".join(lines))
-    with pytest.raises(ValueError, match="pairs.csv: line 5002 cannot be read: 'utf-8' codec"):
-        read_tables([str(tmp_path / "pairs.csv")])
+    lines = [
+        json.dumps({"image": name, "caption": "a cat", "size": size})
+        for name, size in zip(names[:2], (1, "?"), strict=True)
+    ]
+    (tmp_path / "pairs.jsonl").write_text("\n".join([lines[0], '{"image": "x.png", "cap', "[]", lines[1]]))
+    for name, unread, read in (("csv", (4, 5, 6), 6), ("jsonl", (2, 3), 2)):
+        source = {"source": str(tmp_path / f"pairs.{name}"), "image_root": str(tmp_path / "images")}
+        assert len(load_pairs(DataArguments(**source, max_unreadable=0.5))) == read
+        for number in unread:
+            assert f"pairs.{name}: line {number} cannot be read, and counts as missing" in caplog.text
+        with pytest.raises(ValueError, match=f"{len(unread)} of {read + len(unread)} pairs"):
+            load_pairs(DataArguments(**source))
+
+
+def test_a_column_split_has_splits(tmp_path, caplog):
+    (tmp_path / "pairs.csv").write_text(
+        "image,caption,split\na.png,a,train\nb.png,b,Val\nc.png,c,test\nd.png,d,train\n"
+    )
+    captions = {
+        split: open_rows(DataArguments(source=str(tmp_path / "pairs.csv"), split=split))["caption"]
+        for split in ("train", "validation", "test[:1]", "train+test")
+    }
+    assert {split: list(texts) for split, texts in captions.items()} == {
+        "train": ["a", "d"], "validation": ["b"], "test[:1]": ["c"], "train+test": ["a", "d", "c"],
+    }  # fmt: skip
+    (tmp_path / "other.csv").write_text("image,caption,split\na.png,a,train\nb.png,b,7\n")
+    assert len(open_rows(DataArguments(source=str(tmp_path / "other.csv")))) == 2
+    assert "other.csv has a column split, which is not read, since it also has '7'" in caplog.text
+
+
+@pytest.mark.parametrize("caption", [None, float("nan"), 5, ["a", None], {"raw": "a"}], ids=str)
+def test_a_caption_that_is_no_text_ends_no_json(tmp_path, caption):
+    """Alone among texts it is missing, and among lists one of several."""
+    names = write_pictures(tmp_path / "images")
+    entries = [{"image": name, "caption": text} for name, text in zip(names[:3], ["a", caption, "c"], strict=True)]
+    (tmp_path / "pairs.json").write_text(json.dumps([*entries, {"image": names[3]}]))
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, [*entries, {"image": names[3]}])))
+    expected = [["a"], ["c"]] if not isinstance(caption, list) else [["a"], ["a"], ["c"]]
+    for name in ("pairs.json", "pairs.jsonl"):
+        source = {"source": str(tmp_path / name), "image_root": str(tmp_path / "images")}
+        rows = load_pairs(DataArguments(**source, max_unreadable=0.5))
+        assert [present_captions(row["caption"]) for row in rows] == expected
 
 
 def test_marks_and_ends_of_lines_around_a_caption_are_none_of_it():
-    assert present_captions(["\ufeff a cat\r\n", " \ufeff ", None, "a\r\ndog"]) == ["a cat", "a\r\ndog"]
+    assert present_captions(["\ufeff a cat\r\n", " \ufeff ", "\u200b", "\0", None, "a\r\ndog"]) == ["a cat", "a\r\ndog"]

@@ -10,9 +10,11 @@ from tiny_clip_moe import tiny_model
 from tiny_families import tiny_dense
 from torch import nn
 
+from modeling_clip_moe.experts import CLIPMoEExperts
 from modeling_clip_moe.families import FAMILIES, IMAGE_TOWERS
 from training.engine import _tell_without_gradient
 from training.optimizers import parameter_groups, set_trainable
+from training.stages.train import require_different_experts
 
 
 @pytest.fixture
@@ -27,6 +29,25 @@ def test_routers_only(model):
     assert trainable == [f"{tower}_model.encoder.layers.1.mlp.router.weight" for tower in ("text", "vision")]
     assert {*trainable, *frozen} == {name for name, _ in model.named_parameters()} and not {*trainable} & {*frozen}
     assert {name for name, p in model.named_parameters() if p.requires_grad} == set(trainable)
+
+
+def test_a_router_between_equal_experts_cannot_learn(model):
+    """As `upcycle` makes them, unless they train as well."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".experts." in name:
+                parameter.copy_(parameter[:1].expand_as(parameter).clone())
+    for trainable in (r"\.(router|experts)\.", "logit_scale"):
+        set_trainable(model, trainable)
+        require_different_experts(model)
+    set_trainable(model, r"\.router\.")
+    with pytest.raises(ValueError, match=r"mlp.router cannot learn where its experts are equal and do not train"):
+        require_different_experts(model)
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, CLIPMoEExperts):
+                module.down_proj_bias[1] += 1
+    require_different_experts(model)
 
 
 def test_bad_patterns(model):

@@ -10,7 +10,7 @@ from tiny_sources import png
 
 from data.image_folders import open_folder
 from data.pairs import load_pairs
-from data.sources import DataArguments
+from data.sources import DataArguments, open_rows
 
 
 def write(folder, *names, text=None):
@@ -78,11 +78,41 @@ def test_links_are_followed_but_not_in_a_circle(tmp_path):
     assert part.rows.features["label"].names == ["cat", "dog"]
 
 
+def test_classes_are_those_of_all_splits(tmp_path):
+    write(tmp_path, "train/ant/1.png", "train/bee/2.png", "train/cow/3.png", "test/bee/4.png", "test/ant/5.png")
+    assert all(part.rows.features["label"].names == ["ant", "bee", "cow"] for part in open_folder(tmp_path).values())
+    rows = open_rows(DataArguments(source=str(tmp_path), split="train+test"))
+    assert [rows.features["label"].int2str(label) for label in rows["label"]] == ["ant", "bee", "cow", "ant", "bee"]
+
+
+def test_folders_of_one_name_are_two_classes(tmp_path, caplog):
+    write(tmp_path, "animals/bat/1.png", "sports/bat/2.png", "animals/cat/3.png")
+    labels = open_folder(tmp_path)["train"].rows.features["label"].names
+    assert labels == ["animals/bat", "animals/cat", "sports/bat"]
+    assert "classes are called by their paths, since several folders are called bat" in caplog.text
+
+
+def test_folders_of_several_depths_are_no_classes(tmp_path, caplog):
+    write(tmp_path, "train/ant/1.png", "train/bee/2.png", "train/all.png")
+    assert open_folder(tmp_path)["train"].rows.column_names == ["image"]
+    assert "no labels: folders have several depths, as those of train/all.png and train/" in caplog.text
+
+
+def test_a_table_may_name_the_splits(tmp_path):
+    write(tmp_path, "1.png", "2.png", "3.png")
+    (tmp_path / "metadata.csv").write_text("file_name,caption,split\n1.png,a,train\n2.png,b,test\n3.png,c,train\n")
+    parts = open_folder(tmp_path)
+    assert {split: names(tmp_path, part) for split, part in parts.items()} == {
+        "train": ["1.png", "3.png"], "test": ["2.png"],
+    }  # fmt: skip
+    assert [os.path.basename(file) for file in parts["test"].files] == ["2.png", "metadata.csv"]
+
+
 def test_links_to_each_other_end(tmp_path, caplog):
     write(tmp_path, "a/1.png", "b/2.png")
     (tmp_path / "a" / "more").symlink_to(tmp_path / "b")
     (tmp_path / "b" / "more").symlink_to(tmp_path / "a")
-    assert len(open_folder(tmp_path)["train"].rows) == 2 and "a link to a folder that was read already" in caplog.text
+    assert len(open_folder(tmp_path)["train"].rows) == 2 and "a link to a folder that is read already" in caplog.text
 
 
 def test_pictures_by_what_they_are(tmp_path, caplog):
@@ -180,7 +210,6 @@ def test_several_pictures_a_line(tmp_path):
             {"metadata.csv": "file_name,caption\na.png,one\n", "metadata.jsonl": '{"file_name": "a.png"}'},
             "has several tables, metadata.csv and metadata.jsonl: keep one",
         ),
-        ({"metadata.jsonl": '{"file_name": "a.png"}\n[1]'}, "line 2 is no object with names: \\[1\\]"),
     ],
 )
 def test_tables_that_do_not_fit(tmp_path, tables, message):

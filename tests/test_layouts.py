@@ -5,6 +5,7 @@ import csv
 import io
 import json
 import os
+import re
 import tarfile
 
 import datasets
@@ -17,6 +18,9 @@ from tiny_sources import images_and_texts, png, write_shard
 
 from data.pairs import load_pairs
 from data.sources import DataArguments
+from evaluation.ensemble import open_model
+from evaluation.measures import measure
+from evaluation.own_data import retrieval_task
 from training.loader import PairLoader
 
 NUMBER = 24
@@ -163,7 +167,7 @@ def test_files_of_no_split_are_not_left_out_without_a_word_and_those_of_two_are_
     for number, name in enumerate(["train-0", "test-0", "0", "1"]):
         rows_of([number]).to_parquet(tmp_path / f"{name}.parquet")
     assert load_pairs(DataArguments(source=str(tmp_path)))["caption"] == CAPTIONS[:1]
-    assert f"those of 2 .parquet files do not, such as {tmp_path / '0.parquet'}: they are not read" in caplog.text
+    assert f"{tmp_path}: 2 files are not read (2 .parquet), such as 0.parquet" in caplog.text
     rows_of([1]).to_parquet(tmp_path / "test-train-overlap.parquet")
     for split in SPLITS:
         with pytest.raises(ValueError, match="overlap.parquet is in the split .* and in the split"):
@@ -183,12 +187,59 @@ def test_parts_and_sums_of_splits(sources):
         assert sorted(load_pairs(DataArguments(source=pattern, split=split))["caption"]) == CAPTIONS[SPLITS["test"]]
 
 
-def test_links_to_folders_are_not_lost_without_a_word(tmp_path, sources):
+def test_links_to_folders_are_followed(tmp_path, sources):
     os.symlink(sources["parquet"]["source"], tmp_path / "more")
-    rows_of([0]).to_parquet(tmp_path / "0.parquet")
-    with pytest.raises(ValueError, match=r"link to a folder, .*more, which is not followed: name files by a pattern"):
-        load_pairs(DataArguments(source=str(tmp_path)))
-    assert len(load_pairs(DataArguments(source=str(tmp_path / "**" / "*.parquet")))) == 1 + NUMBER
+    rows_of([0]).to_parquet(tmp_path / "train-00000-of-00001.parquet")
+    assert len(load_pairs(DataArguments(source=str(tmp_path)))) == 21
+    assert len(load_pairs(DataArguments(source=str(tmp_path), split="test"))) == 4
+
+
+def test_other_files_beside_parquet_are_counted(tmp_path, caplog):
+    rows_of([0, 1]).to_parquet(tmp_path / "0.parquet")
+    rows_of([2, 3]).to_parquet(tmp_path / "1.PARQUET")
+    (tmp_path / "2.jsonl").write_text("{}")
+    (tmp_path / "3.tar.md").write_text("")
+    pictures(tmp_path / "assets", [5])
+    assert len(load_pairs(DataArguments(source=str(tmp_path)))) == 4
+    assert "3 files are not read (1 .jsonl, 1 .md, 1 .png), such as 2.jsonl" in caplog.text
+
+
+def test_pictures_are_read_beside_parquet_without_images(tmp_path):
+    """As img2dataset leaves them."""
+    pictures(tmp_path / "00000", range(3))
+    for number in range(3):
+        (tmp_path / "00000" / f"{number:03d}.txt").write_text(CAPTIONS[number])
+    datasets.Dataset.from_dict({"url": ["x"] * 3, "caption": CAPTIONS[:3]}).to_parquet(tmp_path / "00000.parquet")
+    assert load_pairs(DataArguments(source=str(tmp_path)))["caption"] == CAPTIONS[:3]
+
+
+README = """---
+configs:
+- config_name: {}
+  data_files:
+  - split: train
+    path: part_a/*.parquet
+  - split: test
+    path: part_b/*.parquet
+{}---
+# Pairs
+"""
+
+
+def test_a_readme_may_name_the_splits(tmp_path):
+    """As that of a dataset on the Hub."""
+    for name, numbers in (("part_a", range(3)), ("part_b", range(3, 5))):
+        (tmp_path / name).mkdir()
+        rows_of(numbers).to_parquet(tmp_path / name / "0.parquet")
+    source = str(tmp_path)
+    (tmp_path / "README.md").write_text(README.format("default", ""))
+    for split, part in (("train", CAPTIONS[:3]), ("test", CAPTIONS[3:5]), ("train+test", CAPTIONS[:5])):
+        assert load_pairs(DataArguments(source=source, split=split))["caption"] == part
+    (tmp_path / "README.md").write_text(README.format("en", "- config_name: fr\n  data_files: part_b/*.parquet\n"))
+    with pytest.raises(ValueError, match="README.md describes the datasets en, fr: name the files of one by a pattern"):
+        load_pairs(DataArguments(source=source))
+    (tmp_path / "README.md").write_text("# Pairs\n")
+    assert len(load_pairs(DataArguments(source=source))) == 5
 
 
 def test_a_saved_dataset_knows_its_split(tmp_path, sources):
@@ -219,7 +270,9 @@ def as_parquet(folder, image, kind):
     pictures(folder / "pictures", range(NUMBER + 1))
     folder.joinpath("rows").mkdir()
     images = [image(number) for number in range(NUMBER + 1)]
-    broken = {pyarrow.string(): "x.png", pyarrow.binary(): b"x"}.get(kind, {"bytes": b"x"})
+    broken = {pyarrow.string(): "x.png", pyarrow.binary(): b"x", pyarrow.large_binary(): b"x"}.get(
+        kind, {"bytes": b"x"}
+    )
     captions = pyarrow.array([*CAPTIONS, None, "a"])
     table = pyarrow.table({"image": pyarrow.array([*images, broken], kind), "caption": captions})
     pyarrow.parquet.write_table(table, folder / "rows" / "0.parquet")
@@ -277,7 +330,7 @@ def as_json(folder, name):
 
 
 BYTES = {"bytes": pyarrow.binary(), "path": pyarrow.string()}
-FIFTEEN = {
+LAYOUTS_OF_ONE_SET = {
     "folder with a table": lambda folder: as_folder(folder, "table"),
     "folder with texts": lambda folder: as_folder(folder, "texts"),
     "csv": lambda folder: as_table(folder, "pairs.csv"),
@@ -288,9 +341,12 @@ FIFTEEN = {
         folder, lambda n: {"bytes": png(n)}, pyarrow.struct({"bytes": pyarrow.binary()})
     ),
     "parquet of bytes": lambda folder: as_parquet(folder, png, pyarrow.binary()),
+    "parquet of large bytes": lambda folder: as_parquet(folder, png, pyarrow.large_binary()),
     "parquet of names": lambda folder: as_parquet(folder, "{:03d}.png".format, pyarrow.string()),
     "shards": as_shards,
+    "shards in a folder": lambda folder: as_shards(folder) | {"source": str(folder)},
     "shards of two endings": lambda folder: as_shards(folder, ("jpg", "png")),
+    "shards by an index": lambda folder: as_shards(folder, indexed=True),
     "compressed shards": lambda folder: as_shards(folder, mode="w:gz"),
     "ShareGPT4V": lambda folder: as_json(folder, "sharegpt4v"),
     "BLIP": lambda folder: as_json(folder, "blip"),
@@ -298,14 +354,24 @@ FIFTEEN = {
 }
 
 
-@STREAMING
-@pytest.mark.parametrize("layout", FIFTEEN)
-def test_the_same_pairs_in_fifteen_layouts(layout, streaming, tmp_path, processor, caplog):
-    """24 pairs, and two that cannot be used."""
-    settings = FIFTEEN[layout](tmp_path) | {"max_unreadable": 0.1}
-    epoch = samples(read(settings, processor, 4, 6, streaming=streaming))
-    pictures(tmp_path / "plain")
+@pytest.fixture(scope="module")
+def model():
+    return open_model("training/symbol_clip", None, 64, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS_OF_ONE_SET)
+def test_the_same_pairs_in_every_layout(layout, tmp_path, processor, model, caplog):
+    """24 pairs, and two that cannot be used: loaded and streamed, and with the same scores."""
+    settings = LAYOUTS_OF_ONE_SET[layout](tmp_path) | {"max_unreadable": 0.1}
     write_image_folder(tmp_path / "expected", range(NUMBER))
-    assert epoch == samples(read({"source": str(tmp_path / "expected")}, processor, 4, 6))
-    if not streaming:
-        assert "2 of 26 pairs" in caplog.text
+    expected = {"source": str(tmp_path / "expected")}
+    epoch = samples(read(expected, processor, 4, 6))
+    assert samples(read(settings, processor, 4, 6)) == epoch
+    assert "2 of 26 pairs" in caplog.text
+    if settings.pop("indexed", False):
+        return  # for training alone
+    caplog.clear()
+    assert samples(read(settings, processor, 4, 6, streaming=True)) == epoch
+    assert re.search("2 of . pairs skipped so far", caplog.text)
+    found, scores = (measure(retrieval_task(DataArguments(**each)), model) for each in (settings, expected))
+    assert found.pop("num_skipped") == 2 and scores.pop("num_skipped") == 0 and found == scores

@@ -30,23 +30,28 @@ from transformers.pipelines import PIPELINE_REGISTRY
 
 from conversion.commands import publish
 from conversion.publishing import bundle
+from records.files import read_json
 from records.provenance import Record
+from records.result_schema import results_mark
 
 made, run  # noqa: B018, fixtures
 
 
 def test_scores_are_those_of_the_weights(run, capsys):
     write_result(run)
-    (run / "evaluation" / "report.svg").write_bytes(b"picture")
     write_result(run, name="symbols_pairs--alike.json", weights="0" * 64, source="elsewhere/sparse")
     write_result(run, name="symbols_pairs--old.json", weights=None)
     write_result(run, name="symbols_pairs--dense.json", weights="1" * 64, source=str(BASE))
     write_result(run, name="symbols_pairs--changed.json", changes={"routing": "paper"}, task="other")
+    evaluation = run / "evaluation"
+    (evaluation / "report.svg").write_text(f"<svg/>{results_mark([])}")  # of others
+    assert lineage_of(run).pictures == {}
+    (evaluation / "report.svg").write_text(f"<svg/>{results_mark(map(read_json, evaluation.glob('*--*.json')))}")
+    (evaluation / "routing.png").write_bytes(b"of other experts")
+    capsys.readouterr()
     lineage = lineage_of(run)
     assert list(lineage.results) == ["symbols_pairs--a.json"] and list(lineage.pictures) == ["report.svg"]
     warning = capsys.readouterr().err
-    (run / "evaluation" / "routing.png").symlink_to(run / "recipe.yaml")
-    assert list(lineage_of(run).pictures) == ["report.svg"]
     assert "3 results of sparse are left out: other weights or another configuration were measured" in warning
     assert all(f"evaluation/symbols_pairs--{name}.json" in warning for name in ("alike", "old", "changed"))
     assert "Texts have at most 9 tokens" in card_of(lineage, longest_cut=9).text

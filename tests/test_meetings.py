@@ -132,13 +132,13 @@ def test_hidden_states_of_another_processor_are_refused(sound, tmp_path, half, c
     train = {"name": "tuned", "stage": "train", "model": str(other), "trainable": r"\.experts\.", "data": DATA, **STEPS}
     path = tmp_path / "recipe.yaml"
 
-    def line_of(stages, *plan):
-        path.write_text(yaml.safe_dump({"output_dir": str(tmp_path / "out"), "stages": stages}))
+    def line_of(stages, *plan, out="out"):
+        path.write_text(yaml.safe_dump({"output_dir": str(tmp_path / out), "stages": stages}))
         return error_of(train_command.main, "--config", path, *plan)
 
     both = [states, train | {"hidden_states": "kept"}]
     lines = dict.fromkeys([line_of(both, "--plan"), line_of(both)], sound / "sparse")
     assert not kept.exists()
     run_stages(tmp_path, [states])
-    for line, source in (lines | {line_of([train | {"hidden_states": str(kept)}]): kept}).items():
+    for line, source in (lines | {line_of([train | {"hidden_states": str(kept)}], out="new"): kept}).items():
         assert f"the {half} of {other} " in line and f"that of {source}," in line, line

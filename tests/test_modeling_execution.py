@@ -9,6 +9,8 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
+from modeling_clip_moe import CLIPMoDEModel
+
 # `gradient_checkpointing_enable` is the only name that transformers 5.17 knows
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 
@@ -125,23 +127,52 @@ RECORDERS = {
     "make_fx, symbolic": lambda module, *example: make_fx(module, tracing_mode="symbolic", _allow_non_fake_inputs=True)(
         *example
     ),
+    "make_fx, before dispatch": lambda module, *example: make_fx(module, pre_dispatch=True)(*example),
     "export": lambda module, *example: torch.export.export(module, example).module(),
     "vmap": _one_by_one,
 }
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit.trace:DeprecationWarning")
+@pytest.mark.parametrize("implementation", ["by_device", "eager"])
 @pytest.mark.parametrize("name", RECORDERS)
-def test_a_recorded_program_follows_its_data(name):
+def test_a_recorded_program_follows_its_data(name, implementation):
     """Its experts have other numbers of tokens than in the example, and drop others."""
+    if (name, implementation) == ("export", "eager"):
+        pytest.skip("torch.export refuses the loop, whose sizes depend on the data")
     torch.manual_seed(0)
     # Each sample by itself would have capacities of its own
     module = _Embeds(tiny_model(eval_capacity_factor=None if name == "vmap" else 1.5))
+    module.model.set_experts_implementation(implementation)
     example, other = _examples(), _examples()
     with torch.no_grad():
         expected, of_example = module(*other), module(*example)
         assert (expected[1] - of_example[1]).abs().max() > 0.1
         torch.testing.assert_close(RECORDERS[name](module, *example)(*other), expected)
+
+
+@pytest.mark.parametrize("name", ["jit.trace", "make_fx"])
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit.trace:DeprecationWarning")
+def test_a_recorded_mixture_follows_its_weights(name):
+    """Also to experts that have none in the example."""
+    mixture = CLIPMoDEModel.from_experts([tiny_model() for _ in range(3)]).eval()
+    batch = inputs()
+
+    class Logits(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mixture = mixture
+
+        def forward(self, input_ids, pixel_values, routing_weights):
+            options = {"input_ids": input_ids, "pixel_values": pixel_values, "routing_weights": routing_weights}
+            return self.mixture(**options).logits_per_image
+
+    *images_and_texts, example, other = (
+        batch["input_ids"], batch["pixel_values"], torch.tensor([1.0, 0, 0]), torch.tensor([0.2, 0.3, 0.5]),
+    )  # fmt: skip
+    with torch.no_grad():
+        program = RECORDERS[name](Logits(), *images_and_texts, example)
+        torch.testing.assert_close(program(*images_and_texts, other), Logits()(*images_and_texts, other))
 
 
 @pytest.mark.parametrize("drops", [False, True])

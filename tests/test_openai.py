@@ -69,6 +69,12 @@ WRAPPED = {
     "a dictionary": {"model": prefixed("module."), "epoch": 3, "args": {"lr": 0.1}},
     "a text tower of its own": {f"text.{key}" if key.startswith(TEXT) else key: STATE[key] for key in STATE},
     "an average beside it": {"state_dict": STATE, "state_dict_ema": {key: STATE[key] + 1 for key in STATE}},
+    "an average of one's own": {"model": STATE, "ema_state": {"decay": 0.9, "shadow": prefixed("model.")}},
+    "an average by numbers": {"state_dict": STATE, "ema": {"shadow_params": list(STATE.values())}},
+    "dictionaries in one another": {"state": {"model": {"state_dict": STATE}}, "scaler": {"scale": torch.ones(1)}},
+    "any other module": prefixed("base_model.student."),
+    "with what is no tensor": STATE | {"epoch": 3, "_extra_state": None},
+    "split over devices": prefixed("_fsdp_wrapped_module."),
     "an average among it": prefixed("model.") | prefixed("ema_model.", {key: STATE[key] + 1 for key in STATE}),
 }
 
@@ -85,7 +91,8 @@ def test_wrapped_state_dicts(how, tmp_path, capsys):
     ("content", "message"),
     [
         ({"student": STATE, "teacher": STATE}, "holds the models student, teacher: save the one that is meant alone"),
-        ({"model": prefixed("model.") | prefixed("net.")}, "holds the models model, net"),
+        ({"model": prefixed("model.") | prefixed("net.")}, "holds the models model.model, model.net"),
+        (STATE | prefixed("_orig_mod."), "has two tensors .*, one of them within a wrapper"),
         ({"epoch": 3}, "holds no tensors by name"),
     ],
 )
@@ -93,6 +100,12 @@ def test_wrappings_that_are_not_clear(content, message, tmp_path):
     torch.save(content, tmp_path / "saved.pt")
     with pytest.raises(ValueError, match=message):
         openai.read_state_dict(tmp_path / "saved.pt")
+
+
+def test_integers_are_no_weights():
+    state = STATE | {"ln_final.weight": STATE["ln_final.weight"].to(torch.int8)}
+    with pytest.raises(ValueError, match="ln_final.weight are integers, as quantized weights are"):
+        openai.convert(state)
 
 
 def test_torchscript_archive_needs_trust_or_a_published_hash(tmp_path, monkeypatch):
@@ -232,7 +245,9 @@ def test_files_that_hold_no_state_dict(tmp_path):
     archive = tmp_path / "archive.pt"
     assert f"there is no file {archive}" in error_of(openai_command.main, archive, tmp_path / "out")
     torch.save({"lr": 0.1, "weights": torch.ones(1)}, archive)
-    assert "is not a state dict" in error_of(openai_command.main, archive, tmp_path / "out")
+    assert "not a CLIP in OpenAI's naming" in error_of(openai_command.main, archive, tmp_path / "out")
+    torch.save({"lr": 0.1}, archive)
+    assert "is not a state dict: it holds no tensors" in error_of(openai_command.main, archive, tmp_path / "out")
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def labeled(tmp_path, labels, feature=None):
         ([1, 0], None, ["n01443537 goldfish", "n01440764 tench"], ["tench", "goldfish"]),
         (["10", "9", "3"], None, ["three", "nine", "ten"], ["ten", "nine", "three"]),
         (["0", "1"], None, ["zero", "one"], ["zero", "one"]),
-        (["cat", "1", "dog"], None, None, ["cat", "1", "dog"]),
+        (["cat", "1", "NA"], None, None, ["cat", "1", "NA"]),
     ],
 )
 def test_labels_of_every_sort(tmp_path, labels, features, classes, captions):

@@ -1,7 +1,9 @@
 """Shards that are read by an index, beside the same shards loaded whole."""
 
 import gzip
+import io
 import itertools
+import tarfile
 
 import pytest
 import torch
@@ -146,3 +148,49 @@ def test_a_folder_of_compressed_shards_is_one_of_shards(tmp_path):
     write_shard(tmp_path / "0.tar", images_and_texts(range(3)))
     (tmp_path / "1.tar.gz").write_bytes(gzip.compress((tmp_path / "0.tar").read_bytes()))
     assert len(load_pairs(arguments(str(tmp_path)))) == 6
+
+
+def test_the_ending_that_is_named_first_is_taken(tmp_path):
+    members = [("0.png", png(1)), ("0.webp", png(2)), ("0.txt", b"a")]
+    for column, number in (("webp;png", 2), ("png;webp", 1)):
+        (row,) = load_pairs(one_shard(tmp_path, members, image_column=column))
+        assert read_member(row["image"]["path"]) == png(number)
+
+
+DAMAGES = {
+    "several in one": lambda content: content * 2,
+    "a header": lambda content: content[:1024] + b"\xff" * 512 + content[1536:],
+    "cut": lambda content: content[:2048],
+    "cut at a header": lambda content: content[:1024],
+}
+
+
+@pytest.mark.parametrize("way", ["streaming", "indexed", "in_memory"])
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_nothing_behind_a_damage_is_lost_without_a_word(tmp_path, damage, way):
+    for number in range(2):  # not in the first of them alone
+        write_shard(tmp_path / f"{number}.tar", images_and_texts(range(4 * number, 4 * number + 4)))
+    (tmp_path / "1.tar").write_bytes(damage((tmp_path / "1.tar").read_bytes()))
+    with pytest.raises(ValueError, match=r"1.tar is no tar, or is cut or damaged, or several in one: copy or download"):
+        list(load_pairs(arguments(str(tmp_path / "*.tar"), **{way: True})))
+
+
+def test_a_tar_may_end_with_more_zeros(tmp_path):
+    write_shard(tmp_path / "0.tar", images_and_texts(range(2)))
+    (tmp_path / "0.tar").write_bytes((tmp_path / "0.tar").read_bytes() + bytes(2**16))
+    assert len(load_pairs(arguments(str(tmp_path / "0.tar")))) == 2
+
+
+def test_files_that_no_sample_takes_are_counted(tmp_path, caplog):
+    """Links, as tar writes them for files with several names, and names with dots, which are those of one sample."""
+    write_shard(tmp_path / "0.tar", images_and_texts(range(2)))
+    with tarfile.open(tmp_path / "0.tar", "a") as tar:
+        for name in ("2.png", "2.txt"):
+            link = tarfile.TarInfo(name)
+            link.type, link.linkname = tarfile.LNKTYPE, name.replace("2", "1")
+            tar.addfile(link)
+        for name in ("video.01.png", "video.02.png"):
+            tar.addfile(tarfile.TarInfo(name), io.BytesIO())
+    assert len(load_pairs(arguments(str(tmp_path / "0.tar"), max_unreadable=0.5))) == 2
+    assert "0.tar: 2 links to other files are not read, such as 2.png: make it with tar --hard-deref" in caplog.text
+    assert "0.tar: 2 files are not read, such as video.01.png: in shards, the name of a sample ends" in caplog.text

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from evaluation.costs import meta_model
+from records.messages import one_line
 from training.optimizers import set_trainable
 from training.settings import STRICT
 
@@ -54,7 +55,9 @@ def adapted_names(model: PreTrainedModel, settings: LoraSettings) -> list[str]:
     """The names of the parameters that differ once adapters have trained and were added to them, with their biases."""
     targets = settings.target_modules + settings.target_parameters
     whole = [] if settings.trainable is None else set_trainable(model, settings.trainable)[0]
-    return whole + [name for name, _ in model.named_parameters() if any(f".{one}." in f".{name}." for one in targets)]
+    left_out = tuple(f"{name}." for name in _read_as_weights(model))
+    names = (name for name, _ in model.named_parameters() if not name.startswith(left_out or ("?",)))
+    return whole + [name for name in names if any(f".{one}." in f".{name}." for one in targets)]
 
 
 def merge_adapters(
@@ -85,6 +88,7 @@ def _peft_model(model: PreTrainedModel, settings: LoraSettings) -> nn.Module:
         lora_dropout=settings.lora_dropout,
         target_modules=settings.target_modules,
         target_parameters=settings.target_parameters or None,
+        exclude_modules=_read_as_weights(model) or None,
     )
     missing = [
         target
@@ -93,4 +97,20 @@ def _peft_model(model: PreTrainedModel, settings: LoraSettings) -> nn.Module:
     ]
     if missing:
         raise ValueError(f"lora: the model has no {', '.join(missing)}")
-    return get_peft_model(model, config)
+    try:
+        return get_peft_model(model, config)
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"lora: {one_line(error)}") from error
+
+
+def _read_as_weights(model: PreTrainedModel) -> list[str]:
+    """Modules whose weights others take without calling them, so that an adapter there would do nothing: the output of
+    torch's attention, which SigLIP's pooling head has, and the positions that NaFlex interpolates."""
+    attention = [
+        f"{name}.out_proj" for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)
+    ]
+    return attention + [
+        f"{name}.position_embedding"
+        for name, module in model.named_modules()
+        if hasattr(module, "resize_positional_embeddings")
+    ]

@@ -12,7 +12,7 @@ from evaluation.task import Task
 from evaluation.tasks import (
     TASKS,
     Wanted,
-    copy_fingerprints,
+    benchmark_fingerprints,
     find_tasks,
     loaded_once,
     problems_of_data,
@@ -50,9 +50,9 @@ class MeasuredTasks:
             yield "tasks", problem
 
     def fingerprints(self, inputs: Any = None) -> dict[str, str]:
-        """See `Stage.fingerprints`: of own data, and of the benchmarks that are in `data_root`."""
+        """See `Stage.fingerprints`: of own data, and of benchmarks."""
         own = {f"tasks.{number}": task for number, task in enumerate(self.tasks) if isinstance(task, OwnTask)}
-        copies = copy_fingerprints(self.tasks, self.data_root)
+        copies = benchmark_fingerprints(self.tasks, self.data_root)
         hashes = {key: task.fingerprint() for key, task in own.items()}
         hashes |= {f"tasks.{name}": fingerprint for name, fingerprint in copies.items()}
         return {key: fingerprint for key, fingerprint in hashes.items() if fingerprint is not None}

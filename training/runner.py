@@ -76,12 +76,15 @@ def run_recipe(recipe: Recipe, only: Iterable[str] | None = None, experts: Itera
             with stage_errors(stage), suppress(Unfinished):
                 if any(folder.exists() for folder in runner.folders(stage)):
                     runner.prepare(stage)
+        _require_no_others(output_dir, runner.context.stages)
         for stage in recipe.stages:  # recipe.yaml tells how those that do not run now were made, too
             final, _ = runner.folders(stage)
             if stage not in stages and (final / MANIFEST).is_file():
                 with stage_errors(stage):
                     before = Record.read(final)
-                    now = before.model_copy(update={"stage": comparable(dump(stage))})
+                    changes = {"stage": comparable(dump(stage)), "seed": recipe.seed}
+                    changes["mixed_precision"] = accelerator.mixed_precision
+                    now = before.model_copy(update=changes)
                     require_same_record(final, now, None)
         if accelerator.is_main_process:
             output_dir.mkdir(parents=True, exist_ok=True)
@@ -219,6 +222,10 @@ class Runner:
                 record.pairs, record.duplicates = trained
         accelerator.wait_for_everyone()
         self._require_unchanged(stage, record.data, partial)
+        now = stage.fingerprints(inputs)
+        changed = sorted(key for key in now.keys() & record.inputs if now[key] != record.inputs[key])
+        if changed:
+            raise ValueError(f"{changed[0]} changed while the stage read it: delete {partial}, and run it again")
         seconds = record.attempts[-1].seconds = round(time.perf_counter() - started, 1)
         if accelerator.is_main_process:
             _finish(stage, record, partial, final)
@@ -294,6 +301,16 @@ class Runner:
                 f"{stage.data.source} changed while the stage {stage.name} read it: put back what was there, or delete "
                 f"{partial}, and run it again"
             )
+
+
+def _require_no_others(output_dir: Path, stages: Collection[str]) -> None:
+    """Raises a ValueError where finished stages are none of the recipe's, which would be lost from recipe.yaml."""
+    others = sorted(path.parent.name for path in output_dir.glob(f"*/{MANIFEST}") if path.parent.name not in stages)
+    others = [name for name in others if not name.endswith(".partial")]
+    if others:
+        raise ValueError(
+            f"{output_dir} has stages of another recipe, {', '.join(others)}: choose another --output-dir, or move them"
+        )
 
 
 def has_work(partial: Path) -> bool:

@@ -14,6 +14,8 @@ from training.twins import GROUPS, Twins, ranges
 
 # Swaps that are tried in an epoch, for each sample that shares its batch with a twin
 TRIES = 16
+# and in all, which take a few seconds
+MOST_TRIES = 50_000
 # The golden section: its multiples, modulo 1, are spread evenly, however many there are
 GOLDEN = (math.sqrt(5) - 1) / 2
 
@@ -273,10 +275,10 @@ class Spread:
         the number of batches meet anyway: they stay even, since their samples are swapped only among themselves.
         """
         twins, size = self.twins, self.num_batches
-        has_room = np.append(twins.sizes <= size, True)  # also for the label -1
         batch_of = np.full(twins.num_pairs, -1, np.int32)
         for samples in rounds:
             batch_of[samples] = np.arange(size, dtype=np.int32)
+        has_room = np.append(twins.sizes_among(batch_of >= 0) <= size, True)  # also for the label -1
 
         def large_group(sample: int) -> int:
             label = twins.labels[sample]
@@ -287,7 +289,7 @@ class Spread:
             return sum(int((batch_of[twins.group(g)] == batch_of[sample]).sum()) - 1 for g in groups if has_room[g])
 
         met = np.unique(twins.members[twins.meetings(batch_of, twins.is_crossing & has_room[:-1])])
-        waiting, tries = deque(rng.permutation(met).tolist()), TRIES * len(met)
+        waiting, tries = deque(rng.permutation(met).tolist()), min(TRIES * len(met), MOST_TRIES)
         while waiting and tries > 0:
             sample = waiting.popleft()
             while meetings(sample) and tries > 0:

@@ -36,7 +36,7 @@ def text_keys(texts: list[str], tokenizer: PreTrainedTokenizerBase | None) -> np
 
 def token_keys(input_ids: torch.Tensor, attention_mask: torch.Tensor, end: int | None) -> torch.Tensor:
     """(texts,) of int64, equal for equal tokens (texts, S) up to the first end token, however far they are padded."""
-    is_end = (input_ids == end).long()
+    is_end = torch.zeros_like(input_ids) if end is None else (input_ids == end).long()
     read = attention_mask * (is_end.cumsum(dim=1) - is_end == 0)
     return ((input_ids + 1) * read * _factors(input_ids.shape[1])).sum(dim=1)
 
@@ -132,6 +132,10 @@ class Twins:
         by_pair = np.argsort(self.members, kind="stable")
         groups = np.repeat(np.arange(len(self.sizes), dtype=np.int32), self.sizes)[by_pair]
         return groups, np.searchsorted(self.members[by_pair], np.arange(self.num_pairs + 1, dtype=np.int32))
+
+    def sizes_among(self, chosen: np.ndarray) -> np.ndarray:
+        """(groups,) how many pairs of each are among those that are chosen, (pairs,) of bool."""
+        return np.add.reduceat(chosen[self.members].astype(np.int32), self._starts)
 
     def are_of_one_group(self, pairs: np.ndarray) -> bool:
         """Whether all of these pairs have the same text or the same image, as their labels tell."""

@@ -16,9 +16,10 @@ from records.provenance import (
     Attempt,
     OwnStage,
     Record,
+    value_digest,
     weights_fingerprint,
 )
-from records.result_schema import ExpertSummary, require_result, require_summary
+from records.result_schema import ExpertSummary, require_result, require_summary, results_mark
 from records.yaml_files import read_yaml
 
 # Stages whose results tell something of a model
@@ -154,7 +155,7 @@ def _measured(folder: Path) -> dict[str, Any]:
     return {
         "results": {name: _published(read_json(path)) | {"source": folder.name} for name, path in results.items()},
         "experts": [require_summary(analysis.get("summary"), str(path)) for path, analysis in analyses.items()],
-        "pictures": _pictures({path.parent for path in (*results.values(), *analyses)}),
+        "pictures": _pictures({path.parent for path in results.values()}, {path.parent for path in analyses}),
     }
 
 
@@ -287,14 +288,19 @@ def _results(folder: Path, weights: str) -> dict[str, Path]:
     latest = {}
     for path, result in _results_of_weights("*/*--*.json", folder, weights):
         require_result(result, str(path))
-        latest[result["task"], result["protocol"], result["dtype"]] = path
+        data = value_digest([result.get("data"), result["batch_size"] if result.get("depends_on_batch") else None])
+        latest[result["task"], result["protocol"], result["dtype"], data] = path
     results: dict[str, Path] = {}
     for path in sorted(latest.values()):
         results[path.name if path.name not in results else f"{path.parent.name}--{path.name}"] = path
     return results
 
 
-def _pictures(folders: set[Path]) -> dict[str, Path]:
-    """Name -> file of the pictures in these folders of results and analyses."""
-    pictures = [path / name for path in sorted(folders) for name in PICTURES]
+def _pictures(of_results: set[Path], of_analyses: set[Path]) -> dict[str, Path]:
+    """Name -> file of the pictures in folders of results, which show these and no earlier ones, and of analyses."""
+    pictures = [folder / "routing.png" for folder in sorted(of_analyses)]
+    for folder in sorted(of_results):
+        picture, results = folder / "report.svg", [read_json(path) for path in folder.glob("*--*.json")]
+        if picture.is_file() and results_mark(results) in picture.read_text(encoding="utf-8"):
+            pictures.append(picture)
     return {path.name: path for path in pictures if path.is_file() and not path.is_symlink()}  # a link may be anything

@@ -10,6 +10,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import modeling_clip_moe
 from conversion.checkpoints import KERNELS
 from modeling_clip_moe import CLIPMoDEConfig
 from modeling_clip_moe.families import FAMILIES
-from records.files import read_json
+from records.files import files_below, read_json
 
 CODE = {path.name: path for path in Path(modeling_clip_moe.__file__).parent.glob("*.py")}
 OUR_CONFIGS = {CLIPMoDEConfig.model_type: CLIPMoDEConfig} | {
@@ -94,7 +95,7 @@ def named_code(settings: Any) -> list[str]:
 
 
 def _files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
-    return sorted({path for pattern in patterns for path in folder.rglob(pattern) if path.is_file()})
+    return sorted(path for path in files_below(folder) if any(fnmatch(path.name, pattern) for pattern in patterns))
 
 
 def _without_foreign_code(settings: Any, path: Path, where: str = "") -> tuple[Any, list[str]]:

@@ -240,11 +240,11 @@ def _name_of(label: Any, classes: Sequence[str], folder: Path) -> str:
     return classes[label]
 
 
-def copy_fingerprint(benchmark: Benchmark, data_root: str | Path | None) -> str | None:
-    """A hash of the local copy of a benchmark, with its own names and templates; None: there is none. Raises as
+def benchmark_fingerprint(benchmark: Benchmark, data_root: str | Path | None) -> str:
+    """A hash of the local copy of a benchmark, with its own names and templates, or the commit of the Hub's. Raises as
     `benchmark_task`."""
     folder, layout = _find(benchmark, data_root)
     if folder is None:
-        return None
+        return f"commit {_from_hub(benchmark, ['*.txt'], ask_hub=True).name}"
     texts = [read_text(folder / name) for name in (CLASSES, TEMPLATES) if (folder / name).is_file()]
     return content_hash([*_stamps(benchmark, folder, layout), *texts])

@@ -3,10 +3,12 @@
 import pytest
 import torch
 from tiny_clip_moe import inputs, tiny_model
+from tiny_families import tiny_dense
 from tiny_runs import losses, same_weights, train, weights
 from transformers import AutoModel
 
 from modeling_clip_moe import CLIPMoEModel
+from modeling_clip_moe.families import FAMILIES
 from training.lora import LoraSettings, add_adapters, merge_adapters
 
 LORA = {"r": 2, "target_modules": ["q_proj", "fc1"], "target_parameters": ["experts.up_proj"], "trainable": "router"}
@@ -69,3 +71,14 @@ def test_moments_of_8_bits_train_nearly_as_others(tmp_path):
     plain, small = run(tmp_path / "plain"), run(tmp_path / "small", optimizer="adamw_8bit")
     assert not same_weights(plain, small)
     torch.testing.assert_close(losses(small), losses(plain), atol=0.02, rtol=0)
+
+
+@pytest.mark.parametrize("family", [one for one in FAMILIES if one.sigmoid], ids=lambda family: family.name)
+def test_lora_leaves_out_what_would_get_no_gradient(family):
+    """The output of the pooling head's attention and NaFlex's positions, whose weights others take."""
+    model = tiny_dense(family)
+    add_adapters(model, LoraSettings(r=2, target_modules=["out_proj", "position_embedding"]), seed=0)
+    adapted = {name.partition(".lora_")[0] for name, _ in model.named_parameters() if ".lora_" in name}
+    assert any(name.endswith("self_attn.out_proj") for name in adapted)
+    assert not any(".head." in name for name in adapted)
+    assert "vision_model.embeddings.position_embedding" not in adapted or not family.naflex

@@ -63,15 +63,17 @@ def own_stage(stage: type[Stage]) -> dict[str, Any]:
 
 
 def _with_imports(name: str) -> dict[str, Path]:
-    """The files of a module and of those that it imports of the same package or from beside it; and so on."""
-    package, folder = name.split(".")[0], Path(sys.modules[name].__file__).parent
+    """The files of a module and of those that it imports of the same package, from beside it or from the working
+    folder; and so on."""
+    package, folders = name.split(".")[0], (Path(sys.modules[name].__file__).parent, Path.cwd())
     found, waiting = {}, [name]
     while waiting:
         name = waiting.pop()
         if name in found or name.split(".")[0] in {*PACKAGES, *sys.stdlib_module_names}:
             continue
         path = _file_of(name)
-        if path is not None and (name.split(".")[0] == package or path == folder / f"{name}.py"):
+        is_own = path is not None and any(path.is_relative_to(folder) for folder in folders)
+        if path is not None and (name.split(".")[0] == package or is_own and "site-packages" not in path.parts):
             found[name] = path
             waiting += _imports(name, path)
     return found

@@ -33,6 +33,7 @@ from data.worlds import WORLDS
 from evaluation.costs import count_activations, count_largest_layer
 from modeling_clip_moe import CLIPMoEConfig
 from modeling_clip_moe.configuration_clip_moe import embedding_size
+from modeling_clip_moe.sparse_moe import CLIPMoERouter, CLIPMoESparseMoeBlock
 from records.files import save
 from records.messages import join_names
 from records.provenance import CHECKPOINTS, LOG
@@ -482,13 +483,19 @@ class TrainStage(RouterSettings, StepsStage):
         sparse = is_sparse(config)
         towers = [config.text_config, config.vision_config] if sparse else []
         yield from self.router_problems(config)
-        if any(t.moe_layers and t.num_experts > t.num_experts_per_tok == 1 and t.norm_topk_prob for t in towers):
-            routers = [name for name in self.trained_names(inputs) if ".router." in name]
+        trained = self.trained_names(inputs) if sparse else []
+        for name, tower in zip(("text_model.", "vision_model."), towers, strict=False):
+            routers = [one for one in trained if ".router." in one and one.startswith(name)]
+            # One expert has a router for the shape of its layer, which may train with all the rest
+            in_vain = tower.num_experts == 1 and len(routers) == len(trained)
+            in_vain = in_vain or tower.num_experts > tower.num_experts_per_tok == 1 and tower.norm_topk_prob
             yield (
                 "trainable",
                 routers
+                and in_vain
                 and "routers would follow their balance loss alone: the weight of one expert a token is always 1 with "
-                "norm_topk_prob. Upcycle with norm_topk_prob false or more num_experts_per_tok, or leave routers out",
+                "norm_topk_prob, or where there is one. Upcycle with norm_topk_prob false or more num_experts_per_tok, "
+                "or leave routers out",
             )
         sigmoid = family_of(config).sigmoid and self.loss != "softmax"
         if self.loss == "sigmoid" and not sigmoid:
@@ -547,6 +554,9 @@ class TrainStage(RouterSettings, StepsStage):
             set_trainable(model, self.trainable) if self.lora is None else add_adapters(model, self.lora, seed)
         if self.loss == "softmax" and hasattr(model, "logit_bias"):
             model.logit_bias.requires_grad_(False)  # which this loss does not have
+            if not any(parameter.requires_grad for parameter in model.parameters()):
+                raise ValueError("the softmax loss has no logit_bias, and nothing else trains (trainable)")
+        require_different_experts(model)
 
     def trained_model(self, inputs: SimpleNamespace) -> PreTrainedModel:
         if self.lora is None:
@@ -570,6 +580,22 @@ class TrainStage(RouterSettings, StepsStage):
         fingerprint = context.data_fingerprint(rows)
         captions = captions_per_image(rows, self.caption_weights)
         return HiddenStates(Path(inputs.hidden_states), model, fingerprint, captions)
+
+
+def require_different_experts(model: PreTrainedModel) -> None:
+    """Raises a ValueError where a router trains between experts that are equal and stay so, as after upcycling."""
+    for name, block in model.named_modules():
+        if not isinstance(block, CLIPMoESparseMoeBlock):
+            continue
+        weights = list(block.experts.parameters())
+        stay = not any(weight.requires_grad or weight.is_meta for weight in weights)
+        if not stay or not all(torch.equal(weight, weight[:1].expand_as(weight)) for weight in weights):
+            continue
+        routers = [router for router in block.router.modules() if isinstance(router, CLIPMoERouter)]
+        if any(router.weight.requires_grad and router.config.norm_topk_prob for router in routers):
+            raise ValueError(
+                f"{name}.router cannot learn where its experts are equal and do not train: train them as well, or first"
+            )
 
 
 @dataclass(config=STRICT, kw_only=True)
