@@ -79,16 +79,15 @@ def tell_other_origin(llava: LlavaForConditionalGeneration, tower: PreTrainedMod
     else:
         layer = feature_layers(llava.config)[-1]
         first, second = (model(inputs, output_hidden_states=True).hidden_states[layer].float() for model in towers)
-        cosine = torch.cosine_similarity(first, second, dim=-1).mean() if first.shape == second.shape else None
-        features = (
-            "images have another number of tokens" if cosine is None else f"features have a cosine of {cosine:.2f}"
-        )
-        if not differing and cosine is not None and cosine > SAME_FEATURES:
-            return ""
-    return (
-        f"{len(differing)} of {len(shared)} weights that both towers have differ from those of the LLaVA's own; "
-        f"{features}. Train the projector again, or make the tower of the LLaVA's own, which may have been trained on"
-    )
+        features = "images have another number of tokens"
+        if first.shape == second.shape:
+            cosine = torch.cosine_similarity(first, second, dim=-1).mean()
+            if not differing and cosine > SAME_FEATURES:
+                return ""
+            features = f"features have a cosine of {cosine:.2f} with those of the LLaVA's own tower"
+    weights = f"{len(differing)} of {len(shared)} weights that both towers have differ; " if differing else ""
+    way_out = "Train the projector again, or make the tower of the LLaVA's own, which may have been trained on"
+    return f"{weights}{features}. {way_out}"
 
 
 def feature_layers(config: LlavaConfig) -> list[int]:

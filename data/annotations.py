@@ -25,7 +25,8 @@ from records.messages import shortened, warn_once
 logger = logging.getLogger(__name__)
 
 # Suffixes of tables, and what stands between their cells; None: each line is a JSON object
-TABLES = {".csv": ",", ".tsv": "\t", ".jsonl": None}  # Splits by the names of folders and in a column `split`
+TABLES = {".csv": ",", ".tsv": "\t", ".jsonl": None}
+# Name of a folder, or word in a column `split` -> split
 SPLIT_OF_NAME = {
     "train": "train",
     "training": "train",
@@ -83,8 +84,8 @@ def split_column(columns: Columns, path: str) -> np.ndarray | None:
 
 def read_tables(paths: Sequence[str]) -> Columns:
     """
-    The columns of tables with the same header: of csv the texts that stand there, of JSON lines values of one kind.
-    What is missing is None, and so is a line that cannot be read, of which a warning tells.
+    The columns of tables with the same header. A csv has texts, JSON lines have values of one kind in each column.
+    Missing cells are None. So are all cells of a line that cannot be read, and a warning names the line.
     """
     columns: Columns = {}
     for path in paths:
@@ -154,7 +155,7 @@ def suffix_of(path: str) -> str:
 
 
 def text_of(content: bytes, where: str) -> str | None:
-    """The text of a file, or None where it is no UTF-8 or has no letters, which is told."""
+    """The text of a file, or None with a warning if it is not UTF-8 or holds zeros."""
     try:
         text = content.decode(_encoding(content))
     except UnicodeDecodeError as error:

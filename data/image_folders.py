@@ -68,12 +68,16 @@ def open_folder(folder: str) -> dict[str, Pictures]:
     if not has_splits:
         parts = _by_column(parts["train"])
     read = {file for part in parts.values() for file in part.files}
-    left = [path for path in paths if os.path.join(folder, path) not in read]
-    if left:
-        endings = Counter(PurePath(path).suffix or "without an ending" for path in left)
-        kinds = ", ".join(f"{count} {ending}" for ending, count in endings.most_common(5))
-        warn_once(logger, f"{folder}: {len(left)} files are not read ({kinds}), such as {left[0]}")
+    tell_unread(folder, [path for path in paths if os.path.join(folder, path) not in read])
     return parts
+
+
+def tell_unread(folder: str, paths: list[str]) -> None:
+    """Warns of the files of a folder that are not read, with their number by ending."""
+    if paths:
+        endings = Counter(PurePath(path).suffix or "without an ending" for path in paths)
+        kinds = ", ".join(f"{count} {ending}" for ending, count in endings.most_common(5))
+        warn_once(logger, f"{folder}: {len(paths)} files are not read ({kinds}), such as {paths[0]}")
 
 
 def is_picture(path: str) -> bool:

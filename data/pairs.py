@@ -177,8 +177,8 @@ def _split_lines(rows: Rows) -> Rows:
 
 
 def _with_lists(rows: Rows) -> Rows:
-    """Rows in which a text that is a list of texts is that list, and any other a list of one, if there is such a text.
-    Of a stream, the first row tells."""
+    """Rows whose captions are lists, if one caption is a text such as `["a cat", "a dog"]`. A stream is judged by its
+    first row."""
     is_stream = isinstance(rows, datasets.IterableDataset)
     if is_stream and (rows.features or {}).get("caption", datasets.Value("string")) == datasets.Value("string"):
         captions = [row["caption"] for row in rows.take(1)]

@@ -5,7 +5,6 @@ import itertools
 import logging
 import os
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -24,11 +23,11 @@ from pydantic.dataclasses import dataclass
 
 from data.annotations import SPLIT_OF_NAME, TABLES, holds_list, no_split, open_json, open_tables
 from data.drawing import SPLITS
-from data.image_folders import METADATA, Pictures, files_in, is_picture, open_folder
+from data.image_folders import METADATA, Pictures, files_in, is_picture, open_folder, tell_unread
 from data.shards import MEMBER, SUFFIXES, open_shards
 from data.worlds import WORLDS
 from records.files import read_json
-from records.messages import one_line, warn_once
+from records.messages import one_line
 
 logger = logging.getLogger(__name__)
 
@@ -375,7 +374,9 @@ def _splits(folder: str, builder: str) -> dict[str, list[str]]:
     """The files of a folder by split: as its README.md has them, or by their names, as `datasets` reads these. What is
     not read is counted and told."""
     paths = sorted(files_in(folder))
-    files = [path for path in paths if BUILDERS.get(_suffix(path)) == builder and not path.startswith("cache-")]
+    files = [
+        path for path in paths if BUILDERS.get(_suffix(path)) == builder and not Path(path).name.startswith("cache-")
+    ]
     by_split = _of_readme(folder)
     for splits_of in (_of_shard, _of_folders, _of_file):
         if by_split is None:
@@ -383,11 +384,7 @@ def _splits(folder: str, builder: str) -> dict[str, list[str]]:
             names = sorted({split for split, _ in found}, key=lambda split: (split != "train", split))
             by_split = {split: [path for of, path in found if of == split] for split in names} or None
     by_split = by_split or {"train": files}
-    left = set(paths).difference(["README.md"], *by_split.values())
-    if left:
-        endings = Counter(Path(path).suffix or "without an ending" for path in sorted(left))
-        kinds = ", ".join(f"{count} {ending}" for ending, count in endings.most_common(5))
-        warn_once(logger, f"{folder}: {len(left)} files are not read ({kinds}), such as {min(left)}")
+    tell_unread(folder, sorted(set(paths).difference(["README.md"], *by_split.values())))
     return {split: [os.path.join(folder, path) for path in of_split] for split, of_split in by_split.items()}
 
 

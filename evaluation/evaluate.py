@@ -83,6 +83,8 @@ def evaluate_model(
     with output_folder(output_dir):
         for key, task in tasks.items():
             result = names[key] | {"title": task.title, "data": task.data, **measure(task, opened)}
+            if task.data_now is not None and task.data_now() != task.data:
+                raise ValueError(f"{key}: its data changed while {name} was measured on them: measure it again")
             result |= {"primary": task.primary, **of_model, **environment(), "local": paths_here(task.data)}
             if state is None or state.is_main_process:
                 write_result(result, output_dir)

@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from string import Formatter
 from typing import Any, Literal
@@ -122,8 +123,9 @@ def retrieval_task(arguments: DataArguments) -> Task:
             )  # fmt: skip
         return one_row_an_image(rows), skipped
 
-    data = _data(arguments)
-    return Task("retrieval", _title("retrieval", arguments), _protocol(data), load, data=data)
+    data_now = partial(_data, arguments)
+    data = data_now()
+    return Task("retrieval", _title("retrieval", arguments), _protocol(data), load, data=data, data_now=data_now)
 
 
 def zero_shot_task(arguments: DataArguments, templates: Sequence[str], classes: Sequence[str] | None = None) -> Task:
@@ -138,7 +140,8 @@ def zero_shot_task(arguments: DataArguments, templates: Sequence[str], classes: 
     templates = read_templates(templates)
     rows, classes = labeled_rows(arguments, classes, as_prompts=True)
     require_different_names(classes)
-    data = _data(arguments, classes=content_hash(classes), templates=list(templates))
+    data_now = partial(_data, arguments, classes=content_hash(classes), templates=list(templates))
+    data = data_now()
     shown = ", ".join(map(repr, templates[:3])) + (", ..." if len(templates) > 3 else "")
     return Task(
         kind="zero_shot",
@@ -148,6 +151,7 @@ def zero_shot_task(arguments: DataArguments, templates: Sequence[str], classes: 
         classes=classes,
         templates=templates,
         data=data,
+        data_now=data_now,
     )
 
 
@@ -169,7 +173,8 @@ def linear_probe_task(arguments: DataArguments, train_split: str, classes: Seque
         )
     classes = [*names, *(name for name in train_names if name not in names)]
     require_different_names(classes)
-    data = _data(arguments, train_arguments, classes=content_hash(classes), train_split=train_split)
+    data_now = partial(_data, arguments, train_arguments, classes=content_hash(classes), train_split=train_split)
+    data = data_now()
     return Task(
         kind="linear_probe",
         title=_title("linear probe", arguments),
@@ -178,6 +183,7 @@ def linear_probe_task(arguments: DataArguments, train_split: str, classes: Seque
         load_train=lambda: readable_pairs(train_rows, train_arguments, are_labels=True),
         classes=classes,
         data=data,
+        data_now=data_now,
     )
 
 
@@ -189,14 +195,15 @@ def pairs_task(arguments: DataArguments, attribute_column: str = "attribute") ->
         attribute_column: what differs in each pair, if there is such a column.
     """
     sides = [dataclasses.replace(arguments, image_column=f"{arguments.image_column}_{side}") for side in range(2)]
-    data = _data(arguments, *sides, attribute_column=attribute_column)
+    data_now = partial(_data, arguments, *sides, attribute_column=attribute_column)
+    data = data_now()
 
     def load():
         rows = _pair_columns(arguments, attribute_column)
         rows = _with_named_attributes(rows) if "attribute" in rows.column_names else rows
         return readable_image_pairs(rows, arguments)
 
-    return Task("pairs", _title("pairs", arguments), _protocol(data), load, data=data)
+    return Task("pairs", _title("pairs", arguments), _protocol(data), load, data=data, data_now=data_now)
 
 
 def _pair_columns(arguments: DataArguments, attribute_column: str) -> Rows:

@@ -161,9 +161,9 @@ def differ(result: dict[str, Any], other: dict[str, Any], key: str) -> bool:
         return (result.get(key) or {}) != (other.get(key) or {})
     if key == "batch_size" and not (result.get("depends_on_batch") or other.get("depends_on_batch")):
         return False
-    if key == "data":
-        return same_data(result.get(key) or {}) != same_data(other.get(key) or {})
-    return key in result and key in other and result[key] != other[key]
+    if key not in result or key not in other:
+        return False
+    return same_data(result[key]) != same_data(other[key]) if key == "data" else result[key] != other[key]
 
 
 def best_of(results: Sequence[dict[str, Any]], title: str, models: Sequence[str]) -> list[dict[str, Any]]:

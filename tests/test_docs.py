@@ -17,6 +17,7 @@ CARDS = ROOT / "model_cards"
 # Column of a table here -> of a card's table of seeds
 COLUMNS = {
     "zero-shot": "zero-shot: accuracy",
+    "zero-shot, digits": "zero-shot, digits: accuracy",
     "15 topics": "zero-shot, 15 topics: mean accuracy",
     "6 topics seen": "zero-shot, 6 topics of half 1: mean accuracy",
     "9 topics unseen": "zero-shot, 9 topics of half 2: mean accuracy",
@@ -169,7 +170,7 @@ def without_difference(cell):
 
 CARDS_OF = {
     "README.md": "clip_up_names_long",
-    "docs/results.md": "siglip_names clip_up_tables_names clip_up_icons "
+    "docs/results.md": "demo siglip_names clip_up_tables_names clip_up_icons symbols_classes "
     "clip_moe_symbols clip_fmoe_symbols mode_symbols mode_names",
 }
 

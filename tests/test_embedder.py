@@ -117,7 +117,7 @@ def test_an_evaluation_by_two_processes_scores_as_one(dense, tmp_path):
     found = json.loads((tmp_path / "two" / "symbols_retrieval--dense.json").read_text())
     assert found["metrics"] == result["metrics"] and 0 < found["metrics"]["image_to_text_recall@10"] < 1
     folders = tmp_path / "one", tmp_path / "two"
-    one, two = ({path.relative_to(of): path.read_bytes() for path in of.rglob("0*")} for of in folders)
+    one, two = ({path.relative_to(of): path.read_bytes() for path in of.rglob("0*.*")} for of in folders)
     assert one == two and len(one) == 6  # three shards of images, and as many of texts
 
 

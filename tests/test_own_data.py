@@ -266,6 +266,11 @@ def test_data_that_were_changed_in_place_are_other_data(dense, tmp_path):
         measured()
     (tmp_path / "pairs.csv").write_text(lines)
     assert measured()[0]["data"] == before["data"]
+    task = retrieval_task(arguments)  # and then they change
+    (tmp_path / "pairs.csv").write_text(lines.replace("dog", "cow"))
+    with pytest.raises(ValueError, match="pairs: its data changed while dense was measured on them: measure it again"):
+        evaluate_model(dense, {"pairs": task}, tmp_path / "others")
+    assert not list((tmp_path / "others").glob("*.json"))
 
 
 def test_what_is_missing_is_left_out_and_counted(dense, tmp_path):

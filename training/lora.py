@@ -56,7 +56,7 @@ def adapted_names(model: PreTrainedModel, settings: LoraSettings) -> list[str]:
     targets = settings.target_modules + settings.target_parameters
     whole = [] if settings.trainable is None else set_trainable(model, settings.trainable)[0]
     left_out = tuple(f"{name}." for name in _read_as_weights(model))
-    names = (name for name, _ in model.named_parameters() if not name.startswith(left_out or ("?",)))
+    names = (name for name, _ in model.named_parameters() if not name.startswith(left_out))
     return whole + [name for name in names if any(f".{one}." in f".{name}." for one in targets)]
 
 

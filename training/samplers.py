@@ -14,7 +14,7 @@ from training.twins import GROUPS, Twins, ranges
 
 # Swaps that are tried in an epoch, for each sample that shares its batch with a twin
 TRIES = 16
-# and in all, which take a few seconds
+# Swaps that are tried in an epoch in all: a few seconds
 MOST_TRIES = 50_000
 # The golden section: its multiples, modulo 1, are spread evenly, however many there are
 GOLDEN = (math.sqrt(5) - 1) / 2

@@ -6,6 +6,7 @@ Another kind is a subclass of `TrainStage`. It overrides a method for each thing
 
 import contextlib
 import copy
+import logging
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +36,7 @@ from modeling_clip_moe import CLIPMoEConfig
 from modeling_clip_moe.configuration_clip_moe import embedding_size
 from modeling_clip_moe.sparse_moe import CLIPMoERouter, CLIPMoESparseMoeBlock
 from records.files import save
-from records.messages import join_names
+from records.messages import join_names, warn_once
 from records.provenance import CHECKPOINTS, LOG
 from training.clusters import FeatureClusters, load_clusters
 from training.context import Context
@@ -78,6 +79,8 @@ DUPLICATES = {
 }
 # Pairs whose texts are all compared for --plan
 COUNTED = 100_000
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -483,7 +486,8 @@ class TrainStage(RouterSettings, StepsStage):
         sparse = is_sparse(config)
         towers = [config.text_config, config.vision_config] if sparse else []
         yield from self.router_problems(config)
-        trained = self.trained_names(inputs) if sparse else []
+        may_be_in_vain = any(1 in (tower.num_experts, tower.num_experts_per_tok) for tower in towers)
+        trained = self.trained_names(inputs) if may_be_in_vain else []
         for name, tower in zip(("text_model.", "vision_model."), towers, strict=False):
             routers = [one for one in trained if ".router." in one and one.startswith(name)]
             # One expert has a router for the shape of its layer, which may train with all the rest
@@ -556,7 +560,7 @@ class TrainStage(RouterSettings, StepsStage):
             model.logit_bias.requires_grad_(False)  # which this loss does not have
             if not any(parameter.requires_grad for parameter in model.parameters()):
                 raise ValueError("the softmax loss has no logit_bias, and nothing else trains (trainable)")
-        require_different_experts(model)
+        tell_equal_experts(model)
 
     def trained_model(self, inputs: SimpleNamespace) -> PreTrainedModel:
         if self.lora is None:
@@ -582,20 +586,23 @@ class TrainStage(RouterSettings, StepsStage):
         return HiddenStates(Path(inputs.hidden_states), model, fingerprint, captions)
 
 
-def require_different_experts(model: PreTrainedModel) -> None:
-    """Raises a ValueError where a router trains between experts that are equal and stay so, as after upcycling."""
+def tell_equal_experts(model: PreTrainedModel) -> None:
+    """Warns of routers that train between experts that are equal and stay so, as after upcycling."""
+    in_vain = []
     for name, block in model.named_modules():
         if not isinstance(block, CLIPMoESparseMoeBlock):
             continue
         weights = list(block.experts.parameters())
         stay = not any(weight.requires_grad or weight.is_meta for weight in weights)
-        if not stay or not all(torch.equal(weight, weight[:1].expand_as(weight)) for weight in weights):
-            continue
-        routers = [router for router in block.router.modules() if isinstance(router, CLIPMoERouter)]
-        if any(router.weight.requires_grad and router.config.norm_topk_prob for router in routers):
-            raise ValueError(
-                f"{name}.router cannot learn where its experts are equal and do not train: train them as well, or first"
-            )
+        if stay and all(torch.equal(weight, weight[:1].expand_as(weight)) for weight in weights):
+            routers = [router for router in block.router.modules() if isinstance(router, CLIPMoERouter)]
+            trains = any(router.weight.requires_grad and router.config.norm_topk_prob for router in routers)
+            in_vain += [f"{name}.router"] * trains
+    if in_vain:
+        warn_once(
+            logger,
+            f"{join_names(in_vain)} cannot learn where experts are equal and do not train: train these, too, or first",
+        )
 
 
 @dataclass(config=STRICT, kw_only=True)
