@@ -8,7 +8,7 @@ to compute them:
             those that no expert computes. So an expert's rows lie together, which a grouped product wants.
     place   of a row in the queue of its expert. Choices are sorted first choices first, and in the order of their
             tokens, as the queues of CLIP-UP and V-MoE are. So a capacity keeps the rows whose place is below it.
-    rank    the way back: which row a choice is.
+    rank    the way back: which row a choice is, the inverse of the order.
 
     choices (K, T)     0 1 0 0 | 1 0 2 1         tokens 0 to 3, first choices | second choices
     order              0 2 3 5 | 1 4 7 | 6       numbers of choices, k * T + t
@@ -32,13 +32,15 @@ class Dispatch(NamedTuple):
 
     Args:
         order: (K * T,), the choice of each row, whose number is k * T + t. Those of no expert are at the end.
-        rank: (K * T,), the row of each choice.
         counts: (E,), the rows of each expert.
     """
 
     order: torch.Tensor
-    rank: torch.Tensor
     counts: torch.Tensor
+
+    def rank(self) -> torch.Tensor:
+        """(K * T,), the row of each choice."""
+        return _put(torch.arange(self.order.shape[0], device=self.order.device), self.order)
 
 
 def dispatch(expert_ids: torch.Tensor, num_experts: int) -> Dispatch:
@@ -49,8 +51,8 @@ def dispatch(expert_ids: torch.Tensor, num_experts: int) -> Dispatch:
         expert_ids: (T, K), the experts of each token, best first; E, the number of experts, stands for none.
         num_experts: E.
     """
-    order, rank, _, counts = _sort(expert_ids, num_experts, num_groups=1)
-    return Dispatch(order, rank, counts[:num_experts, 0])
+    order, _, counts = _sort(expert_ids, num_experts, num_groups=1)
+    return Dispatch(order, counts[:num_experts, 0])
 
 
 def dispatch_within_capacity(
@@ -71,7 +73,7 @@ def dispatch_within_capacity(
         The rows, and which choices they are: (T, K) of bool, False for a choice that is dropped and for padding.
     """
     num_tokens, top_k = expert_ids.shape
-    order, rank, queue, counts = _sort(expert_ids, num_experts, num_groups)
+    order, queue, counts = _sort(expert_ids, num_experts, num_groups)
     tokens = (expert_ids[:, 0] < num_experts).view(num_groups, -1).sum(dim=-1)
     factor = Fraction(str(capacity_factor)).limit_denominator(10**6)  # of 4 / 3, products of more digits overflow
     divisor = factor.denominator * num_experts
@@ -86,8 +88,8 @@ def dispatch_within_capacity(
     new_rows = torch.where(kept, _starts(counts)[queue] + place, 0)
     left_out = (~kept).long().cumsum(dim=0) - 1 + counts.sum()
     new_rows = torch.where(kept, new_rows, left_out)
-    moved = Dispatch(_inverse(new_rows, order), new_rows[rank], counts[:num_experts].sum(dim=1))
-    return moved, kept[rank].view(top_k, num_tokens).T
+    moved = Dispatch(_put(order, new_rows), counts[:num_experts].sum(dim=1))
+    return moved, _put(kept, order).view(top_k, num_tokens).T
 
 
 def expert_capacity_mask(
@@ -114,19 +116,16 @@ def expert_capacity_mask(
 
 def _sort(
     expert_ids: torch.Tensor, num_experts: int, num_groups: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """
-    Order, rank, the queue of each row and the counts (E + 1, groups) of the queues. An expert has one for each group,
-    with the number expert * groups + group.
+    Order, the queue of each row and the counts (E + 1, groups) of the queues. An expert has one for each group, with the
+    number expert * groups + group.
     """
-    num_tokens, top_k = expert_ids.shape
-    experts = torch.arange(num_experts + 1, device=expert_ids.device)
-    chosen = expert_ids[..., None] == experts  # as one_hot, but for its look at the values, which waits
-    counts = chosen.view(num_groups, -1, num_experts + 1).sum(dim=1).T
-    groups = torch.arange(num_groups, device=expert_ids.device).repeat_interleave(num_tokens // num_groups)
-    queue, order = (expert_ids.T * num_groups + groups).flatten().sort(stable=True)
-    rows = torch.arange(order.shape[0], device=order.device)
-    return order, _inverse(order, rows), queue, counts
+    groups = torch.arange(num_groups, device=expert_ids.device).repeat_interleave(expert_ids.shape[0] // num_groups)
+    queue = (expert_ids.T * num_groups + groups).flatten()
+    counts = queue.new_zeros((num_experts + 1) * num_groups).scatter_add(0, queue, torch.ones_like(queue))
+    queue, order = queue.int().sort(stable=True)  # half the digits, half the time
+    return order, queue, counts.view(num_experts + 1, num_groups)
 
 
 def _starts(counts: torch.Tensor) -> torch.Tensor:
@@ -135,6 +134,6 @@ def _starts(counts: torch.Tensor) -> torch.Tensor:
     return counts.cumsum(dim=0) - counts
 
 
-def _inverse(places: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def _put(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """Values at their places, of which each is there once."""
-    return torch.empty_like(places).scatter(0, places, values)
+    return torch.empty_like(values).scatter(0, places, values)

@@ -74,7 +74,7 @@ class CLIPMoEExperts(nn.Module):
         """
         if is_recorded(hidden_states) and not torch.compiler.is_compiling():
             return experts_forward_all(self, hidden_states, top_k_index, top_k_weights)
-        order, _, counts = rows or dispatch(top_k_index, self.num_experts)
+        order, counts = rows or dispatch(top_k_index, self.num_experts)
         counts = counts.tolist()
         order = order[: sum(counts)]
         token_ids = order % hidden_states.shape[0]
@@ -160,7 +160,7 @@ class _GroupedFFNs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden_states, weights, up_proj, up_bias, down_proj, down_bias, rows, act_fn):
-        order, rank, counts = rows
+        (order, counts), rank = rows, rows.rank()
         ends = counts.cumsum(dim=0, dtype=torch.int32)
         numbers = torch.arange(order.shape[0], device=order.device, dtype=torch.int32)
         expert_ids = torch.searchsorted(ends, numbers, right=True).clamp(max=counts.shape[0] - 1)
@@ -246,7 +246,7 @@ def _fits_grouped_products(experts: CLIPMoEExperts, dtype: torch.dtype) -> bool:
 
 def _grouped_ffns(hidden_states, weights, up_proj, up_bias, down_proj, down_bias, rows, act_fn) -> torch.Tensor:
     """As `_GroupedFFNs`, of operations that any compiled or exported program may have."""
-    order, rank, counts = rows
+    (order, counts), rank = rows, rows.rank()
     ends = counts.cumsum(dim=0, dtype=torch.int32)
     numbers = torch.arange(order.shape[0], device=order.device)
     is_computed = (numbers < ends[-1])[:, None]
