@@ -13,8 +13,8 @@ import numpy as np
 from benchmarks.page import Output, Rounds, cost, machine, median_of, median_ratio, mib, page, table
 from evaluation.speed import in_turn
 from records.command_line import command
+from training.duplicates import Duplicates
 from training.samplers import GlobalBatchSampler
-from training.twins import Twins
 
 SHUFFLE = "a shuffle"
 
@@ -38,7 +38,7 @@ def keys(name: str, pairs: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def finding(name: str, pairs: int, size: int) -> Callable:
-    """Finds the twins, and prepares the first epoch."""
+    """Finds the duplicates, and prepares the first epoch."""
     of_pairs = keys(name, pairs)
     return lambda: _sampler(of_pairs, pairs, size)._spread.num_batches
 
@@ -55,18 +55,18 @@ def epoch(name: str, pairs: int, size: int) -> Callable:
 
 def _sampler(of_pairs: tuple[np.ndarray, np.ndarray], pairs: int, size: int) -> GlobalBatchSampler:
     sampler = GlobalBatchSampler(pairs, size)
-    sampler.twins = Twins(*of_pairs)
+    sampler.duplicates = Duplicates(*of_pairs)
     return sampler
 
 
 def share_left(name: str, pairs: int, size: int) -> float:
     sampler = _sampler(keys(name, pairs), pairs, size)
-    return sampler.twins.share_in(sampler.all_batches())
+    return sampler.duplicates.share_in(sampler.all_batches())
 
 
 @command
 def compare_samplers(*, output: Output = None, pairs: int = 10_000_000, size: int = 1024, rounds: Rounds = 5) -> str:
-    """An epoch of batches without twins, beside a shuffle. In each round, every sampler has its turn.
+    """An epoch of batches without duplicates, beside a shuffle. In each round, every sampler has its turn.
 
     Args:
         pairs: how many the dataset has
@@ -80,7 +80,7 @@ def compare_samplers(*, output: Output = None, pairs: int = 10_000_000, size: in
         relative = median_ratio(times, [result["cpu"] for result in epochs[SHUFFLE]])
         once = ("", "", "") if name == SHUFFLE else _once(name, pairs, size)
         rows.append([name, cells[0], f"{relative:.2f}", cells[1], *once])
-    header = ["", "epoch, CPU seconds", "relative", "memory", "once, CPU seconds", "memory", "pairs with a twin"]
+    header = ["", "epoch, CPU seconds", "relative", "memory", "once, CPU seconds", "memory", "pairs with a duplicate"]
     return page(
         output,
         f"# Batches of {size:,} of {pairs:,} pairs",

@@ -63,7 +63,7 @@ def swap(llava: LlavaForConditionalGeneration, tower: PreTrainedModel) -> None:
 
 
 @torch.no_grad()
-def tell_other_origin(llava: LlavaForConditionalGeneration, tower: PreTrainedModel) -> str:
+def other_origin(llava: LlavaForConditionalGeneration, tower: PreTrainedModel) -> str:
     """Says whether a tower has other weights or features than the one whose place it is to take, with which the
     projector was trained. Empty if it has the same."""
     old, new = (
@@ -147,7 +147,7 @@ def convert(source: str | Path, tower_source: str | Path, folder: Path) -> None:
     """Saves the LLaVA of `source` with another tower into `folder`, and its processor. Warns of a tower that does not
     come from the LLaVA's own."""
     llava, tower = load_model(LlavaForConditionalGeneration, source), load_tower(tower_source)
-    told = tell_other_origin(llava, tower)
+    told = other_origin(llava, tower)
     if told:
         logger.warning("%s: %s", tower_source, told)
     swap(llava, tower)

@@ -89,11 +89,11 @@ def load_processor(source: str | Path) -> ProcessorMixin:
             require_fit(config, source, source, processor.tokenizer, processor.image_processor)
             mark_padding(config, processor.tokenizer)
             if pads_to_max_length(config.get_text_config()):
-                _tell_capitals(processor.tokenizer, str(source))
+                _warn_of_capitals(processor.tokenizer, str(source))
     return processor
 
 
-def _tell_capitals(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
+def _warn_of_capitals(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
     """Warn where a SigLIP's tokenizer reads capitals, which its training did not have: those of SigLIP 2 with images of
     one size do."""
     if tokenizer("A DOG")["input_ids"] != tokenizer("a dog")["input_ids"]:

@@ -20,7 +20,7 @@ import datasets
 import numpy as np
 
 from records.files import read_json
-from records.messages import shortened, warn_once
+from records.messages import join_names, shortened, warn_once
 
 logger = logging.getLogger(__name__)
 
@@ -89,10 +89,12 @@ def read_tables(paths: Sequence[str]) -> Columns:
     """
     columns: Columns = {}
     for path in paths:
+        faults: dict[int, object] = {}  # line -> what is wrong
         if suffix_of(path) == ".jsonl":
-            _add_objects(columns, path)
+            _add_objects(columns, path, faults)
+            _warn_of_lines(path, faults)
             continue
-        lines = _lines(path)
+        lines = _lines(path, faults)
         _, header = next(lines, (1, []))
         twice = next((name for name in header if header.count(name) > 1), None)
         if twice is not None:
@@ -103,10 +105,11 @@ def read_tables(paths: Sequence[str]) -> Columns:
         for number, cells in lines:
             if len(cells) != len(header):
                 counts = f"{len(cells)} cells for {len(header)} columns"
-                _tell_line(path, number, f"it has {counts}: {shortened(cells)}")
+                faults[number] = f"it has {counts}: {shortened(cells)}"
                 cells = [""] * len(header)
             for name, cell in zip(header, cells, strict=True):
                 columns[name].append(cell if cell.strip() else None)
+        _warn_of_lines(path, faults)
     return {name: _of_one_kind(values) for name, values in columns.items()}
 
 
@@ -120,11 +123,18 @@ def _of_one_kind(values: list[Any]) -> list[Any]:
     return values
 
 
-def _tell_line(path: str, number: int, problem: object) -> None:
-    warn_once(logger, f"{path}: line {number} cannot be read, and counts as missing: {problem}")
+def _warn_of_lines(path: str, faults: Mapping[int, object]) -> None:
+    if faults:
+        numbers, (problem, *_) = join_names(map(str, faults)), faults.values()
+        lines = (
+            f"lines {numbers} cannot be read and count"
+            if len(faults) > 1
+            else f"line {numbers} cannot be read and counts"
+        )
+        warn_once(logger, f"{path}: {lines} as missing: {problem}")
 
 
-def _add_objects(columns: Columns, path: str) -> None:
+def _add_objects(columns: Columns, path: str, faults: dict[int, object]) -> None:
     """Add the lines of a table of JSON objects. What one lacks is None."""
     length = len(next(iter(columns.values()), []))
     with open(path, "rb") as file:
@@ -134,10 +144,10 @@ def _add_objects(columns: Columns, path: str) -> None:
             try:
                 entry = json.loads(line.decode("utf-8-sig"))
             except ValueError as error:  # also of letters
-                _tell_line(path, number, error)
+                faults[number] = error
                 entry = {}
             if not isinstance(entry, dict):
-                _tell_line(path, number, f"it is no object with names: {shortened(entry)}")
+                faults[number] = f"it is no object with names: {shortened(entry)}"
                 entry = {}
             for name in entry:
                 columns.setdefault(name, [None] * length)
@@ -172,7 +182,7 @@ def _encoding(start: bytes) -> str:
     return "utf-16" if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
 
 
-def _lines(path: str) -> Iterator[tuple[int, list[str]]]:
+def _lines(path: str, faults: dict[int, object]) -> Iterator[tuple[int, list[str]]]:
     """The rows of a table that are not empty, as cells, each with the number of the line in which it begins. A cell
     that is not UTF-8 is empty."""
     suffix = suffix_of(path)
@@ -191,7 +201,7 @@ def _lines(path: str) -> Iterator[tuple[int, list[str]]]:
                     )
                 if not _is_unicode("".join(cells)):
                     wrong = [cell for cell in cells if not _is_unicode(cell)]
-                    _tell_line(path, start, f"it is not UTF-8: {shortened(wrong[0])}")
+                    faults[start] = f"it is not UTF-8: {shortened(wrong[0])}"
                     cells = ["" if cell in wrong else cell for cell in cells]
                 if cells:
                     yield start, cells

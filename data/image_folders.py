@@ -1,12 +1,11 @@
 """Folders of pictures: which split a picture belongs to, and what is said of it beside it."""
 
-import itertools
 import logging
 import os
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ import pyarrow.parquet
 
 from data.annotations import SPLIT_OF_NAME, read_tables, split_column, text_of
 from data.images import FORMATS
+from records.files import files_in, is_hidden
 from records.messages import warn_once
 
 logger = logging.getLogger(__name__)
@@ -68,16 +68,17 @@ def open_folder(folder: str) -> dict[str, Pictures]:
     if not has_splits:
         parts = _by_column(parts["train"])
     read = {file for part in parts.values() for file in part.files}
-    tell_unread(folder, [path for path in paths if os.path.join(folder, path) not in read])
+    warn_of_unread(folder, [path for path in paths if os.path.join(folder, path) not in read])
     return parts
 
 
-def tell_unread(folder: str, paths: list[str]) -> None:
+def warn_of_unread(folder: str, paths: list[str]) -> None:
     """Warns of the files of a folder that are not read, with their number by ending."""
     if paths:
         endings = Counter(PurePath(path).suffix or "without an ending" for path in paths)
         kinds = ", ".join(f"{count} {ending}" for ending, count in endings.most_common(5))
-        warn_once(logger, f"{folder}: {len(paths)} files are not read ({kinds}), such as {paths[0]}")
+        number = "1 file is" if len(paths) == 1 else f"{len(paths)} files are"
+        warn_once(logger, f"{folder}: {number} not read ({kinds}), such as {paths[0]}")
 
 
 def is_picture(path: str) -> bool:
@@ -97,38 +98,11 @@ def _top(folder: str) -> tuple[str, list[str]]:
     files below it, in their order, from there."""
     folder = os.path.abspath(folder)
     while True:
-        entries = [entry for entry in os.scandir(folder) if not _is_hidden(entry.name)]
+        entries = [entry for entry in os.scandir(folder) if not is_hidden(entry.name)]
         if len(entries) != 1 or not entries[0].is_dir() or _split_of(entries[0].name):
             break
         folder = entries[0].path
     return folder, sorted(files_in(folder))
-
-
-def files_in(folder: str) -> Iterator[str]:
-    """The files below a folder that are not hidden, as paths from there. A folder to which links lead, too, is read
-    once: by its own path, or by the shortest."""
-
-    def refuse(error: OSError) -> None:
-        raise error
-
-    seen, waiting = set(), [folder]
-    while waiting:
-        links = []
-        for place, folders, files in itertools.chain.from_iterable(os.walk(top, onerror=refuse) for top in waiting):
-            if os.path.realpath(place) in seen:
-                warn_once(logger, f"{place} is a link to a folder that is read already: it is not read again")
-                folders.clear()
-                continue
-            seen.add(os.path.realpath(place))
-            below = [os.path.join(place, name) for name in sorted(folders) if not _is_hidden(name)]
-            links += filter(os.path.islink, below)
-            folders[:] = [os.path.basename(path) for path in below if not os.path.islink(path)]
-            yield from (os.path.relpath(os.path.join(place, name), folder) for name in files if not _is_hidden(name))
-        waiting = sorted(links, key=lambda path: (path.count(os.sep), path))
-
-
-def _is_hidden(name: str) -> bool:
-    return name.startswith(".") or name in ("__MACOSX", "__pycache__")
 
 
 def _split_of(name: str) -> str | None:
@@ -149,6 +123,12 @@ def _by_split(pictures: list[str], paths: list[str]) -> dict[str, set[str] | Non
     is_class = splits == {"train": {"train"}} and len(tops) > 1 and set(depths.values()) == {1} and not has_table
     if splits and not is_class:
         return splits
+    if is_class:
+        warn_once(
+            logger,
+            "train is a class like the folders of pictures beside it: for a split, move these away or add "
+            "train/metadata.csv",
+        )
     below = next((path for path in pictures if any(map(_split_of, path.split("/")[1:-1]))), None)
     if below is not None:
         warn_once(
@@ -198,7 +178,6 @@ def _read(
     tables = [path for path in paths if PurePath(path).name in METADATA]
     files = [os.path.join(folder, path) for path in pictures]
     columns: dict[str, list[Any]] = {"image": files.copy()}
-    features = {}
     if tables:
         columns, files = _of_tables([os.path.join(folder, path) for path in tables], files, elsewhere)
         if len(files) < len(pictures):
@@ -210,12 +189,11 @@ def _read(
         if any(texts):
             columns["caption"] = [text and text_of(Path(text).read_bytes(), text) for text in texts]
         if labels:
-            features["label"] = datasets.ClassLabel(names=sorted(set(labels.values())))
-            columns["label"] = [features["label"].str2int(labels[path]) for path in pictures]
+            columns["label"] = [labels[path] for path in pictures]
         files += filter(None, texts)
     rows = datasets.Dataset.from_dict(columns)
-    for name, feature in features.items():
-        rows = rows.remove_columns(name).add_column(name, columns[name], feature=feature)
+    if not tables and labels:
+        rows = rows.cast_column("label", datasets.ClassLabel(names=sorted(set(labels.values()))))
     return Pictures(rows, files + [os.path.join(folder, path) for path in tables])
 
 

@@ -16,11 +16,12 @@ from typing import Any
 
 import datasets
 import PIL.Image
+import pyarrow
 import pyarrow.compute
 
 from data.identity import image_digests
 from data.images import decode_image
-from data.sources import DataArguments, Rows, named_files_hash, no_column, open_rows, reading
+from data.sources import DataArguments, Rows, is_text, named_files_hash, no_column, open_rows, reading
 from data.worlds import WORLDS
 from records.messages import shortened
 from records.processes import is_first_process
@@ -179,14 +180,14 @@ def _split_lines(rows: Rows) -> Rows:
 def _with_lists(rows: Rows) -> Rows:
     """Rows whose captions are lists, if one caption is a text such as `["a cat", "a dog"]`. A stream is judged by its
     first row."""
-    is_stream = isinstance(rows, datasets.IterableDataset)
-    if is_stream and (rows.features or {}).get("caption", datasets.Value("string")) == datasets.Value("string"):
-        captions = [row["caption"] for row in rows.take(1)]
-    elif not is_stream and rows.features["caption"] == datasets.Value("string"):
-        starts = pyarrow.compute.match_substring_regex(rows.data.column("caption"), r"^\s*\[.*\]\s*$")
-        captions = rows.data.column("caption").filter(starts).to_pylist()
-    else:
+    feature = (rows.features or {}).get("caption", datasets.Value("string"))
+    if not (isinstance(feature, datasets.Value) and is_text(feature())):
         return rows
+    if isinstance(rows, datasets.IterableDataset):
+        captions = [row["caption"] for row in rows.take(1)]
+    else:
+        texts = rows.data.column("caption").cast(pyarrow.large_string())
+        captions = texts.filter(pyarrow.compute.match_substring_regex(texts, r"^\s*\[.*\]\s*$")).to_pylist()
     if not any(map(listed, captions)):
         return rows
 

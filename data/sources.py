@@ -23,10 +23,10 @@ from pydantic.dataclasses import dataclass
 
 from data.annotations import SPLIT_OF_NAME, TABLES, holds_list, no_split, open_json, open_tables
 from data.drawing import SPLITS
-from data.image_folders import METADATA, Pictures, files_in, is_picture, open_folder, tell_unread
+from data.image_folders import METADATA, Pictures, is_picture, open_folder, warn_of_unread
 from data.shards import MEMBER, SUFFIXES, open_shards
 from data.worlds import WORLDS
-from records.files import read_json
+from records.files import files_in, read_json
 from records.messages import one_line
 
 logger = logging.getLogger(__name__)
@@ -295,13 +295,13 @@ def named_images(column: pyarrow.ChunkedArray) -> list[str]:
             if chunk.type.get_field_index("path") < 0:
                 continue
             chunk = chunk.field("path").filter(chunk.field("bytes").is_null())
-        elif not _is_text(chunk.type):
+        elif not is_text(chunk.type):
             continue
         names += filter(None, chunk.to_pylist())
     return names
 
 
-def _is_text(kind: pyarrow.DataType) -> bool:
+def is_text(kind: pyarrow.DataType) -> bool:
     kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
     return pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind) or pyarrow.types.is_string_view(kind)
 
@@ -384,7 +384,7 @@ def _splits(folder: str, builder: str) -> dict[str, list[str]]:
             names = sorted({split for split, _ in found}, key=lambda split: (split != "train", split))
             by_split = {split: [path for of, path in found if of == split] for split in names} or None
     by_split = by_split or {"train": files}
-    tell_unread(folder, sorted(set(paths).difference(["README.md"], *by_split.values())))
+    warn_of_unread(folder, sorted(set(paths).difference(["README.md"], *by_split.values())))
     return {split: [os.path.join(folder, path) for path in of_split] for split, of_split in by_split.items()}
 
 
@@ -503,7 +503,7 @@ def _names_in_parquet(path: str, column: str) -> Iterator[str]:
             of_bytes = next((chunk for chunk in chunks if chunk.path_in_schema == f"{column}.bytes"), None)
             is_whole = of_bytes is not None and of_bytes.statistics is not None and of_bytes.statistics.null_count == 0
             kind = file.schema_arrow.field(column).type if column in file.schema_arrow.names else pyarrow.null()
-            if (pyarrow.types.is_struct(kind) or _is_text(kind)) and not is_whole:
+            if (pyarrow.types.is_struct(kind) or is_text(kind)) and not is_whole:
                 yield from named_images(file.read_row_group(number, [column]).column(column))
 
 

@@ -20,9 +20,9 @@ from evaluation.figures import plot_text, plt, save
 from evaluation.page import write_page
 from evaluation.report import computed_with
 from model_cards.verdicts import (
-    CANNOT_BE_TOLD,
     DOES_NOT_HOLD,
     HOLDS,
+    INCONCLUSIVE,
     NOT_MEASURED,
     SHOWN_ELSEWHERE,
     VERDICTS,
@@ -54,12 +54,12 @@ INTRODUCTION = f"""\
 Made by `python -m model_cards.claims`. Figures are percentages, means of the seeds, and of each difference its paired
 {LEVEL:.0%} interval over the seeds (Student's t), widened so that all intervals of a claim are right together
 (Bonferroni). "{HOLDS}": the whole interval is above 0. "{DOES_NOT_HOLD}": the whole interval is below 0.
-"{CANNOT_BE_TOLD}": it has 0 in it. Of several models that the first one has to beat, it has to beat each; the figures
+"{INCONCLUSIVE}": it has 0 in it. Of several models that the first one has to beat, it has to beat each; the figures
 are those of the hardest one. Where a claim is about several scores, the verdict is the worst of theirs; of those with
 it, the one with the least difference decides. Where it names a number of points, these are subtracted from the
 differences first.
 
-Of two equal models, one claim in twenty has another verdict than "{CANNOT_BE_TOLD}" by chance, or fewer: of a hundred
+Of two equal models, one claim in twenty has another verdict than "{INCONCLUSIVE}" by chance, or fewer: of a hundred
 claims, about three. Three seeds are few: with them, a difference has to be several times its deviation. The intervals
 cover what a seed changes. In the symbol world, these are the order of batches and, where a recipe trains its own CLIP,
 the first weights; the CLIPs that lie in this repository, the training pictures of these runs and the test are the same
@@ -67,7 +67,7 @@ for all seeds, but for what is learned against what is kept, where each seed has
 are the first weights, the training pictures, their order and, but with 2,048 names, the test pictures.
 """
 # Verdict -> color and marker: told apart without colors, too
-MARKS = {HOLDS: ("#0a6b2d", "o"), DOES_NOT_HOLD: ("#b3261e", "X"), CANNOT_BE_TOLD: ("#666666", "D")}
+MARKS = {HOLDS: ("#0a6b2d", "o"), DOES_NOT_HOLD: ("#b3261e", "X"), INCONCLUSIVE: ("#666666", "D")}
 
 
 @dataclass(frozen=True)

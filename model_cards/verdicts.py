@@ -21,9 +21,9 @@ from records.result_schema import Text
 from records.yaml_files import read_yaml
 
 LEAST_SEEDS = 3
-HOLDS, DOES_NOT_HOLD, CANNOT_BE_TOLD = "holds", "does not hold", "cannot be told"
+HOLDS, DOES_NOT_HOLD, INCONCLUSIVE = "holds", "does not hold", "inconclusive"
 NOT_MEASURED, SHOWN_ELSEWHERE = "not measured", "see there"
-VERDICTS = (HOLDS, DOES_NOT_HOLD, CANNOT_BE_TOLD, NOT_MEASURED, SHOWN_ELSEWHERE)
+VERDICTS = (HOLDS, DOES_NOT_HOLD, INCONCLUSIVE, NOT_MEASURED, SHOWN_ELSEWHERE)
 Texts = Annotated[list[Text], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 Scores = dict[str, dict[str, list[dict[str, float]]]]  # row -> task -> for each seed: metric -> score
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -106,14 +106,14 @@ class Measured:
 def verdict_of(interval: tuple[float, float]) -> str:
     """Whether one model is better than another, from the interval of the difference."""
     low, high = interval
-    return HOLDS if low > 0 else DOES_NOT_HOLD if high < 0 else CANNOT_BE_TOLD
+    return HOLDS if low > 0 else DOES_NOT_HOLD if high < 0 else INCONCLUSIVE
 
 
 def verdict_of_all(verdicts: Iterable[str]) -> str:
     """The verdict on all of several statements together: one that does not hold decides, then one that cannot be
     told."""
     distinct = set(verdicts)
-    return next(verdict for verdict in (DOES_NOT_HOLD, CANNOT_BE_TOLD, HOLDS) if verdict in distinct)
+    return next(verdict for verdict in (DOES_NOT_HOLD, INCONCLUSIVE, HOLDS) if verdict in distinct)
 
 
 def deciding(measured: Sequence[Measured]) -> Measured:

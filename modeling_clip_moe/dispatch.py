@@ -118,8 +118,8 @@ def _sort(
     expert_ids: torch.Tensor, num_experts: int, num_groups: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """
-    Order, the queue of each row and the counts (E + 1, groups) of the queues. An expert has one for each group, with the
-    number expert * groups + group.
+    Order, the queue of each row and the counts (E + 1, groups) of the queues. An expert has one for each group, with
+    the number expert * groups + group.
     """
     groups = torch.arange(num_groups, device=expert_ids.device).repeat_interleave(expert_ids.shape[0] // num_groups)
     queue = (expert_ids.T * num_groups + groups).flatten()

@@ -296,13 +296,18 @@ def is_recorded(hidden_states: torch.Tensor) -> bool:
         or torch.onnx.is_in_onnx_export()
         or torch._C._functorch.peek_interpreter_stack() is not None
         or _has_no_data(hidden_states)
-        or any(not _counts(mode) for mode in _get_current_dispatch_mode_stack())
+        or any(_records(mode) for mode in _get_current_dispatch_mode_stack())
         or torch._ops._len_torch_dispatch_stack_pre_dispatch() > 0
     )
 
 
 def _has_no_data(tensor: torch.Tensor) -> bool:
     return tensor.is_meta or isinstance(tensor, FakeTensor)
+
+
+def _records(mode: TorchDispatchMode) -> bool:
+    """Whether a mode makes a program: proxies, functional or fake tensors."""
+    return getattr(mode, "_mode_key", None) is not None
 
 
 def _counts(mode: TorchDispatchMode) -> bool:
@@ -338,7 +343,7 @@ def experts_forward_by_device(
         return ALL_EXPERTS_FUNCTIONS["batched_mm"](*arguments)  # products of the chosen experts, whichever they are
     if is_recorded(hidden_states):
         return experts_forward_all(*arguments)
-    if _get_current_dispatch_mode_stack():  # a counter
+    if any(map(_counts, _get_current_dispatch_mode_stack())):
         return _loop(*arguments, rows)
     if hidden_states.is_cuda or _train_with_few_rows(experts, top_k_index):
         return experts_forward_grouped(*arguments, rows)

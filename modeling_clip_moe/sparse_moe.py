@@ -376,7 +376,7 @@ def router_losses(
     return config.router_aux_loss_coef * balance + config.router_z_loss_coef * z
 
 
-def _tell_unquantized(model: nn.Module, name: str) -> None:
+def _warn_unquantized(model: nn.Module, name: str) -> None:
     """Warn of experts that a quantization left as they are, as those that only look for `nn.Linear` do."""
     experts = [module for module in model.modules() if isinstance(module, CLIPMoEExperts)]
     weights = [weight for module in experts for weight in (module.up_proj, module.down_proj)]
@@ -479,7 +479,7 @@ class SparseMoEMixin:
                 f"Missing: {_abbreviate(missing) or 'none'}. Left over: {_abbreviate(left_over) or 'none'}."
             )
         if getattr(model, "hf_quantizer", None) is not None:
-            _tell_unquantized(model, pretrained_model_name_or_path)
+            _warn_unquantized(model, pretrained_model_name_or_path)
         return (model, info) if output_loading_info else model
 
     def gather_sharded_state_dict_for_save(self, model_to_save, state_dict, *args, **kwargs):

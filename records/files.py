@@ -1,7 +1,9 @@
 """Files that appear whole or not at all, and folders with one writer at a time."""
 
 import contextlib
+import itertools
 import json
+import logging
 import os
 import shutil
 import socket
@@ -12,8 +14,10 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from records.messages import shortened
+from records.messages import shortened, warn_once
 from records.signals import end_if_told_to
+
+logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
@@ -137,12 +141,38 @@ def output_folder(path: Path) -> Iterator[None]:
         raise
 
 
-def files_below(folder: Path) -> Iterator[Path]:
-    """The files below a folder. Links are followed, but not in a circle."""
-    for place, folders, names in os.walk(folder, followlinks=True):
-        above = {os.path.realpath(parent) for parent in (place, *Path(place).parents)}
-        folders[:] = [name for name in folders if os.path.realpath(os.path.join(place, name)) not in above]
-        yield from (path for path in (Path(place) / name for name in names) if path.is_file())
+def files_in(folder: str | Path, hidden: bool = False) -> Iterator[str]:
+    """The files below a folder, as paths from there. Links are followed; a folder to which several paths lead is read
+    once: by its own path, or by the shortest.
+
+    Args:
+        hidden: also those that are hidden, and what systems leave behind.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    def is_left_out(name: str) -> bool:
+        return is_hidden(name) and not hidden
+
+    seen, waiting = set(), [folder]
+    while waiting:
+        links = []
+        for place, folders, files in itertools.chain.from_iterable(os.walk(top, onerror=refuse) for top in waiting):
+            if os.path.realpath(place) in seen:
+                warn_once(logger, f"{place} is a link to a folder that is read already: it is not read again")
+                folders.clear()
+                continue
+            seen.add(os.path.realpath(place))
+            below = [os.path.join(place, name) for name in sorted(folders) if not is_left_out(name)]
+            links += filter(os.path.islink, below)
+            folders[:] = [os.path.basename(path) for path in below if not os.path.islink(path)]
+            yield from (os.path.relpath(os.path.join(place, name), folder) for name in files if not is_left_out(name))
+        waiting = sorted(links, key=lambda path: (path.count(os.sep), path))
+
+
+def is_hidden(name: str) -> bool:
+    return name.startswith(".") or name in ("__MACOSX", "__pycache__")
 
 
 def read_text(path: Path) -> str:

@@ -13,9 +13,9 @@ class Faults(ValueError):
     """An error of several lines: one that counts what is wrong, then one for each thing."""
 
 
-@functools.lru_cache
+@functools.cache
 def warn_once(logger: logging.Logger, message: str) -> None:
-    """Log a warning once in a process: what is read several times in a run would tell it each time."""
+    """Log a warning once in a process, however often a run reads what it is about."""
     logger.warning(message)
 
 

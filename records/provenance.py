@@ -8,7 +8,7 @@ import json
 import platform
 import re
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatch
 from importlib.metadata import PackageNotFoundError, version
@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
-from records.files import damaged, files_below, read_record, write_text
+from records.files import damaged, files_in, read_record, write_text
 from records.messages import in_one_line
 
 # In the folder of a stage, and of a run
@@ -164,7 +164,7 @@ def model_fingerprint(model: str, patterns: Sequence[str] = EVERYTHING) -> str:
             raise FileNotFoundError(
                 f"{model} is no folder, and no model that can be had from the Hub: {error}"
             ) from error
-    names = [file.relative_to(path) for file in files_below(path)]
+    names = map(Path, files_in(path, hidden=True))
     files = {path / name for name in names if any(_matches(name, pattern) for pattern in patterns)}
     return digest({file for file in files if path / CHECKPOINTS not in file.parents}, path)
 
@@ -231,3 +231,21 @@ def environment() -> dict:
         with suppress(PackageNotFoundError):
             versions[name] = version(name)
     return {"commit": commit, "versions": versions}
+
+
+def duplicates_line(shares: Mapping[str, float] | None, setting: str, what: str = "text or image") -> str:
+    """What became of pairs that have the same text or image; `what` of these was compared.
+
+    Args:
+        shares: see `Record.duplicates`; None: of a stream, whose pairs nobody counts.
+        setting: the stage's `duplicates`.
+    """
+    met = "negatives of each other" if setting == "negative" else "positives of each other"
+    if shares is None:
+        return f"a stream: pairs of a batch with the same {what} are {met}"
+    shuffled, left = shares["shuffled"], shares["left"]
+    if not shuffled and not left:
+        return f"no two pairs of a batch have the same {what}"
+    if left < shuffled:  # not where a sampler pays them no heed
+        met = "kept apart" + f" but for {left:.1%}, {met}" * (left > 0)
+    return f"in shuffled batches, {shuffled:.1%} of the pairs share a {what}: {met}"

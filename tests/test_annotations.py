@@ -7,6 +7,7 @@ from pathlib import Path
 
 import datasets
 import numpy as np
+import pyarrow.parquet
 import pytest
 from tiny_sources import CAPTIONS, picture, sharegpt4v, write_pictures
 
@@ -185,17 +186,23 @@ def parquet_of(path, cells):
     datasets.Dataset.from_dict({"image": names, "caption": cells}).to_parquet(path)
 
 
+def polars_of(path, cells):
+    names = write_pictures(path.parent / "images")[: len(cells)]
+    columns = {"image": names, "caption": pyarrow.array(cells, pyarrow.large_string())}
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+
+
 def json_of(path, cells):
     names = write_pictures(path.parent / "images")
     path.write_text(json.dumps([{"image": names[n], "caption": cell} for n, cell in enumerate(cells)]))
 
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["loaded", "streamed"])
-@pytest.mark.parametrize("write", [csv_of, parquet_of, json_of])
+@pytest.mark.parametrize("write", [csv_of, parquet_of, polars_of, json_of])
 @pytest.mark.parametrize("cell", LISTS.values(), ids=LISTS)
 def test_texts_that_are_lists_are_several_captions(tmp_path, cell, write, streaming):
     """As pandas and others write them. A row may have one text, or text in brackets that is no list."""
-    path = tmp_path / f"pairs.{write.__name__.removesuffix('_of')}"
+    path = tmp_path / f"pairs.{write.__name__.removesuffix('_of').replace('polars', 'parquet')}"
     write(path, [cell, "one", "[stop]", "[1, 2]", "[b'a']", "['a' ... 'b']", "NA", "[]"])
     options = {"source": str(path), "image_root": str(tmp_path / "images"), "max_unreadable": 0.5}
     rows = load_pairs(DataArguments(**options, streaming=streaming))
@@ -215,12 +222,11 @@ def test_lines_that_cannot_be_read_are_named_and_count_as_missing(tmp_path, capl
         for name, size in zip(names[:2], (1, "?"), strict=True)
     ]
     (tmp_path / "pairs.jsonl").write_text("\n".join([lines[0], '{"image": "x.png", "cap', "[]", lines[1]]))
-    for name, unread, read in (("csv", (4, 5, 6), 6), ("jsonl", (2, 3), 2)):
+    for name, number, unread, read in (("csv", 3, "4, 5, 6", 6), ("jsonl", 2, "2, 3", 2)):
         source = {"source": str(tmp_path / f"pairs.{name}"), "image_root": str(tmp_path / "images")}
         assert len(load_pairs(DataArguments(**source, max_unreadable=0.5))) == read
-        for number in unread:
-            assert f"pairs.{name}: line {number} cannot be read, and counts as missing" in caplog.text
-        with pytest.raises(ValueError, match=f"{len(unread)} of {read + len(unread)} pairs"):
+        assert f"pairs.{name}: lines {unread} cannot be read and count as missing" in caplog.text
+        with pytest.raises(ValueError, match=f"{number} of {read + number} pairs"):
             load_pairs(DataArguments(**source))
 
 

@@ -99,7 +99,7 @@ def test_integrations_are_offered_where_they_fit(width, words, vision, shown):
         ("negative", 0.25, "negatives of each other"),
     ],
 )
-def test_a_card_tells_how_many_pairs_had_a_twin(duplicates, left, told_so):
+def test_a_card_tells_how_many_pairs_had_a_duplicate(duplicates, left, told_so):
     stage = {"stage": "train", "duplicates": duplicates}
     record = Record(stage=stage, duplicates={"shuffled": 0.25, "left": left})
     row = f"| tuned | train | in shuffled batches, 25.0% of the pairs share a text or image: {told_so} |"

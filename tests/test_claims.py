@@ -18,7 +18,7 @@ from evaluation.retrieval import retrieval_metrics
 from evaluation.task import INFORMATION
 from evaluation.tasks import TASKS
 from model_cards.claims import write_claims
-from model_cards.verdicts import CANNOT_BE_TOLD, HOLDS, Claim, measure_claim, read_claims
+from model_cards.verdicts import HOLDS, INCONCLUSIVE, Claim, measure_claim, read_claims
 from records.intervals import paired_interval
 
 CARDS = Path(__file__).parents[1] / "model_cards"
@@ -154,6 +154,6 @@ def test_an_interval_by_hand():
 
 def test_a_difference_of_exactly_the_points_is_none():
     scores = {row: {"t": [{"m": score}] * 3} for row, score in (("sparse", 0.55), ("b", 0.51))}
-    for by, verdict in ((3.0, HOLDS), (4.0, CANNOT_BE_TOLD)):  # 100 * 0.55 - 100 * 0.51 > 4
+    for by, verdict in ((3.0, HOLDS), (4.0, INCONCLUSIVE)):  # 100 * 0.55 - 100 * 0.51 > 4
         claim = Claim(claim="c", place="p", better="sparse", than="b", scores={"t": ["m"]}, by=by)
         assert [score.verdict for score in measure_claim(claim, scores, "here")] == [verdict]

@@ -196,18 +196,23 @@ def test_the_working_folder_comes_before_that_of_the_command(own, monkeypatch):
 
 
 def test_what_a_stage_imports_of_its_own_is_recorded(tmp_path, monkeypatch):
-    """Modules of the same package or folder, whatever way they are imported; and no others."""
+    """Modules of the same package or folder, whatever way they are imported, and no others; none is imported for it."""
     (tmp_path / "wrong" / "deep").mkdir(parents=True)
     (tmp_path / "wrong" / "__init__.py").write_text("")
     (tmp_path / "wrong" / "deep" / "__init__.py").write_text("from .sizes import SIZE\n")
     (tmp_path / "wrong" / "deep" / "sizes.py").write_text("import numpy\nSIZE = 3\n")
     (tmp_path / "wrong" / "unused.py").write_text("")
-    stage = "import losses\nfrom training.stages.train import TrainStage\nfrom wrong import deep\n"
-    (tmp_path / "wrong" / "stages.py").write_text(f"{stage}\nclass Mine(TrainStage):\n    pass\n")
+    (tmp_path / "wrong" / "later.py").write_text("raise RuntimeError\n")
+    (tmp_path / "wrong" / "stages.py").write_text(
+        "import losses\nfrom transformers import TrainerCallback\nfrom training.stages.train import TrainStage\n"
+        "from wrong import deep\n\nclass Mine(TrainStage, TrainerCallback):\n    def run(self, context):\n"
+        "        from wrong.later import value\n"
+    )
     (tmp_path / "losses.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
     try:
         mine = importlib.import_module("wrong.stages").Mine
-        assert own_stage(mine)["code"].keys() == {"wrong", "wrong.deep", "wrong.deep.sizes", "wrong.stages"}
+        own = {"wrong", "wrong.deep", "wrong.deep.sizes", "wrong.later", "wrong.stages"}
+        assert own_stage(mine)["code"].keys() == own | {"transformers.trainer_callback"}
     finally:
         forget()

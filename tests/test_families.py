@@ -17,7 +17,7 @@ from conversion import commands
 from conversion.average import average
 from conversion.checkpoints import load_clip, load_dense
 from conversion.dense import extract
-from conversion.llava import expected_outputs, load_tower, swap, tell_other_origin, verify
+from conversion.llava import expected_outputs, load_tower, other_origin, swap, verify
 from conversion.presets import PRESETS
 from conversion.processors import load_processor
 from conversion.unify import unify
@@ -247,13 +247,13 @@ def test_an_image_tower_alone_becomes_sparse_and_goes_into_a_llava(preset, tmp_p
     assert_checkpointing_keeps_gradients(trained, loss)
     llava, tower = tiny_llava(dense.config, 40, 39), load_tower(tmp_path / "sparse")
     llava.model.vision_tower.load_state_dict(dense.state_dict())
-    told = tell_other_origin(llava, tower)
+    told = other_origin(llava, tower)
     # Without normalized weights, a sparse tower has other features from the start
     assert told == "" if preset != "clip_up" else told.startswith("features have a cosine of 0.9")
     with torch.no_grad():  # as after training within the LLaVA
         name = next(name for name, _ in dense.named_parameters() if name.endswith("q_proj.weight"))
         llava.model.vision_tower.get_parameter(name).add_(0.5)
-    told = tell_other_origin(llava, tower)
+    told = other_origin(llava, tower)
     assert re.match(r"1 of \d+ weights .* differ; .* a cosine of 0\.\d\d .* Train the projector", told)
     swap(llava, tower)
     llava.save_pretrained(tmp_path / "llava")

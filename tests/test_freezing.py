@@ -12,9 +12,9 @@ from torch import nn
 
 from modeling_clip_moe.experts import CLIPMoEExperts
 from modeling_clip_moe.families import FAMILIES, IMAGE_TOWERS
-from training.engine import _tell_without_gradient
+from training.engine import _warn_without_gradient
 from training.optimizers import parameter_groups, set_trainable
-from training.stages.train import tell_equal_experts
+from training.stages.train import warn_of_equal_experts
 
 
 @pytest.fixture
@@ -39,17 +39,17 @@ def test_a_router_between_equal_experts_cannot_learn(model, caplog):
                 parameter.copy_(parameter[:1].expand_as(parameter).clone())
     for trainable in (r"\.(router|experts)\.", "logit_scale"):
         set_trainable(model, trainable)
-        tell_equal_experts(model)
+        warn_of_equal_experts(model)
     assert not caplog.text
     set_trainable(model, r"\.router\.")
-    tell_equal_experts(model)
+    warn_of_equal_experts(model)
     assert "mlp.router cannot learn where experts are equal and do not train" in caplog.text
     caplog.clear()
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, CLIPMoEExperts):
                 module.down_proj_bias[1] += 1
-    tell_equal_experts(model)
+    warn_of_equal_experts(model)
     assert not caplog.text
 
 
@@ -92,6 +92,6 @@ def test_weights_that_nothing_asks_for_are_named(caplog):
     task = nn.ModuleDict({"model": nn.ModuleDict({"used": nn.Linear(2, 2), "unused": nn.Linear(2, 2, bias=False)})})
     task["model"]["used"](torch.ones(1, 2)).sum().backward()
     with caplog.at_level(logging.WARNING):
-        _tell_without_gradient(Accelerator(cpu=True), task, SimpleNamespace(name="a_stage"))
+        _warn_without_gradient(Accelerator(cpu=True), task, SimpleNamespace(name="a_stage"))
     (message,) = caplog.messages
     assert message == "a_stage: 1 of 3 weights that train have no gradient and stay as they are: unused.weight"

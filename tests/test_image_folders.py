@@ -52,7 +52,7 @@ def test_folders_of_splits_at_the_top_alone(tmp_path, caplog):
     [
         (["test/cat/1.png", "test/dog/2.png"], {"test": 2}, ""),
         (["train2017/1.png", "val2017/2.png"], {"train": 1, "validation": 1}, ""),
-        (["test/1.png", "train_imgs/2.png"], {"test": 1}, "1 files are not read"),
+        (["test/1.png", "train_imgs/2.png"], {"test": 1}, "1 file is not read"),
         (
             ["images/train/1.png", "images/val/2.png", "labels/train/1.txt"],
             {"train": 2},
@@ -139,7 +139,7 @@ def test_texts_beside_pictures(tmp_path, caplog):
     pairs = load_pairs(DataArguments(source=str(tmp_path), max_unreadable=0.5))
     assert [caption.strip() for caption in pairs["caption"]] == ["a cat", "a dog"]
     assert f"the text of {tmp_path / 'c.txt'} is missing: 'utf-8' codec" in caplog.text
-    assert "2 of 4 pairs" in caplog.text and "1 files are not read (1 .txt), such as e.txt" in caplog.text
+    assert "2 of 4 pairs" in caplog.text and "1 file is not read (1 .txt), such as e.txt" in caplog.text
 
 
 TABLES = {

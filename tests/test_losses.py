@@ -60,8 +60,8 @@ def plain_sigmoid_loss(images, texts, scale, bias, is_right=operator.eq):
     return total / len(images)
 
 
-# Six pairs with twins: 0 and 1 have the same text, 1 and 2 the same image, so that by pair 1 text 0 is right for image
-# 2; 4 is 3 once more
+# Six pairs with duplicates: 0 and 1 have the same text, 1 and 2 the same image, so that by pair 1 text 0 is right for
+# image 2; 4 is 3 once more
 IMAGE_KEYS, TEXT_KEYS = torch.tensor([10, 20, 20, 30, 30, 50]), torch.tensor([1, 1, 2, 3, 3, 4])
 
 
@@ -113,8 +113,8 @@ def sigmoid(model, share, chunk_size=None, pairing=None):
     return contrastive_loss(*embeds, model.logit_scale.exp(), chunk_size, 0.0, model.logit_bias, pairing)
 
 
-def twins(model, share, chunk_size=None, label_smoothing=0.0, with_bias=False):
-    """The contrastive loss of pairs with twins."""
+def duplicates(model, share, chunk_size=None, label_smoothing=0.0, with_bias=False):
+    """The contrastive loss of pairs with duplicates."""
     pairing = Pairing(None, IMAGE_KEYS[share], TEXT_KEYS[share])
     if with_bias:
         return sigmoid(model, share, chunk_size, pairing)
@@ -188,10 +188,10 @@ def long_clip(model, share):
 LOSSES = {str(case): lambda model, share, case=case: losses(model, share, *case) for case in CASES}
 LOSSES |= {"captions": multi_positive, "captions in chunks": partial(multi_positive, chunk_size=2)}
 LOSSES |= {"Long-CLIP": long_clip, "sigmoid": sigmoid, "sigmoid in chunks": partial(sigmoid, chunk_size=2)}
-LOSSES |= {"twins": twins, "twins in chunks": partial(twins, chunk_size=2, label_smoothing=0.1)}
+LOSSES |= {"duplicates": duplicates, "duplicates in chunks": partial(duplicates, chunk_size=2, label_smoothing=0.1)}
 LOSSES |= {
-    "twins, sigmoid": partial(twins, with_bias=True),
-    "captions of twins": partial(multi_positive, with_keys=True),
+    "duplicates, sigmoid": partial(duplicates, with_bias=True),
+    "captions of duplicates": partial(multi_positive, with_keys=True),
 }
 
 
@@ -273,10 +273,10 @@ def test_equal_texts_and_images_are_right(chunk_size):
         return plain_multi_positive_loss(*inputs, is_known_caption)
 
     assert sum(is_known(i, j) for i in range(BATCH) for j in range(BATCH)) == 13
-    assert_same(lambda model: twins(model, slice(None), chunk_size, 0.1), plain)
-    assert_same(lambda model: twins(model, slice(None), chunk_size, with_bias=True), plain_sigmoid)
+    assert_same(lambda model: duplicates(model, slice(None), chunk_size, 0.1), plain)
+    assert_same(lambda model: duplicates(model, slice(None), chunk_size, with_bias=True), plain_sigmoid)
     assert_same(lambda model: multi_positive(model, slice(None), chunk_size, with_keys=True), plain_captions)
-    right = Pairing(None, IMAGE_KEYS, TEXT_KEYS).right_texts(torch.empty(BATCH, WIDTH))
+    right = Pairing(None, IMAGE_KEYS, TEXT_KEYS).positive_texts(torch.empty(BATCH, WIDTH))
     assert right.tolist() == [[is_known(i, j) for j in range(BATCH)] for i in range(BATCH)]
 
 

@@ -1,15 +1,18 @@
 """Half precision, gradient checkpointing, compilation and export change no result."""
 
 import copy
+from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
 from tiny_clip_moe import IMPLEMENTATIONS, assert_same_gradients, gradients, inputs, tiny_block, tiny_model
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from modeling_clip_moe import CLIPMoDEModel
+from modeling_clip_moe import CLIPMoDEModel, experts
 
 # `gradient_checkpointing_enable` is the only name that transformers 5.17 knows
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
@@ -212,3 +215,14 @@ def test_products_are_counted_alike_in_training():
     with FlopCounterMode(display=False) as counter:
         block.to("meta")(hidden_states.to("meta"))
     assert counter.get_total_flops() == 2 * 20 * (2 * 2 * 16 * 24 + 4 * 16)
+
+
+def test_what_only_watches_a_run_changes_no_implementation():
+    """Selective checkpointing keeps some results and computes the rest again. No program is made."""
+    block, hidden_states = tiny_block(), torch.randn(4, 5, 16)
+    block.experts.config._experts_implementation = "by_device"
+    watch = partial(create_selective_checkpoint_contexts, [torch.ops.aten.softmax.int])
+    with patch.object(experts, "experts_forward_all", side_effect=AssertionError):
+        kept = checkpoint(block, hidden_states, use_reentrant=False, context_fn=watch)
+        kept.sum().backward()
+    assert torch.equal(kept, block(hidden_states))

@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from training.duplicates import Duplicates
 from training.samplers import ClusterBatchSampler, GlobalBatchSampler, merge_small_clusters
-from training.twins import Twins
 
 
 def apart(sampler, num_samples):
-    """Triplets of samples with the same text are kept apart, pairs with the same image, too."""
-    sampler.twins = Twins(np.arange(num_samples) // 2 % 50, np.arange(num_samples) // 3)
+    """Samplers that know of triplets with the same text and of pairs with the same image."""
+    sampler.duplicates = Duplicates(np.arange(num_samples) // 2 % 50, np.arange(num_samples) // 3)
     return sampler
 
 

@@ -20,7 +20,7 @@ from data.pairs import load_pairs, readable_pairs
 from data.sources import DataArguments, named_files_hash
 from data.worlds import WORLDS
 from records.provenance import LOGS, MANIFEST
-from training.twins import Twins
+from training.duplicates import Duplicates
 
 
 class Unfinished(FileNotFoundError):
@@ -45,8 +45,8 @@ class Context:
     alone: bool = False
     # The last pairs that were loaded, by their settings and identity: most stages of a recipe use the same.
     _pairs: dict[str, datasets.Dataset | datasets.IterableDataset] = field(default_factory=dict)
-    # The last pairs whose twins were asked for
-    _twins: dict[str, Twins] = field(default_factory=dict)
+    # The last pairs whose duplicates were asked for
+    _duplicates: dict[str, Duplicates] = field(default_factory=dict)
     # Identities of the data of the stage that runs: data may change between two stages
     _identities: dict[str, dict[str, Any] | None] = field(default_factory=dict)
 
@@ -85,17 +85,17 @@ class Context:
         with self._main_process_first():
             return data_fingerprint(rows, images)
 
-    def twins(self, rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase) -> Twins:
-        """See `training.twins.Twins.of`. Every process has to ask, as one reads while the others wait."""
+    def duplicates(self, rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase) -> Duplicates:
+        """See `training.duplicates.Duplicates.of`. Every process has to ask, as one reads while the others wait."""
         key = datasets.fingerprint.Hasher.hash(
             [rows._fingerprint, rows.column_names, named_files_hash(rows) if "image" in rows.column_names else ""]
             + [sorted(tokenizer.get_vocab().items()), tokenizer.model_max_length]
         )
-        if key not in self._twins:
-            self._twins.clear()
+        if key not in self._duplicates:
+            self._duplicates.clear()
             with self._main_process_first():
-                self._twins[key] = Twins.of(rows, tokenizer)
-        return self._twins[key]
+                self._duplicates[key] = Duplicates.of(rows, tokenizer)
+        return self._duplicates[key]
 
     def identity(self, arguments: DataArguments) -> dict[str, Any] | None:
         """See `data.identity.identity`. Every process has to ask."""

@@ -143,7 +143,7 @@ def train(
     while step < total_steps:
         metrics = _compute_gradient(accelerator, task, model, stream, settings, (seed, step), checkpoints)
         if step == 0:
-            _tell_without_gradient(accelerator, task, settings)
+            _warn_without_gradient(accelerator, task, settings)
         grad_norm = _clip_gradient(accelerator, task, settings, step, checkpoints)
         learning_rate = scheduler.get_last_lr()[0]
         _take_step(optimizer, scheduler, model, settings, average)
@@ -251,7 +251,7 @@ def _compute_gradient(
     return {name: torch.stack([of_batch[name].float() for of_batch in logged]).mean(dim=0) for name in metrics}
 
 
-def _tell_without_gradient(accelerator: Accelerator, task: nn.Module, settings: LoopSettings) -> None:
+def _warn_without_gradient(accelerator: Accelerator, task: nn.Module, settings: LoopSettings) -> None:
     """Warn of weights that train by their names, but that nothing asks for: they stay as they are."""
     if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP):
         return  # which keep gradients elsewhere

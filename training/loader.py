@@ -22,8 +22,8 @@ from data.sources import DataArguments, Rows, named_files_hash, reading
 from data.tokenizer import SAMPLE, pieces_per_word, read_texts, tokenize
 from data.workers import errors_of_workers, worker_options
 from records.messages import shortened
+from training.duplicates import streamed_image_key, token_keys
 from training.samplers import ClusterBatchSampler, GlobalBatchSampler
-from training.twins import streamed_image_key, token_keys
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +44,8 @@ class PairLoader:
         caption_weights: of all L captions of an image, for `multi_positive_loss`; None: each epoch draws one caption.
         hidden_states: gives what stands in a batch for the images and beside the captions of these pairs.
         augmentation: changes every image, by numbers that the seed, its epoch and its own number settle; None: none is.
-        image_keys: (pairs,) of int64, the same for equal images: batches have them and the keys of their texts. Of a
-            stream, anything: it makes its own. None: batches have no keys.
+        with_keys: whether batches have the keys of their texts and images, the same for equal ones.
+        image_keys: (pairs,) of int64. A stream makes its own.
     """
 
     def __init__(
@@ -61,10 +61,11 @@ class PairLoader:
         caption_weights: Sequence[float] | None = None,
         hidden_states: Callable[[Sequence[int]], dict[str, torch.Tensor]] | None = None,
         augmentation: Augmentation | None = None,
+        with_keys: bool = False,
         image_keys: np.ndarray | None = None,
     ):
         self.rows, self.processor, self.arguments = rows, processor, arguments
-        self.batch_size, self.seed, self.image_keys = batch_size, seed, image_keys
+        self.batch_size, self.seed, self.with_keys, self.image_keys = batch_size, seed, with_keys, image_keys
         self.rank, self.world_size, self.all_captions = rank, world_size, caption_weights is not None
         if arguments.streaming and arguments.num_samples is not None and max(arguments.num_workers, 1) * world_size > 1:
             raise ValueError(
@@ -92,7 +93,7 @@ class PairLoader:
         `attention_mask` (B, S), padded to the longest caption and cut at the tokenizer's `model_max_length`.
 
         With `caption_weights` they hold the captions of all images, one image after the other, without those that are
-        missing, and `caption_mask` (B, L) tells which these are. With `image_keys`, they have the fields of
+        missing, and `caption_mask` (B, L) tells which these are. With `with_keys`, they have the fields of
         `training.losses.Pairing`.
         """
         if self.arguments.streaming:
@@ -150,7 +151,7 @@ class PairLoader:
         num_workers = min(self.arguments.num_workers, num_shards)  # others would have nothing to read
         readers = self.world_size * max(num_workers, 1)
         share = self.rank, self.world_size
-        stream = _Stream(self.rows, self.images, self.arguments, self.seed, share, readers, self.image_keys is not None)
+        stream = _Stream(self.rows, self.images, self.arguments, self.seed, share, readers, self.with_keys)
         options = self._options | {"num_workers": num_workers}
         with reading(self.arguments), errors_of_workers():
             loader = DataLoader(stream, batch_size=self.batch_size, drop_last=True, **options)
@@ -160,7 +161,8 @@ class PairLoader:
     @property
     def _options(self) -> dict[str, Any]:
         tokens = {} if self.arguments.in_memory else None
-        collate = _Collate(self.processor.tokenizer, self.all_captions, self.by_number, tokens, self.image_keys)
+        keys = self.with_keys, self.image_keys
+        collate = _Collate(self.processor.tokenizer, self.all_captions, self.by_number, tokens, *keys)
         return worker_options(self.arguments, self.seed) | {"collate_fn": collate}
 
 
@@ -173,6 +175,7 @@ class _Collate:
     by_number: Callable[[Sequence[int]], dict[str, torch.Tensor]] | None
     # Text -> its tokens so far: for a tiny model, tokenizing takes longer than computing. None: nothing is remembered
     tokens: dict[str, list[int]] | None
+    with_keys: bool
     image_keys: np.ndarray | None
 
     def __call__(self, pairs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -186,7 +189,7 @@ class _Collate:
             batch |= self.by_number([pair["index"] for pair in pairs])
         if self.all_captions:
             batch["caption_mask"] = torch.tensor(_are_present(captions))
-        if self.image_keys is not None:
+        if self.with_keys:
             batch["text_keys"] = token_keys(batch["input_ids"], batch["attention_mask"], self.tokenizer.eos_token_id)
             keys = [pair["image_key"] if "image_key" in pair else self.image_keys[pair["index"]] for pair in pairs]
             batch["image_keys"] = torch.from_numpy(np.array(keys, np.int64))

@@ -9,6 +9,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.models.siglip2.modeling_siglip2 import Siglip2VisionEmbeddings
 
 from evaluation.costs import meta_model
 from records.messages import one_line
@@ -112,5 +113,5 @@ def _read_as_weights(model: PreTrainedModel) -> list[str]:
     return attention + [
         f"{name}.position_embedding"
         for name, module in model.named_modules()
-        if hasattr(module, "resize_positional_embeddings")
+        if isinstance(module, Siglip2VisionEmbeddings)
     ]

@@ -23,7 +23,7 @@ from modeling_clip_moe import (
     router_z_loss,
 )
 
-# Links of `KnownPairs` that are looked at together
+# Links of `GlobalPairs` that are looked at together
 LINKS = 1024
 
 
@@ -48,24 +48,24 @@ class Pairing(NamedTuple):
         """Take it out of a batch of a `PairLoader`."""
         return cls(*(batch.pop(name, None) for name in cls._fields))
 
-    def right_texts(self, image_embeds: torch.Tensor) -> torch.Tensor:
+    def positive_texts(self, image_embeds: torch.Tensor) -> torch.Tensor:
         """(B, B * processes) of bool, which texts belong to each image, for a loss that holds the whole matrix of
         images (B, D) with one text each."""
-        images, pairs = gathered_rows(image_embeds), self.known_pairs()
+        images, pairs = gathered_rows(image_embeds), self.global_pairs()
         texts = torch.arange(len(images) * _world_size(), device=images.device)
-        return images[:, None] == texts if pairs is None else pairs.right(images, texts)
+        return images[:, None] == texts if pairs is None else pairs.positives(images, texts)
 
-    def known_pairs(self) -> "KnownPairs | None":
+    def global_pairs(self) -> "GlobalPairs | None":
         """The pairs of all processes; None: no image and no text is among them twice, or there are no keys."""
         if self.image_keys is None:
             return None
         mask = torch.ones_like(self.image_keys[:, None], dtype=bool) if self.caption_mask is None else self.caption_mask
         texts = self.text_keys.new_zeros(mask.shape).masked_scatter(mask, self.text_keys)
-        pairs = KnownPairs(gather(self.image_keys), gather(texts), gather(mask))
-        return pairs if pairs.have_twins else None
+        pairs = GlobalPairs(gather(self.image_keys), gather(texts), gather(mask))
+        return pairs if pairs.have_duplicates else None
 
 
-class KnownPairs:
+class GlobalPairs:
     """The pairs of a global batch, by which images and texts belong together.
 
     Args:
@@ -76,7 +76,7 @@ class KnownPairs:
     def __init__(self, image_keys: torch.Tensor, text_keys: torch.Tensor, mask: torch.Tensor):
         _, images, num_images = image_keys.unique(return_inverse=True, return_counts=True)
         _, texts, num_texts = text_keys[mask].unique(return_inverse=True, return_counts=True)
-        self.have_twins = len(num_images) < len(images) or len(num_texts) < len(texts)
+        self.have_duplicates = len(num_images) < len(images) or len(num_texts) < len(texts)
         self.images = images  # (N,) which of the different images it is, and texts (N, L): -1 is missing
         self.texts = torch.full_like(text_keys, -1).masked_scatter(mask, texts)
         # The pair of an image that has several texts and of a text that has several images links others of both
@@ -84,7 +84,7 @@ class KnownPairs:
         has_several = [(side.bincount() > 1)[side] for side in links.unbind(dim=1)]
         self.links = links[has_several[0] & has_several[1]]  # (links, 2)
 
-    def right(self, images: torch.Tensor, texts: torch.Tensor, caption: int = 0) -> torch.Tensor:
+    def positives(self, images: torch.Tensor, texts: torch.Tensor, caption: int = 0) -> torch.Tensor:
         """Which texts belong to which images.
 
         Args:
@@ -95,17 +95,17 @@ class KnownPairs:
             (n, m) of bool.
         """
         of_texts = self.texts[texts, caption]
-        right = self.images[images][:, None] == self.images[texts]
+        positives = self.images[images][:, None] == self.images[texts]
         for of_images in self.texts[images].unbind(dim=1):
-            right |= of_images[:, None] == of_texts
+            positives |= of_images[:, None] == of_texts
         for link_images, link_texts in (links.unbind(dim=1) for links in self.links.split(LINKS)):
             is_linked = (self.images[images][:, None] == link_images).float()
-            right |= is_linked @ (link_texts[:, None] == of_texts).float() > 0
-        return right
+            positives |= is_linked @ (link_texts[:, None] == of_texts).float() > 0
+        return positives
 
-    def right_columns(self, rows: torch.Tensor, texts: torch.Tensor, caption: int = 0) -> tuple[Callable, Callable]:
+    def positive_columns(self, rows: torch.Tensor, texts: torch.Tensor, caption: int = 0) -> tuple[Callable, Callable]:
         """For the images and for the texts of some pairs, functions from a slice of them to (n, columns) of bool, which
-        columns are right.
+        columns are positives.
 
         Args:
             rows: numbers of these pairs, whose caption of that number is there.
@@ -113,8 +113,8 @@ class KnownPairs:
         """
         images = torch.arange(len(self.images), device=rows.device)
         return (
-            lambda part: self.right(rows[part], texts, caption),
-            lambda part: self.right(images, rows[part], caption).T,
+            lambda part: self.positives(rows[part], texts, caption),
+            lambda part: self.positives(images, rows[part], caption).T,
         )
 
 
@@ -151,8 +151,8 @@ def contrastive_loss(
         all_images, all_texts = gather(images), gather(texts)
         targets, settings = gathered_rows(images), (chunk_size, label_smoothing, logit_bias)
         of_images = of_texts = None
-        if pairing is not None and (pairs := pairing.known_pairs()):
-            of_images, of_texts = pairs.right_columns(targets, torch.arange(len(all_images), device=targets.device))
+        if pairing is not None and (pairs := pairing.global_pairs()):
+            of_images, of_texts = pairs.positive_columns(targets, torch.arange(len(all_images), device=targets.device))
         image_loss = _sum_of_rows(images, all_texts, scale, targets, *settings, right=of_images)
         text_loss = _sum_of_rows(texts, all_images, scale, targets, *settings, right=of_texts)
         return (image_loss + text_loss) / (2 * len(images))
@@ -185,7 +185,7 @@ def multi_positive_loss(
     """
     with torch.autocast(image_embeds.device.type, enabled=False):
         images, texts, scale = image_embeds.float(), text_embeds.float(), logit_scale.float()
-        caption_mask, pairs = pairing.caption_mask, pairing.known_pairs()
+        caption_mask, pairs = pairing.caption_mask, pairing.global_pairs()
         weights = caption_weights.float() * caption_mask  # (B, L)
         weights = weights / weights.sum(dim=1, keepdim=True)
         all_images, all_texts, all_masks = gather(images), gather(texts), gather(caption_mask)
@@ -200,7 +200,7 @@ def multi_positive_loss(
             settings = chunk_size, label_smoothing, logit_bias, weights[rows, caption]
             of_images = of_texts = None
             if pairs:
-                of_images, of_texts = pairs.right_columns(targets, there.nonzero().squeeze(1), caption)
+                of_images, of_texts = pairs.positive_columns(targets, there.nonzero().squeeze(1), caption)
             total += _sum_of_rows(images[rows], all_texts[there, caption], scale, among_texts, *settings, of_images)
             total += _sum_of_rows(texts[rows, caption], all_images, scale, targets, *settings, of_texts)
         return total / (2 * len(images))

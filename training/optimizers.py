@@ -49,9 +49,8 @@ def parameter_groups(model: nn.Module, weight_decay: float, decay_all: bool = Fa
     Biases are told by their names, not by their rank: the stacked ones of experts have two axes.
     """
     groups = {True: [], False: []}
-    of_norms = {
-        p for module in model.modules() if "norm" in type(module).__name__.lower() for p in module.parameters(False)
-    }
+    norms = (module for module in model.modules() if isinstance(module, nn.LayerNorm | nn.RMSNorm))
+    of_norms = {parameter for norm in norms for parameter in norm.parameters(False)}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             decays = NO_DECAY.search(name) is None and parameter not in of_norms

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 from torch.utils.data import Sampler
 
-from training.twins import GROUPS, Twins, ranges
+from training.duplicates import GROUPS, Duplicates, ranges
 
-# Swaps that are tried in an epoch, for each sample that shares its batch with a twin
+# Swaps that are tried in an epoch, for each sample that shares its batch with a duplicate
 TRIES = 16
 # Swaps that are tried in an epoch in all: a few seconds
 MOST_TRIES = 50_000
@@ -46,10 +46,10 @@ class DistributedBatchSampler(Sampler[list[int]]):
         batch_size, rank, world_size, seed: see `Share`.
 
     Attributes:
-        twins: those that no batch should have together; None: batches are drawn at random.
+        duplicates: those that no batch should have together; None: batches are drawn at random.
     """
 
-    twins: Twins | None = None
+    duplicates: Duplicates | None = None
 
     def __init__(self, batch_size: int, rank: int = 0, world_size: int = 1, seed: int = 0):
         self.batch_size, self.rank, self.world_size, self.seed = batch_size, rank, world_size, seed
@@ -92,7 +92,7 @@ class DistributedBatchSampler(Sampler[list[int]]):
 class GlobalBatchSampler(DistributedBatchSampler):
     """Batches of a shuffled dataset: an epoch is one permutation of all samples, cut into global batches.
 
-    What does not fill the last global batch is left out of the epoch. With `twins`, batches are those of `Spread`.
+    What does not fill the last global batch is left out of the epoch. With `duplicates`, batches are those of `Spread`.
 
     Args:
         num_samples: of the dataset.
@@ -113,10 +113,10 @@ class GlobalBatchSampler(DistributedBatchSampler):
 
     @cached_property
     def _spread(self) -> "Spread":
-        return Spread(np.arange(self.num_samples, dtype=np.int32), self.twins, self.global_batch_size, self.seed)
+        return Spread(np.arange(self.num_samples, dtype=np.int32), self.duplicates, self.global_batch_size, self.seed)
 
     def global_batches(self, rng: np.random.Generator) -> np.ndarray:
-        if self.twins is not None:
+        if self.duplicates is not None:
             return self._spread.batches(self.epoch, rng)
         used = rng.permutation(self.num_samples)[: len(self) * self.global_batch_size]
         return used.reshape(len(self), self.global_batch_size)
@@ -127,7 +127,7 @@ class ClusterBatchSampler(DistributedBatchSampler):
 
     In an epoch, the samples of every cluster are shuffled and cut into global batches, and the batches of all clusters
     are put in order. What does not fill a batch of its cluster is left out of the epoch, so a cluster smaller than a
-    batch is never used. With `twins`, the batches of a cluster are those of `Spread`.
+    batch is never used. With `duplicates`, the batches of a cluster are those of `Spread`.
 
     Args:
         labels: (samples,), the cluster of each, or -1 for samples that are not used.
@@ -162,10 +162,10 @@ class ClusterBatchSampler(DistributedBatchSampler):
     @cached_property
     def _spreads(self) -> "list[Spread]":
         size = self.global_batch_size
-        return [Spread(cluster, self.twins, size, self.seed) for cluster in self.clusters if len(cluster) >= size]
+        return [Spread(cluster, self.duplicates, size, self.seed) for cluster in self.clusters if len(cluster) >= size]
 
     def global_batches(self, rng: np.random.Generator) -> list[np.ndarray]:
-        if self.twins is not None:
+        if self.duplicates is not None:
             of_clusters = [list(spread.batches(self.epoch, rng)) for spread in self._spreads]
         else:
             of_clusters = [self._shuffled(cluster, rng) for cluster in self.clusters]
@@ -180,47 +180,47 @@ class ClusterBatchSampler(DistributedBatchSampler):
 
 
 class Spread:
-    """Batches of some samples, without twins where there are as many batches as a text or an image has samples; where
-    texts and images cross, as far as swaps find a way. Larger groups are shared evenly.
+    """Batches of some samples, without duplicates where there are as many batches as a text or an image has samples;
+    where texts and images cross, as far as swaps find a way. Larger groups are shared evenly.
 
     An epoch has every sample once, but for those that do not fill a batch: it leaves them out in turn, so that none is
     left out of two epochs more than another.
 
     Samples are dealt to the batches like cards, one to each in every round. The samples of a group follow one another,
-    in groups of random order; then come those without a twin, shuffled. A round goes through the batches in steps of
-    the golden section, from one drawn at random, so that a group's samples come in even distances over the epoch. A
+    in groups of random order; then come those without a duplicate, shuffled. A round goes through the batches in steps
+    of the golden section, from one drawn at random, so that a group's samples come in even distances over the epoch. A
     group that began in the round before goes on in batches that have none of it.
 
     Args:
         samples: (n,), their numbers in the dataset.
-        twins: those of the whole dataset.
+        duplicates: those of the whole dataset.
         batch_size: samples of a global batch.
         seed: chooses the order in which samples are left out.
     """
 
-    def __init__(self, samples: np.ndarray, twins: Twins, batch_size: int, seed: int):
-        self.twins, self.batch_size, self.num_batches = twins, batch_size, len(samples) // batch_size
-        labels = twins.labels[samples]
+    def __init__(self, samples: np.ndarray, duplicates: Duplicates, batch_size: int, seed: int):
+        self.duplicates, self.batch_size, self.num_batches = duplicates, batch_size, len(samples) // batch_size
+        labels = duplicates.labels[samples]
         self.alone = samples[labels < 0]
         together = np.flatnonzero(labels >= 0)
         order = together[np.argsort(labels[together], kind="stable")]
         self.together = samples[order]
         firsts = np.flatnonzero(np.diff(labels[order], prepend=-1))
         self.sizes = np.diff(firsts, append=len(order)).astype(np.int32)
-        # Steps of a length that has no divisor in common with their number visit all before they come back
-        steps = np.random.default_rng(seed).integers(1, len(samples) + 1, 1000).tolist()
-        self.step = next((step for step in steps if math.gcd(step, len(samples)) == 1), 1)
+        # A step that has no divisor in common with the number of samples visits all before it comes back
+        first = np.random.default_rng(seed).integers(1, len(samples) + 1).item()
+        self.step = next(step for step in itertools.count(first) if math.gcd(step, len(samples)) == 1)
 
     def batches(self, epoch: int, rng: np.random.Generator) -> np.ndarray:
         """The batches of an epoch, (batches, batch_size)."""
         rounds = np.empty((self.batch_size, self.num_batches), np.int32)
         self._deal(rounds, self._fill(rounds.ravel(), epoch, rng), rng)
-        if self.twins.is_crossing.any():
+        if self.duplicates.is_crossing.any():
             self._swap(rounds, rng)
         return rounds[rng.permutation(self.batch_size)].T
 
     def _fill(self, places: np.ndarray, epoch: int, rng: np.random.Generator) -> np.ndarray:
-        """Put the samples of an epoch in places, groups of twins first, and return the sizes of the groups."""
+        """Put the samples of an epoch in places, groups of duplicates first, and return the sizes of the groups."""
         together, sizes, alone = self._used(epoch)
         order, starts, end = rng.permutation(len(sizes)).astype(np.int32), np.cumsum(sizes, dtype=np.int32) - sizes, 0
         for first in range(0, len(order), GROUPS):  # all at once would take several times the memory of the samples
@@ -232,7 +232,7 @@ class Spread:
         return sizes[order]
 
     def _used(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The samples of an epoch: group after group of twins, the sizes of the groups, and samples without a twin."""
+        """The samples of an epoch: group after group of duplicates, the sizes of the groups, and the other samples."""
         num_samples, num_together = len(self.together) + len(self.alone), len(self.together)
         unused = num_samples - self.num_batches * self.batch_size
         if not unused:
@@ -269,26 +269,26 @@ class Spread:
             samples[batches] = samples.copy()
 
     def _swap(self, rounds: np.ndarray, rng: np.random.Generator) -> None:
-        """Swap samples that share a batch with a twin with others, while that leaves fewer such meetings.
+        """Swap samples that share a batch with a duplicate with others, while that leaves fewer such meetings.
 
         Where the groups of texts and of images cross, dealing keeps apart only those of one kind. Groups larger than
         the number of batches meet anyway: they stay even, since their samples are swapped only among themselves.
         """
-        twins, size = self.twins, self.num_batches
-        batch_of = np.full(twins.num_pairs, -1, np.int32)
+        duplicates, size = self.duplicates, self.num_batches
+        batch_of = np.full(duplicates.num_pairs, -1, np.int32)
         for samples in rounds:
             batch_of[samples] = np.arange(size, dtype=np.int32)
-        has_room = np.append(twins.sizes_among(batch_of >= 0) <= size, True)  # also for the label -1
+        has_room = np.append(duplicates.sizes_among(batch_of >= 0) <= size, True)  # also for the label -1
 
         def large_group(sample: int) -> int:
-            label = twins.labels[sample]
+            label = duplicates.labels[sample]
             return -1 if has_room[label] else label
 
         def meetings(sample: int) -> int:
-            groups = twins.groups_of(sample)
-            return sum(int((batch_of[twins.group(g)] == batch_of[sample]).sum()) - 1 for g in groups if has_room[g])
+            groups = [duplicates.group(g) for g in duplicates.groups_of(sample) if has_room[g]]
+            return sum(int((batch_of[group] == batch_of[sample]).sum()) - 1 for group in groups)
 
-        met = np.unique(twins.members[twins.meetings(batch_of, twins.is_crossing & has_room[:-1])])
+        met = np.unique(duplicates.members[duplicates.meetings(batch_of, duplicates.is_crossing & has_room[:-1])])
         waiting, tries = deque(rng.permutation(met).tolist()), min(TRIES * len(met), MOST_TRIES)
         while waiting and tries > 0:
             sample = waiting.popleft()

@@ -17,7 +17,7 @@ from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
 from modeling_clip_moe.families import longest_text
 from records.intervals import score_reach
 from records.markdown import code, escape, one_line
-from records.provenance import Record
+from records.provenance import Record, duplicates_line
 from records.result_schema import ExpertSummary
 
 TEMPLATE = Path(__file__).parents[2] / "model_cards" / "template.md"
@@ -168,11 +168,7 @@ def _stage_row(record: Record) -> tuple[str, str]:
     what = f"{stage.get('stage')}: {does}" if does else str(stage.get("stage"))
     settings = [f"{name} {value}" for name, value in shown.items()]
     if record.duplicates and record.duplicates["shuffled"]:
-        shuffled, left = record.duplicates["shuffled"], record.duplicates["left"]
-        handled = {"positive": "positives of each other", "negative": "negatives of each other"}
-        apart = "kept apart" + f" but for {left:.1%}, positives of each other" * (left > 0)
-        handled = handled.get(stage.get("duplicates"), apart)
-        settings.append(f"in shuffled batches, {shuffled:.1%} of the pairs share a text or image: {handled}")
+        settings.append(duplicates_line(record.duplicates, stage["duplicates"]))
     return what, ", ".join(settings)
 
 

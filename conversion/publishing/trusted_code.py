@@ -18,7 +18,7 @@ import modeling_clip_moe
 from conversion.checkpoints import KERNELS
 from modeling_clip_moe import CLIPMoDEConfig
 from modeling_clip_moe.families import FAMILIES
-from records.files import files_below, read_json
+from records.files import files_in, read_json
 
 CODE = {path.name: path for path in Path(modeling_clip_moe.__file__).parent.glob("*.py")}
 OUR_CONFIGS = {CLIPMoDEConfig.model_type: CLIPMoDEConfig} | {
@@ -95,7 +95,8 @@ def named_code(settings: Any) -> list[str]:
 
 
 def _files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
-    return sorted(path for path in files_below(folder) if any(fnmatch(path.name, pattern) for pattern in patterns))
+    paths = (folder / path for path in files_in(folder, hidden=True))
+    return sorted(path for path in paths if any(fnmatch(path.name, pattern) for pattern in patterns))
 
 
 def _without_foreign_code(settings: Any, path: Path, where: str = "") -> tuple[Any, list[str]]:

@@ -8,13 +8,12 @@ choices have captions of which the first is right, and may have an `attribute`. 
 import csv
 import glob
 import json
-import os
 import re
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, ClassVar, Literal
 
 from datasets import Dataset
@@ -26,11 +25,13 @@ from data.pairs import rename_columns, select_columns
 from data.sources import DataArguments, open_rows
 from evaluation.class_names import in_order
 from evaluation.results import content_hash
-from records.files import read_json, read_text
+from records.files import files_in, read_json, read_text
 
 # Beside the data, as CLIP_benchmark has them
 CLASSES, TEMPLATES = "classnames.txt", "zeroshot_classification_templates.txt"
 SHARD_IMAGES = ("webp", "png", "jpg", "jpeg")  # suffixes of images in CLIP_benchmark's shards
+# What rows of a copy that is not as it should be may raise
+FAULTS = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError, csv.Error)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,19 +97,9 @@ class Layout(ABC):
         """The rows of a split."""
 
 
-# What rows of a copy that is not as it should be may raise
-FAULTS = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError, csv.Error)
-
-
 def images_in(folder: Path) -> list[Path]:
     """The images in a folder and in those within it, in order, as torchvision walks."""
-    files = [Path(root, name) for root, _, names in os.walk(folder, followlinks=True) for name in names]
-    hidden = re.compile(r"(.*/)?(\.|__MACOSX)")
-    return [
-        file
-        for file in sorted(files)
-        if file.suffix.lower() in PICTURES and not hidden.match(file.relative_to(folder).as_posix())
-    ]
+    return sorted(folder / path for path in files_in(folder) if PurePath(path).suffix.lower() in PICTURES)
 
 
 def by_name(images: Iterable[Path], folder: Path) -> dict[str, Path]:

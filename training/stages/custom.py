@@ -11,6 +11,7 @@ import re
 import sys
 import traceback
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from training.settings import STRICT
 from training.stages.base import Stage
 
 IMPORTLIB = importlib.__file__
-# This repository's, whose commit is in each record
+# This repository's packages, whose commit is in each record, and Python's own
 PACKAGES = {"benchmarks", "conversion", "data", "evaluation", "model_cards", "modeling_clip_moe", "records", "training"}
+OURS = {*PACKAGES, *sys.stdlib_module_names, "builtins"}
 
 
 def import_stage(stage: str) -> type[Stage]:
@@ -46,12 +48,10 @@ def import_stage(stage: str) -> type[Stage]:
 @functools.cache
 def own_stage(stage: type[Stage]) -> dict[str, Any]:
     """What a record has of a stage outside of this package, `code` and `own`; nothing of one within."""
-    ours = __name__.split(".")[0], "builtins"
-    ours = {*ours, *sys.stdlib_module_names}
-    own = [parent for parent in reversed(stage.__mro__) if parent.__module__.split(".")[0] not in ours]
+    own = [parent for parent in reversed(stage.__mro__) if parent.__module__.split(".")[0] not in OURS]
     if not own:
         return {}
-    modules = {name: path for parent in own for name, path in _with_imports(parent.__module__).items()}
+    modules = {name: path for parent in own for name, path in _with_imports(parent.__module__, stage).items()}
     code = {name: file_digest(modules[name]) for name in sorted(modules)}
     annotated = {name for parent in own for name in inspect.get_annotations(parent)}
     text = " ".join((stage.__doc__ or "").split())
@@ -62,14 +62,16 @@ def own_stage(stage: type[Stage]) -> dict[str, Any]:
     return {"code": code, "own": OwnStage(does=sentence[0] if sentence else text, settings=settings)}
 
 
-def _with_imports(name: str) -> dict[str, Path]:
+def _with_imports(name: str, stage: type[Stage]) -> dict[str, Path]:
     """The files of a module and of those that it imports of the same package, from beside it or from the working
-    folder; and so on."""
-    package, folders = name.split(".")[0], (Path(sys.modules[name].__file__).parent, Path.cwd())
-    found, waiting = {}, [name]
+    folder; and so on. Of a library that a stage inherits from, the one file."""
+    package, file = name.split(".")[0], Path(sys.modules[name].__file__)
+    if package != stage.__module__.split(".")[0] and "site-packages" in file.parts:
+        return {name: file}
+    folders, found, waiting = (file.parent, Path.cwd()), {}, [name]
     while waiting:
         name = waiting.pop()
-        if name in found or name.split(".")[0] in {*PACKAGES, *sys.stdlib_module_names}:
+        if name in found or name.split(".")[0] in OURS:
             continue
         path = _file_of(name)
         is_own = path is not None and any(path.is_relative_to(folder) for folder in folders)
@@ -80,12 +82,21 @@ def _with_imports(name: str) -> dict[str, Path]:
 
 
 def _file_of(name: str) -> Path | None:
-    """The Python file of a module, which need not be imported yet: stages import what is heavy when they run."""
-    try:
-        spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError, AttributeError):  # a name within a module, say
-        return None
+    """The Python file of a module, if it has one."""
+    spec = _spec(name)
     return Path(spec.origin) if spec is not None and (spec.origin or "").endswith(".py") else None
+
+
+def _spec(name: str) -> ModuleSpec | None:
+    """As `importlib.util.find_spec`, but without importing the package: stages import late what is heavy."""
+    if name in sys.modules:
+        return sys.modules[name].__spec__
+    package, _, _ = name.rpartition(".")
+    if not package:
+        return PathFinder.find_spec(name)
+    parent = _spec(package)
+    folders = parent and parent.submodule_search_locations
+    return PathFinder.find_spec(name, folders) if folders else None  # not what a module holds
 
 
 def _imports(name: str, path: Path) -> Iterator[str]:

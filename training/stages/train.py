@@ -37,10 +37,11 @@ from modeling_clip_moe.configuration_clip_moe import embedding_size
 from modeling_clip_moe.sparse_moe import CLIPMoERouter, CLIPMoESparseMoeBlock
 from records.files import save
 from records.messages import join_names, warn_once
-from records.provenance import CHECKPOINTS, LOG
+from records.provenance import CHECKPOINTS, LOG, duplicates_line
 from training.clusters import FeatureClusters, load_clusters
 from training.context import Context
 from training.contrastive_task import ContrastiveTask, drop_activations
+from training.duplicates import Duplicates
 from training.engine import LoopSettings, train
 from training.estimates import (
     AtMost,
@@ -69,14 +70,7 @@ from training.samplers import (
 from training.scores import Evaluation, Scores
 from training.settings import STRICT, Reads
 from training.stages.base import Data, Model, NumberedData, Stage, Trained, inherited, named_errors
-from training.twins import Twins
 
-# What those that share a batch are to each other
-DUPLICATES = {
-    "separate": "positives of each other",
-    "positive": "positives of each other",
-    "negative": "negatives of each other",
-}
 # Pairs whose texts are all compared for --plan
 COUNTED = 100_000
 
@@ -259,9 +253,9 @@ class TrainStage(RouterSettings, StepsStage):
     # Random crops; None: images are resized and cropped in their center.
     augmentation: Augmentation | None = None
 
-    # What happens to duplicates, pairs with the same text or image. "separate": no batch has two of them where that can
-    # be, and those that share one are positives of each other; a stream cannot separate them. "positive": batches are
-    # shuffled, and duplicates are positives of each other. "negative": they are negatives, as in the papers.
+    # What happens to duplicates, pairs with the same text or image. "separate": they are kept out of the same batch
+    # where possible, and those left count as positives; of a stream all are left. "positive": batches are shuffled,
+    # and duplicates count as positives. "negative": they count as negatives, as in the papers.
     duplicates: Literal["separate", "positive", "negative"] = "separate"
 
     # The contrastive loss: "softmax" is CLIP's, "sigmoid" SigLIP's (arXiv:2303.15343), which needs a model with a
@@ -313,15 +307,15 @@ class TrainStage(RouterSettings, StepsStage):
 
     def batch_sampler(
         self, rows: Rows, share: Share, inputs: SimpleNamespace, context: Context
-    ) -> DistributedBatchSampler | None:
-        """Which pairs make a batch; None: all pairs, shuffled.
+    ) -> DistributedBatchSampler:
+        """Which pairs make a batch: by default all pairs, shuffled. A stream is not asked.
 
         Args:
             rows: of `choose_pairs`; a sampler gives positions in them.
             share: how large the batches are and which part of them is this process's.
             inputs, context: see `Stage.run`.
         """
-        return None
+        return GlobalBatchSampler(len(rows), *share)
 
     def contrastive_loss(
         self,
@@ -398,8 +392,8 @@ class TrainStage(RouterSettings, StepsStage):
             rows = load_pairs(readable, images=False).remove_columns("image")
         except (OSError, ValueError):  # a fault that is told elsewhere
             return
-        shares = self._keep_apart(Twins.of(rows, None), GlobalBatchSampler(len(rows), batch))
-        yield self._tell_duplicates(shares, "text")
+        shares = self._keep_apart(Duplicates.of(rows, None), GlobalBatchSampler(len(rows), batch))
+        yield duplicates_line(shares, self.duplicates, "text")
 
     def task(self, model: PreTrainedModel) -> ContrastiveTask:
         if self.expert_dropout is not None:
@@ -416,15 +410,14 @@ class TrainStage(RouterSettings, StepsStage):
         accelerator = context.new_accelerator()
         share = self._share(accelerator, context)
         rows = self.load_pairs(inputs, context)
-        twins, sampler, shares = None, self.batch_sampler(rows, share, inputs, context), None
+        duplicates, sampler, shares = None, None, None
         is_negative = self.duplicates == "negative"
         # Images are read only where they matter, and not of shards at whose images nobody is to look
         texts_alone = is_negative or self.data.indexed
         if not self.data.streaming:
-            twins = context.twins(rows.remove_columns("image") if texts_alone else rows, processor.tokenizer)
-            sampler = sampler or GlobalBatchSampler(len(rows), *share)
-            shares = self._keep_apart(twins, sampler)
-        keys = None if is_negative else np.empty(0, np.int64) if twins is None else twins.images
+            duplicates = context.duplicates(rows.remove_columns("image") if texts_alone else rows, processor.tokenizer)
+            sampler = self.batch_sampler(rows, share, inputs, context)
+            shares = self._keep_apart(duplicates, sampler)
         loader = PairLoader(
             rows,
             processor,
@@ -434,42 +427,32 @@ class TrainStage(RouterSettings, StepsStage):
             self.caption_weights,
             self._hidden_states(model, rows, inputs, context),
             self.augmentation,
-            keys,
+            with_keys=not is_negative,
+            image_keys=duplicates and duplicates.images,
         )
         if accelerator.is_main_process:
             with reading(self.data):
                 loader.report_captions()
-            print(f"{self.name}: {self._tell_duplicates(shares, 'text' if texts_alone else 'text or image')}")
+            print(
+                f"{self.name}: {duplicates_line(shares, self.duplicates, 'text' if texts_alone else 'text or image')}"
+            )
         self.train_model(model, processor, loader, accelerator, context, directory, self.evaluation)
         return None if shares is None else Trained(len(rows), shares)
 
-    def _keep_apart(self, twins: Twins, sampler: DistributedBatchSampler) -> dict[str, float]:
+    def _keep_apart(self, duplicates: Duplicates, sampler: DistributedBatchSampler) -> dict[str, float]:
         """Let a sampler keep duplicates apart if this stage does, and count them in its first epoch: for the record."""
         batches = sampler.all_batches()
-        shuffled = left = twins.share_in(batches)
-        if self.duplicates == "separate" and len(twins.members):
-            sampler.twins = twins
+        shuffled = left = duplicates.share_in(batches)
+        if self.duplicates == "separate" and len(duplicates.members):
+            sampler.duplicates = duplicates
             batches = sampler.all_batches()
-            left = twins.share_in(batches)
-        if self.duplicates != "negative" and all(twins.are_of_one_group(batch) for batch in batches):
+            left = duplicates.share_in(batches)
+        if self.duplicates != "negative" and all(duplicates.are_of_one_group(batch) for batch in batches):
             raise ValueError(
-                f"{self.name}.data: in every batch, all pairs have the same text or image, so that none is told from "
-                "another. Take pairs with more captions, or larger clusters"
+                f"{self.name}.data: in every batch, all pairs have the same text or image, so there are no negatives "
+                "to learn from. Use data with more captions, or larger clusters"
             )
         return {"shuffled": round(float(shuffled), 4), "left": round(float(left), 4)}
-
-    def _tell_duplicates(self, shares: dict[str, float] | None, what: str) -> str:
-        """A line for the log. `what` was compared: texts, or also images."""
-        if shares is None:
-            return f"a stream: pairs with the same text or image may share a batch ({DUPLICATES[self.duplicates]})"
-        if not any(shares.values()):
-            return f"no two pairs of a batch have the same {what}"
-        met = f"in shuffled batches, {shares['shuffled']:.1%} of the pairs have the same {what} as another one"
-        if self.duplicates != "separate":
-            return f"{met} ({DUPLICATES[self.duplicates]})"
-        if not shares["left"]:
-            return f"{met}: kept apart"
-        return f"{met}: kept apart where possible, {shares['left']:.1%} still do ({DUPLICATES['separate']})"
 
     def problems(self, inputs: SimpleNamespace) -> Iterator[tuple[str, str]]:
         yield from super().problems(inputs)
@@ -560,7 +543,7 @@ class TrainStage(RouterSettings, StepsStage):
             model.logit_bias.requires_grad_(False)  # which this loss does not have
             if not any(parameter.requires_grad for parameter in model.parameters()):
                 raise ValueError("the softmax loss has no logit_bias, and nothing else trains (trainable)")
-        tell_equal_experts(model)
+        warn_of_equal_experts(model)
 
     def trained_model(self, inputs: SimpleNamespace) -> PreTrainedModel:
         if self.lora is None:
@@ -586,7 +569,7 @@ class TrainStage(RouterSettings, StepsStage):
         return HiddenStates(Path(inputs.hidden_states), model, fingerprint, captions)
 
 
-def tell_equal_experts(model: PreTrainedModel) -> None:
+def warn_of_equal_experts(model: PreTrainedModel) -> None:
     """Warns of routers that train between experts that are equal and stay so, as after upcycling."""
     in_vain = []
     for name, block in model.named_modules():

@@ -1,7 +1,7 @@
-"""Twins: pairs of a dataset that have a text or an image in common.
+"""Duplicates: pairs of a dataset that have a text or an image in common.
 
 In a batch with both, the text of one is right for the image of the other. A loss that takes it for a negative teaches
-what is wrong, so `training.samplers` keeps twins apart, and `training.losses` counts those that meet as right.
+what is wrong, so `training.samplers` keeps duplicates apart, and `training.losses` counts those that meet as positives.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.identity import image_digests
 from data.pairs import present_captions
-from data.tokenizer import read_texts
+from data.tokenizer import tokenize
 
 # More texts are compared word by word in lower case: to tokenize them would take minutes
 TOKENIZED = 1_000_000
@@ -29,8 +29,11 @@ def text_keys(texts: list[str], tokenizer: PreTrainedTokenizerBase | None) -> np
     if tokenizer is None:
         words = [" ".join(text.lower().split()).encode(errors="surrogatepass") for text in texts]
         return np.array([_number(hashlib.blake2b(word, digest_size=8).digest()) for word in words], np.int64)
-    different = list(dict.fromkeys(texts))
-    keys = dict(zip(different, map(_number, read_texts(tokenizer, different).digests), strict=True))
+    different, keys = list(dict.fromkeys(texts)), {}
+    for start in range(0, len(different), AT_ONCE):
+        part = different[start : start + AT_ONCE]
+        read = token_keys(**tokenize(tokenizer, part), end=tokenizer.eos_token_id)
+        keys.update(zip(part, read.tolist(), strict=True))
     return np.fromiter(map(keys.__getitem__, texts), np.int64, len(texts))
 
 
@@ -57,11 +60,11 @@ def _number(digest: bytes) -> int:
     return int.from_bytes(digest[:8], "little", signed=True)
 
 
-class Twins:
+class Duplicates:
     """Which pairs of a dataset have a text or an image in common.
 
     A group has all pairs of one text or of one image. The number of a pair's largest group is its `label`, or -1 where
-    it has no twin.
+    it has no duplicate.
 
     Args:
         images: (pairs,) of int64, equal for equal images.
@@ -87,7 +90,7 @@ class Twins:
         self.labels = np.append(np.cumsum(kept, dtype=np.int32) - 1, np.int32(-1))[self.labels]
 
     @classmethod
-    def of(cls, rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase | None) -> "Twins":
+    def of(cls, rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase | None) -> "Duplicates":
         """Those of a dataset with the columns `image` and `caption`, all of which are read. It may have no images."""
         if isinstance(rows.features.get("image"), datasets.Image):
             rows = rows.cast_column("image", datasets.Image(decode=False))
@@ -105,13 +108,13 @@ class Twins:
         return cls(numbers, np.concatenate(texts), pair_of)
 
     def share_in(self, batches: Sequence[np.ndarray]) -> float:
-        """The share of the pairs of batches that have a twin in theirs."""
+        """The share of the pairs of batches that have a duplicate in theirs."""
         batch_of = np.full(self.num_pairs, -1, np.int32)
         for number, batch in enumerate(batches):
             batch_of[batch] = number
-        has_twin = np.zeros(self.num_pairs, bool)
-        has_twin[self.members[self.meetings(batch_of, np.ones(len(self.sizes), bool))]] = True
-        return has_twin.sum() / max((batch_of >= 0).sum(), 1)
+        has_duplicate = np.zeros(self.num_pairs, bool)
+        has_duplicate[self.members[self.meetings(batch_of, np.ones(len(self.sizes), bool))]] = True
+        return has_duplicate.sum() / max((batch_of >= 0).sum(), 1)
 
     def group(self, number: int) -> np.ndarray:
         """The pairs of a group."""
