@@ -51,12 +51,16 @@ def dispatch(expert_ids: torch.Tensor, num_experts: int) -> Dispatch:
         expert_ids: (T, K), the experts of each token, best first; E, the number of experts, stands for none.
         num_experts: E.
     """
-    order, _, counts = _sort(expert_ids, num_experts, num_groups=1)
+    order, _, counts = _sort(expert_ids, num_experts)
     return Dispatch(order, counts[:num_experts, 0])
 
 
 def dispatch_within_capacity(
-    expert_ids: torch.Tensor, num_experts: int, capacity_factor: float, num_groups: int = 1
+    expert_ids: torch.Tensor,
+    num_experts: int,
+    capacity_factor: float,
+    num_groups: int = 1,
+    priorities: torch.Tensor | None = None,
 ) -> tuple[Dispatch, torch.Tensor]:
     """
     The rows of the choices that find room at their expert. Of a group with N tokens that are not padding, an expert
@@ -68,12 +72,13 @@ def dispatch_within_capacity(
         num_experts: E.
         capacity_factor: C. With K choices a token and perfect balance, C = K drops nothing.
         num_groups: how many groups of consecutive tokens, each of the same length, have a capacity of their own.
+        priorities: (T, K), by which an expert takes the largest first; ties are in the order above. None: that order.
 
     Returns:
         The rows, and which choices they are: (T, K) of bool, False for a choice that is dropped and for padding.
     """
     num_tokens, top_k = expert_ids.shape
-    order, queue, counts = _sort(expert_ids, num_experts, num_groups)
+    order, queue, counts = _sort(expert_ids, num_experts, num_groups, priorities)
     tokens = (expert_ids[:, 0] < num_experts).view(num_groups, -1).sum(dim=-1)
     factor = Fraction(str(capacity_factor)).limit_denominator(10**6)  # of 4 / 3, products of more digits overflow
     divisor = factor.denominator * num_experts
@@ -98,6 +103,7 @@ def expert_capacity_mask(
     capacity_factor: float,
     mask: torch.Tensor | None = None,
     num_groups: int = 1,
+    priorities: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """
     Which choices find room at their expert: see `dispatch_within_capacity`.
@@ -105,17 +111,19 @@ def expert_capacity_mask(
     Args:
         top_k_index: (B, S, K), the experts of each token, best first.
         mask: (B, S), 1 for a token and 0 for padding, which takes no room.
+        priorities: (B, S, K).
 
     Returns:
         `torch.Tensor`: (B, S, K) of bool, False for a choice that is dropped and for padding.
     """
     ids = top_k_index if mask is None else top_k_index.masked_fill(~mask.bool()[..., None], num_experts)
-    _, kept = dispatch_within_capacity(ids.flatten(0, 1), num_experts, capacity_factor, num_groups)
+    priorities = None if priorities is None else priorities.flatten(0, 1)
+    _, kept = dispatch_within_capacity(ids.flatten(0, 1), num_experts, capacity_factor, num_groups, priorities)
     return kept.view_as(ids)
 
 
 def _sort(
-    expert_ids: torch.Tensor, num_experts: int, num_groups: int
+    expert_ids: torch.Tensor, num_experts: int, num_groups: int = 1, priorities: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """
     Order, the queue of each row and the counts (E + 1, groups) of the queues. An expert has one for each group, with
@@ -124,7 +132,13 @@ def _sort(
     groups = torch.arange(num_groups, device=expert_ids.device).repeat_interleave(expert_ids.shape[0] // num_groups)
     queue = (expert_ids.T * num_groups + groups).flatten()
     counts = queue.new_zeros((num_experts + 1) * num_groups).scatter_add(0, queue, torch.ones_like(queue))
-    queue, order = queue.int().sort(stable=True)  # half the digits, half the time
+    keys = queue.int()  # half the digits, half the time
+    if priorities is None:
+        queue, order = keys.sort(stable=True)
+    else:
+        first = priorities.T.flatten().argsort(descending=True, stable=True)
+        queue, place = keys[first].sort(stable=True)
+        order = first[place]
     return order, queue, counts.view(num_experts + 1, num_groups)
 
 

@@ -215,6 +215,7 @@ class CLIPMoERouter(nn.Module):
         with maybe_autocast(device_type=hidden_states.device.type, enabled=False):
             logits = F.linear(hidden_states.float(), self.weight.float())  # (B, S, E)
         weights, ids = logits.softmax(dim=-1).topk(config.num_experts_per_tok, dim=-1)  # (B, S, K)
+        priorities = weights.flatten(0, 1) if config.token_drop_policy == "probs" else None
         is_forced = self.forced_expert is not None
         if is_forced:
             weights = weights.sum(dim=-1, keepdim=True)  # (B, S, 1)
@@ -230,7 +231,9 @@ class CLIPMoERouter(nn.Module):
             rows = dispatch(ids.flatten(0, 1), config.num_experts)
         else:
             num_groups = _count_groups(ids.shape[0], config.capacity_group_size)
-            rows, kept = dispatch_within_capacity(ids.flatten(0, 1), config.num_experts, capacity_factor, num_groups)
+            rows, kept = dispatch_within_capacity(
+                ids.flatten(0, 1), config.num_experts, capacity_factor, num_groups, priorities
+            )
             ids = ids.masked_fill(~kept.view_as(ids), config.num_experts)
         weights = weights * (ids < config.num_experts)
         if config.norm_topk_prob and not config.norm_before_capacity and not is_forced:
