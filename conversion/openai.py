@@ -151,8 +151,9 @@ def unwrapped(content: Any, archive: Path) -> dict[str, Tensor]:
         raise ValueError(f"{archive} is not a state dict: it holds {held if plain else 'no tensors by name'}")
     if not plain:
         return tensors  # in other naming
-    for name in sorted(models.difference(plain).union(filter(_is_average, content))):
-        print(f"warning: {archive}: {name.rstrip('.')} is passed over", file=sys.stderr)
+    passed_over = {name.partition(".")[0] for name in [*models.difference(plain), *filter(_is_average, content)]}
+    for name in sorted(name for name in passed_over if not plain[0].startswith(name)):
+        print(f"warning: {archive}: {name} is passed over", file=sys.stderr)
     others = tuple(models.difference(plain))
     state = {name.removeprefix(plain[0]): tensor for name, tensor in tensors.items() if name.startswith(plain[0])}
     state = {name: tensor for name, tensor in state.items() if not others or not name.startswith(others)}

@@ -82,10 +82,10 @@ def warn_of_unread(folder: str, paths: list[str]) -> None:
 
 
 def is_picture(path: str) -> bool:
-    """By its ending, or without one by its first bytes."""
+    """By its ending, or without one by its first bytes. A link to nothing is none."""
     suffix = PurePath(path).suffix.lower()
     if suffix:
-        return suffix in PICTURES
+        return suffix in PICTURES and os.path.exists(path)
     try:
         with PIL.Image.open(path, formats=FORMATS[:-1]):  # TGA takes anything
             return True
@@ -187,6 +187,10 @@ def _read(
         by_name = _texts(folder, paths)
         texts = [by_name.get(_same(os.path.splitext(file)[0])) for file in files]
         if any(texts):
+            if not all(texts):
+                lacking = [file for file, text in zip(files, texts, strict=True) if not text]
+                number = f"{len(lacking)} of {len(files)} pictures"
+                warn_once(logger, f"{number} have no text beside them, such as {lacking[0]}")
             columns["caption"] = [text and text_of(Path(text).read_bytes(), text) for text in texts]
         if labels:
             columns["label"] = [labels[path] for path in pictures]

@@ -9,6 +9,7 @@ import re
 import sys
 import textwrap
 import tokenize
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -39,6 +40,7 @@ MANY = 1000
 # Letters of a path
 MOST_LETTERS = 1000
 # Columns of images as plain bytes
+TEXTS = datasets.List(datasets.Value("string"))
 BYTES = [datasets.Value(kind) for kind in ("binary", "large_binary", "binary_view")]
 # What stands for a missing caption, as pandas reads a table
 MISSING = {"NA", "N/A", "n/a", "NULL", "null", "None", "NaN", "nan", "-nan", "-NaN", "<NA>", "#N/A", "#NA"}
@@ -56,10 +58,19 @@ def load_pairs(arguments: DataArguments, images: bool = True) -> Rows:
     """
     if arguments.source in WORLDS:
         return _draw(arguments, arguments.captions)
-    rows = select_columns(open_rows(arguments), arguments)
+    rows = with_class_names(select_columns(open_rows(arguments), arguments))
     if arguments.streaming:
         return rows
     return readable_pairs(rows, arguments, images)[0]
+
+
+def with_class_names(rows: Rows) -> Rows:
+    """Rows whose captions are the names of classes where they were their numbers, with blanks for underscores."""
+    feature = (rows.features or {}).get("caption")
+    if not isinstance(feature, datasets.ClassLabel):
+        return rows
+    names = [name.replace("_", " ") for name in feature.names]
+    return _with_captions(rows, lambda row: {"caption": names[row["caption"]]}, datasets.Value("string"))
 
 
 def caption_columns(arguments: DataArguments, columns: Iterable[str]) -> datasets.Dataset:
@@ -157,14 +168,23 @@ def rename_columns(rows: Rows, wanted: dict[str, str], arguments: DataArguments,
 
     def whole(image: str | dict | None) -> str | dict | None:
         if isinstance(image, str):
-            return os.path.join(root, image)
+            return _file_in(root, image)
         missing = image is None or image["path"] is None
-        return image if missing or image["bytes"] is not None else {**image, "path": os.path.join(root, image["path"])}
+        return image if missing or image["bytes"] is not None else {**image, "path": _file_in(root, image["path"])}
 
     def with_root(batch: dict[str, list]) -> dict[str, list]:
         return {name: [*map(whole, batch[name])] for name in images}
 
     return mapped(rows, with_root, batched=True, features=rows.features)
+
+
+def _file_in(root: str, name: str) -> str:
+    """The path of a file, whose name may be in another Unicode form on disk: macOS takes letters apart."""
+    path = os.path.join(root, name)
+    if name.isascii() or os.path.exists(path):
+        return path
+    forms = (os.path.join(root, unicodedata.normalize(form, name)) for form in ("NFC", "NFD"))
+    return next(filter(os.path.exists, forms), path)
 
 
 def _split_lines(rows: Rows) -> Rows:
@@ -198,9 +218,9 @@ def _with_lists(rows: Rows) -> Rows:
     return _with_captions(rows, as_list)
 
 
-def _with_captions(rows: Rows, function: Callable[[dict[str, Any]], dict[str, list[str]]]) -> Rows:
-    """Rows with other captions, several for each."""
-    captions = datasets.Features({"caption": datasets.List(datasets.Value("string"))})
+def _with_captions(rows: Rows, function: Callable[[dict[str, Any]], dict[str, Any]], feature: Any = TEXTS) -> Rows:
+    """Rows with other captions, by default several for each."""
+    captions = datasets.Features({"caption": feature})
     if isinstance(rows, datasets.IterableDataset):
         return rows.map(function, features=rows.features and datasets.Features(rows.features | captions))
     texts = mapped(rows.select_columns("caption"), function, features=captions)
@@ -378,7 +398,10 @@ def judge(bad: int, total: int, first: str, arguments: DataArguments, quiet: boo
     """Report skipped pairs, or refuse them."""
     share = f"{bad} of {total} pairs of {arguments.source} cannot be used; the first is {' '.join(first.split())}"
     if bad > arguments.max_unreadable * total:
-        raise ValueError(f"{share}. More than max_unreadable = {arguments.max_unreadable:.0%} is an error")
+        raise ValueError(
+            f"{share}. More than max_unreadable = {arguments.max_unreadable:.0%} is an error: mend or remove them, or "
+            "for training raise data.max_unreadable"
+        )
     if not quiet:
         logger.warning("%s. They are skipped", share)
 

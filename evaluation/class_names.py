@@ -54,6 +54,8 @@ def labeled_rows(
     else:
         classes = own if classes is None else list(of_ids.values()) or classes
         names = _named_labels(labels, feature, column, classes)
+    if as_prompts:  # of folders, red_circle
+        names, classes = ([name.replace("_", " ") for name in of] for of in (names, classes))
     return rows.remove_columns("caption").add_column("caption", names, feature=Value("string")), classes
 
 

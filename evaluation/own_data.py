@@ -14,7 +14,7 @@ from pydantic import ConfigDict, Field, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
 
 from data.identity import identity
-from data.pairs import load_pairs, one_row_an_image, readable_pairs, rename_columns, select_columns
+from data.pairs import load_pairs, one_row_an_image, readable_pairs, rename_columns, select_columns, with_class_names
 from data.sources import DataArguments, Rows, open_rows, opened_once
 from data.splits import common_rows, named_split
 from data.worlds import WORLDS
@@ -112,7 +112,8 @@ def retrieval_task(arguments: DataArguments) -> Task:
     def load():
         if arguments.source in WORLDS:
             return load_pairs(arguments), 0
-        rows, skipped = readable_pairs(select_columns(open_rows(arguments), arguments), arguments)
+        rows = with_class_names(select_columns(open_rows(arguments), arguments))
+        rows, skipped = readable_pairs(rows, arguments)
         captions = [] if arguments.captions_per_line else rows["caption"]
         number = sum(isinstance(caption, str) and len(caption.strip().splitlines()) > 1 for caption in captions)
         if number > len(captions) / 2:

@@ -164,7 +164,7 @@ def model_fingerprint(model: str, patterns: Sequence[str] = EVERYTHING) -> str:
             raise FileNotFoundError(
                 f"{model} is no folder, and no model that can be had from the Hub: {error}"
             ) from error
-    names = map(Path, files_in(path, hidden=True))
+    names = (Path(name) for name in files_in(path, hidden=True) if (path / name).is_file())
     files = {path / name for name in names if any(_matches(name, pattern) for pattern in patterns)}
     return digest({file for file in files if path / CHECKPOINTS not in file.parents}, path)
 

@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import json
+import unicodedata
 from pathlib import Path
 
 import datasets
@@ -228,6 +229,13 @@ def test_lines_that_cannot_be_read_are_named_and_count_as_missing(tmp_path, capl
         assert f"pairs.{name}: lines {unread} cannot be read and count as missing" in caplog.text
         with pytest.raises(ValueError, match=f"{number} of {read + number} pairs"):
             load_pairs(DataArguments(**source))
+
+
+def test_names_of_files_in_another_form_of_unicode(tmp_path):
+    picture(0).save(tmp_path / unicodedata.normalize("NFD", "café.png"))
+    (tmp_path / "pairs.csv").write_text(f"image,caption\n{unicodedata.normalize('NFC', 'café.png')},coffee\n")
+    source = DataArguments(source=str(tmp_path / "pairs.csv"), image_root=str(tmp_path))
+    assert load_pairs(source)["caption"] == ["coffee"]
 
 
 def test_a_column_split_has_splits(tmp_path, caplog):

@@ -115,6 +115,7 @@ trained.global_entropy_coef: {text: 1} -> trained: global_entropy_coef is for te
 trained.global_entropy_min_experts: {text: 2} -> trained: global_entropy_coef is for no tower, but *min_experts for text
 trained.global_entropy_min_experts: {text: 5}, trained.global_entropy_coef: {text: 1} -> *text: 5 of 2 experts
 trained.local_entropy_coef: {text: 1}, sparse.towers: [vision] -> trained.*.text: that tower has no sparse layers: leave
+trained.trainable: router, sparse.changes: {num_experts: 1, num_experts_per_tok: 1} -> trained.trainable: routers would
 trained.trainable: nothing => *'nothing' is found in no parameter's name
 sparse.changes: {num_experts_per_tok: 1, norm_topk_prob: true} -> trained.trainable: routers would follow their balance
 

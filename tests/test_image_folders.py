@@ -6,11 +6,13 @@ import unicodedata
 
 import datasets
 import pytest
+from PIL import Image
 from tiny_sources import png
 
 from data.image_folders import open_folder
 from data.pairs import load_pairs
 from data.sources import DataArguments, open_rows
+from evaluation.own_data import zero_shot_task
 
 
 def write(folder, *names, text=None):
@@ -117,13 +119,31 @@ def test_links_to_each_other_end(tmp_path, caplog):
 
 def test_pictures_by_what_they_are(tmp_path, caplog):
     write(tmp_path, "1.PNG", "without_an_ending", ".hidden.png", "__MACOSX/2.png")
+    Image.new("RGB", (8, 8)).save(tmp_path / "3.avif")
     write(tmp_path, "README", "notes.pdf", "Thumbs.db", text=b"no picture")
-    assert names(tmp_path, open_folder(tmp_path)["train"]) == ["1.PNG", "without_an_ending"]
+    assert names(tmp_path, open_folder(tmp_path)["train"]) == ["1.PNG", "3.avif", "without_an_ending"]
     assert "3 files are not read (1 without an ending, 1 .db, 1 .pdf), such as README" in caplog.text
     (tmp_path / "none").mkdir()
     write(tmp_path / "none", "a.txt", text=b"a")
     with pytest.raises(ValueError, match="none has no pictures of the formats .*PNG"):
         open_folder(tmp_path / "none")
+
+
+def test_links_to_nothing_are_not_read(tmp_path, caplog):
+    write(tmp_path, "a.png")
+    (tmp_path / "b.png").symlink_to(tmp_path / "gone.png")
+    (tmp_path / "metadata.csv").write_text("file_name,caption\na.png,one\nb.png,two\n")
+    assert load_pairs(DataArguments(source=str(tmp_path), max_unreadable=0.5))["caption"] == ["one"]
+    assert "1 file is not read (1 .png), such as b.png" in caplog.text and "1 of 2 pairs" in caplog.text
+
+
+def test_classes_are_captions(tmp_path):
+    write(tmp_path, "red_circle/1.png", "star/2.png")
+    for streaming in (False, True):
+        rows = load_pairs(DataArguments(source=str(tmp_path), caption_column="label", streaming=streaming))
+        assert [row["caption"] for row in rows] == ["red circle", "star"]
+    task = zero_shot_task(DataArguments(source=str(tmp_path), caption_column="label"), ["a {}"])
+    assert list(task.classes) == ["red circle", "star"] and task.load()[0]["caption"] == ["red circle", "star"]
 
 
 def test_texts_beside_pictures(tmp_path, caplog):

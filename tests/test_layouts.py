@@ -292,7 +292,7 @@ def as_shards(folder, endings=("png",), mode="w", **settings):
                 header = tarfile.TarInfo(member)
                 header.size = len(content)
                 tar.addfile(header, io.BytesIO(content))
-    pattern = {"w:gz": "*.tar.gz"}.get(mode, "{0..1}.tar")
+    pattern = {"w:gz": "*.tar.gz"}.get(mode, "{0..1}.tar" if len(endings) == 1 else "{0,1}.tar")
     columns = {"image_column": ";".join(endings), "caption_column": "txt"}
     return {"source": str(folder / pattern), **columns, **settings}
 

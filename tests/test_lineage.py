@@ -54,6 +54,10 @@ def test_scores_are_those_of_the_weights(run, capsys):
     warning = capsys.readouterr().err
     assert "3 results of sparse are left out: other weights or another configuration were measured" in warning
     assert all(f"evaluation/symbols_pairs--{name}.json" in warning for name in ("alike", "old", "changed"))
+    (evaluation / "report.svg").rename(run / "elsewhere.svg")
+    (evaluation / "report.svg").symlink_to(run / "elsewhere.svg")
+    assert lineage_of(run).pictures == {}  # a link may be anything
+    capsys.readouterr()
     assert "Texts have at most 9 tokens" in card_of(lineage, longest_cut=9).text
     card = card_of(lineage)
     (score,) = card.data.eval_results

@@ -75,6 +75,7 @@ WRAPPED = {
     "any other module": prefixed("base_model.student."),
     "with what is no tensor": STATE | {"epoch": 3, "_extra_state": None},
     "split over devices": prefixed("_fsdp_wrapped_module."),
+    "the only one": {"state_dict_ema": STATE},
     "an average among it": prefixed("model.") | prefixed("ema_model.", {key: STATE[key] + 1 for key in STATE}),
 }
 
@@ -84,7 +85,7 @@ def test_wrapped_state_dicts(how, tmp_path, capsys):
     torch.save(WRAPPED[how], tmp_path / "saved.pt")
     found = openai.read_state_dict(tmp_path / "saved.pt")
     assert found.keys() == STATE.keys() and all(torch.equal(found[key], STATE[key]) for key in STATE)
-    assert ("ema" in capsys.readouterr().err) == how.startswith("an average")
+    assert capsys.readouterr().err.count("warning") == how.startswith("an average")
 
 
 @pytest.mark.parametrize(

@@ -76,9 +76,12 @@ def test_a_siglip_of_sentencepiece_says_what_it_needs(tmp_path):
         load_processor(folder)
 
 
-@pytest.mark.parametrize(("lowercase", "told"), [(False, 1), (True, 0)])
-def test_capitals_that_a_siglip_never_saw_are_told(tmp_path, caplog, lowercase, told):
-    family = FAMILY_OF_TYPE["siglip"]
+@pytest.mark.parametrize(
+    ("family", "lowercase", "told"),
+    [("siglip", False, 1), ("siglip", True, 0), ("siglip2", False, 0), ("metaclip_2", False, 0), ("clip", False, 0)],
+)
+def test_capitals_that_a_siglip_never_saw_are_told(tmp_path, caplog, family, lowercase, told):
+    family = FAMILY_OF_TYPE[family]
     folder = tiny_families.saved(family, tiny_dense(family), tmp_path)
     content = json.loads((folder / "tokenizer.json").read_text())
     content["normalizer"] = {"type": "Lowercase"} if lowercase else None

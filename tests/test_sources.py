@@ -13,7 +13,7 @@ import tiny_sources
 from tiny_sources import CAPTIONS, SOURCES, damaged, images_and_texts, picture, png, rows, write_shard
 
 from data.images import decode_image
-from data.pairs import load_pairs, select_columns
+from data.pairs import load_pairs, present_captions, select_columns
 from data.sources import DataArguments, source_images
 from training.loader import PairLoader
 
@@ -171,6 +171,16 @@ def test_shards_with_a_text_that_is_not_utf8_and_without_a_caption(tmp_path, pro
     write_shard(tmp_path / "1.tar", [*images_and_texts(range(10, 38)), ("40.png", png()), ("40.txt", b"caf\xe9")])
     read(processor, tmp_path, streaming, max_unreadable=0.1, num_workers=0, batches=60, **TAR)
     assert f"the text of {tmp_path / '1.tar'}, 40.txt is missing: 'utf-8' codec can't decode" in caplog.text
+
+
+@pytest.mark.parametrize("way", [{}, {"streaming": True}, {"indexed": True}], ids=str)
+def test_columns_are_those_of_the_whole_source(tmp_path, way):
+    """The first six samples have no caption, and one of the others is no text."""
+    members = images_and_texts(range(6, 10))
+    without = [(f"{number}.png", png()) for number in range(6)]
+    write_shard(tmp_path / "0.tar", [*without, *members, ("a.png", png()), ("a.txt", b"caf\xe9")])
+    rows = load_pairs(DataArguments(source=str(tmp_path / "0.tar"), max_unreadable=0.9, **TAR, **way))
+    assert sum(bool(present_captions(row["caption"])) for row in rows) == 4
 
 
 def test_what_is_not_there_and_does_not_go_together(tmp_path, processor):

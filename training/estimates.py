@@ -248,7 +248,7 @@ def _longest_caption(data: DataArguments, processor: Path) -> int:
     def look() -> int:
         captions = [*itertools.islice(all_captions(_first_pairs(data)), LOOKED_AT)]
         tokenizer = processors.load_processor(processor).tokenizer
-        return max(map(len, tokenizer(captions, verbose=False)["input_ids"]), default=0)
+        return max(len(tokenizer(caption, verbose=False)["input_ids"]) for caption in captions or [""])
 
     return once(f"longest caption {data} {processor}", look)
 

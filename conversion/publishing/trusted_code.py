@@ -95,7 +95,7 @@ def named_code(settings: Any) -> list[str]:
 
 
 def _files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
-    paths = (folder / path for path in files_in(folder, hidden=True))
+    paths = filter(Path.is_file, (folder / path for path in files_in(folder, hidden=True)))
     return sorted(path for path in paths if any(fnmatch(path.name, pattern) for pattern in patterns))
 
 

@@ -48,7 +48,7 @@ def test_lora_changes_its_targets_alone(tmp_path):
 def test_merging_leaves_the_model_that_trains_as_it_is():
     """Scores while it trains are those of a merged model."""
     model, batch = tiny_model(norm_topk_prob=True), inputs()
-    settings = LoraSettings(r=2, target_modules=["q_proj"], target_parameters=["experts.up_proj"])
+    settings = LoraSettings(r=2, target_modules=["q_proj"], target_parameters=["experts.up_proj", "router.weight"])
     add_adapters(model, settings, 0)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:

@@ -477,10 +477,14 @@ class TrainStage(RouterSettings, StepsStage):
         yield from self.router_problems(config)
         may_be_in_vain = any(1 in (tower.num_experts, tower.num_experts_per_tok) for tower in towers)
         trained = self.trained_names(inputs) if may_be_in_vain else []
-        for name, tower in zip(("text_model.", "vision_model."), towers, strict=False):
-            routers = [one for one in trained if ".router." in one and one.startswith(name)]
+        routers_of = {
+            name: [one for one in trained if ".router." in one and one.startswith(name)]
+            for name in ("text_model.", "vision_model.")
+        }
+        lone = sum(len(of) for of, tower in zip(routers_of.values(), towers, strict=False) if tower.num_experts == 1)
+        for routers, tower in zip(routers_of.values(), towers, strict=False):
             # One expert has a router for the shape of its layer, which may train with all the rest
-            in_vain = tower.num_experts == 1 and len(routers) == len(trained)
+            in_vain = tower.num_experts == 1 and lone == len(trained)
             in_vain = in_vain or tower.num_experts > tower.num_experts_per_tok == 1 and tower.norm_topk_prob
             yield (
                 "trainable",
