@@ -85,7 +85,8 @@ def embed_pairs(
         write = _write_npy if form == "npy" else _write_parquet
         write(output_dir, rows, texts, images, captions, set(unreadable))
         about |= {"num_images": 0 if images is None else len(images) - len(unreadable)}
-        about |= {"num_captions": 0 if captions is None else len(captions), "unreadable": unreadable}
+        of_kept = (len(of_image) for place, of_image in enumerate(texts) if place not in unreadable)
+        about |= {"num_captions": sum(of_kept), "unreadable": unreadable}
         write_text(output_dir / ABOUT, json.dumps(about))
     shutil.rmtree(output_dir / PARTS)
     return about
