@@ -39,6 +39,7 @@ def main(arguments: list[str] | None = None) -> None:
         training.curves,
         training.recipes,
         evaluation.evaluate,
+        evaluation.embed,
         evaluation.experts,
         evaluation.report,
         evaluation.efficiency,

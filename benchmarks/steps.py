@@ -1,16 +1,17 @@
 """Time and memory of what a model computes, beside a peer that has its turn in the same rounds.
 
-    python -m benchmarks.steps ffn --sizes ViT-B/16 ViT-L/14 --images 1 8 --output benchmarks/results/experts_cpu.md
+    python -m benchmarks.steps block --sizes ViT-B/16 ViT-L/14 --images 1 8 --output benchmarks/results/block_cpu.md
 
 Memory is that of a process of its own, beyond what it held before the computation.
 """
 
 import itertools
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -22,16 +23,26 @@ from transformers.models.clip.modeling_clip import CLIPMLP
 from benchmarks.page import Output, Rounds, cost, machine, median_of, median_ratio, page, seconds, table
 from conversion.presets import PRESETS
 from conversion.upcycle import sparse_config
-from evaluation.costs import count_activations, count_largest_layer, paper_config
+from evaluation.costs import (
+    count_activations,
+    count_largest_layer,
+    count_multiply_adds,
+    meta_model,
+    paper_config,
+)
 from evaluation.speed import in_turn
 from modeling_clip_moe import CLIPMoEModel, CLIPMoEVisionConfig
-from modeling_clip_moe.sparse_moe import CLIPMoEExperts
+from modeling_clip_moe.sparse_moe import CLIPMoESparseMoeBlock
 from records.command_line import command_line, run
 from training.losses import contrastive_loss
 
 # Forward and backward, of which only the input has a gradient, or also the weights
 MODES = ("forward", "frozen", "trained")
 TOP_K = 2
+# FLOP/s of dense products in bfloat16, by the second word of a GPU's name
+PEAKS = {"A100-SXM4-80GB": 312e12, "H100": 989e12, "H200": 989e12}
+# Steps before those that are timed, and those: the first ones compile and fill caches
+WARM_UP, TIMED = 3, 5
 # What a stage of a recipe trains: the recipe, the stage, the preset of its model and what the recipe changes of it
 RECIPES = {
     "dense, all weights": ("mode_metaclip_400m", "expert_0", None, {}),
@@ -52,23 +63,24 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 line = command_line("python -m benchmarks.steps", help=__doc__)
 
 
-def ffn_ratios(
+def block_ratios(
     size: str,
     images: int,
     num_experts: int,
     rounds: int,
     implementations: Sequence[str] = ("by_device",),
     modes: Sequence[str] = MODES,
-    dropped: float = 0.0,
+    capacity_factor: float | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
-) -> dict[tuple[str, str], float]:
-    """(implementation, mode) -> time over `TOP_K` dense FFNs on the same tokens: medians of `rounds` training steps,
-    and of five times as many forwards, which are short.
+) -> dict[tuple[str, str], tuple[float, float]]:
+    """(implementation, mode) -> time of a whole sparse block, with its router and capacity, over `TOP_K` dense FFNs on
+    the same tokens, which a GPU computes compiled; and the block's FLOP/s. Medians of `rounds` training steps, and of
+    five times as many forwards, which are short, after three of each.
 
     Args:
         size: the vision tower's.
-        dropped: the share of the choices that capacity drops.
+        capacity_factor: also of the forward. Of random tokens, C drops about 1 - C / TOP_K of the choices.
     """
     device, vision = torch.device(device), paper_config(size).vision_config
     config = CLIPMoEVisionConfig(
@@ -77,25 +89,29 @@ def ffn_ratios(
         num_attention_heads=vision.num_attention_heads,
         num_experts=num_experts,
         num_experts_per_tok=TOP_K,
+        capacity_factor=capacity_factor,
+        eval_capacity_factor=capacity_factor,
     )
-    num_tokens = images * ((vision.image_size // vision.patch_size) ** 2 + 1)
+    num_tokens = (vision.image_size // vision.patch_size) ** 2 + 1
     torch.manual_seed(0)
-    hidden_states = torch.randn(num_tokens, config.hidden_size, device=device, dtype=dtype)
-    weights, ids = torch.rand(num_tokens, num_experts, device=device).softmax(dim=-1).topk(TOP_K)
-    ids = ids.where(torch.rand_like(weights) >= dropped, num_experts)
-    experts = CLIPMoEExperts(config).to(device, dtype)
-    for parameter in experts.parameters():
+    hidden_states = torch.randn(images, num_tokens, config.hidden_size, device=device, dtype=dtype)
+    config._experts_implementation = "by_device"
+    block = CLIPMoESparseMoeBlock(config).to(device, dtype)
+    for parameter in block.parameters():
         nn.init.normal_(parameter, std=0.02)
     dense = [CLIPMLP(config).to(device, dtype) for _ in range(TOP_K)]
+    if device.type == "cuda":
+        for module in dense:
+            module.compile()
 
     def call(name: str, mode: str) -> float:
         inputs = hidden_states.clone().requires_grad_(mode != "forward")
-        modules, arguments = (dense, [inputs]) if name == "dense" else ([experts], [inputs, ids, weights])
+        modules = dense if name == "dense" else [block]
         config._experts_implementation = config._experts_implementation if name == "dense" else name
 
         def run() -> None:
             with torch.set_grad_enabled(mode != "forward"):
-                output = sum(module(*arguments) for module in modules)
+                output = sum(module(inputs) for module in modules)
                 if mode != "forward":
                     output.float().square().mean().backward()
             for module in modules:
@@ -104,41 +120,54 @@ def ffn_ratios(
         return seconds(run, device)
 
     ratios = {}
+    forward = 4 * TOP_K * images * num_tokens * config.hidden_size * config.intermediate_size  # FLOP
     for mode in modes:
-        for module in (experts, *dense):
+        for module in (block, *dense):
             module.train(mode != "forward").requires_grad_(mode != "frozen")
         calls = {name: partial(call, name, mode) for name in ("dense", *implementations)}
-        times = in_turn(calls, 5 * rounds if mode == "forward" else rounds, warm_up=1)
-        ratios |= {(name, mode): median_ratio(times[name], times["dense"]) for name in implementations}
+        times = in_turn(calls, 5 * rounds if mode == "forward" else rounds, warm_up=3)
+        flops = forward * {"forward": 1, "frozen": 2, "trained": 3}[mode]
+        for name in implementations:
+            ratios[name, mode] = median_ratio(times[name], times["dense"]), flops / statistics.median(times[name])
     return ratios
 
 
 @line.command
-def ffn(
+def block(
     *,
     output: Output = None,
     sizes: Sequence[Size] = ("ViT-B/16",),
     images: Sequence[int] = (8,),
     num_experts: Sequence[int] = (4, 8),
     implementations: Sequence[str] = ("by_device", "eager", "grouped", "grouped_mm"),
+    capacity_factor: float | None = 2.0,
     dtype: Dtype = "float32",
     device: str = DEVICE,
-    rounds: Rounds = 3,
+    rounds: Rounds = 5,
 ) -> str:
-    """One sparse FFN layer over two dense FFNs on the same tokens, for each implementation of the experts."""
-    rows, options = [], {"dtype": getattr(torch, dtype), "device": device}
+    """A whole sparse block over two dense FFNs on the same tokens, for each implementation of the experts."""
+    rows, options = [], {"capacity_factor": capacity_factor, "dtype": getattr(torch, dtype), "device": device}
     for size, number, experts in itertools.product(sizes, images, num_experts):
-        ratios = ffn_ratios(size, number, experts, rounds, implementations, **options)
+        ratios = block_ratios(size, number, experts, rounds, implementations, **options)
         for name in implementations:
-            rows.append([size, dtype, number, experts, name, *(f"{ratios[name, mode]:.2f}" for mode in MODES)])
+            of_modes = [ratios[name, mode] for mode in MODES]
+            speed = tera(of_modes[-1][1])
+            rows.append([size, dtype, number, experts, name, *(f"{ratio:.2f}" for ratio, _ in of_modes), speed])
     return page(
         output,
-        "# Experts implementations",
-        f"Time of a sparse FFN over {TOP_K} dense FFNs on the same tokens (1.00: no overhead), medians of {rounds} "
-        "alternating runs, five times as many of a forward: the forward; forward and backward with frozen weights, as "
-        f"where routers train; and all. {machine(device)}.",
-        table(["layer", "dtype", "images", "experts", "implementation", *MODES], rows),
+        "# The sparse block",
+        f"Time of a sparse block, its router and its capacity of {capacity_factor} included, over {TOP_K} dense FFNs "
+        f"on the same tokens{', compiled' * (torch.device(device).type == 'cuda')} (1.00: no overhead), medians of "
+        f"{rounds} alternating runs after three, five times as many of a forward: the forward; forward and backward "
+        f"with frozen weights, as where routers train; and all. {machine(device)}.",
+        table(["layer", "dtype", "images", "experts", "implementation", *MODES, "TFLOP/s, trained"], rows),
     )
+
+
+def tera(flops: float) -> str:
+    """FLOP/s as TFLOP/s, and on a GPU of known peak the share of it."""
+    peak = PEAKS.get(torch.cuda.get_device_name().split()[1]) if torch.cuda.is_available() else None
+    return f"{flops / 1e12:.3g}" + (f" ({flops / peak:.0%})" if peak else "")
 
 
 def loss(pairs: int, chunk_size: int | None) -> Callable[[], None]:
@@ -198,9 +227,12 @@ def recipe_step(
     gradient_checkpointing: bool = True,
     dtype: Dtype = "float32",
     device: str = "cpu",
-) -> Callable[[], dict[str, float]]:
-    """Takes two steps of a recipe and times the second."""
-    from training.contrastive_task import ContrastiveTask
+    compiled: bool = False,
+    profiled: bool = False,
+) -> Callable[[], dict[str, Any]]:
+    """Takes `WARM_UP` steps of a recipe, and times those that follow: `seconds` is their median, `first` those of the
+    first, and `flops` what a step computes, its backward as twice its forward. Perhaps with `kernels`, a table of the
+    ten that took longest in one more step."""
     from training.engine import checkpoint_layers
     from training.gradient_cache import cached_gradient
     from training.optimizers import make_optimizer, set_trainable
@@ -225,7 +257,7 @@ def recipe_step(
             checkpoint_layers(model)
         mixed = "no" if dtype == "float32" else "bf16"
         accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision=mixed)
-        task = ContrastiveTask(model, stage).train()
+        task = replace(stage, torch_compile=compiled).task(model).train()
         task, optimizer = accelerator.prepare(task, make_optimizer(task, stage, device))
 
         def one(batch: dict[str, torch.Tensor]) -> None:
@@ -239,15 +271,33 @@ def recipe_step(
             optimizer.step()
             optimizer.zero_grad()
 
-        times = [seconds(partial(one, random_batch(model, pairs, tokens, captions)), device) for _ in range(2)]
+        batches = [random_batch(model, pairs, tokens, captions) for _ in range(WARM_UP + TIMED)]
+        times = [seconds(partial(one, batch), device) for batch in batches]
         texts, total = captions * tokens, sum(parameter.numel() for parameter in model.parameters())
         activations = count_activations(model, gradient_checkpointing, texts)
         activations += count_largest_layer(model, texts)
         at_once, number_bytes = mini_batch_size or pairs, 4 if mixed == "no" else 2
         planned = 4 * total + 12 * (sum(sizes) + max(sizes)) + at_once * number_bytes * activations
-        return {"parameters": total, "trainable": sum(sizes), "seconds": times[-1], "plan": planned}
+        adds = count_multiply_adds(meta_model(config))
+        found = {
+            "parameters": total,
+            "trainable": sum(sizes),
+            "seconds": statistics.median(times[WARM_UP:]),
+            "first": times[0],
+            "plan": planned,
+            "flops": 6 * pairs * (adds["image"] + captions * adds["text"]),
+        }
+        return found | ({"kernels": _kernels(partial(one, batches[-1]))} if profiled else {})
 
     return take
+
+
+def _kernels(call: Callable[[], None]) -> str:
+    """The ten operations that take longest, of the device."""
+    with torch.profiler.profile() as profile:
+        call()
+    by = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+    return profile.key_averages().table(sort_by=by, row_limit=10, max_name_column_width=60)
 
 
 @line.command
@@ -261,6 +311,8 @@ def recipes(
     gradient_checkpointing: bool = True,
     dtype: Dtype = "float32",
     device: str = DEVICE,
+    compiled: bool = torch.cuda.is_available(),
+    profile: bool = False,
 ) -> str:
     """An optimizer step of each paper's recipe, with random weights, images and captions, beside what --plan says.
 
@@ -268,26 +320,38 @@ def recipes(
         batch: pairs of the step
         mini_batch_size: pairs that are embedded at a time (default: all)
         dtype: by autocast
+        compiled: whether the towers are
+        profile: print the ten operations of each recipe that take longest
     """
-    rows = []
+    rows, kernels, dense = [], [], None
     for name in recipes:
+        options = batch, mini_batch_size, gradient_checkpointing, dtype, device, compiled, profile
         try:
-            row = cost(recipe_step, name, size, batch, mini_batch_size, gradient_checkpointing, dtype, device)
+            row = cost(recipe_step, name, size, *options)
         except Exception as error:  # of one row: too little memory ends a process or raises
-            rows.append([name, f"failed: {error}", *[""] * 5])
+            rows.append([name, f"failed: {error}", *[""] * 8])
             continue
         step, held = row["result"], row["memory"]
         cells = [f"{step[key] / 1e6:,.0f} M" for key in ("parameters", "trainable")]
-        cells += [f"{batch / step['seconds']:.3g}"]
+        dense = dense or step["seconds"] * (name == "dense, all weights")
+        cells += [f"{batch / step['seconds']:.3g}", f"{step['seconds'] / dense:.2f}" if dense else ""]
+        cells += [tera(step["flops"] / step["seconds"]), f"{step['first']:.0f} s"]
+        kernels += [f"## {name}", step["kernels"]] if profile else []
         cells += [f"{number / 2**30:.2f} GiB" for number in (held, step["plan"])]
         rows.append([name, *cells, f"{held / step['plan']:.2f}"])
     at_a_time = f", {mini_batch_size} at a time" if mini_batch_size else ""
     return page(
         output,
         f"# One step of each recipe, {size}",
-        f"{batch} pairs{at_a_time}, {dtype}, gradient checkpointing {'on' if gradient_checkpointing else 'off'}. "
+        f"{batch} pairs{at_a_time}, {dtype}, gradient checkpointing {'on' if gradient_checkpointing else 'off'}, "
+        f"{'compiled' if compiled else 'eager'}. Medians of {TIMED} steps after {WARM_UP}. "
         f"{machine(device)}.",
-        table(["recipe", "parameters", "trainable", "pairs/s", "memory", "by --plan", "ratio"], rows),
+        table(
+            ["recipe", "parameters", "trainable", "pairs/s", "time over dense", "TFLOP/s", "first step", "memory"]
+            + ["by --plan", "ratio"],
+            rows,
+        ),
+        *kernels,
     )
 
 

@@ -6,6 +6,7 @@ from itertools import chain
 from typing import Any
 
 import datasets
+import PIL.Image
 import torch
 from datasets import Image
 from torch.utils.data import DataLoader, Dataset
@@ -30,6 +31,8 @@ AT_ONCE = 1000
 class TextBatches(Dataset):
     """The inputs of consecutive texts, cut at the tokenizer's `model_max_length`."""
 
+    may_skip = False
+
     def __init__(self, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, batch_size: int):
         self.items, self.tokenizer, self.batch_size = texts, tokenizer, batch_size
 
@@ -51,22 +54,37 @@ class TextBatches(Dataset):
 
 class ImageBatches(Dataset):
     """The inputs of consecutive images of a column. Of an image in a file of its own, the digest is kept
-    (`data.identity.image_digests`): the file is not read for it again."""
+    (`data.identity.image_digests`): the file is not read for it again.
 
-    def __init__(self, rows: datasets.Dataset, column: str, image_processor: BaseImageProcessor, batch_size: int):
+    Args:
+        may_skip: whether a black image stands for one that cannot be read, which `unreadable` tells.
+    """
+
+    def __init__(
+        self,
+        rows: datasets.Dataset,
+        column: str,
+        image_processor: BaseImageProcessor,
+        batch_size: int,
+        may_skip: bool = False,
+    ):
         rows = rows.select_columns(column)
         if isinstance(rows.features[column], Image):
             rows = rows.cast_column(column, Image(decode=False))
         self.items, self.batch_size = rows, batch_size
-        self.column, self.image_processor = column, image_processor
+        self.column, self.image_processor, self.may_skip = column, image_processor, may_skip
 
     def __len__(self) -> int:
         return -(-len(self.items) // self.batch_size)
 
     def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
         images = self._read(number * self.batch_size, (number + 1) * self.batch_size)
-        images = [decode_image(value) for value in images]
-        return dict(self.image_processor(images, return_tensors="pt"))
+        if not self.may_skip:
+            return dict(self.image_processor([decode_image(value) for value in images], return_tensors="pt"))
+        images = [_decoded(value) for value in images]
+        unreadable = torch.tensor([image is None for image in images])
+        images = [image or PIL.Image.new("RGB", (32, 32)) for image in images]
+        return {**self.image_processor(images, return_tensors="pt"), "unreadable": unreadable}
 
     def digest(self) -> str:
         parts = (image_digests(self._read(start, start + AT_ONCE)) for start in range(0, len(self.items), AT_ONCE))
@@ -82,6 +100,13 @@ class ImageBatches(Dataset):
     def _read(self, start: int, stop: int) -> list[dict[str, Any]]:
         values = self.items[start:stop][self.column]
         return [value if isinstance(value, dict) else {"path": value} for value in values]
+
+
+def _decoded(value: dict[str, Any]) -> PIL.Image.Image | None:
+    try:
+        return decode_image(value)
+    except OSError:
+        return None
 
 
 Batches = TextBatches | ImageBatches

@@ -102,6 +102,71 @@ def evaluate(
     return "\n".join(lines)
 
 
+@command
+def embed(
+    *,
+    model: str,
+    dataset: str,
+    output_dir: Folder,
+    what: Literal["both", "images", "captions"] = "both",
+    form: Literal["npy", "parquet"] = "npy",
+    split: str = "train",
+    num_samples: int | None = None,
+    image_column: str = "image",
+    image_root: str | None = None,
+    caption_column: str = "caption",
+    batch_size: int = 64,
+    dtype: Dtype = "float32",
+    device: str | None = None,
+    num_workers: int | None = None,
+) -> str:
+    """Write a model's embeddings of your pictures and captions, normalized and in the order of the data.
+
+    A command that was interrupted goes on where it stopped. Several processes share the work, as in the last line:
+
+        clip-moe embed --model runs/clip_moe_demo/clip_moe --dataset my/dataset --output-dir embeddings
+        accelerate launch -m evaluation.embed --model FOLDER ...
+
+    OUTPUT_DIR gets image_embeds.npy and text_embeds.npy, and rows.jsonl, which says of each pair where it is in the
+    data, its picture and its captions; or all of that as embeds.parquet. Pictures that cannot be read are left out,
+    counted and named.
+
+    Args:
+        model: folder or hub name of a CLIPModel or CLIPMoEModel
+        dataset: whatever a recipe's data.source may be
+        output_dir: of these embeddings alone
+        what: is embedded
+        form: of the files
+        split: of the dataset
+        num_samples: the first ones (default: all)
+        image_column: images or their paths
+        image_root: what relative paths of images start from
+        caption_column: texts or lists of texts
+        batch_size: images or texts at a time
+        dtype: of the computation; files are in float32
+        device: default: the accelerator, if there is one
+        num_workers: that read images (default: none for a few small ones, else up to 8)
+    """
+    import torch
+
+    from data.sources import DataArguments
+    from evaluation.embed import embed_pairs
+    from records.processes import joined_processes
+
+    arguments = DataArguments(
+        source=dataset,
+        split=split,
+        num_samples=num_samples,
+        image_column=image_column,
+        image_root=image_root,
+        caption_column=caption_column,
+    )
+    options = {"dtype": getattr(torch, dtype), "num_workers": num_workers, "state": joined_processes(device)}
+    held = embed_pairs(model, arguments, output_dir, what, form, batch_size, device, **options)
+    counts = f"{held.get('num_images', 0)} pictures and {held.get('num_captions', 0)} captions"
+    return f"{output_dir}: {counts}, {len(held.get('unreadable', []))} pictures skipped"
+
+
 def _change(text: str) -> tuple[str, object]:
     name, equals, value = text.partition("=")
     if not equals:

@@ -84,14 +84,14 @@ class Embedder:
             raise ValueError(f"{self.source} was changed while it was measured: start again")
         return model.to(self.device)
 
-    def images(self, rows: Dataset, column: str = "image") -> np.ndarray:
-        """(rows, D) of the images of a column."""
+    def images(self, rows: Dataset, column: str = "image", skip_unreadable: bool = False) -> np.ndarray:
+        """(rows, D) of the images of a column; of one that cannot be read zeros, if these are skipped."""
 
         def embed(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
             inputs = BatchFeature(inputs).to(self.device, self.dtype)  # masks and shapes keep their type
             return self.model.get_image_features(**inputs).pooler_output
 
-        batches = ImageBatches(rows, column, self.processor.image_processor, self.batch_size)
+        batches = ImageBatches(rows, column, self.processor.image_processor, self.batch_size, skip_unreadable)
         return self._embeddings("images", batches, embed)
 
     def texts(self, texts: Sequence[str]) -> np.ndarray:
@@ -126,12 +126,14 @@ class Embedder:
         store = FeatureStore(folder, len(batches.items), size)
         store.write(self.state, f"embeddings of {what}", compute)
         embeds = store["embeds"][:]
-        if not (embeds.ndim == 2 and np.allclose(np.linalg.norm(embeds, axis=-1), 1, atol=1e-3)):
+        lengths = np.linalg.norm(embeds, axis=-1)
+        if embeds.ndim != 2 or not np.all(np.isclose(lengths, 1, atol=1e-3) | (batches.may_skip & (lengths == 0))):
             raise ValueError(f"{folder} is damaged; delete it, and it is computed again: lengths of embeddings are 1")
         return embeds
 
     @torch.no_grad()
     def _normalized(self, what: str, number: int, embed: Embed, inputs: dict[str, torch.Tensor]) -> np.ndarray:
+        unreadable = inputs.pop("unreadable", None)
         embeds = torch.nn.functional.normalize(embed(inputs).float().cpu(), dim=-1)
         lengths = embeds.norm(dim=-1)  # not 1 of what is not finite, or too small or large for its length
         bad = int((~lengths.isclose(torch.ones(()), atol=1e-3)).sum())
@@ -140,7 +142,7 @@ class Embedder:
                 f"{bad} of the {len(embeds)} {what} in batch {number} have an embedding that is zero or not finite: "
                 f"the weights of {self.source} are damaged, or {self.dtype} is too small for them"
             )
-        return embeds.numpy()
+        return embeds.numpy() if unreadable is None else embeds.masked_fill(unreadable[:, None], 0).numpy()
 
     def map(self, compute: Callable[["Embedder"], Any]) -> list[Any]:
         """As `evaluation.ensemble.Ensemble.map`: an ensemble of one."""

@@ -266,9 +266,7 @@ def _drawn(
         if not capacity_factors and config.capacity_factor is not None:
             capacity_factors = [config.capacity_factor, 2 * config.capacity_factor]
         group = min(config.capacity_group_size or embedder.batch_size, embedder.batch_size)
-        dropped = {
-            factor: dropped_patches(of_images, group, config.num_experts_per_tok, factor) for factor in capacity_factors
-        }
+        dropped = {factor: dropped_patches(of_images, group, config, factor) for factor in capacity_factors}
         preferences["dropped_patches"] = {factor: of_factor.mean().item() for factor, of_factor in dropped.items()}
         if dropped:
             pictures["dropped.png"] = lambda file: draw_dropped(of_images, dropped, file)

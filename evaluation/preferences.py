@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from data.tokenizer import tokenize
 from evaluation.embedder import Embedder
 from modeling_clip_moe import expert_capacity_mask
+from modeling_clip_moe.configuration_clip_moe import CLIPMoETowerConfig
 
 # Images and texts that are looked at; patches and words, and texts, that are shown of an expert
 NUM_IMAGES, NUM_TEXTS, NUM_SHOWN, NUM_CAPTIONS = 128, 2000, 10, 4
@@ -137,13 +138,14 @@ def top_patches(routed: RoutedImages) -> list[list[tuple[int, int]]]:
 
 
 def dropped_patches(
-    routed: RoutedImages, num_images: int, num_experts_per_tok: int, capacity_factor: float
+    routed: RoutedImages, num_images: int, config: CLIPMoETowerConfig, capacity_factor: float
 ) -> np.ndarray:
     """(n, S - 1), whether none of a patch's choices finds room at its expert, where the first `num_images` images, or
     all, share the capacity in their order (CLIP-UP Figure 7). The layers below did what they do at inference."""
     probabilities = torch.from_numpy(routed.probabilities[:num_images])
-    ids = probabilities.topk(num_experts_per_tok, dim=-1).indices  # (n, S, K)
-    kept = expert_capacity_mask(ids, probabilities.shape[-1], capacity_factor)
+    best, ids = probabilities.topk(config.num_experts_per_tok, dim=-1)  # (n, S, K)
+    priorities = best if config.token_drop_policy == "probs" else None
+    kept = expert_capacity_mask(ids, config.num_experts, capacity_factor, priorities=priorities)
     return ~kept.any(dim=-1)[:, 1:].numpy()
 
 

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 
 from conversion.presets import TOWERS
 from modeling_clip_moe import CLIPMoEModel
-from modeling_clip_moe.sparse_moe import CLIPMoEExperts, expert_capacity_mask
+from modeling_clip_moe.dispatch import expert_capacity_mask
+from modeling_clip_moe.experts import CLIPMoEExperts
 
 # The token whose last hidden state a tower's output is made of
 POOLED_TOKEN = {"text": "end token", "vision": "class token"}
@@ -110,7 +111,7 @@ def count_tokens(model: CLIPMoEModel) -> Iterator[Counts]:
 
             def count(router, inputs, outputs, tower=tower, fusion_gate=layer.mlp.fusion_gate, of_layer=of_layer):
                 gate = None if fusion_gate is None else fusion_gate.proj(inputs[0]).sigmoid()
-                values = (*outputs, inputs[1], gate)
+                values = (*outputs[:3], inputs[1], gate)
                 of_layer["all"].add(*values)
                 of_layer["output"].add(*(at_output(tower, value) for value in values))
                 of_layer["all"].num_overflowing += _num_overflowing(router.config, outputs[0], inputs[1])

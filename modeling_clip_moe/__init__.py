@@ -34,6 +34,7 @@ from .configuration_vision_moe import (
     ChineseCLIPMoETextConfig,
     MLCDMoEVisionConfig,
 )
+from .dispatch import expert_capacity_mask
 from .families import FAMILIES, IMAGE_TOWERS, Family
 from .modeling_clip_mode import CLIPMoDEModel, routing_weights
 from .modeling_clip_moe import (
@@ -62,7 +63,6 @@ from .modeling_vision_moe import (
     MLCDMoEVisionModel,
 )
 from .sparse_moe import (
-    expert_capacity_mask,
     global_entropy_loss,
     load_balancing_loss,
     local_entropy_loss,

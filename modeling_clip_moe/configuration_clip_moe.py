@@ -63,6 +63,9 @@ class CLIPMoETowerConfig(PublishedConfig):
             on the rest of its batch.
         capacity_group_size (`int`, *optional*): how many consecutive sequences of a batch share a capacity. None: the
             whole batch of a process.
+        token_drop_policy (`str`): which choices an expert drops beyond its capacity: `"position"`, those that come
+            last, second choices behind first ones (CLIP-UP), or `"probs"`, those of the lowest probability (V-MoE's
+            batch prioritized routing, Megatron's `moe_token_drop_policy`).
         router_jitter_noise (`float`): in training, the router sees its input times random numbers between 1 - noise
             and 1 + noise. With a `capacity_group_size` and `seed_router_noise`, each group has its own, so that they
             do not depend on the number of processes.
@@ -88,6 +91,7 @@ class CLIPMoETowerConfig(PublishedConfig):
     capacity_factor: float | int | None = None
     eval_capacity_factor: float | int | None = None
     capacity_group_size: int | None = None
+    token_drop_policy: str = "position"
     router_jitter_noise: float | int = 0.0
 
     def __post_init__(self, **kwargs):
@@ -132,6 +136,8 @@ class CLIPMoETowerConfig(PublishedConfig):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} must be greater than 0 and finite, or None for no limit, got {value}.")
+        if self.token_drop_policy not in ("position", "probs"):
+            raise ValueError(f'token_drop_policy must be "position" or "probs", got {self.token_drop_policy!r}.')
         if not 0 <= self.router_jitter_noise < 1:
             raise ValueError(f"router_jitter_noise must be at least 0 and below 1, got {self.router_jitter_noise}.")
 

@@ -32,9 +32,9 @@ from transformers.utils.generic import can_return_tuple
 
 from .configuration_clip_mode import DEFAULT_ROUTING, ROUTINGS, CLIPMoDEConfig
 from .configuration_clip_moe import embedding_size
+from .experts import is_recorded
 from .families import CLASS_OF_TYPE
 from .modeling_siglip_moe import require_padded
-from .sparse_moe import is_recorded
 
 # This file lies beside config.json and holds the centers and the expert of each
 ROUTING_FILE = "routing.safetensors"

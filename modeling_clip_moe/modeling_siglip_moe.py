@@ -35,7 +35,8 @@ from .configuration_siglip_moe import (
     SiglipMoETextConfig,
     SiglipMoEVisionConfig,
 )
-from .sparse_moe import ROUTER_OUTPUTS, CLIPMoEExperts, SparseEncoderLayer, SparseMoEMixin, router_losses
+from .experts import CLIPMoEExperts
+from .sparse_moe import ROUTER_OUTPUTS, SparseEncoderLayer, SparseMoEMixin, router_losses
 
 
 @dataclass

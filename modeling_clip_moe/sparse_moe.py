@@ -22,22 +22,17 @@ Papers:
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
-from fractions import Fraction
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from transformers import PreTrainedConfig
 from transformers import __version__ as transformers_version
 from transformers import initialization as init
-from transformers.activations import ACT2FN
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import PrefixChange
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear, use_experts_implementation
 from transformers.models.clip.modeling_clip import CLIPMLP
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, logging
@@ -45,6 +40,8 @@ from transformers.utils.generic import maybe_autocast
 from transformers.utils.output_capturing import OutputRecorder
 
 from .configuration_clip_moe import CLIPMoETowerConfig
+from .dispatch import Dispatch, dispatch, dispatch_within_capacity
+from .experts import TAKE_ROWS, CLIPMoEExperts
 
 logger = logging.get_logger(__name__)
 
@@ -175,7 +172,8 @@ def global_entropy_loss(
     return (math.log(min_experts) - _entropy(probabilities, logarithms)).clamp(min=0).mean()
 
 
-def _count_groups(batch_size: int, group_size: int) -> int:
+def _count_groups(batch_size: int, group_size: int | None) -> int:
+    group_size = group_size or batch_size
     if batch_size % group_size != 0:
         raise ValueError(
             f"capacity_group_size={group_size} does not divide the batch of {batch_size} sequences. Change either."
@@ -183,45 +181,8 @@ def _count_groups(batch_size: int, group_size: int) -> int:
     return batch_size // group_size
 
 
-def expert_capacity_mask(
-    top_k_index: torch.Tensor,
-    num_experts: int,
-    capacity_factor: float,
-    mask: torch.Tensor | None = None,
-    group_size: int | None = None,
-) -> torch.Tensor:
-    """
-    Which choices find room at their expert. A group has T tokens that are not padding, of which an expert takes
-    ceil(T * C / E): the first choices of all tokens in token order, then the second choices, and so on (CLIP-UP,
-    "first-come-first-serve"; the order is V-MoE's).
-
-    Args:
-        top_k_index: (B, S, K), the experts of each token, best first.
-        num_experts: E.
-        capacity_factor: C. With K choices a token and perfect balance, C = K drops nothing.
-        mask: (B, S), 1 for a token and 0 for padding, which takes no room.
-        group_size: how many consecutive sequences share a capacity. None: all B.
-
-    Returns:
-        `torch.Tensor`: (B, S, K) of bool, False for a choice that is dropped and for padding.
-    """
-    batch_size, _, top_k = top_k_index.shape
-    num_groups = _count_groups(batch_size, group_size or batch_size)
-    mask = torch.ones_like(top_k_index[..., 0]) if mask is None else mask.long()  # (B, S)
-
-    choices = _one_hot(top_k_index, num_experts) * mask[..., None, None]  # (B, S, K, E)
-    choices = choices.view(num_groups, -1, top_k, num_experts).transpose(1, 2)  # (groups, K, tokens, E)
-    position = choices.flatten(1, 2).cumsum(dim=1).view_as(choices)  # in the queue of an expert, from 1
-    tokens = mask.reshape(num_groups, -1).sum(dim=-1)
-    factor = Fraction(str(capacity_factor)).limit_denominator(10**6)  # of 4 / 3, products of more digits overflow
-    divisor = factor.denominator * num_experts
-    capacity = (tokens * factor.numerator + divisor - 1) // divisor  # (groups,), rounded up, which ONNX does not of < 0
-    within_capacity = (choices * (position <= capacity[:, None, None, None])).sum(dim=-1)  # (groups, K, tokens)
-    return within_capacity.transpose(1, 2).reshape(top_k_index.shape).bool()
-
-
 class CLIPMoERouter(nn.Module):
-    """Chooses K experts for each token, drops what exceeds their capacity and weighs the rest. Works in float32."""
+    """Scores the experts for each token, chooses K, drops what exceeds their capacity, weighs the rest. In float32."""
 
     def __init__(self, config: CLIPMoETowerConfig):
         super().__init__()
@@ -236,15 +197,16 @@ class CLIPMoERouter(nn.Module):
 
     def forward(
         self, hidden_states: torch.Tensor, mask: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Dispatch]:
         """
         Args:
             hidden_states: (B, S, D).
             mask: (B, S), 1 for a token and 0 for padding, which goes to no expert.
 
         Returns:
-            logits (B, S, E), weights (B, S, K) and expert ids (B, S, K), best first. A choice that capacity drops, and
-            those of padding, have weight 0 and id E. With a forced expert, K is 1: see `force_expert`.
+            logits (B, S, E), weights (B, S, K), expert ids (B, S, K), best first, and the rows of the experts. A choice
+            that capacity drops, and those of padding, have weight 0 and id E. With a forced expert, K is 1: see
+            `force_expert`.
         """
         config = self.config
         noise = config.router_jitter_noise if self.training else 0.0
@@ -252,33 +214,34 @@ class CLIPMoERouter(nn.Module):
             hidden_states = hidden_states * self._noise(hidden_states, 1 - noise, 1 + noise)
         with maybe_autocast(device_type=hidden_states.device.type, enabled=False):
             logits = F.linear(hidden_states.float(), self.weight.float())  # (B, S, E)
-        kept = None if mask is None else mask.bool()[..., None]
-        if self.forced_expert is not None:
-            ids = torch.full_like(logits[..., :1], self.forced_expert, dtype=torch.long)  # (B, S, 1)
-            if kept is not None:
-                ids = ids.masked_fill(~kept, config.num_experts)
-            if self.forced_scale is None:
-                top_k = logits.softmax(dim=-1).topk(config.num_experts_per_tok, dim=-1).values
-                weights = top_k.sum(dim=-1, keepdim=True)  # (B, S, 1)
-            else:
-                weights = torch.full_like(logits[..., :1], self.forced_scale)
-            return logits, weights * (ids < config.num_experts), ids
         weights, ids = logits.softmax(dim=-1).topk(config.num_experts_per_tok, dim=-1)  # (B, S, K)
+        priorities = weights.flatten(0, 1) if config.token_drop_policy == "probs" else None
+        is_forced = self.forced_expert is not None
+        if is_forced:
+            weights = weights.sum(dim=-1, keepdim=True)  # (B, S, 1)
+            weights = weights if self.forced_scale is None else torch.full_like(weights, self.forced_scale)
+            ids = torch.full_like(ids[..., :1], self.forced_expert)
+        if mask is not None:
+            ids = ids.masked_fill(~mask.bool()[..., None], config.num_experts)
 
-        if config.norm_topk_prob and config.norm_before_capacity:
+        if config.norm_topk_prob and config.norm_before_capacity and not is_forced:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         capacity_factor = config.capacity_factor if self.training else config.eval_capacity_factor
-        if capacity_factor is not None:
-            kept = expert_capacity_mask(ids, config.num_experts, capacity_factor, mask, config.capacity_group_size)
-        if kept is not None:
-            weights = weights * kept
-            ids = ids.masked_fill(~kept, config.num_experts)
-        if config.norm_topk_prob and not config.norm_before_capacity:
+        if capacity_factor is None or is_forced:
+            rows = dispatch(ids.flatten(0, 1), config.num_experts)
+        else:
+            num_groups = _count_groups(ids.shape[0], config.capacity_group_size)
+            rows, kept = dispatch_within_capacity(
+                ids.flatten(0, 1), config.num_experts, capacity_factor, num_groups, priorities
+            )
+            ids = ids.masked_fill(~kept.view_as(ids), config.num_experts)
+        weights = weights * (ids < config.num_experts)
+        if config.norm_topk_prob and not config.norm_before_capacity and not is_forced:
             # The kept choices sum to 1 "even when some tokens are dropped" (CLIP-UP, "Normalize gating weights before
             # or after routing")
             total = weights.sum(dim=-1, keepdim=True)
             weights = weights / total.masked_fill(total == 0, 1.0)  # none is kept
-        return logits, weights, ids
+        return logits, weights, ids, rows
 
     def _noise(self, hidden_states: torch.Tensor, low: float, high: float) -> torch.Tensor:
         """Uniform random numbers of the shape (B, S, D) of the hidden states."""
@@ -294,210 +257,6 @@ class CLIPMoERouter(nn.Module):
             seed = hash((self.noise_seed, number)) % 2**63
             group.uniform_(low, high, generator=torch.Generator(noise.device).manual_seed(seed))
         return noise[:, :length]
-
-
-def _each_expert(stacked: torch.Tensor) -> Sequence[torch.Tensor]:
-    """
-    A parameter of all experts, expert by expert. Unbinding makes its gradient one stacked tensor, where indexing would
-    build one of full size for each expert.
-    """
-    try:
-        return stacked.unbind()
-    except NotImplementedError:  # torchao's quantized tensors, which are not trained
-        return [stacked[i] for i in range(stacked.shape[0])]
-
-
-def _each_ffn(experts: nn.Module) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Up projection with its bias and down projection with its bias, expert by expert."""
-    weights = experts.up_proj, experts.up_proj_bias, experts.down_proj, experts.down_proj_bias
-    return zip(*map(_each_expert, weights), strict=True)
-
-
-@use_experts_implementation(has_gate=False, has_bias=True)
-class CLIPMoEExperts(nn.Module):
-    """E copies of CLIP's FFN, stacked. Computes only what was chosen: expert id E stands for no expert."""
-
-    def __init__(self, config: CLIPMoETowerConfig):
-        super().__init__()
-        self.num_experts = config.num_experts
-        self.up_proj = nn.Parameter(torch.empty(config.num_experts, config.intermediate_size, config.hidden_size))
-        self.up_proj_bias = nn.Parameter(torch.empty(config.num_experts, config.intermediate_size))
-        self.down_proj = nn.Parameter(torch.empty(config.num_experts, config.hidden_size, config.intermediate_size))
-        self.down_proj_bias = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
-        self.act_fn = ACT2FN[config.hidden_act]
-
-    def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor:
-        """
-        Args:
-            hidden_states: (T, D).
-            top_k_index, top_k_weights: (T, K), from the router.
-
-        Returns:
-            (T, D), the weighted sum of each token's experts.
-        """
-        if is_recorded(hidden_states) and not torch.compiler.is_compiling():
-            return experts_forward_all(self, hidden_states, top_k_index, top_k_weights)
-        expert_ids, order = top_k_index.flatten().sort(stable=True)
-        token_counts = torch.bincount(expert_ids, minlength=self.num_experts)[: self.num_experts].tolist()
-        order = order[: sum(token_counts)]  # the id E is sorted to the end
-        token_ids = order // top_k_index.shape[-1]
-
-        outputs = []
-        inputs = hidden_states.index_select(0, token_ids).split(token_counts)
-        for expert_input, (up_proj, up_proj_bias, down_proj, down_proj_bias) in zip(
-            inputs, _each_ffn(self), strict=True
-        ):
-            intermediate = self.act_fn(F.linear(expert_input, up_proj, up_proj_bias))
-            outputs.append(F.linear(intermediate, down_proj, down_proj_bias))
-        outputs = torch.cat(outputs) * top_k_weights.flatten().index_select(0, order)[:, None]
-        combined = torch.zeros_like(hidden_states, dtype=outputs.dtype).index_add(0, token_ids, outputs)
-        return combined.to(hidden_states.dtype)
-
-
-# Rows of an expert on a CPU, below which grouped products train faster than the loop, which stacks the gradients of all
-# experts' weights (measured with transformers' `grouped_mm`: benchmarks/results/experts_few_rows_cpu.md)
-FEW_ROWS = 160
-# Rows of an expert on a GPU, from which the loop is faster, although it waits for the token counts
-# (benchmarks/results/experts_gpu.md)
-MANY_ROWS = 4096
-
-
-def experts_forward_grouped(
-    experts: CLIPMoEExperts, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-) -> torch.Tensor:
-    """
-    All experts in one product, without waiting for the token counts; under autocast in its precision.
-
-    transformers' `grouped_mm` takes the biases by an index, whose gradient on a GPU adds the rows of an expert one
-    after another: forward and backward of an FFN take up to 4.6 times as long (benchmarks/results/experts_gpu.md).
-    """
-    num_tokens, top_k = top_k_index.shape
-    device, dtype = top_k_index.device, experts.up_proj.dtype
-    if torch.is_autocast_enabled(device.type):
-        dtype = torch.get_autocast_dtype(device.type)
-    expert_ids, order = top_k_index.flatten().sort(stable=True)
-    dropped = (expert_ids == experts.num_experts)[:, None]  # no product computes their rows, which may hold anything
-    # An exported program may become ONNX, whose product leaves no row out: the last expert computes them
-    groups = expert_ids.clamp(max=experts.num_experts - 1) if torch.compiler.is_exporting() else expert_ids
-    chosen = groups[:, None] == torch.arange(experts.num_experts, device=device)  # (T * K, E)
-    ends = chosen.sum(dim=0).cumsum(dim=0, dtype=torch.int32)
-
-    def linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        # The biases by a product, too, whose gradient adds rows in float32
-        outputs = torch.addmm(_grouped_linear(rows, weight.to(dtype), ends), chosen.to(dtype), bias.to(dtype))
-        return outputs.masked_fill(dropped, 0)
-
-    with torch.autocast(device.type, enabled=False):
-        # The gradient of dropped rows may be anything, too
-        rows = hidden_states.to(dtype).index_select(0, order // top_k).masked_fill(dropped, 0)
-        intermediate = experts.act_fn(linear(rows, experts.up_proj, experts.up_proj_bias))
-        outputs = linear(intermediate, experts.down_proj, experts.down_proj_bias)
-    rank = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=device))
-    outputs = outputs.index_select(0, rank).unflatten(0, (num_tokens, top_k)) * top_k_weights[..., None]
-    return outputs.sum(dim=1).to(hidden_states.dtype)
-
-
-def experts_forward_all(
-    experts: CLIPMoEExperts, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-) -> torch.Tensor:
-    """
-    Every expert computes every token, E / K times the arithmetic of the others, and what a token did not choose counts
-    nothing. So no size depends on the data, and there are only operations that every tool knows.
-    """
-    weights = top_k_weights.new_zeros(top_k_index.shape[0], experts.num_experts + 1)  # the last is that of no expert
-    weights = weights.scatter_add(1, top_k_index, top_k_weights)[:, :-1].unsqueeze(-1)
-    combined = torch.zeros_like(hidden_states, dtype=weights.dtype)
-    for weight, (up_proj, up_proj_bias, down_proj, down_proj_bias) in zip(
-        weights.unbind(dim=1), _each_ffn(experts), strict=True
-    ):
-        intermediate = experts.act_fn(F.linear(hidden_states, up_proj, up_proj_bias))
-        outputs = F.linear(intermediate, down_proj, down_proj_bias) * weight
-        combined = combined + outputs.masked_fill(weight == 0, 0)  # also where an output is not finite
-    return combined.to(hidden_states.dtype)
-
-
-def is_recorded(hidden_states: torch.Tensor) -> bool:
-    """
-    Whether a tool records, transforms or only shapes this run, to repeat it with other data: `torch.jit.trace`,
-    `make_fx`, `torch.onnx`, `torch.func.vmap`, tensors without data.
-    """
-    return (
-        torch.jit.is_tracing()
-        or torch.onnx.is_in_onnx_export()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or _has_no_data(hidden_states)
-        or any(_records(mode) for mode in _get_current_dispatch_mode_stack())
-        or torch._ops._len_torch_dispatch_stack_pre_dispatch() > 0
-    )
-
-
-def _has_no_data(tensor: torch.Tensor) -> bool:
-    return tensor.is_meta or isinstance(tensor, FakeTensor)
-
-
-def _records(mode: TorchDispatchMode) -> bool:
-    """Whether a mode makes a program: proxies, functional or fake tensors."""
-    return getattr(mode, "_mode_key", None) is not None
-
-
-def _counts(mode: TorchDispatchMode) -> bool:
-    """Whether a mode belongs to a `FlopCounterMode`."""
-    return type(mode).__module__ == "torch.utils.flop_counter"  # which is not imported for it
-
-
-def experts_forward_by_device(
-    experts: CLIPMoEExperts, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-) -> torch.Tensor:
-    """
-    The default implementation: `grouped` on a GPU, unless rows are many, and where experts train with few rows on a
-    CPU; else the loop. It follows the input, so a model may move at any time.
-
-    The loop's sizes are those of the data, which a recorded program would keep. Compiled programs, those of
-    `torch.export` and CUDA graphs have `grouped`, and whatever else is recorded has all experts. While a
-    `FlopCounterMode` counts, there is the loop, of which it knows every product, or without data `batched_mm`.
-
-    Time over K dense FFNs on the same tokens, float32 on one core, B/16 and L/14, top-2 of 4 and of 8, the loop and
-    transformers' `grouped_mm` (benchmarks/results/experts_cpu.md): the forward of 8 images 0.94 to 1.07 and 1.17 to
-    1.36, a training step 0.99 to 1.09 and 0.99 to 1.37; a training step of 1 image 1.34 to 2.12 and 1.16 to 1.46. With
-    32 images the loop is at 0.85 to 1.03 (experts_32_images_cpu.md). In bfloat16 both are at 0.98 to 1.01, where it is
-    slow (experts_bfloat16_cpu.md).
-    """
-    arguments = experts, hidden_states, top_k_index, top_k_weights
-    loop = CLIPMoEExperts.forward.__wrapped__  # what the decorator replaced
-    if torch.compiler.is_compiling() and not torch.onnx.is_in_onnx_export():
-        return experts_forward_grouped(*arguments)
-    if _has_no_data(hidden_states) and any(map(_counts, _get_current_dispatch_mode_stack())):
-        return ALL_EXPERTS_FUNCTIONS["batched_mm"](*arguments)  # products of the chosen experts, whichever they are
-    if is_recorded(hidden_states):
-        return experts_forward_all(*arguments)
-    if any(map(_counts, _get_current_dispatch_mode_stack())):
-        return loop(*arguments)
-    few_on_gpu = hidden_states.is_cuda and top_k_index.numel() < MANY_ROWS * experts.num_experts
-    is_captured = hidden_states.is_cuda and torch.cuda.is_current_stream_capturing()
-    if few_on_gpu or is_captured or _train_with_few_rows(experts, top_k_index):
-        return experts_forward_grouped(*arguments)
-    return loop(*arguments)
-
-
-def _train_with_few_rows(experts: CLIPMoEExperts, top_k_index: torch.Tensor) -> bool:
-    """
-    Whether the experts train as it was measured: on a CPU, in float32. Others have the loop, also those whose sizes are
-    no multiples of 16 bytes, which grouped products refuse.
-
-    Whether gradients are on is not asked: batches in parts are embedded without them first, and have to come out the
-    same with them.
-    """
-    measured = top_k_index.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
-    few_rows = top_k_index.numel() < FEW_ROWS * experts.num_experts
-    weights = (experts.up_proj, experts.up_proj_bias, experts.down_proj, experts.down_proj_bias)
-    trains = experts.training and all(w.requires_grad and w.dtype == torch.float32 for w in weights)
-    return measured and few_rows and trains and all(size % 4 == 0 for size in experts.up_proj.shape[1:])
-
-
-ALL_EXPERTS_FUNCTIONS.register("grouped", experts_forward_grouped)
-ALL_EXPERTS_FUNCTIONS.register("by_device", experts_forward_by_device)
 
 
 class CLIPMoEFusionGate(nn.Module):
@@ -530,14 +289,17 @@ class CLIPMoESparseMoeBlock(nn.Module):
         self.fusion_gate = CLIPMoEFusionGate(config) if config.fusion_gate else None
 
     def forward(self, hidden_states: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        _, weights, ids = self.router(hidden_states, mask)
+        _, weights, ids, rows = self.router(hidden_states, mask)
         num_experts = self.num_experts
         if self.experts.num_experts < num_experts:
             # Expert parallelism sends every choice to some process and knows no id E. What is dropped has weight 0, so
             # any expert will do: a different one for each
             anywhere = torch.arange(ids.numel(), device=ids.device).view_as(ids) % num_experts
-            ids = torch.where(ids < num_experts, ids, anywhere)
-        output = self.experts(hidden_states.flatten(0, 1), ids.flatten(0, 1), weights.flatten(0, 1))
+            ids, rows = torch.where(ids < num_experts, ids, anywhere), None
+        arguments = hidden_states.flatten(0, 1), ids.flatten(0, 1), weights.flatten(0, 1)
+        if rows is not None and self.experts.config._experts_implementation in TAKE_ROWS:
+            arguments += (rows,)
+        output = self.experts(*arguments)
         output = output.view_as(hidden_states)
         if self.fusion_gate is not None:
             output = self.fusion_gate(hidden_states, self.base(hidden_states), output)

@@ -1,6 +1,7 @@
 """What trains and what decays."""
 
 import logging
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -10,10 +11,10 @@ from tiny_clip_moe import tiny_model
 from tiny_families import tiny_dense
 from torch import nn
 
+from modeling_clip_moe.experts import CLIPMoEExperts
 from modeling_clip_moe.families import FAMILIES, IMAGE_TOWERS
-from modeling_clip_moe.sparse_moe import CLIPMoEExperts
 from training.engine import _warn_without_gradient
-from training.optimizers import parameter_groups, set_trainable
+from training.optimizers import OptimizerSettings, make_optimizer, parameter_groups, set_trainable
 from training.stages.train import warn_of_equal_experts
 
 
@@ -74,7 +75,7 @@ def test_decay_is_for_matrices(model):
 def test_frozen_parameters_are_in_no_group(model):
     set_trainable(model, "experts|logit_scale")
     sizes = [[len(group["params"]) for group in parameter_groups(model, 0.1, decay_all)] for decay_all in (False, True)]
-    assert sizes == [[4, 5], [9, 0]]  # two matrices and two biases, in both towers, and the scale
+    assert sizes == [[4, 5], [9]]  # two matrices and two biases, in both towers, and the scale
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *IMAGE_TOWERS], ids=lambda family: family.name)
@@ -86,6 +87,23 @@ def test_no_familys_norms_decay(family):
     assert norms and not decaying & {id(parameter) for norm in norms for parameter in norm.parameters()}
     matrices = [module for module in model.modules() if isinstance(module, nn.Linear | nn.Embedding | nn.Conv2d)]
     assert {id(module.weight) for module in matrices} <= decaying
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_rates_fall_from_layer_to_layer(family):
+    """Half for each of four layers down, and once more for the embeddings."""
+    model = tiny_dense(family)
+    expected = {}
+    for name, _ in model.named_parameters():
+        number = re.search(r"encoder\.layers?\.(\d)", name)
+        is_below = "embeddings" in name or "pre_layrnorm" in name
+        expected[name] = 0.5 ** (4 - int(number[1]) if number else 5 * is_below)
+    assert {*expected.values()} == {1, 1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32}
+    settings = OptimizerSettings(learning_rate=0.1, weight_decay=0.2, layer_decay=0.5)
+    optimizer = make_optimizer(model, settings, torch.device("cpu"))
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    rates = {names[p]: group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    assert rates == pytest.approx({name: 0.1 * scale for name, scale in expected.items()})
 
 
 def test_weights_that_nothing_asks_for_are_named(caplog):

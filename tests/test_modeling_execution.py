@@ -6,14 +6,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import transformers.integrations.moe as transformers_moe
 from tiny_clip_moe import IMPLEMENTATIONS, assert_same_gradients, gradients, inputs, tiny_block, tiny_model
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from modeling_clip_moe import CLIPMoDEModel, sparse_moe
+from modeling_clip_moe import CLIPMoDEModel, experts
 
 # `gradient_checkpointing_enable` is the only name that transformers 5.17 knows
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
@@ -38,11 +37,11 @@ def test_half_precision(dtype, name):
 def test_grouped_products_under_autocast(monkeypatch):
     """In autocast's precision, with gradients of the weights as they are."""
     model, batch, seen = tiny_model(fusion_gate=True), inputs(), []
-    grouped_mm = transformers_moe._grouped_mm
+    grouped_mm = torch.nn.functional.grouped_mm
 
     def spy(rows, weight, offs):
         seen.append((rows.dtype, weight.dtype))
-        return grouped_mm(rows, weight, offs)
+        return grouped_mm(rows, weight, offs=offs)
 
     def computed(model, implementation):
         model.set_experts_implementation(implementation)
@@ -52,7 +51,7 @@ def test_grouped_products_under_autocast(monkeypatch):
         return output.image_embeds, gradients(model)
 
     by_loop, expected = computed(copy.deepcopy(model), "eager")
-    monkeypatch.setattr(transformers_moe, "_grouped_mm", spy)
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", spy)
     grouped, found = computed(model, "grouped")
     assert set(seen) == {(torch.bfloat16,) * 2}
     torch.testing.assert_close(grouped, by_loop, rtol=0.05, atol=0.02)
@@ -221,7 +220,7 @@ def test_what_only_watches_a_run_changes_no_implementation():
     block, hidden_states = tiny_block(), torch.randn(4, 5, 16)
     block.experts.config._experts_implementation = "by_device"
     watch = partial(create_selective_checkpoint_contexts, [torch.ops.aten.softmax.int])
-    with patch.object(sparse_moe, "experts_forward_all", side_effect=AssertionError):
+    with patch.object(experts, "experts_forward_all", side_effect=AssertionError):
         kept = checkpoint(block, hidden_states, use_reentrant=False, context_fn=watch)
         kept.sum().backward()
     assert torch.equal(kept, block(hidden_states))

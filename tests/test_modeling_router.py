@@ -1,11 +1,15 @@
 """The router and its capacity, each against an obvious computation."""
 
+import itertools
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
 from tiny_clip_moe import plain_block, tiny_block
 
 from modeling_clip_moe import expert_capacity_mask
+from modeling_clip_moe.experts import experts_forward_all
 
 
 def test_seeded_jitter_is_the_same_in_two_processes():
@@ -53,7 +57,7 @@ def test_router_computes_in_float32(dtype):
     torch.testing.assert_close(block.to(dtype).router(hidden_states)[0], expected)
     block.float()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        logits, weights, _ = block.router(hidden_states)
+        logits, weights, *_ = block.router(hidden_states)
     assert logits.dtype == weights.dtype == torch.float32
     torch.testing.assert_close(logits, F.linear(hidden_states.float(), block.router.weight))
 
@@ -66,6 +70,37 @@ def test_capacity_is_not_rounded_up_by_rounding(tokens, factor, num_experts, cap
     """25 x 1.2 / 2 is 15, and a little more in float32; 10 x 1.1 a little more than 11 in float64."""
     ids = torch.zeros(1, tokens, 1, dtype=torch.long)
     assert expert_capacity_mask(ids, num_experts, factor).sum() == capacity
+
+
+def test_choices_of_the_lowest_probability_are_dropped():
+    """Equal ones in the order of their places. Padding takes no room, and each group has its own."""
+    generator = torch.Generator().manual_seed(0)
+    probabilities, ids = torch.randint(1, 5, (6, 5, 3), generator=generator).double().topk(2)
+    mask = torch.rand(6, 5, generator=generator) < 0.8
+    expected = torch.zeros(6, 5, 2, dtype=torch.bool)
+    for group in range(0, 6, 2):
+        capacity = math.ceil(mask[group : group + 2].sum().item() * 0.75 / 3)
+        for expert in range(3):
+            places = itertools.product(range(2), range(group, group + 2), range(5))
+            queue = [(row, token, k) for k, row, token in places if mask[row, token] and ids[row, token, k] == expert]
+            queue.sort(key=lambda place: -probabilities[place])
+            for place in queue[:capacity]:
+                expected[place] = True
+    kept = expert_capacity_mask(ids, 3, 0.75, mask, num_groups=3, priorities=probabilities)
+    assert torch.equal(kept, expected)
+    assert not torch.equal(kept, expert_capacity_mask(ids, 3, 0.75, mask, num_groups=3))
+
+
+def test_a_model_drops_by_its_policy():
+    """Its rows are those of the choices that stay, as where every expert computes every token."""
+    block, hidden_states = tiny_block(capacity_factor=0.5, token_drop_policy="probs"), torch.randn(3, 6, 16)
+    _, weights, ids, _ = block.train().router(hidden_states)
+    first = block.router.config.num_experts_per_tok
+    best, chosen = block.router(hidden_states)[0].softmax(dim=-1).topk(first)
+    kept = expert_capacity_mask(chosen, block.num_experts, 0.5, priorities=best)
+    assert torch.equal(ids, chosen.masked_fill(~kept, block.num_experts)) and not kept.all()
+    arguments = hidden_states.flatten(0, 1), ids.flatten(0, 1), weights.flatten(0, 1)
+    torch.testing.assert_close(block(hidden_states).flatten(0, 1), experts_forward_all(block.experts, *arguments))
 
 
 def test_a_mask_may_be_a_slice():
@@ -90,7 +125,7 @@ def test_block_equals_a_loop_over_tokens(capacity_factor, group_size, norm_topk_
     assert max(gradient.abs().max() for gradient in gradients[1]) > 1e-4
     torch.testing.assert_close(*gradients)
 
-    _, weights, ids = block.router(hidden_states, mask)
+    _, weights, ids, _ = block.router(hidden_states, mask)
     assert ((ids == 4) & mask[..., None]).sum() == num_dropped  # how dropped choices are counted
     assert (weights[ids == 4] == 0).all()
 

@@ -14,7 +14,7 @@ from transformers import AutoModel, AutoProcessor
 
 from data.pairs import load_pairs
 from data.sources import DataArguments
-from modeling_clip_moe.sparse_moe import CLIPMoEExperts
+from modeling_clip_moe.experts import CLIPMoEExperts
 from training.contrastive_task import drop_activations
 from training.estimates import count_pairs
 from training.loader import PairLoader

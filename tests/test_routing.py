@@ -178,11 +178,13 @@ def test_top_patches_by_hand():
     assert preferences.top_patches(routed) == [[(1, 0), (0, 0)], [(0, 1)], []]
 
 
-def test_the_dropped_patches_are_those_that_the_model_drops(embedder, monkeypatch):
+@pytest.mark.parametrize("policy", ["position", "probs"])
+def test_the_dropped_patches_are_those_that_the_model_drops(embedder, policy, monkeypatch):
     """In the first sparse layer, into which the same goes with and without capacity."""
-    images = list(symbols.load("test", "web", 4)["image"])
-    dropped = preferences.dropped_patches(preferences.route_images(embedder, images, layer=0), 4, 2, 0.75)
-    monkeypatch.setattr(embedder.model.config.vision_config, "eval_capacity_factor", 0.75)
+    images, config = list(symbols.load("test", "web", 4)["image"]), embedder.model.config.vision_config
+    monkeypatch.setattr(config, "token_drop_policy", policy)
+    dropped = preferences.dropped_patches(preferences.route_images(embedder, images, layer=0), 4, config, 0.75)
+    monkeypatch.setattr(config, "eval_capacity_factor", 0.75)
     computed = preferences.route_images(embedder, images, layer=0).computed
     assert np.array_equal(dropped, ~computed.any(axis=-1)[:, 1:]) and dropped.any() and not dropped.all()
 

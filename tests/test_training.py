@@ -89,7 +89,7 @@ def test_two_processes_warn_once_and_fail_with_one_line(tmp_path):
         "if os.environ['RANK'] == '1':\n"
         "    def fail(*_):\n"
         "        raise FloatingPointError('the loss of the second process')\n"
-        "    engine._require_finite = fail\n"
+        "    engine.FirstFault.require = fail\n"
         "commands.train.main()\n"
     )
     train(tmp_path / "another", only=["dense", "sparse"])

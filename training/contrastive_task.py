@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from conversion.checkpoints import is_sparse
-from modeling_clip_moe.sparse_moe import CLIPMoEExperts
+from modeling_clip_moe.experts import CLIPMoEExperts
 from training.losses import Pairing
 
 
@@ -80,6 +80,27 @@ class ContrastiveTask(nn.Module):
         """The loss of embeddings of images, of texts, a scale, and of `loss_parameters`."""
         parameters = dict(zip(self.loss_parameters(), embeds[3:], strict=True))
         return self.losses.contrastive_loss(*embeds[:3], pairing, **parameters)
+
+
+def drop_patches(model: PreTrainedModel, share: float) -> None:
+    """While it trains, a share of each image's patches is left out, each time others, before the first layer (FLIP,
+    arXiv:2212.00794, section 3). A class token stays."""
+
+    def keep_some(embeddings: nn.Module, inputs: tuple, hidden_states: torch.Tensor) -> torch.Tensor:
+        if not embeddings.training:
+            return hidden_states
+        first = int(hasattr(embeddings, "class_embedding"))
+        others, patches = hidden_states[:, :first], hidden_states[:, first:]
+        number = patches_kept(patches.shape[1], share)
+        chosen = torch.rand(patches.shape[:2], device=patches.device).topk(number, dim=1).indices  # (B, number)
+        return torch.cat([others, patches.gather(1, chosen[..., None].expand(-1, -1, patches.shape[2]))], dim=1)
+
+    model.vision_model.embeddings.register_forward_hook(keep_some)
+
+
+def patches_kept(number: int, share: float) -> int:
+    """How many patches of an image stay where a share of them is left out."""
+    return int(number * (1 - share))
 
 
 def drop_activations(model: PreTrainedModel, share: float) -> None:

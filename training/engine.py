@@ -134,6 +134,7 @@ def train(
     if latest is not None:
         load_checkpoint(accelerator, task, optimizer, latest, average)
         accelerator.on_main_process(print)(f"{settings.name}: goes on from step {step}")
+    finite = FirstFault(settings.name, checkpoints)
     log = Log(directory / LOG, step, settings.global_batch_size, accelerator, settings.name)
     stream = batches(step * settings.gradient_accumulation_steps)
     weights = partial(_gather_weights, accelerator, task, model, settings, scale, average)
@@ -141,21 +142,24 @@ def train(
         _measure(scores, 0, total_steps, weights, log)
     progress = Progress(settings.name, total_steps, step, accelerator.is_main_process)
     while step < total_steps:
-        metrics = _compute_gradient(accelerator, task, model, stream, settings, (seed, step), checkpoints)
+        metrics = _compute_gradient(accelerator, task, model, stream, settings, (seed, step), finite)
         if step == 0:
             _warn_without_gradient(accelerator, task, settings)
-        grad_norm = _clip_gradient(accelerator, task, settings, step, checkpoints)
-        learning_rate = scheduler.get_last_lr()[0]
+        grad_norm = _clip_gradient(accelerator, task, settings, step, finite)
+        learning_rate = max(scheduler.get_last_lr())
         _take_step(optimizer, scheduler, model, settings, average)
         step += 1
         is_logged = step % settings.logging_steps == 0 or step == total_steps
+        is_saved = bool(settings.save_steps) and step % settings.save_steps == 0 and step < total_steps
+        if is_logged or is_saved or (scores is not None and scores.due(step, total_steps)):
+            finite.require()
         if is_logged:
             values = _mean_values(accelerator, metrics, grad_norm, learning_rate)
             speed = log.images_per_second(step)
             log.write(step, values | {"images_per_second": speed})
         progress.update(_summary(values, speed) if is_logged else "")
         _measure(scores, step, total_steps, weights, log)
-        if settings.save_steps and step % settings.save_steps == 0 and step < total_steps:
+        if is_saved:
             save_checkpoint(accelerator, task, optimizer, checkpoints, step, settings.save_total_limit, average)
     progress.close()
     call_trackers(accelerator, lambda tracker: tracker.finish())
@@ -226,7 +230,7 @@ def _compute_gradient(
     stream: Iterator[dict[str, torch.Tensor]],
     settings: LoopSettings,
     seed_and_step: tuple[int, int],
-    checkpoints: Path,
+    finite: "FirstFault",
 ) -> dict[str, torch.Tensor]:
     """Add up the gradients of the batches of a step, and return the mean of what they log."""
     accumulation, logged = settings.gradient_accumulation_steps, []
@@ -237,7 +241,7 @@ def _compute_gradient(
         last = accelerator.sync_gradients = micro_step == accumulation - 1
         if size is not None:
             loss, metrics = cached_gradient(accelerator, task, model, batch, size, seed, 1 / accumulation, last)
-            _require_finite(loss, f"stage {settings.name}, step {seed_and_step[1] + 1}: the loss", checkpoints)
+            finite.note("the loss", loss, seed_and_step[1] + 1)
             logged.append(metrics)
             continue
         if isinstance(model, SparseMoEMixin):
@@ -245,7 +249,7 @@ def _compute_gradient(
         # Gradients are averaged over the processes once a step.
         with nullcontext() if last else accelerator.no_sync(task):
             loss, metrics = task(send_to_device(batch, accelerator.device, non_blocking=True))
-            _require_finite(loss, f"stage {settings.name}, step {seed_and_step[1] + 1}: the loss", checkpoints)
+            finite.note("the loss", loss, seed_and_step[1] + 1)
             accelerator.backward(loss / accumulation)
         logged.append(metrics)
     return {name: torch.stack([of_batch[name].float() for of_batch in logged]).mean(dim=0) for name in metrics}
@@ -266,14 +270,14 @@ def _warn_without_gradient(accelerator: Accelerator, task: nn.Module, settings: 
 
 
 def _clip_gradient(
-    accelerator: Accelerator, task: nn.Module, settings: LoopSettings, step: int, checkpoints: Path
+    accelerator: Accelerator, task: nn.Module, settings: LoopSettings, step: int, finite: "FirstFault"
 ) -> torch.Tensor:
     """The norm that the gradient had."""
     parameters = [p for p in task.parameters() if p.requires_grad]
     grad_norm = torch.as_tensor(accelerator.clip_grad_norm_(parameters, settings.max_grad_norm or math.inf))
     if accelerator.scaler is None:
         # With a loss scaler an overflowing gradient is normal: the scaler skips the step and lowers its scale.
-        _require_finite(grad_norm, f"stage {settings.name}, step {step + 1}: the gradient", checkpoints)
+        finite.note("the gradient", grad_norm, step + 1)
     return grad_norm
 
 
@@ -421,6 +425,24 @@ def _summary(values: dict[str, float], images_per_second: float) -> str:
     return ", ".join([*parts, f"{images_per_second:.0f} images/s"])
 
 
-def _require_finite(value: torch.Tensor, what: str, checkpoints: Path) -> None:
-    if not torch.isfinite(value).all():
-        raise FloatingPointError(f"{what} is {value.item()}. {after_not_finite(checkpoints)}")
+class FirstFault:
+    """The first loss or gradient of a run that is not finite. It is noted on the device, which nothing waits for, until
+    something is to be kept: a line of the log, a score or a checkpoint."""
+
+    def __init__(self, stage: str, checkpoints: Path):
+        self.stage, self.checkpoints = stage, checkpoints
+        self.faults: dict[str, torch.Tensor] = {}  # what -> (step, value); step 0: there is none yet
+
+    def note(self, what: str, value: torch.Tensor, step: int) -> None:
+        value = value.detach().float().reshape(())
+        first = self.faults.get(what, torch.zeros(2, device=value.device))
+        now = torch.stack([torch.full_like(value, step), value])
+        self.faults[what] = torch.where((first[0] == 0) & ~value.isfinite(), now, first)
+
+    def require(self) -> None:
+        """Raises a FloatingPointError with the first fault, if there is one."""
+        found = [(*fault.tolist(), what) for what, fault in self.faults.items()]
+        step, value, what = min((fault for fault in found if fault[0]), key=lambda fault: fault[0], default=(0, 0, ""))
+        if step:
+            what = f"stage {self.stage}, step {step:.0f}: {what}"
+            raise FloatingPointError(f"{what} is {value}. {after_not_finite(self.checkpoints)}")

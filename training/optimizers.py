@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal
@@ -16,6 +17,9 @@ from training.settings import STRICT
 
 # Besides norms, which families call as they like: as CLIP (section 2.5) and everybody after it.
 NO_DECAY = re.compile(r"(bias|class_embedding|logit_scale)$")
+# The layers of a tower, and what is below them
+LAYER = re.compile(r"^(?P<tower>.*)\bencoder\.layers?\.(?P<number>\d+)\.")
+BELOW_LAYERS = re.compile(r"\bembeddings\.|\bpre_layrnorm\.|\bpre_layernorm\.")
 
 
 def set_trainable(model: nn.Module, pattern: str) -> tuple[list[str], list[str]]:
@@ -43,19 +47,44 @@ def set_trainable(model: nn.Module, pattern: str) -> tuple[list[str], list[str]]
     return names[True], names[False]
 
 
-def parameter_groups(model: nn.Module, weight_decay: float, decay_all: bool = False) -> list[dict]:
-    """AdamW's groups of the trainable parameters: those that decay, with `decay_all` all, and those that do not.
+def parameter_groups(
+    model: nn.Module, weight_decay: float, decay_all: bool = False, layer_decay: float = 1.0
+) -> list[dict]:
+    """AdamW's groups of the trainable parameters: those that decay, with `decay_all` all, and those that do not, each
+    with the factor `scale` of the learning rate of their layers.
 
     Biases are told by their names, not by their rank: the stacked ones of experts have two axes.
     """
-    groups = {True: [], False: []}
+    groups, scales = defaultdict(list), _layer_scales(model, layer_decay)
     norms = (module for module in model.modules() if isinstance(module, nn.LayerNorm | nn.RMSNorm))
     of_norms = {parameter for norm in norms for parameter in norm.parameters(False)}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             decays = NO_DECAY.search(name) is None and parameter not in of_norms
-            groups[decay_all or decays].append(parameter)
-    return [{"params": groups[True], "weight_decay": weight_decay}, {"params": groups[False], "weight_decay": 0.0}]
+            groups[decay_all or decays, scales[name]].append(parameter)
+    return [
+        {"params": parameters, "weight_decay": weight_decay * decays, "scale": scale}
+        for (decays, scale), parameters in sorted(groups.items(), key=lambda group: group[0], reverse=True)
+    ]
+
+
+def _layer_scales(model: nn.Module, layer_decay: float) -> dict[str, float]:
+    """Parameter -> its factor of the learning rate: layer_decay once for each layer of its tower above it. Embeddings
+    are below all layers, and all else is above them (BEiT, arXiv:2106.08254, appendix)."""
+    names = [name for name, _ in model.named_parameters()]
+    places = {name: LAYER.search(name) for name in names}
+    depths = Counter()
+    for place in filter(None, places.values()):
+        depths[place["tower"]] = max(depths[place["tower"]], int(place["number"]) + 1)
+
+    def layers_above(name: str) -> int:
+        if places[name]:
+            return depths[places[name]["tower"]] - int(places[name]["number"])
+        if BELOW_LAYERS.search(name):
+            return next((depth + 1 for tower, depth in depths.items() if name.startswith(tower)), 0)
+        return 0
+
+    return {name: layer_decay ** layers_above(name) for name in names}
 
 
 # Where AdamW is one kernel. On a CPU its updates round otherwise than the plain ones.
@@ -72,6 +101,9 @@ class OptimizerSettings:
     weight_decay: float = Field(default=0.0, ge=0)
     # Weight decay on all that trains (CLIP-MoE's released code).
     decay_all: bool = False
+    # Factor of the learning rate for each layer further down in its tower; embeddings have the smallest rate (EVA-CLIP,
+    # arXiv:2303.15389). 1: all have the same.
+    layer_decay: float = Field(default=1.0, gt=0, le=1)
     # AdamW's decay of the gradient's mean.
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
     # AdamW's decay of the squared gradient's mean.
@@ -95,7 +127,8 @@ class OptimizerSettings:
 
 def make_optimizer(task: nn.Module, settings: OptimizerSettings, device: torch.device) -> torch.optim.Optimizer:
     """The optimizer of the trainable parameters of a task."""
-    groups = parameter_groups(task, settings.weight_decay, settings.decay_all)
+    groups = parameter_groups(task, settings.weight_decay, settings.decay_all, settings.layer_decay)
+    groups = [group | {"lr": settings.learning_rate * group.pop("scale")} for group in groups]
     options = {
         "lr": settings.learning_rate,
         "betas": (settings.adam_beta1, settings.adam_beta2),

@@ -40,7 +40,7 @@ from records.messages import join_names, warn_once
 from records.provenance import CHECKPOINTS, LOG, duplicates_line
 from training.clusters import FeatureClusters, load_clusters
 from training.context import Context
-from training.contrastive_task import ContrastiveTask, drop_activations
+from training.contrastive_task import ContrastiveTask, drop_activations, drop_patches, patches_kept
 from training.duplicates import Duplicates
 from training.engine import LoopSettings, train
 from training.estimates import (
@@ -279,6 +279,10 @@ class TrainStage(RouterSettings, StepsStage):
     # these are depends on the number of processes. None: none.
     expert_dropout: float | None = Field(default=None, gt=0, lt=1)
 
+    # Share of an image's patches that is left out in each step, others each time (FLIP, arXiv:2212.00794); a last stage
+    # without brings the model back to whole images. None: none.
+    patch_dropout: float | None = Field(default=None, gt=0, lt=1)
+
     # Scores while it trains; None: none.
     evaluation: Evaluation | None = None
 
@@ -398,6 +402,8 @@ class TrainStage(RouterSettings, StepsStage):
     def task(self, model: PreTrainedModel) -> ContrastiveTask:
         if self.expert_dropout is not None:
             drop_activations(model, self.expert_dropout)
+        if self.patch_dropout is not None:
+            drop_patches(model, self.patch_dropout)
         if self.torch_compile:
             for tower in (model.text_model, model.vision_model):
                 maybe_install_capturing_hooks(tower)  # else it would in the first forward, which breaks the graph
@@ -497,6 +503,12 @@ class TrainStage(RouterSettings, StepsStage):
             yield "augmentation", "random crops have one size, but this model takes images of any shape: leave it out"
         if self.expert_dropout is not None and not sparse:
             yield "expert_dropout", f"it goes with a sparse model, but {self.model} is dense"
+        if self.patch_dropout is not None and (family_of(config).naflex or self.hidden_states is not None):
+            yield "patch_dropout", "it goes with images of one size that are computed from the start: leave it out"
+        elif self.patch_dropout is not None:
+            patches = (config.vision_config.image_size // config.vision_config.patch_size) ** 2
+            if not patches_kept(patches, self.patch_dropout):
+                yield "patch_dropout", f"it leaves none of {patches} patches: lower it"
         if self.torch_compile and any(tower.router_jitter_noise for tower in towers):
             # Noise in groups has generators of its own, with which the compiler would start anew in every step
             yield "torch_compile", "the model has router_jitter_noise: leave out one of them"

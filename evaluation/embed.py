@@ -1,0 +1,186 @@
+"""A model's embeddings of the pictures and captions of a data set, in files for other programs.
+
+from evaluation.commands import embed
+"""
+
+import json
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import datasets
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import torch
+from accelerate import PartialState
+
+from data.identity import identity
+from data.pairs import load_pairs, present_captions, rename_columns, select_columns, with_class_names
+from data.sources import DataArguments, open_rows
+from data.worlds import WORLDS
+from evaluation.embedder import Embedder, usable_device
+from records.files import new_file, output_folder, read_json, write_text
+from records.messages import join_names
+from records.provenance import model_fingerprint
+
+logger = logging.getLogger(__name__)
+
+What, Form = Literal["both", "images", "captions"], Literal["npy", "parquet"]
+# What a folder holds, and what was computed so far
+ABOUT, PARTS = "embeddings.json", "parts"
+# Rows of a parquet file that are written together
+ROW_GROUP = 10_000
+
+
+def embed_pairs(
+    model: str,
+    arguments: DataArguments,
+    output_dir: Path,
+    what: What = "both",
+    form: Form = "npy",
+    batch_size: int = 64,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype = torch.float32,
+    num_workers: int | None = None,
+    state: PartialState | None = None,
+) -> dict[str, Any]:
+    """Write the normalized embeddings of a data set, in its order, to a folder. What is interrupted goes on from there.
+
+    Returns:
+        What the folder holds: `num_images`, `num_captions`, and the places of `unreadable` pictures in the data set,
+        which have no embedding.
+
+    Raises:
+        ValueError: the folder holds embeddings of another model, other data or other settings.
+    """
+    is_main = state is None or state.is_main_process
+    asked = {
+        "model": model_fingerprint(model),
+        "data": arguments.source if arguments.source in WORLDS else identity(arguments),
+        "settings": [what, form, batch_size, str(dtype), arguments.split, arguments.num_samples],
+    }
+    if is_main:
+        _begin(output_dir, asked)
+    if state is not None:
+        state.wait_for_everyone()
+    about = read_json(output_dir / ABOUT)
+    if "num_images" in about:
+        return about
+    rows = _rows(arguments, what)
+    texts = [] if what == "images" else [present_captions(captions) for captions in rows["caption"]]
+    device = usable_device(device) if state is None else state.device
+    embedder = Embedder(model, output_dir / PARTS, batch_size, device, dtype, num_workers=num_workers, state=state)
+    images = None if what == "captions" else embedder.images(rows, skip_unreadable=True)
+    captions = None if what == "images" else embedder.texts([text for of_image in texts for text in of_image])
+    if not is_main:
+        return about
+    unreadable = [] if images is None else np.flatnonzero(~images.any(axis=1)).tolist()
+    if unreadable:
+        places = join_names(f"{place} ({_path(rows[place])})" for place in unreadable)
+        logger.warning("%d of %d pictures cannot be read and have no embedding: %s", len(unreadable), len(rows), places)
+    with output_folder(output_dir):
+        write = _write_npy if form == "npy" else _write_parquet
+        write(output_dir, rows, texts, images, captions, set(unreadable))
+        about |= {"num_images": 0 if images is None else len(images) - len(unreadable)}
+        of_kept = (len(of_image) for place, of_image in enumerate(texts) if place not in unreadable)
+        about |= {"num_captions": sum(of_kept), "unreadable": unreadable}
+        write_text(output_dir / ABOUT, json.dumps(about))
+    shutil.rmtree(output_dir / PARTS)
+    return about
+
+
+def _begin(output_dir: Path, asked: dict[str, Any]) -> None:
+    with output_folder(output_dir):
+        if not (output_dir / ABOUT).exists():
+            write_text(output_dir / ABOUT, json.dumps(asked))
+    begun = read_json(output_dir / ABOUT)
+    others = [name for name in asked if begun.get(name) != asked[name]]
+    if others:
+        raise ValueError(
+            f"{output_dir} holds embeddings of another {' and other '.join(others)}: name another folder, or delete it"
+        )
+
+
+def _rows(arguments: DataArguments, what: What) -> datasets.Dataset:
+    if arguments.source in WORLDS:
+        return load_pairs(arguments)
+    opened = open_rows(arguments)
+    if what == "images":
+        rows = rename_columns(opened, {arguments.image_column: "image"}, arguments)
+    else:
+        rows = with_class_names(select_columns(opened, arguments))
+    if len(rows) == 0:
+        raise ValueError(f"{arguments.source} has no pairs in split {arguments.split}")
+    return rows
+
+
+def _path(row: dict[str, Any]) -> str | None:
+    image = row["image"]
+    return image if isinstance(image, str) else image.get("path") if isinstance(image, dict) else None
+
+
+def _described(
+    rows: datasets.Dataset, texts: list[list[str]], unreadable: set[int]
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The place of each readable pair, and what it is."""
+    if isinstance(rows.features["image"], datasets.Image):
+        rows = rows.cast_column("image", datasets.Image(decode=False))
+    for place, row in enumerate(rows.select_columns("image")):
+        if place not in unreadable:
+            yield place, {"row": place, "image": _path(row), "captions": texts[place] if texts else []}
+
+
+def _write_npy(
+    output_dir: Path,
+    rows: datasets.Dataset,
+    texts: list[list[str]],
+    images: np.ndarray | None,
+    captions: np.ndarray | None,
+    unreadable: set[int],
+) -> None:
+    """`image_embeds.npy` and `text_embeds.npy`; a line of `rows.jsonl` for each pair says what is in them, in order."""
+    kept = np.array([place not in unreadable for place in range(len(rows))])
+    for name, embeds, of_pairs in (("image_embeds", images, 1), ("text_embeds", captions, list(map(len, texts)))):
+        if embeds is not None:
+            with new_file(output_dir / f"{name}.npy") as partial, open(partial, "wb") as file:
+                np.save(file, embeds[np.repeat(kept, of_pairs)])
+    with new_file(output_dir / "rows.jsonl") as partial, open(partial, "w", encoding="utf-8") as file:
+        for _, described in _described(rows, texts, unreadable):
+            file.write(json.dumps(described, ensure_ascii=False) + "\n")
+
+
+def _write_parquet(
+    output_dir: Path,
+    rows: datasets.Dataset,
+    texts: list[list[str]],
+    images: np.ndarray | None,
+    captions: np.ndarray | None,
+    unreadable: set[int],
+) -> None:
+    """`embeds.parquet`: a row for each pair, with `image_embeds` and the list `text_embeds` of its captions."""
+    width = (images if images is not None else captions).shape[1]
+    vector = pyarrow.list_(pyarrow.float32(), width)
+    kinds = {"row": pyarrow.int64(), "image": pyarrow.string(), "captions": pyarrow.list_(pyarrow.string())}
+    kinds |= {} if images is None else {"image_embeds": vector}
+    kinds |= {} if captions is None else {"text_embeds": pyarrow.list_(vector)}
+    first = np.cumsum([0, *map(len, texts)])
+    schema = pyarrow.schema(kinds)
+    with (
+        new_file(output_dir / "embeds.parquet") as partial,
+        pyarrow.parquet.ParquetWriter(partial, schema) as writer,
+    ):
+        group = []
+        for place, described in _described(rows, texts, unreadable):
+            if images is not None:
+                described["image_embeds"] = images[place]
+            if captions is not None:
+                described["text_embeds"] = list(captions[first[place] : first[place + 1]])
+            group.append(described)
+            if len(group) == ROW_GROUP:
+                writer.write_table(pyarrow.Table.from_pylist(group, schema))
+                group.clear()
+        if group:
+            writer.write_table(pyarrow.Table.from_pylist(group, schema))

@@ -1,0 +1,373 @@
+"""
+The experts of a sparse layer, and their implementations: a loop, one grouped product for all, and what a tool records.
+
+Axes of the tensors, as used in the comments:
+    T  tokens                  K  experts per token     N  rows, T * K
+    D  hidden size             E  experts of a layer    I  intermediate size of an expert
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._triton import has_triton
+from transformers.activations import ACT2FN
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear, use_experts_implementation
+
+from .configuration_clip_moe import CLIPMoETowerConfig
+from .dispatch import Dispatch, dispatch
+
+# Implementations that take the rows which the router sorted. Those of transformers sort for themselves
+TAKE_ROWS = ("eager", "grouped", "by_device")
+
+
+def _each_expert(stacked: torch.Tensor) -> Sequence[torch.Tensor]:
+    """
+    A parameter of all experts, expert by expert. Unbinding makes its gradient one stacked tensor, where indexing would
+    build one of full size for each expert.
+    """
+    try:
+        return stacked.unbind()
+    except NotImplementedError:  # torchao's quantized tensors, which are not trained
+        return [stacked[i] for i in range(stacked.shape[0])]
+
+
+def _each_ffn(experts: nn.Module) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Up projection with its bias and down projection with its bias, expert by expert."""
+    weights = experts.up_proj, experts.up_proj_bias, experts.down_proj, experts.down_proj_bias
+    return zip(*map(_each_expert, weights), strict=True)
+
+
+@use_experts_implementation(has_gate=False, has_bias=True)
+class CLIPMoEExperts(nn.Module):
+    """E copies of CLIP's FFN, stacked. Computes only what was chosen: expert id E stands for no expert."""
+
+    def __init__(self, config: CLIPMoETowerConfig):
+        super().__init__()
+        self.num_experts = config.num_experts
+        self.up_proj = nn.Parameter(torch.empty(config.num_experts, config.intermediate_size, config.hidden_size))
+        self.up_proj_bias = nn.Parameter(torch.empty(config.num_experts, config.intermediate_size))
+        self.down_proj = nn.Parameter(torch.empty(config.num_experts, config.hidden_size, config.intermediate_size))
+        self.down_proj_bias = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        rows: Dispatch | None = None,
+    ) -> torch.Tensor:
+        """
+        Args:
+            hidden_states: (T, D).
+            top_k_index, top_k_weights: (T, K), from the router.
+            rows: of these ids. None: they are sorted here.
+
+        Returns:
+            (T, D), the weighted sum of each token's experts.
+        """
+        if is_recorded(hidden_states) and not torch.compiler.is_compiling():
+            return experts_forward_all(self, hidden_states, top_k_index, top_k_weights)
+        order, counts = rows or dispatch(top_k_index, self.num_experts)
+        counts = counts.tolist()
+        order = order[: sum(counts)]
+        token_ids = order % hidden_states.shape[0]
+
+        outputs = []
+        inputs = hidden_states.index_select(0, token_ids).split(counts)
+        for expert_input, (up_proj, up_proj_bias, down_proj, down_proj_bias) in zip(
+            inputs, _each_ffn(self), strict=True
+        ):
+            intermediate = self.act_fn(F.linear(expert_input, up_proj, up_proj_bias))
+            outputs.append(F.linear(intermediate, down_proj, down_proj_bias))
+        outputs = torch.cat(outputs) * top_k_weights.T.flatten().index_select(0, order)[:, None]
+        combined = torch.zeros_like(hidden_states, dtype=outputs.dtype).index_add(0, token_ids, outputs)
+        return combined.to(hidden_states.dtype)
+
+
+def _one_pass(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """On a GPU with Triton, one kernel in place of several that each read and write all rows."""
+    compiled = torch.compile(function)
+
+    @wraps(function)
+    def run(*arguments):
+        is_fused = arguments[0].is_cuda and has_triton() and not torch.compiler.is_compiling()
+        return (compiled if is_fused else function)(*arguments)
+
+    return run
+
+
+@_one_pass
+def _activate(rows: torch.Tensor, bias: torch.Tensor, expert_ids: torch.Tensor, act_fn: Callable) -> torch.Tensor:
+    """(N, I), of the first product and its bias."""
+    return act_fn(rows + bias[expert_ids])
+
+
+@_one_pass
+def _activate_backward(
+    rows: torch.Tensor,
+    bias: torch.Tensor,
+    expert_ids: torch.Tensor,
+    act_fn: Callable,
+    is_computed: torch.Tensor,
+    gradient: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `_activate` gave, computed again, and the gradient of its rows."""
+    activated, pull = torch.func.vjp(act_fn, rows + bias[expert_ids])
+    return activated, torch.where(is_computed, pull(gradient)[0], 0)
+
+
+@_one_pass
+def _combine(
+    rows: torch.Tensor, bias: torch.Tensor, expert_ids: torch.Tensor, rank: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """(T, D), the weighted sum over the K experts of each token. A row of weight 0 may hold anything."""
+    choices = weights.T  # (K, T)
+    values = (rows + bias[expert_ids])[rank].unflatten(0, choices.shape) * choices[..., None]
+    return values.masked_fill(choices[..., None] == 0, 0).sum(dim=0)
+
+
+@_one_pass
+def _combine_backward(
+    rows: torch.Tensor,
+    bias: torch.Tensor,
+    expert_ids: torch.Tensor,
+    order: torch.Tensor,
+    weights: torch.Tensor,
+    is_computed: torch.Tensor,
+    gradient: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of the rows (N, D), and of each row's weight (N,)."""
+    of_rows = torch.where(is_computed, gradient[order % weights.shape[0]], 0)
+    of_weights = torch.where(is_computed, of_rows * (rows + bias[expert_ids]), 0).sum(dim=-1)
+    return (of_rows * weights.T.flatten()[order][:, None]).to(rows.dtype), of_weights
+
+
+class _GroupedFFNs(torch.autograd.Function):
+    """
+    The FFNs of all experts on sorted rows, with few passes over them. It keeps the two products, but neither the rows
+    nor what the activation makes of them, which is computed again.
+
+    Where a row goes is known both ways. So the gradient of a gather is a gather and a sum over K, and never an addition
+    at an index, which is slow on a GPU.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden_states, weights, up_proj, up_bias, down_proj, down_bias, rows, act_fn):
+        (order, counts), rank = rows, rows.rank()
+        ends = counts.cumsum(dim=0, dtype=torch.int32)
+        numbers = torch.arange(order.shape[0], device=order.device, dtype=torch.int32)
+        expert_ids = torch.searchsorted(ends, numbers, right=True).clamp(max=counts.shape[0] - 1)
+
+        up = F.grouped_mm(hidden_states[order % weights.shape[0]], up_proj.transpose(-2, -1), offs=ends)
+        activated = _activate(up, up_bias, expert_ids, act_fn)
+        down = F.grouped_mm(activated, down_proj.transpose(-2, -1), offs=ends)
+        ctx.save_for_backward(
+            hidden_states, weights, up_proj, up_bias, down_proj, down_bias, up, down, order, rank, ends, expert_ids
+        )
+        ctx.act_fn = act_fn
+        return _combine(down, down_bias, expert_ids, rank, weights)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradient):
+        hidden_states, weights, up_proj, up_bias, down_proj, down_bias, up, down, order, rank, ends, expert_ids = (
+            ctx.saved_tensors
+        )
+        # Products leave the rows of no expert, at the end, as they were in memory
+        is_computed = (torch.arange(order.shape[0], device=order.device) < ends[-1])[:, None]
+        experts = torch.arange(ends.shape[0], device=order.device)
+        chosen = ((expert_ids[:, None] == experts) & is_computed).T.to(up.dtype)  # (E, N)
+
+        of_down, of_weights = _combine_backward(down, down_bias, expert_ids, order, weights, is_computed, gradient)
+        of_activated = F.grouped_mm(of_down, down_proj, offs=ends)
+        activated, of_up = _activate_backward(up, up_bias, expert_ids, ctx.act_fn, is_computed, of_activated)
+        of_rows = torch.where(is_computed, F.grouped_mm(of_up, up_proj, offs=ends), 0)
+        return (
+            of_rows[rank].unflatten(0, weights.T.shape).sum(dim=0),
+            of_weights[rank].view(weights.T.shape).T,
+            F.grouped_mm(of_up.T, hidden_states[order % weights.shape[0]], offs=ends),
+            chosen @ of_up,  # a product adds in float32, and on a GPU not one row after another
+            F.grouped_mm(of_down.T, activated, offs=ends),
+            chosen @ of_down,
+            None,
+            None,
+        )
+
+
+# Rows of an expert on a CPU, below which grouped products train faster than the loop, which stacks the gradients of all
+# experts' weights (measured with transformers' `grouped_mm`: benchmarks/results/experts_few_rows_cpu.md)
+FEW_ROWS = 160
+# Rows of an expert on a GPU, from which the loop is faster, although it waits for the token counts
+# (benchmarks/results/experts_gpu.md)
+MANY_ROWS = 4096
+
+
+def experts_forward_grouped(
+    experts: CLIPMoEExperts,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    rows: Dispatch | None = None,
+) -> torch.Tensor:
+    """
+    All experts in one product, without waiting for the token counts; under autocast in its precision.
+
+    transformers' `grouped_mm` takes the biases by an index, whose gradient on a GPU adds the rows of an expert one
+    after another: forward and backward of an FFN take up to 4.6 times as long (benchmarks/results/experts_gpu.md).
+    """
+    device, dtype = top_k_index.device, experts.up_proj.dtype
+    if torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+    if not _fits_grouped_products(experts, dtype):
+        arguments = experts, hidden_states, top_k_index, top_k_weights
+        return experts_forward_all(*arguments) if torch.compiler.is_compiling() else _loop(*arguments, rows)
+    rows = rows or dispatch(top_k_index, experts.num_experts)
+    weights = (experts.up_proj, experts.up_proj_bias, experts.down_proj, experts.down_proj_bias)
+    weights = (weight.to(dtype) for weight in weights)
+    with torch.autocast(device.type, enabled=False):
+        arguments = hidden_states.to(dtype), top_k_weights, *weights, rows, experts.act_fn
+        # torch's compiler knows grouped products in bfloat16 alone; transformers has others
+        is_plain = torch.compiler.is_compiling() and (dtype != torch.bfloat16 or torch.compiler.is_exporting())
+        return (_grouped_ffns if is_plain else _GroupedFFNs.apply)(*arguments).to(hidden_states.dtype)
+
+
+def _fits_grouped_products(experts: CLIPMoEExperts, dtype: torch.dtype) -> bool:
+    """Whether torch has grouped products for them: not in float64, nor of sizes that are no multiples of 16 bytes."""
+    sizes = (size * dtype.itemsize for size in experts.up_proj.shape[1:])
+    return dtype != torch.float64 and all(size % 16 == 0 for size in sizes)
+
+
+def _grouped_ffns(hidden_states, weights, up_proj, up_bias, down_proj, down_bias, rows, act_fn) -> torch.Tensor:
+    """As `_GroupedFFNs`, of operations that any compiled or exported program may have."""
+    (order, counts), rank = rows, rows.rank()
+    ends = counts.cumsum(dim=0, dtype=torch.int32)
+    numbers = torch.arange(order.shape[0], device=order.device)
+    is_computed = (numbers < ends[-1])[:, None]
+    if torch.compiler.is_exporting():
+        # It may become ONNX, whose product leaves no row out: the last expert computes those of no expert
+        ends = torch.cat([ends[:-1], torch.full_like(ends[-1:], order.shape[0])])
+    expert_ids = (numbers[:, None] >= ends[:-1]).sum(dim=-1)
+    chosen = (expert_ids[:, None] == torch.arange(ends.shape[0], device=order.device)).to(up_bias.dtype)
+
+    def linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        # The biases by a product, too, whose gradient adds rows in float32
+        outputs = torch.addmm(_grouped_linear(rows, weight, ends), chosen, bias)
+        return torch.where(is_computed, outputs, 0)
+
+    # The gradient of rows that no product computes may be anything, too
+    inputs = torch.where(is_computed, hidden_states[order % weights.shape[0]], 0)
+    outputs = linear(act_fn(linear(inputs, up_proj, up_bias)), down_proj, down_bias)
+    return (outputs[rank].unflatten(0, weights.T.shape) * weights.T[..., None]).sum(dim=0)
+
+
+def experts_forward_all(
+    experts: CLIPMoEExperts, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """
+    Every expert computes every token, E / K times the arithmetic of the others, and what a token did not choose counts
+    nothing. So no size depends on the data, and there are only operations that every tool knows.
+    """
+    weights = top_k_weights.new_zeros(top_k_index.shape[0], experts.num_experts + 1)  # the last is that of no expert
+    weights = weights.scatter_add(1, top_k_index, top_k_weights)[:, :-1].unsqueeze(-1)
+    combined = torch.zeros_like(hidden_states, dtype=weights.dtype)
+    for weight, (up_proj, up_proj_bias, down_proj, down_proj_bias) in zip(
+        weights.unbind(dim=1), _each_ffn(experts), strict=True
+    ):
+        intermediate = experts.act_fn(F.linear(hidden_states, up_proj, up_proj_bias))
+        outputs = F.linear(intermediate, down_proj, down_proj_bias) * weight
+        combined = combined + outputs.masked_fill(weight == 0, 0)  # also where an output is not finite
+    return combined.to(hidden_states.dtype)
+
+
+def is_recorded(hidden_states: torch.Tensor) -> bool:
+    """
+    Whether a tool records, transforms or only shapes this run, to repeat it with other data: `torch.jit.trace`,
+    `make_fx`, `torch.onnx`, `torch.func.vmap`, tensors without data.
+    """
+    return (
+        torch.jit.is_tracing()
+        or torch.onnx.is_in_onnx_export()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or _has_no_data(hidden_states)
+        or any(_records(mode) for mode in _get_current_dispatch_mode_stack())
+        or torch._ops._len_torch_dispatch_stack_pre_dispatch() > 0
+    )
+
+
+def _has_no_data(tensor: torch.Tensor) -> bool:
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
+
+
+def _records(mode: TorchDispatchMode) -> bool:
+    """Whether a mode makes a program: proxies, functional or fake tensors."""
+    return getattr(mode, "_mode_key", None) is not None
+
+
+def _counts(mode: TorchDispatchMode) -> bool:
+    """Whether a mode belongs to a `FlopCounterMode`."""
+    return type(mode).__module__ == "torch.utils.flop_counter"  # which is not imported for it
+
+
+def experts_forward_by_device(
+    experts: CLIPMoEExperts,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    rows: Dispatch | None = None,
+) -> torch.Tensor:
+    """
+    The default implementation: `grouped` on a GPU, unless rows are many, and where experts train with few rows on a
+    CPU; else the loop. It follows the input, so a model may move at any time.
+
+    The loop's sizes are those of the data, which a recorded program would keep. Compiled programs, those of
+    `torch.export` and CUDA graphs have `grouped`, and whatever else is recorded has all experts. While a
+    `FlopCounterMode` counts, there is the loop, of which it knows every product, or without data `batched_mm`.
+
+    Time over K dense FFNs on the same tokens, float32 on one core, B/16 and L/14, top-2 of 4 and of 8, the loop and
+    transformers' `grouped_mm` (benchmarks/results/experts_cpu.md): the forward of 8 images 0.94 to 1.07 and 1.17 to
+    1.36, a training step 0.99 to 1.09 and 0.99 to 1.37; a training step of 1 image 1.34 to 2.12 and 1.16 to 1.46. With
+    32 images the loop is at 0.85 to 1.03 (experts_32_images_cpu.md). In bfloat16 both are at 0.98 to 1.01, where it is
+    slow (experts_bfloat16_cpu.md).
+    """
+    arguments = experts, hidden_states, top_k_index, top_k_weights
+    if torch.compiler.is_compiling() and not torch.onnx.is_in_onnx_export():
+        return experts_forward_grouped(*arguments, rows)
+    if _has_no_data(hidden_states) and any(map(_counts, _get_current_dispatch_mode_stack())):
+        return ALL_EXPERTS_FUNCTIONS["batched_mm"](*arguments)  # products of the chosen experts, whichever they are
+    if is_recorded(hidden_states):
+        return experts_forward_all(*arguments)
+    if any(map(_counts, _get_current_dispatch_mode_stack())):
+        return _loop(*arguments, rows)
+    if hidden_states.is_cuda or _train_with_few_rows(experts, top_k_index):
+        return experts_forward_grouped(*arguments, rows)
+    return _loop(*arguments, rows)
+
+
+def _loop(experts: CLIPMoEExperts, *arguments: Any) -> torch.Tensor:
+    return CLIPMoEExperts.forward.__wrapped__(experts, *arguments)  # what the decorator replaced
+
+
+def _train_with_few_rows(experts: CLIPMoEExperts, top_k_index: torch.Tensor) -> bool:
+    """
+    Whether the experts train as it was measured: on a CPU, in float32. Others have the loop, also those whose sizes are
+    no multiples of 16 bytes, which grouped products refuse.
+
+    Whether gradients are on is not asked: batches in parts are embedded without them first, and have to come out the
+    same with them.
+    """
+    measured = top_k_index.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
+    few_rows = top_k_index.numel() < FEW_ROWS * experts.num_experts
+    weights = (experts.up_proj, experts.up_proj_bias, experts.down_proj, experts.down_proj_bias)
+    trains = experts.training and all(w.requires_grad and w.dtype == torch.float32 for w in weights)
+    return measured and few_rows and trains and all(size % 4 == 0 for size in experts.up_proj.shape[1:])
+
+
+ALL_EXPERTS_FUNCTIONS.register("grouped", experts_forward_grouped)
+ALL_EXPERTS_FUNCTIONS.register("by_device", experts_forward_by_device)
