@@ -233,7 +233,7 @@ def recipe_step(
     """Takes `WARM_UP` steps of a recipe, and times those that follow: `seconds` is their median, `first` those of the
     first, and `flops` what a step computes, its backward as twice its forward. Perhaps with `kernels`, a table of the
     ten that took longest in one more step."""
-    from training.engine import checkpoint_layers
+    from training.engine import checkpoint_layers, compile_layers
     from training.gradient_cache import cached_gradient
     from training.optimizers import make_optimizer, set_trainable
     from training.recipe import load_recipe
@@ -257,7 +257,9 @@ def recipe_step(
             checkpoint_layers(model)
         mixed = "no" if dtype == "float32" else "bf16"
         accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision=mixed)
-        task = replace(stage, torch_compile=compiled).task(model).train()
+        if compiled:
+            compile_layers(model)
+        task = stage.task(model).train()
         task, optimizer = accelerator.prepare(task, make_optimizer(task, stage, device))
 
         def one(batch: dict[str, torch.Tensor]) -> None:
@@ -320,7 +322,7 @@ def recipes(
         batch: pairs of the step
         mini_batch_size: pairs that are embedded at a time (default: all)
         dtype: by autocast
-        compiled: whether the towers are
+        compiled: whether the layers are
         profile: print the ten operations of each recipe that take longest
     """
     rows, kernels, dense = [], [], None

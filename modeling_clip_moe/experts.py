@@ -7,7 +7,7 @@ Axes of the tensors, as used in the comments:
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -91,14 +91,19 @@ class CLIPMoEExperts(nn.Module):
         return combined.to(hidden_states.dtype)
 
 
+@cache
+def compiled(function: Callable) -> Callable:
+    """A function under `torch.compile`, whose compiler takes seconds to import: only where something is compiled."""
+    return torch.compile(function)
+
+
 def _one_pass(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """On a GPU with Triton, one kernel in place of several that each read and write all rows."""
-    compiled = torch.compile(function)
 
     @wraps(function)
     def run(*arguments):
         is_fused = arguments[0].is_cuda and has_triton() and not torch.compiler.is_compiling()
-        return (compiled if is_fused else function)(*arguments)
+        return (compiled(function) if is_fused else function)(*arguments)
 
     return run
 

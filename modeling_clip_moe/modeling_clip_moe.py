@@ -195,9 +195,7 @@ class CLIPMoETextModel(CLIPMoEPreTrainedModel):
             hidden_states, first_layer = self.embeddings(input_ids=input_ids, position_ids=position_ids), 0
         else:
             hidden_states, first_layer = sparse_inputs, min(self.config.moe_layers)
-        causal_mask = create_causal_mask(
-            config=self.config, inputs_embeds=hidden_states, attention_mask=attention_mask, past_key_values=None
-        )
+        causal_mask = self._causal_mask(hidden_states, attention_mask)
         kwargs.pop("is_causal", None)
         hidden_states = self.encoder(
             hidden_states, causal_mask, mask=attention_mask, first_layer=first_layer, is_causal=True, **kwargs
@@ -207,6 +205,17 @@ class CLIPMoETextModel(CLIPMoEPreTrainedModel):
         end = self.pooled_positions(input_ids).to(hidden_states.device)
         pooled = hidden_states[torch.arange(end.shape[0], device=hidden_states.device), end]
         return CLIPMoEModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=pooled)
+
+    def _causal_mask(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor | None:
+        """What the attention implementation takes."""
+        is_sdpa = self.config._attn_implementation == "sdpa" and not torch.compiler.is_compiling()
+        if is_sdpa and attention_mask is not None and attention_mask.is_cuda:
+            # transformers would look whether there is padding, for which it waits for the GPU
+            causal = attention_mask.new_ones(attention_mask.shape[1:] * 2, dtype=bool).tril()
+            return causal & attention_mask.bool()[:, None, None]  # (B, 1, S, S)
+        return create_causal_mask(
+            config=self.config, inputs_embeds=hidden_states, attention_mask=attention_mask, past_key_values=None
+        )
 
     def pooled_positions(self, input_ids: torch.Tensor) -> torch.Tensor:
         """(B,), which token of each text (B, S) is pooled: the first end-of-text token."""

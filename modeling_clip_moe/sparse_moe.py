@@ -41,7 +41,7 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from .configuration_clip_moe import CLIPMoETowerConfig
 from .dispatch import Dispatch, dispatch, dispatch_within_capacity
-from .experts import TAKE_ROWS, CLIPMoEExperts
+from .experts import TAKE_ROWS, CLIPMoEExperts, compiled
 
 logger = logging.get_logger(__name__)
 
@@ -315,8 +315,20 @@ class SparseEncoderLayer:
     def __init__(self, config, layer_idx: int):
         super().__init__(config)
         self.is_sparse = layer_idx in config.moe_layers
+        self.is_compiled = False
         if self.is_sparse:
             self.mlp = CLIPMoESparseMoeBlock(config)
+
+    def compile_parts(self) -> None:
+        """
+        Compiles all but router and experts: transformers records the router by a hook, at which a compiled layer would
+        break, and the experts are fused by themselves. Hooks of the attention, which record its weights, are not called
+        any more.
+        """
+        self.is_compiled = True
+        for module in (self.mlp.base, self.mlp.fusion_gate) if self.is_sparse else (self.mlp,):
+            if module is not None:
+                module.compile()
 
     def forward(
         self,
@@ -331,15 +343,19 @@ class SparseEncoderLayer:
             attention_mask: what the attention implementation takes.
             mask: (B, S), 1 for a token and 0 for padding, which no expert computes.
         """
-        residual = hidden_states
-        hidden_states = self.layer_norm1(hidden_states)
-        hidden_states, _ = self.self_attn(hidden_states=hidden_states, attention_mask=attention_mask, **kwargs)
-        hidden_states = residual + hidden_states
+        attend = compiled(_attend) if self.is_compiled else _attend
+        hidden_states, normed = attend(self, hidden_states, attention_mask, **kwargs)
+        return hidden_states + (self.mlp(normed, mask) if self.is_sparse else self.mlp(normed))
 
-        residual = hidden_states
-        hidden_states = self.layer_norm2(hidden_states)
-        hidden_states = self.mlp(hidden_states, mask) if self.is_sparse else self.mlp(hidden_states)
-        return residual + hidden_states
+
+def _attend(
+    layer: SparseEncoderLayer, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A layer up to its FFN: what that is added to, and what it takes. Layers share the compiled function."""
+    attention = layer.self_attn.forward if layer.is_compiled else layer.self_attn
+    update, _ = attention(hidden_states=layer.layer_norm1(hidden_states), attention_mask=attention_mask, **kwargs)
+    hidden_states = hidden_states + update
+    return hidden_states, layer.layer_norm2(hidden_states)
 
 
 def require_one_encoder(state_dict: Mapping[str, torch.Tensor], tied: Mapping[str, str], prefix: str = "") -> None:

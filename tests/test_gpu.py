@@ -1,19 +1,18 @@
 """What only a GPU shows: `make test-gpu`."""
 
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from steps import LOSSES, steps_of
 from tiny_clip_moe import IMPLEMENTATIONS, assert_same_gradients, inputs, tiny_block, tiny_model
 
 from modeling_clip_moe import CLIPMoEModel
 from training.contrastive_task import ContrastiveTask
-from training.engine import checkpoint_layers
+from training.engine import checkpoint_layers, compile_layers
 from training.gradient_cache import cached_gradient
-from training.losses import contrastive_loss, router_losses
 from training.optimizers import OptimizerSettings, make_optimizer
 
 pytestmark = [
@@ -29,10 +28,6 @@ SYSTEMS = {
     "CLIP-MoE": {"norm_topk_prob": True},
     "CLIP-FMoE": {"fusion_gate": True, "norm_topk_prob": True},
 }
-LOSSES = SimpleNamespace(
-    contrastive_loss=lambda images, texts, scale, pairing: contrastive_loss(images, texts, scale),
-    router_loss=router_losses,
-)
 
 
 @pytest.fixture(autouse=True)
@@ -81,6 +76,33 @@ def test_no_forward_waits_for_the_gpu(system, train):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert output.isfinite().all()
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_no_step_waits_for_the_gpu(system, compiled):
+    """A whole training step: towers, losses, backward pass, clipping, AdamW, the average of the weights."""
+    step = steps_of(tiny_model(**SYSTEMS[system]).to(CUDA).train(), torch_compile=compiled)
+    batches = [{name: value.pin_memory() for name, value in inputs(8).items()} for _ in range(4)]
+    for batch in batches[:3]:  # the first ones compile
+        step(batch)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(batches[3])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_layers_compiled_on_the_gpu(system):
+    torch.manual_seed(0)
+    model, batch = tiny_model(**SYSTEMS[system]).train().to(CUDA), on_gpu(inputs(8))
+    plain = copy.deepcopy(model)
+    compile_layers(model)
+    for of in (plain, model):
+        ContrastiveTask(of, LOSSES)(batch)[0].backward()
+    assert_same_gradients(model, plain, atol=1e-5, rtol=1e-3)
 
 
 @pytest.mark.parametrize("system", SYSTEMS)

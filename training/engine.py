@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -19,9 +20,10 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from evaluation.progress import Progress
-from modeling_clip_moe.sparse_moe import SparseMoEMixin
+from modeling_clip_moe.sparse_moe import SparseEncoderLayer, SparseMoEMixin
 from records.files import new_file
 from records.messages import join_names, one_line
 from records.provenance import CHECKPOINTS, LOG, flatten
@@ -69,6 +71,8 @@ class LoopSettings(OptimizerSettings):
     ema_decay: float | None = Field(default=None, gt=0, lt=1)
     # Compute activations again in the backward pass: less memory, more time.
     gradient_checkpointing: bool = False
+    # Compile the encoder layers, which share what is compiled. "auto": on a GPU.
+    torch_compile: Literal["auto"] | bool = "auto"
 
     # Log losses every so many steps.
     logging_steps: int = Field(default=10, gt=0)
@@ -94,6 +98,17 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
     enable({"use_reentrant": False})
     # transformers makes the embeddings' output require a gradient, for the reentrant kind. The other needs none.
     model.disable_input_require_grads()
+
+
+def compile_layers(model: PreTrainedModel) -> None:
+    """Compile the encoder layers of a dense or sparse CLIP, one by one. They share their code: the compiler runs once for
+    each kind of layer. What it made for models before is forgotten, since it keeps few kinds."""
+    torch.compiler.reset()
+    for module in model.modules():
+        if isinstance(module, SparseEncoderLayer):
+            module.compile_parts()
+        elif isinstance(module, GradientCheckpointingLayer):
+            module.compile()
 
 
 def train(
@@ -184,6 +199,8 @@ def _prepare(
         raise ValueError("FSDP cannot split an encoder that both towers have. Train it with DDP")
     if settings.gradient_checkpointing:
         checkpoint_layers(model)
+    if settings.torch_compile is True or settings.torch_compile == "auto" and accelerator.device.type == "cuda":
+        compile_layers(model)
     scale = getattr(model, "logit_scale", None)
     if scale is not None:  # FSDP2 and ZeRO-3 split no scalar, which that of a dense CLIP is
         model.logit_scale = nn.Parameter(scale.detach().reshape(1), requires_grad=scale.requires_grad)

@@ -22,7 +22,6 @@ from accelerate.utils import set_seed
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 from transformers import PreTrainedConfig, PreTrainedModel, ProcessorMixin
-from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from conversion.checkpoints import is_sparse, load_clip
 from conversion.families import family_of
@@ -263,8 +262,6 @@ class TrainStage(RouterSettings, StepsStage):
     loss: Literal["softmax", "sigmoid"] | None = None
     # Share of the contrastive loss's target that is spread over all pairs.
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
-    # Compile the towers with torch.compile: minutes at the start, for faster steps. Not with router_jitter_noise.
-    torch_compile: bool = False
 
     # The weights of the losses of the L captions that every image has, as the captions stage makes them: gamma in
     # CLIP-FMoE eq. 4, which sum to 1. None: one caption an image, drawn anew each epoch where there are more.
@@ -404,10 +401,6 @@ class TrainStage(RouterSettings, StepsStage):
             drop_activations(model, self.expert_dropout)
         if self.patch_dropout is not None:
             drop_patches(model, self.patch_dropout)
-        if self.torch_compile:
-            for tower in (model.text_model, model.vision_model):
-                maybe_install_capturing_hooks(tower)  # else it would in the first forward, which breaks the graph
-                tower.compile()  # in place, so that parameters keep their names
         return ContrastiveTask(model, self)
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> Trained | None:
@@ -416,7 +409,7 @@ class TrainStage(RouterSettings, StepsStage):
         accelerator = context.new_accelerator()
         share = self._share(accelerator, context)
         rows = self.load_pairs(inputs, context)
-        duplicates, sampler, shares = None, None, None
+        duplicates, sampler, shares, may_meet = None, None, None, True
         is_negative = self.duplicates == "negative"
         # Images are read only where they matter, and not of shards at whose images nobody is to look
         texts_alone = is_negative or self.data.indexed
@@ -424,6 +417,8 @@ class TrainStage(RouterSettings, StepsStage):
             duplicates = context.duplicates(rows.remove_columns("image") if texts_alone else rows, processor.tokenizer)
             sampler = self.batch_sampler(rows, share, inputs, context)
             shares = self._keep_apart(duplicates, sampler)
+            may_meet = shares["left"] > 0 or sampler.duplicates is None and len(duplicates.members) > 0
+            may_meet = may_meet or duplicates.is_crossing.any()
         loader = PairLoader(
             rows,
             processor,
@@ -433,7 +428,7 @@ class TrainStage(RouterSettings, StepsStage):
             self.caption_weights,
             self._hidden_states(model, rows, inputs, context),
             self.augmentation,
-            with_keys=not is_negative,
+            with_keys=not is_negative and may_meet,  # to find duplicates in a batch, a GPU has to be waited for
             image_keys=duplicates and duplicates.images,
         )
         if accelerator.is_main_process:
@@ -443,7 +438,7 @@ class TrainStage(RouterSettings, StepsStage):
                 f"{self.name}: {duplicates_line(shares, self.duplicates, 'text' if texts_alone else 'text or image')}"
             )
         self.train_model(model, processor, loader, accelerator, context, directory, self.evaluation)
-        return None if shares is None else Trained(len(rows), shares)
+        return None if shares is None else Trained(len(rows), {of: round(share, 4) for of, share in shares.items()})
 
     def _keep_apart(self, duplicates: Duplicates, sampler: DistributedBatchSampler) -> dict[str, float]:
         """Let a sampler keep duplicates apart if this stage does, and count them in its first epoch: for the record."""
@@ -458,7 +453,7 @@ class TrainStage(RouterSettings, StepsStage):
                 f"{self.name}.data: in every batch, all pairs have the same text or image, so there are no negatives "
                 "to learn from. Use data with more captions, or larger clusters"
             )
-        return {"shuffled": round(float(shuffled), 4), "left": round(float(left), 4)}
+        return {"shuffled": float(shuffled), "left": float(left)}
 
     def problems(self, inputs: SimpleNamespace) -> Iterator[tuple[str, str]]:
         yield from super().problems(inputs)
@@ -509,9 +504,6 @@ class TrainStage(RouterSettings, StepsStage):
             patches = (config.vision_config.image_size // config.vision_config.patch_size) ** 2
             if not patches_kept(patches, self.patch_dropout):
                 yield "patch_dropout", f"it leaves none of {patches} patches: lower it"
-        if self.torch_compile and any(tower.router_jitter_noise for tower in towers):
-            # Noise in groups has generators of its own, with which the compiler would start anew in every step
-            yield "torch_compile", "the model has router_jitter_noise: leave out one of them"
         if self.mini_batch_size is not None and sparse:
             yield from (("mini_batch_size", problem) for problem in self._other_groups(config))
         if self.hidden_states is not None and not sparse:
