@@ -101,8 +101,8 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
 
 
 def compile_layers(model: PreTrainedModel) -> None:
-    """Compile the encoder layers of a dense or sparse CLIP, one by one. They share their code: the compiler runs once for
-    each kind of layer. What it made for models before is forgotten, since it keeps few kinds."""
+    """Compile the encoder layers of a dense or sparse CLIP, one by one: all of a kind share what is compiled. What was
+    compiled for models before is forgotten, since few kinds are kept."""
     torch.compiler.reset()
     for module in model.modules():
         if isinstance(module, SparseEncoderLayer):
