@@ -240,6 +240,8 @@ def experts_forward_grouped(
         arguments = hidden_states.to(dtype), top_k_weights, *weights, rows, experts.act_fn
         # torch's compiler knows grouped products in bfloat16 alone; transformers has others
         is_plain = torch.compiler.is_compiling() and (dtype != torch.bfloat16 or torch.compiler.is_exporting())
+        # Computed again, it would leave out other activations
+        is_plain = is_plain or any(isinstance(part, nn.Dropout) and part.training for part in experts.act_fn.modules())
         return (_grouped_ffns if is_plain else _GroupedFFNs.apply)(*arguments).to(hidden_states.dtype)
 
 

@@ -1,5 +1,6 @@
 """Batches computed in parts have the loss and the gradient of the whole batch, in one process and in several."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ from tiny_clip_moe import EOS, gradients, inputs, tiny_model, tower_fields
 
 from modeling_clip_moe import SiglipMoEConfig, SiglipMoEModel
 from training.contrastive_task import ContrastiveTask
-from training.engine import _compute_gradient
+from training.engine import FirstFault, _compute_gradient
 from training.gradient_cache import cached_gradient, split_batch
 from training.stages.train import TrainStage
 
@@ -30,7 +31,7 @@ CASES = {
     "entropies": ({}, LIMOE),
     "chunks": ({}, {"loss_chunk_size": 5, "label_smoothing": 0.1}),
     "captions": ({}, {"caption_weights": [0.1, 0.6, 0.3]}),
-    "sigmoid": ({"family": "siglip"}, {"loss_chunk_size": 5}),
+    "sigmoid": ({"family": "siglip"}, {"loss_chunk_size": 5, "loss": "sigmoid"}),
 }
 ON_PROCESSES = ("capacity", "noise", "entropies", "sigmoid")
 
@@ -50,6 +51,8 @@ def whole_batch(settings):
         batch |= {"input_ids": inputs(int(mask.sum()))["input_ids"], "caption_mask": mask}
         length = (batch["input_ids"] == EOS).int().argmax(dim=1)
         batch["attention_mask"] = (torch.arange(10) <= length[:, None]).long()
+    if settings.get("loss") == "sigmoid":  # SigLIP's padding counts as tokens
+        batch["attention_mask"] = torch.ones_like(batch["attention_mask"])
     # Three images and four texts, again and again
     return batch | {"image_keys": torch.arange(BATCH) % 3, "text_keys": torch.arange(len(batch["input_ids"])) % 4}
 
@@ -75,7 +78,9 @@ def sparse(fields):
 def computed(model, settings, batch, accelerator):
     task = accelerator.prepare(ContrastiveTask(model, settings))
     share = split_batch(batch, BATCH // accelerator.num_processes)[accelerator.process_index]
-    metrics = _compute_gradient(accelerator, task, model, iter([share]), settings, (0, 0), "")
+    metrics = _compute_gradient(
+        accelerator, task, model, iter([share]), settings, (0, 0), FirstFault("tuned", Path("nowhere"))
+    )
     metrics = {name: accelerator.reduce(value, "mean") for name, value in metrics.items()}
     return metrics, {name: gradient.clone() for name, gradient in gradients(model).items() if gradient is not None}
 

@@ -23,7 +23,7 @@ from evaluation.embedder import Embedder
 from evaluation.sentence_encoders import ClipEncoder
 from modeling_clip_moe.families import FAMILY_OF_TYPE
 from training.contrastive_task import ContrastiveTask
-from training.engine import _compute_gradient
+from training.engine import FirstFault, _compute_gradient
 from training.estimates import Expected, bytes_at_a_time, bytes_in_memory, bytes_of_images
 from training.loader import PairLoader
 from training.stages.evaluate import EvaluateStage
@@ -120,7 +120,9 @@ def step(folder, batch, **settings):
     """What is logged, and the gradients."""
     model, stage, accelerator = load_sparse(folder).train(), stage_of(**settings), Accelerator(cpu=True)
     task = ContrastiveTask(model, stage)
-    metrics = _compute_gradient(accelerator, task, model, iter([batch]), stage, (0, 0), "")
+    metrics = _compute_gradient(
+        accelerator, task, model, iter([batch]), stage, (0, 0), FirstFault("tuned", Path("nowhere"))
+    )
     return metrics, {name: parameter.grad for name, parameter in model.named_parameters()}
 
 

@@ -16,16 +16,24 @@ from modeling_clip_moe.sparse_moe import SparseMoEMixin
 from training.losses import Pairing, SumsOfParts
 from training.training_state import set_torch_states, torch_states
 
-TEXT_KEYS = ("input_ids", "attention_mask", "text_sparse_inputs", "text_keys")
+TEXTS = ("input_ids", "attention_mask", "text_sparse_inputs")  # (texts, S, ...)
+TEXT_KEYS = (*TEXTS, "text_keys")
 
 
 def split_batch(batch: dict[str, torch.Tensor], size: int) -> list[dict[str, torch.Tensor]]:
-    """A batch of a `PairLoader` in parts of `size` images, each with its captions."""
+    """A batch of a `PairLoader` in parts of `size` images, each with its captions, padded to their longest."""
     images = next(value for name, value in batch.items() if name not in TEXT_KEYS)
     captions = batch.get("caption_mask", torch.ones(len(images), 1))
     texts = [int(part.sum()) for part in captions.split(size)]  # of each part
     split = {name: value.split(texts if name in TEXT_KEYS else size) for name, value in batch.items()}
-    return [dict(zip(split, values, strict=True)) for values in zip(*split.values(), strict=True)]
+    return [_trimmed(dict(zip(split, values, strict=True))) for values in zip(*split.values(), strict=True)]
+
+
+def _trimmed(part: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Without the columns at the end that are padding in all texts."""
+    mask = part.get("attention_mask")
+    length = None if mask is None else int(mask.any(dim=0).nonzero().max()) + 1
+    return {name: value[:, :length] if name in TEXTS else value for name, value in part.items()}
 
 
 def cached_gradient(

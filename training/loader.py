@@ -46,6 +46,7 @@ class PairLoader:
         augmentation: changes every image, by numbers that the seed, its epoch and its own number settle; None: none is.
         with_keys: whether batches have the keys of their texts and images, the same for equal ones.
         image_keys: (pairs,) of int64. A stream makes its own.
+        group_by_length: whether a batch is in the order of its texts' tokens.
     """
 
     def __init__(
@@ -63,7 +64,9 @@ class PairLoader:
         augmentation: Augmentation | None = None,
         with_keys: bool = False,
         image_keys: np.ndarray | None = None,
+        group_by_length: bool = False,
     ):
+        self.group_by_length = group_by_length
         self.rows, self.processor, self.arguments = rows, processor, arguments
         self.batch_size, self.seed, self.with_keys, self.image_keys = batch_size, seed, with_keys, image_keys
         self.rank, self.world_size, self.all_captions = rank, world_size, caption_weights is not None
@@ -162,7 +165,9 @@ class PairLoader:
     def _options(self) -> dict[str, Any]:
         tokens = {} if self.arguments.in_memory else None
         keys = self.with_keys, self.image_keys
-        collate = _Collate(self.processor.tokenizer, self.all_captions, self.by_number, tokens, *keys)
+        collate = _Collate(
+            self.processor.tokenizer, self.all_captions, self.by_number, tokens, *keys, self.group_by_length
+        )
         return worker_options(self.arguments, self.seed) | {"collate_fn": collate}
 
 
@@ -177,31 +182,37 @@ class _Collate:
     tokens: dict[str, list[int]] | None
     with_keys: bool
     image_keys: np.ndarray | None
+    group_by_length: bool
 
     def __call__(self, pairs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        captions = [pair["caption"] for pair in pairs]
-        texts = [caption for of_image in captions for caption in present_captions(of_image)]
-        batch = self._tokenize(texts)
+        texts = [present_captions(pair["caption"]) for pair in pairs]
+        ids = iter(self._ids([text for of_image in texts for text in of_image]))
+        ids = [list(itertools.islice(ids, len(of_image))) for of_image in texts]
+        if self.group_by_length:
+            order = sorted(range(len(pairs)), key=lambda number: max(map(len, ids[number])))
+            pairs, ids = [pairs[number] for number in order], [ids[number] for number in order]
+        batch = tokenize(self.tokenizer, ids=list(itertools.chain(*ids)))
         if "image" in pairs[0]:
             # Within a worker, in memory that the other processes have too
             batch |= default_collate([pair["image"] for pair in pairs])
         else:
             batch |= self.by_number([pair["index"] for pair in pairs])
         if self.all_captions:
-            batch["caption_mask"] = torch.tensor(_are_present(captions))
+            batch["caption_mask"] = torch.tensor(_are_present([pair["caption"] for pair in pairs]))
         if self.with_keys:
             batch["text_keys"] = token_keys(batch["input_ids"], batch["attention_mask"], self.tokenizer.eos_token_id)
             keys = [pair["image_key"] if "image_key" in pair else self.image_keys[pair["index"]] for pair in pairs]
             batch["image_keys"] = torch.from_numpy(np.array(keys, np.int64))
         return batch
 
-    def _tokenize(self, texts: list[str]) -> dict[str, torch.Tensor]:
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        """The tokens of texts."""
         if self.tokens is None:
-            return tokenize(self.tokenizer, texts)
+            return self.tokenizer(texts, truncation=True)["input_ids"]
         new = [text for text in dict.fromkeys(texts) if text not in self.tokens]
         if new:
             self.tokens.update(zip(new, self.tokenizer(new, truncation=True)["input_ids"], strict=True))
-        return tokenize(self.tokenizer, ids=[self.tokens[text] for text in texts])
+        return [self.tokens[text] for text in texts]
 
 
 class _Images:

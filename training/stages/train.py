@@ -270,6 +270,8 @@ class TrainStage(RouterSettings, StepsStage):
     # loss and gradient are those of the whole batch, and a step computes 4/3 as much. Not by DeepSpeed, nor with
     # several captions an image where texts have capacity or noise. None: all at once.
     mini_batch_size: int | None = Field(default=None, gt=0)
+    # A process's batch is in the order of its texts' lengths, so that a part of mini_batch_size has little padding.
+    group_by_length: bool = False
     # Rows of the similarity matrix held at a time; None holds the whole matrix.
     loss_chunk_size: int | None = Field(default=None, gt=0)
     # Share of the activations within experts that are 0 in each step of training, the others being scaled up; which
@@ -293,6 +295,8 @@ class TrainStage(RouterSettings, StepsStage):
             raise ValueError(f"caption_weights {self.caption_weights} sum to {sum(self.caption_weights):g}, not to 1")
         if (self.caption_weights is not None or self.hidden_states is not None) and self.data.streaming:
             raise ValueError("data.streaming: caption_weights and hidden_states need samples with numbers")
+        if self.group_by_length and self.mini_batch_size is None:
+            raise ValueError("group_by_length: it goes with mini_batch_size, whose parts it makes shorter")
         if self.augmentation is not None and (self.data.in_memory or self.hidden_states is not None):
             kept = "data.in_memory" if self.data.in_memory else "hidden_states"
             raise ValueError(f"augmentation changes images in every epoch, but {kept} keeps what they were: drop one")
@@ -428,6 +432,7 @@ class TrainStage(RouterSettings, StepsStage):
             self.caption_weights,
             self._hidden_states(model, rows, inputs, context),
             self.augmentation,
+            group_by_length=self.group_by_length,
             with_keys=not is_negative and may_meet,  # to find duplicates in a batch, a GPU has to be waited for
             image_keys=duplicates and duplicates.images,
         )
