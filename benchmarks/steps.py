@@ -7,11 +7,12 @@ Memory is that of a process of its own, beyond what it held before the computati
 
 import itertools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -43,19 +44,41 @@ TOP_K = 2
 PEAKS = {"A100-SXM4-80GB": 312e12, "H100": 989e12, "H200": 989e12}
 # Steps before those that are timed, and those: the first ones compile and fill caches
 WARM_UP, TIMED = 3, 5
-# What a stage of a recipe trains: the recipe, the stage, the preset of its model and what the recipe changes of it
+
+
+class Row(NamedTuple):
+    """What a stage of a recipe trains.
+
+    Args:
+        recipe, stage: names.
+        preset: of its model; None: it is dense.
+        changes: what the recipe changes of the preset.
+        routing: fields of both towers.
+        settings: of the stage, other than the recipe's.
+        tokens: of a text, other than the recipe's.
+    """
+
+    recipe: str
+    stage: str
+    preset: str | None = None
+    changes: Mapping[str, Any] = MappingProxyType({})
+    routing: Mapping[str, Any] = MappingProxyType({})
+    settings: Mapping[str, Any] = MappingProxyType({})
+    tokens: int | None = None
+
+
+CLIP_UP, ONE_EXPERT = ("clip_up", "clip_up", "clip_up"), {"num_experts": 1, "num_experts_per_tok": 1}
 RECIPES = {
-    "dense, all weights": ("mode_metaclip_400m", "expert_0", None, {}),
-    "CLIP-UP": ("clip_up", "clip_up", "clip_up", {}),
-    "CLIP-MoE, an expert": ("clip_moe_sharegpt4v", "expert_1", None, {}),
-    "CLIP-MoE, routers": ("clip_moe_sharegpt4v", "clip_moe", "clip_moe", {}),
-    "CLIP-FMoE, an expert": (
-        "clip_fmoe_sharegpt4v",
-        "expert_1",
-        "clip_fmoe",
-        {"num_experts": 1, "num_experts_per_tok": 1},
-    ),
-    "CLIP-FMoE, routers": ("clip_fmoe_sharegpt4v", "clip_fmoe", "clip_fmoe", {}),
+    "dense, all weights": Row("mode_metaclip_400m", "expert_0"),
+    "CLIP-UP": Row(*CLIP_UP),
+    "CLIP-UP, the least probable dropped": Row(*CLIP_UP, routing={"token_drop_policy": "probs"}),
+    "CLIP-UP, half of the patches": Row(*CLIP_UP, settings={"patch_dropout": 0.5}),
+    "CLIP-UP, texts of 24 tokens": Row(*CLIP_UP, tokens=24),
+    "CLIP-UP, rates by layer": Row(*CLIP_UP, settings={"layer_decay": 0.75}),
+    "CLIP-MoE, an expert": Row("clip_moe_sharegpt4v", "expert_1"),
+    "CLIP-MoE, routers": Row("clip_moe_sharegpt4v", "clip_moe", "clip_moe"),
+    "CLIP-FMoE, an expert": Row("clip_fmoe_sharegpt4v", "expert_1", "clip_fmoe", ONE_EXPERT),
+    "CLIP-FMoE, routers": Row("clip_fmoe_sharegpt4v", "clip_fmoe", "clip_fmoe"),
 }
 DIMENSIONS = 768
 Size, Dtype = Literal["ViT-B/32", "ViT-B/16", "ViT-L/14"], Literal["float32", "bfloat16"]
@@ -238,20 +261,23 @@ def recipe_step(
     from training.optimizers import make_optimizer, set_trainable
     from training.recipe import load_recipe
 
-    file, stage_name, preset, changes = RECIPES[name]
-    stages = load_recipe(Path(__file__).parents[1] / "training" / "recipes" / f"{file}.yaml").stages
-    (stage,) = (stage for stage in stages if stage.name == stage_name)
+    row = RECIPES[name]
+    stages = load_recipe(Path(__file__).parents[1] / "training" / "recipes" / f"{row.recipe}.yaml").stages
+    (stage,) = (replace(stage, **row.settings) for stage in stages if stage.name == row.stage)
     (tokens,) = [stage.length for stage in stages if stage.stage == "long_context"] or [77]
     device, captions = torch.device(device), len(stage.caption_weights or [1])
     config = paper_config(size)
     config.text_config.max_position_embeddings = tokens
-    if preset is not None:
-        config = sparse_config(config, replace(PRESETS[preset], **changes))
+    tokens = row.tokens or tokens
+    if row.preset is not None:
+        config = sparse_config(config, replace(PRESETS[row.preset], **row.changes))
+        for tower in (config.text_config, config.vision_config):
+            tower.update(row.routing)
 
     def take() -> dict[str, float]:
         torch.manual_seed(0)
         with torch.device(device):
-            model = (CLIPModel if preset is None else CLIPMoEModel)(config).train()
+            model = (CLIPModel if row.preset is None else CLIPMoEModel)(config).train()
         sizes = [model.get_parameter(name).numel() for name in set_trainable(model, stage.trainable)[0]]
         if gradient_checkpointing:
             checkpoint_layers(model)
@@ -287,7 +313,8 @@ def recipe_step(
             "seconds": statistics.median(times[WARM_UP:]),
             "first": times[0],
             "plan": planned,
-            "flops": 6 * pairs * (adds["image"] + captions * adds["text"]),
+            # Of images without all of their patches it is not counted
+            "flops": None if stage.patch_dropout else 6 * pairs * (adds["image"] + captions * adds["text"]),
         }
         return found | ({"kernels": _kernels(partial(one, batches[-1]))} if profiled else {})
 
@@ -337,7 +364,7 @@ def recipes(
         cells = [f"{step[key] / 1e6:,.0f} M" for key in ("parameters", "trainable")]
         dense = dense or step["seconds"] * (name == "dense, all weights")
         cells += [f"{batch / step['seconds']:.3g}", f"{step['seconds'] / dense:.2f}" if dense else ""]
-        cells += [tera(step["flops"] / step["seconds"]), f"{step['first']:.0f} s"]
+        cells += [step["flops"] and tera(step["flops"] / step["seconds"]), f"{step['first']:.0f} s"]
         kernels += [f"## {name}", step["kernels"]] if profile else []
         cells += [f"{number / 2**30:.2f} GiB" for number in (held, step["plan"])]
         rows.append([name, *cells, f"{held / step['plan']:.2f}"])

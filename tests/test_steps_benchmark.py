@@ -1,0 +1,30 @@
+import subprocess
+import sys
+
+import pytest
+from tiny_clip_moe import tower_fields
+from transformers import CLIPConfig
+
+from benchmarks import steps
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("name", steps.RECIPES)
+def test_a_step_of_each_row(name, monkeypatch):
+    text = {**tower_fields(), "vocab_size": 50, "bos_token_id": 48, "eos_token_id": 49}
+    vision = {**tower_fields(), "image_size": 32, "patch_size": 8}
+    config = CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)
+    monkeypatch.setattr(steps, "paper_config", lambda size: config)
+    found = steps.recipe_step(name, "tiny", 4, mini_batch_size=2 if "texts" in name else None, profiled=True)()
+    assert 0 < found["trainable"] <= found["parameters"] and "Self CPU" in found["kernels"]
+
+
+def test_the_block_beside_dense_ones():
+    command = [sys.executable, "-m", "benchmarks.steps", "block", "--images", "1", "--num-experts", "4"]
+    printed = subprocess.run([*command, "--rounds", "1"], capture_output=True, text=True, check=True).stdout
+    assert (
+        printed.count("| ViT-B/16 | float32 | 1 ")
+        == 4
+        == len([n for n in ("by_device", "eager", "grouped", "grouped_mm") if f"| {n} " in printed])
+    )
