@@ -187,6 +187,62 @@ def block(
     )
 
 
+@line.command
+def towers(
+    *,
+    output: Output = None,
+    size: Size = "ViT-B/16",
+    images: int = 4,
+    presets: Sequence[Literal["clip_up", "clip_moe", "clip_fmoe"]] = ("clip_up", "clip_moe", "clip_fmoe"),
+    dtype: Dtype = "float32",
+    device: str = DEVICE,
+    rounds: Rounds = 5,
+) -> str:
+    """Whole vision towers over the dense one, which a GPU computes compiled, as they are: forward, and training."""
+    from training.engine import compile_layers
+
+    torch.manual_seed(0)
+    dense = paper_config(size)
+    configs = {"dense": dense, **{name: sparse_config(dense, PRESETS[name]) for name in presets}}
+    models, adds = {}, {}
+    for name, config in configs.items():
+        adds[name] = count_multiply_adds(meta_model(config))["image"]
+        with torch.device(device):
+            models[name] = (CLIPModel if name == "dense" else CLIPMoEModel)(config).vision_model.train()
+        if torch.device(device).type == "cuda":
+            compile_layers(models[name])
+    edge = dense.vision_config.image_size
+    pixels = torch.randn(images, 3, edge, edge, device=device)
+
+    def call(name: str, trains: bool) -> float:
+        def run() -> None:
+            with (
+                torch.set_grad_enabled(trains),
+                torch.autocast(torch.device(device).type, torch.bfloat16, dtype != "float32"),
+            ):
+                loss = models[name](pixels).pooler_output.square().mean()
+            if trains:
+                loss.backward()
+                models[name].zero_grad()
+
+        return seconds(run, torch.device(device))
+
+    times = {
+        trains: in_turn({name: partial(call, name, trains) for name in models}, rounds, warm_up=1)
+        for trains in (False, True)
+    }
+    rows = []
+    for name in presets:
+        ratios = (median_ratio(times[trains][name], times[trains]["dense"]) for trains in (False, True))
+        rows.append([name, f"{adds[name] / adds['dense']:.2f}", *(f"{ratio:.2f}" for ratio in ratios)])
+    return page(
+        output,
+        f"# Vision towers, {size}",
+        f"Over the dense tower, {images} images, {dtype}, medians of {rounds} alternating runs. {machine(device)}.",
+        table(["", "multiply-adds", "forward", "forward and backward"], rows),
+    )
+
+
 def tera(flops: float) -> str:
     """FLOP/s as TFLOP/s, and on a GPU of known peak the share of it."""
     peak = PEAKS.get(torch.cuda.get_device_name().split()[1]) if torch.cuda.is_available() else None

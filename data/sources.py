@@ -176,7 +176,7 @@ def is_read_whole(source: str) -> bool:
 
 def _suffix(name: str) -> str:
     """The ending of a file, that of a shard also where it is compressed."""
-    return ".tar" if name.lower().endswith(SUFFIXES) else Path(name).suffix.lower()
+    return ".tar" if name.lower().endswith(SUFFIXES) else os.path.splitext(name)[1].lower()
 
 
 def is_saved(source: str) -> bool:
@@ -328,7 +328,8 @@ def builder_of(folder: str, image_column: str) -> str | None:
     """The builder of `datasets` for the files of a folder; None: pictures, beside which img2dataset leaves parquet
     files without images."""
     files = [os.path.join(folder, path) for path in files_in(folder) if os.path.basename(path) not in METADATA]
-    builder = next((name for suffix, name in BUILDERS.items() if any(_suffix(file) == suffix for file in files)), None)
+    suffixes = set(map(_suffix, files))
+    builder = next((name for suffix, name in BUILDERS.items() if suffix in suffixes), None)
     if builder == "parquet" and any(map(is_picture, files)):
         first = min(file for file in files if _suffix(file) == ".parquet")
         return builder if image_column in pyarrow.parquet.read_schema(first).names else None

@@ -1,7 +1,4 @@
-"""A model's embeddings of the pictures and captions of a data set, in files for other programs.
-
-from evaluation.commands import embed
-"""
+"""A model's embeddings of the pictures and captions of a data set, in files for other programs: `clip-moe embed`."""
 
 import json
 import logging

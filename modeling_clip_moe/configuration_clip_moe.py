@@ -14,12 +14,6 @@ _LAYER_FIELDS = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "hidden_act", "layer_norm_eps"),
     *("moe_layers", "num_experts", "fusion_gate"),
 )
-# How experts are split over processes. Before transformers 5.19 it is the router that leaves out those of the others
-_EP_STYLES = (
-    {"experts": "ep_dispatch_experts"}
-    if hasattr(DistributedConfig, "ep_size")
-    else {"router": "ep_router", "experts": "moe_tp_experts"}
-)
 
 
 def embedding_size(config: PreTrainedConfig) -> int:
@@ -71,15 +65,19 @@ class CLIPMoETowerConfig(PublishedConfig):
             do not depend on the number of processes.
     """
 
-    # What transformers' `DistributedConfig` splits over processes: the experts (EP) or every layer (FSDP2); heads and
-    # dense FFNs (TP) by `base_model_tp_plan`
-    base_model_ep_plan = {
-        f"{_LAYERS}.mlp.experts.up_proj": "grouped_gemm",
-        f"{_LAYERS}.mlp.experts.up_proj_bias": "grouped_gemm",
-        f"{_LAYERS}.mlp.experts.down_proj": "grouped_gemm",
-        f"{_LAYERS}.mlp.experts.down_proj_bias": "grouped_gemm",
-        **{f"{_LAYERS}.mlp.{name}": style for name, style in _EP_STYLES.items()},
-    }
+    # What transformers' `DistributedConfig` splits over processes: the experts (EP, before 5.19 in a way that takes
+    # another router) or every layer (FSDP2); heads and dense FFNs (TP) by `base_model_tp_plan`
+    base_model_ep_plan = (
+        {}
+        if not hasattr(DistributedConfig, "ep_size")
+        else {
+            f"{_LAYERS}.mlp.experts.up_proj": "grouped_gemm",
+            f"{_LAYERS}.mlp.experts.up_proj_bias": "grouped_gemm",
+            f"{_LAYERS}.mlp.experts.down_proj": "grouped_gemm",
+            f"{_LAYERS}.mlp.experts.down_proj_bias": "grouped_gemm",
+            f"{_LAYERS}.mlp.experts": "ep_dispatch_experts",
+        }
+    )
     base_model_fsdp_plan = {"embeddings": "free_full_weight", _LAYERS: "free_full_weight"}
 
     num_experts: int = 8

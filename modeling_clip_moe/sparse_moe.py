@@ -462,6 +462,11 @@ class SparseMoEMixin:
                 towers differ or it is split.
         """
         split = kwargs.get("distributed_config")
+        if getattr(split, "enable_expert_parallel", False) and not hasattr(split, "ep_size"):
+            raise ValueError(
+                f"transformers {transformers_version} splits experts in a way of its own. Leave out "
+                "enable_expert_parallel, or use transformers 5.19 or newer."
+            )
         splits_experts = min(getattr(split, "fsdp_size", None) or 1, getattr(split, "ep_size", None) or 1) > 1
         if splits_experts and [int(part) for part in transformers_version.split(".")[:2]] < [5, 23]:
             raise ValueError(

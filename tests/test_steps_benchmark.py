@@ -23,8 +23,5 @@ def test_a_step_of_each_row(name, monkeypatch):
 def test_the_block_beside_dense_ones():
     command = [sys.executable, "-m", "benchmarks.steps", "block", "--images", "1", "--num-experts", "4"]
     printed = subprocess.run([*command, "--rounds", "1"], capture_output=True, text=True, check=True).stdout
-    assert (
-        printed.count("| ViT-B/16 | float32 | 1 ")
-        == 4
-        == len([n for n in ("by_device", "eager", "grouped", "grouped_mm") if f"| {n} " in printed])
-    )
+    rows = [line.split(" | ")[4] for line in printed.splitlines() if line.startswith("| ViT-B/16 ")]
+    assert [row.strip() for row in rows] == ["by_device", "eager", "grouped", "grouped_mm"]

@@ -48,8 +48,6 @@ if NEW:
         "fsdp_tower": ("clip_fmoe", CLIPMoEVisionModelWithProjection, {"fsdp_size": 2}),
         "fsdp_ep": ("clip_up", CLIPMoEModel, {"fsdp_size": 2, "ep_size": 2}),
     }
-else:
-    CASES["ep"] = ("clip_up", CLIPMoEModel, {"tp_size": 2, "enable_expert_parallel": True})
 
 
 def shares_of(case: str, batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
@@ -145,10 +143,9 @@ def test_two_processes_compute_train_and_save_as_one(case, folder):
 @pytest.mark.parametrize("case", CASES)
 def test_each_process_holds_its_part(case, folder):
     *_, sizes = CASES[case]
-    experts_alone = "enable_expert_parallel" in sizes  # the tp_size of which is the experts'
     split = [".q_proj.", ".k_proj.", ".v_proj.", ".out_proj.weight", ".fc1.", ".fc2.weight"]
-    split *= "tp_size" in sizes and not experts_alone
-    split += [".experts."] * (experts_alone or "ep_size" in sizes)
+    split *= "tp_size" in sizes
+    split += [".experts."] * ("ep_size" in sizes)
     if "fsdp_size" in sizes:
         split = [""]
     for rank in range(2):
@@ -166,6 +163,9 @@ def test_what_old_versions_get_wrong_is_refused(folder, monkeypatch):
     sizes = SimpleNamespace(fsdp_size=2, ep_size=2)
     with pytest.raises(ValueError, match="5.22.2 computes wrong gradients .* fsdp_size=2 meets ep_size=2"):
         CLIPMoEModel.from_pretrained(folder / "clip_up", distributed_config=sizes)
+    with pytest.raises(ValueError, match="splits experts in a way of its own. Leave out enable_expert_parallel"):
+        split = SimpleNamespace(enable_expert_parallel=True)  # before 5.19
+        CLIPMoEModel.from_pretrained(folder / "clip_up", distributed_config=split)
 
 
 def test_parts_on_the_disk_compute_the_same(folder, tmp_path):

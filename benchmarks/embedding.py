@@ -1,0 +1,183 @@
+"""Pictures a second of `clip-moe embed`, beside loops over transformers' and open_clip's models of the same size.
+
+python -m benchmarks.embedding --open-clip .venv/clip-benchmark --output benchmarks/results/embedding_cpu.md
+"""
+
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import torch
+from torch.utils.data import DataLoader, Dataset
+from transformers import AutoModel, AutoProcessor, CLIPConfig, CLIPModel
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+from benchmarks.loader import photo
+from benchmarks.page import Output, Rounds, cost, machine, page, table
+from conversion.presets import PRESETS
+from conversion.upcycle import sparse_config
+from data.sources import DataArguments
+from data.worlds import build_processor
+from evaluation.costs import count_multiply_adds, meta_model, paper_config
+from evaluation.embed import embed_pairs
+from evaluation.speed import in_turn
+from modeling_clip_moe import CLIPMoEModel
+from records.command_line import command
+
+BATCH = 64
+SMALL = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 2}
+
+
+class Pictures(Dataset):
+    """Files, prepared by a function of an image."""
+
+    def __init__(self, folder: Path, prepare: Callable[[PIL.Image.Image], torch.Tensor]):
+        self.files, self.prepare = sorted(folder.glob("*.jpg")), prepare
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        with PIL.Image.open(self.files[number]) as image:
+            return self.prepare(image.convert("RGB"))
+
+
+def loop(pictures: Pictures, encode: Callable[[torch.Tensor], torch.Tensor], num_workers: int) -> np.ndarray:
+    with torch.no_grad():
+        batches = DataLoader(
+            pictures, BATCH, num_workers=num_workers, multiprocessing_context="fork" if num_workers else None
+        )
+        return np.concatenate([torch.nn.functional.normalize(encode(batch), dim=-1).numpy() for batch in batches])
+
+
+def of_transformers(folder: Path, num_workers: int) -> Callable[[], int]:
+    def call() -> int:
+        model, processor = (kind.from_pretrained(folder / "dense") for kind in (AutoModel, AutoProcessor))
+
+        def prepare(image: PIL.Image.Image) -> torch.Tensor:
+            return processor.image_processor(image, return_tensors="pt")["pixel_values"][0]
+
+        pictures = Pictures(folder / "pictures", prepare)
+        return len(loop(pictures, lambda batch: model.get_image_features(batch).pooler_output, num_workers))
+
+    return call
+
+
+def of_open_clip(folder: Path, num_workers: int, path: Path) -> Callable[[], int]:
+    sys.path.append(str(path))
+    module = "torchvision._meta_registrations"  # of compiled operators, which a CPU build of torch has not
+    sys.modules[module] = ModuleType(module)
+    import open_clip
+
+    config = CLIPConfig.from_pretrained(folder / "dense").vision_config
+    vision = {"layers": config.num_hidden_layers, "width": config.hidden_size, "patch_size": config.patch_size}
+    vision |= {"image_size": config.image_size, "head_width": config.hidden_size // config.num_attention_heads}
+    text = {"width": 64, "heads": 1, "layers": 1, "vocab_size": 100, "context_length": 8}
+
+    def call() -> int:
+        model = open_clip.CLIP(config.projection_dim, vision, text, quick_gelu=True).eval()
+        prepare = open_clip.image_transform(config.image_size, is_train=False)
+        return len(loop(Pictures(folder / "pictures", prepare), model.encode_image, num_workers))
+
+    return call
+
+
+def ours(folder: Path, model: str, num_workers: int | None) -> Callable[[], int]:
+    def call() -> int:
+        with tempfile.TemporaryDirectory() as output:
+            options = {"what": "images", "batch_size": BATCH, "num_workers": num_workers}
+            arguments = DataArguments(source=str(folder / "pictures"))
+            return embed_pairs(str(folder / model), arguments, Path(output) / "out", **options)["num_images"]
+
+    return call
+
+
+def write_models(folder: Path, size: str) -> float:
+    """A dense and a sparse model with random weights, and the sparse one's multiply-adds of an image over the dense."""
+    is_small = size == "small"
+    edge = 64 if is_small else paper_config(size).vision_config.image_size
+    processor = build_processor("symbols", 64, edge)
+    text = {"vocab_size": len(processor.tokenizer), "bos_token_id": processor.tokenizer.bos_token_id}
+    text |= {"eos_token_id": processor.tokenizer.eos_token_id, "pad_token_id": processor.tokenizer.pad_token_id}
+    vision = {"image_size": edge, "patch_size": 16}
+    config = CLIPConfig(text_config=SMALL | text, vision_config=SMALL | vision) if is_small else paper_config(size)
+    config.text_config.update(text)
+    processor.image_processor = CLIPImageProcessorPil(
+        size={"shortest_edge": edge}, crop_size={"height": edge, "width": edge}
+    )
+    torch.manual_seed(0)
+    sparse = sparse_config(config, PRESETS["clip_up"])
+    for name, model in (("dense", CLIPModel(config)), ("sparse", CLIPMoEModel(sparse))):
+        model.save_pretrained(folder / name)
+        processor.save_pretrained(folder / name)
+    counts = [count_multiply_adds(meta_model(of))["image"] for of in (sparse, config)]
+    return counts[0] / counts[1]
+
+
+def cases(folder: Path, open_clip: Path | None) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    for num_workers in (0, 2):
+        workers = f"{num_workers} workers"
+        yield f"transformers' model in a loop, {workers}", partial(cost, of_transformers, folder, num_workers)
+        if open_clip is not None:
+            yield f"open_clip's model in a loop, {workers}", partial(cost, of_open_clip, folder, num_workers, open_clip)
+        yield f"clip-moe embed, {workers}", partial(cost, ours, folder, "dense", num_workers)
+    yield "clip-moe embed, 2 workers, CLIP-UP", partial(cost, ours, folder, "sparse", 2)
+
+
+@command
+def embedding(
+    *,
+    output: Output = None,
+    small_pictures: int = 10_000,
+    photos: int = 128,
+    size: str = "ViT-B/32",
+    open_clip: Path | None = None,
+    rounds: Rounds = 3,
+) -> str:
+    """Pictures a second from files to embeddings, with the time to load the model.
+
+    Args:
+        small_pictures: JPEGs of 64 x 64 pixels, for a model of 64 numbers a token
+        photos: JPEGs of 640 x 480 pixels
+        size: of the model of photos
+        open_clip: a folder that open_clip and torchvision are installed in; default: without it
+    """
+    rows = []
+    for name, number, is_photo in (("small", small_pictures, False), (size, photos, True)):
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary)
+            (folder / "pictures").mkdir()
+            rng = np.random.default_rng(0)
+            for index in range(number):
+                file = folder / "pictures" / f"{index:06d}.jpg"
+                if is_photo:
+                    file.write_bytes(photo(index))
+                else:
+                    small = PIL.Image.fromarray(rng.integers(0, 256, (8, 8, 3), dtype=np.uint8))
+                    small.resize((64, 64), PIL.Image.BICUBIC).save(file)
+            arithmetic = write_models(folder, name)
+            rates = {}
+            for case, costs in in_turn(dict(cases(folder, open_clip)), rounds).items():
+                assert all(result["result"] == number for result in costs), case
+                rates[case] = statistics.median(number / result["seconds"] for result in costs)
+        first = rates["transformers' model in a loop, 0 workers"]
+        title = f"{number:,} photos, {name}" if is_photo else f"{number:,} small pictures and a small model"
+        rows += [[title, case, f"{rate:,.1f}", f"{rate / first:.2f}"] for case, rate in rates.items()]
+        rows[-1][1] += f", {arithmetic:.2f} times the multiply-adds"
+    return page(
+        output,
+        "# From picture files to embeddings",
+        table(["", "", "pictures/s", "relative"], rows),
+        f"Batches of {BATCH}, medians of {rounds} rounds. {machine()}.",
+    )
+
+
+if __name__ == "__main__":
+    embedding.main()
