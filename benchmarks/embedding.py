@@ -3,6 +3,7 @@
 python -m benchmarks.embedding --open-clip .venv/clip-benchmark --output benchmarks/results/embedding_cpu.md
 """
 
+import multiprocessing
 import statistics
 import sys
 import tempfile
@@ -51,13 +52,13 @@ class Pictures(Dataset):
 
 def loop(pictures: Pictures, encode: Callable[[torch.Tensor], torch.Tensor], num_workers: int) -> np.ndarray:
     with torch.no_grad():
-        batches = DataLoader(
-            pictures, BATCH, num_workers=num_workers, multiprocessing_context="fork" if num_workers else None
-        )
+        batches = DataLoader(pictures, BATCH, num_workers=num_workers)
         return np.concatenate([torch.nn.functional.normalize(encode(batch), dim=-1).numpy() for batch in batches])
 
 
 def of_transformers(folder: Path, num_workers: int) -> Callable[[], int]:
+    multiprocessing.set_start_method("fork", force=True)  # Linux's, of which a spawned process knows nothing
+
     def call() -> int:
         model, processor = (kind.from_pretrained(folder / "dense") for kind in (AutoModel, AutoProcessor))
 
@@ -81,6 +82,8 @@ def of_open_clip(folder: Path, num_workers: int, path: Path) -> Callable[[], int
     vision |= {"image_size": config.image_size, "head_width": config.hidden_size // config.num_attention_heads}
     text = {"width": 64, "heads": 1, "layers": 1, "vocab_size": 100, "context_length": 8}
 
+    multiprocessing.set_start_method("fork", force=True)
+
     def call() -> int:
         model = open_clip.CLIP(config.projection_dim, vision, text, quick_gelu=True).eval()
         prepare = open_clip.image_transform(config.image_size, is_train=False)
@@ -90,6 +93,8 @@ def of_open_clip(folder: Path, num_workers: int, path: Path) -> Callable[[], int
 
 
 def ours(folder: Path, model: str, num_workers: int | None) -> Callable[[], int]:
+    multiprocessing.set_start_method("fork", force=True)
+
     def call() -> int:
         with tempfile.TemporaryDirectory() as output:
             options = {"what": "images", "batch_size": BATCH, "num_workers": num_workers}

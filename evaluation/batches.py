@@ -9,11 +9,12 @@ import datasets
 import PIL.Image
 import torch
 from datasets import Image
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 from transformers import BaseImageProcessor, PreTrainedTokenizerBase
 
 from data.identity import image_digests
 from data.images import decode_image
+from data.preparation import Preparation
 from data.shards import size_of
 from data.tokenizer import tokenize
 from data.workers import errors_of_workers
@@ -72,7 +73,7 @@ class ImageBatches(Dataset):
         if isinstance(rows.features[column], Image):
             rows = rows.cast_column(column, Image(decode=False))
         self.items, self.batch_size = rows, batch_size
-        self.column, self.image_processor, self.may_skip = column, image_processor, may_skip
+        self.column, self.prepare, self.may_skip = column, Preparation(image_processor), may_skip
 
     def __len__(self) -> int:
         return -(-len(self.items) // self.batch_size)
@@ -80,11 +81,11 @@ class ImageBatches(Dataset):
     def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
         images = self._read(number * self.batch_size, (number + 1) * self.batch_size)
         if not self.may_skip:
-            return dict(self.image_processor([decode_image(value) for value in images], return_tensors="pt"))
+            return default_collate([self.prepare(decode_image(value)) for value in images])
         images = [_decoded(value) for value in images]
         unreadable = torch.tensor([image is None for image in images])
         images = [image or PIL.Image.new("RGB", (32, 32)) for image in images]
-        return {**self.image_processor(images, return_tensors="pt"), "unreadable": unreadable}
+        return {**default_collate(list(map(self.prepare, images))), "unreadable": unreadable}
 
     def digest(self) -> str:
         parts = (image_digests(self._read(start, start + AT_ONCE)) for start in range(0, len(self.items), AT_ONCE))

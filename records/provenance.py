@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatch
+from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
@@ -138,7 +139,13 @@ def digest(paths: Iterable[Path], root: Path) -> str:
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of what a file holds."""
+    """SHA-256 of what a file holds. In a process, a file is read once, and again when it has changed."""
+    status = path.stat()
+    return _digest_of(path.resolve(), (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
+
+
+@lru_cache(maxsize=10_000)
+def _digest_of(path: Path, status: tuple[int, ...]) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
