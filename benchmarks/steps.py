@@ -40,8 +40,8 @@ from training.losses import contrastive_loss
 # Forward and backward, of which only the input has a gradient, or also the weights
 MODES = ("forward", "frozen", "trained")
 TOP_K = 2
-# FLOP/s of dense products in bfloat16, by the second word of a GPU's name
-PEAKS = {"A100-SXM4-80GB": 312e12, "H100": 989e12, "H200": 989e12}
+# FLOP/s of dense products in bfloat16, by the name of the GPU
+PEAKS = {"NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}
 # Steps before those that are timed, and those: the first ones compile and fill caches
 WARM_UP, TIMED = 3, 5
 
@@ -130,7 +130,8 @@ def block_ratios(
     def call(name: str, mode: str) -> float:
         inputs = hidden_states.clone().requires_grad_(mode != "forward")
         modules = dense if name == "dense" else [block]
-        config._experts_implementation = config._experts_implementation if name == "dense" else name
+        if name != "dense":
+            config._experts_implementation = name
 
         def run() -> None:
             with torch.set_grad_enabled(mode != "forward"):
@@ -174,7 +175,7 @@ def block(
         ratios = block_ratios(size, number, experts, rounds, implementations, **options)
         for name in implementations:
             of_modes = [ratios[name, mode] for mode in MODES]
-            speed = tera(of_modes[-1][1])
+            speed = tera(of_modes[-1][1], device)
             rows.append([size, dtype, number, experts, name, *(f"{ratio:.2f}" for ratio, _ in of_modes), speed])
     return page(
         output,
@@ -243,9 +244,9 @@ def towers(
     )
 
 
-def tera(flops: float) -> str:
+def tera(flops: float, device: str) -> str:
     """FLOP/s as TFLOP/s, and on a GPU of known peak the share of it."""
-    peak = PEAKS.get(torch.cuda.get_device_name().split()[1]) if torch.cuda.is_available() else None
+    peak = PEAKS.get(torch.cuda.get_device_name(device)) if torch.device(device).type == "cuda" else None
     return f"{flops / 1e12:.3g}" + (f" ({flops / peak:.0%})" if peak else "")
 
 
@@ -310,7 +311,8 @@ def recipe_step(
     profiled: bool = False,
 ) -> Callable[[], dict[str, Any]]:
     """Takes `WARM_UP` steps of a recipe, and times those that follow: `seconds` is their median, `first` those of the
-    first, and `flops` what a step computes, its backward as twice its forward. Perhaps with `kernels`, a table of the
+    first, and `flops` what a step computes, its backward as twice its forward; None where weights are frozen or patches
+    left out. Perhaps with `kernels`, a table of the
     ten that took longest in one more step."""
     from training.engine import checkpoint_layers, compile_layers
     from training.gradient_cache import cached_gradient
@@ -323,8 +325,8 @@ def recipe_step(
     (tokens,) = [stage.length for stage in stages if stage.stage == "long_context"] or [77]
     device, captions = torch.device(device), len(stage.caption_weights or [1])
     config = paper_config(size)
-    config.text_config.max_position_embeddings = tokens
     tokens = row.tokens or tokens
+    config.text_config.max_position_embeddings = tokens
     if row.preset is not None:
         config = sparse_config(config, replace(PRESETS[row.preset], **row.changes))
         for tower in (config.text_config, config.vision_config):
@@ -360,6 +362,7 @@ def recipe_step(
         texts, total = captions * tokens, sum(parameter.numel() for parameter in model.parameters())
         activations = count_activations(model, gradient_checkpointing, texts)
         activations += count_largest_layer(model, texts)
+        is_counted = stage.patch_dropout is None and sum(sizes) == total
         at_once, number_bytes = mini_batch_size or pairs, 4 if mixed == "no" else 2
         planned = 4 * total + 12 * (sum(sizes) + max(sizes)) + at_once * number_bytes * activations
         adds = count_multiply_adds(meta_model(config))
@@ -369,8 +372,7 @@ def recipe_step(
             "seconds": statistics.median(times[WARM_UP:]),
             "first": times[0],
             "plan": planned,
-            # Of images without all of their patches it is not counted
-            "flops": None if stage.patch_dropout else 6 * pairs * (adds["image"] + captions * adds["text"]),
+            "flops": 6 * pairs * (adds["image"] + captions * adds["text"]) if is_counted else None,
         }
         return found | ({"kernels": _kernels(partial(one, batches[-1]))} if profiled else {})
 
@@ -418,9 +420,9 @@ def recipes(
             continue
         step, held = row["result"], row["memory"]
         cells = [f"{step[key] / 1e6:,.0f} M" for key in ("parameters", "trainable")]
-        dense = dense or step["seconds"] * (name == "dense, all weights")
+        dense = step["seconds"] if name == "dense, all weights" else dense
         cells += [f"{batch / step['seconds']:.3g}", f"{step['seconds'] / dense:.2f}" if dense else ""]
-        cells += [step["flops"] and tera(step["flops"] / step["seconds"]), f"{step['first']:.0f} s"]
+        cells += [step["flops"] and tera(step["flops"] / step["seconds"], device), f"{step['first']:.0f} s"]
         kernels += [f"## {name}", step["kernels"]] if profile else []
         cells += [f"{number / 2**30:.2f} GiB" for number in (held, step["plan"])]
         rows.append([name, *cells, f"{held / step['plan']:.2f}"])

@@ -15,7 +15,7 @@ from transformers import BaseImageProcessor, PreTrainedTokenizerBase
 from data.identity import image_digests
 from data.images import decode_image
 from data.preparation import Preparation
-from data.shards import size_of
+from data.shards import MEMBER, size_of
 from data.tokenizer import tokenize
 from data.workers import errors_of_workers
 from records.provenance import value_digest
@@ -88,19 +88,31 @@ class ImageBatches(Dataset):
         return {**default_collate(list(map(self.prepare, images))), "unreadable": unreadable}
 
     def digest(self) -> str:
-        parts = (image_digests(self._read(start, start + AT_ONCE)) for start in range(0, len(self.items), AT_ONCE))
+        parts = (self._digests(start) for start in range(0, len(self.items), AT_ONCE))
         return value_digest(["images", *chain.from_iterable(parts)])
 
+    def _digests(self, start: int) -> list[str]:
+        images = self._read(start, start + AT_ONCE)
+        # Of a file that is not there, the name
+        missing = {n for n, image in enumerate(images) if self.may_skip and _is_missing(image)}
+        there = iter(image_digests([image for n, image in enumerate(images) if n not in missing]))
+        return [str(image["path"]) if n in missing else next(there) for n, image in enumerate(images)]
+
     def num_workers(self, num_processes: int) -> int:
-        first = self._read(0, LOOKED_AT)
+        first = [image for image in self._read(0, LOOKED_AT) if not _is_missing(image)]
         sizes = [len(value["bytes"]) if value.get("bytes") else size_of(value["path"]) for value in first]
-        if sum(sizes) / len(sizes) * len(self.items) < WORTH_WORKERS:
+        if sum(sizes) / max(len(sizes), 1) * len(self.items) < WORTH_WORKERS:
             return 0
         return min(MOST_WORKERS, max(1, (os.cpu_count() or 1) // num_processes))
 
     def _read(self, start: int, stop: int) -> list[dict[str, Any]]:
         values = self.items[start:stop][self.column]
         return [value if isinstance(value, dict) else {"path": value} for value in values]
+
+
+def _is_missing(image: dict[str, Any]) -> bool:
+    path = image.get("path")
+    return not image.get("bytes") and (path is None or MEMBER.fullmatch(path) is None and not os.path.isfile(path))
 
 
 def _decoded(value: dict[str, Any]) -> PIL.Image.Image | None:

@@ -135,8 +135,8 @@ def embed(
         model: folder or hub name of a CLIPModel or CLIPMoEModel
         dataset: whatever a recipe's data.source may be
         output_dir: of these embeddings alone
-        what: is embedded
-        form: of the files
+        what: what to embed
+        form: form of the files
         split: of the dataset
         num_samples: the first ones (default: all)
         image_column: images or their paths
@@ -145,7 +145,7 @@ def embed(
         batch_size: images or texts at a time
         dtype: of the computation; files are in float32
         device: default: the accelerator, if there is one
-        num_workers: that read images (default: none for a few small ones, else up to 8)
+        num_workers: processes that read images (default: none for a few small ones, else up to 8)
     """
     import torch
 

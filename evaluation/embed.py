@@ -1,9 +1,19 @@
 """A model's embeddings of the pictures and captions of a data set, in files for other programs: `clip-moe embed`."""
 
+if __name__ == "__main__":
+    import sys
+
+    from evaluation.commands import embed
+    from records.processes import launch_cpu_processes
+
+    launch_cpu_processes("evaluation.embed", ["-m", "evaluation.embed", *sys.argv[1:]])
+    embed.main()
+
 import json
 import logging
 import shutil
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +38,8 @@ logger = logging.getLogger(__name__)
 What, Form = Literal["both", "images", "captions"], Literal["npy", "parquet"]
 # What a folder holds, and what was computed so far
 ABOUT, PARTS = "embeddings.json", "parts"
+# What says how data are read, and not which
+READING = ("num_workers", "prefetch_factor", "in_memory")
 # Rows of a parquet file that are written together
 ROW_GROUP = 10_000
 
@@ -44,7 +56,7 @@ def embed_pairs(
     num_workers: int | None = None,
     state: PartialState | None = None,
 ) -> dict[str, Any]:
-    """Write the normalized embeddings of a data set, in its order, to a folder. What is interrupted goes on from there.
+    """Write the normalized embeddings of a data set, in its order, to a folder. Resumes after an interruption.
 
     Returns:
         What the folder holds: `num_images`, `num_captions`, and the places of `unreadable` pictures in the data set,
@@ -54,10 +66,11 @@ def embed_pairs(
         ValueError: the folder holds embeddings of another model, other data or other settings.
     """
     is_main = state is None or state.is_main_process
+    settings = {**asdict(arguments), "what": what, "form": form, "batch_size": batch_size, "dtype": str(dtype)}
     asked = {
         "model": model_fingerprint(model),
-        "data": arguments.source if arguments.source in WORLDS else identity(arguments),
-        "settings": [what, form, batch_size, str(dtype), arguments.split, arguments.num_samples],
+        "data": identity(arguments),
+        **{name: value for name, value in settings.items() if name not in READING},
     }
     if is_main:
         _begin(output_dir, asked)
@@ -72,6 +85,8 @@ def embed_pairs(
     embedder = Embedder(model, output_dir / PARTS, batch_size, device, dtype, num_workers=num_workers, state=state)
     images = None if what == "captions" else embedder.images(rows, skip_unreadable=True)
     captions = None if what == "images" else embedder.texts([text for of_image in texts for text in of_image])
+    if state is not None:
+        state.wait_for_everyone()  # which have read what is deleted below
     if not is_main:
         return about
     unreadable = [] if images is None else np.flatnonzero(~images.any(axis=1)).tolist()
@@ -80,9 +95,10 @@ def embed_pairs(
         logger.warning("%d of %d pictures cannot be read and have no embedding: %s", len(unreadable), len(rows), places)
     with output_folder(output_dir):
         write = _write_npy if form == "npy" else _write_parquet
-        write(output_dir, rows, texts, images, captions, set(unreadable))
+        left_out = set(unreadable)
+        write(output_dir, rows, texts, images, captions, left_out)
         about |= {"num_images": 0 if images is None else len(images) - len(unreadable)}
-        of_kept = (len(of_image) for place, of_image in enumerate(texts) if place not in unreadable)
+        of_kept = (len(of_image) for place, of_image in enumerate(texts) if place not in left_out)
         about |= {"num_captions": sum(of_kept), "unreadable": unreadable}
         write_text(output_dir / ABOUT, json.dumps(about))
     shutil.rmtree(output_dir / PARTS)
@@ -92,12 +108,14 @@ def embed_pairs(
 def _begin(output_dir: Path, asked: dict[str, Any]) -> None:
     with output_folder(output_dir):
         if not (output_dir / ABOUT).exists():
+            if any(output_dir.iterdir()):
+                raise ValueError(f"{output_dir} is not empty and holds no embeddings: name another folder")
             write_text(output_dir / ABOUT, json.dumps(asked))
-    begun = read_json(output_dir / ABOUT)
+    begun, asked = read_json(output_dir / ABOUT), json.loads(json.dumps(asked))
     others = [name for name in asked if begun.get(name) != asked[name]]
     if others:
         raise ValueError(
-            f"{output_dir} holds embeddings of another {' and other '.join(others)}: name another folder, or delete it"
+            f"{output_dir} was begun with another {' and another '.join(others)}: name another folder, or delete it"
         )
 
 

@@ -14,6 +14,7 @@ from datasets import Dataset
 from transformers import BatchFeature, CLIPModel
 
 import data.images
+import data.preparation
 import data.shards
 import data.tokenizer
 import modeling_clip_moe
@@ -182,6 +183,6 @@ def code_digest() -> str:
     """The digest of the code that makes embeddings, as it is on disk: a commit would not tell two uncommitted changes
     apart."""
     model_code = sorted(Path(modeling_clip_moe.__file__).parent.glob("*.py"))
-    read_by = reading, data.images, data.shards, data.tokenizer, processors, checkpoints
+    read_by = reading, data.images, data.preparation, data.shards, data.tokenizer, processors, checkpoints
     files = [*model_code, Path(__file__), *(Path(module.__file__) for module in read_by)]
     return value_digest(list(map(file_digest, files)))

@@ -58,8 +58,8 @@ class CLIPMoETowerConfig(PublishedConfig):
         capacity_group_size (`int`, *optional*): how many consecutive sequences of a batch share a capacity. None: the
             whole batch of a process.
         token_drop_policy (`str`): which choices an expert drops beyond its capacity: `"position"`, those that come
-            last, second choices behind first ones (CLIP-UP), or `"probs"`, those of the lowest probability (V-MoE's
-            batch prioritized routing, Megatron's `moe_token_drop_policy`).
+            last, second choices behind first ones (CLIP-UP), or `"probs"`, those of the lowest probability (Megatron's
+            `moe_token_drop_policy`).
         router_jitter_noise (`float`): in training, the router sees its input times random numbers between 1 - noise
             and 1 + noise. With a `capacity_group_size` and `seed_router_noise`, each group has its own, so that they
             do not depend on the number of processes.

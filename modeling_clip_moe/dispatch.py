@@ -1,8 +1,8 @@
 """
 The dispatch of a sparse layer: which rows its experts compute, in which order, and the way back.
 
-A layer has T * K choices: K experts for each of T tokens. One stable sort of their expert ids tells all that is needed
-to compute them:
+A layer has T * K choices: K experts for each of T tokens. One stable sort by expert id yields everything that computing
+them takes:
 
     order   which choice a row is. The rows of expert 0 come first, then those of expert 1, and so on, and at the end
             those that no expert computes. So an expert's rows lie together, which a grouped product wants.
@@ -149,5 +149,5 @@ def _starts(counts: torch.Tensor) -> torch.Tensor:
 
 
 def _put(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Values at their places, of which each is there once."""
+    """Scatter values to a permutation of places."""
     return torch.empty_like(values).scatter(0, places, values)

@@ -191,27 +191,28 @@ class _GroupedFFNs(torch.autograd.Function):
         chosen = ((expert_ids[:, None] == experts) & is_computed).T.to(up.dtype)  # (E, N)
 
         of_down, of_weights = _combine_backward(down, down_bias, expert_ids, order, weights, is_computed, gradient)
-        of_activated = F.grouped_mm(of_down, down_proj, offs=ends)
-        activated, of_up = _activate_backward(up, up_bias, expert_ids, ctx.act_fn, is_computed, of_activated)
-        of_rows = torch.where(is_computed, F.grouped_mm(of_up, up_proj, offs=ends), 0)
-        return (
-            of_rows[rank].unflatten(0, weights.T.shape).sum(dim=0),
-            of_weights[rank].view(weights.T.shape).T,
-            F.grouped_mm(of_up.T, hidden_states[order % weights.shape[0]], offs=ends),
-            chosen @ of_up,  # a product adds in float32, and on a GPU not one row after another
-            F.grouped_mm(of_down.T, activated, offs=ends),
-            chosen @ of_down,
-            None,
-            None,
-        )
+        needed, gradients = ctx.needs_input_grad, [None] * 8
+        if any(needed[i] for i in (0, 2, 3, 4)):
+            of_activated = F.grouped_mm(of_down, down_proj, offs=ends)
+            activated, of_up = _activate_backward(up, up_bias, expert_ids, ctx.act_fn, is_computed, of_activated)
+        if needed[0]:
+            of_rows = torch.where(is_computed, F.grouped_mm(of_up, up_proj, offs=ends), 0)
+            gradients[0] = of_rows[rank].unflatten(0, weights.T.shape).sum(dim=0)
+        gradients[1] = of_weights[rank].view(weights.T.shape).T
+        if needed[2]:
+            gradients[2] = F.grouped_mm(of_up.T, hidden_states[order % weights.shape[0]], offs=ends)
+        if needed[3]:
+            gradients[3] = chosen @ of_up  # a product adds in float32, and on a GPU not one row after another
+        if needed[4]:
+            gradients[4] = F.grouped_mm(of_down.T, activated, offs=ends)
+        if needed[5]:
+            gradients[5] = chosen @ of_down
+        return tuple(gradients)
 
 
 # Rows of an expert on a CPU, below which grouped products train faster than the loop, which stacks the gradients of all
 # experts' weights (measured with transformers' `grouped_mm`: benchmarks/results/experts_few_rows_cpu.md)
 FEW_ROWS = 160
-# Rows of an expert on a GPU, from which the loop is faster, although it waits for the token counts
-# (benchmarks/results/experts_gpu.md)
-MANY_ROWS = 4096
 
 
 def experts_forward_grouped(
@@ -230,7 +231,7 @@ def experts_forward_grouped(
     device, dtype = top_k_index.device, experts.up_proj.dtype
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
-    if not _fits_grouped_products(experts, dtype):
+    if not _fits_grouped_products(experts, dtype) or torch._C._functorch.peek_interpreter_stack() is not None:
         arguments = experts, hidden_states, top_k_index, top_k_weights
         return experts_forward_all(*arguments) if torch.compiler.is_compiling() else _loop(*arguments, rows)
     rows = rows or dispatch(top_k_index, experts.num_experts)
@@ -240,15 +241,27 @@ def experts_forward_grouped(
         arguments = hidden_states.to(dtype), top_k_weights, *weights, rows, experts.act_fn
         # torch's compiler knows grouped products in bfloat16 alone; transformers has others
         is_plain = torch.compiler.is_compiling() and (dtype != torch.bfloat16 or torch.compiler.is_exporting())
-        # Computed again, it would leave out other activations
-        is_plain = is_plain or any(isinstance(part, nn.Dropout) and part.training for part in experts.act_fn.modules())
+        is_plain = is_plain or not _is_fixed(experts.act_fn)
         return (_grouped_ffns if is_plain else _GroupedFFNs.apply)(*arguments).to(hidden_states.dtype)
 
 
 def _fits_grouped_products(experts: CLIPMoEExperts, dtype: torch.dtype) -> bool:
-    """Whether torch has grouped products for them: not in float64, nor of sizes that are no multiples of 16 bytes."""
+    """
+    Whether torch has grouped products for them: not in float64, nor of sizes that are no multiples of 16 bytes. On a
+    GPU only those in bfloat16 of Hopper and data-center Blackwell are; others wait for the counts, once a product.
+    """
+    device = experts.up_proj.device
+    if device.type == "cuda" and not torch.compiler.is_compiling():
+        if dtype != torch.bfloat16 or torch.cuda.get_device_capability(device)[0] not in (9, 10):
+            return False
     sizes = (size * dtype.itemsize for size in experts.up_proj.shape[1:])
     return dtype != torch.float64 and all(size % 16 == 0 for size in sizes)
+
+
+def _is_fixed(act_fn: nn.Module) -> bool:
+    """Whether an activation may be computed again: it has no dropout, and no parameters that want a gradient."""
+    is_random = any(isinstance(part, nn.Dropout) and part.training for part in act_fn.modules())
+    return not is_random and next(act_fn.parameters(), None) is None
 
 
 def _grouped_ffns(hidden_states, weights, up_proj, up_bias, down_proj, down_bias, rows, act_fn) -> torch.Tensor:
@@ -330,7 +343,7 @@ def experts_forward_by_device(
     rows: Dispatch | None = None,
 ) -> torch.Tensor:
     """
-    The default implementation: `grouped` on a GPU, unless rows are many, and where experts train with few rows on a
+    The default implementation: `grouped` on a GPU that has its products, and where experts train with few rows on a
     CPU; else the loop. It follows the input, so a model may move at any time.
 
     The loop's sizes are those of the data, which a recorded program would keep. Compiled programs, those of

@@ -312,18 +312,20 @@ class SparseEncoderLayer:
     It stands before the family's own layer, of which it takes the attention, the norms and the FFN of dense layers.
     """
 
+    # Set by `compile_parts`
+    is_compiled = False
+
     def __init__(self, config, layer_idx: int):
         super().__init__(config)
         self.is_sparse = layer_idx in config.moe_layers
-        self.is_compiled = False
         if self.is_sparse:
             self.mlp = CLIPMoESparseMoeBlock(config)
 
     def compile_parts(self) -> None:
         """
         Compiles all but router and experts: transformers records the router by a hook, at which a compiled layer would
-        break, and the experts are fused by themselves. Hooks of the attention, which record its weights, are not called
-        any more.
+        break, and the experts are fused by themselves. Hooks of the attention are no longer called, but for eager
+        attention, whose weights they record.
         """
         self.is_compiled = True
         for module in (self.mlp.base, self.mlp.fusion_gate) if self.is_sparse else (self.mlp,):
@@ -352,7 +354,8 @@ def _attend(
     layer: SparseEncoderLayer, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A layer up to its FFN: what that is added to, and what it takes. Layers share the compiled function."""
-    attention = layer.self_attn.forward if layer.is_compiled else layer.self_attn
+    has_weights = layer.self_attn.config._attn_implementation == "eager"
+    attention = layer.self_attn.forward if layer.is_compiled and not has_weights else layer.self_attn
     update, _ = attention(hidden_states=layer.layer_norm1(hidden_states), attention_mask=attention_mask, **kwargs)
     hidden_states = hidden_states + update
     return hidden_states, layer.layer_norm2(hidden_states)

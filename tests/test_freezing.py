@@ -11,6 +11,7 @@ from tiny_clip_moe import tiny_model
 from tiny_families import tiny_dense
 from torch import nn
 
+from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
 from modeling_clip_moe.experts import CLIPMoEExperts
 from modeling_clip_moe.families import FAMILIES, IMAGE_TOWERS
 from training.engine import _warn_without_gradient
@@ -104,6 +105,21 @@ def test_rates_fall_from_layer_to_layer(family):
     names = {parameter: name for name, parameter in model.named_parameters()}
     rates = {names[p]: group["lr"] for group in optimizer.param_groups for p in group["params"]}
     assert rates == pytest.approx({name: 0.1 * scale for name, scale in expected.items()})
+
+
+def test_rates_of_a_shared_encoder():
+    """Its layers are those of both towers, whose embeddings lie below them."""
+    tower = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = {**tower, "vocab_size": 50, "max_position_embeddings": 8}
+    vision = {**tower, "image_size": 16, "patch_size": 8}
+    model = CLIPMoEModel(CLIPMoEConfig(text_config=text, vision_config=vision, shared_encoder=True))
+    settings = OptimizerSettings(learning_rate=1.0, layer_decay=0.5)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    groups = make_optimizer(model, settings, torch.device("cpu")).param_groups
+    rates = {names[p]: group["lr"] for group in groups for p in group["params"]}
+    for name, rate in rates.items():
+        number = re.search(r"encoder\.layers\.(\d)", name)
+        assert rate == 0.5 ** (2 - int(number[1]) if number else 3 * ("embeddings" in name or "pre_layrnorm" in name))
 
 
 def test_weights_that_nothing_asks_for_are_named(caplog):

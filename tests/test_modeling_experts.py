@@ -168,6 +168,34 @@ def test_grouped_products_add_the_gradients_of_many_rows_in_float32():
         assert (found - expected).norm() < 0.03 * expected.norm()
 
 
+@pytest.mark.parametrize(("trains", "products"), [("all", 6), ("inputs", 4), ("weights", 2)])
+def test_frozen_experts_cost_no_products(monkeypatch, trains, products):
+    """Two forward; backward one for each of the inputs and the activations, and two for the weights."""
+    block, calls = tiny_block(), []
+    experts, product = block.experts.requires_grad_(trains == "all"), F.grouped_mm
+    experts.config._experts_implementation = "grouped"
+    with torch.no_grad():  # sizes that grouped products take
+        experts.up_proj = torch.nn.Parameter(torch.randn(4, 32, 16), requires_grad=trains == "all")
+        experts.down_proj = torch.nn.Parameter(torch.randn(4, 16, 32), requires_grad=trains == "all")
+        experts.up_proj_bias = torch.nn.Parameter(torch.randn(4, 32), requires_grad=trains == "all")
+    monkeypatch.setattr(F, "grouped_mm", lambda *args, **options: calls.append(1) or product(*args, **options))
+    inputs = torch.randn(7, 16, requires_grad=trains != "weights")
+    weights = torch.rand(7, 2, requires_grad=True)
+    experts(inputs, torch.randint(0, 4, (7, 2)), weights).square().sum().backward()
+    assert len(calls) == products and weights.grad is not None
+
+
+def test_an_activation_with_a_parameter_has_its_gradient():
+    gradients = []
+    for implementation in ("eager", "grouped"):
+        torch.manual_seed(0)
+        block = tiny_block(hidden_act="prelu")
+        block.experts.config._experts_implementation = implementation
+        block(torch.randn(2, 5, 16)).square().sum().backward()
+        gradients.append(block.experts.act_fn.weight.grad)
+    torch.testing.assert_close(*gradients)
+
+
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_no_tokens_are_no_outputs(name):
     experts = tiny_block().experts

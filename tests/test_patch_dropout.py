@@ -5,7 +5,7 @@ import torch
 from tiny_families import tiny_dense
 
 from modeling_clip_moe.families import FAMILIES
-from training.contrastive_task import drop_patches
+from training.contrastive_task import drop_patches, patches_kept
 
 
 @pytest.mark.parametrize("family", [one for one in FAMILIES if not one.naflex], ids=lambda one: one.name)
@@ -23,7 +23,7 @@ def test_patch_dropout_leaves_patches_out(family):
     )
     rows = vision.embeddings(pixels)
     number = rows.shape[1] - first
-    assert number == int((whole.shape[1] - first) * 0.7) and torch.equal(rows[:, :first], whole[:, :first])
+    assert number == 3 == round((whole.shape[1] - first) * 0.7) and torch.equal(rows[:, :first], whole[:, :first])
     same = (rows[:, first:, None] == whole[:, None, first:]).all(dim=-1)
     assert (same.sum(dim=2) == 1).all() and (same.sum(dim=1) <= 1).all()
     places = same.long().argmax(dim=2)
@@ -36,3 +36,7 @@ def test_patch_dropout_leaves_patches_out(family):
     assert entered[0].shape[1] == first + number
     model.eval()
     assert torch.equal(vision.embeddings(pixels), whole)
+
+
+def test_a_share_is_not_cut_by_rounding():
+    assert (patches_kept(100, 0.9), patches_kept(100, 0.8), patches_kept(1, 0.9)) == (10, 20, 0)

@@ -13,8 +13,8 @@ from training.engine import FirstFault
 @pytest.mark.parametrize(
     "system", [{"capacity_factor": 1.0, "capacity_group_size": 2}, {"fusion_gate": True, "norm_topk_prob": True}]
 )
-def test_a_gradient_takes_no_look_at_a_number(system):
-    """With tensors that have none: whatever looks at one, for which a GPU would be waited for, raises an error."""
+def test_forward_and_backward_read_no_value(system):
+    """Fake tensors have none: whatever reads one, for which a GPU would be waited for, raises an error."""
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.autocast("cpu", torch.bfloat16):
         model = tiny_model(text={"intermediate_size": 32}, vision={"intermediate_size": 32}, **system).train()
         batch = {name: mode.from_tensor(value) for name, value in inputs(8).items()}
@@ -25,6 +25,6 @@ def test_a_gradient_takes_no_look_at_a_number(system):
         loss.backward()
         finite.note("the gradient", torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0), 1)
         assert all(weight.grad is not None for weight in model.parameters())
-        for look in (loss.item, batch["input_ids"].tolist, batch["input_ids"].nonzero, finite.require):
+        for read in (loss.item, batch["input_ids"].tolist, batch["input_ids"].nonzero, finite.require):
             with pytest.raises((DataDependentOutputException, DynamicOutputShapeException)):
-                look()
+                read()

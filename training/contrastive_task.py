@@ -100,7 +100,7 @@ def drop_patches(model: PreTrainedModel, share: float) -> None:
 
 def patches_kept(number: int, share: float) -> int:
     """How many patches of an image stay where a share of them is left out."""
-    return int(number * (1 - share))
+    return number - round(number * share)
 
 
 def drop_activations(model: PreTrainedModel, share: float) -> None:

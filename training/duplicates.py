@@ -73,7 +73,7 @@ class Duplicates:
     """
 
     def __init__(self, images: np.ndarray, texts: np.ndarray, pair_of: np.ndarray | None = None):
-        self.num_pairs, self.images = len(images), images
+        self.num_pairs, self.images, self.num_texts = len(images), images, len(texts)
         members, sizes = map(np.concatenate, zip(_groups(texts, pair_of), _groups(images, None), strict=True))
         order = np.argsort(sizes, kind="stable")  # largest last: it labels its pairs
         members, sizes = members[ranges(_starts(sizes)[order], sizes[order])], sizes[order]
@@ -106,6 +106,11 @@ class Duplicates:
         numbers = numbers if len(images) else np.arange(len(rows))
         pair_of = None if set(counts) == {1} else np.repeat(np.arange(len(rows), dtype=np.int32), counts)
         return cls(numbers, np.concatenate(texts), pair_of)
+
+    @property
+    def may_be_there(self) -> bool:
+        """Whether two pairs may have a text or an image in common, as the tokenizer reads it."""
+        return len(self.members) > 0 or self.num_texts > TOKENIZED
 
     def share_in(self, batches: Sequence[np.ndarray]) -> float:
         """The share of the pairs of batches that have a duplicate in theirs."""

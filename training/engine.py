@@ -19,6 +19,7 @@ from accelerate.utils import DistributedType, send_to_device
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -71,7 +72,7 @@ class LoopSettings(OptimizerSettings):
     ema_decay: float | None = Field(default=None, gt=0, lt=1)
     # Compute activations again in the backward pass: less memory, more time.
     gradient_checkpointing: bool = False
-    # Compile the encoder layers, which share what is compiled. "auto": on a GPU.
+    # Compile the encoder layers, of which all of a kind share one compiled function. "auto": on a GPU.
     torch_compile: Literal["auto"] | bool = "auto"
 
     # Log losses every so many steps.
@@ -292,6 +293,8 @@ def _clip_gradient(
     """The norm that the gradient had."""
     parameters = [p for p in task.parameters() if p.requires_grad]
     grad_norm = torch.as_tensor(accelerator.clip_grad_norm_(parameters, settings.max_grad_norm or math.inf))
+    if isinstance(grad_norm, DTensor):  # of FSDP2
+        grad_norm = grad_norm.full_tensor()
     if accelerator.scaler is None:
         # With a loss scaler an overflowing gradient is normal: the scaler skips the step and lowers its scale.
         finite.note("the gradient", grad_norm, step + 1)

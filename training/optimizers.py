@@ -74,7 +74,8 @@ def _layer_scales(model: nn.Module, layer_decay: float) -> dict[str, float]:
     names = [name for name, _ in model.named_parameters()]
     places = {name: LAYER.search(name) for name in names}
     depths = Counter()
-    for place in filter(None, places.values()):
+    all_names = (name for name, _ in model.named_parameters(remove_duplicate=False))  # of both towers, where one is two
+    for place in filter(None, map(LAYER.search, all_names)):
         depths[place["tower"]] = max(depths[place["tower"]], int(place["number"]) + 1)
 
     def layers_above(name: str) -> int:
@@ -128,7 +129,8 @@ class OptimizerSettings:
 def make_optimizer(task: nn.Module, settings: OptimizerSettings, device: torch.device) -> torch.optim.Optimizer:
     """The optimizer of the trainable parameters of a task."""
     groups = parameter_groups(task, settings.weight_decay, settings.decay_all, settings.layer_decay)
-    groups = [group | {"lr": settings.learning_rate * group.pop("scale")} for group in groups]
+    for group in groups:
+        group["lr"] = settings.learning_rate * group.pop("scale")
     options = {
         "lr": settings.learning_rate,
         "betas": (settings.adam_beta1, settings.adam_beta2),

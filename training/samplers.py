@@ -46,8 +46,7 @@ class DistributedBatchSampler(Sampler[list[int]]):
         batch_size, rank, world_size, seed: see `Share`.
 
     Attributes:
-        duplicates: those that no batch should have together; None: batches are drawn at random. Unless some cross, a
-            subclass that leaves none in the first epoch has to leave none in any: the loss does not look for them then.
+        duplicates: those that no batch should have together; None: batches are drawn at random.
     """
 
     duplicates: Duplicates | None = None

@@ -421,8 +421,7 @@ class TrainStage(RouterSettings, StepsStage):
             duplicates = context.duplicates(rows.remove_columns("image") if texts_alone else rows, processor.tokenizer)
             sampler = self.batch_sampler(rows, share, inputs, context)
             shares = self._keep_apart(duplicates, sampler)
-            may_meet = shares["left"] > 0 or sampler.duplicates is None and len(duplicates.members) > 0
-            may_meet = may_meet or duplicates.is_crossing.any()
+            may_meet = duplicates.may_be_there
         loader = PairLoader(
             rows,
             processor,
@@ -509,6 +508,8 @@ class TrainStage(RouterSettings, StepsStage):
             patches = (config.vision_config.image_size // config.vision_config.patch_size) ** 2
             if not patches_kept(patches, self.patch_dropout):
                 yield "patch_dropout", f"it leaves none of {patches} patches: lower it"
+        if self.group_by_length and sigmoid:
+            yield "group_by_length", "this model's texts are all padded to one length: leave it out"
         if self.mini_batch_size is not None and sparse:
             yield from (("mini_batch_size", problem) for problem in self._other_groups(config))
         if self.hidden_states is not None and not sparse:
