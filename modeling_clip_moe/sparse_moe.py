@@ -280,7 +280,7 @@ class CLIPMoESparseMoeBlock(nn.Module):
 
     def __init__(self, config: CLIPMoETowerConfig):
         super().__init__()
-        self.num_experts = config.num_experts
+        self.config, self.num_experts = config, config.num_experts
         self.router = CLIPMoERouter(config)
         self.experts = CLIPMoEExperts(config)
         # Lets transformers' implementations accept id E, which they know from expert parallelism
@@ -297,7 +297,7 @@ class CLIPMoESparseMoeBlock(nn.Module):
             anywhere = torch.arange(ids.numel(), device=ids.device).view_as(ids) % num_experts
             ids, rows = torch.where(ids < num_experts, ids, anywhere), None
         arguments = hidden_states.flatten(0, 1), ids.flatten(0, 1), weights.flatten(0, 1)
-        if rows is not None and self.experts.config._experts_implementation in TAKE_ROWS:
+        if rows is not None and self.config._experts_implementation in TAKE_ROWS:
             arguments += (rows,)
         output = self.experts(*arguments)
         output = output.view_as(hidden_states)
