@@ -11,8 +11,10 @@ if __name__ == "__main__":
 
 import json
 import logging
+import os
 import shutil
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
@@ -29,7 +31,7 @@ from data.pairs import load_pairs, present_captions, rename_columns, select_colu
 from data.sources import DataArguments, open_rows
 from data.worlds import WORLDS
 from evaluation.embedder import Embedder, usable_device
-from records.files import new_file, output_folder, read_json, write_text
+from records.files import locked, new_file, output_folder, read_json, write_text, writing
 from records.messages import join_names
 from records.provenance import model_fingerprint
 
@@ -66,57 +68,79 @@ def embed_pairs(
         ValueError: the folder holds embeddings of another model, other data or other settings.
     """
     is_main = state is None or state.is_main_process
+    source, output_dir = os.path.realpath(arguments.source), Path(output_dir)
+    if os.path.isdir(source) and Path(os.path.realpath(output_dir)).is_relative_to(source):
+        raise ValueError(f"{output_dir} lies in the data, of which embeddings would be a part: name another folder")
     settings = {**asdict(arguments), "what": what, "form": form, "batch_size": batch_size, "dtype": str(dtype)}
     asked = {
         "model": model_fingerprint(model),
         "data": identity(arguments),
         **{name: value for name, value in settings.items() if name not in READING},
     }
-    if is_main:
-        _begin(output_dir, asked)
-    if state is not None:
-        state.wait_for_everyone()
-    about = read_json(output_dir / ABOUT)
-    if "num_images" in about:
-        return about
-    rows = _rows(arguments, what)
-    texts = [] if what == "images" else [present_captions(captions) for captions in rows["caption"]]
-    device = usable_device(device) if state is None else state.device
-    embedder = Embedder(model, output_dir / PARTS, batch_size, device, dtype, num_workers=num_workers, state=state)
-    images = None if what == "captions" else embedder.images(rows, skip_unreadable=True)
-    captions = None if what == "images" else embedder.texts([text for of_image in texts for text in of_image])
-    if state is not None:
-        state.wait_for_everyone()  # which have read what is deleted below
-    if not is_main:
-        return about
-    unreadable = [] if images is None else np.flatnonzero(~images.any(axis=1)).tolist()
-    if unreadable:
-        places = join_names(f"{place} ({_path(rows[place])})" for place in unreadable)
-        logger.warning("%d of %d pictures cannot be read and have no embedding: %s", len(unreadable), len(rows), places)
-    with output_folder(output_dir):
-        write = _write_npy if form == "npy" else _write_parquet
-        left_out = set(unreadable)
-        write(output_dir, rows, texts, images, captions, left_out)
-        about |= {"num_images": 0 if images is None else len(images) - len(unreadable)}
-        of_kept = (len(of_image) for place, of_image in enumerate(texts) if place not in left_out)
-        about |= {"num_captions": sum(of_kept), "unreadable": unreadable}
-        write_text(output_dir / ABOUT, json.dumps(about))
-    shutil.rmtree(output_dir / PARTS)
-    return about
-
-
-def _begin(output_dir: Path, asked: dict[str, Any]) -> None:
-    with output_folder(output_dir):
-        if not (output_dir / ABOUT).exists():
-            if any(output_dir.iterdir()):
-                raise ValueError(f"{output_dir} is not empty and holds no embeddings: name another folder")
+    with locked(output_dir) if is_main else nullcontext(), output_folder(output_dir):
+        about = _begun(output_dir, asked) if is_main else None
+        if state is not None:
+            state.wait_for_everyone()
+        if not is_main:
+            about = read_json(output_dir / ABOUT) if (output_dir / ABOUT).exists() else {}
+        if "num_images" in about:
+            if is_main:
+                shutil.rmtree(output_dir / PARTS, ignore_errors=True)  # of one that was killed at its very end
+            return about
+        rows = _rows(arguments, what)
+        texts = [] if what == "images" else [present_captions(captions) for captions in rows["caption"]]
+        if what != "images" and not any(texts):
+            raise ValueError(f"{arguments.source} has no caption in {arguments.caption_column}: take --what images")
+        device = usable_device(device) if state is None else state.device
+        if is_main and not about:
             write_text(output_dir / ABOUT, json.dumps(asked))
-    begun, asked = read_json(output_dir / ABOUT), json.loads(json.dumps(asked))
-    others = [name for name in asked if begun.get(name) != asked[name]]
+        embedder = Embedder(model, output_dir / PARTS, batch_size, device, dtype, num_workers=num_workers, state=state)
+        images = None if what == "captions" else embedder.images(rows, skip_unreadable=True)
+        captions = None if what == "images" else embedder.texts([text for of_image in texts for text in of_image])
+        if state is not None:
+            state.wait_for_everyone()  # which have read what is deleted below
+        if not is_main:
+            return asked
+        unreadable = [] if images is None else np.flatnonzero(~images.any(axis=1)).tolist()
+        if unreadable:
+            places = join_names(f"{place} ({_path(rows[place])})" for place in unreadable)
+            message = f"{len(unreadable)} of {len(rows)} pictures cannot be read and have no embedding: {places}"
+            if len(unreadable) == len(rows):
+                (output_dir / ABOUT).unlink()
+                shutil.rmtree(output_dir / PARTS)
+                raise ValueError(f"{message}. Relative paths start from image_root, or else from the working directory")
+            logger.warning(message)
+        if identity(arguments) != asked["data"]:
+            raise ValueError(f"{arguments.source} changed while it was embedded: delete {output_dir}, and start again")
+        left_out = set(unreadable)
+        (_write_npy if form == "npy" else _write_parquet)(output_dir, rows, texts, images, captions, left_out)
+        of_kept = (len(of_image) for place, of_image in enumerate(texts) if place not in left_out)
+        held = {"num_images": 0 if images is None else len(images) - len(left_out), "num_captions": sum(of_kept)}
+        write_text(output_dir / ABOUT, json.dumps(asked | held | {"unreadable": unreadable}))
+        shutil.rmtree(output_dir / PARTS)
+    return asked | held | {"unreadable": unreadable}
+
+
+def _begun(output_dir: Path, asked: dict[str, Any]) -> dict[str, Any]:
+    """What a folder says it holds; nothing where it is empty."""
+    if not (output_dir / ABOUT).exists():
+        if {path.name for path in output_dir.iterdir()} - {".lock"}:
+            raise ValueError(f"{output_dir} is not empty and holds no embeddings: name another folder")
+        return {}
+    about, asked = read_json(output_dir / ABOUT), json.loads(json.dumps(asked))
+    if not isinstance(about, dict):
+        raise ValueError(f"{output_dir / ABOUT} is damaged: delete {output_dir}, and start again")
+    others = [name for name in asked if about.get(name) != asked[name]]
     if others:
         raise ValueError(
             f"{output_dir} was begun with another {' and another '.join(others)}: name another folder, or delete it"
         )
+    sides = [side for side, left_out in (("image", "captions"), ("text", "images")) if asked["what"] != left_out]
+    names = [f"{side}_embeds.npy" for side in sides] + ["rows.jsonl"] if asked["form"] == "npy" else ["embeds.parquet"]
+    lacking = [name for name in names if not (output_dir / name).is_file()]
+    if "num_images" in about and lacking:
+        raise ValueError(f"{output_dir} lacks {join_names(lacking)}: delete it, and start again")
+    return about
 
 
 def _rows(arguments: DataArguments, what: What) -> datasets.Dataset:
@@ -160,9 +184,11 @@ def _write_npy(
     kept = np.array([place not in unreadable for place in range(len(rows))])
     for name, embeds, of_pairs in (("image_embeds", images, 1), ("text_embeds", captions, list(map(len, texts)))):
         if embeds is not None:
-            with new_file(output_dir / f"{name}.npy") as partial, open(partial, "wb") as file:
+            path = output_dir / f"{name}.npy"
+            with writing(path), new_file(path) as partial, open(partial, "wb") as file:
                 np.save(file, embeds[np.repeat(kept, of_pairs)])
-    with new_file(output_dir / "rows.jsonl") as partial, open(partial, "w", encoding="utf-8") as file:
+    path = output_dir / "rows.jsonl"
+    with writing(path), new_file(path) as partial, open(partial, "w", encoding="utf-8") as file:
         for _, described in _described(rows, texts, unreadable):
             file.write(json.dumps(described, ensure_ascii=False) + "\n")
 
@@ -183,8 +209,10 @@ def _write_parquet(
     kinds |= {} if captions is None else {"text_embeds": pyarrow.list_(vector)}
     first = np.cumsum([0, *map(len, texts)])
     schema = pyarrow.schema(kinds)
+    path = output_dir / "embeds.parquet"
     with (
-        new_file(output_dir / "embeds.parquet") as partial,
+        writing(path),
+        new_file(path) as partial,
         pyarrow.parquet.ParquetWriter(partial, schema) as writer,
     ):
         group = []

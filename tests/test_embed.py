@@ -111,6 +111,19 @@ def test_a_missing_picture_is_left_out_and_a_folder_of_others_is_not_taken(dense
     with pytest.raises(ValueError, match="out was begun with another caption_column"):
         arguments = DataArguments(source=str(tmp_path / "table.csv"), caption_column="other")
         embed_pairs(str(dense), arguments, tmp_path / "out", batch_size=2, device="cpu")
+    (tmp_path / "out" / "rows.jsonl").unlink()
+    with pytest.raises(ValueError, match="out lacks rows.jsonl: delete it, and start again"):
+        embed(dense, tmp_path / "table.csv", tmp_path / "out")
+    with pytest.raises(ValueError, match="inside lies in the data"):
+        embed(dense, pictures, pictures / "inside")
+    (tmp_path / "table.csv").write_text("image,caption\nnone.png,a\n,b\n")
+    with pytest.raises(ValueError, match="2 of 2 pictures cannot be read .* Relative paths start from image_root"):
+        embed(dense, tmp_path / "table.csv", tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+    with pytest.raises(ValueError, match="table.csv has no caption in other: take --what images"):
+        (tmp_path / "table.csv").write_text("image,other\nnone.png,\n")
+        arguments = DataArguments(source=str(tmp_path / "table.csv"), caption_column="other")
+        embed_pairs(str(dense), arguments, tmp_path / "empty", batch_size=2, device="cpu")
     (tmp_path / "mine" / PARTS).mkdir(parents=True)
     with pytest.raises(ValueError, match="mine is not empty and holds no embeddings: name another folder"):
         embed(dense, pictures, tmp_path / "mine")

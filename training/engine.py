@@ -105,6 +105,7 @@ def compile_layers(model: PreTrainedModel) -> None:
     """Compile the encoder layers of a dense or sparse CLIP, one by one: all of a kind share what is compiled. What was
     compiled for models before is forgotten, since few kinds are kept."""
     torch.compiler.reset()
+    torch._dynamo.config.recompile_limit = 64  # of layers with other sizes, lengths and frozen weights
     for module in model.modules():
         if isinstance(module, SparseEncoderLayer):
             module.compile_parts()

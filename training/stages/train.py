@@ -421,7 +421,8 @@ class TrainStage(RouterSettings, StepsStage):
             duplicates = context.duplicates(rows.remove_columns("image") if texts_alone else rows, processor.tokenizer)
             sampler = self.batch_sampler(rows, share, inputs, context)
             shares = self._keep_apart(duplicates, sampler)
-            may_meet = duplicates.may_be_there
+            # Of shards, another pair stands in for one that cannot be read
+            may_meet = duplicates.may_be_there or self.data.indexed
         loader = PairLoader(
             rows,
             processor,
