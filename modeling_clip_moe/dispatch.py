@@ -133,7 +133,10 @@ def _sort(
     queue = (expert_ids.T * num_groups + groups).flatten()
     counts = queue.new_zeros((num_experts + 1) * num_groups).scatter_add(0, queue, torch.ones_like(queue))
     keys = queue.int()  # half the digits, half the time
-    if priorities is None:
+    if torch.onnx.is_in_onnx_export() and priorities is None:  # whose older exporter knows no stable sort
+        order = (queue * queue.shape[0] + torch.arange(queue.shape[0], device=queue.device)).argsort()
+        queue = queue[order]
+    elif priorities is None:
         queue, order = keys.sort(stable=True)
     else:
         first = priorities.T.flatten().argsort(descending=True, stable=True)

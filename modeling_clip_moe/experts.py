@@ -282,7 +282,9 @@ def _grouped_ffns(hidden_states, weights, up_proj, up_bias, down_proj, down_bias
         return torch.where(is_computed, outputs, 0)
 
     # The gradient of rows that no product computes may be anything, too
-    inputs = torch.where(is_computed, hidden_states[order % weights.shape[0]], 0)
+    # Not by a remainder, which the exporter to ONNX does not take of a size that it does not know
+    token_ids = torch.arange(weights.shape[0], device=order.device).repeat(weights.shape[1])[order]
+    inputs = torch.where(is_computed, hidden_states[token_ids], 0)
     outputs = linear(act_fn(linear(inputs, up_proj, up_bias)), down_proj, down_bias)
     return (outputs[rank].unflatten(0, weights.T.shape) * weights.T[..., None]).sum(dim=0)
 

@@ -32,6 +32,8 @@ from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
 from .configuration_clip_moe import CLIPMoEConfig, CLIPMoETextConfig, CLIPMoEVisionConfig
+from .dispatch import dispatch  # noqa: F401  diffusers copies the modules that a text encoder's own names
+from .experts import CLIPMoEExperts  # noqa: F401
 from .sparse_moe import ROUTER_OUTPUTS, SparseEncoderLayer, SparseMoEMixin, require_one_encoder, router_losses
 
 
