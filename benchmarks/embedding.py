@@ -57,7 +57,7 @@ def loop(pictures: Pictures, encode: Callable[[torch.Tensor], torch.Tensor], num
 
 
 def of_transformers(folder: Path, num_workers: int) -> Callable[[], int]:
-    multiprocessing.set_start_method("fork", force=True)  # Linux's, of which a spawned process knows nothing
+    multiprocessing.set_start_method("fork", force=True)  # a spawned process would spawn its workers
 
     def call() -> int:
         model, processor = (kind.from_pretrained(folder / "dense") for kind in (AutoModel, AutoProcessor))
@@ -151,7 +151,7 @@ def embedding(
     Args:
         small_pictures: JPEGs of 64 x 64 pixels, for a model of 64 numbers a token
         photos: JPEGs of 640 x 480 pixels
-        size: of the model of photos
+        size: architecture of the model for the photos
         open_clip: a folder that open_clip and torchvision are installed in; default: without it
     """
     rows = []

@@ -51,11 +51,11 @@ class Row(NamedTuple):
 
     Args:
         recipe, stage: names.
-        preset: of its model; None: it is dense.
+        preset: the preset of its model; None for a dense one.
         changes: what the recipe changes of the preset.
         routing: fields of both towers.
-        settings: of the stage, other than the recipe's.
-        tokens: of a text, other than the recipe's.
+        settings: fields of the stage that replace the recipe's.
+        tokens: the length of a text; None for the recipe's.
     """
 
     recipe: str

@@ -93,7 +93,7 @@ class ImageBatches(Dataset):
 
     def _digests(self, start: int) -> list[str]:
         images = self._read(start, start + AT_ONCE)
-        # Of a file that is not there, the name
+        # A missing file counts by its name
         missing = {n for n, image in enumerate(images) if self.may_skip and _is_missing(image)}
         there = iter(image_digests([image for n, image in enumerate(images) if n not in missing]))
         return [str(image["path"]) if n in missing else next(there) for n, image in enumerate(images)]

@@ -70,7 +70,7 @@ def embed_pairs(
     is_main = state is None or state.is_main_process
     source, output_dir = os.path.realpath(arguments.source), Path(output_dir)
     if os.path.isdir(source) and Path(os.path.realpath(output_dir)).is_relative_to(source):
-        raise ValueError(f"{output_dir} lies in the data, of which embeddings would be a part: name another folder")
+        raise ValueError(f"{output_dir} lies within {source}, whose files are the data: name another folder")
     settings = {**asdict(arguments), "what": what, "form": form, "batch_size": batch_size, "dtype": str(dtype)}
     asked = {
         "model": model_fingerprint(model),

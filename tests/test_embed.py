@@ -114,7 +114,7 @@ def test_a_missing_picture_is_left_out_and_a_folder_of_others_is_not_taken(dense
     (tmp_path / "out" / "rows.jsonl").unlink()
     with pytest.raises(ValueError, match="out lacks rows.jsonl: delete it, and start again"):
         embed(dense, tmp_path / "table.csv", tmp_path / "out")
-    with pytest.raises(ValueError, match="inside lies in the data"):
+    with pytest.raises(ValueError, match="inside lies within .*, whose files are the data"):
         embed(dense, pictures, pictures / "inside")
     (tmp_path / "table.csv").write_text("image,caption\nnone.png,a\n,b\n")
     with pytest.raises(ValueError, match="2 of 2 pictures cannot be read .* Relative paths start from image_root"):

@@ -20,6 +20,14 @@ def test_a_step_of_each_row(name, monkeypatch):
     assert 0 < found["trainable"] <= found["parameters"] and "Self CPU" in found["kernels"]
 
 
+def test_towers_over_the_dense_one(monkeypatch):
+    tower = {**tower_fields(), "projection_dim": 8}
+    config = CLIPConfig(text_config=tower, vision_config={**tower, "image_size": 32, "patch_size": 8})
+    monkeypatch.setattr(steps, "paper_config", lambda size: config)
+    printed = steps.towers(images=2, rounds=1, device="cpu")
+    assert [line.split()[1] for line in printed.splitlines()[-3:]] == ["clip_up", "clip_moe", "clip_fmoe"]
+
+
 def test_the_block_beside_dense_ones():
     command = [sys.executable, "-m", "benchmarks.steps", "block", "--images", "1", "--num-experts", "4"]
     printed = subprocess.run([*command, "--rounds", "1"], capture_output=True, text=True, check=True).stdout

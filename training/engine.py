@@ -72,7 +72,7 @@ class LoopSettings(OptimizerSettings):
     ema_decay: float | None = Field(default=None, gt=0, lt=1)
     # Compute activations again in the backward pass: less memory, more time.
     gradient_checkpointing: bool = False
-    # Compile the encoder layers, of which all of a kind share one compiled function. "auto": on a GPU.
+    # Compile each encoder layer; layers of a kind share one compiled function. "auto": on a GPU.
     torch_compile: Literal["auto"] | bool = "auto"
 
     # Log losses every so many steps.

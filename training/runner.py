@@ -49,7 +49,7 @@ from training.settings import dump
 from training.stages.base import Stage, references, resolve
 from training.stages.custom import own_stage
 
-# How often something is logged or saved, and how data is read ahead, does not change what is computed.
+# How often something is logged or saved, how data is read ahead and what is compiled do not change what is computed.
 NOT_COMPARED = {"logging_steps", "save_steps", "save_total_limit", "num_workers", "prefetch_factor", "torch_compile"}
 
 GO_ON = "What is done is kept: run the same command again to go on from there"

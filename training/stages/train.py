@@ -443,7 +443,7 @@ class TrainStage(RouterSettings, StepsStage):
                 f"{self.name}: {duplicates_line(shares, self.duplicates, 'text' if texts_alone else 'text or image')}"
             )
         self.train_model(model, processor, loader, accelerator, context, directory, self.evaluation)
-        return None if shares is None else Trained(len(rows), {of: round(share, 4) for of, share in shares.items()})
+        return None if shares is None else Trained(len(rows), shares)
 
     def _keep_apart(self, duplicates: Duplicates, sampler: DistributedBatchSampler) -> dict[str, float]:
         """Let a sampler keep duplicates apart if this stage does, and count them in its first epoch: for the record."""
@@ -458,7 +458,7 @@ class TrainStage(RouterSettings, StepsStage):
                 f"{self.name}.data: in every batch, all pairs have the same text or image, so there are no negatives "
                 "to learn from. Use data with more captions, or larger clusters"
             )
-        return {"shuffled": float(shuffled), "left": float(left)}
+        return {"shuffled": round(float(shuffled), 4), "left": round(float(left), 4)}
 
     def problems(self, inputs: SimpleNamespace) -> Iterator[tuple[str, str]]:
         yield from super().problems(inputs)
