@@ -12,13 +12,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import nn
-from transformers import CLIPConfig, CLIPModel
+from transformers import CLIPConfig, CLIPModel, PreTrainedModel
 from transformers.models.clip.modeling_clip import CLIPMLP
 
 from benchmarks.page import Output, Rounds, cost, machine, median_of, median_ratio, page, seconds, table
@@ -31,11 +31,14 @@ from evaluation.costs import (
     meta_model,
     paper_config,
 )
-from evaluation.speed import in_turn
+from evaluation.speed import in_turn, wait_for
 from modeling_clip_moe import CLIPMoEModel, CLIPMoEVisionConfig
 from modeling_clip_moe.sparse_moe import CLIPMoESparseMoeBlock
 from records.command_line import command_line, run
 from training.losses import contrastive_loss
+
+if TYPE_CHECKING:
+    from training.engine import FirstFault, LoopSettings
 
 # Forward and backward, of which only the input has a gradient, or also the weights
 MODES = ("forward", "frozen", "trained")
@@ -44,6 +47,8 @@ TOP_K = 2
 PEAKS = {"NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}
 # Steps before those that are timed, and those: the first ones compile and fill caches
 WARM_UP, TIMED = 3, 5
+# Calls of a block that a GPU has at a time, since a tower's layers are queued one after another, too
+QUEUED = 10
 
 
 class Row(NamedTuple):
@@ -75,6 +80,7 @@ RECIPES = {
     "CLIP-UP, half of the patches": Row(*CLIP_UP, settings={"patch_dropout": 0.5}),
     "CLIP-UP, texts of 24 tokens": Row(*CLIP_UP, tokens=24),
     "CLIP-UP, rates by layer": Row(*CLIP_UP, settings={"layer_decay": 0.75}),
+    "CLIP-MoE, all weights": Row("mode_metaclip_400m", "expert_0", "clip_moe"),
     "CLIP-MoE, an expert": Row("clip_moe_sharegpt4v", "expert_1"),
     "CLIP-MoE, routers": Row("clip_moe_sharegpt4v", "clip_moe", "clip_moe"),
     "CLIP-FMoE, an expert": Row("clip_fmoe_sharegpt4v", "expert_1", "clip_fmoe", ONE_EXPERT),
@@ -123,6 +129,7 @@ def block_ratios(
     for parameter in block.parameters():
         nn.init.normal_(parameter, std=0.02)
     dense = [CLIPMLP(config).to(device, dtype) for _ in range(TOP_K)]
+    calls_at_a_time = QUEUED if device.type == "cuda" else 1
     if device.type == "cuda":
         for module in dense:
             module.compile()
@@ -134,14 +141,15 @@ def block_ratios(
             config._experts_implementation = name
 
         def run() -> None:
-            with torch.set_grad_enabled(mode != "forward"):
-                output = sum(module(inputs) for module in modules)
-                if mode != "forward":
-                    output.float().square().mean().backward()
-            for module in modules:
-                module.zero_grad()
+            for _ in range(calls_at_a_time):
+                with torch.set_grad_enabled(mode != "forward"):
+                    output = sum(module(inputs) for module in modules)
+                    if mode != "forward":
+                        output.float().square().mean().backward()
+                for module in modules:
+                    module.zero_grad()
 
-        return seconds(run, device)
+        return seconds(run, device) / calls_at_a_time
 
     ratios = {}
     forward = 4 * TOP_K * images * num_tokens * config.hidden_size * config.intermediate_size  # FLOP
@@ -244,6 +252,75 @@ def towers(
     )
 
 
+@line.command
+def inference(
+    *,
+    output: Output = None,
+    size: Size = "ViT-L/14",
+    images: Sequence[int] = (1, 256),
+    presets: Sequence[Literal["clip_up", "clip_moe", "clip_fmoe"]] = ("clip_up", "clip_moe", "clip_fmoe"),
+    dtype: Dtype = "bfloat16",
+    device: str = DEVICE,
+    rounds: Rounds = 5,
+) -> str:
+    """Images per second of vision towers: as they are, with compiled layers, and on a GPU also as a CUDA graph, which
+    is launched as a whole."""
+    from training.engine import compile_layers
+
+    torch.manual_seed(0)
+    dense = paper_config(size)
+    configs = {"dense": dense, **{name: sparse_config(dense, PRESETS[name]) for name in presets}}
+    towers = {}
+    for name, config in configs.items():
+        with torch.device(device):
+            tower = (CLIPModel if name == "dense" else CLIPMoEModel)(config).vision_model.eval()
+        towers[name] = tower.to(getattr(torch, dtype))
+    edge, rates = dense.vision_config.image_size, {}
+    for compiled in (False, True):
+        if compiled:
+            for tower in towers.values():
+                compile_layers(tower)
+        for number in images:
+            pixels = torch.randn(number, 3, edge, edge, device=device, dtype=getattr(torch, dtype))
+            calls = {}
+            for name, tower in towers.items():
+                calls["compiled" if compiled else "eager", name] = tower_call(tower, pixels)
+                if compiled and torch.device(device).type == "cuda":
+                    calls["CUDA graph", name] = as_graph(calls["compiled", name])
+            calls = {key: partial(seconds, call, torch.device(device)) for key, call in calls.items()}
+            for (way, name), times in in_turn(calls, rounds, warm_up=3).items():
+                rates[number, name, way] = number / statistics.median(times)
+    ways = list(dict.fromkeys(way for *_, way in rates))
+    rows = [
+        [number, name, *(f"{rates[number, name, way]:,.3g}" for way in ways)] for number in images for name in towers
+    ]
+    return page(
+        output,
+        f"# Images per second, {size}",
+        f"Of the vision towers alone, {dtype}, so many images at a time, medians of {rounds} alternating runs after "
+        f"three. {machine(device)}.",
+        table(["images", "tower", *ways], rows),
+    )
+
+
+def tower_call(tower: nn.Module, pixels: torch.Tensor) -> Callable[[], None]:
+    def run() -> None:
+        with torch.no_grad():
+            tower(pixels)
+
+    return run
+
+
+def as_graph(call: Callable[[], None]) -> Callable[[], None]:
+    """A call as a CUDA graph: whatever it launches, once more, with the same tensors."""
+    for _ in range(3):  # compiles and sets up libraries, which no graph can hold
+        call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
 def tera(flops: float, device: str) -> str:
     """FLOP/s as TFLOP/s, and on a GPU of known peak the share of it."""
     peak = PEAKS.get(torch.cuda.get_device_name(device)) if torch.device(device).type == "cuda" else None
@@ -299,6 +376,40 @@ def parts_ratios(prepare: Callable, pairs: int, part: int, rounds: int) -> tuple
     return whole, parts, median_of(parts, "memory") / median_of(whole, "memory"), times
 
 
+def training_step(
+    model: PreTrainedModel, settings: "LoopSettings", accelerator: Accelerator
+) -> tuple[Callable[[dict[str, torch.Tensor]], None], "FirstFault"]:
+    """A function that takes a step of the training loop on a batch, without log and checkpoints, and what of its losses
+    and gradients was not finite."""
+    from training import engine
+
+    task, optimizer, scheduler = engine._prepare(accelerator, model, settings, 0, WARM_UP + TIMED)
+    average = engine._weight_average(accelerator, task, settings)
+    finite = engine.FirstFault(settings.name, Path("nowhere"))
+
+    def step(batch: dict[str, torch.Tensor]) -> None:
+        engine._compute_gradient(accelerator, task, model, iter([batch]), settings, (0, 0), finite)
+        engine._clip_gradient(accelerator, task, settings, 0, finite)
+        engine._take_step(optimizer, scheduler, model, settings, average)
+
+    return step, finite
+
+
+def times_of(step: Callable, batches: Sequence[Any], device: torch.device) -> list[float]:
+    """Seconds of each step. On a GPU all but the first are queued without waiting, as in training."""
+    if device.type == "cpu":
+        return [seconds(partial(step, batch), device) for batch in batches]
+    times, marks = [seconds(partial(step, batches[0]), device)], []
+    for batch in batches[1:]:
+        marks.append(torch.cuda.Event(enable_timing=True))
+        marks[-1].record()
+        step(batch)
+    marks.append(torch.cuda.Event(enable_timing=True))
+    marks[-1].record()
+    wait_for(device)
+    return times + [start.elapsed_time(end) / 1000 for start, end in itertools.pairwise(marks)]
+
+
 def recipe_step(
     name: str,
     size: str,
@@ -314,14 +425,20 @@ def recipe_step(
     first, and `flops` what a step computes, its backward as twice its forward; None where weights are frozen or patches
     left out. Perhaps with `kernels`, a table of the
     ten that took longest in one more step."""
-    from training.engine import checkpoint_layers, compile_layers
-    from training.gradient_cache import cached_gradient
-    from training.optimizers import make_optimizer, set_trainable
+    from training.optimizers import set_trainable
     from training.recipe import load_recipe
 
     row = RECIPES[name]
     stages = load_recipe(Path(__file__).parents[1] / "training" / "recipes" / f"{row.recipe}.yaml").stages
-    (stage,) = (replace(stage, **row.settings) for stage in stages if stage.name == row.stage)
+    settings = {
+        "global_batch_size": pairs,
+        "gradient_accumulation_steps": 1,
+        "mini_batch_size": mini_batch_size,
+        "gradient_checkpointing": gradient_checkpointing,
+        "torch_compile": compiled,
+        **row.settings,
+    }
+    (stage,) = (replace(stage, **settings) for stage in stages if stage.name == row.stage)
     (tokens,) = [stage.length for stage in stages if stage.stage == "long_context"] or [77]
     device, captions = torch.device(device), len(stage.caption_weights or [1])
     config = paper_config(size)
@@ -337,28 +454,13 @@ def recipe_step(
         with torch.device(device):
             model = (CLIPModel if row.preset is None else CLIPMoEModel)(config).train()
         sizes = [model.get_parameter(name).numel() for name in set_trainable(model, stage.trainable)[0]]
-        if gradient_checkpointing:
-            checkpoint_layers(model)
         mixed = "no" if dtype == "float32" else "bf16"
-        accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision=mixed)
-        if compiled:
-            compile_layers(model)
-        task = stage.task(model).train()
-        task, optimizer = accelerator.prepare(task, make_optimizer(task, stage, device))
-
-        def one(batch: dict[str, torch.Tensor]) -> None:
-            if mini_batch_size is None:
-                value, _ = task({key: value.to(device) for key, value in batch.items()})
-                accelerator.backward(value)
-            else:
-                value, _ = cached_gradient(accelerator, task, model, batch, mini_batch_size, 0, 1.0, True)
-            if not torch.isfinite(value):
-                raise ValueError(f"{name}: the loss is {value.item()}")
-            optimizer.step()
-            optimizer.zero_grad()
-
+        one, finite = training_step(model, stage, Accelerator(cpu=device.type == "cpu", mixed_precision=mixed))
         batches = [random_batch(model, pairs, tokens, captions) for _ in range(WARM_UP + TIMED)]
-        times = [seconds(partial(one, batch), device) for batch in batches]
+        if device.type == "cuda":
+            batches = [{key: value.pin_memory() for key, value in batch.items()} for batch in batches]
+        times = times_of(one, batches, device)
+        finite.require()
         texts, total = captions * tokens, sum(parameter.numel() for parameter in model.parameters())
         activations = count_activations(model, gradient_checkpointing, texts)
         activations += count_largest_layer(model, texts)

@@ -15,12 +15,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
-from torch.utils._triton import has_triton
 from transformers.activations import ACT2FN
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear, use_experts_implementation
+from transformers.utils import logging
 
 from .configuration_clip_moe import CLIPMoETowerConfig
 from .dispatch import Dispatch, dispatch
+
+logger = logging.get_logger(__name__)
 
 # Implementations that take the rows which the router sorted. Those of transformers sort for themselves
 TAKE_ROWS = ("eager", "grouped", "by_device")
@@ -97,24 +99,46 @@ def compiled(function: Callable) -> Callable:
     return torch.compile(function)
 
 
-def _one_pass(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """On a GPU with Triton, one kernel in place of several that each read and write all rows."""
+@cache
+def _can_fuse() -> bool:
+    """Whether functions can be compiled for the GPU. One is, since besides Triton it takes a C compiler, the headers of
+    Python and a folder to write to."""
+    try:
+        compiled(torch.square)(torch.ones(1, device="cuda"))
+    except Exception as error:
+        logger.warning(f"Experts run slower on this GPU, for which nothing can be compiled: {error}")
+        return False
+    return True
+
+
+def fused(function: Callable) -> Callable:
+    """On a GPU, few kernels in place of many that each read and write all rows."""
 
     @wraps(function)
     def run(*arguments):
-        is_fused = arguments[0].is_cuda and has_triton() and not torch.compiler.is_compiling()
-        return (compiled(function) if is_fused else function)(*arguments)
+        if not _is_fused(arguments[0]):
+            return function(*arguments)
+        for tensor in arguments:
+            # The towers' widths differ. As variables they would make the kernels up to four times slower
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.ndim > 1:
+                torch._dynamo.mark_static(tensor, tensor.ndim - 1)
+        return compiled(function)(*arguments)
 
     return run
 
 
-@_one_pass
+def _is_fused(tensor: torch.Tensor) -> bool:
+    is_eager = not torch.compiler.is_compiling() and not _get_current_dispatch_mode_stack()
+    return tensor.is_cuda and is_eager and not is_recorded(tensor) and _can_fuse()
+
+
+@fused
 def _activate(rows: torch.Tensor, bias: torch.Tensor, expert_ids: torch.Tensor, act_fn: Callable) -> torch.Tensor:
     """(N, I), of the first product and its bias."""
     return act_fn(rows + bias[expert_ids])
 
 
-@_one_pass
+@fused
 def _activate_backward(
     rows: torch.Tensor,
     bias: torch.Tensor,
@@ -128,17 +152,23 @@ def _activate_backward(
     return activated, torch.where(is_computed, pull(gradient)[0], 0)
 
 
-@_one_pass
+@fused
 def _combine(
     rows: torch.Tensor, bias: torch.Tensor, expert_ids: torch.Tensor, rank: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
     """(T, D), the weighted sum over the K experts of each token. A row of weight 0 may hold anything."""
     choices = weights.T  # (K, T)
     values = (rows + bias[expert_ids])[rank].unflatten(0, choices.shape) * choices[..., None]
-    return values.masked_fill(choices[..., None] == 0, 0).sum(dim=0)
+    return values.masked_fill(choices[..., None] == 0, 0).sum(dim=0).to(rows.dtype)
 
 
-@_one_pass
+@fused
+def _gather_backward(rows: torch.Tensor, rank: torch.Tensor, is_computed: torch.Tensor, top_k: int) -> torch.Tensor:
+    """(T, D), the sum over the K rows of each token."""
+    return torch.where(is_computed, rows, 0)[rank].unflatten(0, (top_k, -1)).sum(dim=0)
+
+
+@fused
 def _combine_backward(
     rows: torch.Tensor,
     bias: torch.Tensor,
@@ -187,7 +217,8 @@ class _GroupedFFNs(torch.autograd.Function):
         )
         # Products leave the rows of no expert, at the end, as they were in memory
         is_computed = (torch.arange(order.shape[0], device=order.device) < ends[-1])[:, None]
-        experts = torch.arange(ends.shape[0], device=order.device)
+        # Products of a multiple of 8 are several times faster: after the experts there are some of no row
+        experts = torch.arange(-(-ends.shape[0] // 8) * 8, device=order.device)
         chosen = ((expert_ids[:, None] == experts) & is_computed).T.to(up.dtype)  # (E, N)
 
         of_down, of_weights = _combine_backward(down, down_bias, expert_ids, order, weights, is_computed, gradient)
@@ -196,17 +227,18 @@ class _GroupedFFNs(torch.autograd.Function):
             of_activated = F.grouped_mm(of_down, down_proj, offs=ends)
             activated, of_up = _activate_backward(up, up_bias, expert_ids, ctx.act_fn, is_computed, of_activated)
         if needed[0]:
-            of_rows = torch.where(is_computed, F.grouped_mm(of_up, up_proj, offs=ends), 0)
-            gradients[0] = of_rows[rank].unflatten(0, weights.T.shape).sum(dim=0)
+            of_rows = F.grouped_mm(of_up, up_proj, offs=ends)
+            gradients[0] = _gather_backward(of_rows, rank, is_computed, weights.shape[1])
         gradients[1] = of_weights[rank].view(weights.T.shape).T
         if needed[2]:
             gradients[2] = F.grouped_mm(of_up.T, hidden_states[order % weights.shape[0]], offs=ends)
         if needed[3]:
-            gradients[3] = chosen @ of_up  # a product adds in float32, and on a GPU not one row after another
+            # A product adds in float32, and on a GPU not one row after another
+            gradients[3] = (chosen @ of_up)[: ends.shape[0]]
         if needed[4]:
             gradients[4] = F.grouped_mm(of_down.T, activated, offs=ends)
         if needed[5]:
-            gradients[5] = chosen @ of_down
+            gradients[5] = (chosen @ of_down)[: ends.shape[0]]
         return tuple(gradients)
 
 
@@ -228,9 +260,9 @@ def experts_forward_grouped(
     transformers' `grouped_mm` takes the biases by an index, whose gradient on a GPU adds the rows of an expert one
     after another: forward and backward of an FFN take up to 4.6 times as long (benchmarks/results/experts_gpu.md).
     """
-    device, dtype = top_k_index.device, experts.up_proj.dtype
+    device, dtype, output_dtype = top_k_index.device, experts.up_proj.dtype, hidden_states.dtype
     if torch.is_autocast_enabled(device.type):
-        dtype = torch.get_autocast_dtype(device.type)
+        dtype = output_dtype = torch.get_autocast_dtype(device.type)
     if not _fits_grouped_products(experts, dtype) or torch._C._functorch.peek_interpreter_stack() is not None:
         arguments = experts, hidden_states, top_k_index, top_k_weights
         return experts_forward_all(*arguments) if torch.compiler.is_compiling() else _loop(*arguments, rows)
@@ -242,7 +274,7 @@ def experts_forward_grouped(
         # torch's compiler knows grouped products in bfloat16 alone; transformers has others
         is_plain = torch.compiler.is_compiling() and (dtype != torch.bfloat16 or torch.compiler.is_exporting())
         is_plain = is_plain or not _is_fixed(experts.act_fn)
-        return (_grouped_ffns if is_plain else _GroupedFFNs.apply)(*arguments).to(hidden_states.dtype)
+        return (_grouped_ffns if is_plain else _GroupedFFNs.apply)(*arguments).to(output_dtype)
 
 
 def _fits_grouped_products(experts: CLIPMoEExperts, dtype: torch.dtype) -> bool:

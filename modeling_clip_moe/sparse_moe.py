@@ -41,7 +41,7 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from .configuration_clip_moe import CLIPMoETowerConfig
 from .dispatch import Dispatch, dispatch, dispatch_within_capacity
-from .experts import TAKE_ROWS, CLIPMoEExperts, compiled
+from .experts import TAKE_ROWS, CLIPMoEExperts, compiled, fused
 
 logger = logging.get_logger(__name__)
 
@@ -62,6 +62,19 @@ def _stack_layers(router_logits: tuple[torch.Tensor, ...]) -> torch.Tensor:
 def _one_hot(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
     """As torch's, but for its look at the values, which a recorded program cannot have."""
     return (ids[..., None] == torch.arange(num_experts, device=ids.device)).long()
+
+
+def _top_k(probabilities: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest of the last axis, best first, and where they are."""
+    if not probabilities.is_cuda:
+        return probabilities.topk(top_k, dim=-1)
+    # torch's kernel takes as long as the router's product; this becomes a part of the pass that has the probabilities
+    left, ids = probabilities, []
+    for _ in range(top_k):
+        ids.append(left.argmax(dim=-1, keepdim=True))
+        left = left.masked_fill(torch.arange(left.shape[-1], device=left.device) == ids[-1], -1)
+    ids = torch.cat(ids, dim=-1)
+    return probabilities.gather(-1, ids), ids
 
 
 def _mean_over_tokens(values: torch.Tensor, mask: torch.Tensor | None, reduce: Reduce | None) -> torch.Tensor:
@@ -101,7 +114,7 @@ def load_balancing_loss(
     """
     probabilities = _stack_layers(router_logits).softmax(dim=-1)  # (L, T, E)
     num_experts = probabilities.shape[-1]
-    choices = _one_hot(probabilities.topk(top_k).indices, num_experts).sum(dim=-2)  # (L, T, E)
+    choices = _one_hot(_top_k(probabilities, top_k)[1], num_experts).sum(dim=-2)  # (L, T, E)
     means = _mean_over_tokens(torch.cat([choices, probabilities], dim=-1), mask, reduce)  # (L, 2 * E)
     chosen, probability = means.split(num_experts, dim=-1)
     return (num_experts / top_k * chosen * probability).sum(dim=-1).mean()
@@ -208,40 +221,10 @@ class CLIPMoERouter(nn.Module):
             that capacity drops, and those of padding, have weight 0 and id E. With a forced expert, K is 1: see
             `force_expert`.
         """
-        config = self.config
-        noise = config.router_jitter_noise if self.training else 0.0
+        noise = self.config.router_jitter_noise if self.training else 0.0
         if noise > 0:
             hidden_states = hidden_states * self._noise(hidden_states, 1 - noise, 1 + noise)
-        with maybe_autocast(device_type=hidden_states.device.type, enabled=False):
-            logits = F.linear(hidden_states.float(), self.weight.float())  # (B, S, E)
-        weights, ids = logits.softmax(dim=-1).topk(config.num_experts_per_tok, dim=-1)  # (B, S, K)
-        priorities = weights.flatten(0, 1) if config.token_drop_policy == "probs" else None
-        is_forced = self.forced_expert is not None
-        if is_forced:
-            weights = weights.sum(dim=-1, keepdim=True)  # (B, S, 1)
-            weights = weights if self.forced_scale is None else torch.full_like(weights, self.forced_scale)
-            ids = torch.full_like(ids[..., :1], self.forced_expert)
-        if mask is not None:
-            ids = ids.masked_fill(~mask.bool()[..., None], config.num_experts)
-
-        if config.norm_topk_prob and config.norm_before_capacity and not is_forced:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
-        capacity_factor = config.capacity_factor if self.training else config.eval_capacity_factor
-        if capacity_factor is None or is_forced:
-            rows = dispatch(ids.flatten(0, 1), config.num_experts)
-        else:
-            num_groups = _count_groups(ids.shape[0], config.capacity_group_size)
-            rows, kept = dispatch_within_capacity(
-                ids.flatten(0, 1), config.num_experts, capacity_factor, num_groups, priorities
-            )
-            ids = ids.masked_fill(~kept.view_as(ids), config.num_experts)
-        weights = weights * (ids < config.num_experts)
-        if config.norm_topk_prob and not config.norm_before_capacity and not is_forced:
-            # The kept choices sum to 1 "even when some tokens are dropped" (CLIP-UP, "Normalize gating weights before
-            # or after routing")
-            total = weights.sum(dim=-1, keepdim=True)
-            weights = weights / total.masked_fill(total == 0, 1.0)  # none is kept
-        return logits, weights, ids, rows
+        return _route(hidden_states, self, mask)
 
     def _noise(self, hidden_states: torch.Tensor, low: float, high: float) -> torch.Tensor:
         """Uniform random numbers of the shape (B, S, D) of the hidden states."""
@@ -257,6 +240,43 @@ class CLIPMoERouter(nn.Module):
             seed = hash((self.noise_seed, number)) % 2**63
             group.uniform_(low, high, generator=torch.Generator(noise.device).manual_seed(seed))
         return noise[:, :length]
+
+
+@fused
+def _route(
+    hidden_states: torch.Tensor, router: CLIPMoERouter, mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Dispatch]:
+    config = router.config
+    with maybe_autocast(device_type=hidden_states.device.type, enabled=False):
+        logits = F.linear(hidden_states.float(), router.weight.float())  # (B, S, E)
+    weights, ids = _top_k(logits.softmax(dim=-1), config.num_experts_per_tok)  # (B, S, K)
+    priorities = weights.flatten(0, 1) if config.token_drop_policy == "probs" else None
+    is_forced = router.forced_expert is not None
+    if is_forced:
+        weights = weights.sum(dim=-1, keepdim=True)  # (B, S, 1)
+        weights = weights if router.forced_scale is None else torch.full_like(weights, router.forced_scale)
+        ids = torch.full_like(ids[..., :1], router.forced_expert)
+    if mask is not None:
+        ids = ids.masked_fill(~mask.bool()[..., None], config.num_experts)
+
+    if config.norm_topk_prob and config.norm_before_capacity and not is_forced:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    capacity_factor = config.capacity_factor if router.training else config.eval_capacity_factor
+    if capacity_factor is None or is_forced:
+        rows = dispatch(ids.flatten(0, 1), config.num_experts)
+    else:
+        num_groups = _count_groups(ids.shape[0], config.capacity_group_size)
+        rows, kept = dispatch_within_capacity(
+            ids.flatten(0, 1), config.num_experts, capacity_factor, num_groups, priorities
+        )
+        ids = ids.masked_fill(~kept.view_as(ids), config.num_experts)
+    weights = weights * (ids < config.num_experts)
+    if config.norm_topk_prob and not config.norm_before_capacity and not is_forced:
+        # The kept choices sum to 1 "even when some tokens are dropped" (CLIP-UP, "Normalize gating weights before
+        # or after routing")
+        total = weights.sum(dim=-1, keepdim=True)
+        weights = weights / total.masked_fill(total == 0, 1.0)  # none is kept
+    return logits, weights, ids, rows
 
 
 class CLIPMoEFusionGate(nn.Module):
@@ -323,12 +343,12 @@ class SparseEncoderLayer:
 
     def compile_parts(self) -> None:
         """
-        Compiles all but router and experts: transformers records the router by a hook, at which a compiled layer would
-        break, and the experts are fused by themselves. Hooks of the attention are no longer called, but for eager
-        attention, whose weights they record.
+        Compiles a dense layer, and all of a sparse one but router and experts: transformers records the router by a
+        hook, at which a compiled layer would break, and both are fused by themselves. Hooks of the attention are no
+        longer called, but for eager attention, whose weights they record.
         """
         self.is_compiled = True
-        for module in (self.mlp.base, self.mlp.fusion_gate) if self.is_sparse else (self.mlp,):
+        for module in (self.mlp.base, self.mlp.fusion_gate) if self.is_sparse else ():
             if module is not None:
                 module.compile()
 
@@ -345,9 +365,12 @@ class SparseEncoderLayer:
             attention_mask: what the attention implementation takes.
             mask: (B, S), 1 for a token and 0 for padding, which no expert computes.
         """
-        attend = compiled(_attend) if self.is_compiled else _attend
-        hidden_states, normed = attend(self, hidden_states, attention_mask, **kwargs)
-        return hidden_states + (self.mlp(normed, mask) if self.is_sparse else self.mlp(normed))
+        part = _attend if self.is_sparse else _dense_layer
+        part = compiled(part) if self.is_compiled else part
+        if not self.is_sparse:
+            return part(self, hidden_states, attention_mask, **kwargs)
+        hidden_states, normed = part(self, hidden_states, attention_mask, **kwargs)
+        return hidden_states + self.mlp(normed, mask)
 
 
 def _attend(
@@ -359,6 +382,11 @@ def _attend(
     update, _ = attention(hidden_states=layer.layer_norm1(hidden_states), attention_mask=attention_mask, **kwargs)
     hidden_states = hidden_states + update
     return hidden_states, layer.layer_norm2(hidden_states)
+
+
+def _dense_layer(layer: SparseEncoderLayer, *inputs: torch.Tensor | None, **kwargs) -> torch.Tensor:
+    hidden_states, normed = _attend(layer, *inputs, **kwargs)
+    return hidden_states + layer.mlp(normed)
 
 
 def require_one_encoder(state_dict: Mapping[str, torch.Tensor], tied: Mapping[str, str], prefix: str = "") -> None:

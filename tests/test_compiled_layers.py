@@ -1,12 +1,14 @@
 import copy
+from functools import cache
 
 import pytest
 import torch
 from steps import LOSSES
-from tiny_clip_moe import assert_same_gradients, inputs, tiny_model
+from tiny_clip_moe import assert_same_gradients, inputs, tiny_block, tiny_model
 from torch._dynamo.utils import counters
 from transformers import CLIPConfig, CLIPModel
 
+from modeling_clip_moe import experts
 from training.contrastive_task import ContrastiveTask
 from training.engine import checkpoint_layers, compile_layers
 
@@ -61,3 +63,27 @@ def test_layers_compute_the_same_and_share_what_is_compiled(make):
         assert_same_gradients(model, plain, atol=1e-5, rtol=1e-3)
         graphs.append((counters["stats"]["unique_graphs"], counters["graph_break"].total()))
     assert graphs[0] == graphs[1] and graphs[0][1] == 0
+
+
+def test_fused_passes_are_compiled_for_each_width_and_any_number_of_tokens(monkeypatch):
+    """What a GPU has, on a CPU: kernels whose widths are variables take up to four times as long."""
+    torch.compiler.reset()
+    monkeypatch.setattr(experts, "_is_fused", lambda tensor: not torch.compiler.is_compiling())
+    monkeypatch.setattr(experts, "compiled", cache(lambda function: torch.compile(function, backend="aot_eager")))
+    blocks = [tiny_block(hidden_size=width, intermediate_size=3 * width, capacity_factor=1.0) for width in (16, 32)]
+    graphs = []
+    counters.clear()
+    for length in (5, 6, 7, 9):
+        for block in blocks:
+            plain = copy.deepcopy(block)
+            hidden_states = torch.randn(4, length, block.config.hidden_size, requires_grad=True)
+            block.router.config._experts_implementation = "grouped"
+            outputs = [of(hidden_states) for of in (block, plain)]
+            for output in outputs:
+                output.square().mean().backward()
+            torch.testing.assert_close(*outputs)
+            assert_same_gradients(block, plain, atol=1e-5, rtol=1e-3)
+            block.zero_grad()
+        graphs.append(counters["stats"]["unique_graphs"])
+    functions = 6  # the router, two passes of the forward and three of the backward
+    assert graphs == [2 * functions, 4 * functions, 4 * functions, 4 * functions]

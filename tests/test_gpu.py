@@ -10,6 +10,7 @@ from steps import LOSSES, steps_of
 from tiny_clip_moe import IMPLEMENTATIONS, assert_same_gradients, inputs, tiny_block, tiny_model
 
 from modeling_clip_moe import CLIPMoEModel
+from modeling_clip_moe.sparse_moe import _top_k
 from training.contrastive_task import ContrastiveTask
 from training.engine import checkpoint_layers, compile_layers
 from training.gradient_cache import cached_gradient
@@ -60,6 +61,13 @@ def test_experts_compute_what_they_do_on_a_cpu(implementation, dtype):
     torch.testing.assert_close(found.float().cpu(), expected, **tolerance)
     if dtype is torch.float32:
         assert_same_gradients(block.cpu(), reference, **tolerance)
+
+
+def test_the_chosen_experts_are_those_of_topk():
+    probabilities = torch.randn(500, 8, device=CUDA).softmax(dim=-1)
+    for found, expected in zip(_top_k(probabilities, 3), probabilities.topk(3), strict=True):
+        assert torch.equal(found, expected)
+    assert _top_k(torch.ones(1, 4, device=CUDA), 2)[1].tolist() == [[0, 1]]  # of equal ones, the first
 
 
 @pytest.mark.parametrize("train", [False, True])

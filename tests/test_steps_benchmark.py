@@ -28,6 +28,17 @@ def test_towers_over_the_dense_one(monkeypatch):
     assert [line.split()[1] for line in printed.splitlines()[-3:]] == ["clip_up", "clip_moe", "clip_fmoe"]
 
 
+def test_images_per_second(monkeypatch):
+    tower = {**tower_fields(), "projection_dim": 8}
+    config = CLIPConfig(text_config=tower, vision_config={**tower, "image_size": 32, "patch_size": 8})
+    monkeypatch.setattr(steps, "paper_config", lambda size: config)
+    monkeypatch.setattr("training.engine.compile_layers", lambda tower: None)  # which takes a minute
+    printed = steps.inference(images=[1, 3], presets=["clip_up"], dtype="float32", rounds=1, device="cpu")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed.splitlines() if line.startswith("| ")]
+    assert rows[0] == ["images", "tower", "eager", "compiled"]
+    assert [row[:2] for row in rows[1:]] == [["1", "dense"], ["1", "clip_up"], ["3", "dense"], ["3", "clip_up"]]
+
+
 def test_the_block_beside_dense_ones():
     command = [sys.executable, "-m", "benchmarks.steps", "block", "--images", "1", "--num-experts", "4"]
     printed = subprocess.run([*command, "--rounds", "1"], capture_output=True, text=True, check=True).stdout

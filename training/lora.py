@@ -1,6 +1,5 @@
 """LoRA (arXiv:2106.09685): small adapters train instead of the weights, and are added to them at the end. By peft."""
 
-import copy
 from collections.abc import Mapping
 from typing import Annotated
 
@@ -70,7 +69,7 @@ def merge_adapters(
         model: whose configuration counts.
         state_dict: of a model with adapters.
     """
-    adapted = _peft_model(meta_model(copy.deepcopy(model.config)), settings)
+    adapted = _peft_model(meta_model(model.config), settings)
     # Merging adds to the weights in place, which are those of the model that trains
     copies = {name: value.clone() for name, value in state_dict.items()}
     adapted.base_model.model.load_state_dict(copies, assign=True)
