@@ -99,8 +99,9 @@ test-gpu:  ## what needs a GPU
 bench-gpu:  ## speed on a GPU: GPU_PYTHON=python3 make bench-gpu RESULTS=benchmarks/results
 	mkdir -p $(RESULTS)
 	-$(GPU_PYTHON) -m benchmarks.steps block --sizes ViT-B/16 ViT-L/14 --images 1 64 256 --dtype bfloat16 --output $(RESULTS)/block_gpu.md
+	-$(GPU_PYTHON) -m benchmarks.steps inference --output $(RESULTS)/inference_gpu.md
 	-$(GPU_PYTHON) -m benchmarks.steps recipes --size ViT-B/16 --batch 256 --dtype bfloat16 --no-gradient-checkpointing --output $(RESULTS)/real_steps_b16_gpu.md
-	-$(GPU_PYTHON) -m benchmarks.steps recipes --size ViT-L/14 --batch 128 --dtype bfloat16 --no-gradient-checkpointing --output $(RESULTS)/real_steps_l14_gpu.md
+	-$(GPU_PYTHON) -m benchmarks.steps recipes --size ViT-L/14 --batch 192 --dtype bfloat16 --no-gradient-checkpointing --output $(RESULTS)/real_steps_l14_gpu.md
 
 bench: $(STAMP)  ## what is wanted of speed and memory, and what is there
 	mkdir -p $(RESULTS)

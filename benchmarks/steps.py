@@ -513,12 +513,26 @@ def recipes(
         profile: print the ten operations of each recipe that take longest
     """
     rows, kernels, dense = [], [], None
+
+    def written() -> str:
+        at_a_time = f", {mini_batch_size} at a time" if mini_batch_size else ""
+        columns = ["recipe", "parameters", "trainable", "pairs/s", "time over dense", "TFLOP/s", "first step"]
+        return page(
+            output,
+            f"# One step of each recipe, {size}",
+            f"{batch} pairs{at_a_time}, {dtype}, gradient checkpointing {'on' if gradient_checkpointing else 'off'}, "
+            f"{'compiled' if compiled else 'eager'}. Medians of {TIMED} steps after {WARM_UP}. {machine(device)}.",
+            table([*columns, "memory", "by --plan", "ratio"], rows),
+            *kernels,
+        )
+
     for name in recipes:
         options = batch, mini_batch_size, gradient_checkpointing, dtype, device, compiled, profile
         try:
             row = cost(recipe_step, name, size, *options)
         except Exception as error:  # of one row: too little memory ends a process or raises
             rows.append([name, f"failed: {error}", *[""] * 8])
+            written()
             continue
         step, held = row["result"], row["memory"]
         cells = [f"{step[key] / 1e6:,.0f} M" for key in ("parameters", "trainable")]
@@ -528,20 +542,8 @@ def recipes(
         kernels += [f"## {name}", step["kernels"]] if profile else []
         cells += [f"{number / 2**30:.2f} GiB" for number in (held, step["plan"])]
         rows.append([name, *cells, f"{held / step['plan']:.2f}"])
-    at_a_time = f", {mini_batch_size} at a time" if mini_batch_size else ""
-    return page(
-        output,
-        f"# One step of each recipe, {size}",
-        f"{batch} pairs{at_a_time}, {dtype}, gradient checkpointing {'on' if gradient_checkpointing else 'off'}, "
-        f"{'compiled' if compiled else 'eager'}. Medians of {TIMED} steps after {WARM_UP}. "
-        f"{machine(device)}.",
-        table(
-            ["recipe", "parameters", "trainable", "pairs/s", "time over dense", "TFLOP/s", "first step", "memory"]
-            + ["by --plan", "ratio"],
-            rows,
-        ),
-        *kernels,
-    )
+        written()
+    return written()
 
 
 if __name__ == "__main__":
