@@ -201,7 +201,7 @@ def towers(
     *,
     output: Output = None,
     size: Size = "ViT-B/16",
-    images: int = 4,
+    images: int = 8,
     presets: Sequence[Literal["clip_up", "clip_moe", "clip_fmoe"]] = ("clip_up", "clip_moe", "clip_fmoe"),
     dtype: Dtype = "float32",
     device: str = DEVICE,
@@ -423,8 +423,7 @@ def recipe_step(
 ) -> Callable[[], dict[str, Any]]:
     """Takes `WARM_UP` steps of a recipe, and times those that follow: `seconds` is their median, `first` those of the
     first, and `flops` what a step computes, its backward as twice its forward; None where weights are frozen or patches
-    left out. Perhaps with `kernels`, a table of the
-    ten that took longest in one more step."""
+    left out. Perhaps with `kernels`, a table of the ten that took longest in one more step."""
     from training.optimizers import set_trainable
     from training.recipe import load_recipe
 

@@ -96,6 +96,7 @@ class CLIPMoEExperts(nn.Module):
 @cache
 def compiled(function: Callable) -> Callable:
     """A function under `torch.compile`, whose compiler takes seconds to import: only where something is compiled."""
+    torch._dynamo.config.recompile_limit = 64  # of towers with other widths, lengths and frozen weights
     return torch.compile(function)
 
 
