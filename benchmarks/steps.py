@@ -188,10 +188,10 @@ def block(
     return page(
         output,
         "# The sparse block",
-        f"Time of a sparse block, its router and its capacity of {capacity_factor} included, over {TOP_K} dense FFNs "
-        f"on the same tokens{', compiled' * (torch.device(device).type == 'cuda')} (1.00: no overhead), medians of "
-        f"{rounds} alternating runs after three, five times as many of a forward: the forward; forward and backward "
-        f"with frozen weights, as where routers train; and all. {machine(device)}.",
+        f"Time of a sparse block with its router and a capacity of {capacity_factor}, over that of {TOP_K} dense FFNs "
+        f"on the same tokens{', compiled' * (torch.device(device).type == 'cuda')}: 1.00 is no overhead. Of the "
+        "forward, of forward and backward with frozen experts (as where routers train), and with all weights trained. "
+        f"Medians of {rounds} alternating runs after three (of a forward {5 * rounds}). {machine(device)}.",
         table(["layer", "dtype", "images", "experts", "implementation", *MODES, "TFLOP/s, trained"], rows),
     )
 

@@ -122,7 +122,8 @@ def embed(
 ) -> str:
     """Write a model's embeddings of your pictures and captions, normalized and in the order of the data.
 
-    A command that was interrupted goes on where it stopped. Several processes share the work, as in the last line:
+    A command that was interrupted goes on where it stopped, with the same options. Several processes share the work of
+    the second command:
 
         clip-moe embed --model runs/clip_moe_demo/clip_moe --dataset my/dataset --output-dir embeddings
         accelerate launch -m evaluation.embed --model FOLDER ...
@@ -134,10 +135,10 @@ def embed(
     Args:
         model: folder or hub name of a CLIPModel or CLIPMoEModel
         dataset: whatever a recipe's data.source may be
-        output_dir: of these embeddings alone
+        output_dir: folder of these embeddings alone
         what: what to embed
         form: form of the files
-        split: of the dataset
+        split: split of the data set; a folder without splits is `train`
         num_samples: the first ones (default: all)
         image_column: images or their paths
         image_root: what relative paths of images start from

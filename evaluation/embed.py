@@ -130,11 +130,11 @@ def _begun(output_dir: Path, asked: dict[str, Any]) -> dict[str, Any]:
     about, asked = read_json(output_dir / ABOUT), json.loads(json.dumps(asked))
     if not isinstance(about, dict):
         raise ValueError(f"{output_dir / ABOUT} is damaged: delete {output_dir}, and start again")
+    hashed = {"model": "another model", "data": "other files of data"}
     others = [name for name in asked if about.get(name) != asked[name]]
-    if others:
-        raise ValueError(
-            f"{output_dir} was begun with another {' and another '.join(others)}: name another folder, or delete it"
-        )
+    changes = [hashed.get(name, f"{name} {about.get(name)!r}, now {asked[name]!r}") for name in others]
+    if changes:
+        raise ValueError(f"{output_dir} was begun with {join_names(changes)}: name another folder, or delete it")
     sides = [side for side, left_out in (("image", "captions"), ("text", "images")) if asked["what"] != left_out]
     names = [f"{side}_embeds.npy" for side in sides] + ["rows.jsonl"] if asked["form"] == "npy" else ["embeds.parquet"]
     lacking = [name for name in names if not (output_dir / name).is_file()]

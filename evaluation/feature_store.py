@@ -74,7 +74,8 @@ class FeatureStore:
             rank, number, is_main = processes.process_index, processes.num_processes, processes.is_main_process
         missing = [rows for rows in self.shards()[rank::number] if not self.path(rows.start).exists()]
         if missing:
-            computed = progress(compute(missing), f"{what} of {self.num_rows} rows", len(missing), is_main)
+            about = f"{what}, in parts of {self.shard_size} of {self.num_rows}"
+            computed = progress(compute(missing), about, len(missing), is_main)
             for rows, arrays in zip(missing, computed, strict=True):
                 with output_folder(self.folder):
                     save_arrays(self.path(rows.start), arrays)

@@ -96,10 +96,10 @@ def test_another_model_other_data_or_settings_are_refused(dense, sparse, picture
     assert not (tmp_path / "out" / "text_embeds.npy").exists()
     with pytest.raises(ValueError, match="out was begun with another model: name another folder, or delete it"):
         embed(sparse, pictures, tmp_path / "out", what="images")
-    with pytest.raises(ValueError, match="out was begun with another what: name"):
+    with pytest.raises(ValueError, match="out was begun with what 'images', now 'both': name"):
         embed(dense, pictures, tmp_path / "out")
     shutil.copy(pictures / "01.png", pictures / "02.png")
-    with pytest.raises(ValueError, match="out was begun with another data"):
+    with pytest.raises(ValueError, match="out was begun with other files of data"):
         embed(dense, pictures, tmp_path / "out", what="images")
 
 
@@ -108,7 +108,7 @@ def test_a_missing_picture_is_left_out_and_a_folder_of_others_is_not_taken(dense
     (tmp_path / "table.csv").write_text(table)
     held = embed(dense, tmp_path / "table.csv", tmp_path / "out")
     assert (held["unreadable"], held["num_images"], held["num_captions"]) == ([1], 1, 1)
-    with pytest.raises(ValueError, match="out was begun with another caption_column"):
+    with pytest.raises(ValueError, match="out was begun with caption_column "):
         arguments = DataArguments(source=str(tmp_path / "table.csv"), caption_column="other")
         embed_pairs(str(dense), arguments, tmp_path / "out", batch_size=2, device="cpu")
     (tmp_path / "out" / "rows.jsonl").unlink()

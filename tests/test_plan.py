@@ -95,6 +95,8 @@ def size(folder):
 def test_a_run_takes_what_the_plan_says(plan_of, tmp_path, monkeypatch):
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(REAL))
     rows, faults = plan_of()
+    whole, half = (plan_of({"tuned.patch_dropout": share})[0]["tuned"].numbers for share in (None, 0.5))
+    assert 0.3 < half["memory a pair"] / whole["memory a pair"] < 0.8
     assert not faults and not (tmp_path / "out").exists()
     assert {row.state for row in rows.values()} == {"to do"}
     original, taken = engine.save_checkpoint, []

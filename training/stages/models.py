@@ -201,8 +201,8 @@ class UpcycleStage(Stage):
     # fusion_gate, capacity_factor, router_aux_loss_coef, router_z_loss_coef.
     changes: dict[str, Any] = Field(default_factory=dict)
     # What routing takes besides, of the text tower: num_experts_per_tok, norm_topk_prob,
-    # norm_before_capacity, capacity_factor, eval_capacity_factor, capacity_group_size, router_jitter_noise,
-    # attention_dropout.
+    # norm_before_capacity, capacity_factor, eval_capacity_factor, capacity_group_size, token_drop_policy,
+    # router_jitter_noise, attention_dropout.
     text_config: dict[str, JsonValue] = Field(default_factory=dict)
     # The same for the image tower.
     vision_config: dict[str, JsonValue] = Field(default_factory=dict)

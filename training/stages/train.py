@@ -271,6 +271,7 @@ class TrainStage(RouterSettings, StepsStage):
     # several captions an image where texts have capacity or noise. None: all at once.
     mini_batch_size: int | None = Field(default=None, gt=0)
     # A process's batch is in the order of its texts' lengths, so that a part of mini_batch_size has little padding.
+    # Only with mini_batch_size.
     group_by_length: bool = False
     # Rows of the similarity matrix held at a time; None holds the whole matrix.
     loss_chunk_size: int | None = Field(default=None, gt=0)
@@ -278,8 +279,8 @@ class TrainStage(RouterSettings, StepsStage):
     # these are depends on the number of processes. None: none.
     expert_dropout: float | None = Field(default=None, gt=0, lt=1)
 
-    # Share of an image's patches that is left out in each step, others each time (FLIP, arXiv:2212.00794); a last stage
-    # without brings the model back to whole images. None: none.
+    # Share of an image's patches that each step leaves out, drawn anew (FLIP, arXiv:2212.00794). Follow it with a short
+    # stage without, which brings the model back to whole images. None: all patches are seen.
     patch_dropout: float | None = Field(default=None, gt=0, lt=1)
 
     # Scores while it trains; None: none.
@@ -296,7 +297,7 @@ class TrainStage(RouterSettings, StepsStage):
         if (self.caption_weights is not None or self.hidden_states is not None) and self.data.streaming:
             raise ValueError("data.streaming: caption_weights and hidden_states need samples with numbers")
         if self.group_by_length and self.mini_batch_size is None:
-            raise ValueError("group_by_length: it goes with mini_batch_size, whose parts it makes shorter")
+            raise ValueError("group_by_length: it shortens the parts of mini_batch_size. Set that, or leave this out")
         if self.augmentation is not None and (self.data.in_memory or self.hidden_states is not None):
             kept = "data.in_memory" if self.data.in_memory else "hidden_states"
             raise ValueError(f"augmentation changes images in every epoch, but {kept} keeps what they were: drop one")
@@ -361,7 +362,7 @@ class TrainStage(RouterSettings, StepsStage):
         def memory_a_pair() -> int:
             """Bytes of the activations of an image and its texts, and of the gradients of a layer's."""
             model, tokens = self.trained_model(inputs), text_length(inputs.model, inputs.data) * captions
-            patches = most_patches(inputs.model)
+            patches = self._patches(model, inputs)
             kept = count_activations(model, self.gradient_checkpointing, tokens, patches)
             return 4 * (kept + count_largest_layer(model, tokens, patches))
 
@@ -508,7 +509,7 @@ class TrainStage(RouterSettings, StepsStage):
         elif self.patch_dropout is not None:
             patches = (config.vision_config.image_size // config.vision_config.patch_size) ** 2
             if not patches_kept(patches, self.patch_dropout):
-                yield "patch_dropout", f"it leaves none of {patches} patches: lower it"
+                yield "patch_dropout", f"it leaves none of {patches} patches: {1 - 1 / patches:.2g} leaves one"
         if self.group_by_length and sigmoid:
             yield "group_by_length", "this model's texts are all padded to one length: leave it out"
         if self.mini_batch_size is not None and sparse:
@@ -566,6 +567,14 @@ class TrainStage(RouterSettings, StepsStage):
         model = copy.deepcopy(weightless_model(self.trained_config(inputs)))
         self.set_trainable(model)
         return model
+
+    def _patches(self, model: PreTrainedModel, inputs: SimpleNamespace) -> int | None:
+        """Tokens of an image in training; None: as many as the model has positions."""
+        if self.patch_dropout is None:
+            return most_patches(inputs.model)
+        vision, positions = inputs.model.clip.vision_config, model.vision_model.embeddings.position_embedding
+        patches = (vision.image_size // vision.patch_size) ** 2
+        return positions.num_embeddings - patches + patches_kept(patches, self.patch_dropout)
 
     def trained_names(self, inputs: SimpleNamespace) -> list[str]:
         if self.lora is None:
