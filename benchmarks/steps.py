@@ -47,7 +47,7 @@ TOP_K = 2
 PEAKS = {"NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}
 # Steps before those that are timed, and those: the first ones compile and fill caches
 WARM_UP, TIMED = 3, 5
-# Calls of a block that a GPU has at a time, since a tower's layers are queued one after another, too
+# Calls of a block that are queued before a GPU is waited for, as the layers of a tower are
 QUEUED = 10
 
 

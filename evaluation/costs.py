@@ -77,7 +77,7 @@ def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
     """A dense or sparse CLIP without storage, whose every matrix product can be counted."""
     # One product for each token and chosen expert, so that counts do not depend on the data
     experts = {"experts_implementation": "batched_mm"} if isinstance(config, SparseMoEConfig) else {}
-    config = copy.deepcopy(config)  # in which implementations are set
+    config = copy.deepcopy(config)  # transformers writes the implementations into it
     with torch.device("meta"):
         return model_class(config)._from_config(config, attn_implementation="eager", **experts).eval()
 

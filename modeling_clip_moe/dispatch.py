@@ -58,7 +58,7 @@ def dispatch(expert_ids: torch.Tensor, num_experts: int) -> Dispatch:
 def dispatch_within_capacity(
     expert_ids: torch.Tensor,
     num_experts: int,
-    capacity_factor: float,
+    capacity_factor: tuple[int, int],
     num_groups: int = 1,
     priorities: torch.Tensor | None = None,
 ) -> tuple[Dispatch, torch.Tensor]:
@@ -70,7 +70,7 @@ def dispatch_within_capacity(
     Args:
         expert_ids: (T, K), the experts of each token, best first; E for padding, which takes no room.
         num_experts: E.
-        capacity_factor: C. With K choices a token and perfect balance, C = K drops nothing.
+        capacity_factor: C, as of `as_fraction`. With K choices a token and perfect balance, C = K drops nothing.
         num_groups: how many groups of consecutive tokens, each of the same length, have a capacity of their own.
         priorities: (T, K), by which an expert takes the largest first; ties are in the order above. None: that order.
 
@@ -80,9 +80,9 @@ def dispatch_within_capacity(
     num_tokens, top_k = expert_ids.shape
     order, queue, counts = _sort(expert_ids, num_experts, num_groups, priorities)
     tokens = (expert_ids[:, 0] < num_experts).view(num_groups, -1).sum(dim=-1)
-    factor = Fraction(str(capacity_factor)).limit_denominator(10**6)  # of 4 / 3, products of more digits overflow
-    divisor = factor.denominator * num_experts
-    capacity = (tokens * factor.numerator + divisor - 1) // divisor  # (groups,), rounded up, which ONNX does not of < 0
+    numerator, denominator = capacity_factor
+    divisor = denominator * num_experts
+    capacity = (tokens * numerator + divisor - 1) // divisor  # (groups,), rounded up, which ONNX does not of < 0
     capacity = torch.cat([capacity.expand(num_experts, -1), torch.zeros_like(capacity)[None]])  # (E + 1, groups)
 
     rows = torch.arange(order.shape[0], device=order.device)
@@ -118,8 +118,15 @@ def expert_capacity_mask(
     """
     ids = top_k_index if mask is None else top_k_index.masked_fill(~mask.bool()[..., None], num_experts)
     priorities = None if priorities is None else priorities.flatten(0, 1)
-    _, kept = dispatch_within_capacity(ids.flatten(0, 1), num_experts, capacity_factor, num_groups, priorities)
+    factor = as_fraction(capacity_factor)
+    _, kept = dispatch_within_capacity(ids.flatten(0, 1), num_experts, factor, num_groups, priorities)
     return kept.view_as(ids)
+
+
+def as_fraction(capacity_factor: float) -> tuple[int, int]:
+    """Numerator and denominator. A compiled function may get other ints, but no other float whose digits it takes."""
+    factor = Fraction(str(capacity_factor)).limit_denominator(10**6)  # of 4 / 3, products of more digits overflow
+    return factor.numerator, factor.denominator
 
 
 def _sort(
@@ -144,7 +151,8 @@ def _sort(
         first = priorities.T.flatten().argsort(descending=True, stable=True)
         queue, place = keys[first].sort(stable=True)
         order = first[place]
-    return order, queue.int(), counts.view(num_experts + 1, num_groups)  # bytes would be a mask
+    # An index of bytes would be read as a mask
+    return order, queue.int(), counts.view(num_experts + 1, num_groups)
 
 
 def _starts(counts: torch.Tensor) -> torch.Tensor:

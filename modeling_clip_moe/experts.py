@@ -93,10 +93,14 @@ class CLIPMoEExperts(nn.Module):
         return combined.to(hidden_states.dtype)
 
 
+# How often a function may be compiled anew, for other widths, lengths and frozen weights
+RECOMPILE_LIMIT = 64
+
+
 @cache
 def compiled(function: Callable) -> Callable:
     """A function under `torch.compile`, whose compiler takes seconds to import: only where something is compiled."""
-    torch._dynamo.config.recompile_limit = 64  # of towers with other widths, lengths and frozen weights
+    torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
     return torch.compile(function)
 
 
@@ -106,6 +110,8 @@ def _can_fuse() -> bool:
     Python and a folder to write to."""
     try:
         compiled(torch.square)(torch.ones(1, device="cuda"))
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:
         logger.warning(f"Experts run slower on this GPU, for which nothing can be compiled: {error}")
         return False
@@ -180,7 +186,7 @@ def _combine_backward(
     gradient: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradients of the rows (N, D), and of each row's weight (N,)."""
-    of_rows = torch.where(is_computed, gradient[order % weights.shape[0]], 0)
+    of_rows = torch.where(is_computed, gradient[order % weights.shape[0]].to(weights.dtype), 0)
     of_weights = torch.where(is_computed, of_rows * (rows + bias[expert_ids]), 0).sum(dim=-1)
     return (of_rows * weights.T.flatten()[order][:, None]).to(rows.dtype), of_weights
 
@@ -218,9 +224,9 @@ class _GroupedFFNs(torch.autograd.Function):
         )
         # Products leave the rows of no expert, at the end, as they were in memory
         is_computed = (torch.arange(order.shape[0], device=order.device) < ends[-1])[:, None]
-        # Products of a multiple of 8 are several times faster: after the experts there are some of no row
+        # As many experts as a multiple of 8, for which a product is faster. Those beyond E have no row
         experts = torch.arange(-(-ends.shape[0] // 8) * 8, device=order.device)
-        chosen = ((expert_ids[:, None] == experts) & is_computed).T.to(up.dtype)  # (E, N)
+        chosen = ((expert_ids[:, None] == experts) & is_computed).T.to(up.dtype)  # (E rounded up, N)
 
         of_down, of_weights = _combine_backward(down, down_bias, expert_ids, order, weights, is_computed, gradient)
         needed, gradients = ctx.needs_input_grad, [None] * 8

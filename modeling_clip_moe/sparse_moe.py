@@ -40,7 +40,7 @@ from transformers.utils.generic import maybe_autocast
 from transformers.utils.output_capturing import OutputRecorder
 
 from .configuration_clip_moe import CLIPMoETowerConfig
-from .dispatch import Dispatch, dispatch, dispatch_within_capacity
+from .dispatch import Dispatch, as_fraction, dispatch, dispatch_within_capacity
 from .experts import TAKE_ROWS, CLIPMoEExperts, compiled, fused
 
 logger = logging.get_logger(__name__)
@@ -68,8 +68,9 @@ def _top_k(probabilities: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch
     """The largest of the last axis, best first, and where they are."""
     if not probabilities.is_cuda:
         return probabilities.topk(top_k, dim=-1)
-    # torch's kernel takes as long as the router's product; this becomes a part of the pass that has the probabilities
-    left, ids = probabilities, []
+    # torch's kernel takes as long as the router's product; this becomes a part of the pass that has the probabilities.
+    # The balance loss chooses here, too, so that it counts the same choices
+    left, ids = probabilities.detach(), []
     for _ in range(top_k):
         ids.append(left.argmax(dim=-1, keepdim=True))
         left = left.masked_fill(torch.arange(left.shape[-1], device=left.device) == ids[-1], -1)
@@ -224,7 +225,10 @@ class CLIPMoERouter(nn.Module):
         noise = self.config.router_jitter_noise if self.training else 0.0
         if noise > 0:
             hidden_states = hidden_states * self._noise(hidden_states, 1 - noise, 1 + noise)
-        return _route(hidden_states, self, mask)
+        factor = self.config.capacity_factor if self.training else self.config.eval_capacity_factor
+        # Where one expert after another is forced, each would be compiled
+        route = _route if self.forced_expert is None else _route.__wrapped__
+        return route(hidden_states, self, mask, None if factor is None else as_fraction(factor))
 
     def _noise(self, hidden_states: torch.Tensor, low: float, high: float) -> torch.Tensor:
         """Uniform random numbers of the shape (B, S, D) of the hidden states."""
@@ -244,7 +248,7 @@ class CLIPMoERouter(nn.Module):
 
 @fused
 def _route(
-    hidden_states: torch.Tensor, router: CLIPMoERouter, mask: torch.Tensor | None
+    hidden_states: torch.Tensor, router: CLIPMoERouter, mask: torch.Tensor | None, factor: tuple[int, int] | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Dispatch]:
     config = router.config
     with maybe_autocast(device_type=hidden_states.device.type, enabled=False):
@@ -261,14 +265,11 @@ def _route(
 
     if config.norm_topk_prob and config.norm_before_capacity and not is_forced:
         weights = weights / weights.sum(dim=-1, keepdim=True)
-    capacity_factor = config.capacity_factor if router.training else config.eval_capacity_factor
-    if capacity_factor is None or is_forced:
+    if factor is None or is_forced:
         rows = dispatch(ids.flatten(0, 1), config.num_experts)
     else:
         num_groups = _count_groups(ids.shape[0], config.capacity_group_size)
-        rows, kept = dispatch_within_capacity(
-            ids.flatten(0, 1), config.num_experts, capacity_factor, num_groups, priorities
-        )
+        rows, kept = dispatch_within_capacity(ids.flatten(0, 1), config.num_experts, factor, num_groups, priorities)
         ids = ids.masked_fill(~kept.view_as(ids), config.num_experts)
     weights = weights * (ids < config.num_experts)
     if config.norm_topk_prob and not config.norm_before_capacity and not is_forced:

@@ -93,7 +93,7 @@ learned.preset: clip_up, learned.shared_encoder: true, learned.towers: [text] =>
 pre.loss: sigmoid => sigmoid needs a model with a logit_bias, as SigLIP; 'clip' has none
 long.label_smoothing: 0.1, long.model: learned, learned.family: siglip => it goes with the softmax loss; this model's is
 pre.expert_dropout: 0.1 => it goes with a sparse model, but dense is dense
-pre.patch_dropout: 0.99 => it leaves none of 4 patches: 0.75 leaves one
+pre.patch_dropout: 0.99 => it leaves none of 4 patches: take at most 0.75
 
 # Tasks, presets and what they change
 scores.tasks: [symbol_pairs] => unknown task symbol_pairs: did you mean 'symbols_pairs'?

@@ -70,7 +70,8 @@ def test_fused_passes_are_compiled_for_each_width_and_any_number_of_tokens(monke
     torch.compiler.reset()
     monkeypatch.setattr(experts, "_is_fused", lambda tensor: not torch.compiler.is_compiling())
     monkeypatch.setattr(experts, "compiled", cache(lambda function: torch.compile(function, backend="aot_eager")))
-    blocks = [tiny_block(hidden_size=width, intermediate_size=3 * width, capacity_factor=1.0) for width in (16, 32)]
+    sizes = [{"hidden_size": width, "intermediate_size": 3 * width} for width in (16, 32)]
+    blocks = [tiny_block(**size, capacity_factor=1 + size["hidden_size"] / 64) for size in sizes]
     graphs = []
     counters.clear()
     for length in (5, 6, 7, 9):
@@ -87,3 +88,10 @@ def test_fused_passes_are_compiled_for_each_width_and_any_number_of_tokens(monke
         graphs.append(counters["stats"]["unique_graphs"])
     functions = 6  # the router, two passes of the forward and three of the backward
     assert graphs == [2 * functions, 4 * functions, 4 * functions, 4 * functions]
+    assert not counters["graph_break"]
+
+
+def test_without_a_gpu_nothing_is_fused(caplog):
+    experts.logger.addHandler(caplog.handler)
+    assert not experts._can_fuse.__wrapped__() and "Experts run slower" in caplog.text
+    experts.logger.removeHandler(caplog.handler)

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from evaluation.progress import Progress
+from modeling_clip_moe.experts import RECOMPILE_LIMIT
 from modeling_clip_moe.sparse_moe import SparseEncoderLayer, SparseMoEMixin
 from records.files import new_file
 from records.messages import join_names, one_line
@@ -105,7 +106,7 @@ def compile_layers(model: PreTrainedModel) -> None:
     """Compile the encoder layers of a dense or sparse CLIP, one by one: all of a kind share what is compiled. What was
     compiled for models before is forgotten, since few kinds are kept."""
     torch.compiler.reset()
-    torch._dynamo.config.recompile_limit = 64  # of layers with other sizes, lengths and frozen weights
+    torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
     for module in model.modules():
         if isinstance(module, SparseEncoderLayer):
             module.compile_parts()

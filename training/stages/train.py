@@ -509,7 +509,10 @@ class TrainStage(RouterSettings, StepsStage):
         elif self.patch_dropout is not None:
             patches = (config.vision_config.image_size // config.vision_config.patch_size) ** 2
             if not patches_kept(patches, self.patch_dropout):
-                yield "patch_dropout", f"it leaves none of {patches} patches: {1 - 1 / patches:.2g} leaves one"
+                yield (
+                    "patch_dropout",
+                    f"it leaves none of {patches} patches: take at most {(patches - 1) * 1000 // patches / 1000}",
+                )
         if self.group_by_length and sigmoid:
             yield "group_by_length", "this model's texts are all padded to one length: leave it out"
         if self.mini_batch_size is not None and sparse:
