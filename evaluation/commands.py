@@ -122,8 +122,8 @@ def embed(
 ) -> str:
     """Write a model's embeddings of your pictures and captions, normalized and in the order of the data.
 
-    A command that was interrupted goes on where it stopped, with the same options. The second command starts several
-    processes, which share the work:
+    An interrupted command goes on where it stopped when it is run again with the same options. The second line shares
+    the work among several processes:
 
         clip-moe embed --model runs/clip_moe_demo/clip_moe --dataset my/dataset --output-dir embeddings
         accelerate launch -m evaluation.embed --model FOLDER ...

@@ -70,7 +70,7 @@ def embed_pairs(
     is_main = state is None or state.is_main_process
     source, output_dir = os.path.realpath(arguments.source), Path(output_dir)
     if os.path.isdir(source) and Path(os.path.realpath(output_dir)).is_relative_to(source):
-        raise ValueError(f"{output_dir} lies within {source}, whose files are the data: name another folder")
+        raise ValueError(f"{output_dir} lies inside the data, {source}: name a folder outside")
     settings = {**asdict(arguments), "what": what, "form": form, "batch_size": batch_size, "dtype": str(dtype)}
     asked = {
         "model": model_fingerprint(model),
@@ -130,7 +130,7 @@ def _begun(output_dir: Path, asked: dict[str, Any]) -> dict[str, Any]:
     about, asked = read_json(output_dir / ABOUT), json.loads(json.dumps(asked))
     if not isinstance(about, dict):
         raise ValueError(f"{output_dir / ABOUT} is damaged: delete {output_dir}, and start again")
-    hashed = {"model": "another model", "data": "other files of data"}
+    hashed = {"model": "another model", "data": "other data files"}
     others = [name for name in asked if about.get(name) != asked[name]]
     changes = [hashed.get(name, f"{name} {about.get(name)!r}, now {asked[name]!r}") for name in others]
     if changes:

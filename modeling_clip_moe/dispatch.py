@@ -124,7 +124,7 @@ def expert_capacity_mask(
 
 
 def as_fraction(capacity_factor: float) -> tuple[int, int]:
-    """Numerator and denominator. A compiled function may get other ints, but no other float whose digits it takes."""
+    """Numerator and denominator. A compiled function takes other ints as they come, but cannot read another float."""
     factor = Fraction(str(capacity_factor)).limit_denominator(10**6)  # of 4 / 3, products of more digits overflow
     return factor.numerator, factor.denominator
 

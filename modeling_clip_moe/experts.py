@@ -112,7 +112,7 @@ def _can_fuse() -> bool:
         compiled(torch.square)(torch.ones(1, device="cuda"))
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:
+    except Exception as error:  # of Triton, of the C compiler, of the file system: there is no class that they share
         logger.warning(f"Experts run slower on this GPU, for which nothing can be compiled: {error}")
         return False
     return True

@@ -99,7 +99,7 @@ def test_another_model_other_data_or_settings_are_refused(dense, sparse, picture
     with pytest.raises(ValueError, match="out was begun with what 'images', now 'both': name"):
         embed(dense, pictures, tmp_path / "out")
     shutil.copy(pictures / "01.png", pictures / "02.png")
-    with pytest.raises(ValueError, match="out was begun with other files of data"):
+    with pytest.raises(ValueError, match="out was begun with other data files"):
         embed(dense, pictures, tmp_path / "out", what="images")
 
 
@@ -114,7 +114,7 @@ def test_a_missing_picture_is_left_out_and_a_folder_of_others_is_not_taken(dense
     (tmp_path / "out" / "rows.jsonl").unlink()
     with pytest.raises(ValueError, match="out lacks rows.jsonl: delete it, and start again"):
         embed(dense, tmp_path / "table.csv", tmp_path / "out")
-    with pytest.raises(ValueError, match="inside lies within .*, whose files are the data"):
+    with pytest.raises(ValueError, match="inside lies inside the data, .*: name a folder outside"):
         embed(dense, pictures, pictures / "inside")
     (tmp_path / "table.csv").write_text("image,caption\nnone.png,a\n,b\n")
     with pytest.raises(ValueError, match="2 of 2 pictures cannot be read .* Relative paths start from image_root"):

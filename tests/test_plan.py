@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 import yaml
 from safetensors.torch import load_file
+from tiny_families import saved, tiny_dense
 from tiny_runs import read_log
 from tiny_runs import train as run_until
 from tiny_sources import images_and_texts, write_shard
 from transformers import AutoModel, BertConfig, CLIPConfig
 
 import clip_moe
+from modeling_clip_moe.families import FAMILY_OF_TYPE
 from training import engine
 from training.commands import train
 from training.estimates import AtMost
@@ -178,3 +180,12 @@ def test_faults_come_after_the_plan(tmp_path, capsys):
     assert first.startswith("error: ") and first.endswith("demo.yaml has 2 faults:")
     assert [fault.split(":")[0] for fault in faults] == ["  clip_up_8.global_batch_size", "  evaluation.tasks"]
     assert not (tmp_path / "out").exists()
+
+
+def test_patch_dropout_of_images_of_any_shape_is_a_fault(plan_of, tmp_path):
+    family = FAMILY_OF_TYPE["siglip2"]
+    tuned = {"name": "tuned", "stage": "train", "patch_dropout": 0.5, **TRAINED}
+    tuned["model"] = str(saved(family, tiny_dense(family, 20), tmp_path / "dense", 20))
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"output_dir": "out", "stages": [tuned]}))
+    _, (fault,) = plan_of()
+    assert fault.startswith("tuned.patch_dropout: it goes with images of one size")

@@ -573,7 +573,7 @@ class TrainStage(RouterSettings, StepsStage):
 
     def _patches(self, model: PreTrainedModel, inputs: SimpleNamespace) -> int | None:
         """Tokens of an image in training; None: as many as the model has positions."""
-        if self.patch_dropout is None:
+        if self.patch_dropout is None or family_of(inputs.model.clip).naflex:  # which `problems` refuses
             return most_patches(inputs.model)
         vision, positions = inputs.model.clip.vision_config, model.vision_model.embeddings.position_embedding
         patches = (vision.image_size // vision.patch_size) ** 2
