@@ -43,7 +43,7 @@ $(INTEGRATIONS): $(STAMP)
 
 demo: $(STAMP)  ## dense and sparse models that remember names, into runs/demo
 	$(BIN)/python -m training.upcycle --config training/recipes/demo.yaml
-	$(BIN)/python -m training.curves runs/demo --output-dir runs/demo/curves --only contrastive_loss
+	$(BIN)/clip-moe curves runs/demo --output-dir runs/demo/curves --only contrastive_loss
 
 $(APP)/installed: setup.py constraints.txt
 	$(PYTHON) -m venv $(APP)

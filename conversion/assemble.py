@@ -1,10 +1,5 @@
 """Puts whole CLIPs into one `CLIPMoDEModel`, each in a folder of its own (MoDE)."""
 
-if __name__ == "__main__":
-    from conversion.commands import assemble
-
-    assemble.main()
-
 import shutil
 from collections.abc import Sequence
 from pathlib import Path

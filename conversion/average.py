@@ -1,10 +1,5 @@
 """One CLIP whose parameters are the weighted means of those of several."""
 
-if __name__ == "__main__":
-    from conversion.commands import average
-
-    average.main()
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

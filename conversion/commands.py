@@ -1,4 +1,4 @@
-"""The commands of this room: `clip-moe upcycle`, `convert NAME` and `publish`; or `python -m conversion.NAME`."""
+"""The commands of this room: `clip-moe upcycle`, `convert NAME` and `publish`."""
 
 from pathlib import Path
 from typing import Annotated, Literal

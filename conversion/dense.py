@@ -1,10 +1,5 @@
 """Takes one expert out of a CLIP-MoE: the dense CLIP in which every token goes through that expert."""
 
-if __name__ == "__main__":
-    from conversion.commands import dense
-
-    dense.main()
-
 import contextlib
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,10 +1,5 @@
 """Puts a CLIP-MoE into a LLaVA of transformers, in place of its vision tower."""
 
-if __name__ == "__main__":
-    from conversion.commands import llava
-
-    llava.main()
-
 import logging
 from pathlib import Path
 

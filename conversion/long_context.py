@@ -1,10 +1,5 @@
 """Stretches the text context of a CLIP, dense or sparse, as Long-CLIP does (https://arxiv.org/abs/2403.15378)."""
 
-if __name__ == "__main__":
-    from conversion.commands import long_context
-
-    long_context.main()
-
 import copy
 from pathlib import Path
 

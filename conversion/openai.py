@@ -2,11 +2,6 @@
 `CLIPModel`.
 """
 
-if __name__ == "__main__":
-    from conversion.commands import openai
-
-    openai.main()
-
 import math
 import re
 import sys

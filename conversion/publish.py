@@ -1,10 +1,5 @@
 """Publishes a model on the Hub, as a folder that loads by itself."""
 
-if __name__ == "__main__":
-    from conversion.commands import publish
-
-    publish.main()
-
 import tempfile
 from pathlib import Path
 

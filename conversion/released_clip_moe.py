@@ -1,10 +1,5 @@
 """Converts the checkpoints that CLIP-MoE's authors released, and back (https://arxiv.org/abs/2409.19291)."""
 
-if __name__ == "__main__":
-    from conversion.commands import released_clip_moe
-
-    released_clip_moe.main()
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

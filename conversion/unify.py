@@ -1,10 +1,5 @@
 """Makes one CLIP-MoE of a CLIP and the experts trained from it."""
 
-if __name__ == "__main__":
-    from conversion.commands import unify
-
-    unify.main()
-
 import dataclasses
 import functools
 import re

@@ -1,10 +1,5 @@
 """Sparse upcycling: a dense CLIP becomes a CLIP-MoE whose experts are copies of its FFNs."""
 
-if __name__ == "__main__":
-    from conversion.commands import upcycle
-
-    upcycle.main()
-
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence

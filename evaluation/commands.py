@@ -1,4 +1,4 @@
-"""The commands of this room: `clip-moe evaluate`, `experts`, `report`, `efficiency`; or `python -m evaluation.NAME`."""
+"""The commands of this room: `clip-moe evaluate`, `embed`, `experts`, `report` and `efficiency`."""
 
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -56,7 +56,7 @@ def evaluate(
         clip-moe evaluate --model runs/clip_moe_demo/clip_moe --tasks symbols_zero_shot --output-dir scores
         clip-moe evaluate --model FOLDER --tasks clip_moe_table_5 --data-root DATA --output-dir scores
         clip-moe evaluate --model FOLDER --tasks retrieval --dataset my/dataset --split test --output-dir scores
-        accelerate launch -m evaluation.evaluate --model FOLDER ...
+        accelerate launch -m clip_moe evaluate --model FOLDER ...
 
     Args:
         model: folder or hub name of a CLIPModel, CLIPMoEModel or CLIPMoDEModel
@@ -126,7 +126,7 @@ def embed(
     the work among several processes:
 
         clip-moe embed --model runs/clip_moe_demo/clip_moe --dataset my/dataset --output-dir embeddings
-        accelerate launch -m evaluation.embed --model FOLDER ...
+        accelerate launch -m clip_moe embed --model FOLDER ...
 
     OUTPUT_DIR gets image_embeds.npy and text_embeds.npy, and rows.jsonl, which says of each pair where it is in the
     data, its picture and its captions; or all of that as embeds.parquet. Pictures that cannot be read are left out,

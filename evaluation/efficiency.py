@@ -1,10 +1,5 @@
 """What models cost, dense beside sparse: parameters, multiply-adds, speed and memory."""
 
-if __name__ == "__main__":
-    from evaluation.commands import efficiency
-
-    efficiency.main()
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

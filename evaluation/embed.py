@@ -1,14 +1,5 @@
 """A model's embeddings of the pictures and captions of a data set, in files for other programs: `clip-moe embed`."""
 
-if __name__ == "__main__":
-    import sys
-
-    from evaluation.commands import embed
-    from records.processes import launch_cpu_processes
-
-    launch_cpu_processes("evaluation.embed", ["-m", "evaluation.embed", *sys.argv[1:]])
-    embed.main()
-
 import json
 import logging
 import os

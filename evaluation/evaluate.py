@@ -1,14 +1,5 @@
 """Measure a model."""
 
-if __name__ == "__main__":
-    import sys
-
-    from evaluation.commands import evaluate
-    from records.processes import launch_cpu_processes
-
-    launch_cpu_processes("evaluation.evaluate", ["-m", "evaluation.evaluate", *sys.argv[1:]])
-    evaluate.main()
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

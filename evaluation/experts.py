@@ -1,10 +1,5 @@
 """What each expert of a sparse model knows, and which tokens it gets."""
 
-if __name__ == "__main__":
-    from evaluation.commands import experts
-
-    experts.main()
-
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path

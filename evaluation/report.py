@@ -1,10 +1,5 @@
 """Results side by side: tables as markdown and as one HTML page, and a chart."""
 
-if __name__ == "__main__":
-    from evaluation.commands import report
-
-    report.main()
-
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence

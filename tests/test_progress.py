@@ -51,12 +51,12 @@ def test_a_run_without_a_terminal_draws_no_bars_and_warns_of_nothing(tmp_path):
     assert done.stdout.count(f"its log is {tmp_path}/out/tuned.partial/log.jsonl") == 1
 
 
-@pytest.mark.parametrize("command", ["training.upcycle", "evaluation.evaluate"])
+@pytest.mark.parametrize("command", [["training.upcycle"], ["clip_moe", "evaluate"]])
 def test_a_module_called_data_is_not_taken_for_ours(tmp_path, command):
     """A user's own folder may have modules of the names of ours."""
     for name in ("data", "records"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('not ours')\n")
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
-    command = [sys.executable, "-m", command, "--help"]
+    command = [sys.executable, "-m", *command, "--help"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and "Usage" in done.stdout, done.stderr

@@ -11,7 +11,7 @@ import PIL.Image
 import pytest
 from small_evaluation import dense, small_tasks  # noqa: F401 (fixtures)
 
-from data import icons, symbols, worlds
+from data import draw, icons, symbols
 from data.contact_sheet import contact_sheet
 from data.drawing import png
 from data.pairs import load_pairs
@@ -99,12 +99,12 @@ def test_what_a_world_does_not_have(source, kinds, only):
 
 @pytest.mark.parametrize(("name", "more"), [("symbols", []), ("names", ["--number", "48"])])
 def test_the_sheets_of_the_page(tmp_path, name, more):
-    worlds.draw.main([name, "--contact-sheet", str(tmp_path / "drawn.png"), *more])
+    draw.draw.main([name, "--contact-sheet", str(tmp_path / "drawn.png"), *more])
     kept = Path(__file__).parents[1] / "docs" / f"{name}.png"
     drawn, expected = (np.asarray(PIL.Image.open(path).convert("RGB")) for path in (tmp_path / "drawn.png", kept))
     assert np.array_equal(drawn, expected) and kept.stat().st_size < 300_000
     with pytest.raises(SystemExit, match="error: nothing says what to draw: give --contact-sheet FILE, or --folder"):
-        worlds.draw.main([name])
+        draw.draw.main([name])
 
 
 def test_a_sheet_shows_the_images_of_a_cluster_in_its_line(tmp_path):

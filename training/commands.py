@@ -1,4 +1,4 @@
-"""The commands of this room: `clip-moe train`, `curves` and `recipes`; or `python -m training.NAME`.
+"""The commands of this room: `clip-moe train`, `curves` and `recipes`.
 
 Of several processes: `accelerate launch -m clip_moe train`, or `accelerate launch training/upcycle.py` in a checkout.
 """

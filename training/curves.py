@@ -1,10 +1,5 @@
 """What runs logged, as curves and as a table: losses, balance, dropped tokens, temperature and scores over steps."""
 
-if __name__ == "__main__":
-    from training.commands import curves
-
-    curves.main()
-
 import csv
 import json
 import textwrap

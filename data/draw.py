@@ -1,0 +1,70 @@
+"""Pictures of the worlds: sheets to look at, and folders as other programs read them.
+
+python -m data.draw symbols --contact-sheet symbols.png
+python -m data.draw icons --kinds "brands 1024" --folder my/logos --number 4096
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from data.contact_sheet import grid
+from data.drawing import SPLITS
+from data.worlds import WORLDS
+from records.command_line import Folder, command
+from records.files import new_folder
+
+
+@command
+def draw(
+    world: Literal[*WORLDS],
+    /,
+    *,
+    contact_sheet: Path | None = None,
+    folder: Folder | None = None,
+    kinds: str = "all",
+    number: int = 192,
+) -> None:
+    """Draw pictures of a world: a sheet to look at, or folders as other programs read them.
+
+    Args:
+        world: its name.
+        contact_sheet: PNG file, with a training and a test picture of each of the first `number` kinds.
+        folder: gets folders `train`, with `number` pictures, and `test`, with one of each kind; each has the captions
+            in `metadata.jsonl`.
+        kinds: a set of the world's kinds.
+        number: how many kinds the sheet shows, or pictures there are to train on.
+    """
+    if contact_sheet is None and folder is None:
+        raise ValueError("nothing says what to draw: give --contact-sheet FILE, or --folder FOLDER")
+    if contact_sheet is not None:
+        draw_sheet(world, contact_sheet, WORLDS[world].kind_set(kinds)[:number])
+    if folder is not None:
+        draw_folder(world, folder, WORLDS[world].kind_set(kinds), number)
+
+
+def draw_sheet(world: str, path: Path, kinds: Sequence[int | str]) -> None:
+    """Write a PNG file with a training and a test picture of each kind."""
+    cells = []
+    for seed, kind in enumerate(kinds):
+        rows = [WORLDS[world].load(split, "web", 1, [kind], seed)[0] for split in SPLITS]
+        cells.append(([row["image"] for row in rows], rows[0]["kind"]))
+    # Few colors take a fourth of the size
+    grid(cells, columns=12, side=32, lines=3).quantize(128, dither=0).save(path, "png", optimize=True)
+
+
+def draw_folder(world: str, folder: Path, kinds: Sequence[int | str], num_training: int) -> None:
+    """Write new folders of pictures and their captions: `train`, and `test` with a picture of each kind."""
+    with new_folder(folder) as new:
+        for split, pictures in {"train": num_training, "test": len(kinds)}.items():
+            (new / split).mkdir()
+            lines = []
+            for index, row in enumerate(WORLDS[world].load(split, "web", pictures, kinds)):
+                lines.append(json.dumps({"file_name": f"{index:06}.png", "caption": row["caption"]}))
+                row["image"].save(new / split / f"{index:06}.png")
+            (new / split / "metadata.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    draw.main()
