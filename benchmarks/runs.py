@@ -55,7 +55,7 @@ SYSTEMS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "CLIP-FMoE": (
         "clip_fmoe_symbols",
-        "captions fused states features clusters sub_clusters clip_fmoe_1 clip_fmoe_2 clip_fmoe_unified clip_fmoe",
+        "captions fused features clusters sub_clusters clip_fmoe_1 clip_fmoe_2 clip_fmoe_unified clip_fmoe",
         {
             "captions.data.num_samples": 1536,
             "clusters.num_image_clusters": 2,
@@ -90,12 +90,11 @@ PEAK = (
 )
 
 
-def stage_seconds(folder: Path, with_states: bool) -> dict[str, float]:
-    """Seconds of every stage, in a new folder; `with_states`: hidden states are kept on disk."""
-    overrides = {"output_dir": str(folder)} | ({} if with_states else {"defaults.train.hidden_states": None})
-    recipe = load_recipe(RECIPES / "clip_fmoe_symbols.yaml", overrides)
+def stage_seconds(folder: Path) -> dict[str, float]:
+    """Seconds of every stage, in a new folder."""
+    recipe = load_recipe(RECIPES / "clip_fmoe_symbols.yaml", {"output_dir": str(folder)})
     wanted = {name for parts in TIMED.values() for names in parts.values() for name in names}
-    wanted |= {"captions", "copied", "copied_for_clip_moe", "fused"} | ({"states"} if with_states else set())
+    wanted |= {"captions", "copied", "copied_for_clip_moe", "fused"}
     clock, seconds = time.perf_counter if torch.accelerator.is_available() else time.process_time, {}
     for stage in recipe.stages:
         if stage.name in wanted:
@@ -108,37 +107,28 @@ def stage_seconds(folder: Path, with_states: bool) -> dict[str, float]:
 
 @line.command(name="time")
 def compare_times(*, output: Output = None) -> str:
-    """CLIP-FMoE against CLIP-MoE on the same data, captions, batch and epochs a stage, with the hidden states below the
-    trained layers kept on disk and without.
+    """CLIP-FMoE against CLIP-MoE on the same data, captions, batch and epochs a stage.
 
     On a CPU the seconds are those of the processor, since other programs would disturb the clock. The paper (section
     5): 72.5 % less time than CLIP-MoE, with clustering and all experts at once.
     """
-    rows = []
-    for with_states in (False, True):
-        with tempfile.TemporaryDirectory() as folder:
-            seconds = stage_seconds(Path(folder), with_states)
-        states, reference = seconds.get("states", 0.0), None
-        for system, parts in TIMED.items():
-            sums = {part: sum(seconds[name] for name in names) for part, names in parts.items()}
-            total = sum(sums.values()) + states
-            reference = reference or total
-            # CLIP-FMoE's experts do not wait for each other; CLIP-MoE's do
-            at_once = total
-            if system == "CLIP-FMoE":
-                at_once += max(seconds[name] for name in parts["experts"]) - sums["experts"]
-            cells = [f"{part:.0f}" for part in (states, *sums.values())]
-            rows.append(
-                [system, "yes" if with_states else "no", *cells]
-                + [f"{whole:.0f} ({whole / reference - 1:+.0%})" for whole in (total, at_once)]
-            )
-    header = ["system", "hidden states kept", "keeping them", "embed, cluster", "experts", "router", "total"]
+    rows, reference = [], None
+    with tempfile.TemporaryDirectory() as folder:
+        seconds = stage_seconds(Path(folder))
+    for system, parts in TIMED.items():
+        sums = {part: sum(seconds[name] for name in names) for part, names in parts.items()}
+        total = at_once = sum(sums.values())
+        reference = reference or total
+        if system == "CLIP-FMoE":  # whose experts do not wait for each other
+            at_once += max(seconds[name] for name in parts["experts"]) - sums["experts"]
+        totals = [f"{whole:.0f} ({whole / reference - 1:+.0%})" for whole in (total, at_once)]
+        rows.append([system, *(f"{part:.0f}" for part in sums.values()), *totals])
     return page(
         output,
         "# Training time",
-        table([*header, "experts at once"], rows),
-        f"Seconds; {machine()}. In brackets: against CLIP-MoE in the same half of the table. Every stage has one "
-        "epoch of its data: an expert of CLIP-MoE sees all of them, one of CLIP-FMoE a quarter.",
+        table(["system", "embed, cluster", "experts", "router", "total", "experts at once"], rows),
+        f"Seconds; {machine()}. In brackets: against CLIP-MoE. Every stage has one epoch of its data: an expert of "
+        "CLIP-MoE sees all of them, one of CLIP-FMoE a quarter.",
     )
 
 

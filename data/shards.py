@@ -1,7 +1,7 @@
 """WebDataset shards: tar files with the files of one sample after another.
 
 A tar holds its files as they are. So an index of headers makes a sample of a shard as near as one in a folder: what
-goes by numbers (labels of clusters, hidden states, a run that goes on) goes with shards as they are. A stream reads
+goes by numbers (labels of clusters, a run that goes on) goes with shards as they are. A stream reads
 them from start to end.
 """
 

@@ -105,7 +105,6 @@ class CLIPMoEEncoder(nn.Module):
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         mask: torch.Tensor | None = None,
-        first_layer: int = 0,
         **kwargs: Unpack[TransformersKwargs],
     ) -> torch.Tensor:
         """
@@ -113,9 +112,8 @@ class CLIPMoEEncoder(nn.Module):
             hidden_states: (B, S, D).
             attention_mask: what the attention implementation takes.
             mask: (B, S), 1 for a token and 0 for padding.
-            first_layer: the layer that `hidden_states` enter.
         """
-        for layer in self.layers[first_layer:]:
+        for layer in self.layers:
             hidden_states = layer(hidden_states, attention_mask, mask, **kwargs)
         return hidden_states
 
@@ -175,7 +173,6 @@ class CLIPMoETextModel(CLIPMoEPreTrainedModel):
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
-        sparse_inputs: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CLIPMoEModelOutputWithPooling:
         """
@@ -183,8 +180,6 @@ class CLIPMoETextModel(CLIPMoEPreTrainedModel):
             input_ids: (B, S).
             attention_mask: (B, S), 1 for a token and 0 for padding, which no expert computes.
             position_ids: (B, S).
-            sparse_inputs: (B, S, D), what enters the first sparse layer, where it was computed before. The layers below
-                are skipped, and `input_ids` only tell where to pool.
         """
         if input_ids is None:
             raise ValueError("You have to specify input_ids")
@@ -193,15 +188,10 @@ class CLIPMoETextModel(CLIPMoEPreTrainedModel):
                 f"attention_mask must have the shape of input_ids, {tuple(input_ids.shape)}, "
                 f"got {tuple(attention_mask.shape)}."
             )
-        if sparse_inputs is None:
-            hidden_states, first_layer = self.embeddings(input_ids=input_ids, position_ids=position_ids), 0
-        else:
-            hidden_states, first_layer = sparse_inputs, min(self.config.moe_layers)
+        hidden_states = self.embeddings(input_ids=input_ids, position_ids=position_ids)
         causal_mask = self._causal_mask(hidden_states, attention_mask)
         kwargs.pop("is_causal", None)
-        hidden_states = self.encoder(
-            hidden_states, causal_mask, mask=attention_mask, first_layer=first_layer, is_causal=True, **kwargs
-        )
+        hidden_states = self.encoder(hidden_states, causal_mask, mask=attention_mask, is_causal=True, **kwargs)
         hidden_states = self.final_layer_norm(hidden_states)
 
         end = self.pooled_positions(input_ids).to(hidden_states.device)
@@ -253,24 +243,17 @@ class CLIPMoEVisionModel(CLIPMoEPreTrainedModel):
         self,
         pixel_values: torch.Tensor | None = None,
         interpolate_pos_encoding: bool = False,
-        sparse_inputs: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CLIPMoEModelOutputWithPooling:
         """
         Args:
             pixel_values: (B, channels, height, width).
             interpolate_pos_encoding: whether to accept images of another size than the configured one.
-            sparse_inputs: (B, S, D), what enters the first sparse layer, where it was computed before; instead of
-                `pixel_values`.
         """
-        if sparse_inputs is None:
-            if pixel_values is None:
-                raise ValueError("You have to specify pixel_values")
-            hidden_states = self.embeddings(pixel_values, interpolate_pos_encoding=interpolate_pos_encoding)
-            hidden_states, first_layer = self.pre_layrnorm(hidden_states), 0
-        else:
-            hidden_states, first_layer = sparse_inputs, min(self.config.moe_layers)
-        hidden_states = self.encoder(hidden_states, first_layer=first_layer, **kwargs)
+        if pixel_values is None:
+            raise ValueError("You have to specify pixel_values")
+        hidden_states = self.embeddings(pixel_values, interpolate_pos_encoding=interpolate_pos_encoding)
+        hidden_states = self.encoder(self.pre_layrnorm(hidden_states), **kwargs)
         pooled = self.post_layernorm(hidden_states[:, 0])
         return CLIPMoEModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=pooled)
 
@@ -438,15 +421,12 @@ class CLIPMoEModel(CLIPMoEPreTrainedModel):
         return_loss: bool | None = None,
         interpolate_pos_encoding: bool = False,
         output_router_logits: bool | None = None,
-        text_sparse_inputs: torch.Tensor | None = None,
-        vision_sparse_inputs: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CLIPMoEOutput:
         """
         Args:
             input_ids, attention_mask, position_ids: see `CLIPMoETextModel.forward`.
             pixel_values, interpolate_pos_encoding: see `CLIPMoEVisionModel.forward`.
-            text_sparse_inputs, vision_sparse_inputs: see `sparse_inputs` there.
             return_loss: whether to compute the contrastive loss of the pairs in this batch.
             output_router_logits: whether to output router logits and `aux_loss`, and to add the latter to the loss.
                 None: as in the configuration.
@@ -454,12 +434,8 @@ class CLIPMoEModel(CLIPMoEPreTrainedModel):
         if output_router_logits is None:
             output_router_logits = self.config.output_router_logits
         kwargs["output_router_logits"] = output_router_logits
-        vision_outputs = self.get_image_features(
-            pixel_values, interpolate_pos_encoding, return_dict=True, sparse_inputs=vision_sparse_inputs, **kwargs
-        )
-        text_outputs = self.get_text_features(
-            input_ids, attention_mask, position_ids, return_dict=True, sparse_inputs=text_sparse_inputs, **kwargs
-        )
+        vision_outputs = self.get_image_features(pixel_values, interpolate_pos_encoding, return_dict=True, **kwargs)
+        text_outputs = self.get_text_features(input_ids, attention_mask, position_ids, return_dict=True, **kwargs)
 
         image_embeds = vision_outputs.pooler_output / _get_vector_norm(vision_outputs.pooler_output)
         text_embeds = text_outputs.pooler_output / _get_vector_norm(text_outputs.pooler_output)

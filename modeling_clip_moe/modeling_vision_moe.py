@@ -31,7 +31,6 @@ class _DenseTextModel(SparseMoEMixin):
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
-        sparse_inputs: None = None,
         **kwargs,
     ) -> CLIPMoEModelOutputWithPooling:
         """
@@ -39,7 +38,6 @@ class _DenseTextModel(SparseMoEMixin):
             input_ids: (B, S).
             attention_mask: (B, S), 1 for a token and 0 for padding.
             position_ids: (B, S).
-            sparse_inputs: None: there is no sparse layer that a text could enter.
         """
         outputs = super().forward(input_ids, attention_mask, position_ids=position_ids, return_dict=True, **kwargs)
         return CLIPMoEModelOutputWithPooling(**{**outputs, "pooler_output": outputs.last_hidden_state[:, 0]})

@@ -48,7 +48,7 @@ SMALLER = {
     "--config training/recipes/clip_fmoe_symbols.yaml": STEP + "--defaults.train.global_batch_size 4 "
     "--captions.data.num_samples 32 --direct_2x.num_epochs null --clusters.num_image_clusters 2 "
     "--sub_clusters.num_image_clusters 1 --sub_clusters.num_text_clusters 2 "
-    "--stages captions,fused,states,features,clusters,sub_clusters,clip_fmoe_1",
+    "--stages captions,fused,features,clusters,sub_clusters,clip_fmoe_1",
     "--config training/recipes/mode_symbols.yaml": STEP + "--defaults.train.global_batch_size 4 "
     "--defaults.train.data.num_samples 160 --defaults.embed_captions.data.num_samples 160 "
     "--stages captions,fine,clusters,expert_1,expert_2,expert_3,expert_4,mode",

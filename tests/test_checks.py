@@ -146,7 +146,7 @@ pre.evaluation: {every_steps: 1, tasks: [{task: retrieval, dataset: no.parquet}]
 
 # What has no numbers, and what changes in every epoch
 features.data: {source: rows, num_samples: null, streaming: true} -> *streaming: a stream has no numbered samples
-tuned.data.streaming: true -> tuned: data.streaming: caption_weights and hidden_states need samples with numbers
+tuned.data.streaming: true -> tuned: data.streaming: caption_weights need samples with numbers
 tuned.augmentation: {random_resized_crop: [0.9, 1]} -> tuned: augmentation changes images in every epoch, but hidden_
 pre.augmentation: {random_resized_crop: [0.9, 1]}, pre.data.in_memory: true -> pre: augmentation *, but data.in_memory
 
@@ -163,9 +163,6 @@ first.model: one, second.model: other, mean.models: [first, other] -> mean.model
 pre.model: one, expert.model: other -> unified.experts: the image processor of other makes something else of images
 scores.models.trained: bert => a dense or sparse CLIP is needed, not a model of type 'bert'
 stacked.experts: [dense] => a model of type 'clip_moe' is needed
-tuned.model: dense, tuned.trainable: mlp -> tuned.hidden_states: they go with a sparse model, but dense is dense
-tuned.model: stacked, tuned.trainable: '0\.mlp', kept.model: stacked -> tuned.hidden_states: frozen layers below
-unified.towers: [vision], expert.trainable: 'vision.*mlp' -> kept.model: text_model has no sparse layer
 stacked.towers: [vision] -> stacked: fused is sparse already, which settles towers
 stacked.changes: {fusion_gate: false} -> stacked: the experts were trained with fusion gates, which cannot be left out
 taken.take: 4 => *there is no expert 4, only 0 to 1

@@ -14,12 +14,6 @@ from training.recipe import load_recipe
 from training.runner import run_recipe
 
 
-def test_hidden_states_of_a_siglip_are_refused_before_anything_runs(tmp_path):
-    with pytest.raises(ValueError, match="states.model: a SigLIP cannot begin at its sparse layers; leave hidden_stat"):
-        overrides = {"dense.family": "siglip", "output_dir": str(tmp_path)}
-        run_recipe(load_recipe("tests/recipes/clip_fmoe.yaml", overrides))
-
-
 @pytest.mark.parametrize("model_type", ["siglip", "altclip", "siglip2"])
 def test_a_clip_moe_of_a_folder_has_experts_in_its_sparse_towers(model_type, tmp_path):
     """CLIP-MoE's recipe, in parts of batches, with the dropout of AltCLIP's released text towers."""

@@ -310,13 +310,12 @@ def run_until(folder, stop=None):
     """A recipe with all kinds of records: of stages, parts, checkpoints, the best model, results."""
     tasks = [{"task": "retrieval", "dataset": str(folder / "data"), "split": "train"}]
     best = {"tasks": tasks, "every_steps": 2, "keep_best": "retrieval-data/image_to_text_recall@1"}
-    settings = {"max_steps": 5, "hidden_states": "states", "trainable": r"\.mlp\.experts\.", "evaluation": best}
+    settings = {"max_steps": 5, "trainable": r"\.mlp\.experts\.", "evaluation": best}
 
     def add_stages(recipe):
         recipe["stages"][2:2] = [
             {"name": "features", "stage": "embed", "model": "dense", **PAIRS},
             {"name": "clusters", "stage": "cluster", "features": "features", "num_image_clusters": 2},
-            {"name": "states", "stage": "hidden_states", "model": "sparse", **PAIRS},
             {"name": "scores", "stage": "evaluate", "models": {"a": "dense"}, "tasks": tasks},
         ]
 

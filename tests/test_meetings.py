@@ -7,7 +7,6 @@ import converters
 import pytest
 import yaml
 from tiny_clip import change_json, error_of, processor, saved, tiny_clip
-from tiny_runs import run_stages
 from transformers import CLIPTokenizer
 
 from conversion.commands import assemble, average, publish, unify, upcycle
@@ -121,24 +120,3 @@ def test_models_that_read_otherwise_do_not_become_one(sound, tmp_path, half, cha
         error = error_of(command.main, *arguments)
         assert f"the {half} of {other} " in error and f"that of {one}," in error
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("half, change", OTHERWISE)
-def test_hidden_states_of_another_processor_are_refused(sound, tmp_path, half, change):
-    """As --plan and a run see it before the first stage; and by the folder alone, of a recipe that ran before."""
-    kept, other = tmp_path / "out" / "kept", shutil.copytree(sound / "sparse", tmp_path / "other")
-    change(other)
-    states = {"name": "kept", "stage": "hidden_states", "model": str(sound / "sparse"), "data": DATA}
-    train = {"name": "tuned", "stage": "train", "model": str(other), "trainable": r"\.experts\.", "data": DATA, **STEPS}
-    path = tmp_path / "recipe.yaml"
-
-    def line_of(stages, *plan, out="out"):
-        path.write_text(yaml.safe_dump({"output_dir": str(tmp_path / out), "stages": stages}))
-        return error_of(train_command.main, "--config", path, *plan)
-
-    both = [states, train | {"hidden_states": "kept"}]
-    lines = dict.fromkeys([line_of(both, "--plan"), line_of(both)], sound / "sparse")
-    assert not kept.exists()
-    run_stages(tmp_path, [states])
-    for line, source in (lines | {line_of([train | {"hidden_states": str(kept)}], out="new"): kept}).items():
-        assert f"the {half} of {other} " in line and f"that of {source}," in line, line

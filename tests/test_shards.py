@@ -16,7 +16,6 @@ from data.shards import read_member
 from data.sources import DataArguments, open_rows
 from training import loader as loader_module
 from training.loader import PairLoader
-from training.stages.features import HiddenStatesStage
 
 
 @pytest.fixture
@@ -81,9 +80,6 @@ def test_what_does_not_go_with_it(tmp_path):
     (tmp_path / "0.parquet").write_bytes(b"")
     with pytest.raises(ValueError, match="indexed goes with .tar shards, not with parquet files"):
         open_rows(arguments(str(tmp_path / "0.parquet"), indexed=True))
-    data = {"source": "shards/*.tar", "indexed": True}
-    with pytest.raises(ValueError, match="max_unreadable: no other pair can stand for one whose hidden states"):
-        HiddenStatesStage(name="states", stage="hidden_states", model="dense", data=data)
 
 
 def test_pairs_that_lack_something_are_left_out_and_counted(tmp_path, caplog):

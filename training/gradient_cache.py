@@ -16,7 +16,7 @@ from modeling_clip_moe.sparse_moe import SparseMoEMixin
 from training.losses import Pairing, SumsOfParts
 from training.training_state import set_torch_states, torch_states
 
-TEXTS = ("input_ids", "attention_mask", "text_sparse_inputs")  # (texts, S, ...)
+TEXTS = ("input_ids", "attention_mask")  # (texts, S)
 TEXT_KEYS = (*TEXTS, "text_keys")
 
 

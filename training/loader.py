@@ -42,7 +42,6 @@ class PairLoader:
         batch_size: of this process.
         sampler: of this process's batches; default: all pairs, shuffled. A stream has none.
         caption_weights: of all L captions of an image, for `multi_positive_loss`; None: each epoch draws one caption.
-        hidden_states: gives what stands in a batch for the images and beside the captions of these pairs.
         augmentation: changes every image, by numbers that the seed, its epoch and its own number settle; None: none is.
         with_keys: whether batches have the keys of their texts and images, the same for equal ones.
         image_keys: (pairs,) of int64. A stream makes its own.
@@ -60,7 +59,6 @@ class PairLoader:
         seed: int = 0,
         sampler: GlobalBatchSampler | ClusterBatchSampler | None = None,
         caption_weights: Sequence[float] | None = None,
-        hidden_states: Callable[[Sequence[int]], dict[str, torch.Tensor]] | None = None,
         augmentation: Augmentation | None = None,
         with_keys: bool = False,
         image_keys: np.ndarray | None = None,
@@ -77,10 +75,10 @@ class PairLoader:
             )
         if caption_weights is not None:
             _require_weighted(rows, caption_weights, arguments.source)
-        self.by_number, self._in_order = hidden_states, None
+        self.by_number = self._in_order = None
         self.images = _Images(processor.image_processor, augmentation)
         if not arguments.streaming:
-            self.pairs = _Pairs(rows, self.images, arguments, seed, self.all_captions, hidden_states is None)
+            self.pairs = _Pairs(rows, self.images, arguments, seed, self.all_captions)
             if self.pairs.prepared is not None:
                 self.by_number = self.pairs.prepared_images
             if sampler is None:
@@ -173,7 +171,7 @@ class PairLoader:
 
 @dataclass(frozen=True)
 class _Collate:
-    """Makes a batch of processed pairs. For those without images, prepared ones or hidden states are looked up."""
+    """Makes a batch of processed pairs. For those without images, prepared ones are looked up."""
 
     tokenizer: PreTrainedTokenizerBase
     all_captions: bool
@@ -295,15 +293,13 @@ class _Pairs(torch.utils.data.Dataset):
         arguments: DataArguments,
         seed: int,
         all_captions: bool,
-        with_images: bool,
     ):
         self.arguments, self.unreadable, self.tried, self.failed, self.first = arguments, set(), 0, 0, ""
         self.rows, self.captions = rows.select_columns("image"), rows.select_columns("caption")
         self.images, self.seed = images, seed
-        self.all_captions, self.with_images, self.prepared = all_captions, with_images, None
-        if arguments.in_memory and with_images:
-            self.prepared = _prepared(self.rows, images)
+        self.all_captions, self.prepared = all_captions, None
         if arguments.in_memory:
+            self.prepared = _prepared(self.rows, images)
             self.captions = [{"caption": caption} for caption in rows["caption"]]
 
     def __len__(self) -> int:
@@ -335,7 +331,7 @@ class _Pairs(torch.utils.data.Dataset):
 
     def _pair(self, epoch: int | None, index: int) -> dict[str, Any]:
         pair = {"index": index, "caption": self.caption(epoch, index)}
-        if self.with_images and self.prepared is None:
+        if self.prepared is None:
             # Other numbers than those that draw the caption
             rng = None if epoch is None else np.random.default_rng([self.seed, epoch, index, 1])
             pair["image"] = self.images.read(self.rows[index]["image"], rng)

@@ -23,7 +23,6 @@ AnyStage = (
     | mixture.MixtureStage
     | features.CaptionsStage
     | features.EmbedStage
-    | features.HiddenStatesStage
     | features.ClusterStage
     | data_experts.EmbedCaptionsStage
     | data_experts.ClusterFineStage

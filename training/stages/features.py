@@ -1,18 +1,17 @@
-"""Stages that prepare a dataset for training: captions, features, hidden states and clusters."""
+"""Stages that prepare a dataset for training: captions, features and clusters."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 import numpy as np
 import torch
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from conversion.checkpoints import load_clip, load_sparse
-from conversion.families import family_of
-from conversion.processors import copy_processor, load_processor
+from conversion.checkpoints import load_clip
+from conversion.processors import load_processor
 from data.captions import CaptionPolicy, build_captions
 from data.contact_sheet import contact_sheet
 from data.pairs import caption_columns
@@ -20,7 +19,6 @@ from data.sources import DataArguments, Rows, no_column
 from data.worlds import WORLDS
 from evaluation.feature_store import FeatureStore
 from evaluation.feature_store import Rows as StoredRows
-from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
 from modeling_clip_moe.configuration_clip_moe import embedding_size
 from training.clusters import (
     FeatureClusters,
@@ -36,7 +34,6 @@ from training.clusters import (
 from training.context import Context
 from training.estimates import (
     AtMost,
-    Expected,
     bytes_at_a_time,
     bytes_of_images,
     bytes_of_rows,
@@ -45,15 +42,11 @@ from training.estimates import (
 )
 from training.features import (
     BATCHES_PER_SHARD,
-    captions_per_image,
     clip_features,
-    frozen_weights_hash,
-    hidden_states,
-    size_on_disk,
 )
 from training.loader import PairLoader
 from training.settings import STRICT, Reads, dump
-from training.stages.base import Model, NumberedData, Stage, inherited
+from training.stages.base import Model, NumberedData, Stage
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -137,96 +130,6 @@ class EmbedStage(Stage):
             "memory": lambda: cost["memory"]() + _bytes_of_batch(self, inputs),
             "disk": lambda: inputs.data.known_pairs * 2 * embedding_size(inputs.model.clip) * 4,
         }
-
-
-@dataclass(config=STRICT, kw_only=True)
-class HiddenStatesStage(Stage):
-    """What enters the first sparse layers of a model, for stages that train nothing below them.
-
-    Takes (images * patches * width + text tokens * width) numbers of disk; --plan tells the most.
-    """
-
-    kind: ClassVar[str] = "hidden_states"
-
-    # An earlier stage, a folder or a hub name: a sparse model.
-    model: Model
-    # The pairs whose hidden states are kept.
-    data: NumberedData
-    # Samples that one process computes at a time.
-    batch_size: int = Field(default=256, gt=0)
-    # The same as in the stages that use them, which need all captions of an image.
-    caption_weights: list[Annotated[float, Field(ge=0)]] | None = Field(default=None, min_length=1)
-    # In which precision they are kept; 16 bits take half the disk.
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-
-    @model_validator(mode="after")
-    def _check(self):
-        if self.data.indexed and self.data.max_unreadable > 0:
-            raise ValueError(
-                "data.max_unreadable: no other pair can stand for one whose hidden states are kept. Set it to 0, or "
-                "leave indexed out, so that unreadable pairs are left out first"
-            )
-        return self
-
-    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
-        accelerator = context.accelerator
-        model, processor = load_sparse(inputs.model, dtype=torch.float32), load_processor(inputs.model)
-        rows = context.pairs(inputs.data)
-        batch_size = min(self.batch_size, len(rows))
-        loader = PairLoader(rows, processor, self.data, batch_size, caption_weights=self.caption_weights)
-        dtype = getattr(torch, self.dtype)
-        about = {
-            "captions": captions_per_image(rows, self.caption_weights),
-            "dataset_fingerprint": context.data_fingerprint(rows),
-            "weights": frozen_weights_hash(model),
-        }
-        store = FeatureStore(directory, len(rows), batch_size * BATCHES_PER_SHARD, about)
-        store.write(accelerator, "hidden states", hidden_states(accelerator, model, loader, dtype))
-        if accelerator.is_main_process:
-            copy_processor(inputs.model, directory)  # later stages compare their processor with it
-
-    def _model_config(self, inputs: SimpleNamespace) -> CLIPMoEConfig:
-        """The configuration of the model, which is a CLIP's."""
-        config = inputs.model.clip
-        if not issubclass(family_of(config).sparse, CLIPMoEModel):
-            raise ValueError(
-                f"{self.name}.model: a SigLIP cannot begin at its sparse layers; leave hidden_states out of the stages "
-                "that train it, which then compute what is below"
-            )
-        return config
-
-    def output_config(self, inputs: SimpleNamespace) -> Expected:
-        config = self._model_config(inputs)
-        for tower, of_tower in (("text_model", config.text_config), ("vision_model", config.vision_config)):
-            if not getattr(of_tower, "moe_layers", None):
-                raise ValueError(
-                    f"{self.name}.model: {tower} has no sparse layer, so none below it whose output to keep"
-                )
-        return inherited(self, inputs)
-
-    def cost(self, inputs: SimpleNamespace) -> dict[str, Callable[[], int]]:
-        cost = super().cost(inputs)
-
-        def memory() -> int:
-            """Also the states of all layers for a batch, and a shard, which is there twice when it is put together."""
-            pairs, config = inputs.data.known_pairs, self._model_config(inputs)
-            at_a_time, tokens = min(self.batch_size, pairs), text_length(inputs.model, inputs.data)
-            layers = max(tower.num_hidden_layers for tower in (config.text_config, config.vision_config))
-            states = layers * self._size(config, at_a_time, tokens)
-            states += 2 * self._size(config, min(pairs, at_a_time * BATCHES_PER_SHARD), tokens)
-            return cost["memory"]() + states + _bytes_of_batch(self, inputs)
-
-        def disk() -> int:
-            """Texts as long as they can be."""
-            config = self._model_config(inputs)
-            return self._size(config, inputs.data.known_pairs, AtMost(config.text_config.max_position_embeddings))
-
-        return cost | {"memory": memory, "disk": disk}
-
-    def _size(self, config: CLIPMoEConfig, images: int, tokens: int) -> int:
-        """Bytes of the hidden states of so many images and their texts of so many tokens each."""
-        tokens = tokens * images * len(self.caption_weights or [1])
-        return size_on_disk(config, images, tokens, getattr(torch, self.dtype))
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -332,7 +235,7 @@ class ClusterStage(Stage):
         return columns, accumulate(labels, [features["image"], features["text"]], previous)
 
 
-def _bytes_of_batch(stage: EmbedStage | HiddenStatesStage, inputs: SimpleNamespace) -> int:
+def _bytes_of_batch(stage: EmbedStage, inputs: SimpleNamespace) -> int:
     """What a layer computes of a batch, and its images or all that are kept in memory."""
     pairs, captions = inputs.data.known_pairs, len(stage.caption_weights or [1])
     at_a_time = min(stage.batch_size, pairs)

@@ -7,9 +7,8 @@ Another kind is a subclass of `TrainStage`. It overrides a method for each thing
 import contextlib
 import copy
 import logging
-import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +24,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, ProcessorMixin
 
 from conversion.checkpoints import is_sparse, load_clip
 from conversion.families import family_of
-from conversion.processors import load_processor, require_same
+from conversion.processors import load_processor
 from data.augmentation import Augmentation
 from data.pairs import load_pairs
 from data.sources import Rows, reading
@@ -49,11 +48,9 @@ from training.estimates import (
     bytes_of_images,
     bytes_of_rows,
     most_patches,
-    read_otherwise,
     text_length,
     weightless_model,
 )
-from training.features import HiddenStates, captions_per_image
 from training.loader import PairLoader
 from training.lora import LoraSettings, adapted_names, add_adapters
 from training.losses import Pairing, contrastive_loss, multi_positive_loss
@@ -246,8 +243,6 @@ class TrainStage(RouterSettings, StepsStage):
     # Adapters train, in place of weights; the trained model has them added to its weights. Not with ema_decay. None:
     # weights train.
     lora: LoraSettings | None = None
-    # A hidden_states stage of the same data: what lies below the first sparse layers is not computed.
-    hidden_states: Annotated[str, Reads("hidden_states")] | None = None
 
     # Random crops; None: images are resized and cropped in their center.
     augmentation: Augmentation | None = None
@@ -294,13 +289,12 @@ class TrainStage(RouterSettings, StepsStage):
             raise ValueError("ema_decay: the average of an adapter's factors is not that of weights: leave out one")
         if self.caption_weights is not None and abs(sum(self.caption_weights) - 1) > 1e-6:
             raise ValueError(f"caption_weights {self.caption_weights} sum to {sum(self.caption_weights):g}, not to 1")
-        if (self.caption_weights is not None or self.hidden_states is not None) and self.data.streaming:
-            raise ValueError("data.streaming: caption_weights and hidden_states need samples with numbers")
+        if self.caption_weights is not None and self.data.streaming:
+            raise ValueError("data.streaming: caption_weights need samples with numbers")
         if self.group_by_length and self.mini_batch_size is None:
             raise ValueError("group_by_length: it shortens the parts of mini_batch_size. Set that, or leave this out")
-        if self.augmentation is not None and (self.data.in_memory or self.hidden_states is not None):
-            kept = "data.in_memory" if self.data.in_memory else "hidden_states"
-            raise ValueError(f"augmentation changes images in every epoch, but {kept} keeps what they were: drop one")
+        if self.augmentation is not None and self.data.in_memory:
+            raise ValueError("augmentation changes images in every epoch, but data.in_memory keeps what they were: drop one")
         return self
 
     def load_pairs(self, inputs: SimpleNamespace, context: Context) -> Rows:
@@ -372,9 +366,7 @@ class TrainStage(RouterSettings, StepsStage):
             rows = min(share, self.loss_chunk_size or share)
             # Images with texts and texts with images, and as many gradients; embeddings, and as many gradients
             compared = 16 * captions * (rows * batch + batch * embedding_size(inputs.model.clip))
-            images = 0 if self.hidden_states is not None else share
-            if self.data.in_memory and images:
-                images += inputs.data.known_pairs
+            images = share + (inputs.data.known_pairs if self.data.in_memory else 0)
             held = cost["memory"]() + compared + bytes_of_rows(inputs.data) + bytes_of_images(inputs.model, images)
             return held + (self.mini_batch_size or share) * memory_a_pair()
 
@@ -431,7 +423,6 @@ class TrainStage(RouterSettings, StepsStage):
             *share,
             sampler,
             self.caption_weights,
-            self._hidden_states(model, rows, inputs, context),
             self.augmentation,
             group_by_length=self.group_by_length,
             with_keys=not is_negative and may_meet,  # to find duplicates in a batch, a GPU has to be waited for
@@ -468,8 +459,6 @@ class TrainStage(RouterSettings, StepsStage):
             yield "mini_batch_size", f"{self.mini_batch_size} does not divide a process's batch of {share} pairs"
         if self.evaluation is not None:
             yield from ((f"evaluation.{setting}", problem) for setting, problem in self.evaluation.problems())
-        if inputs.hidden_states is not None:
-            yield "hidden_states", read_otherwise([inputs.hidden_states, inputs.model])
         yield from self._problems_of_model(inputs, inputs.model.clip)
 
     def _problems_of_model(self, inputs: SimpleNamespace, config: PreTrainedConfig) -> Iterator[tuple[str, str]]:
@@ -504,8 +493,8 @@ class TrainStage(RouterSettings, StepsStage):
             yield "augmentation", "random crops have one size, but this model takes images of any shape: leave it out"
         if self.expert_dropout is not None and not sparse:
             yield "expert_dropout", f"it goes with a sparse model, but {self.model} is dense"
-        if self.patch_dropout is not None and (family_of(config).naflex or self.hidden_states is not None):
-            yield "patch_dropout", "it goes with images of one size that are computed from the start: leave it out"
+        if self.patch_dropout is not None and family_of(config).naflex:
+            yield "patch_dropout", "it goes with images of one size: leave it out"
         elif self.patch_dropout is not None:
             patches = (config.vision_config.image_size // config.vision_config.patch_size) ** 2
             if not patches_kept(patches, self.patch_dropout):
@@ -517,14 +506,6 @@ class TrainStage(RouterSettings, StepsStage):
             yield "group_by_length", "this model's texts are all padded to one length: leave it out"
         if self.mini_batch_size is not None and sparse:
             yield from (("mini_batch_size", problem) for problem in self._other_groups(config))
-        if self.hidden_states is not None and not sparse:
-            yield "hidden_states", f"they go with a sparse model, but {self.model} is dense"
-        elif self.hidden_states is not None:
-            train = _below_sparse_layers(config, self.trained_names(inputs))
-            yield (
-                "hidden_states",
-                train and f"frozen layers below the first sparse ones are needed: {join_names(train)} train",
-            )
 
     def _other_groups(self, config: CLIPMoEConfig) -> Iterator[str]:
         """Why parts of a batch would not have the groups of the whole batch."""
@@ -584,16 +565,6 @@ class TrainStage(RouterSettings, StepsStage):
             return super().trained_names(inputs)
         self.trained_model(inputs)  # raises where there is nothing to adapt
         return adapted_names(weightless_model(self.trained_config(inputs)), self.lora)
-
-    def _hidden_states(
-        self, model: PreTrainedModel, rows: Rows, inputs: SimpleNamespace, context: Context
-    ) -> HiddenStates | None:
-        if inputs.hidden_states is None:
-            return None
-        require_same([inputs.hidden_states, inputs.model])
-        fingerprint = context.data_fingerprint(rows)
-        captions = captions_per_image(rows, self.caption_weights)
-        return HiddenStates(Path(inputs.hidden_states), model, fingerprint, captions)
 
 
 def warn_of_equal_experts(model: PreTrainedModel) -> None:
@@ -682,14 +653,3 @@ class TrainRouterStage(TrainStage):
     trainable: str = r"\.mlp\.router\."
     balance_top_k: int | None = Field(default=1, gt=0)
     balance_mean: BalanceMean = "layer"
-
-
-def _below_sparse_layers(config: CLIPMoEConfig, names: Sequence[str]) -> list[str]:
-    """The names of parameters below the first sparse layer of a tower of a sparse model."""
-    below_first = []
-    for tower in ("text", "vision"):
-        first = min(getattr(config, f"{tower}_config").moe_layers, default=0)
-        below = "|".join(map(str, range(first)))
-        pattern = re.compile(rf"{tower}_model\.(embeddings|pre_layrnorm|encoder\.layers\.({below or '(?!)'}))\.")
-        below_first += [name for name in names if pattern.match(name)]
-    return below_first
