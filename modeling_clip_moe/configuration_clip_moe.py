@@ -61,8 +61,7 @@ class CLIPMoETowerConfig(PublishedConfig):
             last, second choices behind first ones (CLIP-UP), or `"probs"`, those of the lowest probability (Megatron's
             `moe_token_drop_policy`).
         router_jitter_noise (`float`): in training, the router sees its input times random numbers between 1 - noise
-            and 1 + noise. With a `capacity_group_size` and `seed_router_noise`, each group has its own, so that they
-            do not depend on the number of processes.
+            and 1 + noise.
     """
 
     # What transformers' `DistributedConfig` splits over processes: the experts (EP, before 5.19 in a way that takes

@@ -205,9 +205,6 @@ class CLIPMoERouter(nn.Module):
         # Set by `force_expert`: the one expert of all tokens, and its weight; None: as much as K experts have together
         self.forced_expert: int | None = None
         self.forced_scale: float | None = None
-        # Set by `seed_router_noise`: the seed of this call, and which share of the batch this process has
-        self.noise_seed: int | None = None
-        self.process_index = 0
 
     def forward(
         self, hidden_states: torch.Tensor, mask: torch.Tensor | None = None
@@ -224,26 +221,11 @@ class CLIPMoERouter(nn.Module):
         """
         noise = self.config.router_jitter_noise if self.training else 0.0
         if noise > 0:
-            hidden_states = hidden_states * self._noise(hidden_states, 1 - noise, 1 + noise)
+            hidden_states = hidden_states * torch.empty_like(hidden_states).uniform_(1 - noise, 1 + noise)
         factor = self.config.capacity_factor if self.training else self.config.eval_capacity_factor
         # Where one expert after another is forced, each would be compiled
         route = _route if self.forced_expert is None else _route.__wrapped__
         return route(hidden_states, self, mask, None if factor is None else as_fraction(factor))
-
-    def _noise(self, hidden_states: torch.Tensor, low: float, high: float) -> torch.Tensor:
-        """Uniform random numbers of the shape (B, S, D) of the hidden states."""
-        group_size = self.config.capacity_group_size
-        if self.noise_seed is None or group_size is None:
-            return torch.empty_like(hidden_states).uniform_(low, high)
-        batch_size, length, width = hidden_states.shape
-        num_groups = _count_groups(batch_size, group_size)
-        # Every group has its own, also for the padding that it would have beside longer texts
-        max_length = getattr(self.config, "max_position_embeddings", length)
-        noise = hidden_states.new_empty(batch_size, max_length, width)
-        for number, group in enumerate(noise.split(group_size), start=self.process_index * num_groups):
-            seed = hash((self.noise_seed, number)) % 2**63
-            group.uniform_(low, high, generator=torch.Generator(noise.device).manual_seed(seed))
-        return noise[:, :length]
 
 
 @fused
@@ -571,19 +553,6 @@ class SparseMoEMixin:
         for name in [name for name in state_dict if name.startswith(in_file) and in_file != prefix]:
             state_dict[prefix + name.removeprefix(in_file)] = state_dict.pop(name)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-
-    def seed_router_noise(self, seed: int, process_index: int = 0) -> None:
-        """
-        Makes the `router_jitter_noise` of the next call the same for any number of processes, in towers with a
-        `capacity_group_size`. To be called before every training step, on all processes.
-
-        Args:
-            seed: of the step.
-            process_index: which share of the batch this process has. All have as many sequences.
-        """
-        routers = (module for module in self.modules() if isinstance(module, CLIPMoERouter))
-        for number, router in enumerate(routers):
-            router.noise_seed, router.process_index = hash((seed, number)), process_index
 
     @contextmanager
     def force_expert(self, expert: int, scale: float | Sequence[float] | None = None):

@@ -147,7 +147,7 @@ pre.evaluation: {every_steps: 1, tasks: [{task: retrieval, dataset: no.parquet}]
 # What has no numbers, and what changes in every epoch
 features.data: {source: rows, num_samples: null, streaming: true} -> *streaming: a stream has no numbered samples
 tuned.data.streaming: true -> tuned: data.streaming: caption_weights need samples with numbers
-tuned.augmentation: {random_resized_crop: [0.9, 1]} -> tuned: augmentation changes images in every epoch, but hidden_
+tuned.augmentation: {random_resized_crop: [0.9, 1]}, tuned.data.in_memory: true -> tuned: augmentation changes images in every epoch, but data.in_
 pre.augmentation: {random_resized_crop: [0.9, 1]}, pre.data.in_memory: true -> pre: augmentation *, but data.in_memory
 
 # Batches

@@ -26,14 +26,14 @@ LIMOE = {
 CASES = {
     "no capacity": ({}, {}),
     "capacity": ({**LIMIT, "norm_topk_prob": True}, {"balance_mean": "layer", "balance_top_k": 1}),
-    "noise": ({**LIMIT, "router_jitter_noise": 0.2}, {"balance_mean": "token"}),
+    "mean of all tokens": (LIMIT, {"balance_mean": "token"}),
     "fusion gates": ({"fusion_gate": True}, {"balance_mean": "tower_token", "text_router_weight": 0.5}),
     "entropies": ({}, LIMOE),
     "chunks": ({}, {"loss_chunk_size": 5, "label_smoothing": 0.1}),
     "captions": ({}, {"caption_weights": [0.1, 0.6, 0.3]}),
     "sigmoid": ({"family": "siglip"}, {"loss_chunk_size": 5, "loss": "sigmoid"}),
 }
-ON_PROCESSES = ("capacity", "noise", "entropies", "sigmoid")
+ON_PROCESSES = ("capacity", "mean of all tokens", "entropies", "sigmoid")
 
 
 def stage(**settings):
@@ -115,7 +115,7 @@ def test_dropout_is_the_same_both_times():
     task = ContrastiveTask(model, stage(mini_batch_size=4))
     seen = []
     model.register_forward_hook(lambda module, inputs, outputs: seen.append(outputs.image_embeds.detach()))
-    cached_gradient(accelerator, task, model, batch, 4, 0, 1.0, True)
+    cached_gradient(accelerator, task, model, batch, 4, 1.0, True)
     first, second = seen[:3], seen[3:]
     torch.testing.assert_close(second, first, rtol=0, atol=0)
     assert torch.rand(1) != first[0].flatten()[0]
@@ -129,7 +129,7 @@ def test_a_router_loss_of_a_part_alone_is_refused():
     model = sparse({})
     task = ContrastiveTask(model, settings)
     with pytest.raises(ValueError, match="mini_batch_size: the router loss of this stage differs from part to part"):
-        cached_gradient(Accelerator(cpu=True), task, model, whole_batch({}), 4, 0, 1.0, True)
+        cached_gradient(Accelerator(cpu=True), task, model, whole_batch({}), 4, 1.0, True)
 
 
 def worker(folder):

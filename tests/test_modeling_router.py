@@ -13,28 +13,6 @@ from modeling_clip_moe import expert_capacity_mask
 from modeling_clip_moe.experts import experts_forward_all
 
 
-def test_seeded_jitter_is_the_same_in_two_processes():
-    """Two halves of a batch, the second with shorter padding, route as the whole does; each group has its own noise."""
-    block = tiny_block(router_jitter_noise=0.5, capacity_group_size=2, max_position_embeddings=9).train()
-    torch.manual_seed(0)
-    hidden_states = torch.randn(8, 9, block.router.config.hidden_size)
-
-    def logits(rows, process_index=0):
-        block.router.noise_seed, block.router.process_index = 7, process_index
-        return block.router(rows)[0]
-
-    whole = logits(hidden_states)
-    torch.testing.assert_close(logits(hidden_states[:4]), whole[:4])
-    torch.testing.assert_close(logits(hidden_states[4:, :5], process_index=1), whole[4:, :5])
-    same = logits(hidden_states[:2].repeat(4, 1, 1))
-    assert not torch.equal(same[:2], same[2:4])
-    assert torch.equal(whole, logits(hidden_states))
-    block.router.noise_seed = 8
-    assert not torch.equal(whole, block.router(hidden_states)[0])
-    with pytest.raises(ValueError, match="capacity_group_size=2 does not divide the batch of 3 sequences"):
-        logits(hidden_states[:3], process_index=1)  # whose groups would not be those of one process
-
-
 def test_jitter_is_for_the_router_in_training_alone():
     block = tiny_block(router_jitter_noise=0.5)
     hidden_states = torch.randn(2, 5, 16)

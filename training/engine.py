@@ -25,7 +25,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from evaluation.progress import Progress
 from modeling_clip_moe.experts import RECOMPILE_LIMIT
-from modeling_clip_moe.sparse_moe import SparseEncoderLayer, SparseMoEMixin
+from modeling_clip_moe.sparse_moe import SparseEncoderLayer
 from records.files import new_file
 from records.messages import join_names, one_line
 from records.provenance import CHECKPOINTS, LOG, flatten
@@ -121,7 +121,6 @@ def train(
     settings: LoopSettings,
     total_steps: int,
     directory: Path,
-    seed: int = 0,
     scores: Scores | None = None,
 ) -> dict[str, torch.Tensor]:
     """Train a model, from its last checkpoint in `directory` if there is one.
@@ -131,7 +130,6 @@ def train(
         batches: `batches(start)` yields this process's batches for ever, from batch number `start` of the run.
         total_steps: optimizer steps of the whole run.
         directory: gets `checkpoints/`, which the caller deletes, and `log.jsonl`.
-        seed: of the noise of routers whose groups make it independent of the number of processes.
         scores: measures the model now and then.
 
     Returns:
@@ -160,7 +158,7 @@ def train(
         _measure(scores, 0, total_steps, weights, log)
     progress = Progress(settings.name, total_steps, step, accelerator.is_main_process)
     while step < total_steps:
-        metrics = _compute_gradient(accelerator, task, model, stream, settings, (seed, step), finite)
+        metrics = _compute_gradient(accelerator, task, model, stream, settings, step, finite)
         if step == 0:
             _warn_without_gradient(accelerator, task, settings)
         grad_norm = _clip_gradient(accelerator, task, settings, step, finite)
@@ -249,27 +247,25 @@ def _compute_gradient(
     model: PreTrainedModel,
     stream: Iterator[dict[str, torch.Tensor]],
     settings: LoopSettings,
-    seed_and_step: tuple[int, int],
+    step: int,
     finite: "FirstFault",
 ) -> dict[str, torch.Tensor]:
     """Add up the gradients of the batches of a step, and return the mean of what they log."""
     accumulation, logged = settings.gradient_accumulation_steps, []
     size = settings.mini_batch_size
     for micro_step in range(accumulation):
-        batch, seed = next(stream), hash((*seed_and_step, micro_step))
+        batch = next(stream)
         # DeepSpeed takes its step within `backward`, when this is set
         last = accelerator.sync_gradients = micro_step == accumulation - 1
         if size is not None:
-            loss, metrics = cached_gradient(accelerator, task, model, batch, size, seed, 1 / accumulation, last)
-            finite.note("the loss", loss, seed_and_step[1] + 1)
+            loss, metrics = cached_gradient(accelerator, task, model, batch, size, 1 / accumulation, last)
+            finite.note("the loss", loss, step + 1)
             logged.append(metrics)
             continue
-        if isinstance(model, SparseMoEMixin):
-            model.seed_router_noise(seed, accelerator.process_index)
         # Gradients are averaged over the processes once a step.
         with nullcontext() if last else accelerator.no_sync(task):
             loss, metrics = task(send_to_device(batch, accelerator.device, non_blocking=True))
-            finite.note("the loss", loss, seed_and_step[1] + 1)
+            finite.note("the loss", loss, step + 1)
             accelerator.backward(loss / accumulation)
         logged.append(metrics)
     return {name: torch.stack([of_batch[name].float() for of_batch in logged]).mean(dim=0) for name in metrics}

@@ -12,7 +12,6 @@ from accelerate.utils import send_to_device
 from torch import nn
 from transformers import PreTrainedModel
 
-from modeling_clip_moe.sparse_moe import SparseMoEMixin
 from training.losses import Pairing, SumsOfParts
 from training.training_state import set_torch_states, torch_states
 
@@ -42,7 +41,6 @@ def cached_gradient(
     model: PreTrainedModel,
     batch: dict[str, torch.Tensor],
     size: int,
-    seed: int,
     factor: float,
     synchronize: bool,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -51,7 +49,6 @@ def cached_gradient(
     Args:
         task: a `training.contrastive_task.ContrastiveTask`, as Accelerate prepared it.
         batch: this process's, on the CPU: parts are sent to the device as they are computed.
-        seed: of the routers' noise, see `SparseMoEMixin.seed_router_noise`.
         factor: what the gradient is multiplied by.
         synchronize: whether the gradients are averaged over the processes at the end.
 
@@ -61,8 +58,6 @@ def cached_gradient(
     parts, sums = split_batch(batch, size), SumsOfParts()
 
     def sent(number: int) -> dict[str, torch.Tensor]:
-        if isinstance(model, SparseMoEMixin):
-            model.seed_router_noise(seed, accelerator.process_index * len(parts) + number)
         return send_to_device(parts[number], accelerator.device, non_blocking=True)
 
     embeds, states, auxiliaries, logged = [], [], [], []

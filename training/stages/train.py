@@ -131,8 +131,7 @@ class StepsStage(LoopSettings, Stage):
         )
         # Whatever was drawn on the way here, such as by a cache that had to be filled
         set_seed(context.seed, device_specific=True)
-        seed = self._share(accelerator, context).seed
-        state_dict = train(accelerator, model, loader.batches, self, total_steps, directory, seed, scores)
+        state_dict = train(accelerator, model, loader.batches, self, total_steps, directory, scores)
         if accelerator.is_main_process:
             save(model, directory, state_dict=state_dict)
             save(processor, directory)
@@ -263,7 +262,7 @@ class TrainStage(RouterSettings, StepsStage):
     caption_weights: list[Annotated[float, Field(ge=0)]] | None = Field(default=None, min_length=1)
     # Pairs of a process's batch that are embedded at a time (GradCache, arXiv:2101.06983): memory is that of so many,
     # loss and gradient are those of the whole batch, and a step computes 4/3 as much. Not by DeepSpeed, nor with
-    # several captions an image where texts have capacity or noise. None: all at once.
+    # several captions an image where texts have a capacity. None: all at once.
     mini_batch_size: int | None = Field(default=None, gt=0)
     # A process's batch is in the order of its texts' lengths, so that a part of mini_batch_size has little padding.
     # Only with mini_batch_size.
@@ -513,10 +512,10 @@ class TrainStage(RouterSettings, StepsStage):
             of_tower = getattr(config, f"{tower}_config")
             if not of_tower.moe_layers:
                 continue
-            if captions > 1 and (of_tower.capacity_factor is not None or of_tower.router_jitter_noise):
+            if captions > 1 and of_tower.capacity_factor is not None:
                 yield (
-                    "an image may lack captions, so that parts would have other groups of texts for capacity and "
-                    "router noise than the whole batch: leave it out, or upcycle without these in the text tower"
+                    "an image may lack captions, so that parts would have other groups of texts for capacity than the "
+                    "whole batch: leave it out, or upcycle without a capacity in the text tower"
                 )
             elif of_tower.capacity_factor is not None:
                 group, sequences = of_tower.capacity_group_size, self.mini_batch_size * captions
