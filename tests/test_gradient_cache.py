@@ -79,7 +79,7 @@ def computed(model, settings, batch, accelerator):
     task = accelerator.prepare(ContrastiveTask(model, settings))
     share = split_batch(batch, BATCH // accelerator.num_processes)[accelerator.process_index]
     metrics = _compute_gradient(
-        accelerator, task, model, iter([share]), settings, (0, 0), FirstFault("tuned", Path("nowhere"))
+        accelerator, task, model, iter([share]), settings, 0, FirstFault("tuned", Path("nowhere"))
     )
     metrics = {name: accelerator.reduce(value, "mean") for name, value in metrics.items()}
     return metrics, {name: gradient.clone() for name, gradient in gradients(model).items() if gradient is not None}
