@@ -293,7 +293,9 @@ class TrainStage(RouterSettings, StepsStage):
         if self.group_by_length and self.mini_batch_size is None:
             raise ValueError("group_by_length: it shortens the parts of mini_batch_size. Set that, or leave this out")
         if self.augmentation is not None and self.data.in_memory:
-            raise ValueError("augmentation changes images in every epoch, but data.in_memory keeps what they were: drop one")
+            raise ValueError(
+                "augmentation changes images in every epoch, but data.in_memory keeps what they were: drop one"
+            )
         return self
 
     def load_pairs(self, inputs: SimpleNamespace, context: Context) -> Rows:
