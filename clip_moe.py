@@ -21,6 +21,7 @@ def main(arguments: list[str] | None = None) -> None:
         from evaluation import commands as evaluation
         from records.command_line import command_line, run
         from training import commands as training
+        from training.stages import KINDS
     except ModuleNotFoundError as error:
         sys.exit(
             f"error: {error}: the commands need more than the models: in a checkout, pip install -c constraints.txt -e "
@@ -29,24 +30,14 @@ def main(arguments: list[str] | None = None) -> None:
     line = command_line(
         "clip-moe", help="Turns a dense CLIP into a sparse Mixture-of-Experts CLIP, trains, measures and publishes it."
     )
-    convert = command_line("convert", help="Weights of other forms, and models made of models.")
-    for name in "openai released_clip_moe unify assemble average dense long_context llava".split():
-        convert.command(getattr(conversion, name))
-    line.command(convert)
-    for command in (
-        conversion.upcycle,
-        training.train,
-        training.curves,
-        training.recipes,
-        evaluation.evaluate,
-        evaluation.embed,
-        evaluation.experts,
-        evaluation.report,
-        evaluation.efficiency,
-        conversion.publish,
-    ):
-        line.command(command)
+    for function in (training.run, evaluation.report, evaluation.efficiency, training.curves, conversion.publish):
+        line.command(function)
+    line.command(training.recipes)
     line.command("examples.app:app", name="app", help="A page in the browser to try a model.")
+    given = sys.argv[1:] if arguments is None else arguments
+    asked = [kind for kind in KINDS if kind.replace("_", "-") in given[:1]]
+    for kind in asked or KINDS:  # of one that is asked for, no other file is imported
+        line.command(training.stage_command(kind), name=kind.replace("_", "-"), help_flags=())
     run(line, arguments)
 
 

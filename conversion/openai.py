@@ -23,7 +23,7 @@ from conversion.open_clip import FILE, read_configuration
 from conversion.processors import copy_processor
 from conversion.rules import Rule, apply_rules, renaming
 from conversion.verification import check_equal, sample_inputs
-from records.files import new_folder, save
+from records.files import save
 from records.messages import join_names
 from records.provenance import file_digest
 
@@ -382,34 +382,33 @@ def verify(
 
 def write_model(
     archive: Path,
-    output: Path,
+    folder: Path,
     activation: str | None = None,
     vision_heads: int | None = None,
     text_heads: int | None = None,
     processor: str | None = None,
     trust_archive: bool = False,
 ) -> None:
-    """Write an archive as a new folder, and verify it."""
-    with new_folder(output) as folder:
-        state = read_state_dict(archive, trust_archive)
-        from_openai = all(key in state for key in SETTINGS) or "positional_embedding_res" in state
-        state = one_position_table(state)
-        # OpenAI's own files say enough, so that one of open_clip's beside them is that of another model
-        configuration = (
-            None if from_openai else read_configuration(archive, infer_config(state, vision_heads=1, text_heads=1))
+    """Write the model of an archive into a folder, and verify it."""
+    state = read_state_dict(archive, trust_archive)
+    from_openai = all(key in state for key in SETTINGS) or "positional_embedding_res" in state
+    state = one_position_table(state)
+    # OpenAI's own files say enough, so that one of open_clip's beside them is that of another model
+    configuration = (
+        None if from_openai else read_configuration(archive, infer_config(state, vision_heads=1, text_heads=1))
+    )
+    options = {"activation": activation, "vision_heads": vision_heads, "text_heads": text_heads}
+    settings = configuration.settings if configuration else {}
+    settings |= {name: value for name, value in options.items() if value is not None}
+    if "activation" not in settings and not from_openai:
+        print(
+            f"warning: neither the file nor an {FILE} beside it says which activation the model was "
+            "trained with: took OpenAI's quick_gelu; models trained with open_clip need --activation gelu unless "
+            "named -quickgelu",
+            file=sys.stderr,
         )
-        options = {"activation": activation, "vision_heads": vision_heads, "text_heads": text_heads}
-        settings = configuration.settings if configuration else {}
-        settings |= {name: value for name, value in options.items() if value is not None}
-        if "activation" not in settings and not from_openai:
-            print(
-                f"warning: neither the file nor an {FILE} beside it says which activation the model was "
-                "trained with: took OpenAI's quick_gelu; models trained with open_clip need --activation gelu unless "
-                "named -quickgelu",
-                file=sys.stderr,
-            )
-        model = convert(state, **settings)
-        preprocessing = configuration and configuration.preprocess_cfg
-        images = preprocessing.image_processor(model.config.vision_config.image_size) if preprocessing else {}
-        write(model, folder, processor, archive, images)
-        verify(state, load_model(CLIPModel, folder))
+    model = convert(state, **settings)
+    preprocessing = configuration and configuration.preprocess_cfg
+    images = preprocessing.image_processor(model.config.vision_config.image_size) if preprocessing else {}
+    write(model, folder, processor, archive, images)
+    verify(state, load_model(CLIPModel, folder))

@@ -30,7 +30,7 @@ from conversion.openai import verify as verify_archive
 from conversion.presets import PRESETS
 from conversion.rules import Rule, apply_rules, renaming
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel, CLIPMoETextConfig, CLIPMoEVisionConfig
-from records.files import locked, new_file, new_folder, writing
+from records.files import new_file, writing
 
 EXPERT = re.compile(r"(visual\.)?transformer\.resblocks\.(\d+)\.experts\.(\d+)\..*")
 # The stacked tensors of our experts, and the names of one expert's in a checkpoint
@@ -161,20 +161,17 @@ def verify(state: Mapping[str, Tensor], model: CLIPMoEModel) -> dict[str, float]
     return verify_archive(normalize(state), model, mixture_ffn)
 
 
-def write_model(checkpoint: Path, output: Path, num_experts_per_tok: int, processor: str | None) -> None:
-    """Writes a released checkpoint as a new folder, and verifies it."""
-    with new_folder(output) as folder:
-        state = read_state_dict(checkpoint)
-        write(convert(state, num_experts_per_tok), folder, processor, checkpoint)
-        verify(state, load_model(CLIPMoEModel, folder, dtype=torch.float32))
+def write_model(checkpoint: Path, folder: Path, num_experts_per_tok: int, processor: str | None) -> None:
+    """Writes the model of a released checkpoint into a folder, and verifies it."""
+    state = read_state_dict(checkpoint)
+    write(convert(state, num_experts_per_tok), folder, processor, checkpoint)
+    verify(state, load_model(CLIPMoEModel, folder, dtype=torch.float32))
 
 
 def write_checkpoint(source: str, output: Path) -> None:
-    """Writes a model as a new file in the format that was released, and verifies it."""
-    if output.exists():
-        raise ValueError(f"{output} already exists: remove it or choose another output")
+    """Writes a model as a file in the format that was released, and verifies it."""
     model = load_model(CLIPMoEModel, source)
-    with locked(output), new_file(output) as partial:
+    with new_file(output) as partial:
         state = export(model)
         with writing(output):
             if output.suffix == ".safetensors":

@@ -189,10 +189,31 @@ def upcycle(dense: PreTrainedModel, preset: Preset, towers: Sequence[str] = TOWE
     return build_sparse(config, dense.state_dict(), upcycling_rules(config), dense.dtype, seed)
 
 
+def change_routing(config: SparseMoEConfig, routing: Mapping[str, Mapping[str, Any]]) -> SparseMoEConfig:
+    """The configuration with others of its `ROUTING_FIELDS`.
+
+    Args:
+        routing: `text_config` or `vision_config` -> the fields of that tower.
+    """
+    for tower, changes in routing.items():
+        if unknown := sorted(changes.keys() - ROUTING_FIELDS):
+            raise ValueError(
+                f"{tower}: a sparse tower has no field {', '.join(map(repr, unknown))} to set here, only "
+                f"{', '.join(sorted(ROUTING_FIELDS))}; the dense model, the preset and its changes settle the others"
+            )
+        for name, value in changes.items():
+            setattr(getattr(config, tower), name, value)
+        if changes:
+            getattr(config, tower).validate_moe()
+    return config
+
+
 def verify(source: str | Path, folder: Path) -> dict[str, float]:
-    """Compares a saved upcycled model with its dense source, both in float32, with routing weights that sum to 1."""
+    """Compares a saved upcycled model with its dense source, both in float32, with routing weights that sum to 1 and
+    without a capacity."""
     config = load_config(folder)
     for tower_config in sparse_ffns(config).values():
+        tower_config.eval_capacity_factor = None
         if not tower_config.norm_topk_prob:
             print(
                 f"{tower_config.base_config_key}: routing weights do not sum to 1, so the model starts below the dense "
@@ -205,8 +226,21 @@ def verify(source: str | Path, folder: Path) -> dict[str, float]:
     return check_equal(expected, converted)
 
 
-def convert(source: str | Path, folder: Path, preset: Preset, towers: Sequence[str] = TOWERS, seed: int = 0) -> None:
-    """Save a dense CLIP as a sparse one, with its processor, and verify it."""
-    save(upcycle(load_dense(source), preset, towers, seed), folder)
+def convert(
+    source: str | Path,
+    folder: Path,
+    preset: Preset,
+    towers: Sequence[str] = TOWERS,
+    seed: int = 0,
+    routing: Mapping[str, Mapping[str, Any]] | None = None,
+) -> None:
+    """Save a dense CLIP as a sparse one, with its processor, and verify it.
+
+    Args:
+        routing: see `change_routing`.
+    """
+    model = upcycle(load_dense(source), preset, towers, seed)
+    change_routing(model.config, routing or {})
+    save(model, folder)
     copy_processor(source, folder)
     verify(source, folder)

@@ -19,13 +19,12 @@ from typing import Any
 import datasets
 import numpy as np
 
+from data.local_data import TABLES
 from records.files import read_json
 from records.messages import join_names, shortened, warn_once
 
 logger = logging.getLogger(__name__)
 
-# Suffixes of tables, and what stands between their cells; None: each line is a JSON object
-TABLES = {".csv": ",", ".tsv": "\t", ".jsonl": None}
 # Name of a folder, or word in a column `split` -> split
 SPLIT_OF_NAME = {
     "train": "train",

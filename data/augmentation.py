@@ -1,31 +1,13 @@
-"""Random changes of training images."""
+"""Random crops of training images."""
 
 import math
-from typing import Annotated
 
 import numpy as np
-import PIL.Image
-from pydantic import ConfigDict, Field
-from pydantic.dataclasses import dataclass
 
 # Width over height of a crop, before it is resized to the model's image: torchvision's, which open_clip keeps
 RATIOS = 3 / 4, 4 / 3
 # Drawings of a crop, until one lies within the image
 TRIES = 10
-
-
-@dataclass(config=ConfigDict(extra="forbid"), kw_only=True)
-class Augmentation:
-    """How training images are changed, at random and anew in every epoch."""
-
-    # Share of the image's area that a random crop has, the least and the most, such as open_clip's [0.9, 1.0]: the crop
-    # is resized to the model's size.
-    random_resized_crop: list[Annotated[float, Field(gt=0, le=1)]] = Field(min_length=2, max_length=2)
-
-    def __call__(self, image: PIL.Image.Image, size: tuple[int, int], rng: np.random.Generator) -> PIL.Image.Image:
-        """A crop of the image, resized to this width and height."""
-        box = crop_box(image.size, self.random_resized_crop, rng)
-        return image.crop(box).resize(size, PIL.Image.BICUBIC)  # by `resize(box=...)` it would see what is around
 
 
 def crop_box(size: tuple[int, int], scale: tuple[float, float], rng: np.random.Generator) -> tuple[int, int, int, int]:

@@ -2,14 +2,12 @@
 
 import re
 from collections.abc import Sequence
-from typing import Literal
 
 import datasets
 import numpy as np
-from pydantic import ConfigDict, Field, model_validator
-from pydantic.dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
+from data.arguments import CaptionPolicy
 from data.pairs import mapped, present_texts
 
 # A line's end, or the space between a full stop, question or exclamation mark, perhaps with a closing quote or bracket,
@@ -19,27 +17,6 @@ SENTENCE_END = re.compile(
 )
 # Drawings of sentences for each caption that is wanted, before it counts as missing
 TRIES = 20
-
-
-@dataclass(config=ConfigDict(extra="forbid"), kw_only=True)
-class CaptionPolicy:
-    """How one or more captions of an image come from a column of text."""
-
-    # full: the text. first_sentence: its first one. packed: random combinations of its sentences that fit `max_tokens`,
-    # none cut, no two alike.
-    policy: Literal["full", "first_sentence", "packed"]
-    # The column of the text.
-    column: str
-    # How many packed captions an image gets.
-    count: int = Field(default=1, gt=0)
-    # With the first and the last token; None: the tokenizer's `model_max_length`.
-    max_tokens: int | None = Field(default=None, gt=2)
-
-    @model_validator(mode="after")
-    def _check(self):
-        if self.policy != "packed" and (self.count != 1 or self.max_tokens is not None):
-            raise ValueError(f"count and max_tokens are for packed captions, not for {self.policy}")
-        return self
 
 
 def split_sentences(text: str) -> list[str]:

@@ -11,14 +11,14 @@ from typing import Literal
 
 from data.contact_sheet import grid
 from data.drawing import SPLITS
-from data.worlds import WORLDS
+from data.worlds import WORLDS, world
 from records.command_line import Folder, command
 from records.files import new_folder
 
 
 @command
 def draw(
-    world: Literal[*WORLDS],
+    name: Literal[*WORLDS],
     /,
     *,
     contact_sheet: Path | None = None,
@@ -29,7 +29,7 @@ def draw(
     """Draw pictures of a world: a sheet to look at, or folders as other programs read them.
 
     Args:
-        world: its name.
+        name: the world.
         contact_sheet: PNG file, with a training and a test picture of each of the first `number` kinds.
         folder: gets folders `train`, with `number` pictures, and `test`, with one of each kind; each has the captions
             in `metadata.jsonl`.
@@ -39,28 +39,28 @@ def draw(
     if contact_sheet is None and folder is None:
         raise ValueError("nothing says what to draw: give --contact-sheet FILE, or --folder FOLDER")
     if contact_sheet is not None:
-        draw_sheet(world, contact_sheet, WORLDS[world].kind_set(kinds)[:number])
+        draw_sheet(name, contact_sheet, world(name).kind_set(kinds)[:number])
     if folder is not None:
-        draw_folder(world, folder, WORLDS[world].kind_set(kinds), number)
+        draw_folder(name, folder, world(name).kind_set(kinds), number)
 
 
-def draw_sheet(world: str, path: Path, kinds: Sequence[int | str]) -> None:
+def draw_sheet(name: str, path: Path, kinds: Sequence[int | str]) -> None:
     """Write a PNG file with a training and a test picture of each kind."""
     cells = []
     for seed, kind in enumerate(kinds):
-        rows = [WORLDS[world].load(split, "web", 1, [kind], seed)[0] for split in SPLITS]
+        rows = [world(name).load(split, "web", 1, [kind], seed)[0] for split in SPLITS]
         cells.append(([row["image"] for row in rows], rows[0]["kind"]))
     # Few colors take a fourth of the size
     grid(cells, columns=12, side=32, lines=3).quantize(128, dither=0).save(path, "png", optimize=True)
 
 
-def draw_folder(world: str, folder: Path, kinds: Sequence[int | str], num_training: int) -> None:
+def draw_folder(name: str, folder: Path, kinds: Sequence[int | str], num_training: int) -> None:
     """Write new folders of pictures and their captions: `train`, and `test` with a picture of each kind."""
     with new_folder(folder) as new:
         for split, pictures in {"train": num_training, "test": len(kinds)}.items():
             (new / split).mkdir()
             lines = []
-            for index, row in enumerate(WORLDS[world].load(split, "web", pictures, kinds)):
+            for index, row in enumerate(world(name).load(split, "web", pictures, kinds)):
                 lines.append(json.dumps({"file_name": f"{index:06}.png", "caption": row["caption"]}))
                 row["image"].save(new / split / f"{index:06}.png")
             (new / split / "metadata.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -4,12 +4,14 @@ import io
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from datasets import Dataset, Features, Image, List, Value, concatenate_datasets
 from PIL import Image as PILImage
-from transformers import CLIPImageProcessorPil
+
+if TYPE_CHECKING:
+    from transformers import CLIPImageProcessorPil
 
 DIGITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 # Inks are dark and backgrounds light, as on paper, so that any two of them can be told apart. If both had the same
@@ -169,8 +171,10 @@ def drawn_rows(draw: Draw, number: int, captions_per_image: int, attributes: Seq
     return concatenate_datasets([Dataset.from_list(list(map(row, part)), features) for part in parts])
 
 
-def build_image_processor(image_size: int) -> CLIPImageProcessorPil:
+def build_image_processor(image_size: int) -> "CLIPImageProcessorPil":
     """Scales images to `image_size` and to [-1, 1]."""
+    from transformers import CLIPImageProcessorPil
+
     return CLIPImageProcessorPil(
         size={"height": image_size, "width": image_size},
         do_center_crop=False,

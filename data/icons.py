@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from datasets import Dataset
 from PIL import Image as PILImage
-from transformers import CLIPTokenizer
 
 from data.drawing import (
     BACKGROUNDS,
@@ -35,7 +35,9 @@ from data.drawing import (
     ink_of,
     kind_order,
 )
-from data.tokenizer import learn_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import CLIPTokenizer
 
 CAPTION_STYLES = ("web", "detailed")
 TEMPLATES = ["{}"]
@@ -188,8 +190,10 @@ def _folder() -> Path:
         raise ValueError(f"icons need {error.name}, which is not installed: pip install -e '.[icons]'") from None
 
 
-def build_tokenizer(context_length: int) -> CLIPTokenizer:
+def build_tokenizer(context_length: int) -> "CLIPTokenizer":
     """A CLIP tokenizer learned from all names."""
+    from data.tokenizer import learn_tokenizer
+
     names = [entry.name for entry in _numbered()]
     return learn_tokenizer(
         [*names, *(f", drawn by {artist}" for artist in ARTISTS.values())], VOCABULARY, context_length

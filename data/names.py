@@ -14,13 +14,15 @@ first word of its towns' names has. So clusters of pictures and of names find th
 import itertools
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 from datasets import Dataset
-from transformers import CLIPTokenizer
 
 from data.drawing import COLORS, SPLITS, drawn_rows, kind_order
-from data.tokenizer import learn_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import CLIPTokenizer
 
 CAPTION_STYLES = ("web", "facts", "detailed")
 TEMPLATES = ["{}"]
@@ -198,7 +200,9 @@ def _draw(what: str, country: int) -> np.ndarray:
     return np.random.default_rng([list(choices).index(what), country]).choice(choices[what], number, replace=False)
 
 
-def build_tokenizer(context_length: int) -> CLIPTokenizer:
+def build_tokenizer(context_length: int) -> "CLIPTokenizer":
     """A CLIP tokenizer that knows every word of the captions."""
+    from data.tokenizer import learn_tokenizer
+
     words = [*WORDS, *itertools.chain(*FIRST_WORDS.values()), *facts_of(0).split(), ","]
     return learn_tokenizer(words * 2, 1200, context_length)

@@ -23,7 +23,7 @@ import pyarrow.compute
 from data.identity import image_digests
 from data.images import decode_image
 from data.sources import DataArguments, Rows, is_text, named_files_hash, no_column, open_rows, reading
-from data.worlds import WORLDS
+from data.worlds import WORLDS, world
 from records.messages import shortened
 from records.processes import is_first_process
 
@@ -102,8 +102,8 @@ def _draw(arguments: DataArguments, captions: str) -> datasets.Dataset:
 
 @lru_cache(maxsize=2)  # for the next stages of a recipe
 def _drawn(source: str, split: str, captions: str, num_samples: int, kinds: str, seed: int) -> datasets.Dataset:
-    world = WORLDS[source]
-    return world.load(split, captions, num_samples, world.kind_set(kinds), seed)
+    drawn = world(source)
+    return drawn.load(split, captions, num_samples, drawn.kind_set(kinds), seed)
 
 
 def present_captions(captions: Any) -> list[str]:

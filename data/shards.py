@@ -24,7 +24,6 @@ logger = logging.getLogger(__name__)
 
 # A file in a shard: its first byte, its length and its name
 MEMBER = re.compile(r"(.+\.tar)#(\d+)\+(\d+)/(.+)", re.DOTALL)
-SUFFIXES = (".tar", ".tar.gz", ".tgz")
 # Endings whose files hold a number or several, and endings of texts; all others are kept as they are, as images
 NUMBERS, ARRAYS = {"cls", "cls2", "id", "idx", "index", "inx"}, {"npy"}
 TEXTS = {"caption", "csv", "json", "jsonl", "text", "transcript", "tsv", "txt"}

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import datasets
 import pyarrow
@@ -18,21 +18,17 @@ import pyarrow.parquet
 from datasets.data_files import DataFilesList, sanitize_patterns
 from datasets.utils.metadata import MetadataConfigs
 from huggingface_hub import DatasetCard
-from pydantic import ConfigDict, Field, model_validator
-from pydantic.dataclasses import dataclass
 
-from data.annotations import SPLIT_OF_NAME, TABLES, holds_list, no_split, open_json, open_tables
-from data.drawing import SPLITS
+from data.annotations import SPLIT_OF_NAME, holds_list, no_split, open_json, open_tables
+from data.arguments import DataArguments
 from data.image_folders import METADATA, Pictures, is_picture, open_folder, warn_of_unread
-from data.shards import MEMBER, SUFFIXES, open_shards
-from data.worlds import WORLDS
+from data.local_data import BUILDERS, TABLES, is_here, suffix_of, without_braces
+from data.shards import MEMBER, open_shards
 from records.files import files_in, read_json
 from records.messages import one_line
 
 logger = logging.getLogger(__name__)
 
-# In the order in which they are looked for in a folder
-BUILDERS = {".tar": "webdataset", ".parquet": "parquet", ".arrow": "arrow"}
 # Workers and processes that share rows in memory as a stream
 READERS = 64
 
@@ -62,91 +58,6 @@ def once(key: str, look: Callable[[], Any]) -> Any:
     return cache[key]
 
 
-@dataclass(config=ConfigDict(extra="forbid"), kw_only=True)
-class DataArguments:
-    """Where the pairs are and how they are read."""
-
-    # "icons", "names" or "symbols", the built-in worlds; a hub name; a folder of images with a metadata.csv or .jsonl,
-    # with a .txt beside each, or in folders of classes; a folder of parquet files or of webdataset shards; a dataset
-    # saved with `save_to_disk`; a pattern of .parquet, .arrow, .tar, .tar.gz, .csv, .tsv or .jsonl files; a .json in
-    # the layout of ShareGPT4V, BLIP, COCO's captions or a Karpathy split.
-    source: str
-    # One that is not there is an error. A folder of images has those of its folders train, test and validation, or else
-    # all are "train". Parquet files and shards of a folder belong to the splits of its README.md, or by their names
-    # (`test/0.tar`, `test-00000.parquet`; all are "train" if no name says anything). Tables have those of their column
-    # `split`. Any other file or pattern is all that it names, whatever the split is called. A dataset saved to disk has
-    # the split it was saved with, or any if that is not known; a .json has "train", a Karpathy split those it names,
-    # also several: "train+restval".
-    split: str = "train"
-    # Images, or paths of images. Of shards, the ending of their files, or several: `jpg;png`.
-    image_column: str = "image"
-    # Texts, or lists of texts, of which each epoch draws one.
-    caption_column: str = "caption"
-    # Each line of a text is a caption, as in the retrieval shards of CLIP_benchmark.
-    captions_per_line: bool = False
-    # The folder of relative paths in the image column (and in a .json); None: the one in which the command runs.
-    image_root: str | None = None
-    # Read while training instead of loading first.
-    streaming: bool = False
-    # Of webdataset shards or a mixture, no image is looked at before it is used: one that cannot be read is replaced by
-    # the pair after it, and counted.
-    indexed: bool = False
-    # The first so many pairs are left out: held out for a test, say.
-    skip: int | None = Field(default=None, gt=0)
-    # Only the first so many pairs; of a built-in world, how many are drawn.
-    num_samples: int | None = Field(default=None, gt=0)
-    # Process all images once and keep the tensors: for small datasets, whose processing takes longer than training.
-    in_memory: bool = False
-    # Processes that read; 0: the one that trains.
-    num_workers: int = Field(default=0, ge=0)
-    # Batches that each of them reads ahead, also beyond the end of an epoch.
-    prefetch_factor: int = Field(default=2, gt=0)
-    # Pairs with an image that does not decode or an empty caption are skipped and counted; a larger share is an error.
-    max_unreadable: float = Field(default=0.01, ge=0, lt=1)
-
-    # Built-in worlds only: which captions are drawn. "looks" of the symbols tell everything but the kind, "classes" the
-    # kind alone, as the captions of a folder of classes do; "facts" of the names everything but the name.
-    captions: Literal["web", "detailed", "looks", "classes", "facts"] = "web"
-    # Built-in worlds only: a set of kinds: "all", symbols' "planet", names' "4096 half 1", icons' "brands".
-    kinds: str = "all"
-    # Built-in worlds only: seed of the drawing. None: the recipe's seed, so that other seeds see other pictures;
-    # outside of a recipe, 0.
-    seed: int | None = Field(default=None, ge=0)
-
-    @model_validator(mode="after")
-    def _check(self):
-        is_drawn = self.source in WORLDS
-        if is_drawn and self.num_samples is None:
-            raise ValueError(f"num_samples must say how many {self.source} to draw")
-        if is_drawn and self.captions not in WORLDS[self.source].CAPTION_STYLES:
-            styles = ", ".join(WORLDS[self.source].CAPTION_STYLES)
-            raise ValueError(f"{self.source} have no captions {self.captions!r}, only {styles}")
-        if is_drawn and self.split not in SPLITS:
-            raise ValueError(f"{self.source} have no split {self.split!r}, only {', '.join(SPLITS)}")
-        if self.streaming and (is_drawn or self.in_memory):
-            raise ValueError("streaming neither goes with a built-in world nor with in_memory")
-        if is_drawn:
-            WORLDS[self.source].kind_set(self.kinds)  # raises where there is none
-        if self.indexed and (is_drawn or self.streaming or self.in_memory or self.image_root is not None):
-            raise ValueError(
-                "indexed goes with shards or a mixture, neither with streaming nor with in_memory or image_root"
-            )
-        if self.skip is not None and (is_drawn or self.streaming):
-            raise ValueError("skip goes neither with a built-in world nor with streaming")
-        return self
-
-    @property
-    def taken_rows(self) -> slice:
-        """The rows of a source that `skip` and `num_samples` leave."""
-        start = self.skip or 0
-        return slice(start, None if self.num_samples is None else start + self.num_samples)
-
-    def taken(self, pairs: int) -> int:
-        """The number of a source's pairs that `skip` and `num_samples` leave."""
-        left = max(pairs - (self.skip or 0), 0)
-        return left if self.num_samples is None else min(left, self.num_samples)
-
-
 def open_rows(arguments: DataArguments, captions: Iterable[str] = ()) -> Rows:
     """The rows of any source but the built-in worlds, with all their columns; of shards, with the image column and the
     caption column, or these captions."""
@@ -154,29 +65,12 @@ def open_rows(arguments: DataArguments, captions: Iterable[str] = ()) -> Rows:
         # Which name those of a .json or of shards
         columns = arguments.image_column, *(sorted(captions) or [arguments.caption_column])
         key = arguments.source, arguments.split, arguments.streaming, arguments.indexed
-        is_folder = os.path.isdir(arguments.source) or _suffix(arguments.source) == ".tar"
+        is_folder = os.path.isdir(arguments.source) or suffix_of(arguments.source) == ".tar"
         by_columns = columns if is_folder or arguments.source.endswith(".json") else ()
         rows = once(f"rows {key} {by_columns}", lambda: _open(arguments, columns))
         if arguments.skip is not None:
             rows = rows.skip(arguments.skip)
         return rows if arguments.num_samples is None else rows.take(arguments.num_samples)
-
-
-def is_here(source: str) -> bool:
-    """Whether a source of data lies on this machine, or a pattern that matches something."""
-    if os.path.exists(source) or not is_read_whole(source):
-        return os.path.exists(source)
-    return any(glob.glob(pattern, recursive=True) for pattern in _without_braces(source))
-
-
-def is_read_whole(source: str) -> bool:
-    """Whether a source is a file or a pattern, which is all that it names, whatever the split is called."""
-    return _suffix(source) in {*BUILDERS, *TABLES} and not Path(source).is_dir()
-
-
-def _suffix(name: str) -> str:
-    """The ending of a file, that of a shard also where it is compressed."""
-    return ".tar" if name.lower().endswith(SUFFIXES) else os.path.splitext(name)[1].lower()
 
 
 def is_saved(source: str) -> bool:
@@ -210,7 +104,7 @@ def _open(arguments: DataArguments, columns: Sequence[str]) -> Rows:
     rows = None  # in memory
     if source.endswith(".json"):
         rows = open_json(Path(source), split, arguments.image_column, arguments.caption_column)
-    elif _suffix(source) in TABLES and not os.path.isdir(source):
+    elif suffix_of(source) in TABLES and not os.path.isdir(source):
         rows = _of_splits(open_tables(_matching(source), split), split, source)
     elif is_saved(source):
         rows = _open_saved(arguments)
@@ -219,12 +113,12 @@ def _open(arguments: DataArguments, columns: Sequence[str]) -> Rows:
         rows = _of_splits(parts, split, source)
     if rows is not None:
         return rows.to_iterable_dataset(num_shards=min(READERS, max(len(rows), 1))) if streaming else rows
-    if os.path.isfile(source) and _suffix(source) not in BUILDERS:
+    if os.path.isfile(source) and suffix_of(source) not in BUILDERS:
         raise ValueError(
             f"{source} is a file that holds no pairs: name a folder, a dataset on the Hub, or files that end in "
             f"{', '.join([*BUILDERS, *TABLES])} or .json"
         )
-    if not os.path.isdir(source) and _suffix(source) not in BUILDERS:
+    if not os.path.isdir(source) and suffix_of(source) not in BUILDERS:
         return datasets.load_dataset(source, split=split, streaming=streaming)
     builder, by_split = split_files(arguments)
     if builder == "webdataset":
@@ -255,24 +149,12 @@ def _matching(source: str) -> list[str]:
     if os.path.isfile(source):
         return [source]
     files: list[str] = []
-    for pattern in _without_braces(source):
+    for pattern in without_braces(source):
         matching = sorted(glob.glob(pattern, recursive=True))
         if not matching:  # also where others are there: one of them may be lost
             raise FileNotFoundError(f"no file matches {pattern}")
         files += matching
     return list(dict.fromkeys(files))
-
-
-def _without_braces(pattern: str) -> list[str]:
-    """The patterns that one with {000..012} or {a,b} stands for, as open_clip and a shell read it."""
-    braces = re.search(r"\{(?:(\d+)\.\.(\d+)|([^{}]*,[^{}]*))\}", pattern)
-    if braces is None:
-        return [pattern]
-    first, last, words = braces.groups()
-    if words is None:
-        words = ",".join(f"{number:0{len(first)}}" for number in range(int(first), int(last) + 1))
-    before, after = pattern[: braces.start()], pattern[braces.end() :]
-    return [whole for word in words.split(",") for whole in _without_braces(before + word + after)]
 
 
 def no_column(source: str, missing: Iterable[str], columns: Iterable[str]) -> str:
@@ -320,7 +202,7 @@ def split_files(arguments: DataArguments) -> tuple[str, dict[str, list[str]]]:
     # The splits in `train`, `train[:10%]` and `train+test`
     names = [part.partition("[")[0].strip() for part in arguments.split.split("+")]
     if not os.path.isdir(source):
-        return BUILDERS.get(_suffix(source), "csv"), {names[0]: _matching(source)}
+        return BUILDERS.get(suffix_of(source), "csv"), {names[0]: _matching(source)}
     return once(f"files {source} {names}", lambda: _files_of_folder(arguments, names))
 
 
@@ -328,10 +210,10 @@ def builder_of(folder: str, image_column: str) -> str | None:
     """The builder of `datasets` for the files of a folder; None: pictures, beside which img2dataset leaves parquet
     files without images."""
     files = [os.path.join(folder, path) for path in files_in(folder) if os.path.basename(path) not in METADATA]
-    suffixes = set(map(_suffix, files))
+    suffixes = set(map(suffix_of, files))
     builder = next((name for suffix, name in BUILDERS.items() if suffix in suffixes), None)
     if builder == "parquet" and any(map(is_picture, files)):
-        first = min(file for file in files if _suffix(file) == ".parquet")
+        first = min(file for file in files if suffix_of(file) == ".parquet")
         return builder if image_column in pyarrow.parquet.read_schema(first).names else None
     return builder
 
@@ -376,7 +258,7 @@ def _splits(folder: str, builder: str) -> dict[str, list[str]]:
     not read is counted and told."""
     paths = sorted(files_in(folder))
     files = [
-        path for path in paths if BUILDERS.get(_suffix(path)) == builder and not Path(path).name.startswith("cache-")
+        path for path in paths if BUILDERS.get(suffix_of(path)) == builder and not Path(path).name.startswith("cache-")
     ]
     by_split = _of_readme(folder)
     for splits_of in (_of_shard, _of_folders, _of_file):

@@ -5,7 +5,9 @@ from pathlib import Path
 
 from datasets import ReadInstruction
 
-from data.sources import DataArguments, is_read_whole, open_rows
+from data.arguments import DataArguments
+from data.local_data import is_read_whole
+from data.sources import open_rows
 
 
 def named_split(source: str, split: str) -> str:

@@ -12,12 +12,12 @@ it afterwards differs. Everything follows from the arguments of `load` and `load
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 from datasets import Dataset, Features, Image, Value
 from PIL import Image as PILImage
 from PIL import ImageDraw, ImageFont
-from transformers import CLIPTokenizer
 
 from data.drawing import (
     BACKGROUNDS,
@@ -41,7 +41,9 @@ from data.drawing import (
 from data.symbol_captions import CAPTION_STYLES as CAPTION_STYLES
 from data.symbol_captions import caption
 from data.symbol_kinds import KINDS, TOPIC_OF, TOPICS
-from data.tokenizer import learn_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import CLIPTokenizer
 
 # The first of each split has all characters; those that lack one are left out for it
 FONTS = {
@@ -197,8 +199,10 @@ def render(scene: Mapping[str, str], split: str, rng: np.random.Generator, image
     return add_noise(image, rng)
 
 
-def build_tokenizer(context_length: int) -> CLIPTokenizer:
+def build_tokenizer(context_length: int) -> "CLIPTokenizer":
     """A CLIP tokenizer that knows every word of the symbol world's captions."""
+    from data.tokenizer import learn_tokenizer
+
     return learn_tokenizer(_all_words(), 3000, context_length)
 
 

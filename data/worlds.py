@@ -1,18 +1,29 @@
 """The worlds that this package draws, so that nothing needs a download; `icons` need an extra.
 
-A world is a module with `load`, `kind_set`, `build_tokenizer`, `CAPTION_STYLES` and `TEMPLATES`; see `data.names` and
-docs/worlds.md.
+A world is a module with `load`, `kind_set`, `build_tokenizer`, `CAPTION_STYLES`, `SPLITS` and `TEMPLATES`; see
+`data.names` and docs/worlds.md. It is imported when it is asked for.
 """
 
-from transformers import CLIPProcessor
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING
 
-from data import icons, names, symbols
-from data.drawing import build_image_processor
+if TYPE_CHECKING:
+    from transformers import CLIPProcessor
 
-WORLDS = {"icons": icons, "names": names, "symbols": symbols}
+WORLDS = ("icons", "names", "symbols")
 
 
-def build_processor(world: str, context_length: int, image_size: int) -> CLIPProcessor:
+def world(name: str) -> ModuleType:
+    """The module of one of `WORLDS`."""
+    return importlib.import_module(f"data.{name}")
+
+
+def build_processor(name: str, context_length: int, image_size: int) -> "CLIPProcessor":
     """The `CLIPProcessor` of a world: it knows the words of its captions, and scales images to [-1, 1]."""
-    tokenizer = WORLDS[world].build_tokenizer(context_length)
+    from transformers import CLIPProcessor
+
+    from data.drawing import build_image_processor
+
+    tokenizer = world(name).build_tokenizer(context_length)
     return CLIPProcessor(image_processor=build_image_processor(image_size), tokenizer=tokenizer)

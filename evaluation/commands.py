@@ -1,105 +1,11 @@
-"""The commands of this room: `clip-moe evaluate`, `embed`, `experts`, `report` and `efficiency`."""
+"""The commands of this room: `clip-moe embed`, `report` and `efficiency`."""
 
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
-from cyclopts import Parameter
-
-from evaluation.own_columns import OwnColumns
 from records.command_line import Folder, command
-from records.yaml_files import read_yaml
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-
-
-@Parameter(name="*")
-@dataclass(kw_only=True)
-class Data(OwnColumns):
-    """What tasks are measured on.
-
-    Args:
-        data_root: folder with copies of benchmarks, DATA_ROOT/NAME; those that are not there come from the Hub
-        test_seed: of the pictures of tasks on built-in worlds
-    """
-
-    data_root: str | None = None
-    test_seed: int = 0
-
-    def wanted(self, tasks: list[str]):
-        """The tasks of these names, between commas or spaces."""
-        from evaluation.tasks import parse_tasks, wanted_tasks
-
-        columns = {column.name: getattr(self, column.name) for column in fields(OwnColumns)}
-        return wanted_tasks(parse_tasks(" ".join(tasks)), columns)
-
-
-@command
-def evaluate(
-    *,
-    model: str,
-    tasks: list[str],
-    output_dir: Folder,
-    name: str | None = None,
-    batch_size: int = 64,
-    dtype: Dtype = "float32",
-    change: list[str] | None = None,
-    device: str | None = None,
-    num_workers: int | None = None,
-    data: Data | None = None,
-) -> str:
-    """Measure a model.
-
-    Embeddings are computed once for every model and dataset and kept in OUTPUT_DIR/embeddings. A command that was
-    interrupted goes on where it stopped. Several processes share the work, as in the last line:
-
-        clip-moe evaluate --model runs/clip_moe_demo/clip_moe --tasks symbols_zero_shot --output-dir scores
-        clip-moe evaluate --model FOLDER --tasks clip_moe_table_5 --data-root DATA --output-dir scores
-        clip-moe evaluate --model FOLDER --tasks retrieval --dataset my/dataset --split test --output-dir scores
-        accelerate launch -m clip_moe evaluate --model FOLDER ...
-
-    Args:
-        model: folder or hub name of a CLIPModel, CLIPMoEModel or CLIPMoDEModel
-        tasks: names of tasks on built-in worlds, of benchmarks and of papers' tables, which
-            `python -m evaluation.benchmarks` prints; with --dataset: zero_shot, linear_probe, retrieval, pairs
-        output_dir: gets a JSON file a task
-        name: what reports call the model (default: its folder's name)
-        batch_size: images or texts at a time
-        dtype: of the computation
-        change: NAME=VALUE of a mixture, in place of its own configuration: routing, routing_temperature,
-            nearest_center_only, feature_ensemble
-        device: default: the accelerator, if there is one
-        num_workers: that read images (default: none for a few small ones, else up to 8)
-    """
-    changes = dict(map(_change, change or []))
-    import torch
-
-    from evaluation.ensemble import is_mixture
-    from evaluation.evaluate import evaluate_model
-    from evaluation.tasks import find_tasks
-    from records.processes import joined_processes
-
-    data = data or Data()
-    state = joined_processes(device)
-    wanted = data.wanted(tasks)
-    is_mixture(model)  # raises before any data are read
-    results = evaluate_model(
-        model,
-        find_tasks(wanted, data.data_root, num_workers, data.test_seed),
-        output_dir,
-        name=name,
-        batch_size=batch_size,
-        device=device if state is None else state.device,
-        dtype=getattr(torch, dtype),
-        changes=changes,
-        num_workers=num_workers,
-        state=state,
-    )
-    lines = []
-    for result in results:
-        numbers = ", ".join(f"{metric} {value:.1%}" for metric, value in result["metrics"].items())
-        lines.append(f"{result['task']} ({result['num_samples']} samples, {result['num_skipped']} skipped): {numbers}")
-    return "\n".join(lines)
 
 
 @command
@@ -166,72 +72,6 @@ def embed(
     held = embed_pairs(model, arguments, output_dir, what, form, batch_size, device, **options)
     counts = f"{held.get('num_images', 0)} pictures and {held.get('num_captions', 0)} captions"
     return f"{output_dir}: {counts}, {len(held.get('unreadable', []))} pictures skipped"
-
-
-def _change(text: str) -> tuple[str, object]:
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise ValueError(f"--change: {text!r} is no NAME=VALUE")
-    return name, read_yaml(value, name)
-
-
-@command
-def experts(
-    *,
-    model: str,
-    tasks: list[str],
-    output_dir: Folder,
-    num_experts_per_tok: list[int] = (),
-    text_layer: int | None = None,
-    vision_layer: int | None = None,
-    expert: int | None = None,
-    capacity_factors: list[float] = (),
-    batch_size: int = 64,
-    device: str | None = None,
-    data: Data | None = None,
-) -> str:
-    """What each expert of a sparse model knows, and which tokens it gets: OUTPUT_DIR/experts.md, with pictures.
-
-        clip-moe experts --model runs/clip_moe_demo/clip_moe --tasks symbols_pairs --output-dir experts
-
-    Do the experts do anything? First comes the collapse test: every task is measured with the routers, and with every
-    layer's experts replaced by their mean; if that costs nothing, the experts do nothing apart from each other. Beside
-    it stand the entropy of the routers, in bits, and how alike the experts are.
-
-    Then every task is measured with all tokens sent through one expert, for every expert (CLIP-MoE Table 1, CLIP-FMoE
-    Tables 4 and 17), also with other numbers of experts a token (CLIP-FMoE Tables 18 and 19). An expert alone has the
-    weight that the experts of a token have together in the routed model. Where the weights do not sum to 1,
-    experts.json also has the scales that `clip-moe convert dense --scale` takes.
-
-    Args:
-        model: folder or hub name of a CLIPMoEModel
-        tasks: as of evaluate
-        output_dir: gets experts.md, experts.json and the pictures
-        num_experts_per_tok: other numbers of experts a token
-        text_layer: whose words are drawn (default: the last sparse one)
-        vision_layer: whose patches are drawn (default: the last sparse one)
-        expert: draw this one large, too
-        capacity_factors: draw the patches that they drop (default: that of the vision tower in training and twice
-            that)
-        batch_size: images or texts at a time
-        device: default: the accelerator, if there is one
-    """
-    from evaluation.experts import analyze_experts
-    from evaluation.tasks import find_tasks
-
-    data = data or Data()
-    layers = {"text": text_layer, "vision": vision_layer}
-    return analyze_experts(
-        model,
-        find_tasks(data.wanted(tasks), data.data_root, seed=data.test_seed),
-        output_dir,
-        num_experts_per_tok=num_experts_per_tok,
-        layers={tower: layer for tower, layer in layers.items() if layer is not None},
-        capacity_factors=capacity_factors,
-        expert=expert,
-        batch_size=batch_size,
-        device=device,
-    )
 
 
 @command

@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from string import Formatter
-from typing import Any, Literal
+from typing import Any
 
 from datasets import ClassLabel, Dataset, List, Value
-from pydantic import ConfigDict, Field, ValidationError, model_validator
-from pydantic.dataclasses import dataclass
 
 from data.identity import identity
 from data.pairs import load_pairs, one_row_an_image, readable_pairs, rename_columns, select_columns, with_class_names
@@ -19,89 +17,41 @@ from data.sources import DataArguments, Rows, open_rows, opened_once
 from data.splits import common_rows, named_split
 from data.worlds import WORLDS
 from evaluation.class_names import labeled_rows, require_different_names
-from evaluation.own_columns import OwnColumns
+from evaluation.own_task import OwnTask
 from evaluation.results import content_hash
 from evaluation.task import Task
 from records.files import read_text
 from records.local_names import paths_here, without_paths
-from records.messages import in_one_line
 
 logger = logging.getLogger(__name__)
-
-OwnKind = Literal["retrieval", "zero_shot", "linear_probe", "pairs"]
 
 # Settings that decide how rows are read, not which
 READING_SETTINGS = ("streaming", "in_memory", "num_workers", "max_unreadable")
 
 
-@dataclass(config=ConfigDict(extra="forbid"), kw_only=True)
-class OwnTask(OwnColumns):
-    """A task on any dataset."""
+def make_task(own: OwnTask) -> Task:
+    """The task; names of classes and templates are read now, images when they are needed."""
+    arguments = own.arguments()
+    classes = read_classes(Path(own.classes)) if own.classes else None
+    if own.task == "retrieval":
+        task = retrieval_task(arguments)
+    elif own.task == "pairs":
+        task = pairs_task(arguments, own.label_column)
+    elif own.task == "zero_shot":
+        task = zero_shot_task(arguments, own.templates, classes)
+    else:
+        task = linear_probe_task(arguments, own.train_split, classes)
+    return dataclasses.replace(task, title=own.title or own.name or task.title)
 
-    # The measure.
-    task: OwnKind
-    # Whatever `source` of [data](#data) may be.
-    dataset: str = Field()
 
-    @model_validator(mode="after")
-    def _check(self):
-        if self.dataset in WORLDS and self.task != "retrieval":
-            raise ValueError(f"of {self.dataset}, it is the built-in task {self.dataset}_{self.task}")
-        self.arguments()
-        return self
-
-    def arguments(self) -> DataArguments:
-        """Settings of the rows that are measured."""
-        of_captions = self.task in ("retrieval", "pairs")
-        try:
-            return DataArguments(
-                source=self.dataset,
-                split=self.split,
-                num_samples=self.num_samples,
-                image_column=self.image_column,
-                image_root=self.image_root,
-                caption_column=self.caption_column if of_captions else self.label_column,
-                captions_per_line=self.captions_per_line and self.task == "retrieval",
-                seed=0,  # of a world: all models are measured on the same pictures
-            )
-        except ValidationError as error:
-            raise ValueError(in_one_line(error.errors())) from None
-
-    def make(self) -> Task:
-        """The task; names of classes and templates are read now, images when they are needed."""
-        arguments = self.arguments()
-        classes = read_classes(Path(self.classes)) if self.classes else None
-        if self.task == "retrieval":
-            task = retrieval_task(arguments)
-        elif self.task == "pairs":
-            task = pairs_task(arguments, self.label_column)
-        elif self.task == "zero_shot":
-            task = zero_shot_task(arguments, self.templates, classes)
-        else:
-            task = linear_probe_task(arguments, self.train_split, classes)
-        return dataclasses.replace(task, title=self.title or self.name or task.title)
-
-    def require_columns(self) -> None:
-        """Raises a ValueError if the dataset lacks a column or the split, or `image_root` is no folder. No row is
-        read."""
-        if self.image_root is not None and not os.path.isdir(self.image_root):
-            raise ValueError(f"{self.dataset}: there is no folder {self.image_root} (image_root)")
-        if self.dataset not in WORLDS:
-            changes = {"streaming": not self.dataset.endswith(".json"), "num_samples": None}
-            arguments = dataclasses.replace(self.arguments(), **changes)
-            if self.task == "pairs":
-                _pair_columns(arguments, self.label_column)
-            else:
-                select_columns(open_rows(arguments), arguments)
-
-    def fingerprint(self) -> str | None:
-        """A hash of the data and of the files of names; None where the data are not here or in the settings alone."""
-        splits = [self.split, *([self.train_split] if self.task == "linear_probe" else [])]
-        columns = [self.image_column] if self.task != "pairs" else [f"{self.image_column}_{side}" for side in range(2)]
-        changes = [{"split": split, "image_column": column} for split in splits for column in columns]
-        held = [identity(dataclasses.replace(self.arguments(), **change)) for change in changes]
-        files = [Path(name) for name in filter(None, [self.classes, *self.templates]) if os.path.isfile(name)]
-        return None if None in held else content_hash([held, list(map(read_text, files))])
+def own_fingerprint(own: OwnTask) -> str | None:
+    """A hash of the data and of the files of names; None where the data are not here or in the settings alone."""
+    splits = [own.split, *([own.train_split] if own.task == "linear_probe" else [])]
+    columns = [own.image_column] if own.task != "pairs" else [f"{own.image_column}_{side}" for side in range(2)]
+    changes = [{"split": split, "image_column": column} for split in splits for column in columns]
+    held = [identity(dataclasses.replace(own.arguments(), **change)) for change in changes]
+    files = [Path(name) for name in filter(None, [own.classes, *own.templates]) if os.path.isfile(name)]
+    return None if None in held else content_hash([held, list(map(read_text, files))])
 
 
 def retrieval_task(arguments: DataArguments) -> Task:

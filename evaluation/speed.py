@@ -9,10 +9,8 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing import active_children, get_context
-from pathlib import Path
 from typing import Any, TypeVar
 
-import psutil
 import torch
 from huggingface_hub.utils import are_progress_bars_disabled
 from transformers import BatchFeature
@@ -20,6 +18,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from conversion.checkpoints import load_clip
 from conversion.verification import sample_inputs
+from records.memory import peak_memory
 
 Key = TypeVar("Key", bound=Hashable)
 Result = TypeVar("Result")
@@ -102,21 +101,12 @@ def in_own_process(function: Callable[..., Result], *arguments: Any) -> Result:
 
 def _memory(model: str, batch_size: int, device: str, dtype: torch.dtype) -> dict[str, int]:
     device = torch.device(device)
-    before = peak_resident()
+    before = peak_memory(torch.device("cpu"))
     for call in _calls(model, batch_size, device, dtype):
         call()
     if device.type == "cpu":
-        return {"peak_memory": peak_resident(), "memory_before": before}
-    return {"peak_memory": torch.accelerator.max_memory_allocated(device)}
-
-
-def peak_resident() -> int:
-    """The largest memory of this process until now, in bytes."""
-    status = Path("/proc/self/status")
-    if status.exists():  # that of `resource` may be of the process that started this one
-        lines = status.read_text(encoding="utf-8").splitlines()
-        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
-    return psutil.Process().memory_info().rss
+        return {"peak_memory": peak_memory(device), "memory_before": before}
+    return {"peak_memory": peak_memory(device)}
 
 
 def _calls(name: str, batch_size: int, device: torch.device, dtype: torch.dtype) -> tuple[Callable, Callable]:

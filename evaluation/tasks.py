@@ -2,78 +2,70 @@
 
 import contextlib
 import dataclasses
-import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import get_args
 
-from pydantic import Discriminator, Tag, ValidationError
+from datasets import Dataset
 
-from data.annotations import TABLES
-from data.identity import contents_unread
-from data.sources import BUILDERS, is_here, opened_once
-from data.worlds import WORLDS
-from evaluation.benchmarks.loading import NotDownloaded, benchmark_fingerprint, benchmark_task
+from data.sources import opened_once
+from evaluation.benchmarks.loading import benchmark_fingerprint, benchmark_task
 from evaluation.benchmarks.specs import ALIASES, BENCHMARKS, GROUPS, expand
 from evaluation.built_in_tasks import icon_tasks, name_tasks, symbol_tasks
-from evaluation.own_data import OwnKind, OwnTask
+from evaluation.own_data import make_task, own_fingerprint
+from evaluation.own_task import OwnKind, OwnTask, Wanted
 from evaluation.results import task_name
 from evaluation.task import Task
-from records.local_names import is_hub_name, similar_path
-from records.messages import in_one_line, most_similar
+from records.messages import most_similar
 
 TASKS = icon_tasks() | name_tasks() | symbol_tasks()
 # Tasks on a dataset that is given by its columns
 OWN_TASKS: tuple[str, ...] = get_args(OwnKind)
 MORE = "and the benchmarks and groups that `python -m evaluation.benchmarks` prints"
-# What a list of tasks may hold: names, and tasks on own data
-Wanted = Annotated[
-    Annotated[str, Tag("name")] | Annotated[OwnTask, Tag("own")],
-    Discriminator(lambda value: "name" if isinstance(value, str) else "own"),
-]
 
 
-def loaded_once(tasks: Mapping[str, Task]) -> dict[str, Task]:
+def loaded_once(tasks: Mapping[str, Task], max_rows: int | None = None) -> dict[str, Task]:
     """The same tasks. Their rows are loaded once for all models that are measured on them, and kept as long as these
-    tasks are."""
-    return {
-        name: dataclasses.replace(task, load=cache(task.load), load_train=task.load_train and cache(task.load_train))
-        for name, task in tasks.items()
-    }
-
-
-def parse_tasks(text: str) -> list[str]:
-    """The names of a command line, between commas or spaces."""
-    return re.split(r"\s*,\s*|\s+", text.strip())
-
-
-def problems_of_tasks(wanted: Sequence[Wanted], own: Iterable[str] = ()) -> list[str]:
-    """A line for each name that is unknown, with a known name like it, and for each that two tasks have.
+    tasks are.
 
     Args:
-        own: kinds of tasks on own data that may occur as names, too.
+        max_rows: of each task, the first so many; None: all.
     """
-    own, problems = list(own), []
-    available = [*TASKS, *own, *GROUPS, *BENCHMARKS, *ALIASES]
+
+    def once(load: Callable[[], tuple[Dataset, int]]) -> Callable[[], tuple[Dataset, int]]:
+        @cache
+        def loaded() -> tuple[Dataset, int]:
+            rows, num_skipped = load()
+            return rows if max_rows is None else rows.select(range(min(max_rows, len(rows)))), num_skipped
+
+        return loaded
+
+    return {name: _with_rows(task, once, max_rows) for name, task in tasks.items()}
+
+
+def _with_rows(task: Task, once: Callable[[Callable], Callable], max_rows: int | None) -> Task:
+    changes = {"load": once(task.load), "load_train": task.load_train and once(task.load_train)}
+    if max_rows is not None:  # a result of fewer rows is one of another task
+        changes |= {"data": task.data | {"max_rows": max_rows}}
+        changes |= {"data_now": task.data_now and (lambda: task.data_now() | {"max_rows": max_rows})}
+    return dataclasses.replace(task, **changes)
+
+
+def require_tasks(wanted: Sequence[Wanted]) -> None:
+    """Raises a ValueError of each name that is unknown, with a known name like it, and of each that two tasks have."""
+    problems, available = [], [*TASKS, *GROUPS, *BENCHMARKS, *ALIASES]
     for name in dict.fromkeys(name for name in wanted if isinstance(name, str)):
-        if name in OWN_TASKS and name not in own:
-            problems.append(f"the task {name} needs data: in a recipe, {{task: {name}, dataset: FOLDER OR HUB NAME}}")
+        if name in OWN_TASKS:
+            problems.append(f"the task {name} needs data: {{task: {name}, dataset: FOLDER OR HUB NAME}}")
         elif name not in available:
             similar = most_similar(name, available)
-            meant = (
-                f"did you mean {similar!r}?" if similar else f"known are {', '.join(sorted([*TASKS, *own]))}, {MORE}"
-            )
+            meant = f"did you mean {similar!r}?" if similar else f"known are {', '.join(sorted(TASKS))}, {MORE}"
             problems.append(f"unknown task {name or repr(name)}: {meant}")
     names = Counter(task.name for task in wanted if isinstance(task, OwnTask) and task.name)
     repeated_names = [name for name, times in names.items() if times > 1 or name in available]
-    return problems + [f"two tasks are called {name}: give each a name of its own" for name in repeated_names]
-
-
-def require_tasks(wanted: Sequence[Wanted], own: Iterable[str] = ()) -> None:
-    """Raises a ValueError of all `problems_of_tasks`."""
-    problems = problems_of_tasks(wanted, own)
+    problems += [f"two tasks are called {name}: give each a name of its own" for name in repeated_names]
     if problems:
         raise ValueError("; ".join(problems))
 
@@ -103,7 +95,7 @@ def find_tasks(
     tasks: dict[str, Task] = {}
     for entry in wanted:
         if isinstance(entry, OwnTask):
-            task = entry.make()
+            task = make_task(entry)
             tasks[entry.name or task_name(entry.task, task.data)] = task
             continue
         for name in expand(entry):  # groups may share benchmarks
@@ -116,64 +108,15 @@ def find_tasks(
 
 
 @opened_once()
-def benchmark_fingerprints(wanted: Sequence[Wanted], data_root: str | Path | None = None) -> dict[str, str]:
-    """Name -> a hash of its copy in `data_root`, or its commit on the Hub, for benchmarks that can be had."""
-    fingerprints = {}
-    for name in (name for entry in wanted if isinstance(entry, str) for name in expand(entry)):
-        if name in BENCHMARKS:
+def task_fingerprints(wanted: Sequence[Wanted], data_root: str | Path | None = None) -> dict[str, str]:
+    """`tasks.` and the position or name of a task -> a hash of its data, of own data and of benchmarks that can be
+    had: of a copy in `data_root`, or its commit on the Hub."""
+    fingerprints: dict[str, str | None] = {}
+    for number, entry in enumerate(wanted):
+        if isinstance(entry, OwnTask):
+            fingerprints[f"tasks.{number}"] = own_fingerprint(entry)
+            continue
+        for name in (name for name in expand(entry) if name in BENCHMARKS):
             with contextlib.suppress(ValueError, OSError):
-                fingerprints[name] = benchmark_fingerprint(BENCHMARKS[name], data_root)
-    return fingerprints
-
-
-@contents_unread()
-def problems_of_data(wanted: Sequence[Wanted], data_root: str | Path | None = None) -> list[str]:
-    """Faults of the data of tasks whose names are known. The Hub is not asked, and no image is read."""
-    problems = []
-    for entry in wanted:
-        names = [entry] if isinstance(entry, OwnTask) else expand(entry)
-        for name in names:
-            try:
-                if isinstance(name, OwnTask):
-                    if missing := missing_data(name.dataset):
-                        problems.append(f"{name.name or name.task}: {missing}")
-                    elif name.dataset in WORLDS or is_here(name.dataset):
-                        name.require_columns()
-                        name.make()
-                elif name in icon_tasks():
-                    WORLDS["icons"].kind_set("all")  # raises where their extra is not installed
-                elif name in BENCHMARKS:
-                    benchmark_task(BENCHMARKS[name], data_root, ask_hub=False)
-            except NotDownloaded:
-                pass
-            except (ValueError, OSError) as error:
-                problems.append(str(error))
-    return list(dict.fromkeys(problems))
-
-
-def missing_data(source: str) -> str:
-    """That a source of data is not there, if it is neither here nor anything that the Hub may have: a name that is like
-    another one in a folder here is a slip."""
-    if source in WORLDS or is_here(source):
-        return ""
-    if meant := similar_path(source):
-        return f"there is no file or folder {source}: did you mean {meant}?"
-    is_file = Path(source).suffix in (*BUILDERS, *TABLES, ".json")
-    return f"there is no file or folder {source}" if is_file or not is_hub_name(source) else ""
-
-
-def wanted_tasks(names: Sequence[str], own: Mapping[str, Any]) -> list[Wanted]:
-    """The names, with settings in place of the names of tasks on own data.
-
-    Args:
-        own: fields of `OwnTask`, but for its task.
-    """
-    require_tasks(names, OWN_TASKS)
-    kinds = [name for name in names if name in OWN_TASKS]
-    if kinds and not own["dataset"]:
-        raise ValueError(f"the task {kinds[0]} needs --dataset")
-    name_of = {kind: own["name"] and (own["name"] if len(kinds) == 1 else f"{own['name']}_{kind}") for kind in kinds}
-    try:
-        return [OwnTask(**own | {"task": name, "name": name_of[name]}) if name in kinds else name for name in names]
-    except ValidationError as error:
-        raise ValueError(f"--dataset {own['dataset']}: {in_one_line(error.errors())}") from None
+                fingerprints[f"tasks.{name}"] = benchmark_fingerprint(BENCHMARKS[name], data_root)
+    return {key: fingerprint for key, fingerprint in fingerprints.items() if fingerprint is not None}

@@ -115,6 +115,14 @@ class Record(BaseModel):
         return {key: f"{_shown(before.get(key))} -> {_shown(after.get(key))}" for key in keys}
 
 
+def has_work(partial: Path) -> bool:
+    """Whether a stage that has not finished left something to go on from: neither how it was begun nor a log is, nor a
+    best model without a checkpoint."""
+    paths = [*partial.glob("*"), *partial.glob(f"{CHECKPOINTS}/step-*")]
+    no_work = (MANIFEST, LOG, CHECKPOINTS)
+    return any(path.name not in no_work and path.suffix not in (".partial", ".tmp") for path in paths)
+
+
 def flatten(settings: dict, prefix: str = "") -> dict[str, Any]:
     """Nested settings under dotted keys."""
     flat = {}

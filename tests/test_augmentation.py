@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from data import symbols
-from data.augmentation import RATIOS, Augmentation, crop_box
+from data.arguments import Augmentation
+from data.augmentation import RATIOS, crop_box
 from data.images import decode_image
 from data.sources import DataArguments
 from training.loader import PairLoader

@@ -13,7 +13,8 @@ from torch import nn
 from transformers import CLIPModel
 
 from data import symbols
-from data.captions import CaptionPolicy, build_captions, pack_sentences, split_sentences
+from data.arguments import CaptionPolicy
+from data.captions import build_captions, pack_sentences, split_sentences
 from data.pairs import caption_columns
 from data.sources import DataArguments
 from data.worlds import build_processor

@@ -67,7 +67,7 @@ def test_examples_are_of_the_models_own_data():
     assert text.count('["one text about the image", "another text"]') == 4 and "a cat" not in text
     assert '"a photo of a cat"' in told(bases=["openai/clip-vit-large-patch14"])
     for world in WORLDS.keys() - {"icons"}:  # which are an integration
-        rows = worlds.WORLDS[world].load("train", "web", 4096)
+        rows = worlds.world(world).load("train", "web", 4096)
         kinds = {template.format(kind) for kind in rows["kind"] for template in ("{}", "a picture of a {}")}
         assert set(WORLDS[world]) <= kinds | {text.replace(" a a", " an a") for text in kinds}
 

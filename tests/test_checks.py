@@ -14,12 +14,12 @@ import yaml
 from documents import ROOT
 from tiny_clip import change_json
 from tiny_runs import run_stages
+from training.recipe_file import RecipeError
 from transformers import BertConfig
 
 from training.checks import Outlook, find_faults
 from training.plan import plan
 from training.recipe import load_recipe
-from training.recipe_file import RecipeError
 from training.runner import run_recipe
 
 

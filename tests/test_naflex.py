@@ -12,6 +12,7 @@ import torch
 from accelerate import Accelerator
 from tiny_clip import moved
 from tiny_families import saved, tiny_dense
+from training.estimates import Expected, bytes_at_a_time, bytes_in_memory, bytes_of_images
 
 from conversion.checkpoints import load_config, load_sparse
 from conversion.presets import PRESETS
@@ -24,7 +25,6 @@ from evaluation.sentence_encoders import ClipEncoder
 from modeling_clip_moe.families import FAMILY_OF_TYPE
 from training.contrastive_task import ContrastiveTask
 from training.engine import FirstFault, _compute_gradient
-from training.estimates import Expected, bytes_at_a_time, bytes_in_memory, bytes_of_images
 from training.loader import PairLoader
 from training.stages.evaluate import EvaluateStage
 from training.stages.train import TrainStage
@@ -120,9 +120,7 @@ def step(folder, batch, **settings):
     """What is logged, and the gradients."""
     model, stage, accelerator = load_sparse(folder).train(), stage_of(**settings), Accelerator(cpu=True)
     task = ContrastiveTask(model, stage)
-    metrics = _compute_gradient(
-        accelerator, task, model, iter([batch]), stage, (0, 0), FirstFault("tuned", Path("nowhere"))
-    )
+    metrics = _compute_gradient(accelerator, task, model, iter([batch]), stage, 0, FirstFault("tuned", Path("nowhere")))
     return metrics, {name: parameter.grad for name, parameter in model.named_parameters()}
 
 

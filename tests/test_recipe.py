@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 import yaml
 from documents import ROOT
+from training.recipe_file import RecipeError, unknown_names, validated
 
-from data.augmentation import Augmentation
-from data.captions import CaptionPolicy
+from data.arguments import Augmentation, CaptionPolicy
 from data.sources import DataArguments
 from evaluation.own_data import OwnTask
 from training.lora import LoraSettings
 from training.recipe import Recipe, load_recipe
-from training.recipe_file import RecipeError, unknown_names, validated
 from training.scores import Evaluation
 from training.settings import dump
 from training.stages import STAGES

@@ -17,7 +17,7 @@ from data.drawing import png
 from data.pairs import load_pairs
 from data.sources import DataArguments
 from data.symbol_kinds import TOPIC_OF, TOPICS
-from data.worlds import WORLDS, build_processor
+from data.worlds import WORLDS, build_processor, world
 from evaluation.built_in_tasks import icon_tasks
 from evaluation.evaluate import evaluate_model
 from evaluation.report import best_of, write_report
@@ -31,15 +31,15 @@ EACH = pytest.mark.parametrize("name", [pytest.param(n, marks=NEEDS_ICONS) if n 
 
 @EACH
 def test_a_world_has_what_others_need(name):
-    world = WORLDS[name]
-    first = list(inspect.signature(world.load).parameters)[:7]
+    drawn = world(name)
+    first = list(inspect.signature(drawn.load).parameters)[:7]
     assert first == ["split", "captions", "num_samples", "kinds", "seed", "image_size", "captions_per_image"]
-    rows = world.load("test", "detailed", 3, world.kind_set("all"))
+    rows = drawn.load("test", "detailed", 3, world.kind_set("all"))
     assert {"image", "caption", "kind"} <= set(rows.column_names)
     processor = build_processor(name, 64, 32)
     assert processor.tokenizer.model_max_length == 64
     assert processor(images=rows[0]["image"], return_tensors="pt").pixel_values.shape == (1, 3, 32, 32)
-    assert all(template.count("{}") == 1 for template in world.TEMPLATES)
+    assert all(template.count("{}") == 1 for template in drawn.TEMPLATES)
     assert any(task.startswith(f"{name}_") for task in ALL_TASKS)
 
 
@@ -47,18 +47,18 @@ def test_a_world_has_what_others_need(name):
 def test_rows_follow_from_their_arguments(name):
     """A longer data set starts with the shorter one; splits and seeds differ; captions of all styles and numbers are of
     the same pictures."""
-    world = WORLDS[name]
-    kinds = world.kind_set("all")[:16]
+    drawn = world(name)
+    kinds = drawn.kind_set("all")[:16]
 
     def load(split="test", captions="web", number=20, seed=3, **more):
-        rows = world.load(split, captions, number, kinds, seed, **more)
+        rows = drawn.load(split, captions, number, kinds, seed, **more)
         return [np.asarray(image).tobytes() for image in rows["image"]], list(rows["caption"]), list(rows["kind"])
 
     few, many, others = load(), load(number=30), [load(seed=1), load("train")]
     assert few == tuple(part[:20] for part in many) and len(set(few[0])) == 20
     for other in others:
         assert not set(other[0]) & set(few[0]) and set(other[2]) <= set(load(number=200)[2])
-    for style in world.CAPTION_STYLES:
+    for style in drawn.CAPTION_STYLES:
         pictures, captions, _ = load(captions=style, captions_per_image=2)
         assert pictures == few[0] and [len(of_image) for of_image in captions] == [2] * 20
         assert [first for first, _ in captions] == load(captions=style)[1]
@@ -66,7 +66,7 @@ def test_rows_follow_from_their_arguments(name):
 
 def test_a_recipe_draws_the_kinds_that_it_names():
     rows = load_pairs(DataArguments(source="symbols", num_samples=20, kinds="planet", captions="detailed"))
-    expected = WORLDS["symbols"].load("train", "detailed", 20, WORLDS["symbols"].KIND_SETS["planet"])
+    expected = world("symbols").load("train", "detailed", 20, world("symbols").KIND_SETS["planet"])
     assert list(rows["caption"]) == list(expected["caption"]) and set(expected["topic"]) == {"planet"}
 
 

@@ -1,9 +1,10 @@
-"""The commands of this room: `clip-moe train`, `curves` and `recipes`.
+"""The commands of this room: `clip-moe run`, `curves` and `recipes`.
 
-Of several processes: `accelerate launch -m clip_moe train`, or `accelerate launch training/upcycle.py` in a checkout.
+Of several processes: `accelerate launch -m clip_moe run`, or `accelerate launch training/upcycle.py` in a checkout.
 """
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -12,50 +13,58 @@ from cyclopts import Parameter
 from records.command_line import Folder, command
 from records.files import new_folder
 from records.yaml_files import read_yaml
+from training.stage_command import run_command
+from training.stages import stage_of_kind
 
 DEMO = Path(__file__).parent / "recipes" / "demo.yaml"
 
 
 @command
-def train(
+def run(
     *overrides: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)],
     config: Annotated[Path, Parameter(show_default=False)] = DEMO,
     output_dir: Folder | None = None,
     stages: str | None = None,
     experts: str | None = None,
     plan: Annotated[bool, Parameter(negative=())] = False,
+    rehearse: Annotated[bool, Parameter(negative=())] = False,
+    rehearse_batch: int | None = None,
 ) -> str | None:
     """Run the stages of a recipe. A stage that is done is skipped, one that was interrupted goes on where it stopped.
 
     Any other --KEY VALUE overrides a key of the recipe: its own (--seed 1) or a stage's, by the stage's name
     (--clip_up.max_steps 100, --clip_up.data.num_samples 1000). Values are read as YAML.
 
-        clip-moe train --config training/recipes/clip_up.yaml --output-dir runs/l14 --clip_up.learning_rate 1e-5
-        accelerate launch -m clip_moe train --config training/recipes/demo.yaml
+        clip-moe run --config training/recipes/clip_up.yaml --output-dir runs/l14 --clip_up.learning_rate 1e-5
+        accelerate launch -m clip_moe run --config training/recipes/demo.yaml
 
     Args:
         config: recipe, a YAML file (default: the demo)
         output_dir: folder for the stages' outputs (default: the recipe's)
         stages: run only these, e.g. upcycled,clip_up (default: all)
         experts: train only these, e.g. 1,2, and the stages that they need (default: everything)
-        plan: print what the run would do and take, without computing or writing anything; your own stages
-            (module:Class) are imported
+        plan: print the stages, what they read and how far they are, at once
+        rehearse: run two steps of each stage on few samples, keep nothing, and print what a run will take
+        rehearse_batch: rehearse with so many samples in the batch of a process
     """
     changed = _overrides(overrides)
     if output_dir is not None:
         changed["output_dir"] = str(output_dir)
     only = None if stages is None else _parts(stages)
     numbers = None if experts is None else _numbers(experts)
-    from training.recipe_file import read_recipe
+    from training.recipe import load_recipe, wanted_stages
 
-    settings = read_recipe(config, changed)  # refuses names that do not exist before torch is imported
-    from training.plan import print_plan
-    from training.recipe import make_recipe
+    recipe = load_recipe(config, changed)
+    if plan:
+        from training.plan import plan as plan_of
+
+        return plan_of(recipe, wanted_stages(recipe, only, numbers))
+    if rehearse or rehearse_batch is not None:
+        from training.rehearsal import rehearse as rehearsal_of
+
+        return rehearsal_of(recipe, wanted_stages(recipe, only, numbers), rehearse_batch)
     from training.runner import loading_hint, run_recipe
 
-    recipe = make_recipe(settings, config)
-    if plan:
-        return print_plan(recipe, only, numbers)
     run_recipe(recipe, only, numbers)
     return loading_hint(recipe, only)
 
@@ -113,7 +122,7 @@ def recipes(output: Folder = Path(), /) -> str:
     Recipes name these models by their place, so they run in OUTPUT. In a checkout, all is there.
 
         clip-moe recipes
-        clip-moe train --config training/recipes/clip_moe_demo.yaml
+        clip-moe run --config training/recipes/clip_moe_demo.yaml
 
     Args:
         output: a folder that has no folder `training` yet
@@ -122,3 +131,15 @@ def recipes(output: Folder = Path(), /) -> str:
         for name in ("recipes", "accelerate", "symbol_clip", "name_clip_moe"):
             shutil.copytree(Path(__file__).with_name(name), folder / name)
     return f"wrote {output / 'training'}"
+
+
+def stage_command(kind: str) -> Callable[..., str | None]:
+    """The command of a kind of stage, with the settings of its class."""
+
+    def command_of_stage(
+        *arguments: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)],
+    ) -> str | None:
+        return run_command(kind, arguments)
+
+    command_of_stage.__doc__ = stage_of_kind(kind).__doc__.partition("\n\n")[0]
+    return command_of_stage

@@ -34,6 +34,7 @@ class Context:
     Args:
         stages: names of all stages of the recipe.
         alone: whether the other processes wait, so that nothing may wait for them.
+        rehearses: whether the stages are those of a rehearsal, with few samples.
     """
 
     output_dir: Path
@@ -43,10 +44,13 @@ class Context:
     mixed_precision: str | None = None
     trackers: tuple[str, ...] = ()
     alone: bool = False
+    rehearses: bool = False
     # The last pairs that were loaded, by their settings and identity: most stages of a recipe use the same.
     _pairs: dict[str, datasets.Dataset | datasets.IterableDataset] = field(default_factory=dict)
     # The last pairs whose duplicates were asked for
     _duplicates: dict[str, Duplicates] = field(default_factory=dict)
+    # Bytes of what the stage that runs holds of its samples in memory, by what it is
+    held: dict[str, int] = field(default_factory=dict)
     # Identities of the data of the stage that runs: data may change between two stages
     _identities: dict[str, dict[str, Any] | None] = field(default_factory=dict)
 
@@ -71,6 +75,8 @@ class Context:
             self._pairs.clear()
             with self._main_process_first():  # which fills the cache that the others read
                 self._pairs[key] = load_pairs(arguments, images)
+        if arguments.source in WORLDS:  # others are mapped from files
+            self.held["drawn"] = self._pairs[key].data.nbytes
         return self._pairs[key]
 
     def readable(self, rows: datasets.Dataset, arguments: DataArguments) -> datasets.Dataset:

@@ -6,18 +6,15 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker
 from accelerate.utils import DistributedType, send_to_device
-from pydantic import Field
-from pydantic.dataclasses import dataclass
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
@@ -27,13 +24,15 @@ from evaluation.progress import Progress
 from modeling_clip_moe.experts import RECOMPILE_LIMIT
 from modeling_clip_moe.sparse_moe import SparseEncoderLayer
 from records.files import new_file
+from records.memory import in_words, peak_memory
 from records.messages import join_names, one_line
 from records.provenance import CHECKPOINTS, LOG, flatten
 from training.gradient_cache import cached_gradient
 from training.lora import merge_adapters
-from training.optimizers import OptimizerSettings, WeightAverage, make_optimizer
+from training.optimizers import WeightAverage, make_optimizer
 from training.scores import Scores
-from training.settings import STRICT, dump
+from training.settings import dump
+from training.train_settings import LoopSettings
 from training.training_state import (
     after_not_finite,
     finished_steps,
@@ -49,47 +48,6 @@ logger = logging.getLogger(__name__)
 
 # Share of tokens that no expert computes, above which a run that ends has gone wrong
 MANY_DROPPED = 0.5
-
-
-@dataclass(config=STRICT, kw_only=True)
-class LoopSettings(OptimizerSettings):
-    """Settings of the loop, for a stage, whose `name` stands in messages."""
-
-    # Settings of stages that train a CLIP, which have them as fields. Not annotated: here they would be fields, too
-    mini_batch_size = lora = None
-
-    # Samples of one optimizer step, over all processes and accumulation steps.
-    global_batch_size: int = Field(gt=0)
-    # Each accumulation step sees only its own negatives: accumulation lowers memory, and makes the task easier.
-    gradient_accumulation_steps: int = Field(default=1, gt=0)
-    # Linear warm-up: a number of steps, or below 1 a share of all steps. Then cosine to zero.
-    warmup_steps: float = Field(default=0, ge=0)
-    # Longer gradients are scaled to this length; None: no gradient is.
-    max_grad_norm: float | None = Field(default=1.0, gt=0)
-    # The temperature of a CLIP is kept at or above 1 / max_logit_scale (CLIP, section 2.5).
-    max_logit_scale: float = Field(default=100.0, ge=1)
-    # The trained model is the exponential moving average of the weights, with this decay a step. DeepSpeed has none.
-    # None: the trained model has the last weights.
-    ema_decay: float | None = Field(default=None, gt=0, lt=1)
-    # Compute activations again in the backward pass: less memory, more time.
-    gradient_checkpointing: bool = False
-    # Compile each encoder layer; layers of a kind share one compiled function. "auto": on a GPU.
-    torch_compile: Literal["auto"] | bool = "auto"
-
-    # Log losses every so many steps.
-    logging_steps: int = Field(default=10, gt=0)
-    # A checkpoint every so many steps; None: only the finished model.
-    save_steps: int | None = Field(default=None, gt=0)
-    # How many checkpoints are kept.
-    save_total_limit: int = Field(default=1, gt=0)
-
-    def task(self, model: PreTrainedModel) -> nn.Module:
-        """The model, as its attribute `model`, and its loss in one module: see `training.contrastive_task`."""
-
-    @property
-    def bytes_of_states(self) -> int:
-        """Bytes that a parameter that trains has besides its value and gradient: two moments, and the average."""
-        return self.bytes_of_moments + (0 if self.ema_decay is None else 4)
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:
@@ -156,6 +114,7 @@ def train(
     weights = partial(_gather_weights, accelerator, task, model, settings, scale, average)
     if step == 0:
         _measure(scores, 0, total_steps, weights, log)
+    first = step
     progress = Progress(settings.name, total_steps, step, accelerator.is_main_process)
     while step < total_steps:
         metrics = _compute_gradient(accelerator, task, model, stream, settings, step, finite)
@@ -176,7 +135,13 @@ def train(
         progress.update(_summary(values, speed) if is_logged else "")
         _measure(scores, step, total_steps, weights, log)
         if is_saved:
-            save_checkpoint(accelerator, task, optimizer, checkpoints, step, settings.save_total_limit, average)
+            with log.paused():
+                save_checkpoint(accelerator, task, optimizer, checkpoints, step, settings.save_total_limit, average)
+        if step == first + 1:
+            memory = in_words(peak_memory(accelerator.device))
+            accelerator.on_main_process(print)(
+                f"{settings.name}: {memory} of memory at most, after one step", flush=True
+            )
     progress.close()
     call_trackers(accelerator, lambda tracker: tracker.finish())
     state_dict = weights()
@@ -361,10 +326,9 @@ def _measure(
 ) -> None:
     """Log what the model scores after a step, if it is time to."""
     if scores is not None and scores.due(step, total_steps):
-        started = time.perf_counter()
-        if values := scores.measure(step, weights()):
-            log.write(step, values)
-        log.started += time.perf_counter() - started  # no image was trained on meanwhile
+        with log.paused():
+            if values := scores.measure(step, weights()):
+                log.write(step, values)
 
 
 @torch.no_grad()
@@ -415,9 +379,16 @@ class Log:
             with new_file(path) as partial:
                 partial.write_text("".join(f"{line}\n" for line in whole), encoding="utf-8")
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """No image is trained on meanwhile, and the time does not count."""
+        started = time.perf_counter()
+        yield
+        self.started += time.perf_counter() - started
+
     def images_per_second(self, step: int) -> float:
-        """The speed since the beginning of this attempt."""
-        return round((step - self.first) * self.batch_size / (time.perf_counter() - self.started), 1)
+        """The speed since the beginning of this attempt, without the time of scores and checkpoints."""
+        return float(f"{(step - self.first) * self.batch_size / (time.perf_counter() - self.started):.5g}")
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """Log the values of a step, or what the model scores after it."""

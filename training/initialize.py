@@ -2,9 +2,10 @@
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -32,12 +33,13 @@ from conversion.processors import (
     mark_padding,
     require_fit,
 )
-from conversion.upcycle import check_memory
+from conversion.upcycle import ROUTING_FIELDS, check_memory
 from data.drawing import build_image_processor
-from data.worlds import WORLDS
+from data.worlds import WORLDS, world
 from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
 from modeling_clip_moe.families import FAMILY_OF_TYPE
 from modeling_clip_moe.sparse_moe import CLIPMoESparseMoeBlock
+from records.messages import join_names, suggestion
 
 
 @torch.no_grad()
@@ -162,6 +164,27 @@ def dense_config(
     return config
 
 
+def split_routing(
+    family: str, text_config: Mapping[str, Any], vision_config: Mapping[str, Any], is_sparse: bool
+) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
+    """The fields of dense towers, text first, and those that say how tokens are routed, by `text_config` and
+    `vision_config`. Raises ValueError where a family has no such field, or a dense model is to route."""
+    config_class = FAMILY_OF_TYPE[family].dense.config_class
+    routing_fields = ROUTING_FIELDS - {"attention_dropout"}  # which a dense tower has, too
+    dense, routing = [], {}
+    for tower, settings in {"text_config": text_config, "vision_config": vision_config}.items():
+        of_tower = config_class.sub_configs[tower]
+        names = {field.name for field in dataclasses.fields(of_tower)} | ROUTING_FIELDS
+        if unknown := sorted(set(settings) - names):
+            hint = suggestion(unknown[0], names)
+            raise ValueError(f"{tower}: {of_tower.__name__} has no field {', '.join(map(repr, unknown))}: {hint}")
+        dense.append({name: value for name, value in settings.items() if name not in routing_fields})
+        routing[tower] = {name: value for name, value in settings.items() if name in routing_fields}
+        if routing[tower] and not is_sparse:
+            raise ValueError(f"{tower}: {join_names(sorted(routing[tower]))} are of sparse models alone; set preset")
+    return dense, routing
+
+
 @contextlib.contextmanager
 def _as_value_errors() -> Iterator[None]:
     """What transformers raises where settings make no model becomes a `ValueError`."""
@@ -193,8 +216,8 @@ def _processor(processor: str | None, tokenizer: str | None, context_length: int
 
 
 @functools.lru_cache(maxsize=4)  # the checks of a recipe need it, and then the stage
-def _tokenizer_of(world: str, context_length: int) -> CLIPTokenizer:
-    return WORLDS[world].build_tokenizer(context_length)
+def _tokenizer_of(name: str, context_length: int) -> CLIPTokenizer:
+    return world(name).build_tokenizer(context_length)
 
 
 def _require_half(source: str, half: str, files: tuple[str, ...]) -> None:

@@ -14,7 +14,7 @@ from datasets.distributed import split_dataset_by_node
 from torch.utils.data import DataLoader, default_collate, get_worker_info
 from transformers import BaseImageProcessor, CLIPProcessor, PreTrainedTokenizerBase
 
-from data.augmentation import Augmentation
+from data.arguments import Augmentation
 from data.images import decode_image
 from data.pairs import STREAM_TRIAL, StreamReport, first_caption, judge, present_captions, read_pair
 from data.preparation import Preparation, crop_size
@@ -88,6 +88,12 @@ class PairLoader:
     def __len__(self) -> int:
         """Batches of an epoch; a stream has no known length."""
         return len(self.sampler)
+
+    @property
+    def bytes_in_memory(self) -> int:
+        """Of the images that `in_memory` keeps."""
+        prepared = {} if self.arguments.streaming else self.pairs.prepared or {}
+        return sum(value.nbytes for value in prepared.values())
 
     def batches(self, start: int) -> Iterator[dict[str, torch.Tensor]]:
         """Batches from number `start` of the run on: what `Preparation` makes of B images, `input_ids` and

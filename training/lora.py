@@ -1,11 +1,8 @@
 """LoRA (arXiv:2106.09685): small adapters train instead of the weights, and are added to them at the end. By peft."""
 
 from collections.abc import Mapping
-from typing import Annotated
 
 import torch
-from pydantic import Field
-from pydantic.dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.siglip2.modeling_siglip2 import Siglip2VisionEmbeddings
@@ -13,25 +10,7 @@ from transformers.models.siglip2.modeling_siglip2 import Siglip2VisionEmbeddings
 from evaluation.costs import meta_model
 from records.messages import one_line
 from training.optimizers import set_trainable
-from training.settings import STRICT
-
-
-@dataclass(config=STRICT, kw_only=True)
-class LoraSettings:
-    """Which weights get adapters, and how large these are. The names are those of peft's LoraConfig."""
-
-    # Rank of an adapter.
-    r: int = Field(gt=0)
-    # The product of an adapter's two matrices is multiplied by lora_alpha / r.
-    lora_alpha: float = Field(default=16.0, gt=0)
-    # Share of an adapter's input that is 0 in each step.
-    lora_dropout: float = Field(default=0.0, ge=0, lt=1)
-    # Ends of the names of linear layers.
-    target_modules: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=lambda: ["q_proj", "v_proj"])
-    # Ends of the names of other parameters, such as experts.up_proj: those of all experts of a layer.
-    target_parameters: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
-    # Regular expression, matched anywhere in a parameter's name: what trains besides, whole; None: nothing.
-    trainable: str | None = None
+from training.train_settings import LoraSettings
 
 
 def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int) -> None:

@@ -1,19 +1,15 @@
 """What of a model trains, the optimizer that trains it, and the average of its weights."""
 
-import importlib.util
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Literal
 
 import torch
-from pydantic import Field
-from pydantic.dataclasses import dataclass
 from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from training.settings import STRICT
+from training.train_settings import OptimizerSettings
 
 # Besides norms, which families call as they like: as CLIP (section 2.5) and everybody after it.
 NO_DECAY = re.compile(r"(bias|class_embedding|logit_scale)$")
@@ -92,40 +88,6 @@ def _layer_scales(model: nn.Module, layer_decay: float) -> dict[str, float]:
 FUSED = ("cuda", "xpu")
 
 
-@dataclass(config=STRICT, kw_only=True)
-class OptimizerSettings:
-    """Settings of the optimizer."""
-
-    # AdamW's learning rate after warm-up: about how far each weight moves in a step.
-    learning_rate: float = Field(gt=0, le=1)
-    # AdamW's weight decay of matrices: biases, norms, the class embedding and the temperature have none.
-    weight_decay: float = Field(default=0.0, ge=0)
-    # Weight decay on all that trains (CLIP-MoE's released code).
-    decay_all: bool = False
-    # Factor of the learning rate for each layer further down in its tower; embeddings have the smallest rate (EVA-CLIP,
-    # arXiv:2303.15389). 1: all have the same.
-    layer_decay: float = Field(default=1.0, gt=0, le=1)
-    # AdamW's decay of the gradient's mean.
-    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
-    # AdamW's decay of the squared gradient's mean.
-    adam_beta2: float = Field(default=0.98, ge=0, lt=1)
-    # AdamW's epsilon.
-    adam_epsilon: float = Field(default=1e-6, gt=0, le=1)
-    # "adamw", torch's, one kernel where the device has it; or torchao's with moments of 8 bits, in a quarter of the
-    # memory.
-    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
-
-    def missing_optimizer(self) -> str:
-        """What has to be installed for it, or nothing."""
-        missing = self.optimizer == "adamw_8bit" and importlib.util.find_spec("torchao") is None
-        return "adamw_8bit is torchao's: pip install torchao, or take adamw" if missing else ""
-
-    @property
-    def bytes_of_moments(self) -> int:
-        """Bytes that both moments of a parameter take."""
-        return 8 if self.optimizer == "adamw" else 2
-
-
 def make_optimizer(task: nn.Module, settings: OptimizerSettings, device: torch.device) -> torch.optim.Optimizer:
     """The optimizer of the trainable parameters of a task."""
     groups = parameter_groups(task, settings.weight_decay, settings.decay_all, settings.layer_decay)
@@ -137,7 +99,10 @@ def make_optimizer(task: nn.Module, settings: OptimizerSettings, device: torch.d
         "eps": settings.adam_epsilon,
     }
     if settings.optimizer == "adamw_8bit":
-        from torchao.optim import AdamW8bit  # which the stage has asked for before it began
+        try:
+            from torchao.optim import AdamW8bit
+        except ImportError as error:
+            raise ValueError("optimizer adamw_8bit is torchao's: pip install torchao, or take adamw") from error
 
         return AdamW8bit(groups, **options)
     return torch.optim.AdamW(groups, **options, fused=device.type in FUSED)

@@ -3,22 +3,76 @@
 Unknown keys, wrong types and contradictions raise a `RecipeError` that names the key as it stands in the recipe.
 """
 
+import copy
+import functools
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
-from pydantic import BeforeValidator, Field, SkipValidation, TypeAdapter, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SkipValidation,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic.dataclasses import dataclass
+from typing_extensions import TypedDict
 
-from data.sources import DataArguments
+from data.arguments import DataArguments
 from data.worlds import WORLDS
+from records.files import read_text
+from records.messages import (
+    Faults,
+    did_you_mean,
+    fault_text,
+    fault_value,
+    most_similar,
+    one_line,
+    shortened,
+    suggestion,
+)
 from records.provenance import LOGS
-from training.measured_tasks import MeasuredTasks
-from training.recipe_file import read_recipe, validated
+from records.yaml_files import read_yaml
 from training.settings import STRICT
-from training.stages import STAGES
-from training.stages.base import Stage, each_value
-from training.stages.custom import import_stage
+from training.stages import KINDS, stage_of_kind
+from training.stages.base import Stage, each_value, kinds, references, setting_names
+from training.train_settings import MeasuredTasks
+
+
+class RecipeError(Faults):
+    """The faults of a recipe, with their settings: a first line that counts them, then a line for each.
+
+    One alone stands in the first line.
+
+    Args:
+        faults: `stage.setting: what is wrong`. What is wrong in several stages alike, as by defaults, is one fault.
+    """
+
+    def __init__(self, recipe: str | Path, faults: Iterable[str]):
+        settings: dict[str, list[str]] = {}
+        for fault in dict.fromkeys(faults):
+            setting, _, what = one_line(fault).partition(": ")
+            settings.setdefault(what, []).append(setting)
+        lines = [f"{', '.join(alike)}: {what}" for what, alike in settings.items()]
+        several = "\n  ".join([f"{recipe} has {len(lines)} faults:", *lines])
+        super().__init__(several if len(lines) > 1 else f"{recipe} has a fault: {lines[0]}")
+
+
+def stage_class(stage: str) -> type[Stage]:
+    """The class of a kind of stage, or one's own: `package.module:Class`, see `import_stage`."""
+    if ":" in stage:
+        from training.stages.custom import import_stage
+
+        return import_stage(stage)
+    if stage not in KINDS:
+        raise ValueError(f"there is no kind of stage {stage!r}: {suggestion(stage, KINDS)}")
+    return stage_of_kind(stage)
 
 
 def read_stage(settings: Any) -> Stage:
@@ -26,11 +80,6 @@ def read_stage(settings: Any) -> Stage:
     if isinstance(settings, Stage):
         return settings
     return TypeAdapter(stage_class(settings["stage"])).validate_python(settings)
-
-
-def stage_class(stage: str) -> type[Stage]:
-    """The class of a kind of stage, or one's own: `package.module:Class`, see `import_stage`."""
-    return import_stage(stage) if ":" in stage else STAGES[stage]
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -65,7 +114,7 @@ class Recipe:
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"the stage name {name!r} is used twice")
-            if name in {field.name for field in fields(Recipe)} | {"defaults", LOGS}:
+            if name in {*_recipe_keys(), LOGS}:
                 raise ValueError(f"{name!r} cannot name a stage: it is a key of the recipe, or a folder of the run")
         return stages
 
@@ -90,6 +139,26 @@ class Recipe:
         return self
 
 
+def _recipe_keys() -> list[str]:
+    return [*(field.name for field in fields(Recipe)), "defaults"]
+
+
+class NamedStage(TypedDict):
+    """A stage before its own class reads it."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")
+    name: Annotated[str, Field(pattern=r"^\w[\w -]*$", max_length=200)]
+    stage: str
+
+
+class RecipeFile(TypedDict):
+    """What overrides and defaults have to find in a recipe."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")
+    stages: Annotated[list[NamedStage], Field(min_length=1)]
+    defaults: NotRequired[dict[str, dict[str, Any]] | None]
+
+
 def load_recipe(path: str | Path, overrides: dict[str, Any] | None = None) -> Recipe:
     """Read a recipe.
 
@@ -101,11 +170,152 @@ def load_recipe(path: str | Path, overrides: dict[str, Any] | None = None) -> Re
         overrides: dotted key -> value, applied last. A key starts with the name of a stage (`clip_up.max_steps`), or
             is one of the recipe's own (`seed`, `defaults.train.max_steps`).
     """
-    return make_recipe(read_recipe(Path(path), overrides or {}), path)
-
-
-def make_recipe(settings: dict[str, Any], path: str | Path) -> Recipe:
-    """A recipe as `training.recipe_file.read_recipe` read it from a file, as an object."""
+    settings = _read_recipe(Path(path), overrides or {})
     recipe = validated(Recipe, settings, path, [stage["name"] for stage in settings["stages"]])
     recipe.title = str(path)
     return recipe
+
+
+def _read_recipe(path: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a recipe, with defaults merged into its stages. All names of kinds and of settings exist.
+
+    Args:
+        path, overrides: see `load_recipe`.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"no recipe at {path}; the project's are in training/recipes, where `clip-moe recipes` puts them"
+        )
+    raw = read_yaml(read_text(path), str(path))
+    validated(RecipeFile, raw, path)
+    for key, value in overrides.items():
+        _override(raw, key, value)
+    validated(RecipeFile, raw, path)
+    defaults, used = raw.pop("defaults", None) or {}, set()
+    faults = [*unknown_names(raw, setting_names(Recipe) | {"stages": {}})]
+    for number, settings in enumerate(raw["stages"]):
+        try:
+            of_stage = stage_class(settings["stage"])
+        except ValueError as error:
+            faults.append(f"{settings['name']}.stage: {error}")
+            used |= set(defaults)  # which may be meant for it
+            continue
+        keys = dict.fromkeys([*(kind for kind in kinds(of_stage) if kind != "model"), settings["stage"]])
+        used |= set(keys)
+        shared = functools.reduce(_merge, (defaults.get(key, {}) for key in keys), {})
+        raw["stages"][number] = _merge(shared, settings)
+        faults += unknown_names(raw["stages"][number], setting_names(of_stage), f"{settings['name']}.")
+    unused = sorted(set(defaults) - used)
+    faults += [f"defaults.{key}: no stage uses them: {suggestion(key, used)}" for key in unused]
+    if faults:
+        raise RecipeError(path, faults)
+    return raw
+
+
+def unknown_names(settings: Any, outline: dict[str, dict], where: str = "") -> Iterator[str]:
+    """A line for each key that no setting has.
+
+    Args:
+        outline: name of a setting -> the same of what it holds; empty: any keys.
+    """
+    for number, item in enumerate(settings if isinstance(settings, list) else ()):
+        yield from unknown_names(item, outline, f"{where}{number}.")
+    for key, value in settings.items() if outline and isinstance(settings, dict) else ():
+        if key in outline:
+            yield from unknown_names(value, outline[key], f"{where}{key}.")
+        else:
+            what = "there is no such key" + (", here or in the defaults of this stage" if where else "")
+            yield f"{where}{key}: {what}: {_meant_key(key, outline)} (got {shortened(value)})"
+
+
+def _meant_key(key: str, outline: dict[str, dict]) -> str:
+    """The most similar setting; else the same name within another one; else all settings."""
+    within = [name for name, inner in outline.items() if key in inner]
+    if within and not most_similar(key, outline):
+        return f"did you mean '{within[0]}.{key}'?"
+    return suggestion(key, outline)
+
+
+def validated(kind: type, settings: Any, path: str | Path, stages: Sequence[str] = ()) -> Any:
+    """Settings as an object of their class. Raises RecipeError with a line for each that is wrong.
+
+    Args:
+        stages: names of the stages that the settings hold.
+    """
+    try:
+        return TypeAdapter(kind).validate_python(settings)
+    except ValidationError as error:
+        raise RecipeError(path, (_fault(wrong, stages) for wrong in error.errors())) from error
+
+
+def _fault(error: dict[str, Any], stages: Sequence[str]) -> str:
+    """What is wrong with a setting, with the choice that may be meant instead."""
+    place, message = [*error["loc"]], fault_text(error)
+    if stages and place[:1] == ["stages"] and len(place) > 1:
+        place[:2] = [stages[place[1]]]
+    if error["type"] == "literal_error":
+        choices = re.findall(r"'([^']+)'", error["ctx"]["expected"])
+        message += did_you_mean(str(error["input"]), choices)
+    return f"{'.'.join(map(str, place)) or 'recipe'}: {message}{fault_value(error)}"
+
+
+def _override(raw: dict, key: str, value: Any) -> None:
+    head, *rest = key.split(".")
+    target = next((stage for stage in raw["stages"] if stage["name"] == head), None)
+    if target is None and head in {*_recipe_keys()}:
+        target, rest = raw, [head, *rest]
+    if target is None or not rest:
+        names = [stage["name"] for stage in raw["stages"]]
+        raise ValueError(
+            f"--{key}: {head!r} is neither an option (--config, --output-dir, --stages, --experts), nor a key of the "
+            f"recipe, nor a setting of one of its stages {names}, which is written --STAGE.KEY"
+        )
+    for part in rest[:-1]:
+        if target.get(part) is None:
+            target[part] = {}
+        target = target[part]
+        if not isinstance(target, dict):
+            what = "is a list, which is given whole, as '[...]'" if isinstance(target, list) else "has no keys"
+            raise ValueError(f"--{key}: {part!r} {what}")
+    target[rest[-1]] = value
+
+
+def _merge(defaults: dict, settings: dict) -> dict:
+    merged = copy.deepcopy(defaults)
+    for key, value in settings.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if both else value
+    return merged
+
+
+def wanted_stages(recipe: Recipe, only: Iterable[str] | None, experts: Iterable[int] | None) -> list[Stage]:
+    """The stages to run, in their order."""
+    names = [stage.name for stage in recipe.stages]
+    unknown = sorted(set(only or ()) - set(names))
+    if unknown:
+        raise ValueError(f"the recipe has no stage {', '.join(unknown)}; its stages are {', '.join(names)}")
+    numbers = [number for number in map(expert_number, recipe.stages) if number is not None]
+    unknown = sorted(set(experts or ()) - set(numbers))
+    if unknown:
+        raise ValueError(f"the recipe trains no expert {unknown}; its experts are {numbers}")
+    wanted = set(names) if experts is None else _needed_by(recipe, set(experts))
+    return [stage for stage in recipe.stages if stage.name in wanted and (only is None or stage.name in only)]
+
+
+def expert_number(stage: Stage) -> int | None:
+    """The number of the expert that a stage trains, its setting `expert`, by which --experts chooses it."""
+    number = getattr(stage, "expert", None)
+    return number if isinstance(number, int) else None
+
+
+def _needed_by(recipe: Recipe, experts: set[int]) -> set[str]:
+    """The names of the stages that train these experts, and of all that they need but other experts."""
+    stages = {stage.name: stage for stage in recipe.stages}
+    ours = [stage.name for stage in recipe.stages if expert_number(stage) in experts]
+    needed, open_ = set(), list(ours)
+    while open_:
+        name = open_.pop()
+        if name not in needed and name in stages and (name in ours or expert_number(stages[name]) is None):
+            needed.add(name)
+            open_ += [reference.value for reference in references(stages[name])]
+    return needed

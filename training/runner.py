@@ -26,25 +26,25 @@ from safetensors import SafetensorError
 from conversion import publish
 from conversion.checkpoints import load_config
 from conversion.verification import require_loadable
-from data.sources import DataArguments, file_stamp, newest_file, opened_once
+from data.arguments import DataArguments
+from data.sources import file_stamp, newest_file
 from records.files import locked, respect_umask, write_text
 from records.local_names import paths_here
 from records.provenance import (
     CHECKPOINTS,
-    LOG,
     MANIFEST,
     RECIPE,
     Attempt,
     Record,
     device_name,
     environment,
+    has_work,
     input_fingerprint,
     weights_fingerprint,
 )
-from training.checks import Outlook, find_faults
+from training.checks import find_faults
 from training.context import Context, Unfinished, make_accelerator
-from training.recipe import Recipe
-from training.recipe_file import RecipeError
+from training.recipe import Recipe, RecipeError, wanted_stages
 from training.settings import dump
 from training.stages.base import Stage, references, resolve
 from training.stages.custom import own_stage
@@ -64,13 +64,9 @@ def run_recipe(recipe: Recipe, only: Iterable[str] | None = None, experts: Itera
     """
     stages = wanted_stages(recipe, only, experts)
     output_dir = Path(recipe.output_dir)
+    require_sound(recipe, stages)
     runner = Runner(recipe)
     accelerator = runner.context.accelerator
-    with opened_once():
-        outlook = Outlook(recipe.stages, output_dir, accelerator.num_processes)
-        faults = [*find_faults(outlook, {stage.name for stage in stages})]
-    if faults:
-        raise RecipeError(recipe.title, faults)
     with locked(output_dir) if accelerator.is_main_process else nullcontext():
         for stage in stages:
             with stage_errors(stage), suppress(Unfinished):
@@ -96,11 +92,33 @@ def run_recipe(recipe: Recipe, only: Iterable[str] | None = None, experts: Itera
             for name, repository in recipe.push_to_hub.items():
                 if accelerator.is_main_process:
                     print(f"{name} is at {publish.publish(output_dir / name, repository)}")
+    _end(runner)
+    return output_dir
+
+
+def run_alone(recipe: Recipe) -> None:
+    """Run a recipe of one stage, whose folder is all that it leaves."""
+    (stage,) = recipe.stages
+    require_sound(recipe, [stage])
+    runner = Runner(recipe)
+    final, _ = runner.folders(stage)
+    with locked(final) if runner.context.accelerator.is_main_process else nullcontext(), stage_errors(stage):
+        runner.run_stage(stage)
+    _end(runner)
+
+
+def _end(runner: "Runner") -> None:
     # A DDP module that outlives the process group destroys it while it holds the GIL, for which the group's own thread
     # may wait: a deadlock at the very end.
     gc.collect()
-    accelerator.end_training()
-    return output_dir
+    runner.context.accelerator.end_training()
+
+
+def require_sound(recipe: Recipe, stages: Collection[Stage]) -> None:
+    """Raises a RecipeError of all that is wrong with the stages to run: see `find_faults`."""
+    faults = [*find_faults(recipe, {stage.name for stage in stages})]
+    if faults:
+        raise RecipeError(recipe.title, faults)
 
 
 def loading_hint(recipe: Recipe, only: Collection[str] | None = None) -> str | None:
@@ -120,39 +138,6 @@ def loading_hint(recipe: Recipe, only: Collection[str] | None = None) -> str | N
         f"    from transformers import {auto}\n"
         f'    model = {auto}.from_pretrained("{finished[-1]}")\n'
     )
-
-
-def wanted_stages(recipe: Recipe, only: Iterable[str] | None, experts: Iterable[int] | None) -> list[Stage]:
-    """The stages to run, in their order."""
-    names = [stage.name for stage in recipe.stages]
-    unknown = sorted(set(only or ()) - set(names))
-    if unknown:
-        raise ValueError(f"the recipe has no stage {', '.join(unknown)}; its stages are {', '.join(names)}")
-    numbers = [number for number in map(expert_number, recipe.stages) if number is not None]
-    unknown = sorted(set(experts or ()) - set(numbers))
-    if unknown:
-        raise ValueError(f"the recipe trains no expert {unknown}; its experts are {numbers}")
-    wanted = set(names) if experts is None else _needed_by(recipe, set(experts))
-    return [stage for stage in recipe.stages if stage.name in wanted and (only is None or stage.name in only)]
-
-
-def expert_number(stage: Stage) -> int | None:
-    """The number of the expert that a stage trains, its setting `expert`, by which --experts chooses it."""
-    number = getattr(stage, "expert", None)
-    return number if isinstance(number, int) else None
-
-
-def _needed_by(recipe: Recipe, experts: set[int]) -> set[str]:
-    """The names of the stages that train these experts, and of all that they need but other experts."""
-    stages = {stage.name: stage for stage in recipe.stages}
-    ours = [stage.name for stage in recipe.stages if expert_number(stage) in experts]
-    needed, open_ = set(), list(ours)
-    while open_:
-        name = open_.pop()
-        if name not in needed and name in stages and (name in ours or expert_number(stages[name]) is None):
-            needed.add(name)
-            open_ += [reference.value for reference in references(stages[name])]
-    return needed
 
 
 @contextmanager
@@ -175,7 +160,7 @@ def stage_errors(stage: Stage) -> Iterator[None]:
 class Runner:
     """The folders of a run and what is known of them."""
 
-    def __init__(self, recipe: Recipe):
+    def __init__(self, recipe: Recipe, rehearses: bool = False):
         output_dir, trackers = Path(recipe.output_dir), tuple(recipe.trackers)
         self.context = Context(
             output_dir,
@@ -184,14 +169,19 @@ class Runner:
             recipe.seed,
             recipe.mixed_precision,
             trackers,
+            rehearses=rehearses,
         )
         # Folder or hub name with the stamps of its files -> fingerprint
         self._fingerprints: dict[str, str] = {}
         self.settings = dump(recipe)
         self._local = paths_here(self.settings)
 
-    def run_stage(self, stage: Stage) -> None:
-        """Run one stage, unless its folder is there and was made by the same settings, seed, inputs and data."""
+    def run_stage(self, stage: Stage) -> int:
+        """Run one stage, unless its folder is there and was made by the same settings, seed, inputs and data.
+
+        Returns:
+            Bytes that its folder had when it ended, checkpoints included; 0 where it was done before.
+        """
         context, accelerator = self.context, self.context.accelerator
         final, partial = self.folders(stage)
         say = functools.partial(accelerator.on_main_process(print), flush=True)
@@ -203,7 +193,7 @@ class Runner:
             if accelerator.is_main_process:
                 _tidy(final)  # a kill may have come before that
             accelerator.wait_for_everyone()
-            return
+            return 0
         say(f"{stage.name}: begins, {datetime.now():%Y-%m-%d %H:%M:%S}")
         record.attempts.append(self._attempt())
         accelerator.wait_for_everyone()
@@ -226,11 +216,14 @@ class Runner:
         changed = sorted(key for key in now.keys() & record.inputs if now[key] != record.inputs[key])
         if changed:
             raise ValueError(f"{changed[0]} changed while the stage read it: delete {partial}, and run it again")
+        size = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
+        accelerator.wait_for_everyone()
         seconds = record.attempts[-1].seconds = round(time.perf_counter() - started, 1)
         if accelerator.is_main_process:
             _finish(stage, record, partial, final)
         say(f"{stage.name}: done in {seconds:g} s{_report_of(final)}")
         accelerator.wait_for_everyone()
+        return size
 
     def prepare(self, stage: Stage) -> tuple[SimpleNamespace | None, Record]:
         """What a stage reads, and the record of what makes its folder, with the attempts before. Writes nothing.
@@ -311,14 +304,6 @@ def _require_no_others(output_dir: Path, stages: Collection[str]) -> None:
         raise ValueError(
             f"{output_dir} has stages of another recipe, {', '.join(others)}: choose another --output-dir, or move them"
         )
-
-
-def has_work(partial: Path) -> bool:
-    """Whether a stage that has not finished left something to go on from: neither how it was begun nor a log is, nor a
-    best model without a checkpoint."""
-    paths = [*partial.glob("*"), *partial.glob(f"{CHECKPOINTS}/step-*")]
-    no_work = (MANIFEST, LOG, CHECKPOINTS)
-    return any(path.name not in no_work and path.suffix not in (".partial", ".tmp") for path in paths)
 
 
 def comparable(settings: dict[str, Any]) -> dict[str, Any]:

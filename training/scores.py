@@ -9,8 +9,6 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from pydantic import Field
-from pydantic.dataclasses import dataclass
 from transformers import PreTrainedModel, ProcessorMixin
 
 from evaluation.evaluate import evaluate_model
@@ -19,27 +17,10 @@ from evaluation.task import Task
 from records.files import read_json, save, write_text
 from records.messages import join_names
 from records.provenance import weights_fingerprint
-from training.measured_tasks import MeasuredTasks
-from training.settings import STRICT
+from training.train_settings import Evaluation
 from training.training_state import kept_random_states
 
 BEST, BEST_BEFORE, RECORD = "best", "best.old", "best.json"
-
-
-@dataclass(config=STRICT, kw_only=True)
-class Evaluation(MeasuredTasks):
-    """What is measured while a stage trains, by the main process while the others wait. The weights do not depend on
-    it, unless the best are kept."""
-
-    # Every so many steps, and after the last one.
-    every_steps: int = Field(gt=0)
-    # Also before the first step.
-    at_start: bool = False
-    # Images or texts that are embedded at a time.
-    batch_size: int = Field(default=64, gt=0)
-    # A score, as TASK/METRIC: the stage's model is the one that had the highest, the earliest of equal ones; None: the
-    # one after the last step. A task on own data without a name goes by its `task`, if no other has the same.
-    keep_best: str | None = None
 
 
 def find_score(keep_best: str, tasks: Mapping[str, Task]) -> str:

@@ -8,7 +8,7 @@ if __name__ == "__main__":
     import sys
 
     from records.processes import launch_cpu_processes
-    from training.commands import train
+    from training.commands import run
 
     launch_cpu_processes("upcycle.py", sys.argv)
-    train.main()
+    run.main()

@@ -22,13 +22,7 @@ from records.files import read_text
 from records.messages import shortened
 
 
-class NotDownloaded(ValueError):
-    """A benchmark is on the Hub and not here, and the Hub is not asked or cannot be reached."""
-
-
-def benchmark_task(
-    benchmark: Benchmark, data_root: str | Path | None = None, ask_hub: bool = True, num_workers: int | None = None
-) -> Task:
+def benchmark_task(benchmark: Benchmark, data_root: str | Path | None = None, num_workers: int | None = None) -> Task:
     """The task of a benchmark. Class names, templates and stamps of copies are read now, images when they are needed.
 
     Args:
@@ -37,16 +31,16 @@ def benchmark_task(
         num_workers: processes that look whether all images can be read; None: this one.
     """
     local, layout = _find(benchmark, data_root)
-    folder = local or _from_hub(benchmark, ["*.txt"], ask_hub)
+    folder = local or _from_hub(benchmark, ["*.txt"])
     classes, templates, protocol = [], [], benchmark.protocol
     texts = layout.names_and_templates(folder, benchmark.split)
     if benchmark.kind in ("zero_shot", "linear_probe"):
-        classes = texts[0] if texts else _class_names(benchmark, folder, layout, ask_hub)
+        classes = texts[0] if texts else _class_names(benchmark, folder, layout)
         if len(classes) < 2:
             raise ValueError(f"{folder} needs two classes or more, but has {classes} alone")
         protocol += f"; {len(classes)} classes"
     if benchmark.kind == "zero_shot":
-        templates = texts[1] if texts else [str(_text_file(benchmark, folder, TEMPLATES, ask_hub))]
+        templates = texts[1] if texts else [str(_text_file(benchmark, folder, TEMPLATES))]
         templates = read_templates(templates)
         protocol += f", {len(templates)} templates"
     version = content_hash(_stamps(benchmark, local, layout)) if local else f"commit {folder.name}"
@@ -58,7 +52,7 @@ def benchmark_task(
     def load_split(split: str) -> Callable[[], tuple[Dataset, int]]:
         def load() -> tuple[Dataset, int]:
             files = [layout.of_split(pattern, split) for pattern in layout.files]
-            place = local or _from_hub(benchmark, ["*.txt", *files], ask_hub=True, commit=folder.name)
+            place = local or _from_hub(benchmark, ["*.txt", *files], commit=folder.name)
             arguments = DataArguments(source=str(place), split=split, num_workers=num_workers or 0, max_unreadable=0)
             return _load(benchmark, layout, place, arguments, classes)
 
@@ -100,33 +94,29 @@ def _stamps(benchmark: Benchmark, folder: Path, layout: Layout) -> list[Any]:
     return [layout.stamp(folder, split) for split in benchmark.splits]
 
 
-def _from_hub(
-    benchmark: Benchmark, patterns: Sequence[str], ask_hub: bool, commit: str | None = None, way_out: str = ""
-) -> Path:
+def _from_hub(benchmark: Benchmark, patterns: Sequence[str], commit: str | None = None, way_out: str = "") -> Path:
     """The folder with these files of a data set, which has the name of the commit; None: of the newest one.
 
     Args:
         way_out: what to do where the Hub cannot be reached; by default, to put a copy of the benchmark here.
     """
-    if not ask_hub:
-        raise NotDownloaded(f"{benchmark.hub} is on the Hub")
     try:
         options = {"repo_type": "dataset", "revision": commit, "allow_patterns": list(patterns)}
         return Path(snapshot_download(benchmark.hub, **options))
     except (OSError, ValueError) as error:
         why = shorten(str(error), 250, placeholder=" ...")
         way_out = way_out or f"put a copy into DATA_ROOT/{benchmark.name} (--data-root)"
-        raise NotDownloaded(
+        raise ValueError(
             f"{benchmark.name} cannot be had from the Hub as {benchmark.hub} ({why}): try again, or {way_out}"
         ) from error
 
 
-def _class_names(benchmark: Benchmark, folder: Path, layout: Layout, ask_hub: bool) -> list[str]:
+def _class_names(benchmark: Benchmark, folder: Path, layout: Layout) -> list[str]:
     """By the number of the class: of a file beside the data, of the data themselves, or of the copy on the Hub."""
     of_data = layout.class_names(folder, benchmark.split)
     if of_data and not (layout.codes or are_ids(of_data) or (folder / CLASSES).is_file()):
         return of_data
-    file = _text_file(benchmark, folder, CLASSES, ask_hub)
+    file = _text_file(benchmark, folder, CLASSES)
     names = read_classes(file)
     of_ids = names_after_ids(names, str(file))
     if of_ids and any(map(SYNSET.match, of_data or ())):
@@ -142,7 +132,7 @@ def _class_names(benchmark: Benchmark, folder: Path, layout: Layout, ask_hub: bo
     return names
 
 
-def _text_file(benchmark: Benchmark, folder: Path, name: str, ask_hub: bool) -> Path:
+def _text_file(benchmark: Benchmark, folder: Path, name: str) -> Path:
     """A file of class names or templates, beside the data or of the copy on the Hub."""
     file = folder / name
     if file.is_file():
@@ -155,7 +145,7 @@ def _text_file(benchmark: Benchmark, folder: Path, name: str, ask_hub: bool) -> 
     if benchmark.hub is None:
         raise ValueError(f"{benchmark.name} lacks {what}: write them into {file}, one a line{too}")
     way_out = f"write {what}, which are not in the copy, into {file}, one a line{too}"
-    return _from_hub(benchmark, ["*.txt"], ask_hub, way_out=way_out) / name
+    return _from_hub(benchmark, ["*.txt"], way_out=way_out) / name
 
 
 def _require_order(names: Sequence[str], of_data: Sequence[str], file: Path, folder: Path) -> None:
@@ -245,6 +235,6 @@ def benchmark_fingerprint(benchmark: Benchmark, data_root: str | Path | None) ->
     `benchmark_task`."""
     folder, layout = _find(benchmark, data_root)
     if folder is None:
-        return f"commit {_from_hub(benchmark, ['*.txt'], ask_hub=True).name}"
+        return f"commit {_from_hub(benchmark, ['*.txt']).name}"
     texts = [read_text(folder / name) for name in (CLASSES, TEMPLATES) if (folder / name).is_file()]
     return content_hash([*_stamps(benchmark, folder, layout), *texts])

@@ -1,44 +1,18 @@
-"""The kinds of stages that a recipe knows by name. A new one is a class in one of the files, and a line here."""
+"""The kinds of stages that a recipe knows by name: each is a class in the file of its name."""
 
-from typing import get_args
+import importlib
 
-from training.stages import (
-    assemble,
-    data_experts,
-    evaluate,
-    features,
-    long_clip,
-    mixture,
-    models,
-    train,
-    train_data_expert,
-)
 from training.stages.base import Stage
 
-AnyStage = (
-    models.TokenizerStage
-    | models.InitializeStage
-    | models.LongContextStage
-    | models.UpcycleStage
-    | mixture.MixtureStage
-    | features.CaptionsStage
-    | features.EmbedStage
-    | features.ClusterStage
-    | data_experts.EmbedCaptionsStage
-    | data_experts.ClusterFineStage
-    | data_experts.ClusterCoarseStage
-    | data_experts.SelectStage
-    | train.TrainStage
-    | long_clip.TrainLongCLIPStage
-    | train.TrainExpertsStage
-    | train_data_expert.TrainDataExpertStage
-    | assemble.AssembleStage
-    | models.AverageStage
-    | models.DenseStage
-    | models.UnifyStage
-    | train.TrainRouterStage
-    | evaluate.EvaluateStage
-    | evaluate.AnalyzeStage
+KINDS = (
+    *("openai", "released_clip_moe", "export_clip_moe", "tokenizer", "initialize", "long_context", "upcycle", "unify"),
+    *("assemble", "average", "dense", "llava", "mixture", "captions", "embed", "cluster", "embed_captions"),
+    *("cluster_fine", "cluster_coarse", "select", "train", "train_long_clip", "train_experts", "train_data_expert"),
+    *("train_router", "evaluate", "analyze"),
 )
 
-STAGES: dict[str, type[Stage]] = {stage.kind: stage for stage in get_args(AnyStage)}
+
+def stage_of_kind(kind: str) -> type[Stage]:
+    """The class of one of `KINDS`, whose file alone is imported."""
+    members = vars(importlib.import_module(f"training.stages.{kind}")).values()
+    return next(one for one in members if isinstance(one, type) and vars(one).get("kind") == kind)

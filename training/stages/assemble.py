@@ -1,25 +1,17 @@
 """The stage that makes one mixture of data experts."""
 
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-import numpy as np
-import torch
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
-from transformers import PreTrainedConfig
 
-from conversion import assemble
-from evaluation.sentence_encoders import load_encoder
-from modeling_clip_moe.configuration_clip_mode import DEFAULT_ROUTING
-from training.clusters import load_clusters
-from training.context import Context
-from training.estimates import bytes_in_memory
 from training.settings import STRICT, Reads
 from training.stages.base import Model, Stage
-from training.stages.data_experts import ENCODER
+
+if TYPE_CHECKING:
+    from training.context import Context
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -44,7 +36,7 @@ class AssembleStage(Stage):
     routing_temperature: float = Field(default=0.2, gt=0)
     # How a task is routed: by the paper's printed equations, or as the authors' code computes it, which
     # `routing_weights` tells. The evaluate stage can measure a mixture with the other one, too.
-    routing: Literal["paper", "released"] = DEFAULT_ROUTING
+    routing: Literal["paper", "released"] = "released"
     # How the embeddings of all experts make one for a linear probe: one after the other, or element by element (MoDE
     # appendix D).
     feature_ensemble: Literal["concatenate", "sum"] = "concatenate"
@@ -55,7 +47,15 @@ class AssembleStage(Stage):
             raise ValueError("clusters and captions go together: the metadata's encoder is kept with the captions")
         return self
 
-    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
+    def run(self, inputs: SimpleNamespace, context: "Context", directory: Path) -> None:
+        import numpy as np
+        import torch
+
+        from conversion import assemble
+        from evaluation.sentence_encoders import load_encoder
+        from training.caption_clusters import ENCODER
+        from training.clusters import load_clusters
+
         experts = inputs.experts
         config: dict[str, Any] = {"feature_ensemble": self.feature_ensemble}
         if self.clusters is None:
@@ -80,12 +80,3 @@ class AssembleStage(Stage):
         config |= {"routing_temperature": self.routing_temperature, "routing": self.routing}
         config |= {"metadata_modality": encoder.modality, "nearest_center_only": encoder.modality == "text"}
         assemble.convert(experts, directory, centers, expert_of_center, encoder.name, folder, **config)
-
-    def cost(self, inputs: SimpleNamespace) -> dict[str, Callable[[], int]]:
-        """An expert as it was and as it is in the mixture."""
-        experts = inputs.experts
-        memory = {"memory": lambda: 2 * max(bytes_in_memory(expert.known_configs) for expert in experts)}
-        return super().cost(inputs) | memory
-
-    def output_config(self, inputs: SimpleNamespace) -> tuple[PreTrainedConfig, ...]:
-        return tuple(expert.clip for expert in inputs.experts)

@@ -1,23 +1,21 @@
-"""A stage: its settings, its inputs, and its run."""
+"""A stage: its settings, its inputs, and its run. Importing one imports nothing heavy."""
 
 import dataclasses
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, ClassVar
 
-from huggingface_hub.errors import StrictDataclassError
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator
 from pydantic.dataclasses import dataclass
-from transformers import PreTrainedConfig
 
-from data.pairs import select_columns
-from data.sources import DataArguments, Rows, open_rows
-from training.context import Context
-from training.estimates import Expected, bytes_in_memory, bytes_of_rows, size_of_weights
+from data.arguments import DataArguments
 from training.settings import STRICT, Reads
+
+if typing.TYPE_CHECKING:
+    from training.context import Context
 
 
 class Trained(typing.NamedTuple):
@@ -37,9 +35,9 @@ class Trained(typing.NamedTuple):
 class Stage:
     """One stage of a recipe: it reads folders and writes one folder of its own.
 
-    A kind of stage is a subclass. Its fields are its settings; one that names what the stage reads says so in its type:
-    `Annotated[str, Reads("cluster")]`. Settings that contradict each other raise a ValueError in a
-    `pydantic.model_validator`.
+    A kind of stage is a subclass. Its fields are its settings, and the comment above a field is its help. One that
+    names what the stage reads says so in its type: `Annotated[str, Reads("cluster")]`. Settings that contradict each
+    other raise a ValueError in a `pydantic.model_validator`; all else is checked by `run`, where it is used.
     """
 
     # What a recipe calls it: `stage: KIND`
@@ -50,11 +48,11 @@ class Stage:
     main_process_only: ClassVar[bool] = False
 
     # The name of the stage, and of its folder.
-    name: str = Field(pattern=r"^\w[\w -]*$", max_length=200)
+    name: str
     # The kind of stage, or a class of your own as `package.module:Class`.
     stage: str
 
-    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> Trained | None:
+    def run(self, inputs: SimpleNamespace, context: "Context", directory: Path) -> Trained | None:
         """Do it.
 
         Args:
@@ -69,56 +67,21 @@ class Stage:
         """
         raise NotImplementedError(f"{type(self).__name__} has no run")
 
+    def rehearsed(self, num_samples: int) -> typing.Self:
+        """The same stage with small numbers, for `training.rehearsal`: of its data, the first `num_samples` pairs."""
+        few = {field.name: _few(getattr(self, field.name), num_samples) for field in dataclasses.fields(self)}
+        return dataclasses.replace(self, **{name: value for name, value in few.items() if value is not None})
+
     def fingerprints(self, inputs: SimpleNamespace) -> dict[str, str]:
         """What it reads that no setting with `Reads` names, with hashes: when they change, the stage is made anew."""
         return {}
 
-    def open_data(self, arguments: DataArguments) -> Rows:
-        """The columns that it needs of its data. No row is read."""
-        return select_columns(open_rows(arguments), arguments)
 
-    # Four questions are asked before any stage runs: for the checks of a recipe, and for --plan. `inputs` are as those
-    # of `run`, each an `Expected` in place of a folder or source, and `num_processes` is that of the run. Where what is
-    # needed is not known, an answer raises `Unknown`.
-
-    def problems(self, inputs: SimpleNamespace) -> Iterator[tuple[str, str]]:
-        """What is wrong: settings and messages, which are empty where nothing is. It is asked of the stages to run;
-        data, references and what `output_config` raises are looked at in any case."""
-        return iter(())
-
-    def output_config(self, inputs: SimpleNamespace) -> PreTrainedConfig | tuple[PreTrainedConfig, ...] | Expected:
-        """What will come out: the configuration of a model, those of a mixture's experts, or all that is known. A
-        stage that makes no model has the configuration of the model or encoder whose output it holds.
-
-        Raises:
-            Unknown
-            ValueError: the settings make nothing of these inputs.
-        """
-        return inherited(self, inputs)
-
-    def notes(self, inputs: SimpleNamespace) -> Iterator[str]:
-        """What --plan tells besides."""
-        return iter(())
-
-    def cost(self, inputs: SimpleNamespace) -> dict[str, Callable[[], int]]:
-        """What it takes: functions for columns of --plan, which may raise `Unknown`.
-
-        `memory`: the most bytes that a process holds beside those that it begins with: here the weights of all models
-        that it reads and makes, in float32, and drawn pictures. `disk`: bytes of its folder when it is done, small
-        files not counted; `disk at most`: the most that it has while it runs, if that is more.
-        """
-        models = models_of(self, inputs)
-
-        def memory() -> int:
-            made = expected_output(self, inputs)
-            held = bytes_in_memory(made.known_configs) if self.makes_model else bytes_of_rows(made)
-            return held + sum(bytes_in_memory(model.known_configs) for model in models)
-
-        def disk() -> int:
-            return size_of_weights(expected_output(self, inputs).known_configs) if self.makes_model else 0
-
-        cost = {"memory": memory, "disk": disk}
-        return cost | ({"samples": lambda: inputs.data.known_pairs} if getattr(inputs, "data", None) else {})
+def _few(value: Any, num_samples: int) -> Any:
+    """Settings of data, or several, cut to their first pairs; None: it is something else."""
+    if isinstance(value, list) and value and isinstance(value[0], DataArguments):
+        return [_few(one, num_samples) for one in value]
+    return value.first(num_samples) if isinstance(value, DataArguments) else None
 
 
 # An earlier stage, a folder or a hub name
@@ -154,6 +117,8 @@ class Reference:
 @contextmanager
 def named_errors(stage: Stage, setting: str) -> Iterator[None]:
     """Errors name the setting that causes them."""
+    from huggingface_hub.errors import StrictDataclassError
+
     try:
         yield
     except (ValueError, TypeError, StrictDataclassError) as error:
@@ -181,72 +146,26 @@ def each_value(setting: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield setting, value
 
 
-def resolve(stage: Stage, context: Context) -> SimpleNamespace:
+def resolve(stage: Stage, context: "Context") -> SimpleNamespace:
     """What `Stage.run` gets: the values of all settings with `Reads`, with folders in place of stages."""
 
-    def look_up(value: str | DataArguments, reads: Reads) -> str | DataArguments:
+    def look_up(value: Any, reads: Reads) -> Any:
+        if isinstance(value, dict):
+            return {key: look_up(item, reads) for key, item in value.items()}
+        if isinstance(value, list):
+            return [look_up(item, reads) for item in value]
         if isinstance(value, DataArguments):
             return context.resolve(value)
-        return value if value in reads.literals else context.folder(value)
-
-    return map_inputs(stage, look_up)
-
-
-def map_inputs(stage: Stage, look_up: Callable[[str | DataArguments, Reads], Any]) -> SimpleNamespace:
-    """The values of all settings with `Reads`, in which every reference and every source is looked up."""
-
-    def looked_up(value: Any, reads: Reads) -> Any:
-        if isinstance(value, dict):
-            return {key: looked_up(item, reads) for key, item in value.items()}
-        if isinstance(value, list):
-            return [looked_up(item, reads) for item in value]
-        return None if value is None else look_up(value, reads)
+        return context.folder(value) if isinstance(value, str) and value not in reads.literals else value
 
     settings = _reading_settings(type(stage))
-    return SimpleNamespace(**{setting: looked_up(getattr(stage, setting), reads) for setting, reads in settings})
-
-
-def models_of(stage: Stage, inputs: SimpleNamespace) -> list[Any]:
-    """The models among what a stage reads."""
-    values = [getattr(inputs, setting) for setting, reads in _reading_settings(type(stage)) if "model" in reads.kinds]
-    models = [model for value in values for _, model in each_value("", value)]
-    return [model for model in models if model is not None and model != Expected()]
-
-
-def inherited(stage: Stage, inputs: SimpleNamespace) -> Expected:
-    """What is known of a stage's output by its inputs alone: what the first of them that has it hands on."""
-    values, data = list(vars(inputs).values()), getattr(inputs, "data", None)
-    direct = [value for value in values if isinstance(value, Expected)]
-    within = [part for value in values for _, part in each_value("", value) if isinstance(part, Expected)]
-    pairs = [source.pairs for source in ([data] if data else direct)]
-    num_pairs = next((number for number in pairs if isinstance(number, int)), next(iter(pairs), "no data"))
-    return Expected(
-        configs=next((model.configs for model in direct), ()),
-        pairs="only mixing its sources tells" if hasattr(inputs, "sources") else num_pairs,
-        processor=next((part.processor for part in within if part.processor), None),
-        readable=None if stage.makes_model else next((part.readable for part in within if part.readable), None),
-        weights=((stage.name, frozenset()),) if stage.makes_model else (),
-    )
-
-
-def expected_output(stage: Stage, inputs: SimpleNamespace) -> Expected:
-    """What a stage will make. Raises as `Stage.output_config`."""
-    made = stage.output_config(inputs)
-    if isinstance(made, Expected):
-        return made
-    return dataclasses.replace(inherited(stage, inputs), configs=made if isinstance(made, tuple) else (made,))
+    return SimpleNamespace(**{setting: look_up(getattr(stage, setting), reads) for setting, reads in settings})
 
 
 def kinds(stage: type[Stage]) -> list[str]:
     """What a class of stages is, the most general first: with those that it is a subclass of, and "model"."""
     names = [vars(parent).get("kind") for parent in reversed(stage.__mro__)]
     return [kind for kind in names if kind] + (["model"] if stage.makes_model else [])
-
-
-def outline(stage: type[Stage]) -> dict[str, Any]:
-    """What is checked of a recipe before its classes are imported: the `kinds` of a class, without "model", and the
-    names of its `settings`, each with the same of what it holds."""
-    return {"kinds": [kind for kind in kinds(stage) if kind != "model"], "settings": setting_names(stage)}
 
 
 def setting_names(settings: type) -> dict[str, Any]:

@@ -1,31 +1,35 @@
-"""Stages that measure models."""
+"""The stage that measures models."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+import dataclasses
+import typing
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
-from transformers import PreTrainedConfig
 
-from evaluation.ensemble import require_changes
-from evaluation.evaluate import evaluate_model
-from evaluation.results import write_result
-from training.context import Context
-from training.estimates import AtMost, Expected, bytes_at_a_time, bytes_in_memory
-from training.measured_tasks import MeasuredTasks
 from training.settings import STRICT
-from training.stages.base import Model, Stage, models_of
+from training.stages.base import Model, Stage
+from training.train_settings import REHEARSED_ROWS, MeasuredTasks
+
+if typing.TYPE_CHECKING:
+    from training.context import Context
 
 
 @dataclass(config=STRICT, kw_only=True)
 class EvaluateStage(MeasuredTasks, Stage):
-    """Models side by side on evaluation tasks, with a report."""
+    """Models side by side on evaluation tasks, with a report.
+
+    Embeddings are computed once for every model and dataset. Several processes share the work.
+
+        clip-moe evaluate scores --models.clip_moe runs/clip_moe_demo/clip_moe --tasks symbols_zero_shot
+        clip-moe evaluate scores --models.mine FOLDER --tasks clip_moe_table_5 --data_root DATA
+        clip-moe evaluate scores --models.mine FOLDER --tasks "{task: retrieval, dataset: my/photos, split: test}"
+        accelerate launch -m clip_moe evaluate scores --models.mine FOLDER --tasks imagenet1k
+    """
 
     kind: ClassVar[str] = "evaluate"
-    main_process_only: ClassVar[bool] = True
 
     # Row title -> an earlier stage, a folder or a hub name.
     models: dict[str, Model] = Field(min_length=1)
@@ -34,6 +38,10 @@ class EvaluateStage(MeasuredTasks, Stage):
     changes: dict[str, dict[str, str | float | bool]] = Field(default_factory=dict)
     # Images or texts that are embedded at a time.
     batch_size: int = Field(default=64, gt=0)
+    # Of the computation.
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    # Processes that read images. None: none for a few small ones, else up to 8.
+    num_workers: int | None = Field(default=None, ge=0)
     # The row that the others are compared with.
     baseline: str | None = None
     # Row title -> rows: for each task it shows the best score of these rows. It is a bound, no method: only who knows
@@ -46,82 +54,46 @@ class EvaluateStage(MeasuredTasks, Stage):
             unknown = sorted(set(rows) - set(self.models))
             if unknown or not rows or title in self.models:
                 raise ValueError(f"oracles.{title} needs rows of the models, and a title of its own, not {unknown}")
-        for title, changes in self.changes.items():
+        for title in self.changes:
             if title not in self.models:
                 raise ValueError(f"changes.{title} is none of the models {sorted(self.models)}")
-            require_changes(changes)
+        if self.baseline is not None and self.baseline not in {*self.models, *self.oracles}:
+            raise ValueError(f"baseline {self.baseline!r} is none of the rows {sorted({*self.models, *self.oracles})}")
         return self
 
-    def problems(self, inputs: SimpleNamespace) -> Iterator[tuple[str, str]]:
-        yield from super().problems(inputs)
-        yield from ((f"models.{title}", model.no_clip) for title, model in inputs.models.items())
+    def rehearsed(self, num_samples: int) -> typing.Self:
+        """On few rows of each task."""
+        return dataclasses.replace(super().rehearsed(num_samples), max_rows=REHEARSED_ROWS)
 
-    def cost(self, inputs: SimpleNamespace) -> dict[str, Callable[[], int]]:
-        """The largest model, or expert of a mixture, and a batch: one after the other."""
+    def run(self, inputs: SimpleNamespace, context: "Context", directory: Path) -> None:
+        import torch
+        from accelerate import PartialState
 
-        def memory() -> int:
-            return max(_bytes_of_measured(model, self.batch_size) for model in models_of(self, inputs))
-
-        return super().cost(inputs) | {"memory": memory}
-
-    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
+        from evaluation.ensemble import is_mixture
+        from evaluation.evaluate import evaluate_model
         from evaluation.report import best_of, write_report
+        from evaluation.results import write_result
 
-        results, tasks = [], self.open_tasks()
+        accelerator, results = context.accelerator, []
+        for model in inputs.models.values():
+            is_mixture(model)  # raises before any data are read
+        tasks = self.open_tasks()
         for title, model in inputs.models.items():
-            options = {"batch_size": self.batch_size, "changes": self.changes.get(title)}
-            results += evaluate_model(model, tasks, directory, name=title, **options)
+            results += evaluate_model(
+                model,
+                tasks,
+                directory,
+                name=title,
+                batch_size=self.batch_size,
+                device=accelerator.device,
+                dtype=getattr(torch, self.dtype),
+                changes=self.changes.get(title),
+                num_workers=self.num_workers,
+                state=PartialState() if accelerator.num_processes > 1 else None,
+            )
+        if not accelerator.is_main_process:
+            return
         oracles = [result for title, rows in self.oracles.items() for result in best_of(results, title, rows)]
         for result in oracles:
             write_result(result, directory)
-        results += oracles
-        print(write_report(results, directory, baseline=self.baseline))
-
-
-@dataclass(config=STRICT, kw_only=True)
-class AnalyzeStage(MeasuredTasks, Stage):
-    """What each expert of a sparse model knows and which tokens it gets: `evaluation.experts`."""
-
-    kind: ClassVar[str] = "analyze"
-    main_process_only: ClassVar[bool] = True
-
-    # An earlier stage, a folder or a hub name: a sparse model.
-    model: Model
-    # Numbers of experts a token to try, beside the model's own.
-    num_experts_per_tok: list[int] = Field(default_factory=list)
-    # `text` or `vision`: the sparse layer whose words or patches are drawn; the last one where a tower is left out.
-    layers: dict[Literal["text", "vision"], int] = Field(default_factory=dict)
-    # The expert that has a picture of its own, of the patches and captions that it takes.
-    expert: int | None = Field(default=None, ge=0)
-    # With which capacities dropped patches are drawn; none: the model's in training and twice that.
-    capacity_factors: list[Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(default_factory=list)
-    # Images or texts that are computed at a time.
-    batch_size: int = Field(default=64, gt=0)
-
-    def problems(self, inputs: SimpleNamespace) -> Iterator[tuple[str, str]]:
-        from evaluation.experts import faults
-
-        yield from super().problems(inputs)
-        chosen = (self.num_experts_per_tok, self.layers, self.expert, self.capacity_factors)
-        yield from faults(inputs.model.clip, self.kinds().values(), *chosen)
-
-    def cost(self, inputs: SimpleNamespace) -> dict[str, Callable[[], int]]:
-        return super().cost(inputs) | {"memory": lambda: _bytes_of_measured(inputs.model, self.batch_size)}
-
-    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
-        from evaluation.experts import analyze_experts
-
-        names = ("num_experts_per_tok", "layers", "expert", "capacity_factors", "batch_size")
-        options = {name: getattr(self, name) for name in names}
-        print(analyze_experts(inputs.model, self.open_tasks(), directory, **options))
-
-
-def _bytes_of_measured(model: Expected, batch_size: int) -> int:
-    """Bytes of a model, or of the largest expert of a mixture, and of a batch of images, or of texts that are as long
-    as they can be."""
-
-    def of_one(config: PreTrainedConfig) -> int:
-        longest, one = AtMost(config.text_config.max_position_embeddings), replace(model, configs=(config,))
-        return AtMost(bytes_in_memory(one.configs) + bytes_at_a_time(one, longest, batch_size))
-
-    return max(map(of_one, model.known_configs))
+        print(write_report(results + oracles, directory, baseline=self.baseline))

@@ -1,25 +1,17 @@
-"""A stage that mixes several datasets."""
+"""The stage that mixes several datasets."""
 
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-import datasets
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from data.identity import identity
-from data.pairs import load_pairs, mapped
-from data.sources import DataArguments
-from records.provenance import value_digest
-from training.context import Context
-from training.estimates import unknown
 from training.settings import STRICT
 from training.stages.base import NumberedData, Stage
 
-# An image as an image column holds it: its bytes, or where they are
-IMAGE = {"bytes": datasets.Value("binary"), "path": datasets.Value("string")}
+if TYPE_CHECKING:
+    from training.context import Context
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -41,10 +33,14 @@ class MixtureStage(Stage):
     # each pair of one of them was there.
     stopping_strategy: Literal["all_exhausted", "first_exhausted"] = "all_exhausted"
 
-    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
-        parts = [_pairs(arguments) for arguments in inputs.sources]
+    def run(self, inputs: SimpleNamespace, context: "Context", directory: Path) -> None:
+        import datasets
+
+        from data.mixture import pairs_with_images, with_lists
+
+        parts = [pairs_with_images(arguments) for arguments in inputs.sources]
         if len({str(part.features["caption"]) for part in parts}) > 1:
-            parts = [_with_lists(part) for part in parts]
+            parts = [with_lists(part) for part in parts]
         shares = [weight / max(self.weights) for weight in self.weights]
         probabilities = [share / sum(shares) for share in shares]
         mixture = datasets.interleave_datasets(
@@ -55,36 +51,8 @@ class MixtureStage(Stage):
         print(f"{self.name}: {len(mixture)} pairs, drawn from {sizes}")
 
     def fingerprints(self, inputs: SimpleNamespace) -> dict[str, str]:
+        from data.identity import identity
+        from records.provenance import value_digest
+
         identities = {f"sources.{number}": identity(source) for number, source in enumerate(inputs.sources)}
         return {setting: value_digest(what) for setting, what in identities.items() if what is not None}
-
-    def cost(self, inputs: SimpleNamespace) -> dict[str, Callable[[], int]]:
-        return super().cost(inputs) | {"disk": unknown("only mixing tells how many pairs there are")}
-
-
-def _pairs(arguments: DataArguments) -> datasets.Dataset:
-    """Pairs with a caption, whose images are bytes or whole paths."""
-    rows = load_pairs(arguments, images=False)
-    feature = rows.features["image"]
-    if isinstance(feature, datasets.Value):
-        return mapped(
-            rows,
-            lambda batch: {"image": [path and {"bytes": None, "path": path} for path in batch["image"]]},
-            batched=True,
-            features=datasets.Features(rows.features | {"image": IMAGE}),
-        )
-    # Not as images: `datasets` would read those that are only named, and copy them
-    return rows.cast_column("image", datasets.Image(decode=False)).cast_column("image", IMAGE)
-
-
-def _with_lists(rows: datasets.Dataset) -> datasets.Dataset:
-    """Rows whose captions are lists, also where an image has one."""
-    several = datasets.List(datasets.Value("string"))
-    if isinstance(rows.features["caption"], datasets.List | datasets.LargeList):
-        return rows.cast_column("caption", several)
-    return mapped(
-        rows,
-        lambda batch: {"caption": [[caption] for caption in batch["caption"]]},
-        batched=True,
-        features=datasets.Features(rows.features | {"caption": several}),
-    )

@@ -1,23 +1,20 @@
 """The stage that trains an expert of MoDE."""
 
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
-import numpy as np
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from data.sources import Rows
-from data.worlds import WORLDS
-from training.clusters import load_clusters
-from training.context import Context
-from training.estimates import AtMost
-from training.features import READABLE
 from training.settings import STRICT, Reads
 from training.stages.base import NumberedData
+from training.stages.steps import REHEARSED_STEPS
 from training.stages.train import TrainStage
+
+if TYPE_CHECKING:
+    from data.sources import Rows
+    from training.context import Context
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -35,31 +32,23 @@ class TrainDataExpertStage(TrainStage):
     # The number of the cluster.
     cluster: int = Field(ge=0)
 
-    def steps(self, inputs: SimpleNamespace) -> int:
-        """Before there are clusters, as if all pairs were in the one."""
-        folder = inputs.clusters.folder
-        if self.num_epochs is None or folder is None:
-            return super().steps(inputs) if self.num_epochs is None else AtMost(super().steps(inputs))
-        pairs = int((load_clusters(folder)[0].labels == self.cluster).sum())
-        known = _of_images(folder) or self.data.source in WORLDS  # of others, images may be found unreadable
-        return self.num_epochs * ((pairs if known else AtMost(pairs)) // self.global_batch_size)
-
-    def cost(self, inputs: SimpleNamespace) -> dict[str, Callable[[], int]]:
-        """Memory at most, where images are kept in it: only those of the cluster are."""
-        cost = super().cost(inputs)
-        return cost | ({"memory": lambda: AtMost(cost["memory"]())} if self.data.in_memory else {})
-
-    def load_pairs(self, inputs: SimpleNamespace, context: Context) -> Rows:
+    def load_pairs(self, inputs: SimpleNamespace, context: "Context") -> "Rows":
         """Where pairs were clustered by captions alone, the images of the cluster are looked at now."""
         images = _of_images(Path(inputs.clusters))
         rows = self.choose_pairs(context.pairs(inputs.data, images), inputs, context)
         return rows if images else context.readable(rows, inputs.data)
 
-    def choose_pairs(self, rows: Rows, inputs: SimpleNamespace, context: Context) -> Rows:
+    def choose_pairs(self, rows: "Rows", inputs: SimpleNamespace, context: "Context") -> "Rows":
         """The pairs of one cluster."""
+        import numpy as np
+
+        from training.clusters import load_clusters
+
         folder = Path(inputs.clusters)
         fingerprint = context.data_fingerprint(rows, _of_images(folder))
         chosen = np.flatnonzero(load_clusters(folder, fingerprint)[0].labels == self.cluster)
+        if context.rehearses and len(chosen) < REHEARSED_STEPS * self.global_batch_size:
+            chosen = np.arange(len(rows))  # few pairs leave fewer than a batch to a cluster
         if len(chosen) < self.global_batch_size:
             raise ValueError(
                 f"cluster {self.cluster} of {self.clusters} has {len(chosen)} pairs, fewer than "
@@ -71,4 +60,7 @@ class TrainDataExpertStage(TrainStage):
 
 def _of_images(clusters: Path) -> bool:
     """Whether only pairs with a readable image have labels."""
+    from training.clusters import load_clusters
+    from training.features import READABLE
+
     return load_clusters(clusters)[1]["pairs"] == READABLE

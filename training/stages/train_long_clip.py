@@ -1,58 +1,20 @@
-"""Long-CLIP (arXiv:2403.15378), with which CLIP-MoE is compared: images have a long and a short caption."""
+"""The stage of Long-CLIP (arXiv:2403.15378), with which CLIP-MoE is compared."""
 
 from types import SimpleNamespace
-from typing import Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
-import torch
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from data.pairs import present_captions
-from data.sources import Rows
-from training.context import Context
-from training.losses import Pairing, contrastive_loss, gather, gathered_rows
 from training.settings import STRICT
 from training.stages.train import TrainStage
 
+if TYPE_CHECKING:
+    import torch
 
-class _Projection(torch.autograd.Function):
-    """The projection onto the eigenvectors of a symmetric matrix (D, D) with the largest eigenvalues.
-
-    Through `eigh` alone, the gradient divides by differences of eigenvalues that do not count here, and which are often
-    nearly 0: those within the chosen ones, and within the others.
-    """
-
-    @staticmethod
-    def forward(ctx, matrix: torch.Tensor, number: int) -> torch.Tensor:
-        values, vectors = torch.linalg.eigh(matrix)  # in ascending order
-        ctx.save_for_backward(values, vectors)
-        ctx.number = number
-        return vectors[:, -number:] @ vectors[:, -number:].T
-
-    @staticmethod
-    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        values, vectors = ctx.saved_tensors
-        others, chosen = vectors[:, : -ctx.number], vectors[:, -ctx.number :]
-        gaps = values[-ctx.number :] - values[: -ctx.number, None]  # (D - number, number)
-        change = others @ (others.T @ (gradient + gradient.T) @ chosen / gaps) @ chosen.T
-        return (change + change.T) / 2, None
-
-
-def primary_components(features: torch.Tensor, number: int) -> torch.Tensor:
-    """Features reduced to their mean and their largest principal components (Long-CLIP section 3.3).
-
-    The gradient flows through all of it, mean and directions of the components included, as in the authors' code.
-
-    Args:
-        features: (B, D), of the batch whose components count.
-        number: of components.
-
-    Returns:
-        (B, D), not normalized.
-    """
-    mean = features.mean(dim=0)
-    centered = features - mean
-    return centered @ _Projection.apply(centered.T @ centered, number) + mean
+    from data.sources import Rows
+    from training.context import Context
+    from training.losses import Pairing
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -78,8 +40,10 @@ class TrainLongCLIPStage(TrainStage):
             raise ValueError(f"num_components {self.num_components} leave nothing out of a batch of {pairs}")
         return self
 
-    def choose_pairs(self, rows: Rows, inputs: SimpleNamespace, context: Context) -> Rows:
+    def choose_pairs(self, rows: "Rows", inputs: SimpleNamespace, context: "Context") -> "Rows":
         """All pairs. Each must have both captions."""
+        from data.pairs import present_captions
+
         for index, captions in enumerate(rows["caption"]):
             if isinstance(captions, str) or len(captions) != 2 or len(present_captions(captions)) != 2:
                 raise ValueError(f"image {index} of {self.data.source} has no long and short caption: {captions!r:.80}")
@@ -87,13 +51,16 @@ class TrainLongCLIPStage(TrainStage):
 
     def contrastive_loss(
         self,
-        image_embeds: torch.Tensor,
-        text_embeds: torch.Tensor,
-        logit_scale: torch.Tensor,
-        pairing: Pairing,
-        logit_bias: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        image_embeds: "torch.Tensor",
+        text_embeds: "torch.Tensor",
+        logit_scale: "torch.Tensor",
+        pairing: "Pairing",
+        logit_bias: "torch.Tensor | None" = None,
+    ) -> "torch.Tensor":
         """See `TrainStage.contrastive_loss`; `text_embeds` are (2 * B, D), a long and a short one of each image."""
+        from training.losses import Pairing, contrastive_loss, gather, gathered_rows
+        from training.primary_components import primary_components
+
         primary = primary_components(gather(image_embeds), self.num_components)[gathered_rows(image_embeds)]
         long, short = text_embeds.unflatten(0, (-1, 2)).unbind(dim=1)
         bias = None if self.loss == "softmax" else logit_bias

@@ -1,0 +1,141 @@
+"""Settings of data. Importing them imports nothing heavy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import ConfigDict, Field, model_validator
+from pydantic.dataclasses import dataclass
+
+from data.worlds import WORLDS, world
+
+if TYPE_CHECKING:
+    import numpy as np
+    import PIL.Image
+
+
+@dataclass(config=ConfigDict(extra="forbid"), kw_only=True)
+class DataArguments:
+    """Where the pairs are and how they are read."""
+
+    # "icons", "names" or "symbols", the built-in worlds; a hub name; a folder of images with a metadata.csv or .jsonl,
+    # with a .txt beside each, or in folders of classes; a folder of parquet files or of webdataset shards; a dataset
+    # saved with `save_to_disk`; a pattern of .parquet, .arrow, .tar, .tar.gz, .csv, .tsv or .jsonl files; a .json in
+    # the layout of ShareGPT4V, BLIP, COCO's captions or a Karpathy split.
+    source: str
+    # One that is not there is an error. A folder of images has those of its folders train, test and validation, or else
+    # all are "train". Parquet files and shards of a folder belong to the splits of its README.md, or by their names
+    # (`test/0.tar`, `test-00000.parquet`; all are "train" if no name says anything). Tables have those of their column
+    # `split`. Any other file or pattern is all that it names, whatever the split is called. A dataset saved to disk has
+    # the split it was saved with, or any if that is not known; a .json has "train", a Karpathy split those it names,
+    # also several: "train+restval".
+    split: str = "train"
+    # Images, or paths of images. Of shards, the ending of their files, or several: `jpg;png`.
+    image_column: str = "image"
+    # Texts, or lists of texts, of which each epoch draws one.
+    caption_column: str = "caption"
+    # Each line of a text is a caption, as in the retrieval shards of CLIP_benchmark.
+    captions_per_line: bool = False
+    # The folder of relative paths in the image column (and in a .json); None: the one in which the command runs.
+    image_root: str | None = None
+    # Read while training instead of loading first.
+    streaming: bool = False
+    # Of webdataset shards or a mixture, no image is looked at before it is used: one that cannot be read is replaced by
+    # the pair after it, and counted.
+    indexed: bool = False
+    # The first so many pairs are left out: held out for a test, say.
+    skip: int | None = Field(default=None, gt=0)
+    # Only the first so many pairs; of a built-in world, how many are drawn.
+    num_samples: int | None = Field(default=None, gt=0)
+    # Process all images once and keep the tensors: for small datasets, whose processing takes longer than training.
+    in_memory: bool = False
+    # Processes that read; 0: the one that trains.
+    num_workers: int = Field(default=0, ge=0)
+    # Batches that each of them reads ahead, also beyond the end of an epoch.
+    prefetch_factor: int = Field(default=2, gt=0)
+    # Pairs with an image that does not decode or an empty caption are skipped and counted; a larger share is an error.
+    max_unreadable: float = Field(default=0.01, ge=0, lt=1)
+
+    # Built-in worlds only: which captions are drawn. "looks" of the symbols tell everything but the kind, "classes" the
+    # kind alone, as the captions of a folder of classes do; "facts" of the names everything but the name.
+    captions: Literal["web", "detailed", "looks", "classes", "facts"] = "web"
+    # Built-in worlds only: a set of kinds: "all", symbols' "planet", names' "4096 half 1", icons' "brands".
+    kinds: str = "all"
+    # Built-in worlds only: seed of the drawing. None: the recipe's seed, so that other seeds see other pictures;
+    # outside of a recipe, 0.
+    seed: int | None = Field(default=None, ge=0)
+
+    @model_validator(mode="after")
+    def _check(self):
+        is_drawn = self.source in WORLDS
+        if is_drawn and self.num_samples is None:
+            raise ValueError(f"num_samples must say how many {self.source} to draw")
+        if is_drawn:
+            drawn = world(self.source)
+            if self.captions not in drawn.CAPTION_STYLES:
+                styles = ", ".join(drawn.CAPTION_STYLES)
+                raise ValueError(f"{self.source} have no captions {self.captions!r}, only {styles}")
+            if self.split not in drawn.SPLITS:
+                raise ValueError(f"{self.source} have no split {self.split!r}, only {', '.join(drawn.SPLITS)}")
+            drawn.kind_set(self.kinds)  # raises where there is none
+        if self.streaming and (is_drawn or self.in_memory):
+            raise ValueError("streaming neither goes with a built-in world nor with in_memory")
+        if self.indexed and (is_drawn or self.streaming or self.in_memory or self.image_root is not None):
+            raise ValueError(
+                "indexed goes with shards or a mixture, neither with streaming nor with in_memory or image_root"
+            )
+        if self.skip is not None and (is_drawn or self.streaming):
+            raise ValueError("skip goes neither with a built-in world nor with streaming")
+        return self
+
+    def first(self, number: int) -> DataArguments:
+        """The first pairs alone; a stream stays as it is."""
+        if self.streaming:
+            return self
+        return replace(self, num_samples=min(number, self.num_samples or number))
+
+    @property
+    def taken_rows(self) -> slice:
+        """The rows of a source that `skip` and `num_samples` leave."""
+        start = self.skip or 0
+        return slice(start, None if self.num_samples is None else start + self.num_samples)
+
+
+@dataclass(config=ConfigDict(extra="forbid"), kw_only=True)
+class Augmentation:
+    """How training images are changed, at random and anew in every epoch."""
+
+    # Share of the image's area that a random crop has, the least and the most, such as open_clip's [0.9, 1.0]: the crop
+    # is resized to the model's size.
+    random_resized_crop: list[Annotated[float, Field(gt=0, le=1)]] = Field(min_length=2, max_length=2)
+
+    def __call__(self, image: PIL.Image.Image, size: tuple[int, int], rng: np.random.Generator) -> PIL.Image.Image:
+        """A crop of the image, resized to this width and height."""
+        from PIL.Image import BICUBIC
+
+        from data.augmentation import crop_box
+
+        box = crop_box(image.size, self.random_resized_crop, rng)
+        return image.crop(box).resize(size, BICUBIC)  # by `resize(box=...)` it would see what is around
+
+
+@dataclass(config=ConfigDict(extra="forbid"), kw_only=True)
+class CaptionPolicy:
+    """How one or more captions of an image come from a column of text."""
+
+    # full: the text. first_sentence: its first one. packed: random combinations of its sentences that fit `max_tokens`,
+    # none cut, no two alike.
+    policy: Literal["full", "first_sentence", "packed"]
+    # The column of the text.
+    column: str
+    # How many packed captions an image gets.
+    count: int = Field(default=1, gt=0)
+    # With the first and the last token; None: the tokenizer's `model_max_length`.
+    max_tokens: int | None = Field(default=None, gt=2)
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.policy != "packed" and (self.count != 1 or self.max_tokens is not None):
+            raise ValueError(f"count and max_tokens are for packed captions, not for {self.policy}")
+        return self

@@ -1,0 +1,56 @@
+"""Names of data: files, patterns and folders on this machine, and what may be on the Hub."""
+
+import glob
+import os
+import re
+from pathlib import Path
+
+from data.worlds import WORLDS
+from records.local_names import is_hub_name, similar_path
+
+# Endings of shards
+SUFFIXES = (".tar", ".tar.gz", ".tgz")
+# Ending of a table -> what separates its columns
+TABLES = {".csv": ",", ".tsv": "\t", ".jsonl": None}
+# In the order in which they are looked for in a folder
+BUILDERS = {".tar": "webdataset", ".parquet": "parquet", ".arrow": "arrow"}
+
+
+def is_here(source: str) -> bool:
+    """Whether a source of data lies on this machine, or a pattern that matches something."""
+    if os.path.exists(source) or not is_read_whole(source):
+        return os.path.exists(source)
+    return any(glob.glob(pattern, recursive=True) for pattern in without_braces(source))
+
+
+def is_read_whole(source: str) -> bool:
+    """Whether a source is a file or a pattern, which is all that it names, whatever the split is called."""
+    return suffix_of(source) in {*BUILDERS, *TABLES} and not Path(source).is_dir()
+
+
+def suffix_of(name: str) -> str:
+    """The ending of a file, that of a shard also where it is compressed."""
+    return ".tar" if name.lower().endswith(SUFFIXES) else os.path.splitext(name)[1].lower()
+
+
+def without_braces(pattern: str) -> list[str]:
+    """The patterns that one with {000..012} or {a,b} stands for, as open_clip and a shell read it."""
+    braces = re.search(r"\{(?:(\d+)\.\.(\d+)|([^{}]*,[^{}]*))\}", pattern)
+    if braces is None:
+        return [pattern]
+    first, last, words = braces.groups()
+    if words is None:
+        words = ",".join(f"{number:0{len(first)}}" for number in range(int(first), int(last) + 1))
+    before, after = pattern[: braces.start()], pattern[braces.end() :]
+    return [whole for word in words.split(",") for whole in without_braces(before + word + after)]
+
+
+def missing_data(source: str) -> str:
+    """That a source of data is not there, if it is neither here nor anything that the Hub may have: a name that is like
+    another one in a folder here is a slip."""
+    if source in WORLDS or is_here(source):
+        return ""
+    if meant := similar_path(source):
+        return f"there is no file or folder {source}: did you mean {meant}?"
+    is_file = Path(source).suffix in (*BUILDERS, *TABLES, ".json")
+    return f"there is no file or folder {source}" if is_file or not is_hub_name(source) else ""

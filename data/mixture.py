@@ -1,0 +1,37 @@
+"""Rows of several datasets, alike enough to be mixed."""
+
+import datasets
+
+from data.arguments import DataArguments
+from data.pairs import load_pairs, mapped
+
+# An image as an image column holds it: its bytes, or where they are
+IMAGE = {"bytes": datasets.Value("binary"), "path": datasets.Value("string")}
+
+
+def pairs_with_images(arguments: DataArguments) -> datasets.Dataset:
+    """Pairs with a caption, whose images are bytes or whole paths."""
+    rows = load_pairs(arguments, images=False)
+    feature = rows.features["image"]
+    if isinstance(feature, datasets.Value):
+        return mapped(
+            rows,
+            lambda batch: {"image": [path and {"bytes": None, "path": path} for path in batch["image"]]},
+            batched=True,
+            features=datasets.Features(rows.features | {"image": IMAGE}),
+        )
+    # Not as images: `datasets` would read those that are only named, and copy them
+    return rows.cast_column("image", datasets.Image(decode=False)).cast_column("image", IMAGE)
+
+
+def with_lists(rows: datasets.Dataset) -> datasets.Dataset:
+    """Rows whose captions are lists, also where an image has one."""
+    several = datasets.List(datasets.Value("string"))
+    if isinstance(rows.features["caption"], datasets.List | datasets.LargeList):
+        return rows.cast_column("caption", several)
+    return mapped(
+        rows,
+        lambda batch: {"caption": [[caption] for caption in batch["caption"]]},
+        batched=True,
+        features=datasets.Features(rows.features | {"caption": several}),
+    )

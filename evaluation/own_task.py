@@ -1,0 +1,81 @@
+"""Settings of a task on own data. Importing them imports nothing heavy."""
+
+from dataclasses import field
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic.dataclasses import dataclass
+
+from data.arguments import DataArguments
+from data.worlds import WORLDS
+from records.messages import in_one_line
+
+OwnKind = Literal["retrieval", "zero_shot", "linear_probe", "pairs"]
+
+
+@dataclass(config=ConfigDict(extra="forbid"), kw_only=True)
+class OwnTask:
+    """A task on any dataset: which of its columns hold what."""
+
+    # The measure.
+    task: OwnKind
+    # Whatever `source` of [data](#data) may be.
+    dataset: str
+    # What scores, reports and files call the task. None: the measure, the data, the column and a hash of all that was
+    # chosen.
+    name: str | None = Field(default=None, pattern=r"^\w[\w. -]*$", max_length=200)
+    # What tables call it. None: its name, else the measure, the data, and which split and column if others than the
+    # default ones.
+    title: str | None = Field(default=None, pattern=r"\S")
+    # What is measured of the dataset.
+    split: str = "test"
+    # What a linear probe is fitted to.
+    train_split: str = "train"
+    # Of the dataset, the first ones; None: all.
+    num_samples: int | None = Field(default=None, gt=0)
+    # Images or their paths; for pairs, the columns IMAGE_COLUMN_0 and _1.
+    image_column: str = "image"
+    # What relative paths of images start from.
+    image_root: str | None = None
+    # Texts or lists of texts, for retrieval; for pairs, the columns CAPTION_COLUMN_0 and _1.
+    caption_column: str = "caption"
+    # Each line of a text is a caption, as in the retrieval shards of CLIP_benchmark.
+    captions_per_line: bool = False
+    # The classes, for zero_shot and linear_probe; for pairs, what differs in each, if there is such a column.
+    label_column: str = "label"
+    # File with the names of the classes, one a line, for zero_shot and linear_probe. Where the data call classes by
+    # numbers or WordNet ids, the names in the order of these, or each after its id (n01440764 tench).
+    classes: str | None = Field(default=None, min_length=1)
+    # For zero_shot, texts with a {} for the name of the class; or one file of them, one a line.
+    templates: list[str] = field(default_factory=lambda: ["a photo of a {}."])
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.dataset in WORLDS and self.task != "retrieval":
+            raise ValueError(f"of {self.dataset}, it is the built-in task {self.dataset}_{self.task}")
+        self.arguments()
+        return self
+
+    def arguments(self) -> DataArguments:
+        """Settings of the rows that are measured."""
+        of_captions = self.task in ("retrieval", "pairs")
+        try:
+            return DataArguments(
+                source=self.dataset,
+                split=self.split,
+                num_samples=self.num_samples,
+                image_column=self.image_column,
+                image_root=self.image_root,
+                caption_column=self.caption_column if of_captions else self.label_column,
+                captions_per_line=self.captions_per_line and self.task == "retrieval",
+                seed=0,  # of a world: all models are measured on the same pictures
+            )
+        except ValidationError as error:
+            raise ValueError(in_one_line(error.errors())) from None
+
+
+# What a list of tasks may hold: names, and tasks on own data
+Wanted = Annotated[
+    Annotated[str, Tag("name")] | Annotated[OwnTask, Tag("own")],
+    Discriminator(lambda value: "name" if isinstance(value, str) else "own"),
+]

@@ -1,0 +1,180 @@
+"""Whether a recipe will work, and what it will take: `--rehearse`.
+
+The stages themselves run, with the real model and the real batch of a process, on few samples and for two steps, each
+reading what the one before made. They write into a folder that is removed at the end. Finished stages are read as they
+are. What is told was measured.
+"""
+
+import contextlib
+import dataclasses
+import gc
+import io
+import json
+import math
+import shutil
+import time
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from accelerate import Accelerator
+
+from data.sources import open_rows
+from data.worlds import WORLDS
+from records.memory import in_words, peak_memory, reset_peak_memory
+from records.provenance import LOG, MANIFEST, Record
+from training.plan import aligned
+from training.recipe import Recipe
+from training.runner import Runner, require_sound, stage_errors
+from training.stages.base import Stage, references
+from training.stages.steps import REHEARSED_STEPS, StepsStage
+
+# Samples of a recipe that trains nothing
+FEW = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """What a stage took in a rehearsal.
+
+    Args:
+        seconds: of all of it.
+        step: seconds of the second step; None: it takes none.
+        steps: of the real run; None: not known, or it takes none.
+        hours: of the real run; None: not known.
+        memory, disk: bytes, disk with a checkpoint where it writes any.
+    """
+
+    seconds: float
+    step: float | None
+    steps: int | None
+    hours: float | None
+    memory: int
+    disk: int
+
+
+def rehearse(recipe: Recipe, stages: Collection[Stage], batch_size: int | None = None) -> str:
+    """Rehearse stages, and tell what a run of them takes.
+
+    Args:
+        batch_size: of a process, in place of its real one.
+
+    Raises:
+        What a stage raises, with its name. Nothing is kept.
+    """
+    measured = measure_stages(recipe, stages, batch_size)
+    rows = [["stage", "rehearsed in", "a step", "steps", "memory", "disk", "hours"]]
+    for name, of_stage in measured.items():
+        step = "-" if of_stage.step is None else f"{of_stage.step:.3g} s"
+        steps = "-" if of_stage.steps is None else f"{of_stage.steps:,}"
+        hours = "-" if of_stage.hours is None else f"{of_stage.hours:.2f}"
+        sizes = in_words(of_stage.memory), in_words(of_stage.disk)
+        rows.append([name, f"{of_stage.seconds:.1f} s", step, steps, *sizes, hours])
+    known = [of_stage.hours for of_stage in measured.values() if of_stage.hours is not None]
+    most = max((of_stage.memory for of_stage in measured.values()), default=0)
+    disk = sum(of_stage.disk for of_stage in measured.values())
+    seconds = sum(of_stage.seconds for of_stage in measured.values())
+    rows.append(["in all", f"{seconds:.1f} s", "", "", in_words(most), in_words(disk), f"{sum(known):.2f}"])
+    return "\n".join(
+        [
+            *aligned(rows, left=1),
+            "",
+            "memory: the most that a process held, on a GPU in tensors, on a CPU with Python and its libraries",
+            "disk: of a stage's folder, with one checkpoint where it writes any",
+            "hours: without stages that measure models, marked -",
+        ]
+    )
+
+
+def measure_stages(recipe: Recipe, stages: Collection[Stage], batch_size: int | None = None) -> dict[str, Measured]:
+    """Name of each stage that has not finished -> what it takes; see `rehearse`."""
+    require_sound(recipe, stages)
+    output_dir = Path(recipe.output_dir)
+    folder = output_dir.with_name(f"{output_dir.name}.rehearsal")
+    to_do = [stage for stage in stages if not (output_dir / stage.name / MANIFEST).is_file()]
+    batches = [stage.global_batch_size for stage in to_do if isinstance(stage, StepsStage)]
+    num_samples = max([FEW, *(REHEARSED_STEPS * batch for batch in batches)])
+    small = Recipe(
+        output_dir=str(folder), stages=recipe.stages, seed=recipe.seed, mixed_precision=recipe.mixed_precision
+    )
+    runner = Runner(small, rehearses=True)
+    accelerator = runner.context.accelerator
+    measured, ratios = {}, {}
+    try:
+        if accelerator.is_main_process:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            for stage in recipe.stages:
+                if (output_dir / stage.name / MANIFEST).is_file():
+                    (folder / stage.name).symlink_to((output_dir / stage.name).resolve(), target_is_directory=True)
+        accelerator.wait_for_everyone()
+        for stage in to_do:
+            rehearsed = _with_batch(stage.rehearsed(num_samples), batch_size, accelerator.num_processes)
+            ratios[stage.name] = _ratio(stage, num_samples, ratios)
+            with stage_errors(stage):
+                measured[stage.name] = _measure(runner, stage, rehearsed, ratios[stage.name], accelerator)
+            accelerator.on_main_process(print)(f"{stage.name}: {measured[stage.name].seconds:.1f} s", flush=True)
+    finally:
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            shutil.rmtree(folder, ignore_errors=True)
+    return measured
+
+
+def _with_batch(stage: Stage, batch_size: int | None, num_processes: int) -> Stage:
+    if batch_size is None or not isinstance(stage, StepsStage):
+        return stage
+    changes = {"global_batch_size": batch_size * num_processes * stage.gradient_accumulation_steps}
+    if stage.mini_batch_size is not None:
+        changes["mini_batch_size"] = math.gcd(stage.mini_batch_size, batch_size)
+    return dataclasses.replace(stage, **changes)
+
+
+def _ratio(stage: Stage, num_samples: int, ratios: Mapping[str, float]) -> float:
+    """How many times more samples the real stage reads."""
+    data = getattr(stage, "data", None)
+    if data is None:
+        read = [one.value for one in references(stage) if "model" not in one.reads.kinds]
+        return max((ratios.get(name, 1) for name in read), default=1)
+    if data.source in ratios:
+        return ratios[data.source]
+    if data.streaming:
+        return 1
+    pairs = data.num_samples if data.source in WORLDS else len(open_rows(data))
+    return pairs / min(pairs, num_samples)
+
+
+def _measure(runner: Runner, stage: Stage, rehearsed: Stage, ratio: float, accelerator: Accelerator) -> Measured:
+    gc.collect()
+    runner.context.held.clear()
+    reset_peak_memory(accelerator.device)
+    started = time.perf_counter()
+    with contextlib.redirect_stdout(io.StringIO()):
+        disk = runner.run_stage(rehearsed)
+    seconds = time.perf_counter() - started
+    memory, (folder, _) = peak_memory(accelerator.device), runner.folders(rehearsed)
+    if accelerator.device.type == "cpu":
+        memory += round((ratio - 1) * sum(runner.context.held.values()))
+    if not isinstance(stage, StepsStage):
+        is_measure = hasattr(stage, "max_rows")
+        return Measured(
+            seconds, None, None, None if is_measure else seconds * ratio / 3600, memory, round(disk * ratio)
+        )
+    step = _second_step(folder, rehearsed.global_batch_size)
+    steps, pairs = stage.max_steps, Record.read(folder).pairs
+    if steps is None and pairs is not None:
+        steps = max(1, stage.num_epochs * round(pairs * ratio) // stage.global_batch_size)
+    hours = None if steps is None else steps * step / 3600
+    return Measured(seconds, step, steps, hours, memory, disk)
+
+
+def _size(folder: Path, ratio: float) -> int:
+    """Bytes of a folder where there are `ratio` times more samples, whose rows lie in these files."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return round(sum(path.stat().st_size * (ratio if path.suffix in (".npy", ".arrow") else 1) for path in files))
+
+
+def _second_step(folder: Path, batch_size: int) -> float:
+    """Seconds of the second step of a stage, which logged each."""
+    lines = map(json.loads, (folder / LOG).read_text(encoding="utf-8").splitlines())
+    first, second = [batch_size / line["images_per_second"] for line in lines if "images_per_second" in line]
+    return 2 * second - first

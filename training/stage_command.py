@@ -1,0 +1,131 @@
+"""`clip-moe KIND OUTPUT --SETTING VALUE`: a recipe of one stage, whose folder is OUTPUT."""
+
+import textwrap
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from records.yaml_files import read_yaml
+from training.recipe import Recipe, RecipeError, unknown_names, validated
+from training.setting_help import Setting, docstring, is_list, settings_of, settings_within
+from training.stages import stage_of_kind
+from training.stages.base import Stage, setting_names
+
+WIDTH = 100
+# Settings of the run, which every command has
+OF_RUN = ("seed", "mixed_precision", "trackers")
+
+
+def run_command(kind: str, arguments: Sequence[str]) -> str | None:
+    """Run a stage as a command, and return what is to be printed."""
+    if not arguments or "--help" in arguments or "-h" in arguments:
+        return help_text(stage_of_kind(kind))
+    recipe, rehearsal = read_command(kind, arguments)
+    if rehearsal is not None:
+        from training.rehearsal import rehearse
+
+        return rehearse(recipe, recipe.stages, **rehearsal)
+    from training.runner import loading_hint, run_alone
+
+    run_alone(recipe)
+    return loading_hint(recipe)
+
+
+def read_command(kind: str, arguments: Sequence[str]) -> tuple[Recipe, dict[str, Any] | None]:
+    """The recipe of a command line; and where it is to be rehearsed, the options of `training.rehearsal.rehearse`."""
+    stage, title = stage_of_kind(kind), f"clip-moe {kind.replace('_', '-')}"
+    output, *rest = arguments
+    if output.startswith("--") or not Path(output).name:
+        raise ValueError(f"{title} OUTPUT --SETTING VALUE: the first argument is the folder to make, not {output!r}")
+    settings: dict[str, Any] = {}
+    for key, values in _flags(rest).items():
+        first, *within = key.split(".")
+        path = [first.replace("-", "_"), *within]
+        target = settings
+        for part in path[:-1]:
+            target = target.setdefault(part, {})
+            if not isinstance(target, dict):
+                raise ValueError(f"--{key}: {part} has a value already")
+        target[path[-1]] = _value(_hint(stage, path), key, values)
+    rehearsal = None
+    if "rehearse" in settings or "rehearse_batch" in settings:
+        settings.pop("rehearse", None)
+        rehearsal = {"batch_size": settings.pop("rehearse_batch", None)}
+    of_run = {name: settings.pop(name) for name in OF_RUN if name in settings}
+    faults = [*unknown_names(settings, setting_names(stage) | {name: {} for name in OF_RUN})]
+    if faults:
+        raise RecipeError(title, faults)
+    made = validated(stage, {"name": Path(output).name, "stage": kind} | settings, title)
+    recipe = validated(Recipe, {"output_dir": str(Path(output).parent), "stages": [made]} | of_run, title)
+    recipe.title = title
+    return recipe, rehearsal
+
+
+def help_text(stage: type[Stage]) -> str:
+    """Usage, what it does, and its settings."""
+    settings = [one for one in settings_of(stage) if one.name not in ("name", "stage")]
+    required = [f"--{one.name} {one.name.upper()}" for one in settings if one.default is None]
+    usage = " ".join(["Usage: clip-moe", stage.kind.replace("_", "-"), "OUTPUT", *required, "[--SETTING VALUE ...]"])
+    rows = [line for setting in settings if setting.name not in OF_RUN for line in _help_lines(setting)]
+    of_run = [one for one in settings_of(Recipe) if one.name in OF_RUN]
+    return "\n".join(
+        [
+            usage,
+            "",
+            *(line for text in docstring(stage).split("\n\n") for line in [*_wrapped(text), ""]),
+            "Settings, whose values are read as YAML; several values make a list:",
+            "",
+            *rows,
+            *(line for setting in of_run for line in _help_lines(setting)),
+            "  --rehearse [--rehearse_batch N]",
+            *_wrapped("Run two steps on few samples, with N of them a batch, and tell what a run takes.", 6),
+        ]
+    )
+
+
+def _help_lines(setting: Setting, prefix: str = "") -> list[str]:
+    name, within = f"{prefix}{setting.name}", settings_within(setting.field.annotation)
+    default = "" if setting.default is None else f", default {setting.default}"
+    lines = [f"  --{name}  {setting.type()}{'' if within else default}", *_wrapped(setting.meaning, 6)]
+    if within is None or is_list(setting.field.annotation) or prefix:
+        return lines
+    return lines + [line for one in settings_of(within) for line in _help_lines(one, f"{name}.")]
+
+
+def _wrapped(text: str, indent: int = 0) -> list[str]:
+    if text.startswith("    "):
+        return text.splitlines()
+    return textwrap.wrap(text, WIDTH, initial_indent=" " * indent, subsequent_indent=" " * indent)
+
+
+def _flags(arguments: Sequence[str]) -> dict[str, list[str]]:
+    """`--a.b 1 --c=2 3` as {"a.b": ["1"], "c": ["2", "3"]}."""
+    flags: dict[str, list[str]] = {}
+    for argument in arguments:
+        if argument.startswith("--"):
+            key, equals, value = argument[2:].partition("=")
+            flags.setdefault(key, []).extend([value] * bool(equals))
+        elif flags:
+            flags[next(reversed(flags))].append(argument)
+        else:
+            raise ValueError(f"{argument!r} is no setting: write --SETTING VALUE")
+    return flags
+
+
+def _hint(settings: type, path: Sequence[str]) -> Any:
+    """The type of a setting, by its name and the names within; None: it is not known."""
+    hint = typing.get_type_hints(settings, include_extras=True).get(path[0])
+    within = settings_within(hint)
+    return hint if len(path) == 1 else within and _hint(within, path[1:])
+
+
+def _value(hint: Any, key: str, values: list[str]) -> Any:
+    read = [read_yaml(value, f"--{key}") for value in values]
+    if not read and hint in (bool, None):
+        return True
+    if not read:
+        raise ValueError(f"--{key} has no value")
+    if len(read) > 1 or (is_list(hint) and not isinstance(read[0], list)):
+        return read
+    return read[0]

@@ -1,0 +1,61 @@
+"""The stage that analyzes the experts of a model."""
+
+import dataclasses
+import typing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from training.settings import STRICT
+from training.stages.base import Model, Stage
+from training.train_settings import REHEARSED_ROWS, MeasuredTasks
+
+if typing.TYPE_CHECKING:
+    from training.context import Context
+
+
+@dataclass(config=STRICT, kw_only=True)
+class AnalyzeStage(MeasuredTasks, Stage):
+    """What each expert of a sparse model knows, and which tokens it gets, as a page with pictures.
+
+    Do the experts do anything? First comes the collapse test: every task is measured with the routers, and with every
+    layer's experts replaced by their mean; if that costs nothing, the experts do nothing apart from each other. Beside
+    it stand the entropy of the routers, in bits, and how alike the experts are.
+
+    Then every task is measured with all tokens sent through one expert, for every expert (CLIP-MoE Table 1, CLIP-FMoE
+    Tables 4 and 17), also with other numbers of experts a token (CLIP-FMoE Tables 18 and 19). An expert alone has the
+    weight that the experts of a token have together in the routed model. Where the weights do not sum to 1,
+    experts.json also has the scales that a dense stage takes.
+
+        clip-moe analyze experts --model runs/clip_moe_demo/clip_moe --tasks symbols_pairs
+    """
+
+    kind: ClassVar[str] = "analyze"
+    main_process_only: ClassVar[bool] = True
+
+    # An earlier stage, a folder or a hub name: a sparse model.
+    model: Model
+    # Numbers of experts a token to try, beside the model's own.
+    num_experts_per_tok: list[int] = Field(default_factory=list)
+    # `text` or `vision`: the sparse layer whose words or patches are drawn; the last one where a tower is left out.
+    layers: dict[Literal["text", "vision"], int] = Field(default_factory=dict)
+    # The expert that has a picture of its own, of the patches and captions that it takes.
+    expert: int | None = Field(default=None, ge=0)
+    # With which capacities dropped patches are drawn; none: the model's in training and twice that.
+    capacity_factors: list[Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(default_factory=list)
+    # Images or texts that are computed at a time.
+    batch_size: int = Field(default=64, gt=0)
+
+    def rehearsed(self, num_samples: int) -> typing.Self:
+        """On few rows of each task."""
+        return dataclasses.replace(super().rehearsed(num_samples), max_rows=REHEARSED_ROWS)
+
+    def run(self, inputs: SimpleNamespace, context: "Context", directory: Path) -> None:
+        from evaluation.experts import analyze_experts
+
+        names = ("num_experts_per_tok", "layers", "expert", "capacity_factors", "batch_size")
+        options = {name: getattr(self, name) for name in names}
+        print(analyze_experts(inputs.model, self.open_tasks(), directory, **options))

@@ -1,0 +1,44 @@
+"""The stage that learns a tokenizer."""
+
+import itertools
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from training.settings import STRICT
+from training.stages.base import NumberedData, Stage
+
+if TYPE_CHECKING:
+    from training.context import Context
+
+
+@dataclass(config=STRICT, kw_only=True)
+class TokenizerStage(Stage):
+    """A tokenizer learned from the captions of a dataset, as CLIP's was from its own: for `initialize`."""
+
+    kind: ClassVar[str] = "tokenizer"
+    main_process_only: ClassVar[bool] = True
+
+    # Whose captions it learns from.
+    data: NumberedData
+    # Tokens, with 514 bytes and special tokens, which are the least; there are fewer where the captions have fewer
+    # words.
+    vocab_size: int = Field(default=49408, gt=0)
+    # Tokens of a caption, with the first and the last one; at most the max_position_embeddings of the model that it is
+    # for. None: as many as these.
+    max_length: int | None = Field(default=None, ge=3)
+
+    def run(self, inputs: SimpleNamespace, context: "Context", directory: Path) -> None:
+        from data.pairs import all_captions
+        from data.tokenizer import SAMPLE, learn_tokenizer, pieces_per_word
+        from records.files import save
+
+        rows = context.pairs(inputs.data, images=False)
+        print(f"{self.name}: learns at most {self.vocab_size} tokens from {len(rows)} pairs", flush=True)
+        tokenizer = learn_tokenizer(all_captions(rows), self.vocab_size, self.max_length)
+        save(tokenizer, directory)
+        pieces = pieces_per_word(tokenizer, itertools.islice(all_captions(rows), SAMPLE))
+        print(f"{self.name}: {len(tokenizer)} tokens, learned from {len(rows)} pairs; {pieces:.2f} pieces a word")

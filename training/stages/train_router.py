@@ -1,0 +1,22 @@
+"""The stage that trains routers."""
+
+from typing import ClassVar
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from training.settings import STRICT
+from training.stages.train import TrainStage
+from training.train_settings import BalanceMean
+
+
+@dataclass(config=STRICT, kw_only=True)
+class TrainRouterStage(TrainStage):
+    """Routers trained with the experts frozen (CLIP-MoE section 4), or with fusion gates (CLIP-FMoE section 4.3). The
+    defaults are CLIP-MoE's."""
+
+    kind: ClassVar[str] = "train_router"
+
+    trainable: str = r"\.mlp\.router\."
+    balance_top_k: int | None = Field(default=1, gt=0)
+    balance_mean: BalanceMean = "layer"

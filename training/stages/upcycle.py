@@ -1,0 +1,57 @@
+"""The stage that makes a dense model sparse."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field, JsonValue
+from pydantic.dataclasses import dataclass
+
+from conversion.presets import PRESETS, changed_preset
+from training.settings import STRICT
+from training.stages.base import Model, Stage, named_errors
+
+if TYPE_CHECKING:
+    from training.context import Context
+
+
+@dataclass(config=STRICT, kw_only=True)
+class UpcycleStage(Stage):
+    """Sparse upcycling: a dense CLIP becomes a CLIP-MoE whose experts are copies of its FFNs.
+
+    Experts are copies of the dense FFN (Komatsuzaki et al., 2023, https://arxiv.org/abs/2212.05055), routers and fusion
+    gates are new, all else is kept. The saved model is loaded again and compared with the source in float32: where
+    routing weights sum to 1, equal experts compute the dense FFN, so the two agree up to rounding. Where they do not,
+    as in the preset clip_up, the comparison alone is made with renormalized weights.
+
+        clip-moe upcycle clip-up-b16 --model openai/clip-vit-base-patch16 --preset clip_up
+    """
+
+    kind: ClassVar[str] = "upcycle"
+    makes_model: ClassVar[bool] = True
+    main_process_only: ClassVar[bool] = True
+
+    # A dense CLIP: an earlier stage, a folder or a hub name.
+    model: Model
+    # The paper whose architecture it gets.
+    preset: Literal[tuple(PRESETS)]
+    # Which towers become sparse.
+    towers: list[Literal["text", "vision"]] = Field(default_factory=lambda: ["text", "vision"])
+    # Fields of the preset to change: num_experts, num_experts_per_tok, sparse_layers (`all`, `every_second`,
+    # `second_half_every_second`, a list of numbers from 0, or one for each of `text` and `vision`), norm_topk_prob,
+    # fusion_gate, capacity_factor, router_aux_loss_coef, router_z_loss_coef.
+    changes: dict[str, Any] = Field(default_factory=dict)
+    # What routing takes besides, of the text tower: num_experts_per_tok, norm_topk_prob,
+    # norm_before_capacity, capacity_factor, eval_capacity_factor, capacity_group_size, token_drop_policy,
+    # router_jitter_noise, attention_dropout.
+    text_config: dict[str, JsonValue] = Field(default_factory=dict)
+    # The same for the image tower.
+    vision_config: dict[str, JsonValue] = Field(default_factory=dict)
+
+    def run(self, inputs: SimpleNamespace, context: "Context", directory: Path) -> None:
+        from conversion.upcycle import convert
+
+        with named_errors(self, "changes"):
+            preset = changed_preset(self.preset, self.changes)
+        routing = {"text_config": self.text_config, "vision_config": self.vision_config}
+        convert(inputs.model, directory, preset, self.towers, context.seed, routing)
