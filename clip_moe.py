@@ -42,7 +42,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    from records.processes import launch_cpu_processes
-
-    launch_cpu_processes("clip_moe", ["-m", "clip_moe", *sys.argv[1:]])
     main()

@@ -1,4 +1,4 @@
-"""Clustering as the stages compute it, beside faiss by itself, scikit-learn and k-means-constrained.
+"""Clustering as the stages compute it, beside faiss by itself and scikit-learn.
 
     python -m benchmarks.clustering [--rows 100000 --size 768 --clusters 4 256] --output clustering.md
 
@@ -15,22 +15,21 @@ from sklearn.cluster import MiniBatchKMeans
 from benchmarks.page import Output, cost, machine, mib, page, table
 from evaluation.speed import in_turn
 from records.command_line import command
-from training.clusters import Method, balanced_kmeans, import_faiss, kmeans
+from training.clusters import Method, import_faiss, kmeans
 
 OURS, FAISS = "cluster stage", "faiss alone"
-PART, ITERATIONS = 32_768, 20
+PART = 32_768
 
 
-def random_rows(num_rows: int, size: int, num_means: int, uneven: bool = False) -> np.ndarray:
+def random_rows(num_rows: int, size: int, num_means: int) -> np.ndarray:
     """Normalized rows around many means, as features of images are, (num_rows, size) float32."""
     rng = np.random.default_rng(0)
     means = rng.standard_normal((num_means, size), np.float32)
-    shares = rng.dirichlet(np.full(num_means, 0.5)) if uneven else None
     rows = np.empty((num_rows, size), np.float32)
     for start in range(0, num_rows, PART):  # a part at a time, lest the memory of this be that of the process
         part = rows[start : start + PART]
-        part[:] = means[rng.choice(num_means, len(part), p=shares)]
-        part += (1.0 if uneven else 1.5) * rng.standard_normal(part.shape, np.float32)
+        part[:] = means[rng.choice(num_means, len(part))]
+        part += 1.5 * rng.standard_normal(part.shape, np.float32)
         part /= np.linalg.norm(part, axis=1, keepdims=True)
     return rows
 
@@ -42,13 +41,6 @@ def _faiss_alone(rows: np.ndarray, number: int, **settings: int) -> np.ndarray:
     return search.index.search(rows, 1)[1][:, 0]
 
 
-def _constrained(rows: np.ndarray, number: int) -> np.ndarray:
-    from k_means_constrained import KMeansConstrained
-
-    limit = -(-len(rows) // number)
-    return KMeansConstrained(number, size_max=limit, n_init=1, max_iter=ITERATIONS, random_state=0).fit_predict(rows)
-
-
 METHODS: dict[str, Callable[[np.ndarray, int], np.ndarray]] = {
     OURS: lambda rows, number: kmeans(rows, number, 0, method=Method("faiss", n_init=1)),
     FAISS: _faiss_alone,
@@ -57,14 +49,11 @@ METHODS: dict[str, Callable[[np.ndarray, int], np.ndarray]] = {
         rows
     ),
     "scikit-learn": lambda rows, number: kmeans(rows, number, 0, method=Method(n_init=1)),
-    "balanced": lambda rows, number: balanced_kmeans(rows, number, 0, ITERATIONS)[1],
-    "k-means-constrained": _constrained,
 }
-LIMITED = ("balanced", "k-means-constrained")
 
 
-def clustered(name: str, number: int, num_rows: int, size: int, num_means: int, uneven: bool) -> Callable:
-    rows = random_rows(num_rows, size, num_means, uneven)
+def clustered(name: str, number: int, num_rows: int, size: int, num_means: int) -> Callable:
+    rows = random_rows(num_rows, size, num_means)
     METHODS[name](rows[:1000], 2)  # libraries are loaded
     return lambda: METHODS[name](rows, number)
 
@@ -75,7 +64,7 @@ def inertia(rows: np.ndarray, labels: np.ndarray) -> float:
     return 1 - np.average(np.nan_to_num(lengths), weights=np.bincount(labels))
 
 
-def compare(names: Sequence[str], number: int, *features: int | bool, rounds: int = 1) -> dict[str, list[dict]]:
+def compare(names: Sequence[str], number: int, *features: int, rounds: int = 1) -> dict[str, list[dict]]:
     """The cost of each method in each round, with its labels."""
     return in_turn({name: partial(cost, clustered, name, number, *features) for name in names}, rounds)
 
@@ -90,24 +79,22 @@ def compare_kmeans(
     means: int = 1000,
     methods: Sequence[Literal[*METHODS]] = (OURS, FAISS),
 ) -> str:
-    """Features around many means, those of balanced clusters around means of very different shares, so that limits
-    matter. Inertia is the mean squared distance of a feature to the mean of its cluster.
+    """Features around many means. Inertia is the mean squared distance of a feature to the mean of its cluster.
 
     Args:
         means: that the features lie around
     """
-    features = rows, size, means, bool({*LIMITED} & {*methods})
+    features = rows, size, means
     embeds, lines = random_rows(*features), []
     for number in clusters:
         costs = {name: result for name, (result,) in compare(methods, number, *features).items()}
         inertias = {name: inertia(embeds, result["result"]) for name, result in costs.items()}
         first = methods[0]
         for name, result in costs.items():
-            sizes = np.bincount(result["result"], minlength=number) / (rows / number)
             cells = f"{result['cpu']:.1f}", f"{result['cpu'] / costs[first]['cpu']:.3f}", mib(result["memory"])
-            cells += f"{sizes.min():.2f} to {sizes.max():.2f}", f"{inertias[name]:.5f}"
-            lines.append([f"{number:,}", name, *cells, f"{inertias[name] / inertias[first]:.3f}"])
-    header = ["clusters", "", "CPU seconds", "relative", "memory", "sizes / mean size", "inertia", "relative"]
+            cells += f"{inertias[name]:.5f}", f"{inertias[name] / inertias[first]:.3f}"
+            lines.append([f"{number:,}", name, *cells])
+    header = ["clusters", "", "CPU seconds", "relative", "memory", "inertia", "relative"]
     return page(
         output,
         f"# K-means of {rows:,} features of size {size}",

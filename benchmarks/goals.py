@@ -49,7 +49,7 @@ def of_data(rounds: int) -> Iterator[Figure]:
 
 
 def of_clusters(rounds: int) -> Iterator[Figure]:
-    costs = clustering.compare([clustering.OURS, clustering.FAISS], 256, 100_000, 768, 1000, False, rounds=rounds)
+    costs = clustering.compare([clustering.OURS, clustering.FAISS], 256, 100_000, 768, 1000, rounds=rounds)
     ours, faiss = ([result["cpu"] for result in of_method] for of_method in costs.values())
     yield "CPU time: 256 clusters of 100,000 x 768, over faiss", median_ratio(ours, faiss), 0, 1.0
 

@@ -1,9 +1,7 @@
-"""What scores of several seeds say of a claim: whether it holds.
+"""What scores of several seeds say of a paper's claim: whether it holds.
 
-A paper's claims stand in a file, which `read_claims` reads. For each paper it names a folder with `seeds.json` and
-`seeds.md`, as `model_cards.seeds` writes them, or several, made by recipes that share models. Their rows are models.
-`experts_0.json`, `experts_1.json`, ... in the same folder, one for each seed, which `evaluation.experts` writes as
-`experts.json`, add rows such as "routed", "expert 0" and "K = 2".
+The claims stand in a file, which `read_claims` reads. Each names the cards that it compares rows of: folders beside the
+file with `seeds.json`, as `model_cards.seeds` writes it.
 """
 
 import statistics
@@ -12,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from records.files import read_json
 from records.intervals import paired_interval
@@ -21,66 +19,52 @@ from records.result_schema import Text
 from records.yaml_files import read_yaml
 
 LEAST_SEEDS = 3
-HOLDS, DOES_NOT_HOLD, INCONCLUSIVE = "holds", "does not hold", "inconclusive"
-NOT_MEASURED, SHOWN_ELSEWHERE = "not measured", "see there"
-VERDICTS = (HOLDS, DOES_NOT_HOLD, INCONCLUSIVE, NOT_MEASURED, SHOWN_ELSEWHERE)
-Texts = Annotated[list[Text], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
+HOLDS, DOES_NOT_HOLD, INCONCLUSIVE, NOT_MEASURED = "holds", "does not hold", "inconclusive", "not measured"
+VERDICTS = (HOLDS, DOES_NOT_HOLD, INCONCLUSIVE, NOT_MEASURED)
 Scores = dict[str, dict[str, list[dict[str, float]]]]  # row -> task -> for each seed: metric -> score
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class Headline(BaseModel):
-    """The mark of a claim that a reader asks for first."""
-
-    model_config = STRICT
-
-    # The claim in a few words, for the picture
-    short: Text
-    # Samples, and multiply-adds where they differ, that its models were trained with
-    budget: Text | None = None
-
-
 class Claim(BaseModel):
-    """A sentence of a paper, and one of: what would show it (`better`, `than`, `scores`), where it is shown, or what is
-    missing to show it."""
+    """A sentence of a paper, and either what would show it (`cards`, `better`, `than`, `scores`) or what is
+    `missing` to show it."""
 
     model_config = STRICT
 
     claim: Text
+    # The claim in a few words, for the picture
+    short: Text
     # Table, section or figure of the paper
     place: Text
+    # The folders of the results, as seen from the file of claims; a row is that of the first one that has it
+    cards: list[Text] = Field(default_factory=list)
     # Titles of rows: the first must be better than each of the others
     better: Text | None = None
-    than: Texts = Field(default_factory=list)
+    than: list[Text] = Field(default_factory=list)
     # Task -> metrics
     scores: dict[str, Annotated[list[Text], Field(min_length=1)]] = Field(default_factory=dict)
     # Percent points by which it must be better; below 0: by which it may be worse
     by: float = 0.0
-    # A file that shows it, as seen from the file of claims
-    shown_in: Text | None = None
+    # Samples, and multiply-adds where they differ, that its models were trained with
+    budget: Text | None = None
     missing: Text | None = None
-    headline: Headline | None = None
     # Markdown. Where it does not hold: what was tried to find out whether recipe, code or world is the cause
     note: str = ""
 
     @model_validator(mode="after")
     def _check(self):
-        compared = [bool(self.better), bool(self.than), bool(self.scores)]
-        if any(compared) != all(compared) or any(compared) + bool(self.shown_in) + bool(self.missing) != 1:
-            raise ValueError("a claim needs either better, than and scores, or shown_in, or missing")
+        compared = {bool(self.cards), bool(self.better), bool(self.than), bool(self.scores)}
+        if compared != {not self.missing}:
+            raise ValueError("a claim needs either cards, better, than and scores, or missing")
         return self
 
 
 class Paper(BaseModel):
-    """The claims of a paper that the same results show."""
+    """The claims of a paper."""
 
     model_config = STRICT
 
     link: Text | None = None
-    # The folders of the results, as seen from the file of claims
-    results: Annotated[Texts, Field(min_length=1)]
-    # The command that makes them
-    command: Text
     claims: list[Claim] = Field(min_length=1)
 
 
@@ -110,10 +94,9 @@ def verdict_of(interval: tuple[float, float]) -> str:
 
 
 def verdict_of_all(verdicts: Iterable[str]) -> str:
-    """The verdict on all of several statements together: one that does not hold decides, then one that cannot be
-    told."""
+    """The verdict on several statements together: the worst of theirs; without any, "not measured"."""
     distinct = set(verdicts)
-    return next(verdict for verdict in (DOES_NOT_HOLD, INCONCLUSIVE, HOLDS) if verdict in distinct)
+    return next((verdict for verdict in (DOES_NOT_HOLD, INCONCLUSIVE, HOLDS) if verdict in distinct), NOT_MEASURED)
 
 
 def deciding(measured: Sequence[Measured]) -> Measured:
@@ -122,15 +105,21 @@ def deciding(measured: Sequence[Measured]) -> Measured:
     return min((score for score in measured if score.verdict == verdict), key=lambda score: score.difference)
 
 
-def measure_claim(claim: Claim, scores: Scores, where: str) -> list[Measured]:
-    """What the scores say of a claim, one for each of its metrics.
+def measure_claim(claim: Claim, folder: Path) -> list[Measured]:
+    """What the scores say of a claim, one for each of its metrics; none of a claim that something is missing for.
 
     Args:
-        where: the scores are from, for errors.
+        folder: of the file of claims, beside the cards.
+
+    Raises:
+        ValueError: no card has a row, a task or a metric, or they have too few seeds.
     """
+    scores: Scores = {}
+    for card in claim.cards:
+        scores = read_scores(folder / card) | scores
     measured, pairs = [], [(task, metric) for task, metrics in claim.scores.items() for metric in metrics]
     for task, metric in pairs:
-        percentages = {row: _percentages(scores, row, task, metric, where) for row in [claim.better, *claim.than]}
+        percentages = {row: _percentages(claim, scores, row, task, metric) for row in [claim.better, *claim.than]}
         better, of_rivals = percentages[claim.better], []
         for rival in claim.than:
             low, high = paired_interval(better, percentages[rival], len(pairs) * len(claim.than))
@@ -143,10 +132,11 @@ def measure_claim(claim: Claim, scores: Scores, where: str) -> list[Measured]:
     return measured
 
 
-def _percentages(scores: Scores, row: str, task: str, metric: str, where: str) -> list[float]:
+def _percentages(claim: Claim, scores: Scores, row: str, task: str, metric: str) -> list[float]:
     try:
         return [100 * metrics[metric] for metrics in scores[row][task]]
     except KeyError as error:
+        where = " and ".join(claim.cards)
         raise ValueError(f"{where} has no {error}, as {metric} of {row!r} on {task} needs it") from error
 
 
@@ -159,56 +149,12 @@ def read_claims(path: Path) -> dict[str, Paper]:
         raise ValueError(f"{path}: {in_one_line(error.errors())}") from error
 
 
-def read_scores(folder: Path) -> Scores | None:
-    """The scores in a folder of results; None if there are none yet."""
+def read_scores(folder: Path) -> Scores:
+    """The scores of a card."""
     path = folder / "seeds.json"
-    if not path.exists():
-        return None
     scores = read_json(path)
     numbers = {len(of_seeds) for row in scores.values() for of_seeds in row.values()}
     if len(numbers) != 1 or min(numbers) < LEAST_SEEDS:
         counts = ", ".join(map(str, sorted(numbers))) or "none"
         raise ValueError(f"{path}: all results need the same {LEAST_SEEDS} or more seeds, got {counts}")
-    experts = _read_experts(folder, numbers.pop())
-    twice = sorted(set(scores) & set(experts))
-    if twice:
-        raise ValueError(f"{path} and the experts_*.json beside it both have {', '.join(twice)}: rename the former")
-    return scores | experts
-
-
-def read_all_scores(folders: Sequence[Path]) -> tuple[Scores, dict[tuple[str, str], Path]]:
-    """The scores in several folders of results, of recipes that share models; none if not all are there yet.
-
-    Returns:
-        The scores, and for each row and task the first folder that has them.
-    """
-    merged: Scores = {}
-    origin: dict[tuple[str, str], Path] = {}
-    for folder in folders:
-        scores = read_scores(folder)
-        if scores is None:
-            return {}, {}
-        for row, of_tasks in scores.items():
-            tasks = merged.setdefault(row, {})
-            for task, of_seeds in of_tasks.items():
-                if tasks.setdefault(task, of_seeds) != of_seeds:
-                    raise ValueError(
-                        f"{task} of {row!r} differs between {origin[row, task]} and {folder}: give one of the rows "
-                        "another title, or measure both with the same settings, seeds and commit"
-                    )
-                origin.setdefault((row, task), folder)
-    return merged, origin
-
-
-def _read_experts(folder: Path, num_seeds: int) -> Scores:
-    """The rows of single experts and of the routed model, where they were measured."""
-    if not (folder / "experts_0.json").exists():
-        return {}
-    of_seeds = [read_json(folder / f"experts_{seed}.json") for seed in range(num_seeds)]
-    if len({of_seed["weights"] for of_seed in of_seeds}) < num_seeds:
-        raise ValueError(f"{folder / 'experts_*.json'}: two are of the same weights; a spread needs different seeds")
-    all_metrics = [of_seed["metrics"] for of_seed in of_seeds]
-    return {
-        row: {task: [metrics.get(task, {}).get(row, {}) for metrics in all_metrics] for task in all_metrics[0]}
-        for row in next(iter(all_metrics[0].values()))
-    }
+    return scores

@@ -23,7 +23,6 @@ from safetensors import SafetensorError
 
 from records.messages import Faults, one_line
 from records.processes import is_first_process, num_processes
-from records.signals import end_if_told_to, signals_raise
 
 # Seconds that a process that failed waits before it speaks: another one that failed may take some to end, after which
 # the launcher ends all
@@ -110,12 +109,11 @@ def one_line_errors() -> Iterator[None]:
     """
     alone = num_processes() == 1
     _quiet_output()
-    with signals_raise():
+    with sigterm_raises():
         try:
             try:
                 yield
             except Exception as error:
-                end_if_told_to()
                 # The others wait to be ended by the launcher, which ends all when one has. So does a process that only
                 # lost the connection to another: it fails with a RuntimeError.
                 if not alone and (not is_first_process() or isinstance(error, RuntimeError)):
@@ -133,6 +131,19 @@ def one_line_errors() -> Iterator[None]:
             sys.exit(f"error: weights could not be written or read: {one_line(error)}")
         except (ValueError, OSError, FloatingPointError, StrictDataclassError) as error:
             sys.exit(f"error: {one_line(error)}")
+
+
+@contextlib.contextmanager
+def sigterm_raises() -> Iterator[None]:
+    """SIGTERM raises SystemExit, so that `finally` blocks run, as Ctrl-C raises KeyboardInterrupt."""
+    if num_processes() > 1:  # one that waits for others does so in a call that keeps Python from running a handler
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _quiet_output() -> None:

@@ -15,7 +15,6 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from records.messages import shortened, warn_once
-from records.signals import end_if_told_to
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +85,6 @@ def new_folder(output: str | Path) -> Iterator[Path]:
         try:  # from here on: a signal may arrive as soon as it is there
             temporary.mkdir()
             yield temporary
-            end_if_told_to()
             respect_umask(temporary)
             if output.exists():
                 output.rmdir()
@@ -120,7 +118,6 @@ def new_file(path: Path) -> Iterator[Path]:
         temporary.touch()
         mode = temporary.stat().st_mode  # what the umask gives, and safetensors does not
         yield temporary
-        end_if_told_to()
         temporary.chmod(mode)
         os.replace(temporary, path)
     finally:

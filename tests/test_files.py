@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
@@ -140,39 +139,6 @@ def test_a_signal_as_soon_as_a_file_is_there_leaves_nothing(tmp_path, monkeypatc
     with pytest.raises(SystemExit), one_line_errors(), new_folder(tmp_path / "out"):
         pytest.fail("it went on")
     assert not list(tmp_path.iterdir())
-
-
-def dropped(number):
-    """As torch does, where a signal arrives in an attribute that it asks a Python object for."""
-    try:
-        signal.raise_signal(number)
-    except BaseException:
-        pass
-
-
-def in_a_finalizer(number):
-    class Finalized:
-        def __del__(self):
-            signal.raise_signal(number)
-
-    finalized = Finalized()
-    del finalized
-    time.sleep(60)
-    pytest.fail("not told to end")
-
-
-@SIGNALS
-@pytest.mark.parametrize("new", [new_folder, new_file])
-@pytest.mark.parametrize("arrive", [dropped, in_a_finalizer])
-def test_a_signal_that_a_library_swallows_ends_the_program_all_the_same(arrive, new, number, status, tmp_path, capsys):
-    handlers = sys.unraisablehook, *map(signal.getsignal, (signal.SIGINT, signal.SIGTERM))
-    with pytest.raises(SystemExit) as left, one_line_errors(), new(tmp_path / "out"):
-        arrive(number)
-    assert left.value.code == status and not list(tmp_path.iterdir())
-    assert capsys.readouterr().err == (f"{INTERRUPTED}\n" if number == signal.SIGINT else "")
-    assert (sys.unraisablehook, *map(signal.getsignal, (signal.SIGINT, signal.SIGTERM))) == handlers
-    with one_line_errors(), new(tmp_path / "out"):
-        pass  # it is not told to end any more
 
 
 @pytest.mark.parametrize("size", [0, 500, 30_000], ids=["not even the lock", "no configuration", "no weights"])

@@ -102,7 +102,7 @@ def train(folder, stop=None, change=None, overrides=None, only=None, **training)
     return output / "tuned.partial"
 
 
-def launch_two(recipe, *arguments, script="training/upcycle.py", options=("--cpu",), launcher=(), **pipes):
+def launch_two(recipe, *arguments, script="training/upcycle.py", options=("--multi_gpu",), launcher=(), **pipes):
     """Starts a recipe's file on two processes, by `accelerate launch` with some options or by another launcher."""
     name, *words = launcher or ("accelerate", "launch", "--quiet", *options, "--num_processes", "2")
     command = [Path(sys.executable).with_name(name), *words, script, "--config", recipe, *arguments]

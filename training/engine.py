@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker
 from accelerate.utils import DistributedType, send_to_device
@@ -185,25 +184,7 @@ def _prepare(
         config["train_micro_batch_size_per_gpu"] = 1
         config["gradient_clipping"] = settings.max_grad_norm or 0.0
     task, optimizer = accelerator.prepare(task, optimizer)
-    if accelerator.distributed_type is DistributedType.MULTI_CPU:
-        task.register_comm_hook(None, mean_of_each)
     return task, optimizer, scheduler
-
-
-def mean_of_each(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """A communication hook of DDP: the mean over the processes, one gradient at a time.
-
-    DDP reduces many gradients together, after its first step in another order than before, and in which order three or
-    more numbers are added depends on where they lie: a run that goes on would differ in the last bit.
-    """
-    size = dist.get_world_size()
-    works = [dist.all_reduce(gradient.div_(size), async_op=True) for gradient in bucket.gradients()]
-
-    def reduced(done: torch.futures.Future) -> torch.Tensor:
-        done.wait()  # raises where a process is gone
-        return bucket.buffer()
-
-    return torch.futures.collect_all([work.get_future() for work in works]).then(reduced)
 
 
 def _compute_gradient(

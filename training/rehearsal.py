@@ -155,10 +155,8 @@ def _measure(runner: Runner, stage: Stage, rehearsed: Stage, ratio: float, accel
     if accelerator.device.type == "cpu":
         memory += round((ratio - 1) * sum(runner.context.held.values()))
     if not isinstance(stage, StepsStage):
-        is_measure = hasattr(stage, "max_rows")
-        return Measured(
-            seconds, None, None, None if is_measure else seconds * ratio / 3600, memory, round(disk * ratio)
-        )
+        hours = None if hasattr(stage, "max_rows") else seconds * ratio / 3600
+        return Measured(seconds, None, None, hours, memory, _size(folder, ratio))
     step = _second_step(folder, rehearsed.global_batch_size)
     steps, pairs = stage.max_steps, Record.read(folder).pairs
     if steps is None and pairs is not None:

@@ -5,10 +5,6 @@ python -m training.upcycle --config training/recipes/clip_up.yaml --output-dir r
 """
 
 if __name__ == "__main__":
-    import sys
-
-    from records.processes import launch_cpu_processes
     from training.commands import run
 
-    launch_cpu_processes("upcycle.py", sys.argv)
     run.main()
