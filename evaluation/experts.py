@@ -12,6 +12,7 @@ from datasets import Dataset
 from transformers import CLIPConfig
 
 from conversion.checkpoints import is_sparse
+from conversion.dense import force_expert
 from conversion.families import family_of
 from conversion.presets import TOWERS
 from data.images import decode_image
@@ -281,7 +282,7 @@ def _measure_alone(
     results, embeds = {}, {}
     for expert in range(num_experts):
         embedder.forget()
-        with embedder.model.force_expert(expert):
+        with force_expert(embedder.model, expert):
             results[f"{EXPERT} {expert}"] = _measure_all(tasks, embedder)
         embeds[f"{EXPERT} {expert}"] = embedder.embeds()
     return results, embeds
