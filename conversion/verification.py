@@ -17,15 +17,10 @@ TOLERANCE = 1e-4
 
 
 def require_loadable(folder: str | Path) -> None:
-    """The model in a folder, dense, sparse, mixed or a LLaVA, loads whole, and so does the processor if there is one.
-
-    One expert of a mixture is in memory at a time.
-    """
+    """The model in a folder (dense, sparse, mixed or a LLaVA) and its processor, if there is one, load whole."""
     config = load_config(folder)
     if isinstance(config, CLIPMoDEConfig):
-        mixture = load_mixture(folder, max_loaded_experts=1)
-        for number in range(mixture.num_experts):
-            mixture.expert(number)
+        load_mixture(folder)
     elif config.model_type == "llava":
         load_model(LlavaForConditionalGeneration, folder)
     else:

@@ -82,9 +82,9 @@ class AssembleStage(Stage):
         assemble.convert(experts, directory, centers, expert_of_center, encoder.name, folder, **config)
 
     def cost(self, inputs: SimpleNamespace) -> dict[str, Callable[[], int]]:
-        """An expert as it was and as it is in the mixture."""
+        """The experts as they were and as they are in the mixture."""
         experts = inputs.experts
-        memory = {"memory": lambda: 2 * max(bytes_in_memory(expert.known_configs) for expert in experts)}
+        memory = {"memory": lambda: 2 * sum(bytes_in_memory(expert.known_configs) for expert in experts)}
         return super().cost(inputs) | memory
 
     def output_config(self, inputs: SimpleNamespace) -> tuple[PreTrainedConfig, ...]:
