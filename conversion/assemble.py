@@ -8,10 +8,10 @@ import torch
 from transformers import PreTrainedConfig
 
 from conversion.checkpoints import load_clip, load_config, load_mixture
-from conversion.families import family_of
 from conversion.processors import copy_processor, require_same
 from conversion.verification import check_equal, sample_inputs
 from modeling_clip_moe import CLIPMoDEModel
+from modeling_clip_moe.families import family_of
 from records.files import save
 
 # Folder of the repository for the encoder of the metadata

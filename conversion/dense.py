@@ -10,14 +10,13 @@ from pydantic import TypeAdapter
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from conversion.checkpoints import architecture, load_dense, load_sparse
-from conversion.families import family_of, is_clip
 from conversion.processors import copy_processor
 from conversion.rules import Rule, apply_rules
 from conversion.upcycle import FFN_TO_EXPERTS, SPARSE_FIELDS, kept_rules, sparse_ffns, towers_of
 from conversion.verification import TOLERANCE, check_equal, model_outputs, sample_inputs
 from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
 from modeling_clip_moe.dispatch import dispatch
-from modeling_clip_moe.families import TOWER_CONFIGS
+from modeling_clip_moe.families import TOWER_CONFIGS, family_of, is_clip
 from modeling_clip_moe.sparse_moe import CLIPMoESparseMoeBlock
 from records.files import read_json, save
 from records.provenance import weights_fingerprint

@@ -8,10 +8,9 @@ from torch import Tensor
 from transformers import LlavaForConditionalGeneration, PreTrainedConfig, PreTrainedModel
 
 from conversion.checkpoints import has_file, load_clip, load_config, load_mixture, load_model
-from conversion.families import is_clip
-from conversion.processors import IMAGE_PROCESSOR_FILES, TOKENIZER_FILES, load_processor, pools_highest
+from conversion.processors import IMAGE_PROCESSOR_FILES, TOKENIZER_FILES, load_processor
 from modeling_clip_moe import CLIPMoDEConfig
-from modeling_clip_moe.families import longest_text
+from modeling_clip_moe.families import is_clip, longest_text, pools_highest
 
 TOLERANCE = 1e-4
 

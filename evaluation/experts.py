@@ -13,7 +13,6 @@ from transformers import CLIPConfig
 
 from conversion.checkpoints import is_sparse
 from conversion.dense import force_expert
-from conversion.families import family_of
 from conversion.presets import TOWERS
 from data.images import decode_image
 from evaluation.embedder import Embedder, usable_device
@@ -42,6 +41,7 @@ from evaluation.routing_pictures import (
 )
 from evaluation.tasks import Task, loaded_once
 from modeling_clip_moe import CLIPMoEConfig
+from modeling_clip_moe.families import family_of
 from records.messages import join_names
 from records.provenance import environment, weights_fingerprint
 

@@ -32,7 +32,7 @@ from transformers.utils.generic import can_return_tuple
 from .configuration_clip_mode import DEFAULT_ROUTING, ROUTINGS, CLIPMoDEConfig
 from .configuration_clip_moe import embedding_size
 from .experts import is_recorded
-from .families import CLASS_OF_TYPE
+from .families import CLASS_OF_TYPE, pooled_token
 from .modeling_siglip_moe import require_padded
 
 # This file lies beside config.json and holds the centers and the expert of each
@@ -498,7 +498,8 @@ class CLIPMoDEModel(PreTrainedModel):
                 expert_outputs.append(None)
                 continue
             expert = self.expert(number)
-            require_padded(expert_inputs[number]["input_ids"], expert.config.text_config)
+            if pooled_token(expert.config.text_config) == "last":
+                require_padded(expert_inputs[number]["input_ids"], expert.config.text_config)
             outputs = expert(**{**expert_inputs[number], **kwargs, "return_dict": True})
             all_sigmoid = all_sigmoid and hasattr(expert, "logit_bias")
             weight = weights[..., number].to(outputs.logits_per_text)
@@ -540,7 +541,7 @@ class CLIPMoDEModel(PreTrainedModel):
         parts = []
         for number, inputs in enumerate(expert_inputs):
             expert = self.expert(number)
-            if "input_ids" in inputs:
+            if "input_ids" in inputs and pooled_token(expert.config.text_config) == "last":
                 require_padded(inputs["input_ids"], expert.config.text_config)
             features = getattr(expert, method)(**{**inputs, **kwargs, "return_dict": True}).pooler_output
             parts.append(F.normalize(features, dim=-1).to(parts[0].device if parts else None))

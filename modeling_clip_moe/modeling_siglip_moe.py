@@ -76,15 +76,11 @@ class _SiglipMoEMixin(SparseMoEMixin):
             init.normal_(module.down_proj_bias, std=1e-6)
 
 
-def pads_to_max_length(text_config: PreTrainedConfig) -> bool:
-    """Whether texts have to be padded to `max_position_embeddings`, as for SigLIP, which pools the last place."""
-    return text_config.model_type.startswith("siglip")
-
-
 def require_padded(input_ids: torch.Tensor, text_config: PreTrainedConfig) -> None:
-    """Raises ValueError if texts (B, S) for a SigLIP are not padded to `max_position_embeddings`."""
+    """Raises ValueError if texts (B, S) for a SigLIP, which pools the last place, are not padded to
+    `max_position_embeddings`."""
     length = text_config.max_position_embeddings
-    if pads_to_max_length(text_config) and input_ids.shape[-1] != length:
+    if input_ids.shape[-1] != length:
         raise ValueError(
             f"input_ids have {input_ids.shape[-1]} tokens a text, but SigLIP needs {length}: pass "
             f'padding="max_length", max_length={length}, truncation=True to the processor.'

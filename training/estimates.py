@@ -20,12 +20,12 @@ from transformers import (
 )
 
 from conversion import checkpoints, processors
-from conversion.families import is_clip
 from data.annotations import TABLES, holds_list
 from data.pairs import all_captions, load_pairs, select_columns
 from data.sources import DataArguments, Rows, is_here, is_saved, once, open_rows, read_entries, split_files
 from data.worlds import WORLDS
 from evaluation.costs import count_largest_layer, count_parameters, meta_model
+from modeling_clip_moe.families import is_clip
 from records.local_names import is_hub_name
 
 SECONDS_FOR_THE_HUB = 5

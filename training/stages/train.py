@@ -23,7 +23,6 @@ from pydantic.dataclasses import dataclass
 from transformers import PreTrainedConfig, PreTrainedModel, ProcessorMixin
 
 from conversion.checkpoints import is_sparse, load_clip
-from conversion.families import family_of
 from conversion.processors import load_processor
 from data.augmentation import Augmentation
 from data.pairs import load_pairs
@@ -32,6 +31,7 @@ from data.worlds import WORLDS
 from evaluation.costs import count_activations, count_largest_layer
 from modeling_clip_moe import CLIPMoEConfig
 from modeling_clip_moe.configuration_clip_moe import embedding_size
+from modeling_clip_moe.families import family_of
 from modeling_clip_moe.sparse_moe import CLIPMoERouter, CLIPMoESparseMoeBlock
 from records.files import save
 from records.messages import join_names, warn_once
