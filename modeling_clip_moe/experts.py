@@ -16,11 +16,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from transformers.activations import ACT2FN
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear, use_experts_implementation
 from transformers.utils import logging
 
 from .configuration_clip_moe import CLIPMoETowerConfig
 from .dispatch import Dispatch, dispatch
+from .transformers_internals import ALL_EXPERTS_FUNCTIONS, _grouped_linear, use_experts_implementation
 
 logger = logging.get_logger(__name__)
 

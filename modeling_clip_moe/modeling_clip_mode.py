@@ -25,15 +25,14 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.modeling_outputs import BaseModelOutputWithPooling
-from transformers.models.clip.modeling_clip import image_text_contrastive_loss
 from transformers.utils import ModelOutput, cached_file
-from transformers.utils.generic import can_return_tuple
 
 from .configuration_clip_mode import DEFAULT_ROUTING, ROUTINGS, CLIPMoDEConfig
 from .configuration_clip_moe import embedding_size
 from .experts import is_recorded
 from .families import CLASS_OF_TYPE, pooled_token
 from .modeling_siglip_moe import require_padded
+from .transformers_internals import can_return_tuple, image_text_contrastive_loss
 
 # This file lies beside config.json and holds the centers and the expert of each
 ROUTING_FILE = "routing.safetensors"

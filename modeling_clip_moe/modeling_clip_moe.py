@@ -11,8 +11,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel  # noqa: F401  diffusers looks up the base class in a text encoder's module
 from transformers import initialization as init
-from transformers.core_model_loading import PrefixChange
-from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPooling, ImageClassifierOutput
 from transformers.models.clip.modeling_clip import (
     CLIPAttention,
@@ -23,18 +21,22 @@ from transformers.models.clip.modeling_clip import (
     CLIPTextModelOutput,
     CLIPVisionEmbeddings,
     CLIPVisionModelOutput,
-    _get_vector_norm,
-    image_text_contrastive_loss,
 )
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
-from transformers.utils.generic import can_return_tuple
-from transformers.utils.output_capturing import capture_outputs
 
 from .configuration_clip_moe import CLIPMoEConfig, CLIPMoETextConfig, CLIPMoEVisionConfig
 from .dispatch import dispatch  # noqa: F401  diffusers copies the modules that a text encoder's own names
 from .experts import CLIPMoEExperts  # noqa: F401
 from .sparse_moe import ROUTER_OUTPUTS, SparseEncoderLayer, SparseMoEMixin, require_one_encoder, router_losses
+from .transformers_internals import (
+    PrefixChange,
+    _get_vector_norm,
+    can_return_tuple,
+    capture_outputs,
+    create_causal_mask,
+    image_text_contrastive_loss,
+)
 
 
 @dataclass

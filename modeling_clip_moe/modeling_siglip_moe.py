@@ -13,7 +13,6 @@ from transformers import (
     SiglipVisionModel,
 )
 from transformers import initialization as init
-from transformers.core_model_loading import PrefixChange
 from transformers.models.siglip.modeling_siglip import (
     SiglipEncoderLayer,
     SiglipModel,
@@ -25,7 +24,6 @@ from transformers.models.siglip2.modeling_siglip2 import (
     Siglip2Model,
     Siglip2PreTrainedModel,
 )
-from transformers.utils.generic import can_return_tuple
 
 from .configuration_siglip_moe import (
     Siglip2MoEConfig,
@@ -37,6 +35,7 @@ from .configuration_siglip_moe import (
 )
 from .experts import CLIPMoEExperts
 from .sparse_moe import ROUTER_OUTPUTS, SparseEncoderLayer, SparseMoEMixin, router_losses
+from .transformers_internals import PrefixChange, can_return_tuple
 
 
 @dataclass

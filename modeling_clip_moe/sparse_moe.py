@@ -29,17 +29,14 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers import __version__ as transformers_version
 from transformers import initialization as init
-from transformers.conversion_mapping import register_checkpoint_conversion_mapping
-from transformers.core_model_loading import PrefixChange
 from transformers.models.clip.modeling_clip import CLIPMLP
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, logging
-from transformers.utils.generic import maybe_autocast
-from transformers.utils.output_capturing import OutputRecorder
 
 from .configuration_clip_moe import CLIPMoETowerConfig
 from .dispatch import Dispatch, as_fraction, dispatch, dispatch_within_capacity
 from .experts import TAKE_ROWS, CLIPMoEExperts, compiled, fused
+from .transformers_internals import OutputRecorder, PrefixChange, maybe_autocast, register_checkpoint_conversion_mapping
 
 logger = logging.get_logger(__name__)
 
