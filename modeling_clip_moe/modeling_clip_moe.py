@@ -444,14 +444,12 @@ class CLIPMoEModel(CLIPMoEPreTrainedModel):
         logits_per_text = torch.matmul(text_embeds, image_embeds.t().to(text_embeds.device))
         logits_per_text = logits_per_text * self.logit_scale.exp().to(text_embeds.device)
 
-        config = self.config
-        losses = [
-            router_losses(text_outputs.router_logits, config.text_config, config, attention_mask),
-            router_losses(vision_outputs.router_logits, config.vision_config, config),
-        ]
-        losses = [loss.to(text_embeds.device) for loss in losses if loss is not None]
-        aux_loss = sum(losses) if losses else None
-
+        aux_loss = router_losses(
+            self.config,
+            text_embeds.device,
+            text=(text_outputs.router_logits, attention_mask),
+            vision=(vision_outputs.router_logits, None),
+        )
         loss = None
         if return_loss:
             loss = image_text_contrastive_loss(logits_per_text)
@@ -510,12 +508,12 @@ class CLIPMoEForImageClassification(CLIPMoEPreTrainedModel):
             output_router_logits = self.config.output_router_logits
         outputs = self.vision_model(pixel_values, output_router_logits=output_router_logits, **kwargs)
         logits = self.classifier(outputs.last_hidden_state[:, 1:].mean(dim=1))
-        aux_loss = router_losses(outputs.router_logits, self.config.vision_config, self.config)
+        aux_loss = router_losses(self.config, logits.device, vision=(outputs.router_logits, None))
         loss = None
         if labels is not None:
             loss = self.loss_function(labels, logits, self.config)
             if aux_loss is not None:
-                loss = loss + aux_loss.to(loss.device)
+                loss = loss + aux_loss
         return CLIPMoEImageClassifierOutput(
             loss=loss,
             logits=logits,

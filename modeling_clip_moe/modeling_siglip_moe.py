@@ -135,20 +135,17 @@ class _SiglipMoEModel:
     def _forward_with_router_losses(self, output_router_logits: bool | None, **inputs) -> SiglipMoEOutput:
         """What the dense model computes of `inputs`, with the routers' losses. The `forward` of each family names
         its arguments, since transformers' Trainer drops columns that no argument is called like."""
-        config = self.config
         if output_router_logits is None:
-            output_router_logits = config.output_router_logits
+            output_router_logits = self.config.output_router_logits
         inputs |= {"output_router_logits": output_router_logits, "return_dict": True}
         outputs = super().forward(**inputs)
         text, vision = outputs.text_model_output, outputs.vision_model_output
-        losses = [
-            router_losses(text.get("router_logits"), config.text_config, config),
-            router_losses(
-                vision.get("router_logits"), config.vision_config, config, inputs.get("pixel_attention_mask")
-            ),
-        ]
-        losses = [loss.to(outputs.text_embeds.device) for loss in losses if loss is not None]
-        aux_loss = sum(losses) if losses else None
+        aux_loss = router_losses(
+            self.config,
+            outputs.text_embeds.device,
+            text=(text.get("router_logits"), None),
+            vision=(vision.get("router_logits"), inputs.get("pixel_attention_mask")),
+        )
         loss = outputs.loss if outputs.loss is None or aux_loss is None else outputs.loss + aux_loss
         return SiglipMoEOutput(
             **{**outputs, "loss": loss},

@@ -380,17 +380,26 @@ def _abbreviate(keys: list[str]) -> str:
 
 
 def router_losses(
-    router_logits: tuple[torch.Tensor, ...] | None,
-    tower: CLIPMoETowerConfig,
     config: PreTrainedConfig,
-    mask: torch.Tensor | None = None,
+    device: torch.device,
+    **towers: tuple[tuple[torch.Tensor, ...] | None, torch.Tensor | None],
 ) -> torch.Tensor | None:
-    """The weighted router losses of a tower, or None if it has no recorded router."""
-    if not router_logits:
-        return None
-    balance = load_balancing_loss(router_logits, tower.num_experts_per_tok, mask)
-    z = router_z_loss(router_logits, mask)
-    return config.router_aux_loss_coef * balance + config.router_z_loss_coef * z
+    """
+    The weighted router losses of all towers together, or None if no router was recorded.
+
+    Args:
+        config: of the whole model.
+        device: of the result.
+        towers: by name, "text" or "vision": router logits of each layer, and the mask of padding.
+    """
+    losses = []
+    for tower, (router_logits, mask) in towers.items():
+        if router_logits:
+            top_k = getattr(config, f"{tower}_config").num_experts_per_tok
+            balance = load_balancing_loss(router_logits, top_k, mask)
+            z = router_z_loss(router_logits, mask)
+            losses.append((config.router_aux_loss_coef * balance + config.router_z_loss_coef * z).to(device))
+    return sum(losses) if losses else None
 
 
 def _warn_unquantized(model: nn.Module, name: str) -> None:
