@@ -8,11 +8,10 @@ import torch
 from transformers import PreTrainedConfig
 
 from conversion.checkpoints import load_clip, load_config, load_mixture
-from conversion.families import family_of
 from conversion.processors import copy_processor, require_same
 from conversion.verification import check_equal, sample_inputs
-from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel
-from modeling_clip_moe.configuration_clip_moe import embedding_size
+from modeling_clip_moe import CLIPMoDEModel
+from modeling_clip_moe.families import family_of
 from records.files import save
 
 # Folder of the repository for the encoder of the metadata
@@ -28,34 +27,27 @@ def convert(
     encoder_folder: Path | None = None,
     **config,
 ) -> None:
-    """Saves experts (folders or hub names) with their processor, and verifies the result. One expert is in memory at a
-    time. Experts that read texts or images differently keep a processor each.
+    """Saves experts (folders or hub names) with their processor, and verifies the result. Experts that read texts or
+    images differently keep a processor each.
 
     Args:
         centers, expert_of_center, metadata_encoder: see `CLIPMoDEModel.from_experts`.
         encoder_folder: the metadata's encoder, which is copied.
-        config: other fields of `CLIPMoDEConfig`, see `CLIPMoDEModel.from_experts`.
+        config: other fields of `CLIPMoDEConfig`.
     """
-    configs = [load_config(source) for source in experts]
-    own_processors = not read_alike(experts, configs)
-    names = [f"expert_{number}" for number in range(len(experts))]
-    dtype = None
-    for name, source in zip(names, experts, strict=True):
-        expert = load_clip(source)
-        dtype = expert.dtype if dtype is None else torch.promote_types(dtype, expert.dtype)  # which no expert exceeds
-        save(expert, folder / name)
-        if own_processors:
-            copy_processor(source, folder / name, required=True)
-    sizes = {embedding_size(config) for config in configs}
-    config = {"dtype": dtype, **config}
-    config |= {"projection_dim": sizes.pop() if len(sizes) == 1 else None, "own_processors": own_processors}
-    save(CLIPMoDEConfig(experts=names, **config), folder)
-    model = CLIPMoDEModel.from_pretrained(folder, max_loaded_experts=1)
-    if centers is not None:
-        model.set_centers(centers, expert_of_center, metadata_encoder)
-    save(model, folder)
-    if not own_processors:
-        copy_processor(experts[0], folder)
+    own_processors = not read_alike(experts, [load_config(source) for source in experts])
+    mixture = CLIPMoDEModel.from_experts(
+        [load_clip(source) for source in experts],
+        centers,
+        expert_of_center,
+        metadata_encoder,
+        own_processors=own_processors,
+        **config,
+    )
+    save(mixture, folder)
+    for number, source in enumerate(experts if own_processors else experts[:1]):
+        place = folder / mixture.config.experts[number] if own_processors else folder
+        copy_processor(source, place, required=own_processors)
     if encoder_folder is not None:
         shutil.copytree(encoder_folder, folder / ENCODER, dirs_exist_ok=True)  # after a kill
     verify(experts, folder)
@@ -81,7 +73,7 @@ def read_alike(experts: Sequence[str | Path], configs: Sequence[PreTrainedConfig
 @torch.no_grad()
 def verify(experts: Sequence[str | Path], folder: Path) -> dict[str, float]:
     """Compares a saved mixture, with all weight on expert i, with the i-th expert's model, in float32."""
-    mixture = load_mixture(folder, max_loaded_experts=1, dtype=torch.float32)
+    mixture = load_mixture(folder, dtype=torch.float32)
     inputs = [sample_inputs(load_config(expert)) for expert in experts]
     expected, converted = {}, {}
     for number, source in enumerate(experts):

@@ -1,7 +1,9 @@
 """Folders and hub names of models: which files they have, their configurations, and the models. Errors name them."""
 
 import contextlib
+import logging as std_logging
 import pickle
+import re
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -12,13 +14,18 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, CLIPModel, PreTrainedConfig, PreTrainedModel
 from transformers.utils import cached_file, logging
 
-from conversion.families import family_of, is_clip, model_class
 from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel
 from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
-from modeling_clip_moe.families import FAMILY_OF_TYPE, Family
+from modeling_clip_moe.families import FAMILY_OF_TYPE, Family, family_of, is_clip, model_class
 from records.local_names import is_hub_name
 from records.messages import join_names, one_line
 
+# The first and the last token of SigLIP's configurations are CLIP's by default, above their vocabulary. transformers
+# warns of them wherever it compares a configuration with the default. SigLIP reads neither
+DEFAULT_TOKENS = re.compile(r"[be]os_token_id must be .* 0 and 31999\), got (49406|49407)\.")
+std_logging.getLogger("transformers.configuration_utils").addFilter(
+    lambda record: DEFAULT_TOKENS.search(record.getMessage()) is None
+)
 # Settings of configurations; a value with a slash is a repository of kernels, which runs whether trusted or not
 KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
 # For `cached_file`: no error where there is no file

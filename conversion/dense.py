@@ -1,7 +1,8 @@
 """Takes one expert out of a CLIP-MoE: the dense CLIP in which every token goes through that expert."""
 
 import contextlib
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -9,13 +10,14 @@ from pydantic import TypeAdapter
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from conversion.checkpoints import architecture, load_dense, load_sparse
-from conversion.families import family_of, is_clip
 from conversion.processors import copy_processor
 from conversion.rules import Rule, apply_rules
 from conversion.upcycle import FFN_TO_EXPERTS, SPARSE_FIELDS, kept_rules, sparse_ffns, towers_of
 from conversion.verification import TOLERANCE, check_equal, model_outputs, sample_inputs
 from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
-from modeling_clip_moe.families import TOWER_CONFIGS
+from modeling_clip_moe.dispatch import dispatch
+from modeling_clip_moe.families import TOWER_CONFIGS, family_of, is_clip
+from modeling_clip_moe.sparse_moe import CLIPMoESparseMoeBlock
 from records.files import read_json, save
 from records.provenance import weights_fingerprint
 
@@ -112,13 +114,53 @@ def set_fusion_gates(sparse: PreTrainedModel, logit: float) -> None:
             module.register_forward_hook(lambda _, inputs, logits: torch.full_like(logits, logit))
 
 
+@contextlib.contextmanager
+def force_expert(sparse: PreTrainedModel, expert: int, scale: float | Sequence[float] | None = None) -> Iterator[None]:
+    """Within the block, every token goes through this expert alone, whatever its capacity, in all sparse layers: what
+    one expert knows (CLIP-MoE Table 1). A fusion gate still mixes the base FFN in.
+
+    The expert stands for the K experts of a token, so it has the weight that they have together. With it, the model
+    computes what the routed one does where all experts are equal.
+
+    Args:
+        sparse: a whole model, or a tower.
+        expert: its number, from 0.
+        scale: its weight: a number, or one for each sparse layer, those of the text tower first. None: for each token
+            the sum of the K weights that the router gives before any is dropped, which is 1 with `norm_topk_prob`.
+    """
+    blocks = [module for module in sparse.modules() if isinstance(module, CLIPMoESparseMoeBlock)]
+    for block in blocks:
+        if not 0 <= expert < block.num_experts:
+            raise ValueError(f"there is no expert {expert}, only 0 to {block.num_experts - 1}")
+    scales = scale if isinstance(scale, Sequence) else [scale] * len(blocks)
+
+    def force(_, inputs, outputs, config, weight):
+        logits, (_, mask) = outputs[0], inputs
+        ids = torch.full_like(outputs[2][..., :1], expert)  # (B, S, 1)
+        if mask is not None:
+            ids = ids.masked_fill(~mask.bool()[..., None], config.num_experts)
+        if weight is None and not config.norm_topk_prob:
+            weights = logits.softmax(dim=-1).topk(config.num_experts_per_tok).values.sum(dim=-1, keepdim=True)
+        else:
+            weights = torch.full_like(logits[..., :1], 1.0 if weight is None else weight)
+        return logits, weights * (ids < config.num_experts), ids, dispatch(ids.flatten(0, 1), config.num_experts)
+
+    with contextlib.ExitStack() as hooks:
+        for block, weight in zip(blocks, scales, strict=True):
+            hook = functools.partial(force, config=block.config, weight=weight)
+            # Before the hooks that record the expert ids
+            handle = block.router.register_forward_hook(hook, prepend=True)
+            hooks.callback(handle.remove)
+        yield
+
+
 def verify(source: str | Path, folder: Path, expert: int | str, scale: Scale | None = None) -> dict[str, float]:
     """Compares the saved dense model with the sparse one in which every token goes through the expert, in float32."""
     sparse = load_sparse(source, dtype=torch.float32)
     set_fusion_gates(sparse, ONLY_BASE if expert == BASE else ONLY_EXPERTS)
     inputs = sample_inputs(sparse.config)
     scales = list(layer_scales(sparse.config, expert, scale).values())
-    with sparse.force_expert(0 if expert == BASE else expert, scales):
+    with force_expert(sparse, 0 if expert == BASE else expert, scales):
         expected = model_outputs(sparse, inputs)
     dense = load_dense(folder)
     # A scaled weight is rounded to the model's dtype

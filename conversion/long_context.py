@@ -11,7 +11,7 @@ from conversion.checkpoints import load_clip, load_config, load_model
 from conversion.processors import copy_processor
 from conversion.verification import check_equal, sample_inputs
 from modeling_clip_moe import CLIPMoETextModel, CLIPMoETextModelWithProjection
-from modeling_clip_moe.modeling_siglip_moe import pads_to_max_length
+from modeling_clip_moe.families import pooled_token
 from records.files import save
 
 KEPT_POSITIONS = 20
@@ -63,7 +63,7 @@ def lengthen(model: PreTrainedModel, length: int, keep: int = KEPT_POSITIONS) ->
     Args:
         model: a CLIP or a text tower alone, dense or sparse.
     """
-    if pads_to_max_length(model.config.get_text_config()):
+    if pooled_token(model.config.get_text_config()) == "last":
         raise ValueError(
             "SigLIP pools the last of its places, to which texts are padded: with more of them every text would be "
             "another one. A longer context is for CLIP and MetaCLIP 2"

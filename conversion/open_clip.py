@@ -6,7 +6,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 from transformers import CLIPConfig
 
-from conversion.families import dense_types
+from modeling_clip_moe.families import dense_types
 from records.files import read_json
 from records.messages import in_one_line
 

@@ -17,12 +17,12 @@ from torch import Tensor
 from transformers import CLIPConfig, CLIPModel, PreTrainedConfig, PreTrainedModel
 
 from conversion.checkpoints import load_model, loading
-from conversion.families import dense_types
 from conversion.long_context import KEPT_POSITIONS, POSITIONS
 from conversion.open_clip import FILE, read_configuration
 from conversion.processors import copy_processor
 from conversion.rules import Rule, apply_rules, renaming
 from conversion.verification import check_equal, sample_inputs
+from modeling_clip_moe.families import dense_types
 from records.files import save
 from records.messages import join_names
 from records.provenance import file_digest

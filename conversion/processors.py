@@ -10,14 +10,10 @@ import numpy as np
 import torch
 from PIL import Image
 from transformers import (
-    AltCLIPTextConfig,
     AutoProcessor,
     AutoTokenizer,
     BaseImageProcessor,
     BatchEncoding,
-    ChineseCLIPTextConfig,
-    CLIPTextConfig,
-    MetaClip2TextConfig,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
     ProcessorMixin,
@@ -26,9 +22,7 @@ from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from conversion.checkpoints import has_file, loading, model_configs
-from conversion.families import family_of
-from modeling_clip_moe.families import longest_text
-from modeling_clip_moe.modeling_siglip_moe import pads_to_max_length
+from modeling_clip_moe.families import family_of, longest_text, pooled_token, pools_highest
 from records.files import save
 from records.messages import warn_once
 
@@ -44,8 +38,6 @@ TOKENIZER_FILES = (
     "sentencepiece.bpe.model",
 )
 IMAGE_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
-# Text towers that pool the first token of a text
-POOL_FIRST = ChineseCLIPTextConfig | AltCLIPTextConfig
 # Settings of a tokenizer that its last call leaves there
 LAST_CALL = ("max_length", "pad_to_multiple_of", "pad_token_type_id", "stride", "truncation_strategy")
 
@@ -88,7 +80,7 @@ def load_processor(source: str | Path) -> ProcessorMixin:
         for config in model_configs(source):
             require_fit(config, source, source, processor.tokenizer, processor.image_processor)
             mark_padding(config, processor.tokenizer)
-            if pads_to_max_length(config.get_text_config()):
+            if pooled_token(config.get_text_config()) == "last":
                 _warn_of_capitals(processor.tokenizer, str(source))
     return processor
 
@@ -110,11 +102,12 @@ def mark_padding(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -
     and a mask that other programs pass on would change what it computes. A tokenizer of Chinese-CLIP or AltCLIP that
     has no `model_max_length` gets the model's.
     """
-    if pads_to_max_length(text := config.get_text_config()):
+    text = config.get_text_config()
+    if pooled_token(text) == "last":
         tokenizer.pads_to_max_length = True
         tokenizer.model_max_length = text.max_position_embeddings
         tokenizer.model_input_names = tokenizer.init_kwargs["model_input_names"] = ["input_ids"]
-    elif isinstance(text, POOL_FIRST) and tokenizer.model_max_length == VERY_LARGE_INTEGER:  # it says nothing
+    elif pooled_token(text) == "first" and tokenizer.model_max_length == VERY_LARGE_INTEGER:  # it says nothing
         tokenizer.model_max_length = longest_text(text)
 
 
@@ -145,10 +138,11 @@ def require_fit(
                 f"the tokenizer of {source} has {number} tokens, but vocab_size is {text.vocab_size} in {model}: "
                 f"take the tokenizer that belongs to the model, or leave vocab_size out of a new one, to be {number}"
             )
-        if isinstance(text, CLIPTextConfig | MetaClip2TextConfig | POOL_FIRST):
+        pooled = pooled_token(text)
+        if pooled in ("end", "first"):
             for fault in _text_faults(text, model, source, tokenizer):
                 raise ValueError(f"the tokenizer of {source} {fault}")
-        elif pads_to_max_length(text) and tokenizer.model_max_length not in (
+        elif pooled == "last" and tokenizer.model_max_length not in (
             text.max_position_embeddings,
             VERY_LARGE_INTEGER,  # it says nothing, as SigLIP 2's: see `mark_padding`
         ):
@@ -157,7 +151,7 @@ def require_fit(
                 f"{model} takes texts padded to {text.max_position_embeddings}: set model_max_length to that in "
                 "tokenizer_config.json"
             )
-        elif pads_to_max_length(text) and tokenizer.padding_side != "right":
+        elif pooled == "last" and tokenizer.padding_side != "right":
             raise ValueError(
                 f"the tokenizer of {source} pads texts on the left, but {model} was trained on padding behind them: "
                 "set padding_side to right in tokenizer_config.json"
@@ -178,20 +172,15 @@ def require_fit(
             )
 
 
-def pools_highest(text: PreTrainedConfig) -> bool:
-    """Whether a text tower pools at the highest token id of a text, as CLIP does where eos_token_id is 2."""
-    return text.model_type.startswith("clip") and text.eos_token_id == 2
-
-
 def _text_faults(
-    text: CLIPTextConfig | MetaClip2TextConfig | POOL_FIRST,
+    text: PreTrainedConfig,
     model: str | Path,
     source: str | Path,
     tokenizer: PreTrainedTokenizerBase,
 ) -> Iterator[str]:
     """Why a short and a long text, tokenized together, are not both pooled at their last token whatever their words, or
     at their first one."""
-    longest, length, pools_first = longest_text(text), tokenizer.model_max_length, isinstance(text, POOL_FIRST)
+    longest, length, pools_first = longest_text(text), tokenizer.model_max_length, pooled_token(text) == "first"
     # VERY_LARGE_INTEGER says nothing, see `mark_padding`
     if not 2 < length <= longest and not (pools_first and length == VERY_LARGE_INTEGER):
         yield (

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from conversion.checkpoints import is_sparse, load_clip, load_model, load_sparse
-from conversion.dense import ONLY_EXPERTS, set_fusion_gates
+from conversion.dense import ONLY_EXPERTS, force_expert, set_fusion_gates
 from conversion.presets import PRESETS, TOWERS, Preset
 from conversion.processors import copy_processor, require_same
 from conversion.rules import Rule, apply_rules
@@ -165,7 +165,7 @@ def verify(base: str | Path, experts: Sequence[str | Path], folder: Path) -> dic
         if is_sparse(model.config):
             set_fusion_gates(model, ONLY_EXPERTS)
         outputs = model_outputs(model, inputs)
-        with sparse.force_expert(number, scale=1.0):
+        with force_expert(sparse, number, scale=1.0):
             forced = model_outputs(sparse, inputs)
         expected |= {f"expert {number}: {name}": tensor for name, tensor in outputs.items()}
         converted |= {f"expert {number}: {name}": tensor for name, tensor in forced.items()}

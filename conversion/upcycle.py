@@ -12,12 +12,12 @@ from torch import Tensor
 from transformers import CLIPConfig, PreTrainedConfig, PreTrainedModel
 
 from conversion.checkpoints import architecture, load_config, load_dense, load_sparse
-from conversion.families import family_of, is_clip
 from conversion.presets import TOWERS, Preset, require_towers, sparse_layers
 from conversion.processors import copy_processor
 from conversion.rules import Rule, apply_rules
 from conversion.verification import check_equal, model_outputs, sample_inputs
 from modeling_clip_moe.configuration_clip_moe import CLIPMoEConfig, CLIPMoETowerConfig, SparseMoEConfig
+from modeling_clip_moe.families import family_of, is_clip
 from records.files import save
 
 # The tensors of a dense FFN (CLIPMLP), and those that hold them for all experts, one expert after the other
@@ -177,7 +177,7 @@ def upcycle(dense: PreTrainedModel, preset: Preset, towers: Sequence[str] = TOWE
     """Makes a dense model sparse: experts (and base FFN) are copies of its FFNs, routers and fusion gates are new.
 
     Args:
-        dense: of a family in `conversion.families`; one of the class `CLIPMoEModel` has no sparse layers.
+        dense: of a family in `modeling_clip_moe.families`; one of the class `CLIPMoEModel` has no sparse layers.
         preset: which layers, how many experts, which routing; change one with `dataclasses.replace`.
         towers: "text", "vision" or both; the other tower stays dense (CLIP-UP, appendix B.1).
         seed: of the new weights, see `build_sparse`.

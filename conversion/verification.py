@@ -8,24 +8,18 @@ from torch import Tensor
 from transformers import LlavaForConditionalGeneration, PreTrainedConfig, PreTrainedModel
 
 from conversion.checkpoints import has_file, load_clip, load_config, load_mixture, load_model
-from conversion.families import is_clip
-from conversion.processors import IMAGE_PROCESSOR_FILES, TOKENIZER_FILES, load_processor, pools_highest
+from conversion.processors import IMAGE_PROCESSOR_FILES, TOKENIZER_FILES, load_processor
 from modeling_clip_moe import CLIPMoDEConfig
-from modeling_clip_moe.families import longest_text
+from modeling_clip_moe.families import is_clip, longest_text, pools_highest
 
 TOLERANCE = 1e-4
 
 
 def require_loadable(folder: str | Path) -> None:
-    """The model in a folder, dense, sparse, mixed or a LLaVA, loads whole, and so does the processor if there is one.
-
-    One expert of a mixture is in memory at a time.
-    """
+    """The model in a folder (dense, sparse, mixed or a LLaVA) and its processor, if there is one, load whole."""
     config = load_config(folder)
     if isinstance(config, CLIPMoDEConfig):
-        mixture = load_mixture(folder, max_loaded_experts=1)
-        for number in range(mixture.num_experts):
-            mixture.expert(number)
+        load_mixture(folder)
     elif config.model_type == "llava":
         load_model(LlavaForConditionalGeneration, folder)
     else:

@@ -12,11 +12,10 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CLIPConfig, MetaClip2Config, PreTrainedConfig, PreTrainedModel, SiglipConfig
 
-from conversion.families import model_class
 from conversion.presets import PRESETS
 from conversion.upcycle import sparse_config
 from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
-from modeling_clip_moe.families import longest_text
+from modeling_clip_moe.families import longest_text, model_class
 from modeling_clip_moe.sparse_moe import CLIPMoESparseMoeBlock
 from records.messages import did_you_mean
 

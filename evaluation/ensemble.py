@@ -13,14 +13,14 @@ import torch
 from datasets import Dataset
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
-from transformers import PreTrainedModel
 
 from conversion.assemble import ENCODER
-from conversion.checkpoints import clip_class, config_of, load_config, load_mixture, loading
+from conversion.checkpoints import clip_class, config_of, load_config, load_mixture
 from data.images import decode_image
 from evaluation.embedder import Embedder
 from evaluation.sentence_encoders import SentenceEncoder, load_encoder
 from modeling_clip_moe import CLIPMoDEConfig
+from modeling_clip_moe.modeling_clip_mode import side_by_side
 from records.messages import one_line
 
 logger = logging.getLogger(__name__)
@@ -54,13 +54,14 @@ class Ensemble:
         require_changes(changes or {})
         folder = Path(model) if Path(model).is_dir() else Path(snapshot_download(str(model)))
         self.folder, self.batch_size, self.device = folder, batch_size, device
-        self.router = load_mixture(folder, max_loaded_experts=1, **(changes or {}))
-        with loading(folder):
-            experts = (self.router.expert(number) for number in range(self.router.num_experts))
-            numbers = [(expert.logit_scale.exp().item(), _bias(expert)) for expert in experts]
-        self.scales, self.biases = np.array(numbers).T
-        options, own = (cache_dir, batch_size, device, dtype), self.router.config.own_processors
-        folders = [folder / name for name in self.router.config.experts]
+        self.mixture = load_mixture(folder, **(changes or {}))
+        experts = self.mixture.experts.values()
+        self.scales = np.array([expert.logit_scale.exp().item() for expert in experts])
+        # What each adds to its scores; a CLIP adds nothing
+        self.biases = np.array([getattr(expert, "logit_bias", torch.zeros(1)).item() for expert in experts])
+        self.mixture.experts.clear()  # `map` loads them one by one
+        options, own = (cache_dir, batch_size, device, dtype), self.mixture.config.own_processors
+        folders = [folder / name for name in self.mixture.config.experts]
         self.experts = [Embedder(expert, *options, expert if own else folder, **reading) for expert in folders]
         # Each expert's, or the one of all
         self.tokenizers = [expert.processor.tokenizer for expert in self.experts[: None if own else 1]]
@@ -78,10 +79,10 @@ class Ensemble:
             templates: of prompts. The authors' code takes for each text the mean of its prompts, of length 1
                 (facebookresearch/MetaCLIP, mode/prep_feature.py); the paper's routing the text itself.
         """
-        if self.router.centers is None or self.router.config.metadata_modality == "image":
-            weights = np.ones((len(metadata), self.router.num_experts))
+        if self.mixture.centers is None or self.mixture.config.metadata_modality == "image":
+            weights = np.ones((len(metadata), self.mixture.num_experts))
         else:
-            templates = templates if self.router.config.routing == "released" else ("{}",)
+            templates = templates if self.mixture.config.routing == "released" else ("{}",)
             prompts = {text: [t.format(text) for t in templates] for texts in metadata for text in texts}
             self._embed({prompt for of_text in prompts.values() for prompt in of_text} - set(self._embeds))
             means = {text: _mean([self._embeds[p] for p in of_text]) for text, of_text in prompts.items()}
@@ -93,31 +94,31 @@ class Ensemble:
                     self.folder,
                     unknown,
                 )
-            weights = self.router.route(torch.as_tensor(embeds), self.encoder.name).numpy()
+            weights = self.mixture.route(torch.as_tensor(embeds), self.encoder.name).numpy()
         weights = weights * self.scales
         return (weights / weights.sum(axis=1, keepdims=True)).astype(np.float32)
 
     def image_weights(self, rows: Dataset, column: str = "image") -> np.ndarray | None:
         """(rows, n) weights beside those of `weights`, where every image is its own metadata (MoDE section 5.3), else
         None."""
-        if self.router.config.metadata_modality == "text":
+        if self.mixture.config.metadata_modality == "text":
             return None
         embeds = [
             self.encoder.encode([decode_image(value) for value in rows[start : start + self.batch_size][column]])
             for start in range(0, len(rows), self.batch_size)
         ]
-        return self.router.route(torch.as_tensor(np.concatenate(embeds))[:, None], self.encoder.name).numpy()
+        return self.mixture.route(torch.as_tensor(np.concatenate(embeds))[:, None], self.encoder.name).numpy()
 
     def image_side(self, embeds: Sequence[np.ndarray], weights: np.ndarray | None) -> np.ndarray:
         """Images (..., n * D), whose product with `text_side` is the mixture's score: the embeddings (..., D) of n
         experts one after the other, times the weights (..., n) of `image_weights`. Where these make the experts' biases
         count differently from image to image, they stand behind as n more columns."""
-        side = concatenate(embeds, weights)
+        side = _side_by_side(embeds, weights)
         return self._finite(np.concatenate([side, weights], axis=-1) if self._has_offsets else side)
 
     def text_side(self, embeds: Sequence[np.ndarray], weights: np.ndarray) -> np.ndarray:
         """Texts (..., n * D), see `image_side`, times the weights (..., n) of `weights`."""
-        side = concatenate(embeds, weights)
+        side = _side_by_side(embeds, weights)
         if self._has_offsets:
             offsets = (weights * self.biases / self.scales).astype(side.dtype)
             side = np.concatenate([side, np.broadcast_to(offsets, (*side.shape[:-1], len(embeds)))], axis=-1)
@@ -134,11 +135,11 @@ class Ensemble:
     @property
     def _has_offsets(self) -> bool:
         """Whether images weigh biases that differ, as a SigLIP's and the 0 of a CLIP."""
-        return self.router.config.metadata_modality == "image" and len(set(self.biases)) > 1
+        return self.mixture.config.metadata_modality == "image" and len(set(self.biases)) > 1
 
     def features(self, embeds: Sequence[np.ndarray]) -> np.ndarray:
         """The embeddings (..., D) of n experts as a linear probe takes them: one after the other, or their sum."""
-        return sum(embeds) if self.router.config.feature_ensemble == "sum" else concatenate(embeds)
+        return self.mixture.combine_features(list(map(torch.as_tensor, embeds))).numpy()
 
     @cached_property
     def encoder(self) -> SentenceEncoder:
@@ -188,18 +189,10 @@ def require_changes(changes: Mapping[str, Any]) -> None:
         raise ValueError(one_line(error)) from error
 
 
-def concatenate(embeds: Sequence[np.ndarray], weights: np.ndarray | None = None) -> np.ndarray:
-    """(..., n * D) the embeddings (..., D) of n experts one after the other, each times its weight (..., n)."""
-    if len(embeds) == 1:  # whose weight is 1
-        return embeds[0]
-    if weights is not None:
-        embeds = [weights[..., number, None] * part for number, part in enumerate(embeds)]
-    return np.concatenate(embeds, axis=-1)
-
-
-def _bias(expert: PreTrainedModel) -> float:
-    """What an expert adds to its scores; a CLIP adds nothing."""
-    return expert.logit_bias.item() if hasattr(expert, "logit_bias") else 0.0
+def _side_by_side(embeds: Sequence[np.ndarray], weights: np.ndarray | None) -> np.ndarray:
+    return side_by_side(
+        list(map(torch.as_tensor, embeds)), None if weights is None else torch.as_tensor(weights)
+    ).numpy()
 
 
 def _mean(embeds: Sequence[np.ndarray]) -> np.ndarray:

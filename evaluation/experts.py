@@ -12,7 +12,7 @@ from datasets import Dataset
 from transformers import CLIPConfig
 
 from conversion.checkpoints import is_sparse
-from conversion.families import family_of
+from conversion.dense import force_expert
 from conversion.presets import TOWERS
 from data.images import decode_image
 from evaluation.embedder import Embedder, usable_device
@@ -41,6 +41,7 @@ from evaluation.routing_pictures import (
 )
 from evaluation.tasks import Task, loaded_once
 from modeling_clip_moe import CLIPMoEConfig
+from modeling_clip_moe.families import family_of
 from records.messages import join_names
 from records.provenance import environment, weights_fingerprint
 
@@ -281,7 +282,7 @@ def _measure_alone(
     results, embeds = {}, {}
     for expert in range(num_experts):
         embedder.forget()
-        with embedder.model.force_expert(expert):
+        with force_expert(embedder.model, expert):
             results[f"{EXPERT} {expert}"] = _measure_all(tasks, embedder)
         embeds[f"{EXPERT} {expert}"] = embedder.embeds()
     return results, embeds

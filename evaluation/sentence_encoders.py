@@ -16,10 +16,10 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from conversion.checkpoints import has_file, load_clip, load_config, loading
-from conversion.families import is_clip
 from conversion.processors import load_processor, load_tokenizer, mark_padding, require_fit
 from data.tokenizer import tokenize
 from evaluation.results import content_hash
+from modeling_clip_moe.families import is_clip
 from records.files import save, writing
 from records.provenance import weights_fingerprint
 

@@ -16,11 +16,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from transformers.activations import ACT2FN
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear, use_experts_implementation
 from transformers.utils import logging
 
 from .configuration_clip_moe import CLIPMoETowerConfig
 from .dispatch import Dispatch, dispatch
+from .transformers_internals import ALL_EXPERTS_FUNCTIONS, _grouped_linear, use_experts_implementation
 
 logger = logging.get_logger(__name__)
 
@@ -371,11 +371,6 @@ def _records(mode: TorchDispatchMode) -> bool:
     return getattr(mode, "_mode_key", None) is not None
 
 
-def _counts(mode: TorchDispatchMode) -> bool:
-    """Whether a mode belongs to a `FlopCounterMode`."""
-    return type(mode).__module__ == "torch.utils.flop_counter"  # which is not imported for it
-
-
 def experts_forward_by_device(
     experts: CLIPMoEExperts,
     hidden_states: torch.Tensor,
@@ -388,8 +383,7 @@ def experts_forward_by_device(
     CPU; else the loop. It follows the input, so a model may move at any time.
 
     The loop's sizes are those of the data, which a recorded program would keep. Compiled programs, those of
-    `torch.export` and CUDA graphs have `grouped`, and whatever else is recorded has all experts. While a
-    `FlopCounterMode` counts, there is the loop, of which it knows every product, or without data `batched_mm`.
+    `torch.export` and CUDA graphs have `grouped`, and whatever else is recorded has all experts.
 
     Time over K dense FFNs on the same tokens, float32 on one core, B/16 and L/14, top-2 of 4 and of 8, the loop and
     transformers' `grouped_mm` (benchmarks/results/experts_cpu.md): the forward of 8 images 0.94 to 1.07 and 1.17 to
@@ -400,12 +394,8 @@ def experts_forward_by_device(
     arguments = experts, hidden_states, top_k_index, top_k_weights
     if torch.compiler.is_compiling() and not torch.onnx.is_in_onnx_export():
         return experts_forward_grouped(*arguments, rows)
-    if _has_no_data(hidden_states) and any(map(_counts, _get_current_dispatch_mode_stack())):
-        return ALL_EXPERTS_FUNCTIONS["batched_mm"](*arguments)  # products of the chosen experts, whichever they are
     if is_recorded(hidden_states):
         return experts_forward_all(*arguments)
-    if any(map(_counts, _get_current_dispatch_mode_stack())):
-        return _loop(*arguments, rows)
     if hidden_states.is_cuda or _train_with_few_rows(experts, top_k_index):
         return experts_forward_grouped(*arguments, rows)
     return _loop(*arguments, rows)

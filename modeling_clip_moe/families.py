@@ -1,6 +1,10 @@
-"""The families of models that become sparse: a row for each, with transformers' class of dense models and ours."""
+"""
+The families of models that become sparse: a row for each, with transformers' class of dense models and ours. All that
+depends on the family of a configuration is asked here.
+"""
 
 from dataclasses import dataclass, fields
+from typing import Literal
 
 from transformers import (
     AltCLIPModel,
@@ -33,6 +37,8 @@ class Family:
         sigmoid: whether models have a `logit_bias`, for the sigmoid loss.
         naflex: whether images may have any shape.
         towers: those that become sparse; another one stays dense.
+        pooled: which token of a text its embedding is made of. Where it is the last one, texts have to be padded to
+            `max_position_embeddings`.
     """
 
     name: str
@@ -44,6 +50,7 @@ class Family:
     sigmoid: bool = False
     naflex: bool = False
     towers: tuple[str, ...] = ("text", "vision")
+    pooled: Literal["end", "first", "last"] = "end"
 
     @property
     def model_type(self) -> str:
@@ -72,22 +79,26 @@ FAMILIES = (
         *("SigLIP", SiglipModel, SiglipMoEModel),
         *("SiglipProcessor", "SiglipTokenizer", "SiglipImageProcessor"),
         sigmoid=True,
+        pooled="last",
     ),
     Family(
         *("SigLIP 2 (NaFlex)", Siglip2Model, Siglip2MoEModel),
         *("Siglip2Processor", "Siglip2Tokenizer", "Siglip2ImageProcessor"),
         sigmoid=True,
         naflex=True,
+        pooled="last",
     ),
     Family(
         *("Chinese-CLIP", ChineseCLIPModel, ChineseCLIPMoEModel),
         *("ChineseCLIPProcessor", "BertTokenizer", "ChineseCLIPImageProcessor"),
         towers=("vision",),
+        pooled="first",
     ),
     Family(
         *("AltCLIP", AltCLIPModel, AltCLIPMoEModel),
         *("AltCLIPProcessor", "XLMRobertaTokenizer", "CLIPImageProcessor"),
         towers=("vision",),
+        pooled="first",
     ),
 )
 # Image towers alone, for LLaVA
@@ -101,6 +112,52 @@ FAMILY_OF_TYPE = {
     for family in (*FAMILIES, *IMAGE_TOWERS)
     for model in (family.dense, family.sparse)
 }
+
+# By the `model_type` of a text tower's configuration
+FAMILY_OF_TEXT = {
+    model.config_class.sub_configs["text_config"].model_type: family
+    for family in FAMILIES
+    for model in (family.dense, family.sparse)
+}
+
+
+def family_of(config: PreTrainedConfig) -> Family:
+    """The family of a whole model or of an image tower alone, dense or sparse.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if config.model_type not in FAMILY_OF_TYPE:
+        raise ValueError(f"a model of type {config.model_type!r} is of no family that becomes sparse: {dense_types()}")
+    return FAMILY_OF_TYPE[config.model_type]
+
+
+def dense_types() -> str:
+    """The types of dense models of transformers that become sparse, for errors."""
+    types = dict.fromkeys(family.model_type for family in FAMILY_OF_TYPE.values())
+    return f"there are {', '.join(types)}, see docs/families.md"
+
+
+def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """The class of a model of a family, dense or sparse."""
+    family = family_of(config)
+    return family.dense if config.model_type == family.model_type else family.sparse
+
+
+def is_clip(config: PreTrainedConfig) -> bool:
+    """Whether it is of a whole model, dense or sparse, of one of the families."""
+    return config.model_type in CLASS_OF_TYPE
+
+
+def pooled_token(text: PreTrainedConfig) -> str | None:
+    """Which token of a text a tower pools, see `Family`; None: it is the text tower of no family."""
+    family = FAMILY_OF_TEXT.get(text.model_type)
+    return None if family is None else family.pooled
+
+
+def pools_highest(text: PreTrainedConfig) -> bool:
+    """Whether a text tower pools at the highest token id of a text, as CLIP does where eos_token_id is 2."""
+    return FAMILY_OF_TEXT.get(text.model_type) is FAMILIES[0] and text.eos_token_id == 2
 
 
 def longest_text(text: PreTrainedConfig) -> int:

@@ -10,10 +10,9 @@ Paper:
     MoDE  Ma et al., "MoDE: CLIP Data Experts via Clustering"
 """
 
+import functools
 import math
 import os
-import re
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,20 +25,17 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.modeling_outputs import BaseModelOutputWithPooling
-from transformers.models.clip.modeling_clip import image_text_contrastive_loss
 from transformers.utils import ModelOutput, cached_file
-from transformers.utils.generic import can_return_tuple
 
 from .configuration_clip_mode import DEFAULT_ROUTING, ROUTINGS, CLIPMoDEConfig
 from .configuration_clip_moe import embedding_size
 from .experts import is_recorded
-from .families import CLASS_OF_TYPE
+from .families import CLASS_OF_TYPE, pooled_token
 from .modeling_siglip_moe import require_padded
+from .transformers_internals import can_return_tuple, image_text_contrastive_loss
 
 # This file lies beside config.json and holds the centers and the expert of each
 ROUTING_FILE = "routing.safetensors"
-# Files of an expert that are weights, and no processor
-WEIGHTS = re.compile(r"\.(safetensors|bin|index\.json)$")
 # Arguments of `push_to_hub`, and those of `from_pretrained` that say where files come from
 UPLOAD_ARGUMENTS = ("token", "private", "revision", "create_pr", "commit_message", "commit_description", "tags")
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision")
@@ -138,6 +134,17 @@ def _similarity(squared_distances: torch.Tensor, length: int, temperature: float
     return similarity * few if length < 10 else similarity
 
 
+def side_by_side(embeds: Sequence[torch.Tensor], weights: torch.Tensor | None = None) -> torch.Tensor:
+    """
+    (..., n * D), the embeddings (..., D) of n experts one after the other, each times its weight (..., n) if there are
+    weights. The product of two such rows, of which one has weights, is the weighted sum of the experts' similarities
+    (MoDE eq. 4).
+    """
+    if weights is not None:
+        embeds = [weights[..., number, None] * part for number, part in enumerate(embeds)]
+    return torch.cat(tuple(embeds), dim=-1)
+
+
 @dataclass
 class CLIPMoDEOutput(ModelOutput):
     """
@@ -162,8 +169,7 @@ class CLIPMoDEModel(PreTrainedModel):
     """
     Data experts, and the weights that a task gives them.
 
-    Every expert is a whole model in a folder of its own, and `model.expert(i)` here. `from_pretrained` loads all of
-    them, or with `max_loaded_experts` each when it is used.
+    Every expert is a whole model in a folder of its own, and `model.expert(i)` here.
 
     A task is set once, from embeddings of its metadata, and holds until another is set:
 
@@ -196,16 +202,9 @@ class CLIPMoDEModel(PreTrainedModel):
     def __init__(self, config: CLIPMoDEConfig):
         super().__init__(config)
         self.experts = nn.ModuleDict()
-        # Where experts that are loaded later go
-        self.register_buffer("placement", torch.empty(0), persistent=False)
         self.centers: torch.Tensor | None = None
         self.expert_of_center: torch.Tensor | None = None
         self.task_weights: torch.Tensor | None = None
-        self.max_loaded_experts: int | None = None
-        # Name of an expert -> repository and folder that it can be loaded from, and the arguments for that
-        self._sources: dict[str, tuple[str, str, dict[str, Any]]] = {}
-        # Folders of experts that this model has saved
-        self._saved: set[Path] = set()
         self.post_init()
 
     @classmethod
@@ -233,7 +232,6 @@ class CLIPMoDEModel(PreTrainedModel):
             model.add_expert(expert)
         if centers is not None:
             model.set_centers(centers, expert_of_center, metadata_encoder)
-        model.placement = model.placement.to(experts[0].device, experts[0].dtype)
         return model
 
     @classmethod
@@ -242,17 +240,11 @@ class CLIPMoDEModel(PreTrainedModel):
         pretrained_model_name_or_path: str | os.PathLike,
         *model_args,
         config: CLIPMoDEConfig | None = None,
-        max_loaded_experts: int | None = None,
         output_loading_info: bool = False,
         **kwargs,
     ):
         """
         Loads a model from a folder or hub name. Other arguments go to `from_pretrained` of every expert.
-
-        Args:
-            max_loaded_experts: how many experts are in memory at a time; each is loaded when it is used, and the one
-                that was not used for longest given up. What was changed in it is lost, but where it was saved. None:
-                all are loaded now.
         """
         source, folder = str(pretrained_model_name_or_path), kwargs.pop("subfolder", "")
         hub = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
@@ -261,24 +253,15 @@ class CLIPMoDEModel(PreTrainedModel):
             config = cls.config_class.from_pretrained(source, subfolder=folder, **hub, **changes)
             config.validate_routing()  # with the changes
         model = cls(config)
-        dtype = kwargs.get("dtype", "auto")
-        dtype = config.dtype or torch.float32 if dtype in ("auto", None) else dtype
-        model.placement = model.placement.to(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
         if config.num_centers:
             routing = load_file(cached_file(source, ROUTING_FILE, subfolder=folder, **hub))
-            # An expert that was being added when its process was killed has centers already, but is not in the list
-            ours = routing["expert_of_center"] < len(config.experts)
-            model.set_centers(routing["centers"][ours], routing["expert_of_center"][ours], config.metadata_encoder)
-        commit = getattr(config, "_commit_hash", None)
-        if commit is not None:
-            kwargs["revision"] = commit  # experts that are loaded later belong to this configuration
-        model._sources = {name: (source, f"{folder}/{name}".lstrip("/"), kwargs) for name in config.experts}
-        model.max_loaded_experts = max_loaded_experts
-        if max_loaded_experts is None:
-            for number in range(len(config.experts)):
-                model.expert(number)
-            if config.experts:
-                model.placement = model.placement.to(model.device, model.dtype)
+            model.set_centers(routing["centers"], routing["expert_of_center"], config.metadata_encoder)
+        if kwargs.get("dtype", "auto") in ("auto", None):
+            kwargs["dtype"] = config.dtype or torch.float32
+        for name in config.experts:
+            expert = model._load(source, f"{folder}/{name}".lstrip("/"), kwargs)
+            model._require_expert(expert, name)
+            model.experts[name] = expert
         model.eval()
         # Every expert raises for itself
         info = {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set(), "error_msgs": []}
@@ -296,9 +279,8 @@ class CLIPMoDEModel(PreTrainedModel):
         """
         Saves every expert in a folder of its own, and the routing beside them.
 
-        An expert that is not loaded stays as it is, to the byte, in a folder that this model was loaded from or has
-        saved it to, and the processor in an expert's folder always does. Elsewhere processors and the encoder of the
-        metadata, which are not part of the model, have to be copied from where it comes from.
+        The processor in an expert's folder stays. Elsewhere processors and the encoder of the metadata, which are not
+        part of the model, have to be copied from where it comes from.
 
         Args:
             state_dict: weights to save in place of the model's, as `state_dict()` names them.
@@ -310,61 +292,28 @@ class CLIPMoDEModel(PreTrainedModel):
         directory.mkdir(parents=True, exist_ok=True)
         hub = {name: kwargs.pop(name) for name in UPLOAD_ARGUMENTS if name in kwargs}
         for number, name in enumerate(self.config.experts):
-            source = self._sources.get(name)
-            place = (directory / name).resolve()
-            there = place in self._saved or (source is not None and Path(*source[:2]).resolve() == place)
-            if name not in self.experts and there and (place / "config.json").is_file():
-                continue
             prefix, weights = f"experts.{name}.", None
             if state_dict is not None:
                 weights = {key.removeprefix(prefix): t for key, t in state_dict.items() if key.startswith(prefix)}
-            partial = directory / f".{name}.partial"
-            shutil.rmtree(partial, ignore_errors=True)
-            self.expert(number).save_pretrained(partial, state_dict=weights, **kwargs)
-            for path in (directory / name).glob("*"):  # its processor
-                if path.is_file() and not WEIGHTS.search(path.name) and not (partial / path.name).exists():
-                    shutil.copy(path, partial)
-            shutil.rmtree(directory / name, ignore_errors=True)
-            os.replace(partial, directory / name)
-            if weights is None:
-                self._saved.add(place)
+            self.expert(number).save_pretrained(directory / name, state_dict=weights, **kwargs)
         if self.centers is not None:
-            partial = directory / f"{ROUTING_FILE}.partial"
-            save_file({"centers": self.centers, "expert_of_center": self.expert_of_center}, partial)
-            os.replace(partial, directory / ROUTING_FILE)
+            routing = {"centers": self.centers, "expert_of_center": self.expert_of_center}
+            save_file(routing, directory / ROUTING_FILE)
         self.config.architectures = [type(self).__name__]
-        self.config.dtype = str(self.placement.dtype).removeprefix("torch.")
+        # Which no expert exceeds
+        self.config.dtype = functools.reduce(torch.promote_types, (expert.dtype for expert in self.experts.values()))
         custom_object_save(self, directory, config=self.config)
         self.config.save_pretrained(directory)
         if push_to_hub:
             self.push_to_hub(repo_id or directory.name, **hub)
 
     @property
-    def device(self) -> torch.device:
-        return next((parameter.device for parameter in self.parameters()), self.placement.device)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return next((parameter.dtype for parameter in self.parameters()), self.placement.dtype)
-
-    @property
     def num_experts(self) -> int:
         return len(self.config.experts)
 
     def expert(self, number: int) -> PreTrainedModel:
-        """
-        A data expert by its number, loaded if it is not yet.
-        """
-        name, limit = self.config.experts[number], self.max_loaded_experts
-        if name in self.experts and limit is None:
-            return self.experts[name]
-        # To the end: the last one used
-        expert = self.experts.pop(name) if name in self.experts else None
-        can_be_loaded_again = [other for other in self.experts if other in self._sources]
-        while limit is not None and len(self.experts) >= limit and can_be_loaded_again:
-            del self.experts[can_be_loaded_again.pop(0)]
-        self.experts[name] = self._load(name) if expert is None else expert
-        return self.experts[name]
+        """A data expert by its number."""
+        return self.experts[self.config.experts[number]]
 
     def add_expert(
         self,
@@ -385,7 +334,7 @@ class CLIPMoDEModel(PreTrainedModel):
         number = self.num_experts
         name = name or f"expert_{number}"
         if name in self.config.experts:
-            raise ValueError(f"There is an expert {name} already: replace_expert replaces it.")
+            raise ValueError(f"There is an expert {name} already.")
         CLIPMoDEConfig(experts=[name])  # refuses what can be no folder
         self._require_expert(expert, name)
         if (centers is None) != (self.centers is None):
@@ -404,15 +353,6 @@ class CLIPMoDEModel(PreTrainedModel):
                 self.config.metadata_encoder,
             )
         return number
-
-    def replace_expert(self, number: int, expert: PreTrainedModel) -> None:
-        """
-        Puts another model in the place of a data expert, with the same centers: one that was trained longer.
-        """
-        name = self.config.experts[number]
-        self._require_expert(expert, name)
-        self._sources.pop(name, None)
-        self.experts[name] = expert
 
     def set_centers(self, centers: torch.Tensor, expert_of_center: torch.Tensor, metadata_encoder: str | None) -> None:
         """
@@ -557,7 +497,8 @@ class CLIPMoDEModel(PreTrainedModel):
                 expert_outputs.append(None)
                 continue
             expert = self.expert(number)
-            require_padded(expert_inputs[number]["input_ids"], expert.config.text_config)
+            if pooled_token(expert.config.text_config) == "last":
+                require_padded(expert_inputs[number]["input_ids"], expert.config.text_config)
             outputs = expert(**{**expert_inputs[number], **kwargs, "return_dict": True})
             all_sigmoid = all_sigmoid and hasattr(expert, "logit_bias")
             weight = weights[..., number].to(outputs.logits_per_text)
@@ -599,22 +540,23 @@ class CLIPMoDEModel(PreTrainedModel):
         parts = []
         for number, inputs in enumerate(expert_inputs):
             expert = self.expert(number)
-            if "input_ids" in inputs:
+            if "input_ids" in inputs and pooled_token(expert.config.text_config) == "last":
                 require_padded(inputs["input_ids"], expert.config.text_config)
             features = getattr(expert, method)(**{**inputs, **kwargs, "return_dict": True}).pooler_output
             parts.append(F.normalize(features, dim=-1).to(parts[0].device if parts else None))
-        summed = self.config.feature_ensemble == "sum"
-        return BaseModelOutputWithPooling(pooler_output=sum(parts) if summed else torch.cat(parts, dim=-1))
+        return BaseModelOutputWithPooling(pooler_output=self.combine_features(parts))
+
+    def combine_features(self, embeds: Sequence[torch.Tensor]) -> torch.Tensor:
+        """One embedding (..., n * D) or (..., D) of those of all experts (..., D), which have length 1, as
+        `config.feature_ensemble` says."""
+        return sum(embeds) if self.config.feature_ensemble == "sum" else side_by_side(embeds)
 
     def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=None, **kwargs):
         for expert in self.experts.values():
             expert._set_gradient_checkpointing(enable, gradient_checkpointing_func, **kwargs)
 
-    def _load(self, name: str) -> PreTrainedModel:
-        if name not in self._sources:
-            raise ValueError(f"{name} has no weights: use from_pretrained, or from_experts.")
-        source, folder, kwargs = self._sources[name]
-        hub = {key: kwargs[key] for key in HUB_ARGUMENTS if key in kwargs}
+    def _load(self, source: str, folder: str, kwargs: Mapping[str, Any]) -> PreTrainedModel:
+        hub = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
         cached_file(source, f"{folder}/config.json", **hub)  # whose error names the file
         # Its auto_map is left aside: the class is one of these
         model_type = self.config_class.get_config_dict(source, subfolder=folder, **hub)[0].get("model_type")
@@ -624,12 +566,7 @@ class CLIPMoDEModel(PreTrainedModel):
         missing, left_over = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
         if missing or left_over:
             raise ValueError(f"{source}, {folder}: missing weights {missing[:8]}, left over {left_over[:8]}.")
-        # Forced once, it is not again
-        self._sources[name] = (source, folder, {key: kwargs[key] for key in kwargs if key != "force_download"})
-        self._require_expert(expert, name)
-        if not {"device_map", "quantization_config"} & set(kwargs):
-            expert.to(self.placement.device, self.placement.dtype)
-        return expert.train(self.training)
+        return expert
 
     def _require_expert(self, expert: PreTrainedModel, name: str) -> None:
         # By name: the same class from a file beside weights is another one

@@ -11,8 +11,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel  # noqa: F401  diffusers looks up the base class in a text encoder's module
 from transformers import initialization as init
-from transformers.core_model_loading import PrefixChange
-from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPooling, ImageClassifierOutput
 from transformers.models.clip.modeling_clip import (
     CLIPAttention,
@@ -23,18 +21,22 @@ from transformers.models.clip.modeling_clip import (
     CLIPTextModelOutput,
     CLIPVisionEmbeddings,
     CLIPVisionModelOutput,
-    _get_vector_norm,
-    image_text_contrastive_loss,
 )
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
-from transformers.utils.generic import can_return_tuple
-from transformers.utils.output_capturing import capture_outputs
 
 from .configuration_clip_moe import CLIPMoEConfig, CLIPMoETextConfig, CLIPMoEVisionConfig
 from .dispatch import dispatch  # noqa: F401  diffusers copies the modules that a text encoder's own names
 from .experts import CLIPMoEExperts  # noqa: F401
 from .sparse_moe import ROUTER_OUTPUTS, SparseEncoderLayer, SparseMoEMixin, require_one_encoder, router_losses
+from .transformers_internals import (
+    PrefixChange,
+    _get_vector_norm,
+    can_return_tuple,
+    capture_outputs,
+    create_causal_mask,
+    image_text_contrastive_loss,
+)
 
 
 @dataclass
@@ -442,14 +444,12 @@ class CLIPMoEModel(CLIPMoEPreTrainedModel):
         logits_per_text = torch.matmul(text_embeds, image_embeds.t().to(text_embeds.device))
         logits_per_text = logits_per_text * self.logit_scale.exp().to(text_embeds.device)
 
-        config = self.config
-        losses = [
-            router_losses(text_outputs.router_logits, config.text_config, config, attention_mask),
-            router_losses(vision_outputs.router_logits, config.vision_config, config),
-        ]
-        losses = [loss.to(text_embeds.device) for loss in losses if loss is not None]
-        aux_loss = sum(losses) if losses else None
-
+        aux_loss = router_losses(
+            self.config,
+            text_embeds.device,
+            text=(text_outputs.router_logits, attention_mask),
+            vision=(vision_outputs.router_logits, None),
+        )
         loss = None
         if return_loss:
             loss = image_text_contrastive_loss(logits_per_text)
@@ -508,12 +508,12 @@ class CLIPMoEForImageClassification(CLIPMoEPreTrainedModel):
             output_router_logits = self.config.output_router_logits
         outputs = self.vision_model(pixel_values, output_router_logits=output_router_logits, **kwargs)
         logits = self.classifier(outputs.last_hidden_state[:, 1:].mean(dim=1))
-        aux_loss = router_losses(outputs.router_logits, self.config.vision_config, self.config)
+        aux_loss = router_losses(self.config, logits.device, vision=(outputs.router_logits, None))
         loss = None
         if labels is not None:
             loss = self.loss_function(labels, logits, self.config)
             if aux_loss is not None:
-                loss = loss + aux_loss.to(loss.device)
+                loss = loss + aux_loss
         return CLIPMoEImageClassifierOutput(
             loss=loss,
             logits=logits,

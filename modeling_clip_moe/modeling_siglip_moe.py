@@ -13,7 +13,6 @@ from transformers import (
     SiglipVisionModel,
 )
 from transformers import initialization as init
-from transformers.core_model_loading import PrefixChange
 from transformers.models.siglip.modeling_siglip import (
     SiglipEncoderLayer,
     SiglipModel,
@@ -25,7 +24,6 @@ from transformers.models.siglip2.modeling_siglip2 import (
     Siglip2Model,
     Siglip2PreTrainedModel,
 )
-from transformers.utils.generic import can_return_tuple
 
 from .configuration_siglip_moe import (
     Siglip2MoEConfig,
@@ -37,6 +35,7 @@ from .configuration_siglip_moe import (
 )
 from .experts import CLIPMoEExperts
 from .sparse_moe import ROUTER_OUTPUTS, SparseEncoderLayer, SparseMoEMixin, router_losses
+from .transformers_internals import PrefixChange, can_return_tuple
 
 
 @dataclass
@@ -76,15 +75,11 @@ class _SiglipMoEMixin(SparseMoEMixin):
             init.normal_(module.down_proj_bias, std=1e-6)
 
 
-def pads_to_max_length(text_config: PreTrainedConfig) -> bool:
-    """Whether texts have to be padded to `max_position_embeddings`, as for SigLIP, which pools the last place."""
-    return text_config.model_type.startswith("siglip")
-
-
 def require_padded(input_ids: torch.Tensor, text_config: PreTrainedConfig) -> None:
-    """Raises ValueError if texts (B, S) for a SigLIP are not padded to `max_position_embeddings`."""
+    """Raises ValueError if texts (B, S) for a SigLIP, which pools the last place, are not padded to
+    `max_position_embeddings`."""
     length = text_config.max_position_embeddings
-    if pads_to_max_length(text_config) and input_ids.shape[-1] != length:
+    if input_ids.shape[-1] != length:
         raise ValueError(
             f"input_ids have {input_ids.shape[-1]} tokens a text, but SigLIP needs {length}: pass "
             f'padding="max_length", max_length={length}, truncation=True to the processor.'
@@ -140,20 +135,17 @@ class _SiglipMoEModel:
     def _forward_with_router_losses(self, output_router_logits: bool | None, **inputs) -> SiglipMoEOutput:
         """What the dense model computes of `inputs`, with the routers' losses. The `forward` of each family names
         its arguments, since transformers' Trainer drops columns that no argument is called like."""
-        config = self.config
         if output_router_logits is None:
-            output_router_logits = config.output_router_logits
+            output_router_logits = self.config.output_router_logits
         inputs |= {"output_router_logits": output_router_logits, "return_dict": True}
         outputs = super().forward(**inputs)
         text, vision = outputs.text_model_output, outputs.vision_model_output
-        losses = [
-            router_losses(text.get("router_logits"), config.text_config, config),
-            router_losses(
-                vision.get("router_logits"), config.vision_config, config, inputs.get("pixel_attention_mask")
-            ),
-        ]
-        losses = [loss.to(outputs.text_embeds.device) for loss in losses if loss is not None]
-        aux_loss = sum(losses) if losses else None
+        aux_loss = router_losses(
+            self.config,
+            outputs.text_embeds.device,
+            text=(text.get("router_logits"), None),
+            vision=(vision.get("router_logits"), inputs.get("pixel_attention_mask")),
+        )
         loss = outputs.loss if outputs.loss is None or aux_loss is None else outputs.loss + aux_loss
         return SiglipMoEOutput(
             **{**outputs, "loss": loss},

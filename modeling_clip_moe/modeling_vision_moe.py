@@ -3,9 +3,7 @@ is CLIP's, and MLCD, which is an image tower without texts."""
 
 import torch
 from transformers import AltCLIPTextModel, ChineseCLIPTextModel, MLCDVisionModel
-from transformers.core_model_loading import PrefixChange
 from transformers.models.mlcd.modeling_mlcd import MLCDEncoderLayer
-from transformers.utils.generic import can_return_tuple
 
 from .configuration_vision_moe import (
     AltCLIPMoEConfig,
@@ -16,6 +14,7 @@ from .configuration_vision_moe import (
 )
 from .modeling_clip_moe import CLIPMoEModel, CLIPMoEModelOutputWithPooling
 from .sparse_moe import ROUTER_OUTPUTS, SparseEncoderLayer, SparseMoEMixin
+from .transformers_internals import PrefixChange, can_return_tuple
 
 
 class _DenseTextModel(SparseMoEMixin):

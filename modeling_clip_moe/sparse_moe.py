@@ -19,11 +19,9 @@ Papers:
     LIMoE      Mustafa et al., "Multimodal Contrastive Learning with LIMoE: the Language-Image Mixture of Experts"
 """
 
-import itertools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -31,17 +29,14 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers import __version__ as transformers_version
 from transformers import initialization as init
-from transformers.conversion_mapping import register_checkpoint_conversion_mapping
-from transformers.core_model_loading import PrefixChange
 from transformers.models.clip.modeling_clip import CLIPMLP
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, logging
-from transformers.utils.generic import maybe_autocast
-from transformers.utils.output_capturing import OutputRecorder
 
 from .configuration_clip_moe import CLIPMoETowerConfig
 from .dispatch import Dispatch, as_fraction, dispatch, dispatch_within_capacity
 from .experts import TAKE_ROWS, CLIPMoEExperts, compiled, fused
+from .transformers_internals import OutputRecorder, PrefixChange, maybe_autocast, register_checkpoint_conversion_mapping
 
 logger = logging.get_logger(__name__)
 
@@ -202,9 +197,6 @@ class CLIPMoERouter(nn.Module):
         super().__init__()
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
-        # Set by `force_expert`: the one expert of all tokens, and its weight; None: as much as K experts have together
-        self.forced_expert: int | None = None
-        self.forced_scale: float | None = None
 
     def forward(
         self, hidden_states: torch.Tensor, mask: torch.Tensor | None = None
@@ -216,16 +208,13 @@ class CLIPMoERouter(nn.Module):
 
         Returns:
             logits (B, S, E), weights (B, S, K), expert ids (B, S, K), best first, and the rows of the experts. A choice
-            that capacity drops, and those of padding, have weight 0 and id E. With a forced expert, K is 1: see
-            `force_expert`.
+            that capacity drops, and those of padding, have weight 0 and id E.
         """
         noise = self.config.router_jitter_noise if self.training else 0.0
         if noise > 0:
             hidden_states = hidden_states * torch.empty_like(hidden_states).uniform_(1 - noise, 1 + noise)
         factor = self.config.capacity_factor if self.training else self.config.eval_capacity_factor
-        # Where one expert after another is forced, each would be compiled
-        route = _route if self.forced_expert is None else _route.__wrapped__
-        return route(hidden_states, self, mask, None if factor is None else as_fraction(factor))
+        return _route(hidden_states, self, mask, None if factor is None else as_fraction(factor))
 
 
 @fused
@@ -237,24 +226,19 @@ def _route(
         logits = F.linear(hidden_states.float(), router.weight.float())  # (B, S, E)
     weights, ids = _top_k(logits.softmax(dim=-1), config.num_experts_per_tok)  # (B, S, K)
     priorities = weights.flatten(0, 1) if config.token_drop_policy == "probs" else None
-    is_forced = router.forced_expert is not None
-    if is_forced:
-        weights = weights.sum(dim=-1, keepdim=True)  # (B, S, 1)
-        weights = weights if router.forced_scale is None else torch.full_like(weights, router.forced_scale)
-        ids = torch.full_like(ids[..., :1], router.forced_expert)
     if mask is not None:
         ids = ids.masked_fill(~mask.bool()[..., None], config.num_experts)
 
-    if config.norm_topk_prob and config.norm_before_capacity and not is_forced:
+    if config.norm_topk_prob and config.norm_before_capacity:
         weights = weights / weights.sum(dim=-1, keepdim=True)
-    if factor is None or is_forced:
+    if factor is None:
         rows = dispatch(ids.flatten(0, 1), config.num_experts)
     else:
         num_groups = _count_groups(ids.shape[0], config.capacity_group_size)
         rows, kept = dispatch_within_capacity(ids.flatten(0, 1), config.num_experts, factor, num_groups, priorities)
         ids = ids.masked_fill(~kept.view_as(ids), config.num_experts)
     weights = weights * (ids < config.num_experts)
-    if config.norm_topk_prob and not config.norm_before_capacity and not is_forced:
+    if config.norm_topk_prob and not config.norm_before_capacity:
         # The kept choices sum to 1 "even when some tokens are dropped" (CLIP-UP, "Normalize gating weights before
         # or after routing")
         total = weights.sum(dim=-1, keepdim=True)
@@ -396,17 +380,26 @@ def _abbreviate(keys: list[str]) -> str:
 
 
 def router_losses(
-    router_logits: tuple[torch.Tensor, ...] | None,
-    tower: CLIPMoETowerConfig,
     config: PreTrainedConfig,
-    mask: torch.Tensor | None = None,
+    device: torch.device,
+    **towers: tuple[tuple[torch.Tensor, ...] | None, torch.Tensor | None],
 ) -> torch.Tensor | None:
-    """The weighted router losses of a tower, or None if it has no recorded router."""
-    if not router_logits:
-        return None
-    balance = load_balancing_loss(router_logits, tower.num_experts_per_tok, mask)
-    z = router_z_loss(router_logits, mask)
-    return config.router_aux_loss_coef * balance + config.router_z_loss_coef * z
+    """
+    The weighted router losses of all towers together, or None if no router was recorded.
+
+    Args:
+        config: of the whole model.
+        device: of the result.
+        towers: by name, "text" or "vision": router logits of each layer, and the mask of padding.
+    """
+    losses = []
+    for tower, (router_logits, mask) in towers.items():
+        if router_logits:
+            top_k = getattr(config, f"{tower}_config").num_experts_per_tok
+            balance = load_balancing_loss(router_logits, top_k, mask)
+            z = router_z_loss(router_logits, mask)
+            losses.append((config.router_aux_loss_coef * balance + config.router_z_loss_coef * z).to(device))
+    return sum(losses) if losses else None
 
 
 def _warn_unquantized(model: nn.Module, name: str) -> None:
@@ -553,43 +546,6 @@ class SparseMoEMixin:
         for name in [name for name in state_dict if name.startswith(in_file) and in_file != prefix]:
             state_dict[prefix + name.removeprefix(in_file)] = state_dict.pop(name)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-
-    @contextmanager
-    def force_expert(self, expert: int, scale: float | Sequence[float] | None = None):
-        """
-        Within the block, every token goes through this expert alone, whatever its capacity, in all sparse layers: what
-        one expert knows (CLIP-MoE Table 1). A fusion gate still mixes the base FFN in.
-
-        It stands for the K experts of a token, so it has the weight that they have together. Then it computes what the
-        routed model does where all experts are equal.
-
-        Args:
-            expert: its number, from 0.
-            scale: its weight: a number, or one for each sparse layer, those of the text tower first. None: for each
-                token the sum of the K weights that the router gives, which is 1 with `norm_topk_prob`.
-        """
-        blocks = [module for module in self.modules() if isinstance(module, CLIPMoESparseMoeBlock)]
-        # A router that trains beside an adapter of peft is there twice
-        routers = [[part for part in block.router.modules() if isinstance(part, CLIPMoERouter)] for block in blocks]
-        num_experts = min((of_layer[0].config.num_experts for of_layer in routers), default=0)
-        if not 0 <= expert < num_experts:
-            choices = f"experts 0 to {num_experts - 1}" if routers else "no sparse layer"
-            raise ValueError(f"expert={expert}, but the model has {choices}.")
-        if isinstance(scale, Sequence) and len(scale) != len(routers):
-            raise ValueError(f"scale has {len(scale)} numbers, but the model {len(routers)} sparse layers.")
-        before = [(router, router.forced_expert, router.forced_scale) for router in itertools.chain(*routers)]
-        try:
-            for number, of_layer in enumerate(routers):
-                for router in of_layer:
-                    own = 1.0 if router.config.norm_topk_prob else None
-                    router.forced_expert = expert
-                    router.forced_scale = (
-                        scale[number] if isinstance(scale, Sequence) else own if scale is None else scale
-                    )
-            yield
-        finally:
-            for router, *state in before:
-                router.forced_expert, router.forced_scale = state
 
     @classmethod
     def is_custom_code(cls) -> bool:

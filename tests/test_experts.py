@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModel, CLIPModel
 
 from conversion.commands import dense as dense_command
-from conversion.dense import extract
+from conversion.dense import extract, force_expert
 from conversion.presets import PRESETS
 from conversion.upcycle import upcycle
 from data import symbols
@@ -128,7 +128,7 @@ def test_equal_experts_score_as_the_routed_model(unnormalized, analyses):
     other, rows = embedder_of(folder), TASKS["retrieval"].load()[0]
     routed = other.images(rows)
     for weights, equal in (((), True), ((1.0,), False)):  # weight 1 gives something else
-        with other.model.force_expert(0, *weights):
+        with force_expert(other.model, 0, *weights):
             assert np.allclose(other.images(rows), routed, atol=1e-5) == equal
     assert "better than every expert alone in 0 of" in page and "CKA 1.000 (pairs: 1.000 to 1.000)" in page
     assert all(score["mean"] == score["routed"] for score in summary["collapse"])

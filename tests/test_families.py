@@ -16,7 +16,7 @@ from transformers import AutoModel, CLIPImageProcessorPil, SiglipTextConfig
 from conversion import commands
 from conversion.average import average
 from conversion.checkpoints import load_clip, load_dense
-from conversion.dense import extract
+from conversion.dense import extract, force_expert
 from conversion.llava import expected_outputs, load_tower, other_origin, swap, verify
 from conversion.presets import PRESETS
 from conversion.processors import load_processor
@@ -210,7 +210,7 @@ def test_trained_ffns_become_experts_and_models_are_averaged(family, tmp_path):
     experts = [moved(tiny_dense(family), ffns, seed) for seed in (1, 2)]
     unified, inputs = unify(dense, experts), sample_inputs(dense.config)
     for number, model in enumerate((dense, *experts)):
-        with unified.force_expert(number):
+        with force_expert(unified, number):
             torch.testing.assert_close(model_outputs(unified, inputs), model_outputs(model, inputs))
     for number, model in enumerate((dense, experts[0])):
         model.save_pretrained(tmp_path / str(number))

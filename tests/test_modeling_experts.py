@@ -9,9 +9,9 @@ from tiny_clip import tiny_clip
 from tiny_clip_moe import IMPLEMENTATIONS, assert_same_gradients, inputs, plain_block, tiny_block, tiny_model
 
 import modeling_clip_moe.experts as modeling
+from conversion.dense import force_expert
 from modeling_clip_moe import CLIPMoEModel, CLIPMoEVisionConfig
 from modeling_clip_moe.experts import CLIPMoEExperts
-from modeling_clip_moe.sparse_moe import CLIPMoERouter
 
 
 def experts_of(model):
@@ -33,7 +33,7 @@ def test_a_forced_expert_computes_every_token(fields):
     model, batch = tiny_model(num_experts=3, **fields), inputs()
     routed, mask = model(**batch), batch["attention_mask"].bool()
     for expert in range(3):
-        with model.force_expert(expert):
+        with force_expert(model, expert):
             forced = model(**batch, output_expert_ids=True)
         other = copy.deepcopy(model)
         other.config.text_config.eval_capacity_factor = other.config.vision_config.eval_capacity_factor = None
@@ -55,23 +55,23 @@ def test_a_forced_expert_takes_a_given_scale(norm_topk_prob):
     for module, of_layer in zip(experts_of(scaled), scale, strict=True):
         module.down_proj[1] *= of_layer
         module.down_proj_bias[1] *= of_layer
-    with model.force_expert(1, scale), scaled.force_expert(1, 1.0):
+    with force_expert(model, 1, scale), force_expert(scaled, 1, 1.0):
         forced = model(**batch)
         assert_same_embeds(forced, scaled(**batch))
-    with model.vision_model.force_expert(1, scale[2:]):
+    with force_expert(model.vision_model, 1, scale[2:]):
         assert torch.equal(model(**batch).image_embeds, forced.image_embeds)
 
 
 def test_forcing_an_expert_ends_with_the_block_and_knows_its_number():
-    model, dense = tiny_model(num_experts=3), tiny_model(moe_layers=())
-    known, none = "experts 0 to 2", "no sparse layer"
-    for refusing, expert, message in ((model, -1, known), (model, 3, known), (dense, 0, none)):
-        with pytest.raises(ValueError, match=f"expert={expert}, but the model has {message}"):
-            refusing.force_expert(expert).__enter__()
-    with pytest.raises(KeyError), model.force_expert(2), model.vision_model.force_expert(1):
+    model, batch = tiny_model(num_experts=3), inputs()
+    routed = model(**batch).image_embeds
+    for expert in (-1, 3):
+        with pytest.raises(ValueError, match=f"no expert {expert}, only 0 to 2"), force_expert(model, expert):
+            raise AssertionError
+    with pytest.raises(KeyError), force_expert(model, 2):
+        assert not torch.allclose(model(**batch).image_embeds, routed)
         raise KeyError
-    routers = [module for module in model.modules() if isinstance(module, CLIPMoERouter)]
-    assert {(router.forced_expert, router.forced_scale) for router in routers} == {(None, None)}
+    assert torch.equal(model(**batch).image_embeds, routed)
 
 
 def test_fusion_gate_mixes_base_and_experts():

@@ -110,11 +110,9 @@ def test_compiles_without_graph_breaks():
         (lambda model: model(**INPUTS, routing_weights=torch.ones(5)), r"\(2, 1, 2\), got \(5,\)"),
         (lambda model: model.add_expert(dense(3, projection_dim=4), unit(1, 6)), "size 4, the other experts of 8"),
         (lambda model: model.add_expert(dense(3), unit(1, 6), name="expert_0"), "an expert expert_0 already"),
-        (lambda model: model.replace_expert(0, dense(3, projection_dim=4)), "size 4, the other experts of 8"),
         (lambda model: model.set_centers(unit(3, 6), torch.zeros(3, dtype=torch.long), "tfidf"), r"see \[1\]"),
         (lambda model: CLIPMoDEModel.from_experts([model]), "not clip_mode"),
         (lambda _: CLIPMoDEConfig(experts=["../other"]), "names of folders"),
-        (lambda _: CLIPMoDEModel(CLIPMoDEConfig(experts=["expert_0"])).expert(0), "expert_0 has no weights"),
     ],
 )
 def test_what_does_not_fit_is_refused(call, message):

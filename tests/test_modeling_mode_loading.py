@@ -1,6 +1,4 @@
-"""CLIPMoDEModel: its folder, which experts are added to, replaced in and loaded from."""
-
-import shutil
+"""CLIPMoDEModel: its folder, which experts are added to and loaded from."""
 
 import pytest
 import torch
@@ -47,32 +45,11 @@ def test_saved_and_loaded(make, tmp_path):
     assert torch.equal(alone(**INPUTS).logits_per_image, model.expert(1)(**INPUTS).logits_per_image)
 
 
-def test_loaded_one_at_a_time(tmp_path):
-    model = mixture(3)
-    model.save_pretrained(tmp_path)
-    weights = model.set_task(unit(5, 6, seed=3))
-    lazy = CLIPMoDEModel.from_pretrained(tmp_path, max_loaded_experts=1)
-    assert len(lazy.experts) == 0 and lazy.device == torch.device("cpu")
-    found = lazy(**INPUTS, routing_weights=weights).logits_per_image
-    assert torch.equal(found, model(**INPUTS).logits_per_image)
-    assert list(lazy.experts) == ["expert_2"]
-    half = CLIPMoDEModel.from_pretrained(tmp_path, max_loaded_experts=1).to(torch.bfloat16)
-    assert half.dtype == half.expert(0).dtype == torch.bfloat16
-    assert CLIPMoDEModel.from_pretrained(tmp_path, max_loaded_experts=1, dtype="bfloat16").expert(0).dtype == half.dtype
-    two = CLIPMoDEModel.from_pretrained(tmp_path, max_loaded_experts=2)
-    for number in (0, 1, 0, 2):
-        two.expert(number)
-    assert list(two.experts) == ["expert_0", "expert_2"]  # 1 was not used for longest
-    assert not two.training and not two.expert(1).training
-    assert two.train().expert(0).training  # loaded now
-
-
-@pytest.mark.parametrize("max_loaded_experts", [None, 1])
-def test_a_fifth_expert_changes_no_byte_of_the_others(max_loaded_experts, tmp_path):
+def test_a_fifth_expert_changes_no_byte_of_the_others(tmp_path):
     mixture(4).save_pretrained(tmp_path)
     CLIPMoDEModel.from_pretrained(tmp_path).save_pretrained(tmp_path)  # transformers adds a dtype to fresh CLIPConfigs
     before = contents(tmp_path)
-    loaded = CLIPMoDEModel.from_pretrained(tmp_path, max_loaded_experts=max_loaded_experts)
+    loaded = CLIPMoDEModel.from_pretrained(tmp_path)
     loaded.set_task(unit(3, 6))
     loaded.set_centers(loaded.centers, loaded.expert_of_center, "tfidf")
     assert loaded.task_weights is None
@@ -88,43 +65,6 @@ def test_a_fifth_expert_changes_no_byte_of_the_others(max_loaded_experts, tmp_pa
     torch.testing.assert_close(again(**INPUTS).logits_per_image, expected)
 
 
-def test_an_expert_is_replaced(tmp_path):
-    mixture(3).save_pretrained(tmp_path)
-    CLIPMoDEModel.from_pretrained(tmp_path).save_pretrained(tmp_path)  # transformers adds a dtype to fresh CLIPConfigs
-    before = contents(tmp_path)
-    loaded = CLIPMoDEModel.from_pretrained(tmp_path, max_loaded_experts=1)
-    loaded.replace_expert(1, dense(7))
-    loaded.save_pretrained(tmp_path / "for a while")
-    shutil.rmtree(tmp_path / "for a while")
-    loaded.expert(0)  # the new one was not loaded from a file, so it stays in memory
-    loaded.save_pretrained(tmp_path)
-    changed = {path for path, content in contents(tmp_path).items() if before[path] != content}
-    assert changed == {"expert_1/config.json", "expert_1/model.safetensors"}
-    found = AutoModel.from_pretrained(tmp_path).expert(1)(**INPUTS).logits_per_image
-    assert torch.equal(found, dense(7)(**INPUTS).logits_per_image)
-
-
-def test_an_expert_that_was_changed_and_saved_stays_so(tmp_path):
-    mixture(2).save_pretrained(tmp_path / "source")
-    model = CLIPMoDEModel.from_pretrained(tmp_path / "source", max_loaded_experts=1)
-    model.expert(0).logit_scale.data.fill_(1.5)
-    for _ in range(2):  # the first loads expert 1 and gives up expert 0
-        model.save_pretrained(tmp_path / "saved")
-    assert AutoModel.from_pretrained(tmp_path / "saved").expert(0).logit_scale == 1.5
-
-
-def test_an_expert_that_was_half_added_is_none(tmp_path):
-    """The process is killed when the expert and the centers are there, and the configuration is not."""
-    mixture(2).save_pretrained(tmp_path)
-    config = (tmp_path / "config.json").read_text()
-    model = CLIPMoDEModel.from_pretrained(tmp_path)
-    model.add_expert(dense(5), unit(2, 6, seed=9))
-    model.save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text(config)
-    loaded = AutoModel.from_pretrained(tmp_path)
-    assert loaded.num_experts == 2 and torch.equal(loaded.centers, mixture(2).centers)
-
-
 def test_a_state_dict_is_shared_out(tmp_path):
     model, other = mixture(2), CLIPMoDEModel.from_experts([dense(8), dense(9)])
     model.save_pretrained(tmp_path, state_dict=other.state_dict())
@@ -137,10 +77,9 @@ def test_loaded_from_a_folder_of_a_repository_and_saved_elsewhere(tmp_path):
     model = mixture(2)
     model.save_pretrained(tmp_path / "models" / "mode")
     weights = model.set_equal_weights()
-    lazy = CLIPMoDEModel.from_pretrained(tmp_path / "models", subfolder="mode", max_loaded_experts=1)
-    lazy.save_pretrained(tmp_path / "elsewhere")
-    whole = AutoModel.from_pretrained(tmp_path / "models", subfolder="mode")
-    for loaded in (lazy, whole, AutoModel.from_pretrained(tmp_path / "elsewhere")):
+    in_folder = AutoModel.from_pretrained(tmp_path / "models", subfolder="mode")
+    in_folder.save_pretrained(tmp_path / "elsewhere")
+    for loaded in (in_folder, AutoModel.from_pretrained(tmp_path / "elsewhere")):
         found = loaded(**INPUTS, routing_weights=weights).logits_per_image
         assert torch.equal(found, model(**INPUTS).logits_per_image) and torch.equal(loaded.centers, model.centers)
 

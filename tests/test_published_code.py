@@ -1,6 +1,8 @@
 """Publishing: nothing of a source runs or is passed on but what this package wrote."""
 
+import ast
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -184,3 +186,12 @@ def test_an_encoder_that_is_ours_gets_our_code(tmp_path, sparse):
     assert {"model/modeling_clip_moe.py", "model/configuration_clip_moe.py"} <= files(out).keys()
     assert_clean(out)
     assert json.loads((out / "encoder.json").read_text())["source"] == "ours"
+
+
+def test_private_parts_of_transformers_stand_in_one_file():
+    modules = re.compile(r"\.(integrations|core_model_loading|conversion_mapping|utils\.(generic|output_capturing))\b")
+    for path in (ROOT / "modeling_clip_moe").glob("*.py"):
+        imports = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+        parts = [f"{node.module}.{name.name}" for node in imports if not node.level for name in node.names]
+        private = [part for part in parts if re.match(r"transformers\b.*\._[a-z]", part) or modules.search(part)]
+        assert bool(private) == (path.name == "transformers_internals.py"), (path.name, private)

@@ -8,7 +8,7 @@ from tiny_clip import moved, processor, saved, tiny_clip
 from transformers import AutoModel, AutoProcessor
 
 from conversion.commands import unify as unify_command
-from conversion.dense import ONLY_EXPERTS, extract, set_fusion_gates
+from conversion.dense import ONLY_EXPERTS, extract, force_expert, set_fusion_gates
 from conversion.presets import PRESETS
 from conversion.unify import convert, unify, verify
 from conversion.upcycle import upcycle
@@ -45,7 +45,7 @@ def test_every_expert_is_its_dense_model():
     for number, model in enumerate(dense):
         back = extract(sparse, number).state_dict()
         assert all(torch.equal(tensor, back[name]) for name, tensor in model.state_dict().items())
-        with sparse.force_expert(number):
+        with force_expert(sparse, number):
             assert_same_outputs(sparse, model)
 
 
@@ -98,7 +98,7 @@ def test_what_becomes_of_the_base(preset, base_expert, number, is_sparse):
         assert not any(name.startswith(("base.", "fusion_gate.")) for name in state)
         assert torch.equal(state["experts.up_proj"][0], ffn["fc1.weight"]) == base_expert
     set_fusion_gates(sparse, ONLY_EXPERTS)
-    with sparse.force_expert(number):
+    with force_expert(sparse, number):
         assert_same_outputs(sparse, experts[0])
 
 

@@ -8,8 +8,8 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from conversion.checkpoints import is_sparse
-from conversion.families import family_of
 from modeling_clip_moe import CLIPMoEConfig
+from modeling_clip_moe.families import family_of
 from modeling_clip_moe.sparse_moe import CLIPMoERouter, CLIPMoESparseMoeBlock
 from records.messages import join_names, warn_once
 from training.contrastive_task import patches_kept

@@ -23,7 +23,6 @@ from transformers import (
 from transformers.tokenization_utils_base import LARGE_INTEGER
 
 from conversion.checkpoints import has_file, require_source
-from conversion.families import model_class
 from conversion.processors import (
     IMAGE_PROCESSOR_FILES,
     TOKENIZER_FILES,
@@ -37,7 +36,7 @@ from conversion.upcycle import ROUTING_FIELDS, check_memory
 from data.drawing import build_image_processor
 from data.worlds import WORLDS, world
 from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
-from modeling_clip_moe.families import FAMILY_OF_TYPE
+from modeling_clip_moe.families import FAMILY_OF_TYPE, model_class
 from modeling_clip_moe.sparse_moe import CLIPMoESparseMoeBlock
 from records.messages import join_names, suggestion
 
@@ -124,7 +123,7 @@ def clip_config(
         text_config, vision_config: fields of the family's text and vision configurations.
         processor: a folder or hub name, or the name of a built-in world; None: CLIP's own image processor.
         tokenizer: a folder or hub name; None: the processor's.
-        family: the type of the dense model, see `conversion.families`.
+        family: the type of the dense model, see `modeling_clip_moe.families`.
     """
     dense = FAMILY_OF_TYPE[family].dense.config_class
     with _as_value_errors():

@@ -18,13 +18,13 @@ from transformers import CLIPTokenizer, PreTrainedModel
 
 from conversion.assemble import ENCODER
 from conversion.checkpoints import load_clip, load_config, load_mixture
-from conversion.families import is_clip
 from conversion.processors import forget_last_call, load_processor
 from conversion.publishing.card import render
 from conversion.publishing.lineage import Lineage
 from conversion.publishing.trusted_code import CODE, named_code, require_trusted_code, settings_files, trusted_copy
 from conversion.verification import check_equal, sample_inputs
 from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel
+from modeling_clip_moe.families import is_clip
 from records.files import read_json, save, write_text, writing
 from records.local_names import is_hub_name
 

@@ -10,11 +10,10 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import PreTrainedConfig
 
-from conversion.families import family_of
 from conversion.publishing.lineage import PICTURES, TASK_TYPES, WORLDS, Lineage
 from modeling_clip_moe import CLIPMoDEConfig
 from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
-from modeling_clip_moe.families import longest_text
+from modeling_clip_moe.families import family_of, longest_text
 from records.intervals import score_reach
 from records.markdown import code, escape, one_line
 from records.provenance import Record, duplicates_line

@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from conversion.commands import llava, publish
+from conversion.dense import force_expert
 from conversion.presets import PRESETS
 from conversion.upcycle import shared_config, upcycle
 from modeling_clip_moe import CLIPMoEModel
@@ -249,7 +250,7 @@ def test_routers_of_an_adapter_learn_and_can_be_forced(model, inputs, options):
     forced = []
     with torch.no_grad():
         for expert in (0, 1):
-            with adapted.get_base_model().force_expert(expert, [0.5] * layers):
+            with force_expert(adapted.get_base_model(), expert, [0.5] * layers):
                 forced.append(adapted(**batch).image_embeds)
     assert not torch.allclose(*forced)
 
