@@ -54,13 +54,6 @@ def of_clusters(rounds: int) -> Iterator[Figure]:
     yield "CPU time: 256 clusters of 100,000 x 768, over faiss", median_ratio(ours, faiss), 0, 1.0
 
 
-def of_steps(rounds: int) -> Iterator[Figure]:
-    for name in ("dense, all weights", "CLIP-UP"):
-        measured = cost(steps.recipe_step, name, "ViT-B/32", 8)
-        ratio = measured["memory"] / measured["result"]["plan"]
-        yield f"memory of a step: {name}, B/32, 8 pairs, over --plan", ratio, 0.85, 1.15
-
-
 def row(what: str, ratio: float, least: float, most: float) -> list[str]:
     goal = f"at least {least:g}" if most == ANY else f"{least:g} to {most:g}" if least else f"at most {most:g}"
     return [what, f"{ratio:.2f}", goal, "yes" if least <= ratio <= most else "missed"]
@@ -78,14 +71,11 @@ def goals(*, output: Output = None, rounds: Rounds = 3) -> str:
     for figure in (figure for part in tqdm(PARTS) for figure in part(rounds)):
         rows.append(row(*figure))
         tqdm.write(" | ".join(rows[-1]))  # at once: a run may be stopped
-    about = (
-        f"Medians of {rounds} alternating runs, five times as many of FFNs' forwards; memory of a step is that of one. "
-        f"{machine()}."
-    )
+    about = f"Medians of {rounds} alternating runs, five times as many of FFNs' forwards;{machine()}."
     return page(output, "# Goals", about, table(["", "ratio", "goal", "reached"], rows))
 
 
-PARTS = (of_experts, of_batches, of_data, of_clusters, of_steps)
+PARTS = (of_experts, of_batches, of_data, of_clusters)
 
 if __name__ == "__main__":
     goals.main()

@@ -10,11 +10,13 @@ import torch
 import transformers
 from cyclopts import Parameter
 
-from evaluation.speed import in_own_process, peak_resident, wait_for
+from evaluation.speed import in_own_process, wait_for
 from records.files import write_text
 from records.markdown import markdown_table
+from records.memory import peak_memory, reset_peak_memory
 from records.provenance import device_name
 
+CPU = torch.device("cpu")
 # Options of all benchmarks
 Output = Annotated[Path | None, Parameter(help="markdown file to write besides printing")]
 Rounds = Annotated[int, Parameter(help="in each of which every case has its turn")]
@@ -48,12 +50,12 @@ def cost(prepare: Callable[..., Callable[[], Any]], *arguments: object) -> dict[
 
 def _cost(prepare: Callable[..., Callable[[], Any]], arguments: tuple) -> dict[str, Any]:
     call = prepare(*arguments)
-    Path("/proc/self/clear_refs").write_text("5")  # Linux: the largest resident set begins anew
-    before, clock, processor = peak_resident(), time.perf_counter(), time.process_time()
+    reset_peak_memory(CPU)
+    before, clock, processor = peak_memory(CPU), time.perf_counter(), time.process_time()
     result = call()
     times = {"seconds": time.perf_counter() - clock, "cpu": time.process_time() - processor}
     allocated = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-    return times | {"before": before, "memory": allocated or peak_resident() - before, "result": result}
+    return times | {"before": before, "memory": allocated or peak_memory(CPU) - before, "result": result}
 
 
 def machine(device: torch.device | str = "cpu") -> str:

@@ -1,4 +1,4 @@
-"""What runs of the symbol world's recipes take, whether --plan told it, and whether they survive kills.
+"""What runs of the symbol world's recipes take, whether --rehearse told it, and whether they survive kills.
 
 OMP_NUM_THREADS=1 python -m benchmarks.runs time --output benchmarks/results/training_time_cpu.md
 """
@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,11 +22,15 @@ import yaml
 from safetensors import safe_open
 
 from benchmarks.page import Output, machine, page, table
+from evaluation.speed import in_own_process
 from records.command_line import command_line, run
+from records.memory import in_words, peak_memory
+from records.provenance import LOG
 from records.yaml_files import read_yaml
-from training.plan import cell, held_before, plan
-from training.recipe import Recipe, load_recipe
+from training.recipe import Recipe, load_recipe, wanted_stages
+from training.rehearsal import Measured, measure_stages
 from training.runner import run_recipe
+from training.stages.steps import StepsStage
 
 ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "training" / "recipes"
@@ -80,14 +84,7 @@ SYSTEMS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 System = Literal[*SYSTEMS]
 line = command_line("python -m benchmarks.runs", help=__doc__)
-ABOUT = """`memory` is what the plan says before the stage, with what a process holds before it begins (`≤`: an estimate
-from a bound); `peak` the largest resident set of the stage's process. A stage fits if they differ by at most 15 %.
-{}."""
-# The largest resident set of a command's processes; what the benchmark itself holds would count if it started them
-PEAK = (
-    "import resource, subprocess, sys; code = subprocess.call(sys.argv[1:]); "
-    "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss); sys.exit(code)"
-)
+ABOUT = """Each stage was rehearsed, then run, in processes of their own. {}."""
 
 
 def stage_seconds(folder: Path) -> dict[str, float]:
@@ -142,52 +139,51 @@ def short_recipe(system: str, output: Path) -> tuple[Path, dict[str, Any], Recip
     return path, overrides, load_recipe(path, overrides | {"output_dir": str(output)})
 
 
-def start(path: Path, output: Path, overrides: Mapping[str, Any], before: tuple = (), after: tuple = ()):
+def start(path: Path, output: Path, overrides: Mapping[str, Any]):
     """A process that runs a recipe; all that it prints goes to a file beside its output."""
     words = [word for key, value in overrides.items() for word in (f"--{key}", json.dumps(value))]
     command = [sys.executable, "-m", "training.upcycle", "--config", str(path), "--output-dir", str(output)]
     with output.with_suffix(".log").open("w") as log:
-        return subprocess.Popen([*before, *command, *after, *words], cwd=ROOT, stdout=log, stderr=log)
+        return subprocess.Popen([*command, *words], cwd=ROOT, stdout=log, stderr=log)
 
 
-def peak_of_stage(path: Path, name: str, overrides: Mapping[str, Any], output: Path) -> int:
-    """The largest resident set, in bytes, of a process that runs a stage."""
-    process = start(path, output, overrides, (sys.executable, "-c", PEAK), ("--stages", name))
-    process.wait()
-    lines = output.with_suffix(".log").read_text().splitlines()
-    if process.returncode:
-        sys.exit("\n".join(lines[-20:]))
-    return 1024 * int(lines[-1])
+def rehearsed(path: Path, overrides: Mapping[str, Any], name: str) -> Measured:
+    """What a rehearsal says of a stage."""
+    recipe = load_recipe(path, dict(overrides))
+    return measure_stages(recipe, wanted_stages(recipe, [name], None))[name]
 
 
-def plan_rows(system: str, output: Path) -> Iterator[list[str]]:
-    """For each stage, what the plan says, what was found, and whether both fit."""
-    path, overrides, recipe = short_recipe(system, output)
-    process = held_before()
-    for number, stage in enumerate(recipe.stages):
-        rows, faults = plan(recipe, recipe.stages, 1)
-        if faults:
-            sys.exit("\n".join(faults))
-        memory = rows[number].numbers.get("memory", 0)
-        peak = peak_of_stage(path, stage.name, overrides, output)
-        cells = [stage.name, f"unknown: {memory}", cell("memory", peak), "-", "-"]
-        if not isinstance(memory, str):
-            ratio = peak / (memory + process)
-            cells[1] = cell("memory", memory + process)
-            cells[3:] = f"{ratio:.2f}", "yes" if 0.85 <= ratio <= 1.15 else "no"
-        yield cells
+def taken(path: Path, overrides: Mapping[str, Any], name: str) -> tuple[float | None, int]:
+    """Seconds of a step of a stage, if it has steps, and the most memory of its process, which runs it."""
+    recipe, device = load_recipe(path, dict(overrides)), torch.device("cpu")
+    with contextlib.redirect_stdout(io.StringIO()):
+        folder = run_recipe(recipe, only=[name]) / name
+    (stage,) = wanted_stages(recipe, [name], None)
+    if not isinstance(stage, StepsStage):
+        return None, peak_memory(device)
+    speeds = [json.loads(line).get("images_per_second") for line in (folder / LOG).read_text().splitlines()]
+    return stage.global_batch_size / [speed for speed in speeds if speed][-1], peak_memory(device)
 
 
-@line.command(name="plan")
-def compare_plans(*, output: Output = None, systems: Sequence[System] = tuple(SYSTEMS)) -> str:
-    """One recipe of each system, shortened. Each stage runs in a process of its own, whose largest resident set is
-    compared with the plan's memory and what a process holds before it begins."""
-    parts = []
+@line.command(name="rehearsal")
+def compare_rehearsals(*, output: Output = None, systems: Sequence[System] = tuple(SYSTEMS)) -> str:
+    """One recipe of each system, shortened: each stage is rehearsed and run."""
+    parts, columns = [], ["stage", "a step, rehearsed", "run", "ratio", "memory, rehearsed", "run", "ratio"]
     for system in systems:
         with tempfile.TemporaryDirectory() as folder:
-            rows = list(plan_rows(system, Path(folder) / "run"))
-        parts += [f"## {system}: {SYSTEMS[system][0]}", table(["stage", "memory", "peak", "ratio", "fits"], rows)]
-    return page(output, "# What --plan says, and what a run takes", ABOUT.format(machine()), *parts)
+            path, overrides, recipe = short_recipe(system, Path(folder) / "run")
+            settings = path, overrides | {"output_dir": recipe.output_dir}
+            rows = []
+            for stage in recipe.stages:
+                foretold = in_own_process(rehearsed, *settings, stage.name)
+                step, memory = in_own_process(taken, *settings, stage.name)
+                seconds = (
+                    [f"{foretold.step:.3g} s", f"{step:.3g} s", f"{foretold.step / step:.2f}"] if step else [""] * 3
+                )
+                sizes = in_words(foretold.memory), in_words(memory), f"{foretold.memory / memory:.2f}"
+                rows.append([stage.name, *seconds, *sizes])
+        parts += [f"## {system}: {SYSTEMS[system][0]}", table(columns, rows)]
+    return page(output, "# What --rehearse says, and what a run takes", ABOUT.format(machine()), *parts)
 
 
 def killed_after(system: str, output: Path, seconds: float) -> str | None:

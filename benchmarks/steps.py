@@ -25,8 +25,6 @@ from benchmarks.page import Output, Rounds, cost, machine, median_of, median_rat
 from conversion.presets import PRESETS
 from conversion.upcycle import sparse_config
 from evaluation.costs import (
-    count_activations,
-    count_largest_layer,
     count_multiply_adds,
     meta_model,
     paper_config,
@@ -460,19 +458,14 @@ def recipe_step(
             batches = [{key: value.pin_memory() for key, value in batch.items()} for batch in batches]
         times = times_of(one, batches, device)
         finite.require()
-        texts, total = captions * tokens, sum(parameter.numel() for parameter in model.parameters())
-        activations = count_activations(model, gradient_checkpointing, texts)
-        activations += count_largest_layer(model, texts)
+        total = sum(parameter.numel() for parameter in model.parameters())
         is_counted = stage.patch_dropout is None and sum(sizes) == total
-        at_once, number_bytes = mini_batch_size or pairs, 4 if mixed == "no" else 2
-        planned = 4 * total + 12 * (sum(sizes) + max(sizes)) + at_once * number_bytes * activations
         adds = count_multiply_adds(meta_model(config))
         found = {
             "parameters": total,
             "trainable": sum(sizes),
             "seconds": statistics.median(times[WARM_UP:]),
             "first": times[0],
-            "plan": planned,
             "flops": 6 * pairs * (adds["image"] + captions * adds["text"]) if is_counted else None,
         }
         return found | ({"kernels": _kernels(partial(one, batches[-1]))} if profiled else {})
@@ -502,7 +495,7 @@ def recipes(
     compiled: bool = torch.cuda.is_available(),
     profile: bool = False,
 ) -> str:
-    """An optimizer step of each paper's recipe, with random weights, images and captions, beside what --plan says.
+    """An optimizer step of each paper's recipe, with random weights, images and captions.
 
     Args:
         batch: pairs of the step
@@ -521,7 +514,7 @@ def recipes(
             f"# One step of each recipe, {size}",
             f"{batch} pairs{at_a_time}, {dtype}, gradient checkpointing {'on' if gradient_checkpointing else 'off'}, "
             f"{'compiled' if compiled else 'eager'}. Medians of {TIMED} steps after {WARM_UP}. {machine(device)}.",
-            table([*columns, "memory", "by --plan", "ratio"], rows),
+            table([*columns, "memory"], rows),
             *kernels,
         )
 
@@ -530,7 +523,7 @@ def recipes(
         try:
             row = cost(recipe_step, name, size, *options)
         except Exception as error:  # of one row: too little memory ends a process or raises
-            rows.append([name, f"failed: {error}", *[""] * 8])
+            rows.append([name, f"failed: {error}", *[""] * 7])
             written()
             continue
         step, held = row["result"], row["memory"]
@@ -539,8 +532,7 @@ def recipes(
         cells += [f"{batch / step['seconds']:.3g}", f"{step['seconds'] / dense:.2f}" if dense else ""]
         cells += [step["flops"] and tera(step["flops"] / step["seconds"], device), f"{step['first']:.0f} s"]
         kernels += [f"## {name}", step["kernels"]] if profile else []
-        cells += [f"{number / 2**30:.2f} GiB" for number in (held, step["plan"])]
-        rows.append([name, *cells, f"{held / step['plan']:.2f}"])
+        rows.append([name, *cells, f"{held / 2**30:.2f} GiB"])
         written()
     return written()
 

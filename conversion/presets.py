@@ -92,19 +92,3 @@ def sparse_layers(chosen: SparseLayers, tower: str, num_layers: int) -> list[int
             f"of layers, of the {num_layers} that the tower has"
         )
     return sorted(layers)
-
-
-def read_sparse_layers(words: Sequence[str]) -> SparseLayers:
-    """The choice of layers in words of a command line: `all`, `1,3`, or `text=1,3 vision=all`."""
-    if len(words) == 1 and "=" not in words[0]:
-        return _read_layers(words[0])
-    if any("=" not in word for word in words):
-        raise ValueError(f"--sparse-layers {' '.join(words)} must be of the form all, 1,3 or text=1,3 vision=5,7")
-    return {tower: _read_layers(layers) for tower, layers in (word.split("=", 1) for word in words)}
-
-
-def _read_layers(word: str) -> LayersOfTower:
-    try:
-        return [int(layer) for layer in word.split(",")]
-    except ValueError:
-        return word  # a name, or what `sparse_layers` refuses

@@ -2,9 +2,8 @@
 
 import copy
 import dataclasses
-import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from conversion.presets import PRESETS
 from conversion.upcycle import sparse_config
 from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
 from modeling_clip_moe.families import longest_text, model_class
-from modeling_clip_moe.sparse_moe import CLIPMoESparseMoeBlock
 from records.messages import did_you_mean
 
 
@@ -139,48 +137,6 @@ def count_multiply_adds(model: nn.Module, patches: int | None = None) -> dict[st
     return {"image": image, "text": caption, "attention_scores": image_scores + caption_scores}
 
 
-def count_activations(
-    model: PreTrainedModel, gradient_checkpointing: bool, text_tokens: int, patches: int | None = None
-) -> int:
-    """Numbers that the backward pass needs of one image and its texts, where no capacity drops a choice. Without those
-    of the embeddings and projections, which are few.
-
-    Args:
-        model: a dense or sparse CLIP, of whose parameters those that train require a gradient.
-        gradient_checkpointing: whether layers keep their inputs alone, and one at a time the rest.
-        text_tokens: of all texts of the image.
-        patches: see `count_multiply_adds`.
-    """
-    total = 0
-    for length, width, activations in _activations_by_tower(model, text_tokens, patches):
-        inputs = width * sum(of_layer > 0 for of_layer in activations) + max(activations)
-        total += length * (inputs if gradient_checkpointing else sum(activations))
-    return total
-
-
-def count_largest_layer(model: PreTrainedModel, text_tokens: int, patches: int | None = None) -> int:
-    """The most numbers that one layer keeps; its backward pass holds as many gradients."""
-    return max(
-        length * max(activations) for length, _, activations in _activations_by_tower(model, text_tokens, patches)
-    )
-
-
-def _activations_by_tower(
-    model: PreTrainedModel, text_tokens: int, patches: int | None
-) -> Iterator[tuple[int, int, list[int]]]:
-    """For each tower: the tokens of one image or its texts, the width, and what each layer keeps of a token."""
-    patches = patches or model.vision_model.embeddings.position_embedding.num_embeddings
-    for tower, length in ((model.text_model, text_tokens), (model.vision_model, patches)):
-        base = _base(tower)
-        # Embeddings, and in the vision tower of a CLIP a norm
-        below = itertools.takewhile(lambda module, encoder=base.encoder: module is not encoder, base.children())
-        flows, activations = any(map(_trains, below)), []
-        for layer in _layers(tower):
-            activations.append(_activations_of_token(layer, tower.config, flows))
-            flows = flows or _trains(layer)
-        yield length, tower.config.hidden_size, activations
-
-
 def _base(tower: nn.Module) -> nn.Module:
     return getattr(tower, "roberta", tower)  # AltCLIP's text tower
 
@@ -189,43 +145,6 @@ def _layers(tower: nn.Module) -> nn.ModuleList:
     """The layers of a tower, whatever its family calls them."""
     (layers,) = _base(tower).encoder.children()
     return layers
-
-
-def _trains(module: nn.Module) -> bool:
-    return any(parameter.requires_grad for parameter in module.parameters())
-
-
-def _activations_of_token(layer: nn.Module, tower: Any, flows: bool) -> int:
-    """Numbers that a layer keeps of a token for its backward pass.
-
-    Attention: what enters its norm, query, key, value and result; where it trains, what leaves the norm. An FFN: what
-    enters its norm, what its activation function gets and computes within; where it trains, what leaves the norm and
-    the function. A sparse one keeps that of each expert of a token, with what enters it, and leaves it for the routers'
-    gradient; with a fusion gate, of an FFN and the gate, too. A layer of a BERT, with the norms behind, keeps as much.
-
-    Args:
-        flows: whether something below the layer trains.
-    """
-    width, inner, activations = tower.hidden_size, tower.intermediate_size, 0
-    if hasattr(layer, "mlp"):
-        attention, norm1, norm2, ffn = layer.self_attn, layer.layer_norm1, layer.layer_norm2, layer.mlp
-    else:
-        attention, norm1 = layer.attention.self, layer.attention.output
-        norm2, ffn = layer.output.LayerNorm, nn.ModuleList([layer.intermediate, layer.output.dense])
-    if flows or _trains(attention) or _trains(norm1):
-        activations, flows = (5 + _trains(attention)) * width, True
-    flows = flows or _trains(norm2)
-    activations += flows * width
-
-    def of_ffn(module: nn.Module) -> int:
-        trains = _trains(module)
-        return (2 * (flows or trains) + trains) * inner
-
-    if not isinstance(ffn, CLIPMoESparseMoeBlock):
-        return activations + of_ffn(ffn) + _trains(ffn) * width
-    chosen = of_ffn(ffn.experts) + (_trains(ffn.experts) + 2) * width
-    gate = 0 if ffn.base is None else of_ffn(ffn.base) + 2 * width
-    return activations + _trains(ffn) * width + tower.num_experts_per_tok * chosen + gate
 
 
 def _multiply_adds(model: nn.Module, forward: Callable[[], Any]) -> tuple[int, int]:

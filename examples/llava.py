@@ -4,9 +4,7 @@ Two stages of a recipe: `stage: examples.llava:LlavaStage` puts a LLaVA together
 `stage: examples.llava:TrainLlavaStage`. After them stand the batches of conversations, and the parts of a new LLaVA.
 """
 
-import contextlib
-import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,11 +43,9 @@ from data.preparation import Preparation
 from data.sources import DataArguments
 from data.workers import errors_of_workers, worker_options
 from data.worlds import WORLDS
-from modeling_clip_moe import CLIPMoEConfig, CLIPMoEVisionConfig
 from records.files import save
 from records.messages import join_names, suggestion
 from training.context import Context
-from training.estimates import Unknown
 from training.losses import all_reduce_sum
 from training.optimizers import set_trainable
 from training.samplers import GlobalBatchSampler, Share
@@ -86,7 +82,7 @@ CHAT_TEMPLATE = (
 class LlavaStage(Stage):
     """A LLaVA of a vision tower and a language model, with a new projector between them, and its processor."""
 
-    kind: ClassVar[str] = "llava"
+    kind: ClassVar[str] = "new_llava"
     makes_model: ClassVar[bool] = True
     main_process_only: ClassVar[bool] = True
 
@@ -111,17 +107,6 @@ class LlavaStage(Stage):
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         build(inputs.tower, directory, inputs.language_model, self.text_config)
-
-    def output_config(self, inputs: SimpleNamespace) -> LlavaConfig:
-        tower, *others = inputs.tower.known_configs
-        if others or not isinstance(tower, CLIPConfig | CLIPMoEConfig | CLIPMoEVisionConfig):
-            raise ValueError(f"{self.name}.tower: {self.tower} is no CLIP with one vision tower")
-        if self.text_config is None:
-            text_config = inputs.language_model.known_configs[0]
-        else:  # the tower's tokens, and that of an image
-            words = getattr(tower, "text_config", CLIPConfig().text_config).vocab_size + 1
-            text_config = LlamaConfig(**{"vocab_size": words} | self.text_config)
-        return llava_config(getattr(tower, "vision_config", tower), text_config, image_token=0)
 
 
 class LlavaTask(nn.Module):
@@ -207,40 +192,18 @@ class TrainLlavaStage(StepsStage):
         processor = load_processor(inputs.model)
         self.set_trainable(model)
         accelerator = context.new_accelerator()
-        share = self._share(accelerator, context)
+        share = self.share(accelerator, context)
+        positions, image = model.config.text_config.max_position_embeddings, model.config.image_seq_length
+        if not image < self.max_length <= positions:
+            raise ValueError(
+                f"{self.name}.max_length: {self.max_length} must be more than the {image} tokens of an image, and at "
+                f"most the {positions} that the language model reads"
+            )
         with accelerator.main_process_first():  # which fills the cache that the others read
             rows = load_conversations(inputs.data)
         settings = self.data, share, self.prompt, self.max_length, self.gradient_accumulation_steps
         loader = ConversationLoader(rows, processor, model.config, *settings)
         self.train_model(model, processor, loader, accelerator, context, directory)
-
-    def problems(self, inputs: SimpleNamespace) -> Iterator[tuple[str, str]]:
-        yield from super().problems(inputs)
-        with contextlib.suppress(Unknown):
-            config = self.trained_config(inputs)
-            positions, image = config.text_config.max_position_embeddings, config.image_seq_length
-            if not image < self.max_length <= positions:
-                yield (
-                    "max_length",
-                    f"{self.max_length} must be more than the {image} tokens of an image, and at most the {positions} "
-                    "that the language model reads",
-                )
-
-    def cost(self, inputs: SimpleNamespace) -> dict[str, Callable[[], int]]:
-        cost = super().cost(inputs)
-
-        def memory() -> int:
-            states = f"{cost['memory']() / 1e9:,.2f} GB, and activations"
-            raise Unknown(f"{states}, which depend on how long the conversations are")
-
-        return cost | {"memory": memory}
-
-    def trained_config(self, inputs: SimpleNamespace) -> LlavaConfig:
-        config = copy.deepcopy(inputs.model.known_configs[0])
-        if not isinstance(config, LlavaConfig):
-            raise ValueError(f"{self.name}.model: a LLaVA is needed, not a model of type {config.model_type!r}")
-        config.dtype = torch.float32
-        return config
 
     def set_trainable(self, model: LlavaForConditionalGeneration, seed: int = 0) -> None:
         """Raises ValueError where the tower would train: LLaVA's loss has no router losses, and it does not see the

@@ -1,8 +1,6 @@
 """The embeddings of captions, their clusters, and the data experts that these make (MoDE), as stages keep them."""
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 import datasets
 import numpy as np
@@ -16,12 +14,6 @@ from training.context import Context
 from training.features import CAPTION_BATCHES_PER_SHARD, CAPTIONED, READABLE
 from training.settings import dump
 
-if TYPE_CHECKING:
-    from training.stages.cluster_coarse import ClusterCoarseStage
-    from training.stages.cluster_fine import ClusterFineStage
-    from training.stages.embed_captions import EmbedCaptionsStage
-    from training.stages.select import SelectStage
-
 # The folder of the encoder of captions, in that of an embed_captions stage
 ENCODER = "encoder"
 # Pairs that the samples in pictures are drawn from
@@ -31,18 +23,20 @@ SAMPLES_DRAWN_FROM = 20_000
 def caption_store(
     directory: Path,
     rows: datasets.Dataset,
-    stage: "EmbedCaptionsStage | ClusterFineStage",
+    data: DataArguments,
+    batch_size: int,
     encoder: SentenceEncoder,
     context: Context,
 ) -> FeatureStore:
+    """A store of what is computed of the pairs `rows` of `data`, in parts of a number of batches."""
     images = encoder.modality == "image"
     about = {
         "encoder": encoder.name,
-        "data": dump(stage.data),
+        "data": dump(data),
         "pairs": READABLE if images else CAPTIONED,
         "dataset_fingerprint": context.data_fingerprint(rows, images),
     }
-    return FeatureStore(directory, len(rows), stage.batch_size * CAPTION_BATCHES_PER_SHARD, about)
+    return FeatureStore(directory, len(rows), batch_size * CAPTION_BATCHES_PER_SHARD, about)
 
 
 def open_store(folder: Path, maker: str) -> FeatureStore:
@@ -51,8 +45,8 @@ def open_store(folder: Path, maker: str) -> FeatureStore:
 
 
 def save_experts(
-    stage: "ClusterCoarseStage | SelectStage",
-    inputs: SimpleNamespace,
+    name: str,
+    fine: Path,
     context: Context,
     directory: Path,
     centers: tuple[np.ndarray, np.ndarray, np.ndarray],
@@ -61,15 +55,17 @@ def save_experts(
     """Keep the clusters and the expert of every pair, and draw some pairs of each.
 
     Args:
+        name: of the stage that keeps them.
+        fine: the folder of the fine-grained clusters.
         centers: of `CaptionClusters`, all but the labels.
         at_random: give every expert as many pairs as its clusters have, but any.
     """
-    store = open_store(Path(inputs.fine), "a cluster_fine stage")
+    store = open_store(fine, "a cluster_fine stage")
     about = {key: store.about[key] for key in ("encoder", "dataset_fingerprint", "pairs")}
     images = about["pairs"] == READABLE
     rows = context.pairs(DataArguments(**store.about["data"]), images)
     if context.data_fingerprint(rows, images) != about["dataset_fingerprint"]:
-        raise ValueError(f"the pairs have changed since {inputs.fine} was made; delete it to assign them anew")
+        raise ValueError(f"the pairs have changed since {fine} was made; delete it to assign them anew")
     labels = centers[1][store["labels"][:]].astype(np.int16)
     if at_random:
         labels = np.random.default_rng(context.seed).permutation(labels)
@@ -83,4 +79,4 @@ def save_experts(
     contact_sheet(directory / "clusters.png", rows.select(drawn), titles, context.seed)
     sizes = np.bincount(labels[labels >= 0], minlength=len(clusters.coarse_centers))
     ranges = ", ".join(f"{size} pairs (range {r:.2f})" for size, r in zip(sizes, clusters.ranges, strict=True))
-    print(f"{stage.name}: {ranges}; look at {context.output_dir / stage.name / 'clusters.png'}")
+    print(f"{name}: {ranges}; look at {context.output_dir / name / 'clusters.png'}")

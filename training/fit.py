@@ -1,8 +1,8 @@
-"""Whether the settings of a stage that trains go with its model."""
+"""Whether the settings of a stage that trains, a `TrainStage`, go with its model."""
 
 import logging
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -14,14 +14,10 @@ from modeling_clip_moe.sparse_moe import CLIPMoERouter, CLIPMoESparseMoeBlock
 from records.messages import join_names, warn_once
 from training.contrastive_task import patches_kept
 
-if TYPE_CHECKING:
-    from training.stages.train import TrainStage
-
-
 logger = logging.getLogger(__name__)
 
 
-def problems_of_training(stage: "TrainStage", config: PreTrainedConfig, batch_size: int) -> Iterator[str]:
+def problems_of_training(stage: Any, config: PreTrainedConfig, batch_size: int) -> Iterator[str]:
     """Settings that do not go with a model, or with the batch of a process: `setting: why`."""
     family = family_of(config)
     sparse, sigmoid = is_sparse(config), family.sigmoid and stage.loss != "softmax"
@@ -47,7 +43,7 @@ def problems_of_training(stage: "TrainStage", config: PreTrainedConfig, batch_si
         yield from (f"mini_batch_size: {problem}" for problem in _other_groups(stage, config))
 
 
-def _other_groups(stage: "TrainStage", config: CLIPMoEConfig) -> Iterator[str]:
+def _other_groups(stage: Any, config: CLIPMoEConfig) -> Iterator[str]:
     """Why parts of a batch would not have the groups of the whole batch."""
     for tower, captions in (("text", len(stage.caption_weights or [1])), ("vision", 1)):
         of_tower = getattr(config, f"{tower}_config")
@@ -66,7 +62,7 @@ def _other_groups(stage: "TrainStage", config: CLIPMoEConfig) -> Iterator[str]:
             )
 
 
-def problems_of_routers(stage: "TrainStage", model: PreTrainedModel) -> Iterator[str]:
+def problems_of_routers(stage: Any, model: PreTrainedModel) -> Iterator[str]:
     """Settings of routers that do not go with a model whose parameters train or not."""
     towers = {tower: getattr(model.config, f"{tower}_config") for tower in ("text", "vision")}
     sparse = {name: tower for name, tower in towers.items() if getattr(tower, "moe_layers", [])}

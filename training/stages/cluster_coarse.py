@@ -37,4 +37,5 @@ class ClusterCoarseStage(Stage):
 
         centers = load_centers(Path(inputs.fine))
         expert_of_center, coarse_centers = group_centers(centers, self.num_experts, context.seed)
-        save_experts(self, inputs, context, directory, (centers, expert_of_center, coarse_centers), self.random)
+        found = centers, expert_of_center, coarse_centers
+        save_experts(self.name, Path(inputs.fine), context, directory, found, self.random)

@@ -75,7 +75,7 @@ class ClusterFineStage(Stage):
         else:
             encoder = load_encoder(captions / ENCODER, accelerator.device)
             rows = context.pairs(inputs.data, encoder.modality == "image")
-            store = caption_store(directory, rows, self, encoder, context)
+            store = caption_store(directory, rows, self.data, self.batch_size, encoder, context)
             batches = encoder_features(encoder, rows, self.batch_size)
 
         def compute(shards: list[range]) -> Iterator[dict[str, np.ndarray]]:

@@ -58,7 +58,7 @@ class EmbedCaptionsStage(Stage):
         if encoder.modality != self.modality:
             raise ValueError(f"modality {self.modality}, but the encoder {encoder.name} is of the other")
 
-        store = caption_store(directory, rows, self, encoder, context)
+        store = caption_store(directory, rows, self.data, self.batch_size, encoder, context)
         compute = encoder_features(encoder, rows, self.batch_size, self.dtype)
         store.write(accelerator, "embeddings", compute)
 

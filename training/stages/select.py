@@ -44,4 +44,4 @@ class SelectStage(Stage):
         nearest = np.unique(nearest_centers(encode_metadata(encoder, self.metadata), torch.as_tensor(centers)))
         expert_of_center = np.where(np.isin(np.arange(len(centers)), nearest), 0, -1)
         center = centers[nearest].mean(axis=0, keepdims=True)
-        save_experts(self, inputs, context, directory, (centers, expert_of_center, center))
+        save_experts(self.name, Path(inputs.fine), context, directory, (centers, expert_of_center, center))
