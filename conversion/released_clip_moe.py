@@ -30,7 +30,7 @@ from conversion.openai import verify as verify_archive
 from conversion.presets import PRESETS
 from conversion.rules import Rule, apply_rules, renaming
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel, CLIPMoETextConfig, CLIPMoEVisionConfig
-from records.files import locked, new_file, new_folder, writing
+from records.files import locked, new_file, new_folder, refuse_to_overwrite, writing
 
 EXPERT = re.compile(r"(visual\.)?transformer\.resblocks\.(\d+)\.experts\.(\d+)\..*")
 # The stacked tensors of our experts, and the names of one expert's in a checkpoint
@@ -171,10 +171,9 @@ def write_model(checkpoint: Path, output: Path, num_experts_per_tok: int, proces
 
 def write_checkpoint(source: str, output: Path) -> None:
     """Writes a model as a new file in the format that was released, and verifies it."""
-    if output.exists():
-        raise ValueError(f"{output} already exists: remove it or choose another output")
-    model = load_model(CLIPMoEModel, source)
     with locked(output), new_file(output) as partial:
+        refuse_to_overwrite(output)
+        model = load_model(CLIPMoEModel, source)
         state = export(model)
         with writing(output):
             if output.suffix == ".safetensors":

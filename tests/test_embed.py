@@ -125,7 +125,7 @@ def test_a_missing_picture_is_left_out_and_a_folder_of_others_is_not_taken(dense
         arguments = DataArguments(source=str(tmp_path / "table.csv"), caption_column="other")
         embed_pairs(str(dense), arguments, tmp_path / "empty", batch_size=2, device="cpu")
     (tmp_path / "mine" / PARTS).mkdir(parents=True)
-    with pytest.raises(ValueError, match="mine is not empty and holds no embeddings: name another folder"):
+    with pytest.raises(ValueError, match="mine already exists: remove it or choose another output"):
         embed(dense, pictures, tmp_path / "mine")
 
 

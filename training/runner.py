@@ -27,7 +27,7 @@ from conversion import publish
 from conversion.checkpoints import load_config
 from conversion.verification import require_loadable
 from data.sources import DataArguments, file_stamp, newest_file, opened_once
-from records.files import locked, respect_umask, write_text
+from records.files import locked, refuse_to_overwrite, respect_umask, write_text
 from records.local_names import paths_here
 from records.provenance import (
     CHECKPOINTS,
@@ -242,8 +242,8 @@ class Runner:
             ValueError: its folder was made by something else.
         """
         final, partial = self.folders(stage)
-        if final.exists() and not (final / MANIFEST).is_file() and not (final.is_dir() and not any(final.iterdir())):
-            raise ValueError(f"{final} is in the way: it has no {MANIFEST}, so no stage made it. Move it away")
+        if not (final / MANIFEST).is_file():
+            refuse_to_overwrite(final)
         context, data = self.context, getattr(stage, "data", None)
         record = Record(
             stage=comparable(dump(stage)),
