@@ -81,7 +81,7 @@ class ImageBatches(Dataset):
     def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
         images = self._read(number * self.batch_size, (number + 1) * self.batch_size)
         if not self.may_skip:
-            return default_collate([self.prepare(decode_image(value)) for value in images])
+            return default_collate([self.prepare.read(value) for value in images])
         images = [_decoded(value) for value in images]
         unreadable = torch.tensor([image is None for image in images])
         images = [image or PIL.Image.new("RGB", (32, 32)) for image in images]

@@ -70,16 +70,16 @@ def test_rows_are_in_order_and_complete(dense, pictures, tmp_path, form, caplog)
 
 def test_what_was_interrupted_goes_on(dense, pictures, tmp_path, monkeypatch):
     whole = embed(dense, pictures, tmp_path / "whole")
-    original, calls = Embedder._normalized, []
+    original, calls = Embedder._embed, []
 
-    def normalized(self, *arguments):
+    def embedded(self, *arguments):
         calls.append(1)
         if len(calls) == 5:
             raise KeyboardInterrupt
         return original(self, *arguments)
 
     monkeypatch.setattr("evaluation.embedder.BATCHES_PER_SHARD", 1)
-    monkeypatch.setattr(Embedder, "_normalized", normalized)
+    monkeypatch.setattr(Embedder, "_embed", embedded)
     with pytest.raises(KeyboardInterrupt):
         embed(dense, pictures, tmp_path / "out")
     assert list((tmp_path / "out" / PARTS).rglob("*.safetensors"))
@@ -87,7 +87,7 @@ def test_what_was_interrupted_goes_on(dense, pictures, tmp_path, monkeypatch):
     assert len(calls) == 5 + 6 - 4 + 11 and held == whole  # of 6 batches of pictures, 4 were kept
     for name in ("image_embeds.npy", "text_embeds.npy", "rows.jsonl"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-    monkeypatch.setattr(Embedder, "_normalized", None)
+    monkeypatch.setattr(Embedder, "_embed", None)
     assert embed(dense, pictures, tmp_path / "out") == whole  # nothing is computed again
 
 

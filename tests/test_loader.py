@@ -119,7 +119,7 @@ def test_captions_are_missing_in_a_list_but_not_all_of_them(tmp_path, processor,
     rows = load_pairs(arguments)
     assert list(rows["caption"]) == [["a", None], [None, "b"]] and "its caption is empty" in caplog.text
     loader = PairLoader(rows, processor, arguments, 2, caption_weights=[0.5, 0.5])
-    batch = next(loader.in_order(0, 2))
+    batch = loader.in_order()[0]
     assert batch["caption_mask"].tolist() == [[True, False], [False, True]] and len(batch["input_ids"]) == 2
     assert "of 2 images, 1, 1 have no caption in place 0, 1" in caplog.text
     with pytest.raises(ValueError, match="image 1 of .* has no caption with a weight"):
@@ -172,16 +172,6 @@ def test_batches_are_those_of_their_epochs(rows, processor, settings):
         images = [rows[number]["image"] for number in numbers]
         pixels = processor.image_processor(images, return_tensors="pt")["pixel_values"]
         assert torch.equal(batch["pixel_values"], pixels)
-
-
-def test_pairs_in_order_are_read_by_the_same_workers(rows, processor):
-    loader, plain = make(rows, processor, num_workers=1), make(rows, processor)
-    found, workers = [], []
-    for start, stop in ((0, 10), (10, 20)):
-        found += list(loader.in_order(start, stop))
-        workers += [worker.pid for worker in loader._in_order._iterator._workers]
-    assert workers[0] == workers[1] and [len(batch["pixel_values"]) for batch in found] == [8, 2, 8, 2]
-    assert equal(found, [*plain.in_order(0, 10), *plain.in_order(10, 20)])
 
 
 @pytest.mark.gpu

@@ -223,7 +223,7 @@ def test_features_that_are_not_finite(system):
     def enlarge(output):  # weights that are finite, but not their products
         change_model(output / "expert_1", lambda tensors: tensors["visual_projection.weight"].fill_(3e38))
 
-    with pytest.raises(ValueError, match="32 image features of the pairs from 0 on are zero or not finite"):
+    with pytest.raises(ValueError, match="4 of 4 image embeddings by .* are zero or not finite"):
         remade(system("clip_moe"), ["features_1"], change=enlarge)
 
 

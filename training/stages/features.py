@@ -6,17 +6,16 @@ from types import SimpleNamespace
 from typing import Annotated, ClassVar
 
 import numpy as np
-import torch
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from conversion.checkpoints import load_clip
 from conversion.processors import load_processor
 from data.captions import CaptionPolicy, build_captions
 from data.contact_sheet import contact_sheet
 from data.pairs import caption_columns
 from data.sources import DataArguments, Rows, no_column
 from data.worlds import WORLDS
+from evaluation.embedder import BATCHES_PER_SHARD, Embedder
 from evaluation.feature_store import FeatureStore
 from evaluation.feature_store import Rows as StoredRows
 from modeling_clip_moe.configuration_clip_moe import embedding_size
@@ -39,10 +38,6 @@ from training.estimates import (
     bytes_of_rows,
     text_length,
     unknown,
-)
-from training.features import (
-    BATCHES_PER_SHARD,
-    clip_features,
 )
 from training.loader import PairLoader
 from training.settings import STRICT, Reads, dump
@@ -115,13 +110,13 @@ class EmbedStage(Stage):
     caption_weights: list[Annotated[float, Field(ge=0)]] | None = Field(default=None, min_length=1)
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
-        processor = load_processor(inputs.model)
-        rows = context.pairs(inputs.data)
-        model, weights = load_clip(inputs.model, dtype=torch.float32), self.caption_weights
-        loader = PairLoader(rows, processor, self.data, min(self.batch_size, len(rows)), caption_weights=weights)
+        accelerator, rows = context.accelerator, context.pairs(inputs.data)
+        batch_size, weights = min(self.batch_size, len(rows)), self.caption_weights
+        embedder = Embedder(inputs.model, None, batch_size, accelerator.device, state=accelerator)
+        loader = PairLoader(rows, embedder.processor, self.data, batch_size, caption_weights=weights)
         about = {"data": dump(self.data), "dataset_fingerprint": context.data_fingerprint(rows)}
-        store = FeatureStore(directory, len(rows), loader.batch_size * BATCHES_PER_SHARD, about)
-        store.write(context.accelerator, "features", clip_features(context.accelerator, model, loader, weights))
+        store = FeatureStore(directory, len(rows), batch_size * BATCHES_PER_SHARD, about)
+        store.write(accelerator, "features", embedder.compute(loader.in_order()))
 
     def cost(self, inputs: SimpleNamespace) -> dict[str, Callable[[], int]]:
         """On disk, features of images and texts in float32."""
