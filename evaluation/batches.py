@@ -18,7 +18,7 @@ from data.preparation import Preparation
 from data.shards import MEMBER, size_of
 from data.tokenizer import tokenize
 from data.workers import errors_of_workers
-from records.provenance import value_digest
+from records.digests import value_digest
 
 # Encoded images of a dataset, in bytes, above which workers save more time than it takes to start them
 WORTH_WORKERS = 32 * 2**20

@@ -28,7 +28,8 @@ from evaluation.batches import Batches, ImageBatches, TextBatches, read_batches
 from evaluation.feature_store import Compute, FeatureStore
 from evaluation.progress import progress
 from modeling_clip_moe import CLIPMoEModel
-from records.provenance import PROCESSOR, WEIGHTS, environment, file_digest, model_fingerprint, value_digest
+from records.digests import file_digests, value_digest
+from records.provenance import PROCESSOR, WEIGHTS, environment, model_fingerprint
 
 # Batches that are written together: what a run that is killed loses
 BATCHES_PER_SHARD = 8
@@ -222,4 +223,4 @@ def code_digest() -> str:
     model_code = sorted(Path(modeling_clip_moe.__file__).parent.glob("*.py"))
     read_by = reading, data.images, data.preparation, data.shards, data.tokenizer, processors, checkpoints
     files = [*model_code, Path(__file__), *(Path(module.__file__) for module in read_by)]
-    return value_digest(list(map(file_digest, files)))
+    return value_digest(file_digests(files))

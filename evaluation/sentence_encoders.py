@@ -20,7 +20,7 @@ from conversion.families import is_clip
 from conversion.processors import load_processor, load_tokenizer, mark_padding, require_fit
 from evaluation.batches import ImageBatches, TextBatches
 from evaluation.embedder import embed
-from evaluation.results import content_hash
+from records.digests import short_digest
 from records.files import save, writing
 from records.provenance import weights_fingerprint
 
@@ -50,7 +50,7 @@ class TfidfEncoder:
         self.vectorizer = _vectorizer(vocabulary=self.words)
         self.vectorizer.idf_ = idf
         self.projection = components.T.astype(np.float64)
-        self.name = f"tfidf-{content_hash([self.words, idf.tolist(), components.tolist()])}"
+        self.name = f"tfidf-{short_digest([self.words, idf.tolist(), components.tolist()])}"
 
     @classmethod
     def fit(cls, texts: Sequence[str], dim: int, seed: int, max_df: float = 1.0) -> "TfidfEncoder":

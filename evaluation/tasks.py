@@ -12,15 +12,15 @@ from typing import Annotated, Any, get_args
 from pydantic import Discriminator, Tag, ValidationError
 
 from data.annotations import TABLES
-from data.identity import contents_unread
 from data.sources import BUILDERS, is_here, opened_once
 from data.worlds import WORLDS
-from evaluation.benchmarks.loading import NotDownloaded, benchmark_fingerprint, benchmark_task
+from evaluation.benchmarks.loading import NotDownloaded, benchmark_task
 from evaluation.benchmarks.specs import ALIASES, BENCHMARKS, GROUPS, expand
 from evaluation.built_in_tasks import icon_tasks, name_tasks, symbol_tasks
 from evaluation.own_data import OwnKind, OwnTask
 from evaluation.results import task_name
 from evaluation.task import Task
+from records.digests import contents_unread, short_digest
 from records.local_names import is_hub_name, similar_path
 from records.messages import in_one_line, most_similar
 
@@ -117,12 +117,12 @@ def find_tasks(
 
 @opened_once()
 def benchmark_fingerprints(wanted: Sequence[Wanted], data_root: str | Path | None = None) -> dict[str, str]:
-    """Name -> a hash of its copy in `data_root`, or its commit on the Hub, for benchmarks that can be had."""
+    """Name -> the digest of its data, names of classes and templates, for benchmarks that can be had."""
     fingerprints = {}
     for name in (name for entry in wanted if isinstance(entry, str) for name in expand(entry)):
         if name in BENCHMARKS:
             with contextlib.suppress(ValueError, OSError):
-                fingerprints[name] = benchmark_fingerprint(BENCHMARKS[name], data_root)
+                fingerprints[name] = short_digest(benchmark_task(BENCHMARKS[name], data_root).data)
     return fingerprints
 
 

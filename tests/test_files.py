@@ -32,7 +32,7 @@ with one_line_errors(), getattr(files, sys.argv[2])(Path(sys.argv[1])):
 """
 sources  # noqa: B018, a fixture
 # What reads no weights
-LIGHT = [f"records.{name}" for name in ("provenance", "files", "yaml_files", "messages", "markdown")]
+LIGHT = [f"records.{name}" for name in ("provenance", "digests", "files", "yaml_files", "messages", "markdown")]
 LIGHT += ["conversion.publishing.lineage", "conversion.presets"]
 SIGNALS = pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 

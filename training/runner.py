@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from conversion import publish
 from conversion.checkpoints import load_config
 from conversion.verification import require_loadable
-from data.sources import DataArguments, file_stamp, newest_file, opened_once
+from data.sources import DataArguments, newest_file, opened_once
 from records.files import locked, refuse_to_overwrite, respect_umask, write_text
 from records.local_names import paths_here
 from records.provenance import (
@@ -185,8 +185,6 @@ class Runner:
             recipe.mixed_precision,
             trackers,
         )
-        # Folder or hub name with the stamps of its files -> fingerprint
-        self._fingerprints: dict[str, str] = {}
         self.settings = dump(recipe)
         self._local = paths_here(self.settings)
 
@@ -255,7 +253,7 @@ class Runner:
         for reference in references(stage):
             if reference.reads.outside or reference.value in context.stages:
                 with suppress(Unfinished):
-                    record.inputs[reference.value] = self._input_fingerprint(reference.value)
+                    record.inputs[reference.value] = input_fingerprint(context.folder(reference.value))
         with suppress(Unfinished):
             record.data = None if data is None else context.identity(data)
         inputs, unfinished = None, None
@@ -276,14 +274,6 @@ class Runner:
         """A stage's folder, and the one in which it works."""
         output_dir = self.context.output_dir
         return output_dir / stage.name, output_dir / f"{stage.name}.partial"
-
-    def _input_fingerprint(self, reference: str) -> str:
-        """What a stage, a folder or a hub name holds, which is read again when a file of it has changed."""
-        folder = self.context.folder(reference)
-        key = f"{reference} {[file_stamp(str(path)) for path in sorted(Path(folder).rglob('*')) if path.is_file()]}"
-        if key not in self._fingerprints:
-            self._fingerprints[key] = input_fingerprint(folder)
-        return self._fingerprints[key]
 
     def _attempt(self) -> Attempt:
         """What a stage runs on; its time is not known until it has ended."""

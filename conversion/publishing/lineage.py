@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from records.digests import value_digest
 from records.files import read_json, read_record
 from records.local_names import is_hub_name, is_url, without_paths
 from records.messages import join_names
@@ -16,7 +17,6 @@ from records.provenance import (
     Attempt,
     OwnStage,
     Record,
-    value_digest,
     weights_fingerprint,
 )
 from records.result_schema import ExpertSummary, require_result, require_summary, results_mark

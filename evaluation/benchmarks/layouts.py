@@ -19,12 +19,11 @@ from typing import Any, ClassVar, Literal
 from datasets import Dataset
 
 from data.annotations import read_annotations
-from data.identity import content_digests
 from data.image_folders import PICTURES
 from data.pairs import rename_columns, select_columns
 from data.sources import DataArguments, open_rows
 from evaluation.class_names import in_order
-from evaluation.results import content_hash
+from records.digests import file_digests, short_digest
 from records.files import files_in, read_json, read_text
 
 # Beside the data, as CLIP_benchmark has them
@@ -71,7 +70,7 @@ class Layout(ABC):
 
     def stamp(self, folder: Path, split: str) -> str:
         """A hash that tells copies apart, wherever they lie: of what is said about a split, and of its images."""
-        return content_hash(
+        return short_digest(
             [[read_text(file) for file in self.annotations(folder, split)], self._images(folder, split)]
         )
 
@@ -124,9 +123,9 @@ def _value_of_word(file: Path) -> dict[str, str]:
 
 
 def _stamp_of_contents(folder: Path, files: Iterable[Path]) -> str:
-    """A hash of the names and contents of files, which are read once: see `data.identity.content_digests`."""
+    """A hash of the names and contents of files, which are read once: see `records.digests`."""
     files = sorted(files)
-    return content_hash([[file.relative_to(folder).as_posix() for file in files], content_digests(map(str, files))])
+    return short_digest([[file.relative_to(folder).as_posix() for file in files], file_digests(files)])
 
 
 def _captioned(folder: Path, captions: dict[str, list[str]]) -> Dataset:
@@ -205,7 +204,7 @@ class ClassFolders(Layout):
     def stamp(self, folder: Path, split: str) -> str:
         said = [read_text(file) for file in self.annotations(folder, split)]
         images = [image for path in self._classes(folder, split) for image in images_in(path)]
-        return content_hash([said, _stamp_of_contents(folder, images)])
+        return short_digest([said, _stamp_of_contents(folder, images)])
 
     def rows(self, folder: Path, split: str) -> Dataset:
         label_of = {}  # the number of each image's class
@@ -248,7 +247,7 @@ class LabelLines(Layout):
     content: ClassVar[str] = "the name of an image and its class"
 
     def stamp(self, folder: Path, split: str) -> str:
-        return content_hash([self.labels(folder, split), self._images(folder, split)])
+        return short_digest([self.labels(folder, split), self._images(folder, split)])
 
     def labels(self, folder: Path, split: str) -> dict[str, str]:
         """Name of an image -> its label."""

@@ -3,7 +3,6 @@
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import ClassVar
 
@@ -12,7 +11,7 @@ import PIL.Image
 from datasets import Dataset, Image
 
 from evaluation.benchmarks.layouts import Layout
-from evaluation.results import content_hash
+from records.digests import file_digests, short_digest
 from records.files import read_text
 
 
@@ -31,8 +30,8 @@ class Pixels(Layout):
         """The images, (images, height, width) or with 3 colors, and the numbers of their classes."""
 
     def stamp(self, folder: Path, split: str) -> str:
-        pixels = [sha256(file.read_bytes()).hexdigest() for file in self.annotations(folder, split)]
-        return content_hash([pixels, self.class_names(folder, split)])
+        pixels = file_digests(self.annotations(folder, split))
+        return short_digest([pixels, self.class_names(folder, split)])
 
     def class_names(self, folder: Path, split: str) -> list[str] | None:
         return list(filter(None, read_text(folder / self.names).replace("_", " ").split("\n"))) if self.names else None

@@ -12,7 +12,7 @@ from pydantic.dataclasses import dataclass
 from data.identity import identity
 from data.pairs import load_pairs, mapped
 from data.sources import DataArguments
-from records.provenance import value_digest
+from records.digests import value_digest
 from training.context import Context
 from training.estimates import unknown
 from training.settings import STRICT
