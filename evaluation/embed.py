@@ -24,7 +24,7 @@ from data.worlds import WORLDS
 from evaluation.embedder import Embedder, usable_device
 from records.files import locked, new_file, output_folder, read_json, refuse_to_overwrite, write_text, writing
 from records.messages import join_names
-from records.provenance import model_fingerprint
+from records.provenance import weights_fingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ def embed_pairs(
         raise ValueError(f"{output_dir} lies inside the data, {source}: name a folder outside")
     settings = {**asdict(arguments), "what": what, "form": form, "batch_size": batch_size, "dtype": str(dtype)}
     asked = {
-        "model": model_fingerprint(model),
+        "model": weights_fingerprint(model),
         "data": identity(arguments),
         **{name: value for name, value in settings.items() if name not in READING},
     }

@@ -109,8 +109,8 @@ class Embedder:
         state: PartialState | Accelerator | None = None,
     ):
         processor = processor or model  # of an expert, the mixture's
-        self.fingerprint = model_fingerprint(str(model), WEIGHTS)
-        files = [self.fingerprint, model_fingerprint(str(processor), PROCESSOR)]
+        self.fingerprint = model_fingerprint(model, WEIGHTS)
+        files = [self.fingerprint, model_fingerprint(processor, PROCESSOR)]
         self.processor = load_processor(processor)
         self.source, self.cache_dir = model, cache_dir
         self.batch_size, self.device, self.dtype = batch_size, device, dtype
@@ -124,7 +124,7 @@ class Embedder:
     def model(self) -> CLIPModel | CLIPMoEModel:
         """Loaded when something is embedded that was not kept."""
         model = load_clip(self.source, dtype=self.dtype)
-        if model_fingerprint(str(self.source), WEIGHTS) != self.fingerprint:
+        if model_fingerprint(self.source, WEIGHTS) != self.fingerprint:
             raise ValueError(f"{self.source} was changed while it was measured: start again")
         return model.to(self.device)
 

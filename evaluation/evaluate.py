@@ -57,7 +57,7 @@ def evaluate_model(
     opened = open_model(model, output_dir / "embeddings", batch_size, device, dtype, changes=changes, **reading)
     of_model = {
         "source": str(model),
-        "weights": weights_fingerprint(str(model)),
+        "weights": weights_fingerprint(model),
         "dtype": str(dtype).removeprefix("torch."),
         "device": device.type,
         "batch_size": batch_size,

@@ -236,7 +236,7 @@ def _vectorizer(**options):
 def _name(source: str) -> str:
     """A hub name as it is; of a folder the last part, and a hash of the weights, by which two of one name differ."""
     folder = Path(source).resolve()
-    return f"{folder.name}-{weights_fingerprint(str(folder))[:8]}" if folder.is_dir() else source
+    return f"{folder.name}-{weights_fingerprint(folder)[:8]}" if folder.is_dir() else source
 
 
 def _write(folder: Path, settings: dict) -> None:

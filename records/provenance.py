@@ -98,7 +98,7 @@ class Record(BaseModel):
 
     def is_of(self, folder: Path) -> bool:
         """Whether the model in a folder is what the stage wrote, as far as the record tells."""
-        return self.weights is None or self.weights == weights_fingerprint(str(folder))
+        return self.weights is None or self.weights == weights_fingerprint(folder)
 
     def differences(self, other: "Record") -> dict[str, str]:
         """Key -> how it differs, of what made two folders. Inputs and data that one of them lacks count as the same:
@@ -139,7 +139,7 @@ def model_fingerprint(model: str | Path, patterns: Sequence[str] = EVERYTHING) -
         from transformers import AutoConfig
 
         try:
-            return f"{model}@{AutoConfig.from_pretrained(model, trust_remote_code=False)._commit_hash}"
+            return f"{model}@{AutoConfig.from_pretrained(str(model), trust_remote_code=False)._commit_hash}"
         except (OSError, ValueError) as error:
             raise FileNotFoundError(
                 f"{model} is no folder, and no model that can be had from the Hub: {error}"
@@ -168,7 +168,7 @@ def weights_fingerprint(model: str | Path) -> str:
     return model_fingerprint(model, tuple(f"**/{pattern}" for pattern in (*WEIGHTS, *PROCESSOR, *of_encoder)))
 
 
-def input_fingerprint(model: str) -> str:
+def input_fingerprint(model: str | Path) -> str:
     """The identity of a stage's input: the digest of its record, or else `model_fingerprint`."""
     folder = Path(model)
     if not (folder / MANIFEST).is_file():

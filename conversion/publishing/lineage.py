@@ -150,7 +150,7 @@ class Lineage:
 
 def _measured(folder: Path) -> dict[str, Any]:
     """The scores of a folder's weights in its run, what its analyses say of the experts, and the pictures of both."""
-    weights = weights_fingerprint(str(folder))
+    weights = weights_fingerprint(folder)
     results, analyses = _results(folder, weights), dict(_results_of_weights("*/experts.json", folder, weights))
     return {
         "results": {name: _published(read_json(path)) | {"source": folder.name} for name, path in results.items()},

@@ -69,19 +69,19 @@ class Layout(ABC):
         return all(any(folder.glob(self.of_split(pattern, split))) for pattern in self.files)
 
     def stamp(self, folder: Path, split: str) -> str:
-        """A hash that tells copies apart, wherever they lie: of what is said about a split, and of its images."""
-        return short_digest(
-            [[read_text(file) for file in self.annotations(folder, split)], self._images(folder, split)]
-        )
+        """The digest that tells copies apart, wherever they lie: of the names and contents of files."""
+        files = sorted({*self.annotations(folder, split), *self.other_files(folder, split)})
+        return short_digest([[file.relative_to(folder).as_posix() for file in files], file_digests(files)])
 
-    def _images(self, folder: Path, split: str) -> str:
+    def other_files(self, folder: Path, split: str) -> Iterable[Path]:
+        """What a split holds beside its annotations: its images."""
         try:
             rows = self.rows(folder, split)
         except FAULTS:  # told when it is loaded
-            return ""
+            return ()
         values = [value for name in rows.column_names if name.startswith("image") for value in rows[name]]
         paths = {value["path"] if isinstance(value, dict) else value for value in values}
-        return _stamp_of_contents(folder, filter(Path.is_file, map(Path, filter(None, paths))))
+        return filter(Path.is_file, map(Path, filter(None, paths)))
 
     def class_names(self, folder: Path, split: str) -> list[str] | None:
         """The names or the ids of classes that the data carry themselves, by the number of the class."""
@@ -120,12 +120,6 @@ def _value_of_word(file: Path) -> dict[str, str]:
     """The first word of each line -> its second and last one."""
     words = read_text(file).split()
     return _without_contradiction(zip(words[::2], words[1::2], strict=True), file)
-
-
-def _stamp_of_contents(folder: Path, files: Iterable[Path]) -> str:
-    """A hash of the names and contents of files, which are read once: see `records.digests`."""
-    files = sorted(files)
-    return short_digest([[file.relative_to(folder).as_posix() for file in files], file_digests(files)])
 
 
 def _captioned(folder: Path, captions: dict[str, list[str]]) -> Dataset:
@@ -167,8 +161,8 @@ class Shards(Layout):
             return select_columns(rows, arguments)
         return rename_columns(rows, {arguments.image_column: "image", self.text: "label"}, arguments)
 
-    def stamp(self, folder: Path, split: str) -> str:
-        return _stamp_of_contents(folder, self.annotations(folder, split))
+    def other_files(self, folder: Path, split: str) -> Iterable[Path]:
+        return ()  # all images are within
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,10 +195,8 @@ class ClassFolders(Layout):
         names = (re.sub(r"^\d+\.", "", path.name).replace("_", " ") for path in self._classes(folder, split))
         return [re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name) for name in names]
 
-    def stamp(self, folder: Path, split: str) -> str:
-        said = [read_text(file) for file in self.annotations(folder, split)]
-        images = [image for path in self._classes(folder, split) for image in images_in(path)]
-        return short_digest([said, _stamp_of_contents(folder, images)])
+    def other_files(self, folder: Path, split: str) -> Iterable[Path]:
+        return (image for path in self._classes(folder, split) for image in images_in(path))
 
     def rows(self, folder: Path, split: str) -> Dataset:
         label_of = {}  # the number of each image's class
@@ -245,9 +237,6 @@ class LabelLines(Layout):
     line: str = ""
     suffix: str = ""
     content: ClassVar[str] = "the name of an image and its class"
-
-    def stamp(self, folder: Path, split: str) -> str:
-        return short_digest([self.labels(folder, split), self._images(folder, split)])
 
     def labels(self, folder: Path, split: str) -> dict[str, str]:
         """Name of an image -> its label."""
@@ -416,8 +405,8 @@ class Parquet(Layout):
     def shape(self) -> str:
         return f"{self.files[0]} with the columns {', '.join([*self.columns, *self.choice])}"
 
-    def stamp(self, folder: Path, split: str) -> str:
-        return _stamp_of_contents(folder, self.annotations(folder, split))
+    def other_files(self, folder: Path, split: str) -> Iterable[Path]:
+        return ()  # all images are within
 
     def rows(self, folder: Path, split: str) -> Dataset:
         pattern = f"{glob.escape(str(folder))}/{self.of_split(self.files[0], split)}"

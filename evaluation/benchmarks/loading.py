@@ -48,7 +48,9 @@ def benchmark_task(
         templates = texts[1] if texts else [str(_text_file(benchmark, folder, TEMPLATES, ask_hub))]
         templates = read_templates(templates)
         protocol += f", {len(templates)} templates"
-    version = short_digest(_stamps(benchmark, local, layout)) if local else f"commit {folder.name}"
+    version = f"commit {folder.name}"
+    if local:
+        version = short_digest([layout.stamp(local, split) for split in benchmark.splits])
     data = {"source": benchmark.hub or benchmark.name, "split": benchmark.split}
     data |= {"layout": type(layout).__name__, "version": version}
     data |= {"classes": short_digest(classes)} if classes else {}
@@ -93,10 +95,6 @@ def _find(benchmark: Benchmark, data_root: str | Path | None) -> tuple[Path | No
         where = f"{Path(data_root or 'DATA_ROOT') / benchmark.name} (--data-root), with {benchmark.shapes}"
         raise ValueError(f"{benchmark.name} is not read from the Hub: put it into {where}")
     return None, benchmark.layouts[0]
-
-
-def _stamps(benchmark: Benchmark, folder: Path, layout: Layout) -> list[Any]:
-    return [layout.stamp(folder, split) for split in benchmark.splits]
 
 
 def _from_hub(
