@@ -21,7 +21,7 @@ from data.worlds import WORLDS
 from evaluation.class_names import labeled_rows, require_different_names
 from evaluation.own_columns import OwnColumns
 from evaluation.task import Task
-from records.digests import short_digest
+from records.digests import file_digests, short_digest
 from records.files import read_text
 from records.local_names import paths_here, without_paths
 from records.messages import in_one_line
@@ -100,8 +100,8 @@ class OwnTask(OwnColumns):
         columns = [self.image_column] if self.task != "pairs" else [f"{self.image_column}_{side}" for side in range(2)]
         changes = [{"split": split, "image_column": column} for split in splits for column in columns]
         held = [identity(dataclasses.replace(self.arguments(), **change)) for change in changes]
-        files = [Path(name) for name in filter(None, [self.classes, *self.templates]) if os.path.isfile(name)]
-        return None if None in held else short_digest([held, list(map(read_text, files))])
+        files = [name for name in filter(None, [self.classes, *self.templates]) if os.path.isfile(name)]
+        return None if None in held else short_digest([held, file_digests(files)])
 
 
 def retrieval_task(arguments: DataArguments) -> Task:

@@ -49,7 +49,7 @@ from training.runner import run_recipe
 CLIP_MOE = "dense features_0 clusters_1 expert_1 features_1 clusters_2 expert_2 unified clip_moe".split()
 STAGES = {
     "clip_moe": CLIP_MOE,
-    "clip_fmoe": ["dense", "captions", "fused", "states", "features", "clusters", "sub_clusters"]
+    "clip_fmoe": ["dense", "captions", "fused", "features", "clusters", "sub_clusters"]
     + ["expert_1", "expert_2", "unified", "clip_fmoe"],
     "mode": "dense captions fine coarse expert_1 expert_2 mode".split(),
 }
