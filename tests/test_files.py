@@ -17,7 +17,7 @@ from tiny_clip import tiny_clip
 from tiny_runs import full_disk
 
 from records.command_line import INTERRUPTED, one_line_errors
-from records.files import locked, new_file, new_folder, respect_umask, write_text
+from records.files import locked, new_file, new_folder, refuse_to_overwrite, respect_umask, write_text
 
 HOLD = """
 import os, sys, time
@@ -83,6 +83,16 @@ def test_the_second_process_says_who_holds_the_folder(tmp_path, hold):
     with locked(folder), pytest.raises(ValueError, match=f"process {os.getpid()} "), locked(folder):
         pytest.fail("two at once")
     assert not list(folder.parent.iterdir())
+
+
+def test_what_is_there_is_not_written_over(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / ".lock").touch()
+    for free in ("empty", "nothing"):
+        refuse_to_overwrite(tmp_path / free)
+    for taken in (tmp_path / "empty" / ".lock", tmp_path):
+        with pytest.raises(ValueError, match=f"^{taken} already exists: remove it or choose another output$"):
+            refuse_to_overwrite(taken)
 
 
 def test_a_lock_is_found_through_links(tmp_path):

@@ -15,6 +15,7 @@ from tiny_sources import rows as rows_of
 from data import symbols
 from data.pairs import load_pairs
 from data.sources import DataArguments
+from evaluation.batches import read_batches
 from training.gradient_cache import split_batch
 from training.loader import PairLoader
 
@@ -172,6 +173,19 @@ def test_batches_are_those_of_their_epochs(rows, processor, settings):
         images = [rows[number]["image"] for number in numbers]
         pixels = processor.image_processor(images, return_tensors="pt")["pixel_values"]
         assert torch.equal(batch["pixel_values"], pixels)
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_workers": 1}, {"in_memory": True}], ids=str)
+def test_pairs_in_order_have_their_first_captions(rows, processor, settings):
+    batches = make(rows, processor, **settings).in_order()
+    found = list(read_batches(batches, range(len(batches)), batches.num_workers(1)))
+    assert [len(batch["pixel_values"]) for batch in found] == [8, 8, 4]
+    pixels = processor.image_processor(list(rows["image"]), return_tensors="pt")["pixel_values"]
+    assert torch.equal(torch.cat([batch["pixel_values"] for batch in found]), pixels)
+    first = [captions[0] for captions in rows["caption"]]
+    for number, batch in enumerate(found):
+        tokens = processor.tokenizer(first[8 * number :][:8], padding=True, truncation=True, return_tensors="pt")
+        assert torch.equal(batch["input_ids"], tokens["input_ids"])
 
 
 @pytest.mark.gpu
