@@ -187,6 +187,6 @@ def read_scale(value: str, source: str | Path) -> Scale:
             f"{value} holds no scales: make it again with `clip-moe experts --model {source}` "
             f"({type(error).__name__}: {error})"
         ) from error
-    if weights != weights_fingerprint(str(source)):
+    if weights != weights_fingerprint(source):
         raise ValueError(f"{value} was made of another model than {source}, or of other weights")
     return scales

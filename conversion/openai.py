@@ -23,9 +23,9 @@ from conversion.processors import copy_processor
 from conversion.rules import Rule, apply_rules, renaming
 from conversion.verification import check_equal, sample_inputs
 from modeling_clip_moe.families import dense_types
+from records.digests import file_digest
 from records.files import save
 from records.messages import join_names
-from records.provenance import file_digest
 
 # From the download addresses in https://github.com/openai/CLIP/blob/main/clip/clip.py
 SHA256 = {

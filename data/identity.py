@@ -1,51 +1,22 @@
-"""The identity of pairs, by names and contents: labels, stages and checkpoints know their data on every machine.
-
-Contents are read once: their digests are kept beside the cache of `datasets`, and a file is read again only when its
-size, times or inode have changed. Copies on another machine have other times, but the same digests.
-"""
+"""The identity of pairs, by names and contents: labels, stages and checkpoints know their data on every machine."""
 
 import hashlib
-import json
-import logging
 import os
-import sqlite3
-import time
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
-from contextvars import ContextVar
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import datasets
 from huggingface_hub import snapshot_download
-from tqdm.auto import trange
 
 from data import icons
 from data.shards import MEMBER, read_member
-from data.sources import DataArguments, file_stamp, source_files, source_images
+from data.sources import DataArguments, source_files, source_images
 from data.worlds import WORLDS
+from records.digests import AT_ONCE, DigestCache, file_digests, file_stamp, value_digest
 
 # Errors about a fingerprint that is not that of the pairs say this
 OTHER_DATA = "another dataset, another order or other images of the same names"
-
-logger = logging.getLogger(__name__)
-
-AT_ONCE = 1000
-_READS: ContextVar[bool] = ContextVar("_READS", default=True)
-# A file that is younger may change again without a change of its times, which have the resolution of the file system
-SECONDS_UNTIL_KEPT = 2
-
-
-@contextmanager
-def contents_unread() -> Iterator[None]:
-    """Within it, files count by size, times and inode in place of what they hold: for a look at whether data are there,
-    whose digests nobody keeps."""
-    token = _READS.set(False)
-    try:
-        yield
-    finally:
-        _READS.reset(token)
 
 
 def data_fingerprint(rows: datasets.Dataset, images: bool = True) -> str:
@@ -58,33 +29,24 @@ def data_fingerprint(rows: datasets.Dataset, images: bool = True) -> str:
         rows: columns `image` and `caption`.
         images: whether they are used. If not, only the captions count, and no image is read.
     """
-    if not images:
-        return _captions_fingerprint(rows)
-    cache = _DigestCache()
-    key, stamp = f"rows {rows._fingerprint}", " ".join(file_stamp(file["filename"]) for file in rows.cache_files)
+    cache = DigestCache()
+    key, stamp = f"rows {images} {rows._fingerprint}", " ".join(file_stamp(of["filename"]) for of in rows.cache_files)
     if rows.cache_files and key in (digests := cache.get({key: stamp})):
         return digests[key]
-    holds_images = isinstance(rows.features["image"], datasets.Image)
-    files = rows.cast_column("image", datasets.Image(decode=False)) if holds_images else rows
     digest, in_files = hashlib.sha256(), False
-    for batch in files.select_columns(["image", "caption"]).iter(AT_ONCE):
-        images = [{"path": image, "bytes": None} if isinstance(image, str) else image for image in batch["image"]]
-        paths = [image["path"] for image in images if image["bytes"] is None]
-        in_files = in_files or bool(paths)  # which may change while the rows stay
-        contents = iter(content_digests(paths))
-        for image, caption in zip(images, batch["caption"], strict=True):
-            path, content = image["path"], image["bytes"]
-            digest.update(json.dumps([path and os.path.basename(path), caption]).encode())
-            digest.update(bytes.fromhex(next(contents)) if content is None else hashlib.sha256(content).digest())
+    rows = rows.select_columns(["image", "caption"] if images else ["caption"])
+    if isinstance(rows.features.get("image"), datasets.Image):
+        rows = rows.cast_column("image", datasets.Image(decode=False))
+    for batch in rows.iter(AT_ONCE):
+        held = [{"path": image, "bytes": None} if isinstance(image, str) else image for image in batch.get("image", [])]
+        names = [image["path"] and os.path.basename(image["path"]) for image in held]
+        of_files = content_digests(image["path"] for image in held if image["bytes"] is None)
+        in_files = in_files or bool(of_files)  # which may change while the rows stay
+        of_bytes = [hashlib.sha256(image["bytes"]).hexdigest() for image in held if image["bytes"] is not None]
+        in_rows = [image["bytes"] is not None for image in held]
+        digest.update(value_digest([names, in_rows, of_files, of_bytes, batch["caption"]]).encode())
     if rows.cache_files and not in_files:
         cache.put({key: (stamp, digest.hexdigest())})
-    return digest.hexdigest()
-
-
-def _captions_fingerprint(rows: datasets.Dataset) -> str:
-    digest = hashlib.sha256()
-    for batch in rows.select_columns("caption").iter(AT_ONCE):
-        digest.update("".join(json.dumps(caption) + "\n" for caption in batch["caption"]).encode())
     return digest.hexdigest()
 
 
@@ -116,8 +78,7 @@ def identity(arguments: DataArguments) -> dict[str, Any] | None:
     folder = source if os.path.isdir(source) else os.path.dirname(files[0])
     names = [Path(os.path.relpath(file, folder)).as_posix() for file in files]
     names += [os.path.basename(image) for image in images]
-    digest = hashlib.sha256(json.dumps([names, content_digests([*files, *images])]).encode())
-    return {"files": len(names), "sha256": digest.hexdigest()}
+    return {"files": len(names), "sha256": value_digest([names, file_digests([*files, *images])])}
 
 
 def image_digests(images: Iterable[str | dict[str, Any]]) -> list[str]:
@@ -138,70 +99,11 @@ def image_digests(images: Iterable[str | dict[str, Any]]) -> list[str]:
 
 
 def content_digests(paths: Iterable[str]) -> list[str]:
-    """The hashes of files by size and content, in hexadecimal digits. A file within a shard counts by its place and the
-    hash of the shard. A file is read once, and again when it has changed.
-    """
+    """The hashes of files, see `file_digests`. A file within a shard counts by its place and the hash of the shard."""
     paths = [os.fspath(path) for path in paths]
     members = [MEMBER.fullmatch(path) for path in paths]
-    digests = _file_digests([member[1] if member else path for member, path in zip(members, paths, strict=True)])
+    digests = file_digests(member[1] if member else path for member, path in zip(members, paths, strict=True))
     return [
         hashlib.sha256(f"{digest} {member[2]} {member[3]}".encode()).hexdigest() if member else digest
         for member, digest in zip(members, digests, strict=True)
     ]
-
-
-def _file_digests(paths: list[str]) -> list[str]:
-    paths = [os.path.abspath(path) for path in paths]
-    if not _READS.get():
-        return [hashlib.sha256(file_stamp(path).encode()).hexdigest() for path in paths]
-    cache, digests = _DigestCache(), {}
-    for start in trange(0, len(paths), AT_ONCE, desc=f"reading {len(paths)} files", delay=5, disable=None):
-        stamps = {path: file_stamp(path) for path in paths[start : start + AT_ONCE]}
-        digests |= cache.get(stamps)
-        missing = [path for path in stamps if path not in digests]
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            computed = dict(zip(missing, pool.map(_content_digest, missing), strict=True))
-        cache.put({path: (stamps[path], content) for path, content in computed.items() if _is_old(path)})
-        digests |= computed
-    return [digests[path] for path in paths]
-
-
-def _content_digest(path: str) -> str:
-    digest = hashlib.sha256(f"{os.path.getsize(path)} ".encode())
-    with open(path, "rb") as file:
-        while part := file.read(2**20):
-            digest.update(part)
-    return digest.hexdigest()
-
-
-def _is_old(path: str) -> bool:
-    return os.stat(path).st_mtime < time.time() - SECONDS_UNTIL_KEPT
-
-
-class _DigestCache:
-    """Digests that were computed before: under a key, with a stamp that tells whether one still holds.
-
-    Where its file cannot be used, everything is read each time.
-    """
-
-    def __init__(self):
-        self.path = Path(datasets.config.HF_DATASETS_CACHE) / "clip_moe_digests.sqlite"
-
-    def get(self, stamps: dict[str, str]) -> dict[str, str]:
-        marks = ", ".join("?" * len(stamps))
-        rows = self._run(lambda table: table.execute(f"SELECT * FROM digests WHERE key IN ({marks})", list(stamps)))
-        return {key: digest for key, stamp, digest in rows if stamps[key] == stamp}
-
-    def put(self, digests: dict[str, tuple[str, str]]) -> None:
-        rows = [(key, stamp, digest) for key, (stamp, digest) in digests.items()]
-        self._run(lambda table: table.executemany("INSERT OR REPLACE INTO digests VALUES (?, ?, ?)", rows))
-
-    def _run(self, command: Callable[[sqlite3.Connection], Iterable]) -> list[tuple[str, str, str]]:
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with closing(sqlite3.connect(self.path, timeout=60)) as connection, connection:
-                connection.execute("CREATE TABLE IF NOT EXISTS digests (key TEXT PRIMARY KEY, stamp TEXT, digest TEXT)")
-                return list(command(connection))
-        except (OSError, sqlite3.Error) as error:
-            logger.warning("digests of files cannot be kept in %s (%s): they are computed each time", self.path, error)
-            return []

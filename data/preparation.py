@@ -1,9 +1,14 @@
 """Images as a model takes them, one at a time: what an image processor makes, in less time."""
 
+from typing import Any
+
 import numpy as np
 import PIL.Image
 import torch
 from transformers import BaseImageProcessor
+
+from data.augmentation import Augmentation
+from data.images import decode_image
 
 # Sides of images that are prepared both ways, to see that the results are equal: upright, lying, small and square
 PROBES = ((50, 83), (331, 240), (17, 16), (64, 64))
@@ -18,10 +23,12 @@ class Preparation:
 
     Args:
         processor: of images.
+        augmentation: changes images that come with random numbers.
     """
 
-    def __init__(self, processor: BaseImageProcessor):
-        self.processor, self.table = processor, None
+    def __init__(self, processor: BaseImageProcessor, augmentation: Augmentation | None = None):
+        self.processor, self.augmentation, self.table = processor, augmentation, None
+        self.size = None if augmentation is None else crop_size(processor)
         if _resizes_and_crops(processor):
             ramp = PIL.Image.fromarray(np.arange(256, dtype=np.uint8)[None, :, None].repeat(3, axis=2))
             made = self._by_processor(ramp, do_resize=False, do_center_crop=False)
@@ -29,14 +36,21 @@ class Preparation:
             if not all(self._is_equal(size) for size in PROBES):
                 self.table = None
 
-    def __call__(self, image: PIL.Image.Image, is_resized: bool = False) -> dict[str, torch.Tensor]:
+    def read(self, value: Any, rng: np.random.Generator | None = None) -> dict[str, torch.Tensor]:
+        """What a model takes of a value of an image column: see `data.images.decode_image`, whose errors it raises."""
+        return self(decode_image(value), rng)
+
+    def __call__(self, image: PIL.Image.Image, rng: np.random.Generator | None = None) -> dict[str, torch.Tensor]:
         """What a model takes of one image: `pixel_values` (C, H, W) in float32; of an image of any shape (NaFlex),
         those of its patches (S, C * P * P), with `pixel_attention_mask` (S,) and `spatial_shapes` (2,).
 
         Args:
             image: RGB.
-            is_resized: whether it has the model's size already.
+            rng: random numbers of the augmentation; None: the image stays as it is.
         """
+        is_resized = self.augmentation is not None and rng is not None
+        if is_resized:
+            image = self.augmentation(image, self.size, rng)
         if self.table is None:
             made = self._by_processor(image, **({"do_resize": False} if is_resized else {}))
         else:

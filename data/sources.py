@@ -24,6 +24,7 @@ from data.arguments import DataArguments
 from data.image_folders import METADATA, Pictures, is_picture, open_folder, warn_of_unread
 from data.local_data import BUILDERS, TABLES, is_here, suffix_of, without_braces
 from data.shards import MEMBER, open_shards
+from records.digests import file_stamp
 from records.files import files_in, read_json
 from records.messages import one_line
 
@@ -161,12 +162,6 @@ def no_column(source: str, missing: Iterable[str], columns: Iterable[str]) -> st
     """An error's text. Names are in quotes, since they may begin or end with a space."""
     missing, columns = (", ".join(map(repr, names)) for names in (missing, columns))
     return f"{source} has no column {missing}; its columns are {columns}"
-
-
-def file_stamp(path: str) -> str:
-    """A stamp that changes when a file is written or replaced: its times can be set back, that of its inode cannot."""
-    stat = os.stat(path)
-    return f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"
 
 
 def named_images(column: pyarrow.ChunkedArray) -> list[str]:

@@ -18,7 +18,7 @@ from data.preparation import Preparation
 from data.shards import MEMBER, size_of
 from data.tokenizer import tokenize
 from data.workers import errors_of_workers
-from records.provenance import value_digest
+from records.digests import value_digest
 
 # Encoded images of a dataset, in bytes, above which workers save more time than it takes to start them
 WORTH_WORKERS = 32 * 2**20
@@ -81,7 +81,7 @@ class ImageBatches(Dataset):
     def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
         images = self._read(number * self.batch_size, (number + 1) * self.batch_size)
         if not self.may_skip:
-            return default_collate([self.prepare(decode_image(value)) for value in images])
+            return default_collate([self.prepare.read(value) for value in images])
         images = [_decoded(value) for value in images]
         unreadable = torch.tensor([image is None for image in images])
         images = [image or PIL.Image.new("RGB", (32, 32)) for image in images]

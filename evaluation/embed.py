@@ -22,9 +22,9 @@ from data.pairs import load_pairs, present_captions, rename_columns, select_colu
 from data.sources import DataArguments, open_rows
 from data.worlds import WORLDS
 from evaluation.embedder import Embedder, usable_device
-from records.files import locked, new_file, output_folder, read_json, write_text, writing
+from records.files import locked, new_file, output_folder, read_json, refuse_to_overwrite, write_text, writing
 from records.messages import join_names
-from records.provenance import model_fingerprint
+from records.provenance import weights_fingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ def embed_pairs(
         raise ValueError(f"{output_dir} lies inside the data, {source}: name a folder outside")
     settings = {**asdict(arguments), "what": what, "form": form, "batch_size": batch_size, "dtype": str(dtype)}
     asked = {
-        "model": model_fingerprint(model),
+        "model": weights_fingerprint(model),
         "data": identity(arguments),
         **{name: value for name, value in settings.items() if name not in READING},
     }
@@ -115,8 +115,7 @@ def embed_pairs(
 def _begun(output_dir: Path, asked: dict[str, Any]) -> dict[str, Any]:
     """What a folder says it holds; nothing where it is empty."""
     if not (output_dir / ABOUT).exists():
-        if {path.name for path in output_dir.iterdir()} - {".lock"}:
-            raise ValueError(f"{output_dir} is not empty and holds no embeddings: name another folder")
+        refuse_to_overwrite(output_dir)
         return {}
     about, asked = read_json(output_dir / ABOUT), json.loads(json.dumps(asked))
     if not isinstance(about, dict):

@@ -1,6 +1,7 @@
-"""A model's embeddings of images and texts, kept on disk."""
+"""Embeddings of images and texts by a CLIP, kept on disk: the one way from a model to its features."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -8,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate import PartialState
+import torch.nn.functional as F
+from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset
-from transformers import BatchFeature, CLIPModel
+from transformers import BatchFeature, CLIPModel, PreTrainedModel
 
 import data.images
 import data.preparation
@@ -23,16 +25,57 @@ from conversion.checkpoints import load_clip
 from conversion.processors import load_processor
 from evaluation import batches as reading
 from evaluation.batches import Batches, ImageBatches, TextBatches, read_batches
-from evaluation.feature_store import FeatureStore
+from evaluation.feature_store import Compute, FeatureStore
 from evaluation.progress import progress
 from modeling_clip_moe import CLIPMoEModel
-from records.provenance import PROCESSOR, WEIGHTS, environment, file_digest, model_fingerprint, value_digest
+from records.digests import file_digests, value_digest
+from records.provenance import PROCESSOR, WEIGHTS, environment, model_fingerprint
 
 # Batches that are written together: what a run that is killed loses
 BATCHES_PER_SHARD = 8
 
-# What makes embeddings of inputs
-Embed = Callable[[dict[str, torch.Tensor]], torch.Tensor]
+
+@torch.no_grad()
+def embed(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The normalized embeddings `image`, `text` or both, (rows, D) in float32 on the CPU, of what a processor made of
+    images, texts or pairs. The model itself normalizes those of pairs, as in training, with other last bits.
+
+    Raises:
+        ValueError: some are zero or not finite.
+    """
+    inputs = BatchFeature(dict(inputs)).to(model.device, model.dtype)  # masks, shapes and tokens keep their type
+    if "input_ids" not in inputs:
+        embeds = {"image": F.normalize(model.get_image_features(**inputs).pooler_output.float().cpu(), dim=-1)}
+    elif "pixel_values" not in inputs:
+        embeds = {"text": F.normalize(model.get_text_features(**inputs).pooler_output.float().cpu(), dim=-1)}
+    else:
+        outputs = model(**inputs)
+        embeds = {"image": outputs.image_embeds.float().cpu(), "text": outputs.text_embeds.float().cpu()}
+    for name, rows in embeds.items():
+        # Half precision rounds them; not 1 of what is not finite, or too small or large for its length
+        bad = int((~rows.norm(dim=-1).isclose(torch.ones(()), atol=1e-2)).sum())
+        if bad:
+            raise ValueError(
+                f"{bad} of {len(rows)} {name} embeddings by {model.name_or_path} are zero or not finite: its weights "
+                f"are damaged, or too large for {str(model.dtype).removeprefix('torch.')}"
+            )
+    return embeds
+
+
+def mean_of_captions(
+    text_embeds: torch.Tensor, caption_mask: torch.Tensor, caption_weights: torch.Tensor
+) -> torch.Tensor:
+    """(B, D), normalized, the weighted mean of the captions of each image.
+
+    Args:
+        text_embeds: (captions, D), normalized, those of all images, one after the other.
+        caption_mask: (B, L) of bool, False for a missing caption, which leaves its weight to the image's others.
+        caption_weights: (L,), gamma in CLIP-FMoE eq. 4.
+    """
+    weights = caption_weights.expand(caption_mask.shape)[caption_mask]  # (captions,)
+    image_of = torch.arange(len(caption_mask)).repeat_interleave(caption_mask.sum(dim=1))
+    sums = text_embeds.new_zeros(len(caption_mask), text_embeds.shape[1])
+    return F.normalize(sums.index_add_(0, image_of, weights[:, None] * text_embeds), dim=1)
 
 
 class Embedder:
@@ -45,8 +88,8 @@ class Embedder:
             settings and what is embedded. What is interrupted goes on from there. Any number of evaluations may share
             it. None: nowhere.
         num_workers: processes that read and decode images. None: none for a few small ones, else up to 8.
-        state: of the processes that share the work through `cache_dir`, and all call the same methods. None: this
-            process works alone.
+        state: of the processes that share the work through `cache_dir`, and all call the same methods; an
+            `Accelerator` also has its precision. None: this process works alone.
 
     Raises:
         ValueError: the weights changed since the embedder was made, embeddings are zero or not finite, or a file of
@@ -63,11 +106,11 @@ class Embedder:
         processor: str | Path | None = None,
         *,
         num_workers: int | None = None,
-        state: PartialState | None = None,
+        state: PartialState | Accelerator | None = None,
     ):
         processor = processor or model  # of an expert, the mixture's
-        self.fingerprint = model_fingerprint(str(model), WEIGHTS)
-        files = [self.fingerprint, model_fingerprint(str(processor), PROCESSOR)]
+        self.fingerprint = model_fingerprint(model, WEIGHTS)
+        files = [self.fingerprint, model_fingerprint(processor, PROCESSOR)]
         self.processor = load_processor(processor)
         self.source, self.cache_dir = model, cache_dir
         self.batch_size, self.device, self.dtype = batch_size, device, dtype
@@ -81,69 +124,64 @@ class Embedder:
     def model(self) -> CLIPModel | CLIPMoEModel:
         """Loaded when something is embedded that was not kept."""
         model = load_clip(self.source, dtype=self.dtype)
-        if model_fingerprint(str(self.source), WEIGHTS) != self.fingerprint:
+        if model_fingerprint(self.source, WEIGHTS) != self.fingerprint:
             raise ValueError(f"{self.source} was changed while it was measured: start again")
         return model.to(self.device)
 
     def images(self, rows: Dataset, column: str = "image", skip_unreadable: bool = False) -> np.ndarray:
         """(rows, D) of the images of a column; of one that cannot be read zeros, if these are skipped."""
-
-        def embed(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-            inputs = BatchFeature(inputs).to(self.device, self.dtype)  # masks and shapes keep their type
-            return self.model.get_image_features(**inputs).pooler_output
-
         batches = ImageBatches(rows, column, self.processor.image_processor, self.batch_size, skip_unreadable)
-        return self._embeddings("images", batches, embed)
+        return self._kept("image", batches)
 
     def texts(self, texts: Sequence[str]) -> np.ndarray:
         """(texts, D) of texts, cut at the tokenizer's `model_max_length`."""
+        return self._kept("text", TextBatches(texts, self.processor.tokenizer, self.batch_size))
 
-        def embed(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-            inputs = {name: tensor.to(self.device) for name, tensor in inputs.items()}
-            return self.model.get_text_features(**inputs).pooler_output
+    def compute(self, batches: Batches) -> Compute:
+        """What `FeatureStore.write` takes: `image`, `text` or both of the batches. The batches, hence the embeddings to
+        the bit, do not depend on the number of processes."""
 
-        return self._embeddings("texts", TextBatches(texts, self.processor.tokenizer, self.batch_size), embed)
-
-    def _embeddings(self, what: str, batches: Batches, embed: Embed) -> np.ndarray:
         def compute(shards: list[range]) -> Iterator[dict[str, np.ndarray]]:
-            numbers = [range(rows.start // self.batch_size, -(-rows.stop // self.batch_size)) for rows in shards]
-            processes = 1 if self.state is None else self.state.num_processes
+            size, processes = batches.batch_size, 1 if self.state is None else self.state.num_processes
+            numbers = [range(rows.start // size, -(-rows.stop // size)) for rows in shards]
             num_workers = batches.num_workers(processes) if self.num_workers is None else self.num_workers
             inputs = read_batches(batches, list(chain(*numbers)), num_workers)
             for of_shard in numbers:
-                embeds = [self._normalized(what, number, embed, next(inputs)) for number in of_shard]
-                yield {"embeds": np.concatenate(embeds)}
+                embeds = [self._embed(next(inputs)) for _ in of_shard]
+                yield {name: torch.cat([batch[name] for batch in embeds]).numpy() for name in embeds[0]}
 
-        size = self.batch_size * BATCHES_PER_SHARD
+        return compute
+
+    def _kept(self, name: str, batches: Batches) -> np.ndarray:
+        """The embeddings of this name, read from `cache_dir` or computed and kept there."""
+        size, compute, what = self.batch_size * BATCHES_PER_SHARD, self.compute(batches), f"{name}s"
         if self.cache_dir is None:  # every process embeds all
             shards = FeatureStore(Path(), len(batches.items), size).shards()
             shown = self.state is None or self.state.is_main_process
             computed = progress(compute(shards), f"embedding {len(batches.items)} {what}", len(shards), shown)
-            return np.concatenate([arrays["embeds"] for arrays in computed])
+            return np.concatenate([arrays[name] for arrays in computed])
         digest = [batches.digest() if self.state is None or self.state.is_main_process else ""]
         if self.state is not None and self.state.num_processes > 1:
             broadcast_object_list(digest)
         folder = self.cache_dir / value_digest([self.key, digest[0]])[:24]
         store = FeatureStore(folder, len(batches.items), size)
         store.write(self.state, f"embeddings of {what}", compute)
-        embeds = store["embeds"][:]
+        embeds = store[name][:]
         lengths = np.linalg.norm(embeds, axis=-1)
         if embeds.ndim != 2 or not np.all(np.isclose(lengths, 1, atol=1e-3) | (batches.may_skip & (lengths == 0))):
             raise ValueError(f"{folder} is damaged; delete it, and it is computed again: lengths of embeddings are 1")
         return embeds
 
-    @torch.no_grad()
-    def _normalized(self, what: str, number: int, embed: Embed, inputs: dict[str, torch.Tensor]) -> np.ndarray:
-        unreadable = inputs.pop("unreadable", None)
-        embeds = torch.nn.functional.normalize(embed(inputs).float().cpu(), dim=-1)
-        lengths = embeds.norm(dim=-1)  # not 1 of what is not finite, or too small or large for its length
-        bad = int((~lengths.isclose(torch.ones(()), atol=1e-3)).sum())
-        if bad:
-            raise ValueError(
-                f"{bad} of the {len(embeds)} {what} in batch {number} have an embedding that is zero or not finite: "
-                f"the weights of {self.source} are damaged, or {self.dtype} is too small for them"
-            )
-        return embeds.numpy() if unreadable is None else embeds.masked_fill(unreadable[:, None], 0).numpy()
+    def _embed(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        extra = ("unreadable", "caption_mask", "caption_weights")
+        unreadable, mask, weights = (inputs.pop(name, None) for name in extra)
+        with getattr(self.state, "autocast", nullcontext)():
+            embeds = embed(self.model, inputs)
+        if unreadable is not None:
+            embeds["image"].masked_fill_(unreadable[:, None], 0)
+        if mask is not None:
+            embeds["text"] = mean_of_captions(embeds["text"], mask, weights)
+        return embeds
 
     def map(self, compute: Callable[["Embedder"], Any]) -> list[Any]:
         """As `evaluation.ensemble.Ensemble.map`: an ensemble of one."""
@@ -185,4 +223,4 @@ def code_digest() -> str:
     model_code = sorted(Path(modeling_clip_moe.__file__).parent.glob("*.py"))
     read_by = reading, data.images, data.preparation, data.shards, data.tokenizer, processors, checkpoints
     files = [*model_code, Path(__file__), *(Path(module.__file__) for module in read_by)]
-    return value_digest(list(map(file_digest, files)))
+    return value_digest(file_digests(files))

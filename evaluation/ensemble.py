@@ -16,7 +16,6 @@ from huggingface_hub.errors import StrictDataclassError
 
 from conversion.assemble import ENCODER
 from conversion.checkpoints import clip_class, config_of, load_config, load_mixture
-from data.images import decode_image
 from evaluation.embedder import Embedder
 from evaluation.sentence_encoders import SentenceEncoder, load_encoder
 from modeling_clip_moe import CLIPMoDEConfig
@@ -103,11 +102,9 @@ class Ensemble:
         None."""
         if self.mixture.config.metadata_modality == "text":
             return None
-        embeds = [
-            self.encoder.encode([decode_image(value) for value in rows[start : start + self.batch_size][column]])
-            for start in range(0, len(rows), self.batch_size)
-        ]
-        return self.mixture.route(torch.as_tensor(np.concatenate(embeds))[:, None], self.encoder.name).numpy()
+        rows = rows.select_columns(column).rename_columns({column: "image"})
+        embeds = self.encoder.encode(rows, self.batch_size)
+        return self.mixture.route(torch.as_tensor(embeds)[:, None], self.encoder.name).numpy()
 
     def image_side(self, embeds: Sequence[np.ndarray], weights: np.ndarray | None) -> np.ndarray:
         """Images (..., n * D), whose product with `text_side` is the mixture's score: the embeddings (..., D) of n

@@ -17,7 +17,7 @@ from evaluation.task import Task
 from modeling_clip_moe.families import TOWER_CONFIGS
 from records.files import output_folder
 from records.local_names import paths_here
-from records.provenance import environment, model_fingerprint, weights_fingerprint
+from records.provenance import environment, weights_fingerprint
 
 
 def evaluate_model(
@@ -57,8 +57,7 @@ def evaluate_model(
     opened = open_model(model, output_dir / "embeddings", batch_size, device, dtype, changes=changes, **reading)
     of_model = {
         "source": str(model),
-        "fingerprint": model_fingerprint(str(model)),
-        "weights": weights_fingerprint(str(model)),
+        "weights": weights_fingerprint(model),
         "dtype": str(dtype).removeprefix("torch."),
         "device": device.type,
         "batch_size": batch_size,

@@ -177,7 +177,7 @@ def analyze_experts(
     layers = {tower: (layers or {}).get(tower, max(of_tower.moe_layers)) for tower, of_tower in sparse.items()}
     settings = {
         "source": str(model),
-        "weights": weights_fingerprint(str(model)),
+        "weights": weights_fingerprint(model),
         "protocols": {name: task.protocol for name, task in tasks.items()},
         "data": {name: task.data for name, task in tasks.items()},
         "layers": layers,

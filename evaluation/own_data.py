@@ -18,8 +18,8 @@ from data.splits import common_rows, named_split
 from data.worlds import WORLDS
 from evaluation.class_names import labeled_rows, require_different_names
 from evaluation.own_task import OwnTask
-from evaluation.results import content_hash
 from evaluation.task import Task
+from records.digests import file_digests, short_digest
 from records.files import read_text
 from records.local_names import paths_here, without_paths
 
@@ -50,8 +50,8 @@ def own_fingerprint(own: OwnTask) -> str | None:
     columns = [own.image_column] if own.task != "pairs" else [f"{own.image_column}_{side}" for side in range(2)]
     changes = [{"split": split, "image_column": column} for split in splits for column in columns]
     held = [identity(dataclasses.replace(own.arguments(), **change)) for change in changes]
-    files = [Path(name) for name in filter(None, [own.classes, *own.templates]) if os.path.isfile(name)]
-    return None if None in held else content_hash([held, list(map(read_text, files))])
+    files = [name for name in filter(None, [own.classes, *own.templates]) if os.path.isfile(name)]
+    return None if None in held else short_digest([held, file_digests(files)])
 
 
 def retrieval_task(arguments: DataArguments) -> Task:
@@ -91,7 +91,7 @@ def zero_shot_task(arguments: DataArguments, templates: Sequence[str], classes: 
     templates = read_templates(templates)
     rows, classes = labeled_rows(arguments, classes, as_prompts=True)
     require_different_names(classes)
-    data_now = partial(_data, arguments, classes=content_hash(classes), templates=list(templates))
+    data_now = partial(_data, arguments, classes=short_digest(classes), templates=list(templates))
     data = data_now()
     shown = ", ".join(map(repr, templates[:3])) + (", ..." if len(templates) > 3 else "")
     return Task(
@@ -124,7 +124,7 @@ def linear_probe_task(arguments: DataArguments, train_split: str, classes: Seque
         )
     classes = [*names, *(name for name in train_names if name not in names)]
     require_different_names(classes)
-    data_now = partial(_data, arguments, train_arguments, classes=content_hash(classes), train_split=train_split)
+    data_now = partial(_data, arguments, train_arguments, classes=short_digest(classes), train_split=train_split)
     data = data_now()
     return Task(
         kind="linear_probe",

@@ -168,7 +168,7 @@ def best_of(results: Sequence[dict[str, Any]], title: str, models: Sequence[str]
     for result in results:
         if result["model"] in models:
             # It is no model's, so nobody may find it by the hash of one.
-            result = {key: value for key, value in result.items() if key not in ("weights", "fingerprint")}
+            result = {key: value for key, value in result.items() if key != "weights"}
             other = best.setdefault(
                 result["task"], {**result, "model": title, "source": f"best of {', '.join(models)}"}
             )

@@ -3,13 +3,12 @@ in one."""
 
 import json
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from data.splits import named_split
+from records.digests import short_digest
 from records.files import write_text
-from records.provenance import value_digest
 from records.result_schema import read_result
 
 # Characters of a longer text that the name of a file keeps
@@ -56,7 +55,7 @@ def task_name(kind: str, data: dict[str, Any]) -> str:
     """The name of a task on own data that has none: its kind, the data, and a hash of all that was chosen."""
     source = _plain(Path(data["source"]).stem).strip("_.-")
     words = [kind, source, named_split(data["source"], data["split"]), data["caption_column"]]
-    return f"{_plain('-'.join(filter(None, words)))}-{content_hash(same_data(data))}"
+    return f"{_plain('-'.join(filter(None, words)))}-{short_digest(same_data(data))}"
 
 
 def without_seed(result: dict[str, Any]) -> dict[str, Any]:
@@ -68,13 +67,8 @@ def without_seed(result: dict[str, Any]) -> dict[str, Any]:
 def slug(text: str) -> str:
     """A text as part of a file's name. If that changes it, a hash keeps it apart from others that become the same."""
     plain = _plain(text, 2 * LONGEST_SLUG)
-    return plain if plain == text else f"{plain[:LONGEST_SLUG]}-{content_hash(text)}"
+    return plain if plain == text else f"{plain[:LONGEST_SLUG]}-{short_digest(text)}"
 
 
 def _plain(text: str, length: int = LONGEST_SLUG) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "_", text)[:length]
-
-
-def content_hash(content: dict[str, Any] | Sequence[Any] | str) -> str:
-    """Eight letters that tell plain values apart."""
-    return value_digest(content)[:8]

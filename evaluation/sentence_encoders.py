@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import PIL.Image
 import torch
+from datasets import Dataset
 from safetensors.numpy import load_file, save_file
 
 from conversion.checkpoints import has_file, load_clip, load_config, loading
 from conversion.processors import load_processor, load_tokenizer, mark_padding, require_fit
-from data.tokenizer import tokenize
-from evaluation.results import content_hash
+from evaluation.batches import ImageBatches, TextBatches
+from evaluation.embedder import embed
 from modeling_clip_moe.families import is_clip
+from records.digests import short_digest
 from records.files import save, writing
 from records.provenance import weights_fingerprint
 
@@ -49,7 +50,7 @@ class TfidfEncoder:
         self.vectorizer = _vectorizer(vocabulary=self.words)
         self.vectorizer.idf_ = idf
         self.projection = components.T.astype(np.float64)
-        self.name = f"tfidf-{content_hash([self.words, idf.tolist(), components.tolist()])}"
+        self.name = f"tfidf-{short_digest([self.words, idf.tolist(), components.tolist()])}"
 
     @classmethod
     def fit(cls, texts: Sequence[str], dim: int, seed: int, max_df: float = 1.0) -> "TfidfEncoder":
@@ -158,25 +159,13 @@ class ClipEncoder:
             mark_padding(config, self.processor)
         self.model = load_clip(source).eval().to(device)
 
-    @torch.no_grad()
-    def encode(self, items: Sequence[str | PIL.Image.Image], batch_size: int = BATCH_SIZE) -> np.ndarray:
-        """(items, d) normalized: of texts, or of images. Raises a ValueError if one is zero or not finite."""
-        batches = [list(items[start : start + batch_size]) for start in range(0, len(items), batch_size)]
-        embeds = torch.nn.functional.normalize(torch.cat([*map(self._embed, batches)]).float(), dim=-1).cpu()
-        bad = int((~embeds.norm(dim=-1).isclose(torch.ones(()), atol=1e-3)).sum())
-        if bad:
-            raise ValueError(
-                f"{bad} of {len(embeds)} embeddings of {self.name} are zero or not finite: the weights are damaged, or "
-                f"too large for {self.model.dtype}"
-            )
-        return embeds.numpy()
-
-    def _embed(self, batch: list[str] | list[PIL.Image.Image]) -> torch.Tensor:
+    def encode(self, items: Sequence[str] | Dataset, batch_size: int = BATCH_SIZE) -> np.ndarray:
+        """(items, d) normalized: of texts, or of the images of rows. Raises see `embed`."""
         if self.modality == "image":
-            images = self.processor.image_processor(batch, return_tensors="pt")
-            return self.model.get_image_features(**images.to(self.model.device, self.model.dtype)).pooler_output
-        texts = {name: tensor.to(self.model.device) for name, tensor in tokenize(self.processor, batch).items()}
-        return self.model.get_text_features(**texts).pooler_output
+            batches = ImageBatches(items, "image", self.processor.image_processor, batch_size)
+        else:
+            batches = TextBatches(items, self.processor, batch_size)
+        return np.concatenate([embed(self.model, batches[number])[self.modality] for number in range(len(batches))])
 
     def save(self, folder: Path) -> None:
         if Path(self.source).is_dir():
@@ -247,7 +236,7 @@ def _vectorizer(**options):
 def _name(source: str) -> str:
     """A hub name as it is; of a folder the last part, and a hash of the weights, by which two of one name differ."""
     folder = Path(source).resolve()
-    return f"{folder.name}-{weights_fingerprint(str(folder))[:8]}" if folder.is_dir() else source
+    return f"{folder.name}-{weights_fingerprint(folder)[:8]}" if folder.is_dir() else source
 
 
 def _write(folder: Path, settings: dict) -> None:

@@ -11,13 +11,14 @@ from typing import get_args
 from datasets import Dataset
 
 from data.sources import opened_once
-from evaluation.benchmarks.loading import benchmark_fingerprint, benchmark_task
+from evaluation.benchmarks.loading import benchmark_task
 from evaluation.benchmarks.specs import ALIASES, BENCHMARKS, GROUPS, expand
 from evaluation.built_in_tasks import icon_tasks, name_tasks, symbol_tasks
 from evaluation.own_data import make_task, own_fingerprint
 from evaluation.own_task import OwnKind, OwnTask, Wanted
 from evaluation.results import task_name
 from evaluation.task import Task
+from records.digests import short_digest
 from records.messages import most_similar
 
 TASKS = icon_tasks() | name_tasks() | symbol_tasks()
@@ -109,8 +110,8 @@ def find_tasks(
 
 @opened_once()
 def task_fingerprints(wanted: Sequence[Wanted], data_root: str | Path | None = None) -> dict[str, str]:
-    """`tasks.` and the position or name of a task -> a hash of its data, of own data and of benchmarks that can be
-    had: of a copy in `data_root`, or its commit on the Hub."""
+    """`tasks.` and the position or name of a task -> the digest of its data, names of classes and templates, of own
+    data and of benchmarks that can be had."""
     fingerprints: dict[str, str | None] = {}
     for number, entry in enumerate(wanted):
         if isinstance(entry, OwnTask):
@@ -118,5 +119,5 @@ def task_fingerprints(wanted: Sequence[Wanted], data_root: str | Path | None = N
             continue
         for name in (name for name in expand(entry) if name in BENCHMARKS):
             with contextlib.suppress(ValueError, OSError):
-                fingerprints[f"tasks.{name}"] = benchmark_fingerprint(BENCHMARKS[name], data_root)
+                fingerprints[f"tasks.{name}"] = short_digest(benchmark_task(BENCHMARKS[name], data_root).data)
     return {key: fingerprint for key, fingerprint in fingerprints.items() if fingerprint is not None}

@@ -70,6 +70,12 @@ def save(part: Any, folder: Path, **options: Any) -> None:
         part.save_pretrained(folder, **options)
 
 
+def refuse_to_overwrite(output: Path) -> None:
+    """Raises a ValueError if `output` is there and is no empty folder. A lock within it does not count."""
+    if output.exists() and not (output.is_dir() and {path.name for path in output.iterdir()} <= {".lock"}):
+        raise ValueError(f"{output} already exists: remove it or choose another output")
+
+
 @contextlib.contextmanager
 def new_folder(output: str | Path) -> Iterator[Path]:
     """Yields a temporary folder beside `output`, which gets that name when the block ends without an error.
@@ -78,8 +84,7 @@ def new_folder(output: str | Path) -> Iterator[Path]:
     """
     output = Path(os.path.realpath(output))
     with locked(output):
-        if output.exists() and not (output.is_dir() and not any(output.iterdir())):
-            raise ValueError(f"{output} already exists and is not an empty folder: remove it or choose another output")
+        refuse_to_overwrite(output)
         temporary = output.with_name(f".{output.name}.tmp")
         shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
         try:  # from here on: a signal may arrive as soon as it is there

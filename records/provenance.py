@@ -1,23 +1,22 @@
-"""The origin of a file: one record, `manifest.json` of a stage, and one digest that tells files and values apart.
+"""The origin of a folder: the record of a stage, `manifest.json`, and the fingerprints of models.
 
 Imports nothing heavy: commands that only read records start at once.
 """
 
 import hashlib
-import json
 import platform
 import re
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatch
-from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
+from records.digests import file_digests, value_digest
 from records.files import damaged, files_in, read_record, write_text
 from records.messages import in_one_line
 
@@ -99,7 +98,7 @@ class Record(BaseModel):
 
     def is_of(self, folder: Path) -> bool:
         """Whether the model in a folder is what the stage wrote, as far as the record tells."""
-        return self.weights is None or self.weights == weights_fingerprint(str(folder))
+        return self.weights is None or self.weights == weights_fingerprint(folder)
 
     def differences(self, other: "Record") -> dict[str, str]:
         """Key -> how it differs, of what made two folders. Inputs and data that one of them lacks count as the same:
@@ -137,33 +136,7 @@ def _shown(value: Any) -> str:
     return repr(value[:12] if is_hash else value)
 
 
-def digest(paths: Iterable[Path], root: Path) -> str:
-    """SHA-256 of the names of files below a folder and of what they hold."""
-    combined = hashlib.sha256()
-    for path in sorted(paths):
-        combined.update(path.relative_to(root).as_posix().encode())
-        combined.update(bytes.fromhex(file_digest(path)))
-    return combined.hexdigest()
-
-
-def file_digest(path: Path) -> str:
-    """SHA-256 of what a file holds. In a process, a file is read once, and again when it has changed."""
-    status = path.stat()
-    return _digest_of(path.resolve(), (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
-
-
-@lru_cache(maxsize=10_000)
-def _digest_of(path: Path, status: tuple[int, ...]) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def value_digest(value: Any) -> str:
-    """SHA-256 of a value that JSON can hold."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
-def model_fingerprint(model: str, patterns: Sequence[str] = EVERYTHING) -> str:
+def model_fingerprint(model: str | Path, patterns: Sequence[str] = EVERYTHING) -> str:
     """The identity of a model: the digest of its files for a folder, the commit for a hub repository.
 
     Args:
@@ -174,14 +147,19 @@ def model_fingerprint(model: str, patterns: Sequence[str] = EVERYTHING) -> str:
         from transformers import AutoConfig
 
         try:
-            return f"{model}@{AutoConfig.from_pretrained(model, trust_remote_code=False)._commit_hash}"
+            return f"{model}@{AutoConfig.from_pretrained(str(model), trust_remote_code=False)._commit_hash}"
         except (OSError, ValueError) as error:
             raise FileNotFoundError(
                 f"{model} is no folder, and no model that can be had from the Hub: {error}"
             ) from error
     names = (Path(name) for name in files_in(path, hidden=True) if (path / name).is_file())
-    files = {path / name for name in names if any(_matches(name, pattern) for pattern in patterns)}
-    return digest({file for file in files if path / CHECKPOINTS not in file.parents}, path)
+    files = sorted(path / name for name in names if any(_matches(name, pattern) for pattern in patterns))
+    files = [file for file in files if path / CHECKPOINTS not in file.parents]
+    combined = hashlib.sha256()
+    for file, digest in zip(files, file_digests(files), strict=True):
+        combined.update(file.relative_to(path).as_posix().encode())
+        combined.update(bytes.fromhex(digest))
+    return combined.hexdigest()
 
 
 def _matches(name: Path, pattern: str) -> bool:
@@ -189,7 +167,7 @@ def _matches(name: Path, pattern: str) -> bool:
     return fnmatch(name.name, pattern.removeprefix("**/")) and (pattern.startswith("**/") or name.name == str(name))
 
 
-def weights_fingerprint(model: str) -> str:
+def weights_fingerprint(model: str | Path) -> str:
     """The identity of a model's weights, which its scores store: see `model_fingerprint`.
 
     The processor counts, and of a mixture all experts and the encoder of metadata.
@@ -198,7 +176,7 @@ def weights_fingerprint(model: str) -> str:
     return model_fingerprint(model, tuple(f"**/{pattern}" for pattern in (*WEIGHTS, *PROCESSOR, *of_encoder)))
 
 
-def input_fingerprint(model: str) -> str:
+def input_fingerprint(model: str | Path) -> str:
     """The identity of a stage's input: the digest of its record, or else `model_fingerprint`."""
     folder = Path(model)
     if not (folder / MANIFEST).is_file():

@@ -90,7 +90,8 @@ def test_the_batch_of_several_captions():
     captions[0][1] = captions[2][0] = captions[2][2] = " "
     weights, arguments = [0.2, 0.3, 0.5], DataArguments(source="symbols", num_samples=4)
     loader = PairLoader(with_captions(rows, captions), processor, arguments, 4, caption_weights=weights)
-    batch = next(loader.in_order(0, 4))
+    batch = loader.in_order()[0]
+    assert torch.equal(batch.pop("caption_weights"), torch.tensor(weights))
     assert batch["caption_mask"].tolist() == [[True, False, True], [True] * 3, [False, True, False], [True] * 3]
     assert len(batch["input_ids"]) == 9
     stage = TrainStage(**TUNED, data=arguments, caption_weights=weights)

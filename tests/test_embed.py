@@ -70,16 +70,16 @@ def test_rows_are_in_order_and_complete(dense, pictures, tmp_path, form, caplog)
 
 def test_what_was_interrupted_goes_on(dense, pictures, tmp_path, monkeypatch):
     whole = embed(dense, pictures, tmp_path / "whole")
-    original, calls = Embedder._normalized, []
+    original, calls = Embedder._embed, []
 
-    def normalized(self, *arguments):
+    def embedded(self, *arguments):
         calls.append(1)
         if len(calls) == 5:
             raise KeyboardInterrupt
         return original(self, *arguments)
 
     monkeypatch.setattr("evaluation.embedder.BATCHES_PER_SHARD", 1)
-    monkeypatch.setattr(Embedder, "_normalized", normalized)
+    monkeypatch.setattr(Embedder, "_embed", embedded)
     with pytest.raises(KeyboardInterrupt):
         embed(dense, pictures, tmp_path / "out")
     assert list((tmp_path / "out" / PARTS).rglob("*.safetensors"))
@@ -87,7 +87,7 @@ def test_what_was_interrupted_goes_on(dense, pictures, tmp_path, monkeypatch):
     assert len(calls) == 5 + 6 - 4 + 11 and held == whole  # of 6 batches of pictures, 4 were kept
     for name in ("image_embeds.npy", "text_embeds.npy", "rows.jsonl"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-    monkeypatch.setattr(Embedder, "_normalized", None)
+    monkeypatch.setattr(Embedder, "_embed", None)
     assert embed(dense, pictures, tmp_path / "out") == whole  # nothing is computed again
 
 
@@ -125,7 +125,7 @@ def test_a_missing_picture_is_left_out_and_a_folder_of_others_is_not_taken(dense
         arguments = DataArguments(source=str(tmp_path / "table.csv"), caption_column="other")
         embed_pairs(str(dense), arguments, tmp_path / "empty", batch_size=2, device="cpu")
     (tmp_path / "mine" / PARTS).mkdir(parents=True)
-    with pytest.raises(ValueError, match="mine is not empty and holds no embeddings: name another folder"):
+    with pytest.raises(ValueError, match="mine already exists: remove it or choose another output"):
         embed(dense, pictures, tmp_path / "mine")
 
 

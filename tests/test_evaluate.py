@@ -127,7 +127,7 @@ def test_scores_that_depend_on_the_batch_are_not_overwritten(sparse, tmp_path, m
 def test_a_model_whose_weights_are_zero_has_no_score(dense, tmp_path):
     folder = shutil.copytree(dense, tmp_path / "model")
     change_weights(folder / "model.safetensors", lambda weights: weights["visual_projection.weight"].fill_(0))
-    assert "is zero or not finite" in error_of(folder, tmp_path / "scores")
+    assert "are zero or not finite" in error_of(folder, tmp_path / "scores")
     assert not list(tmp_path.glob("scores/**/*.json"))
 
 

@@ -16,7 +16,7 @@ from tiny_clip import tiny_clip
 from tiny_runs import full_disk
 
 from records.command_line import INTERRUPTED, one_line_errors
-from records.files import locked, new_file, new_folder, respect_umask, write_text
+from records.files import locked, new_file, new_folder, refuse_to_overwrite, respect_umask, write_text
 
 HOLD = """
 import os, sys, time
@@ -31,7 +31,7 @@ with one_line_errors(), getattr(files, sys.argv[2])(Path(sys.argv[1])):
 """
 sources  # noqa: B018, a fixture
 # What reads no weights
-LIGHT = [f"records.{name}" for name in ("provenance", "files", "yaml_files", "messages", "markdown")]
+LIGHT = [f"records.{name}" for name in ("provenance", "digests", "files", "yaml_files", "messages", "markdown")]
 LIGHT += ["conversion.publishing.lineage", "conversion.presets"]
 SIGNALS = pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 
@@ -82,6 +82,16 @@ def test_the_second_process_says_who_holds_the_folder(tmp_path, hold):
     with locked(folder), pytest.raises(ValueError, match=f"process {os.getpid()} "), locked(folder):
         pytest.fail("two at once")
     assert not list(folder.parent.iterdir())
+
+
+def test_what_is_there_is_not_written_over(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / ".lock").touch()
+    for free in ("empty", "nothing"):
+        refuse_to_overwrite(tmp_path / free)
+    for taken in (tmp_path / "empty" / ".lock", tmp_path):
+        with pytest.raises(ValueError, match=f"^{taken} already exists: remove it or choose another output$"):
+            refuse_to_overwrite(taken)
 
 
 def test_a_lock_is_found_through_links(tmp_path):

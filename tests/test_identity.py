@@ -15,17 +15,18 @@ import tiny_runs
 from tiny_runs import ended_by_a_checkpoint
 from tiny_sources import CAPTIONS, image_folder, rows, sharegpt4v, write_pictures
 
-from data import identity as data_identity
-from data.identity import content_digests, data_fingerprint, identity
+from data.identity import data_fingerprint, identity
 from data.pairs import load_pairs
 from data.sources import DataArguments
+from records import digests
+from records.digests import file_digests
 from training import stages
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     """A cache of its own."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
@@ -107,18 +108,18 @@ def test_a_file_is_read_again_only_where_it_changed(tmp_path, monkeypatch):
     for file in files:
         file.write_bytes(b"x" * 100)
         os.utime(file, (1, 1))
-    read, original = [], data_identity._content_digest
-    monkeypatch.setattr(data_identity, "_content_digest", lambda path: read.append(Path(path)) or original(path))
-    first = content_digests(files)
+    read, original = [], digests._read
+    monkeypatch.setattr(digests, "_read", lambda path: read.append(Path(path)) or original(path))
+    first = file_digests(files)
     assert read == files and len(set(first)) == 1
-    assert content_digests(files) == first and read == files
+    assert file_digests(files) == first and read == files
     files[1].write_bytes(b"y" * 100)
     os.utime(files[1], (1, 1))  # as rsync -t leaves it: only the time of the inode tells
-    assert content_digests(files)[1] != first[1] and read == [*files, files[1]]
+    assert file_digests(files)[1] != first[1] and read == [*files, files[1]]
     (tmp_path / "new").write_bytes(b"x")  # its times could stay while it changes
-    new = content_digests([tmp_path / "new"])
+    new = file_digests([tmp_path / "new"])
     (tmp_path / "new").write_bytes(b"y")
-    assert content_digests([tmp_path / "new"]) != new
+    assert file_digests([tmp_path / "new"]) != new
 
 
 def test_large_files_are_read_whole(tmp_path):
@@ -127,23 +128,23 @@ def test_large_files_are_read_whole(tmp_path):
     for changed in (0, 18 * 2**20 + 5, len(content) - 1):
         contents.append(content.copy())
         contents[-1][changed] ^= 1
-    digests = set()
+    different = set()
     for other in contents:
         (tmp_path / "large").write_bytes(other.tobytes())
-        digests |= set(content_digests([tmp_path / "large"]))
-    assert len(digests) == 5
+        different |= set(file_digests([tmp_path / "large"]))
+    assert len(different) == 5
 
 
 @pytest.mark.parametrize("damage", ["a folder", "no database"])
 def test_digests_do_not_need_their_cache(damage, tmp_path, cache):
     (tmp_path / "a").write_bytes(b"x")
-    expected = content_digests([tmp_path / "a"])
+    expected = file_digests([tmp_path / "a"])
     shutil.rmtree(cache)
-    digests = cache / "clip_moe_digests.sqlite"
-    (digests if damage == "a folder" else cache).mkdir(parents=True)
+    database = cache / "clip_moe_sha256.sqlite"
+    (database if damage == "a folder" else cache).mkdir(parents=True)
     if damage == "no database":
-        digests.write_text("no database " * 1000)
-    assert content_digests([tmp_path / "a"]) == expected
+        database.write_text("no database " * 1000)
+    assert file_digests([tmp_path / "a"]) == expected
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from tiny_sources import rows as rows_of
 from data import symbols
 from data.pairs import load_pairs
 from data.sources import DataArguments
+from evaluation.batches import read_batches
 from training.gradient_cache import split_batch
 from training.loader import PairLoader
 
@@ -119,7 +120,7 @@ def test_captions_are_missing_in_a_list_but_not_all_of_them(tmp_path, processor,
     rows = load_pairs(arguments)
     assert list(rows["caption"]) == [["a", None], [None, "b"]] and "its caption is empty" in caplog.text
     loader = PairLoader(rows, processor, arguments, 2, caption_weights=[0.5, 0.5])
-    batch = next(loader.in_order(0, 2))
+    batch = loader.in_order()[0]
     assert batch["caption_mask"].tolist() == [[True, False], [False, True]] and len(batch["input_ids"]) == 2
     assert "of 2 images, 1, 1 have no caption in place 0, 1" in caplog.text
     with pytest.raises(ValueError, match="image 1 of .* has no caption with a weight"):
@@ -174,14 +175,17 @@ def test_batches_are_those_of_their_epochs(rows, processor, settings):
         assert torch.equal(batch["pixel_values"], pixels)
 
 
-def test_pairs_in_order_are_read_by_the_same_workers(rows, processor):
-    loader, plain = make(rows, processor, num_workers=1), make(rows, processor)
-    found, workers = [], []
-    for start, stop in ((0, 10), (10, 20)):
-        found += list(loader.in_order(start, stop))
-        workers += [worker.pid for worker in loader._in_order._iterator._workers]
-    assert workers[0] == workers[1] and [len(batch["pixel_values"]) for batch in found] == [8, 2, 8, 2]
-    assert equal(found, [*plain.in_order(0, 10), *plain.in_order(10, 20)])
+@pytest.mark.parametrize("settings", [{}, {"num_workers": 1}, {"in_memory": True}], ids=str)
+def test_pairs_in_order_have_their_first_captions(rows, processor, settings):
+    batches = make(rows, processor, **settings).in_order()
+    found = list(read_batches(batches, range(len(batches)), batches.num_workers(1)))
+    assert [len(batch["pixel_values"]) for batch in found] == [8, 8, 4]
+    pixels = processor.image_processor(list(rows["image"]), return_tensors="pt")["pixel_values"]
+    assert torch.equal(torch.cat([batch["pixel_values"] for batch in found]), pixels)
+    first = [captions[0] for captions in rows["caption"]]
+    for number, batch in enumerate(found):
+        tokens = processor.tokenizer(first[8 * number :][:8], padding=True, truncation=True, return_tensors="pt")
+        assert torch.equal(batch["input_ids"], tokens["input_ids"])
 
 
 @pytest.mark.gpu

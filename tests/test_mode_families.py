@@ -164,7 +164,8 @@ def of_images(of_two_families, tmp_path_factory):
     encoder = ClipEncoder(str(first.parent / "clip"), "image")
     (folder / "encoder").mkdir()
     encoder.save(folder / "encoder")
-    routing = torch.tensor(encoder.encode(pictures(9)[::8])), torch.arange(2), encoder.name, folder / "encoder"
+    shades = Dataset.from_dict({"image": pictures(9)[::8]})
+    routing = torch.tensor(encoder.encode(shades)), torch.arange(2), encoder.name, folder / "encoder"
     settings = {"metadata_modality": "image", "routing": "paper", "routing_temperature": 0.02}
     convert([first.parent / "clip", folder / "siglip"], folder / "mixture", *routing, **settings)
     return folder / "mixture"
@@ -186,7 +187,7 @@ def test_images_that_route_themselves_are_ranked_as_the_mixture_scores_them(of_i
         processor = load_processor(of_images / name)
         pixels = processor.image_processor(images, return_tensors="pt")
         inputs.append({**tokenize(processor.tokenizer, captions), **pixels})
-    weights = mixture.route(torch.as_tensor(ensemble.encoder.encode(images))[:, None])
+    weights = mixture.route(torch.as_tensor(ensemble.encoder.encode(Dataset.from_dict({"image": images})))[:, None])
     logits = mixture(expert_inputs=inputs, routing_weights=weights[:, None]).logits_per_text
     # Each class is in the image that the mixture likes best for it
     labels = torch.nn.functional.one_hot(logits.argmax(dim=1), len(images)).T.tolist()

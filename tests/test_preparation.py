@@ -65,4 +65,5 @@ def test_an_image_of_the_right_size_is_not_resized():
     other = CLIPImageProcessorPil(size={"shortest_edge": 20}, crop_size={"height": 24, "width": 24})
     for processor, size in ((CLIPImageProcessorPil(), 224), (other, 24)):
         expected = processor([image(size, size)], return_tensors="np", do_resize=False)["pixel_values"][0]
-        assert np.array_equal(Preparation(processor)(image(size, size), is_resized=True)["pixel_values"], expected)
+        prepare = Preparation(processor, augmentation=lambda image, size, rng: image)
+        assert np.array_equal(prepare(image(size, size), np.random.default_rng())["pixel_values"], expected)

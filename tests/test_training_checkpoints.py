@@ -20,7 +20,7 @@ from tiny_runs import full_disk, losses, same_weights, train
 
 from evaluation.built_in_tasks import symbol_tasks
 from evaluation.tasks import TASKS
-from records.provenance import file_digest
+from records.digests import file_digest
 from training import engine, stages, training_state
 from training.training_state import (
     latest_checkpoint,

@@ -8,16 +8,14 @@ from typing import Any
 
 import datasets
 import numpy as np
-import PIL.Image
 import torch
 from datasets.distributed import split_dataset_by_node
 from torch.utils.data import DataLoader, default_collate, get_worker_info
-from transformers import BaseImageProcessor, CLIPProcessor, PreTrainedTokenizerBase
+from transformers import CLIPProcessor, PreTrainedTokenizerBase
 
 from data.arguments import Augmentation
-from data.images import decode_image
 from data.pairs import STREAM_TRIAL, StreamReport, first_caption, judge, present_captions, read_pair
-from data.preparation import Preparation, crop_size
+from data.preparation import Preparation
 from data.sources import DataArguments, Rows, named_files_hash, reading
 from data.tokenizer import SAMPLE, pieces_per_word, read_texts, tokenize
 from data.workers import errors_of_workers, worker_options
@@ -67,7 +65,7 @@ class PairLoader:
         self.group_by_length = group_by_length
         self.rows, self.processor, self.arguments = rows, processor, arguments
         self.batch_size, self.seed, self.with_keys, self.image_keys = batch_size, seed, with_keys, image_keys
-        self.rank, self.world_size, self.all_captions = rank, world_size, caption_weights is not None
+        self.rank, self.world_size, self.caption_weights = rank, world_size, caption_weights
         if arguments.streaming and arguments.num_samples is not None and max(arguments.num_workers, 1) * world_size > 1:
             raise ValueError(
                 f"num_samples = {arguments.num_samples}: a stream that {world_size} processes with "
@@ -75,10 +73,10 @@ class PairLoader:
             )
         if caption_weights is not None:
             _require_weighted(rows, caption_weights, arguments.source)
-        self.by_number = self._in_order = None
-        self.images = _Images(processor.image_processor, augmentation)
+        self.by_number = None
+        self.prepare = Preparation(processor.image_processor, augmentation)
         if not arguments.streaming:
-            self.pairs = _Pairs(rows, self.images, arguments, seed, self.all_captions)
+            self.pairs = _Pairs(rows, self.prepare, arguments, seed, caption_weights is not None)
             if self.pairs.prepared is not None:
                 self.by_number = self.pairs.prepared_images
             if sampler is None:
@@ -110,17 +108,10 @@ class PairLoader:
         with errors_of_workers():
             yield from DataLoader(self.pairs, batch_sampler=self.sampler.from_batch(start), **self._options)
 
-    def in_order(self, start: int, stop: int) -> Iterator[dict[str, torch.Tensor]]:
-        """Batches as above of the pairs from `start` to `stop` in their order, the last one perhaps smaller; of several
-        captions, with the first."""
-        starts = range(start, stop, self.batch_size)
-        batches = [range(first, min(first + self.batch_size, stop)) for first in starts]
-        if self._in_order is None:  # its workers stay for the next part
-            options = self._options | {"persistent_workers": self.arguments.num_workers > 0}
-            self._in_order = DataLoader(self.pairs, batch_sampler=[], **options)
-        self._in_order.batch_sampler[:] = [[(None, index) for index in batch] for batch in batches]
-        with errors_of_workers():
-            yield from self._in_order
+    def in_order(self) -> "PairBatches":
+        """Batches as above of all pairs in their order, the last one perhaps smaller; of several captions, with the
+        first, or with `caption_weights`."""
+        return PairBatches(self.pairs, self._collate, self.batch_size, self.caption_weights)
 
     def report_captions(self) -> None:
         """Warns of captions that do not suit the tokenizer: it knows few of their words, or cuts them at its
@@ -158,7 +149,7 @@ class PairLoader:
         num_workers = min(self.arguments.num_workers, num_shards)  # others would have nothing to read
         readers = self.world_size * max(num_workers, 1)
         share = self.rank, self.world_size
-        stream = _Stream(self.rows, self.images, self.arguments, self.seed, share, readers, self.with_keys)
+        stream = _Stream(self.rows, self.prepare, self.arguments, self.seed, share, readers, self.with_keys)
         options = self._options | {"num_workers": num_workers}
         with reading(self.arguments), errors_of_workers():
             loader = DataLoader(stream, batch_size=self.batch_size, drop_last=True, **options)
@@ -167,12 +158,19 @@ class PairLoader:
 
     @property
     def _options(self) -> dict[str, Any]:
-        tokens = {} if self.arguments.in_memory else None
-        keys = self.with_keys, self.image_keys
-        collate = _Collate(
-            self.processor.tokenizer, self.all_captions, self.by_number, tokens, *keys, self.group_by_length
+        return worker_options(self.arguments, self.seed) | {"collate_fn": self._collate}
+
+    @property
+    def _collate(self) -> "_Collate":
+        return _Collate(
+            tokenizer=self.processor.tokenizer,
+            all_captions=self.caption_weights is not None,
+            by_number=self.by_number,
+            tokens={} if self.arguments.in_memory else None,
+            with_keys=self.with_keys,
+            image_keys=self.image_keys,
+            group_by_length=self.group_by_length,
         )
-        return worker_options(self.arguments, self.seed) | {"collate_fn": collate}
 
 
 @dataclass(frozen=True)
@@ -219,29 +217,6 @@ class _Collate:
         return [self.tokens[text] for text in texts]
 
 
-class _Images:
-    """How images become those of a model.
-
-    Args:
-        augmentation: of training.
-    """
-
-    def __init__(self, processor: BaseImageProcessor, augmentation: Augmentation | None):
-        self.prepare, self.augmentation = Preparation(processor), augmentation
-        self.size = None if augmentation is None else crop_size(processor)
-        self.settings = processor.to_json_string()
-
-    def read(self, value: Any, rng: np.random.Generator | None) -> dict[str, torch.Tensor]:
-        """What a model takes of a value of an image column."""
-        return self.inputs(decode_image(value), rng)
-
-    def inputs(self, image: PIL.Image.Image, rng: np.random.Generator | None) -> dict[str, torch.Tensor]:
-        """What `Preparation` makes of an image, which is changed at random if there is a generator for it."""
-        if self.augmentation is None or rng is None:
-            return self.prepare(image)
-        return self.prepare(self.augmentation(image, self.size, rng), is_resized=True)
-
-
 class _Stream(torch.utils.data.IterableDataset):
     """The readable pairs of a stream, processed, epoch after epoch, each in an order of its own.
 
@@ -257,14 +232,14 @@ class _Stream(torch.utils.data.IterableDataset):
     def __init__(
         self,
         rows: datasets.IterableDataset,
-        images: _Images,
+        prepare: Preparation,
         arguments: DataArguments,
         seed: int,
         share: tuple[int, int],
         readers: int,
         with_keys: bool,
     ):
-        self.rows, self.images, self.arguments = rows, images, arguments
+        self.rows, self.prepare, self.arguments = rows, prepare, arguments
         self.seed, self.share, self.readers, self.with_keys = seed, share, readers, with_keys
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -282,7 +257,7 @@ class _Stream(torch.utils.data.IterableDataset):
                 rng = np.random.default_rng([self.seed, self.share[0], worker.id if worker else 0, epoch, report.seen])
                 caption = _draw(row["caption"], rng)
                 key = {"image_key": streamed_image_key(row["image"])} if self.with_keys else {}
-                yield {"image": self.images.inputs(image, rng), "caption": caption} | key
+                yield {"image": self.prepare(image, rng), "caption": caption} | key
             if report.seen == 0:
                 return
             report.end_of_epoch(self.readers)
@@ -295,17 +270,17 @@ class _Pairs(torch.utils.data.Dataset):
     def __init__(
         self,
         rows: datasets.Dataset,
-        images: _Images,
+        prepare: Preparation,
         arguments: DataArguments,
         seed: int,
         all_captions: bool,
     ):
         self.arguments, self.unreadable, self.tried, self.failed, self.first = arguments, set(), 0, 0, ""
         self.rows, self.captions = rows.select_columns("image"), rows.select_columns("caption")
-        self.images, self.seed = images, seed
+        self.prepare, self.seed = prepare, seed
         self.all_captions, self.prepared = all_captions, None
         if arguments.in_memory:
-            self.prepared = _prepared(self.rows, images)
+            self.prepared = _prepared(self.rows, prepare)
             self.captions = [{"caption": caption} for caption in rows["caption"]]
 
     def __len__(self) -> int:
@@ -340,11 +315,11 @@ class _Pairs(torch.utils.data.Dataset):
         if self.prepared is None:
             # Other numbers than those that draw the caption
             rng = None if epoch is None else np.random.default_rng([self.seed, epoch, index, 1])
-            pair["image"] = self.images.read(self.rows[index]["image"], rng)
+            pair["image"] = self.prepare.read(self.rows[index]["image"], rng)
         return pair
 
     def prepared_images(self, numbers: Sequence[int]) -> dict[str, torch.Tensor]:
-        """What `images` made of these pairs' images."""
+        """What a model takes of these pairs' images."""
         return {name: values[numbers] for name, values in self.prepared.items()}
 
     def caption(self, epoch: int | None, index: int) -> str | list[str]:
@@ -357,20 +332,40 @@ class _Pairs(torch.utils.data.Dataset):
         return _draw(captions, np.random.default_rng([self.seed, epoch, index]))
 
 
+class PairBatches(torch.utils.data.Dataset):
+    """Pairs in their order, for `evaluation.embedder.Embedder`. See `PairLoader.in_order`."""
+
+    may_skip = False
+
+    def __init__(self, pairs: _Pairs, collate: _Collate, batch_size: int, caption_weights: Sequence[float] | None):
+        self.items, self.collate, self.batch_size = pairs, collate, batch_size
+        self.extra = {} if caption_weights is None else {"caption_weights": torch.tensor(caption_weights)}
+
+    def __len__(self) -> int:
+        return -(-len(self.items) // self.batch_size)
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        numbers = range(len(self.items))[number * self.batch_size : (number + 1) * self.batch_size]
+        return self.collate([self.items[None, index] for index in numbers]) | self.extra
+
+    def num_workers(self, num_processes: int) -> int:
+        return self.items.arguments.num_workers
+
+
 # Of the last pairs in memory, by their fingerprint, files and image processor: most stages of a recipe use the same
 _PREPARED: dict[tuple[str, str, str], dict[str, torch.Tensor]] = {}
 
 
-def _prepared(rows: datasets.Dataset, images: _Images) -> dict[str, torch.Tensor]:
-    """What `images` makes of all images: names -> (rows, ...)."""
-    key = rows._fingerprint, named_files_hash(rows), images.settings
+def _prepared(rows: datasets.Dataset, prepare: Preparation) -> dict[str, torch.Tensor]:
+    """What a model takes of all images: names -> (rows, ...)."""
+    key = rows._fingerprint, named_files_hash(rows), prepare.processor.to_json_string()
     if key not in _PREPARED:
         _PREPARED.clear()
-        first = images.read(rows[0]["image"], None)
+        first = prepare.read(rows[0]["image"])
         # Stacked, all would be there twice
         prepared = {name: value.new_empty(len(rows), *value.shape) for name, value in first.items()}
         for index, row in enumerate(rows):
-            for name, value in images.read(row["image"], None).items():
+            for name, value in prepare.read(row["image"]).items():
                 prepared[name][index] = value
         _PREPARED[key] = prepared
     return _PREPARED[key]

@@ -27,8 +27,8 @@ from conversion import publish
 from conversion.checkpoints import load_config
 from conversion.verification import require_loadable
 from data.arguments import DataArguments
-from data.sources import file_stamp, newest_file
-from records.files import locked, respect_umask, write_text
+from data.sources import newest_file
+from records.files import locked, refuse_to_overwrite, respect_umask, write_text
 from records.local_names import paths_here
 from records.provenance import (
     CHECKPOINTS,
@@ -171,8 +171,6 @@ class Runner:
             trackers,
             rehearses=rehearses,
         )
-        # Folder or hub name with the stamps of its files -> fingerprint
-        self._fingerprints: dict[str, str] = {}
         self.settings = dump(recipe)
         self._local = paths_here(self.settings)
 
@@ -235,8 +233,8 @@ class Runner:
             ValueError: its folder was made by something else.
         """
         final, partial = self.folders(stage)
-        if final.exists() and not (final / MANIFEST).is_file() and not (final.is_dir() and not any(final.iterdir())):
-            raise ValueError(f"{final} is in the way: it has no {MANIFEST}, so no stage made it. Move it away")
+        if not (final / MANIFEST).is_file():
+            refuse_to_overwrite(final)
         context, data = self.context, getattr(stage, "data", None)
         record = Record(
             stage=comparable(dump(stage)),
@@ -248,7 +246,7 @@ class Runner:
         for reference in references(stage):
             if reference.reads.outside or reference.value in context.stages:
                 with suppress(Unfinished):
-                    record.inputs[reference.value] = self._input_fingerprint(reference.value)
+                    record.inputs[reference.value] = input_fingerprint(context.folder(reference.value))
         with suppress(Unfinished):
             record.data = None if data is None else context.identity(data)
         inputs, unfinished = None, None
@@ -269,14 +267,6 @@ class Runner:
         """A stage's folder, and the one in which it works."""
         output_dir = self.context.output_dir
         return output_dir / stage.name, output_dir / f"{stage.name}.partial"
-
-    def _input_fingerprint(self, reference: str) -> str:
-        """What a stage, a folder or a hub name holds, which is read again when a file of it has changed."""
-        folder = self.context.folder(reference)
-        key = f"{reference} {[file_stamp(str(path)) for path in sorted(Path(folder).rglob('*')) if path.is_file()]}"
-        if key not in self._fingerprints:
-            self._fingerprints[key] = input_fingerprint(folder)
-        return self._fingerprints[key]
 
     def _attempt(self) -> Attempt:
         """What a stage runs on; its time is not known until it has ended."""

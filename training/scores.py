@@ -82,7 +82,7 @@ class Scores:
             return None
         try:
             record = read_json(best / RECORD)
-            sound = record["weights"] == weights_fingerprint(str(best)) and isinstance(record["value"], float)
+            sound = record["weights"] == weights_fingerprint(best) and isinstance(record["value"], float)
         except (OSError, ValueError, TypeError, LookupError):
             sound = False
         if not sound:
@@ -117,7 +117,7 @@ class Scores:
             raise self._damaged("it is gone")
         if best is not None and not value > read_json(best / RECORD)["value"]:
             return
-        record = {"step": step, "score": self.decisive, "value": value, "weights": weights_fingerprint(str(measured))}
+        record = {"step": step, "score": self.decisive, "value": value, "weights": weights_fingerprint(measured)}
         write_text(measured / RECORD, json.dumps(record, indent=2))
         # Renamed, not deleted: a kill leaves one of the two whole
         shutil.rmtree(before, ignore_errors=True)

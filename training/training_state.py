@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from records.provenance import file_digest, value_digest
+from records.digests import file_digest, value_digest
 from training.optimizers import WeightAverage, make_states
 
 

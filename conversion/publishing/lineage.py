@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from records.digests import value_digest
 from records.files import read_json, read_record
 from records.local_names import is_hub_name, is_url, without_paths
 from records.messages import join_names
@@ -16,7 +17,6 @@ from records.provenance import (
     Attempt,
     OwnStage,
     Record,
-    value_digest,
     weights_fingerprint,
 )
 from records.result_schema import ExpertSummary, require_result, require_summary, results_mark
@@ -150,7 +150,7 @@ class Lineage:
 
 def _measured(folder: Path) -> dict[str, Any]:
     """The scores of a folder's weights in its run, what its analyses say of the experts, and the pictures of both."""
-    weights = weights_fingerprint(str(folder))
+    weights = weights_fingerprint(folder)
     results, analyses = _results(folder, weights), dict(_results_of_weights("*/experts.json", folder, weights))
     return {
         "results": {name: _published(read_json(path)) | {"source": folder.name} for name, path in results.items()},

@@ -10,7 +10,7 @@ from datasets import Dataset
 from data.sources import once
 from evaluation.benchmarks.layouts import Layout
 from evaluation.class_names import are_ids
-from evaluation.results import content_hash
+from records.digests import short_digest
 from records.files import read_json
 from records.messages import shortened
 
@@ -47,7 +47,7 @@ class BabelImageNet(Layout):
 
     def stamp(self, folder: Path, split: str) -> str:
         images = once(f"stamp of {folder}, {split}", lambda: self._layout(folder, split).stamp(folder, split))
-        return content_hash([images, [*self._names(folder, split)], *self.names_and_templates(folder, split)])
+        return short_digest([images, [*self._names(folder, split)], *self.names_and_templates(folder, split)])
 
     def names_and_templates(self, folder: Path, split: str) -> tuple[list[str], list[str]]:
         names, prompts = list(self._names(folder, split).values()), None

@@ -19,12 +19,11 @@ from typing import Any, ClassVar, Literal
 from datasets import Dataset
 
 from data.annotations import read_annotations
-from data.identity import content_digests
 from data.image_folders import PICTURES
 from data.pairs import rename_columns, select_columns
 from data.sources import DataArguments, open_rows
 from evaluation.class_names import in_order
-from evaluation.results import content_hash
+from records.digests import file_digests, short_digest
 from records.files import files_in, read_json, read_text
 
 # Beside the data, as CLIP_benchmark has them
@@ -70,19 +69,19 @@ class Layout(ABC):
         return all(any(folder.glob(self.of_split(pattern, split))) for pattern in self.files)
 
     def stamp(self, folder: Path, split: str) -> str:
-        """A hash that tells copies apart, wherever they lie: of what is said about a split, and of its images."""
-        return content_hash(
-            [[read_text(file) for file in self.annotations(folder, split)], self._images(folder, split)]
-        )
+        """The digest that tells copies apart, wherever they lie: of the names and contents of files."""
+        files = sorted({*self.annotations(folder, split), *self.other_files(folder, split)})
+        return short_digest([[file.relative_to(folder).as_posix() for file in files], file_digests(files)])
 
-    def _images(self, folder: Path, split: str) -> str:
+    def other_files(self, folder: Path, split: str) -> Iterable[Path]:
+        """What a split holds beside its annotations: its images."""
         try:
             rows = self.rows(folder, split)
         except FAULTS:  # told when it is loaded
-            return ""
+            return ()
         values = [value for name in rows.column_names if name.startswith("image") for value in rows[name]]
         paths = {value["path"] if isinstance(value, dict) else value for value in values}
-        return _stamp_of_contents(folder, filter(Path.is_file, map(Path, filter(None, paths))))
+        return filter(Path.is_file, map(Path, filter(None, paths)))
 
     def class_names(self, folder: Path, split: str) -> list[str] | None:
         """The names or the ids of classes that the data carry themselves, by the number of the class."""
@@ -121,12 +120,6 @@ def _value_of_word(file: Path) -> dict[str, str]:
     """The first word of each line -> its second and last one."""
     words = read_text(file).split()
     return _without_contradiction(zip(words[::2], words[1::2], strict=True), file)
-
-
-def _stamp_of_contents(folder: Path, files: Iterable[Path]) -> str:
-    """A hash of the names and contents of files, which are read once: see `data.identity.content_digests`."""
-    files = sorted(files)
-    return content_hash([[file.relative_to(folder).as_posix() for file in files], content_digests(map(str, files))])
 
 
 def _captioned(folder: Path, captions: dict[str, list[str]]) -> Dataset:
@@ -168,8 +161,8 @@ class Shards(Layout):
             return select_columns(rows, arguments)
         return rename_columns(rows, {arguments.image_column: "image", self.text: "label"}, arguments)
 
-    def stamp(self, folder: Path, split: str) -> str:
-        return _stamp_of_contents(folder, self.annotations(folder, split))
+    def other_files(self, folder: Path, split: str) -> Iterable[Path]:
+        return ()  # all images are within
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,10 +195,8 @@ class ClassFolders(Layout):
         names = (re.sub(r"^\d+\.", "", path.name).replace("_", " ") for path in self._classes(folder, split))
         return [re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name) for name in names]
 
-    def stamp(self, folder: Path, split: str) -> str:
-        said = [read_text(file) for file in self.annotations(folder, split)]
-        images = [image for path in self._classes(folder, split) for image in images_in(path)]
-        return content_hash([said, _stamp_of_contents(folder, images)])
+    def other_files(self, folder: Path, split: str) -> Iterable[Path]:
+        return (image for path in self._classes(folder, split) for image in images_in(path))
 
     def rows(self, folder: Path, split: str) -> Dataset:
         label_of = {}  # the number of each image's class
@@ -246,9 +237,6 @@ class LabelLines(Layout):
     line: str = ""
     suffix: str = ""
     content: ClassVar[str] = "the name of an image and its class"
-
-    def stamp(self, folder: Path, split: str) -> str:
-        return content_hash([self.labels(folder, split), self._images(folder, split)])
 
     def labels(self, folder: Path, split: str) -> dict[str, str]:
         """Name of an image -> its label."""
@@ -417,8 +405,8 @@ class Parquet(Layout):
     def shape(self) -> str:
         return f"{self.files[0]} with the columns {', '.join([*self.columns, *self.choice])}"
 
-    def stamp(self, folder: Path, split: str) -> str:
-        return _stamp_of_contents(folder, self.annotations(folder, split))
+    def other_files(self, folder: Path, split: str) -> Iterable[Path]:
+        return ()  # all images are within
 
     def rows(self, folder: Path, split: str) -> Dataset:
         pattern = f"{glob.escape(str(folder))}/{self.of_split(self.files[0], split)}"

@@ -16,9 +16,8 @@ from evaluation.benchmarks.layouts import CLASSES, FAULTS, TEMPLATES, Layout
 from evaluation.benchmarks.specs import Benchmark
 from evaluation.class_names import SYNSET, are_ids, names_after_ids
 from evaluation.own_data import read_classes, read_templates, readable_image_pairs
-from evaluation.results import content_hash
 from evaluation.task import Task
-from records.files import read_text
+from records.digests import short_digest
 from records.messages import shortened
 
 
@@ -43,11 +42,13 @@ def benchmark_task(benchmark: Benchmark, data_root: str | Path | None = None, nu
         templates = texts[1] if texts else [str(_text_file(benchmark, folder, TEMPLATES))]
         templates = read_templates(templates)
         protocol += f", {len(templates)} templates"
-    version = content_hash(_stamps(benchmark, local, layout)) if local else f"commit {folder.name}"
+    version = f"commit {folder.name}"
+    if local:
+        version = short_digest([layout.stamp(local, split) for split in benchmark.splits])
     data = {"source": benchmark.hub or benchmark.name, "split": benchmark.split}
     data |= {"layout": type(layout).__name__, "version": version}
-    data |= {"classes": content_hash(classes)} if classes else {}
-    data |= {"templates": content_hash(templates)} if templates else {}
+    data |= {"classes": short_digest(classes)} if classes else {}
+    data |= {"templates": short_digest(templates)} if templates else {}
 
     def load_split(split: str) -> Callable[[], tuple[Dataset, int]]:
         def load() -> tuple[Dataset, int]:
@@ -88,10 +89,6 @@ def _find(benchmark: Benchmark, data_root: str | Path | None) -> tuple[Path | No
         where = f"{Path(data_root or 'DATA_ROOT') / benchmark.name} (--data-root), with {benchmark.shapes}"
         raise ValueError(f"{benchmark.name} is not read from the Hub: put it into {where}")
     return None, benchmark.layouts[0]
-
-
-def _stamps(benchmark: Benchmark, folder: Path, layout: Layout) -> list[Any]:
-    return [layout.stamp(folder, split) for split in benchmark.splits]
 
 
 def _from_hub(benchmark: Benchmark, patterns: Sequence[str], commit: str | None = None, way_out: str = "") -> Path:
@@ -228,13 +225,3 @@ def _name_of(label: Any, classes: Sequence[str], folder: Path) -> str:
     if not isinstance(label, int) or not 0 <= label < len(classes):
         raise ValueError(f"{folder}: the label {label!r} is none of the numbers of {len(classes)} classes, from 0 on")
     return classes[label]
-
-
-def benchmark_fingerprint(benchmark: Benchmark, data_root: str | Path | None) -> str:
-    """A hash of the local copy of a benchmark, with its own names and templates, or the commit of the Hub's. Raises as
-    `benchmark_task`."""
-    folder, layout = _find(benchmark, data_root)
-    if folder is None:
-        return f"commit {_from_hub(benchmark, ['*.txt']).name}"
-    texts = [read_text(folder / name) for name in (CLASSES, TEMPLATES) if (folder / name).is_file()]
-    return content_hash([*_stamps(benchmark, folder, layout), *texts])

@@ -1,9 +1,8 @@
 """Layouts of images that lie as bytes one after another in a file: CIFAR, MNIST, STL-10."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import ClassVar
 
@@ -12,7 +11,6 @@ import PIL.Image
 from datasets import Dataset, Image
 
 from evaluation.benchmarks.layouts import Layout
-from evaluation.results import content_hash
 from records.files import read_text
 
 
@@ -30,9 +28,8 @@ class Pixels(Layout):
     def arrays(self, folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
         """The images, (images, height, width) or with 3 colors, and the numbers of their classes."""
 
-    def stamp(self, folder: Path, split: str) -> str:
-        pixels = [sha256(file.read_bytes()).hexdigest() for file in self.annotations(folder, split)]
-        return content_hash([pixels, self.class_names(folder, split)])
+    def other_files(self, folder: Path, split: str) -> Iterable[Path]:
+        return [folder / self.names] if self.names else []
 
     def class_names(self, folder: Path, split: str) -> list[str] | None:
         return list(filter(None, read_text(folder / self.names).replace("_", " ").split("\n"))) if self.names else None

@@ -17,7 +17,8 @@ from typing import Any
 
 from pydantic.dataclasses import is_pydantic_dataclass
 
-from records.provenance import OwnStage, file_digest
+from records.digests import file_digest
+from records.provenance import OwnStage
 from training.settings import STRICT
 from training.stages.base import Stage
 

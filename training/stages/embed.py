@@ -31,19 +31,15 @@ class EmbedStage(Stage):
     caption_weights: list[Annotated[float, Field(ge=0)]] | None = Field(default=None, min_length=1)
 
     def run(self, inputs: SimpleNamespace, context: "Context", directory: Path) -> None:
-        import torch
-
-        from conversion.checkpoints import load_clip
-        from conversion.processors import load_processor
+        from evaluation.embedder import BATCHES_PER_SHARD, Embedder
         from evaluation.feature_store import FeatureStore
-        from training.features import BATCHES_PER_SHARD, clip_features
         from training.loader import PairLoader
 
-        processor = load_processor(inputs.model)
-        rows = context.pairs(inputs.data)
-        model, weights = load_clip(inputs.model, dtype=torch.float32), self.caption_weights
-        loader = PairLoader(rows, processor, self.data, min(self.batch_size, len(rows)), caption_weights=weights)
+        accelerator, rows = context.accelerator, context.pairs(inputs.data)
+        batch_size, weights = min(self.batch_size, len(rows)), self.caption_weights
+        embedder = Embedder(inputs.model, None, batch_size, accelerator.device, state=accelerator)
+        loader = PairLoader(rows, embedder.processor, self.data, batch_size, caption_weights=weights)
         context.held["images"] = loader.bytes_in_memory
         about = {"data": dump(self.data), "dataset_fingerprint": context.data_fingerprint(rows)}
-        store = FeatureStore(directory, len(rows), loader.batch_size * BATCHES_PER_SHARD, about)
-        store.write(context.accelerator, "features", clip_features(context.accelerator, model, loader, weights))
+        store = FeatureStore(directory, len(rows), batch_size * BATCHES_PER_SHARD, about)
+        store.write(accelerator, "features", embedder.compute(loader.in_order()))

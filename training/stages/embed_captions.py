@@ -73,7 +73,7 @@ class EmbedCaptionsStage(Stage):
                 shutil.copytree(Path(source) / ENCODER, partial, dirs_exist_ok=True)
             return
         if self.encoder == "tfidf":
-            encoder = TfidfEncoder.fit(captions_of(rows, 0, len(rows)), self.dim, seed, self.max_df)
+            encoder = TfidfEncoder.fit(captions_of(rows), self.dim, seed, self.max_df)
         else:
             encoder = open_encoder(source, self.pooling, modality=self.modality)
         with new_folder(folder) as partial:

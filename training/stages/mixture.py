@@ -52,7 +52,7 @@ class MixtureStage(Stage):
 
     def fingerprints(self, inputs: SimpleNamespace) -> dict[str, str]:
         from data.identity import identity
-        from records.provenance import value_digest
+        from records.digests import value_digest
 
         identities = {f"sources.{number}": identity(source) for number, source in enumerate(inputs.sources)}
         return {setting: value_digest(what) for setting, what in identities.items() if what is not None}

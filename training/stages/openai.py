@@ -50,6 +50,6 @@ class OpenAIStage(Stage):
         write_model(archive, directory, *options, self.processor, self.trust_archive)
 
     def fingerprints(self, inputs: SimpleNamespace) -> dict[str, str]:
-        from records.provenance import file_digest
+        from records.digests import file_digest
 
         return {self.archive: file_digest(Path(self.archive))} if Path(self.archive).is_file() else {}
