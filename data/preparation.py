@@ -7,7 +7,7 @@ import PIL.Image
 import torch
 from transformers import BaseImageProcessor
 
-from data.augmentation import Augmentation
+from data.arguments import Augmentation
 from data.images import decode_image
 
 # Sides of images that are prepared both ways, to see that the results are equal: upright, lying, small and square
