@@ -1,16 +1,20 @@
-"""README and docs: examples run as they stand, links lead somewhere, numbers are those of the cards."""
+"""README and docs: commands are read, examples run, links lead somewhere, numbers are those of the cards."""
 
 import re
 import shutil
+from unittest import mock
 
 import pytest
 import stand_ins
-from documents import CLIP_MOE_DEMO, ELSEWHERE, PAGES, ROOT, RUN, SHOWN, blocks, run_page
+from documents import CLIP_MOE_DEMO, ELSEWHERE, PAGES, ROOT, RUN, SHOWN, blocks, lines, run_page, words
 
+import clip_moe
 from data import symbols
 from records.yaml_files import read_yaml
 from training import settings_page
-from training.commands import train
+from training.recipe import load_recipe
+from training.stage_command import read_command
+from training.stages import KINDS
 
 TEXT = {page: page.read_text(encoding="utf-8") for page in PAGES}
 CARDS = ROOT / "model_cards"
@@ -57,13 +61,13 @@ def checkout(tmp_path_factory):
             patch.setattr(symbols, function, smaller(getattr(symbols, function)))
         with pytest.MonkeyPatch.context() as inside:
             inside.chdir(folder)
-            train.main(CLIP_MOE_DEMO.split())
+            clip_moe.main(["run", *CLIP_MOE_DEMO.split()])
         yield folder
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name not in ELSEWHERE and blocks(page)], ids=name_of)
-def test_examples_run_as_they_stand(page, checkout, tmp_path, monkeypatch):
+def test_examples_run(page, checkout, tmp_path, monkeypatch):
     shutil.copytree(checkout, tmp_path / "checkout", symlinks=True)
     monkeypatch.chdir(tmp_path / "checkout")
     run_page(page)
@@ -78,6 +82,36 @@ def test_every_block_runs_or_says_that_it_is_shown(page):
         assert block.language != "yaml" or read_yaml(block.text, str(block))
     if page.name in ELSEWHERE:
         assert page.name in (ROOT / "tests" / ELSEWHERE[page.name]).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_command_is_read(page, monkeypatch):
+    """Kinds, settings and options of each command are there, and so are the targets of make and the extras of pip."""
+    monkeypatch.chdir(ROOT)
+    commands = [words(line) for block in blocks(page) if block.language == "bash" for line in lines(block)]
+    for name, *arguments in commands:
+        if name == "make":
+            makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+            assert all(re.search(rf"^{word}:", makefile, re.M) for word in arguments if "=" not in word), arguments
+        elif name == "pip":
+            extras = re.findall(r"\[(\w+)\]", " ".join(arguments))
+            assert all(f'"{extra}": {extra}' in (ROOT / "setup.py").read_text(encoding="utf-8") for extra in extras)
+        elif name == "clip-moe" or arguments[:3] == ["launch", "-m", "clip_moe"]:
+            read(arguments if name == "clip-moe" else arguments[3:])
+
+
+def read(arguments):
+    """What `clip-moe` does with its arguments before anything runs."""
+    parse = {"print_error": False, "exit_on_error": False}
+    with mock.patch("records.command_line.run", lambda line, given: line.parse_args(given, **parse)):
+        clip_moe.main(arguments)
+    kind = arguments[0].replace("-", "_")
+    if kind in KINDS:
+        read_command(kind, arguments[1:])
+    elif kind == "run" and arguments[2].startswith("training/"):
+        options = dict(zip(arguments[1::2], arguments[2::2], strict=False))
+        stages = {key: value for key, value in options.items() if "." in key}
+        load_recipe(options["--config"], {key[2:]: read_yaml(value, key) for key, value in stages.items()})
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -98,8 +132,8 @@ def test_the_front_page_is_short_and_leads_to_every_page():
 
 
 def test_the_first_example_prints_what_stands_below_it(capsys):
-    """Within the first 40 lines, on the model that lies in the repository."""
-    example, printed = blocks(ROOT / "README.md")[:2]
+    """Within the first 40 lines, on the model in the repository."""
+    example, printed = blocks(ROOT / "README.md")[1:3]
     assert (example.language, printed.language) == ("python", "text") and example.line <= 40
     exec(compile(example.text, "README.md", "exec"), {})
     assert capsys.readouterr().out == printed.text
@@ -124,9 +158,8 @@ def test_the_index_of_papers_names_what_is_there():
 
 
 def test_settings_are_those_of_the_code():
-    """Written anew by `python -m training.settings_page`; each has a meaning."""
+    """docs/settings.md is what `python -m training.settings_page` writes; each setting has a meaning."""
     assert settings_page.settings_page() == TEXT[settings_page.PAGE]
-    assert settings_page.outlines() == settings_page.OUTLINES.read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \|.*\| (.*) \|$", TEXT[settings_page.PAGE], re.MULTILINE)
     assert len(rows) > 100 and [name for name, meaning in rows if not meaning] == []
 
