@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/installed
 INTEGRATIONS := .venv/installed-integrations
-# They require much that the parts we use do not, or old versions of it.
+# Their requirements are many or old, and what we use of them needs none.
 WITHOUT_REQUIREMENTS := clip-benchmark==1.6.2 llava-torch==1.2.2.post1
 # What clip-benchmark's command imports, in a folder of its own: with torchvision, transformers would prepare images by
 # it, and the one on PyPI does not go with a CPU build of torch. With NumPy 2.4, its top-5 accuracy fails.
@@ -41,7 +41,7 @@ $(INTEGRATIONS): $(STAMP)
 	tar --extract --directory .venv --file .venv/transformers-*.tar.gz
 	touch $(INTEGRATIONS)
 
-demo: $(STAMP)  ## dense and sparse models that remember names, into runs/demo
+demo: $(STAMP)  ## dense and sparse models that learn names, into runs/demo
 	$(BIN)/python -m training.upcycle --config training/recipes/demo.yaml
 	$(BIN)/clip-moe curves runs/demo --output-dir runs/demo/curves --only contrastive_loss
 
@@ -58,7 +58,7 @@ app: $(APP)/installed  ## a page for a model: make app MODEL=runs/clip_moe_demo/
 # processes share cores, spinning costs several times the time, and where one has them alone, it saves time.
 test test-slow test-integrations test-transformers: export OMP_WAIT_POLICY := PASSIVE
 
-test: $(STAMP)  ## all tests that need no GPU, but the slow ones
+test: $(STAMP)  ## all tests that need no GPU, except the slow ones
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 test-slow: $(STAMP)  ## runs on two processes, killed runs, full disks and random damage
@@ -87,7 +87,7 @@ style: $(STAMP)  ## repair what can be repaired
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(STAMP)  ## docs/settings.md and training/outlines.json, from the classes of the settings
+docs: $(STAMP)  ## docs/settings.md, from the classes of the settings
 	$(BIN)/python -m training.settings_page
 
 # With a python that has torch for the GPU and this package: python3 -m pip install --editable '.[test]'
@@ -103,7 +103,7 @@ bench-gpu:  ## speed on a GPU: GPU_PYTHON=python3 make bench-gpu RESULTS=benchma
 	-$(GPU_PYTHON) -m benchmarks.steps recipes --size ViT-B/16 --batch 256 --dtype bfloat16 --no-gradient-checkpointing --output $(RESULTS)/real_steps_b16_gpu.md
 	-$(GPU_PYTHON) -m benchmarks.steps recipes --size ViT-L/14 --batch 192 --dtype bfloat16 --no-gradient-checkpointing --output $(RESULTS)/real_steps_l14_gpu.md
 
-bench: $(STAMP)  ## what is wanted of speed and memory, and what is there
+bench: $(STAMP)  ## the goals for speed and memory, and what is measured
 	mkdir -p $(RESULTS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.goals --output $(RESULTS)/goals_cpu.md
 
@@ -113,17 +113,17 @@ $(KIT)/installed: setup.py constraints.txt
 	$(KIT)/bin/pip install --quiet --constraint $(KIT)/constraints.txt ".[app]" $(KIT_TOOLS)
 	touch $@
 
-kit: wheel site notebook space  ## all that is published, but models
+kit: wheel site notebook space  ## all that is published, except models
 
-wheel: $(KIT)/installed  ## dist/*.whl, used where no checkout is
+wheel: $(KIT)/installed  ## dist/*.whl, tried outside a checkout
 	rm -rf dist build/kit
 	$(KIT)/bin/python -m build
 	$(KIT)/bin/twine check --strict dist/*
 	$(KIT)/bin/pip install --quiet --force-reinstall --no-deps dist/*.whl
 	mkdir -p build/kit
 	$(IN_KIT)/clip-moe recipes
-	$(IN_KIT)/clip-moe upcycle training/symbol_clip/quarter sparse --preset clip_moe
-	$(IN_KIT)/clip-moe evaluate --model sparse --tasks symbols_pairs --output-dir scores
+	$(IN_KIT)/clip-moe upcycle sparse --model training/symbol_clip/quarter --preset clip_moe
+	$(IN_KIT)/clip-moe evaluate scores --models.sparse sparse --tasks symbols_pairs
 
 site: $(KIT)/installed  ## build/site, the documentation; a link to nothing is an error
 	NO_MKDOCS_2_WARNING=1 $(KIT)/bin/mkdocs build --strict
@@ -138,7 +138,7 @@ space: $(KIT)/installed  ## build/space, started once; for the Hub, make space S
 	$(KIT)/bin/python -m examples.app $(SPACE_MODEL) --examples examples/pictures --space build/space
 	$(KIT)/bin/python tests/integration/start_space.py build/space
 
-release: check kit  ## what a person has to do for a release, after all checks
+release: check kit  ## all checks, then what a person does for a release
 	@git diff --quiet HEAD || { echo "error: there are changes that are not committed"; exit 1; }
 	@version=$$($(KIT)/bin/python setup.py --version) && grep -q "^version: $$version$$" CITATION.cff && grep -q "^## $$version" CHANGELOG.md \
 		|| { echo "error: setup.py, CITATION.cff and CHANGELOG.md should name one version"; exit 1; }
