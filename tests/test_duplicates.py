@@ -11,10 +11,9 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_runs import DENSE, TUNED, losses, run_stages, same_weights, train
+from tiny_runs import DENSE, TUNED, losses, run_stages
 from transformers import AutoTokenizer
 
 from data.tokenizer import tokenize
@@ -240,23 +239,3 @@ def test_swaps_help_as_far_as_they_can():
         counts = [np.sum(texts[batch] == -1) for batch in batches]
         assert np.ptp(counts) <= 1 and len(np.unique(batches)) == batches.size
         assert sampler.duplicates.share_in(batches) - np.mean(texts[batches] == -1) < most
-
-
-def test_a_plan_counts_equal_texts(tmp_path, capsys):
-    data = folder_of(tmp_path / "pictures", DIFFERENT[:16] * 2)
-    stages = [DENSE, TUNED | {"data": data, "global_batch_size": 8}]
-    recipe = {"output_dir": str(tmp_path / "out"), "stages": stages}
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    print_plan(load_recipe(tmp_path / "recipe.yaml"))
-    assert re.search(r"^tuned: in .* of the pairs share a text: kept apart$", capsys.readouterr().out, re.M)
-
-
-def test_a_killed_run_goes_on_without_duplicates(tmp_path):
-    settings = {"data": {"source": "names", "kinds": "16", "num_samples": 64, "in_memory": True}}
-    whole = train(tmp_path / "whole", **settings)
-    train(tmp_path / "killed", stop=3, **settings)
-    killed = train(tmp_path / "killed", **settings)
-    assert same_weights(whole, killed) and Record.read(killed).duplicates == {
-        "shuffled": pytest.approx(0.35, abs=0.2),
-        "left": 0,
-    }

@@ -111,13 +111,6 @@ def test_a_table_may_name_the_splits(tmp_path):
     assert [os.path.basename(file) for file in parts["test"].files] == ["2.png", "metadata.csv"]
 
 
-def test_links_to_each_other_end(tmp_path, caplog):
-    write(tmp_path, "a/1.png", "b/2.png")
-    (tmp_path / "a" / "more").symlink_to(tmp_path / "b")
-    (tmp_path / "b" / "more").symlink_to(tmp_path / "a")
-    assert len(open_folder(tmp_path)["train"].rows) == 2 and "a link to a folder that is read already" in caplog.text
-
-
 def test_pictures_by_what_they_are(tmp_path, caplog):
     write(tmp_path, "1.PNG", "without_an_ending", ".hidden.png", "__MACOSX/2.png")
     Image.new("RGB", (8, 8)).save(tmp_path / "3.avif")

@@ -3,20 +3,14 @@
 import os
 import shlex
 import shutil
-import signal
-import stat
-import subprocess
-import sys
-import time
 
 import pytest
 import yaml
 from safetensors.torch import save_file
 from tiny_clip import error_of
-from tiny_runs import ROOT, full_disk, recipe, recorded, same_weights, train, weights
+from tiny_runs import full_disk, recipe, recorded, same_weights, train, weights
 
 from data.worlds import build_processor
-from records.command_line import INTERRUPTED
 from records.files import locked
 from records.provenance import Record
 from training import commands
@@ -135,22 +129,6 @@ def test_a_second_run_in_a_folder_is_told_who_holds_it(write, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_says_how_to_go_on(write, tmp_path, number):
-    path = write(3, max_steps=100_000)
-    command = [sys.executable, "-m", "training.upcycle", "--config", path]
-    run = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    log = tmp_path / "out" / "tuned.partial" / "log.jsonl"
-    while run.poll() is None and not log.exists():
-        time.sleep(0.05)
-    run.send_signal(number)
-    error = run.communicate(timeout=60)[1]
-    assert run.returncode == 128 + number and "Traceback" not in error
-    assert (INTERRUPTED in error) == (number == signal.SIGINT)
-    assert not list((tmp_path / "out").glob("*.tmp")) and not list((tmp_path / "out").glob(".*"))
-
-
-@pytest.mark.slow
 def test_full_disks_end_in_one_line_and_lose_nothing(write, tmp_path, monkeypatch):
     """No file may be longer than a few bytes, from a stage's own work on. Each run goes on from what is there."""
     path = write(3, save_steps=None)
@@ -182,16 +160,6 @@ def test_full_disks_end_in_one_line_and_lose_nothing(write, tmp_path, monkeypatc
     assert same_weights(resumed / "tuned", whole / "tuned")
     for name in ("features", "words"):
         assert contents(resumed / name).keys() == contents(whole / name).keys()
-
-
-def test_files_of_a_stage_are_readable_as_the_umask_says(write):
-    before = os.umask(0o007)
-    try:
-        output = run_recipe(load_recipe(write()))
-    finally:
-        os.umask(before)
-    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in output.rglob("*") if path.is_file()}
-    assert "model.safetensors" in modes and set(modes.values()) == {0o660}, modes
 
 
 def test_every_model_says_how_to_load_it_and_every_error_names_its_stage(write, tmp_path, capsys):
