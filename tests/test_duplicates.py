@@ -185,12 +185,7 @@ TWO = ["a", "b"] * 16
     ("captions", "duplicates", "line", "left"),
     [
         (DIFFERENT, "separate", "no two pairs of a batch have the same text or image", 0),
-        (
-            DIFFERENT[:16] * 2,
-            "separate",
-            r"in shuffled batches, \d+.\d% of the pairs share a text or image: kept apart",
-            0,
-        ),
+        (DIFFERENT[:16] * 2, "separate", r"in shuffled batches, \d+.\d% of the .* text or image: kept apart", 0),
         (TWO, "separate", r"in .*, 100.0% .*: positives of each other", 1),
         (TWO, "positive", r"in .*, 100.0% .*: positives of each other", 1),
         (TWO, "negative", r"in .*, 100.0% of the pairs share a text: negatives of each other", 1),
@@ -220,9 +215,7 @@ def test_duplicates_of_a_stream_are_positives(tmp_path, capsys, monkeypatch):
 
 def test_one_text_for_all_is_an_error(tmp_path):
     data = folder_of(tmp_path / "pictures", ["the same"] * 32)
-    with pytest.raises(
-        ValueError, match=r"tuned.data: in every batch, all pairs have the same text or image, so there"
-    ):
+    with pytest.raises(ValueError, match=r"tuned.data: in every batch, all pairs have the same text or image, so"):
         trained(tmp_path / "run", data)
     with pytest.raises(RecipeError, match=r"tuned.data: in every batch, all pairs have the same text"):
         print_plan(load_recipe(tmp_path / "run/recipe.yaml"))

@@ -18,7 +18,7 @@ from evaluation.commands import report
 from evaluation.figures import plot_text
 from evaluation.page import SORT, html_page
 from evaluation.report import _scores, arrange, best_of, write_report
-from records.intervals import difference_reach, mean_reach, share_reach
+from records.intervals import difference_reach, share_reach
 from records.markdown import escape, one_line
 
 figures = small_evaluation.figures
@@ -127,20 +127,6 @@ def test_a_score_of_pairs_has_an_interval_and_a_mean_of_groups_that_of_their_own
         assert f"37.5% (+0.0{error})" in table
     parts = [difference_reach(share, share, number)[0] for share, number in ((0.25, 16), (0.5, 64))]
     assert 100 * (parts[0] ** 2 + parts[1] ** 2) ** 0.5 / 2 == pytest.approx(16.6, abs=0.05)
-
-
-@pytest.mark.parametrize("shares", [(0.02, 0.5, 0.9), (1.0, 1.0, 0.7), (0.3, 0.3, 0.3)])
-def test_an_interval_of_a_mean_holds_what_it_says(shares):
-    """Of tests drawn at random, of few and of many samples; of one that all scores share, too, where it is wider."""
-    rng, sizes = np.random.default_rng(0), (12, 40, 150)
-    drawn = np.stack([rng.binomial(size, share, 2000) / size for share, size in zip(shares, sizes, strict=True)], 1)
-    within = []
-    for of_test in drawn:
-        reaches = [share_reach(*part) for part in zip(of_test, sizes, strict=True)]
-        (below, above), off = mean_reach(reaches), np.mean(shares) - of_test.mean()
-        within.append(-below <= off <= above)
-        assert mean_reach(reaches, independent=False) >= (below, above)
-    assert 0.93 < np.mean(within) < 0.995
 
 
 def test_languages_share_their_images():

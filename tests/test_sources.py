@@ -19,14 +19,6 @@ STREAMING = pytest.mark.parametrize("streaming", [False, True], ids=["loaded", "
 TAR = {"image_column": "png", "caption_column": "txt"}
 
 
-def test_unreadable_pairs_are_counted_and_skipped_if_they_are_few(tmp_path, caplog):
-    settings = damaged(tmp_path, 0.02)
-    assert len(load_pairs(DataArguments(**settings, max_unreadable=0.05))) == 196
-    assert "4 of 200 pairs" in caplog.text and "cut.png): its image" in caplog.text and "skipped" in caplog.text
-    with pytest.raises(ValueError, match=r"pair \d+ \(.*More than max_unreadable = 1%"):
-        load_pairs(DataArguments(**settings))
-
-
 def test_pairs_without_images_are_all_that_have_a_caption(tmp_path, monkeypatch):
     arguments = DataArguments(**damaged(tmp_path, 0.02), max_unreadable=0.05)
     monkeypatch.setattr("data.pairs.decode_image", None)  # calling it would fail
