@@ -17,7 +17,7 @@ from test_metrics import random_unit
 
 from data import symbols
 from data.images import decode_image
-from evaluation.benchmarks.loading import CLASSES, TEMPLATES, NotDownloaded, benchmark_task
+from evaluation.benchmarks.loading import CLASSES, TEMPLATES, NotDownloaded, benchmark_fingerprint, benchmark_task
 from evaluation.benchmarks.specs import BENCHMARKS, GROUPS
 from evaluation.evaluate import evaluate_model
 from evaluation.tasks import find_tasks, problems_of_data
@@ -270,6 +270,14 @@ def test_half_of_imagenet_whose_list_is_cut_too_and_shards_that_lack_a_class(tmp
         loaded(tmp_path / "shards", "imagenet1k")
 
 
+def test_few_classes_have_no_top_5(tmp_path):
+    folder = make(tmp_path, "imagenet1k", 1)
+    for synset in sorted((folder / "val").iterdir())[3:]:
+        damage(synset, None)
+    write_names(folder, WORDS[:3])
+    assert benchmark_task(BENCHMARKS["imagenet1k"], tmp_path).metrics == ["accuracy"]
+
+
 def test_what_lies_in_folders(tmp_path):
     """What systems leave does not matter. All images within the folder of a class are its own, also in folders of their
     own and where two differ in their suffixes alone. Classes of one name, as ImageNet has some, keep their numbers."""
@@ -456,7 +464,10 @@ def test_babel_imagenet_scores_as_a_loop_does(dense, tmp_path):
     number = len(list(embeddings.iterdir()))
     (result,) = evaluate_model(dense, find_tasks(["babel_imagenet_de"], tmp_path), tmp_path / "scores")
     assert result["num_samples"] == 9 and len(list(embeddings.iterdir())) == number + 1  # texts, and no images again
+    copy = BENCHMARKS["babel_imagenet_zh_yue"], tmp_path
+    fingerprint = benchmark_fingerprint(*copy)
     (tmp_path / "imagenet" / "nllb_dist13b_prompts.json").unlink()
+    assert benchmark_fingerprint(*copy) != fingerprint
     assert find_tasks(["babel_imagenet_zh_yue"], tmp_path)["babel_imagenet_zh_yue"].templates == ["{}"]
     for number in range(1000):  # the names have another order than the ids
         folder = tmp_path / "imagenet" / "val" / f"n{number:08}"

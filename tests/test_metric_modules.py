@@ -1,5 +1,6 @@
 """The modules of the `evaluate` library: the same numbers as the functions that they call, offline."""
 
+import shutil
 import socket
 import sys
 from pathlib import Path
@@ -60,3 +61,18 @@ def test_modules_refuse_other_lengths_than_one():
             wrong = wrong if module is score else wrong[:, 1]
             with pytest.raises(ValueError, match=f"^{name} has an embedding of length {length}: divide each by its"):
                 module.compute(**inputs | {name: wrong})
+
+
+@pytest.mark.parametrize("name, others", [("retrieval_recall", ["retrieval"]), ("pair_score", ["pairs", "retrieval"])])
+def test_a_space_needs_these_files_alone(name, others, tmp_path, monkeypatch):
+    """Those that docs/evaluation.md names, in one folder, without the rest of this package."""
+    for file in (name, *others):
+        shutil.copy(ROOT / "evaluation" / f"{file}.py", tmp_path)
+    for module in [module for module in sys.modules if module.split(".")[0] == "evaluation"]:
+        monkeypatch.setitem(sys.modules, module, None)  # cannot be imported
+    pairs = unit([[0, 90], [0, 90]])
+    inputs = {"predictions": pairs, "references": pairs}
+    if name == "retrieval_recall":
+        inputs = {"predictions": pairs[0], "references": [0, 1], "image_embeds": pairs[0]}
+    monkeypatch.chdir(tmp_path)
+    assert set(evaluate.load(f"./{name}.py").compute(**inputs).values()) == {1.0}

@@ -205,6 +205,14 @@ def scores_of(dense, folder, *arguments):
     return evaluate_model(dense, tasks, folder / "scores")
 
 
+def test_one_row_a_caption_scores_as_one_row_an_image(dense, tmp_path):
+    rows = symbols.load("test", "web", 8, captions_per_image=3).cast_column("image", datasets.Image(decode=False))
+    lists = [{"image": row["image"], "caption": row["caption"]} for row in rows]
+    apart = [{**row, "caption": row["caption"][number]} for number in range(3) for row in lists]
+    one, other = scores_of(dense, tmp_path, save_rows(tmp_path, "lists", lists), save_rows(tmp_path, "apart", apart))
+    assert one["metrics"] == other["metrics"] and (other["num_samples"], other["num_captions"]) == (8, 24)
+
+
 def test_data_that_were_changed_in_place_are_other_data(dense, tmp_path):
     """Their scores neither replace those of before nor stand beside them."""
     (tmp_path / "pictures").mkdir()
