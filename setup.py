@@ -65,7 +65,6 @@ integrations = [
     "parameterized>=0.9",
     "peft>=0.21",
     "torchao>=0.18",
-    "wandb>=0.31",
 ]
 
 
