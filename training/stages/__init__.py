@@ -8,7 +8,7 @@ KINDS = (
     *("openai", "released_clip_moe", "export_clip_moe", "tokenizer", "initialize", "long_context", "upcycle", "unify"),
     *("assemble", "average", "dense", "llava", "mixture", "captions", "embed", "cluster", "embed_captions"),
     *("cluster_fine", "cluster_coarse", "select", "train", "train_long_clip", "train_experts", "train_data_expert"),
-    *("train_router", "evaluate", "analyze"),
+    *("train_router", "evaluate", "analyze", "embeddings"),
 )
 
 
