@@ -184,7 +184,7 @@ def test_a_recipe_without_a_fault_is_rehearsed_whole(path, capsys):
     stages = [stage for stage in recipe.stages if stage.name not in ("looked", "scores")]
     rows = {line.split()[0]: line.split() for line in rehearse(recipe, stages).splitlines() if line}
     assert [*rows][1 : len(stages) + 1] == [stage.name for stage in stages]
-    assert rows["pre"][-5] == "750"  # steps: three epochs of 2,000 pairs
+    assert rows["pre"][-6] == "750"  # steps: three epochs of 2,000 pairs
     assert not (path.parent / "out").exists() and not (path.parent / "out.rehearsal").exists()
 
 
