@@ -5,6 +5,10 @@ Importing it makes the rooms importable that lie beside this file: in a wheel, a
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cyclopts import App
 
 # First, since the user's own folder, where commands are started, may have a module `data` or `training`, too.
 sys.path.insert(0, str(Path(__file__).parent))
@@ -16,29 +20,47 @@ def main(arguments: list[str] | None = None) -> None:
     Args:
         arguments: default: those of this program.
     """
+    given = sys.argv[1:] if arguments is None else arguments
     try:
-        from conversion import commands as conversion
-        from evaluation import commands as evaluation
-        from records.command_line import command_line, run
-        from training import commands as training
         from training.stages import KINDS
+
+        kind = given[0].replace("-", "_") if given else ""
+        if kind in KINDS:  # whose help needs its own file alone
+            from records.program import end
+            from training.stage_command import run_command
+
+            return end(lambda: run_command(kind, given[1:]), is_all=arguments is None)
+        line = _command_line()
     except ModuleNotFoundError as error:
         sys.exit(
             f"error: {error}: the commands need more than the models: in a checkout, pip install -c constraints.txt -e "
             '".[training]"; elsewhere, pip install "clip-moe[training] @ git+https://github.com/OWNER/clip-moe"'
         )
+    from records.command_line import run
+
+    run(line, arguments)
+
+
+def _command_line() -> "App":
+    """All commands."""
+    from conversion import commands as conversion
+    from evaluation import commands as evaluation
+    from records.command_line import command_line
+    from training import commands as training
+    from training.stages import PURPOSES
+
+    kinds = [f"- {what}: {', '.join(kinds).replace('_', '-')}" for what, kinds in PURPOSES.items()]
     line = command_line(
-        "clip-moe", help="Turns a dense CLIP into a sparse Mixture-of-Experts CLIP, trains, measures and publishes it."
+        "clip-moe",
+        help="Turns a dense CLIP into a sparse Mixture-of-Experts CLIP, trains, measures and publishes it.\n\n"
+        "Every kind of stage is a command, clip-moe KIND OUTPUT; clip-moe KIND --help says more:\n\n"
+        + "\n".join(kinds),
     )
     for function in (training.run, evaluation.report, evaluation.efficiency, training.curves, conversion.publish):
         line.command(function)
     line.command(training.recipes)
     line.command("examples.app:app", name="app", help="A page in the browser to try a model.")
-    given = sys.argv[1:] if arguments is None else arguments
-    asked = [kind for kind in KINDS if kind.replace("_", "-") in given[:1]]
-    for kind in asked or KINDS:  # of one that is asked for, no other file is imported
-        line.command(training.stage_command(kind), name=kind.replace("_", "-"), help_flags=())
-    run(line, arguments)
+    return line
 
 
 if __name__ == "__main__":

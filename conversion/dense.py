@@ -53,8 +53,8 @@ def layer_scales(config: SparseMoEConfig, expert: int | str, scale: Scale | None
                 if value is None:
                     raise ValueError(
                         f"the weights of a token's experts do not sum to 1 (norm_topk_prob is False), and there is no "
-                        f"scale for layer {layer} of the {tower} tower: give --scale experts.json, which `clip-moe "
-                        "experts` makes of this model, or, right after upcycling, --scale 1"
+                        f"scale for layer {layer} of the {tower} tower: set scale to the folder that `clip-moe "
+                        "analyze` makes of this model or, right after upcycling, to 1"
                     )
             scales[rf"{prefix}encoder\.layers\.{layer}\.mlp"] = value
     return scales

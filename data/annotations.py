@@ -257,7 +257,7 @@ def read_annotations(path: Path, split: str | None) -> tuple[list[str | None], l
 
 def no_split(source: str | Path, split: str, splits: Iterable[Any]) -> str:
     """An error's text."""
-    return f"{source} has no split {split!r}, only {', '.join(map(str, splits))}: set split (--split)"
+    return f"{source} has no split {split!r}, only {', '.join(map(str, splits))}: set split"
 
 
 def _of_image(image: dict[str, Any], captions: Mapping[Any, list[Any]]) -> tuple[str | None, str, Any]:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import PIL.Image
 
 
-@dataclass(config=ConfigDict(extra="forbid"), kw_only=True)
+@dataclass(config=ConfigDict(extra="forbid", defer_build=True), kw_only=True)
 class DataArguments:
     """Where the pairs are and how they are read."""
 
@@ -102,7 +102,7 @@ class DataArguments:
         return slice(start, None if self.num_samples is None else start + self.num_samples)
 
 
-@dataclass(config=ConfigDict(extra="forbid"), kw_only=True)
+@dataclass(config=ConfigDict(extra="forbid", defer_build=True), kw_only=True)
 class Augmentation:
     """How training images are changed, at random and anew in every epoch."""
 
@@ -120,7 +120,7 @@ class Augmentation:
         return image.crop(box).resize(size, BICUBIC)  # by `resize(box=...)` it would see what is around
 
 
-@dataclass(config=ConfigDict(extra="forbid"), kw_only=True)
+@dataclass(config=ConfigDict(extra="forbid", defer_build=True), kw_only=True)
 class CaptionPolicy:
     """How one or more captions of an image come from a column of text."""
 

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 # Samples that one reader sees before it judges the share of unreadable ones.
 STREAM_TRIAL = 1000
 # By which columns are named, in a recipe and as options of a command
-SETTINGS = "image_column and caption_column or label_column (--image-column and the like)"
+SETTINGS = "image_column and caption_column or label_column"
 # Columns that hold images, by the names that they get here
 IMAGES = ("image", "image_0", "image_1")
 # Fewer rows are read in no time

@@ -70,6 +70,8 @@ def open_rows(arguments: DataArguments, captions: Iterable[str] = ()) -> Rows:
         by_columns = columns if is_folder or arguments.source.endswith(".json") else ()
         rows = once(f"rows {key} {by_columns}", lambda: _open(arguments, columns))
         if arguments.skip is not None:
+            if not arguments.streaming and arguments.skip >= len(rows):
+                raise ValueError(f"skip: {arguments.skip} leaves no pair of {arguments.source}, which has {len(rows)}")
             rows = rows.skip(arguments.skip)
         return rows if arguments.num_samples is None else rows.take(arguments.num_samples)
 

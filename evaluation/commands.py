@@ -1,4 +1,4 @@
-"""The commands of this room: `clip-moe embed`, `report` and `efficiency`."""
+"""The commands of this room: `clip-moe report` and `efficiency`."""
 
 from pathlib import Path
 from typing import Literal
@@ -6,72 +6,6 @@ from typing import Literal
 from records.command_line import Folder, command
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-
-
-@command
-def embed(
-    *,
-    model: str,
-    dataset: str,
-    output_dir: Folder,
-    what: Literal["both", "images", "captions"] = "both",
-    form: Literal["npy", "parquet"] = "npy",
-    split: str = "train",
-    num_samples: int | None = None,
-    image_column: str = "image",
-    image_root: str | None = None,
-    caption_column: str = "caption",
-    batch_size: int = 64,
-    dtype: Dtype = "float32",
-    device: str | None = None,
-    num_workers: int | None = None,
-) -> str:
-    """Write a model's embeddings of your pictures and captions, normalized and in the order of the data.
-
-    An interrupted command goes on where it stopped when it is run again with the same options. The second line shares
-    the work among several processes:
-
-        clip-moe embed --model runs/clip_moe_demo/clip_moe --dataset my/dataset --output-dir embeddings
-        accelerate launch -m clip_moe embed --model FOLDER ...
-
-    OUTPUT_DIR gets image_embeds.npy and text_embeds.npy, and rows.jsonl, which says of each pair where it is in the
-    data, its picture and its captions; or all of that as embeds.parquet. Pictures that cannot be read are left out,
-    counted and named.
-
-    Args:
-        model: folder or hub name of a CLIPModel or CLIPMoEModel
-        dataset: whatever a recipe's data.source may be
-        output_dir: folder of these embeddings alone
-        what: what to embed
-        form: form of the files
-        split: split of the data set; a folder without splits is `train`
-        num_samples: the first ones (default: all)
-        image_column: images or their paths
-        image_root: what relative paths of images start from
-        caption_column: texts or lists of texts
-        batch_size: images or texts at a time
-        dtype: of the computation; files are in float32
-        device: default: the accelerator, if there is one
-        num_workers: processes that read images (default: none for a few small ones, else up to 8)
-    """
-    import torch
-
-    from data.sources import DataArguments
-    from evaluation.embed import embed_pairs
-    from records.processes import joined_processes
-
-    arguments = DataArguments(
-        source=dataset,
-        split=split,
-        num_samples=num_samples,
-        image_column=image_column,
-        image_root=image_root,
-        caption_column=caption_column,
-    )
-    options = {"dtype": getattr(torch, dtype), "num_workers": num_workers, "state": joined_processes(device)}
-    held = embed_pairs(model, arguments, output_dir, what, form, batch_size, device, **options)
-    counts = f"{held.get('num_images', 0)} pictures and {held.get('num_captions', 0)} captions"
-    return f"{output_dir}: {counts}, {len(held.get('unreadable', []))} pictures skipped"
 
 
 @command

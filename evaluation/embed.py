@@ -1,12 +1,10 @@
-"""A model's embeddings of the pictures and captions of a data set, in files for other programs: `clip-moe embed`."""
+"""A model's embeddings of the pictures and captions of a data set, in files for other programs."""
 
 import json
 import logging
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import nullcontext
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,120 +15,66 @@ import pyarrow.parquet
 import torch
 from accelerate import PartialState
 
-from data.identity import identity
 from data.pairs import load_pairs, present_captions, rename_columns, select_columns, with_class_names
 from data.sources import DataArguments, open_rows
 from data.worlds import WORLDS
-from evaluation.embedder import Embedder, usable_device
-from records.files import locked, new_file, output_folder, read_json, refuse_to_overwrite, write_text, writing
+from evaluation.embedder import Embedder
+from records.files import new_file, writing
 from records.messages import join_names
-from records.provenance import weights_fingerprint
 
 logger = logging.getLogger(__name__)
 
 What, Form = Literal["both", "images", "captions"], Literal["npy", "parquet"]
-# What a folder holds, and what was computed so far
-ABOUT, PARTS = "embeddings.json", "parts"
-# What says how data are read, and not which
-READING = ("num_workers", "prefetch_factor", "in_memory")
+# What was computed so far
+PARTS = "parts"
 # Rows of a parquet file that are written together
 ROW_GROUP = 10_000
 
 
-def embed_pairs(
+def write_embeddings(
     model: str,
     arguments: DataArguments,
-    output_dir: Path,
+    folder: Path,
     what: What = "both",
     form: Form = "npy",
     batch_size: int = 64,
-    device: str | torch.device | None = None,
+    device: torch.device | None = None,
     dtype: torch.dtype = torch.float32,
     num_workers: int | None = None,
     state: PartialState | None = None,
-) -> dict[str, Any]:
-    """Write the normalized embeddings of a data set, in its order, to a folder. Resumes after an interruption.
+) -> tuple[int, int, list[int]]:
+    """Write the normalized embeddings of a data set, in its order, into a folder. Resumes after an interruption.
 
     Returns:
-        What the folder holds: `num_images`, `num_captions`, and the places of `unreadable` pictures in the data set,
-        which have no embedding.
-
-    Raises:
-        ValueError: the folder holds embeddings of another model, other data or other settings.
+        How many images and captions there are, and the places of unreadable pictures in the data set, which have no
+        embedding.
     """
-    is_main = state is None or state.is_main_process
-    source, output_dir = os.path.realpath(arguments.source), Path(output_dir)
-    if os.path.isdir(source) and Path(os.path.realpath(output_dir)).is_relative_to(source):
-        raise ValueError(f"{output_dir} lies inside the data, {source}: name a folder outside")
-    settings = {**asdict(arguments), "what": what, "form": form, "batch_size": batch_size, "dtype": str(dtype)}
-    asked = {
-        "model": weights_fingerprint(model),
-        "data": identity(arguments),
-        **{name: value for name, value in settings.items() if name not in READING},
-    }
-    with locked(output_dir) if is_main else nullcontext(), output_folder(output_dir):
-        about = _begun(output_dir, asked) if is_main else None
-        if state is not None:
-            state.wait_for_everyone()
-        if not is_main:
-            about = read_json(output_dir / ABOUT) if (output_dir / ABOUT).exists() else {}
-        if "num_images" in about:
-            if is_main:
-                shutil.rmtree(output_dir / PARTS, ignore_errors=True)  # of one that was killed at its very end
-            return about
-        rows = _rows(arguments, what)
-        texts = [] if what == "images" else [present_captions(captions) for captions in rows["caption"]]
-        if what != "images" and not any(texts):
-            raise ValueError(f"{arguments.source} has no caption in {arguments.caption_column}: take --what images")
-        device = usable_device(device) if state is None else state.device
-        if is_main and not about:
-            write_text(output_dir / ABOUT, json.dumps(asked))
-        embedder = Embedder(model, output_dir / PARTS, batch_size, device, dtype, num_workers=num_workers, state=state)
-        images = None if what == "captions" else embedder.images(rows, skip_unreadable=True)
-        captions = None if what == "images" else embedder.texts([text for of_image in texts for text in of_image])
-        if state is not None:
-            state.wait_for_everyone()  # which have read what is deleted below
-        if not is_main:
-            return asked
-        unreadable = [] if images is None else np.flatnonzero(~images.any(axis=1)).tolist()
-        if unreadable:
-            places = join_names(f"{place} ({_path(rows[place])})" for place in unreadable)
-            message = f"{len(unreadable)} of {len(rows)} pictures cannot be read and have no embedding: {places}"
-            if len(unreadable) == len(rows):
-                (output_dir / ABOUT).unlink()
-                shutil.rmtree(output_dir / PARTS)
-                raise ValueError(f"{message}. Relative paths start from image_root, or else from the working directory")
-            logger.warning(message)
-        if identity(arguments) != asked["data"]:
-            raise ValueError(f"{arguments.source} changed while it was embedded: delete {output_dir}, and start again")
-        left_out = set(unreadable)
-        (_write_npy if form == "npy" else _write_parquet)(output_dir, rows, texts, images, captions, left_out)
-        of_kept = (len(of_image) for place, of_image in enumerate(texts) if place not in left_out)
-        held = {"num_images": 0 if images is None else len(images) - len(left_out), "num_captions": sum(of_kept)}
-        write_text(output_dir / ABOUT, json.dumps(asked | held | {"unreadable": unreadable}))
-        shutil.rmtree(output_dir / PARTS)
-    return asked | held | {"unreadable": unreadable}
-
-
-def _begun(output_dir: Path, asked: dict[str, Any]) -> dict[str, Any]:
-    """What a folder says it holds; nothing where it is empty."""
-    if not (output_dir / ABOUT).exists():
-        refuse_to_overwrite(output_dir)
-        return {}
-    about, asked = read_json(output_dir / ABOUT), json.loads(json.dumps(asked))
-    if not isinstance(about, dict):
-        raise ValueError(f"{output_dir / ABOUT} is damaged: delete {output_dir}, and start again")
-    hashed = {"model": "another model", "data": "other data files"}
-    others = [name for name in asked if about.get(name) != asked[name]]
-    changes = [hashed.get(name, f"{name} {about.get(name)!r}, now {asked[name]!r}") for name in others]
-    if changes:
-        raise ValueError(f"{output_dir} was begun with {join_names(changes)}: name another folder, or delete it")
-    sides = [side for side, left_out in (("image", "captions"), ("text", "images")) if asked["what"] != left_out]
-    names = [f"{side}_embeds.npy" for side in sides] + ["rows.jsonl"] if asked["form"] == "npy" else ["embeds.parquet"]
-    lacking = [name for name in names if not (output_dir / name).is_file()]
-    if "num_images" in about and lacking:
-        raise ValueError(f"{output_dir} lacks {join_names(lacking)}: delete it, and start again")
-    return about
+    source, is_main = os.path.realpath(arguments.source), state is None or state.is_main_process
+    if os.path.isdir(source) and Path(os.path.realpath(folder)).is_relative_to(source):
+        raise ValueError(f"{folder} lies inside the data, {source}: name a folder outside")
+    rows = _rows(arguments, what)
+    texts = [] if what == "images" else [present_captions(captions) for captions in rows["caption"]]
+    if what != "images" and not any(texts):
+        raise ValueError(f"{arguments.source} has no caption in {arguments.caption_column}: set what to images")
+    embedder = Embedder(model, folder / PARTS, batch_size, device, dtype, num_workers=num_workers, state=state)
+    images = None if what == "captions" else embedder.images(rows, skip_unreadable=True)
+    captions = None if what == "images" else embedder.texts([text for of_image in texts for text in of_image])
+    if state is not None:
+        state.wait_for_everyone()  # which have read what is deleted below
+    unreadable = [] if images is None else np.flatnonzero(~images.any(axis=1)).tolist()
+    if unreadable and is_main:
+        places = join_names(f"{place} ({_path(rows[place])})" for place in unreadable)
+        message = f"{len(unreadable)} of {len(rows)} pictures cannot be read and have no embedding: {places}"
+        if len(unreadable) == len(rows):
+            shutil.rmtree(folder / PARTS)
+            raise ValueError(f"{message}. Relative paths start from image_root, or else from the working directory")
+        logger.warning(message)
+    left_out = set(unreadable)
+    if is_main:
+        (_write_npy if form == "npy" else _write_parquet)(folder, rows, texts, images, captions, left_out)
+        shutil.rmtree(folder / PARTS)
+    num_captions = sum(len(of_image) for place, of_image in enumerate(texts) if place not in left_out)
+    return 0 if images is None else len(images) - len(unreadable), num_captions, unreadable
 
 
 def _rows(arguments: DataArguments, what: What) -> datasets.Dataset:

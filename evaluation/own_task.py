@@ -13,7 +13,7 @@ from records.messages import in_one_line
 OwnKind = Literal["retrieval", "zero_shot", "linear_probe", "pairs"]
 
 
-@dataclass(config=ConfigDict(extra="forbid"), kw_only=True)
+@dataclass(config=ConfigDict(extra="forbid", defer_build=True), kw_only=True)
 class OwnTask:
     """A task on any dataset: which of its columns hold what."""
 

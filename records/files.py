@@ -12,8 +12,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from records.messages import shortened, warn_once
 
 logger = logging.getLogger(__name__)
@@ -30,6 +28,8 @@ def locked(folder: Path) -> Iterator[None]:
         ValueError: another process holds it; says which, and since when.
         OSError: the file cannot be written.
     """
+    from filelock import FileLock, Timeout  # takes a while
+
     folder = Path(os.path.realpath(folder))
     folder.parent.mkdir(parents=True, exist_ok=True)
     beside = os.access(folder.parent, os.W_OK)

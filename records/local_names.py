@@ -7,9 +7,6 @@ from collections.abc import Collection
 from pathlib import PureWindowsPath
 from typing import Any
 
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id
-
 from records.messages import most_similar
 
 NAMELESS = "a local folder"
@@ -90,6 +87,9 @@ def _is_path(text: str) -> bool:
 
 
 def _is_valid(name: str) -> bool:
+    from huggingface_hub.errors import HFValidationError  # takes a while
+    from huggingface_hub.utils import validate_repo_id
+
     try:
         validate_repo_id(name)
     except HFValidationError:

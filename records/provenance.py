@@ -35,7 +35,7 @@ PROCESSOR = ("*token*.json", "vocab.json", "vocab.txt", "merges.txt", "*.model",
 class Attempt(BaseModel):
     """One attempt at a stage: where it ran; `seconds` is None while it has not ended."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, defer_build=True)
 
     device: str
     num_processes: int = Field(ge=1)
@@ -48,7 +48,7 @@ class OwnStage(BaseModel):
     """A stage of a user's own, as a card shows it: the first sentence of its docstring, and the names of its
     settings."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, defer_build=True)
 
     does: str
     settings: list[str]
@@ -57,7 +57,7 @@ class OwnStage(BaseModel):
 class Record(BaseModel):
     """The origin of the folder of a stage."""
 
-    model_config = ConfigDict(strict=True, validate_assignment=True)
+    model_config = ConfigDict(strict=True, validate_assignment=True, defer_build=True)
 
     format: Literal[1] = 1
     # What made it: settings that change what is computed, hashes of a user's own modules, inputs with digests, data

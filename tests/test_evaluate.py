@@ -159,9 +159,3 @@ def test_an_output_folder_is_made_before_the_work_and_goes_if_it_fails(dense, tm
         assert "file" in error_of(dense, tmp_path / output)
     # An empty one would be the current folder; one check stands for all commands (records/command_line.py)
     assert error_of(dense, "") == "error: Invalid value for --output-dir: a folder needs a name"
-
-
-def test_an_option_that_is_missing_and_one_without_a_value():
-    for options, fault in (([], "is missing."), (["--output-dir"], "requires an argument.")):
-        error = tiny_clip.error_of(evaluate_command.main, "--model", "x", "--tasks", "symbols_pairs", *options)
-        assert error.startswith("error: ") and error.endswith(f"--output-dir {fault}")

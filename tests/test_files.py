@@ -15,14 +15,14 @@ from safetensors.torch import save_file
 from tiny_clip import tiny_clip
 from tiny_runs import full_disk
 
-from records.command_line import INTERRUPTED, one_line_errors
 from records.files import locked, new_file, new_folder, refuse_to_overwrite, respect_umask, write_text
+from records.program import INTERRUPTED, one_line_errors
 
 HOLD = """
 import os, sys, time
 from pathlib import Path
 from records import files
-from records.command_line import one_line_errors
+from records.program import one_line_errors
 if len(sys.argv) > 3 and os.getuid() == 0:
     os.setuid(int(sys.argv[3]))  # root may write anywhere
 with one_line_errors(), getattr(files, sys.argv[2])(Path(sys.argv[1])):

@@ -56,11 +56,7 @@ def test_folders_of_splits_at_the_top_alone(tmp_path, caplog):
         (["test/cat/1.png", "test/dog/2.png"], {"test": 2}, ""),
         (["train2017/1.png", "val2017/2.png"], {"train": 1, "validation": 1}, ""),
         (["test/1.png", "train_imgs/2.png"], {"test": 1}, "1 file is not read"),
-        (
-            ["images/train/1.png", "images/val/2.png", "labels/train/1.txt"],
-            {"train": 2},
-            "images/train/1.png is below it",
-        ),
+        (["x/train/1.png", "x/val/2.png", "y/train/1.txt"], {"train": 2}, "x/train/1.png is below it"),
     ],
 )
 def test_other_ways_of_splits(tmp_path, caplog, pictures, splits, told):
@@ -111,13 +107,6 @@ def test_a_table_may_name_the_splits(tmp_path):
     assert [os.path.basename(file) for file in parts["test"].files] == ["2.png", "metadata.csv"]
 
 
-def test_links_to_each_other_end(tmp_path, caplog):
-    write(tmp_path, "a/1.png", "b/2.png")
-    (tmp_path / "a" / "more").symlink_to(tmp_path / "b")
-    (tmp_path / "b" / "more").symlink_to(tmp_path / "a")
-    assert len(open_folder(tmp_path)["train"].rows) == 2 and "a link to a folder that is read already" in caplog.text
-
-
 def test_pictures_by_what_they_are(tmp_path, caplog):
     write(tmp_path, "1.PNG", "without_an_ending", ".hidden.png", "__MACOSX/2.png")
     Image.new("RGB", (8, 8)).save(tmp_path / "3.avif")
@@ -152,12 +141,8 @@ def test_classes_are_captions(tmp_path):
 def test_texts_beside_pictures(tmp_path, caplog):
     """As kohya's scripts and img2dataset write them."""
     write(tmp_path, "a.png", "b.png", "c.png", "d.png")
-    for name, text in (
-        ("a.txt", b"\xef\xbb\xbf a cat\r\n"),
-        ("b.caption", b"a dog"),
-        ("c.txt", b"caf\xe9"),
-        ("e.txt", b""),
-    ):
+    texts = {"a.txt": b"\xef\xbb\xbf a cat\r\n", "b.caption": b"a dog", "c.txt": b"caf\xe9", "e.txt": b""}
+    for name, text in texts.items():
         (tmp_path / name).write_bytes(text)
     pairs = load_pairs(DataArguments(source=str(tmp_path), max_unreadable=0.5))
     assert [caption.strip() for caption in pairs["caption"]] == ["a cat", "a dog"]
@@ -169,13 +154,8 @@ def test_texts_beside_pictures(tmp_path, caplog):
 TABLES = {
     "metadata.csv": 'file_name,caption\nb.png,one\na.png,"[""two"", ""three""]"\nnowhere.png,four\nc.png,NA\n',
     "metadata.jsonl": "\n".join(
-        json.dumps({"file_name": name, "caption": caption})
-        for name, caption in (
-            ("b.png", ["one"]),
-            ("a.png", ["two", "three"]),
-            ("nowhere.png", ["four"]),
-            ("c.png", None),
-        )
+        json.dumps({"file_name": f"{name}.png", "caption": caption})
+        for name, caption in {"b": ["one"], "a": ["two", "three"], "nowhere": ["four"], "c": None}.items()
     ),
 }
 
@@ -220,10 +200,7 @@ def test_several_pictures_a_line(tmp_path):
     ("tables", "message"),
     [
         ({"metadata.csv": "name,caption\na.png,one\n"}, "metadata.csv has no column file_name"),
-        (
-            {"x/metadata.csv": "file_name,caption\n../a.png,one\n"},
-            "x/metadata.csv names .*a.png, which is not below it",
-        ),
+        ({"x/metadata.csv": "file_name,caption\n../a.png,one\n"}, "x/metadata.csv names .*a.png, which is not below"),
         ({"metadata.csv": "file_name,caption\n/etc/a.png,one\n"}, "names /etc/a.png, which is not below it"),
         (
             {"metadata.csv": "file_name,caption\na.png,one\n", "x/metadata.csv": "file_name,text\nb.png,two\n"},

@@ -77,15 +77,12 @@ def drawings():
     palette.putpalette([0, 0, 255, 0, 0, 0])
     return {
         "RGBA": rgba,
-        "RGBa": rgba.convert("RGBa"),
         "LA": rgba.convert("LA"),
-        "La": rgba.convert("LA").convert("La"),
         "PA": rgba.convert("PA"),
         "RGBA png": encoded(rgba),
         "RGBA webp": encoded(rgba, "webp", lossless=True),
         "LA png": encoded(rgba.convert("LA")),
         "P png": encoded(palette, transparency=0),
-        "P gif": encoded(palette, "gif", transparency=0),
         "RGB png": encoded(drawn("RGB", (1, 2, 3), (0, 0, 0)), transparency=(1, 2, 3)),
         "L png": encoded(drawn("L", 9, 0), transparency=9),
     }

@@ -5,18 +5,15 @@ Each is compared with the plain run of the same settings, which `whole` does onc
 
 import functools
 import os
-import random
 import re
 import shutil
-import signal
-import time
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState
 from pydantic.dataclasses import dataclass
 from safetensors.torch import load_file, save_file
-from several_processes import kill_at_a_checkpoint, run_processes, started_processes, train_recipe
+from several_processes import kill_at_a_checkpoint, run_processes, train_recipe
 from tiny_runs import launch_two, losses, same_weights, train, weights
 
 from training import engine, stages
@@ -107,23 +104,6 @@ def test_the_seed_and_noise_decide(whole):
     assert same_weights(whole(), whole(overrides={}))  # two runs
     assert not same_weights(whole(), whole(overrides={"seed": 1}))
     assert not same_weights(whole(change=NOISE, **EPOCHS[0]), whole(**EPOCHS[0]))
-
-
-@pytest.mark.slow
-def test_killed_and_started_again(whole, tmp_path):
-    steps = {"max_steps": 40, "save_steps": 3}
-    train(tmp_path, only=["dense", "sparse"], **steps)
-    log = tmp_path / "out" / "tuned.partial" / "log.jsonl"
-    for _ in range(2):
-        done = len(log.read_text().splitlines()) if log.exists() else 0
-        last = random.SystemRandom().randint(done + 1, done + 12)
-        command = train_recipe, "--config", tmp_path / "recipe.yaml"
-        with started_processes(1, tmp_path / "printed", *command) as (process,):
-            while process.is_alive() and (not log.exists() or len(log.read_text().splitlines()) < last):
-                time.sleep(0.005)
-        assert process.exitcode == -signal.SIGKILL, (tmp_path / "printed").read_text()
-    resumed = train(tmp_path, **steps)
-    assert losses(resumed) == losses(whole(**steps)) and same_weights(resumed, whole(**steps))
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import PIL.Image
 import pytest
 import torch
 from several_processes import run_processes, train_recipe
-from tiny_runs import DENSE, SPARSE, ended_by_a_checkpoint, launch_two, read_log, run_stages, same_weights, weights
+from tiny_runs import DENSE, SPARSE, ended_by_a_checkpoint, read_log, run_stages, same_weights, weights
 from tiny_sources import png
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
@@ -245,22 +245,10 @@ def test_parts_of_a_step_train_as_the_whole(whole, tmp_path):
     assert_same(read_log(run_stages(tmp_path, stages, overrides) / "tuned"), log)
 
 
-FSDP2 = {
-    "options": ["--config_file", "training/accelerate/fsdp2.yaml"],
-    "script": "tests/integration/sharded_on_cpu.py",
-}
-
-
-@pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.slow
-def test_two_processes_train_as_one_also_where_one_has_no_images(whole, tmp_path, sharded):
+def test_two_processes_train_as_one_also_where_one_has_no_images(whole, tmp_path):
     shutil.rmtree(tmp_path / "out" / "tuned")
-    if sharded:
-        process = launch_two(tmp_path / "recipe.yaml", **FSDP2)
-        _, error = process.communicate(timeout=300)
-        assert process.returncode == 0, error
-    else:
-        run_processes(2, train_recipe, "--config", tmp_path / "recipe.yaml")
+    run_processes(2, train_recipe, "--config", tmp_path / "recipe.yaml")
     assert_same(read_log(tmp_path / "out" / "tuned"), whole[1])
 
 

@@ -3,7 +3,6 @@
 import shutil
 import socket
 import sys
-from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -54,18 +53,14 @@ def test_modules_refuse_other_lengths_than_one():
     assert "group" in score.compute(predictions=pairs, references=pairs.astype(np.float16))
     of_pairs = {"predictions": pairs, "references": pairs}
     of_recall = {"predictions": pairs[:, 0], "references": [0, 1, 2], "image_embeds": pairs[:, 1]}
-    for (wrong, length), (module, inputs, name) in product(
-        ((long, "1.5"), (broken, "nan")),
-        (
-            (score, of_pairs, "predictions"),
-            (score, of_pairs, "references"),
-            (recall, of_recall, "predictions"),
-            (recall, of_recall, "image_embeds"),
-        ),
+    for module, inputs, name in (
+        *((score, of_pairs, name) for name in ("predictions", "references")),
+        *((recall, of_recall, name) for name in ("predictions", "image_embeds")),
     ):
-        wrong = wrong if module is score else wrong[:, 1]
-        with pytest.raises(ValueError, match=f"^{name} has an embedding of length {length}: divide each by its length"):
-            module.compute(**inputs | {name: wrong})
+        for wrong, length in ((long, "1.5"), (broken, "nan")):
+            wrong = wrong if module is score else wrong[:, 1]
+            with pytest.raises(ValueError, match=f"^{name} has an embedding of length {length}: divide each by its"):
+                module.compute(**inputs | {name: wrong})
 
 
 @pytest.mark.parametrize("name, others", [("retrieval_recall", ["retrieval"]), ("pair_score", ["pairs", "retrieval"])])

@@ -126,10 +126,6 @@ def _one_by_one(module, *example):
 RECORDERS = {
     "jit.trace": lambda module, *example: torch.jit.trace(module, example, check_trace=False),
     "make_fx": lambda module, *example: make_fx(module)(*example),
-    "make_fx, symbolic": lambda module, *example: make_fx(module, tracing_mode="symbolic", _allow_non_fake_inputs=True)(
-        *example
-    ),
-    "make_fx, before dispatch": lambda module, *example: make_fx(module, pre_dispatch=True)(*example),
     "export": lambda module, *example: torch.export.export(module, example).module(),
     "vmap": _one_by_one,
 }

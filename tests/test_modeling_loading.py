@@ -2,7 +2,6 @@
 
 import json
 
-import accelerate
 import pytest
 import torch
 import transformers
@@ -37,16 +36,6 @@ def test_loads_what_was_saved(saved):
     classifier = transformers.AutoModelForImageClassification.from_pretrained(folder)
     assert type(classifier) is CLIPMoEForImageClassification
     assert CLIPMoEModel.from_pretrained(folder, dtype=torch.bfloat16).dtype == torch.bfloat16
-
-
-def test_accelerate_fills_an_empty_model(saved):
-    model, folder = saved
-    with accelerate.init_empty_weights():
-        empty = transformers.AutoModel.from_config(model.config).eval()
-    filled = accelerate.load_checkpoint_and_dispatch(empty, folder, device_map={"": "cpu"})
-    assert_same_weights(filled, model)
-    batch = inputs()
-    torch.testing.assert_close(filled(**batch).logits_per_text, model(**batch).logits_per_text, rtol=0, atol=0)
 
 
 def test_towers_with_projection_of_a_config_that_contradicts_itself(tmp_path):

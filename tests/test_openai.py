@@ -63,18 +63,14 @@ def prefixed(prefix, state=None):
 
 TEXT = ("transformer.", "token_embedding.", "positional_embedding", "ln_final.", "text_projection", "attn_mask")
 WRAPPED = {
-    "compiled": prefixed("_orig_mod."),
     "compiled and split": prefixed("module._orig_mod."),
-    "within another module": prefixed("model.clip."),
     "a dictionary": {"model": prefixed("module."), "epoch": 3, "args": {"lr": 0.1}},
     "a text tower of its own": {f"text.{key}" if key.startswith(TEXT) else key: STATE[key] for key in STATE},
     "an average beside it": {"state_dict": STATE, "state_dict_ema": {key: STATE[key] + 1 for key in STATE}},
     "an average of one's own": {"model": STATE, "ema_state": {"decay": 0.9, "shadow": prefixed("model.")}},
     "an average by numbers": {"state_dict": STATE, "ema": {"shadow_params": list(STATE.values())}},
-    "dictionaries in one another": {"state": {"model": {"state_dict": STATE}}, "scaler": {"scale": torch.ones(1)}},
     "any other module": prefixed("base_model.student."),
     "with what is no tensor": STATE | {"epoch": 3, "_extra_state": None},
-    "split over devices": prefixed("_fsdp_wrapped_module."),
     "the only one": {"state_dict_ema": STATE},
     "an average within": {"state_dict": prefixed("model.") | prefixed("model_ema.", {k: STATE[k] + 1 for k in STATE})},
     "an average among it": prefixed("model.") | prefixed("ema_model.", {key: STATE[key] + 1 for key in STATE}),

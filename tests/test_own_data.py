@@ -205,43 +205,12 @@ def scores_of(dense, folder, *arguments):
     return evaluate_model(dense, tasks, folder / "scores")
 
 
-def test_the_same_pairs_score_alike_however_they_lie(dense, tmp_path):
-    """Images as bytes, below a root, and one row a caption."""
-    (tmp_path / "images").mkdir()
-    lists, named = [], []
-    for number, row in enumerate(symbols.load("test", "web", 8, captions_per_image=3)):
-        captions = [" ".join(caption.split()[:6]) for caption in row["caption"]]
-        file = tmp_path / "images" / f"{number}.png"
-        row["image"].save(file)
-        lists.append({"image": {"bytes": file.read_bytes(), "path": None}, "caption": captions})
-        named.append({"image": f"{number}.png", "caption": captions})
+def test_one_row_a_caption_scores_as_one_row_an_image(dense, tmp_path):
+    rows = symbols.load("test", "web", 8, captions_per_image=3).cast_column("image", datasets.Image(decode=False))
+    lists = [{"image": row["image"], "caption": row["caption"]} for row in rows]
     apart = [{**row, "caption": row["caption"][number]} for number in range(3) for row in lists]
-    parts = {"lists": lists, "apart": apart, "named": named}
-    arguments = [save_rows(tmp_path, name, entries) for name, entries in parts.items()]
-    arguments[2] = dataclasses.replace(arguments[2], image_root=str(tmp_path / "images"))
-    results = scores_of(dense, tmp_path, *arguments)
-    assert [result["metrics"] for result in results] == [results[0]["metrics"]] * 3
-    counts = [[result[f"num_{what}"] for what in ("samples", "captions", "skipped")] for result in results]
-    assert counts == [[8, 24, 0]] * 3
-
-
-@pytest.mark.parametrize(
-    ("source", "split", "told"),
-    [
-        ("clinic/patients", "test", "all rows of patients, split test, columns"),
-        ("clinic/patients/a.csv", "test[:10%]", "all rows of a.csv, split [:10%], columns"),
-        ("symbols", "test", "the first 5 rows of symbols, split test, columns"),
-    ],
-)
-def test_what_a_reader_knows_data_by(tmp_path, monkeypatch, source, split, told):
-    """The folder above the data is nobody's business."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "clinic" / "patients" / "test").mkdir(parents=True)
-    (tmp_path / "clinic" / "patients" / "test" / "1.png").write_bytes(png())
-    (tmp_path / "clinic" / "patients" / "a.csv").write_text("image,caption\ntest/1.png,a patient\n")
-    task = retrieval_task(DataArguments(source=source, split=split, num_samples=5 if source == "symbols" else None))
-    title = f"retrieval, {source.split('/')[-1]}" + ", [:10%]" * ("10%" in split)
-    assert task.title == title and task.protocol.startswith(told)
+    one, other = scores_of(dense, tmp_path, save_rows(tmp_path, "lists", lists), save_rows(tmp_path, "apart", apart))
+    assert one["metrics"] == other["metrics"] and (other["num_samples"], other["num_captions"]) == (8, 24)
 
 
 def test_data_that_were_changed_in_place_are_other_data(dense, tmp_path):

@@ -1,6 +1,5 @@
 """Shards that are read by an index, beside the same shards loaded whole."""
 
-import gzip
 import io
 import itertools
 import tarfile
@@ -29,15 +28,6 @@ def shards(tmp_path):
 
 def arguments(source, **settings):
     return DataArguments(**{"source": source, "image_column": "png", "caption_column": "txt"} | settings)
-
-
-def test_the_pairs_are_those_of_the_loaded_shards(shards):
-    loaded, indexed = load_pairs(arguments(shards)), load_pairs(arguments(shards, indexed=True))
-    assert list(indexed["caption"]) == list(loaded["caption"]) == [f"picture {number}" for number in range(5)]
-    for ours, theirs in zip(indexed["image"], loaded["image"], strict=True):
-        assert images.decode_image(ours).tobytes() == images.decode_image(theirs).tobytes()
-    some = load_pairs(arguments(shards, indexed=True, skip=1, num_samples=3))
-    assert list(some["caption"]) == ["picture 1", "picture 2", "picture 3"]
 
 
 def test_a_changed_shard_is_indexed_anew_and_known_as_other_data(shards, tmp_path):
@@ -140,12 +130,6 @@ def test_a_shard_that_is_lost_is_missed(tmp_path):
         load_pairs(arguments(f"{tmp_path}/{{0..2}}.tar"))
 
 
-def test_a_folder_of_compressed_shards_is_one_of_shards(tmp_path):
-    write_shard(tmp_path / "0.tar", images_and_texts(range(3)))
-    (tmp_path / "1.tar.gz").write_bytes(gzip.compress((tmp_path / "0.tar").read_bytes()))
-    assert len(load_pairs(arguments(str(tmp_path)))) == 6
-
-
 def test_the_ending_that_is_named_first_is_taken(tmp_path):
     members = [("0.png", png(1)), ("0.webp", png(2)), ("0.txt", b"a")]
     for column, number in (("webp;png", 2), ("png;webp", 1)):
@@ -158,6 +142,8 @@ DAMAGES = {
     "a header": lambda content: content[:1024] + b"\xff" * 512 + content[1536:],
     "cut": lambda content: content[:2048],
     "cut at a header": lambda content: content[:1024],
+    "no archive": lambda content: b"this is no archive",
+    "zeros": lambda content: content[:2048] + bytes(2**18),
 }
 
 
@@ -169,6 +155,18 @@ def test_nothing_behind_a_damage_is_lost_without_a_word(tmp_path, damage, way):
     (tmp_path / "1.tar").write_bytes(damage((tmp_path / "1.tar").read_bytes()))
     with pytest.raises(ValueError, match=r"1.tar is no tar, or is cut or damaged, or several in one: copy or download"):
         list(load_pairs(arguments(str(tmp_path / "*.tar"), **{way: True})))
+
+
+def test_a_damaged_stream_ends_before_it_begins_or_in_one_line_of_its_worker(tmp_path, processor):
+    for number in range(2):
+        write_shard(tmp_path / f"{number}.tar", images_and_texts(range(4 * number, 4 * number + 4)))
+    whole, data = (tmp_path / "1.tar").read_bytes(), arguments(str(tmp_path / "*.tar"), streaming=True, num_workers=2)
+    (tmp_path / "1.tar").write_bytes(DAMAGES["a header"](whole))
+    with pytest.raises(ValueError, match=r"\A[^\n]*1.tar is no tar, or is cut[^\n]*\Z"):
+        batches(processor, data, number=9)
+    (tmp_path / "1.tar").write_bytes(DAMAGES["cut"](whole))
+    with pytest.raises(ValueError, match="1.tar is no tar, or is cut"):
+        load_pairs(data)
 
 
 def test_a_tar_may_end_with_more_zeros(tmp_path):

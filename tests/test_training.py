@@ -178,10 +178,3 @@ def test_training_on_a_stream_of_numbers_ends_in_one_line(run, tmp_path):
     data = {"source": str(tmp_path / "x.parquet"), "streaming": True}
     with pytest.raises(ValueError, match="^tuned: 8 of 8 pairs .*its caption is no text but [0-7]. [^\n]*$"):
         run([DENSE, {**TUNED, "data": data}])
-
-
-def test_captions_that_are_cut_are_reported_and_words_that_are_known_are_not(run, caplog):
-    caplog.set_level(logging.WARNING)
-    run([DENSE, {**TUNED, "data": {"source": "symbols", "num_samples": 40, "captions": "detailed"}}])
-    assert "100.0% of the captions of symbols (40 looked at) are longer than the 16 tokens" in caplog.text
-    assert "pieces" not in caplog.text

@@ -1,6 +1,5 @@
 """Checkpoints of training: no code in them is run, and what is damaged, not finite or not whole is not gone on from."""
 
-import contextlib
 import json
 import os
 import pickle
@@ -16,7 +15,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file, save_file
-from tiny_runs import full_disk, losses, same_weights, train
+from tiny_runs import losses, same_weights, train
 
 from evaluation.built_in_tasks import symbol_tasks
 from evaluation.tasks import TASKS
@@ -173,22 +172,6 @@ def test_weights_that_overflow_are_no_result_and_no_checkpoint(tmp_path, monkeyp
         train(tmp_path)
     checkpoints = tmp_path / "out" / "tuned.partial" / "checkpoints"
     assert [path.name for path in checkpoints.iterdir()] == left and not (tmp_path / "out" / "tuned").exists()
-
-
-def test_a_full_disk_leaves_the_last_checkpoint_whole(whole, tmp_path, monkeypatch):
-    original = engine.save_checkpoint
-
-    def save(accelerator, model, optimizer, checkpoints, step, *others):
-        with full_disk(10_000) if step == 4 else contextlib.nullcontext():
-            return original(accelerator, model, optimizer, checkpoints, step, *others)
-
-    message = "tuned: .*run the same command again to go on from there"
-    with monkeypatch.context() as patch, pytest.raises(OSError, match=message):
-        patch.setattr(engine, "save_checkpoint", save)
-        train(tmp_path)
-    checkpoints = tmp_path / "out" / "tuned.partial" / "checkpoints"
-    assert latest_checkpoint(checkpoints).name == "step-00000002"
-    assert same_weights(train(tmp_path), whole())
 
 
 def test_a_kill_while_saving_leaves_the_last_checkpoint_whole(tmp_path, monkeypatch):

@@ -89,11 +89,8 @@ def test_space(sparse, images, tmp_path, monkeypatch):
     assert header["models"] == ["user/dense"]
     pictures = app.named_pictures(space / "examples" / "pictures")
     assert len(pictures) == 4 and all(labels == "\n".join(NAMES) for _, labels, _ in pictures)
-    assert header["python_version"] == f"{sys.version_info.major}.{sys.version_info.minor}"
     packages = [Requirement(line) for line in (space / "requirements.txt").read_text().splitlines()]
     assert {package.name for package in packages} == set(app.REQUIREMENTS) and "torch==2.13.0" in map(str, packages)
-    setup = (ROOT / "setup.py").read_text(encoding="utf-8")
-    assert all(f'"{name}>=' in setup for name in app.REQUIREMENTS)
     copy = space / "model" / "clip_moe"
     assert not beside & {path.name for path in copy.iterdir()} and same_weights(copy, sparse)
     found = {path.relative_to(space / "images" / images.name).as_posix() for path in space.glob("images/*/**/*.*")}

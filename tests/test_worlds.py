@@ -124,14 +124,7 @@ def test_a_sheet_shows_the_images_of_a_cluster_in_its_line(tmp_path):
     assert np.flatnonzero((np.abs(named - colors[2]).sum(axis=-1) < 30).any(axis=1)).max() < named.shape[0] / 3
 
 
-@pytest.mark.parametrize(
-    "stage",
-    [
-        "{name: new, stage: initialize, projection_dim: 8, processor: icons, text_config: {}, vision_config: {}}",
-        "{name: scores, stage: evaluate, models: {dense: DENSE}, tasks: [icons_all]}",
-    ],
-)
-def test_icons_without_their_extra_end_in_one_line(stage, dense, tmp_path, monkeypatch):  # noqa: F811
+def test_icons_without_their_extra_end_in_one_line(dense, tmp_path, monkeypatch):  # noqa: F811
     def missing(name):
         raise PackageNotFoundError(name)
 
@@ -140,7 +133,8 @@ def test_icons_without_their_extra_end_in_one_line(stage, dense, tmp_path, monke
         monkeypatch.setattr(icons, cached, getattr(icons, cached).__wrapped__)
     monkeypatch.setitem(TASKS, "icons_all", icon_tasks()["icons_all"])
     file = tmp_path / "recipe.yaml"
-    file.write_text(f"output_dir: out\nstages: [{stage.replace('DENSE', str(dense))}]")
+    stage = f"{{name: scores, stage: evaluate, models: {{dense: {dense}}}, tasks: [icons_all]}}"
+    file.write_text(f"output_dir: out\nstages: [{stage}]")
     with pytest.raises(SystemExit) as stop:
         train.main(["--config", str(file), "--output-dir", str(tmp_path / "out")])
     assert "icons need resvg-py, which is not installed: pip install -e '.[icons]'" in str(stop.value.code)

@@ -7,6 +7,7 @@ from pathlib import Path
 from data.arguments import DataArguments
 from data.local_data import missing_data
 from data.worlds import WORLDS
+from evaluation.own_task import OwnTask
 from records.files import read_record
 from records.local_names import is_hub_name
 from records.messages import most_similar, suggestion
@@ -14,6 +15,7 @@ from records.provenance import MANIFEST
 from training.recipe import Recipe
 from training.stages import KINDS, stage_of_kind
 from training.stages.base import Reference, Stage, each_value, kinds, references
+from training.train_settings import MeasuredTasks
 
 # By which a folder is known to hold a model, or a sentence encoder
 MODEL_FILES = ("config.json", "modules.json")
@@ -32,8 +34,12 @@ def find_faults(recipe: Recipe, wanted: Collection[str]) -> Iterator[str]:
         for reference in references(stage):
             if problem := _problem_of_reference(stage, reference, recipe, wanted):
                 yield f"{stage.name}.{reference.setting}: {problem}"
+        if isinstance(stage, MeasuredTasks):
+            yield from _problems_of_tasks(f"{stage.name}.", stage)
         for name, value in vars(stage).items():
             for setting, arguments in each_value(name, value):
+                if isinstance(arguments, MeasuredTasks):
+                    yield from _problems_of_tasks(f"{stage.name}.{setting}.", arguments)
                 if isinstance(arguments, DataArguments):
                     problems = _problems_of_data(arguments, {one.name for one in recipe.stages})
                     yield from (f"{stage.name}.{setting}{problem}" for problem in problems)
@@ -84,3 +90,10 @@ def _problems_of_data(arguments: DataArguments, stages: Collection[str]) -> Iter
         yield f".image_root: there is no folder {root}"
     if missing := missing_data(source):
         yield f".source: {missing}"
+
+
+def _problems_of_tasks(where: str, measured: MeasuredTasks) -> Iterator[str]:
+    """Own data of tasks that are not there."""
+    for number, task in enumerate(measured.tasks):
+        if isinstance(task, OwnTask) and (missing := missing_data(task.dataset)):
+            yield f"{where}tasks.{number}.dataset: {missing}"

@@ -4,7 +4,6 @@ Of several processes: `accelerate launch -m clip_moe run`, or `accelerate launch
 """
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -13,8 +12,6 @@ from cyclopts import Parameter
 from records.command_line import Folder, command
 from records.files import new_folder
 from records.yaml_files import read_yaml
-from training.stage_command import run_command
-from training.stages import stage_of_kind
 
 DEMO = Path(__file__).parent / "recipes" / "demo.yaml"
 
@@ -131,15 +128,3 @@ def recipes(output: Folder = Path(), /) -> str:
         for name in ("recipes", "accelerate", "symbol_clip", "name_clip_moe"):
             shutil.copytree(Path(__file__).with_name(name), folder / name)
     return f"wrote {output / 'training'}"
-
-
-def stage_command(kind: str) -> Callable[..., str | None]:
-    """The command of a kind of stage, with the settings of its class."""
-
-    def command_of_stage(
-        *arguments: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)],
-    ) -> str | None:
-        return run_command(kind, arguments)
-
-    command_of_stage.__doc__ = stage_of_kind(kind).__doc__.partition("\n\n")[0]
-    return command_of_stage

@@ -180,7 +180,7 @@ def split_routing(
         dense.append({name: value for name, value in settings.items() if name not in routing_fields})
         routing[tower] = {name: value for name, value in settings.items() if name in routing_fields}
         if routing[tower] and not is_sparse:
-            raise ValueError(f"{tower}: {join_names(sorted(routing[tower]))} are of sparse models alone; set preset")
+            raise ValueError(f"{tower}: {join_names(sorted(routing[tower]))}: of sparse models alone; set preset")
     return dense, routing
 
 

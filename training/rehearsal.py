@@ -13,7 +13,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -22,9 +22,10 @@ from data.sources import open_rows
 from data.worlds import WORLDS
 from records.memory import in_words, peak_memory, reset_peak_memory
 from records.provenance import LOG, MANIFEST, Record
+from training.context import Context
 from training.plan import aligned
 from training.recipe import Recipe
-from training.runner import Runner, require_sound, stage_errors
+from training.runner import GO_ON, Runner, require_sound, stage_errors
 from training.stages.base import Stage, references
 from training.stages.steps import REHEARSED_STEPS, StepsStage
 
@@ -108,9 +109,9 @@ def measure_stages(recipe: Recipe, stages: Collection[Stage], batch_size: int | 
                     (folder / stage.name).symlink_to((output_dir / stage.name).resolve(), target_is_directory=True)
         accelerator.wait_for_everyone()
         for stage in to_do:
-            rehearsed = _with_batch(stage.rehearsed(num_samples), batch_size, accelerator.num_processes)
-            ratios[stage.name] = _ratio(stage, num_samples, ratios)
-            with stage_errors(stage):
+            with _named(stage, folder):
+                rehearsed = _with_batch(stage.rehearsed(num_samples), batch_size, accelerator.num_processes)
+                ratios[stage.name] = _ratio(stage, num_samples, ratios, runner.context)
                 measured[stage.name] = _measure(runner, stage, rehearsed, ratios[stage.name], accelerator)
             accelerator.on_main_process(print)(f"{stage.name}: {measured[stage.name].seconds:.1f} s", flush=True)
     finally:
@@ -129,7 +130,18 @@ def _with_batch(stage: Stage, batch_size: int | None, num_processes: int) -> Sta
     return dataclasses.replace(stage, **changes)
 
 
-def _ratio(stage: Stage, num_samples: int, ratios: Mapping[str, float]) -> float:
+@contextlib.contextmanager
+def _named(stage: Stage, folder: Path) -> Iterator[None]:
+    """Errors name the stage, and other stages as the recipe does."""
+    try:
+        with stage_errors(stage):
+            yield
+    except (ValueError, OSError) as error:
+        text = str(error).replace(f"{folder}/", "").replace(f". {GO_ON}", "")
+        raise type(error)(f"{text}. It was a rehearsal, of which nothing is kept") from error
+
+
+def _ratio(stage: Stage, num_samples: int, ratios: Mapping[str, float], context: Context) -> float:
     """How many times more samples the real stage reads."""
     data = getattr(stage, "data", None)
     if data is None:
@@ -139,7 +151,7 @@ def _ratio(stage: Stage, num_samples: int, ratios: Mapping[str, float]) -> float
         return ratios[data.source]
     if data.streaming:
         return 1
-    pairs = data.num_samples if data.source in WORLDS else len(open_rows(data))
+    pairs = data.num_samples if data.source in WORLDS else len(open_rows(context.resolve(data)))
     return pairs / min(pairs, num_samples)
 
 

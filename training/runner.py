@@ -101,9 +101,15 @@ def run_alone(recipe: Recipe) -> None:
     (stage,) = recipe.stages
     require_sound(recipe, [stage])
     runner = Runner(recipe)
-    final, _ = runner.folders(stage)
-    with locked(final) if runner.context.accelerator.is_main_process else nullcontext(), stage_errors(stage):
-        runner.run_stage(stage)
+    final, partial = runner.folders(stage)
+    is_main = runner.context.accelerator.is_main_process
+    with locked(final) if is_main else nullcontext():
+        try:
+            with stage_errors(stage):
+                runner.run_stage(stage)
+        finally:
+            if is_main and not has_work(partial):  # nothing to go on from
+                shutil.rmtree(partial, ignore_errors=True)
     _end(runner)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter
 
-STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
+STRICT = ConfigDict(extra="forbid", allow_inf_nan=False, defer_build=True)
 
 
 class Reads:

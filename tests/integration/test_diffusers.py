@@ -8,12 +8,11 @@ from diffusers import DiffusionPipeline
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
 from programs import run_program
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from stand_ins import SHORT, with_77_positions
 from tiny_models import sdxl, stable_diffusion, tokenizer
 from transformers import CLIPModel, CLIPTextModel, CLIPTextModelWithProjection
 
-from conversion import long_context
 from conversion.commands import long_context as long_context_command
 from modeling_clip_moe import CLIPMoEModel, CLIPMoETextModel, CLIPMoETextModelWithProjection
 
@@ -112,19 +111,6 @@ def test_sdxl_draws_what_our_towers_say_in_either_place(places, length, towers):
     assert (draw(pipeline, "a small green circle", negative_prompt="") - expected).abs().max() > 1e-2
 
 
-def test_encoders_are_stretched_inside_a_pipeline(towers, tmp_path):
-    pipeline = sdxl_of(towers, "sparse", "dense")
-    pipeline.text_encoder = long_context.lengthen(pipeline.text_encoder, LONG)
-    pipeline.text_encoder_2 = long_context.lengthen(pipeline.text_encoder_2, LONG)
-    pipeline.tokenizer.model_max_length = pipeline.tokenizer_2.model_max_length = LONG
-    expected = draw(sdxl_of(towers, "sparse", "dense", LONG))
-    assert_same_images(draw(pipeline), expected)
-    pipeline.save_pretrained(tmp_path)
-    again = DiffusionPipeline.from_pretrained(tmp_path)
-    assert again.tokenizer.model_max_length == again.tokenizer_2.model_max_length == LONG
-    assert_same_images(draw(again), expected)
-
-
 def test_a_saved_pipeline_loads_with_the_package_and_without_it(towers, tmp_path, monkeypatch):
     """Diffusers looks for the code beside the weights by the name that the index has for the package."""
     pipeline = sdxl_of(towers)
@@ -170,29 +156,3 @@ def test_lora_of_our_encoders(towers, tmp_path):
     other.unfuse_lora(components=["text_encoder", "text_encoder_2"])
     other.unload_lora_weights()
     torch.testing.assert_close(draw(other), plain, rtol=0, atol=1e-4)
-
-
-def kohya_lora(model, *targets):
-    """A LoRA file's weights for linear layers of a dense text encoder, as kohya's scripts name them."""
-    weights = {}
-    for name, module in model.named_modules():
-        if name.endswith(targets):
-            key = "lora_te_text_model_" + name.replace(".", "_")
-            weights[f"{key}.lora_down.weight"] = torch.randn(4, module.in_features)
-            weights[f"{key}.lora_up.weight"] = torch.randn(module.out_features, 4)
-            weights[f"{key}.alpha"] = torch.tensor(4.0)
-    return weights
-
-
-def test_a_lora_file_of_a_dense_encoder_leaves_out_its_ffns(towers, tmp_path, caplog):
-    dense, sparse = (encoder(towers, 1, kind) for kind in ("dense", "sparse"))
-    attention = "q_proj", "k_proj", "v_proj", "out_proj"
-    save_file(kohya_lora(dense, *attention, "fc1", "fc2"), tmp_path / "all.safetensors")
-    save_file(kohya_lora(dense, "fc1", "fc2"), tmp_path / "ffns.safetensors")
-
-    stable_diffusion(sparse).load_lora_weights(tmp_path / "all.safetensors")
-    adapted = {name.split(".")[-4] for name, _ in sparse.named_parameters() if "lora_A" in name}
-    assert adapted == set(attention)
-    assert "mlp.fc1.lora_A" in caplog.text and "UNEXPECTED" in caplog.text
-    with pytest.raises(IndexError):
-        stable_diffusion(encoder(towers, 1, "sparse")).load_lora_weights(tmp_path / "ffns.safetensors")

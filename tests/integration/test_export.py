@@ -1,6 +1,5 @@
 """Export: programs of torch and ONNX that compute what the model does, for any batch, and compiled training."""
 
-import onnxruntime
 import pytest
 import torch
 import transformers
@@ -78,22 +77,6 @@ def test_onnx_of_a_tower(repository, batch, tmp_path, part):
 def test_onnx_of_the_whole_model(fused, batch, tmp_path, name):
     fused.set_experts_implementation(name)
     check_onnx(fused, batch, "whole", tmp_path)
-
-
-@pytest.mark.parametrize("capacity_factor", [None, 1.25])
-def test_onnx_by_the_older_exporter(repository, batch, tmp_path, capacity_factor):
-    tower = CLIPMoEVisionModelWithProjection.from_pretrained(repository).eval()
-    tower.config.eval_capacity_factor = capacity_factor
-    (pixels,) = batch(3, "vision").values()
-    names = {"input_names": ["pixels"], "dynamic_axes": {"pixels": {0: "batch"}}}
-    torch.onnx.export(tower, (pixels,), tmp_path / "model.onnx", dynamo=False, **names)
-    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
-    for size in (3, 7):
-        (pixels,) = batch(size, "vision").values()
-        with torch.no_grad():
-            expected = tower(pixels).image_embeds
-        found = torch.from_numpy(session.run(None, {"pixels": pixels.numpy()})[0])
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def check_onnx(model, batch, part, folder):

@@ -20,11 +20,9 @@ from transformers import (
     LlavaConfig,
     LlavaForConditionalGeneration,
     LlavaProcessor,
-    pipeline,
 )
 
 from conversion.commands import llava, publish
-from conversion.dense import force_expert
 from conversion.presets import PRESETS
 from conversion.upcycle import shared_config, upcycle
 from modeling_clip_moe import CLIPMoEModel
@@ -188,21 +186,6 @@ def test_open_clips_calls_are_the_models(family, published, model, inputs, image
     assert adapter(text=tokens)[0] is None
 
 
-@of_one_size
-@torch.no_grad()
-def test_a_vision_tower_alone_is_exported_and_extracts_features(published, model, inputs, image, tmp_path):
-    tower = model.vision_model
-    tower.save_pretrained(tmp_path)
-    AutoProcessor.from_pretrained(published).image_processor.save_pretrained(tmp_path)
-    pooled = pipeline("image-feature-extraction", model=str(tmp_path))(Image.open(image), pool=True)
-    torch.testing.assert_close(torch.tensor(pooled), tower(inputs["pixel_values"]).pooler_output)
-    shapes = {"pixel_values": {0: torch.export.Dim("batch", min=1, max=64)}}
-    program = torch.export.export(tower, (), {"pixel_values": torch.randn(2, 3, 16, 16)}, dynamic_shapes=shapes)
-    images = torch.randn(5, 3, 16, 16)
-    exported = program.module()(pixel_values=images).pooler_output
-    torch.testing.assert_close(exported, tower(images).pooler_output, atol=1e-5, rtol=1e-5)
-
-
 def test_lora_adapts_experts_and_routers_alone_and_merges(published, model, inputs):
     torch.manual_seed(0)
     experts = ["experts.up_proj", "experts.down_proj"]
@@ -238,23 +221,6 @@ def test_lora_adapts_experts_and_routers_alone_and_merges(published, model, inpu
         torch.testing.assert_close(merged(**batch).logits_per_image, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("options", [{"target_parameters": ["router.weight"]}, {"modules_to_save": ["router"]}])
-def test_routers_of_an_adapter_learn_and_can_be_forced(model, inputs, options):
-    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], **options))
-    images = {name: torch.cat([value, value]) for name, value in inputs.items() if len(value) == 1}
-    batch = {**inputs, **images, "pixel_values": torch.randn_like(images["pixel_values"])}
-    adapted(**batch, return_loss=True).loss.backward()
-    moved = [name for name, p in adapted.named_parameters() if p.grad is not None and p.grad.abs().max() > 0]
-    assert any("router" in name for name in moved)
-    layers = len(model.config.vision_config.moe_layers) + len(model.config.text_config.moe_layers)
-    forced = []
-    with torch.no_grad():
-        for expert in (0, 1):
-            with force_expert(adapted.get_base_model(), expert, [0.5] * layers):
-                forced.append(adapted(**batch).image_embeds)
-    assert not torch.allclose(*forced)
-
-
 @pytest.mark.parametrize("adapter", [LoraConfig, LoHaConfig])
 def test_an_adapter_of_a_shared_encoder_is_saved_and_loaded(adapter, tmp_path):
     """Each tower has its own, on weights that are one."""
@@ -268,13 +234,6 @@ def test_an_adapter_of_a_shared_encoder_is_saved_and_loaded(adapter, tmp_path):
     loaded = PeftModel.from_pretrained(CLIPMoEModel.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
     with torch.no_grad():
         torch.testing.assert_close(loaded(**batch).logits_per_image, adapted(**batch).logits_per_image)
-
-
-def test_lora_of_all_linear_leaves_the_experts_out(model):
-    """Their weights are parameters of their own, not `nn.Linear`: they have to be named in `target_parameters`."""
-    adapted = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
-    names = " ".join(name for name, parameter in adapted.named_parameters() if parameter.requires_grad)
-    assert "q_proj" in names and "experts" not in names
 
 
 @of_one_size

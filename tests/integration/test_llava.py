@@ -48,21 +48,13 @@ def test_an_upcycled_tower_swapped_in_changes_nothing_and_a_trained_one_does(den
 
 
 def test_a_tower_of_another_width_and_other_models_are_refused(dense_llava, tmp_path):
-    for name, sizes in (
-        ("narrow", {"hidden_size": 48, "num_hidden_layers": 1}),
-        (
-            "large",
-            {"hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 3, "image_size": 64, "patch_size": 8},
-        ),
-    ):
-        CLIPMoEVisionModel(CLIPMoEVisionConfig(**sizes)).save_pretrained(tmp_path / name)
+    large = {"hidden_size": 96, "num_attention_heads": 3, "image_size": 64, "patch_size": 8}
+    for name, sizes in (("narrow", {"hidden_size": 48}), ("large", large)):
+        config = CLIPMoEVisionConfig(**sizes, num_hidden_layers=2)
+        CLIPMoEVisionModel(config).save_pretrained(tmp_path / name)
     for whole, tower, message in (
         (dense_llava, tmp_path / "narrow", "the projector takes hidden states of width 96, the tower's have 48"),
-        (
-            dense_llava,
-            tmp_path / "large",
-            "the image processor .* makes images of 3 x 32 x 32, but .* takes 3 x 64 x 64",
-        ),
+        (dense_llava, tmp_path / "large", "the image processor .* of 3 x 32 x 32, but .* takes 3 x 64 x 64"),
         (dense_llava, BASE, ".*has no sparse vision tower of one image size: it is of type 'clip'"),
         (BASE, tmp_path / "narrow", ".*a model of type 'llava' is needed"),
     ):

@@ -6,7 +6,7 @@ from tiny_models import symbol_inputs
 from torchao.quantization import FqnToConfig, Int8Tensor, Int8WeightOnlyConfig
 from transformers import TorchAoConfig
 
-from modeling_clip_moe import CLIPMoEModel, CLIPMoEVisionModelWithProjection, sparse_moe
+from modeling_clip_moe import CLIPMoEVisionModelWithProjection, sparse_moe
 
 # torchao's own way leaves the experts out, which are no `nn.Linear`. With "_default" instead of the second pattern,
 # transformers would quantize the biases, too
@@ -76,15 +76,3 @@ def test_a_quantized_tower_saves_and_loads(repository, batch, tmp_path, config):
     loaded = CLIPMoEVisionModelWithProjection.from_pretrained(tmp_path)
     assert quantized(loaded) == quantized(tower)
     torch.testing.assert_close(embeds(loaded, batch), embeds(tower, batch), rtol=1e-4, atol=1e-4)
-
-
-@torch.no_grad()
-def test_int8_of_the_whole_model(repository, batch):
-    # Quantize it as it loads: torchao cannot read a saved one, since `logit_scale` has no dot in its name
-    model, small = CLIPMoEModel.from_pretrained(repository), quantize(CLIPMoEModel, repository)
-    expected, actual = model.eval()(**batch), small.eval()(**batch)
-    layers = sum(tower.num_hidden_layers for tower in (model.config.text_config, model.config.vision_config))
-    assert len(quantized(small)) == 4 * layers + 1  # four of each attention, and the text projection
-    assert error(actual.image_embeds, expected.image_embeds) < 0.05
-    assert error(actual.text_embeds, expected.text_embeds) < 0.05
-    torch.testing.assert_close(actual.logits_per_image, expected.logits_per_image, rtol=0, atol=1.0)

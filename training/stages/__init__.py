@@ -4,12 +4,16 @@ import importlib
 
 from training.stages.base import Stage
 
-KINDS = (
-    *("openai", "released_clip_moe", "export_clip_moe", "tokenizer", "initialize", "long_context", "upcycle", "unify"),
-    *("assemble", "average", "dense", "llava", "mixture", "captions", "embed", "cluster", "embed_captions"),
-    *("cluster_fine", "cluster_coarse", "select", "train", "train_long_clip", "train_experts", "train_data_expert"),
-    *("train_router", "evaluate", "analyze"),
-)
+# What they are for -> kinds, in the order of docs/settings.md
+PURPOSES = {
+    "weights of other forms": ("openai", "released_clip_moe", "export_clip_moe", "llava"),
+    "models made of models": ("initialize", "long_context", "upcycle", "unify", "assemble", "average", "dense"),
+    "data": ("tokenizer", "mixture", "captions", "embed", "cluster"),
+    "data experts": ("embed_captions", "cluster_fine", "cluster_coarse", "select"),
+    "training": ("train", "train_long_clip", "train_experts", "train_data_expert", "train_router"),
+    "measures": ("evaluate", "analyze", "embeddings"),
+}
+KINDS = tuple(kind for kinds in PURPOSES.values() for kind in kinds)
 
 
 def stage_of_kind(kind: str) -> type[Stage]:

@@ -253,7 +253,8 @@ class TrainStage(RouterSettings, StepsStage):
         """Raises a ValueError of all settings that do not go with the model, or with the batch of a process."""
         from training.fit import problems_of_routers, problems_of_training
 
-        wrong = [*problems_of_training(self, model.config, batch_size), *problems_of_routers(self, model)]
+        problems = *problems_of_training(self, model.config, batch_size), *problems_of_routers(self, model)
+        wrong = dict.fromkeys(problems)  # of both towers alike
         if wrong:
             raise ValueError("; ".join(f"{self.name}.{problem}" for problem in wrong))
 

@@ -1,0 +1,209 @@
+"""Wrong recipes: settings and folders tell some faults at once, and a rehearsal finds all others."""
+
+import json
+import re
+import shutil
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import yaml
+from documents import ROOT
+from tiny_clip import change_json
+from tiny_runs import read_log, run_stages
+from tiny_runs import recipe as tiny_recipe
+from transformers import BertConfig
+
+from training.checks import find_faults
+from training.plan import plan
+from training.recipe import RecipeError, load_recipe, wanted_stages
+from training.rehearsal import measure_stages, rehearse
+from training.runner import run_recipe
+
+EVERY = ROOT / "tests" / "recipes" / "every_stage.yaml"
+
+
+@pytest.fixture
+def path(tmp_path, monkeypatch):
+    """A recipe without a fault, in a working folder with data, models and folders of stages."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows").mkdir()
+    rows = {"image": [b""] * 40, "caption": ["a red circle"] * 40, "number": [1] * 40}
+    pyarrow.parquet.write_table(pyarrow.table(rows), tmp_path / "rows" / "train.parquet")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "my" / "images").mkdir(parents=True)
+    (tmp_path / "captions").mkdir()
+    (tmp_path / "captions" / "manifest.json").write_text(json.dumps({"stage": {"stage": "captions"}}))
+    shutil.copytree(ROOT / "training" / "symbol_clip", tmp_path / "other")
+    change_json(tmp_path / "other" / "processor_config.json", image_processor={"image_mean": [0.4, 0.5, 0.5]})
+    BertConfig().save_pretrained(tmp_path / "bert")
+    return shutil.copy(EVERY, tmp_path / "recipe.yaml")
+
+
+def said_at_once(path, overrides, only=None):
+    with pytest.raises(RecipeError) as error:
+        recipe = load_recipe(path, overrides)
+        plan(recipe, wanted_stages(recipe, only, None))
+    return str(error.value)
+
+
+AT_ONCE = {
+    "kind": ({"trained.stage": "trian"}, "trained.stage: there is no kind of stage 'trian': did you mean 'train'?"),
+    "key": ({"trained.learning_rte": 1}, "trained.learning_rte: there is no such key.* did you mean 'learning_rate'"),
+    "key within": ({"several.captions": [{"polcy": 1}]}, "several.captions.0.polcy: .*did you mean 'policy'"),
+    "unused defaults": ({"defaults.trian.max_steps": 1}, "defaults.trian: no stage uses them: did you mean 'train'?"),
+    "choice": ({"sparse.preset": "clip_upp"}, "sparse.preset: Input should be .*did you mean 'clip_up'"),
+    "range": ({"trained.max_steps": 0}, "trained.max_steps: Input should be greater than 0"),
+    "settings that need others": ({"dense.changes.num_experts": 4}, "dense: num_experts: of sparse models alone"),
+    "settings that exclude others": ({"mixture.captions": None}, "mixture: clusters and captions go together"),
+    "misspelt stage": ({"trained.model": "sprase"}, "trained.model: there is no stage or folder 'sprase'.*'sparse'"),
+    "no stage": ({"expert.clusters": "nowhere"}, "expert.clusters: there is no stage 'nowhere', and no such folder"),
+    "later stage": ({"sparse.model": "trained"}, "sparse.model: trained is a later stage: move it up"),
+    "itself": ({"sparse.model": "sparse"}, "sparse.model: sparse is this stage itself"),
+    "another kind": (
+        {"expert.clusters": "features"},
+        "features is a stage of type embed, not cluster",
+    ),
+    "folder of another kind": (
+        {"expert.clusters": "./captions"},
+        "is the folder of a stage of type captions, not cl",
+    ),
+    "folder of no model": ({"trained.model": "empty"}, "empty is the folder of neither a model nor a stage"),
+    "misspelt data": ({"words.data.source": "my/imagess"}, "words.data.source: .*did you mean my/images"),
+    "no image root": ({"pre.data": {"source": "rows", "image_root": "x"}}, "pre.data.image_root: there is no folder x"),
+    "split of a world": ({"pre.data.split": "tets"}, "pre.data: symbols have no split 'tets', only train, test"),
+    "stream without numbers": (
+        {"features.data": {"source": "rows", "num_samples": None, "streaming": True}},
+        "features.data: streaming: a stream has no numbered samples",
+    ),
+    "no data of a task": (
+        {"scores.tasks": [{"task": "retrieval", "dataset": "no.parquet"}]},
+        "scores.tasks.0.dataset: there is no file or folder no.parquet",
+    ),
+}
+
+
+@pytest.mark.parametrize(("overrides", "message"), AT_ONCE.values(), ids=AT_ONCE)
+def test_what_settings_and_folders_tell_is_said_at_once(path, overrides, message):
+    assert re.search(message, said_at_once(path, overrides))
+
+
+def test_all_faults_are_named_at_once_and_that_of_several_stages_is_one(path):
+    missing = {"pre.data.source": "missing.tar", "trained.data.source": "missing.tar", "expert.clusters": "nowhere"}
+    first, *lines = said_at_once(path, missing).splitlines()
+    assert first == f"{path} has 2 faults:"
+    assert "  pre.data.source, trained.data.source: there is no file or folder missing.tar" in lines
+
+
+def test_a_stage_that_is_neither_done_nor_to_be_run_is_missed(path):
+    assert "sparse.model: the stage 'dense' has not finished" in said_at_once(path, {}, only=["sparse"])
+
+
+def test_a_plan_lists_stages_and_names_of_the_hub_pass(path):
+    recipe = load_recipe(path, {"trained.model": "gpt2", "trained.data.source": "user/pairs"})
+    assert not [*find_faults(recipe, {"trained"})]
+    run_recipe(load_recipe(path), ["dense"])
+    lines = plan(load_recipe(path), load_recipe(path).stages).splitlines()
+    assert lines[2].split() == ["stage", "kind", "state", "reads"]
+    assert ["dense", "initialize", "done", "-"] in [line.split() for line in lines]
+    assert ["pre", "train", "to", "do", "dense,", "symbols"] in [line.split() for line in lines]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The folder of a run of all stages but those that measure."""
+    folder = tmp_path_factory.mktemp("finished")
+    recipe = load_recipe(EVERY, {"output_dir": str(folder / "out")})
+    return run_recipe(recipe, [stage.name for stage in recipe.stages if stage.stage not in ("analyze", "evaluate")])
+
+
+FIELDS = {"sparse.changes": {"num_experts_per_tok": 1, "norm_topk_prob": True}}
+FOUND = {
+    "field of a configuration": ("dense", {"dense.text_config.hidden_siz": 1}, "dense: text_config: .*'hidden_size'"),
+    "tokenizer": ("dense", {"dense.text_config.vocab_size": 700}, "dense: the tokenizer of symbols has 1313 tokens"),
+    "too many experts": ("sparse", {"sparse.changes.num_experts_per_tok": 5}, "sparse: num_experts_per_tok must be"),
+    "field of a preset": ("sparse", {"sparse.changes.num_expert": 2}, "sparse.changes: .*did you mean 'num_experts'"),
+    "sparse already": ("sparse", {"sparse.model": "unified"}, "sparse: cannot load unified: a model of type 'clip' is"),
+    "loss of another family": ("pre", {"pre.loss": "sigmoid"}, "pre.loss: sigmoid needs a model with a logit_bias"),
+    "dropout of a dense model": ("pre", {"pre.expert_dropout": 0.1}, "pre.expert_dropout: it goes with a sparse model"),
+    "nothing trains": ("trained", {"trained.trainable": "nothing"}, "trained.trainable: .*is found in no parameter's"),
+    "routers in vain": ("sparse,trained", FIELDS, "trained.trainable: routers would follow their balance loss alone"),
+    "balance": ("trained", {"trained.balance_top_k": 5}, "trained.balance_top_k: 5 of 2 experts"),
+    "mini batch": ("expert", {"expert.mini_batch_size": 3}, "expert.mini_batch_size: 3 does not divide .* of 8 pairs"),
+    "accumulation": (
+        "trained",
+        {"trained.gradient_accumulation_steps": 3},
+        "trained.global_batch_size: 8 cannot be shared by 1 processes x 3 accumulation steps",
+    ),
+    "split": ("trained", {"trained.data": {"source": "rows", "split": "tets"}}, "trained: rows has no split 'tets'"),
+    "column": ("pre", {"pre.data": {"source": "rows", "caption_column": "x"}}, "pre: rows has no column 'x'; its col"),
+    "no pair is left": (
+        "features",
+        {"features.data": {"source": "rows", "num_samples": None, "skip": 40}},
+        "features: skip: 40 leaves no pair of rows",
+    ),
+    "images": ("pre", {"pre.data": {"source": "rows"}}, "pre: 40 of 40 pairs of rows cannot be used; the first is"),
+    "task": (
+        "scores",
+        {"scores.tasks": ["symbol_pairs"]},
+        "scores: unknown task symbol_pairs: did you mean 'symbols_",
+    ),
+    "not a clip": ("scores", {"scores.models.trained": "bert"}, "scores: cannot load bert: a model of type"),
+    "expert to analyze": ("looked", {"looked.expert": 4}, "looked: trained: expert: 4, but the experts are 0 to 1"),
+    "expert of another base": (
+        "expert,unified",
+        {"expert.trainable": "."},
+        "unified: expert 1 was not trained from",
+    ),
+    "another processor": (
+        "pre,expert,unified",
+        {"expert.model": "other", "pre.model": str(ROOT / "training" / "symbol_clip")},
+        "unified: the image processor of expert makes something else of images than that of pre",
+    ),
+    "scale": ("taken", {"taken.scale": None}, "taken: the weights of a token's experts do not sum to 1"),
+}
+
+
+@pytest.mark.parametrize(("stages", "overrides", "message"), FOUND.values(), ids=FOUND)
+def test_what_only_a_stage_finds_a_rehearsal_says(path, finished, stages, overrides, message):
+    """Of stages that read finished ones. Nothing is kept."""
+    output_dir = path.parent / "out"
+    output_dir.mkdir()
+    for folder in finished.iterdir():
+        if folder.name not in stages.split(","):
+            (output_dir / folder.name).symlink_to(folder)
+    before = sorted(path.parent.rglob("*"))
+    recipe = load_recipe(path, overrides)
+    with pytest.raises((ValueError, OSError), match=f"^{message}.*of which nothing is kept$"):
+        rehearse(recipe, wanted_stages(recipe, stages.split(","), None))
+    assert sorted(path.parent.rglob("*")) == before
+
+
+def test_a_recipe_without_a_fault_is_rehearsed_whole(path, capsys):
+    recipe = load_recipe(path, {"pre.num_epochs": 3, "pre.max_steps": None, "pre.data.num_samples": 2000})
+    stages = [stage for stage in recipe.stages if stage.name not in ("looked", "scores")]
+    rows = {line.split()[0]: line.split() for line in rehearse(recipe, stages).splitlines() if line}
+    assert [*rows][1 : len(stages) + 1] == [stage.name for stage in stages]
+    assert rows["pre"][-6] == "750"  # steps: three epochs of 2,000 pairs
+    assert not (path.parent / "out").exists() and not (path.parent / "out.rehearsal").exists()
+
+
+def test_a_rehearsal_measures_what_a_run_takes(tmp_path):
+    """Here only roughly: `benchmarks.runs rehearsal` has the numbers."""
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tiny_recipe() | {"output_dir": str(tmp_path / "out")}))
+    recipe = load_recipe(tmp_path / "recipe.yaml")
+    measured = measure_stages(recipe, recipe.stages)
+    assert measured["tuned"].steps == 6 and measured["sparse"].step is None
+    folder = run_stages(tmp_path, tiny_recipe()["stages"], **{"defaults": tiny_recipe()["defaults"]}) / "tuned"
+    seconds = 8 / read_log(folder)[-1]["images_per_second"]
+    assert 0.1 < measured["tuned"].step / seconds < 10
+    weights = (folder / "model.safetensors").stat().st_size
+    assert 3 * weights < measured["tuned"].disk < 6 * weights  # with a checkpoint: weights and two moments
+    assert measured["tuned"].memory > 4 * weights
+
+
+def test_a_batch_of_another_size_is_rehearsed(tmp_path):
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tiny_recipe() | {"output_dir": str(tmp_path / "o")}))
+    recipe = load_recipe(tmp_path / "recipe.yaml")
+    whole, small = (measure_stages(recipe, recipe.stages, size)["tuned"] for size in (None, 4))
+    assert (whole.steps, small.steps) == (6, 6) and small.step > 0

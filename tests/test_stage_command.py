@@ -1,0 +1,118 @@
+"""Commands that are stages: what they read, what they leave, what they say."""
+
+import re
+
+import pytest
+from documents import ROOT
+from tiny_runs import run_stages
+
+import clip_moe
+from records.provenance import Record
+from training.setting_help import settings_of
+from training.stage_command import help_text, read_command
+from training.stages import KINDS, stage_of_kind
+
+MODEL = str(ROOT / "training" / "symbol_clip")
+
+
+def upcycle(output, *more):
+    clip_moe.main(["upcycle", str(output), "--model", MODEL, "--preset", "clip_up", *more])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_setting_has_help(kind):
+    text = help_text(stage_of_kind(kind))
+    for setting in settings_of(stage_of_kind(kind)):
+        assert setting.name in ("name", "stage") or setting.meaning, setting.name
+        assert setting.name in ("name", "stage") or re.search(rf"^  --{setting.name}  \S", text, re.M), setting.name
+    usage = text.splitlines()[0]
+    required = {one.name for one in settings_of(stage_of_kind(kind)) if one.default is None} - {"name", "stage"}
+    assert set(re.findall(r" --(\w+) ", usage)) == required
+
+
+def test_a_command_makes_what_a_recipe_makes(tmp_path):
+    """The same weights and record, but for the name."""
+    upcycle(tmp_path / "alone.v2", "--changes.num_experts", "4", "--changes.sparse_layers", "0", "1", "--seed", "3")
+    settings = {"model": MODEL, "preset": "clip_up", "changes": {"num_experts": 4, "sparse_layers": [0, 1]}}
+    whole = run_stages(tmp_path, [{"name": "sparse", "stage": "upcycle", **settings}], seed=3)
+    one, other = Record.read(tmp_path / "alone.v2"), Record.read(whole / "sparse")
+    assert one.weights == other.weights and one.inputs == other.inputs and one.seed == other.seed == 3
+    assert one.stage | {"name": "sparse"} == other.stage
+    assert {path.name for path in tmp_path.iterdir()} == {"alone.v2", "out", "recipe.yaml"}
+
+
+def test_a_folder_is_made_once_and_never_overwritten(tmp_path, capsys):
+    upcycle(tmp_path / "sparse")
+    upcycle(tmp_path / "sparse")
+    assert "done before, skipped" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="was made with other settings .*num_experts"):
+        upcycle(tmp_path / "sparse", "--changes.num_experts", "2")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").touch()
+    with pytest.raises(SystemExit, match="mine .*"):
+        upcycle(tmp_path / "mine")
+    with pytest.raises(SystemExit, match="num_experts_per_tok must be between"):
+        upcycle(tmp_path / "new", "--changes.num_experts_per_tok", "9")
+    assert {path.name for path in tmp_path.iterdir()} == {"sparse", "mine"}
+
+
+def test_a_command_is_rehearsed(tmp_path, capsys):
+    upcycle(tmp_path / "sparse", "--rehearse")
+    assert re.search(r"^sparse +[\d.]+ s ", capsys.readouterr().out, re.M) and not [*tmp_path.iterdir()]
+
+
+def test_values_are_those_of_a_recipe():
+    flags = [
+        "out/tuned",
+        "--model",
+        "x",
+        "--data.source",
+        "symbols",
+        "--data.num_samples=64",
+        "--learning-rate",
+        "1e-3",
+    ]
+    flags += ["--global_batch_size", "8", "--max_steps", "2", "--evaluation.every_steps", "1", "--group_by_length"]
+    flags += [
+        "--evaluation.tasks",
+        "symbols_pairs",
+        "{task: retrieval, dataset: symbols, num_samples: 9}",
+        "--mini_batch_size",
+        "4",
+    ]
+    made, _ = read_command("train", [*flags, "--lora.target_modules", "q_proj", "--lora.r", "2", "--seed", "4"])
+    (stage,) = made.stages
+    assert (made.output_dir, stage.name, made.seed, stage.data.seed) == ("out", "tuned", 4, 4)
+    assert (stage.data.num_samples, stage.learning_rate, stage.group_by_length) == (64, 1e-3, True)
+    assert stage.evaluation.tasks[0] == "symbols_pairs" and stage.evaluation.tasks[1].task == "retrieval"
+    assert stage.lora.target_modules == ["q_proj"]
+
+
+WRONG = {
+    "no output": (["--model", "x"], "the first argument is the folder to make, not '--model'"),
+    "no key": (["out", "--modle", "x"], "modle: there is no such key: did you mean 'model'"),
+    "no key within": (["out", "--model", "x", "--data.sorce", "y"], "data.sorce: there is no such key.*'source'"),
+    "no value": (["out", "--model"], "--model has no value"),
+    "no flag": (["out", "x"], "'x' is no setting: write --SETTING VALUE"),
+    "two values": (["out", "--model", "x", "y"], r"model: Input should be a valid string \(got \['x', 'y'\]\)"),
+    "missing": (["out", "--model", "x"], "data: Field required"),
+    "value and keys": (["out", "--data", "x", "--data.source", "y"], "--data.source: data has a value already"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG.values(), ids=WRONG)
+def test_wrong_arguments_end_in_one_line(arguments, message):
+    with pytest.raises(SystemExit, match=message):
+        clip_moe.main(["embeddings", *arguments])
+
+
+def test_a_command_that_fails_at_once_leaves_nothing(tmp_path):
+    with pytest.raises(SystemExit, match="trainable"):
+        clip_moe.main(["train", str(tmp_path / "tuned"), *SETTINGS, "--trainable", "nothing"])
+    assert not [*tmp_path.iterdir()]
+    clip_moe.main(["train", str(tmp_path / "tuned"), *SETTINGS])
+    assert (tmp_path / "tuned" / "model.safetensors").is_file()
+
+
+SETTINGS = ["--model", MODEL, "--data.source", "symbols", "--data.num_samples", "16", "--global_batch_size", "8"]
+SETTINGS += ["--max_steps", "1", "--learning_rate", "1e-4"]
