@@ -93,9 +93,7 @@ STAND_INS = {
     "my/benchmarks/mmvp_vlm": save_benchmark,
     "my/benchmarks/urban1k": save_benchmark,
     "user/clip-moe": lambda folder: folder.symlink_to("../runs/clip_moe_demo/clip_moe"),  # made with the pages
-    "clip-moe": lambda folder: folder.symlink_to("."),  # the clone
     "training": lambda folder: folder.symlink_to(ROOT / "training"),
-    ".venv/bin/activate": lambda file: file.touch(),
 }
 
 
