@@ -1,4 +1,4 @@
-"""Pictures a second of `clip-moe embed`, beside loops over transformers' and open_clip's models of the same size.
+"""Pictures a second of `clip-moe embeddings`, beside loops over transformers' and open_clip's models of the same size.
 
 python -m benchmarks.embedding --open-clip .venv/clip-benchmark --output benchmarks/results/embedding_cpu.md
 """
@@ -27,7 +27,7 @@ from conversion.upcycle import sparse_config
 from data.sources import DataArguments
 from data.worlds import build_processor
 from evaluation.costs import count_multiply_adds, meta_model, paper_config
-from evaluation.embed import embed_pairs
+from evaluation.embed import write_embeddings
 from evaluation.speed import in_turn
 from modeling_clip_moe import CLIPMoEModel
 from records.command_line import command
@@ -99,7 +99,7 @@ def ours(folder: Path, model: str, num_workers: int | None) -> Callable[[], int]
         with tempfile.TemporaryDirectory() as output:
             options = {"what": "images", "batch_size": BATCH, "num_workers": num_workers}
             arguments = DataArguments(source=str(folder / "pictures"))
-            return embed_pairs(str(folder / model), arguments, Path(output) / "out", **options)["num_images"]
+            return write_embeddings(str(folder / model), arguments, Path(output), **options)[0]
 
     return call
 
@@ -132,8 +132,8 @@ def cases(folder: Path, open_clip: Path | None) -> Iterator[tuple[str, Callable[
         yield f"transformers' model in a loop, {workers}", partial(cost, of_transformers, folder, num_workers)
         if open_clip is not None:
             yield f"open_clip's model in a loop, {workers}", partial(cost, of_open_clip, folder, num_workers, open_clip)
-        yield f"clip-moe embed, {workers}", partial(cost, ours, folder, "dense", num_workers)
-    yield "clip-moe embed, 2 workers, CLIP-UP", partial(cost, ours, folder, "sparse", 2)
+        yield f"clip-moe embeddings, {workers}", partial(cost, ours, folder, "dense", num_workers)
+    yield "clip-moe embeddings, 2 workers, CLIP-UP", partial(cost, ours, folder, "sparse", 2)
 
 
 @command

@@ -184,7 +184,7 @@ def read_scale(value: str, source: str | Path) -> Scale:
         weights, scales = result["weights"], SCALES.validate_python(result["scales"])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{value} holds no scales: make it again with `clip-moe experts --model {source}` "
+            f"{value} holds no scales: make it again with `clip-moe analyze OUTPUT --model {source}` "
             f"({type(error).__name__}: {error})"
         ) from error
     if weights != weights_fingerprint(source):
