@@ -52,7 +52,7 @@ SMALLER = {
     "--stages captions,fine,clusters,expert_1,expert_2,expert_3,expert_4,mode",
     "--config training/recipes/llava_symbols.yaml": "--projector.max_steps 2 --instructed.max_steps 2 "
     "--defaults.train_llava.data.num_samples 64",
-    "data.worlds icons": "--kinds 'brands 16' --number 64",
+    "data.draw icons": "--kinds 'brands 16' --number 64",
     "--config training/recipes/own_pictures.yaml": "--defaults.train.global_batch_size 16 "
     "--defaults.train.warmup_steps 0 --seed_model.max_steps 1 --dense_short.max_steps 1 --sparse_short.max_steps 1 "
     "--dense_long.max_steps 1 --sparse_long.max_steps 1",
@@ -108,13 +108,14 @@ def run_block(block: Block) -> None:
 
 
 def lines(block: Block) -> list[str]:
-    """The commands of a block."""
-    return [line for line in block.text.replace("\\\n", " ").splitlines() if line and not line.startswith("#")]
+    """The commands of a block, without comments."""
+    commands = [line.partition(" # ")[0] for line in block.text.replace("\\\n", " ").splitlines()]
+    return [line for line in commands if line and not line.startswith("#")]
 
 
 def run_line(line: str) -> None:
     """Run a command with smaller numbers: ours in this process, which has imported torch, others in bash."""
-    line = " ".join([line.partition(" # ")[0], *(more for text, more in SMALLER.items() if text in line)])
+    line = " ".join([line, *(more for text, more in SMALLER.items() if text in line)])
     program, *arguments = words(line)
     if program in NOT_RUN:
         return
