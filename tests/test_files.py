@@ -152,7 +152,7 @@ def test_a_signal_as_soon_as_a_file_is_there_leaves_nothing(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("size", [0, 500, 30_000], ids=["not even the lock", "no configuration", "no weights"])
-@pytest.mark.parametrize("command", ["upcycle", "assemble", "llava", "released_clip_moe --reverse"])
+@pytest.mark.parametrize("command", ["upcycle", "assemble", "llava", "export-clip-moe"])
 def test_on_a_full_disk_a_converter_ends_in_one_line(sources, tmp_path, capsys, command, size):
     with full_disk(size):  # what is printed goes to no file
         error = run(command, sources, tmp_path / "out")
@@ -180,7 +180,7 @@ def umask():
 @pytest.mark.parametrize("mask, mode", [(0o077, 0o600), (0o002, 0o664)])
 def test_files_are_readable_as_the_umask_says(sources, tmp_path, umask, mask, mode):
     umask(mask)
-    for command in ("upcycle", "assemble", "released_clip_moe --reverse"):
+    for command in ("upcycle", "assemble", "export-clip-moe"):
         assert run(command, sources, tmp_path / command / "out") is None
     with new_file(tmp_path / "tensors") as partial:
         save_file({"a": torch.zeros(1)}, partial)

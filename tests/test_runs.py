@@ -34,7 +34,7 @@ def write(tmp_path):
 
 
 def failed(*arguments):
-    return error_of(commands.train.main, *arguments)
+    return error_of(commands.run.main, *arguments)
 
 
 def contents(folder):
@@ -171,7 +171,7 @@ def test_every_model_says_how_to_load_it_and_every_error_names_its_stage(write, 
     path, dense = write(), tmp_path / "out" / "dense"
     with pytest.raises(ValueError, match="a fault: sparse.model: .*nowhere"):
         run_recipe(load_recipe(path, {"sparse.model": "nowhere/"}))
-    commands.train.main(["--config", str(path), "--stages", " dense "])
+    commands.run.main(["--config", str(path), "--stages", " dense "])
     assert f'AutoModel.from_pretrained("{dense}")' in capsys.readouterr().out
     (dense / "model.safetensors").unlink()
     recorded(dense)

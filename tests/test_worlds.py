@@ -22,7 +22,7 @@ from evaluation.built_in_tasks import icon_tasks
 from evaluation.evaluate import evaluate_model
 from evaluation.report import best_of, write_report
 from evaluation.tasks import TASKS
-from training.commands import train
+from training.commands import run
 
 ALL_TASKS = list(TASKS)  # tests have smaller ones
 NEEDS_ICONS = pytest.mark.skipif(find_spec("resvg_py") is None, reason="the icons extra is not installed")
@@ -136,7 +136,7 @@ def test_icons_without_their_extra_end_in_one_line(dense, tmp_path, monkeypatch)
     stage = f"{{name: scores, stage: evaluate, models: {{dense: {dense}}}, tasks: [icons_all]}}"
     file.write_text(f"output_dir: out\nstages: [{stage}]")
     with pytest.raises(SystemExit) as stop:
-        train.main(["--config", str(file), "--output-dir", str(tmp_path / "out")])
+        run.main(["--config", str(file), "--output-dir", str(tmp_path / "out")])
     assert "icons need resvg-py, which is not installed: pip install -e '.[icons]'" in str(stop.value.code)
     assert len(str(stop.value.code).splitlines()) <= 2 and not (tmp_path / "out").exists()
 

@@ -76,7 +76,7 @@ def _find(benchmark: Benchmark, data_root: str | Path | None) -> tuple[Path | No
     """The local copy, or None where the Hub has to be asked; and the layout."""
     if data_root is not None:
         if not Path(data_root).is_dir():
-            raise ValueError(f"there is no folder {data_root} with copies of benchmarks (--data-root)")
+            raise ValueError(f"there is no folder {data_root} with copies of benchmarks (data_root)")
         names, root = dict.fromkeys([benchmark.name, *benchmark.folders]), Path(data_root)
         folders = [folder for name in names if (folder := root / name).is_dir()] + [root] * (root.name in names)
         for folder in folders:
@@ -86,7 +86,7 @@ def _find(benchmark: Benchmark, data_root: str | Path | None) -> tuple[Path | No
         if folders:
             raise ValueError(f"{folders[0]} is no copy of {benchmark.name}: there must be {benchmark.shapes}")
     if benchmark.hub is None:
-        where = f"{Path(data_root or 'DATA_ROOT') / benchmark.name} (--data-root), with {benchmark.shapes}"
+        where = f"{Path(data_root or 'DATA_ROOT') / benchmark.name} (data_root), with {benchmark.shapes}"
         raise ValueError(f"{benchmark.name} is not read from the Hub: put it into {where}")
     return None, benchmark.layouts[0]
 
@@ -102,7 +102,7 @@ def _from_hub(benchmark: Benchmark, patterns: Sequence[str], commit: str | None 
         return Path(snapshot_download(benchmark.hub, **options))
     except (OSError, ValueError) as error:
         why = shorten(str(error), 250, placeholder=" ...")
-        way_out = way_out or f"put a copy into DATA_ROOT/{benchmark.name} (--data-root)"
+        way_out = way_out or f"put a copy into DATA_ROOT/{benchmark.name} (data_root)"
         raise ValueError(
             f"{benchmark.name} cannot be had from the Hub as {benchmark.hub} ({why}): try again, or {way_out}"
         ) from error
