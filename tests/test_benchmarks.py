@@ -20,10 +20,11 @@ from data.images import decode_image
 from evaluation.benchmarks.loading import CLASSES, TEMPLATES, benchmark_task
 from evaluation.benchmarks.specs import BENCHMARKS, GROUPS
 from evaluation.evaluate import evaluate_model
-from evaluation.tasks import find_tasks
+from evaluation.tasks import find_tasks, task_fingerprints
 from evaluation.zero_shot import zero_shot_metrics
 from training.recipe import load_recipe
 from training.stages.evaluate import EvaluateStage
+from training.train_settings import MeasuredTasks
 
 dense = small_evaluation.dense
 RECIPES = (Path(__file__).parents[1] / "training" / "recipes").glob("*.yaml")
@@ -463,9 +464,9 @@ def test_babel_imagenet_scores_as_a_loop_does(dense, tmp_path):
     (result,) = evaluate_model(dense, find_tasks(["babel_imagenet_de"], tmp_path), tmp_path / "scores")
     assert result["num_samples"] == 9 and len(list(embeddings.iterdir())) == number + 1  # texts, and no images again
     copy = ["babel_imagenet_zh_yue"], tmp_path
-    fingerprint = benchmark_fingerprints(*copy)
+    fingerprint = task_fingerprints(*copy)
     (tmp_path / "imagenet" / "nllb_dist13b_prompts.json").unlink()
-    assert benchmark_fingerprints(*copy) != fingerprint
+    assert task_fingerprints(*copy) != fingerprint
     assert find_tasks(["babel_imagenet_zh_yue"], tmp_path)["babel_imagenet_zh_yue"].templates == ["{}"]
     for number in range(1000):  # the names have another order than the ids
         folder = tmp_path / "imagenet" / "val" / f"n{number:08}"
