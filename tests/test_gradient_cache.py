@@ -155,5 +155,6 @@ def test_several_processes_have_the_gradient_of_one(tmp_path):
 @pytest.mark.parametrize("group", [None, 3])
 def test_capacity_over_a_whole_batch_is_refused(group):
     config = sparse({"capacity_factor": 1.0, "capacity_group_size": group}).config
-    (problem,) = problems_of_training(stage(mini_batch_size=4), config, 8)
-    assert problem.startswith(f"mini_batch_size: vision_config.capacity_group_size is {group}, and 4 sequences")
+    problems = problems_of_training(stage(mini_batch_size=4), config, BATCH)
+    for tower, problem in zip(("text", "vision"), problems, strict=True):
+        assert problem.startswith(f"mini_batch_size: {tower}_config.capacity_group_size is {group}, and 4 sequences")

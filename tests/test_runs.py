@@ -3,7 +3,6 @@
 import os
 import shlex
 import shutil
-import stat
 
 import pytest
 import yaml
@@ -155,16 +154,6 @@ def test_full_disks_end_in_one_line_and_lose_nothing(write, tmp_path, monkeypatc
     assert same_weights(resumed / "tuned", whole / "tuned")
     for name in ("features", "words"):
         assert contents(resumed / name).keys() == contents(whole / name).keys()
-
-
-def test_files_of_a_stage_are_readable_as_the_umask_says(write):
-    before = os.umask(0o007)
-    try:
-        output = run_recipe(load_recipe(write()))
-    finally:
-        os.umask(before)
-    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in output.rglob("*") if path.is_file()}
-    assert "model.safetensors" in modes and set(modes.values()) == {0o660}, modes
 
 
 def test_every_model_says_how_to_load_it_and_every_error_names_its_stage(write, tmp_path, capsys):
