@@ -205,7 +205,7 @@ class TrainLlavaStage(StepsStage):
         loader = ConversationLoader(rows, processor, model.config, *settings)
         self.train_model(model, processor, loader, accelerator, context, directory)
 
-    def set_trainable(self, model: LlavaForConditionalGeneration, seed: int = 0) -> None:
+    def set_trainable(self, model: LlavaForConditionalGeneration) -> None:
         """Raises ValueError where the tower would train: LLaVA's loss has no router losses, and it does not see the
         tower's last layer."""
         trainable, _ = set_trainable(model, self.trainable)

@@ -202,7 +202,7 @@ class Runner:
         record.attempts.append(self._attempt())
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            if not has_work(partial):  # of an attempt that failed at once, perhaps for its settings
+            if not _goes_on(stage, partial):  # what is there is of an attempt that failed, perhaps for its settings
                 shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True, exist_ok=True)
             record.write(partial)
@@ -211,7 +211,12 @@ class Runner:
         started = time.perf_counter()
         if accelerator.is_main_process or not stage.main_process_only:
             stage_context = context.without_others() if stage.main_process_only else context
-            trained = stage.run(inputs, stage_context, partial)
+            try:
+                trained = stage.run(inputs, stage_context, partial)
+            except BaseException:
+                if stage.main_process_only:  # nothing to go on from
+                    shutil.rmtree(partial, ignore_errors=True)
+                raise
             if trained is not None:
                 record.pairs, record.duplicates = trained
         accelerator.wait_for_everyone()
@@ -262,7 +267,7 @@ class Runner:
         except Unfinished as error:
             unfinished = error
         is_done = (final / MANIFEST).is_file()
-        if is_done or has_work(partial):
+        if is_done or _goes_on(stage, partial):
             made = final if is_done else partial
             record.attempts = require_same_record(made, record, getattr(inputs, "data", None))
         if unfinished and not is_done:
@@ -332,6 +337,11 @@ def require_same_record(folder: Path, new: Record, data: DataArguments | None) -
         f"{folder} was made with other {'data' if of_data else 'settings'} ({differing}){newest}. Delete it to make it "
         "anew, or choose another --output-dir"
     )
+
+
+def _goes_on(stage: Stage, partial: Path) -> bool:
+    """Whether a stage that has not finished goes on from what it left; one of the main process alone begins anew."""
+    return not stage.main_process_only and has_work(partial)
 
 
 def _report_of(folder: Path) -> str:
