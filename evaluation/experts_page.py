@@ -58,8 +58,8 @@ def page_of(result: Mapping[str, Any], pictures: Sequence[str]) -> str:
     sections += ["## Routing", *shown("routing.png"), *_layers(result)]
     if result["scales"]:
         sections.append(
-            "`clip-moe dense OUTPUT --model MODEL --take EXPERT --scale FOLDER`, with this page's folder, multiplies an "
-            "expert's last layer by its weight."
+            "`clip-moe dense OUTPUT --model MODEL --take EXPERT --scale FOLDER`, with the folder of this page, "
+            "multiplies an expert's last layer by its weight."
         )
     if "words" in result:
         sections.append(f"## Words, layer {result['layers']['text']} of the text tower")

@@ -11,8 +11,8 @@ from transformers import AutoModel
 
 from conversion.publishing.lineage import WORLDS
 from data import icons
+from data.arguments import DataArguments
 from data.pairs import load_pairs
-from data.sources import DataArguments
 from evaluation.tasks import TASKS
 from training.commands import run
 

@@ -63,7 +63,7 @@ def test_a_tower_of_another_width_and_other_models_are_refused(dense_llava, tmp_
         (dense_llava, BASE, ".*has no sparse vision tower of one image size: it is of type 'clip'"),
         (BASE, tmp_path / "narrow", ".*a model of type 'llava' is needed"),
     ):
-        with pytest.raises(SystemExit, match=f"error: {message}"):
+        with pytest.raises(SystemExit, match=f"error: out: {message}"):
             swap(tmp_path / "out", whole, tower)
     assert not (tmp_path / "out").exists()
 
