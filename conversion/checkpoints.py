@@ -35,8 +35,8 @@ MISSING_IS_NONE = {
     "_raise_exceptions_for_connection_errors": False,
 }
 # By the type of a model that is not taken: what it is, and what to do
-DENSE_HINT = " (it is dense: `clip-moe upcycle` makes it sparse)"
-SPARSE_HINT = " (it is already sparse: `clip-moe dense` takes one expert out)"
+DENSE_HINT = " (it is dense: conversion.upcycle makes it sparse)"
+SPARSE_HINT = " (it is already sparse: conversion.dense takes one expert out)"
 HINTS = {
     **{family.model_type: DENSE_HINT for family in FAMILY_OF_TYPE.values()},
     **{family.sparse.config_class.model_type: SPARSE_HINT for family in FAMILY_OF_TYPE.values()},

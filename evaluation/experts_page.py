@@ -58,8 +58,7 @@ def page_of(result: Mapping[str, Any], pictures: Sequence[str]) -> str:
     sections += ["## Routing", *shown("routing.png"), *_layers(result)]
     if result["scales"]:
         sections.append(
-            "`clip-moe dense OUTPUT --model MODEL --take EXPERT --scale FOLDER`, with the folder of this page, "
-            "multiplies an expert's last layer by its weight."
+            "`clip-moe convert dense --scale experts.json` multiplies an expert's last layer by its weight."
         )
     if "words" in result:
         sections.append(f"## Words, layer {result['layers']['text']} of the text tower")
@@ -84,7 +83,7 @@ def page_of(result: Mapping[str, Any], pictures: Sequence[str]) -> str:
             "inference."
             if "dropped.png" in pictures
             else "The patches that capacity would drop are not drawn: the vision tower has no capacity factor. "
-            "`clip-moe analyze` takes some as `--capacity_factors`."
+            "`clip-moe experts --capacity-factors` takes some."
         )
     return "\n\n".join(sections)
 

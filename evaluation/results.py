@@ -39,7 +39,7 @@ def require_free(result: dict[str, Any], output_dir: Path) -> None:
         if not conflict and not is_same:
             conflict = f"a result of {before['model']!r} with another {what}, {old!r} and not {new!r}"
     if conflict:
-        raise ValueError(f"{path} holds {conflict}: choose another name or another folder, or delete it")
+        raise ValueError(f"{path} holds {conflict}: choose another name (--name) or another --output-dir, or delete it")
 
 
 def result_file(result: dict[str, Any], output_dir: Path) -> Path:

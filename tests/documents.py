@@ -147,7 +147,7 @@ def _python(arguments: list[str]) -> str | None:
         return _started([])(arguments)
     room, _, name = arguments[1].partition(".")
     commands = importlib.import_module(f"{room}.commands") if find_spec(f"{room}.commands") else None
-    command = getattr(commands, {"training.upcycle": "run"}.get(arguments[1], name), None)
+    command = getattr(commands, {"training.upcycle": "train"}.get(arguments[1], name), None)
     if command:
         return _called(command.main, arguments[1:], 1)
     with mock.patch("sys.argv", _smaller(arguments[1:])):

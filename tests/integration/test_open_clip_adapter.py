@@ -37,7 +37,7 @@ def test_clip_benchmarks_own_command_gives_our_numbers(repository, tmp_path, tas
         ours |= {"task": "zero_shot", "label_column": "cls", "templates": templates}
         ours |= {"classes": str(data / "classnames.txt")}
     clip_moe.main(["evaluate", str(tmp_path / "ours"), "--models.ours", model, "--tasks", json.dumps(ours)])
-    (result,) = (json.loads(path.read_text())["metrics"] for path in (tmp_path / "ours").glob("*.json"))
+    (result,) = (json.loads(path.read_text())["metrics"] for path in (tmp_path / "ours").glob("*--*.json"))
     names = {"acc1": "accuracy", "acc5": "accuracy_top5", "mean_per_class_recall": "mean_per_class_recall"}
     for k in (1, 5):
         names |= {f"image_retrieval_recall@{k}": f"text_to_image_recall@{k}"}

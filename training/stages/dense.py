@@ -38,9 +38,9 @@ class DenseStage(Stage):
     scale: float | Annotated[str, Reads("analyze")] | None = None
 
     def run(self, inputs: SimpleNamespace, context: "Context", directory: Path) -> None:
-        from conversion.dense import convert, read_scales
+        from conversion.dense import convert, read_scale
 
         scale = inputs.scale
         if isinstance(scale, str):
-            scale = read_scales(scale, inputs.model)
+            scale = read_scale(f"{scale}/experts.json", inputs.model)
         convert(inputs.model, directory, self.take, scale)
