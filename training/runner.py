@@ -303,7 +303,7 @@ def _require_no_others(output_dir: Path, stages: Collection[str]) -> None:
     others = [name for name in others if not name.endswith(".partial")]
     if others:
         raise ValueError(
-            f"{output_dir} has stages of another recipe, {', '.join(others)}: choose another --output-dir, or move them"
+            f"{output_dir} has stages of another recipe, {', '.join(others)}: choose another output_dir, or move them"
         )
 
 
@@ -335,7 +335,7 @@ def require_same_record(folder: Path, new: Record, data: DataArguments | None) -
     newest = f", of which {newest_file(data)} changed last" if of_data and data and "data.sha256" in differences else ""
     raise ValueError(
         f"{folder} was made with other {'data' if of_data else 'settings'} ({differing}){newest}. Delete it to make it "
-        "anew, or choose another --output-dir"
+        "anew, or choose another output folder"
     )
 
 
