@@ -35,7 +35,7 @@ def test_a_world_has_what_others_need(name):
     drawn = world(name)
     first = list(inspect.signature(drawn.load).parameters)[:7]
     assert first == ["split", "captions", "num_samples", "kinds", "seed", "image_size", "captions_per_image"]
-    rows = drawn.load("test", "detailed", 3, world.kind_set("all"))
+    rows = drawn.load("test", "detailed", 3, drawn.kind_set("all"))
     assert {"image", "caption", "kind"} <= set(rows.column_names)
     processor = build_processor(name, 64, 32)
     assert processor.tokenizer.model_max_length == 64
