@@ -30,18 +30,16 @@ from tiny_runs import train as run_recipe_until
 from tiny_sources import saved_to_disk, sharegpt4v
 from transformers import logging
 
-from conversion.commands import publish
+import clip_moe
 from conversion.publishing import bundle
 from data.pairs import load_pairs
 from data.sources import DataArguments, reading
 from evaluation.benchmarks.loading import benchmark_task
 from evaluation.benchmarks.specs import BENCHMARKS
-from evaluation.commands import evaluate, experts, report
 from evaluation.own_data import retrieval_task
 from evaluation.tasks import TASKS
 from model_cards.seeds import write_seeds
 from records.result_schema import read_result
-from training.commands import train
 from training.recipe import Recipe, load_recipe
 
 pytestmark = pytest.mark.slow
@@ -143,40 +141,48 @@ def place(sources, monkeypatch, tmp_path):
 
 
 def evaluation_of(model):
-    return lambda s, out: [
-        *("--model", s / model, "--tasks", "retrieval, zero_shot, linear_probe", "--output-dir", out),
-        *("--dataset", s / "data", "--classes", s / "classes.txt"),
-    ]
+    def arguments(s, out):
+        own = f"dataset: {s / 'data'}, split: test, classes: {s / 'classes.txt'}"
+        tasks = [f"{{task: {task}, {own}}}" for task in ("zero_shot", "linear_probe")]
+        tasks.append(f"{{task: retrieval, dataset: {s / 'data'}, split: test}}")
+        return ["evaluate", out, "--models.a", s / model, "--tasks", *tasks]
+
+    return arguments
 
 
 def publication_of(model):
-    return lambda s, out: [s / model, "user/clip", "--dry-run", out]
+    return lambda s, out: ["publish", s / model, "user/clip", "--dry-run", out]
 
 
-# Command -> its function, and its arguments for folders of sources and an output
-READERS = COMMANDS | {
-    **{f"evaluate {model}": (evaluate.main, evaluation_of(model)) for model in ("dense", "sparse", "mixture")},
-    "experts": (experts.main, lambda s, out: ["--model", s / "sparse", "--tasks", "small", "--output-dir", out]),
-    "report": (
-        report.main,
-        lambda s, out: [*sorted((s / "seed_0").glob("*.json")), "--output-dir", out, "--baseline", "a"],
-    ),
-    "seeds": (write_seeds.main, lambda s, out: [s / "seed_0", s / "seed_1", "--output-dir", out, "--baseline", "a"]),
-    "publish": (publish.main, publication_of("run/sparse")),
-    "publish mixture": (publish.main, publication_of("mixture")),
+def converter(command):
+    return lambda s, out: [command, out, *COMMANDS[command](s)]
+
+
+# Command -> its arguments for folders of sources and an output
+READERS = {
+    **{command: converter(command) for command in COMMANDS},
+    **{f"evaluate {model}": evaluation_of(model) for model in ("dense", "sparse", "mixture")},
+    "analyze": lambda s, out: ["analyze", out, "--model", s / "sparse", "--tasks", "small"],
+    "report": lambda s, out: [
+        *("report", *sorted((s / "seed_0").glob("*.json"))),
+        *("--output-dir", out, "--baseline", "a"),
+    ],
+    "seeds": lambda s, out: [s / "seed_0", s / "seed_1", "--output-dir", out, "--baseline", "a"],
+    "publish": publication_of("run/sparse"),
+    "publish mixture": publication_of("mixture"),
 }
 
 
 def files_of(command, sources, place):
     """What a command reads: the files that its arguments name, and those of other stages of the run."""
-    named = [path for path in READERS[command][1](sources, place) if isinstance(path, Path) and path != place]
+    named = [path for path in READERS[command](sources, place) if isinstance(path, Path) and path != place]
     named += [sources / "run"] * (command == "publish")
     files = {file for path in named for file in ([path] if path.is_file() else path.rglob("*.*"))}
     return sorted(file for file in files if file.suffix in (".json", ".safetensors", ".txt", ".parquet"))
 
 
 # Command -> the model of which it takes one tower, or the processor alone
-TAKEN_IN_PART = {"llava": "sparse", "openai": "dense", "released_clip_moe": "dense"}
+TAKEN_IN_PART = {"llava": "sparse", "openai": "dense", "released-clip-moe": "dense"}
 
 
 def must_be_seen(command, file, damage):
@@ -196,8 +202,8 @@ def ended(main, arguments):
 
 def check(name, sources, place, may_succeed):
     """Runs a command, whose output is `place / "out"`, and removes that."""
-    main, arguments = READERS[name]
-    error = ended(main, arguments(sources, place / "out"))
+    main = write_seeds.main if name == "seeds" else clip_moe.main
+    error = ended(main, READERS[name](sources, place / "out"))
     if error is None:
         assert may_succeed, name
     else:
@@ -336,7 +342,7 @@ def test_damaged_records_end_in_one_line(tmp_path):
         damage = list(DAMAGES.values())[number % len(DAMAGES)]
         (tmp_path / "out" / file.relative_to(tmp_path / "stopped")).write_bytes(damage(file.read_bytes()))
         for plan in (["--plan"], []):
-            end = ended(train.main, ["--config", tmp_path / "recipe.yaml", *plan])
+            end = ended(clip_moe.main, ["run", "--config", tmp_path / "recipe.yaml", *plan])
             assert end is None or end.startswith("error: "), (file, end)
         if end is None:
             assert same_weights(tmp_path / "out" / "tuned", tmp_path / "whole" / "tuned"), file

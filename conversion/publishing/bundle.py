@@ -71,7 +71,7 @@ def build(
     if not lineage.results:
         scores = Path(source).absolute().parent / "scores"
         what_to_do = (
-            f"measure it by an evaluate stage of its recipe, or by clip-moe evaluate with --output-dir {scores}"
+            f"measure it by an evaluate stage of its recipe, or by clip-moe evaluate {scores}"
             if lineage.recipe or lineage.unknown
             else "a card shows those of a recipe's stage alone, so make it by a recipe that has a stage evaluate"
         )
