@@ -67,7 +67,7 @@ def unnormalized(tmp_path):
 def write_scales(folder, content):
     """As an analyze stage leaves them."""
     folder.mkdir(exist_ok=True)
-    Record(stage={"name": "analysis", "stage": "analyze"}, seed=0, mixed_precision="no", local={}).write(folder)
+    Record(stage={"name": "analysis", "stage": "analyze"}, seed=0, mixed_precision="no").write(folder)
     (folder / "experts.json").write_text(json.dumps(content))
 
 
@@ -124,7 +124,7 @@ def test_one_tower_may_need_a_scale():
 def test_bad_scales_end_in_one_line(unnormalized, tmp_path):
     folder, analysis = unnormalized
     arguments = "dense", tmp_path / "out", "--model", folder, "--take", 2
-    assert "give a scale, or the analyze stage that measured it" in error_of(clip_moe.main, *arguments)
+    assert "give as scale an analyze stage of this model" in error_of(clip_moe.main, *arguments)
     for content, message in (
         (
             {"weights": weights_fingerprint(str(folder)), "scales": {"text": {"1": 0.3}}},

@@ -87,8 +87,10 @@ def test_keeps_the_sources_dtype(dtype, tmp_path, capsys):
     differences = re.findall(r"largest difference in .*?: (\S+)", printed.out)
     assert len(differences) == 3 and all(float(difference) < 1e-5 for difference in differences)
     assert "has no processor: the result has none either" in printed.err
-    assert sorted(path.suffix for path in (tmp_path / "out").iterdir()) == [".json"] * 2 + [".py"] * 5 + [
-        ".safetensors"
+    assert sorted(path.suffix for path in (tmp_path / "out").iterdir()) == [
+        *[".json"] * 2,
+        *[".py"] * 5,
+        ".safetensors",
     ]
 
 
