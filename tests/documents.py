@@ -123,7 +123,10 @@ def run_line(line: str) -> None:
         clip_moe.main(arguments)
     elif program == "python" and arguments[0] == "-m":
         with mock.patch("sys.argv", arguments[1:]):
-            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+            try:
+                runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+            except SystemExit as end:
+                assert not end.code, f"{line}: {end.code}"
     else:
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
         modules = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
