@@ -168,11 +168,12 @@ def load_clip(source: str | Path, **kwargs) -> PreTrainedModel:
     return load_model(clip_class(source), source, **kwargs)
 
 
-def load_clip_or_text_tower(source: str | Path, **kwargs) -> PreTrainedModel:
-    """Loads a CLIP of any family or a CLIP's text tower alone, dense or sparse, see `load_model`."""
-    names = load_config(source).architectures or []
-    tower = next((tower for tower in TEXT_TOWERS if tower.__name__ in names), None)
-    return load_model(tower or clip_class(source), source, **kwargs)
+def load_whole_or_tower(source: str | Path, **kwargs) -> PreTrainedModel:
+    """Loads a model of any family, or a CLIP's text tower alone, dense or sparse, see `load_model`."""
+    config = load_config(source)
+    tower = next((tower for tower in TEXT_TOWERS if tower.__name__ in (config.architectures or [])), None)
+    known = config.model_type in FAMILY_OF_TYPE
+    return load_model(tower or (model_class(config) if known else CLIPModel), source, **kwargs)
 
 
 def clip_class(source: str | Path) -> type[PreTrainedModel]:

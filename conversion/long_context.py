@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from conversion.checkpoints import load_clip_or_text_tower
+from conversion.checkpoints import load_whole_or_tower
 from conversion.processors import copy_processor
 from conversion.verification import check_equal, sample_inputs
 from modeling_clip_moe.families import pooled_token
@@ -75,7 +75,7 @@ def lengthen(model: PreTrainedModel, length: int, keep: int = KEPT_POSITIONS) ->
 @torch.no_grad()
 def verify(source: str | Path, folder: Path, keep: int = KEPT_POSITIONS) -> dict[str, float]:
     """Compares what images, and texts that end within the first `keep` tokens, come out as, in float32."""
-    before, after = (load_clip_or_text_tower(model, dtype=torch.float32) for model in (source, folder))
+    before, after = (load_whole_or_tower(model, dtype=torch.float32) for model in (source, folder))
     inputs = sample_inputs(before.config)
     end = inputs["input_ids"][:, -1:]
     inputs["input_ids"] = torch.cat([inputs["input_ids"][:, : max(keep - 1, 0)], end], dim=1)
@@ -87,6 +87,6 @@ def verify(source: str | Path, folder: Path, keep: int = KEPT_POSITIONS) -> dict
 
 def convert(source: str | Path, folder: Path, length: int, keep: int = KEPT_POSITIONS) -> None:
     """Saves the lengthened model of `source`, and its processor, which cuts texts at the new length."""
-    save(lengthen(load_clip_or_text_tower(source), length, keep), folder)
+    save(lengthen(load_whole_or_tower(source), length, keep), folder)
     copy_processor(source, folder, length=length)
     verify(source, folder, keep)
