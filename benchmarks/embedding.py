@@ -24,7 +24,7 @@ from benchmarks.loader import photo
 from benchmarks.page import Output, Rounds, cost, machine, page, table
 from conversion.presets import PRESETS
 from conversion.upcycle import sparse_config
-from data.sources import DataArguments
+from data.arguments import DataArguments
 from data.worlds import build_processor
 from evaluation.costs import count_multiply_adds, meta_model, paper_config
 from evaluation.embed import write_embeddings

@@ -21,9 +21,8 @@ from transformers import CLIPProcessor
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from benchmarks.page import Output, Rounds, machine, page, table
-from data.arguments import Augmentation
+from data.arguments import Augmentation, DataArguments
 from data.pairs import load_pairs
-from data.sources import DataArguments
 from data.worlds import build_processor
 from evaluation.speed import in_turn
 from records.command_line import command

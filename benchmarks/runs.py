@@ -150,7 +150,8 @@ def start(path: Path, output: Path, overrides: Mapping[str, Any]):
 def rehearsed(path: Path, overrides: Mapping[str, Any], name: str) -> Measured:
     """What a rehearsal says of a stage."""
     recipe = load_recipe(path, dict(overrides))
-    return measure_stages(recipe, wanted_stages(recipe, [name], None))[name]
+    with contextlib.redirect_stdout(io.StringIO()):
+        return measure_stages(recipe, wanted_stages(recipe, [name], None))[name]
 
 
 def taken(path: Path, overrides: Mapping[str, Any], name: str) -> tuple[float | None, int]:

@@ -36,7 +36,8 @@ from records.command_line import command_line, run
 from training.losses import contrastive_loss
 
 if TYPE_CHECKING:
-    from training.engine import FirstFault, LoopSettings
+    from training.engine import FirstFault
+    from training.train_settings import LoopSettings
 
 # Forward and backward, of which only the input has a gradient, or also the weights
 MODES = ("forward", "frozen", "trained")

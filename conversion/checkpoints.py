@@ -11,10 +11,17 @@ from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoConfig, CLIPModel, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    CLIPModel,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import cached_file, logging
 
-from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel
+from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel, CLIPMoETextModel, CLIPMoETextModelWithProjection
 from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
 from modeling_clip_moe.families import FAMILY_OF_TYPE, Family, family_of, is_clip, model_class
 from records.local_names import is_hub_name
@@ -34,9 +41,11 @@ MISSING_IS_NONE = {
     "_raise_exceptions_for_missing_entries": False,
     "_raise_exceptions_for_connection_errors": False,
 }
+# Those that may be a model of their own, as an image generator's text encoder is
+TEXT_TOWERS = (CLIPTextModel, CLIPTextModelWithProjection, CLIPMoETextModel, CLIPMoETextModelWithProjection)
 # By the type of a model that is not taken: what it is, and what to do
-DENSE_HINT = " (it is dense: conversion.upcycle makes it sparse)"
-SPARSE_HINT = " (it is already sparse: conversion.dense takes one expert out)"
+DENSE_HINT = " (it is dense: clip-moe upcycle makes it sparse)"
+SPARSE_HINT = " (it is already sparse: clip-moe dense takes one expert out)"
 HINTS = {
     **{family.model_type: DENSE_HINT for family in FAMILY_OF_TYPE.values()},
     **{family.sparse.config_class.model_type: SPARSE_HINT for family in FAMILY_OF_TYPE.values()},
@@ -157,6 +166,13 @@ def load_weights(model_class: type[PreTrainedModel], source: str | Path, **kwarg
 def load_clip(source: str | Path, **kwargs) -> PreTrainedModel:
     """Loads a dense or a sparse CLIP of any family, see `load_model`."""
     return load_model(clip_class(source), source, **kwargs)
+
+
+def load_clip_or_text_tower(source: str | Path, **kwargs) -> PreTrainedModel:
+    """Loads a CLIP of any family or a CLIP's text tower alone, dense or sparse, see `load_model`."""
+    names = load_config(source).architectures or []
+    tower = next((tower for tower in TEXT_TOWERS if tower.__name__ in names), None)
+    return load_model(tower or clip_class(source), source, **kwargs)
 
 
 def clip_class(source: str | Path) -> type[PreTrainedModel]:

@@ -53,8 +53,8 @@ def layer_scales(config: SparseMoEConfig, expert: int | str, scale: Scale | None
                 if value is None:
                     raise ValueError(
                         f"the weights of a token's experts do not sum to 1 (norm_topk_prob is False), and there is no "
-                        f"scale for layer {layer} of the {tower} tower: set scale to the folder that `clip-moe "
-                        "analyze` makes of this model or, right after upcycling, to 1"
+                        f"scale for layer {layer} of the {tower} tower: give as scale an analyze stage of this model, "
+                        "or, right after upcycling, 1"
                     )
             scales[rf"{prefix}encoder\.layers\.{layer}\.mlp"] = value
     return scales
@@ -175,18 +175,17 @@ def convert(source: str | Path, folder: Path, expert: int | str, scale: Scale | 
     verify(source, folder, expert, scale)
 
 
-def read_scale(value: str, source: str | Path) -> Scale:
-    """The number that `value` is, or what the `experts.json` of that name says of the model `source`."""
-    with contextlib.suppress(ValueError):
-        return float(value)
+def read_scale(analysis: str | Path, source: str | Path) -> Scale:
+    """What the folder of an analyze stage says of the model `source`."""
+    file = Path(analysis) / "experts.json"
     try:
-        result = read_json(Path(value))
+        result = read_json(file)
         weights, scales = result["weights"], SCALES.validate_python(result["scales"])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{value} holds no scales: make it again with `clip-moe analyze OUTPUT --model {source}` "
+            f"{file} holds no scales: make it again with `clip-moe analyze {analysis} --model {source}` "
             f"({type(error).__name__}: {error})"
         ) from error
     if weights != weights_fingerprint(source):
-        raise ValueError(f"{value} was made of another model than {source}, or of other weights")
+        raise ValueError(f"{file} was made of another model than {source}, or of other weights")
     return scales

@@ -5,18 +5,16 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import CLIPTextModel, CLIPTextModelWithProjection, PreTrainedModel
+from transformers import PreTrainedModel
 
-from conversion.checkpoints import load_clip, load_config, load_model
+from conversion.checkpoints import load_clip_or_text_tower
 from conversion.processors import copy_processor
 from conversion.verification import check_equal, sample_inputs
-from modeling_clip_moe import CLIPMoETextModel, CLIPMoETextModelWithProjection
 from modeling_clip_moe.families import pooled_token
 from records.files import save
 
 KEPT_POSITIONS = 20
 POSITIONS = "text_model.embeddings.position_embedding.weight"
-TEXT_TOWERS = (CLIPTextModel, CLIPTextModelWithProjection, CLIPMoETextModel, CLIPMoETextModelWithProjection)
 
 
 def stretch_positions(table: Tensor, length: int, keep: int = KEPT_POSITIONS) -> Tensor:
@@ -48,15 +46,6 @@ def stretch_positions(table: Tensor, length: int, keep: int = KEPT_POSITIONS) ->
     return torch.cat([table[:keep], new.flatten(0, 1).to(table.dtype)])
 
 
-def load(source: str | Path, **kwargs) -> PreTrainedModel:
-    """Loads a CLIP or a text tower alone, dense or sparse, see `load_model`."""
-    names = load_config(source).architectures or []
-    for tower in TEXT_TOWERS:
-        if tower.__name__ in names:
-            return load_model(tower, source, **kwargs)
-    return load_clip(source, **kwargs)
-
-
 def lengthen(model: PreTrainedModel, length: int, keep: int = KEPT_POSITIONS) -> PreTrainedModel:
     """The same model with `length` text positions, in evaluation mode, of the same dtype and on the same device.
 
@@ -86,7 +75,7 @@ def lengthen(model: PreTrainedModel, length: int, keep: int = KEPT_POSITIONS) ->
 @torch.no_grad()
 def verify(source: str | Path, folder: Path, keep: int = KEPT_POSITIONS) -> dict[str, float]:
     """Compares what images, and texts that end within the first `keep` tokens, come out as, in float32."""
-    before, after = (load(model, dtype=torch.float32) for model in (source, folder))
+    before, after = (load_clip_or_text_tower(model, dtype=torch.float32) for model in (source, folder))
     inputs = sample_inputs(before.config)
     end = inputs["input_ids"][:, -1:]
     inputs["input_ids"] = torch.cat([inputs["input_ids"][:, : max(keep - 1, 0)], end], dim=1)
@@ -98,6 +87,6 @@ def verify(source: str | Path, folder: Path, keep: int = KEPT_POSITIONS) -> dict
 
 def convert(source: str | Path, folder: Path, length: int, keep: int = KEPT_POSITIONS) -> None:
     """Saves the lengthened model of `source`, and its processor, which cuts texts at the new length."""
-    save(lengthen(load(source), length, keep), folder)
+    save(lengthen(load_clip_or_text_tower(source), length, keep), folder)
     copy_processor(source, folder, length=length)
     verify(source, folder, keep)

@@ -114,7 +114,7 @@ def read_state_dict(archive: Path, trust_archive: bool = False) -> dict[str, Ten
     if torchscript and not trust_archive and file_digest(archive) not in SHA256.values():
         raise ValueError(
             f"{archive} is a TorchScript archive, which can run code, and none of those OpenAI published "
-            f"({', '.join(SHA256)}): pass --trust-archive if you trust where it comes from"
+            f"({', '.join(SHA256)}): pass --trust_archive if you trust where it comes from"
         )
     with loading(archive):
         if ".safetensors" in archive.suffixes:  # more may follow while it is written
@@ -243,7 +243,7 @@ def tower_sizes(state: Mapping[str, Tensor], prefix: str, heads: int | None) -> 
     layers = {int(match[1]) for key in state if (match := re.fullmatch(block, key))}
     intermediate_size, width = state[f"{prefix}transformer.resblocks.0.mlp.c_fc.weight"].shape
     if heads is None and width % HEAD_WIDTH:
-        raise ValueError(f"a width of {width} is no multiple of {HEAD_WIDTH}: give --vision-heads and --text-heads")
+        raise ValueError(f"a width of {width} is no multiple of {HEAD_WIDTH}: give --vision_heads and --text_heads")
     heads = width // HEAD_WIDTH if heads is None else heads
     return {
         "hidden_size": width,

@@ -89,7 +89,7 @@ def infer_sparse_config(state: Mapping[str, Tensor], num_experts_per_tok: int = 
     dense = infer_config({key.replace(".experts.0.", ".mlp."): tensor for key, tensor in state.items()})
     matches = [match for key in state if (match := EXPERT.fullmatch(key))]
     if not matches:
-        raise ValueError("no tensor is an expert's: this is no CLIP-MoE; for a dense CLIP there is conversion.openai")
+        raise ValueError("no tensor is an expert's: this is no CLIP-MoE; for a dense CLIP there is `clip-moe openai`")
     towers = []
     for config, config_class, prefix in (
         (dense.text_config, CLIPMoETextConfig, None),

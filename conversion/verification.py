@@ -7,23 +7,26 @@ import torch
 from torch import Tensor
 from transformers import LlavaForConditionalGeneration, PreTrainedConfig, PreTrainedModel
 
-from conversion.checkpoints import has_file, load_clip, load_config, load_mixture, load_model
+from conversion.checkpoints import has_file, load_clip_or_text_tower, load_config, load_mixture, load_model
 from conversion.processors import IMAGE_PROCESSOR_FILES, TOKENIZER_FILES, load_processor
 from modeling_clip_moe import CLIPMoDEConfig
-from modeling_clip_moe.families import is_clip, longest_text, pools_highest
+from modeling_clip_moe.families import FAMILY_OF_TEXT, is_clip, longest_text, model_class, pools_highest
 
 TOLERANCE = 1e-4
 
 
 def require_loadable(folder: str | Path) -> None:
-    """The model in a folder (dense, sparse, mixed or a LLaVA) and its processor, if there is one, load whole."""
+    """The model in a folder (a CLIP or one of its towers, a mixture or a LLaVA) and its processor, if any, load
+    whole."""
     config = load_config(folder)
     if isinstance(config, CLIPMoDEConfig):
         load_mixture(folder)
     elif config.model_type == "llava":
         load_model(LlavaForConditionalGeneration, folder)
-    else:
-        load_clip(folder)
+    elif is_clip(config) or config.model_type in FAMILY_OF_TEXT:
+        load_clip_or_text_tower(folder)
+    else:  # an image tower alone
+        load_model(model_class(config), folder)
     if has_file(folder, *TOKENIZER_FILES) and has_file(folder, *IMAGE_PROCESSOR_FILES):
         load_processor(folder)
 

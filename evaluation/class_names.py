@@ -35,20 +35,20 @@ def labeled_rows(
         if not isinstance(label, int | str):
             raise ValueError(f"labels are integers or texts, but row {row} of column {column} has {label!r}")
     lines = classes or ()
-    of_ids = names_after_ids(lines, "--classes") if as_prompts or any(map(MAPPED.fullmatch, lines)) else {}
+    of_ids = names_after_ids(lines, "classes") if as_prompts or any(map(MAPPED.fullmatch, lines)) else {}
     if as_prompts and are_ids(names := list(of_ids.values()) or lines):
         label = next(filter(NUMBER.fullmatch, names), names[0])
         raise ValueError(
-            f"--classes names a class {label!r}, which says nothing to a model and is a label rather than a name: give "
+            f"classes names a class {label!r}, which says nothing to a model and is a label rather than a name: give "
             "a file of names in the order of the labels, such as tench, or 3 objects"
         )
     own = _own_names(rows, arguments)
     if classes is None and not own:
-        raise ValueError(f"column {column} holds no names: give them with --classes")
+        raise ValueError(f"column {column} holds no names: give them as classes")
     if (as_prompts or lines) and are_ids(own) and set(own).isdisjoint(lines):
         name_of = of_ids or _names_of_ids(own, classes, arguments.source)
         if missing := sorted(set(own) - name_of.keys()):
-            raise ValueError(f"the file of names (--classes) has none for {len(missing)} classes, such as {missing[0]}")
+            raise ValueError(f"the file of names (classes) has none for {len(missing)} classes, such as {missing[0]}")
         classes = [name_of[name] for name in own] if of_ids else classes
         names = [name_of[label] for label in _named_labels(labels, feature, column, own)]
     else:
@@ -110,7 +110,7 @@ def _names_of_ids(ids: Sequence[str], classes: Sequence[str] | None, source: str
         lines = "one a line" if classes is None else f"{len(ids)} lines and not {len(classes)}"
         raise ValueError(
             f"{source} calls its classes {', '.join(ids[:3])}, ..., which say nothing to a model: give a file of their "
-            f"{len(ids)} names in this order (--classes), {lines}, as tench, goldfish, great white shark, ..."
+            f"{len(ids)} names in this order (classes), {lines}, as tench, goldfish, great white shark, ..."
         )
     return dict(zip(ids, classes, strict=True))
 

@@ -57,9 +57,7 @@ def page_of(result: Mapping[str, Any], pictures: Sequence[str]) -> str:
     sections = ["# Experts", page_beginning(result), "## Agreement", f"{alike}, 1 for alike:", *shown("agreement.png")]
     sections += ["## Routing", *shown("routing.png"), *_layers(result)]
     if result["scales"]:
-        sections.append(
-            "`clip-moe dense` with this folder as its scale multiplies an expert's last layer by its weight."
-        )
+        sections.append("`clip-moe dense --scale` with this folder multiplies an expert's last layer by its weight.")
     if "words" in result:
         sections.append(f"## Words, layer {result['layers']['text']} of the text tower")
         rows = [

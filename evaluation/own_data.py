@@ -69,7 +69,7 @@ def retrieval_task(arguments: DataArguments) -> Task:
         if number > len(captions) / 2:
             logger.warning(
                 "%s: %d of %d captions of column %s have several lines. If each line is a caption, say so: "
-                "captions_per_line (--captions-per-line)",
+                "captions_per_line: true",
                 arguments.source, number, len(captions), arguments.caption_column,
             )  # fmt: skip
         return one_row_an_image(rows), skipped

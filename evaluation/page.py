@@ -106,7 +106,7 @@ def require_free_page(path: Path, settings: Mapping[str, Any]) -> None:
             )
         if old != new:
             raise ValueError(
-                f"{path} holds another result, whose {key} is {old!r} and not {new!r}: choose another --output-dir, or "
+                f"{path} holds another result, whose {key} is {old!r} and not {new!r}: choose another folder, or "
                 "delete it"
             )
 

@@ -37,10 +37,10 @@ from transformers import (
 from conversion.checkpoints import load_clip, load_config, load_model, load_weights
 from conversion.llava import expected_outputs, load_tower, verify
 from conversion.processors import load_image_processor, load_processor, load_tokenizer
+from data.arguments import DataArguments
 from data.conversations import IMAGE, load_conversations
 from data.images import decode_image
 from data.preparation import Preparation
-from data.sources import DataArguments
 from data.workers import errors_of_workers, worker_options
 from data.worlds import WORLDS
 from records.files import save
@@ -51,7 +51,7 @@ from training.optimizers import set_trainable
 from training.samplers import GlobalBatchSampler, Share
 from training.settings import STRICT
 from training.stages.base import Model, NumberedData, Stage
-from training.stages.train import StepsStage
+from training.stages.steps import StepsStage
 
 Prompt = Literal["plain", "chat"]
 # The image and its caption, as in LLaVA's first stage (llava/train/train.py, `preprocess_plain`)
@@ -205,7 +205,7 @@ class TrainLlavaStage(StepsStage):
         loader = ConversationLoader(rows, processor, model.config, *settings)
         self.train_model(model, processor, loader, accelerator, context, directory)
 
-    def set_trainable(self, model: LlavaForConditionalGeneration, seed: int = 0) -> None:
+    def set_trainable(self, model: LlavaForConditionalGeneration) -> None:
         """Raises ValueError where the tower would train: LLaVA's loss has no router losses, and it does not see the
         tower's last layer."""
         trainable, _ = set_trainable(model, self.trainable)

@@ -7,33 +7,29 @@ from safetensors.torch import save_file
 from tiny_clip import processor, saved, tiny_clip
 from transformers import LlamaConfig, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
 
+import clip_moe
 from conversion import released_clip_moe, upcycle
-from conversion.commands import assemble, average, dense, llava, long_context, unify
-from conversion.commands import openai as openai_command
-from conversion.commands import released_clip_moe as released
-from conversion.commands import upcycle as upcycle_command
 from conversion.presets import PRESETS
 
-# Command: its function, and its arguments for folders of sources and an output
+# Converter -> what follows its output on the command line, for a folder of sources
 COMMANDS = {
-    "upcycle": (upcycle_command.main, lambda s, out: [s / "dense", out, "--preset", "clip_moe"]),
-    "dense": (dense.main, lambda s, out: [s / "sparse", out, "--expert", "1"]),
-    "average": (average.main, lambda s, out: [out, "--models", s / "dense", s / "dense"]),
-    "assemble": (assemble.main, lambda s, out: [out, "--experts", s / "dense", s / "sparse"]),
-    "unify": (unify.main, lambda s, out: [s / "dense", out, "--experts", s / "dense"]),
-    "long_context": (long_context.main, lambda s, out: [s / "dense", out, "--length", "22", "--keep", "2"]),
-    "llava": (llava.main, lambda s, out: [s / "llava", s / "sparse", out]),
-    "openai": (openai_command.main, lambda s, out: [s / "openai.safetensors", out, "--processor", s / "dense"]),
-    "released_clip_moe": (released.main, lambda s, out: [s / "released.safetensors", out, "--processor", s / "dense"]),
-    "released_clip_moe --reverse": (released.main, lambda s, out: [s / "heads_of_64", out, "--reverse"]),
+    "upcycle": lambda s: ["--model", s / "dense", "--preset", "clip_moe"],
+    "dense": lambda s: ["--model", s / "sparse", "--take", 1],
+    "average": lambda s: ["--models", s / "dense", s / "dense"],
+    "assemble": lambda s: ["--experts", s / "dense", s / "sparse"],
+    "unify": lambda s: ["--model", s / "dense", "--experts", s / "dense"],
+    "long-context": lambda s: ["--model", s / "dense", "--length", 22, "--keep", 2],
+    "llava": lambda s: ["--model", s / "llava", "--tower", s / "sparse"],
+    "openai": lambda s: ["--archive", s / "openai.safetensors", "--processor", s / "dense"],
+    "released-clip-moe": lambda s: ["--checkpoint", s / "released.safetensors", "--processor", s / "dense"],
+    "export-clip-moe": lambda s: ["--model", s / "heads_of_64"],
 }
 
 
-def run(command, sources, output, *arguments):
+def run(command, sources, output):
     """Runs a converter in this process. Returns what it ended with: None, or its line of error."""
-    main, arguments_of = COMMANDS[command]
     try:
-        main([str(argument) for argument in [*arguments_of(sources, output), *arguments]])
+        clip_moe.main([command, str(output), *map(str, COMMANDS[command](sources))])
     except SystemExit as stop:
         return stop.code
     return None

@@ -62,9 +62,9 @@ def run_processes(number, function, *arguments):
 
 def train_recipe(*arguments):
     """As `training/upcycle.py` does."""
-    from training.commands import train
+    from training.commands import run
 
-    train.main(list(map(str, arguments)))
+    run.main(list(map(str, arguments)))
 
 
 def kill_at_a_checkpoint(folder, number, function, *arguments):

@@ -6,8 +6,8 @@ from accelerate import Accelerator
 
 from benchmarks.steps import training_step
 from training.contrastive_task import ContrastiveTask
-from training.engine import LoopSettings
 from training.losses import contrastive_loss, router_losses
+from training.train_settings import LoopSettings
 
 LOSSES = SimpleNamespace(
     contrastive_loss=lambda images, texts, scale, pairing: contrastive_loss(images, texts, scale),

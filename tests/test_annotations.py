@@ -10,7 +10,6 @@ import pandas
 import pyarrow.parquet
 import pytest
 from tiny_sources import CAPTIONS, picture, sharegpt4v, write_pictures
-from training.estimates import count_pairs
 
 from data.identity import identity
 from data.images import decode_image
@@ -128,7 +127,6 @@ def test_tables_of_a_pattern_are_one(tmp_path):
 @pytest.mark.parametrize("source", [table, coco, karpathy])
 def test_data_are_known_by_the_file_and_its_images(tmp_path, source):
     arguments = DataArguments(**source(tmp_path))
-    assert count_pairs(arguments) == len(load_pairs(arguments))
     before = identity(arguments)
     (image,) = tmp_path.glob("*/0.png")
     picture(5).save(image)
@@ -141,7 +139,7 @@ def test_a_json_may_begin_with_a_byte_order_mark_and_blanks(tmp_path, source):
     arguments = DataArguments(**source(tmp_path))
     before, path = list(load_pairs(arguments)["caption"]), Path(arguments.source)
     path.write_text(" \n" * 1000 + path.read_text(), encoding="utf-8-sig")
-    assert list(load_pairs(arguments)["caption"]) == before and count_pairs(arguments) == len(before)
+    assert list(load_pairs(arguments)["caption"]) == before
 
 
 HEAD = "image,caption\n"

@@ -20,10 +20,11 @@ from data.images import decode_image
 from evaluation.benchmarks.loading import CLASSES, TEMPLATES, benchmark_task
 from evaluation.benchmarks.specs import BENCHMARKS, GROUPS
 from evaluation.evaluate import evaluate_model
-from evaluation.tasks import find_tasks
+from evaluation.tasks import find_tasks, task_fingerprints
 from evaluation.zero_shot import zero_shot_metrics
 from training.recipe import load_recipe
 from training.stages.evaluate import EvaluateStage
+from training.train_settings import MeasuredTasks
 
 dense = small_evaluation.dense
 RECIPES = (Path(__file__).parents[1] / "training" / "recipes").glob("*.yaml")
@@ -99,7 +100,7 @@ def copies(tmp_path_factory):
 def test_other_names_of_benchmarks_and_of_their_folders(copies, tmp_path):
     names = ["imagenet", "imagenet-a", "vtab/cifar10", "clip-benchmark/wds_vtab-dtd", "wds_cars"]
     expected = ["imagenet1k", "imagenet_a", "cifar10", "dtd", "cars"]
-    assert list(find_tasks(names, copies)) == expected and problems_of_data(names, copies) == []
+    assert list(find_tasks(names, copies)) == expected
     assert len(find_tasks([*names, *expected], copies)) == 5
     above, within = (find_tasks(["imagenet"], root)["imagenet1k"] for root in (copies, copies / "imagenet1k"))
     assert above.data["version"] == within.data["version"]
@@ -316,14 +317,14 @@ def test_one_unreadable_image_of_many_is_no_less_an_error(tmp_path):
 
 def test_what_the_hub_does_not_have_and_is_not_asked_for(tmp_path):
     for root in (None, tmp_path):
-        with pytest.raises(ValueError, match="mmvp_vlm is not read from the Hub: put it into .*mmvp_vlm .--data-root."):
+        with pytest.raises(ValueError, match="mmvp_vlm is not read from the Hub: put it into .*mmvp_vlm .data_root."):
             benchmark_task(BENCHMARKS["mmvp_vlm"], root)
     with pytest.raises(ValueError, match="there is no folder .*nope with copies of benchmarks"):
         find_tasks(["mode_26"], tmp_path / "nope")
     folder = make(tmp_path, "cub200")
     shutil.rmtree(folder / "images")
-    problems = problems_of_data(["clip_benchmark", "cub200", "mmvp_vlm", "symbols_pairs"], tmp_path)
-    assert [problem.split(" is ")[0] for problem in problems] == [str(folder), "mmvp_vlm"]
+    with pytest.raises(ValueError, match=f"^{folder} is no copy of cub200"):
+        find_tasks(["cub200"], tmp_path)
 
 
 # ---- what tells copies apart
@@ -401,7 +402,6 @@ def test_names_and_templates_come_from_the_hub_where_the_data_have_ids(hub, tmp_
         damage(folder / name, None)
     with pytest.raises(ValueError, match="or write the names of its classes.* and templates .*templates.txt beside"):
         find_tasks(["imagenet"], tmp_path)
-    assert problems_of_data(["imagenet"], tmp_path) == []  # it is asked when the task is measured
     hub("imagenet1k")
     (task,) = find_tasks(["imagenet"], tmp_path).values()
     assert list(task.load()[0]["caption"]) == [word for word in WORDS for _ in range(2)]
@@ -464,9 +464,9 @@ def test_babel_imagenet_scores_as_a_loop_does(dense, tmp_path):
     (result,) = evaluate_model(dense, find_tasks(["babel_imagenet_de"], tmp_path), tmp_path / "scores")
     assert result["num_samples"] == 9 and len(list(embeddings.iterdir())) == number + 1  # texts, and no images again
     copy = ["babel_imagenet_zh_yue"], tmp_path
-    fingerprint = benchmark_fingerprints(*copy)
+    fingerprint = task_fingerprints(*copy)
     (tmp_path / "imagenet" / "nllb_dist13b_prompts.json").unlink()
-    assert benchmark_fingerprints(*copy) != fingerprint
+    assert task_fingerprints(*copy) != fingerprint
     assert find_tasks(["babel_imagenet_zh_yue"], tmp_path)["babel_imagenet_zh_yue"].templates == ["{}"]
     for number in range(1000):  # the names have another order than the ids
         folder = tmp_path / "imagenet" / "val" / f"n{number:08}"

@@ -43,7 +43,7 @@ def test_a_planted_pickle_does_not_run(copy, tmp_path):
     torch.save({"logit_scale": Planted(ran)}, copy / "archive.pt")
     with (copy / "plain.pt").open("wb") as file:
         pickle.dump({"logit_scale": Planted(ran)}, file)
-    for command in ("upcycle", "dense", "average", "assemble", "unify", "long_context", "llava"):
+    for command in ("upcycle", "dense", "average", "assemble", "unify", "long-context", "llava"):
         error = run(command, copy, tmp_path / "out")
         assert "a file of weights is damaged or holds more than tensors" in error
     for archive in ("archive.pt", "plain.pt"):

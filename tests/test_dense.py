@@ -4,14 +4,14 @@ import json
 
 import pytest
 import torch
-from tiny_clip import error_of, moved, processor, saved, tiny_clip
+from tiny_clip import command, error_of, moved, processor, saved, tiny_clip
 from transformers import AutoModel, AutoProcessor, CLIPModel
 
-from conversion.commands import dense as dense_command
+import clip_moe
 from conversion.dense import extract, verify
 from conversion.presets import PRESETS
 from conversion.upcycle import upcycle
-from records.provenance import weights_fingerprint
+from records.provenance import Record, weights_fingerprint
 
 CHOICES = [(name, expert) for name, preset in PRESETS.items() for expert in range(preset.num_experts)]
 SCALES = {"text": {"1": 0.3, "3": 0.4}, "vision": {"1": 0.5, "3": 0.6}}
@@ -35,8 +35,9 @@ def assert_is_expert(dense, sparse, expert, scales):
             assert torch.equal(ffn.fc2.bias, experts.down_proj_bias[expert] * of_layer)
 
 
-def command(source, output, *options):
-    dense_command.main([str(source), str(output), *map(str, options)])
+def taken(source, output, expert, *options):
+    """The model that the command makes."""
+    command("dense", output, "--model", source, "--take", expert, *options)
     return AutoModel.from_pretrained(output, dtype="auto")
 
 
@@ -57,10 +58,17 @@ def unnormalized_model():
 
 @pytest.fixture
 def unnormalized(tmp_path):
-    """The folder of a CLIP-UP with different experts, and a file of its scales."""
-    folder, scales = saved(tmp_path / "sparse", unnormalized_model(), with_processor=False), tmp_path / "experts.json"
-    scales.write_text(json.dumps({"weights": weights_fingerprint(str(folder)), "scales": SCALES}))
-    return folder, scales
+    """The folder of a CLIP-UP with different experts, and one with its scales."""
+    folder, analysis = saved(tmp_path / "sparse", unnormalized_model(), with_processor=False), tmp_path / "analysis"
+    write_scales(analysis, {"weights": weights_fingerprint(str(folder)), "scales": SCALES})
+    return folder, analysis
+
+
+def write_scales(folder, content):
+    """As an analyze stage leaves them."""
+    folder.mkdir(exist_ok=True)
+    Record(stage={"name": "analysis", "stage": "analyze"}, seed=0, mixed_precision="no").write(folder)
+    (folder / "experts.json").write_text(json.dumps(content))
 
 
 @pytest.mark.parametrize(("name", "expert"), [*CHOICES, ("clip_fmoe", "base")])
@@ -80,7 +88,7 @@ def test_takes_the_expert_asked_for(sparse):
 
 @pytest.mark.parametrize("expert", [0, 3, "base"])
 def test_command_verifies_against_the_forced_expert(sparse, folder, expert, tmp_path, capsys):
-    model = command(folder, tmp_path / "out", "--expert", expert)
+    model = taken(folder, tmp_path / "out", expert)
     assert capsys.readouterr().out.count("largest difference") == 3
     assert differing_keys(model, extract(sparse, expert)) == set()
     assert AutoProcessor.from_pretrained(tmp_path / "out")(text="a cat") == processor()(text="a cat")
@@ -90,8 +98,8 @@ def test_command_verifies_against_the_forced_expert(sparse, folder, expert, tmp_
 
 
 def test_folds_the_scale_of_each_layer_into_the_last_one(unnormalized, tmp_path):
-    folder, scales = unnormalized
-    dense = command(folder, tmp_path / "out", "--expert", 5, "--scale", scales)  # and verifies
+    folder, analysis = unnormalized
+    dense = taken(folder, tmp_path / "out", 5, "--scale", analysis)  # and verifies
     assert_is_expert(dense, unnormalized_model(), 5, SCALES)
     with pytest.raises(ValueError, match=UNEQUAL):
         verify(folder, tmp_path / "out", 5, 1.0)
@@ -102,7 +110,7 @@ def test_scales_in_half_precision_and_without_capacity(dtype, tmp_path):
     """Which would drop half of the tokens when the two are compared."""
     half = unnormalized_model().to(dtype)
     half.config.text_config.eval_capacity_factor = half.config.vision_config.eval_capacity_factor = 0.5
-    dense = command(saved(tmp_path / "half", half), tmp_path / "out", "--expert", 2, "--scale", 0.31)
+    dense = taken(saved(tmp_path / "half", half), tmp_path / "out", 2, "--scale", 0.31)
     assert dense.dtype == dtype
 
 
@@ -113,20 +121,19 @@ def test_one_tower_may_need_a_scale():
     assert_is_expert(dense, sparse, 2, {"text": {"1": 1, "3": 1}, "vision": SCALES["vision"]})
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "text tower: give --scale experts.json, which `clip-moe experts` makes of this model"),
-        ('{"weights": "FINGERPRINT", "scales": {"text": {"1": 0.3}}}', "no scale for layer 3 of the text tower"),
-        ('{"weights": "another", "scales": {}}', "was made of another model than"),
-    ],
-)
-def test_bad_scales_end_in_one_line(unnormalized, content, message, tmp_path):
-    folder, scales = unnormalized
-    options = ["--scale", scales] if content else []
-    scales.write_text((content or "").replace("FINGERPRINT", weights_fingerprint(str(folder))))
-    assert message in error_of(dense_command.main, folder, tmp_path / "out", "--expert", 2, *options)
-    assert not (tmp_path / "out").exists()
+def test_bad_scales_end_in_one_line(unnormalized, tmp_path):
+    folder, analysis = unnormalized
+    arguments = "dense", tmp_path / "out", "--model", folder, "--take", 2
+    assert "give as scale an analyze stage of this model" in error_of(clip_moe.main, *arguments)
+    for content, message in (
+        (
+            {"weights": weights_fingerprint(str(folder)), "scales": {"text": {"1": 0.3}}},
+            "no scale for layer 3 of the text tower",
+        ),
+        ({"weights": "another", "scales": {}}, "was made of another model than"),
+    ):
+        write_scales(analysis, content)
+        assert message in error_of(clip_moe.main, *arguments, "--scale", analysis)
 
 
 def test_bad_choices_and_sources(sparse, tmp_path):
@@ -136,5 +143,4 @@ def test_bad_choices_and_sources(sparse, tmp_path):
     with pytest.raises(ValueError, match="no base FFN, since fusion_gate is False"):
         extract(upcycle(tiny_clip(), PRESETS["clip_moe"]), "base")
     dense = saved(tmp_path / "dense", tiny_clip())
-    message = error_of(dense_command.main, dense, tmp_path / "out", "--expert", 0)
-    assert "it is dense: conversion.upcycle makes it sparse" in message
+    assert "it is dense" in error_of(clip_moe.main, "dense", tmp_path / "out", "--model", dense, "--take", 0)

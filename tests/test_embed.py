@@ -1,7 +1,6 @@
 """Embeddings of own data in files: in order, complete, and none of a picture that cannot be read."""
 
 import json
-import shutil
 
 import numpy as np
 import pyarrow.parquet
@@ -12,10 +11,10 @@ from datasets import Image
 from several_processes import run_processes
 from tiny_sources import png
 
+import clip_moe
 from data.pairs import load_pairs
 from data.sources import DataArguments
-from evaluation import commands
-from evaluation.embed import PARTS, embed_pairs
+from evaluation.embed import PARTS, write_embeddings
 from evaluation.embedder import Embedder
 
 NUMBER = 12
@@ -37,7 +36,9 @@ def pictures(tmp_path):
 
 
 def embed(dense, source, output, **options):
-    return embed_pairs(str(dense), DataArguments(source=str(source)), output, batch_size=2, device="cpu", **options)
+    output.mkdir(exist_ok=True)
+    data = DataArguments(source=str(source), caption_column=options.pop("caption_column", "caption"))
+    return write_embeddings(str(dense), data, output, batch_size=2, device=torch.device("cpu"), **options)
 
 
 @pytest.mark.parametrize("form", ["npy", "parquet"])
@@ -45,7 +46,7 @@ def test_rows_are_in_order_and_complete(dense, pictures, tmp_path, form, caplog)
     held = embed(dense, pictures, tmp_path / "out", form=form)
     kept = [number for number in range(NUMBER) if number != 5]
     counts = [0 if number == 7 else number % 3 + 1 for number in kept]
-    assert (held["unreadable"], held["num_images"], held["num_captions"]) == ([5], NUMBER - 1, sum(counts))
+    assert held == (NUMBER - 1, sum(counts), [5])
     assert "1 of 12 pictures cannot be read and have no embedding: 5 (" in caplog.text
     if form == "npy":
         images, texts = (np.load(tmp_path / "out" / f"{name}_embeds.npy") for name in ("image", "text"))
@@ -87,56 +88,32 @@ def test_what_was_interrupted_goes_on(dense, pictures, tmp_path, monkeypatch):
     assert len(calls) == 5 + 6 - 4 + 11 and held == whole  # of 6 batches of pictures, 4 were kept
     for name in ("image_embeds.npy", "text_embeds.npy", "rows.jsonl"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-    monkeypatch.setattr(Embedder, "_embed", None)
-    assert embed(dense, pictures, tmp_path / "out") == whole  # nothing is computed again
 
 
-def test_another_model_other_data_or_settings_are_refused(dense, sparse, pictures, tmp_path):
-    embed(dense, pictures, tmp_path / "out", what="images")
-    assert not (tmp_path / "out" / "text_embeds.npy").exists()
-    with pytest.raises(ValueError, match="out was begun with another model: name another folder, or delete it"):
-        embed(sparse, pictures, tmp_path / "out", what="images")
-    with pytest.raises(ValueError, match="out was begun with what 'images', now 'both': name"):
-        embed(dense, pictures, tmp_path / "out")
-    shutil.copy(pictures / "01.png", pictures / "02.png")
-    with pytest.raises(ValueError, match="out was begun with other data files"):
-        embed(dense, pictures, tmp_path / "out", what="images")
-
-
-def test_a_missing_picture_is_left_out_and_a_folder_of_others_is_not_taken(dense, pictures, tmp_path):
-    table = f"image,caption,other\n{pictures}/01.png,one,x\n{pictures}/none.png,two,y\n"
-    (tmp_path / "table.csv").write_text(table)
-    held = embed(dense, tmp_path / "table.csv", tmp_path / "out")
-    assert (held["unreadable"], held["num_images"], held["num_captions"]) == ([1], 1, 1)
-    with pytest.raises(ValueError, match="out was begun with caption_column "):
-        arguments = DataArguments(source=str(tmp_path / "table.csv"), caption_column="other")
-        embed_pairs(str(dense), arguments, tmp_path / "out", batch_size=2, device="cpu")
-    (tmp_path / "out" / "rows.jsonl").unlink()
-    with pytest.raises(ValueError, match="out lacks rows.jsonl: delete it, and start again"):
-        embed(dense, tmp_path / "table.csv", tmp_path / "out")
+def test_a_missing_picture_is_left_out_and_data_without_any_are_refused(dense, pictures, tmp_path):
+    table = tmp_path / "table.csv"
+    table.write_text(f"image,caption\n{pictures}/01.png,one\n{pictures}/none.png,two\n")
+    assert embed(dense, table, tmp_path / "out") == (1, 1, [1])
+    assert embed(dense, table, tmp_path / "images", what="images") == (1, 0, [1])
+    assert not (tmp_path / "images" / "text_embeds.npy").exists()
     with pytest.raises(ValueError, match="inside lies inside the data, .*: name a folder outside"):
         embed(dense, pictures, pictures / "inside")
-    (tmp_path / "table.csv").write_text("image,caption\nnone.png,a\n,b\n")
+    table.write_text("image,caption\nnone.png,a\n,b\n")
     with pytest.raises(ValueError, match="2 of 2 pictures cannot be read .* Relative paths start from image_root"):
-        embed(dense, tmp_path / "table.csv", tmp_path / "none")
-    assert not (tmp_path / "none").exists()
-    with pytest.raises(ValueError, match="table.csv has no caption in other: take --what images"):
-        (tmp_path / "table.csv").write_text("image,other\nnone.png,\n")
-        arguments = DataArguments(source=str(tmp_path / "table.csv"), caption_column="other")
-        embed_pairs(str(dense), arguments, tmp_path / "empty", batch_size=2, device="cpu")
-    (tmp_path / "mine" / PARTS).mkdir(parents=True)
-    with pytest.raises(ValueError, match="mine already exists: remove it or choose another output"):
-        embed(dense, pictures, tmp_path / "mine")
+        embed(dense, table, tmp_path / "none")
+    table.write_text("image,other\nnone.png,\n")
+    with pytest.raises(ValueError, match="table.csv has no caption in other: set what to images"):
+        embed(dense, table, tmp_path / "empty", caption_column="other")
 
 
 def run_command(*arguments):
-    commands.embed.main(list(map(str, arguments)))
+    clip_moe.main(["embeddings", *map(str, arguments)])
 
 
 @pytest.mark.slow
 def test_two_processes_embed_as_one(dense, pictures, tmp_path):
-    options = "--model", dense, "--dataset", pictures, "--batch-size", "2", "--device", "cpu"
-    printed = run_processes(2, run_command, *options, "--output-dir", tmp_path / "two")
+    options = "--model", dense, "--data.source", pictures, "--batch_size", 2
+    printed = run_processes(2, run_command, tmp_path / "two", *options)
     assert printed.count("11 pictures and 19 captions, 1 pictures skipped") == 1, printed
     embed(dense, pictures, tmp_path / "one")
     for name in ("image_embeds.npy", "text_embeds.npy", "rows.jsonl"):

@@ -11,7 +11,7 @@ import pytest
 import small_evaluation
 import torch
 from several_processes import run_processes
-from tiny_clip import change_weights
+from tiny_clip import change_weights, command
 from transformers import CLIPImageProcessorPil, CLIPModel
 
 import data.images
@@ -22,7 +22,6 @@ from conversion.processors import load_processor
 from data import symbols
 from evaluation import batches, embedder
 from evaluation.built_in_tasks import symbol_tasks
-from evaluation.commands import evaluate
 from evaluation.embedder import Embedder, code_digest, usable_device
 from evaluation.evaluate import evaluate_model
 from evaluation.tasks import TASKS, find_tasks
@@ -105,14 +104,14 @@ def test_devices_that_cannot_compute(device):
 
 def evaluate_few_symbols(*arguments):
     TASKS.update(symbol_tasks(number=40, retrieval=40, pairs=12, train=40))
-    evaluate.main(list(map(str, arguments)))
+    command("evaluate", *arguments)
 
 
 @pytest.mark.slow
 def test_an_evaluation_by_two_processes_scores_as_one(dense, tmp_path):
-    options = "--tasks", "symbols_retrieval", "--batch-size", "2", "--output-dir", tmp_path / "two"
-    printed = run_processes(2, evaluate_few_symbols, "--model", dense, *options)
-    assert printed.count("symbols_retrieval (40 samples") == 1
+    options = "--models.dense", dense, "--tasks", "symbols_retrieval", "--batch_size", 2
+    printed = run_processes(2, evaluate_few_symbols, tmp_path / "two", *options)
+    assert printed.count("two: done in") == 1
     small = {"symbols_retrieval": TASKS["symbols_retrieval"]}
     (result,) = evaluate_model(dense, small, tmp_path / "one", batch_size=2, device="cpu")
     found = json.loads((tmp_path / "two" / "symbols_retrieval--dense.json").read_text())

@@ -1,5 +1,5 @@
-"""The evaluation command on tiny models: what it writes, what stands beside it, what it refuses. A result is that of a
-task, a data set, a split, a protocol and a model."""
+"""Measuring tiny models: what is written, what stands beside it, what is refused. A result is that of a task, a data
+set, a split, a protocol and a model."""
 
 import dataclasses
 import json
@@ -8,16 +8,15 @@ from pathlib import Path
 
 import pytest
 import small_evaluation
-import tiny_clip
 import torch
 from tiny_clip import change_weights
 
 from conversion import assemble
 from data import symbols
 from evaluation import evaluate, feature_store
-from evaluation.commands import evaluate as evaluate_command
 from evaluation.evaluate import evaluate_model
-from evaluation.own_data import OwnTask
+from evaluation.own_data import make_task
+from evaluation.own_task import OwnTask
 from evaluation.report import write_report
 from evaluation.results import task_name
 from evaluation.tasks import TASKS, find_tasks
@@ -25,16 +24,14 @@ from evaluation.tasks import TASKS, find_tasks
 dense, sparse, small_tasks = small_evaluation.dense, small_evaluation.sparse, small_evaluation.small_tasks
 
 
-def command(model, output, *options, tasks="symbols_pairs"):
-    return ["--model", str(model), "--tasks", tasks, "--output-dir", str(output), *options]
+def pairs_of(model, output, **options):
+    return evaluate_model(model, find_tasks(["symbols_pairs"]), output, **options)
 
 
 def error_of(*arguments, **options):
-    return tiny_clip.error_of(evaluate_command.main, *command(*arguments, **options))
-
-
-def pairs_of(model, output, **options):
-    return evaluate_model(model, find_tasks(["symbols_pairs"]), output, **options)
+    with pytest.raises((ValueError, OSError)) as error:
+        pairs_of(*arguments, **options)
+    return str(error.value)
 
 
 def test_every_built_in_task(sparse, tmp_path):
@@ -79,12 +76,12 @@ def test_results_of_other_data_are_kept_apart(tmp_path, monkeypatch, task, chang
             Path(source).mkdir(exist_ok=True)
             rows.to_parquet(f"{source}/{split}.parquet")
     settings = {"task": task, "dataset": "one", "label_column": "background"}
-    one, same, other = (OwnTask(**settings | changes).make() for changes in ({}, {}, change))
+    one, same, other = (make_task(OwnTask(**settings | changes)) for changes in ({}, {}, change))
     names = [task_name(task, made.data) for made in (one, same, other)]
     assert names[0] == names[1] != names[2] and one.data == same.data != other.data and one.protocol != other.protocol
     if "classes" in change:
         Path("classes.txt").write_text("two\none\n")
-        assert OwnTask(**settings | change).make().data != other.data
+        assert make_task(OwnTask(**settings | change)).data != other.data
 
 
 def test_other_scores_are_not_overwritten(dense, tmp_path, monkeypatch):
@@ -97,10 +94,9 @@ def test_other_scores_are_not_overwritten(dense, tmp_path, monkeypatch):
     protocol = {"symbols_pairs": dataclasses.replace(TASKS["symbols_pairs"], protocol="half of them")}
     with monkeypatch.context() as patch:
         patch.setattr(evaluate, "measure", None)  # calling it would fail
-        found = error_of(dense, tmp_path, "--dtype", "bfloat16")
+        found = error_of(dense, tmp_path, dtype=torch.bfloat16)
         assert f"{path} holds a result of 'dense' with another dtype, 'float32' and not 'bfloat16': " in found
-        found = error_of(changed, tmp_path, tasks="symbols_retrieval,symbols_pairs")
-        assert f"{path} holds the result of another model, 'dense' from {dense}: " in found and "--name" in found
+        assert f"{path} holds the result of another model, 'dense' from {dense}: " in error_of(changed, tmp_path)
         with pytest.raises(ValueError, match="with another protocol, .* and not 'half of them'"):
             evaluate_model(dense, protocol, tmp_path)
     assert path.read_bytes() == before
@@ -146,10 +142,6 @@ def no_space(*_):
 
 
 def test_an_output_folder_is_made_before_the_work_and_goes_if_it_fails(dense, tmp_path, monkeypatch):
-    symbols.load("test", "web", 4).to_parquet(tmp_path / "x.parquet")
-    options = ["--dataset", str(tmp_path / "x.parquet"), "--caption-column", "nope"]
-    assert "has no column 'nope'" in error_of(dense, tmp_path / "other", *options, tasks="retrieval")
-    assert not (tmp_path / "other").exists()
     (tmp_path / "file").write_text("mine")
     with monkeypatch.context() as patch:
         patch.setattr(feature_store, "save_file", no_space)
@@ -157,5 +149,3 @@ def test_an_output_folder_is_made_before_the_work_and_goes_if_it_fails(dense, tm
     monkeypatch.setattr(evaluate, "measure", None)  # calling it would fail
     for output in ("file", "file/below"):
         assert "file" in error_of(dense, tmp_path / output)
-    # An empty one would be the current folder; one check stands for all commands (records/command_line.py)
-    assert error_of(dense, "") == "error: Invalid value for --output-dir: a folder needs a name"

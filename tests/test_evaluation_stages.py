@@ -12,7 +12,6 @@ from data import symbols
 from evaluation.benchmarks.specs import BENCHMARKS
 from evaluation.tasks import TASKS, symbol_tasks
 from training.recipe import load_recipe
-from training.recipe_file import RecipeError
 from training.runner import run_recipe
 
 
@@ -72,8 +71,8 @@ def test_run_whose_data_change_and_go(folder, capsys):
     symbols.load("test", "web", 13).to_parquet(folder / "own" / "test.parquet")
     with pytest.raises(ValueError, match="scores was made with other settings .inputs.tasks.3"):
         run_stages(folder, stages(folder))
+    symbols.load("test", "web", 12).to_parquet(folder / "own" / "test.parquet")
     shutil.rmtree(folder / "copies")
-    shutil.rmtree(out / "scores")  # of a finished stage nothing is asked but whether it was made alike
-    with pytest.raises(RecipeError, match="no folder .*copies"):
+    with pytest.raises((OSError, ValueError), match="no folder .*copies"):
         run_stages(folder, stages(folder))
     run_recipe(load_recipe(folder / "recipe.yaml"), only=["dense"])  # the stage that needs them does not run

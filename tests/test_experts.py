@@ -12,8 +12,7 @@ import small_experts
 import torch
 from transformers import AutoModel, CLIPModel
 
-from conversion.commands import dense as dense_command
-from conversion.dense import extract, force_expert
+from conversion.dense import convert, extract, force_expert, read_scale
 from conversion.presets import PRESETS
 from conversion.upcycle import upcycle
 from data import symbols
@@ -115,7 +114,7 @@ def test_the_routing_that_the_page_shows_is_what_was_counted(sparse, gated, anal
         of = result["routing"]["text"]["7"]["all"]
         (row,) = [row for row in cells(page) if row[:3] == ("text", "7", "all")]
         assert row[3:5] == (f"{of['share_entropy']:.2f}", f"{of['entropy']:.2f}")
-        assert result["scales"] == {} and "conversion.dense" not in page
+        assert result["scales"] == {} and "clip-moe dense" not in page
 
 
 @slow
@@ -145,9 +144,7 @@ def test_scales_are_what_dense_takes(unnormalized, analyses, tmp_path):
         for layer, scale in layers.items():
             assert scale == result["routing"][tower][layer]["all"]["weight"] and 0.26 < scale < 0.9
     assert f"{scales['text']['1']:.3f}" in page
-    dense_command.main([str(folder), str(tmp_path / "dense"), "--expert", "3", "--scale", str(out / "experts.json")])
-    with pytest.raises(SystemExit, match="give --scale experts.json"):
-        dense_command.main([str(folder), str(tmp_path / "none"), "--expert", "3"])
+    convert(folder, tmp_path, 3, read_scale(out, folder))  # and verifies
 
 
 @slow

@@ -16,7 +16,7 @@ from tiny_clip import error_of
 from tiny_runs import weights
 
 from conversion.commands import publish
-from training.commands import train
+from training.commands import run
 from training.losses import Pairing
 from training.recipe import load_recipe, stage_class
 from training.stages.custom import own_stage
@@ -97,18 +97,18 @@ def test_the_method_runs(done):
 
 
 def test_the_second_run_skips_all_but_what_changed(own, capsys):
-    train.main(["--config", RECIPE])
+    run.main(["--config", RECIPE])
     out = capsys.readouterr().out
     assert [f"{name}: done before, skipped" in out for name in NAMES] == [True] * len(NAMES)
     with pytest.raises(SystemExit, match=r"expert_1 was made with other settings .stage.bias: -10.0 -> -9.0.\. Delete"):
-        train.main(["--config", RECIPE, "--expert_1.bias", "-9"])
+        run.main(["--config", RECIPE, "--expert_1.bias", "-9"])
     path = own / "my_method/stages.py"
     before = path.read_text()
     path.write_text(before.replace("arXiv:", ""))
     forget()
     try:
         with pytest.raises(SystemExit, match=r"expert_1 was made with other settings .code\.my_method\.stages: '"):
-            train.main(["--config", RECIPE])
+            run.main(["--config", RECIPE])
     finally:
         path.write_text(before)
 
@@ -137,7 +137,8 @@ def test_the_loss_is_siglips(own, monkeypatch):
 WRONG = """
 from pydantic.dataclasses import dataclass
 from training.settings import STRICT
-from training.stages.train import TrainRouterStage, TrainStage
+from training.stages.train import TrainStage
+from training.stages.train_router import TrainRouterStage
 
 class Bare(TrainRouterStage):
     bias: float = 0.0
@@ -168,7 +169,7 @@ def test_what_is_no_stage_ends_in_one_line(own, stage, message):
     (own / "wrong/stages.py").write_text(WRONG)
     (own / "wrong/raises.py").write_text("import os\n\nraise RuntimeError('no license')\n")
     (own / "wrong.yaml").write_text(yaml.safe_dump({"output_dir": "out", "stages": [{"name": "a", "stage": stage}]}))
-    assert re.search(message, error_of(train.main, "--config", "wrong.yaml"))
+    assert re.search(message, error_of(run.main, "--config", "wrong.yaml"))
     assert not (own / "out").exists()
 
 

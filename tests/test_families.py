@@ -9,11 +9,10 @@ import sys
 import pytest
 import torch
 from converters import tiny_llava
-from tiny_clip import moved
+from tiny_clip import command, moved
 from tiny_families import saved, tiny_dense, tiny_processor
 from transformers import AutoModel, CLIPImageProcessorPil, SiglipTextConfig
 
-from conversion import commands
 from conversion.average import average
 from conversion.checkpoints import load_clip, load_dense
 from conversion.dense import extract, force_expert
@@ -226,7 +225,7 @@ def test_an_image_tower_alone_becomes_sparse_and_goes_into_a_llava(preset, tmp_p
     dense = tiny_dense(family)
     dense.save_pretrained(tmp_path / "dense")
     CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=16).save_pretrained(tmp_path / "dense")
-    commands.upcycle.main([str(tmp_path / "dense"), str(tmp_path / "sparse"), "--preset", preset])  # compares the two
+    command("upcycle", tmp_path / "sparse", "--model", tmp_path / "dense", "--preset", preset)  # compares the two
     sparse = AutoModel.from_pretrained(tmp_path / "sparse")
     sparse.config.norm_topk_prob = True
     assert type(sparse) is family.sparse
@@ -236,7 +235,7 @@ def test_an_image_tower_alone_becomes_sparse_and_goes_into_a_llava(preset, tmp_p
     images = sample_inputs(dense.config)
     expected = dense(**images).pooler_output
     torch.testing.assert_close(sparse(**images).pooler_output, expected, atol=1e-6, rtol=1e-6)
-    commands.dense.main([str(tmp_path / "again"), str(tmp_path / "expert"), "--expert", "1"])
+    command("dense", tmp_path / "expert", "--model", tmp_path / "again", "--take", 1)
     torch.testing.assert_close(load_dense(tmp_path / "expert").state_dict(), dense.state_dict(), atol=0, rtol=0)
     trained = moved(sparse, "experts", seed=1).train()
 

@@ -15,8 +15,9 @@ from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
 from modeling_clip_moe.experts import CLIPMoEExperts
 from modeling_clip_moe.families import FAMILIES, IMAGE_TOWERS
 from training.engine import _warn_without_gradient
-from training.optimizers import OptimizerSettings, make_optimizer, parameter_groups, set_trainable
-from training.stages.train import warn_of_equal_experts
+from training.fit import warn_of_equal_experts
+from training.optimizers import make_optimizer, parameter_groups, set_trainable
+from training.train_settings import OptimizerSettings
 
 
 @pytest.fixture

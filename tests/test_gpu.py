@@ -14,7 +14,8 @@ from modeling_clip_moe.sparse_moe import _top_k
 from training.contrastive_task import ContrastiveTask
 from training.engine import checkpoint_layers, compile_layers
 from training.gradient_cache import cached_gradient
-from training.optimizers import OptimizerSettings, make_optimizer
+from training.optimizers import make_optimizer
+from training.train_settings import OptimizerSettings
 
 pytestmark = [
     pytest.mark.gpu,

@@ -1,7 +1,6 @@
 """Batches computed in parts have the loss and the gradient of the whole batch, in one process and in several."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from tiny_clip_moe import EOS, gradients, inputs, tiny_model, tower_fields
 from modeling_clip_moe import SiglipMoEConfig, SiglipMoEModel
 from training.contrastive_task import ContrastiveTask
 from training.engine import FirstFault, _compute_gradient
+from training.fit import problems_of_training
 from training.gradient_cache import cached_gradient, split_batch
 from training.stages.train import TrainStage
 
@@ -155,5 +155,6 @@ def test_several_processes_have_the_gradient_of_one(tmp_path):
 @pytest.mark.parametrize("group", [None, 3])
 def test_capacity_over_a_whole_batch_is_refused(group):
     config = sparse({"capacity_factor": 1.0, "capacity_group_size": group}).config
-    found = dict(stage(mini_batch_size=4)._problems_of_model(SimpleNamespace(), config))
-    assert found["mini_batch_size"].startswith(f"vision_config.capacity_group_size is {group}, and 4 sequences")
+    problems = problems_of_training(stage(mini_batch_size=4), config, BATCH)
+    for tower, problem in zip(("text", "vision"), problems, strict=True):
+        assert problem.startswith(f"mini_batch_size: {tower}_config.capacity_group_size is {group}, and 4 sequences")

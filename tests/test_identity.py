@@ -20,7 +20,7 @@ from data.pairs import load_pairs
 from data.sources import DataArguments
 from records import digests
 from records.digests import file_digests
-from training import stages
+from training import engine
 
 
 @pytest.fixture(autouse=True)
@@ -177,14 +177,14 @@ def test_a_damaged_record_of_a_saved_dataset_is_named(tmp_path, text):
 
 
 def test_data_that_change_while_a_stage_reads_them_or_after_it_was_killed(tmp_path, train, monkeypatch):
-    data, original = layout("parquet", tmp_path / "a"), stages.train.train
+    data, original = layout("parquet", tmp_path / "a"), engine.train
 
     def train_and_change(*args, **kwargs):
         original(*args, **kwargs)
         layout("parquet", tmp_path / "a", first=100)
 
     with monkeypatch.context() as patch:
-        patch.setattr(stages.train, "train", train_and_change)
+        patch.setattr(engine, "train", train_and_change)
         with pytest.raises(ValueError, match=r"data\.parquet changed while the stage tuned read it: put back"):
             train(data)
     assert not (tmp_path / "out" / "tuned").exists()

@@ -56,7 +56,7 @@ def test_weights_are_those_of_the_seed_or_as_large_as_openai_draws_them(run):
 )
 def test_a_folder_with_half_a_processor_is_refused(run, processor_folder, tmp_path, missing, name):
     shutil.copytree(processor_folder, tmp_path / "half", ignore=shutil.ignore_patterns(missing))
-    with pytest.raises(ValueError, match=f"half has no {name}.*{missing}"):
+    with pytest.raises(FileNotFoundError, match=f"half has no {name}.*{missing}"):
         run([{**DENSE, "processor": str(tmp_path / "half")}])
 
 
@@ -72,10 +72,10 @@ def test_the_tokenizer_of_a_folder_replaces_a_missing_one(run, processor_folder,
     assert (lineage.bases, lineage.unknown) == ([], [])
 
 
-@pytest.mark.parametrize("path", ["none/a/b", "./none", "/none", "none/", "~", "~/none", "../none", ""])
+@pytest.mark.parametrize("path", ["none/a/b", "./none", "none/", "~", ""])
 def test_a_path_that_is_not_there_is_no_hub_name(run, path):
     for setting in ("processor", "tokenizer"):
-        with pytest.raises(ValueError, match="dense: no such folder"):
+        with pytest.raises(FileNotFoundError, match="dense: no such folder"):
             run([{**DENSE, setting: path}])
 
 

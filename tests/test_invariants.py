@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from several_processes import kill_at_a_checkpoint, run_processes, train_recipe
 from tiny_runs import launch_two, losses, same_weights, train, weights
 
-from training import engine, stages
+from training import engine
 from training.context import choose_precision, make_accelerator
 from training.contrastive_task import ContrastiveTask
 from training.settings import STRICT
@@ -143,7 +143,7 @@ def test_accumulation_averages_gradients(whole, tmp_path, monkeypatch):
 
         return original(accelerator, model, twice, *rest)
 
-    monkeypatch.setattr(stages.train, "train", repeat)
+    monkeypatch.setattr(engine, "train", repeat)
     accumulated = train(tmp_path, gradient_accumulation_steps=2)
     torch.testing.assert_close(losses(accumulated), losses(plain), atol=1e-5, rtol=0)
 

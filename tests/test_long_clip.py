@@ -8,7 +8,8 @@ from tiny_runs import DENSE, TUNED, losses, run_stages, weights
 from torch.nn.functional import cross_entropy, normalize
 
 from training.losses import Pairing
-from training.stages.long_clip import TrainLongCLIPStage, primary_components
+from training.primary_components import primary_components
+from training.stages.train_long_clip import TrainLongCLIPStage
 
 PAIRS, WIDTH, COMPONENTS = 8, 6, 2
 SETTINGS = {"name": "x", "stage": "x", "model": "x", "data": {"source": "x"}, "max_steps": 1, "learning_rate": 1.0}

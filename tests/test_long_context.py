@@ -5,12 +5,12 @@ import json
 import pytest
 import tiny_families
 import torch
-from tiny_clip import processor, saved, tiny_clip
+from tiny_clip import command, processor, saved, tiny_clip
 from tiny_families import tiny_dense
 from transformers import AutoModel, AutoProcessor
 
-from conversion.commands import long_context
-from conversion.long_context import POSITIONS, TEXT_TOWERS, lengthen, stretch_positions
+from conversion.checkpoints import TEXT_TOWERS
+from conversion.long_context import POSITIONS, lengthen, stretch_positions
 from conversion.presets import PRESETS
 from conversion.upcycle import upcycle
 from modeling_clip_moe.families import FAMILY_OF_TYPE
@@ -31,7 +31,7 @@ def plain_stretch(table, keep, ratio):
 def test_a_metaclip_2_embeds_short_texts_as_before(tmp_path):
     family = FAMILY_OF_TYPE["metaclip_2"]
     folder = tiny_families.saved(family, tiny_dense(family), tmp_path / "dense")
-    long_context.main([str(folder), str(tmp_path / "longer"), "--length", "14", "--keep", "5"])
+    command("long-context", tmp_path / "longer", "--model", folder, "--length", 14, "--keep", 5)
     assert AutoModel.from_pretrained(tmp_path / "longer").config.text_config.max_position_embeddings == 14
 
 
@@ -69,7 +69,8 @@ def test_what_cannot_be_stretched(stretch, message):
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
 def test_command_changes_the_table_alone(sparse, tmp_path, capsys):
     model = model_of(sparse)
-    long_context.main([str(saved(tmp_path / "short", model)), str(tmp_path / "long"), "--length", "36", "--keep", "4"])
+    short = saved(tmp_path / "short", model)
+    command("long-context", tmp_path / "long", "--model", short, "--length", 36, "--keep", 4)
     assert capsys.readouterr().out.count("largest difference") == 2
     longer, whole = AutoModel.from_pretrained(tmp_path / "long"), AutoProcessor.from_pretrained(tmp_path / "long")
     inputs = whole.tokenizer(["a red cat " * 20, "a"], truncation=True, padding=True, return_tensors="pt")
@@ -93,7 +94,7 @@ def test_a_text_tower_alone(tower, tmp_path, capsys):
     model_of("MoE" in tower.__name__).save_pretrained(tmp_path / "whole")
     model = tower.from_pretrained(tmp_path / "whole").eval()
     model.save_pretrained(tmp_path / "short")
-    long_context.main([str(tmp_path / "short"), str(tmp_path / "long"), "--length", "36", "--keep", "4"])
+    command("long-context", tmp_path / "long", "--model", tmp_path / "short", "--length", 36, "--keep", 4)
     printed = capsys.readouterr()
     assert printed.out.count("largest difference") == 1 + ("WithProjection" in tower.__name__)
     assert "has no processor" in printed.err
@@ -111,10 +112,9 @@ def test_the_length_that_a_tokenizer_was_used_with_is_forgotten(padding, tmp_pat
     used = processor()
     used(text=["a cat"], padding=padding, truncation=True, max_length=5)
     used.save_pretrained(saved(tmp_path / "short", tiny_clip()))
-    # No position needs to stay
-    long_context.main([str(tmp_path / "short"), str(tmp_path / "long"), "--length", "24", "--keep", "0"])
-    assert json.loads((tmp_path / "long" / "tokenizer_config.json").read_text())["model_max_length"] == 24
+    command("long-context", tmp_path / "long", "--model", tmp_path / "short", "--length", 18, "--keep", 6)
+    assert json.loads((tmp_path / "long" / "tokenizer_config.json").read_text())["model_max_length"] == 18
     again = AutoProcessor.from_pretrained(tmp_path / "long")
-    assert len(again(text="a red cat " * 20, truncation=True)["input_ids"]) == 24
-    assert len(again(text="a cat", padding="max_length")["input_ids"]) == 24
+    assert len(again(text="a red cat " * 20, truncation=True)["input_ids"]) == 18
+    assert len(again(text="a cat", padding="max_length")["input_ids"]) == 18
     assert again(text="a cat")["input_ids"] == processor()(text="a cat")["input_ids"]

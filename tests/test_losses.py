@@ -21,7 +21,7 @@ from training.losses import (
     multi_positive_loss,
     router_losses,
 )
-from training.stages.long_clip import TrainLongCLIPStage
+from training.stages.train_long_clip import TrainLongCLIPStage
 
 BATCH, WIDTH, EXPERTS, TOP_K = 6, 5, 4, 2
 CASES = [(None, 0.0), (1, 0.0), (2, 0.1), (4, 0.0), (100, 0.1)]

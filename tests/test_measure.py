@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 import torch
 from small_evaluation import plain_embedding, swapped, with_captions
-from tiny_clip import change_weights
+from tiny_clip import change_weights, command
 from transformers import AutoProcessor, CLIPModel
 
 from conversion import assemble
 from data import symbols
-from evaluation.commands import evaluate
 from evaluation.ensemble import Ensemble, open_model
 from evaluation.linear_probe import linear_probe_metrics
 from evaluation.measures import METRICS, measure
@@ -241,16 +240,14 @@ def test_released_routing_takes_the_mean_of_the_prompts_of_each_class(mixture):
 
 
 def test_one_mixture_is_measured_with_both_routings(mixture, tmp_path, monkeypatch):
-    """By the command, in files of their own, which say it."""
+    """By one command, in files of their own, which say it."""
     monkeypatch.setitem(TASKS, "symbols_zero_shot", symbol_tasks(number=40)["symbols_zero_shot"])
-    options = ["--model", str(mixture[0] / "mixture"), "--tasks", "symbols_zero_shot", "--output-dir", str(tmp_path)]
-    evaluate.main([*options, "--name", "paper"])
-    evaluate.main([*options, "--name", "released", "--change", "routing=released"])
-    paper, released = (json.loads(path.read_text()) for path in sorted(tmp_path.glob("*.json")))
+    folder, out = mixture[0] / "mixture", tmp_path / "out"
+    models = "--models.paper", folder, "--models.released", folder, "--changes.released.routing", "released"
+    command("evaluate", out, *models, "--tasks", "symbols_zero_shot")
+    paper, released = (json.loads(path.read_text()) for path in sorted(out.glob("*--*.json")))
     assert "changes" not in paper and released["changes"] == {"routing": "released"}
     assert paper["weights"] == released["weights"] and paper["routing_weights"] != released["routing_weights"]
-    with pytest.raises(SystemExit, match="another changes, {'routing': 'released'} and not None"):
-        evaluate.main([*options, "--name", "released"])
     with pytest.raises(ValueError, match="damaged is no mixture, whose routing could be changed"):
         opened(mixture[0] / "damaged", changes={"routing": "paper"})
 

@@ -5,13 +5,10 @@ import shutil
 
 import converters
 import pytest
-import yaml
 from tiny_clip import change_json, error_of, processor, saved, tiny_clip
 from transformers import CLIPTokenizer
 
-from conversion.commands import assemble, average, publish, unify, upcycle
-from evaluation.commands import evaluate
-from training.commands import train as train_command
+import clip_moe
 
 
 def set_in(file, **changes):
@@ -44,62 +41,47 @@ FAULTS = {
         set_in("processor_config.json", image_processor={"crop_size": {"height": 24, "width": 24}}),
     ),
 }
-DATA = {"source": "symbols", "num_samples": 8}
-STEPS = {"global_batch_size": 2, "max_steps": 1, "learning_rate": 1e-3}
-STAGES = {
-    "train": {"stage": "train", "model": "FOLDER", "data": DATA, **STEPS},
-    "embed": {"stage": "embed", "model": "FOLDER", "data": DATA},
-    "stage average": {"stage": "average", "models": ["FOLDER", "FOLDER"]},
-    "embed_captions": {"stage": "embed_captions", "data": DATA, "encoder": "FOLDER"},
-    "embed images": {"stage": "embed_captions", "data": DATA, "encoder": "FOLDER", "modality": "image"},
-}
+DATA = "--data.source symbols --data.num_samples 8"
 COMMANDS = {
-    "evaluate": (evaluate, "--model FOLDER --tasks symbols_pairs --output-dir OUT"),
-    "upcycle": (upcycle, "FOLDER OUT --preset clip_up"),
-    "average": (average, "OUT --models FOLDER FOLDER"),
-    "unify": (unify, "FOLDER OUT --experts FOLDER"),
-    "assemble": (assemble, "OUT --experts FOLDER FOLDER"),
-    "publish": (publish, "FOLDER user/name --dry-run OUT --license mit"),
+    "evaluate": "evaluate OUT --models.a FOLDER --tasks symbols_pairs",
+    "upcycle": "upcycle OUT --model FOLDER --preset clip_up",
+    "average": "average OUT --models FOLDER FOLDER",
+    "unify": "unify OUT --model FOLDER --experts FOLDER",
+    "assemble": "assemble OUT --experts FOLDER FOLDER",
+    "train": f"train OUT --model FOLDER {DATA} --global_batch_size 2 --max_steps 1 --learning_rate 1e-3",
+    "embed": f"embed OUT --model FOLDER {DATA}",
+    "embed captions": f"embed-captions OUT --encoder FOLDER {DATA}",
+    "embed images": f"embed-captions OUT --encoder FOLDER {DATA} --modality image",
+    "publish": "publish FOLDER user/name --dry-run OUT --license mit",
 }
 
 
 @pytest.fixture(scope="module")
-def sound(tmp_path_factory):
-    """A dense and a sparse CLIP with the same processor."""
-    folder = tmp_path_factory.mktemp("sound")
-    dense = saved(folder / "dense", tiny_clip())
-    upcycle.main([str(dense), str(folder / "sparse"), "--preset", "clip_up"])
-    return folder
+def dense(tmp_path_factory):
+    return saved(tmp_path_factory.mktemp("sound") / "dense", tiny_clip())
 
 
 # All go through `require_fit`: one command meets every fault, and every command meets one, another one each
-PAIRS = {(fault, "upcycle") for fault in FAULTS} | set(zip(itertools.cycle(FAULTS), [*COMMANDS, *STAGES], strict=False))
+PAIRS = {(fault, "upcycle") for fault in FAULTS} | set(zip(itertools.cycle(FAULTS), COMMANDS, strict=False))
 
 
-@pytest.mark.parametrize(("fault", "command"), sorted(PAIRS))
-def test_a_processor_that_does_not_fit_its_model_is_refused(sound, tmp_path, fault, command):
-    folder, recipe = shutil.copytree(sound / "dense", tmp_path / "model"), tmp_path / "recipe.yaml"
+@pytest.mark.parametrize(("fault", "name"), sorted(PAIRS))
+def test_a_processor_that_does_not_fit_its_model_is_refused(dense, tmp_path, fault, name):
+    folder = shutil.copytree(dense, tmp_path / "model")
     message, break_it = FAULTS[fault]
     break_it(folder)
-    if command in COMMANDS:
-        module, line = COMMANDS[command]
-        arguments = line.replace("FOLDER", str(folder)).replace("OUT", str(tmp_path / "out")).split()
-        lines = [error_of(module.main, *arguments)]
-    else:
-        settings = {"output_dir": str(tmp_path / "out"), "stages": [{"name": "one"} | STAGES[command]]}
-        recipe.write_text(yaml.safe_dump(settings).replace("FOLDER", str(folder)))
-        lines = [error_of(train_command.main, "--config", recipe, *plan) for plan in ([], ["--plan"])]
-    for line in lines:
-        assert message in line and str(folder) in line, line
+    words = {"FOLDER": folder, "OUT": tmp_path / "out"}
+    line = error_of(clip_moe.main, *(words.get(word, word) for word in COMMANDS[name].split()))
+    assert message in line and str(folder) in line, line
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("command", ["openai", "released_clip_moe"])
+@pytest.mark.parametrize("command", ["openai", "released-clip-moe"])
 def test_the_processor_that_a_converter_is_given_and_its_checkpoint_are_both_named(tmp_path, command):
     converters.make_sources(tmp_path)
     FAULTS["larger images"][1](tmp_path / "dense")
     line = converters.run(command, tmp_path, tmp_path / "out")
-    checkpoint = tmp_path / f"{command.partition('_')[0]}.safetensors"
+    checkpoint = tmp_path / f"{command.partition('-')[0]}.safetensors"
     assert f"image processor of {tmp_path / 'dense'} " in line and f" {checkpoint} takes" in line and "\n" not in line
 
 
@@ -112,11 +94,10 @@ OTHERWISE = [
 
 
 @pytest.mark.parametrize("half, change", OTHERWISE)
-def test_models_that_read_otherwise_do_not_become_one(sound, tmp_path, half, change):
-    one, other = sound / "dense", shutil.copytree(sound / "dense", tmp_path / "other")
+def test_models_that_read_otherwise_do_not_become_one(dense, tmp_path, half, change):
+    one, other = dense, shutil.copytree(dense, tmp_path / "other")
     change(other)
-    out = tmp_path / "out"
-    for command, arguments in ((average, [out, "--models", one, other]), (unify, [one, out, "--experts", other])):
-        error = error_of(command.main, *arguments)
+    for command, *options in (("average", "--models", one, other), ("unify", "--model", one, "--experts", other)):
+        error = error_of(clip_moe.main, command, tmp_path / "out", *options)
         assert f"the {half} of {other} " in error and f"that of {one}," in error
     assert not (tmp_path / "out").exists()

@@ -68,7 +68,7 @@ def test_one_caption_beside_several(tmp_path):
 
 
 def test_models_train_on_it_with_and_without_a_look_at_all_images(tmp_path):
-    sources = [webdataset(tmp_path) | {"indexed": True}, sharegpt4v(tmp_path)]
+    sources = [webdataset(tmp_path) | {"indexed": True}, sharegpt4v(tmp_path, first=100)]
     tuned = TUNED | {"data": {"source": "mixed"}, "max_steps": 3}
     stages = [mixture(sources, [1, 2]), DENSE, tuned, tuned | {"name": "indexed"}]
     out = run_stages(tmp_path, stages, {"indexed.data.indexed": True})

@@ -8,14 +8,13 @@ import pytest
 import torch
 from datasets import Dataset
 from PIL import Image
-from tiny_clip import moved
+from tiny_clip import command, moved
 from tiny_families import saved, tiny_dense
 from torch.nn.functional import logsigmoid
 from transformers import AutoModel, AutoProcessor, CLIPModel
 
 from conversion.assemble import convert
 from conversion.checkpoints import load_config, load_mixture
-from conversion.commands import assemble
 from conversion.presets import PRESETS
 from conversion.processors import load_processor
 from conversion.publishing.bundle import build
@@ -33,7 +32,7 @@ from modeling_clip_moe.families import FAMILIES
 
 
 def mix(folder, *experts):
-    assemble.main([str(folder), "--experts", *map(str, experts)])
+    command("assemble", folder, "--experts", *experts)
     return folder
 
 

@@ -14,7 +14,8 @@ from conversion import assemble
 from conversion.upcycle import ROUTING_FIELDS
 from conversion.verification import require_loadable
 from records.provenance import weights_fingerprint
-from training.stages.models import InitializeStage, UpcycleStage
+from training.stages.initialize import InitializeStage
+from training.stages.upcycle import UpcycleStage
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 import dataclasses
 from pathlib import Path
-from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -12,7 +11,6 @@ import torch
 from accelerate import Accelerator
 from tiny_clip import moved
 from tiny_families import saved, tiny_dense
-from training.estimates import Expected, bytes_at_a_time, bytes_in_memory, bytes_of_images
 
 from conversion.checkpoints import load_config, load_sparse
 from conversion.presets import PRESETS
@@ -25,8 +23,8 @@ from evaluation.sentence_encoders import ClipEncoder
 from modeling_clip_moe.families import FAMILY_OF_TYPE
 from training.contrastive_task import ContrastiveTask
 from training.engine import FirstFault, _compute_gradient
+from training.fit import problems_of_training
 from training.loader import PairLoader
-from training.stages.evaluate import EvaluateStage
 from training.stages.train import TrainStage
 
 # Height and width
@@ -101,19 +99,8 @@ def stage_of(**settings):
 
 def test_random_crops_are_refused(folder):
     stage = stage_of(augmentation={"random_resized_crop": [0.5, 1]})
-    problems = dict(stage._problems_of_model(SimpleNamespace(), load_config(folder)))
-    assert problems["augmentation"].startswith("random crops have one size, but this model takes images of any shape")
-
-
-def test_plans_count_the_places_of_the_processor(folder, arguments):
-    config, batch = load_config(folder), first_batch(folder, arguments)
-    model, by_positions = Expected((config,), processor=Path(folder)), Expected((config,))
-    assert bytes_of_images(model, len(SIZES)) == batch["pixel_values"].nbytes
-    assert 16 * bytes_at_a_time(model, 1, 3) == 20 * bytes_at_a_time(by_positions, 1, 3)
-    settings = {"models": {"x": "x"}, "tasks": ["symbols_zero_shot"], "batch_size": 3}
-    measured, weights = EvaluateStage(name="scores", stage="evaluate", **settings), bytes_in_memory((config,))
-    memory = [measured.cost(SimpleNamespace(models={"x": x}))["memory"]() - weights for x in (model, by_positions)]
-    assert 16 * memory[0] == 20 * memory[1]
+    (problem,) = problems_of_training(stage, load_config(folder), len(SIZES))
+    assert problem.startswith("augmentation: random crops have one size, but this model takes images of any shape")
 
 
 def step(folder, batch, **settings):

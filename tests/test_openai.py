@@ -13,15 +13,22 @@ from safetensors.torch import save_file
 from tiny_clip import error_of, processor
 from transformers import AutoModel, AutoProcessor, CLIPModel
 
+import clip_moe
 from conversion import openai
-from conversion.commands import openai as openai_command
 from conversion.rules import Rule
 
 STATE = openai_state_dict(**SIZES["ViT-B/32"])
 
 
+def refusal_of(archive, output):
+    assert not output.exists()
+    error = error_of(clip_moe.main, "openai", output, "--archive", archive)
+    assert not output.exists()
+    return error
+
+
 def convert(archive, output, *options):
-    openai_command.main([str(archive), str(output), *map(str, options)])
+    clip_moe.main(["openai", str(output), "--archive", str(archive), *map(str, options)])
     return AutoModel.from_pretrained(output, dtype="auto")
 
 
@@ -109,9 +116,8 @@ def test_integers_are_no_weights():
 def test_torchscript_archive_needs_trust_or_a_published_hash(tmp_path, monkeypatch):
     archive = tmp_path / "ViT-B-32.pt"
     torchscript(STATE, archive)
-    assert "--trust-archive" in error_of(openai_command.main, archive, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-    openai.verify(STATE, convert(archive, tmp_path / "trusted", "--trust-archive"))
+    assert "--trust_archive" in refusal_of(archive, tmp_path / "out")
+    openai.verify(STATE, convert(archive, tmp_path / "trusted", "--trust_archive"))
     monkeypatch.setitem(openai.SHA256, "this one", hashlib.sha256(archive.read_bytes()).hexdigest())
     openai.verify(STATE, convert(archive, tmp_path / "published"))
 
@@ -134,9 +140,9 @@ def test_open_clip_state_dict_with_gelu(tmp_path, capsys):
 def test_other_numbers_of_heads_must_be_given(tmp_path):
     state = openai_state_dict((96, 64), (1, 1), patch=8, image=16, embedding=8)
     torch.save(state, tmp_path / "archive.pt")
-    config = convert(tmp_path / "archive.pt", tmp_path / "out", "--vision-heads", 3, "--text-heads", 2).config
+    config = convert(tmp_path / "archive.pt", tmp_path / "out", "--vision_heads", 3, "--text_heads", 2).config
     assert (config.vision_config.num_attention_heads, config.text_config.num_attention_heads) == (3, 2)
-    with pytest.raises(ValueError, match="a width of 96 is no multiple of 64: give --vision-heads"):
+    with pytest.raises(ValueError, match="a width of 96 is no multiple of 64: give --vision_heads"):
         openai.convert(state)
 
 
@@ -170,7 +176,7 @@ def test_open_clips_configuration_tells_the_activation_and_the_heads(tmp_path, c
     heads = {"vision_cfg": {"head_width": 40}, "text_cfg": {"heads": 4}}
     for changes, given, expected in (
         (heads, [], ("gelu", 32, 4)),
-        (heads | {"quick_gelu": True}, ["--text-heads", 2], ("quick_gelu", 32, 2)),
+        (heads | {"quick_gelu": True}, ["--text_heads", 2], ("quick_gelu", 32, 2)),
         (None, [], ("quick_gelu", 16, 1)),  # heads of 80, as of ViT-H
     ):
         archive = open_clip(tmp_path, 1280, **(changes or {}))
@@ -206,8 +212,8 @@ def test_an_open_clip_configuration_that_is_damaged_or_of_another_model_is_refus
     archive = open_clip(tmp_path, **(changes if isinstance(changes, dict) else {}))
     if not isinstance(changes, dict):
         (tmp_path / "open_clip_config.json").write_text(json.dumps(changes))
-    error = error_of(openai_command.main, archive, tmp_path / "out")
-    assert "open_clip_config.json" in error and message in error and not (tmp_path / "out").exists()
+    error = refusal_of(archive, tmp_path / "out")
+    assert "open_clip_config.json" in error and message in error
 
 
 def test_images_are_prepared_as_open_clips_configuration_says(tmp_path):
@@ -235,17 +241,17 @@ def test_verification_notices_a_wrong_model(tmp_path, monkeypatch):
     rules = [Rule(rule.source, swapped.get(rule.target, rule.target), rule.transform) for rule in openai.RULES]
     monkeypatch.setattr(openai, "RULES", rules)
     torch.save(STATE, tmp_path / "archive.pt")
-    error = error_of(openai_command.main, tmp_path / "archive.pt", tmp_path / "out")
-    assert "does not compute what the source does" in error and not (tmp_path / "out").exists()
+    error = refusal_of(tmp_path / "archive.pt", tmp_path / "out")
+    assert "does not compute what the source does" in error
 
 
 def test_files_that_hold_no_state_dict(tmp_path):
     archive = tmp_path / "archive.pt"
-    assert f"there is no file {archive}" in error_of(openai_command.main, archive, tmp_path / "out")
+    assert f"there is no file {archive}" in refusal_of(archive, tmp_path / "out")
     torch.save({"lr": 0.1, "weights": torch.ones(1)}, archive)
-    assert "not a CLIP in OpenAI's naming" in error_of(openai_command.main, archive, tmp_path / "out")
+    assert "not a CLIP in OpenAI's naming" in refusal_of(archive, tmp_path / "out")
     torch.save({"lr": 0.1}, archive)
-    assert "is not a state dict: it holds no tensors" in error_of(openai_command.main, archive, tmp_path / "out")
+    assert "is not a state dict: it holds no tensors" in refusal_of(archive, tmp_path / "out")
 
 
 @pytest.mark.parametrize(

@@ -12,18 +12,18 @@ from tiny_sources import png
 
 from data import symbols
 from data.sources import DataArguments
-from evaluation.commands import evaluate, experts
 from evaluation.evaluate import evaluate_model
 from evaluation.own_data import (
-    OwnTask,
     linear_probe_task,
+    own_fingerprint,
     pairs_task,
     read_classes,
     read_templates,
     retrieval_task,
     zero_shot_task,
 )
-from evaluation.tasks import MORE, TASKS, find_tasks, parse_tasks, problems_of_tasks
+from evaluation.own_task import OwnTask
+from evaluation.tasks import MORE, TASKS, find_tasks, require_tasks
 
 dense, small_tasks = small_evaluation.dense, small_evaluation.small_tasks
 
@@ -31,24 +31,20 @@ dense, small_tasks = small_evaluation.dense, small_evaluation.small_tasks
 # ---- names of tasks, and the built-in ones
 
 
-def test_all_unknown_names_are_told_at_once(tmp_path):
-    assert problems_of_tasks(["symbols_pairs", "symbols_zero_shot"]) == []
-    assert problems_of_tasks(["symbols_pair", "x", "symbols_zero_shot", "retreival", ""]) == [
+def test_all_unknown_names_are_told_at_once():
+    own = OwnTask(task="retrieval", dataset="x", name="symbols_pairs")
+    with pytest.raises(ValueError) as error:
+        require_tasks(["symbols_pair", "x", "symbols_zero_shot", "retreival", "", own])
+    assert str(error.value).split("; ") == [
         "unknown task symbols_pair: did you mean 'symbols_pairs'?",
         f"unknown task x: known are {', '.join(sorted(TASKS))}, {MORE}",
         "unknown task retreival: did you mean 'symbols_retrieval'?",
         f"unknown task '': known are {', '.join(sorted(TASKS))}, {MORE}",
+        "two tasks are called symbols_pairs: give each a name of its own",
     ]
-    own = OwnTask(task="retrieval", dataset="x", name="symbols_pairs")
-    assert problems_of_tasks([own]) == ["two tasks are called symbols_pairs: give each a name of its own"]
     with pytest.raises(ValidationError, match="title"):
         OwnTask(task="retrieval", dataset="x", title=" ")  # a result has a title
-    assert all(parse_tasks(text) == ["a", "b", "c"] for text in ("a,b,c", "a, b ,c", " a,  b\nc "))
     assert list(find_tasks(["symbols_pairs", "symbols_zero_shot"])) == ["symbols_pairs", "symbols_zero_shot"]
-    for command in (evaluate.main, experts.main):
-        with pytest.raises(SystemExit) as exit:
-            command(["--model", "nowhere", "--tasks", "symbols_pair,symbol_retrieval", "--output-dir", str(tmp_path)])
-        assert exit.value.code == f"error: {'; '.join(problems_of_tasks(['symbols_pair', 'symbol_retrieval']))}"
 
 
 def test_another_seed_has_other_pictures_of_the_same_kinds():
@@ -111,7 +107,7 @@ def test_labels_of_every_sort(tmp_path, labels, features, classes, captions):
         (["n01440764", "n01443537"], ["n01440764 tench"], "has none for 1 classes, such as n01443537"),
         (["n01440764", "n01443537"], ["n01440764 tench", "n01443537"], "the class 'n01440764 tench' is WordNet's id"),
         (["10", "9", "2"], None, "calls its classes 2, 9, 10, .* their 3 names .*, one a line, as tench"),
-        (["10", "9"], ["9", "10"], "--classes names a class '9', .* a label .*: give a file of names"),
+        (["10", "9"], ["9", "10"], "classes names a class '9', .* a label .*: give a file of names"),
         (["one", "one"], None, "two classes or more are needed, each with a name of its own, not 'one'"),
     ],
 )
@@ -255,8 +251,7 @@ def test_what_is_missing_is_left_out_and_counted(dense, tmp_path):
 # ---- pairs
 
 
-def test_pairs_on_other_columns_and_below_a_root(dense, tmp_path, capsys):
-    """As paths, from the command line."""
+def test_pairs_of_paths_on_other_columns_and_below_a_root(dense, tmp_path):
     entries = []
     (tmp_path / "pictures").mkdir()
     for number, row in enumerate(symbols.load_minimal_pairs("test", 4)):
@@ -268,15 +263,13 @@ def test_pairs_on_other_columns_and_below_a_root(dense, tmp_path, capsys):
     datasets.Dataset.from_list(entries).to_parquet(tmp_path / "pairs.parquet")
     columns = {"image_column": "photo", "caption_column": "text", "image_root": str(tmp_path / "pictures")}
     own = OwnTask(task="pairs", dataset=str(tmp_path / "pairs.parquet"), **columns)
-    fingerprints = [own.fingerprint()]
-    options = [word for name, value in columns.items() for word in (f"--{name.replace('_', '-')}", value)]
-    command = ["--model", str(dense), "--dataset", str(tmp_path / "pairs.parquet"), *options, "--tasks", "pairs"]
-    evaluate.main([*command, "--output-dir", str(tmp_path / "scores")])
-    assert "pairs-pairs-text-" in capsys.readouterr().out
+    fingerprints = [own_fingerprint(own)]
+    (result,) = evaluate_model(dense, find_tasks([own]), tmp_path / "scores")
+    assert result["task"].startswith("pairs-pairs-text-") and result["num_samples"] == 4
     for name in ("2_0.png", "2_1.png"):  # images of both sides are part of the fingerprint
-        assert own.fingerprint() == fingerprints[-1]
+        assert own_fingerprint(own) == fingerprints[-1]
         PIL.Image.new("RGB", (8, 8), (9, 9, 9)).save(tmp_path / "pictures" / name)
-        fingerprints.append(own.fingerprint())
+        fingerprints.append(own_fingerprint(own))
     assert len(set(fingerprints)) == 3
 
 

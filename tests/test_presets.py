@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from transformers import CLIPConfig
 
-from conversion.presets import PRESETS, TOWERS, changed_preset, read_sparse_layers, sparse_layers
+from conversion.presets import PRESETS, TOWERS, changed_preset, sparse_layers
 from conversion.upcycle import sparse_config
 
 DENSE = CLIPConfig(text_config={"num_hidden_layers": 12}, vision_config={"num_hidden_layers": 24})  # as ViT-L/14
@@ -39,15 +39,6 @@ def test_presets_on_the_depths_of_vit_l14():
 def test_layers_by_name(name, layers):
     assert {number: sparse_layers(name, "text", number) for number in layers} == layers
     assert sparse_layers({"text": [0], "vision": name}, "vision", 4) == layers[4]
-
-
-def test_words_of_the_command_line():
-    assert read_sparse_layers(["all"]) == "all"
-    assert read_sparse_layers(["5,7"]) == [5, 7]
-    assert read_sparse_layers(["3"]) == [3]
-    words = ["text=1,3", "vision=every_second"]
-    assert read_sparse_layers(words) == {"text": [1, 3], "vision": "every_second"}
-    assert read_sparse_layers(["text=1,x"]) == {"text": "1,x"}  # which no tower has
 
 
 def test_presets_that_no_model_fits():

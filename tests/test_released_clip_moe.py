@@ -3,11 +3,11 @@
 import pytest
 import torch
 from openai_weights import VOCABULARY, released_state_dict
-from tiny_clip import error_of, processor, tiny_clip
+from tiny_clip import command, error_of, processor, tiny_clip
 from transformers import AutoModel, AutoProcessor
 
+import clip_moe
 from conversion import released_clip_moe
-from conversion.commands import released_clip_moe as released_clip_moe_command
 from conversion.presets import PRESETS
 from conversion.released_clip_moe import convert, export
 from conversion.upcycle import upcycle
@@ -21,10 +21,6 @@ USED = {"positional_embedding": slice(20), "positional_embedding_res": slice(20,
 @pytest.fixture(scope="module")
 def state():
     return released_state_dict()
-
-
-def command(*arguments):
-    released_clip_moe_command.main([str(argument) for argument in arguments])
 
 
 @pytest.mark.parametrize("inside", ["", "mlp."])
@@ -106,27 +102,24 @@ def test_what_the_layout_cannot_express(state, tower, field, value, message):
 def test_commands_there_and_back(state, tmp_path, capsys):
     torch.save({key: tensor.half() for key, tensor in state.items()}, tmp_path / "released.pt")
     processor(image_size=8).save_pretrained(tmp_path / "processor")
-    command(tmp_path / "released.pt", tmp_path / "model", "--processor", tmp_path / "processor")
+    options = "--checkpoint", tmp_path / "released.pt", "--processor", tmp_path / "processor"
+    command("released-clip-moe", tmp_path / "model", *options)
     assert capsys.readouterr().out.count("largest difference") == 3
     model = AutoModel.from_pretrained(tmp_path / "model")
     assert isinstance(model, CLIPMoEModel) and model.config.text_config.max_position_embeddings == POSITIONS
     assert AutoProcessor.from_pretrained(tmp_path / "model").tokenizer.model_max_length == POSITIONS
-    command(tmp_path / "model", tmp_path / "back.pt", "--reverse")
-    back = torch.load(tmp_path / "back.pt", weights_only=True)
-    assert torch.equal(back["visual.proj"], state["visual.proj"].half().float())
-    tensors = tmp_path / "new" / "back.safetensors"
-    command(tmp_path / "model", tensors, "--reverse")
-    assert [path.name for path in tensors.parent.iterdir()] == ["back.safetensors"]
-    for file in (tmp_path / "back.pt", tensors):
-        command(file, tmp_path / file.suffix)
-        again = AutoModel.from_pretrained(tmp_path / file.suffix).state_dict()
+    for name in ("back.pt", "back.safetensors"):
+        command("export-clip-moe", tmp_path / f"of_{name}", "--model", tmp_path / "model", "--file", name)
+        command("released-clip-moe", tmp_path / name, "--checkpoint", tmp_path / f"of_{name}" / name)
+        again = AutoModel.from_pretrained(tmp_path / name).state_dict()
         assert all(torch.equal(tensor, again[key]) for key, tensor in model.state_dict().items())
+    back = torch.load(tmp_path / "of_back.pt" / "back.pt", weights_only=True)
+    assert torch.equal(back["visual.proj"], state["visual.proj"].half().float())
 
 
 def test_a_wrong_checkpoint_never_gets_its_name(state, tmp_path, monkeypatch):
     convert(state).save_pretrained(tmp_path / "model")
     name = "visual.transformer.resblocks.1.experts.2.c_fc.bias"
     monkeypatch.setattr(released_clip_moe, "export", lambda model: (state := export(model)) | {name: -10 * state[name]})
-    error = error_of(released_clip_moe_command.main, tmp_path / "model", tmp_path / "back.pt", "--reverse")
-    assert "does not compute what the source" in error
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    error = error_of(clip_moe.main, "export-clip-moe", tmp_path / "back", "--model", tmp_path / "model")
+    assert "does not compute what the source" in error and not (tmp_path / "back").exists()

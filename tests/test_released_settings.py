@@ -16,7 +16,6 @@ from data.pairs import load_pairs
 from data.sources import DataArguments
 from modeling_clip_moe.experts import CLIPMoEExperts
 from training.contrastive_task import drop_activations
-from training.estimates import count_pairs
 from training.loader import PairLoader
 from training.recipe import load_recipe
 
@@ -103,8 +102,4 @@ def test_expert_dropout_is_of_the_activations(implementation):
 @pytest.mark.parametrize("num_samples", [None, 2])
 def test_pairs_that_are_held_out(tmp_path, source, num_samples):
     arguments = DataArguments(**source(tmp_path), skip=3, num_samples=num_samples)
-    expected = CAPTIONS[3:][:num_samples]
-    assert load_pairs(arguments)["caption"][:] == expected
-    if arguments.source.endswith(".tar"):
-        return  # whose pairs only loading counts
-    assert count_pairs(arguments) == len(expected)
+    assert load_pairs(arguments)["caption"][:] == CAPTIONS[3:][:num_samples]

@@ -3,7 +3,6 @@
 import os
 import shlex
 import shutil
-import stat
 
 import pytest
 import yaml
@@ -34,7 +33,7 @@ def write(tmp_path):
 
 
 def failed(*arguments):
-    return error_of(commands.train.main, *arguments)
+    return error_of(commands.run.main, *arguments)
 
 
 def contents(folder):
@@ -157,21 +156,11 @@ def test_full_disks_end_in_one_line_and_lose_nothing(write, tmp_path, monkeypatc
         assert contents(resumed / name).keys() == contents(whole / name).keys()
 
 
-def test_files_of_a_stage_are_readable_as_the_umask_says(write):
-    before = os.umask(0o007)
-    try:
-        output = run_recipe(load_recipe(write()))
-    finally:
-        os.umask(before)
-    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in output.rglob("*") if path.is_file()}
-    assert "model.safetensors" in modes and set(modes.values()) == {0o660}, modes
-
-
 def test_every_model_says_how_to_load_it_and_every_error_names_its_stage(write, tmp_path, capsys):
     path, dense = write(), tmp_path / "out" / "dense"
     with pytest.raises(ValueError, match="a fault: sparse.model: .*nowhere"):
         run_recipe(load_recipe(path, {"sparse.model": "nowhere/"}))
-    commands.train.main(["--config", str(path), "--stages", " dense "])
+    commands.run.main(["--config", str(path), "--stages", " dense "])
     assert f'AutoModel.from_pretrained("{dense}")' in capsys.readouterr().out
     (dense / "model.safetensors").unlink()
     recorded(dense)

@@ -5,11 +5,10 @@ import copy
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_clip import moved
+from tiny_clip import command, moved
 from tiny_clip_moe import inputs, tiny_config, tiny_model
 from transformers import AutoModel, CLIPConfig, CLIPModel
 
-from conversion.commands import upcycle as upcycle_command
 from conversion.dense import extract
 from conversion.presets import changed_preset
 from conversion.upcycle import shared_config, sparse_config
@@ -127,8 +126,8 @@ def test_towers_that_cannot_share_are_refused():
 def test_upcycled_it_starts_as_the_dense_one(tmp_path):
     dense = shared_model(())
     dense.save_pretrained(tmp_path / "dense")
-    command = [str(tmp_path / "dense"), str(tmp_path / "sparse"), "--preset", "clip_up", "--num-experts", "16"]
-    upcycle_command.main([*command, "--norm-topk-prob"])
+    changes = "--changes.num_experts", 16, "--changes.norm_topk_prob", "true"
+    command("upcycle", tmp_path / "sparse", "--model", tmp_path / "dense", "--preset", "clip_up", *changes)
     sparse, batch = CLIPMoEModel.from_pretrained(tmp_path / "sparse"), inputs()
     assert are_one(sparse) and sparse.config.text_config.num_experts == 16
     for model in (sparse, extract(sparse, 3)):

@@ -90,7 +90,7 @@ def test_two_processes_warn_once_and_fail_with_one_line(tmp_path):
         "    def fail(*_):\n"
         "        raise FloatingPointError('the loss of the second process')\n"
         "    engine.FirstFault.require = fail\n"
-        "commands.train.main()\n"
+        "commands.run.main()\n"
     )
     train(tmp_path / "another", only=["dense", "sparse"])
     process = launch_two(tmp_path / "another" / "recipe.yaml", script=script)

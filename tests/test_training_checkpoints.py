@@ -20,7 +20,8 @@ from tiny_runs import losses, same_weights, train
 from evaluation.built_in_tasks import symbol_tasks
 from evaluation.tasks import TASKS
 from records.digests import file_digest
-from training import engine, stages, training_state
+from training import engine, training_state
+from training.stages.train import TrainStage
 from training.training_state import (
     latest_checkpoint,
     random_states,
@@ -142,13 +143,13 @@ def test_a_lower_learning_rate_follows_one_that_diverges(whole, tmp_path, evalua
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(whole, tmp_path, monkeypatch):
-    original, calls = stages.train.contrastive_loss, iter(range(100))
+    original, calls = TrainStage.contrastive_loss, iter(range(100))
 
     def overflow(*args, **kwargs):
         return original(*args, **kwargs) * (float("nan") if next(calls) == 4 else 1)
 
     with monkeypatch.context() as patch:
-        patch.setattr(stages.train, "contrastive_loss", overflow)
+        patch.setattr(TrainStage, "contrastive_loss", overflow)
         with pytest.raises(FloatingPointError, match=r"stage tuned, step 5: the loss is nan\. Lower the") as error:
             train(tmp_path)
     partial, kept = re.search("delete ([^,]+), or .* goes on from ([^,]+), which is finite", str(error.value)).groups()

@@ -4,10 +4,9 @@ import dataclasses
 
 import pytest
 import torch
-from tiny_clip import moved, processor, saved, tiny_clip
+from tiny_clip import command, moved, processor, saved, tiny_clip
 from transformers import AutoModel, AutoProcessor
 
-from conversion.commands import unify as unify_command
 from conversion.dense import ONLY_EXPERTS, extract, force_expert, set_fusion_gates
 from conversion.presets import PRESETS
 from conversion.unify import convert, unify, verify
@@ -121,11 +120,12 @@ def test_what_cannot_be_unified(base, experts, message):
 @pytest.mark.parametrize("make", [trained, lambda seed: one_expert(seed=seed)])
 def test_command(make, tmp_path, capsys):
     base, *experts = (saved(tmp_path / str(seed), make(seed)) for seed in (None, 1, 2))
-    unify_command.main([str(base), str(tmp_path / "out"), "--experts", *map(str, experts)])
+    command("unify", tmp_path / "out", "--model", base, "--experts", *experts)
     number = AutoModel.from_pretrained(tmp_path / "out").config.text_config.num_experts
     assert capsys.readouterr().out.count("largest difference in expert") == 3 * number
     assert AutoProcessor.from_pretrained(tmp_path / "out")(text="a cat") == processor()(text="a cat")
     with pytest.raises(ValueError, match="does not compute what the source does: see expert [01]: "):
         verify(base, experts[::-1], tmp_path / "out")
     preset = dataclasses.replace(PLAIN, norm_topk_prob=False)  # weights need not sum to 1
+    (tmp_path / "other").mkdir()
     convert(base, experts, tmp_path / "other", preset)  # and verifies

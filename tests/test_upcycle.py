@@ -6,15 +6,14 @@ import re
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_clip import error_of, moved, processor, saved, tiny_clip
+from tiny_clip import command, error_of, moved, processor, saved, tiny_clip
 from transformers import AutoModel, AutoProcessor, BertConfig, BertModel
 
-from conversion.commands import upcycle as upcycle_command
+import clip_moe
 from conversion.presets import PRESETS
-from conversion.upcycle import upcycle, verify
+from conversion.upcycle import upcycle
 from conversion.verification import check_equal, model_outputs, sample_inputs
 from modeling_clip_moe import CLIPMoEModel
-from records.files import new_folder
 
 UNEQUAL = "does not compute what the source does"
 
@@ -35,8 +34,9 @@ def source(dense, tmp_path):
     return saved(tmp_path / "dense", dense)
 
 
-def command(source, output, *flags):
-    upcycle_command.main([str(source), str(output), *flags])
+def upcycled(source, output, preset, *settings):
+    """The configuration of the model that the command makes."""
+    command("upcycle", output, "--model", source, "--preset", preset, *settings)
     return CLIPMoEModel.from_pretrained(output).config
 
 
@@ -81,18 +81,22 @@ def test_seed_repeats_routers_and_leaves_the_global_generator_alone(dense):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_keeps_the_sources_dtype(dtype, tmp_path, capsys):
     saved(tmp_path / "half", tiny_clip().to(dtype), with_processor=False)
-    command(tmp_path / "half", tmp_path / "out", "--preset", "clip_moe")
+    upcycled(tmp_path / "half", tmp_path / "out", "clip_moe")
     printed = capsys.readouterr()
     assert {tensor.dtype for tensor in load_file(tmp_path / "out" / "model.safetensors").values()} == {dtype}
     differences = re.findall(r"largest difference in .*?: (\S+)", printed.out)
     assert len(differences) == 3 and all(float(difference) < 1e-5 for difference in differences)
     assert "has no processor: the result has none either" in printed.err
-    assert sorted(path.suffix for path in (tmp_path / "out").iterdir()) == [".json", *[".py"] * 5, ".safetensors"]
+    assert sorted(path.suffix for path in (tmp_path / "out").iterdir()) == [
+        *[".json"] * 2,
+        *[".py"] * 5,
+        ".safetensors",
+    ]
 
 
 def test_command_carries_the_processor_over_and_reports_differences(whole, tmp_path, capsys):
     output = tmp_path / "runs" / "out"
-    command(whole, output, "--preset", "clip_up")
+    upcycled(whole, output, "clip_up")
     printed = capsys.readouterr()
     assert "warning" not in printed.err
     assert "routing weights do not sum to 1, so the model starts below the dense one" in printed.out
@@ -103,13 +107,15 @@ def test_command_carries_the_processor_over_and_reports_differences(whole, tmp_p
     assert [path.name for path in output.parent.iterdir()] == ["out"]
 
 
-def test_flags_reach_the_baseline_of_clip_fmoe(whole, tmp_path):
-    flags = "--preset clip_fmoe --num-experts 5 --num-experts-per-tok 3 --no-fusion-gate --capacity-factor 4"
-    config = command(whole, tmp_path / "out", *flags.split(), "--sparse-layers", "text=0", "vision=3,1")
+def test_settings_reach_the_baseline_of_clip_fmoe(whole, tmp_path):
+    changes = {"num_experts": 5, "num_experts_per_tok": 3, "fusion_gate": "false", "capacity_factor": 4}
+    flags = [word for name, value in changes.items() for word in (f"--changes.{name}", value)]
+    layers = "--changes.sparse_layers", "{text: [0], vision: [3, 1]}"
+    config = upcycled(whole, tmp_path / "out", "clip_fmoe", *flags, *layers)
     vision = config.vision_config
     assert (vision.num_experts, vision.num_experts_per_tok, vision.fusion_gate) == (5, 3, False)
     assert (vision.moe_layers, vision.capacity_factor, config.text_config.moe_layers) == ([1, 3], 4.0, [0])
-    assert command(whole, tmp_path / "vision", "--preset", "clip_up", "--towers", "vision").text_config.moe_layers == []
+    assert upcycled(whole, tmp_path / "vision", "clip_up", "--towers", "vision").text_config.moe_layers == []
 
 
 def test_old_config_files_are_read_and_cleaned(source, tmp_path):
@@ -118,25 +124,23 @@ def test_old_config_files_are_read_and_cleaned(source, tmp_path):
     text = config["text_config"] | {"top_k": 50, "num_beams": 1, "torchscript": False, "hidden_act": "gelu"}
     config |= {"text_config": text, "text_config_dict": text, "vision_config_dict": None}
     (source / "config.json").write_text(json.dumps(config))
-    command(source, tmp_path / "out", "--preset", "clip_moe")
+    upcycled(source, tmp_path / "out", "clip_moe")
     text_config = json.loads((tmp_path / "out" / "config.json").read_text())["text_config"]
     assert text_config["hidden_act"] == "gelu" and text_config["eos_token_id"] == 39 and "top_k" not in text_config
 
 
-def test_other_sources_outputs_and_sizes_are_refused(whole, dense, tmp_path):
+def test_other_sources_and_sizes_are_refused(whole, dense, tmp_path):
     upcycle(dense, PRESETS["clip_moe"]).save_pretrained(tmp_path / "sparse")
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
     BertModel(BertConfig(vocab_size=9, **sizes)).save_pretrained(tmp_path / "bert")
-    (tmp_path / "full" / "folder").mkdir(parents=True)
-    nowhere, preset, many = tmp_path / "nowhere", ("--preset", "clip_moe"), "1000000000"
-    for source, output, options, message in (
-        (tmp_path / "sparse", "out", (), "already sparse"),
-        (tmp_path / "bert", "out", (), "type 'bert' is of no family that becomes sparse: there are clip, metaclip_2"),
-        (nowhere, "out", (), f"{nowhere} is neither a folder nor a hub name"),
-        (whole, "full", (), "already exists"),
-        (whole, "out", ("--num-experts", many), f"{many} experts a layer need"),
+    many = "1000000000"
+    for source, options, message in (
+        (tmp_path / "sparse", (), "already sparse"),
+        (tmp_path / "bert", (), "type 'bert' is of no family that becomes sparse: there are clip, metaclip_2"),
+        (whole, ("--changes.num_experts", many), f"{many} experts a layer need"),
     ):
-        assert message in error_of(upcycle_command.main, source, tmp_path / output, *preset, *options)
+        arguments = "--model", source, "--preset", "clip_moe", *options
+        assert message in error_of(clip_moe.main, "upcycle", tmp_path / "out", *arguments)
     assert not (tmp_path / "out").exists()
 
 
@@ -146,17 +150,16 @@ def test_missing_left_over_and_misshapen_tensors_are_named(source, tmp_path):
     weights["vision_model.encoder.layers.9.mlp.fc1.weight"] = torch.zeros(2)
     weights["visual_projection.weight"] = torch.zeros(3, 3)
     save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
-    message = error_of(upcycle_command.main, source, tmp_path / "out", "--preset", "clip_moe")
+    message = error_of(clip_moe.main, "upcycle", tmp_path / "out", "--model", source, "--preset", "clip_moe")
     assert "missing: vision_model.encoder.layers.2.mlp.fc1.weight" in message
     assert "left over: vision_model.encoder.layers.9.mlp.fc1.weight" in message
     assert "of the wrong shape: visual_projection.weight (3, 3), not (16, 32)" in message
 
 
-def test_a_failed_check_leaves_nothing(dense, tmp_path):
-    """A result that is not equal never gets the output's name."""
-    dense.save_pretrained(tmp_path / "dense")
-    sparse = moved(upcycle(dense, PRESETS["clip_moe"]), "vision_model.encoder.layers.0.mlp.experts", seed=1)
-    with pytest.raises(ValueError, match=UNEQUAL), new_folder(tmp_path / "out") as folder:
-        sparse.save_pretrained(folder)
-        verify(tmp_path / "dense", folder)
-    assert [path.name for path in tmp_path.iterdir()] == ["dense"]
+def test_a_result_that_is_not_equal_never_gets_its_name(whole, tmp_path, monkeypatch):
+    def upcycle_otherwise(*arguments):
+        return moved(upcycle(*arguments), "vision_model.encoder.layers.0.mlp.experts", seed=1)
+
+    monkeypatch.setattr("conversion.upcycle.upcycle", upcycle_otherwise)
+    error = error_of(clip_moe.main, "upcycle", tmp_path / "out", "--model", whole, "--preset", "clip_moe")
+    assert UNEQUAL in error and not (tmp_path / "out").exists()

@@ -42,7 +42,7 @@ def test_commands_run_where_no_checkout_is(installed, tmp_path):
         return done.stdout
 
     run("recipes")
-    run("upcycle", "training/symbol_clip/quarter", "sparse", "--preset", "clip_up")
+    run("upcycle", "sparse", "--model", "training/symbol_clip/quarter", "--preset", "clip_up")
     run("publish", "sparse", "user/sparse", "--dry-run", "published")
     assert (tmp_path / "published" / "LICENSE-CODE").is_file()
     printed = run(module=("-c", "import clip_moe, training; print(training.__file__)"))

@@ -10,7 +10,9 @@ import numpy as np
 import PIL.Image
 import pytest
 from small_evaluation import dense, small_tasks  # noqa: F401 (fixtures)
+from tiny_clip import error_of
 
+import clip_moe
 from data import draw, icons, symbols
 from data.contact_sheet import contact_sheet
 from data.drawing import png
@@ -22,7 +24,6 @@ from evaluation.built_in_tasks import icon_tasks
 from evaluation.evaluate import evaluate_model
 from evaluation.report import best_of, write_report
 from evaluation.tasks import TASKS
-from training.commands import train
 
 ALL_TASKS = list(TASKS)  # tests have smaller ones
 NEEDS_ICONS = pytest.mark.skipif(find_spec("resvg_py") is None, reason="the icons extra is not installed")
@@ -34,7 +35,7 @@ def test_a_world_has_what_others_need(name):
     drawn = world(name)
     first = list(inspect.signature(drawn.load).parameters)[:7]
     assert first == ["split", "captions", "num_samples", "kinds", "seed", "image_size", "captions_per_image"]
-    rows = drawn.load("test", "detailed", 3, world.kind_set("all"))
+    rows = drawn.load("test", "detailed", 3, drawn.kind_set("all"))
     assert {"image", "caption", "kind"} <= set(rows.column_names)
     processor = build_processor(name, 64, 32)
     assert processor.tokenizer.model_max_length == 64
@@ -132,13 +133,9 @@ def test_icons_without_their_extra_end_in_one_line(dense, tmp_path, monkeypatch)
     for cached in ("_icons", "_numbered"):
         monkeypatch.setattr(icons, cached, getattr(icons, cached).__wrapped__)
     monkeypatch.setitem(TASKS, "icons_all", icon_tasks()["icons_all"])
-    file = tmp_path / "recipe.yaml"
-    stage = f"{{name: scores, stage: evaluate, models: {{dense: {dense}}}, tasks: [icons_all]}}"
-    file.write_text(f"output_dir: out\nstages: [{stage}]")
-    with pytest.raises(SystemExit) as stop:
-        train.main(["--config", str(file), "--output-dir", str(tmp_path / "out")])
-    assert "icons need resvg-py, which is not installed: pip install -e '.[icons]'" in str(stop.value.code)
-    assert len(str(stop.value.code).splitlines()) <= 2 and not (tmp_path / "out").exists()
+    error = error_of(clip_moe.main, "evaluate", tmp_path / "out", "--models.dense", dense, "--tasks", "icons_all")
+    assert "icons need resvg-py, which is not installed: pip install -e '.[icons]'" in error
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_table_shows_the_mean_of_the_topics_alone(dense, tmp_path):  # noqa: F811

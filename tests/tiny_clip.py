@@ -7,6 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel, CLIPProcessor, CLIPTokenizer
 
+import clip_moe
+
 WORDS = ("a", "red", "round", "cat")
 
 
@@ -49,6 +51,11 @@ def moved(model, pattern, seed, scale=0.2):
             if any(part in name for part in ([pattern] if isinstance(pattern, str) else pattern)):
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
     return model
+
+
+def command(*arguments):
+    """Runs `clip-moe` in this process."""
+    clip_moe.main([str(argument) for argument in arguments])
 
 
 def error_of(main, *arguments):

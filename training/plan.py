@@ -31,7 +31,7 @@ def state(stage: Stage, output_dir: Path) -> str:
     steps = [path.name for path in (partial / CHECKPOINTS).glob("step-*") if path.suffix != ".partial"]
     if steps:
         return f"goes on from step {int(max(steps).removeprefix('step-'))}"
-    return "goes on" if has_work(partial) else "to do"
+    return "goes on" if has_work(partial) and not stage.main_process_only else "to do"
 
 
 def aligned(table: list[list[str]], left: int) -> list[str]:

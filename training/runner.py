@@ -202,7 +202,7 @@ class Runner:
         record.attempts.append(self._attempt())
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            if not has_work(partial):  # of an attempt that failed at once, perhaps for its settings
+            if not _goes_on(stage, partial):  # what is there is of an attempt that failed, perhaps for its settings
                 shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True, exist_ok=True)
             record.write(partial)
@@ -211,7 +211,12 @@ class Runner:
         started = time.perf_counter()
         if accelerator.is_main_process or not stage.main_process_only:
             stage_context = context.without_others() if stage.main_process_only else context
-            trained = stage.run(inputs, stage_context, partial)
+            try:
+                trained = stage.run(inputs, stage_context, partial)
+            except BaseException:
+                if stage.main_process_only:  # nothing to go on from
+                    shutil.rmtree(partial, ignore_errors=True)
+                raise
             if trained is not None:
                 record.pairs, record.duplicates = trained
         accelerator.wait_for_everyone()
@@ -262,7 +267,7 @@ class Runner:
         except Unfinished as error:
             unfinished = error
         is_done = (final / MANIFEST).is_file()
-        if is_done or has_work(partial):
+        if is_done or _goes_on(stage, partial):
             made = final if is_done else partial
             record.attempts = require_same_record(made, record, getattr(inputs, "data", None))
         if unfinished and not is_done:
@@ -298,7 +303,7 @@ def _require_no_others(output_dir: Path, stages: Collection[str]) -> None:
     others = [name for name in others if not name.endswith(".partial")]
     if others:
         raise ValueError(
-            f"{output_dir} has stages of another recipe, {', '.join(others)}: choose another --output-dir, or move them"
+            f"{output_dir} has stages of another recipe, {', '.join(others)}: choose another output_dir, or move them"
         )
 
 
@@ -330,8 +335,13 @@ def require_same_record(folder: Path, new: Record, data: DataArguments | None) -
     newest = f", of which {newest_file(data)} changed last" if of_data and data and "data.sha256" in differences else ""
     raise ValueError(
         f"{folder} was made with other {'data' if of_data else 'settings'} ({differing}){newest}. Delete it to make it "
-        "anew, or choose another --output-dir"
+        "anew, or choose another output folder"
     )
+
+
+def _goes_on(stage: Stage, partial: Path) -> bool:
+    """Whether a stage that has not finished goes on from what it left; one of the main process alone begins anew."""
+    return not stage.main_process_only and has_work(partial)
 
 
 def _report_of(folder: Path) -> str:

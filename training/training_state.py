@@ -203,8 +203,8 @@ def after_not_finite(checkpoints: Path) -> str:
         return "No checkpoint was written before it. Lower the learning rate, or look at the data before it"
     return (
         "Lower the learning rate, or mend the data before it, and begin the stage anew: delete "
-        f"{checkpoints.parent}, or choose another --output-dir. With the same settings and data, the same command goes "
-        f"on from {latest}, which is finite"
+        f"{checkpoints.parent}, or choose another output folder. With the same settings and data, the same command "
+        f"goes on from {latest}, which is finite"
     )
 
 

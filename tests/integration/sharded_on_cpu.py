@@ -4,7 +4,7 @@ import os
 import sys
 from pathlib import Path
 
-from training.commands import train
+from training.commands import run
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -44,4 +44,4 @@ context.make_accelerator = runner.make_accelerator = make
 if "--interrupt" in sys.argv:
     sys.argv.remove("--interrupt")
     engine.save_checkpoint = save_and_fail
-train.main(sys.argv[1:])
+run.main(sys.argv[1:])

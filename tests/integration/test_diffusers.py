@@ -13,7 +13,7 @@ from stand_ins import SHORT, with_77_positions
 from tiny_models import sdxl, stable_diffusion, tokenizer
 from transformers import CLIPModel, CLIPTextModel, CLIPTextModelWithProjection
 
-from conversion.commands import long_context as long_context_command
+import clip_moe
 from modeling_clip_moe import CLIPMoEModel, CLIPMoETextModel, CLIPMoETextModelWithProjection
 
 BASE = "training/symbol_clip"
@@ -48,7 +48,8 @@ def towers(repository, tmp_path_factory):
         for number, classes in ENCODERS.items():
             folder = place / f"{kind}_{number}_{SHORT}"
             classes[kind].from_pretrained(place / kind).save_pretrained(folder)
-            long_context_command.main([str(folder), str(place / f"{kind}_{number}_{LONG}"), "--length", str(LONG)])
+            longer = place / f"{kind}_{number}_{LONG}"
+            clip_moe.main(["long-context", str(longer), "--model", str(folder), "--length", str(LONG)])
     return place
 
 

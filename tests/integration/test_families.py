@@ -22,7 +22,8 @@ from transformers import (
     LlavaProcessor,
 )
 
-from conversion.commands import llava, publish
+import clip_moe
+from conversion.commands import publish
 from conversion.presets import PRESETS
 from conversion.upcycle import shared_config, upcycle
 from modeling_clip_moe import CLIPMoEModel
@@ -252,7 +253,8 @@ def test_a_llava_takes_the_tower_in_place_of_its_dense_one(family, published, tm
     processor = LlavaProcessor(image_processor=parts.image_processor, tokenizer=parts.tokenizer, patch_size=8)
     for part in (LlavaForConditionalGeneration(config), processor):
         part.save_pretrained(tmp_path / "llava")
-    llava.main([str(tmp_path / "llava"), str(published), str(tmp_path / "out")])  # compares features with the tower's
+    parts = ["--model", str(tmp_path / "llava"), "--tower", str(published)]
+    clip_moe.main(["llava", str(tmp_path / "out"), *parts])  # compares features with the tower's
     swapped = LlavaForConditionalGeneration.from_pretrained(tmp_path / "out")
     assert type(swapped.model.vision_tower) is type(AutoModel.from_pretrained(published).vision_model)
     ids = torch.tensor([[3, *[39] * swapped.config.image_seq_length, 4]])

@@ -11,10 +11,10 @@ from transformers import AutoModel
 
 from conversion.publishing.lineage import WORLDS
 from data import icons
+from data.arguments import DataArguments
 from data.pairs import load_pairs
-from data.sources import DataArguments
 from evaluation.tasks import TASKS
-from training.commands import train
+from training.commands import run
 
 pytest.importorskip("resvg_py", reason="the icons extra is not installed")
 ROOT = Path(__file__).parents[2]
@@ -99,7 +99,7 @@ def test_the_recipe_runs(tmp_path, capsys):
     settings |= {f"{stage}.max_steps": 2 for stage in ("defaults.train", "seed_model", "dense_same_multiply_adds")}
     settings |= {"defaults.train.data.num_samples": 64, "defaults.train.global_batch_size": 32}
     settings |= {"evaluation.tasks": "[icons_brands, icons_other_artists]"}
-    train.main([str(word) for key, value in settings.items() for word in (f"--{key}", value)])
+    run.main([str(word) for key, value in settings.items() for word in (f"--{key}", value)])
     table = capsys.readouterr().out
     assert "logos of brands: R@1 image→text" in table and "icons of other artists: R@5 text→image" in table
     model = AutoModel.from_pretrained(tmp_path / "out" / "clip_up")

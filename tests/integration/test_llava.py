@@ -10,7 +10,7 @@ from PIL import Image
 from tiny_models import IMAGE_TOKEN, save_dense_llava
 from transformers import AutoProcessor, CLIPImageProcessorPil, CLIPModel, LlavaForConditionalGeneration
 
-from conversion.commands import llava as llava_command
+import clip_moe
 from conversion.presets import PRESETS
 from conversion.upcycle import upcycle
 from modeling_clip_moe import CLIPMoEVisionConfig, CLIPMoEVisionModel
@@ -30,11 +30,16 @@ def tower(repository):
     return CLIPMoEVisionModel.from_pretrained(repository).eval()
 
 
+def swap(output, whole, tower):
+    """Runs the command that puts a tower into a LLaVA."""
+    clip_moe.main(["llava", str(output), "--model", str(whole), "--tower", str(tower)])
+
+
 def test_an_upcycled_tower_swapped_in_changes_nothing_and_a_trained_one_does(dense_llava, repository, image, tmp_path):
     base = CLIPModel.from_pretrained(BASE)
     upcycle(base, PRESETS["clip_moe"], seed=0).vision_model.save_pretrained(tmp_path / "tower")
-    llava_command.main([str(dense_llava), str(tmp_path / "tower"), str(tmp_path / "upcycled")])
-    llava_command.main([str(dense_llava), str(repository), str(tmp_path / "trained")])
+    swap(tmp_path / "upcycled", dense_llava, tmp_path / "tower")
+    swap(tmp_path / "trained", dense_llava, repository)
 
     processor = AutoProcessor.from_pretrained(tmp_path / "trained")
     inputs = processor(text=f"{IMAGE_TOKEN} a red star", images=Image.open(image), return_tensors="pt")
@@ -58,8 +63,8 @@ def test_a_tower_of_another_width_and_other_models_are_refused(dense_llava, tmp_
         (dense_llava, BASE, ".*has no sparse vision tower of one image size: it is of type 'clip'"),
         (BASE, tmp_path / "narrow", ".*a model of type 'llava' is needed"),
     ):
-        with pytest.raises(SystemExit, match=f"error: {message}"):
-            llava_command.main([str(whole), str(tower), str(tmp_path / "out")])
+        with pytest.raises(SystemExit, match=f"error: out: {message}"):
+            swap(tmp_path / "out", whole, tower)
     assert not (tmp_path / "out").exists()
 
 

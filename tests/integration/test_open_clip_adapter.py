@@ -9,7 +9,7 @@ from documents import ROOT, blocks
 from programs import run_program
 from transformers import CLIPModel
 
-from evaluation.commands import evaluate
+import clip_moe
 from modeling_clip_moe import CLIPMoDEModel
 from modeling_clip_moe.open_clip_adapter import load_clip
 
@@ -18,7 +18,7 @@ BASE = "training/symbol_clip"
 
 @pytest.mark.parametrize("task", ["zeroshot_classification", "zeroshot_retrieval"])
 def test_clip_benchmarks_own_command_gives_our_numbers(repository, tmp_path, task):
-    """The file of docs/integrations.md, on a copy of CLIP_benchmark's layout, beside `evaluation.evaluate`."""
+    """The file of docs/integrations.md, on a copy of CLIP_benchmark's layout, beside `clip-moe evaluate`."""
     page = blocks(ROOT / "docs" / "integrations.md")
     (tmp_path / "run.py").write_text(next(b.text for b in page if b.text.startswith("# clip_moe_benchmark.py")))
     retrieval, data, model = task == "zeroshot_retrieval", tmp_path / "data", str(repository)
@@ -29,15 +29,15 @@ def test_clip_benchmarks_own_command_gives_our_numbers(repository, tmp_path, tas
     path = os.pathsep.join([clip_benchmark_path(tmp_path), str(ROOT)])
     run_program(tmp_path, *command.split(), PYTHONPATH=path)
     theirs = json.loads((tmp_path / "theirs.json").read_text())["metrics"]
-    ours = [f"--model={model}", f"--output-dir={tmp_path / 'ours'}", f"--dataset={data}", "--image-column=png"]
+    ours = {"dataset": str(data), "image_column": "png"}
     if retrieval:
-        ours += ["--tasks=retrieval", "--caption-column=txt", "--captions-per-line"]
+        ours |= {"task": "retrieval", "caption_column": "txt", "captions_per_line": True}
     else:
-        ours += ["--tasks=zero_shot", "--label-column=cls", f"--classes={data / 'classnames.txt'}", "--templates"]
-        templates = (data / "zeroshot_classification_templates.txt").read_text().splitlines()
-        ours += [template.replace("{c}", "{}") for template in templates]
-    evaluate.main(ours)
-    (result,) = (json.loads(path.read_text())["metrics"] for path in (tmp_path / "ours").glob("*.json"))
+        templates = (data / "zeroshot_classification_templates.txt").read_text().replace("{c}", "{}").splitlines()
+        ours |= {"task": "zero_shot", "label_column": "cls", "templates": templates}
+        ours |= {"classes": str(data / "classnames.txt")}
+    clip_moe.main(["evaluate", str(tmp_path / "ours"), "--models.ours", model, "--tasks", json.dumps(ours)])
+    (result,) = (json.loads(path.read_text())["metrics"] for path in (tmp_path / "ours").glob("*--*.json"))
     names = {"acc1": "accuracy", "acc5": "accuracy_top5", "mean_per_class_recall": "mean_per_class_recall"}
     for k in (1, 5):
         names |= {f"image_retrieval_recall@{k}": f"text_to_image_recall@{k}"}

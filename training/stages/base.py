@@ -60,7 +60,7 @@ class Stage:
                 finished; of `data`, the source is. Others are as they stand in the recipe.
             context: what the stages of a run share.
             directory: where all of it is written. It is renamed when `run` has returned on all processes. What an
-                attempt that was killed left there is still there.
+                attempt that was killed left there is still there, unless the stage is for the main process alone.
 
         Returns:
             What it trained on, for its record and a card. None: nothing, or it is not known.

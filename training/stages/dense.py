@@ -42,5 +42,5 @@ class DenseStage(Stage):
 
         scale = inputs.scale
         if isinstance(scale, str):
-            scale = read_scale(f"{scale}/experts.json", inputs.model)
+            scale = read_scale(scale, inputs.model)
         convert(inputs.model, directory, self.take, scale)
