@@ -102,13 +102,14 @@ def test_every_command_is_read(page, monkeypatch):
 
 def read(arguments):
     """What `clip-moe` does with its arguments before anything runs."""
-    parse = {"print_error": False, "exit_on_error": False}
-    with mock.patch("records.command_line.run", lambda line, given: line.parse_args(given, **parse)):
-        clip_moe.main(arguments)
     kind = arguments[0].replace("-", "_")
     if kind in KINDS:
         read_command(kind, arguments[1:])
-    elif kind == "run" and arguments[2].startswith("training/"):
+        return
+    parse = {"print_error": False, "exit_on_error": False}
+    with mock.patch("records.command_line.run", lambda line, given: line.parse_args(given, **parse)):
+        clip_moe.main(arguments)
+    if kind == "run" and arguments[2].startswith("training/"):
         options = dict(zip(arguments[1::2], arguments[2::2], strict=False))
         stages = {key: value for key, value in options.items() if "." in key}
         load_recipe(options["--config"], {key[2:]: read_yaml(value, key) for key, value in stages.items()})
