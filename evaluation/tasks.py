@@ -85,14 +85,17 @@ def find_tasks(
     data_root: str | Path | None = None,
     num_workers: int | None = None,
     seed: int = 0,
+    max_rows: int | None = None,
 ) -> dict[str, Task]:
     """Name in results -> task, of built-in tasks, benchmarks, groups of these, and tasks on own data.
 
     Args:
         data_root, num_workers: see `evaluation.benchmarks.loading.benchmark_task`.
         seed: of the pictures of built-in tasks.
+        max_rows: of which no more are drawn where fewer will do, see `loaded_once`.
     """
     require_tasks(wanted)
+    built_in = TASKS if max_rows is None else TASKS | symbol_tasks(max_rows, max_rows, max_rows, max_rows)
     tasks: dict[str, Task] = {}
     for entry in wanted:
         if isinstance(entry, OwnTask):
@@ -102,7 +105,7 @@ def find_tasks(
         for name in expand(entry):  # groups may share benchmarks
             if name not in tasks:
                 if name in TASKS:
-                    tasks[name] = with_seed(TASKS[name], seed)
+                    tasks[name] = with_seed(built_in[name], seed)
                 else:
                     tasks[name] = benchmark_task(BENCHMARKS[name], data_root, num_workers=num_workers)
     return tasks

@@ -21,6 +21,7 @@ from records.program import INTERRUPTED, one_line_errors
 HOLD = """
 import os, sys, time
 from pathlib import Path
+import filelock  # before the folder of packages may be closed to another user
 from records import files
 from records.program import one_line_errors
 if len(sys.argv) > 3 and os.getuid() == 0:

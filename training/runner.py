@@ -28,7 +28,7 @@ from conversion.checkpoints import load_config
 from conversion.verification import require_loadable
 from data.arguments import DataArguments
 from data.sources import newest_file
-from records.files import locked, refuse_to_overwrite, respect_umask, write_text
+from records.files import locked, read_text, refuse_to_overwrite, respect_umask, write_text
 from records.local_names import paths_here
 from records.provenance import (
     CHECKPOINTS,
@@ -42,6 +42,7 @@ from records.provenance import (
     input_fingerprint,
     weights_fingerprint,
 )
+from records.yaml_files import read_yaml
 from training.checks import find_faults
 from training.context import Context, Unfinished, make_accelerator
 from training.recipe import Recipe, RecipeError, wanted_stages
@@ -101,15 +102,9 @@ def run_alone(recipe: Recipe) -> None:
     (stage,) = recipe.stages
     require_sound(recipe, [stage])
     runner = Runner(recipe)
-    final, partial = runner.folders(stage)
-    is_main = runner.context.accelerator.is_main_process
-    with locked(final) if is_main else nullcontext():
-        try:
-            with stage_errors(stage):
-                runner.run_stage(stage)
-        finally:
-            if is_main and not has_work(partial):  # nothing to go on from
-                shutil.rmtree(partial, ignore_errors=True)
+    final, _ = runner.folders(stage)
+    with locked(final) if runner.context.accelerator.is_main_process else nullcontext(), stage_errors(stage):
+        runner.run_stage(stage)
     _end(runner)
 
 
@@ -214,7 +209,7 @@ class Runner:
             try:
                 trained = stage.run(inputs, stage_context, partial)
             except BaseException:
-                if stage.main_process_only:  # nothing to go on from
+                if accelerator.is_main_process and not _goes_on(stage, partial):
                     shutil.rmtree(partial, ignore_errors=True)
                 raise
             if trained is not None:
@@ -298,9 +293,13 @@ class Runner:
 
 
 def _require_no_others(output_dir: Path, stages: Collection[str]) -> None:
-    """Raises a ValueError where finished stages are none of the recipe's, which would be lost from recipe.yaml."""
-    others = sorted(path.parent.name for path in output_dir.glob(f"*/{MANIFEST}") if path.parent.name not in stages)
-    others = [name for name in others if not name.endswith(".partial")]
+    """Raises a ValueError where finished stages are of the recipe that was run there before, and not of this one:
+    recipe.yaml would tell of them no more."""
+    if not (output_dir / RECIPE).is_file():
+        return
+    before = read_yaml(read_text(output_dir / RECIPE), str(output_dir / RECIPE))["stages"]
+    others = [stage["name"] for stage in before if stage["name"] not in stages]
+    others = sorted(name for name in others if (output_dir / name / MANIFEST).is_file())
     if others:
         raise ValueError(
             f"{output_dir} has stages of another recipe, {', '.join(others)}: choose another output_dir, or move them"

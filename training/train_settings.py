@@ -147,7 +147,8 @@ class MeasuredTasks:
         """Name in results -> task, whose rows are loaded once; raises as `evaluation.tasks.find_tasks`."""
         from evaluation.tasks import find_tasks, loaded_once
 
-        return loaded_once(find_tasks(self.tasks, self.data_root, seed=self.test_seed or 0), self.max_rows)
+        seed, most = self.test_seed or 0, self.max_rows
+        return loaded_once(find_tasks(self.tasks, self.data_root, seed=seed, max_rows=most), most)
 
     def fingerprints(self, inputs: Any = None) -> dict[str, str]:
         """Hashes of own data, and of benchmarks."""
