@@ -46,7 +46,7 @@ class TextTower(Part):
     tokenizer_kwargs: dict | None = None
 
 
-class Model(Part):
+class ModelConfiguration(Part):
     vision_cfg: VisionTower
     text_cfg: TextTower
     quick_gelu: bool = False
@@ -76,7 +76,7 @@ class Preprocessing(Part):
 class Configuration(Part):
     """The whole file, or `model_cfg` alone, as in open_clip's list of architectures."""
 
-    model_cfg: Model
+    model_cfg: ModelConfiguration
     preprocess_cfg: Preprocessing | None = None
 
     @property

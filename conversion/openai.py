@@ -38,7 +38,7 @@ HEAD_WIDTH = 64
 # In open_clip's larger towers for images (ViT-H, -g, -bigG and -e) heads are wider, by the width of the tower
 HEAD_WIDTHS = {1280: 80, 1408: 88, 1664: 104, 1792: 112}
 # Entries that only OpenAI's own archives have
-SETTINGS = ("input_resolution", "context_length", "vocab_size")
+OPENAI_SETTINGS = ("input_resolution", "context_length", "vocab_size")
 # Modules that torch puts around others, which its own state dicts name
 WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 # The tensor that tells where a model is
@@ -91,7 +91,7 @@ SHARED_RULES = [
         for theirs, ours in PACKED.items()
     ),
     Rule("attn_mask", (), reason="the causal mask, which transformers builds itself"),
-    Rule("|".join(SETTINGS), (), reason="follows from the other tensors' shapes"),
+    Rule("|".join(OPENAI_SETTINGS), (), reason="follows from the other tensors' shapes"),
 ]
 RULES = [
     *SHARED_RULES,
@@ -391,7 +391,7 @@ def write_model(
 ) -> None:
     """Write the model of an archive into a folder, and verify it."""
     state = read_state_dict(archive, trust_archive)
-    from_openai = all(key in state for key in SETTINGS) or "positional_embedding_res" in state
+    from_openai = all(key in state for key in OPENAI_SETTINGS) or "positional_embedding_res" in state
     state = one_position_table(state)
     # OpenAI's own files say enough, so that one of open_clip's beside them is that of another model
     configuration = (

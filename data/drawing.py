@@ -47,7 +47,7 @@ SPLITS = {"train": 0, "test": 1}
 # A row by its number: the image, (H, W, 3) uint8, what tells a caption of it, and its attributes
 Draw = Callable[[int], tuple[np.ndarray, Callable[[], str], Mapping[str, str]]]
 # Rows that are drawn before they become columns
-AT_ONCE = 1000
+PICTURES_AT_ONCE = 1000
 TEST_DIGITS = 5  # every fifth pen stroke is kept for the test split
 
 
@@ -167,7 +167,7 @@ def drawn_rows(draw: Draw, number: int, captions_per_image: int, attributes: Seq
     features = {"image": Image(), "caption": List(text) if captions_per_image > 1 else text}
     features = Features(features | dict.fromkeys(attributes, text))
     # Few at a time are dictionaries, which take several times the memory
-    parts = [range(start, min(start + AT_ONCE, number)) for start in range(0, number, AT_ONCE)]
+    parts = [range(start, min(start + PICTURES_AT_ONCE, number)) for start in range(0, number, PICTURES_AT_ONCE)]
     return concatenate_datasets([Dataset.from_list(list(map(row, part)), features) for part in parts])
 
 

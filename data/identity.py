@@ -13,7 +13,7 @@ from data import icons
 from data.shards import MEMBER, read_member
 from data.sources import DataArguments, source_files, source_images
 from data.worlds import WORLDS
-from records.digests import AT_ONCE, DigestCache, file_digests, file_stamp, value_digest
+from records.digests import FILES_AT_ONCE, DigestCache, file_digests, file_stamp, value_digest
 
 # Errors about a fingerprint that is not that of the pairs say this
 OTHER_DATA = "another dataset, another order or other images of the same names"
@@ -37,7 +37,7 @@ def data_fingerprint(rows: datasets.Dataset, images: bool = True) -> str:
     rows = rows.select_columns(["image", "caption"] if images else ["caption"])
     if isinstance(rows.features.get("image"), datasets.Image):
         rows = rows.cast_column("image", datasets.Image(decode=False))
-    for batch in rows.iter(AT_ONCE):
+    for batch in rows.iter(FILES_AT_ONCE):
         held = [{"path": image, "bytes": None} if isinstance(image, str) else image for image in batch.get("image", [])]
         names = [image["path"] and os.path.basename(image["path"]) for image in held]
         of_files = content_digests(image["path"] for image in held if image["bytes"] is None)

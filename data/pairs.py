@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 # Samples that one reader sees before it judges the share of unreadable ones.
 STREAM_TRIAL = 1000
 # By which columns are named, in a recipe and as options of a command
-SETTINGS = "image_column and caption_column or label_column"
+COLUMN_SETTINGS = "image_column and caption_column or label_column"
 # Columns that hold images, by the names that they get here
 IMAGES = ("image", "image_0", "image_1")
 # Fewer rows are read in no time
@@ -146,7 +146,9 @@ def select_columns(rows: Rows, arguments: DataArguments) -> Rows:
     return _split_lines(rows) if arguments.captions_per_line else rows
 
 
-def rename_columns(rows: Rows, wanted: dict[str, str], arguments: DataArguments, settings: str = SETTINGS) -> Rows:
+def rename_columns(
+    rows: Rows, wanted: dict[str, str], arguments: DataArguments, settings: str = COLUMN_SETTINGS
+) -> Rows:
     """These columns alone, under their new names. Images are not decoded yet, and their paths begin with `image_root`.
 
     Args:

@@ -22,7 +22,7 @@ SMALLEST = len(BYTES) + len(SPECIAL)
 # Captions that pieces are counted of
 SAMPLE = 1000
 # Texts whose tokens are in memory together
-AT_ONCE = 1000
+TEXTS_AT_ONCE = 1000
 
 
 def learn_tokenizer(captions: Iterable[str], vocab_size: int, max_length: int | None = None) -> CLIPTokenizer:
@@ -111,8 +111,8 @@ class ReadTexts:
 
 def read_texts(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> ReadTexts:
     read = ReadTexts(texts, tokenizer.model_max_length, [], [])
-    for start in range(0, len(texts), AT_ONCE):
-        part = texts[start : start + AT_ONCE]
+    for start in range(0, len(texts), TEXTS_AT_ONCE):
+        part = texts[start : start + TEXTS_AT_ONCE]
         ids = tokenizer(part, verbose=False)["input_ids"]
         is_cut = [len(of_text) > read.max_length for of_text in ids]
         if any(is_cut):

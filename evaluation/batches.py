@@ -26,7 +26,7 @@ MOST_WORKERS = 8
 # Images that tell how large the others are
 LOOKED_AT = 16
 # Images of which the digests are computed at a time
-AT_ONCE = 1000
+DIGESTED_AT_ONCE = 1000
 
 
 class TextBatches(Dataset):
@@ -88,11 +88,11 @@ class ImageBatches(Dataset):
         return {**default_collate(list(map(self.prepare, images))), "unreadable": unreadable}
 
     def digest(self) -> str:
-        parts = (self._digests(start) for start in range(0, len(self.items), AT_ONCE))
+        parts = (self._digests(start) for start in range(0, len(self.items), DIGESTED_AT_ONCE))
         return value_digest(["images", *chain.from_iterable(parts)])
 
     def _digests(self, start: int) -> list[str]:
-        images = self._read(start, start + AT_ONCE)
+        images = self._read(start, start + DIGESTED_AT_ONCE)
         # A missing file counts by its name
         missing = {n for n, image in enumerate(images) if self.may_skip and _is_missing(image)}
         there = iter(image_digests([image for n, image in enumerate(images) if n not in missing]))

@@ -19,12 +19,12 @@ from evaluation.texts import count_texts, require_told_apart
 from evaluation.zero_shot import class_embeddings, zero_shot_metrics
 from records.result_schema import TextCounts
 
-Model = Embedder | Ensemble
+Embeds = Embedder | Ensemble
 # Metrics; the weights of an ensemble's experts, by what they weigh; and what the tokenizer made of the texts
 Measured = tuple[dict[str, float], dict[str, np.ndarray | None], TextCounts | None]
 
 
-def measure(task: Task, model: Model) -> dict[str, Any]:
+def measure(task: Task, model: Embeds) -> dict[str, Any]:
     """The metrics of a task, its number of samples and of those that could not be read, what the tokenizer made of its
     texts, of retrieval the number of captions, and of an ensemble the mean weights that the metadata gave its experts.
 
@@ -51,7 +51,7 @@ def measure(task: Task, model: Model) -> dict[str, Any]:
     return result
 
 
-def measure_zero_shot(task: Task, model: Model, rows: Dataset) -> Measured:
+def measure_zero_shot(task: Task, model: Embeds, rows: Dataset) -> Measured:
     """Each image against the names of all classes."""
     texts, images, classes = _zero_shot_embeds(task, rows, model)
     counted, weights = _counted(rows), model.weights([list(task.classes)], task.templates)
@@ -62,7 +62,7 @@ def measure_zero_shot(task: Task, model: Model, rows: Dataset) -> Measured:
     return metrics, {"classes": weights, "images": of_images}, texts
 
 
-def measure_zero_shot_groups(task: Task, model: Model, rows: Dataset) -> Measured:
+def measure_zero_shot_groups(task: Task, model: Embeds, rows: Dataset) -> Measured:
     """A zero-shot task for each group of classes: images against the names of their own group, for which an ensemble is
     routed. `accuracy` is the mean over the groups that have images."""
     texts, images, classes = _zero_shot_embeds(task, rows, model)
@@ -84,7 +84,7 @@ def measure_zero_shot_groups(task: Task, model: Model, rows: Dataset) -> Measure
 
 
 def _zero_shot_embeds(
-    task: Task, rows: Dataset, model: Model
+    task: Task, rows: Dataset, model: Embeds
 ) -> tuple[TextCounts, tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
     """The counts of the prompts; and of each expert, the images (rows, D) and the classes (classes, D)."""
     prompts = [template.format(name) for name in task.classes for template in task.templates]
@@ -99,7 +99,7 @@ def _zero_shot_embeds(
     return texts, *zip(*embeds, strict=True)
 
 
-def _read_texts(model: Model, texts: list[str]) -> ReadTexts:
+def _read_texts(model: Embeds, texts: list[str]) -> ReadTexts:
     """What the tokenizer makes of texts. Where experts of a mixture have one each, those texts are told apart that any
     of them tells apart, and those are cut that any of them cuts."""
     tokenizers = model.tokenizers if isinstance(model, Ensemble) else [model.processor.tokenizer]
@@ -110,7 +110,7 @@ def _read_texts(model: Model, texts: list[str]) -> ReadTexts:
     return replace(first, max_length=min(read.max_length for read in (first, *others)))
 
 
-def measure_retrieval(task: Task, model: Model, rows: Dataset) -> Measured:
+def measure_retrieval(task: Task, model: Embeds, rows: Dataset) -> Measured:
     """Each image against all captions, and each caption against all images."""
     captions = [present_captions(caption) for caption in rows["caption"]]
     image_of_text = np.repeat(np.arange(len(captions)), [len(texts) for texts in captions])
@@ -130,7 +130,7 @@ def measure_retrieval(task: Task, model: Model, rows: Dataset) -> Measured:
     return metrics, weights, counts
 
 
-def measure_pairs(task: Task, model: Model, rows: Dataset) -> Measured:
+def measure_pairs(task: Task, model: Embeds, rows: Dataset) -> Measured:
     """The two images of a pair against its two captions."""
     captions = [list(rows[f"caption_{side}"]) for side in range(2)]
     of_side, of_pair = np.divmod(np.arange(2 * len(rows)), len(rows))
@@ -151,7 +151,7 @@ def measure_pairs(task: Task, model: Model, rows: Dataset) -> Measured:
     return metrics, {"pairs": weights, "images": of_images}, counts
 
 
-def measure_choice(task: Task, model: Model, rows: Dataset) -> Measured:
+def measure_choice(task: Task, model: Embeds, rows: Dataset) -> Measured:
     """Each image against its right caption and those wrong ones that have other words. If none has, it is a miss."""
     choices = [list(texts) for texts in rows["caption"]]
     different = [[right, *([text for text in wrong if text != right] or wrong)] for right, *wrong in choices]
@@ -166,7 +166,7 @@ def measure_choice(task: Task, model: Model, rows: Dataset) -> Measured:
     return metrics, {"choices": weights, "images": of_images}, counts
 
 
-def measure_linear_probe(task: Task, model: Model, rows: Dataset, train_rows: Dataset) -> Measured:
+def measure_linear_probe(task: Task, model: Embeds, rows: Dataset, train_rows: Dataset) -> Measured:
     """A classifier that is fitted to the embeddings of training images."""
     train_images, images = zip(*model.map(lambda e: (e.images(train_rows), e.images(rows))), strict=True)
     metrics = linear_probe_metrics(

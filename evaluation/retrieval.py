@@ -10,7 +10,7 @@ from scipy.special import logsumexp
 # Similarities closer than this are a tie: a matrix product rounds equal candidates differently, by their place in it.
 TIE = 1e-6
 # Similarities that are held at a time, 64 MiB, and queries
-AT_ONCE, QUERIES_AT_ONCE = 2**24, 1024
+SCORES_AT_ONCE, QUERIES_AT_ONCE = 2**24, 1024
 # Queries whose similarities settle the temperature of `information`, and the logarithms of 1 / temperature to search:
 # embeddings of a model that has learned little lie close together
 FITTED, SCALES = 1024, (-3, 14)
@@ -92,7 +92,7 @@ def information(
 
         return float(np.concatenate(list(starmap(of_chunk, similarities))).mean())
 
-    step = max(-(-len(queries) // FITTED), -(-len(queries) * len(candidates) // AT_ONCE))
+    step = max(-(-len(queries) // FITTED), -(-len(queries) * len(candidates) // SCORES_AT_ONCE))
     fitted = list(_similarities(*arguments, of_all[::step]))
     best = minimize_scalar(lambda log_scale: loss(fitted, np.exp(log_scale)), bounds=SCALES, method="bounded")
     chance = np.log(len(candidates) / np.bincount(right_queries)).mean()
@@ -121,7 +121,7 @@ def _similarities(
 ) -> Iterator[tuple[np.ndarray, ...]]:
     """The similarities of the chosen queries to all candidates, some queries at a time; with the rows and columns of
     the right ones, query by query, and where each query's begin."""
-    chunk_size = min(QUERIES_AT_ONCE, max(1, AT_ONCE // len(candidates)))
+    chunk_size = min(QUERIES_AT_ONCE, max(1, SCORES_AT_ONCE // len(candidates)))
     chosen = np.asarray(chosen)
     first, behind = np.searchsorted(right_queries, chosen), np.searchsorted(right_queries, chosen + 1)
     for start in range(0, len(chosen), chunk_size):

@@ -37,7 +37,7 @@ from records.messages import join_names
 
 logger = logging.getLogger(__name__)
 
-Model = Embedder | Ensemble
+Embeds = Embedder | Ensemble
 BATCH_SIZE = 64
 TITLE, TEMPLATE = "CLIP-MoE", "a photo of a {}."
 SENTENCE = "A sparse CLIP says which label fits a picture, and which of its experts computed each part of it."
@@ -52,7 +52,7 @@ safetensors scikit-learn threadpoolctl torch tqdm transformers
 """.split()
 
 
-def label_scores(model: Model, image: str | Path | None, labels: str | None, template: str | None) -> dict[str, float]:
+def label_scores(model: Embeds, image: str | Path | None, labels: str | None, template: str | None) -> dict[str, float]:
     """The probability of each label, by the model's own temperature.
 
     Args:
@@ -88,7 +88,7 @@ def require_image(image: str | Path | None) -> str:
     return str(image)
 
 
-def sparse_layers(model: Model) -> list[int]:
+def sparse_layers(model: Embeds) -> list[int]:
     """The sparse layers of the vision tower, from 0."""
     return [] if isinstance(model, Ensemble) else sorted(getattr(model.model.config.vision_config, "moe_layers", ()))
 
@@ -107,7 +107,7 @@ class ImageSearch:
         models: name -> model, which embeds the texts.
     """
 
-    def __init__(self, models: Mapping[str, Model], folder: str | Path):
+    def __init__(self, models: Mapping[str, Embeds], folder: str | Path):
         self.paths = readable_images(Path(folder))
         rows = Dataset.from_dict({"image": [str(path) for path in self.paths]})
         self.models = models
@@ -167,7 +167,7 @@ def named_pictures(folder: str | Path) -> list[list[str]]:
     return [[str(path), labels, "{}"] for path in paths]
 
 
-def build_page(models: Mapping[str, Model], search: ImageSearch | None = None, examples: list[list[str]] = ()):
+def build_page(models: Mapping[str, Embeds], search: ImageSearch | None = None, examples: list[list[str]] = ()):
     """The page as `gradio.Blocks`.
 
     Args:
@@ -186,7 +186,7 @@ def build_page(models: Mapping[str, Model], search: ImageSearch | None = None, e
     return page
 
 
-def _labels_tab(gr, models: Mapping[str, Model], examples: list[list[str]]) -> None:
+def _labels_tab(gr, models: Mapping[str, Embeds], examples: list[list[str]]) -> None:
     def compare(*inputs) -> Any:
         return _unpacked([label_scores(model, *inputs) for model in models.values()])
 

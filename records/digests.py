@@ -20,7 +20,7 @@ from records.messages import warn_once
 
 logger = logging.getLogger(__name__)
 
-AT_ONCE = 1000
+FILES_AT_ONCE = 1000
 # A file that is younger may change again without a change of its times, which have the resolution of the file system
 SECONDS_UNTIL_KEPT = 2
 
@@ -46,7 +46,7 @@ def file_digests(paths: Iterable[str | Path]) -> list[str]:
     paths = [os.path.abspath(path) for path in paths]
     cache, digests = DigestCache(), {}
     for start in _parts(len(paths)):
-        stamps = {path: file_stamp(path) for path in paths[start : start + AT_ONCE]}
+        stamps = {path: file_stamp(path) for path in paths[start : start + FILES_AT_ONCE]}
         digests |= cache.get(stamps)
         missing = [path for path in stamps if path not in digests]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -62,11 +62,11 @@ def file_digest(path: str | Path) -> str:
 
 
 def _parts(number: int) -> Iterable[int]:
-    if number <= AT_ONCE:
+    if number <= FILES_AT_ONCE:
         return range(number > 0)
     from tqdm.auto import trange
 
-    return trange(0, number, AT_ONCE, desc=f"reading {number} files", delay=5, disable=None)
+    return trange(0, number, FILES_AT_ONCE, desc=f"reading {number} files", delay=5, disable=None)
 
 
 def _read(path: str) -> str:

@@ -5,7 +5,7 @@ import re
 import torch
 from torch import nn
 
-from conversion.openai import SETTINGS
+from conversion.openai import OPENAI_SETTINGS
 
 # Heads are width / 64; grid and depth ratios as in the models, all else small
 SIZES = {
@@ -83,7 +83,7 @@ def as_released(state):
             block, name = key.split("mlp.")
             released |= {f"{block}experts.{number}.{name}": tensor.clone() for number in range(2)}
             released[f"{block}gate.weight"] = torch.eye(2, 64)
-        elif key not in SETTINGS:
+        elif key not in OPENAI_SETTINGS:
             released[key] = tensor
     return released
 

@@ -6,7 +6,7 @@ import pytest
 from markdown_it import MarkdownIt
 from published_runs import card_of, change_model, lineage_of, made, run, write_analysis
 
-from conversion.publishing.lineage import WORLDS, Data, Lineage
+from conversion.publishing.lineage import WORLDS, DataOrigin, Lineage
 from data import worlds
 from records.provenance import Record
 
@@ -40,8 +40,8 @@ def told(*towers, **lineage):
     return " ".join(card_of(Lineage(**lineage), *towers).text.split())
 
 
-OWN = Data("clip_arts", "local", "columns image and caption", 5612)
-SYMBOLS = Data("symbols", "world", "web captions of half 1", 16000)
+OWN = DataOrigin("clip_arts", "local", "columns image and caption", 5612)
+SYMBOLS = DataOrigin("symbols", "world", "web captions of half 1", 16000)
 SCRATCH = {"scratch": Record(stage={"stage": "initialize"})}
 
 

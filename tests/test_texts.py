@@ -48,7 +48,7 @@ def classes_of(rows, names, templates=("{}",), **more):
 
 
 def test_texts_are_read_in_parts_as_the_tokenizer_reads_each(monkeypatch):
-    monkeypatch.setattr(tokenizer, "AT_ONCE", 3)
+    monkeypatch.setattr(tokenizer, "TEXTS_AT_ONCE", 3)
     learned = learn_tokenizer(["red star", "blue ring"], 600, 8)
     written = ["red star", "Red  STAR", "red star " * 9, "blue", "red star " * 8, "e\u0301", "é", "star red"]
     ids = [tuple(learned(text, truncation=True)["input_ids"]) for text in written]

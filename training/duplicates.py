@@ -21,7 +21,7 @@ from data.tokenizer import tokenize
 # More texts are compared word by word in lower case: to tokenize them would take minutes
 TOKENIZED = 1_000_000
 # Pairs that are read together, groups and texts that are looked at together
-AT_ONCE, GROUPS, PART = 1000, 10_000, 1_000_000
+PAIRS_AT_ONCE, GROUPS, PART = 1000, 10_000, 1_000_000
 
 
 def text_keys(texts: list[str], tokenizer: PreTrainedTokenizerBase | None) -> np.ndarray:
@@ -30,8 +30,8 @@ def text_keys(texts: list[str], tokenizer: PreTrainedTokenizerBase | None) -> np
         words = [" ".join(text.lower().split()).encode(errors="surrogatepass") for text in texts]
         return np.array([_number(hashlib.blake2b(word, digest_size=8).digest()) for word in words], np.int64)
     different, keys = list(dict.fromkeys(texts)), {}
-    for start in range(0, len(different), AT_ONCE):
-        part = different[start : start + AT_ONCE]
+    for start in range(0, len(different), PAIRS_AT_ONCE):
+        part = different[start : start + PAIRS_AT_ONCE]
         read = token_keys(**tokenize(tokenizer, part), end=tokenizer.eos_token_id)
         keys.update(zip(part, read.tolist(), strict=True))
     return np.fromiter(map(keys.__getitem__, texts), np.int64, len(texts))
@@ -97,7 +97,7 @@ class Duplicates:
         images, texts, counts = [], [], []
         num_texts = len(rows) * max(len(present_captions(rows.select_columns("caption")[0]["caption"])), 1)
         reader = tokenizer if num_texts <= TOKENIZED else None
-        for batch in rows.iter(AT_ONCE):
+        for batch in rows.iter(PAIRS_AT_ONCE):
             captions = [present_captions(of_image) for of_image in batch["caption"]]
             images += image_digests(batch["image"]) if "image" in batch else []
             texts.append(text_keys([text for of_image in captions for text in of_image], reader))

@@ -36,7 +36,7 @@ TEXT_ENCODERS = {
 # Width, image size and patch size of the vision tower in LLaVA's released checkpoints, from 1.5 on
 LLAVA_TOWER = (1024, 336, 14)
 # The settings of a stage that a card shows
-SETTINGS = ("preset", "model", "global_batch_size", "max_steps", "num_epochs", "learning_rate", "weight_decay")
+SHOWN_SETTINGS = ("preset", "model", "global_batch_size", "max_steps", "num_epochs", "learning_rate", "weight_decay")
 
 
 @functools.cache
@@ -163,7 +163,9 @@ def _stage_row(record: Record) -> tuple[str, str]:
     """The kind of a stage, with the docstring of a user's own class, and its settings."""
     stage, own = record.stage, record.own
     does = own and own.does
-    shown = {name: stage[name] for name in (*SETTINGS, *(own.settings if own else [])) if stage.get(name) is not None}
+    shown = {
+        name: stage[name] for name in (*SHOWN_SETTINGS, *(own.settings if own else [])) if stage.get(name) is not None
+    }
     what = f"{stage.get('stage')}: {does}" if does else str(stage.get("stage"))
     settings = [f"{name} {value}" for name, value in shown.items()]
     if record.duplicates and record.duplicates["shuffled"]:

@@ -43,7 +43,7 @@ WORLDS = {
 
 
 @dataclass(frozen=True)
-class Data:
+class DataOrigin:
     """The data of a stage, as a card shows them.
 
     Args:
@@ -84,7 +84,7 @@ class Lineage:
     stages: dict[str, Record] = field(default_factory=dict)
     bases: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
-    data: list[Data] = field(default_factory=list)
+    data: list[DataOrigin] = field(default_factory=list)
     results: dict[str, dict[str, Any]] = field(default_factory=dict)
     experts: list[ExpertSummary] = field(default_factory=list)
     pictures: dict[str, Path] = field(default_factory=dict)
@@ -234,12 +234,12 @@ def _source(record: Record) -> str | None:
     return source if isinstance(source, str) else None
 
 
-def _all_data(made: dict[Path, Record], local: Collection[str]) -> list[Data]:
+def _all_data(made: dict[Path, Record], local: Collection[str]) -> list[DataOrigin]:
     """The data of stages that no stage made; what several read stands once, with the most pairs that one trained on.
 
     A stage of one cluster does not tell how many pairs its data have.
     """
-    pairs_of: dict[tuple[str, Data], int | None] = {}
+    pairs_of: dict[tuple[str, DataOrigin], int | None] = {}
     for origin, record in made.items():
         source = _source(record)
         inputs = {name: is_known for name, _, is_known in _all_inputs(origin)}
@@ -251,15 +251,21 @@ def _all_data(made: dict[Path, Record], local: Collection[str]) -> list[Data]:
     return sorted((replace(one, pairs=pairs) for (_, one), pairs in pairs_of.items()), key=str)
 
 
-def _data(settings: dict[str, Any], is_local: bool) -> Data:
+def _data(settings: dict[str, Any], is_local: bool) -> DataOrigin:
     source = settings["source"]
     if source in WORLDS:
         kinds = settings.get("kinds", "all")
-        return Data(source, "world", f"{settings.get('captions', 'web')} captions{f' of {kinds}' * (kinds != 'all')}")
+        return DataOrigin(
+            source, "world", f"{settings.get('captions', 'web')} captions{f' of {kinds}' * (kinds != 'all')}"
+        )
     details = f"columns {settings.get('image_column', 'image')} and {settings.get('caption_column', 'caption')}"
     if is_url(source):
-        return Data(source, "web", details)
-    return Data(without_paths(source, [source]), "local", details) if is_local else Data(source, "hub", details)
+        return DataOrigin(source, "web", details)
+    return (
+        DataOrigin(without_paths(source, [source]), "local", details)
+        if is_local
+        else DataOrigin(source, "hub", details)
+    )
 
 
 def _results_of_weights(pattern: str, folder: Path, weights: str) -> Iterator[tuple[Path, dict[str, Any]]]:

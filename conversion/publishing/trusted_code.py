@@ -27,7 +27,7 @@ OUR_CONFIGS = {CLIPMoDEConfig.model_type: CLIPMoDEConfig} | {
     for config in (family.sparse.config_class, *family.sparse.config_class.sub_configs.values())
 }
 # The files of a model, its processor or its encoder of metadata that hold settings, among which there may be code
-SETTINGS = ("*config*.json", "modules.json", "encoder.json")
+SETTINGS_FILES = ("*config*.json", "modules.json", "encoder.json")
 # Files without code: vocabularies, weights and the like
 CONTENT = ("*.json", "*.safetensors", "*.bin", "vocab.txt", "merges.txt", "*.model")
 # Where sentence-transformers names classes, and whose it may name
@@ -85,7 +85,7 @@ def require_trusted_code(folder: Path) -> None:
 
 def settings_files(folder: Path) -> list[Path]:
     """The files of a folder that may name code."""
-    return _files(folder, SETTINGS)
+    return _files(folder, SETTINGS_FILES)
 
 
 def named_code(settings: Any) -> list[str]:
