@@ -1,4 +1,6 @@
-"""What the stages of one run share: processes, seed, data, and where stages lie."""
+"""What the stages of one run share: processes, seed, data, and where stages lie. Importing it imports nothing heavy."""
+
+from __future__ import annotations
 
 import dataclasses
 import os
@@ -6,21 +8,18 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import datasets
-import torch
-from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration
-from transformers import PreTrainedTokenizerBase
-from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-
-from data.identity import data_fingerprint, identity
-from data.pairs import load_pairs, readable_pairs
-from data.sources import DataArguments, named_files_hash
+from data.arguments import DataArguments
 from data.worlds import WORLDS
 from records.provenance import LOGS, MANIFEST
-from training.duplicates import Duplicates
+
+if TYPE_CHECKING:
+    import datasets
+    from accelerate import Accelerator
+    from transformers import PreTrainedTokenizerBase
+
+    from training.duplicates import Duplicates
 
 
 class Unfinished(FileNotFoundError):
@@ -69,6 +68,8 @@ class Context:
 
     def pairs(self, arguments: DataArguments, images: bool = True) -> datasets.Dataset | datasets.IterableDataset:
         """See `data.pairs.load_pairs`; the source may be a captions stage. Every process has to ask."""
+        from data.pairs import load_pairs
+
         arguments = self.resolve(arguments)
         key = f"{arguments} {self.identity(arguments)} {images}"
         if key not in self._pairs:
@@ -81,6 +82,8 @@ class Context:
 
     def readable(self, rows: datasets.Dataset, arguments: DataArguments) -> datasets.Dataset:
         """The pairs with a readable image, of pairs that were loaded without images. Every process has to ask."""
+        from data.pairs import readable_pairs
+
         if arguments.source in WORLDS:
             return rows
         with self._main_process_first():
@@ -88,12 +91,19 @@ class Context:
 
     def data_fingerprint(self, rows: datasets.Dataset, images: bool = True) -> str:
         """See `data.identity.data_fingerprint`. Every process has to ask, as one reads while the others wait."""
+        from data.identity import data_fingerprint
+
         with self._main_process_first():
             return data_fingerprint(rows, images)
 
     def duplicates(self, rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase) -> Duplicates:
         """See `training.duplicates.Duplicates.of`. Every process has to ask, as one reads while the others wait."""
-        key = datasets.fingerprint.Hasher.hash(
+        from datasets.fingerprint import Hasher
+
+        from data.sources import named_files_hash
+        from training.duplicates import Duplicates
+
+        key = Hasher.hash(
             [rows._fingerprint, rows.column_names, named_files_hash(rows) if "image" in rows.column_names else ""]
             + [sorted(tokenizer.get_vocab().items()), tokenizer.model_max_length]
         )
@@ -105,6 +115,8 @@ class Context:
 
     def identity(self, arguments: DataArguments) -> dict[str, Any] | None:
         """See `data.identity.identity`. Every process has to ask."""
+        from data.identity import identity
+
         arguments = self.resolve(arguments)
         key = str(arguments)
         if key not in self._identities:
@@ -116,7 +128,7 @@ class Context:
         """Data may have changed since they were looked at."""
         self._identities.clear()
 
-    def without_others(self) -> "Context":
+    def without_others(self) -> Context:
         """For the main process, while the others wait. What it reads meanwhile the others have yet to read."""
         return dataclasses.replace(self, alone=True, _pairs=dict(self._pairs), _identities=dict(self._identities))
 
@@ -131,6 +143,8 @@ class Context:
 def choose_precision(mixed_precision: str | None) -> str | None:
     """What a recipe says; else None, which leaves it to `accelerate launch` or its configuration. Where that says "no",
     as it does where nobody chose, bf16 on GPUs that compute in it."""
+    import torch
+
     if mixed_precision is not None or os.environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no":
         return mixed_precision
     return "bf16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported(False) else None
@@ -144,6 +158,11 @@ def make_accelerator(
     Args:
         mixed_precision: see `choose_precision`.
     """
+    import torch
+    from accelerate import Accelerator
+    from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
     accelerator = Accelerator(
         # Without it, Accelerate starts several processes on a machine without a GPU and connects none of them.
         cpu=not torch.accelerator.is_available(),

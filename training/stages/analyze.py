@@ -9,12 +9,10 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from training.context import Context
 from training.settings import STRICT
 from training.stages.base import Model, Stage
 from training.train_settings import REHEARSED_ROWS, MeasuredTasks
-
-if typing.TYPE_CHECKING:
-    from training.context import Context
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -53,7 +51,7 @@ class AnalyzeStage(MeasuredTasks, Stage):
         """On few rows of each task."""
         return dataclasses.replace(super().rehearsed(num_samples), max_rows=REHEARSED_ROWS)
 
-    def run(self, inputs: SimpleNamespace, context: "Context", directory: Path) -> None:
+    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         from evaluation.experts import analyze_experts
 
         names = ("num_experts_per_tok", "layers", "expert", "capacity_factors", "batch_size")

@@ -12,10 +12,8 @@ from pydantic import AfterValidator
 from pydantic.dataclasses import dataclass
 
 from data.arguments import DataArguments
+from training.context import Context
 from training.settings import STRICT, Reads
-
-if typing.TYPE_CHECKING:
-    from training.context import Context
 
 
 class Trained(typing.NamedTuple):
@@ -52,7 +50,7 @@ class Stage:
     # The kind of stage, or a class of your own as `package.module:Class`.
     stage: str
 
-    def run(self, inputs: SimpleNamespace, context: "Context", directory: Path) -> Trained | None:
+    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> Trained | None:
         """Do it.
 
         Args:
@@ -146,7 +144,7 @@ def each_value(setting: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield setting, value
 
 
-def resolve(stage: Stage, context: "Context") -> SimpleNamespace:
+def resolve(stage: Stage, context: Context) -> SimpleNamespace:
     """What `Stage.run` gets: the values of all settings with `Reads`, with folders in place of stages."""
 
     def look_up(value: Any, reads: Reads) -> Any:

@@ -2,17 +2,15 @@
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from data.arguments import CaptionPolicy
+from training.context import Context
 from training.settings import STRICT
 from training.stages.base import Model, NumberedData, Stage
-
-if TYPE_CHECKING:
-    from training.context import Context
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -38,7 +36,7 @@ class CaptionsStage(Stage):
             raise ValueError("data.captions_per_line: captions are built of whole texts; leave it out")
         return self
 
-    def run(self, inputs: SimpleNamespace, context: "Context", directory: Path) -> None:
+    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         import numpy as np
 
         from conversion.processors import load_processor

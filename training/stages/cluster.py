@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
+from training.context import Context
 from training.settings import STRICT, Reads
 from training.stages.base import Stage
 
@@ -17,7 +18,6 @@ if typing.TYPE_CHECKING:
 
     from evaluation.feature_store import Rows
     from training.clusters import FeatureClusters, Method
-    from training.context import Context
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -58,7 +58,7 @@ class ClusterStage(Stage):
             raise ValueError("within needs the clusters of a previous stage")
         return self
 
-    def run(self, inputs: SimpleNamespace, context: "Context", directory: Path) -> None:
+    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         import numpy as np
 
         from data.arguments import DataArguments

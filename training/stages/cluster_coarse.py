@@ -2,16 +2,14 @@
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from training.context import Context
 from training.settings import STRICT, Reads
 from training.stages.base import Stage
-
-if TYPE_CHECKING:
-    from training.context import Context
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -31,7 +29,7 @@ class ClusterCoarseStage(Stage):
     # Give the pairs to the experts at random, as many to each as the clusters have: to compare with (MoDE section 5.1).
     random: bool = False
 
-    def run(self, inputs: SimpleNamespace, context: "Context", directory: Path) -> None:
+    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         from training.caption_clusters import save_experts
         from training.clusters import group_centers, load_centers
 

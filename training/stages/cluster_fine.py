@@ -10,12 +10,12 @@ from typing import Annotated, ClassVar
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
+from training.context import Context
 from training.settings import STRICT, Reads
 from training.stages.base import NumberedData, Stage
 
 if typing.TYPE_CHECKING:
     from evaluation.feature_store import FeatureStore
-    from training.context import Context
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -48,7 +48,7 @@ class ClusterFineStage(Stage):
             raise ValueError("exactly one of num_centers and centers must be set")
         return self
 
-    def run(self, inputs: SimpleNamespace, context: "Context", directory: Path) -> None:
+    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         import numpy as np
         import torch
 
@@ -92,7 +92,7 @@ class ClusterFineStage(Stage):
         return dataclasses.replace(super().rehearsed(num_samples), num_centers=centers, iterations=2)
 
     def _save_centers(
-        self, inputs: SimpleNamespace, embedded: "FeatureStore", context: "Context", directory: Path
+        self, inputs: SimpleNamespace, embedded: "FeatureStore", context: Context, directory: Path
     ) -> None:
         from training.clusters import balanced_kmeans, load_centers, save_centers
 

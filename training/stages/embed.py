@@ -2,16 +2,14 @@
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from training.context import Context
 from training.settings import STRICT, dump
 from training.stages.base import Model, NumberedData, Stage
-
-if TYPE_CHECKING:
-    from training.context import Context
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -30,7 +28,7 @@ class EmbedStage(Stage):
     # mean. None: the first caption that is not missing.
     caption_weights: list[Annotated[float, Field(ge=0)]] | None = Field(default=None, min_length=1)
 
-    def run(self, inputs: SimpleNamespace, context: "Context", directory: Path) -> None:
+    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         from evaluation.embedder import BATCHES_PER_SHARD, Embedder
         from evaluation.feature_store import FeatureStore
         from training.loader import PairLoader

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from training.context import Context
 from training.settings import STRICT, Reads
 from training.stages.base import NumberedData, Stage
 
 if TYPE_CHECKING:
     import datasets
-
-    from training.context import Context
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -43,7 +42,7 @@ class EmbedCaptionsStage(Stage):
     # In which precision embeddings are kept.
     dtype: Literal["float32", "float16"] = "float32"
 
-    def run(self, inputs: SimpleNamespace, context: "Context", directory: Path) -> None:
+    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         from evaluation.sentence_encoders import load_encoder
         from training.caption_clusters import ENCODER, caption_store
         from training.features import encoder_features

@@ -2,16 +2,14 @@
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from training.context import Context
 from training.settings import STRICT
 from training.stages.base import Model, NumberedData, Stage
-
-if TYPE_CHECKING:
-    from training.context import Context
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -41,7 +39,7 @@ class EmbeddingsStage(Stage):
     # Of the computation; files are in float32.
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
 
-    def run(self, inputs: SimpleNamespace, context: "Context", directory: Path) -> None:
+    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         import torch
         from accelerate import PartialState
 

@@ -9,12 +9,10 @@ from typing import ClassVar, Literal
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
+from training.context import Context
 from training.settings import STRICT
 from training.stages.base import Model, Stage
 from training.train_settings import REHEARSED_ROWS, MeasuredTasks
-
-if typing.TYPE_CHECKING:
-    from training.context import Context
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -65,7 +63,7 @@ class EvaluateStage(MeasuredTasks, Stage):
         """On few rows of each task."""
         return dataclasses.replace(super().rehearsed(num_samples), max_rows=REHEARSED_ROWS)
 
-    def run(self, inputs: SimpleNamespace, context: "Context", directory: Path) -> None:
+    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         import torch
         from accelerate import PartialState
 

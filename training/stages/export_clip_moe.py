@@ -2,16 +2,14 @@
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from training.context import Context
 from training.settings import STRICT
 from training.stages.base import Model, Stage
-
-if TYPE_CHECKING:
-    from training.context import Context
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -30,7 +28,7 @@ class ExportCLIPMoEStage(Stage):
     # The file's name in the folder; it ends in .pt or .safetensors.
     file: str = Field(default="checkpoint.pt", pattern=r"^[\w.-]+\.(pt|safetensors)$")
 
-    def run(self, inputs: SimpleNamespace, context: "Context", directory: Path) -> None:
+    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         from conversion.released_clip_moe import write_checkpoint
 
         write_checkpoint(inputs.model, directory / self.file)

@@ -2,18 +2,16 @@
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, JsonValue, model_validator
 from pydantic.dataclasses import dataclass
 
 from conversion.presets import PRESETS, changed_preset
 from data.worlds import WORLDS
+from training.context import Context
 from training.settings import STRICT, Reads
 from training.stages.base import Stage, named_errors
-
-if TYPE_CHECKING:
-    from training.context import Context
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -59,7 +57,7 @@ class InitializeStage(Stage):
             raise ValueError(f"{', '.join(sorted(sparse))}: of sparse models alone; set preset")
         return self
 
-    def run(self, inputs: SimpleNamespace, context: "Context", directory: Path) -> None:
+    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         from conversion.upcycle import change_routing, shared_config, sparse_config
         from records.files import save
         from training.initialize import clip_config, random_clip, split_routing

@@ -2,15 +2,13 @@
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from pydantic.dataclasses import dataclass
 
+from training.context import Context
 from training.settings import STRICT
 from training.stages.base import Model, Stage
-
-if TYPE_CHECKING:
-    from training.context import Context
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -34,7 +32,7 @@ class LlavaStage(Stage):
     # A sparse model, or its vision tower alone: an earlier stage, a folder or a hub name.
     tower: Model
 
-    def run(self, inputs: SimpleNamespace, context: "Context", directory: Path) -> None:
+    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         from conversion.llava import convert
 
         convert(inputs.model, inputs.tower, directory)

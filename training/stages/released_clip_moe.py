@@ -2,16 +2,14 @@
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from training.context import Context
 from training.settings import STRICT
 from training.stages.base import Stage
-
-if TYPE_CHECKING:
-    from training.context import Context
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -35,7 +33,7 @@ class ReleasedCLIPMoEStage(Stage):
     # Folder or hub name whose processor is saved with the model.
     processor: str | None = None
 
-    def run(self, inputs: SimpleNamespace, context: "Context", directory: Path) -> None:
+    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         from conversion.released_clip_moe import write_model
 
         write_model(Path(self.checkpoint), directory, self.num_experts_per_tok, self.processor)

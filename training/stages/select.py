@@ -2,16 +2,14 @@
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from training.context import Context
 from training.settings import STRICT, Reads
 from training.stages.base import Stage
-
-if TYPE_CHECKING:
-    from training.context import Context
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -29,7 +27,7 @@ class SelectStage(Stage):
     # Class names, queries or captions.
     metadata: list[str] = Field(min_length=1)
 
-    def run(self, inputs: SimpleNamespace, context: "Context", directory: Path) -> None:
+    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         import numpy as np
         import torch
 

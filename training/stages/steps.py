@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
+from training.context import Context
 from training.settings import STRICT
 from training.stages.base import Data, Model, Stage
 from training.train_settings import Evaluation, LoopSettings
@@ -17,7 +18,6 @@ if typing.TYPE_CHECKING:
     from accelerate import Accelerator
     from transformers import PreTrainedModel, ProcessorMixin
 
-    from training.context import Context
     from training.samplers import Share
 
 # The first step of a rehearsal includes what happens once, and the second one tells the time
@@ -62,7 +62,7 @@ class StepsStage(LoopSettings, Stage):
         processor: "ProcessorMixin",
         loader: Any,
         accelerator: "Accelerator",
-        context: "Context",
+        context: Context,
         directory: Path,
         evaluation: Evaluation | None = None,
     ) -> None:
@@ -108,7 +108,7 @@ class StepsStage(LoopSettings, Stage):
         few = dataclasses.replace(super().rehearsed(num_samples), num_epochs=None, max_steps=REHEARSED_STEPS)
         return dataclasses.replace(few, logging_steps=1, save_steps=save_steps)
 
-    def share(self, accelerator: "Accelerator", context: "Context") -> "Share":
+    def share(self, accelerator: "Accelerator", context: Context) -> "Share":
         """How large the batches of this process are. Raises ValueError where processes cannot share a batch."""
         from training.samplers import Share
 

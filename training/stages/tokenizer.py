@@ -3,16 +3,14 @@
 import itertools
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from training.context import Context
 from training.settings import STRICT
 from training.stages.base import NumberedData, Stage
-
-if TYPE_CHECKING:
-    from training.context import Context
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -31,7 +29,7 @@ class TokenizerStage(Stage):
     # for. None: as many as these.
     max_length: int | None = Field(default=None, ge=3)
 
-    def run(self, inputs: SimpleNamespace, context: "Context", directory: Path) -> None:
+    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         from data.pairs import all_captions
         from data.tokenizer import SAMPLE, learn_tokenizer, pieces_per_word
         from records.files import save

@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from data.arguments import Augmentation
+from training.context import Context
 from training.settings import STRICT
 from training.stages.base import Trained, named_errors
 from training.stages.steps import REHEARSED_STEPS, StepsStage
@@ -26,7 +27,6 @@ if typing.TYPE_CHECKING:
 
     from data.sources import Rows
     from modeling_clip_moe import CLIPMoEConfig
-    from training.context import Context
     from training.contrastive_task import ContrastiveTask
     from training.duplicates import Duplicates
     from training.losses import Pairing
@@ -101,16 +101,16 @@ class TrainStage(RouterSettings, StepsStage):
             )
         return self
 
-    def load_pairs(self, inputs: SimpleNamespace, context: "Context") -> "Rows":
+    def load_pairs(self, inputs: SimpleNamespace, context: Context) -> "Rows":
         """The pairs to train on, whose images can be read."""
         return self.choose_pairs(context.pairs(inputs.data), inputs, context)
 
-    def choose_pairs(self, rows: "Rows", inputs: SimpleNamespace, context: "Context") -> "Rows":
+    def choose_pairs(self, rows: "Rows", inputs: SimpleNamespace, context: Context) -> "Rows":
         """The pairs to train on, of all that the data have: here all."""
         return rows
 
     def batch_sampler(
-        self, rows: "Rows", share: "Share", inputs: SimpleNamespace, context: "Context"
+        self, rows: "Rows", share: "Share", inputs: SimpleNamespace, context: Context
     ) -> "DistributedBatchSampler":
         """Which pairs make a batch: by default all pairs, shuffled. A stream is not asked.
 
@@ -167,7 +167,7 @@ class TrainStage(RouterSettings, StepsStage):
             drop_patches(model, self.patch_dropout)
         return ContrastiveTask(model, self)
 
-    def run(self, inputs: SimpleNamespace, context: "Context", directory: Path) -> Trained | None:
+    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> Trained | None:
         import torch
 
         from conversion.checkpoints import load_clip

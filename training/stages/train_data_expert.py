@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from training.context import Context
 from training.settings import STRICT, Reads
 from training.stages.base import NumberedData
 from training.stages.steps import REHEARSED_STEPS
@@ -14,7 +15,6 @@ from training.stages.train import TrainStage
 
 if TYPE_CHECKING:
     from data.sources import Rows
-    from training.context import Context
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -32,13 +32,13 @@ class TrainDataExpertStage(TrainStage):
     # The number of the cluster.
     cluster: int = Field(ge=0)
 
-    def load_pairs(self, inputs: SimpleNamespace, context: "Context") -> "Rows":
+    def load_pairs(self, inputs: SimpleNamespace, context: Context) -> "Rows":
         """Where pairs were clustered by captions alone, the images of the cluster are looked at now."""
         images = _of_images(Path(inputs.clusters))
         rows = self.choose_pairs(context.pairs(inputs.data, images), inputs, context)
         return rows if images else context.readable(rows, inputs.data)
 
-    def choose_pairs(self, rows: "Rows", inputs: SimpleNamespace, context: "Context") -> "Rows":
+    def choose_pairs(self, rows: "Rows", inputs: SimpleNamespace, context: Context) -> "Rows":
         """The pairs of one cluster."""
         import numpy as np
 

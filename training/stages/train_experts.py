@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from training.context import Context
 from training.settings import STRICT, Reads
 from training.stages.base import NumberedData
 from training.stages.train import TrainStage
@@ -18,7 +19,6 @@ if typing.TYPE_CHECKING:
 
     from data.sources import Rows
     from training.clusters import FeatureClusters
-    from training.context import Context
     from training.samplers import ClusterBatchSampler, Share
 
 
@@ -50,7 +50,7 @@ class TrainExpertsStage(TrainStage):
         return dataclasses.replace(super().rehearsed(num_samples), cluster=None, small_clusters="merge")
 
     def batch_sampler(
-        self, rows: "Rows", share: "Share", inputs: SimpleNamespace, context: "Context"
+        self, rows: "Rows", share: "Share", inputs: SimpleNamespace, context: Context
     ) -> "ClusterBatchSampler":
         """Batches of one cluster each."""
         import numpy as np

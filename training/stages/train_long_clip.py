@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
+from training.context import Context
 from training.settings import STRICT
 from training.stages.train import TrainStage
 
@@ -13,7 +14,6 @@ if TYPE_CHECKING:
     import torch
 
     from data.sources import Rows
-    from training.context import Context
     from training.losses import Pairing
 
 
@@ -40,7 +40,7 @@ class TrainLongCLIPStage(TrainStage):
             raise ValueError(f"num_components {self.num_components} leave nothing out of a batch of {pairs}")
         return self
 
-    def choose_pairs(self, rows: "Rows", inputs: SimpleNamespace, context: "Context") -> "Rows":
+    def choose_pairs(self, rows: "Rows", inputs: SimpleNamespace, context: Context) -> "Rows":
         """All pairs. Each must have both captions."""
         from data.pairs import present_captions
 

@@ -2,17 +2,15 @@
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from conversion.presets import PRESETS, changed_preset
+from training.context import Context
 from training.settings import STRICT
 from training.stages.base import Model, Stage, named_errors
-
-if TYPE_CHECKING:
-    from training.context import Context
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -50,7 +48,7 @@ class UnifyStage(Stage):
     # sparse already, num_experts_per_tok and fusion_gate alone.
     changes: dict[str, Any] = Field(default_factory=dict)
 
-    def run(self, inputs: SimpleNamespace, context: "Context", directory: Path) -> None:
+    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         from conversion.checkpoints import is_sparse, load_config
         from conversion.unify import convert
 

@@ -2,17 +2,15 @@
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, JsonValue
 from pydantic.dataclasses import dataclass
 
 from conversion.presets import PRESETS, changed_preset
+from training.context import Context
 from training.settings import STRICT
 from training.stages.base import Model, Stage, named_errors
-
-if TYPE_CHECKING:
-    from training.context import Context
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -48,7 +46,7 @@ class UpcycleStage(Stage):
     # The same for the image tower.
     vision_config: dict[str, JsonValue] = Field(default_factory=dict)
 
-    def run(self, inputs: SimpleNamespace, context: "Context", directory: Path) -> None:
+    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         from conversion.upcycle import convert
 
         with named_errors(self, "changes"):
