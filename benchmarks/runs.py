@@ -237,8 +237,8 @@ def kill_runs(
     and features has to be that of a run that nobody killed, to the bit, and every score the same.
 
     Args:
-        kills: of all systems together
-        seed: of the moments (default: another one each time)
+        kills: number of kills, over all systems together
+        seed: draws the moments (default: another one each time)
     """
     chance, stages = random.Random(seed), Counter()
     for number, system in enumerate(systems):

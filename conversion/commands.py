@@ -34,10 +34,10 @@ def publish(
         source: a finished stage, or any folder of a model
         repository: user/name on the Hub
         dry_run: write the folder there and upload nothing
-        private: of a new repository
+        private: whether a new repository is private
         revision: branch to upload to
         pull_request: propose the upload as a pull request
-        license: of the weights, as the Hub names it: mit, apache-2.0, ...
+        license: the weights' license, as the Hub names it: mit, apache-2.0, ...
         base_model: the dense model on the Hub (default: what the recipe starts from)
     """
     if dry_run is not None:

@@ -23,8 +23,8 @@ class Preset:
     """One paper's architecture.
 
     Args:
-        sparse_layers: of both towers, or tower ("text", "vision") -> its own: a name in `LAYERS`, or a list of layers,
-            counted from 0.
+        sparse_layers: those of both towers, or tower ("text", "vision") -> its own: a name in `LAYERS`, or a list of
+            layers, counted from 0.
         num_experts: E.
         norm_topk_prob, num_experts_per_tok, capacity_factor, fusion_gate: see `CLIPMoETowerConfig`.
         router_aux_loss_coef, router_z_loss_coef: see `CLIPMoEConfig`.

@@ -121,7 +121,7 @@ def require_fit(
     """Refuses the halves of a processor that are given, where they do not fit the towers that a model has.
 
     Args:
-        config: of a CLIP, of a tower alone, or of a LLaVA.
+        config: configuration of a CLIP, a tower alone, or a LLaVA.
         model: what the configuration was loaded from, for errors.
         source: what the processor was loaded from, for errors.
 

@@ -38,11 +38,11 @@ def unify(
 
     Args:
         base: dense, or with one expert in each sparse layer.
-        experts: of the same kind, in their order. Fusion gates that they have are averaged.
-        preset: of a dense base, which layers are sparse and how they route; of a sparse one, `num_experts_per_tok` and
-            whether there are fusion gates. Its `num_experts` does not count.
-        towers: of a dense base, those that become sparse.
-        seed: of routers and new fusion gates, see `build_sparse`.
+        experts: models of the same kind, in order. Their fusion gates, if any, are averaged.
+        preset: for a dense base, which layers are sparse and how they route; for a sparse one `num_experts_per_tok`
+            and whether there are fusion gates. Its `num_experts` does not count.
+        towers: those that become sparse, for a dense base.
+        seed: draws routers and new fusion gates, see `build_sparse`.
         base_expert: whether the FFNs of `base` are expert 0. With a fusion gate they stay beside the experts instead.
 
     Returns:

@@ -156,7 +156,7 @@ def build_sparse(
 
     Args:
         source, rules: give all tensors but those of `new_parts`.
-        seed: of those, drawn from a normal distribution with the tower's `initializer_range` as its standard deviation;
+        seed: draws those from a normal distribution with the tower's `initializer_range` as its standard deviation;
             0.02 where the family has none. A fusion gate starts near 1/2.
     """
     check_memory(config)
@@ -177,10 +177,10 @@ def upcycle(dense: PreTrainedModel, preset: Preset, towers: Sequence[str] = TOWE
     """Makes a dense model sparse: experts (and base FFN) are copies of its FFNs, routers and fusion gates are new.
 
     Args:
-        dense: of a family in `modeling_clip_moe.families`; one of the class `CLIPMoEModel` has no sparse layers.
+        dense: a model of a family in `modeling_clip_moe.families`; if it is a `CLIPMoEModel`, without sparse layers.
         preset: which layers, how many experts, which routing; change one with `dataclasses.replace`.
         towers: "text", "vision" or both; the other tower stays dense (CLIP-UP, appendix B.1).
-        seed: of the new weights, see `build_sparse`.
+        seed: draws the new weights, see `build_sparse`.
 
     Returns:
         The model in evaluation mode and the dense model's dtype.

@@ -68,7 +68,7 @@ def build_captions(
         rows: with the column `image` and those that the policies name.
         tokenizer: counts the tokens of sentences; a packed caption fits its `model_max_length` with the first and the
             last token, or a policy's `max_tokens`.
-        seed: of the combinations.
+        seed: draws the combinations.
         num_proc: processes to share the work.
 
     Returns:

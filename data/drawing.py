@@ -95,8 +95,8 @@ def place(
     """How much ink covers each pixel, (image_size, image_size, 1) from 0 to 1.
 
     Args:
-        side: of the drawing, in pixels.
-        direction: of its center from the image's, in x and y: 1 is 0.8 of the way to the border.
+        side: width and height of the drawing, in pixels.
+        direction: where its center lies from the image's, in x and y: 1 is 0.8 of the way to the border.
     """
     mask = mask.resize((side, side), PILImage.Resampling.BOX)
     free = image_size - side

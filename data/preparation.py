@@ -22,7 +22,7 @@ class Preparation:
     of a channel. Any other processor, such as one of torchvision's, is called itself.
 
     Args:
-        processor: of images.
+        processor: the image processor.
         augmentation: changes images that come with random numbers.
     """
 

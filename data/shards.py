@@ -42,7 +42,7 @@ def open_shards(files: Sequence[str], columns: Sequence[str], stamps: Sequence[s
 
     Args:
         columns: which are read.
-        stamps: of the files: with others, the index is made anew.
+        stamps: the files' stamps; with others, the index is made anew.
 
     Raises:
         ValueError: no sample has a column, or a shard is no tar, or cut.

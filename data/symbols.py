@@ -112,7 +112,7 @@ def load(
         split: "train" or "test"; no font file and no pen stroke is in both.
         captions: "web", "detailed", "looks" or "classes".
         num_samples: how many rows; the first ones are the same for any number.
-        kinds: of the first symbol of a picture, and of a second one.
+        kinds: what the first symbol of a picture may be, and a second one.
         seed: other rows for another one.
         image_size: pixels a side, at least `SMALLEST_IMAGE`.
         captions_per_image: with more than one, `caption` is a list.

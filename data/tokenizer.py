@@ -98,7 +98,7 @@ class ReadTexts:
 
     Args:
         max_length: the tokenizer's `model_max_length`.
-        digests: of each text's token ids, cut at that length and after the first end token, at which a model reads a
+        digests: for each text's token ids, cut at that length and after the first end token, at which a model reads a
             text's features. No model tells texts of one digest apart.
         is_cut: whether each text has more tokens than that.
     """

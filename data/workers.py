@@ -14,7 +14,7 @@ def worker_options(arguments: DataArguments, seed: int) -> dict[str, Any]:
     its transfers then wait for nothing.
 
     Args:
-        seed: of the workers. Nothing that we draw depends on it.
+        seed: the workers' seed. Nothing that we draw depends on it.
     """
     return {
         "num_workers": arguments.num_workers,

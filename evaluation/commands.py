@@ -59,7 +59,7 @@ def efficiency(
         captions: different captions that there are to remember: the page tells whether that is much for the models
         output_dir: gets efficiency.md and efficiency.json
         batch_size: images or texts at a time
-        dtype: of the computation
+        dtype: precision of the computation
         device: default: the accelerator, if there is one
     """
     import torch

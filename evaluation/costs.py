@@ -116,7 +116,7 @@ def count_multiply_adds(model: nn.Module, patches: int | None = None) -> dict[st
     """Multiply-adds of the forward pass of one image and one text of full length, as torch counts them.
 
     Args:
-        model: of `meta_model`.
+        model: what `meta_model` returns.
         patches: those of the image, for a model that takes images of any shape; None: as many as it has positions.
 
     Returns:

@@ -88,7 +88,7 @@ class Embedder:
             settings and what is embedded. What is interrupted goes on from there. Any number of evaluations may share
             it. None: nowhere.
         num_workers: processes that read and decode images. None: none for a few small ones, else up to 8.
-        state: of the processes that share the work through `cache_dir`, and all call the same methods; an
+        state: the processes that share the work through `cache_dir`, and all call the same methods; an
             `Accelerator` also has its precision. None: this process works alone.
 
     Raises:

@@ -36,7 +36,7 @@ class Ensemble:
 
     Args:
         model: a folder or hub name.
-        cache_dir, batch_size, device, dtype, reading: of `Embedder`.
+        cache_dir, batch_size, device, dtype, reading: see `Embedder`.
         changes: see `require_changes`.
     """
 
@@ -75,8 +75,8 @@ class Ensemble:
         texts, and the experts' own temperatures.
 
         Args:
-            templates: of prompts. The authors' code takes for each text the mean of its prompts, of length 1
-                (facebookresearch/MetaCLIP, mode/prep_feature.py); the paper's routing the text itself.
+            templates: prompts with a {} for the text. The authors' code takes the mean of a text's prompts, of length 1
+                (facebookresearch/MetaCLIP, mode/prep_feature.py); the paper's routing takes the text itself.
         """
         if self.mixture.centers is None or self.mixture.config.metadata_modality == "image":
             weights = np.ones((len(metadata), self.mixture.num_experts))

@@ -30,9 +30,9 @@ def linear_probe_metrics(
     Args:
         train_features: (train images, D).
         train_labels: (train images,), integers.
-        features, labels: of the test images.
+        features, labels: those of the test images.
         solver: auto takes torch above 2^28 numbers.
-        device: of torch.
+        device: where torch computes.
 
     Returns:
         `accuracy` and `mean_per_class_recall`.

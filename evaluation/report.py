@@ -53,7 +53,7 @@ def write_report(results: Results, output_dir: str | Path, baseline: str | None 
     """Write `report.md`, `report.svg` and `report.html`, which holds both.
 
     Args:
-        results: of `evaluation.evaluate.evaluate_model`, or the files it wrote.
+        results: what `evaluation.evaluate.evaluate_model` returned, or the files it wrote.
         baseline: the model that the others' scores are compared with, in brackets.
 
     Returns:

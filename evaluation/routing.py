@@ -24,7 +24,7 @@ class LayerCounts:
     Args:
         pairs: (E, E), the tokens that two experts both computed, as any of their K choices; on the diagonal, those that
             an expert computed.
-        num_choices: of all tokens: K for each.
+        num_choices: K for each token, in all.
         num_overflowing: the choices that the capacity of training would have dropped, in the batches as they came.
         weight: the sum of all weights of all choices.
         entropy: the sum of the entropies of the router's distribution, in bits.

@@ -87,7 +87,7 @@ class TextEncoder:
 
     Args:
         source: a folder or hub name.
-        pooling: of a text model, see `Pooling`; a model of the library has its own.
+        pooling: how a text model pools, see `Pooling`; a model of the library has its own.
         name: what it is called; None: a hub name as it is, a folder's with a hash of its weights; and the pooling.
     """
 

@@ -32,7 +32,7 @@ def loaded_once(tasks: Mapping[str, Task], max_rows: int | None = None) -> dict[
     tasks are.
 
     Args:
-        max_rows: of each task, the first so many; None: all.
+        max_rows: the first so many rows of each task; None: all.
     """
 
     def once(load: Callable[[], tuple[Dataset, int]]) -> Callable[[], tuple[Dataset, int]]:
@@ -91,8 +91,8 @@ def find_tasks(
 
     Args:
         data_root, num_workers: see `evaluation.benchmarks.loading.benchmark_task`.
-        seed: of the pictures of built-in tasks.
-        max_rows: of which no more are drawn where fewer will do, see `loaded_once`.
+        seed: draws the pictures of built-in tasks.
+        max_rows: draw no more pictures than `loaded_once` keeps of a task.
     """
     require_tasks(wanted)
     built_in = TASKS if max_rows is None else TASKS | symbol_tasks(max_rows, max_rows, max_rows, max_rows)

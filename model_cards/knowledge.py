@@ -118,7 +118,7 @@ def write_knowledge(folders: Sequence[Path], output_dir: Folder) -> str:
     """Write `knowledge.md`, `knowledge.png` and `knowledge.json`. Returns the table.
 
     Args:
-        folders: of results, one a run.
+        folders: one with the results of each run.
     """
     knowledge = read_knowledge(folders)
     rows = []

@@ -109,7 +109,7 @@ def measure_claim(claim: Claim, folder: Path) -> list[Measured]:
     """What the scores say of a claim, one for each of its metrics; none of a claim that something is missing for.
 
     Args:
-        folder: of the file of claims, beside the cards.
+        folder: where the file of claims lies, beside the cards.
 
     Raises:
         ValueError: no card has a row, a task or a metric, or they have too few seeds.

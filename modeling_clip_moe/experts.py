@@ -69,7 +69,7 @@ class CLIPMoEExperts(nn.Module):
         Args:
             hidden_states: (T, D).
             top_k_index, top_k_weights: (T, K), from the router.
-            rows: of these ids. None: they are sorted here.
+            rows: the sorted rows of these ids. None: they are sorted here.
 
         Returns:
             (T, D), the weighted sum of each token's experts.

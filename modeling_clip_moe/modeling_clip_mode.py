@@ -155,7 +155,7 @@ class CLIPMoDEOutput(ModelOutput):
         logits_per_image: (images, texts), the sum of the experts' similarities with their weights (MoDE eq. 4).
         logits_per_text: its transpose.
         routing_weights: (n,) or (texts, n), the weights.
-        expert_outputs: of each expert; None for one whose weights are all 0, which is not computed.
+        expert_outputs: one for each expert; None for one whose weights are all 0, which is not computed.
     """
 
     loss: torch.Tensor | None = None
@@ -326,7 +326,7 @@ class CLIPMoDEModel(PreTrainedModel):
 
         Args:
             centers: (centers, d), the fine-grained cluster centers of its data, where the model has centers.
-            name: of its folder; default: `expert_` and its number.
+            name: name of its folder; default: `expert_` and its number.
 
         Returns:
             The number of the expert.

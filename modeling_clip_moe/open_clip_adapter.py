@@ -80,7 +80,7 @@ def load_clip(
 
     Args:
         name: folder or hub name of a sparse or dense model with its processor.
-        kwargs: of `AutoModel.from_pretrained`.
+        kwargs: passed to `AutoModel.from_pretrained`.
 
     Returns:
         the model in evaluation mode, a function of one image to a tensor (channels, height, width), and a function of

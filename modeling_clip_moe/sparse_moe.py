@@ -388,8 +388,8 @@ def router_losses(
     The weighted router losses of all towers together, or None if no router was recorded.
 
     Args:
-        config: of the whole model.
-        device: of the result.
+        config: configuration of the whole model.
+        device: where the result lies.
         towers: by name, "text" or "vision": router logits of each layer, and the mask of padding.
     """
     losses = []

@@ -47,7 +47,7 @@ def share_reach(share: float, number: int) -> Reach:
 
     Args:
         share: from 0 to 1, a mean over the samples.
-        number: of samples.
+        number: how many samples there are.
     """
     from scipy import stats
 

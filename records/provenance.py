@@ -140,7 +140,7 @@ def model_fingerprint(model: str | Path, patterns: Sequence[str] = EVERYTHING) -
     """The identity of a model: the digest of its files for a folder, the commit for a hub repository.
 
     Args:
-        patterns: of the files that count.
+        patterns: which files count.
     """
     path = Path(model)
     if not path.is_dir():

@@ -10,7 +10,7 @@ def read_yaml(text: str, name: str) -> Any:
     """Dictionaries with texts as keys, lists, texts, numbers, booleans and None; nothing is shared.
 
     Args:
-        name: of the file, for errors.
+        name: what errors call the file.
     """
     try:
         loader = yaml.SafeLoader(text)

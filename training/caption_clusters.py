@@ -55,9 +55,9 @@ def save_experts(
     """Keep the clusters and the expert of every pair, and draw some pairs of each.
 
     Args:
-        name: of the stage that keeps them.
+        name: the stage that keeps them.
         fine: the folder of the fine-grained clusters.
-        centers: of `CaptionClusters`, all but the labels.
+        centers: the fields of `CaptionClusters` without the labels.
         at_random: give every expert as many pairs as its clusters have, but any.
     """
     store = open_store(fine, "a cluster_fine stage")

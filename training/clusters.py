@@ -38,7 +38,7 @@ class Method:
 
     Args:
         n_init: starts; the best one counts.
-        num_samples: of faiss, features that the centers are learned from; None: see `samples`.
+        num_samples: features that faiss learns the centers from; None: see `samples`.
     """
 
     library: Library = "scikit-learn"
@@ -289,7 +289,7 @@ def accumulate(
     Args:
         labels: (samples,), of this stage.
         features: each (samples, D); the centers are their means, one beside the other.
-        previous: of the stages before, of the same samples.
+        previous: the clusters that the stages before found of the same samples.
     """
     if previous is None:
         combinations, accumulated = np.unique(labels, return_inverse=True)

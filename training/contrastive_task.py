@@ -41,8 +41,8 @@ class ContrastiveTask(nn.Module):
         """The global loss and what is logged of it.
 
         Args:
-            batch: of a `PairLoader`, this process's share.
-            only_embed, gradients: of the two times that a part of a batch is computed by `training.gradient_cache`:
+            batch: this process's share, from a `PairLoader`.
+            only_embed, gradients: for the two times that `training.gradient_cache` computes a part of a batch:
                 the gradients by the images' and the texts' embeddings, by the scale and by `loss_parameters`.
 
         Returns:

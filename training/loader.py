@@ -36,10 +36,10 @@ class PairLoader:
     """The batches of one process, for ever, from any batch on.
 
     Args:
-        rows: of `data.pairs.load_pairs`.
-        batch_size: of this process.
-        sampler: of this process's batches; default: all pairs, shuffled. A stream has none.
-        caption_weights: of all L captions of an image, for `multi_positive_loss`; None: each epoch draws one caption.
+        rows: what `data.pairs.load_pairs` returns.
+        batch_size: pairs in a batch of this process.
+        sampler: draws this process's batches; default: all pairs, shuffled. A stream has none.
+        caption_weights: one for each of an image's L captions, for `multi_positive_loss`; None: each epoch draws one.
         augmentation: changes every image, by numbers that the seed, its epoch and its own number settle; None: none is.
         with_keys: whether batches have the keys of their texts and images, the same for equal ones.
         image_keys: (pairs,) of int64. A stream makes its own.
@@ -223,7 +223,7 @@ class _Stream(torch.utils.data.IterableDataset):
     Every worker has its share of the shards. Of several captions, each epoch draws one.
 
     Args:
-        seed: of the order and the captions.
+        seed: draws the order and the captions.
         share: the number of this process, and of all.
         readers: workers of all processes that read a share of the same stream.
         with_keys: whether pairs have the keys of their images.

@@ -17,7 +17,7 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int) -> N
     """Give a model adapters, which start as 0, and freeze all but these and `trainable`.
 
     Args:
-        seed: of the adapters.
+        seed: draws the adapters.
     """
     if getattr(model.config, "shared_encoder", False):
         raise ValueError("lora: an encoder that both towers have would get two adapters")
@@ -46,7 +46,7 @@ def merge_adapters(
 
     Args:
         model: whose configuration counts.
-        state_dict: of a model with adapters.
+        state_dict: the weights of a model with adapters.
     """
     adapted = _peft_model(meta_model(model.config), settings)
     # Merging adds to the weights in place, which are those of the model that trains

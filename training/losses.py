@@ -139,7 +139,7 @@ def contrastive_loss(
         image_embeds, text_embeds: (B, D), normalized, row i of both is a pair. B is the same in every process.
         logit_scale: the factor of the similarities, exp of the parameter of that name.
         chunk_size: rows of the similarity matrix (B, B * processes) to hold at a time; None holds all.
-        label_smoothing: of the cross entropy.
+        label_smoothing: share of the target that is spread over all pairs.
         logit_bias: what is added to the similarities in the sigmoid loss; None: the cross entropy.
         pairing: which images and texts belong together; None: row i of both alone.
 
@@ -217,7 +217,7 @@ def router_losses(
     """The weighted router losses of a `CLIPMoEModel` over the tokens of all processes, and what to log of them.
 
     Args:
-        outputs: of the model, called with `output_router_logits=True, output_expert_ids=True`.
+        outputs: what the model returned, called with `output_router_logits=True, output_expert_ids=True`.
         batch: what the model was called with: `attention_mask` (B, S) of the texts and, of images of any shape,
             `pixel_attention_mask` (B, S) tell tokens from padding, which does not count.
         balance_top_k: how many choices of a token count as load: 1, the argmax (CLIP-MoE eq. 7); None: all K.
@@ -226,7 +226,7 @@ def router_losses(
             of all layers of both together (CLIP-FMoE eq. 3); "tower_token": those of the tokens of all layers of a
             tower together, summed over the towers (CLIP-MoE's released code); "shared": the mean over layers, in each
             of which the tokens of both towers are taken together, whose encoder is one.
-        text_weight: of the text tower's losses, where they are summed over the towers; None: 1.
+        text_weight: factor of the text tower's losses in a sum over the towers; None: 1.
 
     Returns:
         `router_aux_loss_coef` * balance + `router_z_loss_coef` * z; and the means over the sparse towers of the two
@@ -262,7 +262,7 @@ def entropy_losses(
         config, outputs, batch: see `router_losses`.
         local_coef, global_coef: "text" or "vision" -> the weight of the loss in that tower's sparse layers. Towers that
             are left out have none.
-        min_experts: of the towers with a global loss, see `global_entropy_loss`.
+        min_experts: one for each tower with a global loss, see `global_entropy_loss`.
 
     Returns:
         Their sum, in nats, and each before it is weighted, in bits, such as `local_entropy_text`.

@@ -33,7 +33,7 @@ def primary_components(features: torch.Tensor, number: int) -> torch.Tensor:
 
     Args:
         features: (B, D), of the batch whose components count.
-        number: of components.
+        number: how many components.
 
     Returns:
         (B, D), not normalized.

@@ -38,10 +38,10 @@ class Measured:
     """What a stage took in a rehearsal.
 
     Args:
-        seconds: of all of it.
+        seconds: what all of it took.
         step: seconds of the second step; None: it takes none.
-        steps: of the real run; None: not known, or it takes none.
-        hours: of the real run; None: not known.
+        steps: those of the real run; None: not known, or it takes none.
+        hours: those of the real run; None: not known.
         memory, disk: bytes, disk with a checkpoint where it writes any.
     """
 
@@ -57,7 +57,7 @@ def rehearse(recipe: Recipe, stages: Collection[Stage], batch_size: int | None =
     """Rehearse stages, and tell what a run of them takes.
 
     Args:
-        batch_size: of a process, in place of its real one.
+        batch_size: samples in the batch of a process, in place of the real number.
 
     Raises:
         What a stage raises, with its name. Nothing is kept.

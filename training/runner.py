@@ -323,7 +323,7 @@ def require_same_record(folder: Path, new: Record, data: DataArguments | None) -
     """The attempts at a folder, which was made as the new record says.
 
     Args:
-        data: of the stage, where it may be read.
+        data: the stage's data, where they may be read.
     """
     before = Record.read(folder)
     differences = before.differences(new)

@@ -24,10 +24,10 @@ class Share(NamedTuple):
     """How large batches are, and which part of them is this process's.
 
     Args:
-        batch_size: of one process, in one forward pass.
+        batch_size: pairs of one process in one forward pass.
         rank: number of this process.
         world_size: number of processes.
-        seed: of the order of the pairs.
+        seed: draws the order of the pairs.
     """
 
     batch_size: int
@@ -77,7 +77,7 @@ class DistributedBatchSampler(Sampler[list[int]]):
         """All batches of an epoch in their order, each with the numbers of `global_batch_size` samples.
 
         Args:
-            rng: of the seed and the epoch, the same in every process. Nothing else may be drawn from.
+            rng: made of the seed and the epoch, the same in every process. Nothing else may be drawn from.
         """
 
     def all_batches(self) -> Sequence[np.ndarray]:
@@ -95,7 +95,7 @@ class GlobalBatchSampler(DistributedBatchSampler):
     What does not fill the last global batch is left out of the epoch. With `duplicates`, batches are those of `Spread`.
 
     Args:
-        num_samples: of the dataset.
+        num_samples: size of the dataset.
         batch_size, rank, world_size, seed: see `DistributedBatchSampler`.
     """
 

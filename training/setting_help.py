@@ -34,7 +34,7 @@ class Setting:
 
         Args:
             link: makes a link of the title of a kind or a class.
-            titles: of classes of settings.
+            titles: class of settings -> title.
         """
         return _words(self.field.annotation, self.field.metadata, link, titles or {})
 

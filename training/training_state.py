@@ -95,7 +95,7 @@ def save_checkpoint(
 
     Args:
         model, optimizer: as `accelerator.prepare` returned them.
-        average: of the weights, if the stage keeps one.
+        average: the weights' average, if the stage keeps one.
     """
     partial, final = checkpoints / f"step-{step:08d}.partial", checkpoints / f"step-{step:08d}"
     parameters = _named_parameters(accelerator, model)

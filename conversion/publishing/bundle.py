@@ -54,7 +54,7 @@ def build(
         source: folder of a dense or sparse model of a family, or of a `CLIPMoDEModel`, with its processor; of a
             recipe's stage, for a card that tells how it was made.
         repository: its name on the Hub, which the card's examples load.
-        license: of the weights, as the Hub names it. None: unknown, which the card says.
+        license: the weights' license, as the Hub names it. None: unknown, which the card says.
         base_model: name on the Hub of the dense model that it comes from; None: as the recipe has it.
     """
     validate_repo_id(repository)

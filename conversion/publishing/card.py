@@ -58,7 +58,7 @@ def render(
 
     Args:
         repository: its name on the Hub.
-        license: of its weights, None: unknown.
+        license: the weights' license. None: unknown.
         base_model: name on the Hub of the dense model that it comes from; None: what its first stages start from, where
             those are names on the Hub.
         experts: the configurations of a mixture's experts.

@@ -69,14 +69,14 @@ class Lineage:
     """The known history of a model. No name in it is one of this machine.
 
     Args:
-        recipe: of the run that it is a stage of.
+        recipe: the recipe of the run that made it.
         stages: records of its stage and of all stages that it goes back to, the first one first; those of other runs
             are called `RUN/STAGE`.
         bases: names on the Hub of the models whose weights the first stages start from.
         unknown: the same for folders that do not tell how they were made, or tell it no more.
-        data: of all stages that have some.
+        data: the data of all stages that read some.
         results: name of a file -> the scores of these weights in the run.
-        experts: of the run's analyses of these weights, whether the experts do anything.
+        experts: whether the experts do anything, by the run's analyses of these weights.
         pictures: name -> file.
     """
 

@@ -231,7 +231,7 @@ class LabelLines(Layout):
     Args:
         line: regular expression of a line, with the groups `name`, of the image, and `label`, or of a header, without
             them.
-        suffix: of images, where their names have none.
+        suffix: ending of image files, where names have none.
     """
 
     line: str = ""
@@ -290,7 +290,7 @@ class Records(Layout):
         label: key of the number of the class, in place of captions.
         entries: key of the list within a file.
         split_key: whose value is the split; None: all is.
-        suffix: of images, where their names have none.
+        suffix: ending of image files, where names have none.
         joined: whether an entry's texts are one caption, the pieces of all with ". " between them, see `cut`.
     """
 
@@ -342,7 +342,7 @@ class Annotations(Layout):
     """COCO's captions or Karpathy's split (`data.annotations.read_annotations`).
 
     Args:
-        split: of Karpathy's, by its name; None: all images.
+        split: name of one of Karpathy's splits; None: all images.
         captions: how many of each image count, the first ones; None: all.
     """
 

@@ -32,7 +32,7 @@ class Benchmark:
     Args:
         name: by which it is asked for, and under which its results stand.
         title: in tables.
-        kind: of the measure.
+        kind: which measure it is.
         layouts: in which a copy may lie, of which the first that fits is read.
         protocol: what is measured, in words.
         folders: names that its folder may have besides `name`.

@@ -115,7 +115,7 @@ class TrainStage(RouterSettings, StepsStage):
         """Which pairs make a batch: by default all pairs, shuffled. A stream is not asked.
 
         Args:
-            rows: of `choose_pairs`; a sampler gives positions in them.
+            rows: what `choose_pairs` returned; a sampler gives positions in them.
             share: how large the batches are and which part of them is this process's.
             inputs, context: see `Stage.run`.
         """
@@ -140,7 +140,7 @@ class TrainStage(RouterSettings, StepsStage):
             text_embeds: (B, D), or with `caption_weights` (captions, D): those of all images, one after the other.
             logit_scale: the inverse of the temperature, of one element.
             pairing: which images and texts belong together, and which of the L captions of an image are there.
-            logit_bias: of a model that has one, of one element.
+            logit_bias: one element, for a model that has it.
 
         Returns:
             This process's part, a scalar: the mean of the parts is the loss of the global batch.
