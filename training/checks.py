@@ -12,13 +12,20 @@ from records.files import read_record
 from records.local_names import is_hub_name
 from records.messages import most_similar, suggestion
 from records.provenance import MANIFEST
-from training.recipe import Recipe
+from training.recipe import Recipe, RecipeError
 from training.stages import KINDS, stage_of_kind
 from training.stages.base import Reference, Stage, each_value, kinds, references
 from training.train_settings import MeasuredTasks
 
 # By which a folder is known to hold a model, or a sentence encoder
 MODEL_FILES = ("config.json", "modules.json")
+
+
+def require_sound(recipe: Recipe, stages: Collection[Stage]) -> None:
+    """Raises a RecipeError of all that is wrong with the stages to run: see `find_faults`."""
+    faults = [*find_faults(recipe, {stage.name for stage in stages})]
+    if faults:
+        raise RecipeError.of(recipe.title, faults)
 
 
 def find_faults(recipe: Recipe, wanted: Collection[str]) -> Iterator[str]:

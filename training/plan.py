@@ -5,16 +5,14 @@ from pathlib import Path
 
 from records.processes import num_processes
 from records.provenance import CHECKPOINTS, MANIFEST, has_work
-from training.checks import find_faults
-from training.recipe import Recipe, RecipeError
+from training.checks import require_sound
+from training.recipe import Recipe
 from training.stages.base import Stage, references
 
 
 def plan(recipe: Recipe, stages: Collection[Stage]) -> str:
     """A table of the stages to run, what they read and how far they are. Raises a RecipeError of what is wrong."""
-    faults = [*find_faults(recipe, {stage.name for stage in stages})]
-    if faults:
-        raise RecipeError(recipe.title, faults)
+    require_sound(recipe, stages)
     rows = [["stage", "kind", "state", "reads"]]
     for stage in stages:
         reads = dict.fromkeys(reference.value for reference in references(stage))

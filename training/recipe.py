@@ -54,14 +54,15 @@ class RecipeError(Faults):
         faults: `stage.setting: what is wrong`. What is wrong in several stages alike, as by defaults, is one fault.
     """
 
-    def __init__(self, recipe: str | Path, faults: Iterable[str]):
+    @classmethod
+    def of(cls, recipe: str | Path, faults: Iterable[str]) -> "RecipeError":
         settings: dict[str, list[str]] = {}
         for fault in dict.fromkeys(faults):
             setting, _, what = one_line(fault).partition(": ")
             settings.setdefault(what, []).append(setting)
         lines = [f"{', '.join(alike)}: {what}" for what, alike in settings.items()]
         several = "\n  ".join([f"{recipe} has {len(lines)} faults:", *lines])
-        super().__init__(several if len(lines) > 1 else f"{recipe} has a fault: {lines[0]}")
+        return cls(several if len(lines) > 1 else f"{recipe} has a fault: {lines[0]}")
 
 
 def stage_class(stage: str) -> type[Stage]:
@@ -208,7 +209,7 @@ def _read_recipe(path: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
     unused = sorted(set(defaults) - used)
     faults += [f"defaults.{key}: no stage uses them: {suggestion(key, used)}" for key in unused]
     if faults:
-        raise RecipeError(path, faults)
+        raise RecipeError.of(path, faults)
     return raw
 
 
@@ -245,7 +246,7 @@ def validated(kind: type, settings: Any, path: str | Path, stages: Sequence[str]
     try:
         return TypeAdapter(kind).validate_python(settings)
     except ValidationError as error:
-        raise RecipeError(path, (_fault(wrong, stages) for wrong in error.errors())) from error
+        raise RecipeError.of(path, (_fault(wrong, stages) for wrong in error.errors())) from error
 
 
 def _fault(error: dict[str, Any], stages: Sequence[str]) -> str:

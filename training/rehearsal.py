@@ -22,10 +22,11 @@ from data.sources import open_rows
 from data.worlds import WORLDS
 from records.memory import in_words, peak_memory, reset_peak_memory
 from records.provenance import LOG, MANIFEST, Record
+from training.checks import require_sound
 from training.context import Context
 from training.plan import aligned
 from training.recipe import Recipe
-from training.runner import GO_ON, Runner, require_sound, stage_errors
+from training.runner import GO_ON, Runner, stage_errors
 from training.stages.base import Stage, references
 from training.stages.steps import REHEARSED_STEPS, StepsStage
 

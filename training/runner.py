@@ -43,9 +43,9 @@ from records.provenance import (
     weights_fingerprint,
 )
 from records.yaml_files import read_yaml
-from training.checks import find_faults
+from training.checks import require_sound
 from training.context import Context, Unfinished, make_accelerator
-from training.recipe import Recipe, RecipeError, wanted_stages
+from training.recipe import Recipe, wanted_stages
 from training.settings import dump
 from training.stages.base import Stage, references, resolve
 from training.stages.custom import own_stage
@@ -113,13 +113,6 @@ def _end(runner: "Runner") -> None:
     # may wait: a deadlock at the very end.
     gc.collect()
     runner.context.accelerator.end_training()
-
-
-def require_sound(recipe: Recipe, stages: Collection[Stage]) -> None:
-    """Raises a RecipeError of all that is wrong with the stages to run: see `find_faults`."""
-    faults = [*find_faults(recipe, {stage.name for stage in stages})]
-    if faults:
-        raise RecipeError(recipe.title, faults)
 
 
 def loading_hint(recipe: Recipe, only: Collection[str] | None = None) -> str | None:

@@ -55,7 +55,7 @@ def read_command(kind: str, arguments: Sequence[str]) -> tuple[Recipe, dict[str,
     of_run = {name: settings.pop(name) for name in OF_RUN if name in settings}
     faults = [*unknown_names(settings, setting_names(stage) | {name: {} for name in OF_RUN})]
     if faults:
-        raise RecipeError(title, faults)
+        raise RecipeError.of(title, faults)
     made = validated(stage, {"name": Path(output).name, "stage": kind} | settings, title)
     recipe = validated(Recipe, {"output_dir": str(Path(output).parent), "stages": [made]} | of_run, title)
     recipe.title = title
