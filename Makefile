@@ -87,7 +87,7 @@ style: $(STAMP)  ## repair what can be repaired
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(STAMP)  ## docs/settings.md and training/outlines.json, from the classes of the settings
+docs: $(STAMP)  ## docs/settings.md, from the classes of the settings
 	$(BIN)/python -m training.settings_page
 
 # With a python that has torch for the GPU and this package: python3 -m pip install --editable '.[test]'
@@ -122,8 +122,8 @@ wheel: $(KIT)/installed  ## dist/*.whl, tried outside a checkout
 	$(KIT)/bin/pip install --quiet --force-reinstall --no-deps dist/*.whl
 	mkdir -p build/kit
 	$(IN_KIT)/clip-moe recipes
-	$(IN_KIT)/clip-moe upcycle training/symbol_clip/quarter sparse --preset clip_moe
-	$(IN_KIT)/clip-moe evaluate --model sparse --tasks symbols_pairs --output-dir scores
+	$(IN_KIT)/clip-moe upcycle sparse --model training/symbol_clip/quarter --preset clip_moe
+	$(IN_KIT)/clip-moe evaluate scores --models.sparse sparse --tasks symbols_pairs
 
 site: $(KIT)/installed  ## build/site, the documentation; a link to nothing is an error
 	NO_MKDOCS_2_WARNING=1 $(KIT)/bin/mkdocs build --strict
