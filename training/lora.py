@@ -30,15 +30,6 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int) -> N
         plain[name].requires_grad_(True)
 
 
-def adapted_names(model: PreTrainedModel, settings: LoraSettings) -> list[str]:
-    """The names of the parameters that differ once adapters have trained and were added to them, with their biases."""
-    targets = settings.target_modules + settings.target_parameters
-    whole = [] if settings.trainable is None else set_trainable(model, settings.trainable)[0]
-    left_out = tuple(f"{name}." for name in _read_as_weights(model))
-    names = (name for name, _ in model.named_parameters() if not name.startswith(left_out))
-    return whole + [name for name in names if any(f".{one}." in f".{name}." for one in targets)]
-
-
 def merge_adapters(
     model: PreTrainedModel, settings: LoraSettings, state_dict: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:

@@ -16,10 +16,9 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
-from accelerate import Accelerator
-
 from data.sources import open_rows
 from data.worlds import WORLDS
+from records.files import locked
 from records.memory import in_words, peak_memory, reset_peak_memory
 from records.provenance import LOG, MANIFEST, Record
 from training.checks import require_sound
@@ -82,7 +81,7 @@ def rehearse(recipe: Recipe, stages: Collection[Stage], batch_size: int | None =
             "",
             "memory: the most that a process held, on a GPU in tensors, on a CPU with Python and its libraries",
             "disk: of a stage's folder, with one checkpoint where it writes any",
-            "hours: without stages that measure models, marked -",
+            "hours: without stages marked -, which measure, or train epochs of a cluster, or have another batch here",
         ]
     )
 
@@ -91,7 +90,7 @@ def measure_stages(recipe: Recipe, stages: Collection[Stage], batch_size: int | 
     """Name of each stage that has not finished -> what it takes; see `rehearse`."""
     require_sound(recipe, stages)
     output_dir = Path(recipe.output_dir)
-    folder = output_dir.with_name(f"{output_dir.name}.rehearsal")
+    folder = output_dir.with_name(f".{output_dir.name}.rehearsal")  # hidden, so that it is nobody's own
     to_do = [stage for stage in stages if not (output_dir / stage.name / MANIFEST).is_file()]
     batches = [stage.global_batch_size for stage in to_do if isinstance(stage, StepsStage)]
     num_samples = max([FEW, *(REHEARSED_STEPS * batch for batch in batches)])
@@ -101,8 +100,10 @@ def measure_stages(recipe: Recipe, stages: Collection[Stage], batch_size: int | 
     runner = Runner(small, rehearses=True)
     accelerator = runner.context.accelerator
     measured, ratios = {}, {}
-    try:
+    with contextlib.ExitStack() as held:
         if accelerator.is_main_process:
+            held.enter_context(locked(folder))
+            held.callback(shutil.rmtree, folder, ignore_errors=True)
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
             for stage in recipe.stages:
@@ -113,12 +114,9 @@ def measure_stages(recipe: Recipe, stages: Collection[Stage], batch_size: int | 
             with _named(stage, folder):
                 rehearsed = _with_batch(stage.rehearsed(num_samples), batch_size, accelerator.num_processes)
                 ratios[stage.name] = _ratio(stage, num_samples, ratios, runner.context)
-                measured[stage.name] = _measure(runner, stage, rehearsed, ratios[stage.name], accelerator)
+                measured[stage.name] = _measure(runner, stage, rehearsed, ratios[stage.name])
             accelerator.on_main_process(print)(f"{stage.name}: {measured[stage.name].seconds:.1f} s", flush=True)
-    finally:
         accelerator.wait_for_everyone()
-        if accelerator.is_main_process:
-            shutil.rmtree(folder, ignore_errors=True)
     return measured
 
 
@@ -156,7 +154,8 @@ def _ratio(stage: Stage, num_samples: int, ratios: Mapping[str, float], context:
     return pairs / min(pairs, num_samples)
 
 
-def _measure(runner: Runner, stage: Stage, rehearsed: Stage, ratio: float, accelerator: Accelerator) -> Measured:
+def _measure(runner: Runner, stage: Stage, rehearsed: Stage, ratio: float) -> Measured:
+    accelerator = runner.context.accelerator
     gc.collect()
     runner.context.held.clear()
     reset_peak_memory(accelerator.device)
@@ -172,9 +171,12 @@ def _measure(runner: Runner, stage: Stage, rehearsed: Stage, ratio: float, accel
         return Measured(seconds, None, None, hours, memory, _size(folder, ratio))
     step = _second_step(folder, rehearsed.global_batch_size)
     steps, pairs = stage.max_steps, Record.read(folder).pairs
-    if steps is None and pairs is not None:
-        steps = max(1, stage.num_epochs * round(pairs * ratio) // stage.global_batch_size)
-    hours = None if steps is None else steps * step / 3600
+    # Few pairs do not tell how many a cluster has
+    if steps is None and pairs is not None and getattr(stage, "cluster", None) is None:
+        steps = stage.num_epochs * (round(pairs * ratio) // stage.global_batch_size)
+    # A step of another batch does not tell the time of the real one
+    is_real = rehearsed.global_batch_size == stage.global_batch_size
+    hours = steps * step / 3600 if is_real and steps is not None else None
     return Measured(seconds, step, steps, hours, memory, disk)
 
 

@@ -290,8 +290,10 @@ def _require_no_others(output_dir: Path, stages: Collection[str]) -> None:
     recipe.yaml would tell of them no more."""
     if not (output_dir / RECIPE).is_file():
         return
-    before = read_yaml(read_text(output_dir / RECIPE), str(output_dir / RECIPE))["stages"]
-    others = [stage["name"] for stage in before if stage["name"] not in stages]
+    before = read_yaml(read_text(output_dir / RECIPE), str(output_dir / RECIPE))
+    if not isinstance(before, dict) or "stages" not in before:
+        raise ValueError(f"{output_dir / RECIPE} is no recipe: move it away, the run writes its own there")
+    others = [stage["name"] for stage in before["stages"] if stage["name"] not in stages]
     others = sorted(name for name in others if (output_dir / name / MANIFEST).is_file())
     if others:
         raise ValueError(

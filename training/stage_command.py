@@ -52,6 +52,8 @@ def read_command(kind: str, arguments: Sequence[str]) -> tuple[Recipe, dict[str,
     if "rehearse" in settings or "rehearse_batch" in settings:
         settings.pop("rehearse", None)
         rehearsal = {"batch_size": settings.pop("rehearse_batch", None)}
+        if not isinstance(rehearsal["batch_size"], int | None):
+            raise ValueError(f"--rehearse_batch {rehearsal['batch_size']!r} is no number of samples")
     of_run = {name: settings.pop(name) for name in OF_RUN if name in settings}
     faults = [*unknown_names(settings, setting_names(stage) | {name: {} for name in OF_RUN})]
     if faults:
@@ -122,7 +124,7 @@ def _hint(settings: type, path: Sequence[str]) -> Any:
 
 def _value(hint: Any, key: str, values: list[str]) -> Any:
     read = [read_yaml(value, f"--{key}") for value in values]
-    if not read and hint in (bool, None):
+    if not read and (hint is bool or key == "rehearse"):
         return True
     if not read:
         raise ValueError(f"--{key} has no value")
