@@ -1,0 +1,139 @@
+"""A look at captioned images before a model is trained and tested on them: what the captions allow at best."""
+
+import html
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import datasets
+from transformers import PreTrainedTokenizerBase
+
+from data.pairs import present_captions
+from data.tokenizer import read_texts
+from records.messages import shortened
+
+# A caption of more than this share of the pairs dominates
+DOMINANT = 0.1
+
+
+@dataclass(frozen=True)
+class Overview:
+    """What captions are like, and the scores that they allow. Captions that a tokenizer reads as the same tokens are
+    equal to every model: "alike".
+
+    Args:
+        pairs: captions of images in training, each with its image.
+        captions: different ones among them.
+        most_frequent, most_frequent_count: the caption of most pairs in training, and of how many.
+        entities: pairs in training whose caption has an HTML entity, such as &amp;.
+        max_length: tokens that the tokenizer reads of a caption.
+        cut: different captions, of training and test, that are longer.
+        alike: different captions, of training and test, that are alike to another one.
+        test_images: images in the test.
+        test_captions: different captions in the test.
+        unseen: those of them that no caption in training is alike to.
+        best: the greatest recall at 1 by direction, `image_to_text` and `text_to_image`.
+        by_memory: the same for a model that knows only captions of training.
+    """
+
+    pairs: int
+    captions: int
+    most_frequent: str
+    most_frequent_count: int
+    entities: int
+    max_length: int
+    cut: int
+    alike: int
+    test_images: int
+    test_captions: int
+    unseen: int
+    best: dict[str, float]
+    by_memory: dict[str, float]
+
+    @property
+    def sentences(self) -> list[str]:
+        """What a person should know before the scores."""
+        share = self.most_frequent_count / self.pairs
+        both, memory = (
+            " and ".join(f"{name.replace('_to_', '→').replace('_', ' ')} {value:.1%}" for name, value in of.items())
+            for of in (self.best, self.by_memory)
+        )
+        lines = [
+            f"Training has {self.pairs:,} pairs with {self.captions:,} different captions; the most frequent, "
+            f"{shortened(self.most_frequent)}, belongs to {self.most_frequent_count:,} ({share:.1%}).",
+            f"The test has {self.test_images:,} images with {self.test_captions:,} different captions, "
+            f"{self.unseen:,} of which training never sees.",
+            f"The greatest R@1 that these captions allow is {both}; with the captions of training alone, {memory}.",
+        ]
+        if self.cut:
+            lines.append(f"{self.cut:,} captions are longer than {self.max_length} tokens, and are cut.")
+        if self.alike:
+            lines.append(
+                f"The tokenizer reads {self.alike:,} captions as it reads another one: they differ in case, spaces, "
+                "or behind the cut."
+            )
+        if self.entities:
+            lines.append(f"{self.entities:,} pairs have HTML in their caption, such as &amp;amp;: write it as text.")
+        if share > DOMINANT and self.captions > 1:
+            lines.append(
+                f"A caption of {share:.0%} of the pairs tells them from others, but not from each other: caption them "
+                "one by one, or leave most of them out."
+            )
+        return lines
+
+
+def look_at(train: datasets.Dataset, test: datasets.Dataset, tokenizer: PreTrainedTokenizerBase) -> Overview:
+    """Args:
+    train, test: a column `caption`, a text or a list of texts an image. No two rows of the test have the same image.
+    """
+    of_train = [caption for of_image in train["caption"] for caption in present_captions(of_image)]
+    of_test = [present_captions(of_image) for of_image in test["caption"]]
+    different = list(dict.fromkeys([*of_train, *(caption for of_image in of_test for caption in of_image)]))
+    read = read_texts(tokenizer, different)
+    key_of = dict(zip(different, read.digests, strict=True))
+    known = {key_of[caption] for caption in of_train}
+    texts = {caption for of_image in of_test for caption in of_image}
+    counts, with_key = Counter(of_train), Counter(read.digests)
+    [(most_frequent, most_frequent_count)] = counts.most_common(1)
+    return Overview(
+        pairs=len(of_train),
+        captions=len(counts),
+        most_frequent=most_frequent,
+        most_frequent_count=most_frequent_count,
+        entities=sum((html.unescape(caption) != caption) * number for caption, number in counts.items()),
+        max_length=read.max_length,
+        cut=sum(read.is_cut),
+        alike=sum(with_key[key] > 1 for key in read.digests),
+        test_images=len(of_test),
+        test_captions=len(texts),
+        unseen=sum(key_of[caption] not in known for caption in texts),
+        best=ceilings(of_test, key_of),
+        by_memory=ceilings(of_test, key_of, known),
+    )
+
+
+def ceilings(
+    captions: Sequence[Sequence[str]], key_of: Mapping[str, bytes], known: Collection[bytes] | None = None
+) -> dict[str, float]:
+    """The greatest recall at 1 in retrieval, where every image with a caption is right for it, and a tie with what is
+    wrong is wrong (`evaluation.retrieval`).
+
+    Args:
+        captions: of each image of the test.
+        key_of: equal for captions that the model cannot tell apart.
+        known: keys of the captions that the model has learned; None: it may know all.
+    """
+    with_key: dict[bytes, set[str]] = defaultdict(set)
+    images_with_key: dict[bytes, Counter[int]] = defaultdict(Counter)
+    for image, of_image in enumerate(map(set, captions)):
+        for caption in of_image:
+            with_key[key_of[caption]].add(caption)
+            images_with_key[key_of[caption]][image] += 1  # captions of the key that the image has
+    known = with_key.keys() if known is None else known
+    named = sum(
+        any(with_key[key] <= set(of_image) for key in known & {*map(key_of.get, of_image)}) for of_image in captions
+    )
+    # Captions of one key find the same image first: at best, the one that most of them are right for
+    found = sum(max(of_key.values()) for key, of_key in images_with_key.items() if key in known)
+    number = sum(map(len, with_key.values()))
+    return {"image_to_text": named / len(captions), "text_to_image": found / number}
