@@ -78,6 +78,12 @@ def read_member(reference: str) -> bytes:
     return content
 
 
+def file_of(path: str) -> str:
+    """The shard that a reference is to; a path that is none is itself."""
+    member = MEMBER.fullmatch(path)
+    return member[1] if member else path
+
+
 def size_of(path: str) -> int:
     """Bytes of a file, which may be one in a shard."""
     member = MEMBER.fullmatch(path)

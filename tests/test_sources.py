@@ -12,7 +12,7 @@ import tiny_sources
 from tiny_sources import damaged, images_and_texts, png, rows, write_shard
 
 from data.pairs import load_pairs, present_captions, select_columns
-from data.sources import DataArguments, source_images
+from data.sources import DataArguments
 from training.loader import PairLoader
 
 STREAMING = pytest.mark.parametrize("streaming", [False, True], ids=["loaded", "streamed"])
@@ -167,12 +167,3 @@ def test_a_cache_that_cannot_be_written_is_not_needed(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "file" / "cache"))
     source = tiny_sources.image_folder(tmp_path)
     assert len(load_pairs(DataArguments(**source))) == 8
-
-
-def test_images_that_only_the_last_rows_name_are_known(tmp_path):
-    names = tiny_sources.write_pictures(tmp_path / "images")
-    images = [{"bytes": png(number), "path": None} for number in range(2000)]
-    images[-1] = {"bytes": None, "path": str(tmp_path / "images" / names[0])}
-    rows = datasets.Dataset.from_dict({"image": images, "caption": ["a"] * 2000})
-    rows.to_parquet(tmp_path / "rows.parquet", batch_size=500)
-    assert source_images(DataArguments(source=str(tmp_path / "rows.parquet"))) == [str(tmp_path / "images" / names[0])]
