@@ -4,7 +4,6 @@ them."""
 import dataclasses
 import os
 import subprocess
-import tarfile
 
 import datasets
 import pytest
@@ -50,14 +49,12 @@ def test_a_stream_of_unknown_features_tells_its_columns_with_its_first_row():
 @STREAMING
 @pytest.mark.parametrize("how", ["--format=gnu", "--format=pax", "--record-size=512", "-z"])
 def test_a_shard_of_another_program_is_whole(tmp_path, streaming, how):
-    for number in range(3):
-        write_shard(tmp_path / f"{number}.tar", images_and_texts(range(8 * number, 8 * number + 8)))
     (tmp_path / "files").mkdir()
-    with tarfile.open(tmp_path / "1.tar") as tar:
-        tar.extractall(tmp_path / "files", filter="data")
+    for name, content in images_and_texts(range(8)):
+        (tmp_path / "files" / name).write_bytes(content)
     names = sorted(os.listdir(tmp_path / "files"))
-    subprocess.run(["tar", "-cf", tmp_path / "1.tar", how, "-C", tmp_path / "files", *names], check=True)
-    assert len(list(load_pairs(DataArguments(source=str(tmp_path), streaming=streaming, **TAR)))) == 24
+    subprocess.run(["tar", "-cf", tmp_path / "0.tar", how, "-C", tmp_path / "files", *names], check=True)
+    assert len(list(load_pairs(DataArguments(source=str(tmp_path), streaming=streaming, **TAR)))) == 8
 
 
 @pytest.mark.parametrize("name", ["v[12]", "run*", "{b,c}"])
