@@ -44,8 +44,6 @@ def load_conversations(arguments: DataArguments) -> datasets.Dataset:
         return _of_world(arguments)
     with reading(arguments):
         entries = read_json(Path(arguments.source))
-        if not isinstance(entries, list):
-            raise ValueError(f"{arguments.source} is no list of entries, as ShareGPT4V's and LLaVA's are")
         if arguments.split != "train":
             raise ValueError(no_split(arguments.source, arguments.split, ["train"]))
         first, entries = arguments.taken_rows.start, entries[arguments.taken_rows]

@@ -96,11 +96,8 @@ def _labels(pictures: list[str], has_splits: bool, paths: list[str]) -> dict[str
         return {}
     if len(names) == 1:
         return {}
-    if len(set(names.values())) < len(names):
-        twice = next(name for name, count in Counter(names.values()).items() if count > 1)
-        warn_once(logger, f"classes are called by their paths, since several folders are called {twice}")
-        names = {folder: folder for folder in names}
-    return {path: _same(names[folder]) for path, folder in folders.items()}
+    are_unique = len(set(names.values())) == len(names)
+    return {path: _same(names[folder] if are_unique else folder) for path, folder in folders.items()}
 
 
 def _by_column(rows: datasets.Dataset, folder: str) -> dict[str, datasets.Dataset]:
@@ -170,9 +167,9 @@ def _of_tables(tables: list[str], pictures: list[str], elsewhere: set[str]) -> t
             if outside is not None:
                 raise ValueError(f"{table} names {outside}, which is not below it: move the picture or the table")
             columns[column] = [path and path_by_name.get(_same(path), path) for path in paths]
+        # A column of the same name as one of pictures gives way
+        columns = {name: values for name, values in columns.items() if name not in named.values() or name in named}
         names = [named.get(name, name) for name in columns]
-        if len(set(names)) < len(names):
-            raise ValueError(f"{table} has two columns for one of {', '.join(columns)}: rename one")
         if rows and rows[0].keys() != set(names):
             raise ValueError(f"{table} has the columns {', '.join(names)}, but {tables[0]} {', '.join(rows[0])}")
         rows += [dict(zip(names, values, strict=True)) for values in zip(*columns.values(), strict=True)]

@@ -188,3 +188,9 @@ def test_all_of_a_folder_counts_but_what_is_written_beside_the_data(tmp_path):
 def test_data_that_settings_name_have_no_identity():
     for source in ("nobody/nothing", "symbols"):
         assert identity(DataArguments(source=source, num_samples=1)) is None
+
+
+def test_a_run_does_not_write_into_its_data(tmp_path, train):
+    rows(CAPTIONS).to_parquet(tmp_path / "data.parquet")
+    with pytest.raises(ValueError, match="out lies inside .*, all of whose files are the data: choose another"):
+        train({"source": str(tmp_path)})

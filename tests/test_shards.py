@@ -63,13 +63,10 @@ def test_names_with_dots_and_folders_are_keys_up_to_the_first_dot(tmp_path):
     assert [read_member(image["path"]) for image in rows["png"]] == [png(1), png(2)]
 
 
-def test_what_does_not_go_with_it(tmp_path):
+def test_what_does_not_go_with_it():
     for settings in ({"streaming": True}, {"in_memory": True}, {"image_root": "/"}):
         with pytest.raises(ValueError, match="indexed goes with shards or a mixture"):
             arguments("shards/*.tar", indexed=True, **settings)
-    (tmp_path / "0.parquet").write_bytes(b"")
-    with pytest.raises(ValueError, match="indexed goes with .tar shards, not with parquet files"):
-        open_rows(arguments(str(tmp_path / "0.parquet"), indexed=True))
 
 
 def test_pairs_that_lack_something_are_left_out_and_counted(tmp_path, caplog):
