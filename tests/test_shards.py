@@ -154,22 +154,11 @@ def test_nothing_behind_a_damage_is_lost_without_a_word(tmp_path, damage, way):
         list(load_pairs(arguments(str(tmp_path / "*.tar"), **{way: True})))
 
 
-def test_a_damaged_stream_ends_before_it_begins_or_in_one_line_of_its_worker(tmp_path, processor):
-    for number in range(2):
-        write_shard(tmp_path / f"{number}.tar", images_and_texts(range(4 * number, 4 * number + 4)))
-    whole, data = (tmp_path / "1.tar").read_bytes(), arguments(str(tmp_path / "*.tar"), streaming=True, num_workers=2)
-    (tmp_path / "1.tar").write_bytes(DAMAGES["a header"](whole))
+def test_a_damaged_stream_ends_in_one_line_of_its_worker(tmp_path, processor):
+    write_shard(tmp_path / "0.tar", images_and_texts(range(4)))
+    (tmp_path / "1.tar").write_bytes(DAMAGES["a header"]((tmp_path / "0.tar").read_bytes()))
     with pytest.raises(ValueError, match=r"\A[^\n]*1.tar is no tar, or is cut[^\n]*\Z"):
-        batches(processor, data, number=9)
-    (tmp_path / "1.tar").write_bytes(DAMAGES["cut"](whole))
-    with pytest.raises(ValueError, match="1.tar is no tar, or is cut"):
-        load_pairs(data)
-
-
-def test_a_tar_may_end_with_more_zeros(tmp_path):
-    write_shard(tmp_path / "0.tar", images_and_texts(range(2)))
-    (tmp_path / "0.tar").write_bytes((tmp_path / "0.tar").read_bytes() + bytes(2**16))
-    assert len(load_pairs(arguments(str(tmp_path / "0.tar")))) == 2
+        batches(processor, arguments(str(tmp_path / "*.tar"), streaming=True, num_workers=2), number=9)
 
 
 def test_files_that_no_sample_takes_are_counted(tmp_path, caplog):
