@@ -13,7 +13,7 @@ from datasets import ClassLabel, Dataset, List, Value
 
 from data.identity import identity
 from data.pairs import load_pairs, one_row_an_image, readable_pairs, rename_columns, select_columns, with_class_names
-from data.sources import DataArguments, Rows, open_rows, opened_once
+from data.sources import DataArguments, Rows, open_rows
 from data.splits import common_rows, named_split
 from data.worlds import WORLDS
 from evaluation.class_names import labeled_rows, require_different_names
@@ -225,8 +225,7 @@ def _data(arguments: DataArguments, *also_read: DataArguments, **more: Any) -> d
     if arguments.source not in WORLDS:
         for key in ("captions", "kinds", "seed"):
             del chosen[key]
-    with opened_once():
-        held = [of_part for of_part in map(identity, (arguments, *also_read)) if of_part is not None]
+    held = [of_part for of_part in map(identity, (arguments, *also_read)) if of_part is not None]
     return chosen | ({"identity": held} if held else {}) | more
 
 

@@ -48,7 +48,7 @@ def find_faults(recipe: Recipe, wanted: Collection[str]) -> Iterator[str]:
                 if isinstance(arguments, MeasuredTasks):
                     yield from _problems_of_tasks(f"{stage.name}.{setting}.", arguments)
                 if isinstance(arguments, DataArguments):
-                    problems = _problems_of_data(arguments, {one.name for one in recipe.stages})
+                    problems = _problems_of_data(arguments, {one.name for one in recipe.stages}, output_dir)
                     yield from (f"{stage.name}.{setting}{problem}" for problem in problems)
 
 
@@ -85,7 +85,7 @@ def _problem_of_reference(stage: Stage, reference: Reference, recipe: Recipe, wa
     return ""
 
 
-def _problems_of_data(arguments: DataArguments, stages: Collection[str]) -> Iterator[str]:
+def _problems_of_data(arguments: DataArguments, stages: Collection[str], output_dir: Path) -> Iterator[str]:
     """What is wrong with a source, after the name of the setting that holds it."""
     source, root = arguments.source, arguments.image_root
     if source in stages:
@@ -97,6 +97,8 @@ def _problems_of_data(arguments: DataArguments, stages: Collection[str]) -> Iter
         yield f".image_root: there is no folder {root}"
     if missing := missing_data(source):
         yield f".source: {missing}"
+    elif Path(source).is_dir() and output_dir.resolve().is_relative_to(Path(source).resolve()):
+        yield f".source: {output_dir} lies inside {source}, all of whose files are the data: choose another output"
 
 
 def _problems_of_tasks(where: str, measured: MeasuredTasks) -> Iterator[str]:

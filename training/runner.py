@@ -26,8 +26,6 @@ from safetensors import SafetensorError
 from conversion import publish
 from conversion.checkpoints import load_config
 from conversion.verification import require_loadable
-from data.arguments import DataArguments
-from data.sources import newest_file
 from records.files import locked, read_text, refuse_to_overwrite, respect_umask, write_text
 from records.local_names import paths_here
 from records.provenance import (
@@ -82,7 +80,7 @@ def run_recipe(recipe: Recipe, only: Iterable[str] | None = None, experts: Itera
                     changes = {"stage": comparable(dump(stage)), "seed": recipe.seed}
                     changes["mixed_precision"] = accelerator.mixed_precision
                     now = before.model_copy(update=changes)
-                    require_same_record(final, now, None)
+                    require_same_record(final, now)
         if accelerator.is_main_process:
             output_dir.mkdir(parents=True, exist_ok=True)
             write_text(output_dir / RECIPE, yaml.safe_dump(runner.settings, sort_keys=False))
@@ -257,7 +255,7 @@ class Runner:
         is_done = (final / MANIFEST).is_file()
         if is_done or _goes_on(stage, partial):
             made = final if is_done else partial
-            record.attempts = require_same_record(made, record, getattr(inputs, "data", None))
+            record.attempts = require_same_record(made, record)
         if unfinished and not is_done:
             raise unfinished
         return inputs, record
@@ -314,21 +312,16 @@ def comparable(settings: dict[str, Any]) -> dict[str, Any]:
     return compared
 
 
-def require_same_record(folder: Path, new: Record, data: DataArguments | None) -> list[Attempt]:
-    """The attempts at a folder, which was made as the new record says.
-
-    Args:
-        data: the stage's data, where they may be read.
-    """
+def require_same_record(folder: Path, new: Record) -> list[Attempt]:
+    """The attempts at a folder, which was made as the new record says."""
     before = Record.read(folder)
     differences = before.differences(new)
     if not differences:
         return before.attempts
     differing = "; ".join(f"{key}: {how}" for key, how in differences.items())
     of_data = all(key.startswith("data.") for key in differences)
-    newest = f", of which {newest_file(data)} changed last" if of_data and data and "data.sha256" in differences else ""
     raise ValueError(
-        f"{folder} was made with other {'data' if of_data else 'settings'} ({differing}){newest}. Delete it to make it "
+        f"{folder} was made with other {'data' if of_data else 'settings'} ({differing}). Delete it to make it "
         "anew, or choose another output folder"
     )
 
