@@ -43,9 +43,7 @@ if NEW:
     CASES |= {
         "tp_tower": ("clip_fmoe", CLIPMoEVisionModelWithProjection, {"tp_size": 2, "ep_size": 2}),
         "ep": ("clip_up", CLIPMoEModel, {"tp_size": 2, "ep_size": 2}),
-        "ep_all_reduce": ("clip_up", CLIPMoEModel, {"tp_size": 2, "ep_size": 2, "ep_implementation": "all_reduce"}),
         "fsdp": ("clip_fmoe", CLIPMoEModel, {"fsdp_size": 2}),
-        "fsdp_tower": ("clip_fmoe", CLIPMoEVisionModelWithProjection, {"fsdp_size": 2}),
         "fsdp_ep": ("clip_up", CLIPMoEModel, {"fsdp_size": 2, "ep_size": 2}),
     }
 
