@@ -1,4 +1,4 @@
-"""What runs of the symbol world's recipes take, and whether they survive kills.
+"""What runs of the symbol world's recipes take, whether --rehearse told it, and whether they survive kills.
 
 OMP_NUM_THREADS=1 python -m benchmarks.runs time --output benchmarks/results/training_time_cpu.md
 """
@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,10 +22,15 @@ import yaml
 from safetensors import safe_open
 
 from benchmarks.page import Output, machine, page, table
+from evaluation.speed import in_own_process
 from records.command_line import command_line, run
+from records.memory import in_words, peak_memory
+from records.provenance import LOG
 from records.yaml_files import read_yaml
-from training.recipe import load_recipe
+from training.recipe import Recipe, load_recipe, wanted_stages
+from training.rehearsal import Measured, measure_stages
 from training.runner import run_recipe
+from training.stages.steps import StepsStage
 
 ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "training" / "recipes"
@@ -79,6 +84,7 @@ SYSTEMS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 System = Literal[*SYSTEMS]
 line = command_line("python -m benchmarks.runs", help=__doc__)
+ABOUT = """Each stage was rehearsed, then run, in processes of their own. {}."""
 
 
 def stage_seconds(folder: Path) -> dict[str, float]:
@@ -123,21 +129,71 @@ def compare_times(*, output: Output = None) -> str:
     )
 
 
-def killed_after(system: str, output: Path, seconds: float) -> str | None:
-    """Start a system's shortened recipe and kill it after so long; the stage that it was in then, or None if it had
-    finished before."""
+def short_recipe(system: str, output: Path) -> tuple[Path, dict[str, Any], Recipe]:
+    """The file of a system's shortened recipe beside its output, what overrides it, and the recipe."""
     name, stages, overrides = SYSTEMS[system]
-    path, log = output.with_suffix(".yaml"), output.with_suffix(".log")
+    path = output.with_suffix(".yaml")
     raw = read_yaml((RECIPES / f"{name}.yaml").read_text(encoding="utf-8"), name)
     raw["stages"] = [stage for stage in raw["stages"] if stage["name"] in stages.split()]
     path.write_text(yaml.safe_dump(raw))
+    return path, overrides, load_recipe(path, overrides | {"output_dir": str(output)})
+
+
+def start(path: Path, output: Path, overrides: Mapping[str, Any]):
+    """A process that runs a recipe; all that it prints goes to a file beside its output."""
+    words = [word for key, value in overrides.items() for word in (f"--{key}", json.dumps(value))]
     command = [sys.executable, "-m", "training.upcycle", "--config", str(path), "--output-dir", str(output)]
-    command += [word for key, value in overrides.items() for word in (f"--{key}", json.dumps(value))]
-    with log.open("w") as file:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file)
+    with output.with_suffix(".log").open("w") as log:
+        return subprocess.Popen([*command, *words], cwd=ROOT, stdout=log, stderr=log)
+
+
+def rehearsed(path: Path, overrides: Mapping[str, Any], name: str) -> Measured:
+    """What a rehearsal says of a stage."""
+    recipe = load_recipe(path, dict(overrides))
+    with contextlib.redirect_stdout(io.StringIO()):
+        return measure_stages(recipe, wanted_stages(recipe, [name], None))[name]
+
+
+def taken(path: Path, overrides: Mapping[str, Any], name: str) -> tuple[float | None, int]:
+    """Seconds of a step of a stage, if it has steps, and the most memory of its process, which runs it."""
+    recipe, device = load_recipe(path, dict(overrides)), torch.device("cpu")
+    with contextlib.redirect_stdout(io.StringIO()):
+        folder = run_recipe(recipe, only=[name]) / name
+    (stage,) = wanted_stages(recipe, [name], None)
+    if not isinstance(stage, StepsStage):
+        return None, peak_memory(device)
+    speeds = [json.loads(line).get("images_per_second") for line in (folder / LOG).read_text().splitlines()]
+    return stage.global_batch_size / [speed for speed in speeds if speed][-1], peak_memory(device)
+
+
+@line.command(name="rehearsal")
+def compare_rehearsals(*, output: Output = None, systems: Sequence[System] = tuple(SYSTEMS)) -> str:
+    """One recipe of each system, shortened: each stage is rehearsed and run."""
+    parts, columns = [], ["stage", "a step, rehearsed", "run", "ratio", "memory, rehearsed", "run", "ratio"]
+    for system in systems:
+        with tempfile.TemporaryDirectory() as folder:
+            path, overrides, recipe = short_recipe(system, Path(folder) / "run")
+            settings = path, overrides | {"output_dir": recipe.output_dir}
+            rows = []
+            for stage in recipe.stages:
+                foretold = in_own_process(rehearsed, *settings, stage.name)
+                step, memory = in_own_process(taken, *settings, stage.name)
+                seconds = (
+                    [f"{foretold.step:.3g} s", f"{step:.3g} s", f"{foretold.step / step:.2f}"] if step else [""] * 3
+                )
+                sizes = in_words(foretold.memory), in_words(memory), f"{foretold.memory / memory:.2f}"
+                rows.append([stage.name, *seconds, *sizes])
+        parts += [f"## {system}: {SYSTEMS[system][0]}", table(columns, rows)]
+    return page(output, "# What --rehearse says, and what a run takes", ABOUT.format(machine()), *parts)
+
+
+def killed_after(system: str, output: Path, seconds: float) -> str | None:
+    """Start a run and kill it after so long; the stage that it was in then, or None if it had finished before."""
+    path, overrides, _ = short_recipe(system, output)
+    process = start(path, output, overrides)
     try:
         if process.wait(seconds) != 0:
-            sys.exit(log.read_text()[-2000:])
+            sys.exit(output.with_suffix(".log").read_text()[-2000:])
         return None
     except subprocess.TimeoutExpired:
         process.kill()

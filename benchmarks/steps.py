@@ -7,11 +7,12 @@ Memory is that of a process of its own, beyond what it held before the computati
 
 import itertools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,19 +24,20 @@ from transformers.models.clip.modeling_clip import CLIPMLP
 from benchmarks.page import Output, Rounds, cost, machine, median_of, median_ratio, page, seconds, table
 from conversion.presets import PRESETS
 from conversion.upcycle import sparse_config
-from evaluation.costs import count_multiply_adds, meta_model, paper_config
+from evaluation.costs import (
+    count_multiply_adds,
+    meta_model,
+    paper_config,
+)
 from evaluation.speed import in_turn, wait_for
 from modeling_clip_moe import CLIPMoEModel, CLIPMoEVisionConfig
 from modeling_clip_moe.sparse_moe import CLIPMoESparseMoeBlock
 from records.command_line import command_line, run
-from training import engine
-from training.contrastive_task import ContrastiveTask
-from training.gradient_cache import cached_gradient
 from training.losses import contrastive_loss
-from training.optimizers import set_trainable
-from training.recipe import load_recipe
-from training.stages.train import TrainStage
-from training.train_settings import LoopSettings
+
+if TYPE_CHECKING:
+    from training.engine import FirstFault
+    from training.train_settings import LoopSettings
 
 # Forward and backward, of which only the input has a gradient, or also the weights
 MODES = ("forward", "frozen", "trained")
@@ -44,25 +46,44 @@ TOP_K = 2
 PEAKS = {"NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}
 # Steps before those that are timed, and those: the first ones compile and fill caches
 WARM_UP, TIMED = 3, 5
-IMPLEMENTATIONS, CAPACITY = ("by_device", "eager", "grouped", "grouped_mm"), 2.0
 # Calls of a block that are queued before a GPU is waited for, as the layers of a tower are
 QUEUED = 10
 
 
-# What is trained -> its recipe and stage, the preset of its model (None: dense), and what the recipe changes of that
+class Row(NamedTuple):
+    """What a stage of a recipe trains.
+
+    Args:
+        recipe, stage: names.
+        preset: the preset of its model; None for a dense one.
+        changes: what the recipe changes of the preset.
+        routing: fields of both towers.
+        settings: fields of the stage that replace the recipe's.
+        tokens: the length of a text; None for the recipe's.
+    """
+
+    recipe: str
+    stage: str
+    preset: str | None = None
+    changes: Mapping[str, Any] = MappingProxyType({})
+    routing: Mapping[str, Any] = MappingProxyType({})
+    settings: Mapping[str, Any] = MappingProxyType({})
+    tokens: int | None = None
+
+
+CLIP_UP, ONE_EXPERT = ("clip_up", "clip_up", "clip_up"), {"num_experts": 1, "num_experts_per_tok": 1}
 RECIPES = {
-    "dense, all weights": ("mode_metaclip_400m", "expert_0", None, {}),
-    "CLIP-UP": ("clip_up", "clip_up", "clip_up", {}),
-    "CLIP-MoE, all weights": ("mode_metaclip_400m", "expert_0", "clip_moe", {}),
-    "CLIP-MoE, an expert": ("clip_moe_sharegpt4v", "expert_1", None, {}),
-    "CLIP-MoE, routers": ("clip_moe_sharegpt4v", "clip_moe", "clip_moe", {}),
-    "CLIP-FMoE, an expert": (
-        "clip_fmoe_sharegpt4v",
-        "expert_1",
-        "clip_fmoe",
-        {"num_experts": 1, "num_experts_per_tok": 1},
-    ),
-    "CLIP-FMoE, routers": ("clip_fmoe_sharegpt4v", "clip_fmoe", "clip_fmoe", {}),
+    "dense, all weights": Row("mode_metaclip_400m", "expert_0"),
+    "CLIP-UP": Row(*CLIP_UP),
+    "CLIP-UP, the least probable dropped": Row(*CLIP_UP, routing={"token_drop_policy": "probs"}),
+    "CLIP-UP, half of the patches": Row(*CLIP_UP, settings={"patch_dropout": 0.5}),
+    "CLIP-UP, texts of 24 tokens": Row(*CLIP_UP, tokens=24),
+    "CLIP-UP, rates by layer": Row(*CLIP_UP, settings={"layer_decay": 0.75}),
+    "CLIP-MoE, all weights": Row("mode_metaclip_400m", "expert_0", "clip_moe"),
+    "CLIP-MoE, an expert": Row("clip_moe_sharegpt4v", "expert_1"),
+    "CLIP-MoE, routers": Row("clip_moe_sharegpt4v", "clip_moe", "clip_moe"),
+    "CLIP-FMoE, an expert": Row("clip_fmoe_sharegpt4v", "expert_1", "clip_fmoe", ONE_EXPERT),
+    "CLIP-FMoE, routers": Row("clip_fmoe_sharegpt4v", "clip_fmoe", "clip_fmoe"),
 }
 DIMENSIONS = 768
 Size, Dtype = Literal["ViT-B/32", "ViT-B/16", "ViT-L/14"], Literal["float32", "bfloat16"]
@@ -80,10 +101,10 @@ def block_ratios(
     capacity_factor: float | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
-) -> dict[tuple[str, str], float]:
+) -> dict[tuple[str, str], tuple[float, float]]:
     """(implementation, mode) -> time of a whole sparse block, with its router and capacity, over `TOP_K` dense FFNs on
-    the same tokens, which a GPU computes compiled. Medians of `rounds` training steps, and of five times as many
-    forwards, which are short, after three of each.
+    the same tokens, which a GPU computes compiled; and the block's FLOP/s. Medians of `rounds` training steps, and of
+    five times as many forwards, which are short, after three of each.
 
     Args:
         size: the vision tower's.
@@ -130,13 +151,15 @@ def block_ratios(
         return seconds(run, device) / calls_at_a_time
 
     ratios = {}
+    forward = 4 * TOP_K * images * num_tokens * config.hidden_size * config.intermediate_size  # FLOP
     for mode in modes:
         for module in (block, *dense):
             module.train(mode != "forward").requires_grad_(mode != "frozen")
         calls = {name: partial(call, name, mode) for name in ("dense", *implementations)}
         times = in_turn(calls, 5 * rounds if mode == "forward" else rounds, warm_up=3)
+        flops = forward * {"forward": 1, "frozen": 2, "trained": 3}[mode]
         for name in implementations:
-            ratios[name, mode] = median_ratio(times[name], times["dense"])
+            ratios[name, mode] = median_ratio(times[name], times["dense"]), flops / statistics.median(times[name])
     return ratios
 
 
@@ -146,38 +169,30 @@ def block(
     output: Output = None,
     sizes: Sequence[Size] = ("ViT-B/16",),
     images: Sequence[int] = (8,),
+    num_experts: Sequence[int] = (4, 8),
+    implementations: Sequence[str] = ("by_device", "eager", "grouped", "grouped_mm"),
+    capacity_factor: float | None = 2.0,
     dtype: Dtype = "float32",
     device: str = DEVICE,
     rounds: Rounds = 5,
 ) -> str:
     """A whole sparse block over two dense FFNs on the same tokens, for each implementation of the experts."""
-    rows = []
-    for size, number, experts in itertools.product(sizes, images, (4, 8)):
-        options = IMPLEMENTATIONS, MODES, CAPACITY, getattr(torch, dtype), device
-        ratios = block_ratios(size, number, experts, rounds, *options)
-        for name in IMPLEMENTATIONS:
-            rows.append([size, dtype, number, experts, name, *(f"{ratios[name, mode]:.2f}" for mode in MODES)])
+    rows, options = [], {"capacity_factor": capacity_factor, "dtype": getattr(torch, dtype), "device": device}
+    for size, number, experts in itertools.product(sizes, images, num_experts):
+        ratios = block_ratios(size, number, experts, rounds, implementations, **options)
+        for name in implementations:
+            of_modes = [ratios[name, mode] for mode in MODES]
+            speed = tera(of_modes[-1][1], device)
+            rows.append([size, dtype, number, experts, name, *(f"{ratio:.2f}" for ratio, _ in of_modes), speed])
     return page(
         output,
         "# The sparse block",
-        f"Time of a sparse block with its router and a capacity of {CAPACITY:g}, over that of {TOP_K} dense FFNs "
+        f"Time of a sparse block with its router and a capacity of {capacity_factor}, over that of {TOP_K} dense FFNs "
         f"on the same tokens{', compiled' * (torch.device(device).type == 'cuda')}: 1.00 is no overhead. Of the "
         "forward, of forward and backward with frozen experts (as where routers train), and with all weights trained. "
         f"Medians of {rounds} alternating runs after three (of a forward {5 * rounds}). {machine(device)}.",
-        table(["layer", "dtype", "images", "experts", "implementation", *MODES], rows),
+        table(["layer", "dtype", "images", "experts", "implementation", *MODES, "TFLOP/s, trained"], rows),
     )
-
-
-def random_towers(size: str, device: str) -> tuple[int, dict[str, tuple[nn.Module, int]]]:
-    """The pixels of an image's side; and system -> a random vision tower, and its multiply-adds of an image."""
-    torch.manual_seed(0)
-    dense, towers = paper_config(size), {}
-    for name in ("dense", "clip_up", "clip_moe", "clip_fmoe"):
-        config = dense if name == "dense" else sparse_config(dense, PRESETS[name])
-        with torch.device(device):
-            model = (CLIPModel if name == "dense" else CLIPMoEModel)(config)
-        towers[name] = model.vision_model, count_multiply_adds(meta_model(config))["image"]
-    return dense.vision_config.image_size, towers
 
 
 @line.command
@@ -186,35 +201,48 @@ def towers(
     output: Output = None,
     size: Size = "ViT-B/16",
     images: int = 8,
+    presets: Sequence[Literal["clip_up", "clip_moe", "clip_fmoe"]] = ("clip_up", "clip_moe", "clip_fmoe"),
     dtype: Dtype = "float32",
     device: str = DEVICE,
     rounds: Rounds = 5,
 ) -> str:
     """Whole vision towers over the dense one, which a GPU computes compiled, as they are: forward, and training."""
-    edge, towers = random_towers(size, device)
-    kind = torch.device(device).type
-    for tower, _ in towers.values():
-        tower.train()
-        if kind == "cuda":
-            engine.compile_layers(tower)
+    from training.engine import compile_layers
+
+    torch.manual_seed(0)
+    dense = paper_config(size)
+    configs = {"dense": dense, **{name: sparse_config(dense, PRESETS[name]) for name in presets}}
+    models, adds = {}, {}
+    for name, config in configs.items():
+        adds[name] = count_multiply_adds(meta_model(config))["image"]
+        with torch.device(device):
+            models[name] = (CLIPModel if name == "dense" else CLIPMoEModel)(config).vision_model.train()
+        if torch.device(device).type == "cuda":
+            compile_layers(models[name])
+    edge = dense.vision_config.image_size
     pixels = torch.randn(images, 3, edge, edge, device=device)
 
-    def call(tower: nn.Module, trains: bool) -> float:
+    def call(name: str, trains: bool) -> float:
         def run() -> None:
-            with torch.set_grad_enabled(trains), torch.autocast(kind, torch.bfloat16, dtype != "float32"):
-                loss = tower(pixels).pooler_output.square().mean()
+            with (
+                torch.set_grad_enabled(trains),
+                torch.autocast(torch.device(device).type, torch.bfloat16, dtype != "float32"),
+            ):
+                loss = models[name](pixels).pooler_output.square().mean()
             if trains:
                 loss.backward()
-                tower.zero_grad()
+                models[name].zero_grad()
 
         return seconds(run, torch.device(device))
 
-    calls = {(name, trains): partial(call, towers[name][0], trains) for trains in (False, True) for name in towers}
-    times, dense = in_turn(calls, rounds, warm_up=1), towers.pop("dense")
+    times = {
+        trains: in_turn({name: partial(call, name, trains) for name in models}, rounds, warm_up=1)
+        for trains in (False, True)
+    }
     rows = []
-    for name, (_, adds) in towers.items():
-        ratios = (median_ratio(times[name, trains], times["dense", trains]) for trains in (False, True))
-        rows.append([name, f"{adds / dense[1]:.2f}", *(f"{ratio:.2f}" for ratio in ratios)])
+    for name in presets:
+        ratios = (median_ratio(times[trains][name], times[trains]["dense"]) for trains in (False, True))
+        rows.append([name, f"{adds[name] / adds['dense']:.2f}", *(f"{ratio:.2f}" for ratio in ratios)])
     return page(
         output,
         f"# Vision towers, {size}",
@@ -229,24 +257,33 @@ def inference(
     output: Output = None,
     size: Size = "ViT-L/14",
     images: Sequence[int] = (1, 256),
+    presets: Sequence[Literal["clip_up", "clip_moe", "clip_fmoe"]] = ("clip_up", "clip_moe", "clip_fmoe"),
     dtype: Dtype = "bfloat16",
     device: str = DEVICE,
     rounds: Rounds = 5,
 ) -> str:
     """Images per second of vision towers: as they are, with compiled layers, and on a GPU also as a CUDA graph, which
     is launched as a whole."""
-    edge, towers = random_towers(size, device)
-    towers = {name: tower.eval().to(getattr(torch, dtype)) for name, (tower, _) in towers.items()}
-    rates = {}
+    from training.engine import compile_layers
+
+    torch.manual_seed(0)
+    dense = paper_config(size)
+    configs = {"dense": dense, **{name: sparse_config(dense, PRESETS[name]) for name in presets}}
+    towers = {}
+    for name, config in configs.items():
+        with torch.device(device):
+            tower = (CLIPModel if name == "dense" else CLIPMoEModel)(config).vision_model.eval()
+        towers[name] = tower.to(getattr(torch, dtype))
+    edge, rates = dense.vision_config.image_size, {}
     for compiled in (False, True):
         if compiled:
             for tower in towers.values():
-                engine.compile_layers(tower)
+                compile_layers(tower)
         for number in images:
             pixels = torch.randn(number, 3, edge, edge, device=device, dtype=getattr(torch, dtype))
             calls = {}
             for name, tower in towers.items():
-                calls["compiled" if compiled else "eager", name] = torch.no_grad()(partial(tower, pixels))
+                calls["compiled" if compiled else "eager", name] = tower_call(tower, pixels)
                 if compiled and torch.device(device).type == "cuda":
                     calls["CUDA graph", name] = as_graph(calls["compiled", name])
             calls = {key: partial(seconds, call, torch.device(device)) for key, call in calls.items()}
@@ -263,6 +300,14 @@ def inference(
         f"three. {machine(device)}.",
         table(["images", "tower", *ways], rows),
     )
+
+
+def tower_call(tower: nn.Module, pixels: torch.Tensor) -> Callable[[], None]:
+    def run() -> None:
+        with torch.no_grad():
+            tower(pixels)
+
+    return run
 
 
 def as_graph(call: Callable[[], None]) -> Callable[[], None]:
@@ -290,6 +335,10 @@ def loss(pairs: int, chunk_size: int | None) -> Callable[[], None]:
 
 def step(pairs: int, mini_batch_size: int | None) -> Callable[[], object]:
     """Computes the gradient of a batch of random pairs by a small CLIP-UP."""
+    from training.contrastive_task import ContrastiveTask
+    from training.gradient_cache import cached_gradient
+    from training.stages.train import TrainStage
+
     torch.manual_seed(0)
     tower = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 4}
     text = {**tower, "vocab_size": 1000, "max_position_embeddings": 32, "bos_token_id": 998, "eos_token_id": 999}
@@ -327,10 +376,12 @@ def parts_ratios(prepare: Callable, pairs: int, part: int, rounds: int) -> tuple
 
 
 def training_step(
-    model: PreTrainedModel, settings: LoopSettings, accelerator: Accelerator
-) -> tuple[Callable[[dict[str, torch.Tensor]], None], engine.FirstFault]:
+    model: PreTrainedModel, settings: "LoopSettings", accelerator: Accelerator
+) -> tuple[Callable[[dict[str, torch.Tensor]], None], "FirstFault"]:
     """A function that takes a step of the training loop on a batch, without log and checkpoints, and what of its losses
     and gradients was not finite."""
+    from training import engine
+
     task, optimizer, scheduler = engine._prepare(accelerator, model, settings, 0, WARM_UP + TIMED)
     average = engine._weight_average(accelerator, task, settings)
     finite = engine.FirstFault(settings.name, Path("nowhere"))
@@ -359,38 +410,48 @@ def times_of(step: Callable, batches: Sequence[Any], device: torch.device) -> li
 
 
 def recipe_step(
-    name: str, size: str, pairs: int, gradient_checkpointing: bool = True, dtype: Dtype = "float32", device: str = "cpu"
+    name: str,
+    size: str,
+    pairs: int,
+    mini_batch_size: int | None = None,
+    gradient_checkpointing: bool = True,
+    dtype: Dtype = "float32",
+    device: str = "cpu",
+    compiled: bool = False,
+    profiled: bool = False,
 ) -> Callable[[], dict[str, Any]]:
     """Takes `WARM_UP` steps of a recipe, and times those that follow: `seconds` is their median, `first` those of the
-    first, and `flops` what a step computes, its backward as twice its forward; None where weights are frozen. On a GPU,
-    layers are compiled."""
-    recipe, trained, preset, changes = RECIPES[name]
-    stages = load_recipe(Path(__file__).parents[1] / "training" / "recipes" / f"{recipe}.yaml").stages
-    device = torch.device(device)
-    (stage,) = (
-        replace(
-            stage,
-            global_batch_size=pairs,
-            gradient_accumulation_steps=1,
-            mini_batch_size=None,
-            gradient_checkpointing=gradient_checkpointing,
-            torch_compile=device.type == "cuda",
-        )
-        for stage in stages
-        if stage.name == trained
-    )
-    (tokens,) = [stage.length for stage in stages if stage.stage == "long_context"] or [77]
-    captions = len(stage.caption_weights or [1])
-    config = paper_config(size)
-    config.text_config.max_position_embeddings = tokens
-    if preset is not None:
-        config = sparse_config(config, replace(PRESETS[preset], **changes))
+    first, and `flops` what a step computes, its backward as twice its forward; None where weights are frozen or patches
+    left out. Perhaps with `kernels`, a table of the ten that took longest in one more step."""
+    from training.optimizers import set_trainable
+    from training.recipe import load_recipe
 
-    def take() -> dict[str, Any]:
+    row = RECIPES[name]
+    stages = load_recipe(Path(__file__).parents[1] / "training" / "recipes" / f"{row.recipe}.yaml").stages
+    settings = {
+        "global_batch_size": pairs,
+        "gradient_accumulation_steps": 1,
+        "mini_batch_size": mini_batch_size,
+        "gradient_checkpointing": gradient_checkpointing,
+        "torch_compile": compiled,
+        **row.settings,
+    }
+    (stage,) = (replace(stage, **settings) for stage in stages if stage.name == row.stage)
+    (tokens,) = [stage.length for stage in stages if stage.stage == "long_context"] or [77]
+    device, captions = torch.device(device), len(stage.caption_weights or [1])
+    config = paper_config(size)
+    tokens = row.tokens or tokens
+    config.text_config.max_position_embeddings = tokens
+    if row.preset is not None:
+        config = sparse_config(config, replace(PRESETS[row.preset], **row.changes))
+        for tower in (config.text_config, config.vision_config):
+            tower.update(row.routing)
+
+    def take() -> dict[str, float]:
         torch.manual_seed(0)
         with torch.device(device):
-            model = (CLIPModel if preset is None else CLIPMoEModel)(config).train()
-        trainable = sum(model.get_parameter(name).numel() for name in set_trainable(model, stage.trainable)[0])
+            model = (CLIPModel if row.preset is None else CLIPMoEModel)(config).train()
+        sizes = [model.get_parameter(name).numel() for name in set_trainable(model, stage.trainable)[0]]
         mixed = "no" if dtype == "float32" else "bf16"
         one, finite = training_step(model, stage, Accelerator(cpu=device.type == "cpu", mixed_precision=mixed))
         batches = [random_batch(model, pairs, tokens, captions) for _ in range(WARM_UP + TIMED)]
@@ -399,16 +460,26 @@ def recipe_step(
         times = times_of(one, batches, device)
         finite.require()
         total = sum(parameter.numel() for parameter in model.parameters())
+        is_counted = stage.patch_dropout is None and sum(sizes) == total
         adds = count_multiply_adds(meta_model(config))
-        return {
+        found = {
             "parameters": total,
-            "trainable": trainable,
+            "trainable": sum(sizes),
             "seconds": statistics.median(times[WARM_UP:]),
             "first": times[0],
-            "flops": 6 * pairs * (adds["image"] + captions * adds["text"]) if trainable == total else None,
+            "flops": 6 * pairs * (adds["image"] + captions * adds["text"]) if is_counted else None,
         }
+        return found | ({"kernels": _kernels(partial(one, batches[-1]))} if profiled else {})
 
     return take
+
+
+def _kernels(call: Callable[[], None]) -> str:
+    """The ten operations that take longest, of the device."""
+    with torch.profiler.profile() as profile:
+        call()
+    by = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+    return profile.key_averages().table(sort_by=by, row_limit=10, max_name_column_width=60)
 
 
 @line.command
@@ -418,37 +489,53 @@ def recipes(
     size: Size = "ViT-B/16",
     batch: int = 8,
     recipes: Sequence[Literal[*RECIPES]] = tuple(RECIPES),
+    mini_batch_size: int | None = None,
     gradient_checkpointing: bool = True,
     dtype: Dtype = "float32",
     device: str = DEVICE,
+    compiled: bool = torch.cuda.is_available(),
+    profile: bool = False,
 ) -> str:
-    """An optimizer step of each paper's recipe, with random weights, images and captions; on a GPU compiled.
+    """An optimizer step of each paper's recipe, with random weights, images and captions.
 
     Args:
         batch: pairs of the step
+        mini_batch_size: pairs that are embedded at a time (default: all)
         dtype: by autocast
+        compiled: whether the layers are
+        profile: print the ten operations of each recipe that take longest
     """
-    rows, dense = [], None
+    rows, kernels, dense = [], [], None
+
+    def written() -> str:
+        at_a_time = f", {mini_batch_size} at a time" if mini_batch_size else ""
+        columns = ["recipe", "parameters", "trainable", "pairs/s", "time over dense", "TFLOP/s", "first step"]
+        return page(
+            output,
+            f"# One step of each recipe, {size}",
+            f"{batch} pairs{at_a_time}, {dtype}, gradient checkpointing {'on' if gradient_checkpointing else 'off'}, "
+            f"{'compiled' if compiled else 'eager'}. Medians of {TIMED} steps after {WARM_UP}. {machine(device)}.",
+            table([*columns, "memory"], rows),
+            *kernels,
+        )
+
     for name in recipes:
+        options = batch, mini_batch_size, gradient_checkpointing, dtype, device, compiled, profile
         try:
-            row = cost(recipe_step, name, size, batch, gradient_checkpointing, dtype, device)
+            row = cost(recipe_step, name, size, *options)
         except Exception as error:  # of one row: too little memory ends a process or raises
-            rows.append([name, f"failed: {error}", *[""] * 6])
+            rows.append([name, f"failed: {error}", *[""] * 7])
+            written()
             continue
-        step = row["result"]
+        step, held = row["result"], row["memory"]
         cells = [f"{step[key] / 1e6:,.0f} M" for key in ("parameters", "trainable")]
         dense = step["seconds"] if name == "dense, all weights" else dense
         cells += [f"{batch / step['seconds']:.3g}", f"{step['seconds'] / dense:.2f}" if dense else ""]
         cells += [step["flops"] and tera(step["flops"] / step["seconds"], device), f"{step['first']:.0f} s"]
-        rows.append([name, *cells, f"{row['memory'] / 2**30:.2f} GiB"])
-    columns = ["recipe", "parameters", "trainable", "pairs/s", "time over dense", "TFLOP/s", "first step", "memory"]
-    return page(
-        output,
-        f"# One step of each recipe, {size}",
-        f"{batch} pairs, {dtype}, gradient checkpointing {'on' if gradient_checkpointing else 'off'}. Medians of "
-        f"{TIMED} steps after {WARM_UP}. {machine(device)}.",
-        table(columns, rows),
-    )
+        kernels += [f"## {name}", step["kernels"]] if profile else []
+        rows.append([name, *cells, f"{held / 2**30:.2f} GiB"])
+        written()
+    return written()
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ from data.preparation import Preparation
 from data.workers import errors_of_workers, worker_options
 from data.worlds import WORLDS
 from records.files import save
-from records.messages import join_names
+from records.messages import join_names, suggestion
 from training.context import Context
 from training.losses import all_reduce_sum
 from training.optimizers import set_trainable
@@ -96,6 +96,10 @@ class LlavaStage(Stage):
     def _check(self):
         if (self.language_model is None) == (self.text_config is None):
             raise ValueError("exactly one of language_model and text_config must be set")
+        fields = LlamaConfig.__dataclass_fields__  # it takes any other name silently
+        unknown = sorted(set(self.text_config or {}) - set(fields))
+        if unknown:
+            raise ValueError(f"LlamaConfig has no field {unknown[0]!r}: {suggestion(unknown[0], fields)}")
         return self
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:

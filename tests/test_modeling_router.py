@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,10 @@ def test_jitter_is_for_the_router_in_training_alone():
     noisy = block.train().router(hidden_states)[0]
     assert (noisy - clean).abs().max() > 0.1
     torch.testing.assert_close(hidden_states, before, rtol=0, atol=0)
+    torch.manual_seed(3)
+    first = block.router(hidden_states)[0]
+    torch.manual_seed(3)
+    torch.testing.assert_close(block.router(hidden_states)[0], first, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -75,6 +80,33 @@ def test_a_model_drops_by_its_policy():
     assert torch.equal(ids, chosen.masked_fill(~kept, block.num_experts)) and not kept.all()
     arguments = hidden_states.flatten(0, 1), ids.flatten(0, 1), weights.flatten(0, 1)
     torch.testing.assert_close(block(hidden_states).flatten(0, 1), experts_forward_all(block.experts, *arguments))
+
+
+def plain_mask(ids, num_experts, factor, mask, num_groups):
+    """By counting in a one-hot of all choices of a group, its first choices first."""
+    choices = F.one_hot(ids, num_experts) * mask.long()[..., None, None]  # (B, S, K, E)
+    choices = choices.view(num_groups, -1, *choices.shape[2:]).transpose(1, 2)  # (groups, K, tokens, E)
+    position = choices.flatten(1, 2).cumsum(dim=1).view_as(choices)
+    capacity = (mask.view(num_groups, -1).sum(dim=-1) * factor / num_experts).ceil()
+    kept = (choices * (position <= capacity[:, None, None, None])).sum(dim=-1)
+    return kept.transpose(1, 2).reshape(ids.shape).bool()
+
+
+def test_a_sort_keeps_what_counting_keeps():
+    rng = np.random.default_rng(0)
+    for case in range(1000):
+        torch.manual_seed(case)
+        num_groups, in_group, length, num_experts = rng.integers(1, [4, 5, 12, 9]).tolist()
+        top_k, factor = int(rng.integers(1, num_experts + 1)), rng.integers(1, 17) / 8
+        logits = torch.randint(0, 3, (num_groups * in_group, length, num_experts)).float()  # many are equal
+        mask = torch.rand(logits.shape[:2]) < rng.choice([0.3, 0.8, 1.0])
+        arguments = logits.topk(top_k).indices, num_experts, factor, mask, num_groups
+        assert torch.equal(expert_capacity_mask(*arguments), plain_mask(*arguments)), case
+
+
+def test_a_mask_may_be_a_slice():
+    mask = torch.ones(2, 4).long()[:, :3]
+    assert expert_capacity_mask(torch.zeros(2, 3, 1, dtype=torch.long), 2, 1.0, mask).sum() == 3
 
 
 @pytest.mark.parametrize("padded", [False, True])

@@ -18,8 +18,8 @@ def tiny(monkeypatch):
 
 @pytest.mark.parametrize("name", steps.RECIPES)
 def test_a_step_of_each_row(name):
-    found = steps.recipe_step(name, "tiny", 4)()
-    assert 0 < found["trainable"] <= found["parameters"] and 0 < found["seconds"]
+    found = steps.recipe_step(name, "tiny", 4, mini_batch_size=2 if "texts" in name else None, profiled=True)()
+    assert 0 < found["trainable"] <= found["parameters"] and "Self CPU" in found["kernels"]
 
 
 def test_towers_over_the_dense_one():
@@ -28,7 +28,6 @@ def test_towers_over_the_dense_one():
 
 
 def test_images_per_second():
-    printed = steps.inference(images=[1, 3], dtype="float32", rounds=1, device="cpu")
+    printed = steps.inference(images=[1, 3], presets=["clip_up"], dtype="float32", rounds=1, device="cpu")
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed.splitlines() if line.startswith("| ")]
-    towers = ("dense", "clip_up", "clip_moe", "clip_fmoe")
-    assert [row[:2] for row in rows[1:]] == [[number, tower] for number in ("1", "3") for tower in towers]
+    assert [row[:2] for row in rows[1:]] == [["1", "dense"], ["1", "clip_up"], ["3", "dense"], ["3", "clip_up"]]
