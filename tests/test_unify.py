@@ -11,7 +11,7 @@ from conversion.dense import ONLY_EXPERTS, extract, force_expert, set_fusion_gat
 from conversion.presets import PRESETS
 from conversion.unify import convert, unify, verify
 from conversion.upcycle import upcycle
-from conversion.verification import check_equal, model_outputs, sample_inputs
+from conversion.verification import compare
 
 PLAIN, GATED = (dataclasses.replace(PRESETS["clip_moe"], fusion_gate=gate) for gate in (False, True))
 FFN = "vision_model.encoder.layers.3.mlp"
@@ -30,8 +30,7 @@ def one_expert(fusion_gate=True, seed=None, **changes):
 
 
 def assert_same_outputs(model, expected):
-    inputs = sample_inputs(model.config)
-    check_equal(model_outputs(expected, inputs), model_outputs(model, inputs), tolerance=1e-5)
+    compare(expected, model, tolerance=1e-5)
 
 
 def test_every_expert_is_its_dense_model():
