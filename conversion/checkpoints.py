@@ -2,10 +2,11 @@
 
 import contextlib
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import (
@@ -31,6 +32,8 @@ MISSING_IS_NONE = {f"_raise_exceptions_for_{name}": False for name in ("gated_re
 MISSING_IS_NONE |= {"_raise_exceptions_for_connection_errors": False}
 # Those that may be a model of their own, as an image generator's text encoder is
 TEXT_TOWERS = (CLIPTextModel, CLIPTextModelWithProjection, CLIPMoETextModel, CLIPMoETextModelWithProjection)
+# "auto": the stored one
+Dtype = torch.dtype | Literal["auto"]
 # By the type of a model that is not taken: what it is, and what to do
 DENSE_HINT = " (it is dense: clip-moe upcycle makes it sparse)"
 SPARSE_HINT = " (it is already sparse: clip-moe dense takes one expert out)"
@@ -82,7 +85,7 @@ def require_source(source: str | Path) -> None:
         raise FileNotFoundError(f"no such folder: {source} is neither a folder nor a hub name")
 
 
-def has_file(source: str | Path, *names: str) -> bool:
+def has_file(source: str | Path, names: Iterable[str]) -> bool:
     """Whether a folder or hub name has at least one of the files."""
     return any(cached_file(source, name, **MISSING_IS_NONE) is not None for name in names)
 
@@ -106,10 +109,10 @@ def model_configs(source: str | Path) -> list[PreTrainedConfig]:
     return [load_config(source, name) for name in config.experts] if isinstance(config, CLIPMoDEConfig) else [config]
 
 
-def load_model(model_class: type[PreTrainedModel], source: str | Path, **kwargs) -> PreTrainedModel:
+def load_model(model_class: type[PreTrainedModel], source: str | Path, dtype: Dtype = "auto") -> PreTrainedModel:
     """Loads a model of exactly this class from a folder or hub name, in evaluation mode and its own dtype."""
     config_of(model_class, source)
-    return load_weights(model_class, source, **kwargs)
+    return load_weights(model_class, source, dtype)
 
 
 def config_of(model_class: type[PreTrainedModel], source: str | Path) -> PreTrainedConfig:
@@ -122,14 +125,15 @@ def config_of(model_class: type[PreTrainedModel], source: str | Path) -> PreTrai
     return config
 
 
-def load_weights(model_class: type[PreTrainedModel], source: str | Path, **kwargs) -> PreTrainedModel:
+def load_weights(model_class: type[PreTrainedModel], source: str | Path, dtype: Dtype = "auto") -> PreTrainedModel:
     """As `load_model`, of a class that may be a part of the stored model."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # the library's report of unfit tensors: the error below says it all
-    options = {"dtype": "auto", "output_loading_info": True, "ignore_mismatched_sizes": True} | kwargs
     try:
         with loading(source):
-            model, info = model_class.from_pretrained(source, **options)
+            model, info = model_class.from_pretrained(
+                source, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+            )
     finally:
         logging.set_verbosity(verbosity)
     problems = {
@@ -143,17 +147,17 @@ def load_weights(model_class: type[PreTrainedModel], source: str | Path, **kwarg
     return model.eval()
 
 
-def load_clip(source: str | Path, **kwargs) -> PreTrainedModel:
+def load_clip(source: str | Path, dtype: Dtype = "auto") -> PreTrainedModel:
     """Loads a dense or a sparse CLIP of any family, see `load_model`."""
-    return load_model(clip_class(source), source, **kwargs)
+    return load_model(clip_class(source), source, dtype)
 
 
-def load_whole_or_tower(source: str | Path, **kwargs) -> PreTrainedModel:
+def load_whole_or_tower(source: str | Path, dtype: Dtype = "auto") -> PreTrainedModel:
     """Loads a model of any family, or a CLIP's text tower alone, dense or sparse, see `load_model`."""
     config = load_config(source)
     tower = next((tower for tower in TEXT_TOWERS if tower.__name__ in (config.architectures or [])), None)
     known = config.model_type in FAMILY_OF_TYPE
-    return load_model(tower or (model_class(config) if known else CLIPModel), source, **kwargs)
+    return load_model(tower or (model_class(config) if known else CLIPModel), source, dtype)
 
 
 def clip_class(source: str | Path) -> type[PreTrainedModel]:
@@ -168,16 +172,16 @@ def is_sparse(config: PreTrainedConfig) -> bool:
     )
 
 
-def load_dense(source: str | Path, **kwargs) -> PreTrainedModel:
+def load_dense(source: str | Path, dtype: Dtype = "auto") -> PreTrainedModel:
     """Loads a dense model of any family, see `load_model`; one with a shared encoder is a `CLIPMoEModel`."""
     config, family = _with_family(source)
     shared = isinstance(config, SparseMoEConfig) and not is_sparse(config)
-    return load_model(family.sparse if shared else family.dense, source, **kwargs)
+    return load_model(family.sparse if shared else family.dense, source, dtype)
 
 
-def load_sparse(source: str | Path, **kwargs) -> PreTrainedModel:
+def load_sparse(source: str | Path, dtype: Dtype = "auto") -> PreTrainedModel:
     """Loads a sparse model of any family, see `load_model`."""
-    return load_model(_with_family(source)[1].sparse, source, **kwargs)
+    return load_model(_with_family(source)[1].sparse, source, dtype)
 
 
 def _with_family(source: str | Path) -> tuple[PreTrainedConfig, Family]:

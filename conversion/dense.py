@@ -18,6 +18,7 @@ from modeling_clip_moe.dispatch import dispatch
 from modeling_clip_moe.families import family_of
 from modeling_clip_moe.sparse_moe import CLIPMoESparseMoeBlock
 from records.files import read_record, save
+from records.messages import join_names
 from records.provenance import weights_fingerprint
 
 BASE = "base"
@@ -89,10 +90,9 @@ def extract(sparse: PreTrainedModel, expert: int | str, scale: Scale | None = No
 def require_expert(config: SparseMoEConfig, expert: int | str) -> None:
     """Raises a ValueError where a sparse tower has no such expert."""
     for tower in sparse_ffns(config).values():
-        if expert == BASE and not tower.fusion_gate:
-            raise ValueError(f"{tower.base_config_key}: there is no base FFN, since fusion_gate is False")
-        if expert != BASE and not 0 <= expert < tower.num_experts:
-            raise ValueError(f"{tower.base_config_key}: there is no expert {expert}, only 0 to {tower.num_experts - 1}")
+        known = [*map(str, range(tower.num_experts)), *([BASE] if tower.fusion_gate else [])]
+        if str(expert) not in known:
+            raise ValueError(f"{tower.base_config_key}: there is no expert {expert}, only {join_names(known)}")
 
 
 # Logits of fusion gates whose sigmoid is 1, only the base, and 0, only the experts

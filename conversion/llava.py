@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 SAME_FEATURES = 0.999
 
 
-def load_tower(source: str | Path, **kwargs) -> PreTrainedModel:
+def load_tower(source: str | Path) -> PreTrainedModel:
     """Loads the sparse vision tower of a whole model or of a folder of its own."""
     config = load_config(source)
     vision = getattr(config, "vision_config", config)
@@ -28,7 +28,7 @@ def load_tower(source: str | Path, **kwargs) -> PreTrainedModel:
         raise ValueError(
             f"{source} has no sparse vision tower of one image size: it is of type {config.model_type!r}{hint}"
         )
-    return load_weights(MODEL_MAPPING[type(vision)], source, **kwargs)
+    return load_weights(MODEL_MAPPING[type(vision)], source)
 
 
 def swap(llava: LlavaForConditionalGeneration, tower: PreTrainedModel) -> None:
@@ -97,7 +97,7 @@ def verify(folder: Path, expected: dict[str, Tensor]) -> None:
 def write_processor(source: str | Path, tower_source: str | Path, folder: Path) -> None:
     """Saves LLaVA's processor with the tower's way to prepare images, if it has one."""
     processor, config, image_source = load_processor(source), load_config(folder), source
-    if has_file(tower_source, *IMAGE_PROCESSOR_FILES):
+    if has_file(tower_source, IMAGE_PROCESSOR_FILES):
         processor.image_processor, image_source = load_image_processor(tower_source), tower_source
     require_fit(config, tower_source, image_source, image_processor=processor.image_processor)
     processor.patch_size = config.vision_config.patch_size

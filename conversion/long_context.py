@@ -33,12 +33,12 @@ def stretch_positions(table: Tensor, length: int, keep: int = KEPT_POSITIONS) ->
     """
     rows = len(table)
     stretched = rows - keep
-    if stretched < 2:
-        raise ValueError(f"a table of {rows} rows, {keep} of which stay, leaves none to interpolate between")
-    ratio, rest = divmod(length - keep, stretched)
-    if rest or ratio < 2:
+    ratio, rest = divmod(length - keep, max(stretched, 1))
+    if stretched < 2 or rest or ratio < 2:  # the last row is extrapolated from two
         possible = ", ".join(str(keep + stretched * r) for r in range(2, 6))
-        raise ValueError(f"{rows} positions cannot be stretched to {length}, only to {possible}, ...")
+        raise ValueError(
+            f"{rows} positions, of which {keep} stay, cannot be stretched to {length}, only to {possible}, ..."
+        )
     start = table[keep:].to(torch.promote_types(table.dtype, torch.float32))
     step = torch.cat([start.diff(dim=0), start[-1:] - start[-2:-1]])
     shares = torch.arange(ratio, dtype=start.dtype, device=table.device)[:, None] / ratio  # (r, 1)

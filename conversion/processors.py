@@ -63,10 +63,10 @@ def _load(auto_class: Any, source: str | Path, **kwargs) -> Any:
 def load_processor(source: str | Path) -> ProcessorMixin:
     """The processor of a folder or hub name, which fits the model that is there."""
     for what, names in (("tokenizer", TOKENIZER_FILES), ("image processor", IMAGE_PROCESSOR_FILES)):
-        if not has_file(source, *names):
+        if not has_file(source, names):
             raise FileNotFoundError(f"{source} has no {what}; copy the one it was trained with there")
     processor = _load(AutoProcessor, source)
-    if has_file(source, "config.json"):
+    if has_file(source, ["config.json"]):
         for config in model_configs(source):
             require_fit(config, source, source, processor.tokenizer, processor.image_processor)
             mark_padding(config, processor.tokenizer)
@@ -224,7 +224,7 @@ def load_halves(source: str | Path) -> tuple[Any, PreTrainedTokenizerBase | None
 
     Looks for the files first, since transformers makes up an empty tokenizer for a model that has none.
     """
-    has_tokenizer, has_image_processor = has_file(source, *TOKENIZER_FILES), has_file(source, *IMAGE_PROCESSOR_FILES)
+    has_tokenizer, has_image_processor = has_file(source, TOKENIZER_FILES), has_file(source, IMAGE_PROCESSOR_FILES)
     if has_tokenizer and has_image_processor:
         processor = _load(AutoProcessor, source)
         return processor, processor.tokenizer, processor.image_processor

@@ -84,8 +84,6 @@ def infer_sparse_config(state: Mapping[str, Tensor], num_experts_per_tok: int = 
     # The first expert of every block stands for an FFN: all else is an OpenAI checkpoint.
     dense = infer_config({key.replace(".experts.0.", ".mlp."): tensor for key, tensor in state.items()})
     matches = [match for key in state if (match := EXPERT.fullmatch(key))]
-    if not matches:
-        raise ValueError("no tensor is an expert's: this is no CLIP-MoE; for a dense CLIP there is `clip-moe openai`")
     towers = {}
     for name, config_class in CLIPMoEConfig.sub_configs.items():
         prefix = "visual." if name == "vision_config" else None

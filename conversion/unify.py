@@ -47,7 +47,8 @@ def unify(
         The model in evaluation mode and the widest dtype of all: experts are trained in float32.
     """
     config = unified_config(base.config, len(experts), preset, towers, base_expert)
-    base_state, parts = base.state_dict(), expert_parts(base.config, config)
+    trained = rf"\.{TRAINED_PARTS}" if is_sparse(base.config) else ""
+    base_state, parts = base.state_dict(), re.compile(rf"(?:{'|'.join(sparse_ffns(config))}){trained}\.")
     source = {}
     for number, model in enumerate((base, *experts)):
         state = model.state_dict()
@@ -73,8 +74,6 @@ def unified_config(
         experts = number + (base_expert and not preset.fusion_gate)
         return sparse_config(base, dataclasses.replace(preset, num_experts=experts), towers)
     ffns = sparse_ffns(base).values()
-    if any(config.num_experts != 1 for config in ffns):
-        raise ValueError("the base must have sparse layers with one expert each, as what its experts were trained from")
     gate = preset.fusion_gate or any(config.fusion_gate for config in ffns)
     routing = {
         "num_experts": number + (base_expert and not gate),
@@ -117,14 +116,8 @@ def stacking_rules(config: SparseMoEConfig, gated: bool, base_expert: bool) -> l
     return rules
 
 
-def expert_parts(base: PreTrainedConfig, unified: SparseMoEConfig) -> re.Pattern[str]:
-    """Matches the parameters in which an expert may differ from its base."""
-    parts = rf"\.{TRAINED_PARTS}" if is_sparse(base) else ""
-    return re.compile(rf"(?:{'|'.join(sparse_ffns(unified))}){parts}\.")
-
-
 def require_expert(name: str, base: Mapping[str, Tensor], expert: Mapping[str, Tensor], parts: re.Pattern[str]) -> None:
-    """Raises ValueError if an expert differs from its base beyond these parts; names the tensors."""
+    """Raises ValueError if an expert differs from its base in tensors beside those whose names begin with `parts`."""
     differing = [
         key
         for key, tensor in base.items()

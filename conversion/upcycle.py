@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import CLIPConfig, PreTrainedConfig, PreTrainedModel
 
-from conversion.checkpoints import load_config, load_dense, load_sparse
+from conversion.checkpoints import load_dense, load_sparse
 from conversion.presets import TOWERS, Preset, sparse_layers
 from conversion.processors import copy_processor
 from conversion.rules import Rule, apply_rules
@@ -214,15 +214,14 @@ def change_routing(config: SparseMoEConfig, routing: Mapping[str, Mapping[str, A
 def verify(source: str | Path, folder: Path) -> None:
     """Compares a saved upcycled model with its dense source, both in float32, with routing weights that sum to 1 and
     without a capacity."""
-    config = load_config(folder)
-    for tower_config in sparse_ffns(config).values():
+    sparse = load_sparse(folder, torch.float32)
+    for tower_config in sparse_ffns(sparse.config).values():
         tower_config.eval_capacity_factor = None
         if not tower_config.norm_topk_prob:
             tower = tower_config.base_config_key
             print(f"{tower}: routing weights do not sum to 1, so the model starts below the dense one")
             tower_config.norm_topk_prob = True
-    sparse = load_sparse(folder, config=config, dtype=torch.float32)
-    compare(load_dense(source, dtype=torch.float32), sparse)
+    compare(load_dense(source, torch.float32), sparse)
 
 
 def convert(

@@ -24,7 +24,7 @@ def require_loadable(folder: str | Path) -> None:
         load_model(LlavaForConditionalGeneration, folder)
     else:
         load_whole_or_tower(folder)
-    if has_file(folder, *TOKENIZER_FILES) and has_file(folder, *IMAGE_PROCESSOR_FILES):
+    if has_file(folder, TOKENIZER_FILES) and has_file(folder, IMAGE_PROCESSOR_FILES):
         load_processor(folder)
 
 

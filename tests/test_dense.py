@@ -137,9 +137,9 @@ def test_bad_scales_end_in_one_line(unnormalized, tmp_path):
 
 def test_bad_choices_and_sources(sparse, tmp_path):
     for expert in (-1, 4):
-        with pytest.raises(ValueError, match=f"there is no expert {expert}, only 0 to 3"):
+        with pytest.raises(ValueError, match=f"there is no expert {expert}, only 0, 1, 2, 3, base"):
             extract(sparse, expert)
-    with pytest.raises(ValueError, match="no base FFN, since fusion_gate is False"):
+    with pytest.raises(ValueError, match="there is no expert base, only 0, 1, 2, 3"):
         extract(upcycle(tiny_clip(), PRESETS["clip_moe"]), "base")
     dense = saved(tmp_path / "dense", tiny_clip())
     assert "it is dense" in error_of(clip_moe.main, "dense", tmp_path / "out", "--model", dense, "--take", 0)

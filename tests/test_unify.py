@@ -29,6 +29,10 @@ def one_expert(fusion_gate=True, seed=None, **changes):
     return model if seed is None else moved(model, (".experts.", ".fusion_gate."), seed)
 
 
+def fused():
+    return upcycle(tiny_clip(), PRESETS["clip_fmoe"])
+
+
 def assert_same_outputs(model, expected):
     compare(expected, model, tolerance=1e-5)
 
@@ -108,7 +112,7 @@ def test_what_becomes_of_the_base(preset, base_expert, number, is_sparse):
         (one_expert, lambda: [one_expert(seed=1), one_expert(sparse_layers=[1])], r"expert 2 .*layers\.[13]\.mlp"),
         (one_expert, lambda: [one_expert(False, 1)], r"expert 1 .* differs in .*fusion_gate"),
         (one_expert, lambda: [moved(one_expert(seed=1), f"{FFN}.base.fc1.w", 2)], f"1 .* in {FFN}.base.fc1.weight$"),
-        (lambda: upcycle(tiny_clip(), PRESETS["clip_fmoe"]), lambda: [one_expert(seed=1)], "one expert each"),
+        (fused, lambda: [fused(), fused()], "of the wrong shape: .*experts"),  # four experts each
     ],
 )
 def test_what_cannot_be_unified(base, experts, message):

@@ -85,10 +85,8 @@ def build(
 
 
 def copy_model(source: Path, folder: Path) -> PreTrainedModel:
-    """Write a model, its processor and its encoder of metadata into another folder, and return the model.
-
-    What else lies in its folder, code that is not ours, and what is true on this machine alone stay behind.
-    """
+    """Write a model, its processor and its encoder of metadata into another folder, and return the model. Other
+    files in its folder, code that is not ours, and what is true on this machine alone stay behind."""
     with trusted_copy(source) as copy:
         model = load_mixture(copy) if isinstance(load_config(copy), CLIPMoDEConfig) else load_clip(copy)
         save(model, folder, max_shard_size=SHARD)
@@ -101,8 +99,7 @@ def copy_model(source: Path, folder: Path) -> PreTrainedModel:
 
 def write_processor(source: Path, folder: Path) -> None:
     """Save a processor with the files that older programs look for: `preprocessor_config.json`, and of CLIP's
-    tokenizer `vocab.json` and `merges.txt`.
-    """
+    tokenizer `vocab.json` and `merges.txt`."""
     processor = load_processor(source)
     forget_last_call(processor.tokenizer)
     save(processor, folder)

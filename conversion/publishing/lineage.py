@@ -210,10 +210,8 @@ def _source(record: Record) -> str | None:
 
 
 def _all_data(made: dict[Path, Record], local: Collection[str]) -> list[DataOrigin]:
-    """The data of stages that no stage made; what several read stands once, with the most pairs that one trained on.
-
-    A stage of one cluster does not tell how many pairs its data have.
-    """
+    """The data of stages that no stage made; what several read stands once, with the most pairs that one trained on. A
+    stage of one cluster does not tell how many pairs its data have."""
     pairs_of: dict[tuple[str, DataOrigin], int | None] = {}
     for origin, record in made.items():
         source = _source(record)
@@ -238,10 +236,8 @@ def _data(settings: dict[str, Any], is_local: bool) -> DataOrigin:
 
 
 def _results_of_weights(pattern: str, folder: Path, weights: str) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """The results in a run, oldest first, that are of the weights in a folder as they are now.
-
-    Warns of those that only share its name.
-    """
+    """The results in a run, oldest first, that are of the weights in a folder as they are now. Warns of those that only
+    share its name."""
     others = []
     for path in sorted(folder.parent.glob(pattern), key=lambda path: path.stat().st_mtime):
         result = read_record(path, dict)
