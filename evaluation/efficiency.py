@@ -65,7 +65,7 @@ def compare_models(
     }
     if output_dir is not None:
         require_free_page(output_dir / "efficiency", settings)
-    with_weights = [name for name in models if paper_config(name) is None and has_file(name, *WEIGHT_FILES)]
+    with_weights = [name for name in models if paper_config(name) is None and has_file(name, WEIGHT_FILES)]
     for name in with_weights:  # before all of them are in memory
         costs[name]["measured"] = measure_memory(name, batch_size, device, dtype)
     for name, speed in measure_speed(with_weights, batch_size, device, dtype).items():

@@ -105,7 +105,7 @@ class TextEncoder:
                 f"sentence-transformers {sentence_transformers.__version__} runs code of the folders that it loads: "
                 "pip install 'sentence-transformers>=6'"
             )
-        self.source, self.pooling, is_whole = source, pooling, has_file(source, "modules.json")
+        self.source, self.pooling, is_whole = source, pooling, has_file(source, ["modules.json"])
         self.name = name or (_name(source) if is_whole else f"{_name(source)}:{pooling}")
         with loading(source):
             model = {"model_name_or_path": source} if is_whole else {"modules": _modules(source, pooling)}
@@ -185,9 +185,9 @@ def open_encoder(
     modality: Modality = "text",
 ) -> SentenceEncoder:
     """The encoder of a folder or hub name: a tower of a CLIP, or a sentence encoder, see `TextEncoder`."""
-    if modality == "text" and has_file(source, "modules.json"):
+    if modality == "text" and has_file(source, ["modules.json"]):
         return TextEncoder(source, pooling, name, device)
-    if not has_file(source, "config.json"):
+    if not has_file(source, ["config.json"]):
         raise FileNotFoundError(
             f"there is no sentence encoder {source}: no folder with a model, none that can be had from the Hub, nor "
             "tfidf"

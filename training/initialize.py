@@ -222,7 +222,7 @@ def _tokenizer_of(name: str, context_length: int) -> CLIPTokenizer:
 def _require_half(source: str, half: str, files: tuple[str, ...]) -> None:
     """A folder or hub name has this half of a processor, which transformers would make up."""
     require_source(source)
-    if not has_file(source, *files):
+    if not has_file(source, files):
         raise FileNotFoundError(f"{source} has no {half} ({' or '.join(files)}), here or on the Hub")
 
 
