@@ -258,14 +258,6 @@ def test_mistakes_end_in_one_line(arguments, message):
     assert message in error_of(efficiency.main, *arguments)
 
 
-@pytest.mark.slow
-def test_too_little_memory_is_one_line(dense):
-    for measure, models in ((speed.measure_memory, str(dense)), (speed.measure_speed, [str(dense)])):
-        message = f"{dense} cannot embed 1000000000 at a time in float32 on cpu, for want of memory"
-        with pytest.raises(ValueError, match=message):
-            measure(models, 10**9, torch.device("cpu"), torch.float32)
-
-
 def test_what_there_is_to_remember(dense, configs, capsys):
     """Every number of bits for each parameter of the dense model's layers has a verdict."""
     layers = 4 * (4 * 16**2 + 8 * 16 + 2 * 16 * 32 + 32 + 16)
