@@ -1,13 +1,12 @@
 """How fast models embed, and how much memory that takes."""
 
 import math
-import signal
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from multiprocessing import active_children, get_context
+from multiprocessing import get_context
 from typing import Any, TypeVar
 
 import torch
@@ -68,18 +67,7 @@ def in_own_process(function: Callable[..., Result], *arguments: Any) -> Result:
     quiet = disable_progress_bar if are_progress_bars_disabled() else None
     # A fork of a process that has used OpenMP would wait for threads that are not there
     with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=quiet) as process:
-        others = set(active_children())
-        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # of which the process would print its own traceback
-        try:
-            computed = process.submit(function, *arguments)
-        finally:
-            signal.signal(signal.SIGINT, handler)
-        try:
-            return computed.result()
-        except BaseException:  # also Ctrl-C: it may compute for long
-            for child in set(active_children()) - others:
-                child.kill()
-            raise
+        return process.submit(function, *arguments).result()
 
 
 def _memory(model: str, batch_size: int, device: str, dtype: torch.dtype) -> dict[str, int]:

@@ -82,7 +82,7 @@ def cut(path):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (Path.unlink, f"{SECOND} is not there: do all processes see this folder"),
+        (Path.unlink, rf"{SECOND} is not there \(do all processes see this folder"),
         (cut, f"{SECOND} is damaged"),
         (lambda path: save_arrays(path, {"rows": TABLE[100:190]}), f"{SECOND} has 90 rows, not 100"),
         (lambda path: save_arrays(path, {}), f"{SECOND} has 0 rows, not 100"),

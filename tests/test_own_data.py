@@ -103,7 +103,7 @@ def test_labels_of_every_sort(tmp_path, labels, features, classes, captions):
     [
         ([0, 1], None, "column label holds no names"),
         (["one", "three"], ["one", "two"], "no class: three; the classes need the column's own names, and are"),
-        (["one", None], ["one", "two"], "row 1 of column label has None"),
+        (["one", None], ["one", "two"], "column label has labels that are no class: None; the classes"),
         (["n01440764", "n01443537"], ["n01440764 tench"], "has none for 1 classes, such as n01443537"),
         (["n01440764", "n01443537"], ["n01440764 tench", "n01443537"], "the class 'n01440764 tench' is WordNet's id"),
         (["10", "9", "2"], None, "calls its classes 2, 9, 10, .* their 3 names .*, one a line, as tench"),
