@@ -25,8 +25,8 @@ from records.intervals import difference_reach
 
 slow = pytest.mark.slow
 TASKS = {
-    "pairs": Task("pairs", "pairs", "60 pairs", lambda: (symbols.load_minimal_pairs("test", 60), 0)),
-    "retrieval": Task("retrieval", "retrieval", "40", lambda: (symbols.load("test", "detailed", 40), 0)),
+    "pairs": Task("pairs", "pairs", "42 pairs", lambda: (symbols.load_minimal_pairs("test", 42), 0)),
+    "retrieval": Task("retrieval", "retrieval", "24", lambda: (symbols.load("test", "detailed", 24), 0)),
 }
 RETRIEVAL = {"retrieval": TASKS["retrieval"]}
 sparse, unnormalized, gated = small_experts.sparse, small_experts.unnormalized, small_experts.gated
@@ -50,7 +50,9 @@ def analyses(sparse, unnormalized, gated, tmp_path_factory):
         ("gated", gated, RETRIEVAL, {"num_experts_per_tok": [1, 4]}),
     ):
         out = tmp_path_factory.mktemp("out") / name
-        beginning = analyze_experts(folder, tasks, out, **kwargs)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("evaluation.preferences.NUM_SHOWN", 2)  # patches are slow to draw
+            beginning = analyze_experts(folder, tasks, out, **kwargs)
         found[name] = out, (out / "experts.md").read_text(), json.loads((out / "experts.json").read_text())
         assert found[name][1].startswith(f"# Experts\n\n{beginning}\n")
     return found
