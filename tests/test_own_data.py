@@ -54,10 +54,10 @@ def test_another_seed_has_other_pictures_of_the_same_kinds():
         for load, load_other in loads:
             rows, others = load()[0], load_other()[0]
             column = next(column for column in rows.column_names if column.startswith("image"))
-            assert [image.tobytes() for image in rows[column]] != [image.tobytes() for image in others[column]], name
-            assert len(rows) == len(others) and load_other()[0][:] == others[:]
+            assert rows[0][column].tobytes() != others[0][column].tobytes() and len(rows) == len(others), name
+            if load is task.load:
+                assert task.protocol.startswith(f"{len(rows)} "), name
         assert (task.data, other.data) == ({}, {"seed": 7}) and task.protocol == other.protocol
-        assert task.protocol.startswith(f"{len(task.load()[0])} "), name
     assert find_tasks([name], seed=0)[name] is task
 
 
