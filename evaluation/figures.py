@@ -9,6 +9,7 @@ from typing import BinaryIO
 
 import matplotlib
 import numpy as np
+from matplotlib import font_manager
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -17,10 +18,15 @@ from records.markdown import one_line
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402  after the choice of a backend that needs no screen
 
+# Matplotlib's own font lacks Chinese, Japanese and Korean
+OTHER_FONTS = ("Noto Sans CJK JP", "Noto Sans CJK SC", "WenQuanYi Zen Hei", "Hiragino Sans", "Microsoft YaHei")
+
 # Text and axes: in an SVG, this color becomes that of the page
 INK = "#012345"
 PAPER = "<style>svg { color: #222 } @media (prefers-color-scheme: dark) { svg { color: #ddd } }</style>"
 
+installed = {font.name for font in font_manager.fontManager.ttflist}
+matplotlib.rcParams["font.family"] = ["DejaVu Sans", *(font for font in OTHER_FONTS if font in installed)]
 for part in ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"):
     matplotlib.rcParams[part] = INK
 # A character that no font has is drawn as a box, which says it
