@@ -7,7 +7,8 @@ from markdown_it import MarkdownIt
 from published_runs import card_of, change_model, lineage_of, made, run, write_analysis
 
 from conversion.publishing.lineage import WORLDS, DataOrigin, Lineage
-from data import worlds
+from data import names
+from data.symbols import KINDS
 from records.provenance import Record
 
 pytestmark = pytest.mark.slow
@@ -64,7 +65,5 @@ def test_examples_are_of_the_models_own_data():
     text = told(stages=SCRATCH, data=[OWN])
     assert text.count('["one text about the image", "another text"]') == 4 and "a cat" not in text
     assert '"a photo of a cat"' in told(bases=["openai/clip-vit-large-patch14"])
-    for world in WORLDS.keys() - {"icons"}:  # which are an integration
-        rows = worlds.world(world).load("train", "web", 4096)
-        kinds = {template.format(kind) for kind in rows["kind"] for template in ("{}", "a picture of a {}")}
-        assert set(WORLDS[world]) <= kinds | {text.replace(" a a", " an a") for text in kinds}
+    assert set(WORLDS["names"]) <= {names.name_of(town) for town in range(4096)}
+    assert set(WORLDS["symbols"]) <= {f"a picture of {article} {kind}" for kind in KINDS for article in ("a", "an")}
