@@ -1,21 +1,15 @@
 """What trains and what decays."""
 
-import logging
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate import Accelerator
 from tiny_clip_moe import tiny_model
 from tiny_families import tiny_dense
 from torch import nn
 
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
-from modeling_clip_moe.experts import CLIPMoEExperts
 from modeling_clip_moe.families import FAMILIES, IMAGE_TOWERS
-from training.engine import _warn_without_gradient
-from training.fit import warn_of_equal_experts
 from training.optimizers import make_optimizer, parameter_groups, set_trainable
 from training.train_settings import OptimizerSettings
 
@@ -32,28 +26,6 @@ def test_routers_only(model):
     assert trainable == [f"{tower}_model.encoder.layers.1.mlp.router.weight" for tower in ("text", "vision")]
     assert {*trainable, *frozen} == {name for name, _ in model.named_parameters()} and not {*trainable} & {*frozen}
     assert {name for name, p in model.named_parameters() if p.requires_grad} == set(trainable)
-
-
-def test_a_router_between_equal_experts_cannot_learn(model, caplog):
-    """As `upcycle` makes them, unless they train as well."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if ".experts." in name:
-                parameter.copy_(parameter[:1].expand_as(parameter).clone())
-    for trainable in (r"\.(router|experts)\.", "logit_scale"):
-        set_trainable(model, trainable)
-        warn_of_equal_experts(model)
-    assert not caplog.text
-    set_trainable(model, r"\.router\.")
-    warn_of_equal_experts(model)
-    assert "mlp.router cannot learn where experts are equal and do not train" in caplog.text
-    caplog.clear()
-    with torch.no_grad():
-        for module in model.modules():
-            if isinstance(module, CLIPMoEExperts):
-                module.down_proj_bias[1] += 1
-    warn_of_equal_experts(model)
-    assert not caplog.text
 
 
 def test_bad_patterns(model):
@@ -121,12 +93,3 @@ def test_rates_of_a_shared_encoder():
     for name, rate in rates.items():
         number = re.search(r"encoder\.layers\.(\d)", name)
         assert rate == 0.5 ** (2 - int(number[1]) if number else 3 * ("embeddings" in name or "pre_layrnorm" in name))
-
-
-def test_weights_that_nothing_asks_for_are_named(caplog):
-    task = nn.ModuleDict({"model": nn.ModuleDict({"used": nn.Linear(2, 2), "unused": nn.Linear(2, 2, bias=False)})})
-    task["model"]["used"](torch.ones(1, 2)).sum().backward()
-    with caplog.at_level(logging.WARNING):
-        _warn_without_gradient(Accelerator(cpu=True), task, SimpleNamespace(name="a_stage"))
-    (message,) = caplog.messages
-    assert message == "a_stage: 1 of 3 weights that train have no gradient and stay as they are: unused.weight"

@@ -78,9 +78,7 @@ def sparse(fields):
 def computed(model, settings, batch, accelerator):
     task = accelerator.prepare(ContrastiveTask(model, settings))
     share = split_batch(batch, BATCH // accelerator.num_processes)[accelerator.process_index]
-    metrics = _compute_gradient(
-        accelerator, task, model, iter([share]), settings, 0, FirstFault("tuned", Path("nowhere"))
-    )
+    metrics = _compute_gradient(accelerator, task, iter([share]), settings, 0, FirstFault("tuned", Path("nowhere")))
     metrics = {name: accelerator.reduce(value, "mean") for name, value in metrics.items()}
     return metrics, {name: gradient.clone() for name, gradient in gradients(model).items() if gradient is not None}
 
@@ -115,7 +113,7 @@ def test_dropout_is_the_same_both_times():
     task = ContrastiveTask(model, stage(mini_batch_size=4))
     seen = []
     model.register_forward_hook(lambda module, inputs, outputs: seen.append(outputs.image_embeds.detach()))
-    cached_gradient(accelerator, task, model, batch, 4, 1.0, True)
+    cached_gradient(accelerator, task, batch, 4, 1.0, True)
     first, second = seen[:3], seen[3:]
     torch.testing.assert_close(second, first, rtol=0, atol=0)
     assert torch.rand(1) != first[0].flatten()[0]
@@ -129,7 +127,7 @@ def test_a_router_loss_of_a_part_alone_is_refused():
     model = sparse({})
     task = ContrastiveTask(model, settings)
     with pytest.raises(ValueError, match="mini_batch_size: the router loss of this stage differs from part to part"):
-        cached_gradient(Accelerator(cpu=True), task, model, whole_batch({}), 4, 1.0, True)
+        cached_gradient(Accelerator(cpu=True), task, whole_batch({}), 4, 1.0, True)
 
 
 def worker(folder):

@@ -32,7 +32,6 @@ class BalancedTask(ContrastiveTask):
         self.register_buffer("is_odd", torch.tensor(False))
         self.register_buffer("scratch", torch.zeros(3), persistent=False)
         self.register_buffer("seen", model.text_projection.weight.detach()[:, :2])
-        self.register_buffer("wide", torch.zeros(1).expand(3))
         model.text_projection.register_buffer("usage", torch.zeros(16))
         model.text_projection.register_buffer("least", torch.tensor(float("inf")))
 
@@ -41,10 +40,9 @@ class BalancedTask(ContrastiveTask):
         usage = self.model.text_projection.usage
         with torch.no_grad():
             self.batches += 1
-            self.wide[:1] += 1
             self.is_odd.logical_not_()
             usage.mul_(0.9).add_(loss)
-        loss = loss * (1 + usage.mean() + self.batches + self.is_odd + self.wide.sum() + self.seen.sum())
+        loss = loss * (1 + usage.mean() + self.batches + self.is_odd + self.seen.sum())
         return loss, metrics | {"loss": loss.detach()}
 
 
@@ -90,11 +88,10 @@ def test_resumed_is_the_same_to_the_bit(whole, tmp_path, stop, settings):
     checkpoints = [path.name for path in (left / "checkpoints").glob("step-*")]
     assert checkpoints == ([f"step-{stop // 2 * 2:08d}"] if stop >= 2 else [])
     if settings.get("change") is balance:
-        # Those of a loss stay out of the file of the model: a view of a weight, an expanded one, ...
+        # Those of a loss stay out of the file of the model: a view of a weight, ...
         kept = load_file(left / "checkpoints/step-00000004/model.safetensors")
         assert kept["model.text_projection.least"].isinf() and kept["model.text_projection.usage"].any()
         assert (kept["batches"].item(), kept["is_odd"].item(), "scratch" in kept) == (4, False, False)
-        assert kept["wide"].tolist() == [4, 4, 4]
         assert torch.equal(kept["seen"], kept["model.text_projection.weight"][:, :2])
     resumed = train(tmp_path, **settings)
     assert losses(resumed) == losses(whole(**settings)) and same_weights(resumed, whole(**settings))

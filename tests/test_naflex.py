@@ -100,14 +100,14 @@ def stage_of(**settings):
 def test_random_crops_are_refused(folder):
     stage = stage_of(augmentation={"random_resized_crop": [0.5, 1]})
     (problem,) = problems_of_training(stage, load_config(folder), len(SIZES))
-    assert problem.startswith("augmentation: random crops have one size, but this model takes images of any shape")
+    assert problem.startswith("augmentation: it goes with images of one size, but this model takes any shape")
 
 
 def step(folder, batch, **settings):
     """What is logged, and the gradients."""
     model, stage, accelerator = load_sparse(folder).train(), stage_of(**settings), Accelerator(cpu=True)
     task = ContrastiveTask(model, stage)
-    metrics = _compute_gradient(accelerator, task, model, iter([batch]), stage, 0, FirstFault("tuned", Path("nowhere")))
+    metrics = _compute_gradient(accelerator, task, iter([batch]), stage, 0, FirstFault("tuned", Path("nowhere")))
     return metrics, {name: parameter.grad for name, parameter in model.named_parameters()}
 
 

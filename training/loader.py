@@ -2,7 +2,7 @@
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,6 @@ from data.preparation import Preparation
 from data.sources import DataArguments, Rows, named_files_hash, reading
 from data.tokenizer import SAMPLE, pieces_per_word, read_texts, tokenize
 from data.workers import errors_of_workers, worker_options
-from records.messages import shortened
 from training.duplicates import streamed_image_key, token_keys
 from training.samplers import ClusterBatchSampler, GlobalBatchSampler
 
@@ -62,10 +61,10 @@ class PairLoader:
         image_keys: np.ndarray | None = None,
         group_by_length: bool = False,
     ):
-        self.group_by_length = group_by_length
         self.rows, self.processor, self.arguments = rows, processor, arguments
         self.batch_size, self.seed, self.with_keys, self.image_keys = batch_size, seed, with_keys, image_keys
         self.rank, self.world_size, self.caption_weights = rank, world_size, caption_weights
+        self.group_by_length = group_by_length
         if arguments.streaming and arguments.num_samples is not None and max(arguments.num_workers, 1) * world_size > 1:
             raise ValueError(
                 f"num_samples = {arguments.num_samples}: a stream that {world_size} processes with "
@@ -73,33 +72,28 @@ class PairLoader:
             )
         if caption_weights is not None:
             _require_weighted(rows, caption_weights, arguments.source)
-        self.by_number = None
         self.prepare = Preparation(processor.image_processor, augmentation)
         if not arguments.streaming:
             self.pairs = _Pairs(rows, self.prepare, arguments, seed, caption_weights is not None)
-            if self.pairs.prepared is not None:
-                self.by_number = self.pairs.prepared_images
             if sampler is None:
                 sampler = GlobalBatchSampler(len(rows), batch_size, rank, world_size, seed)
             self.sampler = sampler
 
     def __len__(self) -> int:
-        """Batches of an epoch; a stream has no known length."""
+        """Batches of an epoch, unless it is a stream."""
         return len(self.sampler)
 
     @property
     def bytes_in_memory(self) -> int:
         """Of the images that `in_memory` keeps."""
-        prepared = {} if self.arguments.streaming else self.pairs.prepared or {}
-        return sum(value.nbytes for value in prepared.values())
+        return sum(value.nbytes for value in (self._prepared or {}).values())
 
     def batches(self, start: int) -> Iterator[dict[str, torch.Tensor]]:
         """Batches from number `start` of the run on: what `Preparation` makes of B images, `input_ids` and
         `attention_mask` (B, S), padded to the longest caption and cut at the tokenizer's `model_max_length`.
 
-        With `caption_weights` they hold the captions of all images, one image after the other, without those that are
-        missing, and `caption_mask` (B, L) tells which these are. With `with_keys`, they have the fields of
-        `training.losses.Pairing`.
+        With `caption_weights` they hold the captions of all images that are there, one image after the other, and
+        `caption_mask` (B, L). With `with_keys`, they have the fields of `training.losses.Pairing`.
         """
         if self.arguments.streaming:
             yield from self._streamed_batches(start)
@@ -114,24 +108,18 @@ class PairLoader:
         return PairBatches(self.pairs, self._collate, self.batch_size, self.caption_weights)
 
     def report_captions(self) -> None:
-        """Warns of captions that do not suit the tokenizer: it knows few of their words, or cuts them at its
-        `model_max_length`. `CAPTIONS_LOOKED_AT` pairs, or the first `STREAMED_LOOKED_AT` of a stream, stand for all."""
+        """Warns of captions that do not suit the tokenizer: it knows few of their words, or cuts them."""
         if self.arguments.streaming:
             rows = [row["caption"] for row in self.rows.take(STREAMED_LOOKED_AT)]
         else:
             chosen = np.random.default_rng(self.seed).permutation(len(self.rows))[:CAPTIONS_LOOKED_AT]
             rows = self.rows.select_columns("caption").select(np.sort(chosen))["caption"]
         captions = [caption for of_image in rows for caption in present_captions(of_image)]
-        if len(captions) > 1 and len(set(captions)) == 1:
-            logger.warning(
-                "all %d captions of %s that were looked at are %s: in a batch of one caption, nothing is learned",
-                len(captions), self.arguments.source, shortened(captions[0]),
-            )  # fmt: skip
         pieces = pieces_per_word(self.processor.tokenizer, captions[:SAMPLE])
         if pieces > MANY_PIECES:
             logger.warning(
-                "the tokenizer cuts a word of the captions of %s into %.1f pieces on average, as a small one does, or "
-                "one that was learned from others. For a model from scratch, a tokenizer stage learns one from them",
+                "the tokenizer cuts a word of the captions of %s into %.1f pieces on average. For a model from "
+                "scratch, a tokenizer stage learns one from them",
                 self.arguments.source, pieces,
             )  # fmt: skip
         read = read_texts(self.processor.tokenizer, captions)
@@ -145,8 +133,8 @@ class PairLoader:
 
     def _streamed_batches(self, start: int) -> Iterator[dict[str, torch.Tensor]]:
         """A stream has to be read again up to where the run stopped."""
-        num_shards = split_dataset_by_node(self.rows, self.rank, self.world_size).num_shards
-        num_workers = min(self.arguments.num_workers, num_shards)  # others would have nothing to read
+        rows = split_dataset_by_node(self.rows, self.rank, self.world_size)
+        num_workers = min(self.arguments.num_workers, rows.num_shards)  # others would have nothing to read
         readers = self.world_size * max(num_workers, 1)
         share = self.rank, self.world_size
         stream = _Stream(self.rows, self.prepare, self.arguments, self.seed, share, readers, self.with_keys)
@@ -161,11 +149,15 @@ class PairLoader:
         return worker_options(self.arguments, self.seed) | {"collate_fn": self._collate}
 
     @property
+    def _prepared(self) -> dict[str, torch.Tensor] | None:
+        return None if self.arguments.streaming else self.pairs.prepared
+
+    @property
     def _collate(self) -> "_Collate":
         return _Collate(
             tokenizer=self.processor.tokenizer,
             all_captions=self.caption_weights is not None,
-            by_number=self.by_number,
+            prepared=self._prepared,
             tokens={} if self.arguments.in_memory else None,
             with_keys=self.with_keys,
             image_keys=self.image_keys,
@@ -175,11 +167,12 @@ class PairLoader:
 
 @dataclass(frozen=True)
 class _Collate:
-    """Makes a batch of processed pairs. For those without images, prepared ones are looked up."""
+    """Makes a batch of processed pairs."""
 
     tokenizer: PreTrainedTokenizerBase
     all_captions: bool
-    by_number: Callable[[Sequence[int]], dict[str, torch.Tensor]] | None
+    # What a model takes of all images, for pairs without
+    prepared: dict[str, torch.Tensor] | None
     # Text -> its tokens so far: for a tiny model, tokenizing takes longer than computing. None: nothing is remembered
     tokens: dict[str, list[int]] | None
     with_keys: bool
@@ -198,9 +191,11 @@ class _Collate:
             # Within a worker, in memory that the other processes have too
             batch |= default_collate([pair["image"] for pair in pairs])
         else:
-            batch |= self.by_number([pair["index"] for pair in pairs])
+            numbers = [pair["index"] for pair in pairs]
+            batch |= {name: values[numbers] for name, values in self.prepared.items()}
         if self.all_captions:
-            batch["caption_mask"] = torch.tensor(_are_present([pair["caption"] for pair in pairs]))
+            are_present = [[bool(present_captions(caption)) for caption in pair["caption"]] for pair in pairs]
+            batch["caption_mask"] = torch.tensor(are_present)
         if self.with_keys:
             batch["text_keys"] = token_keys(batch["input_ids"], batch["attention_mask"], self.tokenizer.eos_token_id)
             keys = [pair["image_key"] if "image_key" in pair else self.image_keys[pair["index"]] for pair in pairs]
@@ -208,7 +203,6 @@ class _Collate:
         return batch
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
-        """The tokens of texts."""
         if self.tokens is None:
             return self.tokenizer(texts, truncation=True)["input_ids"]
         new = [text for text in dict.fromkeys(texts) if text not in self.tokens]
@@ -217,30 +211,18 @@ class _Collate:
         return [self.tokens[text] for text in texts]
 
 
+@dataclass(eq=False)
 class _Stream(torch.utils.data.IterableDataset):
-    """The readable pairs of a stream, processed, epoch after epoch, each in an order of its own.
+    """The readable pairs of a stream, processed, epoch after epoch, each in an order of its own. Every worker has its
+    share of the shards. Of several captions, each epoch draws one."""
 
-    Every worker has its share of the shards. Of several captions, each epoch draws one.
-
-    Args:
-        seed: draws the order and the captions.
-        share: the number of this process, and of all.
-        readers: workers of all processes that read a share of the same stream.
-        with_keys: whether pairs have the keys of their images.
-    """
-
-    def __init__(
-        self,
-        rows: datasets.IterableDataset,
-        prepare: Preparation,
-        arguments: DataArguments,
-        seed: int,
-        share: tuple[int, int],
-        readers: int,
-        with_keys: bool,
-    ):
-        self.rows, self.prepare, self.arguments = rows, prepare, arguments
-        self.seed, self.share, self.readers, self.with_keys = seed, share, readers, with_keys
+    rows: datasets.IterableDataset
+    prepare: Preparation
+    arguments: DataArguments
+    seed: int
+    share: tuple[int, int]  # the number of this process, and of all
+    readers: int  # workers of all processes
+    with_keys: bool
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         worker = get_worker_info()
@@ -268,17 +250,11 @@ class _Pairs(torch.utils.data.Dataset):
     an epoch, the first."""
 
     def __init__(
-        self,
-        rows: datasets.Dataset,
-        prepare: Preparation,
-        arguments: DataArguments,
-        seed: int,
-        all_captions: bool,
+        self, rows: datasets.Dataset, prepare: Preparation, arguments: DataArguments, seed: int, all_captions: bool
     ):
-        self.arguments, self.unreadable, self.tried, self.failed, self.first = arguments, set(), 0, 0, ""
         self.rows, self.captions = rows.select_columns("image"), rows.select_columns("caption")
-        self.prepare, self.seed = prepare, seed
-        self.all_captions, self.prepared = all_captions, None
+        self.prepare, self.arguments, self.seed, self.all_captions = prepare, arguments, seed, all_captions
+        self.prepared, self.unreadable, self.tried, self.failed, self.first = None, set(), 0, 0, ""
         if arguments.in_memory:
             self.prepared = _prepared(self.rows, prepare)
             self.captions = [{"caption": caption} for caption in rows["caption"]]
@@ -311,29 +287,23 @@ class _Pairs(torch.utils.data.Dataset):
         return (index + 1) % len(self)
 
     def _pair(self, epoch: int | None, index: int) -> dict[str, Any]:
-        pair = {"index": index, "caption": self.caption(epoch, index)}
+        captions = self.captions[index]["caption"]
+        if self.all_captions and not isinstance(captions, str):
+            captions = [caption or "" for caption in captions]
+        elif epoch is None or isinstance(captions, str):  # nothing to draw
+            captions = first_caption(captions)
+        else:
+            captions = _draw(captions, np.random.default_rng([self.seed, epoch, index]))
+        pair = {"index": index, "caption": captions}
         if self.prepared is None:
             # Other numbers than those that draw the caption
             rng = None if epoch is None else np.random.default_rng([self.seed, epoch, index, 1])
             pair["image"] = self.prepare.read(self.rows[index]["image"], rng)
         return pair
 
-    def prepared_images(self, numbers: Sequence[int]) -> dict[str, torch.Tensor]:
-        """What a model takes of these pairs' images."""
-        return {name: values[numbers] for name, values in self.prepared.items()}
-
-    def caption(self, epoch: int | None, index: int) -> str | list[str]:
-        """The caption or captions of a pair, without its image."""
-        captions = self.captions[index]["caption"]
-        if self.all_captions and not isinstance(captions, str):
-            return [caption or "" for caption in captions]
-        if epoch is None or isinstance(captions, str):  # nothing to draw
-            return first_caption(captions)
-        return _draw(captions, np.random.default_rng([self.seed, epoch, index]))
-
 
 class PairBatches(torch.utils.data.Dataset):
-    """Pairs in their order, for `evaluation.embedder.Embedder`. See `PairLoader.in_order`."""
+    """Pairs in their order, for `evaluation.embedder.Embedder`."""
 
     may_skip = False
 
@@ -363,11 +333,10 @@ def _prepared(rows: datasets.Dataset, prepare: Preparation) -> dict[str, torch.T
         _PREPARED.clear()
         first = prepare.read(rows[0]["image"])
         # Stacked, all would be there twice
-        prepared = {name: value.new_empty(len(rows), *value.shape) for name, value in first.items()}
+        _PREPARED[key] = {name: value.new_empty(len(rows), *value.shape) for name, value in first.items()}
         for index, row in enumerate(rows):
             for name, value in prepare.read(row["image"]).items():
-                prepared[name][index] = value
-        _PREPARED[key] = prepared
+                _PREPARED[key][name][index] = value
     return _PREPARED[key]
 
 
@@ -377,25 +346,18 @@ def _draw(captions: str | Sequence[str | None], rng: np.random.Generator) -> str
     return captions[rng.integers(len(captions))]
 
 
-def _are_present(captions: Sequence[Sequence[str | None]]) -> list[list[bool]]:
-    """(B, L) which captions are not missing."""
-    return [[bool(present_captions(caption)) for caption in of_image] for of_image in captions]
-
-
-def _require_weighted(rows, caption_weights: Sequence[float], source: str) -> None:
+def _require_weighted(rows: datasets.Dataset, caption_weights: Sequence[float], source: str) -> None:
     """Every image must have as many captions as there are weights. Reports the missing ones."""
-    missing = [0] * len(caption_weights)
+    missing, weights = np.zeros(len(caption_weights), int), np.array(caption_weights)
     for index, captions in enumerate(rows["caption"]):
-        if isinstance(captions, str) or len(captions) != len(caption_weights):
+        if isinstance(captions, str) or len(captions) != len(weights):
             number = "has one" if isinstance(captions, str) else f"has {len(captions)} captions"
-            raise ValueError(
-                f"caption_weights has {len(caption_weights)} weights, but image {index} of {source} {number}"
-            )
-        (present,) = _are_present([captions])
-        missing = [count + (not is_present) for count, is_present in zip(missing, present, strict=True)]
-        if not any(weight > 0 and is_present for weight, is_present in zip(caption_weights, present, strict=True)):
+            raise ValueError(f"caption_weights has {len(weights)} weights, but image {index} of {source} {number}")
+        are_present = np.array([bool(present_captions(caption)) for caption in captions])
+        missing += ~are_present
+        if not (weights[are_present] > 0).any():
             raise ValueError(f"image {index} of {source} has no caption with a weight: {captions}")
-    if any(missing):
+    if missing.any():
         logger.warning(
             "%s: of %d images, %s have no caption in place 0, 1, ...; their other captions get its weight",
             source, len(rows), ", ".join(map(str, missing)),
