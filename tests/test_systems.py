@@ -40,7 +40,7 @@ from modeling_clip_moe import CLIPMoDEModel
 from training import engine, runner
 from training.clusters import FeatureClusters, load_clusters
 from training.engine import checkpoint_layers
-from training.loader import _Collate
+from training.loader import PairLoader
 from training.optimizers import set_trainable
 from training.recipe import load_recipe
 from training.runner import run_recipe
@@ -303,9 +303,9 @@ def test_captions_are_embedded_and_every_pair_belongs_to_the_expert_of_its_cente
 
 
 def test_an_expert_sees_its_own_pairs_alone(system, out, rows, monkeypatch):
-    seen, collate = [], _Collate.__call__
+    seen, collate = [], PairLoader.collate
     record = lambda self, pairs: seen.extend(pair["caption"] for pair in pairs) or collate(self, pairs)  # noqa: E731
-    monkeypatch.setattr(_Collate, "__call__", record)
+    monkeypatch.setattr(PairLoader, "collate", record)
     assert_same(out, remade(system("mode"), ["expert_2"]), ["expert_2"])
     mine = load_clusters(out / "coarse", data_fingerprint(rows, images=False))[0].labels == 1
     captions = np.array(rows["caption"])

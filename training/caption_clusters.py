@@ -67,19 +67,20 @@ def save_experts(
     rows = context.pairs(DataArguments(**store.about["data"]), images)
     if context.data_fingerprint(rows, images) != about["dataset_fingerprint"]:
         raise ValueError(f"the pairs have changed since {fine} was made; delete it to assign them anew")
-    labels = centers[1][store["labels"][:]].astype(np.int16)
+    fine_centers, expert_of_center, coarse_centers = centers
+    labels = expert_of_center[store["labels"][:]].astype(np.int16)
     if at_random:
         labels = np.random.default_rng(context.seed).permutation(labels)
     if not (labels >= 0).any():
         raise ValueError("no pair belongs to the centers that the metadata retrieve: name more of them")
-    clusters = CaptionClusters(labels, *centers)
+    clusters = CaptionClusters(labels, fine_centers, expert_of_center, coarse_centers)
     save_clusters(directory, clusters, **about)
     drawn = np.random.default_rng(context.seed).permutation(np.flatnonzero(labels >= 0))[:SAMPLES_DRAWN_FROM]
     drawn = np.sort(drawn)
     titles = np.array([f"expert {label}" for label in labels[drawn]])
     contact_sheet(directory / "clusters.png", rows.select(drawn), titles, context.seed)
     sizes = np.bincount(labels[labels >= 0], minlength=len(clusters.coarse_centers))
-    ranges = zip(sizes, center_ranges(*centers), strict=True)
+    ranges = zip(sizes, center_ranges(fine_centers, expert_of_center, coarse_centers), strict=True)
     sizes = ", ".join(f"{size} pairs (range {r:.2f})" for size, r in ranges)
     print(f"{name}: {sizes}; look at {context.output_dir / name / 'clusters.png'}")
 

@@ -117,10 +117,15 @@ def _by_faiss(
         if len(different) == num_clusters:
             break
     _require_clusters(len(different), num_clusters, len(sample), what)
-    # faiss warns below the first number of points, and takes a sample of its own above the second
-    points = {"min_points_per_centroid": 1, "max_points_per_centroid": len(sample)}
-    seed = int(rng.integers(2**31))
-    search = faiss.Kmeans(sample.shape[1], num_clusters, nredo=method.n_init, seed=seed, **points)
+    search = faiss.Kmeans(
+        sample.shape[1],
+        num_clusters,
+        nredo=method.n_init,
+        seed=int(rng.integers(2**31)),
+        # faiss warns below the first, and takes a sample of its own above the second
+        min_points_per_centroid=1,
+        max_points_per_centroid=len(sample),
+    )
     search.train(sample)
     del sample
     labels = np.empty(len(rows), int)

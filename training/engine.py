@@ -95,7 +95,7 @@ def train(
     latest = latest_checkpoint(checkpoints)
     if settings.save_steps:
         require_support(accelerator)
-    step = 0 if latest is None else finished_steps(latest, total_steps)
+    step = 0 if latest is None else finished_steps(latest)
     scale = getattr(model, "logit_scale", None)  # of a CLIP
     task, optimizer, scheduler, average = _prepare(accelerator, model, settings, step, total_steps)
     if latest is not None:
@@ -275,8 +275,6 @@ def clamp_(parameter: nn.Parameter, maximum: float) -> None:
 
 def start_trackers(accelerator: Accelerator, settings: LoopSettings) -> None:
     """Start the trackers that the recipe names, if any."""
-    if not accelerator.log_with:
-        return
     flat = flatten(dump(settings))
     try:
         plain = {key: str(value) if isinstance(value, list) else value for key, value in flat.items()}

@@ -3,7 +3,6 @@
 import itertools
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import datasets
@@ -11,7 +10,7 @@ import numpy as np
 import torch
 from datasets.distributed import split_dataset_by_node
 from torch.utils.data import DataLoader, default_collate, get_worker_info
-from transformers import CLIPProcessor, PreTrainedTokenizerBase
+from transformers import CLIPProcessor
 
 from data.arguments import Augmentation
 from data.pairs import STREAM_TRIAL, StreamReport, first_caption, judge, present_captions, read_pair
@@ -65,6 +64,8 @@ class PairLoader:
         self.batch_size, self.seed, self.with_keys, self.image_keys = batch_size, seed, with_keys, image_keys
         self.rank, self.world_size, self.caption_weights = rank, world_size, caption_weights
         self.group_by_length = group_by_length
+        # Text -> its tokens so far, with `in_memory`: for a tiny model, tokenizing takes longer than computing
+        self.tokens: dict[str, list[int]] = {}
         if arguments.streaming and arguments.num_samples is not None and max(arguments.num_workers, 1) * world_size > 1:
             raise ValueError(
                 f"num_samples = {arguments.num_samples}: a stream that {world_size} processes with "
@@ -86,7 +87,8 @@ class PairLoader:
     @property
     def bytes_in_memory(self) -> int:
         """Of the images that `in_memory` keeps."""
-        return sum(value.nbytes for value in (self._prepared or {}).values())
+        prepared = {} if self.arguments.streaming else self.pairs.prepared or {}
+        return sum(value.nbytes for value in prepared.values())
 
     def batches(self, start: int) -> Iterator[dict[str, torch.Tensor]]:
         """Batches from number `start` of the run on: what `Preparation` makes of B images, `input_ids` and
@@ -105,7 +107,7 @@ class PairLoader:
     def in_order(self) -> "PairBatches":
         """Batches as above of all pairs in their order, the last one perhaps smaller; of several captions, with the
         first, or with `caption_weights`."""
-        return PairBatches(self.pairs, self._collate, self.batch_size, self.caption_weights)
+        return PairBatches(self)
 
     def report_captions(self) -> None:
         """Warns of captions that do not suit the tokenizer: it knows few of their words, or cuts them."""
@@ -136,110 +138,72 @@ class PairLoader:
         rows = split_dataset_by_node(self.rows, self.rank, self.world_size)
         num_workers = min(self.arguments.num_workers, rows.num_shards)  # others would have nothing to read
         readers = self.world_size * max(num_workers, 1)
-        share = self.rank, self.world_size
-        stream = _Stream(self.rows, self.prepare, self.arguments, self.seed, share, readers, self.with_keys)
         options = self._options | {"num_workers": num_workers}
         with reading(self.arguments), errors_of_workers():
-            loader = DataLoader(stream, batch_size=self.batch_size, drop_last=True, **options)
+            loader = DataLoader(_Stream(self, readers), batch_size=self.batch_size, drop_last=True, **options)
             # Not by workers, which do not always take turns: one may have nothing to read
             yield from itertools.islice(loader, start, None)
 
     @property
     def _options(self) -> dict[str, Any]:
-        return worker_options(self.arguments, self.seed) | {"collate_fn": self._collate}
+        return worker_options(self.arguments, self.seed) | {"collate_fn": self.collate}
 
-    @property
-    def _prepared(self) -> dict[str, torch.Tensor] | None:
-        return None if self.arguments.streaming else self.pairs.prepared
-
-    @property
-    def _collate(self) -> "_Collate":
-        return _Collate(
-            tokenizer=self.processor.tokenizer,
-            all_captions=self.caption_weights is not None,
-            prepared=self._prepared,
-            tokens={} if self.arguments.in_memory else None,
-            with_keys=self.with_keys,
-            image_keys=self.image_keys,
-            group_by_length=self.group_by_length,
-        )
-
-
-@dataclass(frozen=True)
-class _Collate:
-    """Makes a batch of processed pairs."""
-
-    tokenizer: PreTrainedTokenizerBase
-    all_captions: bool
-    # What a model takes of all images, for pairs without
-    prepared: dict[str, torch.Tensor] | None
-    # Text -> its tokens so far: for a tiny model, tokenizing takes longer than computing. None: nothing is remembered
-    tokens: dict[str, list[int]] | None
-    with_keys: bool
-    image_keys: np.ndarray | None
-    group_by_length: bool
-
-    def __call__(self, pairs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        texts = [present_captions(pair["caption"]) for pair in pairs]
+    def collate(self, pairs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        """A batch of what `_Pairs` and `_Stream` give."""
+        tokenizer, texts = self.processor.tokenizer, [present_captions(pair["caption"]) for pair in pairs]
         ids = iter(self._ids([text for of_image in texts for text in of_image]))
         ids = [list(itertools.islice(ids, len(of_image))) for of_image in texts]
         if self.group_by_length:
             order = sorted(range(len(pairs)), key=lambda number: max(map(len, ids[number])))
             pairs, ids = [pairs[number] for number in order], [ids[number] for number in order]
-        batch = tokenize(self.tokenizer, ids=list(itertools.chain(*ids)))
+        batch = tokenize(tokenizer, ids=list(itertools.chain.from_iterable(ids)))
         if "image" in pairs[0]:
             # Within a worker, in memory that the other processes have too
             batch |= default_collate([pair["image"] for pair in pairs])
         else:
             numbers = [pair["index"] for pair in pairs]
-            batch |= {name: values[numbers] for name, values in self.prepared.items()}
-        if self.all_captions:
+            batch |= {name: values[numbers] for name, values in self.pairs.prepared.items()}
+        if self.caption_weights is not None:
             are_present = [[bool(present_captions(caption)) for caption in pair["caption"]] for pair in pairs]
             batch["caption_mask"] = torch.tensor(are_present)
         if self.with_keys:
-            batch["text_keys"] = token_keys(batch["input_ids"], batch["attention_mask"], self.tokenizer.eos_token_id)
+            batch["text_keys"] = token_keys(batch["input_ids"], batch["attention_mask"], tokenizer.eos_token_id)
             keys = [pair["image_key"] if "image_key" in pair else self.image_keys[pair["index"]] for pair in pairs]
             batch["image_keys"] = torch.from_numpy(np.array(keys, np.int64))
         return batch
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
-        if self.tokens is None:
-            return self.tokenizer(texts, truncation=True)["input_ids"]
+        if not self.arguments.in_memory:
+            return self.processor.tokenizer(texts, truncation=True)["input_ids"]
         new = [text for text in dict.fromkeys(texts) if text not in self.tokens]
         if new:
-            self.tokens.update(zip(new, self.tokenizer(new, truncation=True)["input_ids"], strict=True))
+            self.tokens.update(zip(new, self.processor.tokenizer(new, truncation=True)["input_ids"], strict=True))
         return [self.tokens[text] for text in texts]
 
 
-@dataclass(eq=False)
 class _Stream(torch.utils.data.IterableDataset):
     """The readable pairs of a stream, processed, epoch after epoch, each in an order of its own. Every worker has its
     share of the shards. Of several captions, each epoch draws one."""
 
-    rows: datasets.IterableDataset
-    prepare: Preparation
-    arguments: DataArguments
-    seed: int
-    share: tuple[int, int]  # the number of this process, and of all
-    readers: int  # workers of all processes
-    with_keys: bool
+    def __init__(self, loader: PairLoader, readers: int):
+        self.loader, self.readers = loader, readers
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        worker = get_worker_info()
+        loader, worker = self.loader, get_worker_info()
         for epoch in itertools.count():
-            report = StreamReport(self.arguments, quiet=epoch > 0)
+            report = StreamReport(loader.arguments, quiet=epoch > 0)
             # Not by `set_epoch`, which the workers have in common: one may be epochs ahead of another
-            generator = np.random.default_rng([self.seed, epoch])
-            rows = self.rows.shuffle(generator=generator, buffer_size=SHUFFLE_BUFFER)
-            for row in split_dataset_by_node(rows, *self.share):
-                problem, image = read_pair(row, self.arguments)
+            generator = np.random.default_rng([loader.seed, epoch])
+            rows = loader.rows.shuffle(generator=generator, buffer_size=SHUFFLE_BUFFER)
+            for row in split_dataset_by_node(rows, loader.rank, loader.world_size):
+                problem, image = read_pair(row, loader.arguments)
                 report.add(row, problem)
                 if problem:
                     continue
-                rng = np.random.default_rng([self.seed, self.share[0], worker.id if worker else 0, epoch, report.seen])
+                rng = np.random.default_rng([loader.seed, loader.rank, worker.id if worker else 0, epoch, report.seen])
                 caption = _draw(row["caption"], rng)
-                key = {"image_key": streamed_image_key(row["image"])} if self.with_keys else {}
-                yield {"image": self.prepare(image, rng), "caption": caption} | key
+                key = {"image_key": streamed_image_key(row["image"])} if loader.with_keys else {}
+                yield {"image": loader.prepare(image, rng), "caption": caption} | key
             if report.seen == 0:
                 return
             report.end_of_epoch(self.readers)
@@ -307,19 +271,21 @@ class PairBatches(torch.utils.data.Dataset):
 
     may_skip = False
 
-    def __init__(self, pairs: _Pairs, collate: _Collate, batch_size: int, caption_weights: Sequence[float] | None):
-        self.items, self.collate, self.batch_size = pairs, collate, batch_size
-        self.extra = {} if caption_weights is None else {"caption_weights": torch.tensor(caption_weights)}
+    def __init__(self, loader: PairLoader):
+        self.loader, self.items = loader, loader.pairs
+        weights = loader.caption_weights
+        self.extra = {} if weights is None else {"caption_weights": torch.tensor(weights)}
 
     def __len__(self) -> int:
-        return -(-len(self.items) // self.batch_size)
+        return -(-len(self.items) // self.loader.batch_size)
 
     def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
-        numbers = range(len(self.items))[number * self.batch_size : (number + 1) * self.batch_size]
-        return self.collate([self.items[None, index] for index in numbers]) | self.extra
+        size = self.loader.batch_size
+        numbers = range(len(self.items))[number * size : (number + 1) * size]
+        return self.loader.collate([self.items[None, index] for index in numbers]) | self.extra
 
     def num_workers(self, num_processes: int) -> int:
-        return self.items.arguments.num_workers
+        return self.loader.arguments.num_workers
 
 
 # Of the last pairs in memory, by their fingerprint, files and image processor: most stages of a recipe use the same
@@ -333,7 +299,7 @@ def _prepared(rows: datasets.Dataset, prepare: Preparation) -> dict[str, torch.T
         _PREPARED.clear()
         first = prepare.read(rows[0]["image"])
         # Stacked, all would be there twice
-        _PREPARED[key] = {name: value.new_empty(len(rows), *value.shape) for name, value in first.items()}
+        _PREPARED[key] = {name: value.new_empty((len(rows), *value.shape)) for name, value in first.items()}
         for index, row in enumerate(rows):
             for name, value in prepare.read(row["image"]).items():
                 _PREPARED[key][name][index] = value

@@ -7,6 +7,7 @@ and the mean of their gradients, which is what DDP and FSDP take, is its gradien
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -135,12 +136,14 @@ def contrastive_loss(
     with torch.autocast(image_embeds.device.type, enabled=False):
         images, texts, scale = image_embeds.float(), text_embeds.float(), logit_scale.float()
         all_images, all_texts = gather(images), gather(texts)
-        targets, settings = gathered_rows(images), (chunk_size, label_smoothing, logit_bias)
+        targets = gathered_rows(images)
+        loss_of = partial(_sum_of_rows, scale, chunk_size, label_smoothing, logit_bias)
         of_images = of_texts = None
         if pairing is not None and (pairs := pairing.global_pairs()):
             of_images, of_texts = pairs.positive_columns(targets, torch.arange(len(all_images), device=targets.device))
-        image_loss = _sum_of_rows(images, all_texts, scale, targets, *settings, right=of_images)
-        text_loss = _sum_of_rows(texts, all_images, scale, targets, *settings, right=of_texts)
+        weights = torch.ones_like(images[:, 0])
+        image_loss = loss_of(images, all_texts, targets, weights, of_images)
+        text_loss = loss_of(texts, all_images, targets, weights, of_texts)
         return (image_loss + text_loss) / (2 * len(images))
 
 
@@ -175,7 +178,7 @@ def multi_positive_loss(
         weights = caption_weights.float() * caption_mask  # (B, L)
         weights = weights / weights.sum(dim=1, keepdim=True)
         all_images, all_texts, all_masks = gather(images), gather(texts), gather(caption_mask)
-        total = 0.0
+        loss_of, total = partial(_sum_of_rows, scale, chunk_size, label_smoothing, logit_bias), 0.0
         for caption in range(texts.shape[1]):
             rows = caption_mask[:, caption].nonzero().squeeze(1)
             there = all_masks[:, caption]
@@ -183,12 +186,12 @@ def multi_positive_loss(
             among_texts = there.cumsum(0)[targets] - 1  # where the targets are among the captions that are there
             if not there.any():  # in no process
                 continue
-            settings = chunk_size, label_smoothing, logit_bias, weights[rows, caption]
+            weight = weights[rows, caption]
             of_images = of_texts = None
             if pairs:
                 of_images, of_texts = pairs.positive_columns(targets, there.nonzero().squeeze(1), caption)
-            total += _sum_of_rows(images[rows], all_texts[there, caption], scale, among_texts, *settings, of_images)
-            total += _sum_of_rows(texts[rows, caption], all_images, scale, targets, *settings, of_texts)
+            total += loss_of(images[rows], all_texts[there, caption], among_texts, weight, of_images)
+            total += loss_of(texts[rows, caption], all_images, targets, weight, of_texts)
         return total / (2 * len(images))
 
 
@@ -311,7 +314,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, tensor: torch.Tensor) -> torch.Tensor:
-        gathered = tensor.new_empty(_world_size() * tensor.shape[0], *tensor.shape[1:])
+        gathered = tensor.new_empty((_world_size() * len(tensor), *tensor.shape[1:]))
         dist.all_gather_into_tensor(gathered, tensor.contiguous())
         return gathered
 
@@ -387,12 +390,11 @@ class SumsOfParts:
         return tensor
 
 
-def _sum_of_rows(rows, columns, scale, targets, chunk_size, label_smoothing, bias=None, weights=None, right=None):
-    weights = torch.ones_like(rows[:, 0]) if weights is None else weights
-    arguments = rows, columns, scale, bias if bias is None else bias.float(), weights, targets, label_smoothing
+def _sum_of_rows(scale, chunk_size, smoothing, bias, rows, columns, targets, weights, right):
+    bias = None if bias is None else bias.float()
     if chunk_size is not None:
-        return _RowLossesInChunks.apply(*arguments, right, chunk_size)
-    return _row_losses(*arguments, right and right(slice(None)))
+        return _RowLossesInChunks.apply(rows, columns, scale, bias, weights, targets, smoothing, right, chunk_size)
+    return _row_losses(rows, columns, scale, bias, weights, targets, smoothing, right and right(slice(None)))
 
 
 def _row_losses(rows, columns, scale, bias, weights, targets, label_smoothing, right=None):

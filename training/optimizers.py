@@ -84,17 +84,16 @@ def make_optimizer(task: nn.Module, settings: OptimizerSettings, device: torch.d
     groups = parameter_groups(task, settings.weight_decay, settings.decay_all, settings.layer_decay)
     for group in groups:
         group["lr"] = settings.learning_rate * group.pop("scale")
-    options = {"lr": settings.learning_rate, "eps": settings.adam_epsilon}
-    options["betas"] = settings.adam_beta1, settings.adam_beta2
+    rate, betas, epsilon = settings.learning_rate, (settings.adam_beta1, settings.adam_beta2), settings.adam_epsilon
     if settings.optimizer == "adamw_8bit":
         try:
             from torchao.optim import AdamW8bit
         except ImportError as error:
             raise ValueError("optimizer adamw_8bit is torchao's: pip install torchao, or take adamw") from error
 
-        return AdamW8bit(groups, **options)
+        return AdamW8bit(groups, lr=rate, betas=betas, eps=epsilon)
     # Where AdamW is one kernel. On a CPU its updates round otherwise than the plain ones.
-    return torch.optim.AdamW(groups, **options, fused=device.type in ("cuda", "xpu"))
+    return torch.optim.AdamW(groups, lr=rate, betas=betas, eps=epsilon, fused=device.type in ("cuda", "xpu"))
 
 
 def make_states(optimizer: torch.optim.Optimizer) -> None:
