@@ -272,16 +272,15 @@ class PairBatches(torch.utils.data.Dataset):
     may_skip = False
 
     def __init__(self, loader: PairLoader):
-        self.loader, self.items = loader, loader.pairs
+        self.loader, self.items, self.batch_size = loader, loader.pairs, loader.batch_size
         weights = loader.caption_weights
         self.extra = {} if weights is None else {"caption_weights": torch.tensor(weights)}
 
     def __len__(self) -> int:
-        return -(-len(self.items) // self.loader.batch_size)
+        return -(-len(self.items) // self.batch_size)
 
     def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
-        size = self.loader.batch_size
-        numbers = range(len(self.items))[number * size : (number + 1) * size]
+        numbers = range(len(self.items))[number * self.batch_size : (number + 1) * self.batch_size]
         return self.loader.collate([self.items[None, index] for index in numbers]) | self.extra
 
     def num_workers(self, num_processes: int) -> int:
