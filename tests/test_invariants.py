@@ -103,7 +103,7 @@ def test_the_seed_and_noise_decide(whole):
 @pytest.mark.slow
 def test_two_processes_train_as_one(whole, tmp_path):
     """Killed and started again, they end in the bits of two that were not."""
-    settings = {"global_batch_size": 16, "max_steps": 20}
+    settings = {"global_batch_size": 16, "max_steps": 12}
     train(tmp_path, only=["dense", "sparse"], **settings)
     two, killed = tmp_path / "out" / "tuned", tmp_path / "killed"
     shutil.copytree(tmp_path / "out", killed)
@@ -155,14 +155,15 @@ def train_compiled(recipe, environment):
 def test_compiled_models_train_the_same_and_are_saved_by_their_own_names(whole, tmp_path, by):
     """In a process of its own: one keeps what it compiled, and what it gave up to compile."""
     setting = by == "the setting"
-    train(tmp_path, only=["dense", "sparse"], max_steps=2, torch_compile=setting)
+    steps = 2 if setting else 1  # a batch of another length is traced anew, all in one by Accelerate
+    train(tmp_path, only=["dense", "sparse"], max_steps=steps, torch_compile=setting)
     backend = {} if setting else {"ACCELERATE_DYNAMO_BACKEND": "eager"}
     printed = run_processes(1, train_compiled, tmp_path / "recipe.yaml", backend)
     graphs, breaks = re.search(r"(\d+) graphs, (\d+) breaks", printed).groups()
     assert (int(graphs), int(breaks)) == (4, 0) if setting else int(graphs) > 0
     compiled = tmp_path / "out" / "tuned"
-    torch.testing.assert_close(losses(compiled), losses(whole(max_steps=2)), rtol=1e-4, atol=1e-5)
-    assert weights(compiled).keys() == weights(whole(max_steps=2)).keys()
+    torch.testing.assert_close(losses(compiled), losses(whole(max_steps=steps)), rtol=1e-4, atol=1e-5)
+    assert weights(compiled).keys() == weights(whole(max_steps=steps)).keys()
 
 
 def test_the_average_of_the_weights(tmp_path, monkeypatch):
