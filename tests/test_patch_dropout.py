@@ -5,7 +5,7 @@ import torch
 from tiny_families import tiny_dense
 
 from modeling_clip_moe.families import FAMILIES
-from training.contrastive_task import drop_patches, patches_kept
+from training.contrastive_task import drop_patches
 
 
 @pytest.mark.parametrize("family", [one for one in FAMILIES if not one.naflex], ids=lambda one: one.name)
@@ -36,7 +36,3 @@ def test_patch_dropout_leaves_patches_out(family):
     assert entered[0].shape[1] == first + number
     model.eval()
     assert torch.equal(vision.embeddings(pixels), whole)
-
-
-def test_a_share_is_not_cut_by_rounding():
-    assert (patches_kept(100, 0.9), patches_kept(100, 0.8), patches_kept(1, 0.9)) == (10, 20, 0)

