@@ -340,12 +340,6 @@ def source_files(arguments: DataArguments) -> list[str]:
     return sorted({file for split in splits.values() for file in split})
 
 
-def newest_file(arguments: DataArguments) -> str:
-    """The file of a local source that was written last."""
-    files = [file for file in [*source_files(arguments), *source_images(arguments)] if os.path.isfile(file)]
-    return max(files, key=os.path.getmtime)
-
-
 def source_images(arguments: DataArguments) -> list[str]:
     """The files of images that the rows of a local source only name: in a column of texts, or by paths without bytes,
     as parquet and Arrow files may have them."""

@@ -185,7 +185,7 @@ def test_data_that_change_while_a_stage_reads_them_or_after_it_was_killed(tmp_pa
 
     with monkeypatch.context() as patch:
         patch.setattr(engine, "train", train_and_change)
-        with pytest.raises(ValueError, match=r"data\.parquet changed while the stage tuned read it: put back"):
+        with pytest.raises(ValueError, match=r"data\.parquet changed while the stage read it: put back"):
             train(data)
     assert not (tmp_path / "out" / "tuned").exists()
     layout("parquet", tmp_path / "a")
@@ -196,7 +196,7 @@ def test_data_that_change_while_a_stage_reads_them_or_after_it_was_killed(tmp_pa
     with ended_by_a_checkpoint():
         train(data)
     layout("parquet", tmp_path / "a", first=100)
-    with pytest.raises(ValueError, match=r"tuned.partial was made with other data .*data\.parquet.* Delete it"):
+    with pytest.raises(ValueError, match=r"tuned.partial was made with other data .* Delete it"):
         train(data)
 
 
