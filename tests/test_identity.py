@@ -108,8 +108,8 @@ def test_a_file_is_read_again_only_where_it_changed(tmp_path, monkeypatch):
     for file in files:
         file.write_bytes(b"x" * 100)
         os.utime(file, (1, 1))
-    read, original = [], digests._read
-    monkeypatch.setattr(digests, "_read", lambda path: read.append(Path(path)) or original(path))
+    read, original = [], digests.file_digest
+    monkeypatch.setattr(digests, "file_digest", lambda path: read.append(Path(path)) or original(path))
     first = file_digests(files)
     assert read == files and len(set(first)) == 1
     assert file_digests(files) == first and read == files

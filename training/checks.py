@@ -25,21 +25,22 @@ def require_sound(recipe: Recipe, stages: Collection[Stage]) -> None:
     """Raises a RecipeError of all that is wrong with the stages to run that have not finished."""
     done = {one.name for one in recipe.stages if (Path(recipe.output_dir) / one.name / MANIFEST).is_file()}
     there = done | {stage.name for stage in stages}
+    to_do = [stage for stage in stages if stage.name not in done]
     kinds_of = {one.name: [*kinds(type(one)), one.stage] for one in recipe.stages}
-    faults = []
-    for stage in stages:
-        if stage.name in done:
-            continue
-        for setting, value, reads in references(stage):
-            faults.append((stage, setting, _fault_of_reference(stage.name, value, reads, kinds_of, there)))
-        for setting, value in [("", stage), *each_setting(stage)]:
-            if isinstance(value, DataArguments) and value.source not in kinds_of:
-                faults += [(stage, f"{setting}.{name}", fault) for name, fault in _faults_of_data(value)]
-            if isinstance(value, MeasuredTasks):
-                tasks = f"{setting}.tasks".removeprefix(".")
-                own = [(number, task) for number, task in enumerate(value.tasks) if isinstance(task, OwnTask)]
-                faults += [(stage, f"{tasks}.{number}.dataset", missing_data(task.dataset)) for number, task in own]
-    told = [f"{stage.name}.{setting}: {fault}" for stage, setting, fault in faults if fault]
+    read = [(stage.name, *reference) for stage in to_do for reference in references(stage)]
+    held = [(stage.name, *setting) for stage in to_do for setting in [("", stage), *each_setting(stage)]]
+    faults = [
+        (f"{name}.{setting}", _fault_of_reference(name, value, reads, kinds_of, there))
+        for name, setting, value, reads in read
+    ]
+    for name, setting, value in held:
+        if isinstance(value, DataArguments) and value.source not in kinds_of:
+            faults += [(f"{name}.{setting}.{part}", fault) for part, fault in _faults_of_data(value)]
+        if isinstance(value, MeasuredTasks):
+            tasks = f"{name}.{setting}.tasks".replace("..", ".")
+            own = [(number, task) for number, task in enumerate(value.tasks) if isinstance(task, OwnTask)]
+            faults += [(f"{tasks}.{number}.dataset", missing_data(task.dataset)) for number, task in own]
+    told = [f"{setting}: {fault}" for setting, fault in faults if fault]
     if told:
         raise RecipeError.of(recipe.title, told)
 

@@ -222,7 +222,7 @@ class Runner:
         if not is_done:
             refuse_to_overwrite(final)
         context, data = self.context, getattr(stage, "data", None)
-        inputs = resolve(stage, context)
+        inputs, read = resolve(stage, context), references(stage)
         record = Record(
             stage=comparable(dump(stage)),
             seed=context.seed,
@@ -232,14 +232,14 @@ class Runner:
         )
         if not settings_alone:
             context.forget_identities()
-            for _, value, reads in references(stage):
-                if (reads.outside or value in context.stages) and context.is_there(value):
-                    record.inputs[value] = input_fingerprint(context.folder(value))
+            names = dict.fromkeys(value for _, value, reads in read if reads.outside or value in context.stages)
+            there = filter(context.is_there, names)
+            record.inputs = {name: input_fingerprint(context.folder(name)) for name in there}
             record.inputs |= stage.fingerprints(inputs)
             if data is not None and context.is_there(data.source):
                 record.data = context.identity(data)
         if is_done or _goes_on(stage, partial):
-            record.attempts = require_same_record(final if is_done else partial, record)
+            record.attempts = record.require_same(final if is_done else partial)
         return inputs, record
 
     def folders(self, stage: Stage) -> tuple[Path, Path]:
@@ -284,19 +284,6 @@ def comparable(settings: dict[str, Any]) -> dict[str, Any]:
     if isinstance(compared.get("data"), dict):
         compared["data"] = comparable(compared["data"])
     return compared
-
-
-def require_same_record(folder: Path, new: Record) -> list[Attempt]:
-    """The attempts at a folder, which was made as the new record says."""
-    before = Record.read(folder)
-    differences = before.differences(new)
-    if not differences:
-        return before.attempts
-    differing = "; ".join(f"{key}: {how}" for key, how in differences.items())
-    what = "data" if all(key.startswith("data.") for key in differences) else "settings"
-    raise ValueError(
-        f"{folder} was made with other {what} ({differing}). Delete it to make it anew, or choose another output folder"
-    )
 
 
 def _goes_on(stage: Stage, partial: Path) -> bool:
