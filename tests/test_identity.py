@@ -95,8 +95,8 @@ def test_a_file_is_read_again_only_where_it_changed(tmp_path, monkeypatch):
     for file in files:
         file.write_bytes(b"x" * 100)
         os.utime(file, (1, 1))
-    read, original = [], digests._read
-    monkeypatch.setattr(digests, "_read", lambda path: read.append(Path(path)) or original(path))
+    read, original = [], digests.file_digest
+    monkeypatch.setattr(digests, "file_digest", lambda path: read.append(Path(path)) or original(path))
     first = file_digests(files)
     assert read == files and len(set(first)) == 1
     assert file_digests(files) == first and read == files
@@ -159,7 +159,7 @@ def test_data_that_change_while_a_stage_reads_them_or_after_it_was_killed(tmp_pa
 
     with monkeypatch.context() as patch:
         patch.setattr(engine, "train", train_and_change)
-        with pytest.raises(ValueError, match=r"data\.parquet changed while the stage tuned read it: put back"):
+        with pytest.raises(ValueError, match=r"data\.parquet changed while the stage read it: put back"):
             train(data)
     assert not (tmp_path / "out" / "tuned").exists()
     layout("parquet", tmp_path / "a")

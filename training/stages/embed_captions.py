@@ -65,13 +65,10 @@ class EmbedCaptionsStage(Stage):
         from records.files import new_folder
         from training.caption_clusters import ENCODER, captions_of
 
-        if self.encoder != "tfidf" and (Path(source) / ENCODER).is_dir():
-            with new_folder(folder) as partial:
-                shutil.copytree(Path(source) / ENCODER, partial, dirs_exist_ok=True)
-            return
-        if self.encoder == "tfidf":
-            encoder = TfidfEncoder.fit(captions_of(rows), self.dim, seed, self.max_df)
-        else:
-            encoder = open_encoder(source, self.pooling, modality=self.modality)
         with new_folder(folder) as partial:
-            encoder.save(partial)
+            if self.encoder == "tfidf":
+                TfidfEncoder.fit(captions_of(rows), self.dim, seed, self.max_df).save(partial)
+            elif (Path(source) / ENCODER).is_dir():
+                shutil.copytree(Path(source) / ENCODER, partial, dirs_exist_ok=True)
+            else:
+                open_encoder(source, self.pooling, modality=self.modality).save(partial)
