@@ -69,7 +69,7 @@ def test_epochs_without_duplicates(world, clusters):
     data, labels = WORLDS[world], ALONE % clusters
     keys, uses = keys_of(*data), np.zeros(2000, int)
     sampler = sampler_of(64 // clusters, *data, labels=None if clusters == 1 else labels)
-    for epoch in range(30):
+    for epoch in range(100):
         sampler.set_epoch(epoch)
         batches = list(sampler)
         uses[np.concatenate(batches)] += 1

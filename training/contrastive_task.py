@@ -79,14 +79,14 @@ class ContrastiveTask(nn.Module):
 
 def drop_patches(model: PreTrainedModel, share: float) -> None:
     """While it trains, a share of each image's patches is left out, each time others, before the first layer (FLIP,
-    arXiv:2212.00794, section 3). A class token stays, and one patch at least."""
+    arXiv:2212.00794, section 3). A class token stays."""
 
     def keep_some(embeddings: nn.Module, inputs: tuple, hidden_states: torch.Tensor) -> torch.Tensor:
         if not embeddings.training:
             return hidden_states
         first = int(hasattr(embeddings, "class_embedding"))
         others, patches = hidden_states[:, :first], hidden_states[:, first:]
-        number = max(1, patches.shape[1] - round(patches.shape[1] * share))
+        number = patches.shape[1] - round(patches.shape[1] * share)
         chosen = torch.rand(patches.shape[:2], device=patches.device).topk(number, dim=1).indices  # (B, number)
         return torch.cat([others, patches.gather(1, chosen[..., None].expand(-1, -1, patches.shape[2]))], dim=1)
 

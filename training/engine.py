@@ -23,6 +23,7 @@ from evaluation.progress import Progress
 from modeling_clip_moe.experts import RECOMPILE_LIMIT
 from modeling_clip_moe.sparse_moe import SparseEncoderLayer
 from records.files import new_file
+from records.memory import in_words, peak_memory
 from records.messages import one_line
 from records.provenance import CHECKPOINTS, LOG, flatten
 from training.gradient_cache import cached_gradient
@@ -115,6 +116,7 @@ def train(
 
     if step == 0:
         measure()
+    first = step
     progress = Progress(settings.name, total_steps, step, accelerator.is_main_process)
     while step < total_steps:
         metrics = _compute_gradient(accelerator, task, stream, settings, step, finite)
@@ -136,6 +138,11 @@ def train(
         if is_saved:
             with log.paused():
                 save_checkpoint(accelerator, task, optimizer, checkpoints, step, settings.save_total_limit, average)
+        if step == first + 1:
+            memory = in_words(peak_memory(accelerator.device))
+            accelerator.on_main_process(print)(
+                f"{settings.name}: {memory} of memory at most, after one step", flush=True
+            )
     progress.close()
     call_trackers(accelerator, lambda tracker: tracker.finish())
     state_dict = weights()
@@ -350,8 +357,9 @@ class FirstFault:
 
     def require(self) -> None:
         """Raises a FloatingPointError with the first fault, if there is one."""
-        for what, value in self.noted:
-            if not value.isfinite():
+        values = torch.stack([value.float().reshape(()) for _, value in self.noted]).tolist()
+        for (what, _), value in zip(self.noted, values, strict=True):
+            if not math.isfinite(value):
                 advice = after_not_finite(self.checkpoints)
-                raise FloatingPointError(f"stage {self.stage}, {what} is {value.item()}. {advice}")
+                raise FloatingPointError(f"stage {self.stage}, {what} is {value}. {advice}")
         self.noted.clear()

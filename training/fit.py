@@ -25,6 +25,10 @@ def problems_of_training(stage: Any, config: PreTrainedConfig, batch_size: int) 
     for setting in ("augmentation", "patch_dropout"):
         if getattr(stage, setting) is not None and family.naflex:
             yield f"{setting}: it goes with images of one size, but this model takes any shape: leave it out"
+    if stage.patch_dropout is not None and not family.naflex:
+        patches = (config.vision_config.image_size // config.vision_config.patch_size) ** 2
+        if round(patches * stage.patch_dropout) == patches:
+            yield f"patch_dropout: it leaves none of {patches} patches: take at most {(patches - 1) / patches:.3f}"
     if stage.mini_batch_size is not None and sparse:
         yield from (f"mini_batch_size: {problem}" for problem in _other_groups(stage, config))
 

@@ -18,6 +18,7 @@ from data.preparation import Preparation
 from data.sources import DataArguments, Rows, named_files_hash, reading
 from data.tokenizer import SAMPLE, pieces_per_word, read_texts, tokenize
 from data.workers import errors_of_workers, worker_options
+from records.messages import shortened
 from training.duplicates import streamed_image_key, token_keys
 from training.samplers import ClusterBatchSampler, GlobalBatchSampler
 
@@ -117,6 +118,11 @@ class PairLoader:
             chosen = np.random.default_rng(self.seed).permutation(len(self.rows))[:CAPTIONS_LOOKED_AT]
             rows = self.rows.select_columns("caption").select(np.sort(chosen))["caption"]
         captions = [caption for of_image in rows for caption in present_captions(of_image)]
+        if len(captions) > 1 and len(set(captions)) == 1:
+            logger.warning(
+                "all %d captions of %s that were looked at are %s: in a batch of one caption, nothing is learned",
+                len(captions), self.arguments.source, shortened(captions[0]),
+            )  # fmt: skip
         pieces = pieces_per_word(self.processor.tokenizer, captions[:SAMPLE])
         if pieces > MANY_PIECES:
             logger.warning(
