@@ -43,7 +43,7 @@ MADE = "direct,averaged,features_0,clusters_1,expert_1,features_1,clusters_2,exp
 CLIP_MOE_DEMO = f"--config training/recipes/clip_moe_demo.yaml {SMALL} --stages {MADE}unified,clip_moe,evaluation"
 SMALLER = {
     "--config training/recipes/clip_moe_demo.yaml": SMALL,
-    "--clip_moe.max_steps 50": "--clip_moe.max_steps 2 --stages averaged,features_0,clusters_1,expert_1,direct",
+    "--clip_moe.max_steps 50": "--stages direct,averaged,features_0,clusters_1,expert_1",
     "clip-moe analyze": "--max_rows 8",
     "run --seed": STEP + PAIRS + "4 --seed_model.max_steps 1 --defaults.train.warmup_steps 0 "
     "--stages initialized,seed_model,dense,evaluation --evaluation.tasks [names_256] --evaluation.max_rows 64 "

@@ -96,12 +96,14 @@ def _wrapped(text: str, indent: int = 0) -> list[str]:
 def read_flags(arguments: Sequence[str]) -> dict[str, list[str]]:
     """`--a.b 1 --c=2 3` as {"a.b": ["1"], "c": ["2", "3"]}."""
     flags: dict[str, list[str]] = {}
+    values = None
     for argument in arguments:
         if argument.startswith("--"):
             key, equals, value = argument[2:].partition("=")
-            flags.setdefault(key, []).extend([value] * bool(equals))
-        elif flags:
-            flags[next(reversed(flags))].append(argument)
+            values = flags.setdefault(key, [])  # one that is repeated has all its values
+            values += [value] * bool(equals)
+        elif values is not None:
+            values.append(argument)
         else:
             raise ValueError(f"{argument!r} is no setting: write --SETTING VALUE")
     return flags
