@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 import datasets
+import numpy as np
 
 from data.annotations import text_of
 from records.messages import join_names, warn_once
@@ -22,8 +23,8 @@ logger = logging.getLogger(__name__)
 
 # A file in a shard: its first byte, its length and its name
 MEMBER = re.compile(r"(.+\.tar)#(\d+)\+(\d+)/(.+)", re.DOTALL)
-# Endings whose files hold a number, and endings of texts; all others are kept as they are, as images
-NUMBERS = {"cls", "cls2", "id", "idx", "index", "inx"}
+# Endings whose files hold a number or several, and endings of texts; all others are kept as they are, as images
+NUMBERS, ARRAYS = {"cls", "cls2", "id", "idx", "index", "inx"}, {"npy"}
 TEXTS = {"caption", "csv", "json", "jsonl", "text", "transcript", "tsv", "txt"}
 IMAGE = datasets.Image(decode=False)
 # Bytes at the end of a tar: two of the largest records that tar writes. A download that was cut may have many more
@@ -102,6 +103,8 @@ def _feature(column: str) -> Any:
     endings = set(column.split(";"))
     if endings <= TEXTS:
         return datasets.Value("string")
+    if endings <= ARRAYS:
+        return datasets.List(datasets.Value("float64"))
     return datasets.Value("int64") if endings <= NUMBERS else IMAGE
 
 
@@ -142,12 +145,14 @@ def _columns(key: str, sample: Mapping[str, Any], columns: Sequence[str]) -> dic
 
 def _value(
     kind: Any, tar: tarfile.TarFile, member: tarfile.TarInfo, file: str, keeps_place: bool
-) -> Mapping[str, Any] | str | int | None:
+) -> Mapping[str, Any] | list[float] | str | int | None:
     if kind is IMAGE and keeps_place and isinstance(tar.fileobj, io.BufferedReader) and file.endswith(".tar"):
         return {"path": f"{file}#{member.offset_data}+{member.size}/{member.name}", "bytes": None}
     content = tar.extractfile(member).read()
     if kind is IMAGE:
         return {"path": member.name, "bytes": content}
+    if isinstance(kind, datasets.List):
+        return np.load(io.BytesIO(content), allow_pickle=False).ravel().tolist()
     text = text_of(content, f"{file}, {member.name}")
     if text is None or kind.dtype == "string":
         return text

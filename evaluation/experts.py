@@ -151,6 +151,10 @@ def analyze_experts(
     embedder = _Witness(model, None, batch_size, usable_device(device))
     sparse = _sparse_towers(model, embedder.model.config, kinds, layers or {})
     num_experts = next(iter(sparse.values())).num_experts
+    if expert is not None and not 0 <= expert < num_experts:
+        raise ValueError(f"{model}: expert: {expert}, but the experts are 0 to {num_experts - 1}")
+    if max(num_experts_per_tok, default=1) > num_experts:
+        raise ValueError(f"{model}: num_experts_per_tok: {max(num_experts_per_tok)} of {num_experts} experts")
     layers = {tower: (layers or {}).get(tower, max(of_tower.moe_layers)) for tower, of_tower in sparse.items()}
     settings = {
         "source": str(model),

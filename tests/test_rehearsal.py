@@ -157,7 +157,7 @@ FOUND = {
     "another processor": (
         "pre,expert,unified",
         {"expert.model": "other", "pre.model": str(ROOT / "training" / "symbol_clip")},
-        "unified: the image processor of expert makes something else of images than that of pre",
+        "unified: the image processor of expert does not make the same as that of pre",
     ),
     "scale": ("taken", {"taken.scale": None}, "taken: the weights of a token's experts do not sum to 1"),
 }
