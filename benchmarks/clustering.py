@@ -1,4 +1,4 @@
-"""Clustering as the stages compute it, beside faiss by itself and scikit-learn.
+"""Clustering as the stages compute it, beside faiss by itself.
 
     python -m benchmarks.clustering [--rows 100000 --size 768 --clusters 4 256] --output clustering.md
 
@@ -7,10 +7,8 @@ Every method runs in a process of its own. Memory is what this holds beside the 
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal
 
 import numpy as np
-from sklearn.cluster import MiniBatchKMeans
 
 from benchmarks.page import Output, cost, machine, mib, page, table
 from evaluation.speed import in_turn
@@ -18,44 +16,35 @@ from records.command_line import command
 from training.clusters import Method, import_faiss, kmeans
 
 OURS, FAISS = "cluster stage", "faiss alone"
-PART = 32_768
+NUM_MEANS, PART = 1000, 32_768
 
 
-def random_rows(num_rows: int, size: int, num_means: int) -> np.ndarray:
+def random_rows(num_rows: int, size: int) -> np.ndarray:
     """Normalized rows around many means, as features of images are, (num_rows, size) float32."""
     rng = np.random.default_rng(0)
-    means = rng.standard_normal((num_means, size), np.float32)
+    means = rng.standard_normal((NUM_MEANS, size), np.float32)
     rows = np.empty((num_rows, size), np.float32)
     for start in range(0, num_rows, PART):  # a part at a time, lest the memory of this be that of the process
         part = rows[start : start + PART]
-        part[:] = means[rng.choice(num_means, len(part))]
+        part[:] = means[rng.choice(NUM_MEANS, len(part))]
         part += 1.5 * rng.standard_normal(part.shape, np.float32)
         part /= np.linalg.norm(part, axis=1, keepdims=True)
     return rows
 
 
-def _faiss_alone(rows: np.ndarray, number: int, **settings: int) -> np.ndarray:
-    """By default it learns from 256 rows of each cluster, and assigns all of them together."""
-    search = import_faiss().Kmeans(rows.shape[1], number, seed=0, **settings)
+def cluster(name: str, rows: np.ndarray, number: int) -> np.ndarray:
+    """The cluster of each row. Faiss alone learns from 256 rows of each cluster, and assigns all of them together."""
+    if name == OURS:
+        return kmeans(rows, number, 0, method=Method("faiss", n_init=1))
+    search = import_faiss().Kmeans(rows.shape[1], number, seed=0)
     search.train(rows)
     return search.index.search(rows, 1)[1][:, 0]
 
 
-METHODS: dict[str, Callable[[np.ndarray, int], np.ndarray]] = {
-    OURS: lambda rows, number: kmeans(rows, number, 0, method=Method("faiss", n_init=1)),
-    FAISS: _faiss_alone,
-    "faiss, all rows": lambda rows, number: _faiss_alone(rows, number, max_points_per_centroid=len(rows)),
-    "mini batches": lambda rows, number: MiniBatchKMeans(number, n_init=1, batch_size=4096, random_state=0).fit_predict(
-        rows
-    ),
-    "scikit-learn": lambda rows, number: kmeans(rows, number, 0, method=Method(n_init=1)),
-}
-
-
-def clustered(name: str, number: int, num_rows: int, size: int, num_means: int) -> Callable:
-    rows = random_rows(num_rows, size, num_means)
-    METHODS[name](rows[:1000], 2)  # libraries are loaded
-    return lambda: METHODS[name](rows, number)
+def clustering(name: str, number: int, num_rows: int, size: int) -> Callable:
+    rows = random_rows(num_rows, size)
+    cluster(name, rows[:1000], 2)  # libraries are loaded
+    return lambda: cluster(name, rows, number)
 
 
 def inertia(rows: np.ndarray, labels: np.ndarray) -> float:
@@ -64,43 +53,27 @@ def inertia(rows: np.ndarray, labels: np.ndarray) -> float:
     return 1 - np.average(np.nan_to_num(lengths), weights=np.bincount(labels))
 
 
-def compare(names: Sequence[str], number: int, *features: int, rounds: int = 1) -> dict[str, list[dict]]:
+def compare(number: int, num_rows: int, size: int, rounds: int = 1) -> dict[str, list[dict]]:
     """The cost of each method in each round, with its labels."""
-    return in_turn({name: partial(cost, clustered, name, number, *features) for name in names}, rounds)
+    calls = {name: partial(cost, clustering, name, number, num_rows, size) for name in (OURS, FAISS)}
+    return in_turn(calls, rounds)
 
 
 @command
 def compare_kmeans(
-    *,
-    output: Output = None,
-    rows: int = 100_000,
-    size: int = 768,
-    clusters: Sequence[int] = (4, 256),
-    means: int = 1000,
-    methods: Sequence[Literal[*METHODS]] = (OURS, FAISS),
+    *, output: Output = None, rows: int = 100_000, size: int = 768, clusters: Sequence[int] = (4, 256)
 ) -> str:
-    """Features around many means. Inertia is the mean squared distance of a feature to the mean of its cluster.
-
-    Args:
-        means: that the features lie around
-    """
-    features = rows, size, means
-    embeds, lines = random_rows(*features), []
+    """Random features. Inertia is the mean squared distance of a feature to the mean of its cluster."""
+    embeds, lines = random_rows(rows, size), []
     for number in clusters:
-        costs = {name: result for name, (result,) in compare(methods, number, *features).items()}
+        costs = {name: result for name, (result,) in compare(number, rows, size).items()}
         inertias = {name: inertia(embeds, result["result"]) for name, result in costs.items()}
-        first = methods[0]
         for name, result in costs.items():
-            cells = f"{result['cpu']:.1f}", f"{result['cpu'] / costs[first]['cpu']:.3f}", mib(result["memory"])
-            cells += f"{inertias[name]:.5f}", f"{inertias[name] / inertias[first]:.3f}"
+            cells = f"{result['cpu']:.1f}", f"{result['cpu'] / costs[OURS]['cpu']:.3f}", mib(result["memory"])
+            cells += f"{inertias[name]:.5f}", f"{inertias[name] / inertias[OURS]:.3f}"
             lines.append([f"{number:,}", name, *cells])
     header = ["clusters", "", "CPU seconds", "relative", "memory", "inertia", "relative"]
-    return page(
-        output,
-        f"# K-means of {rows:,} features of size {size}",
-        table(header, lines),
-        f"{machine()}, one thread for scikit-learn.",
-    )
+    return page(output, f"# K-means of {rows:,} features of size {size}", table(header, lines), f"{machine()}.")
 
 
 if __name__ == "__main__":

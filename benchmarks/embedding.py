@@ -3,6 +3,7 @@
 python -m benchmarks.embedding --open-clip .venv/clip-benchmark --output benchmarks/results/embedding_cpu.md
 """
 
+import io
 import multiprocessing
 import statistics
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import PIL.Image
 import torch
+import torch.nn.functional as F
 from torch.utils.data import DataLoader, Dataset
 from transformers import AutoModel, AutoProcessor, CLIPConfig, CLIPModel
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
@@ -33,6 +35,8 @@ from modeling_clip_moe import CLIPMoEModel
 from records.command_line import command
 
 BATCH = 64
+# Pictures of 64 x 64 pixels for a model of 64 numbers a token, and photos for one of this architecture
+SMALL_PICTURES, PHOTOS, SIZE = 10_000, 128, "ViT-B/32"
 SMALL = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 2}
 
 
@@ -50,49 +54,40 @@ class Pictures(Dataset):
             return self.prepare(image.convert("RGB"))
 
 
-def loop(pictures: Pictures, encode: Callable[[torch.Tensor], torch.Tensor], num_workers: int) -> np.ndarray:
-    with torch.no_grad():
-        batches = DataLoader(pictures, BATCH, num_workers=num_workers)
-        return np.concatenate([torch.nn.functional.normalize(encode(batch), dim=-1).numpy() for batch in batches])
-
-
-def of_transformers(folder: Path, num_workers: int) -> Callable[[], int]:
+def in_a_loop(folder: Path, num_workers: int, open_clip_path: Path | None) -> Callable[[], int]:
+    """Embeds the pictures with the dense model of transformers, or with open_clip's of its shape."""
     multiprocessing.set_start_method("fork", force=True)  # a spawned process would spawn its workers
+    if open_clip_path is not None:
+        sys.path.append(str(open_clip_path))
+        module = "torchvision._meta_registrations"  # of compiled operators, which a CPU build of torch has not
+        sys.modules[module] = ModuleType(module)
+        import open_clip
 
-    def call() -> int:
+    def of_transformers() -> tuple[Callable, Callable]:
         model, processor = (kind.from_pretrained(folder / "dense") for kind in (AutoModel, AutoProcessor))
+        return (
+            lambda image: processor.image_processor(image, return_tensors="pt")["pixel_values"][0],
+            lambda batch: model.get_image_features(batch).pooler_output,
+        )
 
-        def prepare(image: PIL.Image.Image) -> torch.Tensor:
-            return processor.image_processor(image, return_tensors="pt")["pixel_values"][0]
-
-        pictures = Pictures(folder / "pictures", prepare)
-        return len(loop(pictures, lambda batch: model.get_image_features(batch).pooler_output, num_workers))
-
-    return call
-
-
-def of_open_clip(folder: Path, num_workers: int, path: Path) -> Callable[[], int]:
-    sys.path.append(str(path))
-    module = "torchvision._meta_registrations"  # of compiled operators, which a CPU build of torch has not
-    sys.modules[module] = ModuleType(module)
-    import open_clip
-
-    config = CLIPConfig.from_pretrained(folder / "dense").vision_config
-    vision = {"layers": config.num_hidden_layers, "width": config.hidden_size, "patch_size": config.patch_size}
-    vision |= {"image_size": config.image_size, "head_width": config.hidden_size // config.num_attention_heads}
-    text = {"width": 64, "heads": 1, "layers": 1, "vocab_size": 100, "context_length": 8}
-
-    multiprocessing.set_start_method("fork", force=True)
+    def of_open_clip() -> tuple[Callable, Callable]:
+        config = CLIPConfig.from_pretrained(folder / "dense").vision_config
+        vision = {"layers": config.num_hidden_layers, "width": config.hidden_size, "patch_size": config.patch_size}
+        vision |= {"image_size": config.image_size, "head_width": config.hidden_size // config.num_attention_heads}
+        text = {"width": 64, "heads": 1, "layers": 1, "vocab_size": 100, "context_length": 8}
+        model = open_clip.CLIP(config.projection_dim, vision, text, quick_gelu=True).eval()
+        return open_clip.image_transform(config.image_size, is_train=False), model.encode_image
 
     def call() -> int:
-        model = open_clip.CLIP(config.projection_dim, vision, text, quick_gelu=True).eval()
-        prepare = open_clip.image_transform(config.image_size, is_train=False)
-        return len(loop(Pictures(folder / "pictures", prepare), model.encode_image, num_workers))
+        prepare, encode = of_transformers() if open_clip_path is None else of_open_clip()
+        batches = DataLoader(Pictures(folder / "pictures", prepare), BATCH, num_workers=num_workers)
+        with torch.no_grad():
+            return len(np.concatenate([F.normalize(encode(batch), dim=-1).numpy() for batch in batches]))
 
     return call
 
 
-def ours(folder: Path, model: str, num_workers: int | None) -> Callable[[], int]:
+def ours(folder: Path, num_workers: int, model: str) -> Callable[[], int]:
     multiprocessing.set_start_method("fork", force=True)
 
     def call() -> int:
@@ -129,51 +124,43 @@ def write_models(folder: Path, size: str) -> float:
 def cases(folder: Path, open_clip: Path | None) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     for num_workers in (0, 2):
         workers = f"{num_workers} workers"
-        yield f"transformers' model in a loop, {workers}", partial(cost, of_transformers, folder, num_workers)
+        yield f"transformers' model in a loop, {workers}", partial(cost, in_a_loop, folder, num_workers, None)
         if open_clip is not None:
-            yield f"open_clip's model in a loop, {workers}", partial(cost, of_open_clip, folder, num_workers, open_clip)
-        yield f"clip-moe embeddings, {workers}", partial(cost, ours, folder, "dense", num_workers)
-    yield "clip-moe embeddings, 2 workers, CLIP-UP", partial(cost, ours, folder, "sparse", 2)
+            yield f"open_clip's model in a loop, {workers}", partial(cost, in_a_loop, folder, num_workers, open_clip)
+        yield f"clip-moe embeddings, {workers}", partial(cost, ours, folder, num_workers, "dense")
+    yield "clip-moe embeddings, 2 workers, CLIP-UP", partial(cost, ours, folder, 2, "sparse")
+
+
+def small_picture(rng: np.random.Generator) -> bytes:
+    """A JPEG of 64 x 64 pixels."""
+    file, small = io.BytesIO(), PIL.Image.fromarray(rng.integers(0, 256, (8, 8, 3), dtype=np.uint8))
+    small.resize((64, 64), PIL.Image.BICUBIC).save(file, "JPEG")
+    return file.getvalue()
 
 
 @command
-def embedding(
-    *,
-    output: Output = None,
-    small_pictures: int = 10_000,
-    photos: int = 128,
-    size: str = "ViT-B/32",
-    open_clip: Path | None = None,
-    rounds: Rounds = 3,
-) -> str:
+def embedding(*, output: Output = None, open_clip: Path | None = None, rounds: Rounds = 3) -> str:
     """Pictures a second from files to embeddings, with the time to load the model.
 
     Args:
-        small_pictures: JPEGs of 64 x 64 pixels, for a model of 64 numbers a token
-        photos: JPEGs of 640 x 480 pixels
-        size: architecture of the model for the photos
         open_clip: a folder that open_clip and torchvision are installed in; default: without it
     """
     rows = []
-    for name, number, is_photo in (("small", small_pictures, False), (size, photos, True)):
+    for name, number in (("small", SMALL_PICTURES), (SIZE, PHOTOS)):
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
             (folder / "pictures").mkdir()
             rng = np.random.default_rng(0)
             for index in range(number):
-                file = folder / "pictures" / f"{index:06d}.jpg"
-                if is_photo:
-                    file.write_bytes(photo(index))
-                else:
-                    small = PIL.Image.fromarray(rng.integers(0, 256, (8, 8, 3), dtype=np.uint8))
-                    small.resize((64, 64), PIL.Image.BICUBIC).save(file)
+                content = small_picture(rng) if name == "small" else photo(index)
+                (folder / "pictures" / f"{index:06d}.jpg").write_bytes(content)
             arithmetic = write_models(folder, name)
             rates = {}
             for case, costs in in_turn(dict(cases(folder, open_clip)), rounds).items():
                 assert all(result["result"] == number for result in costs), case
                 rates[case] = statistics.median(number / result["seconds"] for result in costs)
         first = rates["transformers' model in a loop, 0 workers"]
-        title = f"{number:,} photos, {name}" if is_photo else f"{number:,} small pictures and a small model"
+        title = f"{number:,} small pictures and a small model" if name == "small" else f"{number:,} photos, {name}"
         rows += [[title, case, f"{rate:,.1f}", f"{rate / first:.2f}"] for case, rate in rates.items()]
         rows[-1][1] += f", {arithmetic:.2f} times the multiply-adds"
     return page(

@@ -354,7 +354,7 @@ def step(pairs: int, mini_batch_size: int | None) -> Callable[[], object]:
     task, accelerator = ContrastiveTask(model, settings), Accelerator(cpu=True)
     if mini_batch_size is None:
         return lambda: task(batch)[0].backward()
-    return lambda: float(cached_gradient(accelerator, task, model, batch, mini_batch_size, 1.0, True)[0])
+    return lambda: float(cached_gradient(accelerator, task, batch, mini_batch_size, 1.0, True)[0])
 
 
 def random_batch(model, pairs: int, tokens: int, captions: int) -> dict[str, torch.Tensor]:
@@ -382,12 +382,11 @@ def training_step(
     and gradients was not finite."""
     from training import engine
 
-    task, optimizer, scheduler = engine._prepare(accelerator, model, settings, 0, WARM_UP + TIMED)
-    average = engine._weight_average(accelerator, task, settings)
+    task, optimizer, scheduler, average = engine._prepare(accelerator, model, settings, 0, WARM_UP + TIMED)
     finite = engine.FirstFault(settings.name, Path("nowhere"))
 
     def step(batch: dict[str, torch.Tensor]) -> None:
-        engine._compute_gradient(accelerator, task, model, iter([batch]), settings, 0, finite)
+        engine._compute_gradient(accelerator, task, iter([batch]), settings, 0, finite)
         engine._clip_gradient(accelerator, task, settings, 0, finite)
         engine._take_step(optimizer, scheduler, model, settings, average)
 

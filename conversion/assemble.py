@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedConfig
 
 from conversion.checkpoints import load_clip, load_config, load_mixture
 from conversion.processors import copy_processor, require_same
@@ -35,15 +34,10 @@ def convert(
         encoder_folder: the metadata's encoder, which is copied.
         config: other fields of `CLIPMoDEConfig`.
     """
-    own_processors = not read_alike(experts, [load_config(source) for source in experts])
-    mixture = CLIPMoDEModel.from_experts(
-        [load_clip(source) for source in experts],
-        centers,
-        expert_of_center,
-        metadata_encoder,
-        own_processors=own_processors,
-        **config,
-    )
+    own_processors = not read_alike(experts)
+    config["own_processors"] = own_processors
+    models = [load_clip(source) for source in experts]
+    mixture = CLIPMoDEModel.from_experts(models, centers, expert_of_center, metadata_encoder, **config)
     save(mixture, folder)
     for number, source in enumerate(experts if own_processors else experts[:1]):
         place = folder / mixture.config.experts[number] if own_processors else folder
@@ -53,32 +47,23 @@ def convert(
     verify(experts, folder)
 
 
-def read_alike(experts: Sequence[str | Path], configs: Sequence[PreTrainedConfig]) -> bool:
+def read_alike(experts: Sequence[str | Path]) -> bool:
     """Whether one processor makes the inputs of all experts (folders or hub names)."""
-    inputs = {
-        (
-            family_of(config).name,
-            *(getattr(config.text_config, key) for key in ("vocab_size", "eos_token_id", "max_position_embeddings")),
-            *(getattr(config.vision_config, key, None) for key in ("image_size", "num_channels")),
-        )
-        for config in configs
-    }
     try:
         require_same(experts)
     except ValueError:
         return False
-    return len(inputs) == 1
+    return len({family_of(load_config(source)).name for source in experts}) == 1
 
 
 @torch.no_grad()
-def verify(experts: Sequence[str | Path], folder: Path) -> dict[str, float]:
+def verify(experts: Sequence[str | Path], folder: Path) -> None:
     """Compares a saved mixture, with all weight on expert i, with the i-th expert's model, in float32."""
     mixture = load_mixture(folder, dtype=torch.float32)
     inputs = [sample_inputs(load_config(expert)) for expert in experts]
-    expected, converted = {}, {}
     for number, source in enumerate(experts):
         model = load_clip(source, dtype=torch.float32)
         alone = torch.zeros(len(experts)).index_fill(0, torch.tensor([number]), 1)
-        expected[f"expert {number}: logits"] = model(**inputs[number]).logits_per_image
-        converted[f"expert {number}: logits"] = mixture(expert_inputs=inputs, routing_weights=alone).logits_per_image
-    return check_equal(expected, converted)
+        logits = mixture(expert_inputs=inputs, routing_weights=alone).logits_per_image
+        name = f"expert {number}: logits"
+        check_equal({name: model(**inputs[number]).logits_per_image}, {name: logits})

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from conversion.checkpoints import architecture, load_clip, load_model
+from conversion.checkpoints import load_clip, load_model
 from conversion.processors import copy_processor, require_same
+from conversion.upcycle import architecture
 from modeling_clip_moe.families import TOWER_CONFIGS
 from records.files import save
 
@@ -19,24 +20,15 @@ def shape(config: PreTrainedConfig) -> list[dict[str, Any]]:
     return [{k: v for k, v in architecture(one, type(one)).items() if k not in TOWER_CONFIGS} for one in parts]
 
 
-def require_weights(weights: Sequence[float], models: Sequence[str | Path]) -> None:
-    """Raises a ValueError unless there is a weight for each model, and their sum is 1. Some may be below 0 and above
-    1, which leads beyond the models."""
-    if len(weights) != len(models):
-        raise ValueError(f"{len(weights)} weights for {len(models)} models: give as many")
-    if not abs(sum(weights) - 1) < 1e-6:
-        raise ValueError(f"the sum of the weights is {sum(weights):g}, must be 1")
-
-
 @torch.no_grad()
 def average(sources: Sequence[str | Path], weights: Sequence[float] | None = None) -> PreTrainedModel:
     """The mean of the parameters of models, computed in float64. Two models are in memory at a time.
 
     Args:
-        weights: one for each model, which sum to 1; None: all alike.
+        weights: one for each model, which sum to 1; some below 0 and above 1 lead beyond the models. None: all alike.
     """
-    if weights is not None:
-        require_weights(weights, sources)
+    if weights is not None and not (len(weights) == len(sources) and abs(sum(weights) - 1) < 1e-6):
+        raise ValueError(f"the weights {list(weights)} of {len(sources)} models must be as many, and sum to 1")
     first, *others = weights or [1.0] * len(sources)
     mean = load_clip(sources[0])
     sums = {name: first * parameter.double() for name, parameter in mean.named_parameters()}

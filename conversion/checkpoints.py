@@ -1,14 +1,12 @@
 """Folders and hub names of models: which files they have, their configurations, and the models. Errors name them."""
 
 import contextlib
-import logging as std_logging
 import pickle
-import re
-from collections.abc import Iterator
-from dataclasses import fields
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import (
@@ -27,22 +25,15 @@ from modeling_clip_moe.families import FAMILY_OF_TYPE, Family, family_of, is_cli
 from records.local_names import is_hub_name
 from records.messages import join_names, one_line
 
-# The first and the last token of SigLIP's configurations are CLIP's by default, above their vocabulary. transformers
-# warns of them wherever it compares a configuration with the default. SigLIP reads neither
-DEFAULT_TOKENS = re.compile(r"[be]os_token_id must be .* 0 and 31999\), got (49406|49407)\.")
-std_logging.getLogger("transformers.configuration_utils").addFilter(
-    lambda record: DEFAULT_TOKENS.search(record.getMessage()) is None
-)
 # Settings of configurations; a value with a slash is a repository of kernels, which runs whether trusted or not
 KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
 # For `cached_file`: no error where there is no file
-MISSING_IS_NONE = {
-    "_raise_exceptions_for_gated_repo": False,
-    "_raise_exceptions_for_missing_entries": False,
-    "_raise_exceptions_for_connection_errors": False,
-}
+MISSING_IS_NONE = {f"_raise_exceptions_for_{name}": False for name in ("gated_repo", "missing_entries")}
+MISSING_IS_NONE |= {"_raise_exceptions_for_connection_errors": False}
 # Those that may be a model of their own, as an image generator's text encoder is
 TEXT_TOWERS = (CLIPTextModel, CLIPTextModelWithProjection, CLIPMoETextModel, CLIPMoETextModelWithProjection)
+# "auto": the stored one
+Dtype = torch.dtype | Literal["auto"]
 # By the type of a model that is not taken: what it is, and what to do
 DENSE_HINT = " (it is dense: clip-moe upcycle makes it sparse)"
 SPARSE_HINT = " (it is already sparse: clip-moe dense takes one expert out)"
@@ -57,8 +48,8 @@ HINTS = {
 def loading(source: str | Path) -> Iterator[None]:
     """Turns whatever a library raises about files of a user into one error that names them.
 
-    Here alone every `Exception` is caught: what transformers, tokenizers and torch raise at a damaged file is up to the
-    damage, from KeyError and ZeroDivisionError to RecursionError. So nothing but their reading belongs into the block.
+    Here alone every `Exception` is caught, since what the libraries raise is up to the damage, from KeyError to
+    RecursionError. So nothing but their reading belongs into the block.
 
     Raises:
         OSError: a file is not there, or the hub cannot be reached.
@@ -69,12 +60,10 @@ def loading(source: str | Path) -> Iterator[None]:
     except OSError as error:
         missing = "" if Path(source).exists() else "there is no such folder, and from the Hub: "
         raise OSError(f"cannot load {source}: {missing}{error}") from error
-    except ImportError as error:
-        raise ValueError(f"cannot load {source}: {one_line(error)}") from error
     except pickle.UnpicklingError as error:  # torch's own proposes to run what the file holds
         raise ValueError(f"cannot load {source}: a file of weights is damaged or holds more than tensors") from error
-    except (ValueError, RuntimeError, SafetensorError, StrictDataclassError) as error:
-        raise ValueError(f"cannot load {source}: {error}") from error
+    except (ValueError, RuntimeError, ImportError, SafetensorError, StrictDataclassError) as error:
+        raise ValueError(f"cannot load {source}: {one_line(error)}") from error
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"cannot load {source}: a file is damaged or has impossible values ({reason})") from error
@@ -96,7 +85,7 @@ def require_source(source: str | Path) -> None:
         raise FileNotFoundError(f"no such folder: {source} is neither a folder nor a hub name")
 
 
-def has_file(source: str | Path, *names: str) -> bool:
+def has_file(source: str | Path, names: Iterable[str]) -> bool:
     """Whether a folder or hub name has at least one of the files."""
     return any(cached_file(source, name, **MISSING_IS_NONE) is not None for name in names)
 
@@ -120,10 +109,10 @@ def model_configs(source: str | Path) -> list[PreTrainedConfig]:
     return [load_config(source, name) for name in config.experts] if isinstance(config, CLIPMoDEConfig) else [config]
 
 
-def load_model(model_class: type[PreTrainedModel], source: str | Path, **kwargs) -> PreTrainedModel:
+def load_model(model_class: type[PreTrainedModel], source: str | Path, dtype: Dtype = "auto") -> PreTrainedModel:
     """Loads a model of exactly this class from a folder or hub name, in evaluation mode and its own dtype."""
     config_of(model_class, source)
-    return load_weights(model_class, source, **kwargs)
+    return load_weights(model_class, source, dtype)
 
 
 def config_of(model_class: type[PreTrainedModel], source: str | Path) -> PreTrainedConfig:
@@ -132,48 +121,43 @@ def config_of(model_class: type[PreTrainedModel], source: str | Path) -> PreTrai
     model_type, expected = config.model_type, model_class.config_class.model_type
     if model_type != expected:
         hint = HINTS.get(model_type, "") if expected in HINTS else ""
-        if isinstance(config, SparseMoEConfig) and not is_sparse(config):
-            hint = " (it is dense, and both of its towers have one encoder)"
         raise ValueError(f"cannot load {source}: a model of type {expected!r} is needed, not {model_type!r}{hint}")
     return config
 
 
-def load_weights(model_class: type[PreTrainedModel], source: str | Path, **kwargs) -> PreTrainedModel:
+def load_weights(model_class: type[PreTrainedModel], source: str | Path, dtype: Dtype = "auto") -> PreTrainedModel:
     """As `load_model`, of a class that may be a part of the stored model."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # the library's report of unfit tensors: the error below says it all
     try:
         with loading(source):
             model, info = model_class.from_pretrained(
-                source, **{"dtype": "auto"} | kwargs, output_loading_info=True, ignore_mismatched_sizes=True
+                source, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
             )
     finally:
         logging.set_verbosity(verbosity)
-    mismatched = [f"{key} {tuple(shape)}, not {tuple(wanted)}" for key, shape, wanted in info["mismatched_keys"]]
     problems = {
-        "missing": sorted(info["missing_keys"]),
-        "left over": sorted(info["unexpected_keys"]),
-        "of the wrong shape": sorted(mismatched),
+        "missing": info["missing_keys"],
+        "left over": info["unexpected_keys"],
+        "of the wrong shape": [f"{key} {tuple(old)}, not {tuple(new)}" for key, old, new in info["mismatched_keys"]],
         "not finite": [name for name, parameter in model.named_parameters() if not parameter.isfinite().all()],
     }
-    if any(problems.values()):
-        raise ValueError(
-            f"{source} does not fit: " + "; ".join(f"{k}: {join_names(v)}" for k, v in problems.items() if v)
-        )
+    if faults := [f"{what}: {join_names(sorted(names))}" for what, names in problems.items() if names]:
+        raise ValueError(f"{source} does not fit: {'; '.join(faults)}")
     return model.eval()
 
 
-def load_clip(source: str | Path, **kwargs) -> PreTrainedModel:
+def load_clip(source: str | Path, dtype: Dtype = "auto") -> PreTrainedModel:
     """Loads a dense or a sparse CLIP of any family, see `load_model`."""
-    return load_model(clip_class(source), source, **kwargs)
+    return load_model(clip_class(source), source, dtype)
 
 
-def load_whole_or_tower(source: str | Path, **kwargs) -> PreTrainedModel:
+def load_whole_or_tower(source: str | Path, dtype: Dtype = "auto") -> PreTrainedModel:
     """Loads a model of any family, or a CLIP's text tower alone, dense or sparse, see `load_model`."""
     config = load_config(source)
     tower = next((tower for tower in TEXT_TOWERS if tower.__name__ in (config.architectures or [])), None)
     known = config.model_type in FAMILY_OF_TYPE
-    return load_model(tower or (model_class(config) if known else CLIPModel), source, **kwargs)
+    return load_model(tower or (model_class(config) if known else CLIPModel), source, dtype)
 
 
 def clip_class(source: str | Path) -> type[PreTrainedModel]:
@@ -188,16 +172,16 @@ def is_sparse(config: PreTrainedConfig) -> bool:
     )
 
 
-def load_dense(source: str | Path, **kwargs) -> PreTrainedModel:
+def load_dense(source: str | Path, dtype: Dtype = "auto") -> PreTrainedModel:
     """Loads a dense model of any family, see `load_model`; one with a shared encoder is a `CLIPMoEModel`."""
     config, family = _with_family(source)
     shared = isinstance(config, SparseMoEConfig) and not is_sparse(config)
-    return load_model(family.sparse if shared else family.dense, source, **kwargs)
+    return load_model(family.sparse if shared else family.dense, source, dtype)
 
 
-def load_sparse(source: str | Path, **kwargs) -> PreTrainedModel:
+def load_sparse(source: str | Path, dtype: Dtype = "auto") -> PreTrainedModel:
     """Loads a sparse model of any family, see `load_model`."""
-    return load_model(_with_family(source)[1].sparse, source, **kwargs)
+    return load_model(_with_family(source)[1].sparse, source, dtype)
 
 
 def _with_family(source: str | Path) -> tuple[PreTrainedConfig, Family]:
@@ -215,12 +199,3 @@ def load_mixture(source: str | Path, **kwargs) -> CLIPMoDEModel:
         load_config(source, name)  # refuses kernels
     with loading(source):
         return CLIPMoDEModel.from_pretrained(source, **kwargs).eval()
-
-
-def architecture(config: PreTrainedConfig, config_class: type[PreTrainedConfig]) -> dict:
-    """The fields of a config that differ from their defaults and that another config class has.
-
-    Leaves out how the model was stored, and the generation settings that old files carry.
-    """
-    field_names = {field.name for field in fields(config_class)} - {"architectures", "dtype", "transformers_version"}
-    return {name: value for name, value in config.to_diff_dict().items() if name in field_names}

@@ -48,5 +48,5 @@ def publish(
         return f"wrote {dry_run}; nothing was uploaded"
     from conversion.publish import publish as upload
 
-    options = {"private": private, "revision": revision, "pull_request": pull_request}
-    return f"published at {upload(source, repository, license, base_model, **options)}"
+    address = upload(source, repository, license, base_model, private, revision, pull_request)
+    return f"published at {address}"

@@ -6,19 +6,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from pydantic import TypeAdapter
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from conversion.checkpoints import architecture, load_dense, load_sparse
+from conversion.checkpoints import load_dense, load_sparse
 from conversion.processors import copy_processor
 from conversion.rules import Rule, apply_rules
-from conversion.upcycle import FFN_TO_EXPERTS, SPARSE_FIELDS, kept_rules, sparse_ffns, towers_of
-from conversion.verification import TOLERANCE, check_equal, model_outputs, sample_inputs
+from conversion.upcycle import FFN_TO_EXPERTS, SPARSE_FIELDS, architecture, kept_rules, sparse_ffns, towers_of
+from conversion.verification import TOLERANCE, compare
 from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
 from modeling_clip_moe.dispatch import dispatch
-from modeling_clip_moe.families import TOWER_CONFIGS, family_of, is_clip
+from modeling_clip_moe.families import family_of
 from modeling_clip_moe.sparse_moe import CLIPMoESparseMoeBlock
-from records.files import read_json, save
+from records.files import read_record, save
+from records.messages import join_names
 from records.provenance import weights_fingerprint
 
 BASE = "base"
@@ -27,16 +27,15 @@ BASE = "base"
 def dense_config(config: SparseMoEConfig) -> PreTrainedConfig:
     """The config of the dense model: the family's own fields of the sparse one."""
     config_class = family_of(config).dense.config_class
-    towers = {}
-    for name in TOWER_CONFIGS if is_clip(config) else ():
-        fields = architecture(getattr(config, name), type(getattr(config, name)))
-        towers[name] = {field: value for field, value in fields.items() if field not in SPARSE_FIELDS}
-    return config_class(**architecture(config, config_class) | towers)
+    fields = architecture(config, config_class)
+    for name in config.sub_configs:
+        of_tower = architecture(getattr(config, name), type(getattr(config, name)))
+        fields[name] = {field: value for field, value in of_tower.items() if field not in SPARSE_FIELDS}
+    return config_class(**fields)
 
 
-# Factors of the last layer of an expert: one number, or tower ("text", "vision") -> layer, from 0 -> number
+# Factors of an expert's last layer: one number, or tower ("text", "vision") -> layer, from 0 -> number
 Scale = float | Mapping[str, Mapping[str, float]]
-SCALES = TypeAdapter(dict[str, dict[str, float]])
 
 
 def layer_scales(config: SparseMoEConfig, expert: int | str, scale: Scale | None) -> dict[str, float]:
@@ -62,7 +61,7 @@ def layer_scales(config: SparseMoEConfig, expert: int | str, scale: Scale | None
 
 def extraction_rules(config: SparseMoEConfig, expert: int | str, scale: Scale | None = None) -> list[Rule]:
     """Rules from a sparse model to the dense one that keep one expert, or the base FFN, of every sparse layer."""
-    rules = kept_rules(config, to_dense=True)
+    rules = kept_rules(config, family_of(config).logit_scale_shape)
     for ffn, of_layer in layer_scales(config, expert, scale).items():
         rules.append(Rule(rf"{ffn}\.(router|fusion_gate)\..*", (), reason="a dense FFN has no routing"))
         if expert == BASE:
@@ -72,20 +71,14 @@ def extraction_rules(config: SparseMoEConfig, expert: int | str, scale: Scale | 
         rules.append(Rule(rf"{ffn}\.base\..*", (), reason="an expert was chosen"))
         for name, expert_tensor in FFN_TO_EXPERTS.items():
             factor = of_layer if name.startswith("fc2.") else 1.0
-
-            def take(stack, factor=factor):
-                return stack[expert] * factor
-
+            take = functools.partial(lambda factor, stack: stack[expert] * factor, factor)
             rules.append(Rule(rf"({ffn})\.experts\.{expert_tensor}", rf"\1.{name}", take))
     return rules
 
 
 def extract(sparse: PreTrainedModel, expert: int | str, scale: Scale | None = None) -> PreTrainedModel:
-    """Builds the dense CLIP of one expert (from 0), or of the base FFN ("base"), in the sparse model's dtype.
-
-    Args:
-        scale: see `layer_scales`.
-    """
+    """Builds the dense CLIP of one expert (from 0), or of the base FFN ("base"), in the sparse model's dtype; for
+    `scale` see `layer_scales`."""
     require_expert(sparse.config, expert)
     rules = extraction_rules(sparse.config, expert, scale)
     dense = family_of(sparse.config).dense(dense_config(sparse.config)).to(sparse.dtype)
@@ -97,10 +90,9 @@ def extract(sparse: PreTrainedModel, expert: int | str, scale: Scale | None = No
 def require_expert(config: SparseMoEConfig, expert: int | str) -> None:
     """Raises a ValueError where a sparse tower has no such expert."""
     for tower in sparse_ffns(config).values():
-        if expert == BASE and not tower.fusion_gate:
-            raise ValueError(f"{tower.base_config_key}: there is no base FFN, since fusion_gate is False")
-        if expert != BASE and not 0 <= expert < tower.num_experts:
-            raise ValueError(f"{tower.base_config_key}: there is no expert {expert}, only 0 to {tower.num_experts - 1}")
+        known = [*map(str, range(tower.num_experts)), *([BASE] if tower.fusion_gate else [])]
+        if str(expert) not in known:
+            raise ValueError(f"{tower.base_config_key}: there is no expert {expert}, only {join_names(known)}")
 
 
 # Logits of fusion gates whose sigmoid is 1, only the base, and 0, only the experts
@@ -129,9 +121,8 @@ def force_expert(sparse: PreTrainedModel, expert: int, scale: float | Sequence[f
             the sum of the K weights that the router gives before any is dropped, which is 1 with `norm_topk_prob`.
     """
     blocks = [module for module in sparse.modules() if isinstance(module, CLIPMoESparseMoeBlock)]
-    for block in blocks:
-        if not 0 <= expert < block.num_experts:
-            raise ValueError(f"there is no expert {expert}, only 0 to {block.num_experts - 1}")
+    if any(not 0 <= expert < block.num_experts for block in blocks):
+        raise ValueError(f"there is no expert {expert}, only 0 to {min(block.num_experts for block in blocks) - 1}")
     scales = scale if isinstance(scale, Sequence) else [scale] * len(blocks)
 
     def force(_, inputs, outputs, config, weight):
@@ -154,18 +145,15 @@ def force_expert(sparse: PreTrainedModel, expert: int, scale: float | Sequence[f
         yield
 
 
-def verify(source: str | Path, folder: Path, expert: int | str, scale: Scale | None = None) -> dict[str, float]:
+def verify(source: str | Path, folder: Path, expert: int | str, scale: Scale | None = None) -> None:
     """Compares the saved dense model with the sparse one in which every token goes through the expert, in float32."""
     sparse = load_sparse(source, dtype=torch.float32)
     set_fusion_gates(sparse, ONLY_BASE if expert == BASE else ONLY_EXPERTS)
-    inputs = sample_inputs(sparse.config)
-    scales = list(layer_scales(sparse.config, expert, scale).values())
-    with force_expert(sparse, 0 if expert == BASE else expert, scales):
-        expected = model_outputs(sparse, inputs)
-    dense = load_dense(folder)
+    scales, dense = list(layer_scales(sparse.config, expert, scale).values()), load_dense(folder)
     # A scaled weight is rounded to the model's dtype
     rounding = torch.finfo(dense.dtype).eps if any(value != 1 for value in scales) else 0.0
-    return check_equal(expected, model_outputs(dense.float(), inputs), max(TOLERANCE, rounding))
+    with force_expert(sparse, 0 if expert == BASE else expert, scales):
+        compare(sparse, dense.float(), tolerance=max(TOLERANCE, rounding))
 
 
 def convert(source: str | Path, folder: Path, expert: int | str, scale: Scale | None = None) -> None:
@@ -178,14 +166,7 @@ def convert(source: str | Path, folder: Path, expert: int | str, scale: Scale | 
 def read_scale(analysis: str | Path, source: str | Path) -> Scale:
     """What the folder of an analyze stage says of the model `source`."""
     file = Path(analysis) / "experts.json"
-    try:
-        result = read_json(file)
-        weights, scales = result["weights"], SCALES.validate_python(result["scales"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{file} holds no scales: make it again with `clip-moe analyze {analysis} --model {source}` "
-            f"({type(error).__name__}: {error})"
-        ) from error
-    if weights != weights_fingerprint(source):
+    result = read_record(file, dict, {"weights": str, "scales": dict})
+    if result["weights"] != weights_fingerprint(source):
         raise ValueError(f"{file} was made of another model than {source}, or of other weights")
-    return scales
+    return result["scales"]

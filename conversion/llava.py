@@ -5,21 +5,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import (
-    MODEL_MAPPING,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import MODEL_MAPPING, LlavaConfig, LlavaForConditionalGeneration, PreTrainedConfig, PreTrainedModel
 
 from conversion.checkpoints import HINTS, has_file, load_config, load_model, load_weights
-from conversion.processors import (
-    IMAGE_PROCESSOR_FILES,
-    load_image_processor,
-    load_processor,
-    require_fit,
-)
+from conversion.processors import IMAGE_PROCESSOR_FILES, load_image_processor, load_processor, require_fit
 from conversion.verification import check_equal
 from modeling_clip_moe.configuration_clip_moe import CLIPMoETowerConfig
 from records.files import save
@@ -30,7 +19,7 @@ logger = logging.getLogger(__name__)
 SAME_FEATURES = 0.999
 
 
-def load_tower(source: str | Path, **kwargs) -> PreTrainedModel:
+def load_tower(source: str | Path) -> PreTrainedModel:
     """Loads the sparse vision tower of a whole model or of a folder of its own."""
     config = load_config(source)
     vision = getattr(config, "vision_config", config)
@@ -39,7 +28,7 @@ def load_tower(source: str | Path, **kwargs) -> PreTrainedModel:
         raise ValueError(
             f"{source} has no sparse vision tower of one image size: it is of type {config.model_type!r}{hint}"
         )
-    return load_weights(MODEL_MAPPING[type(vision)], source, **kwargs)
+    return load_weights(MODEL_MAPPING[type(vision)], source)
 
 
 def swap(llava: LlavaForConditionalGeneration, tower: PreTrainedModel) -> None:
@@ -58,31 +47,15 @@ def swap(llava: LlavaForConditionalGeneration, tower: PreTrainedModel) -> None:
 
 
 @torch.no_grad()
-def other_origin(llava: LlavaForConditionalGeneration, tower: PreTrainedModel) -> str:
-    """Says whether a tower has other weights or features than the one whose place it is to take, with which the
-    projector was trained. Empty if it has the same."""
-    old, new = (
-        {name.removeprefix("vision_model."): weight.to(llava.dtype) for name, weight in model.state_dict().items()}
-        for model in (llava.model.vision_tower, tower)
-    )
-    shared = [name for name in old if name in new and old[name].shape == new[name].shape]
-    differing = [name for name in shared if not torch.equal(old[name], new[name])]
-    inputs = sample_llava_inputs(tower.config, llava.config.text_config)["pixel_values"].to(llava.dtype)
-    towers = llava.model.vision_tower, tower.to(llava.dtype)
+def likeness(llava: LlavaForConditionalGeneration, tower: PreTrainedModel) -> float:
+    """The cosine of a tower's features with those of the LLaVA's own, with which the projector was trained; 0 where the
+    two take other images or give another number of tokens."""
     if llava.config.vision_config.image_size != tower.config.image_size:
-        features = "images have another size"
-    else:
-        layer = feature_layers(llava.config)[-1]
-        first, second = (model(inputs, output_hidden_states=True).hidden_states[layer].float() for model in towers)
-        features = "images have another number of tokens"
-        if first.shape == second.shape:
-            cosine = torch.cosine_similarity(first, second, dim=-1).mean()
-            if not differing and cosine > SAME_FEATURES:
-                return ""
-            features = f"features have a cosine of {cosine:.2f} with those of the LLaVA's own tower"
-    weights = f"{len(differing)} of {len(shared)} weights that both towers have differ; " if differing else ""
-    way_out = "Train the projector again, or make the tower of the LLaVA's own, which may have been trained on"
-    return f"{weights}{features}. {way_out}"
+        return 0.0
+    inputs = sample_llava_inputs(tower.config, llava.config.text_config)["pixel_values"].to(llava.dtype)
+    towers, layer = (llava.model.vision_tower, tower.to(llava.dtype)), feature_layers(llava.config)[-1]
+    first, second = (model(inputs, output_hidden_states=True).hidden_states[layer].float() for model in towers)
+    return torch.cosine_similarity(first, second, dim=-1).mean().item() if first.shape == second.shape else 0.0
 
 
 def feature_layers(config: LlavaConfig) -> list[int]:
@@ -112,27 +85,20 @@ def expected_outputs(llava: LlavaForConditionalGeneration, tower: PreTrainedMode
 
 
 @torch.no_grad()
-def image_features(llava: LlavaForConditionalGeneration, pixel_values: Tensor) -> Tensor:
-    """Features (images, patches, width) that the language model gets."""
-    return torch.stack(list(llava.model.get_image_features(pixel_values).pooler_output))
-
-
-@torch.no_grad()
-def verify(folder: Path, expected: dict[str, Tensor]) -> dict[str, float]:
+def verify(folder: Path, expected: dict[str, Tensor]) -> None:
     """Compares a saved LLaVA with `expected_outputs`."""
     llava = load_model(LlavaForConditionalGeneration, folder)
     inputs = sample_llava_inputs(llava.config.vision_config, llava.config.text_config)
-    features = image_features(llava, inputs["pixel_values"].to(llava.dtype))
-    return check_equal(expected, {"image features": features, "text logits": llava(inputs["input_ids"]).logits})
+    features = llava.model.get_image_features(inputs["pixel_values"].to(llava.dtype)).pooler_output
+    logits = llava(inputs["input_ids"]).logits
+    check_equal(expected, {"image features": torch.stack(list(features)), "text logits": logits})
 
 
 def write_processor(source: str | Path, tower_source: str | Path, folder: Path) -> None:
     """Saves LLaVA's processor with the tower's way to prepare images, if it has one."""
-    processor, config = load_processor(source), load_config(folder)
-    of_tower = has_file(tower_source, *IMAGE_PROCESSOR_FILES)
-    if of_tower:
-        processor.image_processor = load_image_processor(tower_source)
-    image_source = tower_source if of_tower else source
+    processor, config, image_source = load_processor(source), load_config(folder), source
+    if has_file(tower_source, IMAGE_PROCESSOR_FILES):
+        processor.image_processor, image_source = load_image_processor(tower_source), tower_source
     require_fit(config, tower_source, image_source, image_processor=processor.image_processor)
     processor.patch_size = config.vision_config.patch_size
     save(processor, folder)
@@ -142,9 +108,10 @@ def convert(source: str | Path, tower_source: str | Path, folder: Path) -> None:
     """Saves the LLaVA of `source` with another tower into `folder`, and its processor. Warns of a tower that does not
     come from the LLaVA's own."""
     llava, tower = load_model(LlavaForConditionalGeneration, source), load_tower(tower_source)
-    told = other_origin(llava, tower)
-    if told:
-        logger.warning("%s: %s", tower_source, told)
+    cosine = likeness(llava, tower)
+    if cosine <= SAME_FEATURES:
+        way_out = "train the projector again, or make the tower of the LLaVA's own, which may have been trained on"
+        logger.warning("%s has features of a cosine of %.2f with the LLaVA's: %s", tower_source, cosine, way_out)
     swap(llava, tower)
     save(llava, folder)
     write_processor(source, tower_source, folder)

@@ -33,12 +33,12 @@ def stretch_positions(table: Tensor, length: int, keep: int = KEPT_POSITIONS) ->
     """
     rows = len(table)
     stretched = rows - keep
-    if keep < 0 or stretched < 2:
-        raise ValueError(f"a table of {rows} rows, {keep} of which stay, leaves none to interpolate between")
-    ratio, rest = divmod(length - keep, stretched)
-    if rest or ratio < 2:
+    ratio, rest = divmod(length - keep, max(stretched, 1))
+    if stretched < 2 or rest or ratio < 2:  # the last row is extrapolated from two
         possible = ", ".join(str(keep + stretched * r) for r in range(2, 6))
-        raise ValueError(f"{rows} positions cannot be stretched to {length}, only to {possible}, ...")
+        raise ValueError(
+            f"{rows} positions, of which {keep} stay, cannot be stretched to {length}, only to {possible}, ..."
+        )
     start = table[keep:].to(torch.promote_types(table.dtype, torch.float32))
     step = torch.cat([start.diff(dim=0), start[-1:] - start[-2:-1]])
     shares = torch.arange(ratio, dtype=start.dtype, device=table.device)[:, None] / ratio  # (r, 1)
@@ -47,22 +47,14 @@ def stretch_positions(table: Tensor, length: int, keep: int = KEPT_POSITIONS) ->
 
 
 def lengthen(model: PreTrainedModel, length: int, keep: int = KEPT_POSITIONS) -> PreTrainedModel:
-    """The same model with `length` text positions, in evaluation mode, of the same dtype and on the same device.
-
-    Args:
-        model: a CLIP or a text tower alone, dense or sparse.
-    """
-    if pooled_token(model.config.get_text_config()) == "last":
-        raise ValueError(
-            "SigLIP pools the last of its places, to which texts are padded: with more of them every text would be "
-            "another one. A longer context is for CLIP and MetaCLIP 2"
-        )
-    state = model.state_dict()
-    name = POSITIONS if POSITIONS in state else POSITIONS.removeprefix("text_model.")
-    if name not in state:
+    """The same CLIP or text tower alone, dense or sparse, with `length` text positions, in evaluation mode, of the same
+    dtype and on the same device."""
+    if pooled_token(model.config.get_text_config()) != "end":  # SigLIP pools the last place: texts would be others
         raise ValueError(
             f"a longer context is for CLIP and MetaCLIP 2, not for a model of type {model.config.model_type!r}"
         )
+    state = model.state_dict()
+    name = POSITIONS if POSITIONS in state else POSITIONS.removeprefix("text_model.")
     state[name] = stretch_positions(state[name], length, keep)
     config = copy.deepcopy(model.config)
     config.get_text_config().max_position_embeddings = length
@@ -73,16 +65,16 @@ def lengthen(model: PreTrainedModel, length: int, keep: int = KEPT_POSITIONS) ->
 
 
 @torch.no_grad()
-def verify(source: str | Path, folder: Path, keep: int = KEPT_POSITIONS) -> dict[str, float]:
+def verify(source: str | Path, folder: Path, keep: int = KEPT_POSITIONS) -> None:
     """Compares what images, and texts that end within the first `keep` tokens, come out as, in float32."""
     before, after = (load_whole_or_tower(model, dtype=torch.float32) for model in (source, folder))
     inputs = sample_inputs(before.config)
     end = inputs["input_ids"][:, -1:]
-    inputs["input_ids"] = torch.cat([inputs["input_ids"][:, : max(keep - 1, 0)], end], dim=1)
+    inputs["input_ids"] = torch.cat([inputs["input_ids"][:, : keep - 1], end], dim=1)
     expected, converted = (model(**inputs) for model in (before, after))
     # A whole model has the first two, a text tower the last, with its projection also the first
     names = [name for name in ("text_embeds", "image_embeds", "last_hidden_state") if name in expected]
-    return check_equal({name: expected[name] for name in names}, {name: converted[name] for name in names})
+    check_equal({name: expected[name] for name in names}, {name: converted[name] for name in names})
 
 
 def convert(source: str | Path, folder: Path, length: int, keep: int = KEPT_POSITIONS) -> None:

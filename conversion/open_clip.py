@@ -1,97 +1,33 @@
-"""open_clip's configuration, which lies beside its weights on the Hub, held to these weights."""
+"""open_clip's configuration, which lies beside its weights on the Hub and says what they do not."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 from transformers import CLIPConfig
 
+from conversion.checkpoints import loading
 from modeling_clip_moe.families import dense_types
 from records.files import read_json
-from records.messages import in_one_line
 
 FILE = "open_clip_config.json"
+# The fields of a CLIP's towers and of its preprocessing, with open_clip's defaults
+VISION = {"image_size": 224, "layers": 12, "width": 768, "head_width": 64, "patch_size": 16}
+TEXT = {"context_length": 77, "vocab_size": 49408, "width": 512, "heads": 8, "layers": 12}
+PREPROCESSING = {
+    "mean": [0.48145466, 0.4578275, 0.40821073],
+    "std": [0.26862954, 0.26130258, 0.27577711],
+    "interpolation": "bicubic",
+    "resize_mode": "shortest",
+}
+# Fields of towers that shapes of weights show, or that change nothing that is computed
+IGNORED = {"mlp_ratio", "patch_dropout", "hf_tokenizer_name", "tokenizer_kwargs"}
 # As transformers' image processors number them
 RESAMPLINGS = {"bilinear": 2, "bicubic": 3, "random": 3}
 
 
-class Part(BaseModel):
-    """A part of the configuration: of its fields, some with open_clip's defaults. `model_extra` has the others."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-
-
-class VisionTower(Part):
-    """The fields of an image tower that is CLIP's; any other changes what the tower computes."""
-
-    image_size: int | list[int] = 224
-    layers: int | list[int] = 12  # a list has those of a ResNet
-    width: PositiveInt = 768
-    head_width: PositiveInt = 64
-    patch_size: int | list[int] = 16
-    mlp_ratio: float = 4
-    patch_dropout: float = 0
-
-
-class TextTower(Part):
-    """The fields of a text tower that is CLIP's; any other changes what the tower computes."""
-
-    context_length: int = 77
-    vocab_size: int = 49408
-    width: PositiveInt = 512
-    heads: PositiveInt = 8
-    layers: int = 12
-    mlp_ratio: float = 4
-    hf_tokenizer_name: str | None = None
-    tokenizer_kwargs: dict | None = None
-
-
-class ModelConfiguration(Part):
-    vision_cfg: VisionTower
-    text_cfg: TextTower
-    quick_gelu: bool = False
-
-
-class Preprocessing(Part):
-    """How images become those of the model; OpenAI's mean and standard deviation by default."""
-
-    mean: list[float] = [0.48145466, 0.4578275, 0.40821073]
-    std: list[float] = [0.26862954, 0.26130258, 0.27577711]
-    interpolation: Literal[*RESAMPLINGS] = "bicubic"
-    resize_mode: Literal["shortest", "squash"] = "shortest"
-
-    def image_processor(self, size: int) -> dict[str, Any]:
-        """The settings of CLIP's image processor, for images of so many pixels a side."""
-        square, crops = {"height": size, "width": size}, self.resize_mode == "shortest"
-        return {
-            "image_mean": self.mean,
-            "image_std": self.std,
-            "resample": RESAMPLINGS[self.interpolation],
-            "size": {"shortest_edge": size} if crops else square,
-            "do_center_crop": crops,
-            "crop_size": square,
-        }
-
-
-class Configuration(Part):
-    """The whole file, or `model_cfg` alone, as in open_clip's list of architectures."""
-
-    model_cfg: ModelConfiguration
-    preprocess_cfg: Preprocessing | None = None
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What the weights do not tell: see `conversion.openai.convert`."""
-        vision, text = self.model_cfg.vision_cfg, self.model_cfg.text_cfg
-        return {
-            "activation": "quick_gelu" if self.model_cfg.quick_gelu else "gelu",
-            "vision_heads": vision.width // vision.head_width,
-            "text_heads": text.heads,
-        }
-
-
-def read_configuration(archive: Path, weights: CLIPConfig) -> Configuration | None:
-    """The configuration beside an archive, if there is one.
+def read_configuration(archive: Path, weights: CLIPConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The settings that the configuration beside an archive gives to `conversion.openai.convert`, and those of the
+    image processor. Both are empty where there is none.
 
     Args:
         weights: whose sizes are those of the archive's tensors.
@@ -101,34 +37,50 @@ def read_configuration(archive: Path, weights: CLIPConfig) -> Configuration | No
     """
     path = archive.with_name(FILE)
     if not path.is_file():
-        return None
-    content = read_json(path)
-    if isinstance(content, dict) and "model_cfg" not in content:
-        content = {"model_cfg": content}
-    try:
-        configuration = Configuration.model_validate(content)
-    except ValidationError as error:
-        raise ValueError(f"{path}: {in_one_line(error.errors())}") from None
+        return {}, {}
+    with loading(path):
+        content = read_json(path)
+        model = content.get("model_cfg", content)  # alone in open_clip's list of architectures
+        vision, text = VISION | model["vision_cfg"], TEXT | model["text_cfg"]
+        _require_tower("vision_cfg", vision, weights)
+        _require_tower("text_cfg", text, weights)
+        settings = {
+            "activation": "quick_gelu" if model.get("quick_gelu") else "gelu",
+            "vision_heads": vision["width"] // vision["head_width"],
+            "text_heads": text["heads"],
+        }
+        given = content.get("preprocess_cfg")
+        return settings, {} if given is None else _image_processor(given, weights.vision_config.image_size)
+
+
+def _require_tower(name: str, tower: dict[str, Any], weights: CLIPConfig) -> None:
+    known = (VISION if name == "vision_cfg" else TEXT).keys() | IGNORED
+    if others := [f"{key} {value!r}" for key, value in tower.items() if value and key not in known]:
+        raise ValueError(f"{name} has {', '.join(others)}, which CLIPModel cannot express: {dense_types()}")
     vision, text = weights.vision_config, weights.text_config
-    sizes_of = {
+    sizes = {
         "vision_cfg": {"width": vision.hidden_size, "layers": vision.num_hidden_layers}
         | {"patch_size": vision.patch_size, "image_size": vision.image_size},
         "text_cfg": {"width": text.hidden_size, "layers": text.num_hidden_layers}
         | {"context_length": text.max_position_embeddings, "vocab_size": text.vocab_size},
     }
-    for name, sizes in sizes_of.items():
-        tower = getattr(configuration.model_cfg, name)
-        if other := {key: value for key, value in tower.model_extra.items() if value}:
-            settings = ", ".join(f"{key} {value!r}" for key, value in other.items())
-            raise ValueError(f"{path}: {name} has {settings}, which CLIPModel cannot express: {dense_types()}")
-        for key, size in sizes.items():
-            if (value := getattr(tower, key)) not in (size, [size, size]):
-                raise ValueError(
-                    f"{path} is of another model: its {name} has {key} {value} (open_clip's default where it is left "
-                    f"out), but the weights in {archive.name} have {size}: put the file that belongs to them there"
-                )
-    heads = configuration.settings
-    for width, number in ((vision.hidden_size, heads["vision_heads"]), (text.hidden_size, heads["text_heads"])):
-        if not number or width % number:
-            raise ValueError(f"{path}: a tower of width {width} cannot have {number} attention heads")
-    return configuration
+    for key, size in sizes[name].items():
+        if tower[key] not in (size, [size, size]):
+            raise ValueError(
+                f"it is of another model: its {name} has {key} {tower[key]} (open_clip's default where it is left "
+                f"out), but the weights have {size}: put the file that belongs to them there"
+            )
+
+
+def _image_processor(given: dict[str, Any], size: int) -> dict[str, Any]:
+    """The settings of CLIP's image processor, for images of so many pixels a side."""
+    settings = PREPROCESSING | given
+    square, crops = {"height": size, "width": size}, {"shortest": True, "squash": False}[settings["resize_mode"]]
+    return {
+        "image_mean": settings["mean"],
+        "image_std": settings["std"],
+        "resample": RESAMPLINGS[settings["interpolation"]],
+        "size": {"shortest_edge": size} if crops else square,
+        "do_center_crop": crops,
+        "crop_size": square,
+    }

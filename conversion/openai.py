@@ -6,7 +6,7 @@ import math
 import re
 import sys
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from conversion.verification import check_equal, sample_inputs
 from modeling_clip_moe.families import dense_types
 from records.digests import file_digest
 from records.files import save
-from records.messages import join_names
 
 # From the download addresses in https://github.com/openai/CLIP/blob/main/clip/clip.py
 SHA256 = {
@@ -39,22 +38,6 @@ HEAD_WIDTH = 64
 HEAD_WIDTHS = {1280: 80, 1408: 88, 1664: 104, 1792: 112}
 # Entries that only OpenAI's own archives have
 OPENAI_SETTINGS = ("input_resolution", "context_length", "vocab_size")
-# Modules that torch puts around others, which its own state dicts name
-WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-# The tensor that tells where a model is
-ANCHOR = "token_embedding.weight"
-# The tensors whose shapes give the config
-NEEDED = (
-    "positional_embedding",
-    "text_projection",
-    "token_embedding.weight",
-    "transformer.resblocks.0.mlp.c_fc.weight",
-    "visual.conv1.weight",
-    "visual.positional_embedding",
-    "visual.proj",
-    "visual.transformer.resblocks.0.mlp.c_fc.weight",
-)
-
 
 # OpenAI's names, and those of transformers
 BLOCKS = {
@@ -101,12 +84,12 @@ RULES = [
 
 
 def read_state_dict(archive: Path, trust_archive: bool = False) -> dict[str, Tensor]:
-    """Reads the tensors of an archive without running code from an unknown file.
+    """Reads the tensors of an archive, or of open_clip's checkpoint of training, without running code from an unknown
+    file.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a TorchScript archive that OpenAI did not publish, without `trust_archive`; or it is damaged, or
-            holds anything but tensors.
+        ValueError: a TorchScript archive that OpenAI did not publish, without `trust_archive`; or it is damaged.
     """
     if not archive.is_file():
         raise FileNotFoundError(f"there is no file {archive}")
@@ -123,63 +106,8 @@ def read_state_dict(archive: Path, trust_archive: bool = False) -> dict[str, Ten
             content = torch.jit.load(archive, map_location="cpu").state_dict()
         else:
             content = torch.load(archive, map_location="cpu", weights_only=True)
-    return unwrapped(content, archive)
-
-
-def unwrapped(content: Any, archive: Path) -> dict[str, Tensor]:
-    """The state dict in what was saved, in whatever dictionaries and modules it lies, without the `text.` of a text
-    tower that is a module of its own. Weight averages beside it are skipped with a warning.
-
-    Raises:
-        ValueError: there are no tensors by name, or several models.
-    """
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in _tensors(content):
-        name = WRAPPERS.sub("", name)
-        if name in tensors:
-            raise ValueError(f"{archive} has two tensors {name}, one of them within a wrapper: save one model alone")
-        tensors[name] = tensor
-    models = {name[: -len(ANCHOR)].removesuffix("text.") for name in tensors if f".{name}".endswith(f".{ANCHOR}")}
-    plain = sorted(name for name in models if not _is_average(name)) or sorted(models)
-    if len(plain) > 1 or not tensors:
-        held = f"the models {join_names(name.rstrip('.') for name in plain)}: save the one that is meant alone"
-        raise ValueError(f"{archive} is not a state dict: it holds {held if plain else 'no tensors by name'}")
-    if not plain:
-        return tensors  # in other naming
-    averages = {f"{name.partition('.')[0]}." for name in filter(_is_average, content)}
-    averages = {name for name in averages if not any(model.startswith(name) for model in models)}
-    for name in sorted(models.difference(plain) | averages):
-        print(f"warning: {archive}: {name.rstrip('.')} is passed over", file=sys.stderr)
-    others = tuple(models.difference(plain))
-    state = {name.removeprefix(plain[0]): tensor for name, tensor in tensors.items() if name.startswith(plain[0])}
-    state = {name: tensor for name, tensor in state.items() if not others or not name.startswith(others)}
-    own = {name.removeprefix("text.") for name in state if name.startswith("text.")}
-    return state if own & state.keys() else {name.removeprefix("text."): state[name] for name in state}
-
-
-def _tensors(content: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors of dictionaries in one another, by the names of all."""
-    for name, value in content.items() if isinstance(content, dict) else ():
-        if isinstance(name, str) and isinstance(value, Tensor):
-            yield prefix + name, value
-        elif isinstance(name, str):
-            yield from _tensors(value, f"{prefix}{name}.")
-
-
-def _is_average(name: Any) -> bool:
-    return isinstance(name, str) and "ema" in re.split(r"[^a-z]+", name.lower())
-
-
-def one_position_table(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a state dict with one table of text positions, where Long-CLIP has two: the first 20 rows are of
-    one, the others of `positional_embedding_res`."""
-    state = dict(state)
-    later = state.pop("positional_embedding_res", None)
-    if later is not None:
-        state["positional_embedding"] = torch.cat(
-            [state["positional_embedding"][:KEPT_POSITIONS], later[KEPT_POSITIONS:]]
-        )
-    return state
+        state = content.get("state_dict", content)
+        return {key.removeprefix("module."): value for key, value in state.items() if isinstance(value, Tensor)}
 
 
 def is_torchscript(archive: Path) -> bool:
@@ -191,6 +119,17 @@ def is_torchscript(archive: Path) -> bool:
         return False
 
 
+def one_position_table(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a state dict with one table of text positions, where Long-CLIP has two: the first 20 rows are of
+    one, the others of `positional_embedding_res`."""
+    state = dict(state)
+    later = state.pop("positional_embedding_res", None)
+    if later is not None:
+        first = state["positional_embedding"][:KEPT_POSITIONS]
+        state["positional_embedding"] = torch.cat([first, later[KEPT_POSITIONS:]])
+    return state
+
+
 def infer_config(
     state: Mapping[str, Tensor],
     activation: str = "quick_gelu",
@@ -199,36 +138,24 @@ def infer_config(
 ) -> CLIPConfig:
     """The config of a model in OpenAI's naming, from its shapes; heads where not given are width / 64, but for
     `HEAD_WIDTHS`."""
-    others = {
-        "is a ResNet": any(key.startswith(("visual.layer", "visual.attnpool.")) for key in state),
-        "is timm's, as EVA-CLIP's": any(key.startswith(("visual.trunk.", "visual.blocks.")) for key in state),
-        "goes with a logit_bias, as SigLIP's": "logit_bias" in state,
-        "has no ln_pre, as CLIPA's": "visual.conv1.weight" in state and "visual.ln_pre.weight" not in state,
-    }
-    for what, holds in others.items():
-        if holds:
-            raise ValueError(f"the image encoder {what}, which CLIPModel cannot express: {dense_types()}")
-    if missing := [key for key in NEEDED if key not in state]:
+    try:
+        vision_width, _, patch_size, _ = state["visual.conv1.weight"].shape
+        text = tower_sizes(state, "", text_heads, HEAD_WIDTH)
+        vision = tower_sizes(state, "visual.", vision_heads, HEAD_WIDTHS.get(vision_width, HEAD_WIDTH))
+        grid = math.isqrt(len(state["visual.positional_embedding"]) - 1)
+        vocab_size, length = len(state["token_embedding.weight"]), len(state["positional_embedding"])
+        projection_dim = state["text_projection"].shape[1]
+    except KeyError as error:
         raise ValueError(
-            f"not a CLIP in OpenAI's naming: missing {join_names(missing)}; it starts with "
-            f"{join_names(list(state)[:3])}"
-        )
-    text = tower_sizes(state, "", text_heads)
-    width = state["visual.conv1.weight"].shape[0]
-    vision = tower_sizes(
-        state, "visual.", vision_heads or (width // HEAD_WIDTHS[width] if width in HEAD_WIDTHS else None)
-    )
-    patch_size = state["visual.conv1.weight"].shape[-1]
-    grid = math.isqrt(state["visual.positional_embedding"].shape[0] - 1)
-    projection_dim = state["text_projection"].shape[1]
-    vocab_size = state["token_embedding.weight"].shape[0]
+            f"not a CLIP in OpenAI's naming: missing {error.args[0]}; it starts with {list(state)[:3]}: {dense_types()}"
+        ) from None
     common = {"hidden_act": activation, "projection_dim": projection_dim}
     return CLIPConfig(
         text_config={
             **text,
             **common,
             "vocab_size": vocab_size,
-            "max_position_embeddings": state["positional_embedding"].shape[0],
+            "max_position_embeddings": length,
             "bos_token_id": vocab_size - 2,
             "eos_token_id": 2,  # pool at the highest token id
         },
@@ -237,19 +164,18 @@ def infer_config(
     )
 
 
-def tower_sizes(state: Mapping[str, Tensor], prefix: str, heads: int | None) -> dict[str, int]:
+def tower_sizes(state: Mapping[str, Tensor], prefix: str, heads: int | None, head_width: int) -> dict[str, int]:
     """The sizes of one tower as transformers' config fields."""
     block = re.escape(prefix) + r"transformer\.resblocks\.(\d+)\..*"
     layers = {int(match[1]) for key in state if (match := re.fullmatch(block, key))}
     intermediate_size, width = state[f"{prefix}transformer.resblocks.0.mlp.c_fc.weight"].shape
-    if heads is None and width % HEAD_WIDTH:
-        raise ValueError(f"a width of {width} is no multiple of {HEAD_WIDTH}: give --vision_heads and --text_heads")
-    heads = width // HEAD_WIDTH if heads is None else heads
+    if heads is None and width % head_width:
+        raise ValueError(f"a width of {width} is no multiple of {head_width}: give --vision_heads and --text_heads")
     return {
         "hidden_size": width,
         "intermediate_size": intermediate_size,
         "num_hidden_layers": len(layers),
-        "num_attention_heads": heads,
+        "num_attention_heads": heads or width // head_width,
     }
 
 
@@ -260,11 +186,6 @@ def convert(
     text_heads: int | None = None,
 ) -> CLIPModel:
     """Builds the float32 `CLIPModel` of a state dict in OpenAI's naming."""
-    integers = [key for key in state if key.endswith(("weight", "bias")) and not state[key].is_floating_point()]
-    if integers:
-        raise ValueError(
-            f"{join_names(integers)} are integers, as quantized weights are: convert what they were made of"
-        )
     model = CLIPModel(infer_config(state, activation, vision_heads, text_heads))
     shapes = {key: tensor.shape for key, tensor in model.state_dict().items()}
     model.load_state_dict(apply_rules({key: tensor.float() for key, tensor in state.items()}, shapes, RULES))
@@ -353,8 +274,7 @@ def write(
     archive: Path,
     images: Mapping[str, Any] | None = None,
 ) -> None:
-    """Saves the model of an archive, and the processor of a folder or hub name, with these settings for images; warns
-    where there is none."""
+    """Saves the model of an archive, and the processor of a folder or hub name, with these settings for images."""
     save(model, folder)
     if processor is None:
         print("warning: the result has no processor: give one with --processor", file=sys.stderr)
@@ -364,13 +284,11 @@ def write(
 
 
 @torch.no_grad()
-def verify(
-    state: Mapping[str, Tensor], model: PreTrainedModel, ffn: Callable[..., Tensor] = dense_ffn
-) -> dict[str, float]:
+def verify(state: Mapping[str, Tensor], model: PreTrainedModel, ffn: Callable[..., Tensor] = dense_ffn) -> None:
     """Compares an archive with a float32 model; for `ffn` see `original_outputs`."""
     inputs = sample_inputs(model.config)
     outputs = model(**inputs)
-    return check_equal(
+    check_equal(
         original_outputs({key: tensor.float() for key, tensor in state.items()}, model.config, **inputs, ffn=ffn),
         {
             "logits": outputs.logits_per_image,
@@ -393,12 +311,10 @@ def write_model(
     state = read_state_dict(archive, trust_archive)
     from_openai = all(key in state for key in OPENAI_SETTINGS) or "positional_embedding_res" in state
     state = one_position_table(state)
-    # OpenAI's own files say enough, so that one of open_clip's beside them is that of another model
-    configuration = (
-        None if from_openai else read_configuration(archive, infer_config(state, vision_heads=1, text_heads=1))
-    )
+    settings, images = {}, {}
+    if not from_openai:  # whose own files say enough: one of open_clip's beside them is that of another model
+        settings, images = read_configuration(archive, infer_config(state, vision_heads=1, text_heads=1))
     options = {"activation": activation, "vision_heads": vision_heads, "text_heads": text_heads}
-    settings = configuration.settings if configuration else {}
     settings |= {name: value for name, value in options.items() if value is not None}
     if "activation" not in settings and not from_openai:
         print(
@@ -407,8 +323,5 @@ def write_model(
             "named -quickgelu",
             file=sys.stderr,
         )
-    model = convert(state, **settings)
-    preprocessing = configuration and configuration.preprocess_cfg
-    images = preprocessing.image_processor(model.config.vision_config.image_size) if preprocessing else {}
-    write(model, folder, processor, archive, images)
+    write(convert(state, **settings), folder, processor, archive, images)
     verify(state, load_model(CLIPModel, folder))

@@ -26,8 +26,7 @@ class Preset:
         sparse_layers: those of both towers, or tower ("text", "vision") -> its own: a name in `LAYERS`, or a list of
             layers, counted from 0.
         num_experts: E.
-        norm_topk_prob, num_experts_per_tok, capacity_factor, fusion_gate: see `CLIPMoETowerConfig`.
-        router_aux_loss_coef, router_z_loss_coef: see `CLIPMoEConfig`.
+        Other fields: see `CLIPMoETowerConfig` and `CLIPMoEConfig`.
     """
 
     sparse_layers: SparseLayers
@@ -56,11 +55,7 @@ PRESETS = {
 
 
 def changed_preset(name: str, changes: Mapping[str, Any], fixed: Collection[str] = ()) -> Preset:
-    """A preset with other values in some of its fields.
-
-    Args:
-        fixed: fields that cannot change here.
-    """
+    """A preset with other values in some of its fields, but for those that are `fixed` here."""
     fields = {field.name for field in dataclasses.fields(Preset)} - set(fixed)
     if unknown := sorted(set(changes) - fields):
         named = ", ".join(f"{field}{did_you_mean(field, () if field in fixed else fields)}" for field in unknown)
@@ -68,21 +63,8 @@ def changed_preset(name: str, changes: Mapping[str, Any], fixed: Collection[str]
     return dataclasses.replace(PRESETS[name], **changes)
 
 
-def require_towers(chosen: SparseLayers, towers: Collection[str]) -> None:
-    """Raises ValueError unless layers that are chosen by tower are those of exactly the towers to make sparse."""
-    if isinstance(chosen, Mapping) and set(chosen) != set(towers):
-        raise ValueError(
-            f"sparse_layers names layers of {', '.join(map(str, chosen)) or 'no tower'}, but the towers to make sparse "
-            f"are {', '.join(towers)}: name layers of each, or change towers"
-        )
-
-
 def sparse_layers(chosen: SparseLayers, tower: str, num_layers: int) -> list[int]:
-    """The sparse layers of a tower of `num_layers`, counted from 0, in their order.
-
-    Args:
-        chosen: see `Preset`; by tower, it has this one.
-    """
+    """The sparse layers of a tower of `num_layers`, counted from 0, in their order; for `chosen` see `Preset`."""
     chosen = chosen[tower] if isinstance(chosen, Mapping) else chosen
     layers = list(LAYERS[chosen](num_layers)) if chosen in tuple(LAYERS) else chosen
     if not isinstance(layers, list | tuple) or not layers:

@@ -29,30 +29,20 @@ from records.messages import warn_once
 logger = logging.getLogger(__name__)
 
 # Files that show that a folder or repository has a half of a processor
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "vocab.json",
-    "vocab.txt",
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-)
+TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
+TOKENIZER_FILES += ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 IMAGE_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
-# Settings of a tokenizer that its last call leaves there
-LAST_CALL = ("max_length", "pad_to_multiple_of", "pad_token_type_id", "stride", "truncation_strategy")
-
 # Two processors are compared on a text of so many tokens, and on an image of this side
 COMPARED_TOKENS, COMPARED_SIDE = 1000, 256
 
 
 def forget_last_call(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Makes a tokenizer forget what it last cut and padded texts to, which it would save and do from then on."""
-    if getattr(tokenizer, "backend_tokenizer", None) is None:
-        return  # one without the tokenizers library saves no such thing
-    tokenizer.backend_tokenizer.no_truncation()
-    tokenizer.backend_tokenizer.no_padding()
-    for key in LAST_CALL:
-        tokenizer.init_kwargs.pop(key, None)
+    """Resets the truncation and padding of a tokenizer's last call, which it would save and do from then on."""
+    if getattr(tokenizer, "backend_tokenizer", None) is not None:  # others save no such thing
+        tokenizer.backend_tokenizer.no_truncation()
+        tokenizer.backend_tokenizer.no_padding()
+        for key in ("max_length", "pad_to_multiple_of", "pad_token_type_id", "stride", "truncation_strategy"):
+            tokenizer.init_kwargs.pop(key, None)
 
 
 def load_tokenizer(source: str | Path, **kwargs) -> PreTrainedTokenizerBase:
@@ -73,10 +63,10 @@ def _load(auto_class: Any, source: str | Path, **kwargs) -> Any:
 def load_processor(source: str | Path) -> ProcessorMixin:
     """The processor of a folder or hub name, which fits the model that is there."""
     for what, names in (("tokenizer", TOKENIZER_FILES), ("image processor", IMAGE_PROCESSOR_FILES)):
-        if not has_file(source, *names):
+        if not has_file(source, names):
             raise FileNotFoundError(f"{source} has no {what}; copy the one it was trained with there")
     processor = _load(AutoProcessor, source)
-    if has_file(source, "config.json"):
+    if has_file(source, ["config.json"]):
         for config in model_configs(source):
             require_fit(config, source, source, processor.tokenizer, processor.image_processor)
             mark_padding(config, processor.tokenizer)
@@ -86,13 +76,9 @@ def load_processor(source: str | Path) -> ProcessorMixin:
 
 
 def _warn_of_capitals(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
-    """Warn where a SigLIP's tokenizer reads capitals, which its training did not have: those of SigLIP 2 with images of
-    one size do."""
-    if tokenizer("A DOG")["input_ids"] != tokenizer("a dog")["input_ids"]:
-        warn_once(
-            logger,
-            f"the tokenizer of {source} is case-sensitive, but SigLIP was trained on lower-case text: lower-case yours",
-        )
+    if tokenizer("A DOG")["input_ids"] != tokenizer("a dog")["input_ids"]:  # as of SigLIP 2 with images of one size
+        what_to_do = "but SigLIP was trained on lower-case text: lower-case yours"
+        warn_once(logger, f"the tokenizer of {source} is case-sensitive, {what_to_do}")
 
 
 def mark_padding(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -130,32 +116,10 @@ def require_fit(
             or a text is not pooled at its own end token; or images, or their patches, get another size than the model
             takes.
     """
-    text, vision = config.get_text_config(), getattr(config, "vision_config", config)
     if tokenizer is not None:
-        number = max(tokenizer.get_vocab().values(), default=-1) + 1
-        if number > text.vocab_size:
-            raise ValueError(
-                f"the tokenizer of {source} has {number} tokens, but vocab_size is {text.vocab_size} in {model}: "
-                f"take the tokenizer that belongs to the model, or leave vocab_size out of a new one, to be {number}"
-            )
-        pooled = pooled_token(text)
-        if pooled in ("end", "first"):
-            for fault in _text_faults(text, model, source, tokenizer):
-                raise ValueError(f"the tokenizer of {source} {fault}")
-        elif pooled == "last" and tokenizer.model_max_length not in (
-            text.max_position_embeddings,
-            VERY_LARGE_INTEGER,  # it says nothing, as SigLIP 2's: see `mark_padding`
-        ):
-            raise ValueError(
-                f"the tokenizer of {source} cuts texts at its model_max_length, {tokenizer.model_max_length}, but "
-                f"{model} takes texts padded to {text.max_position_embeddings}: set model_max_length to that in "
-                "tokenizer_config.json"
-            )
-        elif pooled == "last" and tokenizer.padding_side != "right":
-            raise ValueError(
-                f"the tokenizer of {source} pads texts on the left, but {model} was trained on padding behind them: "
-                "set padding_side to right in tokenizer_config.json"
-            )
+        for fault in _text_faults(config.get_text_config(), model, tokenizer):
+            raise ValueError(f"the tokenizer of {source} {fault}")
+    vision = getattr(config, "vision_config", config)
     if image_processor is not None and hasattr(vision, "patch_size"):  # no text tower alone
         size = getattr(vision, "image_size", None)  # None: patches of images of any shape (NaFlex)
         # Not square, since no rule tells for all image processors what they make of such an image
@@ -172,54 +136,52 @@ def require_fit(
             )
 
 
-def _text_faults(
-    text: PreTrainedConfig,
-    model: str | Path,
-    source: str | Path,
-    tokenizer: PreTrainedTokenizerBase,
-) -> Iterator[str]:
-    """Why a short and a long text, tokenized together, are not both pooled at their last token whatever their words, or
-    at their first one."""
-    longest, length, pools_first = longest_text(text), tokenizer.model_max_length, pooled_token(text) == "first"
-    # VERY_LARGE_INTEGER says nothing, see `mark_padding`
-    if not 2 < length <= longest and not (pools_first and length == VERY_LARGE_INTEGER):
+def _text_faults(text: PreTrainedConfig, model: str | Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    """What of a tokenizer does not fit a text tower, which pools a short and a long text, tokenized together, at their
+    own last token whatever their words, or else at their first one, or at the last of their places."""
+    number, pooled = max(tokenizer.get_vocab().values(), default=-1) + 1, pooled_token(text)
+    longest, length = longest_text(text), tokenizer.model_max_length
+    if number > text.vocab_size:
         yield (
-            f"cuts texts at its model_max_length, but model_max_length is {length} and "
-            f"max_position_embeddings is {text.max_position_embeddings} in {model}: model_max_length, in "
-            f"tokenizer_config.json, must be at least 3 and at most {longest}"
+            f"has {number} tokens, but vocab_size is {text.vocab_size} in {model}: take the tokenizer that belongs to "
+            f"the model, or leave vocab_size out of a new one, to be {number}"
         )
-    with loading(source):
-        batch = _short_and_long(tokenizer, longest)
+    if pooled is None:
+        return
+    says_nothing = length == VERY_LARGE_INTEGER and pooled != "end"  # see `mark_padding`
+    if not says_nothing and not (length == longest if pooled == "last" else 2 < length <= longest):
+        yield (
+            f"cuts texts at its model_max_length, but model_max_length is {length} and max_position_embeddings is "
+            f"{text.max_position_embeddings} in {model}: in tokenizer_config.json, set model_max_length to {longest}"
+        )
+    batch = _short_and_long(tokenizer, longest)
+    if not batch["attention_mask"][:, 0].all():
+        yield f"pads texts on the left, but {model} needs padding behind them: set padding_side to right"
+    if pooled != "end":
+        return
     ids, last = batch["input_ids"], batch["attention_mask"].sum(dim=1) - 1
     # As the models pool: CLIP takes the highest token where eos_token_id is 2, MetaCLIP 2 never does
     end, highest_is_end = ids[0, last[0]].item(), pools_highest(text)
-    pooled = (ids if highest_is_end else ids == text.eos_token_id).int().argmax(dim=1)
     pools = f"pools a text at {'its highest token' if highest_is_end else 'the first such token'}"
-    if not batch["attention_mask"][:, 0].all():
-        yield (
-            f"pads texts on the left, but {model} numbers the tokens of a text from its first: set padding_side to "
-            "right in tokenizer_config.json"
-        )
-    if pools_first:
-        return
-    if (pooled != last).any():
+    if ((ids if highest_is_end else ids == text.eos_token_id).int().argmax(dim=1) != last).any():
         yield (
             f"ends texts with {end} and pads them with {tokenizer.pad_token_id}, but eos_token_id is "
             f"{text.eos_token_id} in {model}, which {pools}: take the tokenizer that belongs to the model, or leave "
             "eos_token_id out of a new one"
         )
-    vocabulary = tokenizer.get_vocab()
-    highest = max(vocabulary, key=vocabulary.get)
-    if highest_is_end and vocabulary[highest] > end:
+    highest, number = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    if highest_is_end and number > end:
         yield (
-            f"has {highest!r} with the number {vocabulary[highest]}, above its end token, {end}, but eos_token_id is 2 "
-            f"in {model}, which {pools}: set eos_token_id to {end}"
+            f"has {highest!r} with the number {number}, above its end token, {end}, but eos_token_id is 2 in {model}, "
+            f"which {pools}: set eos_token_id to {end}"
         )
 
 
 def _short_and_long(tokenizer: PreTrainedTokenizerBase, longest: int) -> BatchEncoding:
-    texts = ["a", " ".join(["a"] * longest)]
-    return tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
+    texts, options = ["a", " ".join(["a"] * longest)], {"return_tensors": "pt", "return_attention_mask": True}
+    return tokenizer(
+        texts, padding=True, truncation=True, max_length=min(tokenizer.model_max_length, longest), **options
+    )
 
 
 def _pixels(image_processor: BaseImageProcessor, size: int) -> torch.Tensor:
@@ -240,13 +202,12 @@ def require_same(sources: Sequence[str | Path]) -> None:
             made["tokenizer"] = tokenizer.get_vocab(), tokenizer(words, verbose=False)["input_ids"], cut
         if image_processor is not None:
             made["image processor"] = _pixels(image_processor, COMPARED_SIDE).tolist()
-        for half, of_half in made.items():
-            other, expected = first.setdefault(half, (source, of_half))
-            if of_half != expected:
-                what = "texts" if half == "tokenizer" else "images"
+        for half, result in made.items():
+            other, expected = first.setdefault(half, (source, result))
+            if result != expected:
                 raise ValueError(
-                    f"the {half} of {source} makes something else of {what} than that of {other}, but what is put "
-                    "together needs one processor: take models that were trained with the same one"
+                    f"the {half} of {source} does not make the same as that of {other}, but what is put together needs "
+                    "one processor: take models that were trained with the same one"
                 )
 
 
@@ -263,7 +224,7 @@ def load_halves(source: str | Path) -> tuple[Any, PreTrainedTokenizerBase | None
 
     Looks for the files first, since transformers makes up an empty tokenizer for a model that has none.
     """
-    has_tokenizer, has_image_processor = has_file(source, *TOKENIZER_FILES), has_file(source, *IMAGE_PROCESSOR_FILES)
+    has_tokenizer, has_image_processor = has_file(source, TOKENIZER_FILES), has_file(source, IMAGE_PROCESSOR_FILES)
     if has_tokenizer and has_image_processor:
         processor = _load(AutoProcessor, source)
         return processor, processor.tokenizer, processor.image_processor
@@ -290,28 +251,25 @@ def copy_processor(
         images: settings that the image processor of the copy has in place of its own.
     """
     copy, tokenizer, image_processor = load_halves(source)
+    if copy is None and required:
+        raise FileNotFoundError(f"{source} has neither a tokenizer nor an image processor")
+    halves = {"tokenizer": tokenizer, "image processor": image_processor}
+    if missing := " and no ".join(what for what, half in halves.items() if half is None):
+        print(f"warning: {source} has no {missing}: the result has none either", file=sys.stderr)
+    if copy is None:
+        return
     if images and image_processor is not None:
         image_processor = image_processor.from_dict(image_processor.to_dict() | images)
         if tokenizer is None:
             copy = image_processor
         else:
             copy.image_processor = image_processor
-    if copy is None:
-        if required:
-            raise FileNotFoundError(f"{source} has neither a tokenizer nor an image processor")
-        print(f"warning: {source} has no processor: the result has none either", file=sys.stderr)
-        return
-    halves = (tokenizer, "tokenizer", TOKENIZER_FILES), (image_processor, "image processor", IMAGE_PROCESSOR_FILES)
-    for half, what, names in halves:
-        if half is None:
-            print(f"warning: {source} has no {what} ({' or '.join(names)}), nor has the result", file=sys.stderr)
     if tokenizer is not None:
         tokenizer.model_max_length = length or tokenizer.model_max_length
-    if (folder / "config.json").is_file():
-        for config in model_configs(folder):
-            require_fit(config, model or source, source, tokenizer, image_processor)
-            if tokenizer is not None:
-                mark_padding(config, tokenizer)
+    for config in model_configs(folder):
+        require_fit(config, model or source, source, tokenizer, image_processor)
+        if tokenizer is not None:
+            mark_padding(config, tokenizer)
     if tokenizer is not None:
         forget_last_call(tokenizer)
     save(copy, folder)

@@ -9,12 +9,7 @@ from conversion.publishing.bundle import build
 
 
 def upload(
-    folder: Path,
-    repository: str,
-    *,
-    private: bool | None = None,
-    revision: str | None = None,
-    pull_request: bool = False,
+    folder: Path, repository: str, private: bool | None = None, revision: str | None = None, pull_request: bool = False
 ) -> str:
     """Upload a folder in one commit, and create the repository if it is not there; returns its address.
 
@@ -45,10 +40,18 @@ def upload(
     return info.pr_url or info.commit_url
 
 
-def publish(source: str | Path, repository: str, license: str | None = None, base_model: str | None = None, **options):
+def publish(
+    source: str | Path,
+    repository: str,
+    license: str | None = None,
+    base_model: str | None = None,
+    private: bool | None = None,
+    revision: str | None = None,
+    pull_request: bool = False,
+) -> str:
     """Build, verify and upload a model; see `build` and `upload`. Returns the address."""
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / repository.split("/")[-1]
         folder.mkdir()
         build(source, folder, repository, license, base_model)
-        return upload(folder, repository, **options)
+        return upload(folder, repository, private, revision, pull_request)

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from conversion.checkpoints import architecture, load_model
+from conversion.checkpoints import load_model
 from conversion.long_context import POSITIONS
 from conversion.openai import (
     BLOCKS,
@@ -29,25 +29,21 @@ from conversion.openai import (
 from conversion.openai import verify as verify_archive
 from conversion.presets import PRESETS
 from conversion.rules import Rule, apply_rules, renaming
-from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel, CLIPMoETextConfig, CLIPMoEVisionConfig
+from conversion.upcycle import architecture
+from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
 from records.files import new_file, writing
 
 EXPERT = re.compile(r"(visual\.)?transformer\.resblocks\.(\d+)\.experts\.(\d+)\..*")
-# The stacked tensors of our experts, and the names of one expert's in a checkpoint
-EXPERTS_TO_RELEASED = {
-    "up_proj": "c_fc.weight",
-    "up_proj_bias": "c_fc.bias",
-    "down_proj": "c_proj.weight",
-    "down_proj_bias": "c_proj.bias",
-}
 GATES = {f"{theirs}.gate.weight": f"{ours}.mlp.router.weight" for theirs, ours in BLOCKS.items()}
+# One expert's tensors in a checkpoint, and ours, which stack those of all experts
 EXPERTS = {
     f"{theirs}.experts.{{expert}}.{one}": f"{ours}.mlp.experts.{stacked}"
     for theirs, ours in BLOCKS.items()
-    for stacked, one in EXPERTS_TO_RELEASED.items()
+    for one, stacked in (
+        *(("c_fc.weight", "up_proj"), ("c_fc.bias", "up_proj_bias")),
+        *(("c_proj.weight", "down_proj"), ("c_proj.bias", "down_proj_bias")),
+    )
 }
-
-
 LOADING_RULES = [
     *SHARED_RULES,
     *(renaming(theirs, ours) for theirs, ours in GATES.items()),
@@ -88,13 +84,9 @@ def infer_sparse_config(state: Mapping[str, Tensor], num_experts_per_tok: int = 
     # The first expert of every block stands for an FFN: all else is an OpenAI checkpoint.
     dense = infer_config({key.replace(".experts.0.", ".mlp."): tensor for key, tensor in state.items()})
     matches = [match for key in state if (match := EXPERT.fullmatch(key))]
-    if not matches:
-        raise ValueError("no tensor is an expert's: this is no CLIP-MoE; for a dense CLIP there is `clip-moe openai`")
-    towers = []
-    for config, config_class, prefix in (
-        (dense.text_config, CLIPMoETextConfig, None),
-        (dense.vision_config, CLIPMoEVisionConfig, "visual."),
-    ):
+    towers = {}
+    for name, config_class in CLIPMoEConfig.sub_configs.items():
+        prefix = "visual." if name == "vision_config" else None
         experts = [(int(match[2]), int(match[3])) for match in matches if match[1] == prefix]
         routing = {
             "num_experts": len({number for _, number in experts}),
@@ -102,13 +94,9 @@ def infer_sparse_config(state: Mapping[str, Tensor], num_experts_per_tok: int = 
             "norm_topk_prob": True,
             "moe_layers": sorted({layer for layer, _ in experts}),
         } if experts else {}  # fmt: skip
-        towers.append(config_class(**architecture(config, config_class) | routing))
-    return CLIPMoEConfig(
-        text_config=towers[0],
-        vision_config=towers[1],
-        projection_dim=dense.projection_dim,
-        router_aux_loss_coef=PRESETS["clip_moe"].router_aux_loss_coef,
-    )
+        towers[name] = config_class(**architecture(getattr(dense, name), config_class) | routing)
+    coefficient = PRESETS["clip_moe"].router_aux_loss_coef
+    return CLIPMoEConfig(**towers, projection_dim=dense.projection_dim, router_aux_loss_coef=coefficient)
 
 
 def convert(state: Mapping[str, Tensor], num_experts_per_tok: int = 2) -> CLIPMoEModel:
@@ -122,8 +110,8 @@ def convert(state: Mapping[str, Tensor], num_experts_per_tok: int = 2) -> CLIPMo
 
 def export(model: CLIPMoEModel) -> dict[str, Tensor]:
     """The checkpoint of a model in the authors' layout, in the model's dtype."""
-    text, vision = model.config.text_config, model.config.vision_config
-    towers = (text, vision)
+    text = model.config.text_config
+    towers = (text, model.config.vision_config)
     sparse = [config for config in towers if config.moe_layers]
     needed = {
         "hidden_act must be quick_gelu": all(config.hidden_act == "quick_gelu" for config in towers),
@@ -135,10 +123,8 @@ def export(model: CLIPMoEModel) -> dict[str, Tensor]:
         "fusion_gate must be False": not any(config.fusion_gate for config in sparse),
         "eval_capacity_factor must be None": all(config.eval_capacity_factor is None for config in sparse),
     }
-    if not all(needed.values()):
-        raise ValueError(
-            "the layout cannot express this model: " + "; ".join(n for n, holds in needed.items() if not holds)
-        )
+    if unmet := [condition for condition, holds in needed.items() if not holds]:
+        raise ValueError(f"the layout cannot express this model: {'; '.join(unmet)}")
     exported = apply_rules(model.state_dict(), None, saving_rules(model.config))
     return {key: tensor.contiguous() for key, tensor in exported.items()}
 
@@ -156,9 +142,9 @@ def mixture_ffn(state: Mapping[str, Tensor], block: str, config: PreTrainedConfi
     return torch.einsum("bte,ebtd->btd", weights, torch.stack(outputs))
 
 
-def verify(state: Mapping[str, Tensor], model: CLIPMoEModel) -> dict[str, float]:
+def verify(state: Mapping[str, Tensor], model: CLIPMoEModel) -> None:
     """Compares a checkpoint with a float32 model."""
-    return verify_archive(normalize(state), model, mixture_ffn)
+    verify_archive(normalize(state), model, mixture_ffn)
 
 
 def write_model(checkpoint: Path, folder: Path, num_experts_per_tok: int, processor: str | None) -> None:

@@ -1,13 +1,10 @@
-"""Weight conversion as a table of rules, in which nothing is left over in silence.
-
-A rule says which source tensors become which target tensors and how. `apply_rules` applies a table and refuses
-whatever does not fit: a source tensor no rule speaks of, a target tensor nothing leads to, two rules for one tensor,
-a wrong shape. The idea is that of V-MoE's `initialization/rules.py` (https://github.com/google-research/vmoe).
+"""Weight conversion as a table of rules, in which nothing is left over in silence: which source tensors become which
+target tensors, and how. The idea is that of V-MoE's `initialization/rules.py` (https://github.com/google-research/vmoe).
 """
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,10 +13,6 @@ from torch import Tensor
 from records.messages import NAMES_PER_ERROR, join_names
 
 logger = logging.getLogger(__name__)
-
-
-def unchanged(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 @dataclass(frozen=True)
@@ -44,7 +37,7 @@ class Rule:
 
     source: str
     target: str | tuple[str, ...]
-    transform: Callable[..., Tensor | Iterable[Tensor]] = unchanged
+    transform: Callable[..., Tensor | Iterable[Tensor]] = lambda tensor: tensor
     merges: bool = False
     reason: str = ""
 
@@ -61,7 +54,7 @@ def renaming(source: str, target: str | tuple[str, ...], *transform, **options) 
 
 
 def apply_rules(
-    source: Mapping[str, Tensor], target_shapes: Mapping[str, torch.Size] | None, rules: Iterable[Rule]
+    source: Mapping[str, Tensor], target_shapes: Mapping[str, torch.Size] | None, rules: Sequence[Rule]
 ) -> dict[str, Tensor]:
     """Returns the target state dict: exactly the keys and shapes of `target_shapes`, in the source's dtypes.
 
@@ -72,7 +65,6 @@ def apply_rules(
         ValueError: some source key matches no rule or several, or leads to a key the target does not have; some target
             key is reached by no source tensor or by several; some shape is wrong. Names the keys, all kinds at once.
     """
-    rules = list(rules)
     unknown, ambiguous, wrong = [], [], []
     jobs: dict[tuple[Rule, tuple[str, ...]], list[str]] = {}
     for key in source:

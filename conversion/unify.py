@@ -16,9 +16,8 @@ from conversion.presets import PRESETS, TOWERS, Preset
 from conversion.processors import copy_processor, require_same
 from conversion.rules import Rule, apply_rules
 from conversion.upcycle import FFN_TO_EXPERTS, build_sparse, sparse_config, sparse_ffns, upcycling_rules
-from conversion.verification import check_equal, model_outputs, sample_inputs
+from conversion.verification import compare
 from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
-from modeling_clip_moe.families import TOWER_CONFIGS
 from records.files import save
 from records.messages import join_names
 
@@ -41,19 +40,19 @@ def unify(
         experts: models of the same kind, in order. Their fusion gates, if any, are averaged.
         preset: for a dense base, which layers are sparse and how they route; for a sparse one `num_experts_per_tok`
             and whether there are fusion gates. Its `num_experts` does not count.
-        towers: those that become sparse, for a dense base.
-        seed: draws routers and new fusion gates, see `build_sparse`.
+        towers, seed: see `conversion.upcycle.upcycle`.
         base_expert: whether the FFNs of `base` are expert 0. With a fusion gate they stay beside the experts instead.
 
     Returns:
         The model in evaluation mode and the widest dtype of all: experts are trained in float32.
     """
     config = unified_config(base.config, len(experts), preset, towers, base_expert)
-    base_state, parts = base.state_dict(), expert_parts(base.config, config)
+    trained = rf"\.{TRAINED_PARTS}" if is_sparse(base.config) else ""
+    base_state, parts = base.state_dict(), re.compile(rf"(?:{'|'.join(sparse_ffns(config))}){trained}\.")
     source = {}
     for number, model in enumerate((base, *experts)):
         state = model.state_dict()
-        require_expert(f"expert {number}", differing_tensors(base_state, state, parts))
+        require_expert(f"expert {number}", base_state, state, parts)
         if not is_sparse(base.config):
             state = apply_rules(state, None, upcycling_rules(config, single=True))
         source |= {f"{number}.{name}": tensor for name, tensor in state.items()}
@@ -70,13 +69,11 @@ def unified_config(
     towers: Sequence[str] = TOWERS,
     base_expert: bool = True,
 ) -> SparseMoEConfig:
-    """The configuration of `unify` with `number` experts."""
+    """The configuration of `unify` with `number` experts; see there."""
     if not is_sparse(base):
         experts = number + (base_expert and not preset.fusion_gate)
         return sparse_config(base, dataclasses.replace(preset, num_experts=experts), towers)
     ffns = sparse_ffns(base).values()
-    if any(config.num_experts != 1 for config in ffns):
-        raise ValueError("the base must have sparse layers with one expert each, as what its experts were trained from")
     gate = preset.fusion_gate or any(config.fusion_gate for config in ffns)
     routing = {
         "num_experts": number + (base_expert and not gate),
@@ -84,7 +81,7 @@ def unified_config(
         "fusion_gate": gate,
     }
     settings = base.to_dict()
-    for tower in TOWER_CONFIGS:
+    for tower in base.sub_configs:
         settings[tower] |= routing if settings[tower]["moe_layers"] else {}
     return type(base).from_dict(settings)
 
@@ -119,57 +116,36 @@ def stacking_rules(config: SparseMoEConfig, gated: bool, base_expert: bool) -> l
     return rules
 
 
-def expert_parts(base: PreTrainedConfig, unified: SparseMoEConfig) -> re.Pattern[str]:
-    """Matches the parameters in which an expert may differ from its base."""
-    parts = rf"\.{TRAINED_PARTS}" if is_sparse(base) else ""
-    return re.compile(rf"(?:{'|'.join(sparse_ffns(unified))}){parts}\.")
-
-
-def differing_tensors(base: Mapping[str, Tensor], expert: Mapping[str, Tensor], parts: re.Pattern[str]) -> list[str]:
-    """The tensors in which an expert may not differ from its base, but does."""
+def require_expert(name: str, base: Mapping[str, Tensor], expert: Mapping[str, Tensor], parts: re.Pattern[str]) -> None:
+    """Raises ValueError if an expert differs from its base in tensors beside those whose names begin with `parts`."""
     differing = [
-        name
-        for name, tensor in base.items()
-        if name not in expert
-        or expert[name].shape != tensor.shape
-        or (not parts.match(name) and not (expert[name] == tensor).all())
+        key
+        for key, tensor in base.items()
+        if key not in expert
+        or expert[key].shape != tensor.shape
+        or (not parts.match(key) and not (expert[key] == tensor).all())
     ]
-    return differing + sorted(expert.keys() - base.keys())
-
-
-def require_expert(name: str, differing: Sequence[str]) -> None:
-    """Raises ValueError if an expert differs from its base in tensors in which it may not; names them."""
-    if differing:
+    if differing or expert.keys() - base.keys():
         raise ValueError(
             f"{name} was not trained from this base, or more of it was than an expert is: it differs in "
-            f"{join_names(differing)}"
+            f"{join_names(differing + sorted(expert.keys() - base.keys()))}"
         )
 
 
-def verify(base: str | Path, experts: Sequence[str | Path], folder: Path) -> dict[str, float]:
+def verify(base: str | Path, experts: Sequence[str | Path], folder: Path) -> None:
     """Compares a saved sparse model, every token forced through expert i, with the i-th expert's model, in float32.
 
     Fusion gates are averaged or new: they are closed in both models, which leaves the experts alone. The base is
     compared where it is expert 0.
-
-    Returns:
-        Expert i's largest difference in NAME, as "expert i: NAME".
     """
     sparse = load_sparse(folder, dtype=torch.float32)
     set_fusion_gates(sparse, ONLY_EXPERTS)
-    sources = [base, *experts] if _num_experts(sparse.config) > len(experts) else experts
-    inputs = sample_inputs(sparse.config)
-    expected, converted = {}, {}
-    for number, source in enumerate(sources):
+    for number, source in enumerate([base, *experts] if _num_experts(sparse.config) > len(experts) else experts):
         model = load_clip(source, dtype=torch.float32)
         if is_sparse(model.config):
             set_fusion_gates(model, ONLY_EXPERTS)
-        outputs = model_outputs(model, inputs)
         with force_expert(sparse, number, scale=1.0):
-            forced = model_outputs(sparse, inputs)
-        expected |= {f"expert {number}: {name}": tensor for name, tensor in outputs.items()}
-        converted |= {f"expert {number}: {name}": tensor for name, tensor in forced.items()}
-    return check_equal(expected, converted)
+            compare(model, sparse, f"expert {number}: ")
 
 
 def convert(

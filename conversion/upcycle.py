@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from transformers import CLIPConfig, PreTrainedConfig, PreTrainedModel
 
-from conversion.checkpoints import architecture, load_config, load_dense, load_sparse
-from conversion.presets import TOWERS, Preset, require_towers, sparse_layers
+from conversion.checkpoints import load_dense, load_sparse
+from conversion.presets import TOWERS, Preset, sparse_layers
 from conversion.processors import copy_processor
 from conversion.rules import Rule, apply_rules
-from conversion.verification import check_equal, model_outputs, sample_inputs
+from conversion.verification import compare
 from modeling_clip_moe.configuration_clip_moe import CLIPMoEConfig, CLIPMoETowerConfig, SparseMoEConfig
-from modeling_clip_moe.families import family_of, is_clip
+from modeling_clip_moe.families import Family, family_of
 from records.files import save
 
 # The tensors of a dense FFN (CLIPMLP), and those that hold them for all experts, one expert after the other
@@ -31,60 +31,65 @@ FFN_TO_EXPERTS = {
 SPARSE_FIELDS = {field.name for field in dataclasses.fields(CLIPMoETowerConfig)} - {
     field.name for field in dataclasses.fields(PreTrainedConfig)
 }
-# What can be set of an upcycled tower's configuration: fields that say how tokens are routed and that no weight depends
-# on, and a setting of training. All others follow from the dense model and the preset
+# What can be set of an upcycled tower's configuration: how tokens are routed, and a setting of training. All other
+# fields follow from the dense model and the preset
 ROUTING_FIELDS = SPARSE_FIELDS - {"num_experts", "moe_layers", "fusion_gate"} | {"attention_dropout"}
+
+
+def architecture(config: PreTrainedConfig, config_class: type[PreTrainedConfig]) -> dict[str, Any]:
+    """The fields of a config that differ from their defaults and that another config class has.
+
+    Leaves out how the model was stored, and the generation settings that old files carry.
+    """
+    field_names = {field.name for field in dataclasses.fields(config_class)}
+    field_names -= {"architectures", "dtype", "transformers_version"}
+    return {name: value for name, value in config.to_diff_dict().items() if name in field_names}
 
 
 def sparse_config(dense: PreTrainedConfig, preset: Preset, towers: Sequence[str] = TOWERS) -> SparseMoEConfig:
     """The config of the upcycled model; a tower not in `towers`, or that the family has dense alone, stays dense."""
-    family = family_of(dense)
+    depths = {tower: config.num_hidden_layers for tower, (_, config) in towers_of(dense).items()}
+    family, chosen = family_of(dense), preset.sparse_layers
     towers = [tower for tower in towers if tower in family.towers]
     if not towers:
         raise ValueError(f"of a {family.name} only the {' and '.join(family.towers)} tower becomes sparse: name it")
-    require_towers(preset.sparse_layers, towers)
+    if isinstance(chosen, Mapping) and set(chosen) != set(towers):
+        raise ValueError(
+            f"sparse_layers names layers of {', '.join(map(str, chosen)) or 'no tower'}, but the towers to make sparse "
+            f"are {', '.join(towers)}: name layers of each, or change towers"
+        )
     routing = {name: value for name, value in vars(preset).items() if name in SPARSE_FIELDS}
-    of_dense, changes = towers_of(dense), {}
-    for tower in towers:
-        layers = of_dense[tower][1].num_hidden_layers
-        changes[tower] = routing | {"moe_layers": sparse_layers(preset.sparse_layers, tower, layers)}
-    if not is_clip(dense):
-        config_class = family.sparse.config_class
+    changes = {tower: routing | {"moe_layers": sparse_layers(chosen, tower, depths[tower])} for tower in towers}
+    config_class = family.sparse.config_class
+    if not dense.sub_configs:  # an image tower alone
         return config_class(**architecture(dense, config_class), **changes["vision"])
-    shared = {"shared_encoder": True} if getattr(dense, "shared_encoder", False) else {}
-    return _whole_config(
-        dense,
-        changes,
-        **shared,
-        router_aux_loss_coef=preset.router_aux_loss_coef,
-        router_z_loss_coef=preset.router_z_loss_coef,
-    )
+    settings = {name: getattr(preset, name) for name in ("router_aux_loss_coef", "router_z_loss_coef")}
+    if getattr(dense, "shared_encoder", False):
+        settings["shared_encoder"] = True
+    return _whole_config(family, dense, changes, settings)
 
 
 def shared_config(dense: CLIPConfig) -> CLIPMoEConfig:
     """The config of a dense CLIP with one encoder for images and texts, in place of two."""
-    return _whole_config(dense, {}, shared_encoder=True)
+    return _whole_config(family_of(dense), dense, {}, {"shared_encoder": True})
 
 
 def _whole_config(
-    dense: PreTrainedConfig, changes: Mapping[str, Mapping[str, Any]], **settings: Any
+    family: Family, dense: PreTrainedConfig, changes: Mapping[str, Mapping[str, Any]], settings: Mapping[str, Any]
 ) -> SparseMoEConfig:
     """The configuration with other fields in its towers (tower -> fields) and on top."""
-    family = family_of(dense)
-    towers = {
-        name: config_class(
-            **architecture(getattr(dense, name), config_class) | changes.get(name.removesuffix("_config"), {})
-        )
-        for name, config_class in family.sparse.config_class.sub_configs.items()
-    }
-    whole = {name: getattr(dense, name) for name in family.whole_fields}
-    return family.sparse.config_class(**towers, **whole, **settings)
+    config_class = family.sparse.config_class
+    fields = {name: getattr(dense, name) for name in family.whole_fields} | settings
+    for name, tower_class in config_class.sub_configs.items():
+        own = architecture(getattr(dense, name), tower_class)
+        fields[name] = tower_class(**own | changes.get(name.removesuffix("_config"), {}))
+    return config_class(**fields)
 
 
 def towers_of(config: PreTrainedConfig) -> dict[str, tuple[str, PreTrainedConfig]]:
-    """Each tower of a model, "text" or "vision": a regular expression of what the names of its modules start with, and
-    its configuration. An image tower alone has no such prefix."""
-    if not is_clip(config):
+    """Tower, "text" or "vision" -> a regular expression of what the names of its modules start with, and its
+    configuration. An image tower alone has no such prefix."""
+    if not config.sub_configs:
         return {"vision": ("", config)}
     return {tower: (rf"{tower}_model\.", getattr(config, f"{tower}_config")) for tower in TOWERS}
 
@@ -98,9 +103,8 @@ def sparse_ffns(config: PreTrainedConfig) -> dict[str, CLIPMoETowerConfig]:
     }
 
 
-def kept_rules(config: SparseMoEConfig, to_dense: bool = False) -> list[Rule]:
+def kept_rules(config: SparseMoEConfig, logit_scale_shape: tuple[int, ...] = (1,)) -> list[Rule]:
     """Rules from a dense model to a sparse one, or back, for all that upcycling does not touch."""
-    logit_scale_shape = family_of(config).logit_scale_shape if to_dense else (1,)
     sparse = "|".join(rf"{ffn}\." for ffn in sparse_ffns(config))
     return [
         Rule(rf"(?!logit_scale$|{sparse})(.*)", r"\1"),
@@ -113,18 +117,15 @@ def upcycling_rules(config: SparseMoEConfig, single: bool = False) -> list[Rule]
     a `single` expert."""
     rules = kept_rules(config)
     for ffn, tower in sparse_ffns(config).items():
+        has_base = tower.fusion_gate and not single
 
-        def tile(tensor, number=1 if single else tower.num_experts):
-            return tensor.expand(number, *tensor.shape), tensor
+        def tile(tensor, number=1 if single else tower.num_experts, has_base=has_base):
+            experts = tensor.expand(number, *tensor.shape)
+            return (experts, tensor) if has_base else experts
 
         for name, expert_tensor in FFN_TO_EXPERTS.items():
             targets = rf"\1.experts.{expert_tensor}", rf"\1.base.{name}"
-            source = rf"({ffn})\.{name}"
-            rules.append(
-                Rule(source, targets, tile)
-                if tower.fusion_gate and not single
-                else Rule(source, targets[0], lambda t, tile=tile: tile(t)[0])
-            )
+            rules.append(Rule(rf"({ffn})\.{name}", targets if has_base else targets[0], tile))
     return rules
 
 
@@ -160,14 +161,15 @@ def build_sparse(
             0.02 where the family has none. A fusion gate starts near 1/2.
     """
     check_memory(config)
+    deviations = {prefix: getattr(tower, "initializer_range", 0.02) for prefix, tower in towers_of(config).values()}
     with torch.random.fork_rng(devices=[]):  # building the model draws weights that are all replaced below
         sparse = family_of(config).sparse(config)
     state = sparse.state_dict()
     new = {key: tensor for key, tensor in state.items() if any(f".mlp.{part}." in key for part in new_parts)}
     generator = torch.Generator().manual_seed(seed)
     for key, tensor in new.items():
-        (tower_config,) = [tower for prefix, tower in towers_of(config).values() if re.match(prefix, key)]
-        tensor.normal_(std=getattr(tower_config, "initializer_range", 0.02), generator=generator)
+        (std,) = [deviation for prefix, deviation in deviations.items() if re.match(prefix, key)]
+        tensor.normal_(std=std, generator=generator)
     shapes = {key: tensor.shape for key, tensor in state.items() if key not in new}
     sparse.load_state_dict(new | apply_rules(source, shapes, rules))
     return sparse.to(dtype).eval()
@@ -186,7 +188,8 @@ def upcycle(dense: PreTrainedModel, preset: Preset, towers: Sequence[str] = TOWE
         The model in evaluation mode and the dense model's dtype.
     """
     config = sparse_config(dense.config, preset, towers)
-    return build_sparse(config, dense.state_dict(), upcycling_rules(config), dense.dtype, seed)
+    rules = upcycling_rules(config)
+    return build_sparse(config, dense.state_dict(), rules, dense.dtype, seed)
 
 
 def change_routing(config: SparseMoEConfig, routing: Mapping[str, Mapping[str, Any]]) -> SparseMoEConfig:
@@ -199,7 +202,7 @@ def change_routing(config: SparseMoEConfig, routing: Mapping[str, Mapping[str, A
         if unknown := sorted(changes.keys() - ROUTING_FIELDS):
             raise ValueError(
                 f"{tower}: a sparse tower has no field {', '.join(map(repr, unknown))} to set here, only "
-                f"{', '.join(sorted(ROUTING_FIELDS))}; the dense model, the preset and its changes settle the others"
+                f"{', '.join(sorted(ROUTING_FIELDS))}"
             )
         for name, value in changes.items():
             setattr(getattr(config, tower), name, value)
@@ -208,22 +211,17 @@ def change_routing(config: SparseMoEConfig, routing: Mapping[str, Mapping[str, A
     return config
 
 
-def verify(source: str | Path, folder: Path) -> dict[str, float]:
+def verify(source: str | Path, folder: Path) -> None:
     """Compares a saved upcycled model with its dense source, both in float32, with routing weights that sum to 1 and
     without a capacity."""
-    config = load_config(folder)
-    for tower_config in sparse_ffns(config).values():
+    sparse = load_sparse(folder, torch.float32)
+    for tower_config in sparse_ffns(sparse.config).values():
         tower_config.eval_capacity_factor = None
         if not tower_config.norm_topk_prob:
-            print(
-                f"{tower_config.base_config_key}: routing weights do not sum to 1, so the model starts below the dense "
-                "one; for the comparison alone they are renormalized"
-            )
+            tower = tower_config.base_config_key
+            print(f"{tower}: routing weights do not sum to 1, so the model starts below the dense one")
             tower_config.norm_topk_prob = True
-    inputs = sample_inputs(config)
-    expected = model_outputs(load_dense(source, dtype=torch.float32), inputs)
-    converted = model_outputs(load_sparse(folder, config=config, dtype=torch.float32), inputs)
-    return check_equal(expected, converted)
+    compare(load_dense(source, torch.float32), sparse)
 
 
 def convert(
@@ -234,11 +232,7 @@ def convert(
     seed: int = 0,
     routing: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> None:
-    """Save a dense CLIP as a sparse one, with its processor, and verify it.
-
-    Args:
-        routing: see `change_routing`.
-    """
+    """Save a dense CLIP as a sparse one, with its processor, and verify it; for `routing` see `change_routing`."""
     model = upcycle(load_dense(source), preset, towers, seed)
     change_routing(model.config, routing or {})
     save(model, folder)

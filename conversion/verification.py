@@ -24,15 +24,13 @@ def require_loadable(folder: str | Path) -> None:
         load_model(LlavaForConditionalGeneration, folder)
     else:
         load_whole_or_tower(folder)
-    if has_file(folder, *TOKENIZER_FILES) and has_file(folder, *IMAGE_PROCESSOR_FILES):
+    if has_file(folder, TOKENIZER_FILES) and has_file(folder, IMAGE_PROCESSOR_FILES):
         load_processor(folder)
 
 
 def sample_inputs(config, batch_size: int = 2) -> dict[str, Tensor]:
-    """Random images and token ids for a CLIP of this config, each text with the token that its family pools at.
-
-    For the config of a text tower, token ids alone; for that of an image tower, images.
-    """
+    """Random images and token ids for a CLIP of this config, or one of the two for a tower. Each text has the token
+    that its family pools at."""
     generator = torch.Generator().manual_seed(0)
     text, inputs = config.get_text_config(), {}
     if not hasattr(text, "vocab_size"):
@@ -61,10 +59,7 @@ def _sample_images(vision: PreTrainedConfig, batch_size: int, generator: torch.G
 @torch.no_grad()
 def model_outputs(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The logits and both towers' hidden states (layer, batch, token, width) of a dense or sparse CLIP; of an image
-    tower alone its hidden states and what it pools.
-
-    Hidden states of padding among patches are 0: no expert computes it, and nothing reads it.
-    """
+    tower alone its hidden states and what it pools. Those of padding among patches, which nothing reads, are 0."""
     outputs = model(**inputs, output_hidden_states=True)
     if not is_clip(model.config):
         return {"hidden states": torch.stack(outputs.hidden_states), "pooled": outputs.pooler_output}
@@ -76,14 +71,24 @@ def model_outputs(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> dict[
     }
 
 
-def check_equal(
-    expected: Mapping[str, Tensor], converted: Mapping[str, Tensor], tolerance: float = TOLERANCE
-) -> dict[str, float]:
-    """Prints and returns the largest absolute difference of each pair of tensors."""
-    differences = {}
+def compare(
+    expected: PreTrainedModel, converted: PreTrainedModel, name: str = "", tolerance: float = TOLERANCE
+) -> None:
+    """Holds the outputs of a model to those of another one, on random inputs; see `check_equal`."""
+    inputs = sample_inputs(converted.config)
+    outputs = model_outputs(expected, inputs), model_outputs(converted, inputs)
+    expected, converted = ({f"{name}{part}": tensor for part, tensor in of_model.items()} for of_model in outputs)
+    check_equal(expected, converted, tolerance)
+
+
+def check_equal(expected: Mapping[str, Tensor], converted: Mapping[str, Tensor], tolerance: float = TOLERANCE) -> None:
+    """Prints the largest absolute difference of each pair of tensors.
+
+    Raises:
+        ValueError: one is more than `tolerance` times the largest expected value, or not finite.
+    """
     for name, tensor in expected.items():
-        differences[name] = (converted[name] - tensor).abs().max().item()
-        print(f"largest difference in {name}: {differences[name]:.3g} (largest value {tensor.abs().max().item():.3g})")
-        if not differences[name] <= tolerance * tensor.abs().max().item():
+        difference, largest = (converted[name] - tensor).abs().max().item(), tensor.abs().max().item()
+        print(f"largest difference in {name}: {difference:.3g} (largest value {largest:.3g})")
+        if not difference <= tolerance * largest:
             raise ValueError(f"what was saved does not compute what the source does: see {name} above")
-    return differences

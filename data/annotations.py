@@ -19,38 +19,22 @@ from typing import Any
 import datasets
 import numpy as np
 
-from data.local_data import TABLES
+from data.local_data import TABLES, suffix_of
 from records.files import read_json
 from records.messages import join_names, shortened, warn_once
 
 logger = logging.getLogger(__name__)
 
 # Name of a folder, or word in a column `split` -> split
-SPLIT_OF_NAME = {
-    "train": "train",
-    "training": "train",
-    "validation": "validation",
-    "valid": "validation",
-    "val": "validation",
-    "dev": "validation",
-    "test": "test",
-    "testing": "test",
-    "eval": "test",
-    "evaluation": "test",
-}
+SPLIT_OF_NAME = (
+    dict.fromkeys(("train", "training"), "train")
+    | dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
+    | dict.fromkeys(("test", "testing", "eval", "evaluation"), "test")
+)
+# Bytes that are not UTF-8, as `surrogateescape` keeps them
+NOT_UTF8 = re.compile("[\udc80-\udcff]")
 
 Columns = dict[str, list[Any]]
-# Names in the lines of a table of JSON objects, which are as many columns
-MOST_COLUMNS = 1000
-
-
-def holds_list(path: str | Path) -> bool:
-    """Whether a JSON is a list, as ShareGPT4V's are, by its first character."""
-    with open(path, encoding="utf-8-sig") as file:
-        while part := file.read(1000):  # not a line: a whole file may be one
-            if part := part.lstrip():
-                return part.startswith("[")
-    return False
 
 
 def open_json(path: Path, split: str, image_column: str, caption_column: str) -> datasets.Dataset:
@@ -89,27 +73,30 @@ def read_tables(paths: Sequence[str]) -> Columns:
     columns: Columns = {}
     for path in paths:
         faults: dict[int, object] = {}  # line -> what is wrong
-        if suffix_of(path) == ".jsonl":
-            _add_objects(columns, path, faults)
-            _warn_of_lines(path, faults)
-            continue
-        lines = _lines(path, faults)
-        _, header = next(lines, (1, []))
-        twice = next((name for name in header if header.count(name) > 1), None)
-        if twice is not None:
-            raise ValueError(f"{path} has the column {twice!r} {header.count(twice)} times: rename all but one")
-        columns = columns or {name: [] for name in header}
-        if header != list(columns):
-            raise ValueError(f"{path} has the columns {shortened(header)}, but {paths[0]} {shortened(list(columns))}")
-        for number, cells in lines:
-            if len(cells) != len(header):
-                counts = f"{len(cells)} cells for {len(header)} columns"
-                faults[number] = f"it has {counts}: {shortened(cells)}"
-                cells = [""] * len(header)
-            for name, cell in zip(header, cells, strict=True):
-                columns[name].append(cell if cell.strip() else None)
-        _warn_of_lines(path, faults)
+        (_add_objects if suffix_of(path) == ".jsonl" else _add_lines)(columns, path, faults)
+        if faults:
+            lines, (first, *_) = join_names(map(str, faults)), faults.values()
+            warn_once(logger, f"{path}: unreadable lines count as missing: {lines}; the first: {first}")
     return {name: _of_one_kind(values) for name, values in columns.items()}
+
+
+def _add_lines(columns: Columns, path: str, faults: dict[int, object]) -> None:
+    """Add the lines of a csv or tsv."""
+    lines = _lines(path, faults)
+    _, header = next(lines, (1, []))
+    twice = next((name for name in header if header.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"{path} has the column {twice!r} {header.count(twice)} times: rename all but one")
+    if columns and header != list(columns):
+        raise ValueError(f"{path} has the columns {shortened(header)}, but others have {shortened(list(columns))}")
+    for name in header:
+        columns.setdefault(name, [])
+    for number, cells in lines:
+        if len(cells) != len(header):
+            faults[number] = f"it has {len(cells)} cells for {len(header)} columns: {shortened(cells)}"
+            cells = [""] * len(header)
+        for name, cell in zip(header, cells, strict=True):
+            columns[name].append(cell if cell.strip() else None)
 
 
 def _of_one_kind(values: list[Any]) -> list[Any]:
@@ -122,19 +109,8 @@ def _of_one_kind(values: list[Any]) -> list[Any]:
     return values
 
 
-def _warn_of_lines(path: str, faults: Mapping[int, object]) -> None:
-    if faults:
-        numbers, (problem, *_) = join_names(map(str, faults)), faults.values()
-        lines = (
-            f"lines {numbers} cannot be read and count"
-            if len(faults) > 1
-            else f"line {numbers} cannot be read and counts"
-        )
-        warn_once(logger, f"{path}: {lines} as missing: {problem}")
-
-
 def _add_objects(columns: Columns, path: str, faults: dict[int, object]) -> None:
-    """Add the lines of a table of JSON objects. What one lacks is None."""
+    """Add the lines of a table of JSON objects."""
     length = len(next(iter(columns.values()), []))
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
@@ -150,17 +126,9 @@ def _add_objects(columns: Columns, path: str, faults: dict[int, object]) -> None
                 entry = {}
             for name in entry:
                 columns.setdefault(name, [None] * length)
-            if len(columns) > MOST_COLUMNS:
-                raise ValueError(
-                    f"{path} has more than {MOST_COLUMNS} names in its lines: name what a picture has alike"
-                )
             for name, values in columns.items():
                 values.append(entry.get(name))
             length += 1
-
-
-def suffix_of(path: str) -> str:
-    return Path(path).suffix.lower()
 
 
 def text_of(content: bytes, where: str) -> str | None:
@@ -194,28 +162,15 @@ def _lines(path: str, faults: dict[int, object]) -> Iterator[tuple[int, list[str
         try:
             for cells in lines:
                 if suffix == ".tsv" and any("\n" in cell for cell in cells):
-                    raise csv.Error(
-                        "a cell that begins with a quote goes on beyond the line. Where quotes are part of captions, "
-                        "put such cells in quotes and double those within, as csv does"
-                    )
-                if not _is_unicode("".join(cells)):
-                    wrong = [cell for cell in cells if not _is_unicode(cell)]
-                    faults[start] = f"it is not UTF-8: {shortened(wrong[0])}"
-                    cells = ["" if cell in wrong else cell for cell in cells]
+                    raise csv.Error("a cell that begins with a quote goes on beyond the line: double its quotes")
+                for wrong in filter(NOT_UTF8.search, cells):
+                    faults[start] = f"it is not UTF-8: {shortened(wrong)}"
+                    cells = ["" if cell == wrong else cell for cell in cells]
                 if cells:
                     yield start, cells
                 start = lines.line_num + 1
         except csv.Error as error:
             raise ValueError(f"{path}: line {start} cannot be read: {error}") from error
-
-
-def _is_unicode(text: str) -> bool:
-    """Whether all of it was decoded."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def read_annotations(path: Path, split: str | None) -> tuple[list[str | None], list[str | list[str | None] | None]]:
@@ -289,10 +244,8 @@ def _require_own_captions(path: Path, ids: Mapping[Any, int], captions: Mapping[
         like = by_text.get(str(wrong), next(iter(ids)))
         raise ValueError(f"{path}: no image has the id {wrong!r} of an annotation, only as {like!r}: make them agree")
     if lost:
-        logger.warning(
-            "%s: %d annotations have the image_id of no image, such as %s: they are not read",
-            path, sum(len(captions[key]) for key in lost), shortened(lost[0]),
-        )  # fmt: skip
+        number = sum(len(captions[key]) for key in lost)
+        logger.warning(f"{path}: {number} annotations have the image_id of no image, such as {shortened(lost[0])}")
 
 
 @contextmanager

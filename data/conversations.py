@@ -1,14 +1,17 @@
 """Conversations about images: LLaVA's files, and questions about the pictures of the built-in worlds."""
 
 import os
+from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
 
+from data.annotations import no_split
 from data.pairs import load_pairs, readable_pairs
-from data.sources import DataArguments, read_entries, reading
+from data.sources import DataArguments, reading
 from data.worlds import WORLDS
+from records.files import read_json
 from records.messages import shortened
 
 # How LLaVA's files mark the image in a question
@@ -40,8 +43,10 @@ def load_conversations(arguments: DataArguments) -> datasets.Dataset:
     if arguments.source in WORLDS:
         return _of_world(arguments)
     with reading(arguments):
-        first = arguments.taken_rows.start
-        entries = read_entries(arguments)[arguments.taken_rows]
+        entries = read_json(Path(arguments.source))
+        if arguments.split != "train":
+            raise ValueError(no_split(arguments.source, arguments.split, ["train"]))
+        first, entries = arguments.taken_rows.start, entries[arguments.taken_rows]
         rows = [_read_entry(entry, first + number, arguments) for number, entry in enumerate(entries)]
     features = datasets.Features(
         {name: datasets.Value("string") for name in ("image", "caption")}

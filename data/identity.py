@@ -1,29 +1,98 @@
-"""The identity of pairs, by names and contents: labels, stages and checkpoints know their data on every machine."""
+"""The identity of pairs, by names and contents: labels, stages and checkpoints know their data on every machine.
+
+`identity` is that of a source that is not opened yet, `data_fingerprint` that of opened pairs in their order.
+"""
 
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow.parquet
 from huggingface_hub import snapshot_download
 
 from data import icons
-from data.shards import MEMBER, read_member
-from data.sources import DataArguments, source_files, source_images
+from data.annotations import open_tables, read_annotations
+from data.arguments import DataArguments
+from data.local_data import TABLES, is_here, suffix_of
+from data.shards import MEMBER, file_of, read_member
+from data.sources import is_cache, is_saved, is_text, matching, named_images, of_splits, reading
 from data.worlds import WORLDS
 from records.digests import FILES_AT_ONCE, DigestCache, file_digests, file_stamp, value_digest
+from records.files import files_in
+from records.provenance import MANIFEST
 
 # Errors about a fingerprint that is not that of the pairs say this
 OTHER_DATA = "another dataset, another order or other images of the same names"
 
 
+def identity(arguments: DataArguments) -> dict[str, Any] | None:
+    """The identity of a source with all its splits and rows: for the manifests of stages.
+
+    Returns:
+        The number of files and the hash of their names and contents: all of a folder or a pattern, and images that are
+        only named there; of a Hub dataset, its commit; of icons, the versions of the packages that have them; None
+        where that is all in the settings (another built-in world) or cannot be known now (data that are gone, a Hub out
+        of reach).
+    """
+    source = arguments.source
+    if source == "icons":
+        return icons.versions()
+    if source in WORLDS:
+        return None
+    if not is_here(source):
+        try:  # offline, the last one that was here
+            return {"commit": Path(snapshot_download(source, repo_type="dataset", allow_patterns=[])).name}
+        except (OSError, ValueError):  # no such name, offline, or no name that the Hub could know
+            return None
+    if os.path.isdir(source):
+        folder, names = source, sorted(files_in(source))
+        # Neither caches of `datasets` nor when a stage ran
+        names = [name for name in names if not is_cache(name) and os.path.basename(name) != MANIFEST]
+        files = [os.path.join(folder, name) for name in names]
+    else:
+        files = matching(source)
+        folder = os.path.dirname(files[0])
+        names = [os.path.relpath(file, folder or ".") for file in files]
+    with reading(arguments):
+        named = dict.fromkeys(filter(None, _named_images(arguments, files)))
+    named = [os.path.join(arguments.image_root or "", name) for name in named]
+    images = [image for image in named if os.path.isfile(image)]
+    if not files or named and not images:
+        return None
+    names = [Path(name).as_posix() for name in names] + [os.path.basename(image) for image in images]
+    return {"files": len(names), "sha256": value_digest([names, file_digests([*files, *images])])}
+
+
+def _named_images(arguments: DataArguments, files: list[str]) -> Iterator[str]:
+    """The images, or shards of images, that rows name: the rows of a .json or of tables that are used, and all of a
+    saved dataset or of a column of texts in parquet files."""
+    source, split, column = arguments.source, arguments.split, arguments.image_column
+    if suffix_of(source) == ".json":
+        yield from read_annotations(Path(source), split)[0][arguments.taken_rows]
+    elif suffix_of(source) in TABLES and not os.path.isdir(source):
+        rows = of_splits(open_tables(files, split), split, source)
+        yield from rows[column][arguments.taken_rows] if column in rows.column_names else ()
+    elif is_saved(source):
+        rows = datasets.load_from_disk(source)
+        for part in rows.values() if isinstance(rows, dict) else [rows]:
+            if column in part.column_names:
+                yield from map(file_of, named_images(part.data.column(column)))
+    for file in files:
+        if suffix_of(file) == ".parquet":
+            schema = pyarrow.parquet.read_schema(file)
+            if column in schema.names and is_text(schema.field(column).type):
+                yield from pyarrow.parquet.read_table(file, columns=[column])[column].to_pylist()
+
+
 def data_fingerprint(rows: datasets.Dataset, images: bool = True) -> str:
     """The hash of all captions and images in their order, by which labels know their dataset.
 
-    An image in a file of its own counts by its name without folders and its content, any other by its bytes and the
-    name beside them. So the hash is the same on every machine. Nothing is decoded.
+    An image in a file of its own counts by its name without folders and its content, one in a shard by its place and
+    the shard, any other by its bytes and the name beside them. So the hash is the same on every machine. Nothing is
+    decoded.
 
     Args:
         rows: columns `image` and `caption`.
@@ -39,10 +108,11 @@ def data_fingerprint(rows: datasets.Dataset, images: bool = True) -> str:
         rows = rows.cast_column("image", datasets.Image(decode=False))
     for batch in rows.iter(FILES_AT_ONCE):
         held = [{"path": image, "bytes": None} if isinstance(image, str) else image for image in batch.get("image", [])]
-        names = [image["path"] and os.path.basename(image["path"]) for image in held]
-        of_files = content_digests(image["path"] for image in held if image["bytes"] is None)
-        in_files = in_files or bool(of_files)  # which may change while the rows stay
+        paths = [image["path"] for image in held if image["bytes"] is None]
+        in_files = in_files or bool(paths)  # which may change while the rows stay
+        of_files = file_digests(map(file_of, paths))
         of_bytes = [hashlib.sha256(image["bytes"]).hexdigest() for image in held if image["bytes"] is not None]
+        names = [path and os.path.relpath(path, os.path.dirname(file_of(path))) for path in (i["path"] for i in held)]
         in_rows = [image["bytes"] is not None for image in held]
         digest.update(value_digest([names, in_rows, of_files, of_bytes, batch["caption"]]).encode())
     if rows.cache_files and not in_files:
@@ -50,60 +120,17 @@ def data_fingerprint(rows: datasets.Dataset, images: bool = True) -> str:
     return digest.hexdigest()
 
 
-def identity(arguments: DataArguments) -> dict[str, Any] | None:
-    """The identity of a source, without opening its images or shards as pairs: for the manifests of stages.
-
-    Returns:
-        The number of files and the hash of their names and contents; of a Hub dataset, its commit; of icons, the
-        versions of the packages that have them; None where that is all in the settings (another built-in world) or
-        cannot be known now (data that are gone, a Hub out of reach).
-    """
-    source = arguments.source
-    if source == "icons":
-        return icons.versions()
-    if source in WORLDS:
-        return None
-    files = source_files(arguments)
-    if not files and os.path.exists(source):
-        return None
-    if not files:
-        try:  # offline, the last one that was here
-            return {"commit": Path(snapshot_download(source, repo_type="dataset", allow_patterns=[])).name}
-        except (OSError, ValueError):  # no such name, offline, or no name that the Hub could know
-            return None
-    named = source_images(arguments)
-    images = [image for image in named if os.path.isfile(image)]
-    if named and not images:
-        return None
-    folder = source if os.path.isdir(source) else os.path.dirname(files[0])
-    names = [Path(os.path.relpath(file, folder)).as_posix() for file in files]
-    names += [os.path.basename(image) for image in images]
-    return {"files": len(names), "sha256": value_digest([names, file_digests([*files, *images])])}
-
-
 def image_digests(images: Iterable[str | dict[str, Any]]) -> list[str]:
     """The hashes of images, each a path or with `bytes` or a `path`, which may have a `box`."""
     images = [{"path": image} if isinstance(image, str) else image for image in images]
-    in_shard = [not image.get("bytes") and MEMBER.fullmatch(image["path"]) for image in images]
-    images = [
-        {**image, "bytes": read_member(image["path"])} if is_there else image
-        for image, is_there in zip(images, in_shard, strict=True)
+    contents = [
+        read_member(image["path"]) if not image.get("bytes") and MEMBER.fullmatch(image["path"]) else image.get("bytes")
+        for image in images
     ]
-    in_files = iter(content_digests(image["path"] for image in images if not image.get("bytes")))
-    whole = [hashlib.sha256(image["bytes"]).hexdigest() if image.get("bytes") else next(in_files) for image in images]
+    in_files = iter(file_digests(image["path"] for image, content in zip(images, contents, strict=True) if not content))
+    digests = [hashlib.sha256(content).hexdigest() if content else next(in_files) for content in contents]
     boxes = [image.get("box") for image in images]
     return [
         digest if box is None else hashlib.sha256(f"{digest} {box}".encode()).hexdigest()
-        for digest, box in zip(whole, boxes, strict=True)
-    ]
-
-
-def content_digests(paths: Iterable[str]) -> list[str]:
-    """The hashes of files, see `file_digests`. A file within a shard counts by its place and the hash of the shard."""
-    paths = [os.fspath(path) for path in paths]
-    members = [MEMBER.fullmatch(path) for path in paths]
-    digests = file_digests(member[1] if member else path for member, path in zip(members, paths, strict=True))
-    return [
-        hashlib.sha256(f"{digest} {member[2]} {member[3]}".encode()).hexdigest() if member else digest
-        for member, digest in zip(members, digests, strict=True)
+        for digest, box in zip(digests, boxes, strict=True)
     ]

@@ -37,10 +37,8 @@ COLUMN_SETTINGS = "image_column and caption_column or label_column"
 IMAGES = ("image", "image_0", "image_1")
 # Fewer rows are read in no time
 MANY = 1000
-# Letters of a path
-MOST_LETTERS = 1000
-# Columns of images as plain bytes
 TEXTS = datasets.List(datasets.Value("string"))
+# Columns of images as plain bytes
 BYTES = [datasets.Value(kind) for kind in ("binary", "large_binary", "binary_view")]
 # What stands for a missing caption, as pandas reads a table
 MISSING = {"NA", "N/A", "n/a", "NULL", "null", "None", "NaN", "nan", "-nan", "-NaN", "<NA>", "#N/A", "#NA"}
@@ -96,8 +94,8 @@ def caption_columns(arguments: DataArguments, columns: Iterable[str]) -> dataset
 
 def _draw(arguments: DataArguments, captions: str) -> datasets.Dataset:
     """Pairs of a built-in world."""
-    key = arguments.source, arguments.split, captions, arguments.num_samples, arguments.kinds, arguments.seed or 0
-    return _drawn(*key)
+    seed = arguments.seed or 0
+    return _drawn(arguments.source, arguments.split, captions, arguments.num_samples, arguments.kinds, seed)
 
 
 @lru_cache(maxsize=2)  # for the next stages of a recipe
@@ -227,7 +225,7 @@ def _with_lists(rows: Rows) -> Rows:
 
 
 def _with_captions(rows: Rows, function: Callable[[dict[str, Any]], dict[str, Any]], feature: Any = TEXTS) -> Rows:
-    """Rows with other captions, by default several for each."""
+    """Rows with other captions."""
     captions = datasets.Features({"caption": feature})
     if isinstance(rows, datasets.IterableDataset):
         return rows.map(function, features=rows.features and datasets.Features(rows.features | captions))
@@ -248,19 +246,13 @@ def listed(caption: Any) -> list[str] | None:
     return [text for text in texts if isinstance(text, str)]
 
 
-def _python_list(caption: str) -> list[str] | None:
+def _python_list(caption: str) -> list[Any] | None:
     try:
-        tokens = [
-            token for token in tokenize.generate_tokens(io.StringIO(caption.strip()).readline) if token.string.strip()
-        ]
-        words = [token for token in tokens if token.string not in ("[", "]", ",", "None", "nan")]
-        return [ast.literal_eval(token.string) for token in words] if _are_texts(words) else None
+        tokens = list(tokenize.generate_tokens(io.StringIO(caption.strip()).readline))
+        words = [token.string for token in tokens if token.string.strip() and token.string not in "[],"]
+        return [None if word == "nan" else ast.literal_eval(word) for word in words]
     except (ValueError, SyntaxError, tokenize.TokenError):
         return None
-
-
-def _are_texts(tokens: Sequence[tokenize.TokenInfo]) -> bool:
-    return all(token.type == tokenize.STRING and not token.string.lower().startswith(("b", "rb")) for token in tokens)
 
 
 def read_pair(
@@ -418,6 +410,4 @@ def _where(row: dict[str, Any]) -> str:
     """The file of a pair's image, or else its caption."""
     image = row["image"]
     path = image if isinstance(image, str) else image.get("path") if isinstance(image, dict) else None
-    if path and len(path) > MOST_LETTERS:  # base64, say
-        return shortened(path)
-    return path or textwrap.shorten(f"no path; caption: {row['caption']}", 90)
+    return path[:1000] if path else textwrap.shorten(f"no path; caption: {row['caption']}", 90)  # base64 is longer

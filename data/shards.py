@@ -1,8 +1,7 @@
 """WebDataset shards: tar files with the files of one sample after another.
 
-A tar holds its files as they are. So an index of headers makes a sample of a shard as near as one in a folder: what
-goes by numbers (labels of clusters, a run that goes on) goes with shards as they are. A stream reads
-them from start to end.
+A tar holds its files as they are, so with an index of headers, samples of shards have numbers like those of a folder. A
+stream reads them from start to end.
 """
 
 import io
@@ -52,17 +51,16 @@ def open_shards(files: Sequence[str], columns: Sequence[str], stamps: Sequence[s
         require_end(file)
     there = _endings(files[0])
     missing = [column for column in columns if there.isdisjoint(column.split(";"))]
-    for file in files[1:] if missing else ():
-        missing = [column for column in missing if _endings(file).isdisjoint(column.split(";"))]
-        if not missing:
-            break
+    for file in files[1:]:
+        if missing:
+            missing = [column for column in missing if _endings(file).isdisjoint(column.split(";"))]
     if missing:
         held = f"in {files[0]} are {join_names(sorted(there)) or 'no files'}"
         raise ValueError(f"the shards have no column {join_names(missing)}; {held}")
     names = list(dict.fromkeys(columns))
     features = datasets.Features({"__key__": datasets.Value("string")} | {name: _feature(name) for name in names})
     # A list would be shared by the readers of a stream, as that of the files is
-    arguments = {"files": list(files), "columns": tuple(names), "stamps": tuple(stamps), "keeps_place": not streaming}
+    arguments = {"files": files, "columns": tuple(names), "stamps": tuple(stamps), "keeps_place": not streaming}
     kind = datasets.IterableDataset if streaming else datasets.Dataset
     return kind.from_generator(_samples, features=features, gen_kwargs=arguments)
 
@@ -76,6 +74,12 @@ def read_member(reference: str) -> bytes:
     if len(content) != int(length):
         raise OSError(f"{shard} ends before byte {int(start) + int(length)}: was it changed since it was indexed?")
     return content
+
+
+def file_of(path: str) -> str:
+    """The shard that a reference is to; a path that is none is itself."""
+    member = MEMBER.fullmatch(path)
+    return member[1] if member else path
 
 
 def size_of(path: str) -> int:
@@ -111,27 +115,20 @@ def _endings(file: str) -> set[str]:
 def _samples(
     files: list[str], columns: tuple[str, ...], keeps_place: bool, stamps: tuple[str, ...]
 ) -> Iterator[dict[str, Any]]:
-    columns_of: dict[str, list[str]] = {}
-    for column in columns:
-        for ending in column.split(";"):
-            columns_of.setdefault(ending, []).append(column)
+    kinds = {ending: _feature(column) for column in columns for ending in column.split(";")}
     for file in files:
-        sample, seen, ranks, dotted = {}, set(), {}, []
-        for key, ending, tar, member in _members(file):
-            if sample and (sample["__key__"] != key or ending in seen):  # two of one name are two samples
-                yield sample
-                sample = {}
-            if not sample:
-                sample, seen, ranks = {"__key__": key} | dict.fromkeys(columns), set(), {}
-            seen.add(ending)
-            if ending not in columns_of and ending.rpartition(".")[2] in columns_of:
+        sample, key, dotted = {}, None, []
+        for name, ending, tar, member in _members(file):
+            if name != key or ending in sample:  # two of one name are two samples
+                if key is not None:
+                    yield _columns(key, sample, columns)
+                sample, key = {}, name
+            if ending in kinds:
+                sample[ending] = _value(kinds[ending], tar, member, file, keeps_place)
+            elif ending.rpartition(".")[2] in kinds:
                 dotted.append(member.name)
-            for column in columns_of.get(ending, ()):
-                rank = column.split(";").index(ending)
-                if rank < ranks.get(column, len(column)):
-                    ranks[column], sample[column] = rank, _value(column, tar, member, file, keeps_place)
-        if sample:
-            yield sample
+        if key is not None:
+            yield _columns(key, sample, columns)
         if dotted:
             warn_once(
                 logger,
@@ -140,19 +137,24 @@ def _samples(
             )
 
 
+def _columns(key: str, sample: Mapping[str, Any], columns: Sequence[str]) -> dict[str, Any]:
+    """A row: of each column, the first ending that the sample has."""
+    there = {column: [ending for ending in column.split(";") if ending in sample] for column in columns}
+    return {"__key__": key} | {column: sample[endings[0]] if endings else None for column, endings in there.items()}
+
+
 def _value(
-    column: str, tar: tarfile.TarFile, member: tarfile.TarInfo, file: str, keeps_place: bool
-) -> Mapping[str, Any] | str | int | None:
-    feature, is_compressed = _feature(column), not isinstance(tar.fileobj, io.BufferedReader)
-    if feature is IMAGE and keeps_place and not is_compressed and file.endswith(".tar"):
+    kind: Any, tar: tarfile.TarFile, member: tarfile.TarInfo, file: str, keeps_place: bool
+) -> Mapping[str, Any] | list[float] | str | int | None:
+    if kind is IMAGE and keeps_place and isinstance(tar.fileobj, io.BufferedReader) and file.endswith(".tar"):
         return {"path": f"{file}#{member.offset_data}+{member.size}/{member.name}", "bytes": None}
     content = tar.extractfile(member).read()
-    if feature is IMAGE:
+    if kind is IMAGE:
         return {"path": member.name, "bytes": content}
-    if column in ARRAYS:
+    if isinstance(kind, datasets.List):
         return np.load(io.BytesIO(content), allow_pickle=False).ravel().tolist()
     text = text_of(content, f"{file}, {member.name}")
-    if text is None or feature.dtype == "string":
+    if text is None or kind.dtype == "string":
         return text
     return int(text) if re.fullmatch(r"\s*-?\d{1,18}\s*", text) else None
 

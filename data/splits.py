@@ -7,7 +7,7 @@ from datasets import ReadInstruction
 
 from data.arguments import DataArguments
 from data.local_data import is_read_whole
-from data.sources import open_rows
+from data.sources import open_rows, split_names
 
 
 def named_split(source: str, split: str) -> str:
@@ -24,7 +24,7 @@ def common_rows(arguments: DataArguments, other_split: str) -> int:
     if (source / "state.json").is_file():
         return len(open_rows(arguments))
     is_file = is_read_whole(arguments.source)
-    names, other_names = ({part.partition("[")[0].strip() for part in split.split("+")} for split in splits)
+    names, other_names = (set(split_names(split)) for split in splits)
     if not is_file and names.isdisjoint(other_names):
         return 0
     whole = replace(arguments, skip=None, num_samples=None)

@@ -1,7 +1,6 @@
 """The names of the classes of own data."""
 
 import dataclasses
-import itertools
 import math
 import re
 from collections import Counter
@@ -12,6 +11,7 @@ from datasets import ClassLabel, Dataset, Value
 
 from data.pairs import select_columns, trimmed
 from data.sources import DataArguments, open_rows
+from records.messages import join_names
 
 # Names of classes that say nothing to a model: WordNet's ids of synsets, and numbers
 SYNSET, NUMBER = re.compile(r"n\d{8}\b", re.IGNORECASE), re.compile(r"[-+]?\d+(\.\d+)?")
@@ -31,9 +31,6 @@ def labeled_rows(
     rows, column = select_columns(open_rows(arguments), arguments), arguments.caption_column
     feature = rows.features["caption"]
     labels = [trimmed(label) if isinstance(label, str) else label for label in rows["caption"]]
-    for row, label in enumerate(labels):
-        if not isinstance(label, int | str):
-            raise ValueError(f"labels are integers or texts, but row {row} of column {column} has {label!r}")
     lines = classes or ()
     of_ids = names_after_ids(lines, "classes") if as_prompts or any(map(MAPPED.fullmatch, lines)) else {}
     if as_prompts and are_ids(names := list(of_ids.values()) or lines):
@@ -70,13 +67,8 @@ def _own_names(rows: Dataset, arguments: DataArguments) -> list[str]:
 
 
 def in_order(ids: Iterable[str]) -> list[str]:
-    """Names of classes or their ids in alphabetical order, numbers by their value. Raises a ValueError if two are the
-    same number, as 01 and 1 are."""
-    ids = sorted(ids, key=lambda name: (float(name) if NUMBER.fullmatch(name) else math.inf, name))
-    for one, other in itertools.pairwise(filter(NUMBER.fullmatch, ids)):
-        if float(one) == float(other):
-            raise ValueError(f"the classes {one} and {other} are one number: write it alike everywhere")
-    return ids
+    """Names of classes or their ids in alphabetical order, numbers by their value."""
+    return sorted(ids, key=lambda name: (float(name) if NUMBER.fullmatch(name) else math.inf, name))
 
 
 def are_ids(names: Sequence[str]) -> bool:
@@ -85,14 +77,8 @@ def are_ids(names: Sequence[str]) -> bool:
 
 
 def names_after_ids(lines: Sequence[str], place: str) -> dict[str, str]:
-    """WordNet id -> name, in the order of the lines; {} where these are names alone.
-
-    Args:
-        place: where the lines stand.
-
-    Raises:
-        ValueError: a line has an id and no name, or lines differ in whether they have ids, or two have one id.
-    """
+    """WordNet id -> name, in the order of the lines; {} where these are names alone. Raises a ValueError if some lines
+    have an id and a name, and others not. `place`: where the lines stand."""
     of_ids = dict(match.groups() for match in map(MAPPED.fullmatch, lines) if match)
     synset = next(filter(SYNSET.match, lines), None)
     if synset is not None and len(of_ids) < len(lines):
@@ -104,7 +90,7 @@ def names_after_ids(lines: Sequence[str], place: str) -> dict[str, str]:
 
 
 def _names_of_ids(ids: Sequence[str], classes: Sequence[str] | None, source: str) -> dict[str, str]:
-    """Id -> name, where the names are in the order of the ids. Raises a ValueError if they are not as many, or None."""
+    """Id -> name, where the names are in the order of the ids."""
     ids = in_order(ids)
     if classes is None or len(classes) != len(ids):
         lines = "one a line" if classes is None else f"{len(ids)} lines and not {len(classes)}"
@@ -116,8 +102,7 @@ def _names_of_ids(ids: Sequence[str], classes: Sequence[str] | None, source: str
 
 
 def require_different_names(classes: Sequence[str]) -> None:
-    """Raises a ValueError unless there are two classes or more, each with a name of its own. Whether a model tells the
-    names apart, only its tokenizer knows."""
+    """Raises a ValueError unless there are two classes or more, each with a name of its own."""
     faults = [name for name, times in Counter(classes).items() if times > 1 or not name.strip()]
     if faults or len(classes) < 2:
         names = ", ".join(map(repr, faults[:5] or classes))
@@ -132,10 +117,10 @@ def _named_labels(labels: list[int | str], feature: Any, column: str, classes: S
         if labels and not 0 <= min(labels) <= max(labels) < len(names):
             raise ValueError(f"labels go from {min(labels)} to {max(labels)}, but there are {len(names)} classes")
         labels = [names[label] for label in labels]
-    unknown = sorted(set(labels) - set(classes))
+    unknown = sorted(map(str, set(labels) - set(classes)))
     if unknown:
         raise ValueError(
             f"column {column} has labels that are no class: {', '.join(unknown[:5])}; the classes need the column's "
-            f"own names, and are {', '.join(classes[:5])}{', ...' if len(classes) > 5 else ''}"
+            f"own names, and are {join_names(classes)}"
         )
     return labels

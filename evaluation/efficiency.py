@@ -12,8 +12,9 @@ from conversion.checkpoints import clip_class, config_of, has_file, loading
 from conversion.processors import most_patches
 from evaluation.costs import count_multiply_adds, count_parameters, meta_model, paper_config
 from evaluation.embedder import usable_device
-from evaluation.page import require_free_page, write_page
+from evaluation.page import write_page
 from evaluation.speed import ROUNDS, measure_memory, measure_speed
+from records.files import refuse_to_overwrite
 from records.markdown import escape, markdown_table
 from records.messages import did_you_mean
 from records.provenance import device_name, environment, weights_fingerprint
@@ -46,8 +47,7 @@ def compare_models(
         The page: a table of what was counted, and one of what was measured, of models with weights.
 
     Raises:
-        ValueError: a baseline that is none of the models, a model that is no CLIP, too little memory, or a folder with
-            a page of other models, weights or settings.
+        ValueError: a baseline that is none of the models, a model that is no CLIP, or a folder with a page.
     """
     baseline = models[0] if baseline is None else baseline
     if baseline not in models:
@@ -64,8 +64,8 @@ def compare_models(
         "threads": torch.get_num_threads(),
     }
     if output_dir is not None:
-        require_free_page(output_dir / "efficiency", settings)
-    with_weights = [name for name in models if paper_config(name) is None and has_file(name, *WEIGHT_FILES)]
+        refuse_to_overwrite(output_dir / "efficiency.json")
+    with_weights = [name for name in models if paper_config(name) is None and has_file(name, WEIGHT_FILES)]
     for name in with_weights:  # before all of them are in memory
         costs[name]["measured"] = measure_memory(name, batch_size, device, dtype)
     for name, speed in measure_speed(with_weights, batch_size, device, dtype).items():
@@ -73,7 +73,7 @@ def compare_models(
     made_with = environment()
     page = _page(costs, baseline, settings | made_with)
     if output_dir is not None:
-        write_page(output_dir / "efficiency", page, data={"models": costs, **made_with}, settings=settings)
+        write_page(output_dir / "efficiency", page, data={**settings, "models": costs, **made_with})
     return page
 
 

@@ -4,7 +4,6 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +18,7 @@ from data.pairs import load_pairs, present_captions, rename_columns, select_colu
 from data.sources import DataArguments, open_rows
 from data.worlds import WORLDS
 from evaluation.embedder import Embedder
-from records.files import new_file, writing
+from records.files import new_file, write_text, writing
 from records.messages import join_names
 
 logger = logging.getLogger(__name__)
@@ -69,17 +68,23 @@ def write_embeddings(
             shutil.rmtree(folder / PARTS)
             raise ValueError(f"{message}. Relative paths start from image_root, or else from the working directory")
         logger.warning(message)
-    left_out = set(unreadable)
+    kept = np.setdiff1d(np.arange(len(rows)), unreadable)
+    embeds = {} if images is None else {"image_embeds": images[kept]}
+    if captions is not None:
+        embeds["text_embeds"] = captions[np.repeat(np.isin(np.arange(len(rows)), kept), list(map(len, texts)))]
+    texts = [texts[place] if texts else [] for place in kept]
     if is_main:
-        (_write_npy if form == "npy" else _write_parquet)(folder, rows, texts, images, captions, left_out)
+        paths = [_path(row) for row in rows.select(kept).select_columns("image")]
+        described = {"row": kept.tolist(), "image": paths, "captions": texts}
+        (_write_npy if form == "npy" else _write_parquet)(folder, described, embeds)
         shutil.rmtree(folder / PARTS)
-    num_captions = sum(len(of_image) for place, of_image in enumerate(texts) if place not in left_out)
-    return 0 if images is None else len(images) - len(unreadable), num_captions, unreadable
+    return 0 if images is None else len(kept), sum(map(len, texts)), unreadable
 
 
 def _rows(arguments: DataArguments, what: What) -> datasets.Dataset:
+    """The column `image`, which is not decoded, and but for images alone `caption`."""
     if arguments.source in WORLDS:
-        return load_pairs(arguments)
+        return load_pairs(arguments).cast_column("image", datasets.Image(decode=False))
     opened = open_rows(arguments)
     if what == "images":
         rows = rename_columns(opened, {arguments.image_column: "image"}, arguments)
@@ -92,72 +97,33 @@ def _rows(arguments: DataArguments, what: What) -> datasets.Dataset:
 
 def _path(row: dict[str, Any]) -> str | None:
     image = row["image"]
-    return image if isinstance(image, str) else image.get("path") if isinstance(image, dict) else None
+    return image if image is None or isinstance(image, str) else image["path"]
 
 
-def _described(
-    rows: datasets.Dataset, texts: list[list[str]], unreadable: set[int]
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The place of each readable pair, and what it is."""
-    if isinstance(rows.features["image"], datasets.Image):
-        rows = rows.cast_column("image", datasets.Image(decode=False))
-    for place, row in enumerate(rows.select_columns("image")):
-        if place not in unreadable:
-            yield place, {"row": place, "image": _path(row), "captions": texts[place] if texts else []}
+def _write_npy(output_dir: Path, described: dict[str, list], embeds: dict[str, np.ndarray]) -> None:
+    """A file for each kind of embeddings, and `rows.jsonl`, a line of which describes a pair."""
+    for name, of_rows in embeds.items():
+        path = output_dir / f"{name}.npy"
+        with writing(path), new_file(path) as partial, open(partial, "wb") as file:
+            np.save(file, of_rows)
+    lines = (dict(zip(described, values, strict=True)) for values in zip(*described.values(), strict=True))
+    write_text(output_dir / "rows.jsonl", "\n".join(json.dumps(line, ensure_ascii=False) for line in lines))
 
 
-def _write_npy(
-    output_dir: Path,
-    rows: datasets.Dataset,
-    texts: list[list[str]],
-    images: np.ndarray | None,
-    captions: np.ndarray | None,
-    unreadable: set[int],
-) -> None:
-    """`image_embeds.npy` and `text_embeds.npy`; a line of `rows.jsonl` for each pair says what is in them, in order."""
-    kept = np.array([place not in unreadable for place in range(len(rows))])
-    for name, embeds, of_pairs in (("image_embeds", images, 1), ("text_embeds", captions, list(map(len, texts)))):
-        if embeds is not None:
-            path = output_dir / f"{name}.npy"
-            with writing(path), new_file(path) as partial, open(partial, "wb") as file:
-                np.save(file, embeds[np.repeat(kept, of_pairs)])
-    path = output_dir / "rows.jsonl"
-    with writing(path), new_file(path) as partial, open(partial, "w", encoding="utf-8") as file:
-        for _, described in _described(rows, texts, unreadable):
-            file.write(json.dumps(described, ensure_ascii=False) + "\n")
-
-
-def _write_parquet(
-    output_dir: Path,
-    rows: datasets.Dataset,
-    texts: list[list[str]],
-    images: np.ndarray | None,
-    captions: np.ndarray | None,
-    unreadable: set[int],
-) -> None:
+def _write_parquet(output_dir: Path, described: dict[str, list], embeds: dict[str, np.ndarray]) -> None:
     """`embeds.parquet`: a row for each pair, with `image_embeds` and the list `text_embeds` of its captions."""
-    width = (images if images is not None else captions).shape[1]
-    vector = pyarrow.list_(pyarrow.float32(), width)
-    kinds = {"row": pyarrow.int64(), "image": pyarrow.string(), "captions": pyarrow.list_(pyarrow.string())}
-    kinds |= {} if images is None else {"image_embeds": vector}
-    kinds |= {} if captions is None else {"text_embeds": pyarrow.list_(vector)}
-    first = np.cumsum([0, *map(len, texts)])
-    schema = pyarrow.schema(kinds)
+    table = pyarrow.table(
+        described,
+        pyarrow.schema(
+            {"row": pyarrow.int64(), "image": pyarrow.string(), "captions": pyarrow.list_(pyarrow.string())}
+        ),
+    )
+    for name, of_rows in embeds.items():
+        column = pyarrow.FixedSizeListArray.from_arrays(of_rows.ravel(), of_rows.shape[1])
+        if name == "text_embeds":
+            offsets = np.cumsum([0, *map(len, described["captions"])], dtype=np.int32)
+            column = pyarrow.ListArray.from_arrays(offsets, column)
+        table = table.append_column(name, column)
     path = output_dir / "embeds.parquet"
-    with (
-        writing(path),
-        new_file(path) as partial,
-        pyarrow.parquet.ParquetWriter(partial, schema) as writer,
-    ):
-        group = []
-        for place, described in _described(rows, texts, unreadable):
-            if images is not None:
-                described["image_embeds"] = images[place]
-            if captions is not None:
-                described["text_embeds"] = list(captions[first[place] : first[place + 1]])
-            group.append(described)
-            if len(group) == ROW_GROUP:
-                writer.write_table(pyarrow.Table.from_pylist(group, schema))
-                group.clear()
-        if group:
-            writer.write_table(pyarrow.Table.from_pylist(group, schema))
+    with writing(path), new_file(path) as partial:
+        pyarrow.parquet.write_table(table, partial, row_group_size=ROW_GROUP)

@@ -183,28 +183,21 @@ class Embedder:
             embeds["text"] = mean_of_captions(embeds["text"], mask, weights)
         return embeds
 
+    # An ensemble of one, with the methods of `evaluation.ensemble.Ensemble`
+
     def map(self, compute: Callable[["Embedder"], Any]) -> list[Any]:
-        """As `evaluation.ensemble.Ensemble.map`: an ensemble of one."""
         return [compute(self)]
 
     def weights(self, metadata: Sequence[Sequence[str]], templates: Sequence[str] = ()) -> np.ndarray:
-        """As `evaluation.ensemble.Ensemble.weights`."""
         return np.ones((len(metadata), 1), np.float32)
 
     def image_weights(self, rows: Dataset, column: str = "image") -> None:
-        """As `evaluation.ensemble.Ensemble.image_weights`."""
+        return None
 
-    def image_side(self, embeds: Sequence[np.ndarray], weights: None = None) -> np.ndarray:
-        """As `evaluation.ensemble.Ensemble.image_side`."""
+    def image_side(self, embeds: Sequence[np.ndarray], weights: Any = None) -> np.ndarray:
         return embeds[0]
 
-    def text_side(self, embeds: Sequence[np.ndarray], weights: np.ndarray) -> np.ndarray:
-        """As `evaluation.ensemble.Ensemble.text_side`."""
-        return embeds[0]
-
-    def features(self, embeds: Sequence[np.ndarray]) -> np.ndarray:
-        """As `evaluation.ensemble.Ensemble.features`."""
-        return embeds[0]
+    text_side = features = image_side
 
 
 def usable_device(device: str | torch.device | None) -> torch.device:

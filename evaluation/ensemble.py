@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from functools import cached_property
 from pathlib import Path
@@ -64,7 +64,7 @@ class Ensemble:
         self.experts = [Embedder(expert, *options, expert if own else folder, **reading) for expert in folders]
         # Each expert's, or the one of all
         self.tokenizers = [expert.processor.tokenizer for expert in self.experts[: None if own else 1]]
-        self._embeds: dict[str, np.ndarray] = {}
+        self._embeds: dict[str, np.ndarray] = {}  # of prompts, by the metadata encoder
 
     def map(self, compute: Callable[[Embedder], Any]) -> list[Any]:
         """Results of a computation with every expert; one expert is in memory at a time."""
@@ -83,16 +83,14 @@ class Ensemble:
         else:
             templates = templates if self.mixture.config.routing == "released" else ("{}",)
             prompts = {text: [t.format(text) for t in templates] for texts in metadata for text in texts}
-            self._embed({prompt for of_text in prompts.values() for prompt in of_text} - set(self._embeds))
+            unknown = sorted({prompt for of_text in prompts.values() for prompt in of_text} - set(self._embeds))
+            if unknown:
+                self._embeds |= dict(zip(unknown, self.encoder.encode(unknown), strict=True))
             means = {text: _mean([self._embeds[p] for p in of_text]) for text, of_text in prompts.items()}
             embeds = np.stack([[means[text] for text in texts] for texts in metadata])
-            unknown = int((~embeds.any(axis=-1)).sum())
-            if unknown:
-                logger.warning(
-                    "%s: the encoder knows no word of %d texts; metadata of such alone give equal weights",
-                    self.folder,
-                    unknown,
-                )
+            if number := int((~embeds.any(axis=-1)).sum()):
+                message = "%s: the encoder knows no word of %d texts; metadata of such alone give equal weights"
+                logger.warning(message, self.folder, number)
             weights = self.mixture.route(torch.as_tensor(embeds), self.encoder.name).numpy()
         weights = weights * self.scales
         return (weights / weights.sum(axis=1, keepdims=True)).astype(np.float32)
@@ -142,17 +140,11 @@ class Ensemble:
     def encoder(self) -> SentenceEncoder:
         return load_encoder(self.folder / ENCODER, self.device)
 
-    def _embed(self, texts: Iterable[str]) -> None:
-        texts = sorted(texts)
-        if texts:
-            self._embeds |= dict(zip(texts, self.encoder.encode(texts), strict=True))
-
 
 def open_model(
     model: str | Path, cache_dir: Path | None, *options, changes: Mapping[str, Any] | None = None, **reading: Any
 ) -> Embedder | Ensemble:
-    """A model to be measured: an `Ensemble` of a mixture, an `Embedder` of any other. Raises as they do, and a
-    ValueError for changes of what is no mixture, and for embeddings that would be kept in the model's own folder."""
+    """A model to be measured: an `Ensemble` of a mixture, an `Embedder` of any other."""
     folder = os.path.realpath(model)
     if cache_dir is not None and os.path.isdir(folder) and Path(os.path.realpath(cache_dir)).is_relative_to(folder):
         raise ValueError(
@@ -167,8 +159,7 @@ def open_model(
 
 
 def is_mixture(model: str | Path) -> bool:
-    """Whether a model that can be measured is a mixture of CLIPs, and not one CLIP. Raises a ValueError if it is
-    neither, or see `load_config`."""
+    """Whether a model is a mixture of CLIPs, and not one CLIP. Raises a ValueError if it is neither."""
     mixture = isinstance(load_config(model), CLIPMoDEConfig)
     if not mixture:
         config_of(clip_class(model), model)

@@ -12,7 +12,7 @@ from conversion.checkpoints import model_configs
 from evaluation.embedder import usable_device
 from evaluation.ensemble import open_model
 from evaluation.measures import measure
-from evaluation.results import require_free, write_result
+from evaluation.results import write_result
 from evaluation.task import Task
 from modeling_clip_moe.families import TOWER_CONFIGS
 from records.files import output_folder
@@ -45,16 +45,12 @@ def evaluate_model(
 
     Returns:
         One result a task: the metrics and all it takes to know what they mean.
-
-    Raises:
-        ValueError: there is a result of other weights, another dtype, another protocol or other changes under
-            the same name, or of another batch size where scores depend on it.
     """
     set_seed(0)
     name = name or (Path(model).resolve() if Path(model).is_dir() else Path(model)).name
     output_dir, device = Path(output_dir), usable_device(device)
-    reading = {"num_workers": num_workers, "state": state}
-    opened = open_model(model, output_dir / "embeddings", batch_size, device, dtype, changes=changes, **reading)
+    kept = output_dir / "embeddings"
+    opened = open_model(model, kept, batch_size, device, dtype, changes=changes, num_workers=num_workers, state=state)
     of_model = {
         "source": str(model),
         "weights": weights_fingerprint(model),
@@ -62,19 +58,16 @@ def evaluate_model(
         "device": device.type,
         "batch_size": batch_size,
         "seed": 0,
-        **({"depends_on_batch": True} if _depends_on_batch(model) else {}),
-        **({"changes": dict(changes)} if changes else {}),
     }
-    names = {}
-    for key, task in tasks.items():  # before the work
-        names[key] = {"model": name, "task": key, "protocol": task.protocol}
-        require_free(names[key] | {"data": task.data} | of_model, output_dir)
+    if _depends_on_batch(model):
+        of_model["depends_on_batch"] = True
+    if changes:
+        of_model["changes"] = dict(changes)
     results = []
     with output_folder(output_dir):
         for key, task in tasks.items():
-            result = names[key] | {"title": task.title, "data": task.data, **measure(task, opened)}
-            if task.data_now is not None and task.data_now() != task.data:
-                raise ValueError(f"{key}: its data changed while {name} was measured on them: measure it again")
+            result = {"model": name, "task": key, "protocol": task.protocol, "title": task.title, "data": task.data}
+            result |= measure(task, opened)
             result |= {"primary": task.primary, **of_model, **environment(), "local": paths_here(task.data)}
             if state is None or state.is_main_process:
                 write_result(result, output_dir)

@@ -1,7 +1,6 @@
 """What each expert of a sparse model knows, and which tokens it gets."""
 
-import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ from accelerate.utils import set_seed
 from datasets import Dataset
 from transformers import CLIPConfig
 
-from conversion.checkpoints import is_sparse
 from conversion.dense import force_expert
 from conversion.presets import TOWERS
 from data.images import decode_image
@@ -19,7 +17,7 @@ from evaluation.embedder import Embedder, usable_device
 from evaluation.expert_summary import EXPERT, MEAN, ROUTED, agreement, summarize
 from evaluation.experts_page import page_beginning, page_of
 from evaluation.measures import measure
-from evaluation.page import require_free_page, write_page
+from evaluation.page import write_page
 from evaluation.preferences import (
     NUM_IMAGES,
     NUM_TEXTS,
@@ -41,8 +39,8 @@ from evaluation.routing_pictures import (
 )
 from evaluation.tasks import Task, loaded_once
 from modeling_clip_moe import CLIPMoEConfig
+from modeling_clip_moe.configuration_clip_moe import CLIPMoETowerConfig
 from modeling_clip_moe.families import family_of
-from records.messages import join_names
 from records.provenance import environment, weights_fingerprint
 
 EXPERT_PROTOCOL = (
@@ -51,11 +49,8 @@ EXPERT_PROTOCOL = (
 )
 # Images, and texts, by which the agreement of experts is computed
 MOST_EMBEDDINGS = 10_000
-
-
-# Name of a task or of a column of the table -> what `evaluation.measures.measure` gives
+# Name of a task -> what `evaluation.measures.measure` gives
 ByTask = dict[str, dict[str, Any]]
-ByColumn = dict[str, ByTask]
 
 
 class _Witness(Embedder):
@@ -101,44 +96,34 @@ def _spread(items: Sequence[Any], number: int) -> list[Any]:
     return [items[index] for index in np.linspace(0, len(items) - 1, min(number, len(items))).astype(int)]
 
 
-def faults(
-    config: CLIPConfig | CLIPMoEConfig,
-    kinds: Collection[str],
-    num_experts_per_tok: Sequence[int],
-    layers: Mapping[str, int],
-    expert: int | None,
-    capacity_factors: Sequence[float],
-) -> Iterator[tuple[str, str]]:
-    """Faults of an analysis on tasks of these kinds: the setting, and why it cannot be. See `analyze_experts`."""
-    if not is_sparse(config):
-        yield "model", "a dense CLIP has no experts to analyze"
-        return
-    if family_of(config).sigmoid:
-        yield "model", "a SigLIP has no class token, which the pictures of experts ask for: it is not analyzed yet"
-        return
-    sparse = {tower: getattr(config, f"{tower}_config").moe_layers for tower in TOWERS}
-    numbers = {getattr(config, f"{tower}_config").num_experts for tower in TOWERS if sparse[tower]}
-    if len(numbers) != 1:
-        yield "model", f"its towers have {sorted(numbers) or 'no'} experts: all sparse towers need as many"
-        return
-    (most,) = numbers
-    if sparse["text"] and set(kinds) == {"linear_probe"}:
-        yield "tasks", "no text of a linear probe reaches the sparse text tower: add a task such as retrieval"
-    for number in num_experts_per_tok:
-        if not 1 <= number <= most:
-            yield "num_experts_per_tok", f"{number} of {most} experts"
-    if expert is not None and not 0 <= expert < most:
-        yield "expert", f"{expert}, but the experts are 0 to {most - 1}"
-    for tower, layer in layers.items():
-        if layer not in sparse[tower]:
-            yield (
-                f"layers.{tower}",
-                f"{layer}, but the sparse layers are {join_names(map(str, sparse[tower])) or 'none'}",
-            )
-    if capacity_factors and not sparse["vision"]:
-        yield "capacity_factors", "the vision tower is dense and drops no patch"
-    if not all(0 < factor < math.inf for factor in capacity_factors):
-        yield "capacity_factors", "numbers above 0 are needed"
+def _sparse_towers(
+    model: str | Path, config: CLIPConfig | CLIPMoEConfig, kinds: Collection[str], layers: Mapping[str, int]
+) -> dict[str, CLIPMoETowerConfig]:
+    """Tower -> its configuration, of the sparse ones.
+
+    Args:
+        kinds: of the tasks.
+        layers: see `analyze_experts`.
+
+    Raises:
+        ValueError: a model, tasks or layers that cannot be analyzed.
+    """
+    towers = {tower: getattr(config, f"{tower}_config") for tower in TOWERS}
+    sparse = {tower: of_tower for tower, of_tower in towers.items() if getattr(of_tower, "moe_layers", ())}
+    wrong = [(tower, layer) for tower, layer in layers.items() if layer not in getattr(towers[tower], "moe_layers", ())]
+    if not sparse:
+        fault = "a dense CLIP has no experts to analyze"
+    elif family_of(config).sigmoid:
+        fault = "a SigLIP has no class token, which the pictures of experts need"
+    elif len({of_tower.num_experts for of_tower in sparse.values()}) > 1:
+        fault = "its towers have different numbers of experts"
+    elif "text" in sparse and set(kinds) == {"linear_probe"}:
+        fault = "no text of a linear probe reaches the sparse text tower: add a task such as retrieval"
+    elif wrong:
+        fault = f"layers.{wrong[0][0]}: {wrong[0][1]} is no sparse layer"
+    else:
+        return sparse
+    raise ValueError(f"{model}: {fault}")
 
 
 def analyze_experts(
@@ -148,32 +133,28 @@ def analyze_experts(
     *,
     num_experts_per_tok: Sequence[int] = (),
     layers: Mapping[str, int] | None = None,
-    capacity_factors: Sequence[float] = (),
     expert: int | None = None,
     batch_size: int = 64,
     device: str | torch.device | None = None,
 ) -> str:
     """Measure every expert alone and the routed model, and count where the routers send the tokens of all tasks. For
-    the other arguments, see `evaluation.commands.experts`.
+    the other arguments, see `training.stages.analyze.AnalyzeStage`.
 
     Args:
         layers: tower -> the sparse layer whose patches or words are drawn; default: the last one.
 
     Returns:
-        How the page begins: whether the experts do anything, and a table with a row a metric and a column an expert, in
-        percent, of which the best of a row is bold. Below it, how an expert is measured, and in how many metrics the
-        routed model is better than all of them.
+        How the page begins: whether the experts do anything, and the scores of every expert.
     """
     set_seed(0)
-    tasks, path = loaded_once(tasks), Path(output_dir) / "experts"
+    tasks, kinds = loaded_once(tasks), {task.kind for task in tasks.values()}
     embedder = _Witness(model, None, batch_size, usable_device(device))
-    config, kinds = embedder.model.config, {task.kind for task in tasks.values()}
-    wrong = [*faults(config, kinds, num_experts_per_tok, layers or {}, expert, capacity_factors)]
-    if wrong:
-        raise ValueError(f"{model}: {'; '.join(f'{field}: {fault}' for field, fault in wrong)}")
-    sparse = {tower: getattr(config, f"{tower}_config") for tower in TOWERS}
-    sparse = {tower: of_tower for tower, of_tower in sparse.items() if of_tower.moe_layers}
+    sparse = _sparse_towers(model, embedder.model.config, kinds, layers or {})
     num_experts = next(iter(sparse.values())).num_experts
+    if expert is not None and not 0 <= expert < num_experts:
+        raise ValueError(f"{model}: expert: {expert}, but the experts are 0 to {num_experts - 1}")
+    if max(num_experts_per_tok, default=1) > num_experts:
+        raise ValueError(f"{model}: num_experts_per_tok: {max(num_experts_per_tok)} of {num_experts} experts")
     layers = {tower: (layers or {}).get(tower, max(of_tower.moe_layers)) for tower, of_tower in sparse.items()}
     settings = {
         "source": str(model),
@@ -183,27 +164,35 @@ def analyze_experts(
         "layers": layers,
         "batch_size": batch_size,
         "num_experts_per_tok": list(num_experts_per_tok),
-        "capacity_factors": list(capacity_factors),
         "drawn_expert": expert,
     }
-    require_free_page(path, settings)
-    results, embeds = _measure_alone(tasks, embedder, num_experts)
+
+    def measured() -> ByTask:
+        return {name: measure(task, embedder) for name, task in tasks.items()}
+
+    results: dict[str, ByTask] = {}
+    embeds: dict[str, dict[str, np.ndarray]] = {}
+    for number in range(num_experts):
+        embedder.forget()
+        with force_expert(embedder.model, number):  # which gets all tokens
+            results[f"{EXPERT} {number}"] = measured()
+        embeds[f"{EXPERT} {number}"] = embedder.embeds()
     for number in num_experts_per_tok:
         with chosen_experts(embedder.model, number):
-            results[f"K = {number}"] = _measure_all(tasks, embedder)
+            results[f"K = {number}"] = measured()
     with averaged_experts(embedder.model):
-        results[MEAN] = _measure_all(tasks, embedder)
+        results[MEAN] = measured()
     embedder.forget()
     with count_tokens(embedder.model) as counts:
-        results[ROUTED] = _measure_all(tasks, embedder)
+        results[ROUTED] = measured()
     embeds[ROUTED] = embedder.embeds()
     routing = {
         tower: {layer: {kind: of.means() for kind, of in of_layer.items()} for layer, of_layer in of_tower.items()}
         for tower, of_tower in counts.items()
     }
     agreements = {what: agreement({column: of[what] for column, of in embeds.items()}) for what in embeds[ROUTED]}
-    preferences, pictures = _drawn(embedder, layers, capacity_factors, expert)
-    entropy = {tower: {n: of["all"]["entropy"] for n, of in layers.items()} for tower, layers in routing.items()}
+    preferences, pictures = _drawn(embedder, layers, expert)
+    entropy = {tower: {n: of["all"]["entropy"] for n, of in of_tower.items()} for tower, of_tower in routing.items()}
     result = {
         "summary": summarize(tasks, results[ROUTED], results[MEAN], entropy, agreements, num_experts).model_dump(),
         "expert_protocol": EXPERT_PROTOCOL,
@@ -230,13 +219,12 @@ def analyze_experts(
         "routing.png": lambda file: draw_shares(routing, file, title),
         "agreement.png": lambda file: draw_agreement(agreements, file),
     } | pictures
-    write_page(path, page_of(settings | result, list(pictures)), pictures, result, settings)
+    result = settings | result
+    write_page(Path(output_dir) / "experts", page_of(result, list(pictures)), pictures, result)
     return page_beginning(result)
 
 
-def _drawn(
-    embedder: _Witness, layers: Mapping[str, int], capacity_factors: Sequence[float], expert: int | None
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def _drawn(embedder: _Witness, layers: Mapping[str, int], expert: int | None) -> tuple[dict[str, Any], dict[str, Any]]:
     """Words and patches that the experts of these layers take, for the JSON and as pictures."""
     images, texts = embedder.some_images(), embedder.some_texts()
     config, preferences, pictures = embedder.model.config.vision_config, {}, {}
@@ -259,30 +247,12 @@ def _drawn(
         of_images = route_images(embedder, images, layers["vision"])
         pictures["patches.png"] = lambda file: draw_patches(of_images, file)
         pictures["expert_patches.png"] = lambda file: draw_expert_patches(of_images, file)
-        if not capacity_factors and config.capacity_factor is not None:
-            capacity_factors = [config.capacity_factor, 2 * config.capacity_factor]
-        group = min(config.capacity_group_size or embedder.batch_size, embedder.batch_size)
-        dropped = {factor: dropped_patches(of_images, group, config, factor) for factor in capacity_factors}
-        preferences["dropped_patches"] = {factor: of_factor.mean().item() for factor, of_factor in dropped.items()}
-        if dropped:
+        if config.capacity_factor is not None:
+            factors = config.capacity_factor, 2 * config.capacity_factor
+            group = min(config.capacity_group_size or embedder.batch_size, embedder.batch_size)
+            dropped = {factor: dropped_patches(of_images, group, config, factor) for factor in factors}
+            preferences["dropped_patches"] = {factor: of_factor.mean().item() for factor, of_factor in dropped.items()}
             pictures["dropped.png"] = lambda file: draw_dropped(of_images, dropped, file)
         if expert is not None:
             pictures["expert.png"] = lambda file: draw_expert(expert, of_images, file)
     return preferences, pictures
-
-
-def _measure_all(tasks: Mapping[str, Task], embedder: Embedder) -> ByTask:
-    return {name: measure(task, embedder) for name, task in tasks.items()}
-
-
-def _measure_alone(
-    tasks: Mapping[str, Task], embedder: _Witness, num_experts: int
-) -> tuple[ByColumn, dict[str, dict[str, np.ndarray]]]:
-    """Scores and embeddings of each expert alone, which gets all tokens."""
-    results, embeds = {}, {}
-    for expert in range(num_experts):
-        embedder.forget()
-        with force_expert(embedder.model, expert):
-            results[f"{EXPERT} {expert}"] = _measure_all(tasks, embedder)
-        embeds[f"{EXPERT} {expert}"] = embedder.embeds()
-    return results, embeds

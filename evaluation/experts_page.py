@@ -80,8 +80,7 @@ def page_of(result: Mapping[str, Any], pictures: Sequence[str]) -> str:
             "Who comes first has room first, so that the last images of a batch lose most. The layers below are as at "
             "inference."
             if "dropped.png" in pictures
-            else "The patches that capacity would drop are not drawn: the vision tower has no capacity factor. "
-            "`clip-moe analyze --capacity_factors` takes some."
+            else "The patches that capacity would drop are not drawn: the vision tower has no capacity factor."
         )
     return "\n\n".join(sections)
 

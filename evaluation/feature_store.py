@@ -1,8 +1,7 @@
 """Features of a data set on disk: of images, captions or tokens, in shards that any number of processes write.
 
-A shard is a file of arrays (safetensors) that is named by its first row. All shards have the same number of rows, but
-the last one. Shards that are there are kept, so that a run that was killed goes on; then an index says that all are
-there, and what the features are of.
+A shard is a file of arrays (safetensors) named by its first row. A run that was killed goes on after its last shard;
+then an index says that all are there, and what the features are of.
 """
 
 import json
@@ -94,7 +93,7 @@ class FeatureStore:
         """The arrays of the shard that begins with this row, as tensors that are mapped."""
         path = self.path(start)
         if not path.is_file():
-            raise ValueError(f"{path} is not there: do all processes see this folder? If so, {self._way_out}")
+            raise self._unusable(start, "is not there (do all processes see this folder?)")
         with _damaged(path):
             return safe_open(path, "pt")
 
@@ -106,11 +105,7 @@ class FeatureStore:
             raise self._unusable(rows.start, f"has {size} rows, not {len(rows)}")
 
     def _unusable(self, start: int, reason: str) -> ValueError:
-        return ValueError(f"{self.path(start)} {reason}: {self._way_out}")
-
-    @property
-    def _way_out(self) -> str:
-        return f"delete {self.folder} to have it made anew"
+        return ValueError(f"{self.path(start)} {reason}: delete {self.folder} to have it made anew")
 
 
 class Rows:

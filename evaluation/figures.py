@@ -1,5 +1,4 @@
-"""Matplotlib as all pictures use it: without a screen, with fonts of other scripts where they are installed, and the
-grids and heat maps that pictures have in common."""
+"""Matplotlib as all pictures use it, without a screen, and the grids and heat maps that they have in common."""
 
 import io
 import math

@@ -4,7 +4,6 @@ import dataclasses
 import logging
 import os
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from string import Formatter
 from typing import Any
@@ -13,7 +12,7 @@ from datasets import ClassLabel, Dataset, List, Value
 
 from data.identity import identity
 from data.pairs import load_pairs, one_row_an_image, readable_pairs, rename_columns, select_columns, with_class_names
-from data.sources import DataArguments, Rows, open_rows, opened_once
+from data.sources import DataArguments, Rows, open_rows
 from data.splits import common_rows, named_split
 from data.worlds import WORLDS
 from evaluation.class_names import labeled_rows, require_different_names
@@ -74,9 +73,8 @@ def retrieval_task(arguments: DataArguments) -> Task:
             )  # fmt: skip
         return one_row_an_image(rows), skipped
 
-    data_now = partial(_data, arguments)
-    data = data_now()
-    return Task("retrieval", _title("retrieval", arguments), _protocol(data), load, data=data, data_now=data_now)
+    data = _data(arguments)
+    return Task("retrieval", _title("retrieval", arguments), _protocol(data), load, data=data)
 
 
 def zero_shot_task(arguments: DataArguments, templates: Sequence[str], classes: Sequence[str] | None = None) -> Task:
@@ -91,8 +89,7 @@ def zero_shot_task(arguments: DataArguments, templates: Sequence[str], classes: 
     templates = read_templates(templates)
     rows, classes = labeled_rows(arguments, classes, as_prompts=True)
     require_different_names(classes)
-    data_now = partial(_data, arguments, classes=short_digest(classes), templates=list(templates))
-    data = data_now()
+    data = _data(arguments) | {"classes": short_digest(classes), "templates": list(templates)}
     shown = ", ".join(map(repr, templates[:3])) + (", ..." if len(templates) > 3 else "")
     return Task(
         kind="zero_shot",
@@ -102,7 +99,6 @@ def zero_shot_task(arguments: DataArguments, templates: Sequence[str], classes: 
         classes=classes,
         templates=templates,
         data=data,
-        data_now=data_now,
     )
 
 
@@ -124,8 +120,7 @@ def linear_probe_task(arguments: DataArguments, train_split: str, classes: Seque
         )
     classes = [*names, *(name for name in train_names if name not in names)]
     require_different_names(classes)
-    data_now = partial(_data, arguments, train_arguments, classes=short_digest(classes), train_split=train_split)
-    data = data_now()
+    data = _data(arguments, train_arguments) | {"classes": short_digest(classes), "train_split": train_split}
     return Task(
         kind="linear_probe",
         title=_title("linear probe", arguments),
@@ -134,7 +129,6 @@ def linear_probe_task(arguments: DataArguments, train_split: str, classes: Seque
         load_train=lambda: readable_pairs(train_rows, train_arguments, are_labels=True),
         classes=classes,
         data=data,
-        data_now=data_now,
     )
 
 
@@ -146,15 +140,14 @@ def pairs_task(arguments: DataArguments, attribute_column: str = "attribute") ->
         attribute_column: what differs in each pair, if there is such a column.
     """
     sides = [dataclasses.replace(arguments, image_column=f"{arguments.image_column}_{side}") for side in range(2)]
-    data_now = partial(_data, arguments, *sides, attribute_column=attribute_column)
-    data = data_now()
+    data = _data(arguments, *sides) | {"attribute_column": attribute_column}
 
     def load():
         rows = _pair_columns(arguments, attribute_column)
         rows = _with_named_attributes(rows) if "attribute" in rows.column_names else rows
         return readable_image_pairs(rows, arguments)
 
-    return Task("pairs", _title("pairs", arguments), _protocol(data), load, data=data, data_now=data_now)
+    return Task("pairs", _title("pairs", arguments), _protocol(data), load, data=data)
 
 
 def _pair_columns(arguments: DataArguments, attribute_column: str) -> Rows:
@@ -218,16 +211,15 @@ def is_template(text: str) -> bool:
     return fields == [("", "", None)]
 
 
-def _data(arguments: DataArguments, *also_read: DataArguments, **more: Any) -> dict[str, Any]:
+def _data(arguments: DataArguments, *also_read: DataArguments) -> dict[str, Any]:
     """What identifies the data of a task: the settings, and the identity of the files that they name, so that rows
     changed in place are other data."""
     chosen = {key: value for key, value in dataclasses.asdict(arguments).items() if key not in READING_SETTINGS}
     if arguments.source not in WORLDS:
         for key in ("captions", "kinds", "seed"):
             del chosen[key]
-    with opened_once():
-        held = [of_part for of_part in map(identity, (arguments, *also_read)) if of_part is not None]
-    return chosen | ({"identity": held} if held else {}) | more
+    held = [of_part for of_part in map(identity, (arguments, *also_read)) if of_part is not None]
+    return chosen | ({"identity": held} if held else {})
 
 
 def _title(measure: str, arguments: DataArguments) -> str:

@@ -1,7 +1,6 @@
 """Pages that commands write: markdown, pictures, numbers as JSON, and HTML that holds text and pictures."""
 
 import base64
-import hashlib
 import html
 import json
 import re
@@ -12,7 +11,7 @@ from typing import Any
 
 from markdown_it import MarkdownIt
 
-from records.files import locked, new_file, output_folder, read_record
+from records.files import locked, new_file, output_folder
 
 # A score with its difference to a baseline, as `evaluation.report` and `model_cards.seeds` write it
 DIFFERENCE = re.compile(r"[\d.]+%?(?: ± [\d.]+)? \((?P<mean>[+-][\d.]+)(?: ± (?P<error>[\d.]+))?\)")
@@ -25,9 +24,6 @@ th, td { padding: .3rem .7rem; border: 1px solid var(--line); text-align: right;
 th { vertical-align: bottom; white-space: normal; min-width: 6rem; overflow-wrap: normal; }
 th:first-child, td:first-child { position: sticky; left: 0; min-width: min(16rem, 35vw); max-width: min(20rem, 40vw);
   text-align: left; white-space: normal; background: var(--ground); }
-th { cursor: pointer; }
-th[aria-sort="descending"]::after { content: " ▾"; }
-th[aria-sort="ascending"]::after { content: " ▴"; }
 .better { color: light-dark(#0a6b2d, #6ddb8f); }
 .worse { color: light-dark(#b3261e, #ff8a80); }
 p:has(img) { overflow-x: auto; }
@@ -39,24 +35,8 @@ img { max-width: 100%; }
 }
 img[src^="data:image/png"] { background: #fff; }
 """
-# A click on the head of a column sorts the lines by its numbers, from the highest; a second one turns them round.
-# Where there is no number, texts count, and empty cells come last.
-SORT = """
-for (const head of document.querySelectorAll("th")) head.addEventListener("click", () => {
-  const body = head.closest("table").tBodies[0], order = head.ariaSort === "descending" ? "ascending" : "descending";
-  const sign = order === "ascending" ? 1 : -1, text = row => row.cells[head.cellIndex].textContent.trim();
-  const number = text => parseFloat(text.replaceAll(",", ""));
-  const compare = (a, b) => number(a) - number(b) || a.localeCompare(b);
-  for (const other of head.parentNode.cells) other.ariaSort = null;
-  head.ariaSort = order;
-  body.append(...[...body.rows].sort((a, b) => !text(a) - !text(b) || sign * compare(text(a), text(b))));
-});
-"""
-# Nothing is loaded and nothing else runs, whatever a text contains.
-POLICY = (
-    "default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
-    f"script-src 'sha256-{base64.b64encode(hashlib.sha256(SORT.encode()).digest()).decode()}'"
-)
+# Nothing is loaded and nothing runs, whatever a text contains.
+POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 # Pixels. A narrower picture could not be read: it scrolls
 LEAST_SVG_WIDTH = 340
 
@@ -66,20 +46,16 @@ def write_page(
     markdown: str,
     pictures: Mapping[str, Callable[[Path], None]] | None = None,
     data: Any = None,
-    settings: Mapping[str, Any] | None = None,
 ) -> None:
     """Write `path.md`, the pictures beside it, `path.html`, which holds both, and with data `path.json`: all of them,
     or none.
 
     Args:
         pictures: name of a file -> what draws it.
-        settings: what the page was made with, which stand in its JSON, too: see `require_free_page`.
     """
-    data = {**settings, **data} if settings else data
     # A stage works in NAME.partial until it has finished
     title = f"{path.resolve().parent.name.removesuffix('.partial')} {path.name}"
     with locked(path.parent), output_folder(path.parent), ExitStack() as files:
-        require_free_page(path, settings or {})
         drawn = {}
         for name, draw in (pictures or {}).items():
             drawn[name] = files.enter_context(new_file(path.parent / name))
@@ -89,26 +65,6 @@ def write_page(
             texts["json"] = f"{json.dumps(data, indent=1, ensure_ascii=False)}\n"
         for kind, text in texts.items():
             files.enter_context(new_file(path.with_suffix(f".{kind}"))).write_text(text, encoding="utf-8")
-
-
-def require_free_page(path: Path, settings: Mapping[str, Any]) -> None:
-    """Raises a ValueError if there is `path.json` of a page that was made with other settings, or is damaged."""
-    path = path.with_suffix(".json")
-    if not settings or not path.exists():
-        return
-    before = read_record(path, dict)
-    for key, new in settings.items():
-        old = before.get(key)
-        if isinstance(old, dict) and isinstance(new, dict):  # of these, what differs
-            old, new = (
-                {of: value for of, value in these.items() if (of, value) not in others.items()}
-                for these, others in ((old, new), (new, old))
-            )
-        if old != new:
-            raise ValueError(
-                f"{path} holds another result, whose {key} is {old!r} and not {new!r}: choose another folder, or "
-                "delete it"
-            )
 
 
 def html_page(markdown: str, pictures: Mapping[str, Path], title: str) -> str:
@@ -142,7 +98,7 @@ def html_page(markdown: str, pictures: Mapping[str, Path], title: str) -> str:
             f"<title>{html.escape(title)}</title>",
             f"<style>{STYLE}</style>",
             "</head>",
-            f"<body>\n{parser.renderer.render(tokens, parser.options, {})}<script>{SORT}</script></body>",
+            f"<body>\n{parser.renderer.render(tokens, parser.options, {})}</body>",
             "</html>\n",
         ]
     )

@@ -1,15 +1,15 @@
 """Which patches of images and which words of texts the experts of one layer take, and which patches none of them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 import numpy as np
 import PIL.Image
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from data.preparation import Preparation
 from data.tokenizer import tokenize
 from evaluation.embedder import Embedder
 from modeling_clip_moe import expert_capacity_mask
@@ -85,36 +85,30 @@ class WordShares:
 
 def route_images(embedder: Embedder, images: Sequence[PIL.Image.Image], layer: int) -> RoutedImages:
     """Send images through a sparse layer of the vision tower."""
-    process, pixels = embedder.processor.image_processor, []
-
-    def batches():
-        for start in range(0, len(images), embedder.batch_size):
-            batch = list(images[start : start + embedder.batch_size])
-            shown = process(batch, return_tensors="pt", do_normalize=False)["pixel_values"]
-            pixels.append(shown.permute(0, 2, 3, 1).float().clamp(0, 1).numpy())
-            inputs = process(batch, return_tensors="pt")["pixel_values"]
-            yield {"pixel_values": inputs.to(embedder.device, embedder.dtype)}
-
-    routed = _route(embedder, "vision", layer, batches())
-    return RoutedImages(layer, *routed, np.concatenate(pixels), embedder.model.config.vision_config.patch_size)
+    processor = embedder.processor.image_processor
+    prepare = Preparation(processor)
+    inputs = torch.stack([prepare(image)["pixel_values"] for image in images])
+    mean, std = (torch.tensor(values)[:, None, None] for values in (processor.image_mean, processor.image_std))
+    pixels = (inputs * std + mean if processor.do_normalize else inputs).permute(0, 2, 3, 1).clamp(0, 1).numpy()
+    routed = _route(embedder, "vision", layer, {"pixel_values": inputs.to(embedder.dtype)})
+    return RoutedImages(layer, *routed, pixels, embedder.model.config.vision_config.patch_size)
 
 
 def route_texts(embedder: Embedder, texts: Sequence[str], layer: int) -> RoutedTexts:
     """Send texts through a sparse layer of the text tower."""
-    batch = tokenize(embedder.processor.tokenizer, list(texts))
-    rows = [slice(start, start + embedder.batch_size) for start in range(0, len(texts), embedder.batch_size)]
-    batches = ({name: tensor[of_batch].to(embedder.device) for name, tensor in batch.items()} for of_batch in rows)
-    return RoutedTexts(layer, *_route(embedder, "text", layer, batches), batch["input_ids"].numpy(), texts)
+    inputs = tokenize(embedder.processor.tokenizer, list(texts))
+    return RoutedTexts(layer, *_route(embedder, "text", layer, inputs), inputs["input_ids"].numpy(), texts)
 
 
 def _route(
-    embedder: Embedder, tower: str, layer: int, batches: Iterable[dict[str, Any]]
+    embedder: Embedder, tower: str, layer: int, inputs: Mapping[str, torch.Tensor]
 ) -> tuple[np.ndarray, np.ndarray]:
     """The probabilities of a layer's router, and what was computed: see `RoutedTokens`."""
     config, model = getattr(embedder.model.config, f"{tower}_config"), getattr(embedder.model, f"{tower}_model")
     number = sorted(config.moe_layers).index(layer)
     probabilities, computed = [], []
-    for batch in batches:
+    for parts in zip(*(tensor.split(embedder.batch_size) for tensor in inputs.values()), strict=True):
+        batch = {name: part.to(embedder.device) for name, part in zip(inputs, parts, strict=True)}
         with torch.no_grad():
             outputs = model(**batch, output_router_logits=True, output_expert_ids=True)
         probabilities.append(outputs.router_logits[number].softmax(dim=-1).float().cpu().numpy())

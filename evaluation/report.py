@@ -92,15 +92,11 @@ def write_report(results: Results, output_dir: str | Path, baseline: str | None 
     return summary
 
 
-def _read(result: dict[str, Any] | str | Path) -> dict[str, Any]:
-    if isinstance(result, str | Path):
-        return read_result(result)
-    return require_result(result, f"what is given of {result.get('model')!r}")
-
-
 def arrange(results: Results) -> dict[str, dict[str, dict[str, Any]]]:
     """model -> task -> result, of the tasks that a model was measured on. Raises as `write_report`."""
-    results = [_read(result) for result in results]
+    results = [
+        require_result(result, "memory") if isinstance(result, dict) else read_result(result) for result in results
+    ]
     table: dict[str, dict[str, dict[str, Any]]] = {}
     first: dict[str, dict[str, Any]] = {}
     for result in results:

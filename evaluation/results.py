@@ -1,5 +1,4 @@
-"""Where results of evaluations lie, and what their tasks and files are called; `records.result_schema` says what is
-in one."""
+"""Files of results, and the names of these and of tasks; `records.result_schema` says what is in one."""
 
 import json
 import re
@@ -9,41 +8,15 @@ from typing import Any
 from data.splits import named_split
 from records.digests import short_digest
 from records.files import write_text
-from records.result_schema import read_result
 
 # Characters of a longer text that the name of a file keeps
 LONGEST_SLUG = 60
 
 
 def write_result(result: dict[str, Any], output_dir: Path) -> None:
-    """Keep a result as `TASK--MODEL.json`. Raises as `require_free`."""
-    require_free(result, output_dir)
-    write_text(result_file(result, output_dir), json.dumps(result, indent=2, ensure_ascii=False))
-
-
-def require_free(result: dict[str, Any], output_dir: Path) -> None:
-    """Raises a ValueError if there is a result under this `task` and `model` that may not be overwritten: of other
-    `weights`, of another `dtype`, `protocol`, `data` or `changes`, or of another `batch_size` where scores depend on
-    it; or if its file is damaged."""
-    path = result_file(result, output_dir)
-    if not path.exists():
-        return
-    before, conflict = read_result(path), ""
-    # Names that differ in their case alone have one file on some systems
-    if (before["model"], before.get("weights")) != (result["model"], result.get("weights")):
-        conflict = f"the result of another model, {before['model']!r} from {before['source']}"
-    of_batch = ("batch_size",) if result.get("depends_on_batch") else ()
-    for what in ("dtype", "protocol", "data", "changes", *of_batch):
-        old, new = before.get(what), result.get(what)
-        is_same = same_data(old or {}) == same_data(new or {}) if what == "data" else old == new
-        if not conflict and not is_same:
-            conflict = f"a result of {before['model']!r} with another {what}, {old!r} and not {new!r}"
-    if conflict:
-        raise ValueError(f"{path} holds {conflict}: choose another name or another folder, or delete it")
-
-
-def result_file(result: dict[str, Any], output_dir: Path) -> Path:
-    return output_dir / f"{slug(result['task'])}--{slug(result['model'])}.json"
+    """Keep a result as `TASK--MODEL.json`."""
+    name = f"{slug(result['task'])}--{slug(result['model'])}.json"
+    write_text(output_dir / name, json.dumps(result, indent=2, ensure_ascii=False))
 
 
 def same_data(data: dict[str, Any]) -> dict[str, Any]:

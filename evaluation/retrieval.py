@@ -1,7 +1,7 @@
 """Retrieval in both directions, with any number of captions an image."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import starmap
+from typing import NamedTuple
 
 import numpy as np
 from scipy.optimize import minimize_scalar
@@ -53,50 +53,75 @@ def retrieval_metrics(
         )
     queries = text_embeds if query_embeds is None else query_embeds
     by_image = np.argsort(images, kind="stable")
-    ways = {
-        "image_to_text": (image_embeds, text_embeds, images[by_image], texts[by_image]),
-        "text_to_image": (queries, image_embeds, texts, images),
+    searches = {
+        "image_to_text": Search(image_embeds, text_embeds, images[by_image], texts[by_image]),
+        "text_to_image": Search(queries, image_embeds, texts, images),
     }
-    ranks = {way: _ranks(*arguments) for way, arguments in ways.items()}
-    metrics = {f"{way}_recall@{k}": float((rank < k).mean()) for way, rank in ranks.items() for k in ks}
-    by_metric = {f"{way}_information": arguments for way, arguments in ways.items()}
-    return metrics | {name: information(*arguments) for name, arguments in by_metric.items() if name in wanted}
+    metrics = {}
+    for way, search in searches.items():
+        # `map` holds one chunk at a time, a loop two
+        ranks = np.concatenate(list(map(_ranks, search.chunks(range(len(search.queries))))))
+        metrics |= {f"{way}_recall@{k}": float((ranks < k).mean()) for k in ks}
+    by_metric = {f"{way}_information": search for way, search in searches.items()}
+    return metrics | {name: information(search) for name, search in by_metric.items() if name in wanted}
 
 
-def information(
-    queries: np.ndarray,
-    candidates: np.ndarray,
-    right_queries: np.ndarray,
-    right_candidates: np.ndarray,
-) -> float:
+class Chunk(NamedTuple):
+    """The similarities (n, candidates) of some queries; the rows and columns of the right ones, query by query, and
+    where each query's begin (n,)."""
+
+    similarities: np.ndarray
+    rows: np.ndarray
+    columns: np.ndarray
+    starts: np.ndarray
+
+
+class Search(NamedTuple):
+    """Queries (queries, D) and candidates (candidates, D); each query beside each of its right candidates, (pairs,) in
+    the order of the queries."""
+
+    queries: np.ndarray
+    candidates: np.ndarray
+    right_queries: np.ndarray
+    right_candidates: np.ndarray
+
+    def chunks(self, chosen: Sequence[int]) -> Iterator[Chunk]:
+        """Of the chosen queries, some at a time."""
+        chunk_size = min(QUERIES_AT_ONCE, max(1, SCORES_AT_ONCE // len(self.candidates)))
+        chosen = np.asarray(chosen)
+        first, behind = np.searchsorted(self.right_queries, chosen), np.searchsorted(self.right_queries, chosen + 1)
+        for start in range(0, len(chosen), chunk_size):
+            chunk = slice(start, start + chunk_size)
+            lengths = (behind - first)[chunk]
+            starts = np.cumsum(lengths) - lengths
+            rows = np.repeat(np.arange(len(lengths)), lengths)
+            columns = self.right_candidates[np.arange(lengths.sum()) + np.repeat(first[chunk] - starts, lengths)]
+            yield Chunk(self.queries[chosen[chunk]] @ self.candidates.T, rows, columns, starts)
+
+
+def information(search: Search) -> float:
     """How much similarities tell of which candidate is right, as a share of all that there is to tell.
 
     With N candidates, one of them right, there are log2 N bits to tell, of which a contrastive loss of L bits leaves L
     (InfoNCE, arXiv:1807.03748, eq. 5): the share is 1 - L / log2 N. The loss is that of the best temperature, so that
     it does not ask how sure a model is, and a model that knows nothing has 0. Where recall at 1 is near 0, this still
-    tells models apart; and times the queries and log2 N, it is how many bits a model remembers.
-
-    Args:
-        queries: (queries, D).
-        candidates: (candidates, D).
-        right_queries, right_candidates: (pairs,), each query beside each of its right candidates, in the order of the
-            queries. A query with several is answered by all of them together.
+    tells models apart; and times the queries and log2 N, it is how many bits a model remembers. A query with several
+    right candidates is answered by all of them together.
     """
-    arguments = queries, candidates, right_queries, right_candidates
-    of_all = range(len(queries))
 
-    def loss(similarities: Iterable[tuple[np.ndarray, ...]], scale: float) -> float:
-        def of_chunk(similarity, rows, columns, starts):
-            right = np.logaddexp.reduceat(scale * similarity[rows, columns], starts)
-            return logsumexp(scale * similarity, axis=1) - right
+    def loss(chunks: Iterable[Chunk], scale: float) -> float:
+        def of_chunk(chunk: Chunk) -> np.ndarray:
+            right = np.logaddexp.reduceat(scale * chunk.similarities[chunk.rows, chunk.columns], chunk.starts)
+            return logsumexp(scale * chunk.similarities, axis=1) - right
 
-        return float(np.concatenate(list(starmap(of_chunk, similarities))).mean())
+        return float(np.concatenate(list(map(of_chunk, chunks))).mean())
 
-    step = max(-(-len(queries) // FITTED), -(-len(queries) * len(candidates) // SCORES_AT_ONCE))
-    fitted = list(_similarities(*arguments, of_all[::step]))
+    of_all, num_candidates = range(len(search.queries)), len(search.candidates)
+    step = max(-(-len(of_all) // FITTED), -(-len(of_all) * num_candidates // SCORES_AT_ONCE))
+    fitted = list(search.chunks(of_all[::step]))
     best = minimize_scalar(lambda log_scale: loss(fitted, np.exp(log_scale)), bounds=SCALES, method="bounded")
-    chance = np.log(len(candidates) / np.bincount(right_queries)).mean()
-    lacking = loss(_similarities(*arguments, of_all), np.exp(best.x))
+    chance = np.log(num_candidates / np.bincount(search.right_queries)).mean()
+    lacking = loss(search.chunks(of_all), np.exp(best.x))
     return max(0.0, float(1 - lacking / chance)) if chance else 1.0  # each candidate is right: nothing to tell
 
 
@@ -109,33 +134,10 @@ def require_unit_length(**embeddings: np.ndarray) -> None:
             raise ValueError(f"{name} has an embedding of length {others[0]:.4g}: divide each by its length")
 
 
-def _ranks(queries, candidates, right_queries, right_candidates) -> np.ndarray:
-    """Per query, how many wrong candidates are at least as similar as the best right one. For the arguments, see
-    `information`."""
-    arguments = queries, candidates, right_queries, right_candidates, range(len(queries))
-    return np.concatenate(list(starmap(_ranks_of_chunk, _similarities(*arguments))))
-
-
-def _similarities(
-    queries, candidates, right_queries, right_candidates, chosen: Sequence[int]
-) -> Iterator[tuple[np.ndarray, ...]]:
-    """The similarities of the chosen queries to all candidates, some queries at a time; with the rows and columns of
-    the right ones, query by query, and where each query's begin."""
-    chunk_size = min(QUERIES_AT_ONCE, max(1, SCORES_AT_ONCE // len(candidates)))
-    chosen = np.asarray(chosen)
-    first, behind = np.searchsorted(right_queries, chosen), np.searchsorted(right_queries, chosen + 1)
-    for start in range(0, len(chosen), chunk_size):
-        chunk = slice(start, start + chunk_size)
-        lengths = (behind - first)[chunk]
-        starts = np.cumsum(lengths) - lengths
-        rows = np.repeat(np.arange(len(lengths)), lengths)
-        columns = right_candidates[np.arange(lengths.sum()) + np.repeat(first[chunk] - starts, lengths)]
-        yield queries[chosen[chunk]] @ candidates.T, rows, columns, starts
-
-
-def _ranks_of_chunk(similarity: np.ndarray, rows: np.ndarray, columns: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """The ranks of the queries of `_similarities`, see `_ranks`."""
-    right = similarity[rows, columns]
+def _ranks(chunk: Chunk) -> np.ndarray:
+    """Per query, how many wrong candidates are at least as similar as the best right one."""
+    similarities, rows, columns, starts = chunk
+    right = similarities[rows, columns]
     threshold = np.maximum.reduceat(right, starts) - TIE
-    as_similar = np.count_nonzero(similarity >= threshold[:, None], axis=1)
+    as_similar = np.count_nonzero(similarities >= threshold[:, None], axis=1)
     return as_similar - np.add.reduceat((right >= threshold[rows]).astype(int), starts)

@@ -54,21 +54,16 @@ class TfidfEncoder:
 
     @classmethod
     def fit(cls, texts: Sequence[str], dim: int, seed: int, max_df: float = 1.0) -> "TfidfEncoder":
-        """
-        Args:
-            max_df: words that a larger share of the texts has are left out: what is said of everything hides topics.
-        """
+        """`max_df`: words that a larger share of the texts has are left out; what is said of all hides topics."""
         from sklearn.decomposition import TruncatedSVD
 
         vectorizer = _vectorizer(max_df=max_df)
         counts = vectorizer.fit_transform(texts)
         if counts.shape[1] < dim:
-            raise ValueError(
-                f"{len(texts)} texts have {counts.shape[1]} different words, fewer than dim {dim}: lower it"
-            )
-        components = TruncatedSVD(dim, random_state=seed).fit(counts).components_
-        # safetensors writes memory as it lies
-        components = np.ascontiguousarray(components, np.float32)
+            number = counts.shape[1]
+            raise ValueError(f"{len(texts)} texts have {number} different words, fewer than dim {dim}: lower it")
+        # Contiguous: safetensors writes memory as it lies
+        components = np.ascontiguousarray(TruncatedSVD(dim, random_state=seed).fit(counts).components_, np.float32)
         return cls(vectorizer.get_feature_names_out().tolist(), vectorizer.idf_, components)
 
     def encode(self, texts: Sequence[str], batch_size: int = BATCH_SIZE) -> np.ndarray:
@@ -105,7 +100,7 @@ class TextEncoder:
                 f"sentence-transformers {sentence_transformers.__version__} runs code of the folders that it loads: "
                 "pip install 'sentence-transformers>=6'"
             )
-        self.source, self.pooling, is_whole = source, pooling, has_file(source, "modules.json")
+        self.source, self.pooling, is_whole = source, pooling, has_file(source, ["modules.json"])
         self.name = name or (_name(source) if is_whole else f"{_name(source)}:{pooling}")
         with loading(source):
             model = {"model_name_or_path": source} if is_whole else {"modules": _modules(source, pooling)}
@@ -113,8 +108,7 @@ class TextEncoder:
 
     def encode(self, texts: Sequence[str], batch_size: int = BATCH_SIZE) -> np.ndarray:
         """(texts, d) normalized."""
-        options = {"normalize_embeddings": True, "show_progress_bar": False}
-        return self.model.encode(list(texts), batch_size=batch_size, **options)
+        return self.model.encode(list(texts), batch_size=batch_size, normalize_embeddings=True, show_progress_bar=False)
 
     def save(self, folder: Path) -> None:
         if Path(self.source).is_dir():
@@ -124,7 +118,6 @@ class TextEncoder:
 
 
 def _modules(source: str, pooling: Pooling) -> list[torch.nn.Module]:
-    """A text model of transformers, and the pooling on it."""
     from sentence_transformers.sentence_transformer import modules
 
     output, made = ("pooler_output", "sentence_embedding") if pooling == "pooler" else ("last_hidden_state", TOKENS)
@@ -185,14 +178,13 @@ def open_encoder(
     modality: Modality = "text",
 ) -> SentenceEncoder:
     """The encoder of a folder or hub name: a tower of a CLIP, or a sentence encoder, see `TextEncoder`."""
-    if modality == "text" and has_file(source, "modules.json"):
-        return TextEncoder(source, pooling, name, device)
-    if not has_file(source, "config.json"):
+    is_whole = has_file(source, ["modules.json"])
+    if not is_whole and not has_file(source, ["config.json"]):
         raise FileNotFoundError(
             f"there is no sentence encoder {source}: no folder with a model, none that can be had from the Hub, nor "
             "tfidf"
         )
-    if modality == "image" or is_clip(load_config(source)):
+    if modality == "image" or (not is_whole and is_clip(load_config(source))):
         return ClipEncoder(source, modality, name, device)
     return TextEncoder(source, pooling, name, device)
 

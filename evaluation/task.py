@@ -51,7 +51,6 @@ class Task:
     two classes have one name.
     `data` is all that was chosen of a benchmark, or of a dataset given by columns: results in which it differs are of
     different tasks.
-    `data_now` reads them again: they may have changed since the task was made.
     `metrics` stand for the task in a table, if others than those of its kind do.
     """
 
@@ -64,7 +63,6 @@ class Task:
     group_of_class: Mapping[str, str] = field(default_factory=dict)
     load_train: Callable[..., tuple[Dataset, int]] | None = None
     data: dict[str, Any] = field(default_factory=dict)
-    data_now: Callable[[], dict[str, Any]] | None = None
     metrics: Sequence[str] = ()
 
     @property

@@ -43,15 +43,16 @@ def loaded_once(tasks: Mapping[str, Task], max_rows: int | None = None) -> dict[
 
         return loaded
 
-    return {name: _with_rows(task, once, max_rows) for name, task in tasks.items()}
-
-
-def _with_rows(task: Task, once: Callable[[Callable], Callable], max_rows: int | None) -> Task:
-    changes = {"load": once(task.load), "load_train": task.load_train and once(task.load_train)}
-    if max_rows is not None:  # a result of fewer rows is one of another task
-        changes |= {"data": task.data | {"max_rows": max_rows}}
-        changes |= {"data_now": task.data_now and (lambda: task.data_now() | {"max_rows": max_rows})}
-    return dataclasses.replace(task, **changes)
+    fewer = {} if max_rows is None else {"max_rows": max_rows}  # a result of fewer rows is one of another task
+    return {
+        name: dataclasses.replace(
+            task,
+            load=once(task.load),
+            load_train=task.load_train and once(task.load_train),
+            data=task.data | fewer,
+        )
+        for name, task in tasks.items()
+    }
 
 
 def require_tasks(wanted: Sequence[Wanted]) -> None:

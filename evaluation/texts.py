@@ -3,11 +3,11 @@
 import logging
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from functools import cache
 from typing import Literal
 
 from data.tokenizer import ReadTexts
 from evaluation.task import Task
+from records.messages import warn_once
 from records.result_schema import TextCounts
 
 logger = logging.getLogger(__name__)
@@ -47,14 +47,8 @@ def count_texts(
     # Images of one caption tie by nature, but a pair of one can never be right, nor can recall be high where most do
     never = task.kind in ("pairs", "choice") or 2 * counts.repeated > counts.number
     if counts.cut or counts.alike or (counts.repeated and never):
-        _warn(f"{task.title}: {counts.sentence}")
+        warn_once(logger, f"{task.title}: {counts.sentence}")
     return counts
-
-
-@cache
-def _warn(message: str) -> None:
-    """Once, however many models, experts or steps of a training are measured on a task."""
-    logger.warning(message)
 
 
 def require_told_apart(task: Task, read: ReadTexts) -> None:

@@ -129,22 +129,21 @@ class ImageSearch:
 def readable_images(folder: Path) -> list[Path]:
     """The images of a folder and of those below that can be read. What is reached by a link is left out, since it may
     be anything: a Space would publish it."""
-    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
-    left_out = {}
-    for path in paths:
+    readable, left_out = [], []
+    for path in sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES):
         try:
             if path.is_symlink():
                 raise OSError("it is a link")
             decode_image(str(path))
+            readable.append(path)
         except OSError as error:
-            left_out[path] = f"{path.relative_to(folder)} ({error})"
-    if len(left_out) == len(paths):
+            left_out.append(f"{path.relative_to(folder)} ({error})")
+    if not readable:
         raise ValueError(f"{folder} has no image that can be read, links not counted")
     if left_out:
-        logger.warning(
-            "%d of %d images in %s are left out: %s", len(left_out), len(paths), folder, join_names(left_out.values())
-        )
-    return [path for path in paths if path not in left_out]
+        found = len(readable) + len(left_out)
+        logger.warning("%d of %d images in %s are left out: %s", len(left_out), found, folder, join_names(left_out))
+    return readable
 
 
 def import_gradio():
@@ -323,8 +322,6 @@ def app(
     baseline: str | None = None,
     images: str | None = None,
     examples: str | None = None,
-    cache_dir: Folder | None = None,
-    port: int | None = None,
     space: Folder | None = None,
 ) -> str | None:
     """A page in the browser: drop an image, type labels, see what models say, and which experts take which patches.
@@ -334,8 +331,6 @@ def app(
         baseline: a folder or Hub name of the model beside it, such as the dense one.
         images: folder of images to search in; they are embedded first.
         examples: folder of pictures to try, each of whose files has the name that is its label.
-        cache_dir: folder that keeps their embeddings (default: nowhere).
-        port: default: the first free one from 7860 on.
         space: write a Space into this folder instead.
     """
     if space:
@@ -344,12 +339,9 @@ def app(
     import_gradio()  # before the work
     sources, device = list(dict.fromkeys(filter(None, [model, baseline]))), usable_device(None)
     named = zip(_names(sources), sources, strict=True)
-    models = {name: open_model(source, cache_dir, BATCH_SIZE, device) for name, source in named}
+    models = {name: open_model(source, None, BATCH_SIZE, device) for name, source in named}
     search = ImageSearch(models, images) if images else None
-    for model in models.values():  # what visitors send is not kept
-        for embedder in model.experts if isinstance(model, Ensemble) else [model]:
-            embedder.cache_dir = None
-    build_page(models, search, named_pictures(examples) if examples else []).launch(server_port=port, ssr_mode=False)
+    build_page(models, search, named_pictures(examples) if examples else []).launch(ssr_mode=False)
     return None
 
 

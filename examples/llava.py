@@ -28,7 +28,6 @@ from transformers import (
     LlavaForConditionalGeneration,
     LlavaImageProcessorPil,
     LlavaProcessor,
-    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
@@ -97,12 +96,10 @@ class LlavaStage(Stage):
     def _check(self):
         if (self.language_model is None) == (self.text_config is None):
             raise ValueError("exactly one of language_model and text_config must be set")
-        fields = LlamaConfig.__dataclass_fields__
+        fields = LlamaConfig.__dataclass_fields__  # it takes any other name silently
         unknown = sorted(set(self.text_config or {}) - set(fields))
         if unknown:
-            raise ValueError(
-                f"LlamaConfig has no field {', '.join(map(repr, unknown))}: {suggestion(unknown[0], fields)}"
-            )
+            raise ValueError(f"LlamaConfig has no field {unknown[0]!r}: {suggestion(unknown[0], fields)}")
         return self
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
@@ -193,11 +190,10 @@ class TrainLlavaStage(StepsStage):
         self.set_trainable(model)
         accelerator = context.new_accelerator()
         share = self.share(accelerator, context)
-        positions, image = model.config.text_config.max_position_embeddings, model.config.image_seq_length
-        if not image < self.max_length <= positions:
+        positions = model.config.text_config.max_position_embeddings
+        if self.max_length > positions:
             raise ValueError(
-                f"{self.name}.max_length: {self.max_length} must be more than the {image} tokens of an image, and at "
-                f"most the {positions} that the language model reads"
+                f"{self.name}.max_length: {self.max_length} is more than the {positions} that the language model reads"
             )
         with accelerator.main_process_first():  # which fills the cache that the others read
             rows = load_conversations(inputs.data)
@@ -361,16 +357,34 @@ def build(
         model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=TOKENS_MULTIPLE)
     llava = join(tower, model, tokenizer.convert_tokens_to_ids(IMAGE))
     save(llava, folder)
-    images = load_image_processor(tower_source)
-    save(llava_processor(llava.config, tokenizer, images), folder)
+    settings = load_image_processor(tower_source).to_dict()
+    settings = {
+        name: settings[name] for name in LlavaImageProcessorPil.valid_kwargs.__annotations__ if name in settings
+    }
+    processor = LlavaProcessor(
+        image_processor=LlavaImageProcessorPil(**settings | {"do_pad": True}),
+        tokenizer=tokenizer,
+        patch_size=tower.config.patch_size,
+        vision_feature_select_strategy=llava.config.vision_feature_select_strategy,
+        num_additional_image_tokens=1,
+        chat_template=CHAT_TEMPLATE,
+    )
+    save(processor, folder)
     expected = expected_outputs(llava, tower)
     del llava, tower, model
     verify(folder, expected)
 
 
 def join(tower: PreTrainedModel, language_model: PreTrainedModel, image_token: int) -> LlavaForConditionalGeneration:
-    """A LLaVA of a vision tower, a language model and a random projector; the tower takes the model's dtype."""
-    config = llava_config(tower.config, language_model.config, image_token)
+    """A LLaVA of a vision tower, whose patches it sees of the last layer but one, a language model and a random
+    projector; the tower takes the model's dtype."""
+    config = LlavaConfig(
+        vision_config=tower.config,
+        text_config=language_model.config,
+        image_token_index=image_token,
+        image_seq_length=(tower.config.image_size // tower.config.patch_size) ** 2,
+        dtype=language_model.config.dtype,
+    )
     with torch.device("meta"):  # all of it is replaced
         llava = LlavaForConditionalGeneration(config)
     llava.model.vision_tower, llava.model.language_model = tower, language_model.model
@@ -380,17 +394,6 @@ def join(tower: PreTrainedModel, language_model: PreTrainedModel, image_token: i
         linear.reset_parameters()  # torch's own, as LLaVA's code
     llava.tie_weights()
     return llava.to(language_model.dtype).eval()
-
-
-def llava_config(vision_config: PreTrainedConfig, text_config: PreTrainedConfig, image_token: int) -> LlavaConfig:
-    """The configuration of a LLaVA-1.5 of these parts: it sees all patches of the last layer but one."""
-    return LlavaConfig(
-        vision_config=vision_config,
-        text_config=text_config,
-        image_token_index=image_token,
-        image_seq_length=(vision_config.image_size // vision_config.patch_size) ** 2,
-        dtype=text_config.dtype,
-    )
 
 
 def text_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerFast:
@@ -412,17 +415,3 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
     if tokenizer.pad_token is None:
         tokenizer.add_special_tokens({"pad_token": "<pad>"})
     tokenizer.padding_side = "left"
-
-
-def llava_processor(config: LlavaConfig, tokenizer: PreTrainedTokenizerBase, images: Any) -> LlavaProcessor:
-    """See `build`; `images` is the tower's image processor."""
-    settings_of_llava = LlavaImageProcessorPil.valid_kwargs.__annotations__
-    settings = {name: value for name, value in images.to_dict().items() if name in settings_of_llava}
-    return LlavaProcessor(
-        image_processor=LlavaImageProcessorPil(**settings | {"do_pad": True}),
-        tokenizer=tokenizer,
-        patch_size=config.vision_config.patch_size,
-        vision_feature_select_strategy=config.vision_feature_select_strategy,
-        num_additional_image_tokens=1,
-        chat_template=CHAT_TEMPLATE,
-    )

@@ -87,10 +87,7 @@ def write_claims(claims: Path, output: Folder) -> str:
     for title, paper in read_claims(claims).items():
         name = f"[{escape(title)}]({paper.link})" if paper.link else escape(title)
         for claim in paper.claims:
-            try:
-                measured = measure_claim(claim, claims.parent)
-            except ValueError as error:
-                raise ValueError(f"{claims}: {title}: {error}") from error
+            measured = measure_claim(claim, claims.parent)
             verdict = verdict_of_all(score.verdict for score in measured)
             judged.append(Judged(len(judged) + 1, name, claim, measured, verdict))
     counts = Counter(judgement.verdict for judgement in judged)
@@ -116,13 +113,13 @@ def write_claims(claims: Path, output: Folder) -> str:
 def _claim_table(judged: Sequence[Judged], base: Path, output_folder: Path) -> str:
     rows = []
     for judgement in judged:
-        claim, difference = judgement.claim, f"missing: {escape(judgement.claim.missing or '')}"
+        claim, difference = judgement.claim, f"missing: {escape(judgement.claim.missing)}"
         if judgement.measured:
             decides = deciding(judgement.measured)
             difference = escape(f"{decides.task} {decides.metric}: {_difference(decides)}")
         paths = [(card, Path(os.path.relpath(base / card / "seeds.md", output_folder))) for card in claim.cards]
         links = ", ".join(f"[{escape(card)}]({path.as_posix()})" for card, path in paths)
-        cells = [judgement.paper, escape(claim.claim), escape(claim.budget or ""), difference, judgement.verdict, links]
+        cells = [judgement.paper, escape(claim.claim), escape(claim.budget), difference, judgement.verdict, links]
         rows.append([f"{judgement.number}", *cells])
     return _table(["", "paper", "claim", "trained with", "difference", "verdict", "all scores"], rows)
 

@@ -29,7 +29,6 @@ from evaluation.results import without_seed
 from evaluation.task import INFORMATION
 from records.command_line import Folder, command
 from records.markdown import markdown_table
-from records.provenance import weights_fingerprint
 
 # Bits of each that need no memory: of a town its country, which the tint and the name's ending tell
 TOLD = {"names": math.log2(len(COUNTRIES))}
@@ -75,16 +74,11 @@ def read_knowledge(folders: Sequence[Path]) -> list[Knowledge]:
         if not results:
             raise ValueError(f"{folder} has no results of a task that tells information, such as names_2048")
         for result in results:
-            source, what = result["source"], f"{result['task']} of {result['model']!r}"
-            if result.get("weights") not in (None, weights_fingerprint(source)):
-                raise ValueError(f"{source} is not the model any more that {folder} has {what} of: its weights changed")
-            key = result["model"], result["task"], result["num_samples"], *_sizes(source)
+            key = result["model"], result["task"], result["num_samples"], *_sizes(result["source"])
             for other in runs.setdefault(key, []):
-                weights = result.get("weights")
-                if weights is not None and weights == other.get("weights"):
-                    raise ValueError(f"{what} is there twice with the same weights, again in {folder}")
                 for name in SAME_FOR_TASK:
                     if differ(without_seed(result), without_seed(other), name):
+                        what = f"{result['task']} of {result['model']!r}"
                         raise ValueError(f"{what}: {name} in {folder} is another one than before")
             runs[key].append(result)
     knowledge = []

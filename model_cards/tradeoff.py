@@ -56,9 +56,7 @@ def write_tradeoff(folder: Path, learned: str, kept: str, base: str) -> str:
         The table: a row a model that is no inner point of a line.
     """
     seeds = read_json(folder / "seeds.json")
-    points = {model: _points(model, tasks, kept, learned) for model, tasks in seeds.items()}
-    if base not in points:
-        raise ValueError(f"{folder} has no model {base!r}; there are {', '.join(points)}")
+    points = {model: _points(tasks, kept, learned) for model, tasks in seeds.items()}
     lines: dict[str, list[str]] = {}
     for model in points:
         if match := OF_LINE.fullmatch(model):
@@ -87,13 +85,10 @@ def write_tradeoff(folder: Path, learned: str, kept: str, base: str) -> str:
     return table
 
 
-def _points(model: str, tasks: Mapping[str, Sequence[Mapping[str, float]]], *names: str) -> list[tuple[float, ...]]:
+def _points(tasks: Mapping[str, Sequence[Mapping[str, float]]], *names: str) -> list[tuple[float, ...]]:
     """For each seed, the scores of these tasks."""
     scores = []
-    for name in names:
-        if name not in tasks:
-            raise ValueError(f"{model!r} has no results of {name!r}; there are those of {', '.join(tasks)}")
-        of_seeds = tasks[name]
+    for of_seeds in (tasks[name] for name in names):
         main = next(metrics for metrics in PRIMARY_METRICS.values() if set(metrics) <= set(of_seeds[0]))
         scores.append([statistics.mean(of_seed[metric] for metric in main) for of_seed in of_seeds])
     return [tuple(100 * score for score in of_seed) for of_seed in zip(*scores, strict=True)]

@@ -41,11 +41,7 @@ class CLIPMoDEConfig(PublishedConfig):
     """
 
     model_type = "clip_mode"
-    auto_classes = {
-        "AutoConfig": "configuration_clip_mode.CLIPMoDEConfig",
-        "AutoModel": "modeling_clip_mode.CLIPMoDEModel",
-        "AutoModelForZeroShotImageClassification": "modeling_clip_mode.CLIPMoDEModel",
-    }
+    is_whole = True
 
     experts: list[str] = field(default_factory=list)
     own_processors: bool = False
@@ -71,6 +67,3 @@ class CLIPMoDEConfig(PublishedConfig):
             raise ValueError("feature_ensemble: sum needs embeddings of one size, and experts have several.")
         if any(not name or set(name) & set("./\\") for name in self.experts):  # torch takes no dots in names
             raise ValueError(f"experts must be names of folders in the repository, without dots, got {self.experts}.")
-
-
-__all__ = ["CLIPMoDEConfig"]

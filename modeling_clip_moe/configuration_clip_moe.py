@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import field
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from huggingface_hub.dataclasses import strict
 from transformers import CLIPTextConfig, CLIPVisionConfig, PreTrainedConfig
@@ -24,11 +24,20 @@ def embedding_size(config: PreTrainedConfig) -> int:
 class PublishedConfig(PreTrainedConfig):
     """
     A configuration that names its classes where it is saved. `trust_remote_code=True` finds them there, in the copy of
-    this code that every published folder holds.
+    this code that every published folder holds. `XConfig` of `configuration_y` is that of `XModel` in `modeling_y`.
     """
 
     _auto_class = "AutoConfig"
     auto_classes: ClassVar[dict[str, str]] = {}
+    is_whole: ClassVar[bool] = False  # both images and texts
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        file = cls.__module__.rpartition(".")[2]
+        model = f"{file.replace('configuration', 'modeling')}.{cls.__name__.removesuffix('Config')}Model"
+        cls.auto_classes = {"AutoConfig": f"{file}.{cls.__name__}", "AutoModel": model}
+        if cls.is_whole:
+            cls.auto_classes["AutoModelForZeroShotImageClassification"] = model
 
     def __post_init__(self, **kwargs):
         kwargs.setdefault("auto_map", dict(self.auto_classes))
@@ -88,7 +97,7 @@ class CLIPMoETowerConfig(PublishedConfig):
     capacity_factor: float | int | None = None
     eval_capacity_factor: float | int | None = None
     capacity_group_size: int | None = None
-    token_drop_policy: str = "position"
+    token_drop_policy: Literal["position", "probs"] = "position"
     router_jitter_noise: float | int = 0.0
 
     def __post_init__(self, **kwargs):
@@ -133,8 +142,6 @@ class CLIPMoETowerConfig(PublishedConfig):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} must be greater than 0 and finite, or None for no limit, got {value}.")
-        if self.token_drop_policy not in ("position", "probs"):
-            raise ValueError(f'token_drop_policy must be "position" or "probs", got {self.token_drop_policy!r}.')
         if not 0 <= self.router_jitter_noise < 1:
             raise ValueError(f"router_jitter_noise must be at least 0 and below 1, got {self.router_jitter_noise}.")
 
@@ -145,10 +152,6 @@ class CLIPMoETextConfig(CLIPMoETowerConfig, CLIPTextConfig):
 
     model_type = "clip_moe_text_model"
     base_config_key = "text_config"
-    auto_classes = {
-        "AutoConfig": "configuration_clip_moe.CLIPMoETextConfig",
-        "AutoModel": "modeling_clip_moe.CLIPMoETextModel",
-    }
 
 
 @strict
@@ -157,10 +160,6 @@ class CLIPMoEVisionConfig(CLIPMoETowerConfig, CLIPVisionConfig):
 
     model_type = "clip_moe_vision_model"
     base_config_key = "vision_config"
-    auto_classes = {
-        "AutoConfig": "configuration_clip_moe.CLIPMoEVisionConfig",
-        "AutoModel": "modeling_clip_moe.CLIPMoEVisionModel",
-    }
 
 
 @strict
@@ -175,6 +174,7 @@ class SparseMoEConfig(PublishedConfig):
         router_z_loss_coef (`float`): weight of the router z-loss (CLIP-UP: 0.001).
     """
 
+    is_whole = True
     base_model_fsdp_plan = {}  # the towers have theirs; the default is a language model's
 
     text_config: dict | PreTrainedConfig | None = None
@@ -206,12 +206,6 @@ class CLIPMoEConfig(SparseMoEConfig):
 
     model_type = "clip_moe"
     sub_configs = {"text_config": CLIPMoETextConfig, "vision_config": CLIPMoEVisionConfig}
-    auto_classes = {
-        "AutoConfig": "configuration_clip_moe.CLIPMoEConfig",
-        "AutoModel": "modeling_clip_moe.CLIPMoEModel",
-        "AutoModelForZeroShotImageClassification": "modeling_clip_moe.CLIPMoEModel",
-        "AutoModelForImageClassification": "modeling_clip_moe.CLIPMoEForImageClassification",
-    }
 
     shared_encoder: bool = False
     projection_dim: int = 512
@@ -240,4 +234,4 @@ class CLIPMoEConfig(SparseMoEConfig):
                 )
 
 
-__all__ = ["CLIPMoEConfig", "CLIPMoETextConfig", "CLIPMoEVisionConfig"]
+CLIPMoEConfig.auto_classes["AutoModelForImageClassification"] = "modeling_clip_moe.CLIPMoEForImageClassification"

@@ -10,10 +10,6 @@ class MetaClip2MoETextConfig(CLIPMoETextConfig):
     """Text tower: the fields of `CLIPMoETextConfig`. Pools at the first `eos_token_id`, also if that is 2."""
 
     model_type = "metaclip_2_moe_text_model"
-    auto_classes = {
-        "AutoConfig": "configuration_metaclip_2_moe.MetaClip2MoETextConfig",
-        "AutoModel": "modeling_metaclip_2_moe.MetaClip2MoETextModel",
-    }
 
 
 @strict
@@ -22,11 +18,3 @@ class MetaClip2MoEConfig(CLIPMoEConfig):
 
     model_type = "metaclip_2_moe"
     sub_configs = {"text_config": MetaClip2MoETextConfig, "vision_config": CLIPMoEVisionConfig}
-    auto_classes = {
-        "AutoConfig": "configuration_metaclip_2_moe.MetaClip2MoEConfig",
-        "AutoModel": "modeling_metaclip_2_moe.MetaClip2MoEModel",
-        "AutoModelForZeroShotImageClassification": "modeling_metaclip_2_moe.MetaClip2MoEModel",
-    }
-
-
-__all__ = ["MetaClip2MoEConfig", "MetaClip2MoETextConfig"]

@@ -12,10 +12,6 @@ class SiglipMoETextConfig(CLIPMoETowerConfig, SiglipTextConfig):
 
     model_type = "siglip_moe_text_model"
     base_config_key = "text_config"
-    auto_classes = {
-        "AutoConfig": "configuration_siglip_moe.SiglipMoETextConfig",
-        "AutoModel": "modeling_siglip_moe.SiglipMoETextModel",
-    }
 
 
 @strict
@@ -24,10 +20,6 @@ class SiglipMoEVisionConfig(CLIPMoETowerConfig, SiglipVisionConfig):
 
     model_type = "siglip_moe_vision_model"
     base_config_key = "vision_config"
-    auto_classes = {
-        "AutoConfig": "configuration_siglip_moe.SiglipMoEVisionConfig",
-        "AutoModel": "modeling_siglip_moe.SiglipMoEVisionModel",
-    }
 
 
 @strict
@@ -36,11 +28,6 @@ class SiglipMoEConfig(SparseMoEConfig):
 
     model_type = "siglip_moe"
     sub_configs = {"text_config": SiglipMoETextConfig, "vision_config": SiglipMoEVisionConfig}
-    auto_classes = {
-        "AutoConfig": "configuration_siglip_moe.SiglipMoEConfig",
-        "AutoModel": "modeling_siglip_moe.SiglipMoEModel",
-        "AutoModelForZeroShotImageClassification": "modeling_siglip_moe.SiglipMoEModel",
-    }
 
 
 @strict
@@ -49,10 +36,6 @@ class Siglip2MoETextConfig(CLIPMoETowerConfig, Siglip2TextConfig):
 
     model_type = "siglip2_moe_text_model"
     base_config_key = "text_config"
-    auto_classes = {
-        "AutoConfig": "configuration_siglip_moe.Siglip2MoETextConfig",
-        "AutoModel": "modeling_siglip_moe.Siglip2MoETextModel",
-    }
 
 
 @strict
@@ -61,10 +44,6 @@ class Siglip2MoEVisionConfig(CLIPMoETowerConfig, Siglip2VisionConfig):
 
     model_type = "siglip2_moe_vision_model"
     base_config_key = "vision_config"
-    auto_classes = {
-        "AutoConfig": "configuration_siglip_moe.Siglip2MoEVisionConfig",
-        "AutoModel": "modeling_siglip_moe.Siglip2MoEVisionModel",
-    }
 
 
 @strict
@@ -73,18 +52,3 @@ class Siglip2MoEConfig(SparseMoEConfig):
 
     model_type = "siglip2_moe"
     sub_configs = {"text_config": Siglip2MoETextConfig, "vision_config": Siglip2MoEVisionConfig}
-    auto_classes = {
-        "AutoConfig": "configuration_siglip_moe.Siglip2MoEConfig",
-        "AutoModel": "modeling_siglip_moe.Siglip2MoEModel",
-        "AutoModelForZeroShotImageClassification": "modeling_siglip_moe.Siglip2MoEModel",
-    }
-
-
-__all__ = [
-    "Siglip2MoEConfig",
-    "Siglip2MoETextConfig",
-    "Siglip2MoEVisionConfig",
-    "SiglipMoEConfig",
-    "SiglipMoETextConfig",
-    "SiglipMoEVisionConfig",
-]

@@ -28,10 +28,6 @@ class ChineseCLIPMoETextConfig(DenseTextConfig, ChineseCLIPTextConfig):
 
     model_type = "chinese_clip_moe_text_model"
     base_model_fsdp_plan = {"embeddings": "free_full_weight", "encoder.layer.*": "free_full_weight"}
-    auto_classes = {
-        "AutoConfig": "configuration_vision_moe.ChineseCLIPMoETextConfig",
-        "AutoModel": "modeling_vision_moe.ChineseCLIPMoETextModel",
-    }
 
 
 @strict
@@ -40,11 +36,6 @@ class ChineseCLIPMoEConfig(CLIPMoEConfig):
 
     model_type = "chinese_clip_moe"
     sub_configs = {"text_config": ChineseCLIPMoETextConfig, "vision_config": CLIPMoEVisionConfig}
-    auto_classes = {
-        "AutoConfig": "configuration_vision_moe.ChineseCLIPMoEConfig",
-        "AutoModel": "modeling_vision_moe.ChineseCLIPMoEModel",
-        "AutoModelForZeroShotImageClassification": "modeling_vision_moe.ChineseCLIPMoEModel",
-    }
 
 
 @strict
@@ -53,10 +44,6 @@ class AltCLIPMoETextConfig(DenseTextConfig, AltCLIPTextConfig):
 
     model_type = "altclip_moe_text_model"
     base_model_fsdp_plan = {"roberta.embeddings": "free_full_weight", "roberta.encoder.layers.*": "free_full_weight"}
-    auto_classes = {
-        "AutoConfig": "configuration_vision_moe.AltCLIPMoETextConfig",
-        "AutoModel": "modeling_vision_moe.AltCLIPMoETextModel",
-    }
 
     @property
     def output_size(self) -> int:
@@ -70,11 +57,6 @@ class AltCLIPMoEConfig(CLIPMoEConfig):
 
     model_type = "altclip_moe"
     sub_configs = {"text_config": AltCLIPMoETextConfig, "vision_config": CLIPMoEVisionConfig}
-    auto_classes = {
-        "AutoConfig": "configuration_vision_moe.AltCLIPMoEConfig",
-        "AutoModel": "modeling_vision_moe.AltCLIPMoEModel",
-        "AutoModelForZeroShotImageClassification": "modeling_vision_moe.AltCLIPMoEModel",
-    }
 
     projection_dim: int = 768
 
@@ -85,16 +67,3 @@ class MLCDMoEVisionConfig(CLIPMoETowerConfig, MLCDVisionConfig):
 
     model_type = "mlcd_moe_vision_model"
     base_config_key = "vision_config"
-    auto_classes = {
-        "AutoConfig": "configuration_vision_moe.MLCDMoEVisionConfig",
-        "AutoModel": "modeling_vision_moe.MLCDMoEVisionModel",
-    }
-
-
-__all__ = [
-    "AltCLIPMoEConfig",
-    "AltCLIPMoETextConfig",
-    "ChineseCLIPMoEConfig",
-    "ChineseCLIPMoETextConfig",
-    "MLCDMoEVisionConfig",
-]

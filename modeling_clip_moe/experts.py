@@ -385,11 +385,8 @@ def experts_forward_by_device(
     The loop's sizes are those of the data, which a recorded program would keep. Compiled programs, those of
     `torch.export` and CUDA graphs have `grouped`, and whatever else is recorded has all experts.
 
-    Time over K dense FFNs on the same tokens, float32 on one core, B/16 and L/14, top-2 of 4 and of 8, the loop and
-    transformers' `grouped_mm` (benchmarks/results/experts_cpu.md): the forward of 8 images 0.94 to 1.07 and 1.17 to
-    1.36, a training step 0.99 to 1.09 and 0.99 to 1.37; a training step of 1 image 1.34 to 2.12 and 1.16 to 1.46. With
-    32 images the loop is at 0.85 to 1.03 (experts_32_images_cpu.md). In bfloat16 both are at 0.98 to 1.01, where it is
-    slow (experts_bfloat16_cpu.md).
+    On one core in float32, the loop takes 0.94 to 1.09 times K dense FFNs on 8 images, and 1.34 to 2.12 times in a
+    training step of one image, where transformers' `grouped_mm` takes 1.16 to 1.46 (benchmarks/results/experts_cpu.md).
     """
     arguments = experts, hidden_states, top_k_index, top_k_weights
     if torch.compiler.is_compiling() and not torch.onnx.is_in_onnx_export():

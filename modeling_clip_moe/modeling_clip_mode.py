@@ -32,6 +32,7 @@ from .configuration_clip_moe import embedding_size
 from .experts import is_recorded
 from .families import CLASS_OF_TYPE, pooled_token
 from .modeling_siglip_moe import require_padded
+from .sparse_moe import EncodeMixin
 from .transformers_internals import can_return_tuple, image_text_contrastive_loss
 
 # This file lies beside config.json and holds the centers and the expert of each
@@ -86,8 +87,19 @@ def routing_weights(
     Raises:
         ValueError: a task without metadata, embeddings of another size than the centers', or an unknown routing.
     """
-    _require_metadata(metadata_embeds, centers, routing)
+    if routing not in ROUTINGS:
+        raise ValueError(f"routing must be {' or '.join(ROUTINGS)}, got {routing!r}.")
+    if metadata_embeds.dim() < 2 or metadata_embeds.shape[-2] == 0:
+        raise ValueError(
+            "A task needs at least one piece of metadata, as embeddings (..., L, d), got "
+            f"{tuple(metadata_embeds.shape)}."
+        )
     length, size = metadata_embeds.shape[-2:]
+    if size != centers.shape[1]:
+        raise ValueError(
+            f"The metadata's embeddings have size {size}, the centers {centers.shape[1]}: embed the metadata with the "
+            "encoder that the centers were made with."
+        )
     rows = metadata_embeds.reshape(-1, size)
     # In float64, where the matrix product of squared distances does not cancel
     centers, expert_of_center = centers.to(rows.device, torch.float64), expert_of_center.to(rows.device)
@@ -103,23 +115,6 @@ def routing_weights(
         per_row.append(similarity.new_zeros(len(chunk), num_experts).index_add(-1, expert_of_center, similarity))
     sums = torch.cat(per_row).reshape(*metadata_embeds.shape[:-1], num_experts).sum(-2)
     return (sums / 8 if routing == "released" else sums).softmax(-1).float()
-
-
-def _require_metadata(metadata_embeds: torch.Tensor, centers: torch.Tensor, routing: str) -> None:
-    """Raises the errors of `routing_weights`."""
-    if routing not in ROUTINGS:
-        raise ValueError(f"routing must be {' or '.join(ROUTINGS)}, got {routing!r}.")
-    length, size = metadata_embeds.shape[-2:] if metadata_embeds.dim() > 1 else (0, 0)
-    if length == 0:
-        raise ValueError(
-            f"A task needs at least one piece of metadata, as embeddings (..., L, d), got "
-            f"{tuple(metadata_embeds.shape)}."
-        )
-    if size != centers.shape[1]:
-        raise ValueError(
-            f"The metadata's embeddings have size {size}, the centers {centers.shape[1]}: embed the metadata with the "
-            "encoder that the centers were made with."
-        )
 
 
 def _similarity(squared_distances: torch.Tensor, length: int, temperature: float, routing: str) -> torch.Tensor:
@@ -165,7 +160,7 @@ class CLIPMoDEOutput(ModelOutput):
     expert_outputs: tuple[ModelOutput | None, ...] | None = None
 
 
-class CLIPMoDEModel(PreTrainedModel):
+class CLIPMoDEModel(EncodeMixin, PreTrainedModel):
     """
     Data experts, and the weights that a task gives them.
 
@@ -442,14 +437,6 @@ class CLIPMoDEModel(PreTrainedModel):
         `expert_inputs`: see `forward`."""
         return self._features("get_image_features", self._inputs({"pixel_values": pixel_values}, expert_inputs), kwargs)
 
-    def encode_text(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Embeddings (B, n * D) or (B, D) of texts, see `get_text_features`."""
-        return self.get_text_features(input_ids, attention_mask, return_dict=True).pooler_output
-
-    def encode_image(self, pixel_values: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
-        """Embeddings (B, n * D) or (B, D) of images, see `get_image_features`."""
-        return self.get_image_features(pixel_values, return_dict=True, **kwargs).pooler_output
-
     @can_return_tuple
     def forward(
         self,
@@ -590,6 +577,3 @@ def _class_of(model_type: str | None, name: str) -> type[PreTrainedModel]:
     if model_type not in CLASS_OF_TYPE:
         raise ValueError(f"{name}: a data expert is a model of type {', '.join(CLASS_OF_TYPE)}, not {model_type}.")
     return CLASS_OF_TYPE[model_type]
-
-
-__all__ = ["CLIPMoDEModel", "routing_weights"]

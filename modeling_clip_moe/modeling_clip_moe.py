@@ -28,9 +28,17 @@ from transformers.utils import TransformersKwargs
 from .configuration_clip_moe import CLIPMoEConfig, CLIPMoETextConfig, CLIPMoEVisionConfig
 from .dispatch import dispatch  # noqa: F401  diffusers copies the modules that a text encoder's own names
 from .experts import CLIPMoEExperts  # noqa: F401
-from .sparse_moe import ROUTER_OUTPUTS, SparseEncoderLayer, SparseMoEMixin, require_one_encoder, router_losses
+from .sparse_moe import (
+    ROUTER_OUTPUTS,
+    EncodeMixin,
+    RouterFields,
+    RouterLossFields,
+    SparseEncoderLayer,
+    SparseMoEMixin,
+    require_one_encoder,
+    router_losses,
+)
 from .transformers_internals import (
-    PrefixChange,
     _get_vector_norm,
     can_return_tuple,
     capture_outputs,
@@ -40,49 +48,23 @@ from .transformers_internals import (
 
 
 @dataclass
-class CLIPMoEModelOutputWithPooling(BaseModelOutputWithPooling):
-    """
-    Output of a tower.
-
-    Args:
-        router_logits: with `output_router_logits=True`, one tensor (B, S, E) a sparse layer.
-        expert_ids: with `output_expert_ids=True`, one tensor (B, S, K) a sparse layer: the experts that computed each
-            token, best first, and E for a choice that capacity dropped and for padding.
-    """
-
-    router_logits: tuple[torch.Tensor, ...] | None = None
-    expert_ids: tuple[torch.Tensor, ...] | None = None
+class CLIPMoEModelOutputWithPooling(RouterFields, BaseModelOutputWithPooling):
+    """Output of a tower."""
 
 
 @dataclass
-class CLIPMoETextModelOutput(CLIPTextModelOutput):
-    """Output of the text tower with its projection. See `CLIPMoEModelOutputWithPooling` for the router's fields."""
-
-    router_logits: tuple[torch.Tensor, ...] | None = None
-    expert_ids: tuple[torch.Tensor, ...] | None = None
+class CLIPMoETextModelOutput(RouterFields, CLIPTextModelOutput):
+    """Output of the text tower with its projection."""
 
 
 @dataclass
-class CLIPMoEVisionModelOutput(CLIPVisionModelOutput):
-    """Output of the vision tower with its projection. See `CLIPMoEModelOutputWithPooling` for the router's fields."""
-
-    router_logits: tuple[torch.Tensor, ...] | None = None
-    expert_ids: tuple[torch.Tensor, ...] | None = None
+class CLIPMoEVisionModelOutput(RouterFields, CLIPVisionModelOutput):
+    """Output of the vision tower with its projection."""
 
 
 @dataclass
-class CLIPMoEOutput(CLIPOutput):
-    """
-    Output of `CLIPMoEModel`: the fields of `CLIPOutput`, and with `output_router_logits=True`:
-
-    Args:
-        aux_loss: scalar, the weighted router losses of all towers with sparse layers, which `loss` includes.
-        text_router_logits, vision_router_logits: one tensor (B, S, E) a sparse layer. None for a dense tower.
-    """
-
-    aux_loss: torch.Tensor | None = None
-    text_router_logits: tuple[torch.Tensor, ...] | None = None
-    vision_router_logits: tuple[torch.Tensor, ...] | None = None
+class CLIPMoEOutput(RouterLossFields, CLIPOutput):
+    """Output of `CLIPMoEModel`."""
 
 
 @dataclass
@@ -109,12 +91,7 @@ class CLIPMoEEncoder(nn.Module):
         mask: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> torch.Tensor:
-        """
-        Args:
-            hidden_states: (B, S, D).
-            attention_mask: what the attention implementation takes.
-            mask: (B, S), 1 for a token and 0 for padding.
-        """
+        """See `SparseEncoderLayer.forward`."""
         for layer in self.layers:
             hidden_states = layer(hidden_states, attention_mask, mask, **kwargs)
         return hidden_states
@@ -157,10 +134,6 @@ class CLIPMoETextModel(CLIPMoEPreTrainedModel):
     input_modalities = ("text",)
     _input_embed_layer = "token_embedding"
     _tower_prefix = "text_model."
-    _checkpoint_conversions = [PrefixChange(prefix_to_remove="text_model")]
-    _keys_to_ignore_on_load_unexpected = [
-        r"^(vision_model\.|visual_projection\.|text_projection\.|classifier\.|logit_scale$)"
-    ]
 
     def __init__(self, config: CLIPMoETextConfig):
         super().__init__(config)
@@ -226,10 +199,6 @@ class CLIPMoEVisionModel(CLIPMoEPreTrainedModel):
     input_modalities = ("image",)
     _input_embed_layer = "patch_embedding"
     _tower_prefix = "vision_model."
-    _checkpoint_conversions = [PrefixChange(prefix_to_remove="vision_model")]
-    _keys_to_ignore_on_load_unexpected = [
-        r"^(text_model\.|text_projection\.|visual_projection\.|classifier\.|logit_scale$)"
-    ]
 
     def __init__(self, config: CLIPMoEVisionConfig):
         super().__init__(config)
@@ -274,12 +243,6 @@ class CLIPMoETextModelWithProjection(CLIPMoEPreTrainedModel):
         self.text_projection = nn.Linear(config.hidden_size, config.projection_dim, bias=False)
         self.post_init()
 
-    def get_input_embeddings(self) -> nn.Module:
-        return self.text_model.get_input_embeddings()
-
-    def set_input_embeddings(self, value: nn.Module):
-        self.text_model.set_input_embeddings(value)
-
     @can_return_tuple
     def forward(
         self,
@@ -290,14 +253,8 @@ class CLIPMoETextModelWithProjection(CLIPMoEPreTrainedModel):
     ) -> CLIPMoETextModelOutput:
         """See `CLIPMoETextModel.forward`. `text_embeds` is (B, projection_dim), not normalized."""
         outputs = self.text_model(input_ids, attention_mask, position_ids, **kwargs)
-        return CLIPMoETextModelOutput(
-            text_embeds=self.text_projection(outputs.pooler_output),
-            last_hidden_state=outputs.last_hidden_state,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-            router_logits=outputs.router_logits,
-            expert_ids=outputs.expert_ids,
-        )
+        fields = dict(outputs)
+        return CLIPMoETextModelOutput(text_embeds=self.text_projection(fields.pop("pooler_output")), **fields)
 
 
 class CLIPMoEVisionModelWithProjection(CLIPMoEPreTrainedModel):
@@ -315,9 +272,6 @@ class CLIPMoEVisionModelWithProjection(CLIPMoEPreTrainedModel):
         self.visual_projection = nn.Linear(config.hidden_size, config.projection_dim, bias=False)
         self.post_init()
 
-    def get_input_embeddings(self) -> nn.Module:
-        return self.vision_model.get_input_embeddings()
-
     @can_return_tuple
     def forward(
         self,
@@ -327,17 +281,11 @@ class CLIPMoEVisionModelWithProjection(CLIPMoEPreTrainedModel):
     ) -> CLIPMoEVisionModelOutput:
         """See `CLIPMoEVisionModel.forward`. `image_embeds` is (B, projection_dim), not normalized."""
         outputs = self.vision_model(pixel_values, interpolate_pos_encoding, **kwargs)
-        return CLIPMoEVisionModelOutput(
-            image_embeds=self.visual_projection(outputs.pooler_output),
-            last_hidden_state=outputs.last_hidden_state,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-            router_logits=outputs.router_logits,
-            expert_ids=outputs.expert_ids,
-        )
+        fields = dict(outputs)
+        return CLIPMoEVisionModelOutput(image_embeds=self.visual_projection(fields.pop("pooler_output")), **fields)
 
 
-class CLIPMoEModel(CLIPMoEPreTrainedModel):
+class CLIPMoEModel(EncodeMixin, CLIPMoEPreTrainedModel):
     """Both towers and their projections into one space."""
 
     config: CLIPMoEConfig
@@ -404,14 +352,6 @@ class CLIPMoEModel(CLIPMoEPreTrainedModel):
         outputs = self.vision_model(pixel_values, interpolate_pos_encoding, return_dict=True, **kwargs)
         outputs.pooler_output = self.visual_projection(outputs.pooler_output)
         return outputs
-
-    def encode_text(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Embeddings (B, projection_dim) of texts, not normalized."""
-        return self.get_text_features(input_ids, attention_mask, return_dict=True).pooler_output
-
-    def encode_image(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        """Embeddings (B, projection_dim) of images, not normalized."""
-        return self.get_image_features(pixel_values, return_dict=True).pooler_output
 
     @can_return_tuple
     def forward(
@@ -522,14 +462,3 @@ class CLIPMoEForImageClassification(CLIPMoEPreTrainedModel):
             aux_loss=aux_loss,
             router_logits=outputs.router_logits or None,
         )
-
-
-__all__ = [
-    "CLIPMoEForImageClassification",
-    "CLIPMoEModel",
-    "CLIPMoEPreTrainedModel",
-    "CLIPMoETextModel",
-    "CLIPMoETextModelWithProjection",
-    "CLIPMoEVisionModel",
-    "CLIPMoEVisionModelWithProjection",
-]

@@ -22,6 +22,3 @@ class MetaClip2MoEModel(CLIPMoEModel):
     config: MetaClip2MoEConfig
     base_model_prefix = "metaclip_2_moe"
     text_model_class = MetaClip2MoETextModel
-
-
-__all__ = ["MetaClip2MoEModel", "MetaClip2MoETextModel"]

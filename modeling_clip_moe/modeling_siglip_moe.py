@@ -34,23 +34,13 @@ from .configuration_siglip_moe import (
     SiglipMoEVisionConfig,
 )
 from .experts import CLIPMoEExperts
-from .sparse_moe import ROUTER_OUTPUTS, SparseEncoderLayer, SparseMoEMixin, router_losses
-from .transformers_internals import PrefixChange, can_return_tuple
+from .sparse_moe import ROUTER_OUTPUTS, EncodeMixin, RouterLossFields, SparseEncoderLayer, SparseMoEMixin, router_losses
+from .transformers_internals import can_return_tuple
 
 
 @dataclass
-class SiglipMoEOutput(SiglipOutput):
-    """
-    Output of `SiglipMoEModel` and `Siglip2MoEModel`: that of the dense models, and with `output_router_logits=True`:
-
-    Args:
-        aux_loss: scalar, the weighted router losses of all towers with sparse layers, which `loss` includes.
-        text_router_logits, vision_router_logits: one tensor (B, S, E) a sparse layer. None for a dense tower.
-    """
-
-    aux_loss: torch.Tensor | None = None
-    text_router_logits: tuple[torch.Tensor, ...] | None = None
-    vision_router_logits: tuple[torch.Tensor, ...] | None = None
+class SiglipMoEOutput(RouterLossFields, SiglipOutput):
+    """Output of `SiglipMoEModel` and `Siglip2MoEModel`."""
 
 
 class SiglipMoEEncoderLayer(SparseEncoderLayer, SiglipEncoderLayer):
@@ -89,6 +79,8 @@ def require_padded(input_ids: torch.Tensor, text_config: PreTrainedConfig) -> No
 class _SiglipMoETextModel:
     """Stands before a text tower of SigLIP. Its texts are padded, and every place is a token, padding too."""
 
+    _tower_prefix = "text_model."
+
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs):
         """
         Args:
@@ -102,7 +94,7 @@ class _SiglipMoETextModel:
         return super().forward(input_ids, attention_mask, **kwargs)
 
 
-class _SiglipMoEModel:
+class _SiglipMoEModel(EncodeMixin):
     """Stands before a whole SigLIP: its towers are sparse, and its loss has those of the routers."""
 
     dense_class: type[PreTrainedModel]
@@ -117,20 +109,6 @@ class _SiglipMoEModel:
         self.logit_scale = nn.Parameter(torch.empty(1))
         self.logit_bias = nn.Parameter(torch.empty(1))
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.text_model.get_input_embeddings()
-
-    def set_input_embeddings(self, value: nn.Module):
-        self.text_model.set_input_embeddings(value)
-
-    def encode_text(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Embeddings (B, projection_size) of texts, not normalized."""
-        return self.get_text_features(input_ids, attention_mask, return_dict=True).pooler_output
-
-    def encode_image(self, pixel_values: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
-        """Embeddings (B, hidden_size) of images, not normalized."""
-        return self.get_image_features(pixel_values, return_dict=True, **kwargs).pooler_output
 
     def _forward_with_router_losses(self, output_router_logits: bool | None, **inputs) -> SiglipMoEOutput:
         """What the dense model computes of `inputs`, with the routers' losses. The `forward` of each family names
@@ -171,9 +149,6 @@ class SiglipMoETextModel(_SiglipMoETextModel, SiglipMoEPreTrainedModel, SiglipTe
     """The text tower with its head."""
 
     config: SiglipMoETextConfig
-    _tower_prefix = "text_model."
-    _checkpoint_conversions = [PrefixChange(prefix_to_remove="text_model")]
-    _keys_to_ignore_on_load_unexpected = [r"^(vision_model\.|logit_scale$|logit_bias$)"]
 
 
 class SiglipMoEVisionModel(SiglipMoEPreTrainedModel, SiglipVisionModel):
@@ -181,8 +156,6 @@ class SiglipMoEVisionModel(SiglipMoEPreTrainedModel, SiglipVisionModel):
 
     config: SiglipMoEVisionConfig
     _tower_prefix = "vision_model."
-    _checkpoint_conversions = [PrefixChange(prefix_to_remove="vision_model")]
-    _keys_to_ignore_on_load_unexpected = [r"^(text_model\.|logit_scale$|logit_bias$)"]
 
 
 class SiglipMoEModel(_SiglipMoEModel, SiglipMoEPreTrainedModel, SiglipModel):
@@ -240,9 +213,6 @@ class Siglip2MoETextModel(_SiglipMoETextModel, Siglip2MoEPreTrainedModel, Siglip
     """The text tower with its head."""
 
     config: Siglip2MoETextConfig
-    _tower_prefix = "text_model."
-    _checkpoint_conversions = [PrefixChange(prefix_to_remove="text_model")]
-    _keys_to_ignore_on_load_unexpected = [r"^(vision_model\.|logit_scale$|logit_bias$)"]
 
 
 class Siglip2MoEVisionModel(Siglip2MoEPreTrainedModel, Siglip2VisionModel):
@@ -250,8 +220,6 @@ class Siglip2MoEVisionModel(Siglip2MoEPreTrainedModel, Siglip2VisionModel):
 
     config: Siglip2MoEVisionConfig
     _tower_prefix = "vision_model."
-    _checkpoint_conversions = [PrefixChange(prefix_to_remove="vision_model")]
-    _keys_to_ignore_on_load_unexpected = [r"^(text_model\.|logit_scale$|logit_bias$)"]
 
     def forward(
         self, pixel_values: torch.Tensor, pixel_attention_mask: torch.Tensor, spatial_shapes: torch.Tensor, **kwargs
@@ -293,13 +261,3 @@ class Siglip2MoEModel(_SiglipMoEModel, Siglip2MoEPreTrainedModel, Siglip2Model):
             return_loss=return_loss,
             **kwargs,
         )
-
-
-__all__ = [
-    "Siglip2MoEModel",
-    "Siglip2MoETextModel",
-    "Siglip2MoEVisionModel",
-    "SiglipMoEModel",
-    "SiglipMoETextModel",
-    "SiglipMoEVisionModel",
-]

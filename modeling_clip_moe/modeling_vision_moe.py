@@ -14,15 +14,13 @@ from .configuration_vision_moe import (
 )
 from .modeling_clip_moe import CLIPMoEModel, CLIPMoEModelOutputWithPooling
 from .sparse_moe import ROUTER_OUTPUTS, SparseEncoderLayer, SparseMoEMixin
-from .transformers_internals import PrefixChange, can_return_tuple
+from .transformers_internals import can_return_tuple
 
 
 class _DenseTextModel(SparseMoEMixin):
     """Stands before a family's text tower, which stays dense. It pools the first token of a text."""
 
     _tower_prefix = "text_model."
-    _checkpoint_conversions = [PrefixChange(prefix_to_remove="text_model")]
-    _keys_to_ignore_on_load_unexpected = [r"^(vision_model\.|visual_projection\.|text_projection\.|logit_scale$)"]
 
     @can_return_tuple
     def forward(
@@ -32,12 +30,7 @@ class _DenseTextModel(SparseMoEMixin):
         position_ids: torch.Tensor | None = None,
         **kwargs,
     ) -> CLIPMoEModelOutputWithPooling:
-        """
-        Args:
-            input_ids: (B, S).
-            attention_mask: (B, S), 1 for a token and 0 for padding.
-            position_ids: (B, S).
-        """
+        """See `CLIPMoETextModel.forward`."""
         outputs = super().forward(input_ids, attention_mask, position_ids=position_ids, return_dict=True, **kwargs)
         return CLIPMoEModelOutputWithPooling(**{**outputs, "pooler_output": outputs.last_hidden_state[:, 0]})
 
@@ -98,12 +91,3 @@ class MLCDMoEVisionModel(SparseMoEMixin, MLCDVisionModel):
     layer_class = MLCDMoEEncoderLayer
     _no_split_modules = ["MLCDMoEEncoderLayer"]
     _can_record_outputs = {**MLCDVisionModel._can_record_outputs, **ROUTER_OUTPUTS}
-
-
-__all__ = [
-    "AltCLIPMoEModel",
-    "AltCLIPMoETextModel",
-    "ChineseCLIPMoEModel",
-    "ChineseCLIPMoETextModel",
-    "MLCDMoEVisionModel",
-]

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoProcessor, PreTrainedModel, ProcessorMixin
+from transformers import AutoConfig, AutoModel, AutoProcessor, PreTrainedModel
 
 from .configuration_clip_mode import CLIPMoDEConfig
 from .families import FAMILY_OF_TYPE, longest_text
@@ -59,19 +59,6 @@ class OpenCLIPAdapter(nn.Module):
         return image_features, text_features, self.logit_scale.exp()
 
 
-def get_tokenizer(processor: ProcessorMixin, context_length: int) -> Callable[[str | Sequence[str]], torch.Tensor]:
-    """A function of texts, one or several, to token ids (B, context_length), padded and cut."""
-
-    def tokenize(texts: str | Sequence[str]) -> torch.Tensor:
-        texts = [texts] if isinstance(texts, str) else list(texts)
-        encoding = processor.tokenizer(
-            texts, padding="max_length", truncation=True, max_length=context_length, return_tensors="pt"
-        )
-        return encoding.input_ids
-
-    return tokenize
-
-
 def load_clip(
     name: str, device: str | torch.device = "cpu", **kwargs
 ) -> tuple[OpenCLIPAdapter, Callable[[Image.Image], torch.Tensor], Callable[[str | Sequence[str]], torch.Tensor]]:
@@ -101,6 +88,10 @@ def load_clip(
     def transform(image: Image.Image) -> torch.Tensor:
         return processor.image_processor(image.convert("RGB"), return_tensors="pt").pixel_values[0]
 
+    def tokenize(texts: str | Sequence[str]) -> torch.Tensor:
+        texts, length = [texts] if isinstance(texts, str) else list(texts), longest_text(model.config.text_config)
+        options = {"padding": "max_length", "truncation": True, "max_length": length, "return_tensors": "pt"}
+        return processor.tokenizer(texts, **options).input_ids
+
     end, separator = processor.tokenizer.eos_token_id, processor.tokenizer.sep_token_id
-    tokenizer = get_tokenizer(processor, longest_text(model.config.text_config))
-    return OpenCLIPAdapter(model, separator if end is None else end), transform, tokenizer
+    return OpenCLIPAdapter(model, separator if end is None else end), transform, tokenize

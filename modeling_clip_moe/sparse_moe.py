@@ -22,6 +22,7 @@ Papers:
 import math
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -293,6 +294,36 @@ class CLIPMoESparseMoeBlock(nn.Module):
         return output
 
 
+@dataclass
+class RouterFields:
+    """
+    What the outputs of towers have beside those of dense ones.
+
+    Args:
+        router_logits: with `output_router_logits=True`, one tensor (B, S, E) a sparse layer.
+        expert_ids: with `output_expert_ids=True`, one tensor (B, S, K) a sparse layer: the experts that computed each
+            token, best first, and E for a choice that capacity dropped and for padding.
+    """
+
+    router_logits: tuple[torch.Tensor, ...] | None = None
+    expert_ids: tuple[torch.Tensor, ...] | None = None
+
+
+@dataclass
+class RouterLossFields:
+    """
+    What the outputs of whole models have beside those of dense ones, with `output_router_logits=True`.
+
+    Args:
+        aux_loss: scalar, the weighted router losses of all towers with sparse layers, which `loss` includes.
+        text_router_logits, vision_router_logits: one tensor (B, S, E) a sparse layer. None for a dense tower.
+    """
+
+    aux_loss: torch.Tensor | None = None
+    text_router_logits: tuple[torch.Tensor, ...] | None = None
+    vision_router_logits: tuple[torch.Tensor, ...] | None = None
+
+
 class SparseEncoderLayer:
     """An encoder layer of a family, with a sparse block instead of the FFN in the layers of `config.moe_layers`.
 
@@ -420,6 +451,22 @@ ROUTER_OUTPUTS = {
 }
 
 
+class EncodeMixin:
+    """Embeddings as tensors, where `get_text_features` and `get_image_features` give outputs of transformers."""
+
+    def encode_text(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Embeddings (B, D) of texts (B, S), see `get_text_features`."""
+        return self.get_text_features(input_ids, attention_mask, return_dict=True).pooler_output
+
+    def encode_image(self, pixel_values: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+        """Embeddings (B, D) of images, see `get_image_features`."""
+        return self.get_image_features(pixel_values, return_dict=True, **kwargs).pooler_output
+
+
+# What the names of a whole model's weights start with in files; a tower's own classes ignore the rest
+PARTS = ("text_model.", "vision_model.", "text_projection.", "visual_projection.", "classifier.", "logit_")
+
+
 class SparseMoEMixin:
     """
     What the sparse models of all families share: the initialization of experts, and loading that refuses incomplete
@@ -431,8 +478,6 @@ class SparseMoEMixin:
     _can_set_experts_implementation_cached_value = True
     # Losses are means over the batch, whatever else a `Trainer` passes: it divides them by the accumulation steps
     accepts_loss_kwargs = False
-    # How this class's weights differ from those in a file
-    _checkpoint_conversions = []
     # Weights that a checkpoint may lack
     _optional_weights = ()
     # What the names of a tower's weights start with in files
@@ -451,12 +496,18 @@ class SparseMoEMixin:
         super().post_init()
         # Not those of its towers, which transformers adds: each ignores the other one
         ignored = type(self)._keys_to_ignore_on_load_unexpected or []
+        if self._tower_prefix:
+            ignored = [f"^{re.escape(part)}" for part in PARTS if part != self._tower_prefix]
         self._keys_to_ignore_on_load_unexpected = {*ignored, rf"\.mlp\.{re.escape(SPARSE_LAYER_MARK)}$"}
 
     def _register_conversions(self):
         # transformers looks conversions up by class name: without this, a subclass would load random weights. Not when
         # a class is made, since the first registration builds the table of all models
-        register_checkpoint_conversion_mapping(type(self).__name__, self._checkpoint_conversions, overwrite=True)
+        register_checkpoint_conversion_mapping(type(self).__name__, self._prefix_changes(), overwrite=True)
+
+    def _prefix_changes(self) -> list[PrefixChange]:
+        """How this class's weights differ from those in a file."""
+        return [PrefixChange(prefix_to_remove=self._tower_prefix[:-1])] if self._tower_prefix else []
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *model_args, output_loading_info=False, **kwargs):
@@ -480,18 +531,9 @@ class SparseMoEMixin:
                 f"transformers {transformers_version} computes wrong gradients of experts where fsdp_size="
                 f"{split.fsdp_size} meets ep_size={split.ep_size}. Use one of them, or transformers 5.23 or newer."
             )
-        try:
-            model, info = super().from_pretrained(
-                pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
-            )
-        except (IndexError, NotImplementedError) as error:
-            config = kwargs.get("config") or cls.config_class.from_pretrained(pretrained_model_name_or_path)
-            if kwargs.get("device_map") is None or not getattr(config, "shared_encoder", False):
-                raise
-            raise ValueError(
-                f"{pretrained_model_name_or_path} cannot be placed by device_map={kwargs['device_map']!r}: one with "
-                "shared_encoder=True has to fit into one device. Raise max_memory, or name the device."
-            ) from error
+        model, info = super().from_pretrained(
+            pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
+        )
         if split is not None and getattr(model.config, "shared_encoder", False):
             raise ValueError(
                 f"{pretrained_model_name_or_path} has shared_encoder=True: such a model cannot be split over "
@@ -523,7 +565,7 @@ class SparseMoEMixin:
         if self._tower_prefix:
             used = getattr(self, "_weight_conversions", None) or []
             used = [conversion for conversion in used if not isinstance(conversion, PrefixChange)]
-            self._weight_conversions = [*used, *self._checkpoint_conversions]
+            self._weight_conversions = [*used, *self._prefix_changes()]
         state_dict = dict(super().gather_sharded_state_dict_for_save(model_to_save, state_dict, *args, **kwargs))
         only_adapters = getattr(self, "_hf_peft_config_loaded", False)
         if state_dict and not only_adapters:  # empty: another process saves

@@ -4,13 +4,12 @@ The functions of a room's `commands.py` import what they call in their bodies, s
 need no torch.
 """
 
-import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import App, CycloptsError, MissingArgumentError, Parameter, Token
+from cyclopts import App, CycloptsError, Parameter, Token
 
 from records.messages import one_line
 from records.program import end
@@ -52,16 +51,8 @@ def run(line: App, arguments: Sequence[str] | None = None) -> None:
     try:
         function, bound, _ = line.parse_args(given, print_error=False, exit_on_error=False)
     except CycloptsError as error:
-        sys.exit(f"error: {_parsing_error(error)}")
+        sys.exit(f"error: {one_line(error)}")
     end(lambda: function(*bound.args, **bound.kwargs), is_all=arguments is None)
-
-
-def _parsing_error(error: CycloptsError) -> str:
-    """What cyclopts says, which calls an option that is not there one without a value."""
-    text = one_line(error)
-    if isinstance(error, MissingArgumentError) and error.keyword is None and not error.argument.tokens:
-        return re.sub(r'^(Command ".*?" p|P)arameter (\S+) requires an argument\.', r"\2 is missing.", text)
-    return text
 
 
 def _module(command: Callable) -> str:

@@ -43,39 +43,27 @@ def file_stamp(path: str | Path) -> str:
 
 def file_digests(paths: Iterable[str | Path]) -> list[str]:
     """The digest of what each file holds."""
+    from tqdm.auto import trange
+
     paths = [os.path.abspath(path) for path in paths]
     cache, digests = DigestCache(), {}
-    for start in _parts(len(paths)):
+    for start in trange(0, len(paths), FILES_AT_ONCE, desc=f"reading {len(paths)} files", delay=5, disable=None):
         stamps = {path: file_stamp(path) for path in paths[start : start + FILES_AT_ONCE]}
         digests |= cache.get(stamps)
         missing = [path for path in stamps if path not in digests]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            computed = dict(zip(missing, pool.map(_read, missing), strict=True))
-        cache.put({path: (stamps[path], digest) for path, digest in computed.items() if _is_old(path)})
+            computed = dict(zip(missing, pool.map(file_digest, missing), strict=True))
+        now = time.time()
+        old = [path for path in computed if os.stat(path).st_mtime < now - SECONDS_UNTIL_KEPT]
+        cache.put({path: (stamps[path], computed[path]) for path in old})
         digests |= computed
     return [digests[path] for path in paths]
 
 
 def file_digest(path: str | Path) -> str:
     """The digest of what a file holds, which is read now: for a file that must not be damaged, or changed by others."""
-    return _read(str(path))
-
-
-def _parts(number: int) -> Iterable[int]:
-    if number <= FILES_AT_ONCE:
-        return range(number > 0)
-    from tqdm.auto import trange
-
-    return trange(0, number, FILES_AT_ONCE, desc=f"reading {number} files", delay=5, disable=None)
-
-
-def _read(path: str) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _is_old(path: str) -> bool:
-    return os.stat(path).st_mtime < time.time() - SECONDS_UNTIL_KEPT
 
 
 class DigestCache:

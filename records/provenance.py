@@ -100,6 +100,19 @@ class Record(BaseModel):
         """Whether the model in a folder is what the stage wrote, as far as the record tells."""
         return self.weights is None or self.weights == weights_fingerprint(folder)
 
+    def require_same(self, folder: Path) -> list[Attempt]:
+        """The attempts at a folder, which was made as this record says. Raises a ValueError where it was not."""
+        before = Record.read(folder)
+        differences = before.differences(self)
+        if not differences:
+            return before.attempts
+        differing = "; ".join(f"{key}: {how}" for key, how in differences.items())
+        what = "data" if all(key.startswith("data.") for key in differences) else "settings"
+        raise ValueError(
+            f"{folder} was made with other {what} ({differing}). Delete it to make it anew, or choose another output "
+            "folder"
+        )
+
     def differences(self, other: "Record") -> dict[str, str]:
         """Key -> how it differs, of what made two folders. Inputs and data that one of them lacks count as the same:
         they may be gone where the other one is looked at, and settings name them."""

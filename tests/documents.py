@@ -2,6 +2,7 @@
 `stand_ins` has put what they name. A page is one reader: its blocks run in their order, with smaller numbers.
 """
 
+import contextlib
 import glob
 import os
 import re
@@ -9,11 +10,13 @@ import runpy
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
 import clip_moe
+from data import symbols
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -26,6 +29,7 @@ ELSEWHERE = {
 }
 RUN, SHOWN = ("bash", "python", "yaml"), ("text", "bibtex", "json")
 
+LARGEST_TEST = 24  # pictures that a benchmark of symbols has here
 # Installing, which tests do not
 NOT_RUN = ("git", "cd", "make", ".", "pip")
 
@@ -34,12 +38,16 @@ STEP = "--defaults.train.num_epochs null --defaults.train.max_steps 1 --defaults
 PAIRS = "--defaults.train.data.num_samples 32 --defaults.train.global_batch_size "
 SMALL = STEP + PAIRS + "4 --defaults.embed.data.num_samples 32 --direct.max_steps 1 --direct.warmup_steps 0 "
 SMALL += "--evaluation.tasks [symbols_pairs,symbols_retrieval] "
-CLIP_MOE_DEMO = "--config training/recipes/clip_moe_demo.yaml " + SMALL
+# But the analysis of its experts, which evaluation.md shows
+MADE = "direct,averaged,features_0,clusters_1,expert_1,features_1,clusters_2,expert_2,features_2,clusters_3,expert_3,"
+CLIP_MOE_DEMO = f"--config training/recipes/clip_moe_demo.yaml {SMALL} --stages {MADE}unified,clip_moe,evaluation"
 SMALLER = {
     "--config training/recipes/clip_moe_demo.yaml": SMALL,
-    "--clip_moe.max_steps 50": "--clip_moe.max_steps 2",
+    "--clip_moe.max_steps 50": "--stages direct,averaged,features_0,clusters_1,expert_1",
+    "clip-moe analyze": "--max_rows 8",
     "run --seed": STEP + PAIRS + "4 --seed_model.max_steps 1 --defaults.train.warmup_steps 0 "
-    "--stages initialized,seed_model,dense,evaluation --evaluation.tasks [names_256] --evaluation.baseline seed "
+    "--stages initialized,seed_model,dense,evaluation --evaluation.tasks [names_256] --evaluation.max_rows 64 "
+    "--evaluation.baseline seed "
     "--evaluation.models '{seed: seed_model, dense: dense}'",
     "--config training/recipes/clip_moe_symbols.yaml": STEP + PAIRS + "4 --defaults.embed.data.num_samples 32 "
     "--long_clip.num_components 2 --stages features_0,clusters_1,expert_1",
@@ -86,6 +94,23 @@ def blocks(page: Path) -> list[Block]:
             section = line[3:]
     assert start is None, f"{page.name}:{start}: a block without an end"
     return found
+
+
+@contextlib.contextmanager
+def few_symbols() -> Iterator[None]:
+    """The tests of the built-in worlds have fewer pictures."""
+
+    def smaller(load):
+        def loaded(split, *arguments, **options):
+            arguments = [min(a, LARGEST_TEST) if type(a) is int and split == "test" else a for a in arguments]
+            return load(split, *arguments, **options)
+
+        return loaded
+
+    with mock.patch.multiple(
+        symbols, **{name: smaller(getattr(symbols, name)) for name in ("load", "load_minimal_pairs")}
+    ):
+        yield
 
 
 def run_page(page: Path) -> None:

@@ -94,10 +94,10 @@ def write_analysis(run, summary=SUMMARY):
     (run / "experts" / "experts.json").write_text(json.dumps(analysis))
 
 
-def card_of(lineage, text=None, vision=None, **options):
-    """The card on a model of these towers, as it is read."""
-    config = CLIPMoEConfig(text_config=text or {}, vision_config=vision or {})
-    return ModelCard(str(render(config, lineage, "user/clip", **{"license": None, "base_model": None} | options)))
+def card_of(lineage, **options):
+    """The card as it is read."""
+    card = render(CLIPMoEConfig(), lineage, "user/clip", **{"license": None, "base_model": None} | options)
+    return ModelCard(str(card))
 
 
 def all_files(folder):

@@ -1,12 +1,17 @@
 """Single steps of the training loop, without its log and checkpoints."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
+import torch
 from accelerate import Accelerator
+from tiny_clip_moe import gradients
 
 from benchmarks.steps import training_step
 from training.contrastive_task import ContrastiveTask
+from training.engine import FirstFault, _compute_gradient
 from training.losses import contrastive_loss, router_losses
+from training.stages.train import TrainStage
 from training.train_settings import LoopSettings
 
 LOSSES = SimpleNamespace(
@@ -21,3 +26,31 @@ def steps_of(model, **settings):
     settings.name, settings.task = "steps", lambda model: ContrastiveTask(model, LOSSES)
     accelerator = Accelerator(cpu=model.device.type == "cpu", mixed_precision="bf16")
     return training_step(model, settings, accelerator)[0]
+
+
+def train_stage(batch_size, **settings):
+    settings |= {"global_batch_size": batch_size, "max_steps": 1, "learning_rate": 1e-3}
+    data = {"source": "symbols", "num_samples": 1}
+    return TrainStage(name="tuned", stage="train", model="x", data=data, **settings)
+
+
+def gradient_of(model, stage, batch, accelerator=None):
+    """What is logged of a batch of this process, and the gradients."""
+    accelerator = accelerator or Accelerator(cpu=True)
+    task = accelerator.prepare(ContrastiveTask(model.train(), stage))
+    metrics = _compute_gradient(accelerator, task, iter([batch]), stage, 0, FirstFault("tuned", Path("nowhere")))
+    metrics = {name: accelerator.reduce(value, "mean") for name, value in metrics.items()}
+    return metrics, {name: gradient.clone() for name, gradient in gradients(model).items() if gradient is not None}
+
+
+def assert_same_step(found, expected, rtol=1e-5):
+    """What `gradient_of` returned, but for the rounding of small elements, which are differences of large ones."""
+    (metrics, grads), (expected_metrics, expected_grads) = found, expected
+    assert max(gradient.abs().max() for gradient in expected_grads.values()) > 1e-3
+    assert grads.keys() == expected_grads.keys()
+    for name, gradient in expected_grads.items():
+        atol = 1e-7 + rtol * gradient.abs().max().item()
+        torch.testing.assert_close(grads[name], gradient, rtol=0, atol=atol, msg=name)
+    for compared in (metrics, expected_metrics):
+        compared.pop("dropped_tokens", None)  # of texts, a mean of parts
+    torch.testing.assert_close(metrics, expected_metrics)

@@ -1,4 +1,4 @@
-"""What a card says of where a model comes from, and which examples and integrations it shows."""
+"""What a card says of where a model comes from, and which examples it shows."""
 
 import re
 
@@ -7,7 +7,8 @@ from markdown_it import MarkdownIt
 from published_runs import card_of, change_model, lineage_of, made, run, write_analysis
 
 from conversion.publishing.lineage import WORLDS, DataOrigin, Lineage
-from data import worlds
+from data import names
+from data.symbols import KINDS
 from records.provenance import Record
 
 pytestmark = pytest.mark.slow
@@ -36,8 +37,8 @@ def test_a_card_tells_whether_the_experts_do_anything(run):
     assert "Do the experts" not in card_of(lineage_of(run)).text
 
 
-def told(*towers, **lineage):
-    return " ".join(card_of(Lineage(**lineage), *towers).text.split())
+def told(**lineage):
+    return " ".join(card_of(Lineage(**lineage)).text.split())
 
 
 OWN = DataOrigin("clip_arts", "local", "columns image and caption", 5612)
@@ -64,25 +65,5 @@ def test_examples_are_of_the_models_own_data():
     text = told(stages=SCRATCH, data=[OWN])
     assert text.count('["one text about the image", "another text"]') == 4 and "a cat" not in text
     assert '"a photo of a cat"' in told(bases=["openai/clip-vit-large-patch14"])
-    for world in WORLDS.keys() - {"icons"}:  # which are an integration
-        rows = worlds.world(world).load("train", "web", 4096)
-        kinds = {template.format(kind) for kind in rows["kind"] for template in ("{}", "a picture of a {}")}
-        assert set(WORLDS[world]) <= kinds | {text.replace(" a a", " an a") for text in kinds}
-
-
-@pytest.mark.parametrize(
-    ("width", "words", "vision", "shown"),
-    [
-        (768, 3000, {"hidden_size": 1024, "image_size": 224, "patch_size": 14}, []),
-        (512, 49408, {"hidden_size": 1024, "image_size": 336, "patch_size": 14}, ["**LLaVA**"]),
-        (768, 49408, {}, ["**Diffusers**", "Stable Diffusion 1", "text_encoder=text_encoder", "CLIPMoETextModel."]),
-        (1280, 49408, {}, ["**Diffusers**", "SDXL", "text_encoder_2=text_encoder", "TextModelWithProjection."]),
-    ],
-)
-def test_integrations_are_offered_where_they_fit(width, words, vision, shown):
-    card = told(
-        {"num_attention_heads": 8, "hidden_size": width, "vocab_size": words}, {"num_attention_heads": 8, **vision}
-    )
-    assert all(part in card for part in shown)
-    for name in ("**LLaVA**", "**Diffusers**"):
-        assert (name in card) == (name in shown)
+    assert set(WORLDS["names"]) <= {names.name_of(town) for town in range(4096)}
+    assert set(WORLDS["symbols"]) <= {f"a picture of {article} {kind}" for kind in KINDS for article in ("a", "an")}

@@ -62,17 +62,19 @@ WORLDS = {  # images, texts, and the pairs of the texts
 }
 
 
+@pytest.mark.parametrize("clusters", [1, 3])
 @pytest.mark.parametrize("world", WORLDS)
-def test_a_hundred_epochs_without_duplicates(world):
-    """And none is left out of two epochs more than another."""
-    data, size = WORLDS[world], 64
-    keys, sampler, uses = keys_of(*data), sampler_of(size, *data), np.zeros(2000, int)
+def test_epochs_without_duplicates(world, clusters):
+    """And none of a cluster is left out of two epochs more than another."""
+    data, labels = WORLDS[world], ALONE % clusters
+    keys, uses = keys_of(*data), np.zeros(2000, int)
+    sampler = sampler_of(64 // clusters, *data, labels=None if clusters == 1 else labels)
     for epoch in range(100):
         sampler.set_epoch(epoch)
         batches = list(sampler)
         uses[np.concatenate(batches)] += 1
         assert sum(num_with_duplicate(batch, keys) for batch in batches) == 0
-    assert len(batches) == 31 and uses.sum() == 100 * 31 * 64 and np.ptp(uses) == 1
+    assert all(0 <= np.ptp(uses[labels == cluster]) <= 1 for cluster in range(clusters))
 
 
 def test_a_text_comes_in_even_distances():
@@ -86,12 +88,6 @@ def test_a_text_comes_in_even_distances():
             batch_of[batch] = number
         distances = np.diff(np.sort(batch_of.reshape(256, 16), axis=1), axis=1)
         assert distances.min() >= 2 and distances.max() <= 7
-
-
-def test_clusters_have_no_duplicates_either():
-    images, texts = ALONE, RNG.integers(0, 1000, 2000)
-    sampler = sampler_of(64, images, texts, labels=RNG.integers(0, 3, 2000))
-    assert all(num_with_duplicate(batch, keys_of(images, texts)) == 0 for batch in sampler)
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=20), st.integers(1, 12), st.integers(0, 9))
@@ -178,27 +174,31 @@ DIFFERENT = [f"number {number}" for number in range(32)]
 TWO = ["a", "b"] * 16
 
 
+def says(capsys, line):
+    return re.search(f"^tuned: {line}$", capsys.readouterr().out, re.MULTILINE)
+
+
 @pytest.mark.parametrize(
-    ("captions", "duplicates", "line", "left"),
+    ("captions", "line"),
     [
-        (DIFFERENT, "separate", "no two pairs of a batch have the same text or image", 0),
-        (DIFFERENT[:16] * 2, "separate", r"in shuffled batches, \d+.\d% of the .* text or image: kept apart", 0),
-        (TWO, "separate", r"in .*, 100.0% .*: positives of each other", 1),
-        (TWO, "positive", r"in .*, 100.0% .*: positives of each other", 1),
-        (TWO, "negative", r"in .*, 100.0% of the pairs share a text: negatives of each other", 1),
+        (DIFFERENT, "no two pairs of a batch have the same text or image"),
+        (DIFFERENT[:16] * 2, r"in shuffled batches, \d+.\d% of the .* text or image: kept apart"),
     ],
 )
-def test_a_stage_says_what_it_does(tmp_path, capsys, captions, duplicates, line, left):
-    folder = trained(tmp_path / "run", folder_of(tmp_path / "pictures", captions), duplicates=duplicates)
-    assert re.search(f"^tuned: {line}$", capsys.readouterr().out, re.MULTILINE)
-    assert Record.read(folder).duplicates["left"] == left
+def test_a_stage_keeps_duplicates_apart(tmp_path, capsys, captions, line):
+    folder = trained(tmp_path / "run", folder_of(tmp_path / "pictures", captions))
+    assert says(capsys, line) and Record.read(folder).duplicates["left"] == 0
 
 
-def test_duplicates_that_meet_are_right_unless_negative(tmp_path):
+def test_duplicates_that_meet_are_right_unless_negative(tmp_path, capsys):
     """Two texts in batches of eight: a right answer stands among four wrong ones, not among seven."""
     data = folder_of(tmp_path / "pictures", TWO)
-    right, wrong = (losses(trained(tmp_path / name, data, duplicates=name))[0] for name in ("positive", "negative"))
-    assert math.log(4) < right < wrong - 0.1
+    right = trained(tmp_path / "right", data, duplicates="positive")
+    assert says(capsys, "in .*, 100.0% .*: positives of each other")
+    wrong = trained(tmp_path / "wrong", data, duplicates="negative")
+    assert says(capsys, "in .*, 100.0% of the pairs share a text: negatives of each other")
+    assert [Record.read(folder).duplicates["left"] for folder in (right, wrong)] == [1, 1]
+    assert math.log(4) < losses(right)[0] < losses(wrong)[0] - 0.1
 
 
 def test_duplicates_of_a_stream_are_positives(tmp_path, capsys, monkeypatch):

@@ -199,14 +199,22 @@ def configs(dense, sparse, tmp_path_factory):
 
 
 @pytest.mark.slow
+def test_memory_is_that_of_one_model(sparse):
+    ballast = np.ones(2**27)  # 1 GiB, which is no model's
+    measured = speed.measure_memory(str(sparse), 3, torch.device("cpu"), torch.float32)
+    del ballast
+    weights = 4 * sum(parameter.numel() for parameter in load_clip(str(sparse)).parameters())
+    assert weights < measured["peak_memory"] - measured["memory_before"] and measured["peak_memory"] < 2**30
+
+
 def test_the_command_counts_and_measures(dense, sparse, configs, tmp_path, monkeypatch):
     """The page shows numbers and their ratios to the baseline."""
     monkeypatch.setattr(speed, "SECONDS_OF_A_TURN", 0.01)
+    monkeypatch.setattr("evaluation.efficiency.measure_memory", lambda *_: {"peak_memory": 2**29, "memory_before": 0})
     models, folder = [str(dense), str(sparse), configs[0], "ViT-B/32:clip_up"], tmp_path / "out"
-    ballast = np.ones(2**27)  # 1 GiB, which is no model's
     options = ["--output-dir", str(folder), "--batch-size", "3", "--device", "cpu", "--baseline", str(sparse)]
     efficiency.main([*models, *options])
-    del ballast
+    assert "efficiency.json already exists" in error_of(efficiency.main, *models, *options)
     result, page = json.loads((folder / "efficiency.json").read_text()), (folder / "efficiency.md").read_text()
     of = result["models"]
     assert list(of) == models and result["baseline"] == models[1]
@@ -214,8 +222,6 @@ def test_the_command_counts_and_measures(dense, sparse, configs, tmp_path, monke
         counts, measured = of[name]["parameters"], of[name]["measured"]
         assert counts["total"] == sum(parameter.numel() for parameter in load_clip(name).parameters())
         assert measured["images_per_second"] > 0 and measured["texts_per_second"] > 0
-        assert 4 * counts["total"] < measured["peak_memory"] - measured["memory_before"]
-        assert measured["peak_memory"] < 2**30  # without the ballast
     assert not any("measured" in of[name] for name in models[2:])
     assert of[models[1]]["parameters"] == of[models[2]]["parameters"]
     lines = lines_of("\n".join(line for line in page.splitlines() if line.startswith("|")))
@@ -256,14 +262,6 @@ def test_models_are_timed_in_turn(monkeypatch):
 )
 def test_mistakes_end_in_one_line(arguments, message):
     assert message in error_of(efficiency.main, *arguments)
-
-
-@pytest.mark.slow
-def test_too_little_memory_is_one_line(dense):
-    for measure, models in ((speed.measure_memory, str(dense)), (speed.measure_speed, [str(dense)])):
-        message = f"{dense} cannot embed 1000000000 at a time in float32 on cpu, for want of memory"
-        with pytest.raises(ValueError, match=message):
-            measure(models, 10**9, torch.device("cpu"), torch.float32)
 
 
 def test_what_there_is_to_remember(dense, configs, capsys):

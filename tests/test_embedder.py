@@ -144,7 +144,7 @@ def test_images_that_are_known_are_neither_read_nor_decoded_again(dense, tmp_pat
     files = datasets.Dataset.from_dict({"image": names, "caption": names})
     first, of_pictures = embedder.images(files), embedder.images(pictures)
     with monkeypatch.context() as patch:
-        patch.setattr("records.digests._read", lambda path: pytest.fail(f"{path} is read"))
+        patch.setattr("records.digests.file_digest", lambda path: pytest.fail(f"{path} is read"))
         patch.setattr(data.preparation, "decode_image", lambda value: pytest.fail(f"{value} is decoded"))
         assert np.array_equal(embedder.images(files), first)
         assert np.array_equal(embedder.images(pictures), of_pictures)

@@ -1,7 +1,6 @@
 """Measuring tiny models: what is written, what stands beside it, what is refused. A result is that of a task, a data
 set, a split, a protocol and a model."""
 
-import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -18,7 +17,7 @@ from evaluation.evaluate import evaluate_model
 from evaluation.own_data import make_task
 from evaluation.own_task import OwnTask
 from evaluation.report import write_report
-from evaluation.results import task_name
+from evaluation.results import task_name, write_result
 from evaluation.tasks import TASKS, find_tasks
 
 dense, sparse, small_tasks = small_evaluation.dense, small_evaluation.sparse, small_evaluation.small_tasks
@@ -47,8 +46,9 @@ def test_every_built_in_task(sparse, tmp_path):
 
 def test_names_that_look_alike_have_files_of_their_own(dense, tmp_path):
     names = ["a b", "a_b", "a/b", "ä", "x" * 300, "x" * 301, "dense"]
+    (result,) = pairs_of(dense, tmp_path)
     for name in names:
-        pairs_of(dense, tmp_path, name=name)
+        write_result(result | {"model": name}, tmp_path)
     files = sorted(tmp_path.glob("symbols_pairs--*.json"))
     assert sorted(json.loads(file.read_text())["model"] for file in files) == sorted(names)
     assert (tmp_path / "symbols_pairs--a_b.json").is_file() and (tmp_path / "symbols_pairs--dense.json").is_file()
@@ -84,29 +84,9 @@ def test_results_of_other_data_are_kept_apart(tmp_path, monkeypatch, task, chang
         assert make_task(OwnTask(**settings | change)).data != other.data
 
 
-def test_other_scores_are_not_overwritten(dense, tmp_path, monkeypatch):
-    """Of another precision, protocol or model, before anything is measured."""
-    pairs_of(dense, tmp_path)
-    path = tmp_path / "symbols_pairs--dense.json"
-    before = path.read_bytes()
-    changed = shutil.copytree(dense, tmp_path / "other" / "dense")
-    change_weights(changed / "model.safetensors", lambda weights: weights["visual_projection.weight"].mul_(2))
-    protocol = {"symbols_pairs": dataclasses.replace(TASKS["symbols_pairs"], protocol="half of them")}
-    with monkeypatch.context() as patch:
-        patch.setattr(evaluate, "measure", None)  # calling it would fail
-        found = error_of(dense, tmp_path, dtype=torch.bfloat16)
-        assert f"{path} holds a result of 'dense' with another dtype, 'float32' and not 'bfloat16': " in found
-        assert f"{path} holds the result of another model, 'dense' from {dense}: " in error_of(changed, tmp_path)
-        with pytest.raises(ValueError, match="with another protocol, .* and not 'half of them'"):
-            evaluate_model(dense, protocol, tmp_path)
-    assert path.read_bytes() == before
-    pairs_of(changed, tmp_path, name="other")
-    pairs_of(dense, tmp_path, batch_size=7)  # the same weights; changes no numbers
-    assert json.loads(path.read_text())["batch_size"] == 7
-
-
 @pytest.mark.parametrize("mixed", [False, True], ids=["sparse", "mixture"])
-def test_scores_that_depend_on_the_batch_are_not_overwritten(sparse, tmp_path, mixed):
+def test_scores_that_depend_on_the_batch_say_so(dense, sparse, tmp_path, mixed):
+    """A report does not put those of several batch sizes into one row."""
     model = shutil.copytree(sparse, tmp_path / "whole")
     config = json.loads((model / "config.json").read_text())
     config["vision_config"]["eval_capacity_factor"] = 0.3
@@ -114,10 +94,11 @@ def test_scores_that_depend_on_the_batch_are_not_overwritten(sparse, tmp_path, m
     if mixed:
         model = tmp_path / "mixture"
         assemble.convert([sparse, tmp_path / "whole"], model)
-    once, again = (pairs_of(model, tmp_path / "scores", batch_size=7) for _ in range(2))
-    assert once == again
-    with pytest.raises(ValueError, match="holds a result of .* with another batch_size, 7 and not 8: choose another"):
-        pairs_of(model, tmp_path / "scores", batch_size=8)
+    (result,), (of_dense,) = pairs_of(model, tmp_path / "scores", batch_size=7), pairs_of(dense, tmp_path / "scores")
+    assert result["depends_on_batch"] and "depends_on_batch" not in of_dense
+    results = [result, result | {"task": "other", "batch_size": 8}]
+    with pytest.raises(ValueError, match="has results of different models: batch_size is 7 on symbols_pairs but 8 on"):
+        write_report(results, tmp_path / "report")
 
 
 def test_a_model_whose_weights_are_zero_has_no_score(dense, tmp_path):
@@ -127,14 +108,11 @@ def test_a_model_whose_weights_are_zero_has_no_score(dense, tmp_path):
     assert not list(tmp_path.glob("scores/**/*.json"))
 
 
-@pytest.mark.parametrize("place", ["", "scores", "../link"])
-def test_no_embeddings_are_kept_in_the_folder_of_a_model(dense, tmp_path, place):
-    """They would count as its weights."""
-    folder = shutil.copytree(dense, tmp_path / "model")
-    (tmp_path / "link").symlink_to(folder)
-    before = sorted(folder.iterdir())
-    assert f"lies in the folder of the model {folder}" in error_of(folder, folder / place)
-    assert sorted(folder.iterdir()) == before
+def test_no_embeddings_are_kept_in_the_folder_of_a_model(dense, tmp_path):
+    """They would count as its weights. Here a link leads there."""
+    (tmp_path / "link").symlink_to(dense)
+    assert f"lies in the folder of the model {dense}" in error_of(dense, tmp_path / "link" / "scores")
+    assert not (dense / "scores").exists()
 
 
 def no_space(*_):

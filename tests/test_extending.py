@@ -2,20 +2,20 @@
 
 import importlib
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from documents import ROOT, blocks, few_symbols, run_block
 from test_losses import assert_same, data, plain_sigmoid_loss
 from tiny_clip import error_of
 from tiny_runs import weights
 
 from conversion.commands import publish
+from conversion.publishing import bundle
 from training.commands import run
 from training.losses import Pairing
 from training.recipe import load_recipe, stage_class
@@ -23,7 +23,6 @@ from training.stages.custom import own_stage
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "extending.md"
 RECIPE = "my_method/recipe.yaml"
 NAMES = ["features", "clusters", "expert_1", "expert_2", "unified", "routed", "mine", "evaluation"]
@@ -40,12 +39,13 @@ def done(tmp_path_factory):
     for name, content in files:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(content, encoding="utf-8")
-    (commands,) = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    # The package is found as after `pip install -e .`
-    environment = os.environ | {"PATH": path, "CHECKOUT": str(ROOT), "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(["sh", "-ec", commands], cwd=folder, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    (block,) = (block for block in blocks(PAGE) if block.language == "bash")
+    with pytest.MonkeyPatch.context() as patch, few_symbols():
+        patch.chdir(folder)
+        patch.setenv("CHECKOUT", str(ROOT))
+        patch.setattr(sys, "path", list(sys.path))
+        run_block(block)
+    forget()
     return folder
 
 
@@ -113,7 +113,8 @@ def test_the_second_run_skips_all_but_what_changed(own, capsys):
         path.write_text(before)
 
 
-def test_it_is_published_with_a_card(own, tmp_path):
+def test_it_is_published_with_a_card(own, tmp_path, monkeypatch):
+    monkeypatch.setattr(bundle, "verify", lambda model, folder: None)  # in a process of its own, for seconds
     publish.main(["runs/my_method/mine", "user/mine", "--dry-run", str(tmp_path / "out")])
     card = (tmp_path / "out" / "README.md").read_text()
     for stage, what, setting in (
@@ -197,7 +198,7 @@ def test_the_working_folder_comes_before_that_of_the_command(own, monkeypatch):
 
 
 def test_what_a_stage_imports_of_its_own_is_recorded(tmp_path, monkeypatch):
-    """Modules of the same package or folder, whatever way they are imported, and no others; none is imported for it."""
+    """Modules beside it, whatever way they are imported, and no others; none is imported for it."""
     (tmp_path / "wrong" / "deep").mkdir(parents=True)
     (tmp_path / "wrong" / "__init__.py").write_text("")
     (tmp_path / "wrong" / "deep" / "__init__.py").write_text("from .sizes import SIZE\n")
@@ -213,7 +214,7 @@ def test_what_a_stage_imports_of_its_own_is_recorded(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     try:
         mine = importlib.import_module("wrong.stages").Mine
-        own = {"wrong", "wrong.deep", "wrong.deep.sizes", "wrong.later", "wrong.stages"}
+        own = {"losses", "wrong", "wrong.deep", "wrong.deep.sizes", "wrong.later", "wrong.stages"}
         assert own_stage(mine)["code"].keys() == own | {"transformers.trainer_callback"}
     finally:
         forget()

@@ -8,9 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from accelerate import PartialState
 from safetensors.numpy import load_file
-from several_processes import run_processes
 from tiny_runs import full_disk
 
 from evaluation.feature_store import INDEX, FeatureStore, open_arrays, save_arrays
@@ -23,9 +21,9 @@ def table(shards):
     return ({"rows": TABLE[rows.start : rows.stop]} for rows in shards)
 
 
-def written(folder, compute=table, num_rows=250, processes=None):
+def written(folder, compute=table, num_rows=250):
     store = FeatureStore(folder, num_rows, 100, {"of": "numbers"})
-    store.write(processes, "rows", compute)
+    store.write(None, "rows", compute)
     return store
 
 
@@ -82,7 +80,7 @@ def cut(path):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (Path.unlink, f"{SECOND} is not there: do all processes see this folder"),
+        (Path.unlink, rf"{SECOND} is not there \(do all processes see this folder"),
         (cut, f"{SECOND} is damaged"),
         (lambda path: save_arrays(path, {"rows": TABLE[100:190]}), f"{SECOND} has 90 rows, not 100"),
         (lambda path: save_arrays(path, {}), f"{SECOND} has 0 rows, not 100"),
@@ -115,20 +113,6 @@ def test_a_shard_of_other_arrays_is_named(tmp_path, rows, message):
     save_arrays(store.path(100), {"rows": rows})
     with pytest.raises(ValueError, match=f"{SECOND} {message}: delete {tmp_path} to have it made anew"):
         store["rows"][:]
-
-
-def write_shards(folder):
-    processes = PartialState(cpu=True)
-    ranks = lambda shards: ({"labels": np.full(len(rows), processes.process_index)} for rows in shards)  # noqa: E731
-    store = written(folder, ranks, processes=processes)
-    assert len(list(store.folder.glob("*.safetensors"))) == 3  # also those of the other process
-    processes.destroy_process_group()
-
-
-@pytest.mark.slow
-def test_two_processes_share_the_shards(tmp_path):
-    run_processes(2, write_shards, tmp_path)
-    assert np.array_equal(FeatureStore(tmp_path, 250, 100)["labels"][:], np.arange(250) // 100 % 2)
 
 
 def test_arrays_are_written_whole_or_not_at_all(tmp_path):

@@ -44,7 +44,6 @@ def flipped(content):
 
 
 DAMAGES = {
-    "empty": lambda content: b"",
     "no object": lambda content: b"[3]",
     "half": lambda content: content[: len(content) // 2],
     "flipped": flipped,
@@ -63,7 +62,7 @@ TENSORS = {
 TAKEN_IN_PART = {"llava": "sparse", "openai": "dense", "released-clip-moe": "dense"}
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", COMMANDS.keys() - {"average", "dense", "long-context"})  # which load as upcycle
 def test_damaged_files(sources, tmp_path, command):
     """Every file that a converter reads. It may succeed where a damage leaves all that it takes as it was."""
     named = [path for path in COMMANDS[command](sources) if isinstance(path, Path)]

@@ -137,7 +137,7 @@ def test_a_step_in_parts_is_one_of_the_whole(system, checkpointing):
         if size is None:
             task(on_gpu(batch))[0].backward()
         else:
-            cached_gradient(accelerator, task, model, batch, size, 1.0, True)
+            cached_gradient(accelerator, task, batch, size, 1.0, True)
         grads.append(model)
     assert_same_gradients(grads[1], grads[0], atol=1e-5, rtol=1e-3)
 

@@ -1,19 +1,16 @@
 """Batches computed in parts have the loss and the gradient of the whole batch, in one process and in several."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from accelerate import Accelerator
 from several_processes import run_processes
-from tiny_clip_moe import EOS, gradients, inputs, tiny_model, tower_fields
+from steps import assert_same_step, gradient_of, train_stage
+from tiny_clip_moe import EOS, inputs, tiny_model, tower_fields
 
 from modeling_clip_moe import SiglipMoEConfig, SiglipMoEModel
 from training.contrastive_task import ContrastiveTask
-from training.engine import FirstFault, _compute_gradient
 from training.fit import problems_of_training
 from training.gradient_cache import cached_gradient, split_batch
-from training.stages.train import TrainStage
 
 BATCH = 12
 LIMIT = {"capacity_factor": 1.0, "capacity_group_size": 2}
@@ -34,11 +31,6 @@ CASES = {
     "sigmoid": ({"family": "siglip"}, {"loss_chunk_size": 5, "loss": "sigmoid"}),
 }
 ON_PROCESSES = ("capacity", "mean of all tokens", "entropies", "sigmoid")
-
-
-def stage(**settings):
-    settings = {"global_batch_size": BATCH, "max_steps": 1, "learning_rate": 1e-3} | settings
-    return TrainStage(name="tuned", stage="train", model="x", data={"source": "symbols", "num_samples": 1}, **settings)
 
 
 def whole_batch(settings):
@@ -75,47 +67,27 @@ def sparse(fields):
     return model
 
 
-def computed(model, settings, batch, accelerator):
-    task = accelerator.prepare(ContrastiveTask(model, settings))
-    share = split_batch(batch, BATCH // accelerator.num_processes)[accelerator.process_index]
-    metrics = _compute_gradient(
-        accelerator, task, model, iter([share]), settings, 0, FirstFault("tuned", Path("nowhere"))
-    )
-    metrics = {name: accelerator.reduce(value, "mean") for name, value in metrics.items()}
-    return metrics, {name: gradient.clone() for name, gradient in gradients(model).items() if gradient is not None}
-
-
-def assert_same(found, expected):
-    (metrics, grads), (expected_metrics, expected_grads) = found, expected
-    assert max(gradient.abs().max() for gradient in expected_grads.values()) > 1e-3
-    assert grads.keys() == expected_grads.keys()
-    for name, gradient in expected_grads.items():
-        # Small elements are differences of large ones: rounding is to the tensor's largest
-        atol = 1e-7 + 1e-5 * gradient.abs().max().item()
-        torch.testing.assert_close(grads[name], gradient, rtol=0, atol=atol, msg=name)
-    compared = expected_metrics.keys() - {"dropped_tokens"}  # of texts, a mean of parts
-    assert compared == metrics.keys() - {"dropped_tokens"}
-    for name in compared:
-        torch.testing.assert_close(metrics[name], expected_metrics[name], msg=name)
+def computed(case, **more):
+    """On as many processes as there are."""
+    fields, settings = CASES[case]
+    accelerator = Accelerator(cpu=True)
+    share = split_batch(whole_batch(settings), BATCH // accelerator.num_processes)[accelerator.process_index]
+    return gradient_of(sparse(fields), train_stage(BATCH, **settings, **more), share, accelerator)
 
 
 @pytest.mark.parametrize("size", [2, 6, 12])
 @pytest.mark.parametrize("case", CASES)
 def test_parts_have_the_gradient_of_the_whole(case, size):
-    fields, settings = CASES[case]
-    batch, accelerator = whole_batch(settings), Accelerator(cpu=True)
-    whole = computed(sparse(fields), stage(**settings), batch, accelerator)
-    parts = computed(sparse(fields), stage(**settings, mini_batch_size=size), batch, accelerator)
-    assert_same(parts, whole)
+    assert_same_step(computed(case, mini_batch_size=size), computed(case))
 
 
 def test_dropout_is_the_same_both_times():
     """Were it not, the gradient would be none of the loss that was computed."""
     model, batch, accelerator = sparse({"attention_dropout": 0.3}), whole_batch({}), Accelerator(cpu=True)
-    task = ContrastiveTask(model, stage(mini_batch_size=4))
+    task = ContrastiveTask(model, train_stage(BATCH, mini_batch_size=4))
     seen = []
     model.register_forward_hook(lambda module, inputs, outputs: seen.append(outputs.image_embeds.detach()))
-    cached_gradient(accelerator, task, model, batch, 4, 1.0, True)
+    cached_gradient(accelerator, task, batch, 4, 1.0, True)
     first, second = seen[:3], seen[3:]
     torch.testing.assert_close(second, first, rtol=0, atol=0)
     assert torch.rand(1) != first[0].flatten()[0]
@@ -124,20 +96,16 @@ def test_dropout_is_the_same_both_times():
 
 
 def test_a_router_loss_of_a_part_alone_is_refused():
-    settings = stage(mini_batch_size=4)
+    settings = train_stage(BATCH, mini_batch_size=4)
     settings.router_loss = lambda config, outputs, batch: (outputs.vision_router_logits[0].square().mean(), {})
     model = sparse({})
     task = ContrastiveTask(model, settings)
     with pytest.raises(ValueError, match="mini_batch_size: the router loss of this stage differs from part to part"):
-        cached_gradient(Accelerator(cpu=True), task, model, whole_batch({}), 4, 1.0, True)
+        cached_gradient(Accelerator(cpu=True), task, whole_batch({}), 4, 1.0, True)
 
 
 def worker(folder):
-    results = {}
-    for case in ON_PROCESSES:
-        fields, settings = CASES[case]
-        settings_of_parts = stage(**settings, mini_batch_size=2)
-        results[case] = computed(sparse(fields), settings_of_parts, whole_batch(settings), Accelerator(cpu=True))
+    results = {case: computed(case, mini_batch_size=2) for case in ON_PROCESSES}
     torch.save(results, folder / f"{Accelerator().process_index}.pt")
     Accelerator().end_training()
 
@@ -146,15 +114,13 @@ def worker(folder):
 def test_several_processes_have_the_gradient_of_one(tmp_path):
     run_processes(3, worker, tmp_path)
     for case in ON_PROCESSES:
-        fields, settings = CASES[case]
-        whole = computed(sparse(fields), stage(**settings), whole_batch(settings), Accelerator(cpu=True))
         for rank in range(3):
-            assert_same(torch.load(tmp_path / f"{rank}.pt")[case], whole)
+            assert_same_step(torch.load(tmp_path / f"{rank}.pt")[case], computed(case))
 
 
 @pytest.mark.parametrize("group", [None, 3])
 def test_capacity_over_a_whole_batch_is_refused(group):
     config = sparse({"capacity_factor": 1.0, "capacity_group_size": group}).config
-    problems = problems_of_training(stage(mini_batch_size=4), config, BATCH)
+    problems = problems_of_training(train_stage(BATCH, mini_batch_size=4), config, BATCH)
     for tower, problem in zip(("text", "vision"), problems, strict=True):
         assert problem.startswith(f"mini_batch_size: {tower}_config.capacity_group_size is {group}, and 4 sequences")

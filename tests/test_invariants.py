@@ -14,7 +14,7 @@ from accelerate.state import AcceleratorState
 from pydantic.dataclasses import dataclass
 from safetensors.torch import load_file, save_file
 from several_processes import kill_at_a_checkpoint, run_processes, train_recipe
-from tiny_runs import launch_two, losses, same_weights, train, weights
+from tiny_runs import losses, same_weights, train, weights
 
 from training import engine
 from training.context import choose_precision, make_accelerator
@@ -29,10 +29,8 @@ class BalancedTask(ContrastiveTask):
     def __init__(self, model, settings):
         super().__init__(model, settings)
         self.register_buffer("batches", torch.tensor(0))
-        self.register_buffer("is_odd", torch.tensor(False))
         self.register_buffer("scratch", torch.zeros(3), persistent=False)
         self.register_buffer("seen", model.text_projection.weight.detach()[:, :2])
-        self.register_buffer("wide", torch.zeros(1).expand(3))
         model.text_projection.register_buffer("usage", torch.zeros(16))
         model.text_projection.register_buffer("least", torch.tensor(float("inf")))
 
@@ -41,10 +39,8 @@ class BalancedTask(ContrastiveTask):
         usage = self.model.text_projection.usage
         with torch.no_grad():
             self.batches += 1
-            self.wide[:1] += 1
-            self.is_odd.logical_not_()
             usage.mul_(0.9).add_(loss)
-        loss = loss * (1 + usage.mean() + self.batches + self.is_odd + self.wide.sum() + self.seen.sum())
+        loss = loss * (1 + usage.mean() + self.batches + self.seen.sum())
         return loss, metrics | {"loss": loss.detach()}
 
 
@@ -75,11 +71,10 @@ NOISE = set_towers(router_jitter_noise=0.1, attention_dropout=0.1)
 # 24 pairs: an epoch of three steps, so that a new DataLoader begins
 EPOCHS = [{"data": {"source": "symbols", "num_samples": 24, "in_memory": in_memory}} for in_memory in (True, False)]
 RESUMED = {
-    **{f"after step {stop}": (stop, {}) for stop in (1, 2, 5)},
-    **{f"noise, step {stop}": (stop, {"change": NOISE} | epochs) for stop, epochs in zip((3, 5), EPOCHS, strict=True)},
-    "averaged weights": (4, {"ema_decay": 0.7}),
+    "before a checkpoint": (1, {}),
+    "noise, in memory": (3, {"change": NOISE} | EPOCHS[0]),
+    "noise": (5, {"change": NOISE} | EPOCHS[1]),
     "parts of batches": (4, {"mini_batch_size": 4}),
-    "buffers": (5, {"change": balance}),
     "buffers and averaged weights": (5, {"change": balance, "ema_decay": 0.5}),
 }
 
@@ -90,11 +85,10 @@ def test_resumed_is_the_same_to_the_bit(whole, tmp_path, stop, settings):
     checkpoints = [path.name for path in (left / "checkpoints").glob("step-*")]
     assert checkpoints == ([f"step-{stop // 2 * 2:08d}"] if stop >= 2 else [])
     if settings.get("change") is balance:
-        # Those of a loss stay out of the file of the model: a view of a weight, an expanded one, ...
+        # Those of a loss stay out of the file of the model: a view of a weight, ...
         kept = load_file(left / "checkpoints/step-00000004/model.safetensors")
         assert kept["model.text_projection.least"].isinf() and kept["model.text_projection.usage"].any()
-        assert (kept["batches"].item(), kept["is_odd"].item(), "scratch" in kept) == (4, False, False)
-        assert kept["wide"].tolist() == [4, 4, 4]
+        assert kept["batches"].item() == 4 and "scratch" not in kept
         assert torch.equal(kept["seen"], kept["model.text_projection.weight"][:, :2])
     resumed = train(tmp_path, **settings)
     assert losses(resumed) == losses(whole(**settings)) and same_weights(resumed, whole(**settings))
@@ -108,14 +102,12 @@ def test_the_seed_and_noise_decide(whole):
 
 @pytest.mark.slow
 def test_two_processes_train_as_one(whole, tmp_path):
-    """By torchrun. Killed and started again, they end in the bits of two that were not."""
-    settings = {"global_batch_size": 16, "max_steps": 40}
+    """Killed and started again, they end in the bits of two that were not."""
+    settings = {"global_batch_size": 16, "max_steps": 12}
     train(tmp_path, only=["dense", "sparse"], **settings)
     two, killed = tmp_path / "out" / "tuned", tmp_path / "killed"
     shutil.copytree(tmp_path / "out", killed)
-    process = launch_two(tmp_path / "recipe.yaml", launcher=("torchrun", "--nproc-per-node", "2"))
-    printed, error = process.communicate(timeout=300)
-    assert process.returncode == 0 and printed.count("on 2 x cpu") == 1, error
+    assert run_processes(2, train_recipe, "--config", tmp_path / "recipe.yaml").count("on 2 x cpu") == 1
     again = "--config", tmp_path / "recipe.yaml", "--output-dir", killed
     kill_at_a_checkpoint(killed, 2, train_recipe, *again)
     run_processes(2, train_recipe, *again)
@@ -149,26 +141,29 @@ def test_accumulation_averages_gradients(whole, tmp_path, monkeypatch):
 
 
 def train_compiled(recipe, environment):
+    """Traced forward and backward, but no kernels are generated, which takes a minute."""
     from torch._dynamo.utils import counters
 
     os.environ |= environment
+    torch.compiler.set_default_backend("aot_eager")
     train_recipe("--config", recipe)
     print(counters["stats"]["unique_graphs"], "graphs,", counters["graph_break"].total(), "breaks")
 
 
-@pytest.mark.slow  # inductor compiles kernels for a minute
+@pytest.mark.slow
 @pytest.mark.parametrize("by", ["the setting", "Accelerate"])
 def test_compiled_models_train_the_same_and_are_saved_by_their_own_names(whole, tmp_path, by):
     """In a process of its own: one keeps what it compiled, and what it gave up to compile."""
     setting = by == "the setting"
-    train(tmp_path, only=["dense", "sparse"], max_steps=2, torch_compile=setting)
-    backend = {} if setting else {"ACCELERATE_DYNAMO_BACKEND": "eager"}  # traced, but nothing is generated
+    steps = 2 if setting else 1  # a batch of another length is traced anew, all in one by Accelerate
+    train(tmp_path, only=["dense", "sparse"], max_steps=steps, torch_compile=setting)
+    backend = {} if setting else {"ACCELERATE_DYNAMO_BACKEND": "eager"}
     printed = run_processes(1, train_compiled, tmp_path / "recipe.yaml", backend)
     graphs, breaks = re.search(r"(\d+) graphs, (\d+) breaks", printed).groups()
     assert (int(graphs), int(breaks)) == (4, 0) if setting else int(graphs) > 0
     compiled = tmp_path / "out" / "tuned"
-    torch.testing.assert_close(losses(compiled), losses(whole(max_steps=2)), rtol=1e-4, atol=1e-5)
-    assert weights(compiled).keys() == weights(whole(max_steps=2)).keys()
+    torch.testing.assert_close(losses(compiled), losses(whole(max_steps=steps)), rtol=1e-4, atol=1e-5)
+    assert weights(compiled).keys() == weights(whole(max_steps=steps)).keys()
 
 
 def test_the_average_of_the_weights(tmp_path, monkeypatch):

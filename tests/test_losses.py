@@ -24,7 +24,6 @@ from training.losses import (
 from training.stages.train_long_clip import TrainLongCLIPStage
 
 BATCH, WIDTH, EXPERTS, TOP_K = 6, 5, 4, 2
-CASES = [(None, 0.0), (1, 0.0), (2, 0.1), (4, 0.0), (100, 0.1)]
 
 
 def plain_contrastive_loss(images, texts, scale, label_smoothing=0.0, is_right=operator.eq):
@@ -98,28 +97,19 @@ def data():
     return images, texts, tokens, mask.long()
 
 
-def losses(model, share, chunk_size, label_smoothing):
+def with_routers(model, share=slice(None)):
     """This process's part of the contrastive and of the router losses."""
-    images, texts, tokens, mask = (tensor[share] for tensor in data())
-    image_embeds, text_embeds = model.embeds(images, texts)
-    contrastive = contrastive_loss(image_embeds, text_embeds, model.logit_scale.exp(), chunk_size, label_smoothing)
+    tokens, mask = (tensor[share] for tensor in data()[2:])
     logits = (model.router(tokens), model.router(tokens + 1))
     balance = load_balancing_loss(logits, TOP_K, mask, reduce=all_reduce_sum)
-    return contrastive + balance + 0.1 * router_z_loss(logits, mask, reduce=all_reduce_sum)
+    return contrastive(model, share) + balance + 0.1 * router_z_loss(logits, mask, reduce=all_reduce_sum)
 
 
-def sigmoid(model, share, chunk_size=None, pairing=None):
+def contrastive(model, share=slice(None), chunk_size=None, smoothing=0.0, with_bias=False, with_keys=False):
     embeds = model.embeds(*(tensor[share] for tensor in data()[:2]))
-    return contrastive_loss(*embeds, model.logit_scale.exp(), chunk_size, 0.0, model.logit_bias, pairing)
-
-
-def duplicates(model, share, chunk_size=None, label_smoothing=0.0, with_bias=False):
-    """The contrastive loss of pairs with duplicates."""
-    pairing = Pairing(None, IMAGE_KEYS[share], TEXT_KEYS[share])
-    if with_bias:
-        return sigmoid(model, share, chunk_size, pairing)
-    embeds = model.embeds(*(tensor[share] for tensor in data()[:2]))
-    return contrastive_loss(*embeds, model.logit_scale.exp(), chunk_size, label_smoothing, pairing=pairing)
+    pairing = Pairing(None, IMAGE_KEYS[share], TEXT_KEYS[share]) if with_keys else None
+    bias = model.logit_bias if with_bias else None
+    return contrastive_loss(*embeds, model.logit_scale.exp(), chunk_size, smoothing, bias, pairing)
 
 
 def plain_multi_positive_loss(images, texts, scale, weights, mask, is_right=lambda i, j, c: i == j):
@@ -161,20 +151,20 @@ def several_captions(model, share=slice(None)):
     return image_embeds, text_embeds.unflatten(0, (-1, 3))
 
 
-def multi_positive(model, share, chunk_size=None, weights=None, mask=CAPTION_MASK, bias=None, with_keys=False):
-    weights = model.weights if weights is None else weights
-    embeds, keys = several_captions(model, share), ()
-    if with_keys:
-        keys = IMAGE_KEYS[share], CAPTION_KEYS[share][mask[share]]
-    pairing = Pairing(mask[share], *keys)
-    return multi_positive_loss(*embeds, model.logit_scale.exp(), weights, pairing, chunk_size, logit_bias=bias)
+def multi_positive(
+    model, share=slice(None), chunk_size=None, weights=None, mask=CAPTION_MASK, with_bias=False, with_keys=False
+):
+    keys = (IMAGE_KEYS[share], CAPTION_KEYS[share][mask[share]]) if with_keys else ()
+    settings = model.weights if weights is None else weights, Pairing(mask[share], *keys), chunk_size
+    bias = model.logit_bias if with_bias else None
+    return multi_positive_loss(*several_captions(model, share), model.logit_scale.exp(), *settings, logit_bias=bias)
 
 
 def gradients(model):
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-def long_clip(model, share):
+def long_clip(model, share=slice(None)):
     """The loss of its stage, of a long and a short caption of each image."""
     steps = {"max_steps": 1, "learning_rate": 1.0, "global_batch_size": BATCH}
     stage = TrainLongCLIPStage(name="x", stage="x", model="x", data={"source": "x"}, num_components=2, **steps)
@@ -184,22 +174,50 @@ def long_clip(model, share):
     return stage.contrastive_loss(*embeds, model.logit_scale.exp(), Pairing())
 
 
-# Functions of a model and of a process's share of the batch
-LOSSES = {str(case): lambda model, share, case=case: losses(model, share, *case) for case in CASES}
-LOSSES |= {"captions": multi_positive, "captions in chunks": partial(multi_positive, chunk_size=2)}
-LOSSES |= {"Long-CLIP": long_clip, "sigmoid": sigmoid, "sigmoid in chunks": partial(sigmoid, chunk_size=2)}
-LOSSES |= {"duplicates": duplicates, "duplicates in chunks": partial(duplicates, chunk_size=2, label_smoothing=0.1)}
-LOSSES |= {
-    "duplicates, sigmoid": partial(duplicates, with_bias=True),
-    "captions of duplicates": partial(multi_positive, with_keys=True),
+def plain(loss, *settings, with_bias=False):
+    def of(model):
+        bias = [model.logit_bias] if with_bias else []
+        return loss(*model.embeds(*data()[:2]), model.logit_scale.exp(), *bias, *settings)
+
+    return of
+
+
+def plain_captions(*settings):
+    def of(model):
+        inputs = *several_captions(model), model.logit_scale.exp(), model.weights, CAPTION_MASK
+        return plain_multi_positive_loss(*inputs, *settings)
+
+    return of
+
+
+sigmoid, duplicates = partial(contrastive, with_bias=True), partial(contrastive, with_keys=True)
+plain_sigmoid = plain(plain_sigmoid_loss, with_bias=True)
+plain_of_duplicates = plain(plain_sigmoid_loss, is_known, with_bias=True)
+# Of three captions, the first alone has a weight, or is there
+ONE_OF_SEVERAL = {"weights": torch.tensor([1.0, 0, 0]), "mask": torch.ones_like(CAPTION_MASK), "with_bias": True}
+ALONE = {"weights": torch.ones(3), "mask": torch.tensor([[True, False, False]] * BATCH), "with_bias": True}
+# A function of a model and of a process's share of the batch, and its obvious loop
+FORMULAS = {
+    "contrastive": (contrastive, plain(plain_contrastive_loss)),
+    "smoothed": (partial(contrastive, smoothing=0.1), plain(plain_contrastive_loss, 0.1)),
+    "duplicates": (partial(duplicates, smoothing=0.1), plain(plain_contrastive_loss, 0.1, is_known)),
+    "sigmoid": (sigmoid, plain_sigmoid),
+    "sigmoid of duplicates": (partial(duplicates, with_bias=True), plain_of_duplicates),
+    "sigmoid, one of several": (partial(multi_positive, **ONE_OF_SEVERAL), plain_sigmoid),
+    "sigmoid, one alone": (partial(multi_positive, **ALONE), plain_sigmoid),
+    "captions": (multi_positive, plain_captions()),
+    "captions of duplicates": (partial(multi_positive, with_keys=True), plain_captions(is_known_caption)),
 }
+ON_PROCESSES = {name: ours for name, (ours, _) in FORMULAS.items()}
+ON_PROCESSES |= {f"{name} in chunks": partial(ours, chunk_size=2) for name, ours in ON_PROCESSES.items()}
+ON_PROCESSES |= {"routers": with_routers, "Long-CLIP": long_clip}
 
 
 def worker(folder):
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     results, share = {}, slice(rank * BATCH // world_size, (rank + 1) * BATCH // world_size)
-    for name, function in LOSSES.items():
+    for name, function in ON_PROCESSES.items():
         model = DistributedDataParallel(Model(), find_unused_parameters=True)
         loss = model(partial(function, share=share))
         loss.backward()
@@ -210,11 +228,11 @@ def worker(folder):
     dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module", params=[2, 3])
-def processes(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("gloo")
-    run_processes(request.param, worker, folder)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(request.param)]
+    run_processes(3, worker, folder)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(3)]
 
 
 def assert_same(ours, plain):
@@ -230,54 +248,17 @@ def assert_same(ours, plain):
     torch.testing.assert_close(*results, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("chunk_size", "label_smoothing"), CASES)
-def test_contrastive_loss_is_the_plain_one(chunk_size, label_smoothing):
-    def of(loss, *settings):
-        return lambda model: loss(*model.embeds(*data()[:2]), model.logit_scale.exp(), *settings)
-
-    assert_same(of(contrastive_loss, chunk_size, label_smoothing), of(plain_contrastive_loss, label_smoothing))
-
-
 @pytest.mark.parametrize("chunk_size", [None, 1, 4, 100])
-def test_sigmoid_loss_is_the_plain_one(chunk_size):
-    def plain(model):
-        return plain_sigmoid_loss(*model.embeds(*data()[:2]), model.logit_scale.exp(), model.logit_bias)
-
-    def one_of_several(model):
-        """Captions of which all images have one each are as many losses."""
-        weights, mask = torch.tensor([1.0, 0.0, 0.0]), torch.ones_like(CAPTION_MASK)
-        return multi_positive(model, slice(None), chunk_size, weights, mask, model.logit_bias)
-
-    def alone(model):
-        """The others are in no image of the batch."""
-        mask = torch.ones_like(CAPTION_MASK) & torch.tensor([True, False, False])
-        return multi_positive(model, slice(None), chunk_size, torch.ones(3), mask, model.logit_bias)
-
-    assert_same(lambda model: sigmoid(model, slice(None), chunk_size), plain)
-    assert_same(one_of_several, plain)
-    assert_same(alone, plain)
+@pytest.mark.parametrize("name", FORMULAS)
+def test_losses_are_the_plain_ones(name, chunk_size):
+    ours, expected = FORMULAS[name]
+    assert_same(partial(ours, chunk_size=chunk_size), expected)
 
 
-@pytest.mark.parametrize("chunk_size", [None, 1, 4, 100])
-def test_equal_texts_and_images_are_right(chunk_size):
-    def plain(model):
-        embeds = model.embeds(*data()[:2])
-        return plain_contrastive_loss(*embeds, model.logit_scale.exp(), 0.1, is_known)
-
-    def plain_sigmoid(model):
-        embeds = model.embeds(*data()[:2])
-        return plain_sigmoid_loss(*embeds, model.logit_scale.exp(), model.logit_bias, is_known)
-
-    def plain_captions(model):
-        inputs = *several_captions(model), model.logit_scale.exp(), model.weights, CAPTION_MASK
-        return plain_multi_positive_loss(*inputs, is_known_caption)
-
-    assert sum(is_known(i, j) for i in range(BATCH) for j in range(BATCH)) == 13
-    assert_same(lambda model: duplicates(model, slice(None), chunk_size, 0.1), plain)
-    assert_same(lambda model: duplicates(model, slice(None), chunk_size, with_bias=True), plain_sigmoid)
-    assert_same(lambda model: multi_positive(model, slice(None), chunk_size, with_keys=True), plain_captions)
-    right = Pairing(None, IMAGE_KEYS, TEXT_KEYS).positive_texts(torch.empty(BATCH, WIDTH))
-    assert right.tolist() == [[is_known(i, j) for j in range(BATCH)] for i in range(BATCH)]
+def test_equal_texts_and_images_are_right():
+    known = [[is_known(i, j) for j in range(BATCH)] for i in range(BATCH)]
+    assert sum(map(sum, known)) == 13
+    assert Pairing(None, IMAGE_KEYS, TEXT_KEYS).positive_texts(torch.empty(BATCH, WIDTH)).tolist() == known
 
 
 @pytest.mark.parametrize("needed", [(), (0,), (1,), (2,), (0, 2)], ids=str)
@@ -295,19 +276,11 @@ def test_a_loss_in_chunks_has_the_gradients_that_are_needed(needed):
     torch.testing.assert_close(*results)
 
 
-@pytest.mark.parametrize("chunk_size", [None, 1, 2, 4, 100])
-def test_multi_positive_loss_is_the_plain_one(chunk_size):
-    def plain(model):
-        return plain_multi_positive_loss(*several_captions(model), model.logit_scale.exp(), model.weights, CAPTION_MASK)
-
-    assert_same(lambda model: multi_positive(model, slice(None), chunk_size), plain)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", ON_PROCESSES)
 def test_several_processes_equal_one(processes, name):
     model = Model()
-    loss = LOSSES[name](model, slice(None))
+    loss = ON_PROCESSES[name](model)
     loss.backward()
     parts, grads = zip(*(results[name] for results in processes), strict=True)
     torch.testing.assert_close(sum(parts) / len(parts), loss.detach(), atol=1e-6, rtol=1e-6)

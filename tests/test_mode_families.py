@@ -1,7 +1,6 @@
 """Mixtures of whole models of other families than CLIP, and of two."""
 
 import copy
-import shutil
 
 import numpy as np
 import pytest
@@ -127,18 +126,6 @@ def test_texts_that_are_not_padded_are_refused():
     for call in (experts[1].get_text_features, mixture.get_text_features, lambda ids: mixture(ids, images)):
         with pytest.raises(ValueError, match='have 5 tokens a text, but SigLIP needs 8: pass padding="max_length"'):
             call(ids)
-
-
-def test_processors_stay_where_a_mixture_is_saved_again(of_two_families, tmp_path):
-    def files():
-        return {path.relative_to(tmp_path) for path in tmp_path.rglob("*")}
-
-    folder = shutil.copytree(of_two_families[1], tmp_path / "mixture")
-    mixture, before = load_mixture(folder), files()
-    mixture.save_pretrained(folder)
-    assert files() == before
-    for name in mixture.config.experts:
-        assert load_processor(folder / name)
 
 
 def test_a_first_expert_of_another_size_and_precision(of_two_families, tmp_path):

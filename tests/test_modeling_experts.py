@@ -197,18 +197,12 @@ def test_an_activation_with_a_parameter_has_its_gradient():
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
-def test_no_tokens_are_no_outputs(name):
-    experts = tiny_block().experts
-    experts.config._experts_implementation = name
-    assert experts(torch.ones(0, 16), torch.ones(0, 2, dtype=torch.long), torch.ones(0, 2)).shape == (0, 16)
-
-
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
-def test_every_expert_has_a_gradient_even_without_tokens(name):
+def test_without_tokens_there_are_gradients_but_no_outputs(name):
     block = tiny_block()
     block.experts.config._experts_implementation = name
-    hidden_states = torch.randn(1, 3, 16)
-    block(hidden_states, torch.zeros(1, 3)).sum().backward()  # all padding
+    nothing = block.experts(torch.ones(0, 16), torch.ones(0, 2, dtype=torch.long), torch.ones(0, 2))
+    assert nothing.shape == (0, 16)
+    block(torch.randn(1, 3, 16), torch.zeros(1, 3)).sum().backward()  # all padding
     for parameter in block.parameters():
         assert parameter.grad is not None and (parameter.grad == 0).all()
 

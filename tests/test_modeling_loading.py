@@ -7,7 +7,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tiny_clip import assert_same_weights
-from tiny_clip_moe import inputs, tiny_model
+from tiny_clip_moe import inputs, tiny_model, tower_fields
 from transformers import CLIPConfig, CLIPModel
 
 import modeling_clip_moe
@@ -136,11 +136,6 @@ def test_names_in_files_stay_and_are_clips_own(tmp_path, model_class, clips):
     assert names(clips.from_pretrained(tmp_path / "whole", ignore_mismatched_sizes=True)) == expected
 
 
-def test_the_module_holds_what_diffusers_looks_up():
-    assert modeling_clip_moe.modeling_clip_moe.PreTrainedModel is transformers.PreTrainedModel
-    assert CLIPMoEModel._no_split_modules == ["CLIPTextEmbeddings", "CLIPVisionEmbeddings", "CLIPMoEEncoderLayer"]
-
-
 def test_names_of_weights_are_a_file_format(saved):
     """Those of CLIP itself, with these in place of the FFN of a sparse layer."""
     _, folder = saved
@@ -148,7 +143,7 @@ def test_names_of_weights_are_a_file_format(saved):
     parts = ["router.weight", "fusion_gate.proj.weight", *(f"experts.{name}" for name in stacks)]
     parts += [f"base.fc{number}.{kind}" for number in (1, 2) for kind in ("weight", "bias")]
     parts.append("fc1.weight")  # which is empty: CLIP's own classes refuse it
-    fields = {"num_hidden_layers": 3}
+    fields = tower_fields()
     dense = {name for name, _ in CLIPModel(CLIPConfig(text_config=fields, vision_config=fields)).named_parameters()}
     layers = [f"{tower}_model.encoder.layers.{layer}.mlp." for tower in ("text", "vision") for layer in (1, 2)]
     expected = {name for name in dense if not name.startswith(tuple(layers))} | {a + b for a in layers for b in parts}

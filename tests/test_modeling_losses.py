@@ -5,20 +5,16 @@ from functools import partial
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 import modeling_clip_moe
 from modeling_clip_moe import global_entropy_loss, load_balancing_loss, local_entropy_loss, router_z_loss
 
-# All that a `Trainer` may train: it would divide or multiply a loss that it takes for a sum
-CLASSES = [getattr(modeling_clip_moe, name) for name in modeling_clip_moe.__all__]
-MODELS = [one for one in CLASSES if isinstance(one, type) and issubclass(one, PreTrainedModel)]
 
-
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
-def test_losses_are_means_for_a_trainer(model):
-    assert model.accepts_loss_kwargs is False
+def test_losses_are_means_for_a_trainer():
+    """It would divide or multiply a loss that it takes for a sum."""
+    models = [value for value in vars(modeling_clip_moe).values() if hasattr(value, "accepts_loss_kwargs")]
+    assert len(models) > 15 and not any(model.accepts_loss_kwargs for model in models)
 
 
 # Probabilities of three tokens over two experts: 0.8 / 0.2, 0.6 / 0.4, 0.5+ / 0.5-

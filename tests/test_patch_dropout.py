@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+from steps import train_stage
 from tiny_families import tiny_dense
 
+from conversion.checkpoints import load_config
 from modeling_clip_moe.families import FAMILIES
-from training.contrastive_task import drop_patches, patches_kept
+from training.contrastive_task import drop_patches
+from training.fit import problems_of_training
 
 
 @pytest.mark.parametrize("family", [one for one in FAMILIES if not one.naflex], ids=lambda one: one.name)
@@ -38,5 +41,7 @@ def test_patch_dropout_leaves_patches_out(family):
     assert torch.equal(vision.embeddings(pixels), whole)
 
 
-def test_a_share_is_not_cut_by_rounding():
-    assert (patches_kept(100, 0.9), patches_kept(100, 0.8), patches_kept(1, 0.9)) == (10, 20, 0)
+def test_a_share_that_leaves_no_patch_is_refused():
+    config = load_config("training/symbol_clip")  # 16 patches
+    for share, problems in ((0.95, []), (0.99, ["patch_dropout: it leaves none of 16 patches: take at most 0.938"])):
+        assert list(problems_of_training(train_stage(4, patch_dropout=share), config, 4)) == problems

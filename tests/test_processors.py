@@ -34,7 +34,10 @@ def test_a_siglips_tokenizer_is_saved_as_its_texts_are_read(tmp_path):
     settings = json.loads((source / "tokenizer_config.json").read_text())
     length = settings.pop("model_max_length")
     for changes, message in (
-        ({"model_max_length": 5}, "cuts texts at its model_max_length, 5, but .* takes texts padded to 8"),
+        (
+            {"model_max_length": 5},
+            "model_max_length is 5 and .* set model_max_length to 8",
+        ),
         ({"padding_side": "left", "model_max_length": length}, "pads texts on the left"),
     ):
         (source / "tokenizer_config.json").write_text(json.dumps(settings | changes))

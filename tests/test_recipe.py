@@ -3,8 +3,6 @@
 import re
 import subprocess
 import sys
-import types
-import typing
 from pathlib import Path
 
 import pytest
@@ -13,10 +11,9 @@ from documents import ROOT
 
 from data.arguments import Augmentation, CaptionPolicy, DataArguments
 from evaluation.own_task import OwnTask
-from training.recipe import Recipe, RecipeError, load_recipe, unknown_names, validated
+from training.recipe import Recipe, RecipeError, load_recipe, validated
 from training.settings import dump
 from training.stages import KINDS, stage_of_kind
-from training.stages.base import setting_names
 from training.train_settings import Evaluation, LoraSettings
 
 RECIPES = sorted((Path(__file__).parents[1] / "training" / "recipes").glob("*.yaml"))
@@ -82,34 +79,6 @@ def test_defaults_of_train_hold_for_all_that_trains(recipe):
     assert (routed.balance_top_k, routed.balance_mean) == (1, "layer")
 
 
-def facts(hint, given=()):
-    """The numbers and choices of an annotation such as `Annotated[float, Field(gt=0)] | None`, with bounds."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is typing.Annotated:
-        yield from facts(arguments[0], [*given, *arguments[1:]])
-    elif origin in (typing.Union, types.UnionType):
-        for argument in arguments:
-            yield from facts(argument, given)
-    elif hint in (int, float) or origin is typing.Literal:
-        found = [fact for one in given for fact in getattr(one, "metadata", [one])]
-        yield hint, [(key, getattr(fact, key)) for fact in found for key in BOUNDS if hasattr(fact, key)]
-
-
-def takes_text(hint):
-    inner = () if typing.get_origin(hint) is typing.Literal else typing.get_args(hint)
-    return hint is str or any(map(takes_text, inner))
-
-
-def wrong_values(hint, given):
-    """Values that a setting refuses: of another type, no choice, beyond a bound."""
-    kinds = list(facts(hint, given))
-    yield from [ODD, *(["nonsense"] if kinds and not takes_text(hint) else [])]
-    for kind, bounds in kinds if len(kinds) == 1 else ():
-        step = 1 if kind is int else 1e-6
-        yield from (bound + {"gt": 0, "lt": 0, "ge": -step, "le": step}[key] for key, bound in bounds)
-
-
-ODD, BOUNDS = [[{"x": [None]}]], ("gt", "ge", "lt", "le")
 CLASSES = [
     *map(stage_of_kind, KINDS),
     DataArguments,
@@ -124,14 +93,11 @@ CLASSES = [
 
 @pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
 def test_what_a_setting_cannot_be_is_refused_by_its_name(kind):
-    for name, field in kind.__pydantic_fields__.items():
-        if (kind, name) == (Recipe, "stages"):  # each is read before, by its own class
-            continue
-        for value in wrong_values(field.annotation, field.metadata):
-            with pytest.raises(RecipeError, match=rf"\b{name}\b"):
-                validated(kind, {name: value}, "x")
-    (line,) = unknown_names({name: 1, "nonsense": 1}, setting_names(kind), "x.")
-    assert line.startswith("x.nonsense: there is no such key")
+    for name in {*kind.__pydantic_fields__} - {"stages"}:  # which are read by their own classes
+        with pytest.raises(RecipeError, match=rf"\b{name}\b"):
+            validated(kind, {name: [{"x": [None]}]}, "x")
+    with pytest.raises(RecipeError, match="nonsense: there is no such key: (did you mean|known are)"):
+        validated(kind, {"nonsense": 1}, "x")
 
 
 def test_kinds_and_their_help_import_nothing_heavy():

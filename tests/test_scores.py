@@ -18,7 +18,6 @@ from evaluation.tasks import Task
 from records.provenance import weights_fingerprint
 from training import curves
 from training.commands import curves as curves_command
-from training.scores import find_score
 
 KINDS = symbols.KIND_SETS["digit"]
 SCORE = "kinds/accuracy_top5"
@@ -114,24 +113,24 @@ def killed(tmp_path_factory):
         lambda best: (best / "best.json").write_text(""),
         lambda best: (best / "best.json").write_text('{"step": 1}'),
         lambda best: (best / "model.safetensors").unlink(),
-        shutil.rmtree,
     ],
-    ids=["empty record", "other record", "no weights", "gone"],
+    ids=["empty record", "other record", "no weights"],
 )
 def test_a_damaged_best_is_refused(killed, tmp_path, damage):
     shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
     checkpoints = tmp_path / "out" / "tuned.partial" / "checkpoints"
-    damage(checkpoints / "best")
-    with pytest.raises(ValueError, match=f"checkpoints/best, is damaged .*: delete {checkpoints} to begin"):
+    (best,) = checkpoints.glob("best-*")
+    damage(best)
+    with pytest.raises(ValueError, match=f"{best}, is not what its best.json tells: delete {checkpoints} to begin"):
         run(tmp_path, KEEPING, learning_rate=0.1)
 
 
-@pytest.mark.parametrize("name", ["best", "best.old"])
-def test_an_interrupted_run_keeps_the_same(best, killed, tmp_path, name):
-    """Also one that was killed while a better one took the place of the best."""
+def test_an_interrupted_run_keeps_the_same(best, killed, tmp_path):
+    """Also one that was killed when a better one was there beside the best before."""
     shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
-    kept = tmp_path / "out" / "tuned.partial" / "checkpoints" / "best"
-    kept.rename(kept.with_name(name))
+    (kept,) = tmp_path.glob("out/tuned.partial/checkpoints/best-*")
+    before = shutil.copytree(kept, kept.with_name("best-00000000"))
+    (before / "model.safetensors").unlink()
     again = run(tmp_path, KEEPING, learning_rate=0.1)
     assert same_weights(best, again) and scores(best) == scores(again)
     assert (best / "best.json").read_text() == (again / "best.json").read_text()
@@ -146,11 +145,11 @@ def train_with_small_tasks(recipe):
 
 @pytest.mark.slow
 def test_two_processes_score_as_one(measured, tmp_path):
-    without = run(tmp_path, EVALUATION | {"at_start": True})
-    shutil.rmtree(without)
+    run(tmp_path, EVALUATION | {"at_start": True}, stop=0)  # writes the recipe, and leaves nothing of the stage
     run_processes(2, train_with_small_tasks, tmp_path / "recipe.yaml")
     # Dropout draws otherwise in two processes: only the model before the first step is the same
-    assert scores(without)[0] == scores(measured)[0] and list(scores(without)) == [0, 2, 4, 6]
+    found = scores(tmp_path / "out" / "tuned")
+    assert found[0] == scores(measured)[0] and list(found) == [0, 2, 4, 6]
 
 
 def test_a_score_that_no_task_has_is_refused(tmp_path):
@@ -158,8 +157,6 @@ def test_a_score_that_no_task_has_is_refused(tmp_path):
     with pytest.raises(ValueError, match="keep_best 'pairs/group'.* names none of the tasks kinds, captions"):
         run(tmp_path, EVALUATION | {"keep_best": "pairs/group"})
     assert not list(tmp_path.rglob("log.jsonl"))
-    with pytest.raises(ValueError, match="keep_best 'captions'.* the metrics of captions are image"):
-        find_score("captions", TASKS)
     with pytest.raises(ValueError, match="keep_best 'kinds/roc_auc' was not measured, only kinds/accuracy, "):
         run(tmp_path, {"every_steps": 1, "tasks": ["kinds"], "keep_best": "kinds/roc_auc"})
 
@@ -206,12 +203,9 @@ def test_curves(measured, plain, tmp_path, capsys):
     assert PIL.Image.open(tmp_path / "curves.png").size[0] > 1000
 
 
-def test_curves_of_no_run_and_of_damaged_logs(measured, tmp_path):
+def test_curves_of_no_run_and_of_one_that_goes_on(measured, tmp_path):
     with pytest.raises(SystemExit, match="error: .*nowhere has no log.jsonl"):
         curves_command.main([str(tmp_path / "nowhere"), "--output-dir", str(tmp_path / "out")])
     log, text = tmp_path / "log.jsonl", (measured / "log.jsonl").read_bytes()
-    log.write_bytes(b"{\n" + text)
-    with pytest.raises(ValueError, match="line 1 of .*log.jsonl is damaged: "):
-        curves.read_log(log)
     log.write_bytes(text + b"{")  # which is just being written
     assert list(curves.read_log(log)) == list(curves.read_log(measured / "log.jsonl"))

@@ -40,12 +40,6 @@ def are_one(model):
     return text.keys() == vision.keys() and all(vision[name] is parameter for name, parameter in text.items())
 
 
-def test_memory_for_a_part_is_refused(tmp_path):
-    shared_model().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="shared_encoder=True has to fit into one device. Raise max_memory"):
-        CLIPMoEModel.from_pretrained(tmp_path, device_map="auto", max_memory={"cpu": "40KB"})
-
-
 @pytest.mark.parametrize("moe", [{}, {"fusion_gate": True}, {"moe_layers": ()}])
 def test_it_computes_and_learns_as_two_encoders_of_the_same_weights(moe):
     model = shared_model(**moe).train()

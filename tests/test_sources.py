@@ -4,7 +4,6 @@ them."""
 import dataclasses
 import os
 import subprocess
-import tarfile
 
 import datasets
 import pytest
@@ -12,7 +11,7 @@ import tiny_sources
 from tiny_sources import damaged, images_and_texts, png, rows, write_shard
 
 from data.pairs import load_pairs, present_captions, select_columns
-from data.sources import DataArguments, source_images
+from data.sources import DataArguments
 from training.loader import PairLoader
 
 STREAMING = pytest.mark.parametrize("streaming", [False, True], ids=["loaded", "streamed"])
@@ -50,14 +49,12 @@ def test_a_stream_of_unknown_features_tells_its_columns_with_its_first_row():
 @STREAMING
 @pytest.mark.parametrize("how", ["--format=gnu", "--format=pax", "--record-size=512", "-z"])
 def test_a_shard_of_another_program_is_whole(tmp_path, streaming, how):
-    for number in range(3):
-        write_shard(tmp_path / f"{number}.tar", images_and_texts(range(8 * number, 8 * number + 8)))
     (tmp_path / "files").mkdir()
-    with tarfile.open(tmp_path / "1.tar") as tar:
-        tar.extractall(tmp_path / "files", filter="data")
+    for name, content in images_and_texts(range(8)):
+        (tmp_path / "files" / name).write_bytes(content)
     names = sorted(os.listdir(tmp_path / "files"))
-    subprocess.run(["tar", "-cf", tmp_path / "1.tar", how, "-C", tmp_path / "files", *names], check=True)
-    assert len(list(load_pairs(DataArguments(source=str(tmp_path), streaming=streaming, **TAR)))) == 24
+    subprocess.run(["tar", "-cf", tmp_path / "0.tar", how, "-C", tmp_path / "files", *names], check=True)
+    assert len(list(load_pairs(DataArguments(source=str(tmp_path), streaming=streaming, **TAR)))) == 8
 
 
 @pytest.mark.parametrize("name", ["v[12]", "run*", "{b,c}"])
@@ -167,12 +164,3 @@ def test_a_cache_that_cannot_be_written_is_not_needed(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "file" / "cache"))
     source = tiny_sources.image_folder(tmp_path)
     assert len(load_pairs(DataArguments(**source))) == 8
-
-
-def test_images_that_only_the_last_rows_name_are_known(tmp_path):
-    names = tiny_sources.write_pictures(tmp_path / "images")
-    images = [{"bytes": png(number), "path": None} for number in range(2000)]
-    images[-1] = {"bytes": None, "path": str(tmp_path / "images" / names[0])}
-    rows = datasets.Dataset.from_dict({"image": images, "caption": ["a"] * 2000})
-    rows.to_parquet(tmp_path / "rows.parquet", batch_size=500)
-    assert source_images(DataArguments(source=str(tmp_path / "rows.parquet"))) == [str(tmp_path / "images" / names[0])]

@@ -11,13 +11,13 @@ from small_evaluation import with_captions
 
 from data import symbols, tokenizer
 from data.tokenizer import learn_tokenizer, read_texts
-from evaluation import texts
 from evaluation.embedder import Embedder
 from evaluation.evaluate import evaluate_model
 from evaluation.measures import measure
 from evaluation.report import write_report
 from evaluation.task import Task
 from evaluation.texts import count_texts
+from records.messages import warn_once
 from records.result_schema import TextCounts
 
 dense = small_evaluation.dense
@@ -32,7 +32,7 @@ def embedder(dense):
 
 @pytest.fixture(autouse=True)
 def warnings(caplog):
-    texts._warn.cache_clear()
+    warn_once.cache_clear()
     caplog.set_level(logging.WARNING)
     return caplog
 

@@ -11,7 +11,7 @@ from conversion.dense import ONLY_EXPERTS, extract, force_expert, set_fusion_gat
 from conversion.presets import PRESETS
 from conversion.unify import convert, unify, verify
 from conversion.upcycle import upcycle
-from conversion.verification import check_equal, model_outputs, sample_inputs
+from conversion.verification import compare
 
 PLAIN, GATED = (dataclasses.replace(PRESETS["clip_moe"], fusion_gate=gate) for gate in (False, True))
 FFN = "vision_model.encoder.layers.3.mlp"
@@ -29,9 +29,12 @@ def one_expert(fusion_gate=True, seed=None, **changes):
     return model if seed is None else moved(model, (".experts.", ".fusion_gate."), seed)
 
 
+def fused():
+    return upcycle(tiny_clip(), PRESETS["clip_fmoe"])
+
+
 def assert_same_outputs(model, expected):
-    inputs = sample_inputs(model.config)
-    check_equal(model_outputs(expected, inputs), model_outputs(model, inputs), tolerance=1e-5)
+    compare(expected, model, tolerance=1e-5)
 
 
 def test_every_expert_is_its_dense_model():
@@ -109,7 +112,7 @@ def test_what_becomes_of_the_base(preset, base_expert, number, is_sparse):
         (one_expert, lambda: [one_expert(seed=1), one_expert(sparse_layers=[1])], r"expert 2 .*layers\.[13]\.mlp"),
         (one_expert, lambda: [one_expert(False, 1)], r"expert 1 .* differs in .*fusion_gate"),
         (one_expert, lambda: [moved(one_expert(seed=1), f"{FFN}.base.fc1.w", 2)], f"1 .* in {FFN}.base.fc1.weight$"),
-        (lambda: upcycle(tiny_clip(), PRESETS["clip_fmoe"]), lambda: [one_expert(seed=1)], "one expert each"),
+        (fused, lambda: [fused(), fused()], "of the wrong shape: .*experts"),  # four experts each
     ],
 )
 def test_what_cannot_be_unified(base, experts, message):

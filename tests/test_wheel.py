@@ -33,17 +33,13 @@ def test_commands_run_where_no_checkout_is(installed, tmp_path):
     """In the folder of a user, whose own modules have names of our rooms."""
     for room in ("data", "records", "training"):
         (tmp_path / f"{room}.py").write_text("raise SystemExit('this is the user\\'s own module')")
+    upcycle = ["upcycle", "sparse", "--model", "training/symbol_clip/quarter", "--preset", "clip_up"]
+    commands = [["recipes"], upcycle, ["publish", "sparse", "user/sparse", "--dry-run", "published"]]
+    program = f"import clip_moe\nfor words in {commands}:\n    clip_moe.main(words)\n"
+    program += "import training\nprint(training.__file__)"
     environment = os.environ | {"PYTHONPATH": str(installed), "HF_HUB_OFFLINE": "1"}
-
-    def run(*arguments, module=("-m", "clip_moe")):
-        command = [sys.executable, *module, *arguments]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    run("recipes")
-    run("upcycle", "sparse", "--model", "training/symbol_clip/quarter", "--preset", "clip_up")
-    run("publish", "sparse", "user/sparse", "--dry-run", "published")
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == str(installed / "clip_moe" / "training" / "__init__.py")
     assert (tmp_path / "published" / "LICENSE-CODE").is_file()
-    printed = run(module=("-c", "import clip_moe, training; print(training.__file__)"))
-    assert printed.strip() == str(installed / "clip_moe" / "training" / "__init__.py")

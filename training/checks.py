@@ -1,20 +1,20 @@
 """What can be wrong with a recipe that its settings and the folders here tell at once. What data and models make of it
 `training.rehearsal` shows."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from data.arguments import DataArguments
 from data.local_data import missing_data
 from data.worlds import WORLDS
 from evaluation.own_task import OwnTask
-from records.files import read_record
 from records.local_names import is_hub_name
 from records.messages import most_similar, suggestion
-from records.provenance import MANIFEST
+from records.provenance import MANIFEST, Record
 from training.recipe import Recipe, RecipeError
+from training.settings import Reads
 from training.stages import KINDS, stage_of_kind
-from training.stages.base import Reference, Stage, each_value, kinds, references
+from training.stages.base import Stage, each_setting, kinds, references
 from training.train_settings import MeasuredTasks
 
 # By which a folder is known to hold a model, or a sentence encoder
@@ -22,85 +22,72 @@ MODEL_FILES = ("config.json", "modules.json")
 
 
 def require_sound(recipe: Recipe, stages: Collection[Stage]) -> None:
-    """Raises a RecipeError of all that is wrong with the stages to run: see `find_faults`."""
-    faults = [*find_faults(recipe, {stage.name for stage in stages})]
-    if faults:
-        raise RecipeError.of(recipe.title, faults)
+    """Raises a RecipeError of all that is wrong with the stages to run that have not finished."""
+    done = {one.name for one in recipe.stages if (Path(recipe.output_dir) / one.name / MANIFEST).is_file()}
+    there = done | {stage.name for stage in stages}
+    to_do = [stage for stage in stages if stage.name not in done]
+    kinds_of = {one.name: [*kinds(type(one)), one.stage] for one in recipe.stages}
+    read = [(stage.name, *reference) for stage in to_do for reference in references(stage)]
+    held = [(stage.name, *setting) for stage in to_do for setting in [("", stage), *each_setting(stage)]]
+    faults = [
+        (f"{name}.{setting}", _fault_of_reference(name, value, reads, kinds_of, there))
+        for name, setting, value, reads in read
+    ]
+    for name, setting, value in held:
+        if isinstance(value, DataArguments) and value.source not in kinds_of:
+            faults += [
+                (f"{name}.{setting}.{part}", fault) for part, fault in _faults_of_data(value, Path(recipe.output_dir))
+            ]
+        if isinstance(value, MeasuredTasks):
+            tasks = f"{name}.{setting}.tasks".replace("..", ".")
+            own = [(number, task) for number, task in enumerate(value.tasks) if isinstance(task, OwnTask)]
+            faults += [(f"{tasks}.{number}.dataset", missing_data(task.dataset)) for number, task in own]
+    told = [f"{setting}: {fault}" for setting, fault in faults if fault]
+    if told:
+        raise RecipeError.of(recipe.title, told)
 
 
-def find_faults(recipe: Recipe, wanted: Collection[str]) -> Iterator[str]:
-    """`stage.setting: what is wrong`, of the stages to run that have not finished.
+def _fault_of_reference(
+    name: str, value: str, reads: Reads, kinds_of: Mapping[str, Collection[str]], there: Collection[str]
+) -> str | None:
+    """Why what a stage reads is neither a model nor an earlier stage that fits.
 
     Args:
-        wanted: names of the stages to run.
+        name, value: the stage, and what it names.
+        kinds_of: name of each stage of the recipe, in their order -> what it is.
+        there: the stages that have finished, or are to run.
     """
-    output_dir = Path(recipe.output_dir)
-    for stage in recipe.stages:
-        if stage.name not in wanted or (output_dir / stage.name / MANIFEST).is_file():
-            continue
-        for reference in references(stage):
-            if problem := _problem_of_reference(stage, reference, recipe, wanted):
-                yield f"{stage.name}.{reference.setting}: {problem}"
-        if isinstance(stage, MeasuredTasks):
-            yield from _problems_of_tasks(f"{stage.name}.", stage)
-        for name, value in vars(stage).items():
-            for setting, arguments in each_value(name, value):
-                if isinstance(arguments, MeasuredTasks):
-                    yield from _problems_of_tasks(f"{stage.name}.{setting}.", arguments)
-                if isinstance(arguments, DataArguments):
-                    problems = _problems_of_data(arguments, {one.name for one in recipe.stages})
-                    yield from (f"{stage.name}.{setting}{problem}" for problem in problems)
-
-
-def _problem_of_reference(stage: Stage, reference: Reference, recipe: Recipe, wanted: Collection[str]) -> str:
-    """Why a reference names neither a model nor a finished or earlier stage that fits, or nothing."""
-    value, reads, stages = reference.value, reference.reads, {one.name: one for one in recipe.stages}
-    fitting = [name for name, one in stages.items() if set(kinds(type(one))) & set(reads.kinds)]
-    names, is_model = [*stages], "model" in reads.kinds
-    if value in stages:
-        if value not in fitting:
-            return f"{value} is a stage of type {stages[value].stage}, not {reads}"
-        if names.index(value) >= names.index(stage.name):
-            return f"{value} is {'this stage itself' if value == stage.name else 'a later stage: move it up'}"
-        folder = Path(recipe.output_dir) / value
-        if value not in wanted and not (folder / MANIFEST).is_file():
-            return f"the stage {value!r} has not finished: {folder} is not there. Run it first"
-        return ""
-    others = [name for name in fitting if name != stage.name]  # a stage may be called as what it reads
-    is_word = not set(value) & set("/\\.*~") and value not in WORLDS and not Path(value).exists()
-    if is_word and most_similar(value, others, cutoff=0.75) is not None:  # which a hub name may be, too
-        return f"there is no stage or folder {value!r}: {suggestion(value, others)}"
+    names, is_model = [*kinds_of], "model" in reads.kinds
+    if value in kinds_of:
+        if not set(kinds_of[value]) & set(reads.kinds):
+            return f"{value} is a stage of type {kinds_of[value][-1]}, not {reads}"
+        if names.index(value) >= names.index(name):
+            return f"{value} is {'this stage itself' if value == name else 'a later stage: move it up'}"
+        return None if value in there else f"the stage {value!r} has not finished. Run it first"
+    fitting = [other for other in names if other != name and set(kinds_of[other]) & set(reads.kinds)]
     folder = Path(value)
-    if not reads.outside or (is_model and any((folder / name).is_file() for name in MODEL_FILES)):
-        return ""
+    is_word = not set(value) & set("/\\.*~") and value not in WORLDS and not folder.exists()
+    if is_word and most_similar(value, fitting, cutoff=0.75) is not None:  # which a hub name may be, too
+        return f"there is no stage or folder {value!r}: {suggestion(value, fitting)}"
+    if not reads.outside or (is_model and any((folder / file).is_file() for file in MODEL_FILES)):
+        return None
     if not folder.is_dir():
-        is_name = is_model and is_hub_name(value)
-        return "" if is_name else f"there is no stage {value!r}, and no such folder"
+        return None if is_model and is_hub_name(value) else f"there is no stage {value!r}, and no such folder"
     if not (folder / MANIFEST).is_file():
         return f"{value} is the folder of neither a model nor a stage: it has no config.json and no {MANIFEST}"
-    made_by = read_record(folder / MANIFEST, dict).get("stage")
-    kind = made_by.get("stage") if isinstance(made_by, dict) else None
+    kind = Record.read(folder).stage.get("stage")
     if kind in KINDS and not set(kinds(stage_of_kind(kind))) & set(reads.kinds):
         return f"{value} is the folder of a stage of type {kind}, not {reads}"
-    return ""
+    return None
 
 
-def _problems_of_data(arguments: DataArguments, stages: Collection[str]) -> Iterator[str]:
-    """What is wrong with a source, after the name of the setting that holds it."""
-    source, root = arguments.source, arguments.image_root
-    if source in stages:
-        for column, made in (("image_column", "image"), ("caption_column", "caption")):
-            if getattr(arguments, column) != made:
-                yield f".{column}: {source} makes the column {made}, not {getattr(arguments, column)}"
-        return
-    if root is not None and not Path(root).is_dir():
-        yield f".image_root: there is no folder {root}"
-    if missing := missing_data(source):
-        yield f".source: {missing}"
-
-
-def _problems_of_tasks(where: str, measured: MeasuredTasks) -> Iterator[str]:
-    """Own data of tasks that are not there."""
-    for number, task in enumerate(measured.tasks):
-        if isinstance(task, OwnTask) and (missing := missing_data(task.dataset)):
-            yield f"{where}tasks.{number}.dataset: {missing}"
+def _faults_of_data(data: DataArguments, output_dir: Path) -> Iterator[tuple[str, str | None]]:
+    """Settings of data, and what is wrong with them."""
+    if data.image_root is not None and not Path(data.image_root).is_dir():
+        yield "image_root", f"there is no folder {data.image_root}"
+    yield "source", missing_data(data.source)
+    if Path(data.source).is_dir() and output_dir.resolve().is_relative_to(Path(data.source).resolve()):
+        yield (
+            "source",
+            f"{output_dir} lies inside {data.source}, all of whose files are the data: choose another output",
+        )

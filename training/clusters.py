@@ -1,9 +1,5 @@
-"""Clusters of features, by which experts are told apart: K-means, by scikit-learn where they are few and by faiss where
-they are millions, and balanced K-means.
-
-CLIP-MoE and CLIP-FMoE cluster the features of images and captions (`FeatureClusters`); MoDE groups fine-grained centers
-of captions (`CaptionClusters`).
-"""
+"""Clusters by which experts are told apart: of the features of images and captions (CLIP-MoE, CLIP-FMoE), and of
+fine-grained centers of captions (MoDE)."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -89,7 +85,6 @@ def kmeans(
 
     Returns:
         (rows,) labels from 0 to `num_clusters` - 1. None is empty.
-
     """
     rows = np.arange(len(features)) if rows is None else rows
     if method.library == "faiss":
@@ -121,8 +116,7 @@ def _by_faiss(
         different.add(row.tobytes())
         if len(different) == num_clusters:
             break
-    sampled = what if len(sample) == len(rows) else f"sampled {what}"
-    _require_clusters(len(different), num_clusters, len(sample), sampled)
+    _require_clusters(len(different), num_clusters, len(sample), what)
     search = faiss.Kmeans(
         sample.shape[1],
         num_clusters,
@@ -145,8 +139,8 @@ def _by_faiss(
 def _require_clusters(found: int, num_clusters: int, num_features: int, what: str) -> None:
     if found < num_clusters:
         raise ValueError(
-            f"only {found} of {num_clusters} clusters of {what} have samples: too few of the {num_features} {what} "
-            "differ, or too many are equal. Ask for fewer clusters, or look at the model they come from"
+            f"only {found} of {num_clusters} clusters of {what} have samples: too many of the {num_features} {what} "
+            "are equal. Ask for fewer clusters, or look at the model they come from"
         )
 
 
@@ -154,10 +148,7 @@ def import_faiss():
     try:
         import faiss
     except ImportError as error:
-        raise ValueError(
-            f"K-means by faiss, the default above {MANY:,} features: faiss is not installed: pip install faiss-cpu (or "
-            "clip-moe[faiss])"
-        ) from error
+        raise ValueError(f"K-means of more than {MANY:,} features needs faiss: pip install faiss-cpu") from error
     return faiss
 
 
@@ -167,9 +158,7 @@ def balanced_kmeans(
     """K-means whose clusters have at most ceil(n / k) of the n samples each.
 
     Every iteration of Lloyd's algorithm assigns by deferred acceptance (Gale and Shapley 1962): each sample goes to the
-    nearest center that takes it, and a center that more samples want than it may take keeps the nearest. The rejected
-    ask again, so that this costs more than an assignment without limits the more unequal the clusters would be without;
-    distances to all centers are held for some samples at a time.
+    nearest center that takes it, and a center that more samples want than it may take keeps the nearest.
 
     Args:
         features: (samples, d).
@@ -271,13 +260,11 @@ def split(
         for name in labels:
             number = num_clusters[name]
             if name == "random":
-                labels[name][np.random.default_rng([seed, group, stage]).permutation(members)] = (
-                    np.arange(len(members)) % number
-                )
+                shuffled = np.random.default_rng([seed, group, stage]).permutation(members)
+                labels[name][shuffled] = np.arange(len(members)) % number
             else:
-                labels[name][members] = kmeans(
-                    features[name], number, seed, f"{name} features{of_group}", method, members
-                )
+                what = f"{name} features{of_group}"
+                labels[name][members] = kmeans(features[name], number, seed, what, method, members)
     return labels
 
 
@@ -291,20 +278,16 @@ def accumulate(
         features: each (samples, D); the centers are their means, one beside the other.
         previous: the clusters that the stages before found of the same samples.
     """
-    if previous is None:
-        combinations, accumulated = np.unique(labels, return_inverse=True)
-        tuples = combinations[:, None]
-    else:
-        number = labels.max() + 1
-        combinations, accumulated = np.unique(previous.labels * number + labels, return_inverse=True)
-        tuples = np.concatenate([previous.tuples[combinations // number], combinations[:, None] % number], axis=1)
+    before, tuples = (0, np.zeros((1, 0), int)) if previous is None else (previous.labels, previous.tuples)
+    number = labels.max() + 1
+    combinations, accumulated = np.unique(before * number + labels, return_inverse=True)
+    tuples = np.concatenate([tuples[combinations // number], combinations[:, None] % number], axis=1)
     centers = np.concatenate([_means(of_one, accumulated, len(tuples)) for of_one in features], axis=1)
     return FeatureClusters(accumulated, tuples, centers)
 
 
 def combine(columns: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Labels (samples,) of the combinations of labels (samples,) that occur, and by their numbers what to call them:
-    `image 2, text 0`."""
+    """Labels (samples,) of the combinations of labels (samples,) that occur, and their names: `image 2, text 0`."""
     shape = [labels.max() + 1 for labels in columns.values()]
     combinations, combined = np.unique(np.ravel_multi_index(tuple(columns.values()), shape), return_inverse=True)
     by_number = zip(*np.unravel_index(combinations, shape), strict=True)
@@ -339,18 +322,10 @@ class CaptionClusters:
     expert_of_center: np.ndarray
     coarse_centers: np.ndarray
 
-    @property
-    def ranges(self) -> np.ndarray:
-        """(n,) the mean distance of an expert's centers to their mean, by which experts are trained first (MoDE section
-        5.5)."""
-        return center_ranges(self.centers, self.expert_of_center, self.coarse_centers)
-
 
 def group_centers(centers: np.ndarray, num_experts: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """The second step: the centers (m, d) grouped into experts by balanced K-means (MoDE eq. 2).
-
-    Experts are numbered by the range of their centers, the largest first: the order in which they are to be trained
-    where there is no time for all (MoDE section 5.5).
+    """The centers (m, d) grouped into experts by balanced K-means (MoDE eq. 2). Experts are numbered by the range of
+    their centers, the largest first: the order of training where there is no time for all (MoDE section 5.5).
 
     Returns:
         (m,) the expert of each center, and (n, d) the mean of each expert's centers.
@@ -368,11 +343,7 @@ def center_ranges(centers: np.ndarray, labels: np.ndarray, coarse_centers: np.nd
 
 
 def save_clusters(directory: Path, clusters: FeatureClusters | CaptionClusters, **about: str) -> None:
-    """Keep clusters.
-
-    Args:
-        about: `dataset_fingerprint` of their samples, and what else is to be known of them.
-    """
+    """Keep clusters, with the `dataset_fingerprint` of their samples, and what else is to be known of them."""
     save_arrays(directory / CLUSTERS, vars(clusters), about)
 
 

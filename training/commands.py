@@ -44,13 +44,14 @@ def run(
         rehearse: run two steps of each stage on few samples, keep nothing, and print what a run will take
         rehearse_batch: rehearse with so many samples in the batch of a process
     """
-    changed = _overrides(overrides)
+    from training.recipe import load_recipe, wanted_stages
+    from training.stage_command import read_flags, read_value
+
+    changed = {key: read_value(key, values) for key, values in read_flags(overrides).items()}
     if output_dir is not None:
         changed["output_dir"] = str(output_dir)
-    only = None if stages is None else _parts(stages)
-    numbers = None if experts is None else _numbers(experts)
-    from training.recipe import load_recipe, wanted_stages
-
+    only = None if stages is None else [name.strip() for name in stages.split(",")]
+    numbers = None if experts is None else read_yaml(f"[{experts}]", "--experts")
     recipe = load_recipe(config, changed)
     if plan:
         from training.plan import plan as plan_of
@@ -64,33 +65,6 @@ def run(
 
     run_recipe(recipe, only, numbers)
     return loading_hint(recipe, only)
-
-
-def _parts(argument: str) -> list[str]:
-    return [part.strip() for part in argument.split(",")]
-
-
-def _numbers(argument: str) -> list[int]:
-    if not all(number.isdecimal() for number in _parts(argument)):
-        raise ValueError(f"--experts takes numbers, such as 1,2, not {argument!r}")
-    return [int(number) for number in _parts(argument)]
-
-
-def _overrides(arguments: tuple[str, ...]) -> dict[str, object]:
-    """`--a.b 1 --c=2` as {"a.b": 1, "c": 2}."""
-    overrides = {}
-    remaining = list(arguments)
-    while remaining:
-        key = remaining.pop(0)
-        if not key.startswith("--"):
-            raise ValueError(f"{key!r} is not an option: overrides are written --KEY VALUE")
-        key, equals, value = key[2:].partition("=")
-        if not equals:
-            if not remaining:
-                raise ValueError(f"--{key} has no value")
-            value = remaining.pop(0)
-        overrides[key] = read_yaml(value, f"--{key}")
-    return overrides
 
 
 @command

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -20,10 +21,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from training.duplicates import Duplicates
-
-
-class Unfinished(FileNotFoundError):
-    """A stage that another one reads is not there yet."""
 
 
 @dataclass(frozen=True)
@@ -44,26 +41,23 @@ class Context:
     trackers: tuple[str, ...] = ()
     alone: bool = False
     rehearses: bool = False
-    # The last pairs that were loaded, by their settings and identity: most stages of a recipe use the same.
-    _pairs: dict[str, datasets.Dataset | datasets.IterableDataset] = field(default_factory=dict)
-    # The last pairs whose duplicates were asked for
-    _duplicates: dict[str, Duplicates] = field(default_factory=dict)
     # Bytes of what the stage that runs holds of its samples in memory, by what it is
     held: dict[str, int] = field(default_factory=dict)
+    # The last pairs and the last duplicates that were asked for, by their keys: most stages of a recipe use the same
+    _last: dict[str, tuple[str, Any]] = field(default_factory=dict)
     # Identities of the data of the stage that runs: data may change between two stages
     _identities: dict[str, dict[str, Any] | None] = field(default_factory=dict)
 
     def folder(self, reference: str) -> str:
         """The folder or hub name that a setting names: an earlier stage, a folder or a hub name."""
-        if reference not in self.stages:
-            return reference
-        folder = self.output_dir / reference
-        if not (folder / MANIFEST).is_file():
-            raise Unfinished(f"the stage {reference!r} has not finished: {folder} is not there. Run it first")
-        return str(folder)
+        return str(self.output_dir / reference) if reference in self.stages else reference
+
+    def is_there(self, reference: str) -> bool:
+        """Whether what a setting names is no stage, or one that has finished."""
+        return reference not in self.stages or (self.output_dir / reference / MANIFEST).is_file()
 
     def resolve(self, arguments: DataArguments) -> DataArguments:
-        """With the folder as the source where that is a captions stage."""
+        """With the folder as the source where that is a stage."""
         return dataclasses.replace(arguments, source=self.folder(arguments.source))
 
     def pairs(self, arguments: DataArguments, images: bool = True) -> datasets.Dataset | datasets.IterableDataset:
@@ -72,13 +66,10 @@ class Context:
 
         arguments = self.resolve(arguments)
         key = f"{arguments} {self.identity(arguments)} {images}"
-        if key not in self._pairs:
-            self._pairs.clear()
-            with self._main_process_first():  # which fills the cache that the others read
-                self._pairs[key] = load_pairs(arguments, images)
+        rows = self._kept("pairs", key, lambda: load_pairs(arguments, images))
         if arguments.source in WORLDS:  # others are mapped from files
-            self.held["drawn"] = self._pairs[key].data.nbytes
-        return self._pairs[key]
+            self.held["drawn"] = rows.data.nbytes
+        return rows
 
     def readable(self, rows: datasets.Dataset, arguments: DataArguments) -> datasets.Dataset:
         """The pairs with a readable image, of pairs that were loaded without images. Every process has to ask."""
@@ -107,11 +98,7 @@ class Context:
             [rows._fingerprint, rows.column_names, named_files_hash(rows) if "image" in rows.column_names else ""]
             + [sorted(tokenizer.get_vocab().items()), tokenizer.model_max_length]
         )
-        if key not in self._duplicates:
-            self._duplicates.clear()
-            with self._main_process_first():
-                self._duplicates[key] = Duplicates.of(rows, tokenizer)
-        return self._duplicates[key]
+        return self._kept("duplicates", key, lambda: Duplicates.of(rows, tokenizer))
 
     def identity(self, arguments: DataArguments) -> dict[str, Any] | None:
         """See `data.identity.identity`. Every process has to ask."""
@@ -130,13 +117,22 @@ class Context:
 
     def without_others(self) -> Context:
         """For the main process, while the others wait. What it reads meanwhile the others have yet to read."""
-        return dataclasses.replace(self, alone=True, _pairs=dict(self._pairs), _identities=dict(self._identities))
+        return dataclasses.replace(self, alone=True, _last=dict(self._last), _identities=dict(self._identities))
 
     def new_accelerator(self) -> Accelerator:
         """Another `Accelerator` of the same processes: what was prepared with one enters its checkpoints."""
         return make_accelerator(self.output_dir, self.mixed_precision, self.trackers)
 
+    def _kept(self, what: str, key: str, make: Callable[[], Any]) -> Any:
+        """What was asked for last, or is made now."""
+        if what not in self._last or self._last[what][0] != key:
+            self._last.pop(what, None)  # before there are two in memory
+            with self._main_process_first():
+                self._last[what] = key, make()
+        return self._last[what][1]
+
     def _main_process_first(self):
+        """The main process fills the caches that the others read."""
         return nullcontext() if self.alone else self.accelerator.main_process_first()
 
 

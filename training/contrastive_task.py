@@ -1,7 +1,7 @@
 """A CLIP and its contrastive loss in one module."""
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,24 +12,19 @@ from modeling_clip_moe.experts import CLIPMoEExperts
 from training.losses import Pairing
 
 
-class Losses(Protocol):
-    """The losses of a stage that trains: see `training.stages.train.TrainStage`."""
-
-    contrastive_loss: Callable[..., torch.Tensor]
-    router_loss: Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
-
-
 class ContrastiveTask(nn.Module):
     """A dense or sparse CLIP together with its loss.
 
     Both are one module, so that the loss is computed inside the `forward` that DDP or FSDP wraps: `logit_scale` is used
     there, after the towers.
+
+    Args:
+        losses: has `contrastive_loss` and `router_loss`, as `training.stages.train.TrainStage`.
     """
 
-    def __init__(self, model: PreTrainedModel, losses: Losses):
+    def __init__(self, model: PreTrainedModel, losses: Any):
         super().__init__()
-        self.model = model
-        self.losses = losses
+        self.model, self.losses = model, losses
         self._no_split_modules = model._no_split_modules  # what Accelerate shards one by one with FSDP2
 
     def forward(
@@ -91,16 +86,11 @@ def drop_patches(model: PreTrainedModel, share: float) -> None:
             return hidden_states
         first = int(hasattr(embeddings, "class_embedding"))
         others, patches = hidden_states[:, :first], hidden_states[:, first:]
-        number = patches_kept(patches.shape[1], share)
+        number = patches.shape[1] - round(patches.shape[1] * share)
         chosen = torch.rand(patches.shape[:2], device=patches.device).topk(number, dim=1).indices  # (B, number)
         return torch.cat([others, patches.gather(1, chosen[..., None].expand(-1, -1, patches.shape[2]))], dim=1)
 
     model.vision_model.embeddings.register_forward_hook(keep_some)
-
-
-def patches_kept(number: int, share: float) -> int:
-    """How many patches of an image stay where a share of them is left out."""
-    return number - round(number * share)
 
 
 def drop_activations(model: PreTrainedModel, share: float) -> None:

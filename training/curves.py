@@ -51,30 +51,18 @@ def read_curves(runs: Sequence[Path], only: Sequence[str] = ()) -> dict[str, Cur
     logged = quantities(curves.values())
     missing = [name for name in only or ["loss"] if name not in logged]
     if missing:
-        raise ValueError(
-            f"not logged yet in {', '.join(map(str, runs))}: {join_names(missing)}; logged is "
-            f"{join_names(logged) or None}"
-        )
-    return {
-        stage: {
-            step: {name: value for name, value in values.items() if name in (only or logged)}
-            for step, values in curve.items()
-        }
-        for stage, curve in curves.items()
-    }
+        raise ValueError(f"not logged yet: {join_names(missing)}; logged is {join_names(logged) or None}")
+    for values in (values for curve in curves.values() for values in curve.values()):
+        for name in values.keys() - (only or logged):
+            del values[name]
+    return curves
 
 
 def read_log(log: Path) -> Curve:
     """What stands in a log: what is in `TITLES`, and scores."""
     curve: Curve = {}
-    lines = log.read_bytes().splitlines()
-    for number, line in enumerate(lines, 1):
-        try:
-            values = json.loads(line)
-        except ValueError as error:
-            if number == len(lines):  # which is just being written
-                break
-            raise ValueError(f"line {number} of {log} is damaged: {error}") from error
+    for line in log.read_text(encoding="utf-8").split("\n")[:-1]:  # what is just being written has no end of line
+        values = json.loads(line)
         if "logit_scale" in values:
             values["temperature"] = 1 / values["logit_scale"]
         plotted = {name: value for name, value in values.items() if name in TITLES or "/" in name}
@@ -110,10 +98,11 @@ def draw(curves: dict[str, Curve], path: Path) -> None:
         for number, (stage, curve) in enumerate(curves.items()):
             points = [(step, values[name]) for step, values in sorted(curve.items()) if name in values]
             if points:
+                steps, of_steps = zip(*points, strict=True)
                 marker = "o" if name not in TITLES or len(points) <= FEW else None
                 # The same one in every panel, also where other stages have nothing
-                style = {"color": colors[number % len(colors)], "marker": marker, "markersize": 3}
-                axis.plot(*zip(*points, strict=True), **style, label=plot_text(stage, 80))
+                color, label = colors[number % len(colors)], plot_text(stage, 80)
+                axis.plot(steps, of_steps, color=color, marker=marker, markersize=3, label=label)
         title = textwrap.fill(TITLES.get(name, name), WIDTH)
         axis.set(title="\n".join(plot_text(line, WIDTH) for line in title.split("\n")), xlabel="step")
         axis.grid(alpha=0.3)

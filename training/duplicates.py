@@ -20,8 +20,8 @@ from data.tokenizer import tokenize
 
 # More texts are compared word by word in lower case: to tokenize them would take minutes
 TOKENIZED = 1_000_000
-# Pairs that are read together, groups and texts that are looked at together
-PAIRS_AT_ONCE, GROUPS, PART = 1000, 10_000, 1_000_000
+# Pairs that are read together, and groups that are looked at together
+PAIRS_AT_ONCE, GROUPS = 1000, 10_000
 
 
 def text_keys(texts: list[str], tokenizer: PreTrainedTokenizerBase | None) -> np.ndarray:
@@ -29,12 +29,8 @@ def text_keys(texts: list[str], tokenizer: PreTrainedTokenizerBase | None) -> np
     if tokenizer is None:
         words = [" ".join(text.lower().split()).encode(errors="surrogatepass") for text in texts]
         return np.array([_number(hashlib.blake2b(word, digest_size=8).digest()) for word in words], np.int64)
-    different, keys = list(dict.fromkeys(texts)), {}
-    for start in range(0, len(different), PAIRS_AT_ONCE):
-        part = different[start : start + PAIRS_AT_ONCE]
-        read = token_keys(**tokenize(tokenizer, part), end=tokenizer.eos_token_id)
-        keys.update(zip(part, read.tolist(), strict=True))
-    return np.fromiter(map(keys.__getitem__, texts), np.int64, len(texts))
+    read = tokenize(tokenizer, texts)
+    return token_keys(read["input_ids"], read["attention_mask"], tokenizer.eos_token_id).numpy()
 
 
 def token_keys(input_ids: torch.Tensor, attention_mask: torch.Tensor, end: int | None) -> torch.Tensor:
@@ -102,7 +98,7 @@ class Duplicates:
             images += image_digests(batch["image"]) if "image" in batch else []
             texts.append(text_keys([text for of_image in captions for text in of_image], reader))
             counts += map(len, captions)
-        numbers = np.fromiter((_number(bytes.fromhex(digest)) for digest in images), np.int64, len(images))
+        numbers = np.array([_number(bytes.fromhex(digest)) for digest in images], np.int64)
         numbers = numbers if len(images) else np.arange(len(rows))
         pair_of = None if set(counts) == {1} else np.repeat(np.arange(len(rows), dtype=np.int32), counts)
         return cls(numbers, np.concatenate(texts), pair_of)
@@ -123,7 +119,8 @@ class Duplicates:
 
     def group(self, number: int) -> np.ndarray:
         """The pairs of a group."""
-        return self.members[self._starts[number] : self._starts[number] + self.sizes[number]]
+        start = self._starts[number]
+        return self.members[start : start + self.sizes[number]]
 
     def groups_of(self, pair: int) -> list[int]:
         """The numbers of a pair's groups."""
@@ -178,28 +175,17 @@ def _groups(keys: np.ndarray, pair_of: np.ndarray | None) -> tuple[np.ndarray, n
     in_order = np.sort(keys)
     repeated = np.unique(in_order[1:][in_order[1:] == in_order[:-1]])
     del in_order  # of millions of texts, few are repeated: what follows is of these alone
-    parts = [start + _positions(keys[start : start + PART], repeated) for start in range(0, len(keys), PART)]
-    texts = np.concatenate([np.empty(0, np.int64), *parts])
+    texts = np.flatnonzero(np.searchsorted(repeated, keys) < np.searchsorted(repeated, keys, side="right"))
     texts = texts[np.argsort(keys[texts], kind="stable")]  # within a group, by pairs
     keys, pairs = keys[texts], (texts if pair_of is None else pair_of[texts]).astype(np.int32)
-    new = np.ones(len(keys), bool)
-    new[1:] = keys[1:] != keys[:-1]
+    new = np.append(True, keys[1:] != keys[:-1])[: len(keys)]
     if pair_of is not None:  # a pair may have a text twice
-        first = new.copy()
-        first[1:] |= pairs[1:] != pairs[:-1]
+        first = new | np.append(True, pairs[1:] != pairs[:-1])[: len(pairs)]
         pairs, new = pairs[first], new[first]
     starts = np.flatnonzero(new)
     sizes = np.diff(np.append(starts, len(pairs)))
     several = sizes > 1
     return pairs[np.repeat(several, sizes)], sizes[several]
-
-
-def _positions(keys: np.ndarray, among: np.ndarray) -> np.ndarray:
-    """Where keys stand that are among others, which are in order."""
-    if not len(among):
-        return np.empty(0, np.int64)
-    found = np.minimum(np.searchsorted(among, keys), len(among) - 1)
-    return np.flatnonzero(among[found] == keys)
 
 
 def ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:

@@ -24,7 +24,7 @@ from modeling_clip_moe.experts import RECOMPILE_LIMIT
 from modeling_clip_moe.sparse_moe import SparseEncoderLayer
 from records.files import new_file
 from records.memory import in_words, peak_memory
-from records.messages import join_names, one_line
+from records.messages import one_line
 from records.provenance import CHECKPOINTS, LOG, flatten
 from training.gradient_cache import cached_gradient
 from training.lora import merge_adapters
@@ -45,9 +45,6 @@ from training.training_state import (
 
 logger = logging.getLogger(__name__)
 
-# Share of tokens that no expert computes, above which a run that ends has gone wrong
-MANY_DROPPED = 0.5
-
 
 def checkpoint_layers(model: PreTrainedModel) -> None:
     """Turn gradient checkpointing on, without a backward pass through layers that lie below all that trains."""
@@ -60,9 +57,8 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
 
 
 def compile_layers(model: PreTrainedModel) -> None:
-    """Compile the encoder layers of a dense or sparse CLIP, one by one: all of a kind share what is compiled. What was
-    compiled for models before is forgotten, since few kinds are kept."""
-    torch.compiler.reset()
+    """Compile the encoder layers of a dense or sparse CLIP, one by one: all of a kind share what is compiled."""
+    torch.compiler.reset()  # few kinds are kept: those of models before are forgotten
     torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
     for module in model.modules():
         if isinstance(module, SparseEncoderLayer):
@@ -100,10 +96,9 @@ def train(
     latest = latest_checkpoint(checkpoints)
     if settings.save_steps:
         require_support(accelerator)
-    step = 0 if latest is None else finished_steps(latest, total_steps)
+    step = 0 if latest is None else finished_steps(latest)
     scale = getattr(model, "logit_scale", None)  # of a CLIP
-    task, optimizer, scheduler = _prepare(accelerator, model, settings, step, total_steps)
-    average = _weight_average(accelerator, task, settings)
+    task, optimizer, scheduler, average = _prepare(accelerator, model, settings, step, total_steps)
     if latest is not None:
         load_checkpoint(accelerator, task, optimizer, latest, average)
         accelerator.on_main_process(print)(f"{settings.name}: goes on from step {step}")
@@ -111,14 +106,20 @@ def train(
     log = Log(directory / LOG, step, settings.global_batch_size, accelerator, settings.name)
     stream = batches(step * settings.gradient_accumulation_steps)
     weights = partial(_gather_weights, accelerator, task, model, settings, scale, average)
+
+    def measure() -> None:
+        """Log what the model scores, if it is time to."""
+        if scores is not None and scores.due(step, total_steps):
+            with log.paused():
+                if values := scores.measure(step, weights()):
+                    log.write(step, values)
+
     if step == 0:
-        _measure(scores, 0, total_steps, weights, log)
+        measure()
     first = step
     progress = Progress(settings.name, total_steps, step, accelerator.is_main_process)
     while step < total_steps:
-        metrics = _compute_gradient(accelerator, task, model, stream, settings, step, finite)
-        if step == 0:
-            _warn_without_gradient(accelerator, task, settings)
+        metrics = _compute_gradient(accelerator, task, stream, settings, step, finite)
         grad_norm = _clip_gradient(accelerator, task, settings, step, finite)
         learning_rate = max(scheduler.get_last_lr())
         _take_step(optimizer, scheduler, model, settings, average)
@@ -128,11 +129,12 @@ def train(
         if is_logged or is_saved or (scores is not None and scores.due(step, total_steps)):
             finite.require()
         if is_logged:
-            values = _mean_values(accelerator, metrics, grad_norm, learning_rate)
+            values = {name: accelerator.reduce(value.float(), "mean").item() for name, value in metrics.items()}
+            values |= {"grad_norm": grad_norm.item(), "learning_rate": float(learning_rate)}
             speed = log.images_per_second(step)
             log.write(step, values | {"images_per_second": speed})
         progress.update(_summary(values, speed) if is_logged else "")
-        _measure(scores, step, total_steps, weights, log)
+        measure()
         if is_saved:
             with log.paused():
                 save_checkpoint(accelerator, task, optimizer, checkpoints, step, settings.save_total_limit, average)
@@ -147,19 +149,13 @@ def train(
     buffers = dict(model.named_buffers())
     trained = {name: tensor for name, tensor in state_dict.items() if name not in buffers}
     require_finite_weights(trained, f"stage {settings.name}, step {step}", checkpoints)
-    if accelerator.is_main_process and values.get("dropped_tokens", 0) > MANY_DROPPED:
-        logger.warning(
-            "%s: at its last step no expert computed %.0f%% of the tokens, since too many chose the same ones. A lower "
-            "learning rate or a larger router_aux_loss_coef spreads them",
-            settings.name, 100 * values["dropped_tokens"],
-        )  # fmt: skip
     return state_dict
 
 
 def _prepare(
     accelerator: Accelerator, model: PreTrainedModel, settings: LoopSettings, step: int, total_steps: int
-) -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    """The model with its loss, and the optimizer, as Accelerate wraps them, and the schedule from a step on."""
+) -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, WeightAverage | None]:
+    """The model with its loss and the optimizer, as Accelerate wraps them, the schedule, and the weights' average."""
     if accelerator.distributed_type is DistributedType.FSDP and getattr(model.config, "shared_encoder", False):
         raise ValueError("FSDP cannot split an encoder that both towers have. Train it with DDP")
     if settings.gradient_checkpointing:
@@ -177,20 +173,24 @@ def _prepare(
     # Not prepared: Accelerate would step the schedule once for every process.
     scheduler = get_cosine_schedule_with_warmup(optimizer, round(warmup), total_steps, last_epoch=step - 1)
     if accelerator.distributed_type is DistributedType.DEEPSPEED:
-        if settings.mini_batch_size is not None:
-            raise ValueError(f"{settings.name}.mini_batch_size: DeepSpeed computes batches whole. Take DDP or FSDP2")
+        for setting in ("mini_batch_size", "ema_decay"):
+            if getattr(settings, setting) is not None:
+                raise ValueError(f"{settings.name}.{setting}: DeepSpeed has none. Take DDP or FSDP2")
         # It clips by itself, and wants to know the batch, which it does not use
         config = accelerator.deepspeed_plugin.deepspeed_config
         config["train_micro_batch_size_per_gpu"] = 1
         config["gradient_clipping"] = settings.max_grad_norm or 0.0
     task, optimizer = accelerator.prepare(task, optimizer)
-    return task, optimizer, scheduler
+    average = None
+    if settings.ema_decay is not None:
+        parameters = accelerator.unwrap_model(task).named_parameters()
+        average = WeightAverage({plain_name(name): parameter for name, parameter in parameters}, settings.ema_decay)
+    return task, optimizer, scheduler, average
 
 
 def _compute_gradient(
     accelerator: Accelerator,
     task: nn.Module,
-    model: PreTrainedModel,
     stream: Iterator[dict[str, torch.Tensor]],
     settings: LoopSettings,
     step: int,
@@ -204,31 +204,15 @@ def _compute_gradient(
         # DeepSpeed takes its step within `backward`, when this is set
         last = accelerator.sync_gradients = micro_step == accumulation - 1
         if size is not None:
-            loss, metrics = cached_gradient(accelerator, task, model, batch, size, 1 / accumulation, last)
-            finite.note("the loss", loss, step + 1)
-            logged.append(metrics)
-            continue
-        # Gradients are averaged over the processes once a step.
-        with nullcontext() if last else accelerator.no_sync(task):
-            loss, metrics = task(send_to_device(batch, accelerator.device, non_blocking=True))
-            finite.note("the loss", loss, step + 1)
-            accelerator.backward(loss / accumulation)
+            loss, metrics = cached_gradient(accelerator, task, batch, size, 1 / accumulation, last)
+        else:
+            # Gradients are averaged over the processes once a step.
+            with nullcontext() if last else accelerator.no_sync(task):
+                loss, metrics = task(send_to_device(batch, accelerator.device, non_blocking=True))
+                accelerator.backward(loss / accumulation)
+        finite.note("the loss", loss, step + 1)
         logged.append(metrics)
     return {name: torch.stack([of_batch[name].float() for of_batch in logged]).mean(dim=0) for name in metrics}
-
-
-def _warn_without_gradient(accelerator: Accelerator, task: nn.Module, settings: LoopSettings) -> None:
-    """Warn of weights that train by their names, but that nothing asks for: they stay as they are."""
-    if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP):
-        return  # which keep gradients elsewhere
-    named = accelerator.unwrap_model(task).named_parameters()
-    training = {plain_name(name).removeprefix("model."): p.grad for name, p in named if p.requires_grad}
-    without = [name for name, gradient in training.items() if gradient is None]
-    if without and accelerator.is_main_process:
-        logger.warning(
-            "%s: %d of %d weights that train have no gradient and stay as they are: %s",
-            settings.name, len(without), len(training), join_names(without),
-        )  # fmt: skip
 
 
 def _clip_gradient(
@@ -261,23 +245,6 @@ def _take_step(
         average.update()
 
 
-def _mean_values(
-    accelerator: Accelerator, metrics: dict[str, torch.Tensor], grad_norm: torch.Tensor, learning_rate: float
-) -> dict[str, float]:
-    """What is logged of a step, over all processes."""
-    values = {name: accelerator.reduce(value.float(), "mean").item() for name, value in metrics.items()}
-    return values | {"grad_norm": grad_norm.item(), "learning_rate": float(learning_rate)}
-
-
-def _weight_average(accelerator: Accelerator, task: nn.Module, settings: LoopSettings) -> WeightAverage | None:
-    if settings.ema_decay is None:
-        return None
-    if accelerator.distributed_type is DistributedType.DEEPSPEED:
-        raise ValueError(f"{settings.name}.ema_decay: DeepSpeed keeps weights to itself. Take DDP or FSDP2")
-    parameters = accelerator.unwrap_model(task).named_parameters()
-    return WeightAverage({plain_name(name): parameter for name, parameter in parameters}, settings.ema_decay)
-
-
 def _gather_weights(
     accelerator: Accelerator,
     task: nn.Module,
@@ -302,16 +269,6 @@ def _gather_weights(
     return state_dict
 
 
-def _measure(
-    scores: Scores | None, step: int, total_steps: int, weights: Callable[[], dict[str, torch.Tensor]], log: "Log"
-) -> None:
-    """Log what the model scores after a step, if it is time to."""
-    if scores is not None and scores.due(step, total_steps):
-        with log.paused():
-            if values := scores.measure(step, weights()):
-                log.write(step, values)
-
-
 @torch.no_grad()
 def clamp_(parameter: nn.Parameter, maximum: float) -> None:
     """Clamp a parameter, or what this process has of it."""
@@ -325,8 +282,6 @@ def clamp_(parameter: nn.Parameter, maximum: float) -> None:
 
 def start_trackers(accelerator: Accelerator, settings: LoopSettings) -> None:
     """Start the trackers that the recipe names, if any."""
-    if not accelerator.log_with:
-        return
     flat = flatten(dump(settings))
     try:
         plain = {key: str(value) if isinstance(value, list) else value for key, value in flat.items()}
@@ -354,11 +309,12 @@ class Log:
         self.path, self.accelerator, self.stage = path, accelerator, stage
         self.first, self.batch_size, self.started = step, batch_size, time.perf_counter()
         if accelerator.is_main_process:
-            # A run that was killed may have logged steps after its last checkpoint; they are about to be done again.
-            lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-            whole = [line for line in lines if 0 < step and _step(line) <= step]
+            # A run that was killed may have logged steps after its last checkpoint, which are about to be done again.
+            # The line that it was writing has no end.
+            lines = path.read_text(encoding="utf-8").split("\n")[:-1] if step and path.exists() else []
+            kept = [f"{line}\n" for line in lines if json.loads(line)["step"] <= step]
             with new_file(path) as partial:
-                partial.write_text("".join(f"{line}\n" for line in whole), encoding="utf-8")
+                partial.write_text("".join(kept), encoding="utf-8")
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -381,13 +337,6 @@ class Log:
         call_trackers(self.accelerator, lambda tracker: tracker.log(named, step=step))
 
 
-def _step(line: str) -> float:
-    try:
-        return float(json.loads(line)["step"])
-    except (ValueError, TypeError, KeyError):  # the line that was being written when the run was killed
-        return float("inf")
-
-
 def _summary(values: dict[str, float], images_per_second: float) -> str:
     parts = [f"loss {values['loss']:.3f}"]
     if "balance_loss" in values:
@@ -396,23 +345,21 @@ def _summary(values: dict[str, float], images_per_second: float) -> str:
 
 
 class FirstFault:
-    """The first loss or gradient of a run that is not finite. It is noted on the device, which nothing waits for, until
+    """The first loss or gradient of a run that is not finite. Values stay on the device, which nothing waits for, until
     something is to be kept: a line of the log, a score or a checkpoint."""
 
     def __init__(self, stage: str, checkpoints: Path):
         self.stage, self.checkpoints = stage, checkpoints
-        self.faults: dict[str, torch.Tensor] = {}  # what -> (step, value); step 0: there is none yet
+        self.noted: list[tuple[str, torch.Tensor]] = []
 
     def note(self, what: str, value: torch.Tensor, step: int) -> None:
-        value = value.detach().float().reshape(())
-        first = self.faults.get(what, torch.zeros(2, device=value.device))
-        now = torch.stack([torch.full_like(value, step), value])
-        self.faults[what] = torch.where((first[0] == 0) & ~value.isfinite(), now, first)
+        self.noted.append((f"step {step}: {what}", value.detach()))
 
     def require(self) -> None:
         """Raises a FloatingPointError with the first fault, if there is one."""
-        found = [(*fault.tolist(), what) for what, fault in self.faults.items()]
-        step, value, what = min((fault for fault in found if fault[0]), key=lambda fault: fault[0], default=(0, 0, ""))
-        if step:
-            what = f"stage {self.stage}, step {step:.0f}: {what}"
-            raise FloatingPointError(f"{what} is {value}. {after_not_finite(self.checkpoints)}")
+        values = torch.stack([value.float().reshape(()) for _, value in self.noted]).tolist()
+        for (what, _), value in zip(self.noted, values, strict=True):
+            if not math.isfinite(value):
+                advice = after_not_finite(self.checkpoints)
+                raise FloatingPointError(f"stage {self.stage}, {what} is {value}. {advice}")
+        self.noted.clear()

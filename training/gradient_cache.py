@@ -1,7 +1,7 @@
 """Gradient caching: batches whose activations do not fit into memory (GradCache, arXiv:2101.06983, section 3.2).
 
-The embeddings of all parts of a batch are computed without a graph. The gradient of the loss by them is kept, and the
-parts are computed again, one at a time, to carry it on into the weights.
+The embeddings of all parts are computed without a graph, then the loss's gradient by them; then each part once more, to
+carry it on into the weights.
 """
 
 from contextlib import nullcontext
@@ -10,7 +10,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from torch import nn
-from transformers import PreTrainedModel
 
 from training.losses import Pairing, SumsOfParts
 from training.training_state import set_torch_states, torch_states
@@ -25,20 +24,17 @@ def split_batch(batch: dict[str, torch.Tensor], size: int) -> list[dict[str, tor
     captions = batch.get("caption_mask", torch.ones(len(images), 1))
     texts = [int(part.sum()) for part in captions.split(size)]  # of each part
     split = {name: value.split(texts if name in TEXT_KEYS else size) for name, value in batch.items()}
-    return [_trimmed(dict(zip(split, values, strict=True))) for values in zip(*split.values(), strict=True)]
-
-
-def _trimmed(part: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Without the columns at the end that are padding in all texts."""
-    mask = part.get("attention_mask")
-    length = None if mask is None else int(mask.any(dim=0).nonzero().max()) + 1
-    return {name: value[:, :length] if name in TEXTS else value for name, value in part.items()}
+    parts = [dict(zip(split, values, strict=True)) for values in zip(*split.values(), strict=True)]
+    for part in parts:
+        if "attention_mask" in part:  # without the columns at the end that are padding in all texts
+            length = int(part["attention_mask"].any(dim=0).nonzero().max()) + 1
+            part |= {name: part[name][:, :length] for name in TEXTS}
+    return parts
 
 
 def cached_gradient(
     accelerator: Accelerator,
     task: nn.Module,
-    model: PreTrainedModel,
     batch: dict[str, torch.Tensor],
     size: int,
     factor: float,
@@ -61,11 +57,10 @@ def cached_gradient(
         return send_to_device(parts[number], accelerator.device, non_blocking=True)
 
     embeds, states, auxiliaries, logged = [], [], [], []
-    with torch.no_grad(), sums:
-        for number in range(len(parts)):
-            states.append(torch_states(accelerator.device))
+    for number in range(len(parts)):
+        states.append(torch_states(accelerator.device))
+        with torch.no_grad(), sums:
             embeds.append(task(sent(number), only_embed=True))
-            sums.end_of_part()
     contrastive, gradients = _gradient_by_embeds(accelerator, task, batch, embeds)
     sums.reduce()
     after = torch_states(accelerator.device)
@@ -74,7 +69,6 @@ def cached_gradient(
         last = accelerator.sync_gradients = synchronize and number == len(parts) - 1
         with nullcontext() if last else accelerator.no_sync(task), sums:
             surrogate, auxiliary, metrics = task(sent(number), gradients=of_part)
-            sums.end_of_part()
             accelerator.backward(surrogate * factor)
         auxiliaries.append(auxiliary)
         logged.append(metrics)
@@ -103,9 +97,6 @@ def _gradient_by_embeds(
     loss = accelerator.unwrap_model(task).contrastive_loss(leaves, pairing)
     # A bias has no gradient where a model of the sigmoid loss has CLIP's
     by_images, by_texts, *by_shared = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
-    by_images, by_texts = (
-        gradient.split([len(part) for part in of_parts])
-        for gradient, of_parts in ((by_images, images), (by_texts, texts))
-    )
+    by_images, by_texts = by_images.split(list(map(len, images))), by_texts.split(list(map(len, texts)))
     by_shared = [gradient / len(embeds) for gradient in by_shared]
     return loss.detach(), [(*of_part, *by_shared) for of_part in zip(by_images, by_texts, strict=True)]

@@ -1,9 +1,7 @@
 """A random CLIP and the processor that goes with it, to train from scratch."""
 
 import contextlib
-import copy
 import dataclasses
-import functools
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -15,10 +13,8 @@ from torch.nn import init
 from transformers import (
     CLIPImageProcessorPil,
     CLIPProcessor,
-    CLIPTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
 )
 from transformers.tokenization_utils_base import LARGE_INTEGER
 
@@ -40,14 +36,25 @@ from modeling_clip_moe.families import FAMILY_OF_TYPE, model_class
 from modeling_clip_moe.sparse_moe import CLIPMoESparseMoeBlock
 from records.messages import join_names, suggestion
 
+SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token")
 
+
+@contextlib.contextmanager
+def _as_value_errors() -> Iterator[None]:
+    """What transformers raises where settings make no model becomes a `ValueError`."""
+    try:
+        yield
+    except (ArithmeticError, LookupError, RuntimeError, StrictDataclassError, TypeError) as error:
+        raise ValueError(f"text_config and vision_config make no CLIP: {type(error).__name__}: {error}") from error
+
+
+@_as_value_errors()
 @torch.no_grad()
 def random_clip(config: PreTrainedConfig, openai_weights: bool = False) -> PreTrainedModel:
     """A dense or sparse CLIP with random weights, drawn by transformers or as OpenAI's code does: `draw_as_openai`."""
     if isinstance(config, SparseMoEConfig):
         check_memory(config)
-    with _as_value_errors():
-        model = model_class(config)(config)
+    model = model_class(config)(config)
     if openai_weights:
         draw_as_openai(model)
     if hasattr(model, "logit_bias"):  # the starting point of SigLIP (arXiv:2303.15343, section 3.2)
@@ -109,6 +116,7 @@ def _ffns(layer: nn.Module) -> list[tuple[tuple[torch.Tensor, torch.Tensor], tup
     return ffns
 
 
+@_as_value_errors()
 def clip_config(
     text_config: dict[str, Any],
     vision_config: dict[str, Any],
@@ -121,53 +129,45 @@ def clip_config(
 
     Args:
         text_config, vision_config: fields of the family's text and vision configurations.
+        projection_dim: size of the embeddings. Those of a SigLIP's images are as wide as its vision tower.
         processor: a folder or hub name, or the name of a built-in world; None: CLIP's own image processor.
         tokenizer: a folder or hub name; None: the processor's.
         family: the type of the dense model, see `modeling_clip_moe.families`.
     """
-    dense = FAMILY_OF_TYPE[family].dense.config_class
-    with _as_value_errors():
-        # The special tokens come from the tokenizer, below
-        text = dense.sub_configs["text_config"](**{"bos_token_id": None, "eos_token_id": None} | text_config)
-        vision = dense.sub_configs["vision_config"](**vision_config)
+    config_class = FAMILY_OF_TYPE[family].dense.config_class
+    # The special tokens come from the tokenizer
+    text = config_class.sub_configs["text_config"](**{"bos_token_id": None, "eos_token_id": None} | text_config)
+    vision = config_class.sub_configs["vision_config"](**vision_config)
     given, source = processor, tokenizer or processor
     processor = _processor(given, tokenizer, text.max_position_embeddings, vision.image_size)
-    vocabulary = _require_special_tokens(processor.tokenizer, source)
-    with _as_value_errors():
-        config = dense_config(family, vocabulary | text_config, vision_config, projection_dim)
-        require_fit(config, "the new model", source, processor.tokenizer)
-        require_fit(config, "the new model", given or "CLIP", image_processor=processor.image_processor)
+    numbers = {f"{name}_id": getattr(processor.tokenizer, f"{name}_id") for name in SPECIAL_TOKENS}
+    missing = [name for name in SPECIAL_TOKENS if numbers[f"{name}_id"] is None]
+    if missing:
+        raise ValueError(f"the tokenizer of {source} has no {', '.join(missing)}: set them in tokenizer_config.json")
+    text_config = {"vocab_size": max(processor.tokenizer.get_vocab().values()) + 1} | numbers | text_config
+    if FAMILY_OF_TYPE[family].sigmoid:
+        text_config = {"projection_size": projection_dim} | text_config
+        config = config_class(text_config=text_config, vision_config=vision_config)
+        if vision.hidden_size != projection_dim:
+            raise ValueError(
+                f"projection_dim is {projection_dim}, but the images of a SigLIP have no projection: it must be the "
+                f"hidden_size of vision_config, {vision.hidden_size}"
+            )
+    else:
+        width = {"projection_dim": projection_dim}
+        config = config_class(text_config=width | text_config, vision_config=width | vision_config, **width)
+    require_fit(config, "the new model", source, processor.tokenizer)
+    require_fit(config, "the new model", given or "CLIP", image_processor=processor.image_processor)
     mark_padding(config, processor.tokenizer)
     forget_last_call(processor.tokenizer)
     return config, processor
-
-
-def dense_config(
-    family: str, text_config: dict[str, Any], vision_config: dict[str, Any], projection_dim: int
-) -> PreTrainedConfig:
-    """The configuration of a dense model of a family.
-
-    Args:
-        projection_dim: size of the embeddings. Those of a SigLIP's images are as wide as its vision tower.
-    """
-    config_class = FAMILY_OF_TYPE[family].dense.config_class
-    if not FAMILY_OF_TYPE[family].sigmoid:
-        width = {"projection_dim": projection_dim}
-        return config_class(text_config=width | text_config, vision_config=width | vision_config, **width)
-    config = config_class(text_config={"projection_size": projection_dim} | text_config, vision_config=vision_config)
-    if config.vision_config.hidden_size != projection_dim:
-        raise ValueError(
-            f"projection_dim is {projection_dim}, but the images of a SigLIP have no projection: it must be the "
-            f"hidden_size of vision_config, {config.vision_config.hidden_size}"
-        )
-    return config
 
 
 def split_routing(
     family: str, text_config: Mapping[str, Any], vision_config: Mapping[str, Any], is_sparse: bool
 ) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
     """The fields of dense towers, text first, and those that say how tokens are routed, by `text_config` and
-    `vision_config`. Raises ValueError where a family has no such field, or a dense model is to route."""
+    `vision_config`."""
     config_class = FAMILY_OF_TYPE[family].dense.config_class
     routing_fields = ROUTING_FIELDS - {"attention_dropout"}  # which a dense tower has, too
     dense, routing = [], {}
@@ -184,17 +184,8 @@ def split_routing(
     return dense, routing
 
 
-@contextlib.contextmanager
-def _as_value_errors() -> Iterator[None]:
-    """What transformers raises where settings make no model becomes a `ValueError`."""
-    try:
-        yield
-    except (ArithmeticError, LookupError, RuntimeError, StrictDataclassError, TypeError) as error:
-        raise ValueError(f"text_config and vision_config make no CLIP: {type(error).__name__}: {error}") from error
-
-
 def _processor(processor: str | None, tokenizer: str | None, context_length: int, image_size: int) -> CLIPProcessor:
-    """See `clip_config`; what is made here has the model's sizes."""
+    """Those of `clip_config`; what is made here has the model's sizes."""
     if processor is None:
         square = {"height": image_size, "width": image_size}
         images = CLIPImageProcessorPil(size={"shortest_edge": image_size}, crop_size=square)
@@ -204,7 +195,7 @@ def _processor(processor: str | None, tokenizer: str | None, context_length: int
         _require_half(processor, "image processor", IMAGE_PROCESSOR_FILES)
         images = load_image_processor(processor)
     if tokenizer is None and processor in WORLDS:
-        texts = copy.deepcopy(_tokenizer_of(processor, context_length))
+        texts = world(processor).build_tokenizer(context_length)
     else:
         source = processor if tokenizer is None else tokenizer
         _require_half(source, "tokenizer", TOKENIZER_FILES)
@@ -214,23 +205,8 @@ def _processor(processor: str | None, tokenizer: str | None, context_length: int
     return CLIPProcessor(image_processor=images, tokenizer=texts)
 
 
-@functools.lru_cache(maxsize=4)  # the checks of a recipe need it, and then the stage
-def _tokenizer_of(name: str, context_length: int) -> CLIPTokenizer:
-    return world(name).build_tokenizer(context_length)
-
-
 def _require_half(source: str, half: str, files: tuple[str, ...]) -> None:
     """A folder or hub name has this half of a processor, which transformers would make up."""
     require_source(source)
-    if not has_file(source, *files):
+    if not has_file(source, files):
         raise FileNotFoundError(f"{source} has no {half} ({' or '.join(files)}), here or on the Hub")
-
-
-def _require_special_tokens(tokenizer: PreTrainedTokenizerBase, source: str) -> dict[str, int]:
-    """The fields of a text tower's configuration that follow from its tokenizer."""
-    names = ("bos_token", "eos_token", "pad_token")
-    missing = [name for name in names if getattr(tokenizer, f"{name}_id") is None]
-    if missing:
-        raise ValueError(f"the tokenizer of {source} has no {', '.join(missing)}: set them in tokenizer_config.json")
-    numbers = {f"{name}_id": getattr(tokenizer, f"{name}_id") for name in names}
-    return {"vocab_size": max(tokenizer.get_vocab().values()) + 1, **numbers}

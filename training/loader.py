@@ -2,8 +2,7 @@
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import datasets
@@ -11,7 +10,7 @@ import numpy as np
 import torch
 from datasets.distributed import split_dataset_by_node
 from torch.utils.data import DataLoader, default_collate, get_worker_info
-from transformers import CLIPProcessor, PreTrainedTokenizerBase
+from transformers import CLIPProcessor
 
 from data.arguments import Augmentation
 from data.pairs import STREAM_TRIAL, StreamReport, first_caption, judge, present_captions, read_pair
@@ -62,10 +61,12 @@ class PairLoader:
         image_keys: np.ndarray | None = None,
         group_by_length: bool = False,
     ):
-        self.group_by_length = group_by_length
         self.rows, self.processor, self.arguments = rows, processor, arguments
         self.batch_size, self.seed, self.with_keys, self.image_keys = batch_size, seed, with_keys, image_keys
         self.rank, self.world_size, self.caption_weights = rank, world_size, caption_weights
+        self.group_by_length = group_by_length
+        # Text -> its tokens so far, with `in_memory`: for a tiny model, tokenizing takes longer than computing
+        self.tokens: dict[str, list[int]] = {}
         if arguments.streaming and arguments.num_samples is not None and max(arguments.num_workers, 1) * world_size > 1:
             raise ValueError(
                 f"num_samples = {arguments.num_samples}: a stream that {world_size} processes with "
@@ -73,18 +74,15 @@ class PairLoader:
             )
         if caption_weights is not None:
             _require_weighted(rows, caption_weights, arguments.source)
-        self.by_number = None
         self.prepare = Preparation(processor.image_processor, augmentation)
         if not arguments.streaming:
             self.pairs = _Pairs(rows, self.prepare, arguments, seed, caption_weights is not None)
-            if self.pairs.prepared is not None:
-                self.by_number = self.pairs.prepared_images
             if sampler is None:
                 sampler = GlobalBatchSampler(len(rows), batch_size, rank, world_size, seed)
             self.sampler = sampler
 
     def __len__(self) -> int:
-        """Batches of an epoch; a stream has no known length."""
+        """Batches of an epoch, unless it is a stream."""
         return len(self.sampler)
 
     @property
@@ -97,9 +95,8 @@ class PairLoader:
         """Batches from number `start` of the run on: what `Preparation` makes of B images, `input_ids` and
         `attention_mask` (B, S), padded to the longest caption and cut at the tokenizer's `model_max_length`.
 
-        With `caption_weights` they hold the captions of all images, one image after the other, without those that are
-        missing, and `caption_mask` (B, L) tells which these are. With `with_keys`, they have the fields of
-        `training.losses.Pairing`.
+        With `caption_weights` they hold the captions of all images that are there, one image after the other, and
+        `caption_mask` (B, L). With `with_keys`, they have the fields of `training.losses.Pairing`.
         """
         if self.arguments.streaming:
             yield from self._streamed_batches(start)
@@ -111,11 +108,10 @@ class PairLoader:
     def in_order(self) -> "PairBatches":
         """Batches as above of all pairs in their order, the last one perhaps smaller; of several captions, with the
         first, or with `caption_weights`."""
-        return PairBatches(self.pairs, self._collate, self.batch_size, self.caption_weights)
+        return PairBatches(self)
 
     def report_captions(self) -> None:
-        """Warns of captions that do not suit the tokenizer: it knows few of their words, or cuts them at its
-        `model_max_length`. `CAPTIONS_LOOKED_AT` pairs, or the first `STREAMED_LOOKED_AT` of a stream, stand for all."""
+        """Warns of captions that do not suit the tokenizer: it knows few of their words, or cuts them."""
         if self.arguments.streaming:
             rows = [row["caption"] for row in self.rows.take(STREAMED_LOOKED_AT)]
         else:
@@ -130,8 +126,8 @@ class PairLoader:
         pieces = pieces_per_word(self.processor.tokenizer, captions[:SAMPLE])
         if pieces > MANY_PIECES:
             logger.warning(
-                "the tokenizer cuts a word of the captions of %s into %.1f pieces on average, as a small one does, or "
-                "one that was learned from others. For a model from scratch, a tokenizer stage learns one from them",
+                "the tokenizer cuts a word of the captions of %s into %.1f pieces on average. For a model from "
+                "scratch, a tokenizer stage learns one from them",
                 self.arguments.source, pieces,
             )  # fmt: skip
         read = read_texts(self.processor.tokenizer, captions)
@@ -145,119 +141,75 @@ class PairLoader:
 
     def _streamed_batches(self, start: int) -> Iterator[dict[str, torch.Tensor]]:
         """A stream has to be read again up to where the run stopped."""
-        num_shards = split_dataset_by_node(self.rows, self.rank, self.world_size).num_shards
-        num_workers = min(self.arguments.num_workers, num_shards)  # others would have nothing to read
+        rows = split_dataset_by_node(self.rows, self.rank, self.world_size)
+        num_workers = min(self.arguments.num_workers, rows.num_shards)  # others would have nothing to read
         readers = self.world_size * max(num_workers, 1)
-        share = self.rank, self.world_size
-        stream = _Stream(self.rows, self.prepare, self.arguments, self.seed, share, readers, self.with_keys)
         options = self._options | {"num_workers": num_workers}
         with reading(self.arguments), errors_of_workers():
-            loader = DataLoader(stream, batch_size=self.batch_size, drop_last=True, **options)
+            loader = DataLoader(_Stream(self, readers), batch_size=self.batch_size, drop_last=True, **options)
             # Not by workers, which do not always take turns: one may have nothing to read
             yield from itertools.islice(loader, start, None)
 
     @property
     def _options(self) -> dict[str, Any]:
-        return worker_options(self.arguments, self.seed) | {"collate_fn": self._collate}
+        return worker_options(self.arguments, self.seed) | {"collate_fn": self.collate}
 
-    @property
-    def _collate(self) -> "_Collate":
-        return _Collate(
-            tokenizer=self.processor.tokenizer,
-            all_captions=self.caption_weights is not None,
-            by_number=self.by_number,
-            tokens={} if self.arguments.in_memory else None,
-            with_keys=self.with_keys,
-            image_keys=self.image_keys,
-            group_by_length=self.group_by_length,
-        )
-
-
-@dataclass(frozen=True)
-class _Collate:
-    """Makes a batch of processed pairs. For those without images, prepared ones are looked up."""
-
-    tokenizer: PreTrainedTokenizerBase
-    all_captions: bool
-    by_number: Callable[[Sequence[int]], dict[str, torch.Tensor]] | None
-    # Text -> its tokens so far: for a tiny model, tokenizing takes longer than computing. None: nothing is remembered
-    tokens: dict[str, list[int]] | None
-    with_keys: bool
-    image_keys: np.ndarray | None
-    group_by_length: bool
-
-    def __call__(self, pairs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        texts = [present_captions(pair["caption"]) for pair in pairs]
+    def collate(self, pairs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        """A batch of what `_Pairs` and `_Stream` give."""
+        tokenizer, texts = self.processor.tokenizer, [present_captions(pair["caption"]) for pair in pairs]
         ids = iter(self._ids([text for of_image in texts for text in of_image]))
         ids = [list(itertools.islice(ids, len(of_image))) for of_image in texts]
         if self.group_by_length:
             order = sorted(range(len(pairs)), key=lambda number: max(map(len, ids[number])))
             pairs, ids = [pairs[number] for number in order], [ids[number] for number in order]
-        batch = tokenize(self.tokenizer, ids=list(itertools.chain(*ids)))
+        batch = tokenize(tokenizer, ids=list(itertools.chain.from_iterable(ids)))
         if "image" in pairs[0]:
             # Within a worker, in memory that the other processes have too
             batch |= default_collate([pair["image"] for pair in pairs])
         else:
-            batch |= self.by_number([pair["index"] for pair in pairs])
-        if self.all_captions:
-            batch["caption_mask"] = torch.tensor(_are_present([pair["caption"] for pair in pairs]))
+            numbers = [pair["index"] for pair in pairs]
+            batch |= {name: values[numbers] for name, values in self.pairs.prepared.items()}
+        if self.caption_weights is not None:
+            are_present = [[bool(present_captions(caption)) for caption in pair["caption"]] for pair in pairs]
+            batch["caption_mask"] = torch.tensor(are_present)
         if self.with_keys:
-            batch["text_keys"] = token_keys(batch["input_ids"], batch["attention_mask"], self.tokenizer.eos_token_id)
+            batch["text_keys"] = token_keys(batch["input_ids"], batch["attention_mask"], tokenizer.eos_token_id)
             keys = [pair["image_key"] if "image_key" in pair else self.image_keys[pair["index"]] for pair in pairs]
             batch["image_keys"] = torch.from_numpy(np.array(keys, np.int64))
         return batch
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
-        """The tokens of texts."""
-        if self.tokens is None:
-            return self.tokenizer(texts, truncation=True)["input_ids"]
+        if not self.arguments.in_memory:
+            return self.processor.tokenizer(texts, truncation=True)["input_ids"]
         new = [text for text in dict.fromkeys(texts) if text not in self.tokens]
         if new:
-            self.tokens.update(zip(new, self.tokenizer(new, truncation=True)["input_ids"], strict=True))
+            self.tokens.update(zip(new, self.processor.tokenizer(new, truncation=True)["input_ids"], strict=True))
         return [self.tokens[text] for text in texts]
 
 
 class _Stream(torch.utils.data.IterableDataset):
-    """The readable pairs of a stream, processed, epoch after epoch, each in an order of its own.
+    """The readable pairs of a stream, processed, epoch after epoch, each in an order of its own. Every worker has its
+    share of the shards. Of several captions, each epoch draws one."""
 
-    Every worker has its share of the shards. Of several captions, each epoch draws one.
-
-    Args:
-        seed: draws the order and the captions.
-        share: the number of this process, and of all.
-        readers: workers of all processes that read a share of the same stream.
-        with_keys: whether pairs have the keys of their images.
-    """
-
-    def __init__(
-        self,
-        rows: datasets.IterableDataset,
-        prepare: Preparation,
-        arguments: DataArguments,
-        seed: int,
-        share: tuple[int, int],
-        readers: int,
-        with_keys: bool,
-    ):
-        self.rows, self.prepare, self.arguments = rows, prepare, arguments
-        self.seed, self.share, self.readers, self.with_keys = seed, share, readers, with_keys
+    def __init__(self, loader: PairLoader, readers: int):
+        self.loader, self.readers = loader, readers
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        worker = get_worker_info()
+        loader, worker = self.loader, get_worker_info()
         for epoch in itertools.count():
-            report = StreamReport(self.arguments, quiet=epoch > 0)
+            report = StreamReport(loader.arguments, quiet=epoch > 0)
             # Not by `set_epoch`, which the workers have in common: one may be epochs ahead of another
-            generator = np.random.default_rng([self.seed, epoch])
-            rows = self.rows.shuffle(generator=generator, buffer_size=SHUFFLE_BUFFER)
-            for row in split_dataset_by_node(rows, *self.share):
-                problem, image = read_pair(row, self.arguments)
+            generator = np.random.default_rng([loader.seed, epoch])
+            rows = loader.rows.shuffle(generator=generator, buffer_size=SHUFFLE_BUFFER)
+            for row in split_dataset_by_node(rows, loader.rank, loader.world_size):
+                problem, image = read_pair(row, loader.arguments)
                 report.add(row, problem)
                 if problem:
                     continue
-                rng = np.random.default_rng([self.seed, self.share[0], worker.id if worker else 0, epoch, report.seen])
+                rng = np.random.default_rng([loader.seed, loader.rank, worker.id if worker else 0, epoch, report.seen])
                 caption = _draw(row["caption"], rng)
-                key = {"image_key": streamed_image_key(row["image"])} if self.with_keys else {}
-                yield {"image": self.prepare(image, rng), "caption": caption} | key
+                key = {"image_key": streamed_image_key(row["image"])} if loader.with_keys else {}
+                yield {"image": loader.prepare(image, rng), "caption": caption} | key
             if report.seen == 0:
                 return
             report.end_of_epoch(self.readers)
@@ -268,17 +220,11 @@ class _Pairs(torch.utils.data.Dataset):
     an epoch, the first."""
 
     def __init__(
-        self,
-        rows: datasets.Dataset,
-        prepare: Preparation,
-        arguments: DataArguments,
-        seed: int,
-        all_captions: bool,
+        self, rows: datasets.Dataset, prepare: Preparation, arguments: DataArguments, seed: int, all_captions: bool
     ):
-        self.arguments, self.unreadable, self.tried, self.failed, self.first = arguments, set(), 0, 0, ""
         self.rows, self.captions = rows.select_columns("image"), rows.select_columns("caption")
-        self.prepare, self.seed = prepare, seed
-        self.all_captions, self.prepared = all_captions, None
+        self.prepare, self.arguments, self.seed, self.all_captions = prepare, arguments, seed, all_captions
+        self.prepared, self.unreadable, self.tried, self.failed, self.first = None, set(), 0, 0, ""
         if arguments.in_memory:
             self.prepared = _prepared(self.rows, prepare)
             self.captions = [{"caption": caption} for caption in rows["caption"]]
@@ -311,45 +257,40 @@ class _Pairs(torch.utils.data.Dataset):
         return (index + 1) % len(self)
 
     def _pair(self, epoch: int | None, index: int) -> dict[str, Any]:
-        pair = {"index": index, "caption": self.caption(epoch, index)}
+        captions = self.captions[index]["caption"]
+        if self.all_captions and not isinstance(captions, str):
+            captions = [caption or "" for caption in captions]
+        elif epoch is None or isinstance(captions, str):  # nothing to draw
+            captions = first_caption(captions)
+        else:
+            captions = _draw(captions, np.random.default_rng([self.seed, epoch, index]))
+        pair = {"index": index, "caption": captions}
         if self.prepared is None:
             # Other numbers than those that draw the caption
             rng = None if epoch is None else np.random.default_rng([self.seed, epoch, index, 1])
             pair["image"] = self.prepare.read(self.rows[index]["image"], rng)
         return pair
 
-    def prepared_images(self, numbers: Sequence[int]) -> dict[str, torch.Tensor]:
-        """What a model takes of these pairs' images."""
-        return {name: values[numbers] for name, values in self.prepared.items()}
-
-    def caption(self, epoch: int | None, index: int) -> str | list[str]:
-        """The caption or captions of a pair, without its image."""
-        captions = self.captions[index]["caption"]
-        if self.all_captions and not isinstance(captions, str):
-            return [caption or "" for caption in captions]
-        if epoch is None or isinstance(captions, str):  # nothing to draw
-            return first_caption(captions)
-        return _draw(captions, np.random.default_rng([self.seed, epoch, index]))
-
 
 class PairBatches(torch.utils.data.Dataset):
-    """Pairs in their order, for `evaluation.embedder.Embedder`. See `PairLoader.in_order`."""
+    """Pairs in their order, for `evaluation.embedder.Embedder`."""
 
     may_skip = False
 
-    def __init__(self, pairs: _Pairs, collate: _Collate, batch_size: int, caption_weights: Sequence[float] | None):
-        self.items, self.collate, self.batch_size = pairs, collate, batch_size
-        self.extra = {} if caption_weights is None else {"caption_weights": torch.tensor(caption_weights)}
+    def __init__(self, loader: PairLoader):
+        self.loader, self.items, self.batch_size = loader, loader.pairs, loader.batch_size
+        weights = loader.caption_weights
+        self.extra = {} if weights is None else {"caption_weights": torch.tensor(weights)}
 
     def __len__(self) -> int:
         return -(-len(self.items) // self.batch_size)
 
     def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
         numbers = range(len(self.items))[number * self.batch_size : (number + 1) * self.batch_size]
-        return self.collate([self.items[None, index] for index in numbers]) | self.extra
+        return self.loader.collate([self.items[None, index] for index in numbers]) | self.extra
 
     def num_workers(self, num_processes: int) -> int:
-        return self.items.arguments.num_workers
+        return self.loader.arguments.num_workers
 
 
 # Of the last pairs in memory, by their fingerprint, files and image processor: most stages of a recipe use the same
@@ -363,11 +304,10 @@ def _prepared(rows: datasets.Dataset, prepare: Preparation) -> dict[str, torch.T
         _PREPARED.clear()
         first = prepare.read(rows[0]["image"])
         # Stacked, all would be there twice
-        prepared = {name: value.new_empty(len(rows), *value.shape) for name, value in first.items()}
+        _PREPARED[key] = {name: value.new_empty((len(rows), *value.shape)) for name, value in first.items()}
         for index, row in enumerate(rows):
             for name, value in prepare.read(row["image"]).items():
-                prepared[name][index] = value
-        _PREPARED[key] = prepared
+                _PREPARED[key][name][index] = value
     return _PREPARED[key]
 
 
@@ -377,25 +317,18 @@ def _draw(captions: str | Sequence[str | None], rng: np.random.Generator) -> str
     return captions[rng.integers(len(captions))]
 
 
-def _are_present(captions: Sequence[Sequence[str | None]]) -> list[list[bool]]:
-    """(B, L) which captions are not missing."""
-    return [[bool(present_captions(caption)) for caption in of_image] for of_image in captions]
-
-
-def _require_weighted(rows, caption_weights: Sequence[float], source: str) -> None:
+def _require_weighted(rows: datasets.Dataset, caption_weights: Sequence[float], source: str) -> None:
     """Every image must have as many captions as there are weights. Reports the missing ones."""
-    missing = [0] * len(caption_weights)
+    missing, weights = np.zeros(len(caption_weights), int), np.array(caption_weights)
     for index, captions in enumerate(rows["caption"]):
-        if isinstance(captions, str) or len(captions) != len(caption_weights):
+        if isinstance(captions, str) or len(captions) != len(weights):
             number = "has one" if isinstance(captions, str) else f"has {len(captions)} captions"
-            raise ValueError(
-                f"caption_weights has {len(caption_weights)} weights, but image {index} of {source} {number}"
-            )
-        (present,) = _are_present([captions])
-        missing = [count + (not is_present) for count, is_present in zip(missing, present, strict=True)]
-        if not any(weight > 0 and is_present for weight, is_present in zip(caption_weights, present, strict=True)):
+            raise ValueError(f"caption_weights has {len(weights)} weights, but image {index} of {source} {number}")
+        are_present = np.array([bool(present_captions(caption)) for caption in captions])
+        missing += ~are_present
+        if not (weights[are_present] > 0).any():
             raise ValueError(f"image {index} of {source} has no caption with a weight: {captions}")
-    if any(missing):
+    if missing.any():
         logger.warning(
             "%s: of %d images, %s have no caption in place 0, 1, ...; their other captions get its weight",
             source, len(rows), ", ".join(map(str, missing)),

@@ -52,35 +52,24 @@ def _peft_model(model: PreTrainedModel, settings: LoraSettings) -> nn.Module:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
         raise ValueError(f"lora is peft's: pip install peft ({error})") from error
+    names = [f".{name}." for name, _ in model.named_parameters()]
+    targets = settings.target_modules + settings.target_parameters
+    missing = [target for target in targets if not any(f".{target}." in name for name in names)]
+    if missing:
+        raise ValueError(f"lora: the model has no {', '.join(missing)}")
+    # Weights that others take without calling their module, so that an adapter there would do nothing: the output of
+    # torch's attention, which SigLIP's pooling head has, and the positions that NaFlex interpolates
+    parts = {nn.MultiheadAttention: "out_proj", Siglip2VisionEmbeddings: "position_embedding"}
+    excluded = [f"{name}.{parts[type(module)]}" for name, module in model.named_modules() if type(module) in parts]
     config = LoraConfig(
         r=settings.r,
         lora_alpha=settings.lora_alpha,
         lora_dropout=settings.lora_dropout,
         target_modules=settings.target_modules,
         target_parameters=settings.target_parameters or None,
-        exclude_modules=_read_as_weights(model) or None,
+        exclude_modules=excluded or None,
     )
-    missing = [
-        target
-        for target in settings.target_modules + settings.target_parameters
-        if not any(f".{target}." in f".{name}." for name, _ in model.named_parameters())
-    ]
-    if missing:
-        raise ValueError(f"lora: the model has no {', '.join(missing)}")
     try:
         return get_peft_model(model, config)
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"lora: {one_line(error)}") from error
-
-
-def _read_as_weights(model: PreTrainedModel) -> list[str]:
-    """Modules whose weights others take without calling them, so that an adapter there would do nothing: the output of
-    torch's attention, which SigLIP's pooling head has, and the positions that NaFlex interpolates."""
-    attention = [
-        f"{name}.out_proj" for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)
-    ]
-    return attention + [
-        f"{name}.position_embedding"
-        for name, module in model.named_modules()
-        if isinstance(module, Siglip2VisionEmbeddings)
-    ]

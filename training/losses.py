@@ -4,8 +4,10 @@ Every function returns this process's part. The mean of the parts over the proce
 and the mean of their gradients, which is what DDP and FSDP take, is its gradient.
 """
 
+import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -15,8 +17,6 @@ from torch.autograd.function import once_differentiable
 
 from modeling_clip_moe import (
     CLIPMoEConfig,
-    CLIPMoETextConfig,
-    CLIPMoEVisionConfig,
     global_entropy_loss,
     load_balancing_loss,
     local_entropy_loss,
@@ -85,15 +85,8 @@ class GlobalPairs:
         self.links = links[has_several[0] & has_several[1]]  # (links, 2)
 
     def positives(self, images: torch.Tensor, texts: torch.Tensor, caption: int = 0) -> torch.Tensor:
-        """Which texts belong to which images.
-
-        Args:
-            images: (n,) numbers of pairs.
-            texts: (m,) numbers of pairs, whose caption of that number is there.
-
-        Returns:
-            (n, m) of bool.
-        """
+        """(n, m) of bool, which texts belong to which images: (n,) numbers of pairs, and (m,) of pairs whose caption of
+        that number is there."""
         of_texts = self.texts[texts, caption]
         positives = self.images[images][:, None] == self.images[texts]
         for of_images in self.texts[images].unbind(dim=1):
@@ -104,13 +97,8 @@ class GlobalPairs:
         return positives
 
     def positive_columns(self, rows: torch.Tensor, texts: torch.Tensor, caption: int = 0) -> tuple[Callable, Callable]:
-        """For the images and for the texts of some pairs, functions from a slice of them to (n, columns) of bool, which
-        columns are positives.
-
-        Args:
-            rows: numbers of these pairs, whose caption of that number is there.
-            texts: (m,) numbers of the pairs whose texts are the images' columns; all images are the texts'.
-        """
+        """For the images and for the texts of the pairs `rows`, functions from a slice of them to (n, columns) of bool,
+        which columns are positives: those of images are the (m,) `texts`, those of texts are all images."""
         images = torch.arange(len(self.images), device=rows.device)
         return (
             lambda part: self.positives(rows[part], texts, caption),
@@ -132,8 +120,7 @@ def contrastive_loss(
 
     Where several texts are right for an image, or images for a text, the cross entropy is the mean of those of each of
     them among all that are wrong: no right one is a negative (elimination and attraction, arXiv:2011.11765, section 3).
-    Targets spread over the right ones (UniCL, arXiv:2204.03610) would change nothing where texts are equal: its images
-    would compete for a text as before. The sigmoid loss has a yes for each.
+    The sigmoid loss has a yes for each.
 
     Args:
         image_embeds, text_embeds: (B, D), normalized, row i of both is a pair. B is the same in every process.
@@ -149,12 +136,14 @@ def contrastive_loss(
     with torch.autocast(image_embeds.device.type, enabled=False):
         images, texts, scale = image_embeds.float(), text_embeds.float(), logit_scale.float()
         all_images, all_texts = gather(images), gather(texts)
-        targets, settings = gathered_rows(images), (chunk_size, label_smoothing, logit_bias)
+        targets = gathered_rows(images)
+        loss_of = partial(_sum_of_rows, scale, chunk_size, label_smoothing, logit_bias)
         of_images = of_texts = None
         if pairing is not None and (pairs := pairing.global_pairs()):
             of_images, of_texts = pairs.positive_columns(targets, torch.arange(len(all_images), device=targets.device))
-        image_loss = _sum_of_rows(images, all_texts, scale, targets, *settings, right=of_images)
-        text_loss = _sum_of_rows(texts, all_images, scale, targets, *settings, right=of_texts)
+        weights = torch.ones_like(images[:, 0])
+        image_loss = loss_of(images, all_texts, targets, weights, of_images)
+        text_loss = loss_of(texts, all_images, targets, weights, of_texts)
         return (image_loss + text_loss) / (2 * len(images))
 
 
@@ -189,7 +178,7 @@ def multi_positive_loss(
         weights = caption_weights.float() * caption_mask  # (B, L)
         weights = weights / weights.sum(dim=1, keepdim=True)
         all_images, all_texts, all_masks = gather(images), gather(texts), gather(caption_mask)
-        total = 0.0
+        loss_of, total = partial(_sum_of_rows, scale, chunk_size, label_smoothing, logit_bias), 0.0
         for caption in range(texts.shape[1]):
             rows = caption_mask[:, caption].nonzero().squeeze(1)
             there = all_masks[:, caption]
@@ -197,12 +186,12 @@ def multi_positive_loss(
             among_texts = there.cumsum(0)[targets] - 1  # where the targets are among the captions that are there
             if not there.any():  # in no process
                 continue
-            settings = chunk_size, label_smoothing, logit_bias, weights[rows, caption]
+            weight = weights[rows, caption]
             of_images = of_texts = None
             if pairs:
                 of_images, of_texts = pairs.positive_columns(targets, there.nonzero().squeeze(1), caption)
-            total += _sum_of_rows(images[rows], all_texts[there, caption], scale, among_texts, *settings, of_images)
-            total += _sum_of_rows(texts[rows, caption], all_images, scale, targets, *settings, of_texts)
+            total += loss_of(images[rows], all_texts[there, caption], among_texts, weight, of_images)
+            total += loss_of(texts[rows, caption], all_images, targets, weight, of_texts)
         return total / (2 * len(images))
 
 
@@ -220,13 +209,7 @@ def router_losses(
         outputs: what the model returned, called with `output_router_logits=True, output_expert_ids=True`.
         batch: what the model was called with: `attention_mask` (B, S) of the texts and, of images of any shape,
             `pixel_attention_mask` (B, S) tell tokens from padding, which does not count.
-        balance_top_k: how many choices of a token count as load: 1, the argmax (CLIP-MoE eq. 7); None: all K.
-        balance_mean: "tower": the losses are the mean over a tower's layers, summed over the towers (CLIP-UP);
-            "layer": they are the mean over all layers of both (CLIP-MoE eq. 9); "token": they are those of the tokens
-            of all layers of both together (CLIP-FMoE eq. 3); "tower_token": those of the tokens of all layers of a
-            tower together, summed over the towers (CLIP-MoE's released code); "shared": the mean over layers, in each
-            of which the tokens of both towers are taken together, whose encoder is one.
-        text_weight: factor of the text tower's losses in a sum over the towers; None: 1.
+        balance_top_k, balance_mean, text_weight: see `training.train_settings.RouterSettings`.
 
     Returns:
         `router_aux_loss_coef` * balance + `router_z_loss_coef` * z; and the means over the sparse towers of the two
@@ -243,7 +226,11 @@ def router_losses(
         z_losses.append(router_z_loss(router_logits, mask, reduce=all_reduce_sum))
         losses = config.router_aux_loss_coef * balances[-1] + config.router_z_loss_coef * z_losses[-1]
         total = total + weight * losses
-    dropped = [_dropped(tower, expert_ids, mask) for tower, _, expert_ids, mask in towers]
+    dropped = []
+    for tower, _, expert_ids, mask in towers:
+        computed = torch.stack([(ids < tower.num_experts).any(-1).float() for ids in expert_ids])  # (L, B, S)
+        share = computed.mean() if mask is None else (computed * mask).sum() / (mask.sum() * len(expert_ids))
+        dropped.append(1 - share)
     values = {"balance_loss": balances, "z_loss": z_losses, "dropped_tokens": dropped}
     return total, {name: torch.stack(value).detach().mean() for name, value in values.items()}
 
@@ -260,8 +247,7 @@ def entropy_losses(
 
     Args:
         config, outputs, batch: see `router_losses`.
-        local_coef, global_coef: "text" or "vision" -> the weight of the loss in that tower's sparse layers. Towers that
-            are left out have none.
+        local_coef, global_coef: "text" or "vision" -> the weight of the loss in that tower's sparse layers.
         min_experts: one for each tower with a global loss, see `global_entropy_loss`.
 
     Returns:
@@ -280,7 +266,7 @@ def entropy_losses(
 
 
 def _sparse_towers(config: CLIPMoEConfig, outputs, batch: Mapping[str, torch.Tensor]) -> list[tuple]:
-    """The configuration, router logits, expert ids and token mask of each tower with sparse layers."""
+    """Of each tower with sparse layers: configuration, router logits, expert ids and token mask."""
     text, vision = outputs.text_model_output, outputs.vision_model_output
     towers = [
         (config.text_config, outputs.text_router_logits, text.expert_ids, batch["attention_mask"]),
@@ -291,33 +277,27 @@ def _sparse_towers(config: CLIPMoEConfig, outputs, batch: Mapping[str, torch.Ten
 
 def _groups(towers: list[tuple], balance_mean: str) -> list[tuple]:
     """What has router losses of its own: a tower's configuration, a weight, router logits and their mask."""
+    layers = [[(logits, mask) for logits in router_logits] for _, router_logits, _, mask in towers]
     if balance_mean == "token":
-        return [(towers[0][0], 1.0, *_all_tokens(towers))]
+        return [(towers[0][0], 1.0, *_all_tokens(itertools.chain(*layers)))]
     if balance_mean == "shared":
-        joined = [_all_tokens(of_layer) for of_layer in zip(*map(_layers, towers), strict=True)]
+        joined = [_all_tokens(of_both) for of_both in zip(*layers, strict=True)]
         return [(towers[0][0], 1.0, tuple(logits for (logits,), _ in joined), joined[0][1])]
     if balance_mean == "tower_token":
-        return [(tower[0], 1.0, *_all_tokens([tower])) for tower in towers]
-    num_layers = sum(len(router_logits) for _, router_logits, _, _ in towers)
+        return [(tower[0], 1.0, *_all_tokens(of_tower)) for tower, of_tower in zip(towers, layers, strict=True)]
+    num_layers = sum(map(len, layers))
     return [
         (tower, len(logits) / num_layers if balance_mean == "layer" else 1.0, logits, mask)
         for tower, logits, _, mask in towers
     ]
 
 
-def _layers(tower: tuple) -> list[tuple]:
-    """The layers of a tower, each as the only one of a tower."""
-    config, router_logits, expert_ids, mask = tower
-    return [(config, (of_layer,), expert_ids, mask) for of_layer in router_logits]
-
-
-def _all_tokens(towers: list[tuple]) -> tuple[tuple[torch.Tensor], torch.Tensor]:
-    """The router logits of all tokens, layers and towers, as those of one layer, and their mask."""
+def _all_tokens(layers: Iterable[tuple]) -> tuple[tuple[torch.Tensor], torch.Tensor]:
+    """The router logits and masks of all tokens of layers, as those of one layer."""
     logits, masks = [], []
-    for _, router_logits, _, mask in towers:
-        for of_layer in router_logits:
-            logits.append(of_layer.flatten(0, -2))
-            masks.append(torch.ones_like(logits[-1][:, 0]) if mask is None else mask.flatten().to(logits[-1]))
+    for of_layer, mask in layers:
+        logits.append(of_layer.flatten(0, -2))
+        masks.append(torch.ones_like(logits[-1][:, 0]) if mask is None else mask.flatten().to(logits[-1]))
     return (torch.cat(logits),), torch.cat(masks)
 
 
@@ -326,17 +306,15 @@ def gather(tensor: torch.Tensor) -> torch.Tensor:
 
     `accelerate.gather` has no gradient into other processes' rows, which leaves the loss right and its gradient wrong.
     """
-    if _world_size() == 1:
-        return tensor
-    return _Gather.apply(tensor)
+    return tensor if _world_size() == 1 else _Gather.apply(tensor)
 
 
 class _Gather(torch.autograd.Function):
-    """The rows of all processes (processes * B, D). The gradient of a row is the sum over all processes."""
+    """(processes * B, D). The gradient of a row is the sum over all processes."""
 
     @staticmethod
     def forward(ctx, tensor: torch.Tensor) -> torch.Tensor:
-        gathered = tensor.new_empty(_world_size() * tensor.shape[0], *tensor.shape[1:])
+        gathered = tensor.new_empty((_world_size() * len(tensor), *tensor.shape[1:]))
         dist.all_gather_into_tensor(gathered, tensor.contiguous())
         return gathered
 
@@ -376,7 +354,7 @@ class _Sum(torch.autograd.Function):
 
 
 class SumsOfParts:
-    """What `all_reduce_sum` does within `with` where a batch is computed in parts, all of them twice.
+    """What `all_reduce_sum` does where a batch is computed in parts, all of them twice, each in a `with` of its own.
 
     The first time it adds up what it is given. After `reduce`, it returns the sums over all parts and processes, whose
     gradient goes into the part that asks: the gradients of all parts add up to that of the whole batch.
@@ -389,14 +367,10 @@ class SumsOfParts:
         self.reduced, self.calls = False, 0
 
     def __enter__(self):
-        SumsOfParts.active = self
+        SumsOfParts.active, self.calls = self, 0
 
     def __exit__(self, *_):
         SumsOfParts.active = None
-
-    def end_of_part(self) -> None:
-        """The next call is the first one of another part."""
-        self.calls = 0
 
     def reduce(self) -> None:
         """All parts were there once."""
@@ -407,26 +381,20 @@ class SumsOfParts:
 
     def add(self, tensor: torch.Tensor) -> torch.Tensor:
         number, self.calls = self.calls, self.calls + 1
-        if not self.reduced:
-            if number == len(self.totals):
-                self.totals.append(torch.zeros_like(tensor))
-            self.totals[number] += tensor.detach()
-            return tensor
-        # As many times as there are processes, over which the gradient is averaged
-        return self.totals[number] + _world_size() * (tensor - tensor.detach())
+        if self.reduced:
+            # As many times as there are processes, over which the gradient is averaged
+            return self.totals[number] + _world_size() * (tensor - tensor.detach())
+        if number == len(self.totals):
+            self.totals.append(torch.zeros_like(tensor))
+        self.totals[number] += tensor.detach()
+        return tensor
 
 
-def _dropped(tower: CLIPMoETextConfig | CLIPMoEVisionConfig, expert_ids: tuple, mask: torch.Tensor | None):
-    computed = torch.stack([(ids < tower.num_experts).any(-1).float() for ids in expert_ids])  # (L, B, S)
-    return 1 - (computed.mean() if mask is None else (computed * mask).sum() / (mask.sum() * len(expert_ids)))
-
-
-def _sum_of_rows(rows, columns, scale, targets, chunk_size, label_smoothing, bias=None, weights=None, right=None):
-    weights = torch.ones_like(rows[:, 0]) if weights is None else weights
-    arguments = rows, columns, scale, bias if bias is None else bias.float(), weights, targets, label_smoothing
+def _sum_of_rows(scale, chunk_size, smoothing, bias, rows, columns, targets, weights, right):
+    bias = None if bias is None else bias.float()
     if chunk_size is not None:
-        return _RowLossesInChunks.apply(*arguments, right, chunk_size)
-    return _row_losses(*arguments, right and right(slice(None)))
+        return _RowLossesInChunks.apply(rows, columns, scale, bias, weights, targets, smoothing, right, chunk_size)
+    return _row_losses(rows, columns, scale, bias, weights, targets, smoothing, right and right(slice(None)))
 
 
 def _row_losses(rows, columns, scale, bias, weights, targets, label_smoothing, right=None):
@@ -452,15 +420,13 @@ class _RowLossesInChunks(torch.autograd.Function):
     """`_row_losses` of some rows at a time.
 
     The gradient of a chunk is computed while its logits are there, as in Liger Kernel's fused linear cross entropy
-    (arXiv:2410.10989, section 3.2): the backward pass would have to compute them again.
+    (arXiv:2410.10989, section 3.2).
     """
 
     @staticmethod
     def forward(ctx, rows, columns, scale, bias, weights, targets, label_smoothing, right, chunk_size):
         inputs, needed = (rows, columns, scale, bias, weights), ctx.needs_input_grad[:5]
-        gradients = [
-            torch.zeros_like(tensor) if wanted else None for tensor, wanted in zip(inputs, needed, strict=True)
-        ]
+        gradients = [torch.zeros_like(value) if wanted else None for value, wanted in zip(inputs, needed, strict=True)]
         total = rows.new_zeros(())
         for start in range(0, len(rows), chunk_size):
             chunk = slice(start, start + chunk_size)

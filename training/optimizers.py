@@ -11,7 +11,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from training.train_settings import OptimizerSettings
 
-# Besides norms, which families call as they like: as CLIP (section 2.5) and everybody after it.
+# Besides norms, which families call as they like: as CLIP (section 2.5) and everybody after it
 NO_DECAY = re.compile(r"(bias|class_embedding|logit_scale)$")
 # The layers of a tower, and what is below them
 LAYER = re.compile(r"^(?P<tower>.*)\bencoder\.layers?\.(?P<number>\d+)\.")
@@ -28,19 +28,16 @@ def set_trainable(model: nn.Module, pattern: str) -> tuple[list[str], list[str]]
         compiled = re.compile(pattern)
     except re.error as error:
         raise ValueError(f"trainable pattern {pattern!r} is not a regular expression: {error}") from error
-    names = {True: [], False: []}
-    matching = {
-        parameter
-        for name, parameter in model.named_parameters(remove_duplicate=False)  # an encoder of both towers has two names
-        if compiled.search(name)
-    }
+    all_names = model.named_parameters(remove_duplicate=False)  # an encoder of both towers has two names
+    matching = {parameter for name, parameter in all_names if compiled.search(name)}
+    trainable, frozen = [], []
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(parameter in matching)
-        names[parameter.requires_grad].append(name)
-    if not names[True]:
-        examples = ", ".join(names[False][:3])
+        (trainable if parameter in matching else frozen).append(name)
+    if not trainable:
+        examples = ", ".join(frozen[:3])
         raise ValueError(f"trainable pattern {pattern!r} is found in no parameter's name; names are {examples}, ...")
-    return names[True], names[False]
+    return trainable, frozen
 
 
 def parameter_groups(
@@ -56,8 +53,8 @@ def parameter_groups(
     of_norms = {parameter for norm in norms for parameter in norm.parameters(False)}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            decays = NO_DECAY.search(name) is None and parameter not in of_norms
-            groups[decay_all or decays, scales[name]].append(parameter)
+            decays = decay_all or (NO_DECAY.search(name) is None and parameter not in of_norms)
+            groups[decays, scales[name]].append(parameter)
     return [
         {"params": parameters, "weight_decay": weight_decay * decays, "scale": scale}
         for (decays, scale), parameters in sorted(groups.items(), key=lambda group: group[0], reverse=True)
@@ -67,25 +64,19 @@ def parameter_groups(
 def _layer_scales(model: nn.Module, layer_decay: float) -> dict[str, float]:
     """Parameter -> its factor of the learning rate: layer_decay once for each layer of its tower above it. Embeddings
     are below all layers, and all else is above them (BEiT, arXiv:2106.08254, appendix)."""
-    names = [name for name, _ in model.named_parameters()]
-    places = {name: LAYER.search(name) for name in names}
     depths = Counter()
-    all_names = (name for name, _ in model.named_parameters(remove_duplicate=False))  # of both towers, where one is two
-    for place in filter(None, map(LAYER.search, all_names)):
-        depths[place["tower"]] = max(depths[place["tower"]], int(place["number"]) + 1)
+    for name, _ in model.named_parameters(remove_duplicate=False):  # of both towers, also where they have one encoder
+        if place := LAYER.search(name):
+            depths[place["tower"]] = max(depths[place["tower"]], int(place["number"]) + 1)
 
     def layers_above(name: str) -> int:
-        if places[name]:
-            return depths[places[name]["tower"]] - int(places[name]["number"])
+        if place := LAYER.search(name):
+            return depths[place["tower"]] - int(place["number"])
         if BELOW_LAYERS.search(name):
             return next((depth + 1 for tower, depth in depths.items() if name.startswith(tower)), 0)
         return 0
 
-    return {name: layer_decay ** layers_above(name) for name in names}
-
-
-# Where AdamW is one kernel. On a CPU its updates round otherwise than the plain ones.
-FUSED = ("cuda", "xpu")
+    return {name: layer_decay ** layers_above(name) for name, _ in model.named_parameters()}
 
 
 def make_optimizer(task: nn.Module, settings: OptimizerSettings, device: torch.device) -> torch.optim.Optimizer:
@@ -93,19 +84,16 @@ def make_optimizer(task: nn.Module, settings: OptimizerSettings, device: torch.d
     groups = parameter_groups(task, settings.weight_decay, settings.decay_all, settings.layer_decay)
     for group in groups:
         group["lr"] = settings.learning_rate * group.pop("scale")
-    options = {
-        "lr": settings.learning_rate,
-        "betas": (settings.adam_beta1, settings.adam_beta2),
-        "eps": settings.adam_epsilon,
-    }
+    rate, betas, epsilon = settings.learning_rate, (settings.adam_beta1, settings.adam_beta2), settings.adam_epsilon
     if settings.optimizer == "adamw_8bit":
         try:
             from torchao.optim import AdamW8bit
         except ImportError as error:
             raise ValueError("optimizer adamw_8bit is torchao's: pip install torchao, or take adamw") from error
 
-        return AdamW8bit(groups, **options)
-    return torch.optim.AdamW(groups, **options, fused=device.type in FUSED)
+        return AdamW8bit(groups, lr=rate, betas=betas, eps=epsilon)
+    # Where AdamW is one kernel. On a CPU its updates round otherwise than the plain ones.
+    return torch.optim.AdamW(groups, lr=rate, betas=betas, eps=epsilon, fused=device.type in ("cuda", "xpu"))
 
 
 def make_states(optimizer: torch.optim.Optimizer) -> None:
@@ -127,7 +115,6 @@ class WeightAverage:
 
     Args:
         parameters: by name, as the optimizer has them; those that FSDP2 splits stay split.
-        decay: between 0 and 1.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float):

@@ -6,7 +6,7 @@ Unknown keys, wrong types and contradictions raise a `RecipeError` that names th
 import copy
 import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
@@ -27,21 +27,13 @@ from typing_extensions import TypedDict
 from data.arguments import DataArguments
 from data.worlds import WORLDS
 from records.files import read_text
-from records.messages import (
-    Faults,
-    did_you_mean,
-    fault_text,
-    fault_value,
-    most_similar,
-    one_line,
-    shortened,
-    suggestion,
-)
+from records.messages import Faults, did_you_mean, fault_text, fault_value, one_line, suggestion
 from records.provenance import LOGS
 from records.yaml_files import read_yaml
+from training.setting_help import settings_within
 from training.settings import STRICT
 from training.stages import KINDS, stage_of_kind
-from training.stages.base import Stage, each_value, kinds, references, setting_names
+from training.stages.base import Stage, each_setting, kinds, references
 from training.train_settings import MeasuredTasks
 
 
@@ -122,10 +114,7 @@ class Recipe:
     @model_validator(mode="after")
     def _hand_on_seed(self):
         for stage in self.stages:
-            settings = [("", stage)]
-            for field in fields(stage):
-                settings += each_value(field.name, getattr(stage, field.name))
-            for _, value in settings:
+            for _, value in [("", stage), *each_setting(stage)]:
                 if isinstance(value, DataArguments) and value.source in WORLDS and value.seed is None:
                     value.seed = self.seed
                 if isinstance(value, MeasuredTasks) and value.test_seed is None:
@@ -160,7 +149,7 @@ class RecipeFile(TypedDict):
     defaults: NotRequired[dict[str, dict[str, Any]] | None]
 
 
-def load_recipe(path: str | Path, overrides: dict[str, Any] | None = None) -> Recipe:
+def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Recipe:
     """Read a recipe.
 
     Args:
@@ -171,92 +160,57 @@ def load_recipe(path: str | Path, overrides: dict[str, Any] | None = None) -> Re
         overrides: dotted key -> value, applied last. A key starts with the name of a stage (`clip_up.max_steps`), or
             is one of the recipe's own (`seed`, `defaults.train.max_steps`).
     """
-    settings = _read_recipe(Path(path), overrides or {})
-    recipe = validated(Recipe, settings, path, [stage["name"] for stage in settings["stages"]])
-    recipe.title = str(path)
-    return recipe
-
-
-def _read_recipe(path: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a recipe, with defaults merged into its stages. All names of kinds and of settings exist.
-
-    Args:
-        path, overrides: see `load_recipe`.
-    """
+    path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(
             f"no recipe at {path}; the project's are in training/recipes, where `clip-moe recipes` puts them"
         )
     raw = read_yaml(read_text(path), str(path))
     validated(RecipeFile, raw, path)
-    for key, value in overrides.items():
+    for key, value in (overrides or {}).items():
         _override(raw, key, value)
     validated(RecipeFile, raw, path)
     defaults, used = raw.pop("defaults", None) or {}, set()
-    faults = [*unknown_names(raw, setting_names(Recipe) | {"stages": {}})]
     for number, settings in enumerate(raw["stages"]):
         try:
             of_stage = stage_class(settings["stage"])
         except ValueError as error:
-            faults.append(f"{settings['name']}.stage: {error}")
-            used |= set(defaults)  # which may be meant for it
-            continue
+            raise RecipeError.of(path, [f"{settings['name']}.stage: {error}"]) from error
         keys = dict.fromkeys([*(kind for kind in kinds(of_stage) if kind != "model"), settings["stage"]])
         used |= set(keys)
         shared = functools.reduce(_merge, (defaults.get(key, {}) for key in keys), {})
         raw["stages"][number] = _merge(shared, settings)
-        faults += unknown_names(raw["stages"][number], setting_names(of_stage), f"{settings['name']}.")
-    unused = sorted(set(defaults) - used)
-    faults += [f"defaults.{key}: no stage uses them: {suggestion(key, used)}" for key in unused]
-    if faults:
+    if unused := sorted(set(defaults) - used):
+        faults = [f"defaults.{key}: no stage uses them: {suggestion(key, used)}" for key in unused]
         raise RecipeError.of(path, faults)
-    return raw
+    recipe = validated(Recipe, raw, path)
+    recipe.title = str(path)
+    return recipe
 
 
-def unknown_names(settings: Any, outline: dict[str, dict], where: str = "") -> Iterator[str]:
-    """A line for each key that no setting has.
-
-    Args:
-        outline: name of a setting -> the same of what it holds; empty: any keys.
-    """
-    for number, item in enumerate(settings if isinstance(settings, list) else ()):
-        yield from unknown_names(item, outline, f"{where}{number}.")
-    for key, value in settings.items() if outline and isinstance(settings, dict) else ():
-        if key in outline:
-            yield from unknown_names(value, outline[key], f"{where}{key}.")
-        else:
-            what = "there is no such key" + (", here or in the defaults of this stage" if where else "")
-            yield f"{where}{key}: {what}: {_meant_key(key, outline)} (got {shortened(value)})"
-
-
-def _meant_key(key: str, outline: dict[str, dict]) -> str:
-    """The most similar setting; else the same name within another one; else all settings."""
-    within = [name for name, inner in outline.items() if key in inner]
-    if within and not most_similar(key, outline):
-        return f"did you mean '{within[0]}.{key}'?"
-    return suggestion(key, outline)
-
-
-def validated(kind: type, settings: Any, path: str | Path, stages: Sequence[str] = ()) -> Any:
-    """Settings as an object of their class. Raises RecipeError with a line for each that is wrong.
-
-    Args:
-        stages: names of the stages that the settings hold.
-    """
+def validated(kind: type, settings: Any, path: str | Path) -> Any:
+    """Settings as an object of their class. Raises RecipeError with a line for each that is wrong."""
     try:
         return TypeAdapter(kind).validate_python(settings)
     except ValidationError as error:
-        raise RecipeError.of(path, (_fault(wrong, stages) for wrong in error.errors())) from error
+        raise RecipeError.of(path, (_fault(wrong, kind, settings) for wrong in error.errors())) from error
 
 
-def _fault(error: dict[str, Any], stages: Sequence[str]) -> str:
-    """What is wrong with a setting, with the choice that may be meant instead."""
+def _fault(error: dict[str, Any], kind: type, settings: Any) -> str:
+    """What is wrong with a setting, with the choice or the name that may be meant instead."""
     place, message = [*error["loc"]], fault_text(error)
-    if stages and place[:1] == ["stages"] and len(place) > 1:
-        place[:2] = [stages[place[1]]]
+    if kind is Recipe and place[:1] == ["stages"] and len(place) > 1:
+        stage = settings["stages"][place[1]]
+        if isinstance(stage, dict):
+            kind, place = stage_class(stage["stage"]), [stage["name"], *place[2:]]
     if error["type"] == "literal_error":
         choices = re.findall(r"'([^']+)'", error["ctx"]["expected"])
         message += did_you_mean(str(error["input"]), choices)
+    elif error["type"] == "unexpected_keyword_argument":
+        for part in place[:-1]:
+            if part in kind.__pydantic_fields__:
+                kind = settings_within(kind.__pydantic_fields__[part].annotation)
+        message = f"there is no such key: {suggestion(place[-1], kind.__pydantic_fields__)}"
     return f"{'.'.join(map(str, place)) or 'recipe'}: {message}{fault_value(error)}"
 
 
@@ -296,7 +250,7 @@ def wanted_stages(recipe: Recipe, only: Iterable[str] | None, experts: Iterable[
     if unknown:
         raise ValueError(f"the recipe has no stage {', '.join(unknown)}; its stages are {', '.join(names)}")
     numbers = [number for number in map(expert_number, recipe.stages) if number is not None]
-    unknown = sorted(set(experts or ()) - set(numbers))
+    unknown = sorted(set(experts or ()) - set(numbers), key=str)
     if unknown:
         raise ValueError(f"the recipe trains no expert {unknown}; its experts are {numbers}")
     wanted = set(names) if experts is None else _needed_by(recipe, set(experts))

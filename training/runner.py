@@ -12,7 +12,7 @@ import os
 import shutil
 import time
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,8 +26,6 @@ from safetensors import SafetensorError
 from conversion import publish
 from conversion.checkpoints import load_config
 from conversion.verification import require_loadable
-from data.arguments import DataArguments
-from data.sources import newest_file
 from records.files import locked, read_text, refuse_to_overwrite, respect_umask, write_text
 from records.local_names import paths_here
 from records.provenance import (
@@ -44,7 +42,7 @@ from records.provenance import (
 )
 from records.yaml_files import read_yaml
 from training.checks import require_sound
-from training.context import Context, Unfinished, make_accelerator
+from training.context import Context, make_accelerator
 from training.recipe import Recipe, wanted_stages
 from training.settings import dump
 from training.stages.base import Stage, references, resolve
@@ -64,35 +62,26 @@ def run_recipe(recipe: Recipe, only: Iterable[str] | None = None, experts: Itera
         experts: numbers of the experts to train, with the stages that they need and nothing else; None: everything.
     """
     stages = wanted_stages(recipe, only, experts)
-    output_dir = Path(recipe.output_dir)
     require_sound(recipe, stages)
-    runner = Runner(recipe)
-    accelerator = runner.context.accelerator
-    with locked(output_dir) if accelerator.is_main_process else nullcontext():
-        for stage in stages:
-            with stage_errors(stage), suppress(Unfinished):
-                if any(folder.exists() for folder in runner.folders(stage)):
-                    runner.prepare(stage)
-        _require_no_others(output_dir, runner.context.stages)
+    runner, output_dir = Runner(recipe), Path(recipe.output_dir)
+    is_main = runner.context.accelerator.is_main_process
+    with locked(output_dir) if is_main else nullcontext():
         for stage in recipe.stages:  # recipe.yaml tells how those that do not run now were made, too
-            final, _ = runner.folders(stage)
-            if stage not in stages and (final / MANIFEST).is_file():
+            final, partial = runner.folders(stage)
+            is_done, is_wanted = (final / MANIFEST).is_file(), stage in stages
+            if is_done or (is_wanted and (final.exists() or partial.exists())):
                 with stage_errors(stage):
-                    before = Record.read(final)
-                    changes = {"stage": comparable(dump(stage)), "seed": recipe.seed}
-                    changes["mixed_precision"] = accelerator.mixed_precision
-                    now = before.model_copy(update=changes)
-                    require_same_record(final, now, None)
-        if accelerator.is_main_process:
+                    runner.prepare(stage, settings_alone=not is_wanted)
+        _require_no_others(output_dir, runner.context.stages)
+        if is_main:
             output_dir.mkdir(parents=True, exist_ok=True)
             write_text(output_dir / RECIPE, yaml.safe_dump(runner.settings, sort_keys=False))
         for stage in stages:
             with stage_errors(stage):
                 runner.run_stage(stage)
-        if only is None and experts is None:
+        if is_main and only is None and experts is None:
             for name, repository in recipe.push_to_hub.items():
-                if accelerator.is_main_process:
-                    print(f"{name} is at {publish.publish(output_dir / name, repository)}")
+                print(f"{name} is at {publish.publish(output_dir / name, repository)}")
     _end(runner)
     return output_dir
 
@@ -117,12 +106,8 @@ def _end(runner: "Runner") -> None:
 
 def loading_hint(recipe: Recipe, only: Collection[str] | None = None) -> str | None:
     """How to load the last model that the stages `only` of a recipe have made; None: there is none."""
-    folders = [
-        Path(recipe.output_dir) / stage.name
-        for stage in recipe.stages
-        if stage.makes_model and (only is None or stage.name in only)
-    ]
-    finished = [folder for folder in folders if folder.is_dir()]
+    models = [stage.name for stage in recipe.stages if stage.makes_model and (only is None or stage.name in only)]
+    finished = [folder for name in models if (folder := Path(recipe.output_dir) / name).is_dir()]
     if not finished:
         return None
     auto = "AutoModelForImageTextToText" if load_config(finished[-1]).model_type == "llava" else "AutoModel"
@@ -177,17 +162,21 @@ class Runner:
         context, accelerator = self.context, self.context.accelerator
         final, partial = self.folders(stage)
         say = functools.partial(accelerator.on_main_process(print), flush=True)
-        context.forget_identities()
-        is_done = (final / MANIFEST).is_file()
         inputs, record = self.prepare(stage)
-        if is_done:
+        if (final / MANIFEST).is_file():
             say(f"{stage.name}: done before, skipped{_report_of(final)}")
             if accelerator.is_main_process:
                 _tidy(final)  # a kill may have come before that
             accelerator.wait_for_everyone()
             return 0
         say(f"{stage.name}: begins, {datetime.now():%Y-%m-%d %H:%M:%S}")
-        record.attempts.append(self._attempt())
+        attempt = Attempt(
+            device=device_name(accelerator.device),
+            num_processes=accelerator.num_processes,
+            **environment(),
+            seconds=None,  # not known until it has ended
+        )
+        record.attempts.append(attempt)
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             if not _goes_on(stage, partial):  # what is there is of an attempt that failed, perhaps for its settings
@@ -198,9 +187,8 @@ class Runner:
         set_seed(context.seed, device_specific=True)
         started = time.perf_counter()
         if accelerator.is_main_process or not stage.main_process_only:
-            stage_context = context.without_others() if stage.main_process_only else context
             try:
-                trained = stage.run(inputs, stage_context, partial)
+                trained = stage.run(inputs, context.without_others() if stage.main_process_only else context, partial)
             except BaseException:
                 if accelerator.is_main_process and not _goes_on(stage, partial):
                     shutil.rmtree(partial, ignore_errors=True)
@@ -208,33 +196,33 @@ class Runner:
             if trained is not None:
                 record.pairs, record.duplicates = trained
         accelerator.wait_for_everyone()
-        self._require_unchanged(stage, record.data, partial)
-        now = stage.fingerprints(inputs)
-        changed = sorted(key for key in now.keys() & record.inputs if now[key] != record.inputs[key])
-        if changed:
-            raise ValueError(f"{changed[0]} changed while the stage read it: delete {partial}, and run it again")
+        self._require_unchanged(stage, inputs, record, partial)
         size = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
         accelerator.wait_for_everyone()
-        seconds = record.attempts[-1].seconds = round(time.perf_counter() - started, 1)
+        attempt.seconds = round(time.perf_counter() - started, 1)
         if accelerator.is_main_process:
             _finish(stage, record, partial, final)
-        say(f"{stage.name}: done in {seconds:g} s{_report_of(final)}")
+        say(f"{stage.name}: done in {attempt.seconds:g} s{_report_of(final)}")
         accelerator.wait_for_everyone()
         return size
 
-    def prepare(self, stage: Stage) -> tuple[SimpleNamespace | None, Record]:
+    def prepare(self, stage: Stage, settings_alone: bool = False) -> tuple[SimpleNamespace, Record]:
         """What a stage reads, and the record of what makes its folder, with the attempts before. Writes nothing.
 
-        Another stage that a finished one has read may be gone: then all else is compared, and what it reads is None.
+        Another stage that a finished one has read may be gone: then all else is compared.
+
+        Args:
+            settings_alone: whether inputs and data are left out of the record, and so not compared.
 
         Raises:
-            Unfinished: what it reads is not there yet.
             ValueError: its folder was made by something else.
         """
         final, partial = self.folders(stage)
-        if not (final / MANIFEST).is_file():
+        is_done = (final / MANIFEST).is_file()
+        if not is_done:
             refuse_to_overwrite(final)
         context, data = self.context, getattr(stage, "data", None)
+        inputs, read = resolve(stage, context), references(stage)
         record = Record(
             stage=comparable(dump(stage)),
             seed=context.seed,
@@ -242,24 +230,16 @@ class Runner:
             local=self._local,
             **own_stage(type(stage)),
         )
-        for reference in references(stage):
-            if reference.reads.outside or reference.value in context.stages:
-                with suppress(Unfinished):
-                    record.inputs[reference.value] = input_fingerprint(context.folder(reference.value))
-        with suppress(Unfinished):
-            record.data = None if data is None else context.identity(data)
-        inputs, unfinished = None, None
-        try:
-            inputs = resolve(stage, context)
+        if not settings_alone:
+            context.forget_identities()
+            names = dict.fromkeys(value for _, value, reads in read if reads.outside or value in context.stages)
+            there = filter(context.is_there, names)
+            record.inputs = {name: input_fingerprint(context.folder(name)) for name in there}
             record.inputs |= stage.fingerprints(inputs)
-        except Unfinished as error:
-            unfinished = error
-        is_done = (final / MANIFEST).is_file()
+            if data is not None and context.is_there(data.source):
+                record.data = context.identity(data)
         if is_done or _goes_on(stage, partial):
-            made = final if is_done else partial
-            record.attempts = require_same_record(made, record, getattr(inputs, "data", None))
-        if unfinished and not is_done:
-            raise unfinished
+            record.attempts = record.require_same(final if is_done else partial)
         return inputs, record
 
     def folders(self, stage: Stage) -> tuple[Path, Path]:
@@ -267,34 +247,26 @@ class Runner:
         output_dir = self.context.output_dir
         return output_dir / stage.name, output_dir / f"{stage.name}.partial"
 
-    def _attempt(self) -> Attempt:
-        """What a stage runs on; its time is not known until it has ended."""
-        accelerator = self.context.accelerator
-        device, number = device_name(accelerator.device), accelerator.num_processes
-        return Attempt(device=device, num_processes=number, **environment(), seconds=None)
-
-    def _require_unchanged(self, stage: Stage, before: dict[str, Any] | None, partial: Path) -> None:
-        """Local data must be what they were when the stage began. Those that are gone have been read."""
-        if before is None or "commit" in before:
-            return
+    def _require_unchanged(self, stage: Stage, inputs: SimpleNamespace, record: Record, partial: Path) -> None:
+        """What a stage has read here must be what it was when the stage began, where it is still there."""
+        now = stage.fingerprints(inputs)
+        changed = [key for key in now.keys() & record.inputs if now[key] != record.inputs[key]]
         self.context.forget_identities()
-        if self.context.identity(stage.data) not in (None, before):
+        if record.data and "commit" not in record.data and self.context.identity(stage.data) not in (None, record.data):
+            changed.append(stage.data.source)
+        if changed:
             raise ValueError(
-                f"{stage.data.source} changed while the stage {stage.name} read it: put back what was there, or delete "
-                f"{partial}, and run it again"
+                f"{changed[0]} changed while the stage read it: put back what was there, or delete {partial}, and run "
+                "it again"
             )
 
 
 def _require_no_others(output_dir: Path, stages: Collection[str]) -> None:
     """Raises a ValueError where finished stages are of the recipe that was run there before, and not of this one:
     recipe.yaml would tell of them no more."""
-    if not (output_dir / RECIPE).is_file():
-        return
-    before = read_yaml(read_text(output_dir / RECIPE), str(output_dir / RECIPE))
-    if not isinstance(before, dict) or "stages" not in before:
-        raise ValueError(f"{output_dir / RECIPE} is no recipe: move it away, the run writes its own there")
-    others = [stage["name"] for stage in before["stages"] if stage["name"] not in stages]
-    others = sorted(name for name in others if (output_dir / name / MANIFEST).is_file())
+    path = output_dir / RECIPE
+    before = [stage["name"] for stage in read_yaml(read_text(path), str(path))["stages"]] if path.is_file() else []
+    others = sorted(name for name in {*before} - {*stages} if (output_dir / name / MANIFEST).is_file())
     if others:
         raise ValueError(
             f"{output_dir} has stages of another recipe, {', '.join(others)}: choose another output_dir, or move them"
@@ -312,25 +284,6 @@ def comparable(settings: dict[str, Any]) -> dict[str, Any]:
     if isinstance(compared.get("data"), dict):
         compared["data"] = comparable(compared["data"])
     return compared
-
-
-def require_same_record(folder: Path, new: Record, data: DataArguments | None) -> list[Attempt]:
-    """The attempts at a folder, which was made as the new record says.
-
-    Args:
-        data: the stage's data, where they may be read.
-    """
-    before = Record.read(folder)
-    differences = before.differences(new)
-    if not differences:
-        return before.attempts
-    differing = "; ".join(f"{key}: {how}" for key, how in differences.items())
-    of_data = all(key.startswith("data.") for key in differences)
-    newest = f", of which {newest_file(data)} changed last" if of_data and data and "data.sha256" in differences else ""
-    raise ValueError(
-        f"{folder} was made with other {'data' if of_data else 'settings'} ({differing}){newest}. Delete it to make it "
-        "anew, or choose another output folder"
-    )
 
 
 def _goes_on(stage: Stage, partial: Path) -> bool:

@@ -21,26 +21,17 @@ GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 class Share(NamedTuple):
-    """How large batches are, and which part of them is this process's.
+    """How large batches are, and which part of them is this process's."""
 
-    Args:
-        batch_size: pairs of one process in one forward pass.
-        rank: number of this process.
-        world_size: number of processes.
-        seed: draws the order of the pairs.
-    """
-
-    batch_size: int
-    rank: int
-    world_size: int
-    seed: int
+    batch_size: int  # pairs of one process in one forward pass
+    rank: int  # number of this process
+    world_size: int  # number of processes
+    seed: int  # draws the order of the pairs
 
 
 class DistributedBatchSampler(Sampler[list[int]]):
     """Global batches that do not depend on the number of processes: process r of W gets the r-th of the W equal slices
-    of each.
-
-    What the batches are says a subclass, by `__len__` and `global_batches`.
+    of each. A subclass has `__len__` and `global_batches`.
 
     Args:
         batch_size, rank, world_size, seed: see `Share`.
@@ -74,14 +65,11 @@ class DistributedBatchSampler(Sampler[list[int]]):
         """Batches of a whole epoch."""
 
     def global_batches(self, rng: np.random.Generator) -> Sequence[np.ndarray]:
-        """All batches of an epoch in their order, each with the numbers of `global_batch_size` samples.
-
-        Args:
-            rng: made of the seed and the epoch, the same in every process. Nothing else may be drawn from.
-        """
+        """All batches of an epoch in their order, each with the numbers of `global_batch_size` samples. `rng`, which is
+        the same in every process, is all that may be drawn from."""
 
     def all_batches(self) -> Sequence[np.ndarray]:
-        """The global batches of the epoch, in their order."""
+        """The global batches of the epoch."""
         return self.global_batches(np.random.default_rng([self.seed, self.epoch]))
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -90,9 +78,8 @@ class DistributedBatchSampler(Sampler[list[int]]):
 
 
 class GlobalBatchSampler(DistributedBatchSampler):
-    """Batches of a shuffled dataset: an epoch is one permutation of all samples, cut into global batches.
-
-    What does not fill the last global batch is left out of the epoch. With `duplicates`, batches are those of `Spread`.
+    """Batches of a shuffled dataset: an epoch is one permutation of all samples, cut into global batches. What does not
+    fill the last one is left out of the epoch. With `duplicates`, batches are those of `Spread`.
 
     Args:
         num_samples: size of the dataset.
@@ -164,19 +151,17 @@ class ClusterBatchSampler(DistributedBatchSampler):
         size = self.global_batch_size
         return [Spread(cluster, self.duplicates, size, self.seed) for cluster in self.clusters if len(cluster) >= size]
 
-    def global_batches(self, rng: np.random.Generator) -> list[np.ndarray]:
+    def global_batches(self, rng: np.random.Generator) -> np.ndarray:
+        size = self.global_batch_size
         if self.duplicates is not None:
-            of_clusters = [list(spread.batches(self.epoch, rng)) for spread in self._spreads]
+            of_clusters = [spread.batches(self.epoch, rng) for spread in self._spreads]
         else:
-            of_clusters = [self._shuffled(cluster, rng) for cluster in self.clusters]
-        batches = list(itertools.chain(*of_clusters))
-        rounds = list(itertools.chain(*(range(len(of_cluster)) for of_cluster in of_clusters)))
+            shuffled = [rng.permutation(cluster) for cluster in self.clusters if len(cluster) >= size]
+            of_clusters = [cluster[: len(cluster) // size * size].reshape(-1, size) for cluster in shuffled]
+        batches = np.concatenate(of_clusters)
+        rounds = np.concatenate([np.arange(len(of_cluster)) for of_cluster in of_clusters])
         order = np.argsort(rounds, kind="stable") if self.order == "round_robin" else rng.permutation(len(batches))
-        return [batches[number] for number in order]
-
-    def _shuffled(self, cluster: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
-        whole = len(cluster) // self.global_batch_size
-        return np.split(rng.permutation(cluster)[: whole * self.global_batch_size], whole) if whole else []
+        return batches[order]
 
 
 class Spread:
@@ -212,7 +197,7 @@ class Spread:
         self.step = next(step for step in itertools.count(first) if math.gcd(step, len(samples)) == 1)
 
     def batches(self, epoch: int, rng: np.random.Generator) -> np.ndarray:
-        """The batches of an epoch, (batches, batch_size)."""
+        """(batches, batch_size) of an epoch."""
         rounds = np.empty((self.batch_size, self.num_batches), np.int32)
         self._deal(rounds, self._fill(rounds.ravel(), epoch, rng), rng)
         if self.duplicates.is_crossing.any():
@@ -237,8 +222,7 @@ class Spread:
         unused = num_samples - self.num_batches * self.batch_size
         if not unused:
             return self.together, self.sizes, self.alone
-        turns = [turn * self.step % num_samples for turn in range(epoch * unused, (epoch + 1) * unused)]
-        unused = np.array(turns)
+        unused = np.arange(epoch * unused, (epoch + 1) * unused) * self.step % num_samples
         in_groups = unused[unused < num_together]
         group_of = np.searchsorted(np.cumsum(self.sizes), in_groups, side="right")
         sizes = self.sizes.copy()

@@ -12,7 +12,6 @@ from accelerate import Accelerator
 from transformers import PreTrainedModel, ProcessorMixin
 
 from evaluation.evaluate import evaluate_model
-from evaluation.measures import METRICS
 from evaluation.task import Task
 from records.files import read_json, save, write_text
 from records.messages import join_names
@@ -20,7 +19,7 @@ from records.provenance import weights_fingerprint
 from training.train_settings import Evaluation
 from training.training_state import kept_random_states
 
-BEST, BEST_BEFORE, RECORD = "best", "best.old", "best.json"
+RECORD = "best.json"
 
 
 def find_score(keep_best: str, tasks: Mapping[str, Task]) -> str:
@@ -30,9 +29,6 @@ def find_score(keep_best: str, tasks: Mapping[str, Task]) -> str:
     if len(matching) != 1:
         names = f"several of the tasks: {', '.join(matching)}" if matching else f"none of the tasks {', '.join(tasks)}"
         raise ValueError(f"keep_best {keep_best!r} names {names}")
-    metrics = METRICS[tasks[matching[0]].kind]
-    if metric.partition("/")[0] not in metrics:
-        raise ValueError(f"keep_best {keep_best!r}: the metrics of {matching[0]} are {join_names(metrics)}")
     return f"{matching[0]}/{metric}"
 
 
@@ -75,19 +71,19 @@ class Scores:
 
     def best(self) -> Path | None:
         """The folder of the model that had the highest score so far, with a record of that; None: none is kept."""
-        best, before = self.folder / BEST, self.folder / BEST_BEFORE
-        if before.exists() and not best.exists():  # killed while another one took its place
-            os.replace(before, best)
-        if self.settings.keep_best is None or not best.exists():
+        kept = sorted(self.folder.glob("best-*"))
+        if self.settings.keep_best is None or not kept:
             return None
         try:
-            record = read_json(best / RECORD)
-            sound = record["weights"] == weights_fingerprint(best) and isinstance(record["value"], float)
+            sound = read_json(kept[-1] / RECORD)["weights"] == weights_fingerprint(kept[-1])
         except (OSError, ValueError, TypeError, LookupError):
             sound = False
         if not sound:
-            raise self._damaged(f"it is not what its {RECORD} tells")
-        return best
+            raise ValueError(
+                f"the best model so far, {kept[-1]}, is not what its {RECORD} tells: delete {self.folder} to begin the "
+                "stage anew"
+            )
+        return kept[-1]
 
     def _measure(self, step: int, state_dict: dict[str, torch.Tensor]) -> dict[str, float]:
         measured = self.folder / "measured.partial"
@@ -96,8 +92,8 @@ class Scores:
         save(self.model, measured, state_dict=state_dict)
         save(self.processor, measured)
         with tempfile.TemporaryDirectory() as results:
-            options = {"batch_size": self.settings.batch_size, "device": self.accelerator.device}
-            measurements = evaluate_model(measured, self.tasks, results, name="model", **options)
+            size, device = self.settings.batch_size, self.accelerator.device
+            measurements = evaluate_model(measured, self.tasks, results, name="model", batch_size=size, device=device)
         scores = {
             f"{name}/{metric}": score
             for name, result in zip(self.tasks, measurements, strict=True)
@@ -112,22 +108,13 @@ class Scores:
 
     def _keep(self, step: int, value: float, measured: Path) -> None:
         """Let a model take the place of the best one, if it is better."""
-        best, before = self.best(), self.folder / BEST_BEFORE
-        if best is None and step > (0 if self.settings.at_start else self.settings.every_steps):
-            raise self._damaged("it is gone")
+        best = self.best()
         if best is not None and not value > read_json(best / RECORD)["value"]:
             return
         record = {"step": step, "score": self.decisive, "value": value, "weights": weights_fingerprint(measured)}
         write_text(measured / RECORD, json.dumps(record, indent=2))
-        # Renamed, not deleted: a kill leaves one of the two whole
-        shutil.rmtree(before, ignore_errors=True)
-        if best is not None:
-            os.replace(best, before)
-        os.replace(measured, self.folder / BEST)
-        shutil.rmtree(before, ignore_errors=True)
-
-    def _damaged(self, reason: str) -> ValueError:
-        return ValueError(
-            f"the best model so far, {self.folder / BEST}, is damaged ({reason}): delete {self.folder} to begin the "
-            "stage anew"
-        )
+        better = self.folder / f"best-{step:08d}"
+        shutil.rmtree(better, ignore_errors=True)  # of a run that was killed, after its last checkpoint
+        os.replace(measured, better)
+        if best not in (None, better):  # a kill before leaves both, of which the last is the best
+            shutil.rmtree(best)

@@ -1,16 +1,15 @@
 """`clip-moe KIND OUTPUT --SETTING VALUE`: a recipe of one stage, whose folder is OUTPUT."""
 
 import textwrap
-import typing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from records.yaml_files import read_yaml
-from training.recipe import Recipe, RecipeError, unknown_names, validated
+from training.recipe import Recipe, validated
 from training.setting_help import Setting, docstring, is_list, settings_of, settings_within
 from training.stages import stage_of_kind
-from training.stages.base import Stage, setting_names
+from training.stages.base import Stage
 
 WIDTH = 100
 # Settings of the run, which every command has
@@ -39,7 +38,7 @@ def read_command(kind: str, arguments: Sequence[str]) -> tuple[Recipe, dict[str,
     if output.startswith("--") or not Path(output).name:
         raise ValueError(f"{title} OUTPUT --SETTING VALUE: the first argument is the folder to make, not {output!r}")
     settings: dict[str, Any] = {}
-    for key, values in _flags(rest).items():
+    for key, values in read_flags(rest).items():
         first, *within = key.split(".")
         path = [first.replace("-", "_"), *within]
         target = settings
@@ -47,21 +46,14 @@ def read_command(kind: str, arguments: Sequence[str]) -> tuple[Recipe, dict[str,
             target = target.setdefault(part, {})
             if not isinstance(target, dict):
                 raise ValueError(f"--{key}: {part} has a value already")
-        target[path[-1]] = _value(_hint(stage, path), key, values)
-    rehearsal = None
-    if "rehearse" in settings or "rehearse_batch" in settings:
-        settings.pop("rehearse", None)
-        rehearsal = {"batch_size": settings.pop("rehearse_batch", None)}
-        if not isinstance(rehearsal["batch_size"], int | None):
-            raise ValueError(f"--rehearse_batch {rehearsal['batch_size']!r} is no number of samples")
+        target[path[-1]] = read_value(key, values, _hint(stage, path))
+    batch_size = settings.pop("rehearse_batch", None)
+    is_rehearsal = settings.pop("rehearse", batch_size is not None)
     of_run = {name: settings.pop(name) for name in OF_RUN if name in settings}
-    faults = [*unknown_names(settings, setting_names(stage) | {name: {} for name in OF_RUN})]
-    if faults:
-        raise RecipeError.of(title, faults)
     made = validated(stage, {"name": Path(output).name, "stage": kind} | settings, title)
     recipe = validated(Recipe, {"output_dir": str(Path(output).parent), "stages": [made]} | of_run, title)
     recipe.title = title
-    return recipe, rehearsal
+    return recipe, {"batch_size": batch_size} if is_rehearsal else None
 
 
 def help_text(stage: type[Stage]) -> str:
@@ -101,15 +93,17 @@ def _wrapped(text: str, indent: int = 0) -> list[str]:
     return textwrap.wrap(text, WIDTH, initial_indent=" " * indent, subsequent_indent=" " * indent)
 
 
-def _flags(arguments: Sequence[str]) -> dict[str, list[str]]:
+def read_flags(arguments: Sequence[str]) -> dict[str, list[str]]:
     """`--a.b 1 --c=2 3` as {"a.b": ["1"], "c": ["2", "3"]}."""
     flags: dict[str, list[str]] = {}
+    values = None
     for argument in arguments:
         if argument.startswith("--"):
             key, equals, value = argument[2:].partition("=")
-            flags.setdefault(key, []).extend([value] * bool(equals))
-        elif flags:
-            flags[next(reversed(flags))].append(argument)
+            values = flags.setdefault(key, [])  # one that is repeated has all its values
+            values += [value] * bool(equals)
+        elif values is not None:
+            values.append(argument)
         else:
             raise ValueError(f"{argument!r} is no setting: write --SETTING VALUE")
     return flags
@@ -117,17 +111,22 @@ def _flags(arguments: Sequence[str]) -> dict[str, list[str]]:
 
 def _hint(settings: type, path: Sequence[str]) -> Any:
     """The type of a setting, by its name and the names within; None: it is not known."""
-    hint = typing.get_type_hints(settings, include_extras=True).get(path[0])
-    within = settings_within(hint)
-    return hint if len(path) == 1 else within and _hint(within, path[1:])
+    field = settings.__pydantic_fields__.get(path[0])
+    if field is None or len(path) == 1:
+        return field and field.annotation
+    within = settings_within(field.annotation)
+    return within and _hint(within, path[1:])
 
 
-def _value(hint: Any, key: str, values: list[str]) -> Any:
+def read_value(key: str, values: list[str], hint: Any = None) -> Any:
+    """The value of a flag, each of whose values is read as YAML.
+
+    Args:
+        hint: the type of its setting, which makes a list of one value, and True of none.
+    """
     read = [read_yaml(value, f"--{key}") for value in values]
     if not read and (hint is bool or key == "rehearse"):
         return True
     if not read:
         raise ValueError(f"--{key} has no value")
-    if len(read) > 1 or (is_list(hint) and not isinstance(read[0], list)):
-        return read
-    return read[0]
+    return read if len(read) > 1 or (is_list(hint) and not isinstance(read[0], list)) else read[0]

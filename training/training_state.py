@@ -1,8 +1,8 @@
-"""Checkpoints of a training run: safetensors and JSON, which run no code when they are read.
+"""Checkpoints of a training run: safetensors and JSON, which run no code when they are read. Accelerate's own are
+pickles.
 
 `step-N/` holds `model.safetensors` with the parameters and persistent buffers, `optimizer.safetensors`, with
-`ema_decay` `average.safetensors`, `state.json` and, for each process, `random_states_RANK.json`. Accelerate's own
-checkpoints, and DeepSpeed's, are pickles.
+`ema_decay` `average.safetensors`, `state.json` and, for each process, `random_states_RANK.json`.
 """
 
 import json
@@ -28,8 +28,7 @@ from training.optimizers import WeightAverage, make_states
 
 
 def torch_states(device: torch.device) -> list[torch.Tensor]:
-    """The states of torch's generators, from which dropout and noise are drawn: the CPU's, and that of another
-    device."""
+    """The states of torch's generators: the CPU's, and that of another device."""
     states = [torch.get_rng_state()]
     return states if device.type == "cpu" else [*states, torch.get_device_module(device).get_rng_state()]
 
@@ -75,10 +74,9 @@ def require_support(accelerator: Accelerator) -> None:
     """Refuse to split models and optimizers in a way whose checkpoints would be pickles."""
     is_fsdp1 = accelerator.distributed_type is DistributedType.FSDP and not accelerator.is_fsdp2
     if is_fsdp1 or accelerator.distributed_type is DistributedType.DEEPSPEED:
-        name = "FSDP version 1" if is_fsdp1 else "DeepSpeed"
         raise ValueError(
-            f"save_steps: {name} keeps checkpoints as pickles, which run code when they are read. Leave save_steps "
-            "out, or split the model with training/accelerate/fsdp2.yaml"
+            "save_steps: FSDP version 1 and DeepSpeed keep checkpoints as pickles, which run code when they are read. "
+            "Leave save_steps out, or split the model with training/accelerate/fsdp2.yaml"
         )
 
 
@@ -91,21 +89,16 @@ def save_checkpoint(
     limit: int,
     average: WeightAverage | None = None,
 ) -> Path:
-    """Write `step-N` whole or not at all, then delete all but the newest `limit`.
-
-    Args:
-        model, optimizer: as `accelerator.prepare` returned them.
-        average: the weights' average, if the stage keeps one.
-    """
+    """Write `step-N` of a prepared model and optimizer whole or not at all, then delete all but the newest `limit`."""
     partial, final = checkpoints / f"step-{step:08d}.partial", checkpoints / f"step-{step:08d}"
-    parameters = _named_parameters(accelerator, model)
+    parameters, buffers = _named_tensors(accelerator, model)
     # Copies: one may be a view of a weight, which a file of safetensors cannot hold beside it
-    buffers = {name: buffer.clone().contiguous() for name, buffer in _named_buffers(accelerator, model).items()}
-    tensors = {MODEL: dict(_full_tensors(accelerator, (parameters | buffers).items()))}
+    copies = {name: buffer.clone().contiguous() for name, buffer in buffers.items()}
     states = _named_states(parameters, optimizer)
-    tensors[OPTIMIZER] = dict(_full_tensors(accelerator, _flat(states).items()))
+    tensors = {MODEL: parameters | copies, OPTIMIZER: _flat(states)}
     if average is not None:
-        tensors[AVERAGE] = dict(_full_tensors(accelerator, average.averages.items()))
+        tensors[AVERAGE] = average.averages
+    tensors = {name: _full_tensors(accelerator, of_file) for name, of_file in tensors.items()}
     for of_file in tensors.values():
         trained = {name: tensor for name, tensor in of_file.items() if name not in buffers}
         require_finite_weights(trained, f"step {step}", checkpoints)  # a buffer may well be infinite
@@ -131,6 +124,7 @@ def save_checkpoint(
     return final
 
 
+@torch.no_grad()
 def load_checkpoint(
     accelerator: Accelerator,
     model: nn.Module,
@@ -138,24 +132,26 @@ def load_checkpoint(
     checkpoint: Path,
     average: WeightAverage | None = None,
 ) -> None:
-    """Put what `save_checkpoint` wrote into a prepared model and optimizer, and set the random states.
-
-    The steps that were done, and with them the schedule, are `finished_steps`.
-    """
-    parameters = _named_parameters(accelerator, model)
+    """Put what `save_checkpoint` wrote into a prepared model and optimizer, and set the random states."""
+    parameters, buffers = _named_tensors(accelerator, model)
     state = _read(checkpoint / STATE)
     make_states(optimizer.optimizer)
     for name in parameters.keys() - set(state["trained"]):
         optimizer.optimizer.state.pop(parameters[name], None)
-    files = {MODEL: parameters | _named_buffers(accelerator, model)}
-    files[OPTIMIZER] = _flat(_named_states(parameters, optimizer))
+    files = {MODEL: parameters | buffers, OPTIMIZER: _flat(_named_states(parameters, optimizer))}
     if average is not None:
         files[AVERAGE] = average.averages
-    for name, there in files.items():
-        stored = _read(checkpoint / name)
-        if state["sha256"][name] != file_digest(checkpoint / name):
-            raise _unfit(checkpoint, f"{name} is not what was written with its {STATE}")
-        _fill(there, stored, checkpoint / name)
+    for file, there in files.items():
+        stored = _read(checkpoint / file)
+        if state["sha256"][file] != file_digest(checkpoint / file):
+            raise _unfit(checkpoint, f"{file} is not what was written with its {STATE}")
+        if unknown := sorted(stored.keys() ^ there.keys()):
+            raise _unfit(checkpoint, f"{file} is of another model or optimizer: {', '.join(unknown[:3])}")
+        for name, tensor in there.items():
+            value = stored[name].to(tensor.device)
+            if isinstance(tensor, DTensor):  # of FSDP2
+                value = distribute_tensor(value, tensor.device_mesh, tensor.placements)
+            tensor.copy_(value)
     if accelerator.scaler is not None:
         accelerator.scaler.load_state_dict(state["scaler"])
     if state["num_processes"] == accelerator.num_processes:
@@ -168,30 +164,11 @@ def load_checkpoint(
         )
 
 
-def _fill(there: dict[str, torch.Tensor], stored: dict[str, torch.Tensor], path: Path) -> None:
-    """Put what a file of a checkpoint holds into the tensors of those names."""
-    unknown = sorted(stored.keys() ^ there.keys())
-    if unknown:
-        raise _unfit(path.parent, f"{path.name} is of another model or optimizer: {', '.join(unknown[:3])}")
-    with torch.no_grad():
-        for name, tensor in there.items():
-            value = _like(stored[name], tensor)
-            if 0 in tensor.stride():  # of an expanded one, each number is once in memory
-                once = tuple(slice(None if stride else 1) for stride in tensor.stride())
-                tensor, value = tensor[once], value[once]
-            tensor.copy_(value)
-
-
-def finished_steps(checkpoint: Path, total_steps: int) -> int:
-    """How many optimizer steps a checkpoint has."""
-    step = _read(checkpoint / STATE)["step"]
-    if checkpoint.name != f"step-{step:08d}" or step > total_steps:
-        raise _unfit(checkpoint, f"its {STATE} is of step {step}, of {total_steps}")
-    return step
+def finished_steps(checkpoint: Path) -> int:
+    return _read(checkpoint / STATE)["step"]
 
 
 def latest_checkpoint(checkpoints: Path) -> Path | None:
-    """The newest whole checkpoint, if there is one."""
     finished = _finished(checkpoints)
     return finished[-1] if finished else None
 
@@ -203,17 +180,12 @@ def after_not_finite(checkpoints: Path) -> str:
         return "No checkpoint was written before it. Lower the learning rate, or look at the data before it"
     return (
         "Lower the learning rate, or mend the data before it, and begin the stage anew: delete "
-        f"{checkpoints.parent}, or choose another output folder. With the same settings and data, the same command "
-        f"goes on from {latest}, which is finite"
+        f"{checkpoints.parent}, or choose another output folder. The same command would go on from {latest}"
     )
 
 
 def require_finite_weights(tensors: dict[str, torch.Tensor], after: str, checkpoints: Path) -> None:
-    """
-    Args:
-        after: the step that they are of, for the error.
-        checkpoints: those of the steps before.
-    """
+    """Raise a FloatingPointError that names the step (`after`), and the `checkpoints` before it."""
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():
             raise FloatingPointError(f"{after}: {name} is not finite after the step. {after_not_finite(checkpoints)}")
@@ -223,15 +195,14 @@ def _finished(checkpoints: Path) -> list[Path]:
     return sorted(path for path in checkpoints.glob("step-*") if path.suffix != ".partial")
 
 
-def _named_parameters(accelerator: Accelerator, model: nn.Module) -> dict[str, nn.Parameter]:
-    return {plain_name(name): parameter for name, parameter in accelerator.unwrap_model(model).named_parameters()}
-
-
-def _named_buffers(accelerator: Accelerator, model: nn.Module) -> dict[str, torch.Tensor]:
-    """The persistent ones. Where processes have different values, those of the main process are kept."""
+def _named_tensors(
+    accelerator: Accelerator, model: nn.Module
+) -> tuple[dict[str, nn.Parameter], dict[str, torch.Tensor]]:
+    """Parameters and persistent buffers. Where processes have different buffers, those of the main process are kept."""
     model = accelerator.unwrap_model(model)
     persistent = model.state_dict().keys()
-    return {plain_name(name): buffer for name, buffer in model.named_buffers() if name in persistent}
+    parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
+    return parameters, {plain_name(name): buffer for name, buffer in model.named_buffers() if name in persistent}
 
 
 def _named_states(parameters: dict[str, nn.Parameter], optimizer) -> dict[str, dict[str, torch.Tensor]]:
@@ -254,20 +225,15 @@ def plain_name(name: str) -> str:
     return name.replace("_orig_mod.", "")
 
 
-def _full_tensors(accelerator: Accelerator, tensors) -> Iterator[tuple[str, torch.Tensor]]:
-    """Named tensors on the CPU of the main process, those that FSDP2 splits put together; nothing elsewhere."""
-    for name, tensor in tensors:
+def _full_tensors(accelerator: Accelerator, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors on the CPU of the main process, those that FSDP2 splits put together; nothing elsewhere."""
+    full = {}
+    for name, tensor in tensors.items():
         tensor = tensor.detach()
         tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor  # all processes take part
         if accelerator.is_main_process:
-            yield name, tensor.cpu().contiguous()
-
-
-def _like(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A whole tensor on the device of a parameter, split as that is."""
-    if isinstance(parameter, DTensor):
-        return distribute_tensor(tensor.to(parameter.device), parameter.device_mesh, parameter.placements)
-    return tensor.to(parameter.device)
+            full[name] = tensor.cpu().contiguous()
+    return full
 
 
 def _write(path: Path, record: dict[str, Any]) -> None:

@@ -24,7 +24,6 @@ from conversion.publishing.lineage import Lineage
 from conversion.publishing.trusted_code import CODE, named_code, require_trusted_code, settings_files, trusted_copy
 from conversion.verification import check_equal, sample_inputs
 from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel
-from modeling_clip_moe.families import is_clip
 from records.files import read_json, save, write_text, writing
 from records.local_names import is_hub_name
 
@@ -60,52 +59,37 @@ def build(
     validate_repo_id(repository)
     if base_model is not None and not is_hub_name(base_model):
         raise ValueError(f"--base-model {base_model} is no name on the Hub, or a folder here: give user/name")
-    if not Path(source).is_dir():
-        raise FileNotFoundError(f"{source} is no folder; publish takes a model on this machine")
     model = copy_model(Path(source), folder)
-    left_out = {path.relative_to(source).as_posix() for path in (Path(source) / ENCODER).rglob("*") if path.is_file()}
-    left_out -= {path.relative_to(folder).as_posix() for path in (folder / ENCODER).rglob("*")}
-    if left_out:
-        print(f"warning: {source}: {', '.join(sorted(left_out))} are left out: no files of an encoder", file=sys.stderr)
     lineage = Lineage.of(Path(source))
     if not lineage.results:
-        scores = Path(source).absolute().parent / "scores"
-        what_to_do = (
-            f"measure it by an evaluate stage of its recipe, or by clip-moe evaluate {scores}"
-            if lineage.recipe or lineage.unknown
-            else "a card shows those of a recipe's stage alone, so make it by a recipe that has a stage evaluate"
+        print(
+            f"warning: no scores of {source} are published: a card shows those of a recipe's stage alone, by a stage "
+            "evaluate, or by clip-moe evaluate into a folder of its run",
+            file=sys.stderr,
         )
-        print(f"warning: no scores of {source} are published: {what_to_do}", file=sys.stderr)
     for name, picture in lineage.pictures.items():
         shutil.copy(picture, folder / name)
-    if lineage.results:
-        (folder / "results").mkdir()
-        for name, result in lineage.results.items():
-            write_text(folder / "results" / name, json.dumps(result, indent=2, ensure_ascii=False))
+    for name, result in lineage.results.items():
+        (folder / "results").mkdir(exist_ok=True)
+        write_text(folder / "results" / name, json.dumps(result, indent=2, ensure_ascii=False))
     if lineage.recipe is not None:
         write_text(folder / "recipe.yaml", yaml.safe_dump(lineage.recipe, sort_keys=False))
     if list(folder.glob("*.py")):
         shutil.copy(LICENSE, folder / "LICENSE-CODE")
     experts = [load_config(folder, name) for name in model.config.experts] if isinstance(model, CLIPMoDEModel) else []
-    card = render(model.config, lineage, repository, license, base_model, experts, _longest_cut(folder))
+    tokenizer = folder / "tokenizer_config.json"
+    longest_cut = read_json(tokenizer).get("model_max_length") if tokenizer.is_file() else None
+    card = render(model.config, lineage, repository, license, base_model, experts, longest_cut)
     card.save(folder / "README.md")
     verify(model, folder)
 
 
-def _longest_cut(folder: Path) -> int | None:
-    """The most tokens that the tokenizer of a folder makes of a text, if it says so."""
-    path = folder / "tokenizer_config.json"
-    length = read_json(path).get("model_max_length") if path.is_file() else None
-    return length if isinstance(length, int) else None
-
-
 def copy_model(source: Path, folder: Path) -> PreTrainedModel:
-    """Write a model, its processor and its encoder of metadata into another folder, and return the model.
-
-    What else lies in its folder, code that is not ours, and what is true on this machine alone stay behind.
-    """
+    """Write a model, its processor and its encoder of metadata into another folder, and return the model. Other
+    files in its folder, code that is not ours, and what is true on this machine alone stay behind."""
     with trusted_copy(source) as copy:
-        model = write_model(copy, folder)
+        model = load_mixture(copy) if isinstance(load_config(copy), CLIPMoDEConfig) else load_clip(copy)
+        save(model, folder, max_shard_size=SHARD)
         for part in model.config.experts if getattr(model.config, "own_processors", False) else [""]:
             write_processor(copy / part, folder / part)
         write_encoder(copy / ENCODER, folder / ENCODER)
@@ -113,60 +97,40 @@ def copy_model(source: Path, folder: Path) -> PreTrainedModel:
     return model
 
 
-def write_model(source: Path, folder: Path) -> PreTrainedModel:
-    """Save a model with its code, and return it."""
-    config = load_config(source)
-    mixture = isinstance(config, CLIPMoDEConfig)
-    if not mixture and not is_clip(config):
-        raise ValueError(
-            f"{source} is of type {config.model_type!r}; whole CLIPs are published, dense, sparse or mixed, see "
-            "docs/families.md"
-        )
-    model = load_mixture(source) if mixture else load_clip(source)
-    save(model, folder, max_shard_size=SHARD)
-    return model
-
-
 def write_processor(source: Path, folder: Path) -> None:
     """Save a processor with the files that older programs look for: `preprocessor_config.json`, and of CLIP's
-    tokenizer `vocab.json` and `merges.txt`.
-    """
+    tokenizer `vocab.json` and `merges.txt`."""
     processor = load_processor(source)
     forget_last_call(processor.tokenizer)
     save(processor, folder)
     save(processor.image_processor, folder)  # preprocessor_config.json
     if isinstance(processor.tokenizer, CLIPTokenizer):
         with writing(folder):
-            processor.tokenizer.backend_tokenizer.model.save(str(folder))  # vocab.json, merges.txt
+            processor.tokenizer.backend_tokenizer.model.save(str(folder))
 
 
 def write_encoder(source: Path, folder: Path) -> None:
     """Copy the encoder of a mixture's metadata, if there is one: settings, vocabulary and safetensors."""
-    if not source.is_dir():
-        return
-    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.bin"))  # pickles
-    for path in settings_files(folder):
-        for name in named_code(read_json(path)):
-            shutil.copy(CODE[name], path.parent)
+    if source.is_dir():
+        shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.bin"))  # pickles
+        for path in settings_files(folder):
+            for name in named_code(read_json(path)):
+                shutil.copy(CODE[name], path.parent)
 
 
 def forget_this_machine(folder: Path) -> None:
     """Remove from configurations what is true on this machine alone."""
+
+    def without_local(part: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in part.items() if key not in LOCAL_KEYS}
+
     for path in settings_files(folder):
         before = read_json(path)
-        settings = _without(LOCAL_KEYS, before)
+        settings = json.loads(json.dumps(before), object_hook=without_local)
         if path.name == "encoder.json" and (path.parent / "model").is_dir() and "source" in settings:
             settings["source"] = Path(str(settings["source"])).name  # of a folder that was here
         if settings != before:
             write_text(path, json.dumps(settings, indent=2, ensure_ascii=False))
-
-
-def _without(keys: set[str], settings: Any) -> Any:
-    if isinstance(settings, list):
-        return [_without(keys, value) for value in settings]
-    if isinstance(settings, dict):
-        return {key: _without(keys, value) for key, value in settings.items() if key not in keys}
-    return settings
 
 
 def _check() -> str:

@@ -25,16 +25,6 @@ PHOTOS = ["a photo of a cat", "a photo of a dog"]
 PLACEHOLDERS = ["one text about the image", "another text"]
 # How every OpenAI's CLIP on the Hub is called
 OPENAI = "openai/clip-"
-# CLIP's vocabulary, which Stable Diffusion's tokenizers have. Width of a text tower with it -> whose text encoder is as
-# wide, under which name it is in a pipeline, and of which class
-VOCABULARY = 49408
-TEXT_ENCODERS = {
-    768: ("Stable Diffusion 1 and the first text encoder of SDXL", "text_encoder", "CLIPMoETextModel"),
-    1024: ("Stable Diffusion 2", "text_encoder", "CLIPMoETextModel"),
-    1280: ("the second text encoder of SDXL", "text_encoder_2", "CLIPMoETextModelWithProjection"),
-}
-# Width, image size and patch size of the vision tower in LLaVA's released checkpoints, from 1.5 on
-LLAVA_TOWER = (1024, 336, 14)
 # The settings of a stage that a card shows
 SHOWN_SETTINGS = ("preset", "model", "global_batch_size", "max_steps", "num_epochs", "learning_rate", "weight_decay")
 
@@ -57,14 +47,16 @@ def render(
     """The card of a model.
 
     Args:
-        repository: its name on the Hub.
-        license: the weights' license. None: unknown.
-        base_model: name on the Hub of the dense model that it comes from; None: what its first stages start from, where
-            those are names on the Hub.
+        repository, license, base_model: see `conversion.publishing.bundle.build`.
         experts: the configurations of a mixture's experts.
         longest_cut: the most tokens that its tokenizer makes of a text; None: as many as the model takes.
     """
     results = list(lineage.results.values())
+    measured = {
+        f"commit {result.get('commit') or 'unknown'}, {result['dtype']}, "
+        + ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+        for result in results
+    }
     bases = [base_model] if base_model else lineage.bases
     unknown = [] if base_model else [f"{name}, a local folder of unknown lineage" for name in lineage.unknown]
     towers = {name: getattr(config, f"{name}_config", None) for name in ("vision", "text")}
@@ -80,20 +72,17 @@ def render(
         family=families[0],
         families=families,
         is_sparse=is_sparse,
-        # Its code lies beside the weights
-        custom_code=mixture or is_sparse,
+        custom_code=mixture or is_sparse,  # beside the weights
         towers=towers,
         text_length=towers["text"] and min(longest_text(towers["text"]), longest_cut or sys.maxsize),
         examples=_examples(lineage, bases),
         from_scratch=lineage.is_from_scratch and not bases,
         from_openai=bool(bases) and all(base.startswith(OPENAI) for base in bases),
-        fits_llava=_fits_llava(towers["vision"]),
-        text_encoder=_text_encoder(towers["text"]),
         stages=[(name, *_stage_row(record)) for name, record in lineage.stages.items()],
         lineage=lineage,
         how_to_read_experts=ExpertSummary.READING,
         results=results,
-        measured=sorted({*map(_measured_with, results)}),
+        measured=sorted(measured),
         scores=[(*score, _interval(*score[:2])) for score in _scores(results)],
         pictures={name: PICTURES[name] for name in lineage.pictures},
         base=", ".join([*bases, *unknown]),
@@ -102,11 +91,6 @@ def render(
         license=license,
         citations=[citations()[key] for key in dict.fromkeys([*papers, *(f.model_type for f in families), "clip"])],
     )
-
-
-def _measured_with(result: dict[str, Any]) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    return f"commit {result.get('commit') or 'unknown'}, {result['dtype']}, {versions}"
 
 
 def _metadata(
@@ -151,23 +135,12 @@ def _examples(lineage: Lineage, bases: list[str]) -> list[str]:
     return PHOTOS if any(base.startswith(OPENAI) for base in bases) else PLACEHOLDERS
 
 
-def _fits_llava(vision: PreTrainedConfig | None) -> bool:
-    return tuple(getattr(vision, size, None) for size in ("hidden_size", "image_size", "patch_size")) == LLAVA_TOWER
-
-
-def _text_encoder(text: PreTrainedConfig | None) -> tuple[str, str, str] | None:
-    return TEXT_ENCODERS.get(text.hidden_size) if text is not None and text.vocab_size == VOCABULARY else None
-
-
 def _stage_row(record: Record) -> tuple[str, str]:
     """The kind of a stage, with the docstring of a user's own class, and its settings."""
     stage, own = record.stage, record.own
-    does = own and own.does
-    shown = {
-        name: stage[name] for name in (*SHOWN_SETTINGS, *(own.settings if own else [])) if stage.get(name) is not None
-    }
-    what = f"{stage.get('stage')}: {does}" if does else str(stage.get("stage"))
-    settings = [f"{name} {value}" for name, value in shown.items()]
+    what = f"{stage.get('stage')}: {own.does}" if own and own.does else str(stage.get("stage"))
+    names = dict.fromkeys([*SHOWN_SETTINGS, *(own.settings if own else [])])
+    settings = [f"{name} {stage[name]}" for name in names if stage.get(name) is not None]
     if record.duplicates and record.duplicates["shuffled"]:
         settings.append(duplicates_line(record.duplicates, stage["duplicates"]))
     return what, ", ".join(settings)
@@ -176,10 +149,7 @@ def _stage_row(record: Record) -> tuple[str, str]:
 def _interval(result: dict[str, Any], metric: str) -> str:
     """The ends of a score's interval over test samples, in percent; nothing where it is no mean over them."""
     reach, value = score_reach(result, metric), result["metrics"][metric]
-    if reach is None:
-        return ""
-    below, above = reach
-    return f"{100 * (value - below):.1f} to {100 * (value + above):.1f}"
+    return f"{100 * (value - reach[0]):.1f} to {100 * (value + reach[1]):.1f}" if reach else ""
 
 
 def _scores(results: list[dict[str, Any]]) -> Iterable[tuple[dict[str, Any], str, str]]:

@@ -5,34 +5,25 @@ import sys
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from records.digests import value_digest
 from records.files import read_json, read_record
 from records.local_names import is_hub_name, is_url, without_paths
 from records.messages import join_names
-from records.provenance import (
-    MANIFEST,
-    RECIPE,
-    Attempt,
-    OwnStage,
-    Record,
-    weights_fingerprint,
-)
+from records.provenance import MANIFEST, RECIPE, Attempt, OwnStage, Record, weights_fingerprint
 from records.result_schema import ExpertSummary, require_result, require_summary, results_mark
 from records.yaml_files import read_yaml
 
-# Stages whose results tell something of a model
+# Pictures of results -> their titles
 PICTURES = {"report.svg": "scores", "routing.png": "routing"}
+CLASSIFICATION = ("zero-shot-image-classification", "Zero-shot image classification")
+PAIRS, RETRIEVAL = ("image-text-matching", "Attribute pairs"), ("image-text-retrieval", "Image-text retrieval")
+# Metric -> type and name of its task on the Hub
 TASK_TYPES = {
-    "accuracy": ("zero-shot-image-classification", "Zero-shot image classification"),
-    "mean_per_class_recall": ("zero-shot-image-classification", "Zero-shot image classification"),
-    "mean_of_top1_and_top5": ("zero-shot-image-classification", "Zero-shot image classification"),
-    "roc_auc": ("zero-shot-image-classification", "Zero-shot image classification"),
-    "group": ("image-text-matching", "Attribute pairs"),
-    "image": ("image-text-matching", "Attribute pairs"),
-    "image_to_text_recall@1": ("image-text-retrieval", "Image-text retrieval"),
-    "text_to_image_recall@1": ("image-text-retrieval", "Image-text retrieval"),
+    **dict.fromkeys(("accuracy", "mean_per_class_recall", "mean_of_top1_and_top5", "roc_auc"), CLASSIFICATION),
+    **dict.fromkeys(("group", "image"), PAIRS),
+    **dict.fromkeys(("image_to_text_recall@1", "text_to_image_recall@1"), RETRIEVAL),
 }
 # The worlds that this package draws -> texts of theirs
 WORLDS = {
@@ -44,19 +35,12 @@ WORLDS = {
 
 @dataclass(frozen=True)
 class DataOrigin:
-    """The data of a stage, as a card shows them.
+    """The data of a stage, as a card shows them."""
 
-    Args:
-        name: a world, a URL, a name on the Hub, or the last part of a path.
-        where: "world", "web", "hub" or "local".
-        details: which captions, or which columns.
-        pairs: how many a stage trained on, where that is known.
-    """
-
-    name: str
-    where: str
-    details: str
-    pairs: int | None = None
+    name: str  # a world, a URL, a name on the Hub, or the last part of a path
+    where: Literal["world", "web", "hub", "local"]
+    details: str  # which captions, or which columns
+    pairs: int | None = None  # how many a stage trained on, where that is known
 
     def __str__(self) -> str:
         pairs = "" if self.pairs is None else f"{self.pairs:,} pairs of "
@@ -70,8 +54,7 @@ class Lineage:
 
     Args:
         recipe: the recipe of the run that made it.
-        stages: records of its stage and of all stages that it goes back to, the first one first; those of other runs
-            are called `RUN/STAGE`.
+        stages: records of its stage and of those before it, oldest first; those of other runs are called `RUN/STAGE`.
         bases: names on the Hub of the models whose weights the first stages start from.
         unknown: the same for folders that do not tell how they were made, or tell it no more.
         data: the data of all stages that read some.
@@ -95,24 +78,34 @@ class Lineage:
         folder = folder.absolute()
         if not _is_stage(folder):
             return cls()
+        measured = _measured(folder)
         if not Record.read(folder).is_of(folder):
             print(f"warning: {folder.name} was changed after its stage had finished: how is not known", file=sys.stderr)
-            return cls(unknown=[folder.name], **_measured(folder))
-        made = {origin: Record.read(origin) for origin in _stages_before(folder, _all_inputs)}
-        names = {origin: _name(origin, folder.parent) for origin in made}
-        bases, unknown = _bases(folder)
+            return replace(measured, unknown=[folder.name])
+        made = {origin: Record.read(origin) for origin in _stages_before(folder)}
+        starts = [start for origin in _stages_before(folder, True) for start in _inputs(origin, True) if not start[2]]
         recipe = read_yaml((folder.parent / RECIPE).read_text(encoding="utf-8"), str(folder.parent / RECIPE))
-        inputs = [reference for origin in made for reference, start, _ in _all_inputs(origin) if start is not None]
+        inputs = [reference for origin in made for reference, start, _ in _inputs(origin) if start is not None]
         files = (_source(record) for record in made.values() if "files" in (record.data or {}))
-        local = {*inputs, str(recipe.get("output_dir")), *(name for name in files if name and not is_url(name))}
-        local = local.union(*map(local_paths, {origin.parent for origin in made}))
-        return cls(
+        manifests = {path for origin in made for path in origin.parent.glob(f"*/{MANIFEST}")}
+        local = {
+            *inputs,
+            str(recipe.get("output_dir")),
+            *(name for name in files if name and not is_url(name)),
+            *(path for manifest in manifests for path in Record.read(manifest.parent).local),
+        }
+        return replace(
+            measured,
             recipe=without_paths(recipe, local),
-            stages={names[origin]: _published_record(record, local) for origin, record in made.items()},
-            bases=bases,
-            unknown=unknown,
+            stages={
+                origin.name if origin.parent == folder.parent else f"{origin.parent.name}/{origin.name}": (
+                    _published_record(record, local)
+                )
+                for origin, record in made.items()
+            },
+            bases=sorted({reference for reference, start, _ in starts if start is None}),
+            unknown=sorted({start.name for _, start, _ in starts if start is not None}),
             data=_all_data(made, local),
-            **_measured(folder),
         )
 
     @property
@@ -148,15 +141,23 @@ class Lineage:
         return [attempt for record in self.stages.values() for attempt in record.attempts]
 
 
-def _measured(folder: Path) -> dict[str, Any]:
+def _measured(folder: Path) -> Lineage:
     """The scores of a folder's weights in its run, what its analyses say of the experts, and the pictures of both."""
-    weights = weights_fingerprint(folder)
-    results, analyses = _results(folder, weights), dict(_results_of_weights("*/experts.json", folder, weights))
-    return {
-        "results": {name: _published(read_json(path)) | {"source": folder.name} for name, path in results.items()},
-        "experts": [require_summary(analysis.get("summary"), str(path)) for path, analysis in analyses.items()],
-        "pictures": _pictures({path.parent for path in results.values()}, {path.parent for path in analyses}),
-    }
+    weights, latest, results = weights_fingerprint(folder), {}, {}
+    for path, result in _results_of_weights("*/*--*.json", folder, weights):
+        require_result(result, str(path))
+        data = value_digest([result.get("data"), result["batch_size"] if result.get("depends_on_batch") else None])
+        # Of two that differ in nothing but their scores, the later one
+        latest[result["task"], result["protocol"], result["dtype"], data] = path, result
+    for path, result in sorted(latest.values(), key=lambda found: found[0]):
+        name = path.name if path.name not in results else f"{path.parent.name}--{path.name}"
+        results[name] = without_paths(result, result.pop("local", [])) | {"source": folder.name}
+    analyses = dict(_results_of_weights("*/experts.json", folder, weights))
+    return Lineage(
+        results=results,
+        experts=[require_summary(analysis.get("summary"), str(path)) for path, analysis in analyses.items()],
+        pictures=_pictures({path.parent for path, _ in latest.values()}, {path.parent for path in analyses}),
+    )
 
 
 def _published_record(record: Record, local: Collection[str]) -> Record:
@@ -166,37 +167,32 @@ def _published_record(record: Record, local: Collection[str]) -> Record:
     return record.model_copy(update=plain | {"own": own, "local": []})
 
 
-def _published(result: dict[str, Any]) -> dict[str, Any]:
-    """A result without what is true on this machine alone."""
-    return without_paths(result, result.pop("local", []))
-
-
-def local_paths(run: Path) -> list[str]:
-    """Texts in the recipe of a run that were paths on the machines that it ran on."""
-    return [path for manifest in run.glob(f"*/{MANIFEST}") for path in Record.read(manifest.parent).local]
-
-
 def _is_stage(folder: Path) -> bool:
     return (folder / MANIFEST).is_file() and (folder.parent / RECIPE).is_file()
 
 
-def _name(origin: Path, run: Path) -> str:
-    return origin.name if origin.parent == run else f"{origin.parent.name}/{origin.name}"
-
-
-def _stages_before(folder: Path, inputs) -> dict[Path, None]:
+def _stages_before(folder: Path, of_weights: bool = False) -> dict[Path, None]:
     """The unchanged ancestors of a stage, oldest first, then the stage."""
     ancestors: dict[Path, None] = {}
-    for _, origin, is_known in inputs(folder):
+    for _, origin, is_known in _inputs(folder, of_weights):
         if is_known:
-            ancestors |= _stages_before(origin, inputs)
+            ancestors |= _stages_before(origin, of_weights)
     return ancestors | {folder: None}
 
 
-def _all_inputs(folder: Path) -> Iterator[tuple[str, Path | None, bool]]:
+def _inputs(folder: Path, of_weights: bool = False) -> Iterator[tuple[str, Path | None, bool]]:
     """(reference, folder, whether that is a stage which has not changed since) of what a stage was made of; the folder
-    is None for a name on the Hub."""
+    is None for a name on the Hub.
+
+    Args:
+        of_weights: only those whose weights it goes on with: not what embedded or clustered its data.
+    """
+    stage = Record.read(folder).stage
+    lists = [stage[key] for key in ("models", "experts") if isinstance(stage.get(key), list)]
+    models = [stage.get("model"), *itertools.chain(*lists)]
     for reference, recorded in Record.read(folder).inputs.items():
+        if of_weights and reference not in models:
+            continue
         if recorded.startswith(f"{reference}@"):  # see records.provenance.model_fingerprint
             yield reference, None, False
             continue
@@ -204,27 +200,6 @@ def _all_inputs(folder: Path) -> Iterator[tuple[str, Path | None, bool]]:
         origin = origin if _is_stage(origin) else Path(reference).absolute()
         record = Record.read(origin) if _is_stage(origin) else None
         yield reference, origin, record is not None and record.digest == recorded and record.is_of(origin)
-
-
-def _inputs_of_weights(folder: Path) -> Iterator[tuple[str, Path | None, bool]]:
-    """The inputs whose weights it goes on with: not what embedded or clustered its data."""
-    inputs = list(_all_inputs(folder))
-    stage = Record.read(folder).stage
-    lists = [stage[key] for key in ("models", "experts") if isinstance(stage.get(key), list)]
-    references = [stage.get("model"), *itertools.chain(*lists)]
-    return (part for part in inputs if part[0] in references)
-
-
-def _bases(folder: Path) -> tuple[list[str], list[str]]:
-    """The starting points of the weights: names on the Hub, and folders of unknown lineage."""
-    hub, unknown = set(), set()
-    for origin in _stages_before(folder, _inputs_of_weights):
-        for reference, start, is_known in _inputs_of_weights(origin):
-            if start is None:
-                hub.add(reference)
-            elif not is_known:
-                unknown.add(start.name)
-    return sorted(hub), sorted(unknown)
 
 
 def _source(record: Record) -> str | None:
@@ -235,14 +210,12 @@ def _source(record: Record) -> str | None:
 
 
 def _all_data(made: dict[Path, Record], local: Collection[str]) -> list[DataOrigin]:
-    """The data of stages that no stage made; what several read stands once, with the most pairs that one trained on.
-
-    A stage of one cluster does not tell how many pairs its data have.
-    """
+    """The data of stages that no stage made; what several read stands once, with the most pairs that one trained on. A
+    stage of one cluster does not tell how many pairs its data have."""
     pairs_of: dict[tuple[str, DataOrigin], int | None] = {}
     for origin, record in made.items():
         source = _source(record)
-        inputs = {name: is_known for name, _, is_known in _all_inputs(origin)}
+        inputs = {name: is_known for name, _, is_known in _inputs(origin)}
         if source is not None and not inputs.get(source):
             of_hub = "commit" in (record.data or {}) or is_hub_name(source)
             one = source, _data(record.stage["data"], source in local or source in inputs or not of_hub)
@@ -255,24 +228,16 @@ def _data(settings: dict[str, Any], is_local: bool) -> DataOrigin:
     source = settings["source"]
     if source in WORLDS:
         kinds = settings.get("kinds", "all")
-        return DataOrigin(
-            source, "world", f"{settings.get('captions', 'web')} captions{f' of {kinds}' * (kinds != 'all')}"
-        )
+        of_kinds = "" if kinds == "all" else f" of {kinds}"
+        return DataOrigin(source, "world", f"{settings.get('captions', 'web')} captions{of_kinds}")
     details = f"columns {settings.get('image_column', 'image')} and {settings.get('caption_column', 'caption')}"
-    if is_url(source):
-        return DataOrigin(source, "web", details)
-    return (
-        DataOrigin(without_paths(source, [source]), "local", details)
-        if is_local
-        else DataOrigin(source, "hub", details)
-    )
+    where = "web" if is_url(source) else "local" if is_local else "hub"
+    return DataOrigin(without_paths(source, [source]) if where == "local" else source, where, details)
 
 
 def _results_of_weights(pattern: str, folder: Path, weights: str) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """The results in a run, oldest first, that are of the weights in a folder as they are now.
-
-    Warns of those that only share its name.
-    """
+    """The results in a run, oldest first, that are of the weights in a folder as they are now. Warns of those that only
+    share its name."""
     others = []
     for path in sorted(folder.parent.glob(pattern), key=lambda path: path.stat().st_mtime):
         result = read_record(path, dict)
@@ -282,24 +247,10 @@ def _results_of_weights(pattern: str, folder: Path, weights: str) -> Iterator[tu
             others.append(path.relative_to(folder.parent).as_posix())
     if others:
         print(
-            f"warning: {len(others)} results of {folder.name} are left out: other weights or another configuration "
-            f"were measured, or no weights are named; measure again ({join_names(others)})",
+            f"warning: {len(others)} results of {folder.name} are left out, of other weights or another configuration: "
+            f"measure again ({join_names(others)})",
             file=sys.stderr,
         )
-
-
-def _results(folder: Path, weights: str) -> dict[str, Path]:
-    """Name -> file of the results in a run that are of these weights. Of two that differ in nothing but their scores,
-    the later one counts."""
-    latest = {}
-    for path, result in _results_of_weights("*/*--*.json", folder, weights):
-        require_result(result, str(path))
-        data = value_digest([result.get("data"), result["batch_size"] if result.get("depends_on_batch") else None])
-        latest[result["task"], result["protocol"], result["dtype"], data] = path
-    results: dict[str, Path] = {}
-    for path in sorted(latest.values()):
-        results[path.name if path.name not in results else f"{path.parent.name}--{path.name}"] = path
-    return results
 
 
 def _pictures(of_results: set[Path], of_analyses: set[Path]) -> dict[str, Path]:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from datasets import Dataset
 
@@ -12,10 +12,7 @@ from evaluation.benchmarks.layouts import Layout
 from evaluation.class_names import are_ids
 from records.digests import short_digest
 from records.files import read_json
-from records.messages import shortened
 
-CLASSES = range(1000)
-AUTHORS = "take its authors' file"
 PROMPTS = "nllb_dist13b_prompts.json"
 
 
@@ -50,13 +47,9 @@ class BabelImageNet(Layout):
         return short_digest([images, [*self._names(folder, split)], *self.names_and_templates(folder, split)])
 
     def names_and_templates(self, folder: Path, split: str) -> tuple[list[str], list[str]]:
-        names, prompts = list(self._names(folder, split).values()), None
-        if (folder / PROMPTS).is_file():
-            prompts = _entry(folder / PROMPTS, self.language)
-        match prompts or ["{}"]:
-            case [*templates] if all(isinstance(template, str) for template in templates):
-                return names, templates
-        raise ValueError(f"{folder / PROMPTS} needs for {self.language.upper()} a list of prompts: {AUTHORS}")
+        translated = read_json(folder / PROMPTS) if (folder / PROMPTS).is_file() else {}
+        prompts = translated.get(self.language.upper(), ["{}"])
+        return list(self._names(folder, split).values()), prompts
 
     def rows(self, folder: Path, split: str) -> Dataset:
         """All images, so that they are embedded once for all languages; the label of those without a name is -1."""
@@ -68,53 +61,27 @@ class BabelImageNet(Layout):
                 "WordNet's ids: call each folder by its own, such as n01440764"
             )
         rows = layout.rows(folder, split)
-        there = set(rows["label"])
-        if there != set(CLASSES):
-            raise ValueError(
-                f"{folder} needs images of all {len(CLASSES)} classes of ImageNet, whose numbers Babel-ImageNet has, "
-                f"but has {len(there)} classes"
-            )
+        number = len(set(rows["label"]))
+        if number != 1000:
+            raise ValueError(f"{folder} needs images of all 1000 classes of ImageNet, but has {number} classes")
         label_of = {number: label for label, number in enumerate(names)}
-        columns = {
-            "label": [label_of.get(number, -1) for number in rows["label"]],
-            "caption": [names.get(number, "none") for number in rows["label"]],
-        }
-        rows = rows.remove_columns("label")
-        for name, column in columns.items():
-            rows = rows.add_column(name, column)
-        return rows
+        labels = [label_of.get(number, -1) for number in rows["label"]]
+        captions = [names.get(number, "none") for number in rows["label"]]
+        return rows.remove_columns("label").add_column("label", labels).add_column("caption", captions)
 
     def _layout(self, folder: Path, split: str) -> Layout:
         return next(layout for layout in self.imagenet if layout.fits(folder, split))
 
     def _names(self, folder: Path, split: str) -> dict[int, str]:
-        """Number of a class -> its name. Raises a ValueError if no file has the language, or not so."""
+        """Number of a class -> its name."""
         files, language = self.annotations(folder, split), self.language.upper()
-        for file in files:
-            match _entry(file, language):
-                case None:
-                    continue
-                case [list(numbers), list(names)] if (
-                    len(numbers) == len(names)
-                    and numbers == [number for number in CLASSES if number in numbers]
-                    and all(isinstance(name, str) and name.strip() for name in names)
-                ):
-                    return dict(zip(numbers, names, strict=True))
-                case entry:
-                    raise ValueError(
-                        f"{file} needs for {language} rising numbers of classes below {len(CLASSES)} and as many "
-                        f"names, but has {shortened(entry)}: {AUTHORS}"
-                    )
-        languages = sorted(read_json(files[0]))
+        contents = {file: once(str(file), lambda file=file: read_json(file)) for file in files}
+        for content in contents.values():
+            if language in content:
+                numbers, names = content[language]
+                return dict(zip(numbers, names, strict=True))
+        languages = sorted(contents[files[0]])
         raise ValueError(
             f"{files[0]} has no names in {language}, but in {len(languages)} other languages, from {languages[0]} to "
             f"{languages[-1]}: measure one of these, or add its authors' babel_imagenet-298.json"
         )
-
-
-def _entry(file: Path, language: str) -> Any:
-    """What a file has for a language. Raises a ValueError if it holds no languages."""
-    content = once(str(file), lambda: read_json(file))
-    if not isinstance(content, dict) or not content:
-        raise ValueError(f"{file} needs an entry for each language, but has {shortened(content)}: {AUTHORS}")
-    return content.get(language.upper())

@@ -9,14 +9,17 @@ import csv
 import glob
 import json
 import re
+import zlib
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any, ClassVar, Literal
 
 from datasets import Dataset
+from scipy.io.matlab import MatReadError
 
 from data.annotations import read_annotations
 from data.image_folders import PICTURES
@@ -29,8 +32,11 @@ from records.files import files_in, read_json, read_text
 # Beside the data, as CLIP_benchmark has them
 CLASSES, TEMPLATES = "classnames.txt", "zeroshot_classification_templates.txt"
 SHARD_IMAGES = ("webp", "png", "jpg", "jpeg")  # suffixes of images in CLIP_benchmark's shards
-# What rows of a copy that is not as it should be may raise
-FAULTS = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError, csv.Error)
+# What a copy that is not as it should be may raise
+FAULTS = (
+    *(ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError, OSError),
+    *(csv.Error, zlib.error, MatReadError),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +101,18 @@ class Layout(ABC):
     def rows(self, folder: Path, split: str) -> Dataset:
         """The rows of a split."""
 
+    @contextmanager
+    def reading(self, folder: Path, split: str) -> Iterator[None]:
+        """Whatever a copy that is not as it should be raises is a ValueError of one line that says how it should be."""
+        try:
+            yield
+        except FAULTS as error:
+            if isinstance(error, ValueError | OSError) and str(folder) in str(error):
+                raise
+            files = self.annotations(folder, split)
+            file = files[0] if len(files) == 1 else folder
+            raise ValueError(f"{file} is not as it should be ({error!r}); there must be {self.shape}") from error
+
 
 def images_in(folder: Path) -> list[Path]:
     """The images in a folder and in those within it, in order, as torchvision walks."""
@@ -103,23 +121,13 @@ def images_in(folder: Path) -> list[Path]:
 
 def by_name(images: Iterable[Path], folder: Path) -> dict[str, Path]:
     """The images of a folder by their names in it, without suffixes."""
-    named = ((image.relative_to(folder).with_suffix("").as_posix(), image) for image in images)
-    return _without_contradiction(named, folder)
-
-
-def _without_contradiction(pairs: Iterable[tuple[str, Any]], place: Path) -> dict[str, Any]:
-    """A dictionary of pairs, which may be repeated. Raises a ValueError if a key has two values."""
-    values: dict[str, Any] = {}
-    for key, value in pairs:
-        if values.setdefault(key, value) != value:
-            raise ValueError(f"{place} has two entries for {key}, {values[key]} and {value}: one of them must go")
-    return values
+    return {image.relative_to(folder).with_suffix("").as_posix(): image for image in images}
 
 
 def _value_of_word(file: Path) -> dict[str, str]:
     """The first word of each line -> its second and last one."""
     words = read_text(file).split()
-    return _without_contradiction(zip(words[::2], words[1::2], strict=True), file)
+    return dict(zip(words[::2], words[1::2], strict=True))
 
 
 def _captioned(folder: Path, captions: dict[str, list[str]]) -> Dataset:
@@ -149,12 +157,12 @@ class Shards(Layout):
         count, number = folder / split / "nshards.txt", len(self.annotations(folder, split))
         if count.is_file() and read_text(count).strip() != f"{number}":
             raise ValueError(f"{count} says {read_text(count)[:20]!r}, but there are {number} shards: copy all of them")
-        columns = {"image_column": ";".join(SHARD_IMAGES), "caption_column": self.text}
         arguments = DataArguments(
             source=f"{glob.escape(str(folder / split))}/*.tar",
             split=split,
+            image_column=";".join(SHARD_IMAGES),
+            caption_column=self.text,
             captions_per_line=self.text == "txt",
-            **columns,
         )
         rows = open_rows(arguments)
         if self.text == "txt":
@@ -246,8 +254,7 @@ class LabelLines(Layout):
         bad = [number for number, line in enumerate(lines) if line and not matches[number]]
         if bad:
             raise ValueError(f"line {bad[0] + 1} of {file} needs {self.content}, but is {lines[bad[0]][:60]!r}")
-        images = [match for match in matches if match and match["name"]]
-        return _without_contradiction(((image["name"] + self.suffix, image["label"]) for image in images), file)
+        return {match["name"] + self.suffix: match["label"] for match in matches if match and match["name"]}
 
     def class_names(self, folder: Path, split: str) -> list[str]:
         return in_order(set(self.labels(folder, split).values()))
@@ -312,9 +319,7 @@ class Records(Layout):
             for entry in self._entries(file):
                 if self.split_key is None or entry[self.split_key] == split:
                     name = entry[self.image] + self.suffix
-                    label = entry[self.label] if self.label else None
-                    if labels.setdefault(name, label) != label:
-                        raise ValueError(f"{file}: {name} has two labels, {labels[name]!r} and {label!r}")
+                    labels[name] = entry[self.label] if self.label else None
                     captions[name] += [] if self.label else self._captions(entry)
         rows = _captioned(folder / self.images, captions)
         return rows.remove_columns("caption").add_column("label", list(labels.values())) if self.label else rows
@@ -434,5 +439,5 @@ class XM3600(Layout):
     def rows(self, folder: Path, split: str) -> Dataset:
         (file,) = self.annotations(folder, split)
         entries = list(map(json.loads, filter(str.strip, read_text(file).split("\n"))))
-        captions = [(f"{entry['image/key']}.jpg", entry[self.language]["caption"]) for entry in entries]
-        return _captioned(folder / self.images, _without_contradiction(captions, file))
+        captions = {f"{entry['image/key']}.jpg": entry[self.language]["caption"] for entry in entries}
+        return _captioned(folder / self.images, captions)

@@ -1,7 +1,7 @@
 """Tasks of benchmarks: where their data lie, and where their class names and templates come from."""
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -12,13 +12,12 @@ from huggingface_hub import snapshot_download
 
 from data.pairs import readable_pairs
 from data.sources import DataArguments
-from evaluation.benchmarks.layouts import CLASSES, FAULTS, TEMPLATES, Layout
+from evaluation.benchmarks.layouts import CLASSES, TEMPLATES, Layout
 from evaluation.benchmarks.specs import Benchmark
 from evaluation.class_names import SYNSET, are_ids, names_after_ids
 from evaluation.own_data import read_classes, read_templates, readable_image_pairs
 from evaluation.task import Task
 from records.digests import short_digest
-from records.messages import shortened
 
 
 def benchmark_task(benchmark: Benchmark, data_root: str | Path | None = None, num_workers: int | None = None) -> Task:
@@ -31,20 +30,20 @@ def benchmark_task(benchmark: Benchmark, data_root: str | Path | None = None, nu
     """
     local, layout = _find(benchmark, data_root)
     folder = local or _from_hub(benchmark, ["*.txt"])
-    classes, templates, protocol = [], [], benchmark.protocol
-    texts = layout.names_and_templates(folder, benchmark.split)
-    if benchmark.kind in ("zero_shot", "linear_probe"):
-        classes = texts[0] if texts else _class_names(benchmark, folder, layout)
-        if len(classes) < 2:
-            raise ValueError(f"{folder} needs two classes or more, but has {classes} alone")
-        protocol += f"; {len(classes)} classes"
-    if benchmark.kind == "zero_shot":
-        templates = texts[1] if texts else [str(_text_file(benchmark, folder, TEMPLATES))]
-        templates = read_templates(templates)
-        protocol += f", {len(templates)} templates"
-    version = f"commit {folder.name}"
-    if local:
-        version = short_digest([layout.stamp(local, split) for split in benchmark.splits])
+    with layout.reading(folder, benchmark.split):
+        texts = layout.names_and_templates(folder, benchmark.split)
+        classes, templates, protocol = [], [], benchmark.protocol
+        if benchmark.kind in ("zero_shot", "linear_probe"):
+            classes = texts[0] if texts else _class_names(benchmark, folder, layout)
+            if len(classes) < 2:
+                raise ValueError(f"{folder} needs two classes or more, but has {classes} alone")
+            protocol += f"; {len(classes)} classes"
+        if benchmark.kind == "zero_shot":
+            templates = read_templates(texts[1] if texts else [str(_text_file(benchmark, folder, TEMPLATES))])
+            protocol += f", {len(templates)} templates"
+        version = f"commit {folder.name}"
+        if local:
+            version = short_digest([layout.stamp(local, split) for split in benchmark.splits])
     data = {"source": benchmark.hub or benchmark.name, "split": benchmark.split}
     data |= {"layout": type(layout).__name__, "version": version}
     data |= {"classes": short_digest(classes)} if classes else {}
@@ -98,8 +97,8 @@ def _from_hub(benchmark: Benchmark, patterns: Sequence[str], commit: str | None 
         way_out: what to do where the Hub cannot be reached; by default, to put a copy of the benchmark here.
     """
     try:
-        options = {"repo_type": "dataset", "revision": commit, "allow_patterns": list(patterns)}
-        return Path(snapshot_download(benchmark.hub, **options))
+        allowed = list(patterns)
+        return Path(snapshot_download(benchmark.hub, repo_type="dataset", revision=commit, allow_patterns=allowed))
     except (OSError, ValueError) as error:
         why = shorten(str(error), 250, placeholder=" ...")
         way_out = way_out or f"put a copy into DATA_ROOT/{benchmark.name} (data_root)"
@@ -134,14 +133,10 @@ def _text_file(benchmark: Benchmark, folder: Path, name: str) -> Path:
     file = folder / name
     if file.is_file():
         return file
-    what, templates, too = "the names of its classes", "templates with {c} for the name", ""
-    if name == TEMPLATES:
-        what = templates
-    elif benchmark.kind == "zero_shot" and not (folder / TEMPLATES).is_file():
-        too = f", and {templates} into {TEMPLATES} beside it"
+    what = "templates with {c} for the name" if name == TEMPLATES else "the names of its classes"
+    way_out = f"write {what} into {file}, one a line"
     if benchmark.hub is None:
-        raise ValueError(f"{benchmark.name} lacks {what}: write them into {file}, one a line{too}")
-    way_out = f"write {what}, which are not in the copy, into {file}, one a line{too}"
+        raise ValueError(f"{benchmark.name} lacks {what}: {way_out}")
     return _from_hub(benchmark, ["*.txt"], way_out=way_out) / name
 
 
@@ -165,45 +160,21 @@ def _load(
     benchmark: Benchmark, layout: Layout, folder: Path, arguments: DataArguments, classes: Sequence[str]
 ) -> tuple[Dataset, int]:
     """The rows, and 0: an unreadable row is an error, since nothing is measured in part."""
-    try:
+    with layout.reading(folder, arguments.split):
         rows = layout.rows(folder, arguments.split)
-    except FAULTS as error:
-        if isinstance(error, ValueError) and str(folder) in str(error):
-            raise
-        first, *others = layout.annotations(folder, arguments.split)
-        file = folder if others else first
-        raise ValueError(f"{file} is not as it should be ({error!r}); there must be {layout.shape}") from error
     if len(rows) == 0:
         raise ValueError(f"{folder} has no images of the split {arguments.split}")
     if benchmark.kind == "pairs":
         return readable_image_pairs(rows, arguments)
-    if benchmark.kind == "choice":
-        _require_captions(rows["caption"], folder)
     if not classes:
         return readable_pairs(rows, arguments)
     # The images alone are looked at, so that this is done once for all languages of Babel-ImageNet
     readable_pairs(rows.select_columns("image").add_column("caption", ["its class"] * len(rows)), arguments)
     if "caption" not in rows.column_names:
         rows = rows.add_column("caption", [_name_of(label, classes, folder) for label in rows["label"]])
-    if {"roc_auc", "mean_average_precision"} & set(benchmark.metrics):
-        _require_every_class(np.array(rows["label"]), classes, folder)
     if benchmark.balanced:
         _require_balance(np.array(rows["label"]), classes, folder)
     return rows, 0
-
-
-def _require_captions(choices: Iterable[Sequence[Any]], folder: Path) -> None:
-    """Raises a ValueError if a caption is missing or blank: any other would be right."""
-    for number, texts in enumerate(choices):
-        if not all(isinstance(text, str) and text.strip() for text in texts):
-            raise ValueError(f"{folder}: choice {number} lacks a caption, there are {shortened(texts)}")
-
-
-def _require_every_class(labels: np.ndarray, classes: Sequence[str], folder: Path) -> None:
-    """Raises a ValueError if a class has no image: its average precision and the ROC's area are not defined."""
-    images = labels.sum(axis=0) if labels.ndim == 2 else np.bincount(labels, minlength=len(classes))
-    if not images.all():
-        raise ValueError(f"{folder} needs images of every class, but has none of {classes[images.argmin()]}")
 
 
 def _require_balance(labels: np.ndarray, classes: Sequence[str], folder: Path) -> None:

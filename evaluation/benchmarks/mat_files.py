@@ -1,28 +1,16 @@
 """Layouts with MATLAB files: ImageNet's development kit, Flowers-102, Stanford Cars, SVHN."""
 
-import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 from scipy.io import loadmat
-from scipy.io.matlab import MatReadError
 
-from evaluation.benchmarks.layouts import LabelLines, by_name, images_in
+from evaluation.benchmarks.layouts import LabelLines
 from evaluation.benchmarks.pixel_files import Pixels
 from records.files import read_text
-
-
-@contextmanager
-def reading(*files: Path) -> Iterator[None]:
-    """Whatever damaged MATLAB files raise is a ValueError of one line."""
-    try:
-        yield
-    except (MatReadError, zlib.error, OSError, ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"{' or '.join(map(str, files))} is not as its authors have it ({error!r})") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,16 +25,10 @@ class Devkit(LabelLines):
 
     def labels(self, folder: Path, split: str) -> dict[str, str]:
         file, meta = self.annotations(folder, split)
-        place, numbers = folder / self.images, read_text(file).split()
-        images = by_name(images_in(place), place)
-        names = [f"ILSVRC2012_val_{number:08}" for number in range(1, len(numbers) + 1)]
-        alone = sorted(images.keys() ^ set(names))
-        if alone:
-            raise ValueError(f"{place} has {len(images)} images, {file} {len(names)} lines; {alone[0]} is in one alone")
-        with reading(meta, file):
-            synsets = loadmat(str(meta), squeeze_me=True)["synsets"]
-            synset_of = dict(zip(map(int, synsets["ILSVRC2012_ID"]), map(str, synsets["WNID"]), strict=True))
-            return {images[name].name: synset_of[int(number)] for name, number in zip(names, numbers, strict=True)}
+        synsets = loadmat(str(meta), squeeze_me=True)["synsets"]
+        synset_of = dict(zip(map(int, synsets["ILSVRC2012_ID"]), map(str, synsets["WNID"]), strict=True))
+        numbers = map(int, read_text(file).split())
+        return {f"ILSVRC2012_val_{place:08}.JPEG": synset_of[number] for place, number in enumerate(numbers, 1)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,12 +41,10 @@ class Flowers(LabelLines):
     content: ClassVar[str] = "labels and tstid"
 
     def labels(self, folder: Path, split: str) -> dict[str, str]:
-        files = self.annotations(folder, split)
-        with reading(*files):
-            labels, sets = (loadmat(str(file)) for file in files)
-            label_of = dict(enumerate(labels["labels"].ravel().tolist(), 1))
-            numbers = sets[self.of_split("SPLIT", split)].ravel().tolist()
-            return {f"image_{number:05}.jpg": str(label_of[number]) for number in numbers}
+        labels, sets = (loadmat(str(file)) for file in self.annotations(folder, split))
+        label_of = dict(enumerate(labels["labels"].ravel().tolist(), 1))
+        numbers = sets[self.of_split("SPLIT", split)].ravel().tolist()
+        return {f"image_{number:05}.jpg": str(label_of[number]) for number in numbers}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +57,8 @@ class Cars(LabelLines):
 
     def labels(self, folder: Path, split: str) -> dict[str, str]:
         (file,) = self.annotations(folder, split)
-        with reading(file):
-            cars = loadmat(str(file), squeeze_me=True)["annotations"]
-            return {str(name): str(int(label)) for name, label in zip(cars["fname"], cars["class"], strict=True)}
+        cars = loadmat(str(file), squeeze_me=True)["annotations"]
+        return {str(name): str(int(label)) for name, label in zip(cars["fname"], cars["class"], strict=True)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +70,5 @@ class SVHN(Pixels):
 
     def arrays(self, folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
         (file,) = self.annotations(folder, split)
-        with reading(file):
-            content = loadmat(str(file))
-            return np.ascontiguousarray(content["X"].transpose(3, 0, 1, 2)), content["y"].ravel() % 10
+        content = loadmat(str(file))
+        return content["X"].transpose(3, 0, 1, 2), content["y"].ravel() % 10

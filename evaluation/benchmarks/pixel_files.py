@@ -59,8 +59,7 @@ class CIFAR(Pixels):
     def arrays(self, folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
         (file,) = self.annotations(folder, split)
         images = np.fromfile(file, np.uint8).reshape(-1, self.labels + 3 * 32 * 32)
-        pixels = images[:, self.labels :].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
-        return np.ascontiguousarray(pixels), images[:, self.labels - 1]
+        return images[:, self.labels :].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), images[:, self.labels - 1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,15 +72,14 @@ class MNIST(Pixels):
 
     def arrays(self, folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
         images, labels = self.annotations(folder, split)
-        return _idx_array(images, 3), _idx_array(labels, 1)
+        return _idx_array(images), _idx_array(labels)
 
 
-def _idx_array(file: Path, dimensions: int) -> np.ndarray:
+def _idx_array(file: Path) -> np.ndarray:
     """The bytes of an idx file, in the shape that its header gives: 0, 0, 8, the number of dimensions, and their sizes
     in 4 bytes each."""
-    content, size = np.fromfile(file, np.uint8), 4 + 4 * dimensions
-    if content[:4].tolist() != [0, 0, 8, dimensions]:
-        raise ValueError(f"{file} must begin with 0, 0, 8, {dimensions}, not {content[:4].tolist()}: is it packed?")
+    content = np.fromfile(file, np.uint8)
+    size = 4 + 4 * int(content[3])
     return content[size:].reshape(content[4:size].view(">i4"))
 
 
@@ -96,4 +94,4 @@ class STL10(Pixels):
     def arrays(self, folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
         images, labels = self.annotations(folder, split)
         pixels = np.fromfile(images, np.uint8).reshape(-1, 3, 96, 96).transpose(0, 3, 2, 1)
-        return np.ascontiguousarray(pixels), np.fromfile(labels, np.uint8) - 1
+        return pixels, np.fromfile(labels, np.uint8) - 1

@@ -416,19 +416,8 @@ _ROWS = (
 BENCHMARKS = {benchmark.name: benchmark for benchmark in _ROWS}
 
 
-def _names_elsewhere(benchmark: Benchmark) -> list[str]:
-    """The names that a benchmark has on the Hub and in CLIP_benchmark."""
-    if not benchmark.hub or benchmark.kind == "linear_probe":
-        return []
-    repository = benchmark.hub.removeprefix("clip-benchmark/")
-    dataset = repository.removeprefix("wds_")
-    return [benchmark.hub, repository, dataset, dataset.replace("vtab-", "vtab/")]
-
-
-# Other names of benchmarks, beside the usual one of ImageNet
-ALIASES = {"imagenet": "imagenet1k"} | {
-    name: row.name for row in _ROWS for name in _names_elsewhere(row) if name not in BENCHMARKS
-}
+# Other names of benchmarks
+ALIASES = {"imagenet": "imagenet1k"}
 
 FMOE_TRANSFER = "food101 sun397 cars caltech101 eurosat imagenet1k"
 FMOE_11 = f"{FMOE_TRANSFER} fgvc_aircraft pets flowers country211 imagenetv2"

@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from backbones import both_backbones
 from PIL import Image
 from programs import run_program
 from safetensors.torch import load_file
@@ -93,7 +92,6 @@ def results(repository, vision, image, tmp_path_factory):
     return results
 
 
-@both_backbones
 def test_with_the_package_and_without_it_everything_is_the_same(results):
     (with_package, expected), (without, found) = results
     assert not any(with_package.pop("remote")) and all(without.pop("remote"))
@@ -106,7 +104,6 @@ def test_with_the_package_and_without_it_everything_is_the_same(results):
     torch.testing.assert_close(found, expected)
 
 
-@both_backbones
 @torch.no_grad()
 def test_the_numbers_are_those_of_the_model(results, model, processor, image):
     printed, tensors = results[0]

@@ -23,7 +23,6 @@ ENCODERS = {
     1: {"dense": CLIPTextModel, "sparse": CLIPMoETextModel},
     2: {"dense": CLIPTextModelWithProjection, "sparse": CLIPMoETextModelWithProjection},
 }
-PLACES = [("sparse", "dense"), ("dense", "sparse"), ("sparse", "sparse")]
 PROGRAM = """
 import torch
 from diffusers import DiffusionPipeline
@@ -87,8 +86,9 @@ def test_stable_diffusion_draws_what_our_tower_says(towers):
     assert_same_images(draw(pipeline), expected)
 
 
-@pytest.mark.parametrize("length", [SHORT, LONG])
-@pytest.mark.parametrize("places", PLACES, ids="-".join)
+@pytest.mark.parametrize(
+    ("places", "length"), [(("sparse", "dense"), SHORT), (("dense", "sparse"), LONG), (("sparse", "sparse"), LONG)]
+)
 def test_sdxl_draws_what_our_towers_say_in_either_place(places, length, towers):
     pipeline = sdxl_of(towers, *places, length)
     encoders = pipeline.text_encoder, pipeline.text_encoder_2

@@ -31,8 +31,13 @@ def run(folder, stop=None, **settings):
     return train(folder, stop, widen, **settings)
 
 
-def test_lora_changes_its_targets_alone(tmp_path):
-    tuned = run(tmp_path, lora=LORA)
+@pytest.fixture(scope="module")
+def with_lora(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("lora"), lora=LORA)
+
+
+def test_lora_changes_its_targets_alone(with_lora):
+    tuned = with_lora
     before, after = weights(tuned.with_name("sparse")), weights(tuned)
     assert before.keys() == after.keys()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
@@ -61,10 +66,14 @@ def test_merging_leaves_the_model_that_trains_as_it_is():
     assert model.config.to_dict() == config
 
 
-@pytest.mark.parametrize("settings", [{"lora": LORA}, {"optimizer": "adamw_8bit"}], ids=str)
-def test_resumed_is_the_same_to_the_bit(tmp_path, settings):
-    run(tmp_path / "resumed", stop=4, **settings)
-    assert same_weights(run(tmp_path / "resumed", **settings), run(tmp_path / "whole", **settings))
+def test_resumed_is_the_same_to_the_bit(with_lora, tmp_path):
+    eight_bit = {"optimizer": "adamw_8bit"}
+    for name, settings, whole in (
+        ("lora", {"lora": LORA}, with_lora),
+        ("8bit", eight_bit, run(tmp_path / "whole", **eight_bit)),
+    ):
+        run(tmp_path / name, stop=4, **settings)
+        assert same_weights(run(tmp_path / name, **settings), whole)
 
 
 @pytest.mark.parametrize("family", [one for one in FAMILIES if one.sigmoid], ids=lambda family: family.name)

@@ -1,8 +1,10 @@
 """The kinds of stages that a recipe knows by name: each is a class in the file of its name."""
 
 import importlib
+from typing import TYPE_CHECKING
 
-from training.stages.base import Stage
+if TYPE_CHECKING:
+    from training.stages.base import Stage
 
 # What they are for -> kinds, in the order of docs/settings.md
 PURPOSES = {
@@ -16,7 +18,7 @@ PURPOSES = {
 KINDS = tuple(kind for kinds in PURPOSES.values() for kind in kinds)
 
 
-def stage_of_kind(kind: str) -> type[Stage]:
+def stage_of_kind(kind: str) -> "type[Stage]":
     """The class of one of `KINDS`, whose file alone is imported."""
     members = vars(importlib.import_module(f"training.stages.{kind}")).values()
     return next(one for one in members if isinstance(one, type) and vars(one).get("kind") == kind)

@@ -4,7 +4,7 @@ import dataclasses
 import typing
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -42,8 +42,6 @@ class AnalyzeStage(MeasuredTasks, Stage):
     layers: dict[Literal["text", "vision"], int] = Field(default_factory=dict)
     # The expert that has a picture of its own, of the patches and captions that it takes.
     expert: int | None = Field(default=None, ge=0)
-    # With which capacities dropped patches are drawn; none: the model's in training and twice that.
-    capacity_factors: list[Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(default_factory=list)
     # Images or texts that are computed at a time.
     batch_size: int = Field(default=64, gt=0)
 
@@ -54,6 +52,6 @@ class AnalyzeStage(MeasuredTasks, Stage):
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         from evaluation.experts import analyze_experts
 
-        names = ("num_experts_per_tok", "layers", "expert", "capacity_factors", "batch_size")
+        names = ("num_experts_per_tok", "layers", "expert", "batch_size")
         options = {name: getattr(self, name) for name in names}
         print(analyze_experts(inputs.model, self.open_tasks(), directory, **options))

@@ -98,8 +98,7 @@ def require_numbered(data: DataArguments) -> DataArguments:
 NumberedData = Annotated[Data, AfterValidator(require_numbered)]
 
 
-@dataclasses.dataclass(frozen=True)
-class Reference:
+class Reference(typing.NamedTuple):
     """A setting of a stage that names what it reads.
 
     Args:
@@ -125,18 +124,24 @@ def named_errors(stage: Stage, setting: str) -> Iterator[None]:
 
 def references(stage: Stage) -> list[Reference]:
     """All that a stage names to be read, in the order of its settings."""
-    references = []
+    found = []
     for setting, reads in _reading_settings(type(stage)):
-        for key, value in each_value(setting, getattr(stage, setting)):
+        for key, value in _each_value(setting, getattr(stage, setting)):
             if isinstance(value, DataArguments):
-                references.append(Reference(f"{key}.source", value.source, reads))
-            elif isinstance(value, str):
-                references.append(Reference(key, value, reads))
-    return [reference for reference in references if reference.value not in reference.reads.literals]
+                found.append(Reference(f"{key}.source", value.source, reads))
+            elif isinstance(value, str) and value not in reads.literals:
+                found.append(Reference(key, value, reads))
+    return found
 
 
-def each_value(setting: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """What a setting holds; of a list or dictionary, its values, under the name of the setting with position or key."""
+def each_setting(stage: Stage) -> Iterator[tuple[str, Any]]:
+    """The settings of a stage with their values; of a list or dictionary each value, under the name of the setting with
+    position or key."""
+    for setting, value in vars(stage).items():
+        yield from _each_value(setting, value)
+
+
+def _each_value(setting: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict | list):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         yield from ((f"{setting}.{key}", item) for key, item in items)
@@ -164,18 +169,6 @@ def kinds(stage: type[Stage]) -> list[str]:
     """What a class of stages is, the most general first: with those that it is a subclass of, and "model"."""
     names = [vars(parent).get("kind") for parent in reversed(stage.__mro__)]
     return [kind for kind in names if kind] + (["model"] if stage.makes_model else [])
-
-
-def setting_names(settings: type) -> dict[str, Any]:
-    """The names of a class of settings, each with the names within it; empty: it holds no settings."""
-
-    def within(hint: Any) -> dict[str, Any]:
-        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-            return setting_names(hint)
-        return next(filter(None, map(within, typing.get_args(hint))), {})
-
-    hints = typing.get_type_hints(settings, include_extras=True)
-    return {field.name: within(hints[field.name]) for field in dataclasses.fields(settings)}
 
 
 def _reading_settings(stage: type[Stage]) -> Iterator[tuple[str, Reads]]:

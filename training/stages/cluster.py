@@ -13,12 +13,6 @@ from training.context import Context
 from training.settings import STRICT, Reads
 from training.stages.base import Stage
 
-if typing.TYPE_CHECKING:
-    import numpy as np
-
-    from evaluation.feature_store import Rows
-    from training.clusters import FeatureClusters, Method
-
 
 @dataclass(config=STRICT, kw_only=True)
 class ClusterStage(Stage):
@@ -64,7 +58,7 @@ class ClusterStage(Stage):
         from data.arguments import DataArguments
         from data.contact_sheet import contact_sheet
         from evaluation.feature_store import FeatureStore
-        from training.clusters import choose_method, combine, load_clusters, save_clusters
+        from training.clusters import accumulate, choose_method, combine, load_clusters, save_clusters, split
 
         source = Path(inputs.features)
         features = FeatureStore.open(source, "an embed stage", {"data": dict, "dataset_fingerprint": str})
@@ -75,10 +69,15 @@ class ClusterStage(Stage):
         previous = None if inputs.previous is None else load_clusters(Path(inputs.previous), fingerprint)[0]
         features = {name: features[name] for name in ("image", "text")}
         method = choose_method(len(rows), self.method, self.n_init, self.num_samples)
+        numbers = {"image": self.num_image_clusters, "text": self.num_text_clusters, "random": self.num_random_clusters}
         has_kmeans = self.num_image_clusters * self.num_text_clusters > 1
         method_text = f"K-means by {method}" if has_kmeans else "random parts"
         print(f"{self.name}: {method_text}")
-        columns, clusters = self._cluster(features, previous, context.seed, method)
+        groups = previous.labels if self.within else None
+        stage = 0 if previous is None or self.within else previous.tuples.shape[1]
+        columns = split(features, numbers, context.seed, groups, method, stage)  # the labels by each modality
+        labels = np.ravel_multi_index(tuple(columns.values()), [numbers[name] for name in columns])
+        clusters = accumulate(labels, [features["image"], features["text"]], previous)
         save_clusters(directory, clusters, dataset_fingerprint=fingerprint, method=method_text)
         # Labels that were found within a cluster mean nothing outside of it.
         columns = {"cluster": previous.labels, **columns} if self.within else columns
@@ -99,19 +98,3 @@ class ClusterStage(Stage):
         names = ("num_image_clusters", "num_text_clusters", "num_random_clusters")
         few = {name: min(getattr(self, name), max(1, num_samples // 64)) for name in names}
         return dataclasses.replace(super().rehearsed(num_samples), **few)
-
-    def _cluster(
-        self, features: dict[str, "Rows"], previous: "FeatureClusters | None", seed: int, method: "Method"
-    ) -> tuple[dict[str, "np.ndarray"], "FeatureClusters"]:
-        """The labels by each modality, and the clusters that they make together with the previous ones."""
-        import numpy as np
-
-        from training.clusters import accumulate, split
-
-        numbers = {"image": self.num_image_clusters, "text": self.num_text_clusters, "random": self.num_random_clusters}
-        groups, stage = None, 0 if previous is None else previous.tuples.shape[1]
-        if self.within:
-            groups, stage = previous.labels, 0
-        columns = split(features, numbers, seed, groups, method, stage)
-        labels = np.ravel_multi_index(tuple(columns.values()), [numbers[name] for name in columns])
-        return columns, accumulate(labels, [features["image"], features["text"]], previous)

@@ -54,9 +54,8 @@ class ClusterFineStage(Stage):
 
         from evaluation.feature_store import FeatureStore
         from evaluation.sentence_encoders import load_encoder
-        from training.caption_clusters import ENCODER, caption_store, open_store
+        from training.caption_clusters import ENCODER, caption_store, encoder_features, open_store
         from training.clusters import CENTERS, load_centers, nearest_centers
-        from training.features import encoder_features
 
         accelerator, captions = context.accelerator, Path(inputs.captions)
         embedded = open_store(captions, "an embed_captions stage")

@@ -11,7 +11,6 @@ import re
 import sys
 import traceback
 from collections.abc import Iterator
-from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +51,7 @@ def own_stage(stage: type[Stage]) -> dict[str, Any]:
     own = [parent for parent in reversed(stage.__mro__) if parent.__module__.split(".")[0] not in OURS]
     if not own:
         return {}
-    modules = {name: path for parent in own for name, path in _with_imports(parent.__module__, stage).items()}
+    modules = {name: path for parent in own for name, path in _with_imports(parent.__module__).items()}
     code = {name: file_digest(modules[name]) for name in sorted(modules)}
     annotated = {name for parent in own for name in inspect.get_annotations(parent)}
     text = " ".join((stage.__doc__ or "").split())
@@ -63,41 +62,25 @@ def own_stage(stage: type[Stage]) -> dict[str, Any]:
     return {"code": code, "own": OwnStage(does=sentence[0] if sentence else text, settings=settings)}
 
 
-def _with_imports(name: str, stage: type[Stage]) -> dict[str, Path]:
-    """The files of a module and of those that it imports of the same package, from beside it or from the working
-    folder; and so on. Of a library that a stage inherits from, the one file."""
-    package, file = name.split(".")[0], Path(sys.modules[name].__file__)
-    if package != stage.__module__.split(".")[0] and "site-packages" in file.parts:
+def _with_imports(name: str) -> dict[str, Path]:
+    """The files of a module and of those that it imports from the folder of its package or the working folder, and so
+    on; of an installed library that a stage inherits from, the one file. None is imported for it: stages import late
+    what is heavy."""
+    file = Path(sys.modules[name].__file__)
+    if "site-packages" in file.parts:
         return {name: file}
-    folders, found, waiting = (file.parent, Path.cwd()), {}, [name]
+    top = file.parents[name.count(".") + (file.name == "__init__.py")]
+    folders, found, waiting = (top, Path.cwd()), {}, [name]
     while waiting:
         name = waiting.pop()
         if name in found or name.split(".")[0] in OURS:
             continue
-        path = _file_of(name)
-        is_own = path is not None and any(path.is_relative_to(folder) for folder in folders)
-        if path is not None and (name.split(".")[0] == package or is_own and "site-packages" not in path.parts):
+        places = [Path(folder, *name.split(".")) for folder in folders]
+        files = [path for place in places for path in (place / "__init__.py", place.with_name(f"{place.name}.py"))]
+        if path := next(filter(Path.is_file, files), None):
             found[name] = path
             waiting += _imports(name, path)
     return found
-
-
-def _file_of(name: str) -> Path | None:
-    """The Python file of a module, if it has one."""
-    spec = _spec(name)
-    return Path(spec.origin) if spec is not None and (spec.origin or "").endswith(".py") else None
-
-
-def _spec(name: str) -> ModuleSpec | None:
-    """As `importlib.util.find_spec`, but without importing the package: stages import late what is heavy."""
-    if name in sys.modules:
-        return sys.modules[name].__spec__
-    package, _, _ = name.rpartition(".")
-    if not package:
-        return PathFinder.find_spec(name)
-    parent = _spec(package)
-    folders = parent and parent.submodule_search_locations
-    return PathFinder.find_spec(name, folders) if folders else None  # not what a module holds
 
 
 def _imports(name: str, path: Path) -> Iterator[str]:

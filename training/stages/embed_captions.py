@@ -44,8 +44,7 @@ class EmbedCaptionsStage(Stage):
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         from evaluation.sentence_encoders import load_encoder
-        from training.caption_clusters import ENCODER, caption_store
-        from training.features import encoder_features
+        from training.caption_clusters import ENCODER, caption_store, encoder_features
 
         accelerator, folder = context.accelerator, directory / ENCODER
         images = self.modality == "image"
@@ -64,16 +63,12 @@ class EmbedCaptionsStage(Stage):
     def _keep_encoder(self, source: str, rows: "datasets.Dataset", seed: int, folder: Path) -> None:
         from evaluation.sentence_encoders import TfidfEncoder, open_encoder
         from records.files import new_folder
-        from training.caption_clusters import ENCODER
-        from training.features import captions_of
+        from training.caption_clusters import ENCODER, captions_of
 
-        if self.encoder != "tfidf" and (Path(source) / ENCODER).is_dir():
-            with new_folder(folder) as partial:
-                shutil.copytree(Path(source) / ENCODER, partial, dirs_exist_ok=True)
-            return
-        if self.encoder == "tfidf":
-            encoder = TfidfEncoder.fit(captions_of(rows), self.dim, seed, self.max_df)
-        else:
-            encoder = open_encoder(source, self.pooling, modality=self.modality)
         with new_folder(folder) as partial:
-            encoder.save(partial)
+            if self.encoder == "tfidf":
+                TfidfEncoder.fit(captions_of(rows), self.dim, seed, self.max_df).save(partial)
+            elif (Path(source) / ENCODER).is_dir():
+                shutil.copytree(Path(source) / ENCODER, partial, dirs_exist_ok=True)
+            else:
+                open_encoder(source, self.pooling, modality=self.modality).save(partial)

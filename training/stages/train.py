@@ -224,7 +224,6 @@ class TrainStage(RouterSettings, StepsStage):
 
     def set_trainable(self, model: "PreTrainedModel", seed: int = 0) -> None:
         """Let what trains require a gradient, and nothing else. Raises ValueError where that cannot be."""
-        from training.fit import warn_of_equal_experts
         from training.lora import add_adapters
         from training.optimizers import set_trainable
 
@@ -234,7 +233,6 @@ class TrainStage(RouterSettings, StepsStage):
             model.logit_bias.requires_grad_(False)  # which this loss does not have
             if not any(parameter.requires_grad for parameter in model.parameters()):
                 raise ValueError("the softmax loss has no logit_bias, and nothing else trains (trainable)")
-        warn_of_equal_experts(model)
 
     def router_loss(
         self, config: "CLIPMoEConfig", outputs: Any, batch: "Mapping[str, torch.Tensor]"

@@ -60,7 +60,7 @@ class TrainDataExpertStage(TrainStage):
 
 def _of_images(clusters: Path) -> bool:
     """Whether only pairs with a readable image have labels."""
+    from training.caption_clusters import READABLE
     from training.clusters import load_clusters
-    from training.features import READABLE
 
     return load_clusters(clusters)[1]["pairs"] == READABLE
