@@ -206,13 +206,15 @@ def read_annotations(path: Path, split: str | None) -> tuple[list[str | None], l
         _require_own_captions(path, ids, captions)
     splits = splits or {"train"}
     if split is not None and not splits.issuperset(split.split("+")):
-        raise ValueError(no_split(path, split, sorted(splits)))
+        raise NoSplit(path, split, sorted(splits))
     return _of_one_kind([name for name, _ in pairs]), [texts for _, texts in pairs]
 
 
-def no_split(source: str | Path, split: str, splits: Iterable[Any]) -> str:
-    """An error's text."""
-    return f"{source} has no split {split!r}, only {', '.join(map(str, splits))}: set split"
+class NoSplit(ValueError):
+    """A source has other splits."""
+
+    def __init__(self, source: str | Path, split: str, splits: Iterable[Any]):
+        super().__init__(f"{source} has no split {split!r}, only {', '.join(map(str, splits))}: set split")
 
 
 def _of_image(image: dict[str, Any], captions: Mapping[Any, list[Any]]) -> tuple[str | None, str, Any]:

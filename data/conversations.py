@@ -7,7 +7,7 @@ from typing import Any
 import datasets
 import numpy as np
 
-from data.annotations import no_split
+from data.annotations import NoSplit
 from data.pairs import load_pairs, readable_pairs
 from data.sources import DataArguments, reading
 from data.worlds import WORLDS
@@ -45,7 +45,7 @@ def load_conversations(arguments: DataArguments) -> datasets.Dataset:
     with reading(arguments):
         entries = read_json(Path(arguments.source))
         if arguments.split != "train":
-            raise ValueError(no_split(arguments.source, arguments.split, ["train"]))
+            raise NoSplit(arguments.source, arguments.split, ["train"])
         first, entries = arguments.taken_rows.start, entries[arguments.taken_rows]
         rows = [_read_entry(entry, first + number, arguments) for number, entry in enumerate(entries)]
     features = datasets.Features(

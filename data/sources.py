@@ -16,7 +16,7 @@ from datasets.data_files import DataFilesList, sanitize_patterns
 from datasets.utils.metadata import MetadataConfigs
 from huggingface_hub import DatasetCard
 
-from data.annotations import SPLIT_OF_NAME, no_split, open_json, open_tables
+from data.annotations import SPLIT_OF_NAME, NoSplit, open_json, open_tables
 from data.arguments import DataArguments
 from data.image_folders import METADATA, is_picture, open_folder, warn_of_unread
 from data.local_data import BUILDERS, TABLES, is_here, suffix_of, without_braces
@@ -204,7 +204,7 @@ def builder_of(folder: str, image_column: str) -> str | None:
 def of_splits(parts: Mapping[str, datasets.Dataset], split: str, source: str) -> datasets.Dataset:
     """The rows of a split, of a slice as `train[:10%]`, or of several as `train+test`."""
     if not parts.keys() >= set(split_names(split)):
-        raise ValueError(no_split(source, split, parts))
+        raise NoSplit(source, split, parts)
     slices = datasets.ReadInstruction.from_spec(split).to_absolute({name: len(rows) for name, rows in parts.items()})
     chosen = [parts[part.splitname].select(range(part.from_, part.to)) for part in slices]
     return chosen[0] if len(chosen) == 1 else datasets.concatenate_datasets(chosen)
@@ -219,7 +219,7 @@ def _files_of_folder(arguments: DataArguments, builder: str) -> dict[str, list[s
     by_split = _of_readme(folder) or _by_name(files) or {"train": files}
     warn_of_unread(folder, sorted(set(paths).difference(["README.md"], *by_split.values())))
     if not by_split.keys() >= set(names):
-        raise ValueError(no_split(arguments.source, arguments.split, by_split))
+        raise NoSplit(arguments.source, arguments.split, by_split)
     for name, other in ((name, other) for name in names for other in by_split if other != name):
         both = set(by_split[name]).intersection(by_split[other])
         if both:
@@ -275,5 +275,5 @@ def _open_saved(arguments: DataArguments) -> datasets.Dataset:
     if isinstance(rows, dict):
         rows = of_splits(rows, arguments.split, arguments.source)
     elif str(rows.split or arguments.split) != arguments.split or set("[+") & set(arguments.split):
-        raise ValueError(no_split(arguments.source, arguments.split, [rows.split or "a whole one"]))
+        raise NoSplit(arguments.source, arguments.split, [rows.split or "a whole one"])
     return rows

@@ -3,16 +3,32 @@
 from dataclasses import replace
 from pathlib import Path
 
-from datasets import ReadInstruction
+from datasets import ReadInstruction, get_dataset_split_names
 
+from data.annotations import NoSplit
 from data.arguments import DataArguments
-from data.local_data import is_read_whole
-from data.sources import open_rows, split_names
+from data.local_data import is_here, is_read_whole
+from data.sources import open_rows, reading, split_names
+from data.worlds import WORLDS
 
 
 def named_split(source: str, split: str) -> str:
     """The name of a split for readers; only the slice, as `[:10%]`, of a source that is read whole."""
     return split[split.find("[") :] * ("[" in split) if is_read_whole(source) else split
+
+
+def has_split(arguments: DataArguments, split: str) -> bool:
+    """Whether a source has a split beside that of the arguments, with other rows."""
+    source = arguments.source
+    if source in WORLDS:
+        return True
+    if not is_here(source):
+        with reading(arguments):
+            return split in get_dataset_split_names(source)
+    try:
+        return common_rows(replace(arguments, skip=None, num_samples=None), split) == 0
+    except NoSplit:
+        return False
 
 
 def common_rows(arguments: DataArguments, other_split: str) -> int:

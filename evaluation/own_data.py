@@ -55,7 +55,7 @@ def own_fingerprint(own: OwnTask) -> str | None:
 
 def retrieval_task(arguments: DataArguments) -> Task:
     """Retrieval on any dataset with an image and a caption column; the caption may be a list. Rows of the same image
-    are one image with all their captions.
+    are one image with all their captions. Of own data, every image of a caption is right for it.
     """
 
     def load():
@@ -73,8 +73,10 @@ def retrieval_task(arguments: DataArguments) -> Task:
             )  # fmt: skip
         return one_row_an_image(rows), skipped
 
-    data = _data(arguments)
-    return Task("retrieval", _title("retrieval", arguments), _protocol(data), load, data=data)
+    data, of_world = _data(arguments), arguments.source in WORLDS
+    protocol = _protocol(data) + ("" if of_world else "; every image with the same caption is right")
+    title = _title("retrieval", arguments)
+    return Task("retrieval", title, protocol, load, data=data, equal_captions_are_right=not of_world)
 
 
 def zero_shot_task(arguments: DataArguments, templates: Sequence[str], classes: Sequence[str] | None = None) -> Task:

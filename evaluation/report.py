@@ -49,15 +49,16 @@ class Score:
         return text
 
 
-def write_report(results: Results, output_dir: str | Path, baseline: str | None = None) -> str:
+def write_report(results: Results, output_dir: str | Path, baseline: str | None = None, head: str = "") -> str:
     """Write `report.md`, `report.svg` and `report.html`, which holds both.
 
     Args:
         results: what `evaluation.evaluate.evaluate_model` returned, or the files it wrote.
         baseline: the model that the others' scores are compared with, in brackets.
+        head: markdown above the table.
 
     Returns:
-        The table: a row a model, a column a task and primary metric, in percent; blank where there is no result. Of
+        The head and the table: a row a model, a column a task and primary metric, in percent; blank where there is no result. Of
         more than six columns, each is a row. Benchmarks that are all of a paper's table have their mean, too.
 
     Raises:
@@ -71,6 +72,7 @@ def write_report(results: Results, output_dir: str | Path, baseline: str | None 
     summary = _summary(list(table), scores)
     sections = [
         "# Evaluation",
+        *filter(None, [head]),
         summary,
         *([] if baseline is None else [_brackets(baseline)]),
         "![scores](report.svg)",
@@ -89,7 +91,7 @@ def write_report(results: Results, output_dir: str | Path, baseline: str | None 
         path.write_text(f"{path.read_text(encoding='utf-8')}{mark}\n", encoding="utf-8")
 
     write_page(Path(output_dir) / "report", "\n\n".join(sections), {"report.svg": draw})
-    return summary
+    return "\n\n".join(filter(None, [head, summary]))
 
 
 def arrange(results: Results) -> dict[str, dict[str, dict[str, Any]]]:

@@ -23,6 +23,7 @@ def retrieval_metrics(
     ks: tuple[int, ...] = (1, 5, 10),
     query_embeds: np.ndarray | None = None,
     wanted: Collection[str] = (),
+    text_of_image: Sequence[int] | None = None,
 ) -> dict[str, float]:
     """Recall at k: the share of queries with a right candidate among the first k.
 
@@ -36,6 +37,8 @@ def retrieval_metrics(
         image_of_text: (texts,), the image that each text describes.
         query_embeds: (texts, D), the texts as queries, where they differ from the texts as candidates, as those of an
             ensemble do whose weights depend on the query.
+        text_of_image: (pairs,), where a text describes several images: then `image_of_text` is (pairs,), and each pair
+            is right. None: each text has one image.
         wanted: metrics that take several times as long: `image_to_text_information` and `text_to_image_information`,
             see `information`.
 
@@ -45,17 +48,18 @@ def retrieval_metrics(
     Raises:
         ValueError: a text has no image, or an image no text.
     """
-    images, texts = np.asarray(image_of_text), np.arange(len(text_embeds))
+    images = np.asarray(image_of_text)
+    texts = np.arange(len(text_embeds)) if text_of_image is None else np.asarray(text_of_image)
     if len(images) != len(texts) or set(images.tolist()) != set(range(len(image_embeds))):
         raise ValueError(
             f"image_of_text must name an image for each of the {len(texts)} texts, and each of the {len(image_embeds)} "
             "images at least once"
         )
     queries = text_embeds if query_embeds is None else query_embeds
-    by_image = np.argsort(images, kind="stable")
+    by_image, by_text = np.argsort(images, kind="stable"), np.argsort(texts, kind="stable")
     searches = {
         "image_to_text": Search(image_embeds, text_embeds, images[by_image], texts[by_image]),
-        "text_to_image": Search(queries, image_embeds, texts, images),
+        "text_to_image": Search(queries, image_embeds, texts[by_text], images[by_text]),
     }
     metrics = {}
     for way, search in searches.items():

@@ -51,6 +51,8 @@ class Task:
     two classes have one name.
     `data` is all that was chosen of a benchmark, or of a dataset given by columns: results in which it differs are of
     different tasks.
+    `equal_captions_are_right`, for retrieval: an image is right for every caption that is one of its own, word by word,
+    and each different caption is one query; else for those of its row alone, as in benchmarks.
     `metrics` stand for the task in a table, if others than those of its kind do.
     """
 
@@ -64,6 +66,7 @@ class Task:
     load_train: Callable[..., tuple[Dataset, int]] | None = None
     data: dict[str, Any] = field(default_factory=dict)
     metrics: Sequence[str] = ()
+    equal_captions_are_right: bool = False
 
     @property
     def primary(self) -> dict[str, str]:

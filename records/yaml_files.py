@@ -1,16 +1,19 @@
 """YAML as recipes and overrides may hold it: plain values, each in one place."""
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
 
 
-def read_yaml(text: str, name: str) -> Any:
+def read_yaml(text: str, name: str, inputs: Mapping[str, Any] | None = None) -> Any:
     """Dictionaries with texts as keys, lists, texts, numbers, booleans and None; nothing is shared.
 
     Args:
         name: what errors call the file.
+        inputs: values in place of those under the file's key `inputs`, also where an alias (*NAME) stands for one.
+            Other names are left out.
     """
     try:
         loader = yaml.SafeLoader(text)
@@ -18,6 +21,7 @@ def read_yaml(text: str, name: str) -> Any:
         if node is None:
             return None
         _require_different_keys(node, set())
+        _put_in(node, inputs or {})
         return _unshared(loader.construct_document(node))
     except yaml.YAMLError as error:
         raise ValueError(f"{name} is not valid YAML: {error}") from error
@@ -25,6 +29,16 @@ def read_yaml(text: str, name: str) -> Any:
         raise ValueError(f"{name} is nested too deep") from None
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
+
+
+def _put_in(node: yaml.Node, inputs: Mapping[str, Any]) -> None:
+    top = node.value if isinstance(node, yaml.MappingNode) else []
+    given = [value for key, value in top if key.value == "inputs" and isinstance(value, yaml.MappingNode)]
+    for key, old in given[0].value if given else ():
+        if key.value in inputs:
+            new = yaml.compose(yaml.safe_dump(inputs[key.value]), yaml.SafeLoader)
+            # In its place, since an alias is the same object
+            old.__class__, old.__dict__ = type(new), vars(new)
 
 
 def _require_different_keys(node: yaml.Node, seen: set[yaml.Node]) -> None:

@@ -147,6 +147,7 @@ class RecipeFile(TypedDict):
     __pydantic_config__ = ConfigDict(extra="allow")
     stages: Annotated[list[NamedStage], Field(min_length=1)]
     defaults: NotRequired[dict[str, dict[str, Any]] | None]
+    inputs: NotRequired[dict[str, Any] | None]
 
 
 def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Recipe:
@@ -156,19 +157,20 @@ def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
         path: a YAML file with the keys of `Recipe`. Its extra key `defaults` maps a stage type (`train`, ...) to
             settings that all stages of that type share unless they set them themselves. Those of `train` hold for
             all kinds made of it (`train_experts`, `train_router`, ...), and those of any kind for your own classes
-            of that kind.
+            of that kind. Its extra key `inputs` maps names to values that an alias puts where they are used.
         overrides: dotted key -> value, applied last. A key starts with the name of a stage (`clip_up.max_steps`), or
-            is one of the recipe's own (`seed`, `defaults.train.max_steps`).
+            is one of the recipe's own (`seed`, `defaults.train.max_steps`) or one of its inputs.
     """
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(
             f"no recipe at {path}; the project's are in training/recipes, where `clip-moe recipes` puts them"
         )
-    raw = read_yaml(read_text(path), str(path))
-    validated(RecipeFile, raw, path)
+    raw = read_yaml(read_text(path), str(path), overrides)
+    inputs = validated(RecipeFile, raw, path).pop("inputs", None) or {}
     for key, value in (overrides or {}).items():
-        _override(raw, key, value)
+        if key not in inputs:
+            _override(raw, key, value)
     validated(RecipeFile, raw, path)
     defaults, used = raw.pop("defaults", None) or {}, set()
     for number, settings in enumerate(raw["stages"]):

@@ -2,27 +2,35 @@
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import Field
+from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
-from evaluation.own_task import Wanted
+from evaluation.own_task import OwnTask, Wanted
 from training.context import Context
 from training.settings import STRICT
 from training.stages.base import Data
 from training.stages.evaluate import EvaluateStage
+from training.stages.split import OVERVIEW
 
-# Folders of bundled models -> what they know
-KNOWN = {"symbol_clip": ["symbols_zero_shot"], "half": ["symbols_zero_shot"], "quarter": ["symbols_zero_shot"]}
+if TYPE_CHECKING:
+    from evaluation.task import Task
+
+# Rows that the answer is about
+COMPARED = ("base", "dense", "sparse")
+# Name of the task on what was to be learned
+LEARNED = "learned"
+# Bundled models, by their folders -> what they know
+KNOWN = dict.fromkeys(("symbol_clip", "half", "quarter"), ["symbols_zero_shot"])
 
 
 @dataclass(config=STRICT, kw_only=True)
 class AnswerStage(EvaluateStage):
     """What fine-tuning a dense and a sparse model from one base came to: what was learned, what was kept, whether experts
-    helped, and which folder to use, above the report of an `evaluate` stage.
+    helped, and which folder to use, above a report as an `evaluate` stage writes it.
 
-    Its rows `base`, `dense` and `sparse` are compared; others stand in the report alone.
+    The rows `base`, `dense` and `sparse` are compared; others stand in the report alone.
     """
 
     kind: ClassVar[str] = "answer"
@@ -31,3 +39,29 @@ class AnswerStage(EvaluateStage):
     data: Data
     # What the models should still know. None: of a bundled model, what it knows; of others, nothing is measured.
     tasks: list[Wanted] | None = None
+    # The row that the others are compared with.
+    baseline: str | None = "base"
+
+    @model_validator(mode="after")
+    def _check_rows(self):
+        if missing := [row for row in COMPARED if row not in self.models]:
+            raise ValueError(f"models has no row {', '.join(missing)}")
+        return self
+
+    def tasks_of(self, inputs: SimpleNamespace) -> "dict[str, Task]":
+        from evaluation.tasks import find_tasks, loaded_once
+
+        learned = OwnTask(task="retrieval", dataset=inputs.data.source, name=LEARNED, title="own pictures")
+        kept = KNOWN.get(Path(inputs.models["base"]).name, []) if self.tasks is None else self.tasks
+        found = find_tasks([learned, *kept], self.data_root, seed=self.test_seed or 0, max_rows=self.max_rows)
+        return loaded_once(found, self.max_rows)
+
+    def head(self, results: list[dict[str, Any]], inputs: SimpleNamespace, context: Context) -> str:
+        from evaluation.answer import answer
+        from records.files import read_text
+
+        sentences = read_text(Path(inputs.data.source) / OVERVIEW).splitlines()
+        return "\n\n".join([answer(results, [LEARNED], inputs.models), " ".join(sentences)])
+
+    def fingerprints(self, inputs: SimpleNamespace) -> dict[str, str]:
+        return super().fingerprints(inputs) if self.tasks else {}

@@ -85,7 +85,7 @@ def _few(value: Any, num_samples: int) -> Any:
 # An earlier stage, a folder or a hub name
 Model = Annotated[str, Reads("model")]
 # The source may be a stage that makes a dataset
-Data = Annotated[DataArguments, Reads("captions", "mixture", outside=False)]
+Data = Annotated[DataArguments, Reads("captions", "mixture", "split", outside=False)]
 
 
 def require_numbered(data: DataArguments) -> DataArguments:

@@ -14,6 +14,9 @@ from training.settings import STRICT
 from training.stages.base import Model, Stage
 from training.train_settings import REHEARSED_ROWS, MeasuredTasks
 
+if typing.TYPE_CHECKING:
+    from evaluation.task import Task
+
 
 @dataclass(config=STRICT, kw_only=True)
 class EvaluateStage(MeasuredTasks, Stage):
@@ -75,7 +78,7 @@ class EvaluateStage(MeasuredTasks, Stage):
         accelerator, results = context.accelerator, []
         for model in inputs.models.values():
             is_mixture(model)  # raises before any data are read
-        tasks = self.open_tasks()
+        tasks = self.tasks_of(inputs)
         for title, model in inputs.models.items():
             results += evaluate_model(
                 model,
@@ -94,4 +97,13 @@ class EvaluateStage(MeasuredTasks, Stage):
         oracles = [result for title, rows in self.oracles.items() for result in best_of(results, title, rows)]
         for result in oracles:
             write_result(result, directory)
-        print(write_report(results + oracles, directory, baseline=self.baseline))
+        head = self.head(results, inputs, context)
+        print(write_report(results + oracles, directory, baseline=self.baseline, head=head))
+
+    def tasks_of(self, inputs: SimpleNamespace) -> "dict[str, Task]":
+        """Name in results -> task."""
+        return self.open_tasks()
+
+    def head(self, results: "list[dict[str, typing.Any]]", inputs: SimpleNamespace, context: Context) -> str:
+        """What stands above the report's table, as markdown."""
+        return ""

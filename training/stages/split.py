@@ -1,5 +1,6 @@
 """The stage that reads pairs once, and holds out a test."""
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -11,15 +12,17 @@ from training.context import Context
 from training.settings import STRICT
 from training.stages.base import Model, NumberedData, Stage
 
+# What a split's folder holds beside its rows: what the captions allow, a sentence a line
+OVERVIEW = "overview.txt"
+
 
 @dataclass(config=STRICT, kw_only=True)
 class SplitStage(Stage):
-    """Pairs that are read and looked at once, with a split to train on and one to test on; others use it as their
-    `data.source`.
+    """Pairs that are read and looked at once, to train on and to test on; others use it as their `data.source`.
 
     Where the data have no split `test`, a tenth is held out: no caption and no image of it is in training. What the
-    captions allow at best is printed, and stands in `overview.md` and at the top of reports. Images in files of their
-    own stay where they are.
+    captions allow at best is printed, and stands above the report of an `answer` stage. Images in files of their own
+    stay where they are.
 
         clip-moe split runs/pictures --data.source my/images --model training/symbol_clip
     """
@@ -27,7 +30,7 @@ class SplitStage(Stage):
     kind: ClassVar[str] = "split"
     main_process_only: ClassVar[bool] = True
 
-    # The pairs to train on, and where the others lie.
+    # The pairs to train on, and where those to test on are.
     data: NumberedData
     # Whose tokenizer reads the captions: an earlier stage, a folder or a hub name.
     model: Model
@@ -44,19 +47,22 @@ class SplitStage(Stage):
         from data.mixture import pairs_with_images
         from data.overview import look_at
         from data.pairs import one_row_an_image
-        from data.sources import has_split
+        from data.splits import has_split
         from records.files import write_text
-        from records.markdown import item
 
-        tokenizer = load_processor(inputs.model).tokenizer
-        if has_split(inputs.data, self.test_split):
-            train, test = (pairs_with_images(one) for one in (inputs.data, inputs.data.of_split(self.test_split)))
-            origin = f"its split {self.test_split}"
+        data, tokenizer = inputs.data, load_processor(inputs.model).tokenizer
+        rows = pairs_with_images(data)
+        if has_split(data, self.test_split):
+            train, test = rows, pairs_with_images(dataclasses.replace(data, split=self.test_split, skip=None))
+            origin = f"The test is the split {self.test_split} of {data.source}."
         else:
-            train, test = hold_out(pairs_with_images(inputs.data), self.held_out, context.seed)
-            origin = f"{self.held_out:.0%} held out, whose captions and images are not in training"
+            train, test = hold_out(rows, self.held_out, context.seed)
+            origin = (
+                f"{data.source} has no split {self.test_split}, so {self.held_out:.0%} of its images are held out as the "
+                "test, together with all that have the same caption."
+            )
         test = one_row_an_image(test)
         datasets.DatasetDict(train=train, test=test).save_to_disk(directory)
-        lines = [f"The test is {origin}.", *look_at(train, test, tokenizer).sentences]
-        write_text(directory / "overview.md", "\n".join(map(item, lines)) + "\n")
-        print("\n".join([f"{self.name}: {inputs.data.source}", *lines]))
+        lines = [origin, *look_at(train, test, tokenizer).sentences]
+        write_text(directory / OVERVIEW, "\n".join(lines) + "\n")
+        print("\n".join(f"{self.name}: {line}" for line in lines))
