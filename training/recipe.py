@@ -167,7 +167,8 @@ def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
             f"no recipe at {path}; the project's are in training/recipes, where `clip-moe recipes` puts them"
         )
     raw = read_yaml(read_text(path), str(path), overrides)
-    inputs = validated(RecipeFile, raw, path).pop("inputs", None) or {}
+    validated(RecipeFile, raw, path)
+    inputs = raw.pop("inputs", None) or {}
     for key, value in (overrides or {}).items():
         if key not in inputs:
             _override(raw, key, value)
