@@ -56,7 +56,14 @@ def _command_line() -> "App":
         "Every kind of stage is a command, clip-moe KIND OUTPUT; clip-moe KIND --help says more:\n\n"
         + "\n".join(kinds),
     )
-    for function in (training.run, evaluation.report, evaluation.efficiency, training.curves, conversion.publish):
+    for function in (
+        training.finetune,
+        training.run,
+        evaluation.report,
+        evaluation.efficiency,
+        training.curves,
+        conversion.publish,
+    ):
         line.command(function)
     line.command(training.recipes)
     line.command("examples.app:app", name="app", help="A page in the browser to try a model.")

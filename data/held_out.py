@@ -31,8 +31,8 @@ def hold_out(rows: datasets.Dataset, share: float, seed: int) -> tuple[datasets.
     is_test = np.isin(parts, order[before < share * len(rows)])
     if not 2 <= len(set(parts[is_test])) or is_test.all():
         raise ValueError(
-            f"no test of {share:.0%} of the {len(rows)} pairs can be held out: a caption or an image that several have "
-            f"keeps them together, {sizes.max()} at most. Give the data a split test"
+            f"no test of {share:.0%} of the {len(rows)} pairs can be held out: it needs two captions that are not in "
+            f"training, and one caption or image belongs to {sizes.max()} pairs. Give the data a split test, or more pairs"
         )
     return rows.select(np.flatnonzero(~is_test)), rows.select(np.flatnonzero(is_test))
 

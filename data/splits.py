@@ -25,10 +25,12 @@ def has_split(arguments: DataArguments, split: str) -> bool:
     if not is_here(source):
         with reading(arguments):
             return split in get_dataset_split_names(source)
+    whole = replace(arguments, skip=None, num_samples=None)
     try:
-        return common_rows(replace(arguments, skip=None, num_samples=None), split) == 0
+        open_rows(replace(whole, split=split))
     except NoSplit:
         return False
+    return common_rows(whole, split) == 0  # a file is all that it names, whatever the split is called
 
 
 def common_rows(arguments: DataArguments, other_split: str) -> int:

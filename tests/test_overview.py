@@ -5,7 +5,6 @@ import pytest
 from transformers import AutoTokenizer
 
 from data.overview import look_at
-from evaluation.retrieval import retrieval_metrics
 
 # Six pictures: "a dog" twice, two captions that differ in case alone, and one that training never sees
 TEST = ["a dog", "a dog", "a cat", "A cat", "a bird", "a fish"]

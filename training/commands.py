@@ -1,8 +1,9 @@
-"""The commands of this room: `clip-moe run`, `curves` and `recipes`.
+"""The commands of this room: `clip-moe finetune`, `run`, `curves` and `recipes`.
 
 Of several processes: `accelerate launch -m clip_moe run`, or `accelerate launch training/upcycle.py` in a checkout.
 """
 
+import json
 import shutil
 from pathlib import Path
 from typing import Annotated
@@ -13,13 +14,13 @@ from records.command_line import Folder, command
 from records.files import new_folder
 from records.yaml_files import read_yaml
 
-DEMO = Path(__file__).parent / "recipes" / "demo.yaml"
+RECIPES = Path(__file__).parent / "recipes"
 
 
 @command
 def run(
     *overrides: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)],
-    config: Annotated[Path, Parameter(show_default=False)] = DEMO,
+    config: Annotated[Path, Parameter(show_default=False)] = RECIPES / "demo.yaml",
     output_dir: Folder | None = None,
     stages: str | None = None,
     experts: str | None = None,
@@ -65,6 +66,41 @@ def run(
 
     run_recipe(recipe, only, numbers)
     return loading_hint(recipe, only)
+
+
+@command
+def finetune(
+    data: str,
+    output: Folder,
+    /,
+    *overrides: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)],
+    model: str = "openai/clip-vit-base-patch32",
+    keep_tasks: list[str] | None = None,
+    plan: Annotated[bool, Parameter(negative=())] = False,
+    rehearse: Annotated[bool, Parameter(negative=())] = False,
+) -> str | None:
+    """Fine-tune a dense CLIP on captioned pictures, as it is and with experts, and say whether the experts helped.
+
+    It runs training/recipes/finetune.yaml. OUTPUT/report/report.md begins with the answer: what was learned and kept,
+    whether experts helped, and which folder to use. Any other --KEY VALUE overrides a key of the recipe, as in
+    `clip-moe run`.
+
+        clip-moe finetune my/photos runs/photos --model openai/clip-vit-base-patch32 --keep_tasks imagenet1k
+        clip-moe finetune my/images runs/images --model training/symbol_clip --defaults.train.global_batch_size 4
+
+    Args:
+        data: a folder of pictures with captions, a table, shards or a Hub name; without a split test, a tenth is tested
+        output: folder for the models and the report
+        model: a dense CLIP of any family, a folder or a Hub name
+        keep_tasks: benchmarks or built-in tasks on what the model should still know; default: of bundled models, what
+            they know
+        plan: print the stages, what they read and how far they are, at once
+        rehearse: run two steps of each stage on few samples, keep nothing, and print what a run will take
+    """
+    tasks = ["--keep_tasks", json.dumps(keep_tasks)] if keep_tasks else []
+    flags = "--data", data, "--model", model, *tasks, *overrides
+    told = run(*flags, config=RECIPES / "finetune.yaml", output_dir=output, plan=plan, rehearse=rehearse)
+    return told if plan or rehearse else None  # else the report has said which model to load
 
 
 @command

@@ -4,7 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from evaluation.own_task import OwnTask, Wanted
@@ -27,8 +27,8 @@ KNOWN = dict.fromkeys(("symbol_clip", "half", "quarter"), ["symbols_zero_shot"])
 
 @dataclass(config=STRICT, kw_only=True)
 class AnswerStage(EvaluateStage):
-    """What fine-tuning a dense and a sparse model from one base came to: what was learned, what was kept, whether experts
-    helped, and which folder to use, above a report as an `evaluate` stage writes it.
+    """What fine-tuning a dense and a sparse model from one base came to: what was learned, what was kept, whether
+    experts helped, and which folder to use, above a report as an `evaluate` stage writes it.
 
     The rows `base`, `dense` and `sparse` are compared; others stand in the report alone.
     """
@@ -37,8 +37,9 @@ class AnswerStage(EvaluateStage):
 
     # What was to be learned: a `split` stage, whose test is measured.
     data: Data
-    # What the models should still know. None: of a bundled model, what it knows; of others, nothing is measured.
-    tasks: list[Wanted] | None = None
+    # What the models should still know, as the tasks of an `evaluate` stage. Empty: of a bundled model, what it knows;
+    # of others, nothing is measured.
+    tasks: list[Wanted] = Field(default_factory=list)
     # The row that the others are compared with.
     baseline: str | None = "base"
 
@@ -52,7 +53,7 @@ class AnswerStage(EvaluateStage):
         from evaluation.tasks import find_tasks, loaded_once
 
         learned = OwnTask(task="retrieval", dataset=inputs.data.source, name=LEARNED, title="own pictures")
-        kept = KNOWN.get(Path(inputs.models["base"]).name, []) if self.tasks is None else self.tasks
+        kept = self.tasks or KNOWN.get(Path(inputs.models["base"]).name, [])
         found = find_tasks([learned, *kept], self.data_root, seed=self.test_seed or 0, max_rows=self.max_rows)
         return loaded_once(found, self.max_rows)
 

@@ -58,8 +58,8 @@ class SplitStage(Stage):
         else:
             train, test = hold_out(rows, self.held_out, context.seed)
             origin = (
-                f"{data.source} has no split {self.test_split}, so {self.held_out:.0%} of its images are held out as the "
-                "test, together with all that have the same caption."
+                f"{data.source} has no split {self.test_split}, so {self.held_out:.0%} of its images are held out as "
+                "the test, together with all that have the same caption."
             )
         test = one_row_an_image(test)
         datasets.DatasetDict(train=train, test=test).save_to_disk(directory)

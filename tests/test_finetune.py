@@ -1,0 +1,96 @@
+"""`clip-moe finetune`: from pictures with captions to an answer."""
+
+import json
+import re
+
+import datasets
+import pytest
+from tiny_runs import DENSE, run_stages
+from tiny_sources import picture
+
+import clip_moe
+from evaluation.results import slug
+from training.recipe import load_recipe
+
+FLAGS = ["--defaults.train.global_batch_size", "4", "--defaults.train.learning_rate", "1e-3"]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return run_stages(tmp_path_factory.mktemp("base"), [DENSE]) / "dense"
+
+
+def pictures(folder, captions, split="."):
+    """A folder of pictures, no two alike."""
+    (folder / split).mkdir(parents=True)
+    lines = []
+    for number, caption in enumerate(captions):
+        image = picture(number % 8)
+        image.putpixel((number // 16, number % 16), (255, 0, 0))
+        image.save(folder / split / f"{number}.png")
+        lines.append(json.dumps({"file_name": f"{number}.png", "caption": caption}))
+    (folder / split / "metadata.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+def finetune(data, output, model, *flags):
+    clip_moe.main(["finetune", str(data), str(output), "--model", str(model), *FLAGS, *flags])
+
+
+def test_a_folder_without_a_test(tmp_path, base, capsys):
+    data, output = (
+        pictures(tmp_path / "data", [f"a picture of number {number // 2}" for number in range(60)]),
+        tmp_path / "out",
+    )
+    flags = ["--dense_tuned.num_epochs", "1", "--sparse_tuned.num_epochs", "1", "--keep_tasks", "symbols_pairs"]
+    finetune(data, output, base, *flags)
+    told = capsys.readouterr().out
+    rows = datasets.load_from_disk(str(output / "pictures"))
+    train, test = (set(rows[split]["caption"]) for split in ("train", "test"))
+    assert train.isdisjoint(test) and len(rows["train"]) + len(rows["test"]) == 60 and len(rows["test"]) == 6
+    report = (output / "report" / "report.md").read_text()
+    first, learned, kept = report.split("\n\n")[1:4]
+    assert first in told and re.search(r"[+-]\d+\.\d ± \d+\.\d points", first)
+    folder = re.search(r"Use `(.+)`, the (dense|sparse) model\.$", first)
+    assert folder[1] == str(output / folder[2])
+    for task, metric, line in (("learned", "image_to_text_recall@1", learned), ("symbols_pairs", "group", kept)):
+        for row in ("base", "dense", "sparse"):
+            result = json.loads((output / "report" / f"{slug(task)}--{row}.json").read_text())
+            assert f"{row} {result['metrics'][metric]:.1%}" in line
+    assert (
+        "10% of its images are held out" in report and "3 different captions, 3 of which training never sees" in report
+    )
+
+
+def test_a_split_test_is_taken(tmp_path, base):
+    data = pictures(tmp_path / "data", [f"number {number}" for number in range(8)], "train")
+    pictures(data, ["number 1", "number 2", "number 30"], "test")
+    out = run_stages(
+        tmp_path / "run", [{"name": "pictures", "stage": "split", "data": {"source": str(data)}, "model": str(base)}]
+    )
+    rows = datasets.load_from_disk(str(out / "pictures"))
+    assert (len(rows["train"]), list(rows["test"]["caption"])) == (8, ["number 1", "number 2", "number 30"])
+
+
+@pytest.mark.parametrize(
+    ("captions", "message"),
+    [
+        (["a dog"] * 40, "no test of 10% of the 40 pairs can be held out"),
+        ([f"number {number}" for number in range(5)], "no test of 10% of the 5 pairs can be held out"),
+        ([""] * 40, "40 of 40 pairs of .* cannot be used"),
+    ],
+    ids=["captions alike", "five pictures", "no captions"],
+)
+def test_what_cannot_be_learned_from_is_one_line(tmp_path, base, captions, message):
+    with pytest.raises(SystemExit, match=f"^error: pictures: .*{message}"):
+        finetune(pictures(tmp_path / "data", captions), tmp_path / "out", base)
+    assert not (tmp_path / "out" / "dense_tuned").exists()
+
+
+def test_inputs_stand_where_aliases_do(tmp_path):
+    stages = "stages: [{name: a, stage: average, models: [*first, *others]}]"
+    (tmp_path / "recipe.yaml").write_text(
+        f"inputs: {{first: &first x, others: &others y}}\noutput_dir: out\n{stages}\n"
+    )
+    (stage,) = load_recipe(tmp_path / "recipe.yaml", {"first": "z"}).stages
+    assert stage.models == ["z", "y"]
