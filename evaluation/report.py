@@ -59,7 +59,7 @@ def write_report(results: Results, output_dir: str | Path, baseline: str | None 
 
     Returns:
         The head and the table: a row a model, a column a task and primary metric, in percent; blank where there is no
-        result. Of more than six columns, each is a row. Benchmarks that are all of a paper's table have their mean, too.
+        result. Of more than six columns, each is a row. Benchmarks that are all of a paper's table have their mean.
 
     Raises:
         ValueError: two results of one model and task, a score that is not finite, results of one task with different
