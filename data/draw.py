@@ -24,6 +24,7 @@ def draw(
     contact_sheet: Path | None = None,
     folder: Folder | None = None,
     kinds: str = "all",
+    captions: str = "web",
     number: int = 192,
 ) -> None:
     """Draw pictures of a world: a sheet to look at, or folders as other programs read them.
@@ -34,6 +35,7 @@ def draw(
         folder: gets folders `train`, with `number` pictures, and `test`, with one of each kind; each has the captions
             in `metadata.jsonl`.
         kinds: a set of the world's kinds.
+        captions: of the folders: `data.captions` in docs/settings.md
         number: how many kinds the sheet shows, or pictures there are to train on.
     """
     if contact_sheet is None and folder is None:
@@ -41,7 +43,9 @@ def draw(
     if contact_sheet is not None:
         draw_sheet(name, contact_sheet, world(name).kind_set(kinds)[:number])
     if folder is not None:
-        draw_folder(name, folder, world(name).kind_set(kinds), number)
+        if captions not in world(name).CAPTION_STYLES:
+            raise ValueError(f"--captions: {captions!r} is none of {', '.join(world(name).CAPTION_STYLES)}")
+        draw_folder(name, folder, world(name).kind_set(kinds), captions, number)
 
 
 def draw_sheet(name: str, path: Path, kinds: Sequence[int | str]) -> None:
@@ -54,13 +58,13 @@ def draw_sheet(name: str, path: Path, kinds: Sequence[int | str]) -> None:
     grid(cells, columns=12, side=32, lines=3).quantize(128, dither=0).save(path, "png", optimize=True)
 
 
-def draw_folder(name: str, folder: Path, kinds: Sequence[int | str], num_training: int) -> None:
+def draw_folder(name: str, folder: Path, kinds: Sequence[int | str], captions: str, num_training: int) -> None:
     """Write new folders of pictures and their captions: `train`, and `test` with a picture of each kind."""
     with new_folder(folder) as new:
         for split, pictures in {"train": num_training, "test": len(kinds)}.items():
             (new / split).mkdir()
             lines = []
-            for index, row in enumerate(world(name).load(split, "web", pictures, kinds)):
+            for index, row in enumerate(world(name).load(split, captions, pictures, kinds)):
                 lines.append(json.dumps({"file_name": f"{index:06}.png", "caption": row["caption"]}))
                 row["image"].save(new / split / f"{index:06}.png")
             (new / split / "metadata.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
