@@ -109,7 +109,7 @@ def convert(source: str | Path, tower_source: str | Path, folder: Path) -> None:
     come from the LLaVA's own."""
     llava, tower = load_model(LlavaForConditionalGeneration, source), load_tower(tower_source)
     cosine = likeness(llava, tower)
-    if cosine <= SAME_FEATURES:
+    if not cosine > SAME_FEATURES:  # also NaN
         way_out = "train the projector again, or make the tower of the LLaVA's own, which may have been trained on"
         logger.warning("%s has features of a cosine of %.2f with the LLaVA's: %s", tower_source, cosine, way_out)
     swap(llava, tower)

@@ -186,6 +186,9 @@ def convert(
     text_heads: int | None = None,
 ) -> CLIPModel:
     """Builds the float32 `CLIPModel` of a state dict in OpenAI's naming."""
+    if integers := [key for key, tensor in state.items() if tensor.ndim and not tensor.is_floating_point()]:
+        kind = state[integers[0]].dtype
+        raise ValueError(f"{integers[0]} holds {kind}, no weights: take a checkpoint that is not quantized")
     model = CLIPModel(infer_config(state, activation, vision_heads, text_heads))
     shapes = {key: tensor.shape for key, tensor in model.state_dict().items()}
     model.load_state_dict(apply_rules({key: tensor.float() for key, tensor in state.items()}, shapes, RULES))

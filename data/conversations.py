@@ -46,6 +46,8 @@ def load_conversations(arguments: DataArguments) -> datasets.Dataset:
         entries = read_json(Path(arguments.source))
         if arguments.split != "train":
             raise NoSplit(arguments.source, arguments.split, ["train"])
+        if not isinstance(entries, list):
+            raise ValueError(f"{arguments.source} is no list of conversations")
         first, entries = arguments.taken_rows.start, entries[arguments.taken_rows]
         rows = [_read_entry(entry, first + number, arguments) for number, entry in enumerate(entries)]
     features = datasets.Features(

@@ -57,7 +57,7 @@ def identity(arguments: DataArguments) -> dict[str, Any] | None:
         folder = os.path.dirname(files[0])
         names = [os.path.relpath(file, folder or ".") for file in files]
     with reading(arguments):
-        named = dict.fromkeys(filter(None, _named_images(arguments, files)))
+        named = dict.fromkeys(name for name in _named_images(arguments, files) if name and isinstance(name, str))
     named = [os.path.join(arguments.image_root or "", name) for name in named]
     images = [image for image in named if os.path.isfile(image)]
     if not files or named and not images:

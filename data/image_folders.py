@@ -51,6 +51,12 @@ def open_folder(folder: str) -> dict[str, datasets.Dataset]:
             logger,
             f"splits are looked for at the top of a folder, and {below} is below it: name the folder above its split",
         )
+    others = sorted({path.partition("/")[0] for path in pictures if "/" in path and split_of[path] is None})
+    if splits == ["train"] and others:
+        raise ValueError(
+            f"{folder} has a folder train, which is a split, and pictures in {', '.join(others[:3])}, which would be "
+            "left out: name train otherwise, or move these into it"
+        )
     own = {name: [path for path in pictures if split_of[path] == name] for name in splits} or {"train": pictures}
     labels = _labels([path for of_split in own.values() for path in of_split], bool(splits), paths)
     parts, read = {}, set()
@@ -174,6 +180,9 @@ def _of_tables(tables: list[str], pictures: list[str], elsewhere: set[str]) -> t
             raise ValueError(f"{table} has the columns {', '.join(names)}, but {tables[0]} {', '.join(rows[0])}")
         rows += [dict(zip(names, values, strict=True)) for values in zip(*columns.values(), strict=True)]
     images = list(named.values())
+    for row in rows:
+        if len({row[image] in elsewhere for image in images}) > 1:
+            raise ValueError(f"a line of {tables[0]} names pictures of two splits: {[row[image] for image in images]}")
     rows = [row for row in rows if elsewhere.isdisjoint(row[image] for image in images)]
     rows.sort(key=lambda row: row[images[0]] or "")
     found = set(pictures).intersection(row[image] for row in rows for image in images)

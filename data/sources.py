@@ -232,7 +232,7 @@ def _files_of_folder(arguments: DataArguments, builder: str) -> dict[str, list[s
 
 def is_cache(path: str) -> bool:
     """Whether `datasets` wrote a file beside the data."""
-    return os.path.basename(path).startswith("cache-")
+    return os.path.basename(path).startswith("cache-") and path.endswith(".arrow")
 
 
 def _of_readme(folder: str) -> dict[str, list[str]] | None:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from typing import Any, TypeVar
 
 import torch
@@ -67,7 +67,15 @@ def in_own_process(function: Callable[..., Result], *arguments: Any) -> Result:
     quiet = disable_progress_bar if are_progress_bars_disabled() else None
     # A fork of a process that has used OpenMP would wait for threads that are not there
     with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=quiet) as process:
-        return process.submit(function, *arguments).result()
+        try:
+            return process.submit(function, *arguments).result()
+        except RuntimeError as error:  # of torch, or the process was ended
+            why = str(error).splitlines()[0]
+            raise ValueError(f"{arguments} cannot be measured, for want of memory? {why}") from error
+        except BaseException:  # Ctrl-C, say: it may compute for long
+            for child in active_children():
+                child.kill()
+            raise
 
 
 def _memory(model: str, batch_size: int, device: str, dtype: torch.dtype) -> dict[str, int]:

@@ -76,6 +76,9 @@ def read_knowledge(folders: Sequence[Path]) -> list[Knowledge]:
         for result in results:
             key = result["model"], result["task"], result["num_samples"], *_sizes(result["source"])
             for other in runs.setdefault(key, []):
+                if "weights" in result and result["weights"] == other.get("weights"):
+                    what = f"{result['task']} of {result['model']!r}"
+                    raise ValueError(f"{folder} has {what} with the weights of another run")
                 for name in SAME_FOR_TASK:
                     if differ(without_seed(result), without_seed(other), name):
                         what = f"{result['task']} of {result['model']!r}"

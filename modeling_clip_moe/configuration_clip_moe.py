@@ -34,6 +34,8 @@ class PublishedConfig(PreTrainedConfig):
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         file = cls.__module__.rpartition(".")[2]
+        if not file.startswith("configuration_"):  # somebody's own, whose files are named otherwise
+            return
         model = f"{file.replace('configuration', 'modeling')}.{cls.__name__.removesuffix('Config')}Model"
         cls.auto_classes = {"AutoConfig": f"{file}.{cls.__name__}", "AutoModel": model}
         if cls.is_whole:

@@ -67,6 +67,9 @@ def problems_of_routers(stage: Any, model: PreTrainedModel) -> Iterator[str]:
         yield f"local_entropy_coef, global_entropy_coef: the {name} tower has no sparse layers: leave it out"
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     for name, tower in sparse.items():
+        if stage.global_entropy_min_experts.get(name, 0) > tower.num_experts:
+            enough = stage.global_entropy_min_experts[name]
+            yield f"global_entropy_min_experts.{name}: {enough:g} of {tower.num_experts} experts"
         if stage.balance_top_k is not None and stage.balance_top_k > tower.num_experts:
             yield f"balance_top_k: {stage.balance_top_k} of {tower.num_experts} experts"
         # One expert has a router for the shape of its layer

@@ -304,10 +304,11 @@ def _prepared(rows: datasets.Dataset, prepare: Preparation) -> dict[str, torch.T
         _PREPARED.clear()
         first = prepare.read(rows[0]["image"])
         # Stacked, all would be there twice
-        _PREPARED[key] = {name: value.new_empty((len(rows), *value.shape)) for name, value in first.items()}
+        prepared = {name: value.new_empty((len(rows), *value.shape)) for name, value in first.items()}
         for index, row in enumerate(rows):
             for name, value in prepare.read(row["image"]).items():
-                _PREPARED[key][name][index] = value
+                prepared[name][index] = value
+        _PREPARED[key] = prepared
     return _PREPARED[key]
 
 

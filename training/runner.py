@@ -265,7 +265,10 @@ def _require_no_others(output_dir: Path, stages: Collection[str]) -> None:
     """Raises a ValueError where finished stages are of the recipe that was run there before, and not of this one:
     recipe.yaml would tell of them no more."""
     path = output_dir / RECIPE
-    before = [stage["name"] for stage in read_yaml(read_text(path), str(path))["stages"]] if path.is_file() else []
+    try:
+        before = [stage["name"] for stage in read_yaml(read_text(path), str(path))["stages"]] if path.is_file() else []
+    except (TypeError, LookupError):
+        raise ValueError(f"{path} is no recipe: choose another output_dir, or move it away") from None
     others = sorted(name for name in {*before} - {*stages} if (output_dir / name / MANIFEST).is_file())
     if others:
         raise ValueError(

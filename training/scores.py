@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from transformers import PreTrainedModel, ProcessorMixin
 
 from evaluation.evaluate import evaluate_model
+from evaluation.measures import METRICS
 from evaluation.task import Task
 from records.files import read_json, save, write_text
 from records.messages import join_names
@@ -29,6 +30,9 @@ def find_score(keep_best: str, tasks: Mapping[str, Task]) -> str:
     if len(matching) != 1:
         names = f"several of the tasks: {', '.join(matching)}" if matching else f"none of the tasks {', '.join(tasks)}"
         raise ValueError(f"keep_best {keep_best!r} names {names}")
+    metrics = METRICS[tasks[matching[0]].kind]
+    if metric.partition("/")[0] not in metrics:
+        raise ValueError(f"keep_best {keep_best!r}: the metrics of {matching[0]} are {join_names(metrics)}")
     return f"{matching[0]}/{metric}"
 
 

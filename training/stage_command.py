@@ -48,6 +48,8 @@ def read_command(kind: str, arguments: Sequence[str]) -> tuple[Recipe, dict[str,
                 raise ValueError(f"--{key}: {part} has a value already")
         target[path[-1]] = read_value(key, values, _hint(stage, path))
     batch_size = settings.pop("rehearse_batch", None)
+    if batch_size is not None and not (isinstance(batch_size, int) and batch_size > 0):
+        raise ValueError(f"--rehearse_batch takes a number of samples, not {batch_size!r}")
     is_rehearsal = settings.pop("rehearse", batch_size is not None)
     of_run = {name: settings.pop(name) for name in OF_RUN if name in settings}
     made = validated(stage, {"name": Path(output).name, "stage": kind} | settings, title)

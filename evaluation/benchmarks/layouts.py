@@ -119,15 +119,25 @@ def images_in(folder: Path) -> list[Path]:
     return sorted(folder / path for path in files_in(folder) if PurePath(path).suffix.lower() in PICTURES)
 
 
+def _without_contradiction(pairs: Iterable[tuple[str, Any]], place: Path) -> dict[str, Any]:
+    """A dictionary of pairs, which may be repeated. Raises a ValueError if a key has two values."""
+    values: dict[str, Any] = {}
+    for key, value in pairs:
+        if values.setdefault(key, value) != value:
+            raise ValueError(f"{place} has two entries for {key}, {values[key]} and {value}: one of them must go")
+    return values
+
+
 def by_name(images: Iterable[Path], folder: Path) -> dict[str, Path]:
     """The images of a folder by their names in it, without suffixes."""
-    return {image.relative_to(folder).with_suffix("").as_posix(): image for image in images}
+    named = ((image.relative_to(folder).with_suffix("").as_posix(), image) for image in images)
+    return _without_contradiction(named, folder)
 
 
 def _value_of_word(file: Path) -> dict[str, str]:
     """The first word of each line -> its second and last one."""
     words = read_text(file).split()
-    return dict(zip(words[::2], words[1::2], strict=True))
+    return _without_contradiction(zip(words[::2], words[1::2], strict=True), file)
 
 
 def _captioned(folder: Path, captions: dict[str, list[str]]) -> Dataset:
@@ -254,7 +264,8 @@ class LabelLines(Layout):
         bad = [number for number, line in enumerate(lines) if line and not matches[number]]
         if bad:
             raise ValueError(f"line {bad[0] + 1} of {file} needs {self.content}, but is {lines[bad[0]][:60]!r}")
-        return {match["name"] + self.suffix: match["label"] for match in matches if match and match["name"]}
+        named = (match for match in matches if match and match["name"])
+        return _without_contradiction(((match["name"] + self.suffix, match["label"]) for match in named), file)
 
     def class_names(self, folder: Path, split: str) -> list[str]:
         return in_order(set(self.labels(folder, split).values()))
@@ -319,7 +330,9 @@ class Records(Layout):
             for entry in self._entries(file):
                 if self.split_key is None or entry[self.split_key] == split:
                     name = entry[self.image] + self.suffix
-                    labels[name] = entry[self.label] if self.label else None
+                    label = entry[self.label] if self.label else None
+                    if labels.setdefault(name, label) != label:
+                        raise ValueError(f"{file} has two entries for {name}, {labels[name]} and {label}: one must go")
                     captions[name] += [] if self.label else self._captions(entry)
         rows = _captioned(folder / self.images, captions)
         return rows.remove_columns("caption").add_column("label", list(labels.values())) if self.label else rows
@@ -439,5 +452,5 @@ class XM3600(Layout):
     def rows(self, folder: Path, split: str) -> Dataset:
         (file,) = self.annotations(folder, split)
         entries = list(map(json.loads, filter(str.strip, read_text(file).split("\n"))))
-        captions = {f"{entry['image/key']}.jpg": entry[self.language]["caption"] for entry in entries}
-        return _captioned(folder / self.images, captions)
+        captions = ((f"{entry['image/key']}.jpg", entry[self.language]["caption"]) for entry in entries)
+        return _captioned(folder / self.images, _without_contradiction(captions, file))
