@@ -31,27 +31,31 @@ def answer(
     """
     table = arrange(results)
     kept = [task for task in table[base] if task not in learned]
-    gains = {
-        goal: _gain(table[sparse], table[dense], tasks)
-        for goal, tasks in (("learned", learned), ("kept", kept))
-        if tasks
-    }
-    helped, why = _verdict(**gains)
+    of_goals = {goal: tasks for goal, tasks in (("learned", learned), ("kept", kept)) if tasks}
+    helped, why = _verdict(**{goal: _gain(table[sparse], table[dense], tasks) for goal, tasks in of_goals.items()})
     best = sparse if helped else dense
-    lines = [
-        f"**{why}** Use `{folders[best]}`, the {'sparse' if helped else 'dense'} model.",
-        f"*Learned.* {_scores(table, learned, base, dense, sparse)}",
-        f"*Kept.* {_scores(table, kept, base, dense, sparse)}"
-        if kept
-        else "*Kept* was not measured: name benchmarks by `--keep_tasks`.",
-        f"± is the {LEVEL:.0%} interval over the test's samples. Another seed of training may change more.",
-    ]
+    gains = {goal: _gain(table[best], table[base], tasks) for goal, tasks in of_goals.items()}
+    use = f"Use `{folders[best]}`, the {'sparse' if helped else 'dense'} model."
+    gain, (_, above) = gains["learned"]
+    if gain + above < 0:
+        use = f"Neither learned: use `{folders[base]}` as it was, or change the settings."
+    lines = [f"**{why}** {use}"]
+    for goal, tasks in of_goals.items():
+        scores = _scores(table, tasks, base, dense, sparse)
+        lines.append(f"*{goal.capitalize()}*, {best} against {base}: {_points(*gains[goal])}. {scores}")
+    if not kept:
+        lines.append("*Kept* was not measured: name benchmarks by `--keep_tasks`.")
+    lines.append(f"± is the {LEVEL:.0%} interval over the test's samples. Another seed of training may change more.")
     return "\n\n".join(lines)
+
+
+def _points(gain: float, reach: Reach) -> str:
+    return f"{100 * gain:+.1f} ± {100 * max(reach):.1f} points"
 
 
 def _verdict(learned: tuple[float, Reach], kept: tuple[float, Reach] = (0.0, (0.0, 0.0))) -> tuple[bool, str]:
     (gain, (below, above)), (kept_gain, (_, kept_above)) = learned, kept
-    size = f"{100 * gain:+.1f} ± {100 * max(below, above):.1f} points against the dense model"
+    size = f"{_points(*learned)} against the dense model"
     if gain - below > 0 and kept_gain + kept_above >= 0:
         return True, f"Experts helped: {size}."
     if gain - below > 0:

@@ -2,13 +2,16 @@
 
 import json
 import re
+from pathlib import Path
 
 import datasets
 import pytest
+from test_report import result
 from tiny_runs import DENSE, run_stages
 from tiny_sources import picture
 
 import clip_moe
+from evaluation.answer import answer
 from evaluation.results import slug
 from training.recipe import load_recipe
 
@@ -51,8 +54,8 @@ def test_a_folder_without_a_test(tmp_path, base, capsys):
     report = (output / "report" / "report.md").read_text()
     first, learned, kept = report.split("\n\n")[1:4]
     assert first in told and re.search(r"[+-]\d+\.\d ± \d+\.\d points", first)
-    folder = re.search(r"Use `(.+)`, the (dense|sparse) model\.$", first)
-    assert folder[1] == str(output / folder[2])
+    folder = re.search(r"[uU]se `(.+)`", first)[1]
+    assert Path(folder).parent in (output, base.parent) and Path(folder).is_dir()
     for task, metric, line in (("learned", "image_to_text_recall@1", learned), ("symbols_pairs", "group", kept)):
         for row in ("base", "dense", "sparse"):
             result = json.loads((output / "report" / f"{slug(task)}--{row}.json").read_text())
@@ -94,3 +97,41 @@ def test_inputs_stand_where_aliases_do(tmp_path):
     )
     (stage,) = load_recipe(tmp_path / "recipe.yaml", {"first": "z"}).stages
     assert stage.models == ["z", "y"]
+
+
+@pytest.mark.parametrize(
+    ("learned", "kept", "begins"),
+    [
+        (
+            (0.2, 0.4, 0.6),
+            (0.8, 0.8, 0.8),
+            "**Experts helped: +20.0 ± 4.3 points against the dense model.** Use `in/sparse`",
+        ),
+        ((0.2, 0.4, 0.41), (0.8, 0.8, 0.8), "**Whether experts helped is inconclusive: +1.0 ± 4.3 points"),
+        (
+            (0.2, 0.6, 0.4),
+            (0.8, 0.8, 0.8),
+            "**Experts did not help: -20.0 ± 4.3 points against the dense model.** Use `in/dense`",
+        ),
+        (
+            (0.2, 0.4, 0.6),
+            (0.8, 0.8, 0.6),
+            "**Experts learned more, +20.0 ± 4.3 points against the dense model, and forgot more",
+        ),
+        (
+            (0.9, 0.4, 0.6),
+            (0.8, 0.8, 0.8),
+            "**Experts helped: +20.0 ± 4.3 points against the dense model.** Neither learned",
+        ),
+    ],
+    ids=["helped", "inconclusive", "did not help", "forgot", "nothing was learned"],
+)
+def test_verdicts(learned, kept, begins):
+    results = [
+        result(model, task, primary={"accuracy": "accuracy"}, metrics={"accuracy": score})
+        for task, scores in (("learned", learned), ("kept", kept))
+        for model, score in zip(("base", "dense", "sparse"), scores, strict=True)
+    ]
+    told = answer(results, ["learned"], {model: f"in/{model}" for model in ("base", "dense", "sparse")})
+    assert told.startswith(begins)
+    assert f"kept, accuracy: base {kept[0]:.1%}, dense {kept[1]:.1%}, sparse {kept[2]:.1%}." in told
