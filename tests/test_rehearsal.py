@@ -14,6 +14,7 @@ from tiny_runs import read_log
 from tiny_runs import recipe as tiny_recipe
 from transformers import BertConfig
 
+from training import rehearsal
 from training.checks import require_sound
 from training.plan import plan
 from training.recipe import RecipeError, load_recipe, wanted_stages
@@ -176,6 +177,16 @@ def test_what_only_a_stage_finds_a_rehearsal_says(path, finished, stages, overri
     with pytest.raises((ValueError, OSError), match=f"^{message}.*of which nothing is kept$"):
         rehearse(recipe, wanted_stages(recipe, stages.split(","), None))
     assert sorted(path.parent.rglob("*")) == before
+
+
+def test_what_reads_labels_that_are_there_reads_all_their_pairs(path, finished, monkeypatch):
+    monkeypatch.setattr(rehearsal, "FEW", 8)
+    output_dir = path.parent / "out"
+    output_dir.mkdir()
+    for name in ("dense", "pre", "features", "clusters"):
+        (output_dir / name).symlink_to(finished / name)
+    recipe = load_recipe(path)
+    assert measure_stages(recipe, wanted_stages(recipe, ["expert"], None))["expert"].steps == 1
 
 
 def test_a_recipe_without_a_fault_is_rehearsed_whole(path, capsys):

@@ -26,11 +26,13 @@ from training.context import Context
 from training.plan import aligned
 from training.recipe import Recipe
 from training.runner import GO_ON, Runner, stage_errors
-from training.stages.base import Stage, references
+from training.stages.base import Stage, kinds, references
 from training.stages.steps import REHEARSED_STEPS, StepsStage
 
 # Samples of a recipe that trains nothing
 FEW = 256
+# Kinds of stages that make a row for each pair of their data
+OF_ALL_PAIRS = {"embed", "cluster", "embed_captions", "cluster_fine", "cluster_coarse"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,9 +93,11 @@ def measure_stages(recipe: Recipe, stages: Collection[Stage], batch_size: int | 
     require_sound(recipe, stages)
     output_dir = Path(recipe.output_dir)
     folder = output_dir.with_name(f".{output_dir.name}.rehearsal")  # hidden, so that it is nobody's own
-    to_do = [stage for stage in stages if not (output_dir / stage.name / MANIFEST).is_file()]
+    done = [stage for stage in recipe.stages if (output_dir / stage.name / MANIFEST).is_file()]
+    to_do = [stage for stage in stages if stage not in done]
     batches = [stage.global_batch_size for stage in to_do if isinstance(stage, StepsStage)]
     num_samples = max([FEW, *(REHEARSED_STEPS * batch for batch in batches)])
+    has_rows = any(set(kinds(type(stage))) & OF_ALL_PAIRS for stage in done)
     small = Recipe(
         output_dir=str(folder), stages=recipe.stages, seed=recipe.seed, mixed_precision=recipe.mixed_precision
     )
@@ -106,14 +110,15 @@ def measure_stages(recipe: Recipe, stages: Collection[Stage], batch_size: int | 
             held.callback(shutil.rmtree, folder, ignore_errors=True)
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
-            for stage in recipe.stages:
-                if (output_dir / stage.name / MANIFEST).is_file():
-                    (folder / stage.name).symlink_to((output_dir / stage.name).resolve(), target_is_directory=True)
+            for stage in done:
+                (folder / stage.name).symlink_to((output_dir / stage.name).resolve(), target_is_directory=True)
         accelerator.wait_for_everyone()
         for stage in to_do:
             with _named(stage, folder):
                 rehearsed = _with_batch(stage.rehearsed(num_samples), batch_size, accelerator.num_processes)
                 ratios[stage.name] = _ratio(stage, num_samples, ratios, runner.context)
+                if has_rows and hasattr(stage, "data"):  # fewer pairs would be other data than what they belong to
+                    rehearsed, ratios[stage.name] = dataclasses.replace(rehearsed, data=stage.data), 1
                 measured[stage.name] = _measure(runner, stage, rehearsed, ratios[stage.name])
             accelerator.on_main_process(print)(f"{stage.name}: {measured[stage.name].seconds:.1f} s", flush=True)
         accelerator.wait_for_everyone()
