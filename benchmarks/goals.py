@@ -23,11 +23,11 @@ def of_experts(rounds: int) -> Iterator[Figure]:
             ratios = steps.block_ratios(size, 8, num_experts, rounds)
             where = f"{size.removeprefix('ViT-')}, 8 images, top-2 of {num_experts}, over 2 dense FFNs"
             for mode, goal in (("forward", 1.05), ("frozen", 1.05), ("trained", 1.15)):
-                yield f"time of a sparse block, {mode}: {where}", ratios["by_device", mode], 0, goal
+                yield f"time of a sparse block, {mode}: {where}", ratios["by_device", mode][0], 0, goal
     for num_experts in (4, 8):
         ratios = steps.block_ratios("ViT-B/16", 8, num_experts, rounds, modes=["forward"], capacity_factor=1.0)
         where = f"B/16, 8 images, top-2 of {num_experts}, half of the choices dropped, over 2 dense FFNs"
-        yield f"time of a sparse block, forward: {where}", ratios["by_device", "forward"], 0, 0.5 * 1.05
+        yield f"time of a sparse block, forward: {where}", ratios["by_device", "forward"][0], 0, 0.5 * 1.05
 
 
 def of_batches(rounds: int) -> Iterator[Figure]:
