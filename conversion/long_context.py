@@ -37,7 +37,7 @@ def stretch_positions(table: Tensor, length: int, keep: int = KEPT_POSITIONS) ->
     if stretched < 2 or rest or ratio < 2:  # the last row is extrapolated from two
         possible = ", ".join(str(keep + stretched * r) for r in range(2, 6))
         raise ValueError(
-            f"{rows} positions, of which {keep} stay, cannot be stretched to {length}, only to {possible}, ..."
+            f"{rows} positions cannot be stretched to {length} if the first {keep} stay: {possible}, ... are possible"
         )
     start = table[keep:].to(torch.promote_types(table.dtype, torch.float32))
     step = torch.cat([start.diff(dim=0), start[-1:] - start[-2:-1]])

@@ -1,4 +1,4 @@
-"""open_clip's configuration, which lies beside its weights on the Hub and says what they do not."""
+"""open_clip's configuration, which lies beside weights on the Hub: activation, heads and preprocessing."""
 
 from pathlib import Path
 from typing import Any

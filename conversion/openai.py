@@ -115,7 +115,7 @@ def is_torchscript(archive: Path) -> bool:
     try:
         with zipfile.ZipFile(archive) as file:
             return any(name.endswith("/constants.pkl") for name in file.namelist())
-    except (zipfile.BadZipFile, NotImplementedError, UnicodeDecodeError):
+    except (zipfile.BadZipFile, NotImplementedError, UnicodeDecodeError):  # which a damaged directory raises, too
         return False
 
 

@@ -162,7 +162,7 @@ def _lines(path: str, faults: dict[int, object]) -> Iterator[tuple[int, list[str
         try:
             for cells in lines:
                 if suffix == ".tsv" and any("\n" in cell for cell in cells):
-                    raise csv.Error("a cell that begins with a quote goes on beyond the line: double its quotes")
+                    raise csv.Error("a cell that begins with a quote does not end in its line: double its quotes")
                 for wrong in filter(NOT_UTF8.search, cells):
                     faults[start] = f"it is not UTF-8: {shortened(wrong)}"
                     cells = ["" if cell == wrong else cell for cell in cells]

@@ -35,7 +35,7 @@ def draw(
         folder: gets folders `train`, with `number` pictures, and `test`, with one of each kind; each has the captions
             in `metadata.jsonl`.
         kinds: a set of the world's kinds.
-        captions: of the folders: `data.captions` in docs/settings.md
+        captions: which captions the pictures in the folders get, as `data.captions` in docs/settings.md
         number: how many kinds the sheet shows, or pictures there are to train on.
     """
     if contact_sheet is None and folder is None:

@@ -6,7 +6,7 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from data.identity import image_digests
-from data.pairs import present_captions
+from data.pairs import present_captions, same_words
 
 # Pairs whose images are read together
 AT_ONCE = 1000
@@ -17,7 +17,7 @@ def hold_out(rows: datasets.Dataset, share: float, seed: int) -> tuple[datasets.
 
     Args:
         rows: columns `image` and `caption`, a text or a list of texts.
-        share: of the rows, about so many are for the test.
+        share: about this share of the rows is for the test.
 
     Raises:
         ValueError: captions or images tie too many of them together.
@@ -44,8 +44,7 @@ def _parts(rows: datasets.Dataset) -> np.ndarray:
         batch = rows[start : start + AT_ONCE]
         digests = image_digests(batch["image"])
         for row, (digest, captions) in enumerate(zip(digests, batch["caption"], strict=True), start):
-            # As `training.duplicates` compares texts that are too many for a tokenizer
-            of_row = [digest, *(f"caption {' '.join(text.lower().split())}" for text in present_captions(captions))]
+            of_row = [digest, *(f"caption {same_words(text)}" for text in present_captions(captions))]
             numbers += [row] * len(of_row)
             names += of_row
     places = np.unique(names, return_inverse=True)[1] + len(rows)

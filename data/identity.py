@@ -34,8 +34,8 @@ def identity(arguments: DataArguments) -> dict[str, Any] | None:
     Returns:
         The number of files and the hash of their names and contents: all of a folder or a pattern, and images that are
         only named there; of a Hub dataset, its commit; of icons, the versions of the packages that have them; None
-        where that is all in the settings (another built-in world) or cannot be known now (data that are gone, a Hub out
-        of reach).
+        where that is all in the settings (another built-in world) or cannot be known now (the data are gone, the Hub
+        is out of reach).
     """
     source = arguments.source
     if source == "icons":

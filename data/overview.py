@@ -73,7 +73,7 @@ class Overview:
                 "or behind the cut."
             )
         if self.entities:
-            lines.append(f"{self.entities:,} pairs have HTML in their caption, such as &amp;amp;: write it as text.")
+            lines.append(f"{self.entities:,} pairs have HTML in their caption, such as `&amp;`: write the character.")
         if share > DOMINANT and self.captions > 1:
             lines.append(
                 f"A caption of {share:.0%} of the pairs tells them from others, but not from each other: caption them "

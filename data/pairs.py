@@ -117,6 +117,11 @@ def trimmed(text: str) -> str:
     return text.strip().strip("\ufeff\u200b\0").strip()
 
 
+def same_words(text: str) -> str:
+    """Equal for texts that differ only in case and white space, as most tokenizers read them."""
+    return " ".join(text.lower().split())
+
+
 def present_texts(captions: Any) -> list[str]:
     """As `present_captions`; raises a ValueError where one is neither a text nor missing."""
     for caption in captions if isinstance(captions, list) else [captions]:

@@ -7,82 +7,79 @@ from typing import Any
 from evaluation.report import arrange
 from records.intervals import LEVEL, Reach, mean_reach, score_difference_reach
 
+# What results call the models that are compared
+BASE, DENSE, SPARSE = COMPARED = ("base", "dense", "sparse")
 Rows = Mapping[str, Mapping[str, Any]]
+# A difference, and how far its interval reaches; None: it has none
+Gain = tuple[float, Reach | None]
 
 
-def answer(
-    results: Sequence[dict[str, Any]],
-    learned: Collection[str],
-    folders: Mapping[str, str],
-    base: str = "base",
-    dense: str = "dense",
-    sparse: str = "sparse",
-) -> str:
+def answer(results: Sequence[dict[str, Any]], learned: Collection[str], folders: Mapping[str, str]) -> str:
     """What was learned, what was kept, whether experts helped, and which folder to use, as markdown.
 
-    Experts helped if the sparse model's scores on what was to be learned, their mean, are above the dense model's by
-    more than the interval over test samples, and those on what was to be kept are not below by more than theirs.
+    Experts helped if the sparse model's mean score on what was to be learned is above the dense model's by more than
+    the interval over test samples, and that on what was to be kept is not below it by more than its own. Where that one
+    has no interval, any loss counts.
 
     Args:
-        results: of `evaluation.evaluate.evaluate_model`, for these three models.
-        learned: tasks on what was to be learned. All others are on what was to be kept.
+        results: of `evaluation.evaluate.evaluate_model`, for the models `COMPARED`.
+        learned: tasks on what was to be learned, with intervals. All others are on what was to be kept.
         folders: model -> where it lies.
-        base, dense, sparse: what the results call the models.
     """
     table = arrange(results)
-    kept = [task for task in table[base] if task not in learned]
+    kept = [task for task in table[BASE] if task not in learned]
     of_goals = {goal: tasks for goal, tasks in (("learned", learned), ("kept", kept)) if tasks}
-    helped, why = _verdict(**{goal: _gain(table[sparse], table[dense], tasks) for goal, tasks in of_goals.items()})
-    best = sparse if helped else dense
-    gains = {goal: _gain(table[best], table[base], tasks) for goal, tasks in of_goals.items()}
-    use = f"Use `{folders[best]}`, the {'sparse' if helped else 'dense'} model."
-    gain, (_, above) = gains["learned"]
-    if gain + above < 0:
-        use = f"Neither learned: use `{folders[base]}` as it was, or change the settings."
+    helped, why = _verdict(**{goal: _gain(table[SPARSE], table[DENSE], tasks) for goal, tasks in of_goals.items()})
+    best = SPARSE if helped else DENSE
+    gains = {goal: _gain(table[best], table[BASE], tasks) for goal, tasks in of_goals.items()}
+    use = f"Use `{folders[best]}`, the {best} model."
+    if _high(gains["learned"]) < 0:
+        use = f"The {best} model is worse at it than the base: use `{folders[BASE]}`, or change the settings."
     lines = [f"**{why}** {use}"]
     for goal, tasks in of_goals.items():
-        scores = _scores(table, tasks, base, dense, sparse)
-        lines.append(f"*{goal.capitalize()}*, {best} against {base}: {_points(*gains[goal])}. {scores}")
+        lines.append(f"*{goal.capitalize()}*, {best} against base: {_points(gains[goal])}. {_scores(table, tasks)}")
     if not kept:
         lines.append("*Kept* was not measured: name benchmarks by `--keep_tasks`.")
     lines.append(f"± is the {LEVEL:.0%} interval over the test's samples. Another seed of training may change more.")
     return "\n\n".join(lines)
 
 
-def _points(gain: float, reach: Reach) -> str:
-    return f"{100 * gain:+.1f} ± {100 * max(reach):.1f} points"
-
-
-def _verdict(learned: tuple[float, Reach], kept: tuple[float, Reach] = (0.0, (0.0, 0.0))) -> tuple[bool, str]:
-    (gain, (below, above)), (kept_gain, (_, kept_above)) = learned, kept
-    size = f"{_points(*learned)} against the dense model"
-    if gain - below > 0 and kept_gain + kept_above >= 0:
+def _verdict(learned: Gain, kept: Gain = (0.0, None)) -> tuple[bool, str]:
+    size = f"{_points(learned)} against the dense model"
+    if _low(learned) > 0 and _high(kept) >= 0:
         return True, f"Experts helped: {size}."
-    if gain - below > 0:
-        return False, f"Experts learned more, {size}, and forgot more, {100 * kept_gain:+.1f} points."
-    if gain + above < 0:
+    if _low(learned) > 0:
+        return False, f"Experts learned more, {size}, and forgot more, {_points(kept)}."
+    if _high(learned) < 0:
         return False, f"Experts did not help: {size}."
     return False, f"Whether experts helped is inconclusive: {size}."
 
 
-def _gain(rows: Rows, others: Rows, tasks: Collection[str]) -> tuple[float, Reach]:
-    """By how much a model's scores are above another's, the mean over the primary metrics of tasks, and how far its
-    interval reaches."""
+def _gain(rows: Rows, others: Rows, tasks: Collection[str]) -> Gain:
+    """By how much a model's scores are above another's: the mean over the primary metrics of tasks."""
     pairs = [(rows[task], others[task], metric) for task in tasks for metric in rows[task]["primary"]]
-    reaches = [score_difference_reach(*pair) or (0.0, 0.0) for pair in pairs]
+    reaches = [score_difference_reach(*pair) for pair in pairs]
     # Two metrics of a task have their samples in common
-    return mean(one["metrics"][metric] - other["metrics"][metric] for one, other, metric in pairs), mean_reach(
-        reaches, independent=False
-    )
+    reach = None if None in reaches else mean_reach(reaches, independent=False)
+    return mean(one["metrics"][metric] - other["metrics"][metric] for one, other, metric in pairs), reach
 
 
-def _scores(table: Mapping[str, Rows], tasks: Collection[str], base: str, dense: str, sparse: str) -> str:
+def _low(gain: Gain) -> float:
+    return gain[0] - (gain[1][0] if gain[1] else 0)
+
+
+def _high(gain: Gain) -> float:
+    return gain[0] + (gain[1][1] if gain[1] else 0)
+
+
+def _points(gain: Gain) -> str:
+    return f"{100 * gain[0]:+.1f}" + (f" ± {100 * max(gain[1]):.1f}" if gain[1] else "") + " points"
+
+
+def _scores(table: Mapping[str, Rows], tasks: Collection[str]) -> str:
     parts = []
     for task in tasks:
-        for metric, name in table[base][task]["primary"].items():
-            shares = [table[model][task]["metrics"][metric] for model in (base, dense, sparse)]
-            scores = ", ".join(
-                f"{model} {share:.1%}" for model, share in zip((base, dense, sparse), shares, strict=True)
-            )
-            parts.append(f"{table[base][task]['title']}, {name}: {scores}.")
+        for metric, name in table[BASE][task]["primary"].items():
+            scores = ", ".join(f"{model} {table[model][task]['metrics'][metric]:.1%}" for model in COMPARED)
+            parts.append(f"{table[BASE][task]['title']}, {name}: {scores}.")
     return " ".join(parts)

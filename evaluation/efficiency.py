@@ -167,9 +167,9 @@ def _to_remember(costs: Mapping[str, Any], captions: int) -> str:
         "remember names (docs/results.md), each shown about 1,000 times, with equal multiply-adds for dense and sparse "
         "models of one width: where a dense model had 3.7 bits to remember for each parameter of its layers, a sparse "
         "one scored 61 ± 1 points more; with 1.7, in a quarter of the steps, 35 ± 21; with 0.8, 2 ± 4, which is "
-        "inconclusive; with 0.2 there was nothing to gain; with 14, in one run, it remembered 20 % and the dense one "
-        "12 %; with 17 and a quarter of the exposures, neither had learned. What captions have in common is understood "
-        f"and need not be remembered one by one, so this is the most that there can be.{''.join(verdicts)}"
+        "inconclusive; with 0.2 there was nothing to gain; with 14, in one run, it remembered 20.5 % and the dense "
+        "one 12.1 %; with 17 and a quarter of the exposures, neither had learned. What captions have in common is "
+        f"understood and need not be remembered one by one, so this is the most that there can be.{''.join(verdicts)}"
     )
 
 

@@ -113,13 +113,13 @@ def _read_texts(model: Embeds, texts: list[str]) -> ReadTexts:
 def measure_retrieval(task: Task, model: Embeds, rows: Dataset) -> Measured:
     """Each image against all captions, and each caption against all images."""
     captions = [present_captions(caption) for caption in rows["caption"]]
-    if task.equal_captions_are_right:
-        captions = [list(dict.fromkeys(texts)) for texts in captions]
     image_of_text = np.repeat(np.arange(len(captions)), [len(texts) for texts in captions])
-    corpus, text_of_image, owners = [text for texts in captions for text in texts], None, image_of_text.tolist()
+    corpus, text_of_pair, owners = [text for texts in captions for text in texts], None, image_of_text.tolist()
     if task.equal_captions_are_right:
-        numbers = {text: number for number, text in enumerate(dict.fromkeys(corpus))}
-        corpus, text_of_image, owners = list(numbers), [numbers[text] for text in corpus], list(numbers.values())
+        number_of = {text: number for number, text in enumerate(dict.fromkeys(corpus))}
+        pairs = dict.fromkeys(zip(owners, map(number_of.get, corpus), strict=True))  # an image may repeat a caption
+        image_of_text, text_of_pair = map(list, zip(*pairs, strict=True))
+        corpus, owners = list(number_of), list(number_of.values())
     counts = count_texts(task, "captions", _read_texts(model, corpus), owners)
     images, texts = zip(*model.map(lambda e: (e.images(rows), e.texts(corpus))), strict=True)
     # A query is routed by itself, candidates are routed together (MoDE eq. 7)
@@ -131,7 +131,7 @@ def measure_retrieval(task: Task, model: Embeds, rows: Dataset) -> Measured:
         image_of_text,
         query_embeds=model.text_side(texts, weights["queries"]),
         wanted=task.metrics,
-        text_of_image=text_of_image,
+        text_of_pair=text_of_pair,
     )
     return metrics, weights, counts
 

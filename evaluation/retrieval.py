@@ -23,7 +23,7 @@ def retrieval_metrics(
     ks: tuple[int, ...] = (1, 5, 10),
     query_embeds: np.ndarray | None = None,
     wanted: Collection[str] = (),
-    text_of_image: Sequence[int] | None = None,
+    text_of_pair: Sequence[int] | None = None,
 ) -> dict[str, float]:
     """Recall at k: the share of queries with a right candidate among the first k.
 
@@ -37,8 +37,8 @@ def retrieval_metrics(
         image_of_text: (texts,), the image that each text describes.
         query_embeds: (texts, D), the texts as queries, where they differ from the texts as candidates, as those of an
             ensemble do whose weights depend on the query.
-        text_of_image: (pairs,), where a text describes several images: then `image_of_text` is (pairs,), and each pair
-            is right. None: each text has one image.
+        text_of_pair: (pairs,), for texts that describe several images: the text of each right pair, whose image
+            `image_of_text` then names. None: each text has one image.
         wanted: metrics that take several times as long: `image_to_text_information` and `text_to_image_information`,
             see `information`.
 
@@ -49,7 +49,7 @@ def retrieval_metrics(
         ValueError: a text has no image, or an image no text.
     """
     images = np.asarray(image_of_text)
-    texts = np.arange(len(text_embeds)) if text_of_image is None else np.asarray(text_of_image)
+    texts = np.arange(len(text_embeds)) if text_of_pair is None else np.asarray(text_of_pair)
     if len(images) != len(texts) or set(images.tolist()) != set(range(len(image_embeds))):
         raise ValueError(
             f"image_of_text must name an image for each of the {len(texts)} texts, and each of the {len(image_embeds)} "

@@ -3,8 +3,9 @@
 import math
 import statistics
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from multiprocessing import active_children, get_context
 from typing import Any, TypeVar
@@ -43,23 +44,39 @@ def measure_speed(
     """Model -> `images_per_second` and `texts_per_second`, by the clock: medians of rounds in each of which all models
     have their turn. All are in memory at a time.
     """
-    turns = {}
-    for name in models:
-        calls = _calls(name, batch_size, device, dtype)
-        for unit, call in zip(("images_per_second", "texts_per_second"), calls, strict=True):
-            _seconds(call, 1, device)
-            repeats = math.ceil(SECONDS_OF_A_TURN / _seconds(call, 1, device))
-            turns[name, unit] = partial(_seconds, call, repeats, device)
-    seconds = in_turn(turns, ROUNDS)
+    with _too_little_memory(models, batch_size, device, dtype):
+        turns = {}
+        for name in models:
+            calls = _calls(name, batch_size, device, dtype)
+            for unit, call in zip(("images_per_second", "texts_per_second"), calls, strict=True):
+                _seconds(call, 1, device)
+                repeats = math.ceil(SECONDS_OF_A_TURN / _seconds(call, 1, device))
+                turns[name, unit] = partial(_seconds, call, repeats, device)
+        seconds = in_turn(turns, ROUNDS)
     rates = {key: batch_size / statistics.median(of_key) for key, of_key in seconds.items()}
     return {name: {unit: rate for (of, unit), rate in rates.items() if of == name} for name in models}
+
+
+@contextmanager
+def _too_little_memory(
+    models: Sequence[str], batch_size: int, device: torch.device, dtype: torch.dtype
+) -> Iterator[None]:
+    """Turn what torch raises into a ValueError that names the models."""
+    try:
+        yield
+    except RuntimeError as error:  # of torch, or a process was ended
+        raise ValueError(
+            f"{', '.join(models)} cannot embed {batch_size} at a time in {str(dtype).removeprefix('torch.')} on "
+            f"{device}, for want of memory? {str(error).splitlines()[0]}"
+        ) from error
 
 
 def measure_memory(model: str, batch_size: int, device: torch.device, dtype: torch.dtype) -> dict[str, int]:
     """`peak_memory` in bytes: of a process of its own that embeds a batch of images and one of texts, on a CPU all of
     it, with the libraries; else what it takes of the accelerator. On a CPU also `memory_before` the model is loaded.
     """
-    return in_own_process(_memory, model, batch_size, str(device), dtype)
+    with _too_little_memory([model], batch_size, device, dtype):
+        return in_own_process(_memory, model, batch_size, str(device), dtype)
 
 
 def in_own_process(function: Callable[..., Result], *arguments: Any) -> Result:
@@ -67,13 +84,11 @@ def in_own_process(function: Callable[..., Result], *arguments: Any) -> Result:
     quiet = disable_progress_bar if are_progress_bars_disabled() else None
     # A fork of a process that has used OpenMP would wait for threads that are not there
     with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=quiet) as process:
+        others = set(active_children())
         try:
             return process.submit(function, *arguments).result()
-        except RuntimeError as error:  # of torch, or the process was ended
-            why = str(error).splitlines()[0]
-            raise ValueError(f"{arguments} cannot be measured, for want of memory? {why}") from error
-        except BaseException:  # Ctrl-C, say: it may compute for long
-            for child in active_children():
+        except BaseException:  # also Ctrl-C: it may compute for long
+            for child in set(active_children()) - others:
                 child.kill()
             raise
 

@@ -35,8 +35,8 @@ def _put_in(node: yaml.Node, inputs: Mapping[str, Any]) -> None:
     top = node.value if isinstance(node, yaml.MappingNode) else []
     given = [value for key, value in top if key.value == "inputs" and isinstance(value, yaml.MappingNode)]
     for key, old in given[0].value if given else ():
-        if key.value in inputs:
-            new = yaml.compose(yaml.safe_dump(inputs[key.value]), yaml.SafeLoader)
+        if (name := str(key.value)) in inputs:
+            new = yaml.compose(yaml.safe_dump(inputs[name]), yaml.SafeLoader)
             # In its place, since an alias is the same object
             old.__class__, old.__dict__ = type(new), vars(new)
 

@@ -121,7 +121,7 @@ def test_inputs_stand_where_aliases_do(tmp_path):
         (
             (0.9, 0.4, 0.6),
             (0.8, 0.8, 0.8),
-            "**Experts helped: +20.0 ± 4.3 points against the dense model.** Neither learned",
+            "**Experts helped: +20.0 ± 4.3 points against the dense model.** The sparse model is worse",
         ),
     ],
     ids=["helped", "inconclusive", "did not help", "forgot", "nothing was learned"],

@@ -54,8 +54,11 @@ def test_stretch_by_hand(rows, keep, ratio, dtype):
 @pytest.mark.parametrize(
     ("stretch", "message"),
     [
-        (lambda: stretch_positions(torch.zeros(77, 2), 247, 20), "77 .* to 247, only to 134, 191, 248, 305"),
-        (lambda: stretch_positions(torch.zeros(21, 2), 22, 20), "21 positions, of which 20 stay, cannot be stretched"),
+        (lambda: stretch_positions(torch.zeros(77, 2), 247, 20), "77 .* to 247 if the first 20 stay: 134, 191, 248, 305"),
+        (
+            lambda: stretch_positions(torch.zeros(21, 2), 22, 20),
+            "21 positions cannot be stretched to 22 if the first 20 stay",
+        ),
         (lambda: lengthen(tiny_dense(FAMILY_OF_TYPE["siglip"]), 20, keep=2), "of type 'siglip'"),
         (lambda: lengthen(tiny_dense(FAMILY_OF_TYPE["chinese_clip"]), 20, keep=2), "of type 'chinese_clip'"),
     ],

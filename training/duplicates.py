@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from data.identity import image_digests
-from data.pairs import present_captions
+from data.pairs import present_captions, same_words
 from data.tokenizer import tokenize
 
 # More texts are compared word by word in lower case: to tokenize them would take minutes
@@ -27,7 +27,7 @@ PAIRS_AT_ONCE, GROUPS = 1000, 10_000
 def text_keys(texts: list[str], tokenizer: PreTrainedTokenizerBase | None) -> np.ndarray:
     """(texts,) of int64, equal for texts that the tokenizer reads alike; without one, for those of the same words."""
     if tokenizer is None:
-        words = [" ".join(text.lower().split()).encode(errors="surrogatepass") for text in texts]
+        words = [same_words(text).encode(errors="surrogatepass") for text in texts]
         return np.array([_number(hashlib.blake2b(word, digest_size=8).digest()) for word in words], np.int64)
     read = tokenize(tokenizer, texts)
     return token_keys(read["input_ids"], read["attention_mask"], tokenizer.eos_token_id).numpy()

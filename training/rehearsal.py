@@ -161,6 +161,8 @@ def _ratio(stage: Stage, num_samples: int, ratios: Mapping[str, float], context:
 
 def _measure(runner: Runner, stage: Stage, rehearsed: Stage, ratio: float) -> Measured:
     accelerator = runner.context.accelerator
+    if getattr(stage, "data", None) is not None and rehearsed.data == stage.data:
+        ratio = 1  # it reads all
     gc.collect()
     runner.context.held.clear()
     reset_peak_memory(accelerator.device)

@@ -147,7 +147,7 @@ def _measured(folder: Path) -> Lineage:
     for path, result in _results_of_weights("*/*--*.json", folder, weights):
         require_result(result, str(path))
         data = value_digest([result.get("data"), result["batch_size"] if result.get("depends_on_batch") else None])
-        # Of two that differ in nothing but their scores, the later one
+        # Of two results that differ only in their scores, the later one
         latest[result["task"], result["protocol"], result["dtype"], data] = path, result
     for path, result in sorted(latest.values(), key=lambda found: found[0]):
         name = path.name if path.name not in results else f"{path.parent.name}--{path.name}"
@@ -185,7 +185,7 @@ def _inputs(folder: Path, of_weights: bool = False) -> Iterator[tuple[str, Path 
     is None for a name on the Hub.
 
     Args:
-        of_weights: only those whose weights it goes on with: not what embedded or clustered its data.
+        of_weights: only those whose weights it continues, not those that embedded or clustered its data.
     """
     stage = Record.read(folder).stage
     lists = [stage[key] for key in ("models", "experts") if isinstance(stage.get(key), list)]

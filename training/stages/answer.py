@@ -8,7 +8,6 @@ from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from evaluation.own_task import OwnTask, Wanted
-from training.context import Context
 from training.settings import STRICT
 from training.stages.base import Data
 from training.stages.evaluate import EvaluateStage
@@ -17,20 +16,18 @@ from training.stages.split import OVERVIEW
 if TYPE_CHECKING:
     from evaluation.task import Task
 
-# Rows that the answer is about
-COMPARED = ("base", "dense", "sparse")
 # Name of the task on what was to be learned
 LEARNED = "learned"
-# Bundled models, by their folders -> what they know
-KNOWN = dict.fromkeys(("symbol_clip", "half", "quarter"), ["symbols_zero_shot"])
+# Folder of bundled models -> what they know
+KNOWN = {"symbol_clip": ["symbols_zero_shot"]}
 
 
 @dataclass(config=STRICT, kw_only=True)
 class AnswerStage(EvaluateStage):
-    """What fine-tuning a dense and a sparse model from one base came to: what was learned, what was kept, whether
-    experts helped, and which folder to use, above a report as an `evaluate` stage writes it.
+    """Says what fine-tuning a dense and a sparse model from one base came to: what was learned, what was kept, whether
+    experts helped, and which folder to use. Below that stands the report of an `evaluate` stage.
 
-    The rows `base`, `dense` and `sparse` are compared; others stand in the report alone.
+    It compares the rows `base`, `dense` and `sparse`. Other rows appear only in the report.
     """
 
     kind: ClassVar[str] = "answer"
@@ -45,7 +42,7 @@ class AnswerStage(EvaluateStage):
 
     @model_validator(mode="after")
     def _check_rows(self):
-        if missing := [row for row in COMPARED if row not in self.models]:
+        if missing := [row for row in ("base", "dense", "sparse") if row not in self.models]:
             raise ValueError(f"models has no row {', '.join(missing)}")
         return self
 
@@ -53,11 +50,12 @@ class AnswerStage(EvaluateStage):
         from evaluation.tasks import find_tasks, loaded_once
 
         learned = OwnTask(task="retrieval", dataset=inputs.data.source, name=LEARNED, title="own pictures")
-        kept = self.tasks or KNOWN.get(Path(inputs.models["base"]).name, [])
+        folders = Path(inputs.models["base"]).resolve().parts
+        kept = self.tasks or [task for folder, tasks in KNOWN.items() if folder in folders for task in tasks]
         found = find_tasks([learned, *kept], self.data_root, seed=self.test_seed or 0, max_rows=self.max_rows)
         return loaded_once(found, self.max_rows)
 
-    def head(self, results: list[dict[str, Any]], inputs: SimpleNamespace, context: Context) -> str:
+    def head(self, results: list[dict[str, Any]], inputs: SimpleNamespace) -> str:
         from evaluation.answer import answer
         from records.files import read_text
 

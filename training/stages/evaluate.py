@@ -97,13 +97,13 @@ class EvaluateStage(MeasuredTasks, Stage):
         oracles = [result for title, rows in self.oracles.items() for result in best_of(results, title, rows)]
         for result in oracles:
             write_result(result, directory)
-        head = self.head(results, inputs, context)
+        head = self.head(results, inputs)
         print(write_report(results + oracles, directory, baseline=self.baseline, head=head))
 
     def tasks_of(self, inputs: SimpleNamespace) -> "dict[str, Task]":
         """Name in results -> task."""
         return self.open_tasks()
 
-    def head(self, results: "list[dict[str, typing.Any]]", inputs: SimpleNamespace, context: Context) -> str:
+    def head(self, results: "list[dict[str, typing.Any]]", inputs: SimpleNamespace) -> str:
         """What stands above the report's table, as markdown."""
         return ""
