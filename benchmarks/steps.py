@@ -127,13 +127,9 @@ def block_ratios(
     block = CLIPMoESparseMoeBlock(config).to(device, dtype)
     for parameter in block.parameters():
         nn.init.normal_(parameter, std=0.02)
-    dense = [CLIPMLP(config).to(device, dtype) for _ in range(TOP_K)]
     calls_at_a_time = QUEUED if device.type == "cuda" else 1
-    if device.type == "cuda":
-        for module in dense:
-            module.compile()
 
-    def call(name: str, mode: str) -> float:
+    def call(name: str, mode: str, dense: list[nn.Module]) -> float:
         inputs = hidden_states.clone().requires_grad_(mode != "forward")
         modules = dense if name == "dense" else [block]
         if name != "dense":
@@ -153,9 +149,14 @@ def block_ratios(
     ratios = {}
     forward = 4 * TOP_K * images * num_tokens * config.hidden_size * config.intermediate_size  # FLOP
     for mode in modes:
+        # New ones in each mode: torch 2.11 computes no gradient of weights that were frozen when it compiled them
+        dense = [CLIPMLP(config).to(device, dtype) for _ in range(TOP_K)]
         for module in (block, *dense):
             module.train(mode != "forward").requires_grad_(mode != "frozen")
-        calls = {name: partial(call, name, mode) for name in ("dense", *implementations)}
+        if device.type == "cuda":
+            for module in dense:
+                module.compile()
+        calls = {name: partial(call, name, mode, dense) for name in ("dense", *implementations)}
         times = in_turn(calls, 5 * rounds if mode == "forward" else rounds, warm_up=3)
         flops = forward * {"forward": 1, "frozen": 2, "trained": 3}[mode]
         for name in implementations:
