@@ -127,6 +127,8 @@ def _open_files(
 ) -> Rows:
     split, streaming = arguments.split, arguments.streaming
     if builder != "webdataset":
+        if arguments.indexed:
+            raise ValueError(f"indexed goes with shards or a mixture, and {arguments.source} has files of {builder}")
         # `datasets` takes file names for patterns, and a file of the same name and time for the one whose rows it has
         # kept: any setting is in their key
         patterns = {name: [glob.escape(file) for file in files] for name, files in by_split.items()}

@@ -193,6 +193,14 @@ def read_json(path: Path) -> Any:
         raise ValueError(f"{path} is no JSON that can be read: {error}") from error
 
 
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """What stands in the lines of a `log.jsonl`; one that is being written, or was at a kill, has no end."""
+    try:
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}): restore it, or move it away") from error
+
+
 def read_record(path: Path, kind: type, keys: Mapping[str, type] | None = None) -> Any:
     """A list, or a dictionary with values of these types (numbers are counts), that a stage wrote as JSON."""
     try:

@@ -80,7 +80,6 @@ def test_the_method_goes_by_the_number_of_features():
     assert np.array_equal(kmeans(noise(500), 4, 3, method=choose(500)), expected)
     assert choose(many) == BY_SCIKIT_LEARN and choose(many + 1) == BY_FAISS
     assert choose(many + 1, "scikit-learn", num_samples=5) == Method("scikit-learn", 1, 5)
-    assert choose(many, "faiss", 3) == Method("faiss", 3)
     assert [BY_FAISS.samples(number) for number in (4, 256, 1024)] == [65_536, 65_536, 262_144]
 
 

@@ -208,4 +208,7 @@ def test_curves_of_no_run_and_of_one_that_goes_on(measured, tmp_path):
         curves_command.main([str(tmp_path / "nowhere"), "--output-dir", str(tmp_path / "out")])
     log, text = tmp_path / "log.jsonl", (measured / "log.jsonl").read_bytes()
     log.write_bytes(text + b"{")  # which is just being written
-    assert list(curves.read_log(log)) == list(curves.read_log(measured / "log.jsonl"))
+    assert list(curves.curve_of(log)) == list(curves.curve_of(measured / "log.jsonl"))
+    log.write_bytes(text + b"{\n")
+    with pytest.raises(ValueError, match="log.jsonl is damaged"):
+        curves.curve_of(log)

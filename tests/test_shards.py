@@ -6,6 +6,7 @@ import tarfile
 
 import pytest
 import torch
+from datasets import Dataset
 from tiny_sources import images_and_texts, png, write_shard
 
 from data import images
@@ -67,6 +68,12 @@ def test_what_does_not_go_with_it():
     for settings in ({"streaming": True}, {"in_memory": True}, {"image_root": "/"}):
         with pytest.raises(ValueError, match="indexed goes with shards or a mixture"):
             arguments("shards/*.tar", indexed=True, **settings)
+
+
+def test_other_files_are_not_indexed(tmp_path):
+    Dataset.from_dict({"image": [{"bytes": png(1)}], "text": ["one"]}).to_parquet(tmp_path / "pairs.parquet")
+    with pytest.raises(ValueError, match="pairs.parquet has files of parquet"):
+        load_pairs(arguments(str(tmp_path / "pairs.parquet"), indexed=True))
 
 
 def test_pairs_that_lack_something_are_left_out_and_counted(tmp_path, caplog):

@@ -57,12 +57,10 @@ class Method:
 TEN_STARTS = Method()
 
 
-def choose_method(
-    num_features: int, library: Library | None = None, n_init: int | None = None, num_samples: int | None = None
-) -> Method:
+def choose_method(num_features: int, library: Library | None = None, num_samples: int | None = None) -> Method:
     """What is not given, by the number of features: ten starts of scikit-learn's up to `MANY`, else one of faiss's."""
     many = num_features > MANY
-    return Method(library or ("faiss" if many else "scikit-learn"), n_init or (1 if many else 10), num_samples)
+    return Method(library or ("faiss" if many else "scikit-learn"), 1 if many else 10, num_samples)
 
 
 def kmeans(

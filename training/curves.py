@@ -1,13 +1,12 @@
 """What runs logged, as curves and as a table: losses, balance, dropped tokens, temperature and scores over steps."""
 
 import csv
-import json
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from evaluation.figures import grid, plot_text, plt, save
-from records.files import new_file, output_folder
+from records.files import new_file, output_folder, read_log
 from records.markdown import markdown_table
 from records.messages import join_names
 from records.provenance import LOG
@@ -47,7 +46,7 @@ def read_curves(runs: Sequence[Path], only: Sequence[str] = ()) -> dict[str, Cur
             raise FileNotFoundError(f"{run} has no {LOG}: name the folder of a run, or of a stage that trains")
         for log in logs:
             name = log.parent.name if len(runs) == 1 else log.parent.relative_to(run.parent).as_posix()
-            curves[name if name not in curves else str(log.parent)] = read_log(log)
+            curves[name if name not in curves else str(log.parent)] = curve_of(log)
     logged = quantities(curves.values())
     missing = [name for name in only or ["loss"] if name not in logged]
     if missing:
@@ -58,11 +57,10 @@ def read_curves(runs: Sequence[Path], only: Sequence[str] = ()) -> dict[str, Cur
     return curves
 
 
-def read_log(log: Path) -> Curve:
+def curve_of(log: Path) -> Curve:
     """What stands in a log: what is in `TITLES`, and scores."""
     curve: Curve = {}
-    for line in log.read_text(encoding="utf-8").split("\n")[:-1]:  # what is just being written has no end of line
-        values = json.loads(line)
+    for values in read_log(log):
         if "logit_scale" in values:
             values["temperature"] = 1 / values["logit_scale"]
         plotted = {name: value for name, value in values.items() if name in TITLES or "/" in name}

@@ -22,7 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from evaluation.progress import Progress
 from modeling_clip_moe.experts import RECOMPILE_LIMIT
 from modeling_clip_moe.sparse_moe import SparseEncoderLayer
-from records.files import new_file
+from records.files import new_file, read_log
 from records.memory import in_words, peak_memory
 from records.messages import one_line
 from records.provenance import CHECKPOINTS, LOG, flatten
@@ -310,9 +310,8 @@ class Log:
         self.first, self.batch_size, self.started = step, batch_size, time.perf_counter()
         if accelerator.is_main_process:
             # A run that was killed may have logged steps after its last checkpoint, which are about to be done again.
-            # The line that it was writing has no end.
-            lines = path.read_text(encoding="utf-8").split("\n")[:-1] if step and path.exists() else []
-            kept = [f"{line}\n" for line in lines if json.loads(line)["step"] <= step]
+            lines = read_log(path) if step and path.exists() else []
+            kept = [f"{json.dumps(line)}\n" for line in lines if line["step"] <= step]
             with new_file(path) as partial:
                 partial.write_text("".join(kept), encoding="utf-8")
 

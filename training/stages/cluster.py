@@ -38,10 +38,9 @@ class ClusterStage(Stage):
     # Parts of a random permutation, to compare with (CLIP-FMoE appendix D).
     num_random_clusters: int = Field(default=1, gt=0)
     # What computes K-means. faiss (pip install faiss-cpu) learns centers from num_samples features and assigns all in
-    # chunks, so that they need not fit into memory. None: scikit-learn up to 100,000 features, faiss above.
+    # chunks, so that they need not fit into memory. None: scikit-learn up to 100,000 features, the best of ten starts;
+    # faiss above, of one.
     method: Literal["scikit-learn", "faiss"] | None = None
-    # Starts of K-means; the best one counts. None: 10 up to 100,000 features, 1 above.
-    n_init: int | None = Field(default=None, gt=0)
     # Features that faiss learns the centers of each K-means from, drawn at random. They are in memory at once. None:
     # 256 for each cluster, and at least 65,536.
     num_samples: int | None = Field(default=None, gt=0)
@@ -68,7 +67,7 @@ class ClusterStage(Stage):
             raise ValueError(f"{data.source} has changed since {source} was made; delete it to embed it anew")
         previous = None if inputs.previous is None else load_clusters(Path(inputs.previous), fingerprint)[0]
         features = {name: features[name] for name in ("image", "text")}
-        method = choose_method(len(rows), self.method, self.n_init, self.num_samples)
+        method = choose_method(len(rows), self.method, self.num_samples)
         numbers = {"image": self.num_image_clusters, "text": self.num_text_clusters, "random": self.num_random_clusters}
         has_kmeans = self.num_image_clusters * self.num_text_clusters > 1
         method_text = f"K-means by {method}" if has_kmeans else "random parts"
