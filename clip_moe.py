@@ -1,17 +1,36 @@
-"""The command line of this project: `clip-moe COMMAND`, or `python -m clip_moe COMMAND`.
+"""The command line of this project, `clip-moe COMMAND` or `python -m clip_moe COMMAND`, and the functions behind it:
+`from clip_moe import upcycle`.
 
 Importing it makes the rooms importable that lie beside this file: in a wheel, as in a checkout.
 """
 
+import importlib
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cyclopts import App
 
 # First, since the user's own folder, where commands are started, may have a module `data` or `training`, too.
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+# What is imported from here -> where it is. Imported when it is asked for: the command line begins with this file
+FUNCTIONS = {
+    "PRESETS": "conversion.presets",
+    "upcycle": "conversion.upcycle",
+    "load_recipe": "training.recipe",
+    "run_recipe": "training.runner",
+    "find_tasks": "evaluation.tasks",
+    "evaluate_model": "evaluation.evaluate",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in FUNCTIONS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(FUNCTIONS[name]), name)
 
 
 def main(arguments: list[str] | None = None) -> None:
