@@ -91,7 +91,7 @@ class GlobalBatchSampler(DistributedBatchSampler):
         if num_samples < self.global_batch_size:
             raise ValueError(
                 f"a dataset of {num_samples} samples does not fill a global batch of {self.global_batch_size} "
-                f"({world_size} processes x {batch_size}): lower the batch size"
+                f"({world_size} processes x {batch_size}): lower global_batch_size"
             )
         self.num_samples = num_samples
 
