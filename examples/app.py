@@ -111,15 +111,14 @@ def patch_map(
 ) -> tuple[PIL.Image.Image, list[tuple[np.ndarray, str]]]:
     """An image, and for each expert a mask of the patches for which the router likes it best."""
     routed = route_images(model, [decode_image(require_image(image))], layer)
-    first = routed.probabilities[0].argmax(axis=-1)  # (S,)
-    side = routed.patch_size
     scale = max(1, SHOWN_SIDE // max(routed.pixels.shape[1:3]))
+    side = scale * routed.patch_size
     pixels = routed.pixels[0].repeat(scale, axis=0).repeat(scale, axis=1)
+    first = routed.probabilities[0, 1:].argmax(axis=-1).reshape(routed.grid).repeat(side, axis=0).repeat(side, axis=1)
     masks = []
-    for expert in sorted(set(first.tolist())):
+    for expert in np.unique(first):
         mask = np.zeros(pixels.shape[:2])
-        patches = (first[1:] == expert).reshape(routed.grid).repeat(side * scale, axis=0).repeat(side * scale, axis=1)
-        mask[: patches.shape[0], : patches.shape[1]] = 0.8 * patches
+        mask[: len(first), : len(first[0])] = 0.8 * (first == expert)
         masks.append((mask, f"expert {expert}"))
     return PIL.Image.fromarray((255 * pixels).round().astype(np.uint8)), masks
 
@@ -234,8 +233,8 @@ def _labels_tab(gr, page, models: Mapping[str, Embeds], examples: Mapping[Path, 
             # Else Gradio opens the file before we do, and of one that it cannot read it only says "Error"
             image.preprocess = lambda upload: upload and upload.path
             labels = gr.Textbox("\n".join(examples.values()), label="Labels, one a line", lines=5, elem_id="labels")
-            template = "{}" if examples else TEMPLATE
-            template = gr.Textbox(template, label="Template, with {} for the label", elem_id="template")
+            of_model = "{}" if examples else TEMPLATE
+            template = gr.Textbox(of_model, label="Template, with {} for the label", elem_id="template")
             ask = gr.Button("Compare", variant="primary", elem_id="compare")
             if examples:
                 shown = [_shown(*of) for of in examples.items()]
@@ -249,7 +248,8 @@ def _labels_tab(gr, page, models: Mapping[str, Embeds], examples: Mapping[Path, 
                 layer = gr.Dropdown(layers[mapped], value=layers[mapped][-1], label=label, elem_id="layer")
                 colors = map(to_hex, expert_colors(models[mapped].model.config.vision_config.num_experts))
                 colors = {f"expert {expert}": color for expert, color in enumerate(colors)}
-                experts = gr.AnnotatedImage(color_map=colors, show_label=False, buttons=[], elem_id="map")
+                options = {"color_map": colors, "height": 400, "show_label": False, "buttons": [], "elem_id": "map"}
+                experts = gr.AnnotatedImage(**options)
                 layer.input(show_errors(gr, draw), [image, layer], experts, **ONE_AT_A_TIME)
                 inputs, outputs = [*inputs, layer], [*outputs, experts]
     compared = show_errors(gr, compare), inputs, outputs

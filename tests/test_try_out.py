@@ -56,6 +56,7 @@ def test_map_of_patches(dense, sparse, images):
     shown = {(x, y): expert for mask, expert in masks for x in sides for y in sides if mask[int(y), int(x)]}
     best = routed.probabilities[0, 1:].argmax(axis=-1)
     assert shown == {(sides[n % 2], sides[n // 2]): f"expert {expert}" for n, expert in enumerate(best)}
+    assert {expert for _, expert in masks} == set(shown.values())
 
 
 def test_search(dense, sparse, images, caplog, tmp_path, monkeypatch):
