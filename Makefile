@@ -15,8 +15,7 @@ OTHER := .venv-transformers-$(TRANSFORMERS)
 
 # gradio takes no Pillow 13
 APP := .venv-app
-MODEL ?= runs/clip_moe_demo/clip_moe
-BASELINE ?= training/symbol_clip
+MODEL ?= training/name_clip_moe
 RESULTS ?= runs/benchmarks
 
 # What is published, made and used in an environment of its own, from a wheel. mkdocs-material warns of its successor
@@ -51,7 +50,7 @@ $(APP)/installed: setup.py constraints.txt
 	$(APP)/bin/pip install --quiet --constraint $(APP)/constraints.txt --editable ".[app]"
 	touch $@
 
-app: $(APP)/installed  ## a page for a model: make app MODEL=runs/clip_moe_demo/clip_moe BASELINE=training/symbol_clip IMAGES=my/images
+app: $(APP)/installed  ## a page for a model: make app MODEL=runs/symbols/sparse BASELINE=runs/symbols/dense IMAGES=my/images
 	$(APP)/bin/python -m examples.app "$(MODEL)" $(if $(BASELINE),--baseline "$(BASELINE)") $(if $(IMAGES),--images "$(IMAGES)")
 
 # Two processes, each with whole files: tests of one file share runs of a recipe. Threads that wait do not spin: where

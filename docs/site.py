@@ -1,4 +1,5 @@
-"""The README is the first page of the site, and links to what is no page of it lead to the repository."""
+"""The README is the first page of the site, links to what is no page of it lead to the repository, and a picture with
+a `_dark` one beside it gives way to that one in the dark scheme."""
 
 import re
 from pathlib import Path
@@ -26,4 +27,10 @@ def on_page_markdown(markdown, page, config, files):
             return f"]({path.relative_to(DOCS).as_posix()}"
         return f"]({config.repo_url}/blob/main/{path.relative_to(README.parent).as_posix()}"
 
+    def of_scheme(match):
+        dark = f"{match[2]}_dark{match[3]}"
+        of_dark = f"![{match[1]}]({dark}#only-dark)"
+        return f"![{match[1]}]({match[2]}{match[3]}#only-light){of_dark}" if (folder / dark).exists() else match[0]
+
+    markdown = re.sub(r"!\[([^]]*)\]\(([^)#\s]+)(\.\w+)\)", of_scheme, markdown)
     return re.sub(r"\]\((?!https?://|#)([^)#\s]+)", link, markdown)

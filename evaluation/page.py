@@ -27,7 +27,9 @@ th:first-child, td:first-child { position: sticky; left: 0; min-width: min(16rem
 .better { color: light-dark(#0a6b2d, #6ddb8f); }
 .worse { color: light-dark(#b3261e, #ff8a80); }
 p:has(img) { overflow-x: auto; }
+p, ul { max-width: 60rem; }
 img { max-width: 100%; }
+img[src^="data:image/svg"] { width: 100%; }
 @media (max-width: 40rem) {
   body { margin: 1rem auto; padding: 0 .5rem; font-size: .85rem; }
   th, td { padding: .2rem .4rem; }

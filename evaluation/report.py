@@ -259,12 +259,14 @@ def _protocols(table) -> str:
         f"{task}: {result['protocol']} ({result['num_samples']} samples, {result['num_skipped']} skipped)"
         for task, result in of_tasks(table).items()
     ]
+    made: dict[str, list[str]] = {}
     for model, results in table.items():
         for task, result in results.items():
             texts = result.get("texts") and TextCounts(**result["texts"]).sentence
             lines += [f"{model} on {task}: {texts}"] if texts else []
-            line = f"{model}: {result['source']}, {result['dtype']}, {computed_with(result)}"
-            lines += [line] if line not in lines else []
+            sources = made.setdefault(f"{result['dtype']}, {computed_with(result)}", [])
+            sources += [source] if (source := f"{model} ({result['source']})") not in sources else []
+    lines += [f"{', '.join(sources)}: {how}" for how, sources in made.items()]
     return "\n".join(map(item, lines))
 
 
@@ -310,9 +312,10 @@ def draw_scores(
             label=name,
         )
     axis.set_yticks(range(len(lines)), ["\n".join(wrap(plot_text(line, 60), 26)) for line in lines], fontsize=8)
-    axis.set_ylim(len(lines) - 0.5, -0.5)
+    axis.set(xlim=(0, None), ylim=(len(lines) - 0.5, -0.5))
+    axis.tick_params(axis="x", labelsize=8)
     axis.tick_params(axis="y", length=0)
     axis.xaxis.set_major_formatter("{x:g} %")
     axis.spines[["top", "right", "left"]].set_visible(False)
-    figure.legend(loc="outside upper center", ncols=names_a_line, frameon=False, fontsize=9)
+    figure.legend(loc="outside upper center", ncols=names_a_line, frameon=False, fontsize=8)
     save(figure, path)

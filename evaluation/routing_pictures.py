@@ -1,6 +1,6 @@
 """Pictures of routing: what each expert computes, of which layer, word and patch."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -63,16 +63,20 @@ def _mark(axis: Axes, routed: RoutedImages, patch: int, **style: Any) -> tuple[f
     return (column + 0.5) * side - 0.5, (line + 0.5) * side - 0.5
 
 
+def expert_colors(num_experts: int) -> Sequence[Sequence[float]]:
+    return (
+        plt.get_cmap("tab10").colors
+        if num_experts <= 10
+        else plt.get_cmap("gist_ncar")(np.linspace(0, 0.95, num_experts))
+    )
+
+
 def draw_patches(routed: RoutedImages, path: Path | IO[bytes]) -> None:
     """Some images, and below each the expert that the router likes best for every patch, and around it, for the class
     token."""
     chosen, num_experts = _some(len(routed.pixels)), routed.probabilities.shape[-1]
     first = routed.probabilities[chosen].argmax(axis=-1)  # (n, S)
-    colors = (
-        plt.get_cmap("tab10").colors
-        if num_experts <= 10
-        else plt.get_cmap("gist_ncar")(np.linspace(0, 0.95, num_experts))
-    )
+    colors = expert_colors(num_experts)
     figure, axes = grid(2 * len(chosen), len(chosen), 1.7, 2.1)
     for above, below, image, experts in zip(*axes, chosen, first, strict=True):
         _show(above, routed.pixels[image])

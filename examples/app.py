@@ -1,5 +1,6 @@
 """A page in the browser: drop an image, type labels, see what models say, and which experts take which patches.
 
+    python -m examples.app training/name_clip_moe
     python -m examples.app runs/clip_moe_demo/clip_moe --baseline training/symbol_clip --images my/images
     python -m examples.app user/model --baseline user/dense --space my_space
 
@@ -8,8 +9,9 @@ images of a folder. `--space` does not open the page: it writes a Space for the 
 """
 
 import html
-import io
+import json
 import logging
+import os
 import platform
 import shutil
 from collections.abc import Callable, Mapping
@@ -22,15 +24,18 @@ import PIL.Image
 import torch
 import yaml
 from datasets import Dataset
+from matplotlib.colors import to_hex
 
 import modeling_clip_moe
 from conversion.publishing.bundle import copy_model
+from data.image_folders import open_folder
 from data.images import FORMATS, decode_image
+from data.pairs import present_captions
 from evaluation.embedder import Embedder, usable_device
 from evaluation.ensemble import Ensemble, open_model
 from evaluation.own_data import is_template
 from evaluation.preferences import route_images
-from evaluation.routing_pictures import draw_patches
+from evaluation.routing_pictures import expert_colors
 from records.command_line import Folder, command
 from records.files import new_folder
 from records.messages import join_names
@@ -42,7 +47,15 @@ BATCH_SIZE = 64
 TITLE, TEMPLATE = "CLIP-MoE", "a photo of a {}."
 SENTENCE = "A sparse CLIP says which label fits a picture, and which of its experts computed each part of it."
 SUFFIXES = {suffix for suffix, name in PIL.Image.registered_extensions().items() if name in FORMATS}
-NUM_FOUND, MAX_SHOWN_SIDE = 8, 512  # images that a text finds, and their pixels
+NUM_FOUND, SHOWN_SIDE = 8, 512  # images that a text finds, and pixels of what is shown
+GALLERY = {"buttons": [], "height": "max-content", "elem_classes": "pictures"}
+# Gallery has as many columns on all screens, and cuts captions
+STYLE = """
+.pictures .grid-container { grid-template: none / repeat(auto-fill, minmax(8rem, 1fr)) }
+.pictures .caption-label { white-space: normal }
+"""
+# Pictures that the page opens on, by the folder of the bundled model that knows them
+PICTURES = {"name_clip_moe": str(Path(__file__).parent / "pictures")}
 SECONDS_KEPT = 3600  # what visitors upload
 # What a Space needs: folders of this repository that the page runs on, and packages
 ROOMS = ("records", "data", "conversion", "evaluation", "examples")
@@ -93,11 +106,21 @@ def sparse_layers(model: Embeds) -> list[int]:
     return [] if isinstance(model, Ensemble) else sorted(getattr(model.model.config.vision_config, "moe_layers", ()))
 
 
-def patch_map(model: Embedder, image: str | Path | None, layer: int) -> PIL.Image.Image:
-    """An image and the expert that the router likes best for each of its patches."""
-    routed, picture = route_images(model, [decode_image(require_image(image))], layer), io.BytesIO()
-    draw_patches(routed, picture)
-    return PIL.Image.open(picture)
+def patch_map(
+    model: Embedder, image: str | Path | None, layer: int
+) -> tuple[PIL.Image.Image, list[tuple[np.ndarray, str]]]:
+    """An image, and for each expert a mask of the patches for which the router likes it best."""
+    routed = route_images(model, [decode_image(require_image(image))], layer)
+    scale = max(1, SHOWN_SIDE // max(routed.pixels.shape[1:3]))
+    side = scale * routed.patch_size
+    pixels = routed.pixels[0].repeat(scale, axis=0).repeat(scale, axis=1)
+    first = routed.probabilities[0, 1:].argmax(axis=-1).reshape(routed.grid).repeat(side, axis=0).repeat(side, axis=1)
+    masks = []
+    for expert in np.unique(first):
+        mask = np.zeros(pixels.shape[:2])
+        mask[: len(first), : len(first[0])] = 0.8 * (first == expert)
+        masks.append((mask, f"expert {expert}"))
+    return PIL.Image.fromarray((255 * pixels).round().astype(np.uint8)), masks
 
 
 class ImageSearch:
@@ -108,8 +131,8 @@ class ImageSearch:
     """
 
     def __init__(self, models: Mapping[str, Embeds], folder: str | Path):
-        self.paths = readable_images(Path(folder))
-        rows = Dataset.from_dict({"image": [str(path) for path in self.paths]})
+        self.captions = captioned(Path(folder))
+        rows = Dataset.from_dict({"image": [str(path) for path in self.captions]})
         self.models = models
         self.images = {
             name: model.image_side(model.map(lambda e: e.images(rows)), model.image_weights(rows))
@@ -123,7 +146,8 @@ class ImageSearch:
         model = self.models[name]
         texts = model.text_side(model.map(lambda e: e.texts([text])), model.weights([[text]]))
         best = np.argsort(-(self.images[name] @ texts[0]), kind="stable")
-        return [self.paths[row] for row in best[:NUM_FOUND]]
+        paths = list(self.captions)
+        return [paths[row] for row in best[:NUM_FOUND]]
 
 
 def readable_images(folder: Path) -> list[Path]:
@@ -146,6 +170,15 @@ def readable_images(folder: Path) -> list[Path]:
     return readable
 
 
+def captioned(folder: Path) -> dict[Path, str]:
+    """The `readable_images` of a folder, and what is said of each there, or else the name of its file."""
+    paths, said = readable_images(folder), {}
+    for rows in open_folder(str(folder)).values():
+        if {"image", "caption"} <= set(rows.column_names):
+            said |= dict(zip(rows["image"], rows["caption"], strict=True))
+    return {path: " · ".join(present_captions(said.get(os.path.abspath(path)))) or path.stem for path in paths}
+
+
 def import_gradio():
     """Raises a ValueError if it is not installed."""
     try:
@@ -159,73 +192,89 @@ def import_gradio():
     return gradio
 
 
-def named_pictures(folder: str | Path) -> list[list[str]]:
-    """What the page offers to try: the pictures of a folder, each with the names of all, one a line, and a template."""
-    paths = readable_images(Path(folder))
-    labels = "\n".join(path.name.split(".")[0] for path in paths)
-    return [[str(path), labels, "{}"] for path in paths]
-
-
-def build_page(models: Mapping[str, Embeds], search: ImageSearch | None = None, examples: list[list[str]] = ()):
+def build_page(models: Mapping[str, Embeds], search: ImageSearch | None = None, examples: Mapping[Path, str] = {}):
     """The page as `gradio.Blocks`.
 
     Args:
         models: name -> model, beside each other in this order. The map is of the first one that is sparse.
-        examples: see `named_pictures`.
+        examples: pictures to try and their names; the page opens on the first one.
     """
     gr = import_gradio()
     options = {"analytics_enabled": False, "delete_cache": (SECONDS_KEPT, SECONDS_KEPT)}
     with gr.Blocks(title=TITLE, **options) as page:
         gr.Markdown(f"# {TITLE}\n{SENTENCE}")
         with gr.Tab("Labels"):
-            _labels_tab(gr, models, examples)
+            _labels_tab(gr, page, models, examples)
         if search is not None:
             with gr.Tab("Search"):
                 _search_tab(gr, search)
     return page
 
 
-def _labels_tab(gr, models: Mapping[str, Embeds], examples: list[list[str]]) -> None:
-    def compare(*inputs) -> Any:
-        return _unpacked([label_scores(model, *inputs) for model in models.values()])
+def _labels_tab(gr, page, models: Mapping[str, Embeds], examples: Mapping[Path, str]) -> None:
+    layers = {name: sparse_layers(model) for name, model in models.items()}
+    mapped = next((name for name in models if layers[name]), None)
 
+    def draw(image: str | None, layer: int) -> Any:
+        return patch_map(models[mapped], image, layer)
+
+    def compare(image: str | None, labels: str | None, template: str | None, *layer: int) -> Any:
+        scores = [label_scores(model, image, labels, template) for model in models.values()]
+        return _unpacked(scores + [draw(image, of_map) for of_map in layer])
+
+    def choose(event: gr.SelectData) -> str:
+        return pictures[event.index]
+
+    pictures = [str(path) for path in examples]
     with gr.Row():
         with gr.Column():
-            image = gr.Image(label="Image", type="filepath", sources=["upload", "clipboard"], elem_id="image")
+            options = {"type": "filepath", "sources": ["upload", "clipboard"]}
+            image = gr.Image(next(iter(pictures), None), label="Image", elem_id="image", **options)
             # Else Gradio opens the file before we do, and of one that it cannot read it only says "Error"
             image.preprocess = lambda upload: upload and upload.path
-            labels = gr.Textbox(label="Labels, one a line", lines=5, elem_id="labels")
-            template = gr.Textbox(TEMPLATE, label="Template, with {} for the label", elem_id="template")
+            labels = gr.Textbox("\n".join(examples.values()), label="Labels, one a line", lines=5, elem_id="labels")
+            of_model = "{}" if examples else TEMPLATE
+            template = gr.Textbox(of_model, label="Template, with {} for the label", elem_id="template")
             ask = gr.Button("Compare", variant="primary", elem_id="compare")
             if examples:
-                gr.Examples(examples, [image, labels, template])
+                shown = [_shown(*of) for of in examples.items()]
+                gallery = gr.Gallery(shown, show_label=False, allow_preview=False, **GALLERY)
         with gr.Column():
             with gr.Row():
-                scores = [gr.Label(label=name, elem_classes="scores") for name in models]
-            layers = {name: sparse_layers(model) for name, model in models.items()}
-            mapped = next((name for name in models if layers[name]), None)
+                outputs = [gr.Label(label=name, elem_classes="scores") for name in models]
+            inputs = [image, labels, template]
             if mapped is not None:
                 label = f"The experts of each patch in {mapped}, sparse layer"
                 layer = gr.Dropdown(layers[mapped], value=layers[mapped][-1], label=label, elem_id="layer")
-                experts = gr.Image(show_label=False, buttons=[], interactive=False, elem_id="map")
-    compared = ask.click(show_errors(gr, compare), [image, labels, template], scores, **ONE_AT_A_TIME)
-    if mapped is not None:
-        draw = show_errors(gr, lambda *inputs: patch_map(models[mapped], *inputs)), [image, layer], experts
-        compared.success(*draw, **ONE_AT_A_TIME)
-        layer.input(*draw, **ONE_AT_A_TIME)
+                colors = map(to_hex, expert_colors(models[mapped].model.config.vision_config.num_experts))
+                colors = {f"expert {expert}": color for expert, color in enumerate(colors)}
+                options = {"color_map": colors, "height": 400, "show_label": False, "buttons": [], "elem_id": "map"}
+                experts = gr.AnnotatedImage(**options)
+                layer.input(show_errors(gr, draw), [image, layer], experts, **ONE_AT_A_TIME)
+                inputs, outputs = [*inputs, layer], [*outputs, experts]
+    compared = show_errors(gr, compare), inputs, outputs
+    # Else an error covers each output, too
+    options = ONE_AT_A_TIME | {"show_progress_on": ask}
+    ask.click(*compared, api_name="compare", **options)
+    if examples:
+        gallery.select(choose, None, image).then(*compared, **options)
+        page.load(*compared, **options)
 
 
 def _search_tab(gr, search: ImageSearch) -> None:
     def find(text: str) -> Any:
-        return _unpacked([[_shown(path) for path in search.find(name, text)] for name in search.models])
+        found = [search.find(name, text) for name in search.models]
+        return _unpacked([[_shown(path, search.captions[path]) for path in paths] for paths in found])
 
-    text = gr.Textbox(label=f"What do you look for among {len(search.paths)} images?", elem_id="query", submit_btn=True)
+    label = f"What do you look for among {len(search.captions)} images?"
+    text = gr.Textbox(label=label, elem_id="query", submit_btn=True)
     with gr.Row():
-        galleries = [gr.Gallery(label=name, columns=4, elem_classes="found") for name in search.models]
+        several = len(search.models) > 1
+        galleries = [gr.Gallery(label=name, show_label=several, **GALLERY) for name in search.models]
     text.submit(show_errors(gr, find), text, galleries, **ONE_AT_A_TIME)
 
 
-# pyplot draws in one thread, and computing twice at once gains nothing.
+# Computing twice at once gains nothing
 ONE_AT_A_TIME = {"concurrency_id": "model", "concurrency_limit": 1}
 
 
@@ -246,11 +295,11 @@ def _unpacked(outputs: list[Any]) -> Any:
     return outputs if len(outputs) > 1 else outputs[0]
 
 
-def _shown(path: Path) -> tuple[PIL.Image.Image, str]:
-    """An image as any browser shows it, and the name of its file."""
+def _shown(path: Path, caption: str) -> tuple[PIL.Image.Image, str]:
+    """An image as any browser shows it, and its caption."""
     image = decode_image(str(path))
-    image.thumbnail((MAX_SHOWN_SIDE, MAX_SHOWN_SIDE))
-    return image, path.name
+    image.thumbnail((SHOWN_SIDE, SHOWN_SIDE))
+    return image, caption
 
 
 def write_space(output: Path, model: str, baseline: str | None, images: str | None, examples: str | None) -> None:
@@ -299,13 +348,16 @@ def _copy_code(source: Path, target: Path) -> None:
 
 def _copy_images(source: Path, target: Path) -> None:
     """Write the pixels of a folder's images into PNG files, `a.jpg.png` for `a.jpg`, without metadata such as where
-    they were taken."""
-    for path in readable_images(source):
+    they were taken, and their captions into `metadata.jsonl`."""
+    lines = []
+    for path, caption in captioned(source).items():
         image = decode_image(str(path))
         image.info.clear()  # comments and color profiles, which Pillow would write
         copy = target / path.relative_to(source).with_name(f"{path.name}.png")
         copy.parent.mkdir(parents=True, exist_ok=True)
         image.save(copy)
+        lines.append(json.dumps({"file_name": copy.relative_to(target).as_posix(), "caption": caption}))
+    (target / "metadata.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _names(sources: list[str]) -> list[str]:
@@ -330,9 +382,11 @@ def app(
         model: a folder or Hub name.
         baseline: a folder or Hub name of the model beside it, such as the dense one.
         images: folder of images to search in; they are embedded first.
-        examples: folder of pictures to try, each of whose files has the name that is its label.
+        examples: folder of pictures to try, with captions or with their labels as names; for a bundled model, those
+            that it knows.
         space: write a Space into this folder instead.
     """
+    examples = examples or PICTURES.get(Path(model).resolve().name)
     if space:
         write_space(space, model, baseline, images, examples)
         return f"{space} is a Space: hf upload USER/NAME {space} --repo-type space puts it on the Hub"
@@ -341,7 +395,7 @@ def app(
     named = zip(_names(sources), sources, strict=True)
     models = {name: open_model(source, None, BATCH_SIZE, device) for name, source in named}
     search = ImageSearch(models, images) if images else None
-    build_page(models, search, named_pictures(examples) if examples else []).launch(ssr_mode=False)
+    build_page(models, search, captioned(Path(examples)) if examples else {}).launch(ssr_mode=False, css=STYLE)
     return None
 
 

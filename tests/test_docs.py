@@ -1,7 +1,10 @@
 """README and docs: commands are read, examples run, links lead somewhere, numbers are those of the cards."""
 
+import json
 import re
 import shutil
+from itertools import groupby
+from statistics import mean, stdev
 from unittest import mock
 
 import pytest
@@ -10,6 +13,7 @@ from documents import CLIP_MOE_DEMO, ELSEWHERE, PAGES, ROOT, RUN, SHOWN, blocks,
 
 import clip_moe
 from conversion.publishing import bundle
+from records.intervals import paired_interval
 from records.yaml_files import read_yaml
 from training import settings_page
 from training.recipe import load_recipe
@@ -206,4 +210,41 @@ def test_scores_are_those_of_the_cards(name, cards):
         expected = card_scores(card)[row["model"]]
         for column in header:
             if column in COLUMNS:
-                assert without_difference(row[column]) == expected[column], (card, row["model"], column)
+                assert without_difference(row[column].strip("*")) == expected[column], (card, row["model"], column)
+
+
+def seed_scores(card, column, models):
+    """Model -> its score in each seed, of the metric whose means a column has."""
+    shown, of_seeds = card_scores(card), {}
+    for file in sorted(CARDS.glob(f"{card}*/seeds.json")):
+        for model, tasks in json.loads(file.read_text(encoding="utf-8")).items():
+            for task, seeds in tasks.items():
+                for metric in seeds[0] if model in models else ():
+                    of_seeds.setdefault((task, metric), {})[model] = [100 * seed[metric] for seed in seeds]
+
+    def cells(scores):
+        return {model: without_difference(f"{mean(of):.1f} ± {stdev(of):.1f}") for model, of in scores.items()}
+
+    expected = {model: shown[model][column] for model in models}
+    return next(scores for scores in of_seeds.values() if cells(scores) == expected)
+
+
+def best_cells(rows):
+    """(model, column) -> whether its mean is above that of every other row by more than the paired interval over the
+    seeds, widened for two columns."""
+    (header, _, card), models = rows[0], [row["model"] for _, row, _ in rows]
+    best = {}
+    for column in set(header) & set(COLUMNS):
+        scores = seed_scores(card, column, models)
+        for model in models:
+            others = [scores[other] for other in models if other != model]
+            best[model, column] = all(paired_interval(scores[model], of, comparisons=2)[0] > 0 for of in others)
+    return best
+
+
+def test_the_best_scores_are_bold():
+    for _, rows in groupby(tables(TEXT[ROOT / "docs/results.md"]), key=lambda row: id(row[0])):
+        rows = list(rows)
+        for (model, column), is_best in best_cells(rows).items():
+            (cell,) = [row[column] for _, row, _ in rows if row["model"] == model]
+            assert cell.startswith("**") == cell.endswith("**") == is_best, (rows[0][2], model, column)

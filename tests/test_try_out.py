@@ -39,6 +39,7 @@ def images(tmp_path_factory):
         picture.save(folder / name)
     for name in ("broken.png", "notes.txt"):
         (folder / name).write_text("no image")
+    (folder / "metadata.csv").write_text("file_name,caption\nc.png,a red circle\n")
     return folder
 
 
@@ -49,16 +50,22 @@ def opened(folder):
 def test_map_of_patches(dense, sparse, images):
     model, image = opened(sparse), images / "a.png"
     assert sparse_layers(model) == [1] and sparse_layers(opened(dense)) == []
-    drawn, routed = patch_map(model, image, 1), route_images(model, [PIL.Image.open(image)], 1)
-    assert routed.grid == (2, 2) and drawn.width > 300 and len(drawn.getcolors(10**6)) > 100
+    (drawn, masks), routed = patch_map(model, image, 1), route_images(model, [PIL.Image.open(image)], 1)
+    assert routed.grid == (2, 2) and drawn.width == drawn.height > 300
+    sides = np.array([0.25, 0.75]) * drawn.width
+    shown = {(x, y): expert for mask, expert in masks for x in sides for y in sides if mask[int(y), int(x)]}
+    best = routed.probabilities[0, 1:].argmax(axis=-1)
+    assert shown == {(sides[n % 2], sides[n // 2]): f"expert {expert}" for n, expert in enumerate(best)}
+    assert {expert for _, expert in masks} == set(shown.values())
 
 
 def test_search(dense, sparse, images, caplog, tmp_path, monkeypatch):
     search = ImageSearch({"dense": opened(dense), "sparse": opened(sparse)}, images)
-    assert [path.relative_to(images).as_posix() for path in search.paths] == ["a.png", "below/b.JPG", "c.png"]
+    captions = {path.relative_to(images).as_posix(): caption for path, caption in search.captions.items()}
+    assert captions == {"a.png": "a", "below/b.JPG": "b", "c.png": "a red circle"}  # its name where there is no caption
     assert "1 of 4 images" in caplog.text
     embed = plain_embedding(dense)
-    by_hand = sorted(search.paths, key=lambda path: -embed(PIL.Image.open(path)) @ embed("a red circle"))
+    by_hand = sorted(search.captions, key=lambda path: -embed(PIL.Image.open(path)) @ embed("a red circle"))
     assert search.find("dense", "a red circle") == by_hand
     monkeypatch.setattr(app, "NUM_FOUND", 2)
     assert len(search.find("sparse", "a red circle")) == 2
@@ -87,14 +94,13 @@ def test_space(sparse, images, tmp_path, monkeypatch):
     header = yaml.safe_load((space / "README.md").read_text().split("---")[1])
     assert (header["sdk"], header["sdk_version"], header["app_file"]) == ("gradio", "6.31.0", "app.py")
     assert header["models"] == ["user/dense"]
-    pictures = app.named_pictures(space / "examples" / "pictures")
-    assert len(pictures) == 4 and all(labels == "\n".join(NAMES) for _, labels, _ in pictures)
+    assert list(app.captioned(space / "examples" / "pictures").values()) == NAMES
     packages = [Requirement(line) for line in (space / "requirements.txt").read_text().splitlines()]
     assert {package.name for package in packages} == set(app.REQUIREMENTS) and "torch==2.13.0" in map(str, packages)
     copy = space / "model" / "clip_moe"
     assert not beside & {path.name for path in copy.iterdir()} and same_weights(copy, sparse)
     found = {path.relative_to(space / "images" / images.name).as_posix() for path in space.glob("images/*/**/*.*")}
-    assert found == {"a.png.png", "below/b.JPG.png", "c.png.png"}
+    assert found == {"a.png.png", "below/b.JPG.png", "c.png.png", "metadata.jsonl"}
     assert (space / "examples" / "app.py").is_file() and not list(space.rglob("__pycache__"))
     with pytest.raises(SystemExit, match="already exists"):
         app.app.main(arguments)
@@ -122,7 +128,7 @@ def test_a_space_gets_pixels_alone(tmp_path, caplog):
     for name in ("f.eps", "g.png"):
         (images / name).write_text("a secret")
     app._copy_images(images, tmp_path / "space")
-    files = {path.relative_to(tmp_path / "space").as_posix(): path for path in (tmp_path / "space").rglob("*.*")}
+    files = {path.relative_to(tmp_path / "space").as_posix(): path for path in (tmp_path / "space").rglob("*.png")}
     assert set(files) == {f"{name}.png" for name in ("a.jpg", "b.webp", "c.png")}
     assert "2 of 5 images" in caplog.text and "photo.png (it is a link)" in caplog.text and "g.png" in caplog.text
     for name, path in files.items():

@@ -12,7 +12,7 @@ from gradio_client import Client, handle_file
 ADDRESS, PATIENCE = "http://127.0.0.1:7891", 180  # seconds
 
 space = Path(sys.argv[1]).resolve()
-pictures = sorted((space / "examples" / "pictures").iterdir())
+pictures = sorted((space / "examples" / "pictures").glob("*.png"))
 names = [path.name.split(".")[0] for path in pictures]
 environment = {**os.environ, "GRADIO_SERVER_PORT": ADDRESS.rpartition(":")[2], "GRADIO_ANALYTICS_ENABLED": "False"}
 server = subprocess.Popen([sys.executable, "app.py"], cwd=space, env=environment)
@@ -27,10 +27,10 @@ try:
             time.sleep(1)
     client = Client(ADDRESS, verbose=False)
     for path, name in zip(pictures, names, strict=True):
-        label = client.predict(handle_file(path), "\n".join(names), "{}", api_name="/shown")["label"]
-        if label != name:
-            sys.exit(f"error: {space} calls {path.name} {label!r}")
-        print(f"{path.name}: {label}")
+        scores, _ = client.predict(handle_file(path), "\n".join(names), "{}", api_name="/compare")
+        if scores["label"] != name:
+            sys.exit(f"error: {space} calls {path.name} {scores['label']!r}")
+        print(f"{path.name}: {name}")
 finally:
     server.terminate()
     server.wait()
