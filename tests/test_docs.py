@@ -242,8 +242,9 @@ def best_cells(rows):
     return best
 
 
-def test_the_best_scores_are_bold():
-    for _, rows in groupby(tables(TEXT[ROOT / "docs/results.md"]), key=lambda row: id(row[0])):
+@pytest.mark.parametrize("name", CARDS_OF)
+def test_the_best_scores_are_bold(name):
+    for _, rows in groupby(tables(TEXT[ROOT / name]), key=lambda row: id(row[0])):
         rows = list(rows)
         for (model, column), is_best in best_cells(rows).items():
             (cell,) = [row[column] for _, row, _ in rows if row["model"] == model]
