@@ -7,8 +7,10 @@ from typing import Any
 from evaluation.report import arrange
 from records.intervals import LEVEL, Reach, mean_reach, score_difference_reach
 
-# What results call the models that are compared
+# What results call the models that are compared. `dense` and `sparse` lie half way between a model and its fine-tuned
+# weights, which may be there, too
 BASE, DENSE, SPARSE = COMPARED = ("base", "dense", "sparse")
+TUNED = ", fine-tuned weights"
 Rows = Mapping[str, Mapping[str, Any]]
 # A difference, and how far its interval reaches; None: it has none
 Gain = tuple[float, Reach | None]
@@ -17,18 +19,30 @@ Gain = tuple[float, Reach | None]
 def answer(results: Sequence[dict[str, Any]], learned: Collection[str], folders: Mapping[str, str]) -> str:
     """What was learned, what was kept, whether experts helped, and which folder to use, as markdown.
 
+    Models half way are compared, unless the dense one learned less than its fine-tuned weights without keeping more, as
+    far from the base: then these are.
+
     Experts helped if the sparse model's mean score on what was to be learned is above the dense model's by more than
     the interval over test samples, and that on what was to be kept is not below it by more than its own. Where that one
     has no interval, any loss counts.
 
     Args:
-        results: of `evaluation.evaluate.evaluate_model`, for the models `COMPARED`.
+        results: of `evaluation.evaluate.evaluate_model`, for the models `COMPARED`; perhaps for two `TUNED`.
         learned: tasks on what was to be learned, with intervals. All others are on what was to be kept.
         folders: model -> where it lies.
     """
     table = arrange(results)
     kept = [task for task in table[BASE] if task not in learned]
     of_goals = {goal: tasks for goal, tasks in (("learned", learned), ("kept", kept)) if tasks}
+    way = None
+    if DENSE + TUNED in table:
+        half = {goal: _gain(table[DENSE], table[DENSE + TUNED], tasks) for goal, tasks in of_goals.items()}
+        way = ", ".join(f"{goal} {_points(gain)}" for goal, gain in half.items())
+        way = f"*Half way* from base to fine-tuned weights, against these, the dense model: {way}."
+        if _high(half["learned"]) < 0 and ("kept" not in half or _low(half["kept"]) <= 0):
+            table = {**table, **{model: table[model + TUNED] for model in (DENSE, SPARSE)}}
+            folders = {**folders, **{model: folders[model + TUNED] for model in (DENSE, SPARSE)}}
+            way += " So the fine-tuned weights are compared here."
     helped, why = _verdict(**{goal: _gain(table[SPARSE], table[DENSE], tasks) for goal, tasks in of_goals.items()})
     best = SPARSE if helped else DENSE
     gains = {goal: _gain(table[best], table[BASE], tasks) for goal, tasks in of_goals.items()}
@@ -40,6 +54,7 @@ def answer(results: Sequence[dict[str, Any]], learned: Collection[str], folders:
         lines.append(f"*{goal.capitalize()}*, {best} against base: {_points(gains[goal])}. {_scores(table, tasks)}")
     if not kept:
         lines.append("*Kept* was not measured: name benchmarks by `--keep_tasks`.")
+    lines += [way] if way else []
     lines.append(f"± is the {LEVEL:.0%} interval over the test's samples. Another seed of training may change more.")
     return "\n\n".join(lines)
 

@@ -135,3 +135,28 @@ def test_verdicts(learned, kept, begins):
     told = answer(results, ["learned"], {model: f"in/{model}" for model in ("base", "dense", "sparse")})
     assert told.startswith(begins)
     assert f"kept, accuracy: base {kept[0]:.1%}, dense {kept[1]:.1%}, sparse {kept[2]:.1%}." in told
+
+
+@pytest.mark.parametrize(
+    ("learned", "kept", "used"),
+    [(0.3, 0.9, "in/dense"), (0.3, 0.8, "in/dense_tuned"), (0.6, 0.8, "in/dense")],
+    ids=["half way learned less and kept more", "only less", "as much"],
+)
+def test_half_way_or_all_of_it(learned, kept, used):
+    scores = {
+        "base": (0.2, 0.9),
+        "dense": (learned, kept),
+        "sparse": (learned, kept),
+        "dense, fine-tuned weights": (0.6, 0.8),
+        "sparse, fine-tuned weights": (0.6, 0.8),
+    }
+    results = [
+        result(model, task, primary={"accuracy": "accuracy"}, metrics={"accuracy": score})
+        for model, of_tasks in scores.items()
+        for task, score in zip(("learned", "kept"), of_tasks, strict=True)
+    ]
+    told = answer(
+        results, ["learned"], {model: f"in/{model.partition(',')[0]}{'_tuned' * (',' in model)}" for model in scores}
+    )
+    assert f"Use `{used}`, the dense model." in told
+    assert f"learned {100 * (learned - 0.6):+.1f} ± " in told
