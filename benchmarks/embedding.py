@@ -1,4 +1,4 @@
-"""Pictures a second of `clip-moe embeddings`, beside loops over transformers' and open_clip's models of the same size.
+"""Pictures a second of `clip-moe embed`, beside loops over transformers' and open_clip's models of the same size.
 
 python -m benchmarks.embedding --open-clip .venv/clip-benchmark --output benchmarks/results/embedding_cpu.md
 """
@@ -127,8 +127,8 @@ def cases(folder: Path, open_clip: Path | None) -> Iterator[tuple[str, Callable[
         yield f"transformers' model in a loop, {workers}", partial(cost, in_a_loop, folder, num_workers, None)
         if open_clip is not None:
             yield f"open_clip's model in a loop, {workers}", partial(cost, in_a_loop, folder, num_workers, open_clip)
-        yield f"clip-moe embeddings, {workers}", partial(cost, ours, folder, num_workers, "dense")
-    yield "clip-moe embeddings, 2 workers, CLIP-UP", partial(cost, ours, folder, 2, "sparse")
+        yield f"clip-moe embed, {workers}", partial(cost, ours, folder, num_workers, "dense")
+    yield "clip-moe embed, 2 workers, CLIP-UP", partial(cost, ours, folder, 2, "sparse")
 
 
 def small_picture(rng: np.random.Generator) -> bytes:

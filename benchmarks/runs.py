@@ -55,7 +55,7 @@ SYSTEMS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "CLIP-MoE": (
         "clip_moe_symbols",
         "features_0 clusters_1 expert_1 features_1 clusters_2 expert_2 unified clip_moe",
-        TRAINED | {"defaults.embed.data.num_samples": 2048, "unified.experts": ["expert_1", "expert_2"]},
+        TRAINED | {"defaults.features.data.num_samples": 2048, "unified.experts": ["expert_1", "expert_2"]},
     ),
     "CLIP-FMoE": (
         "clip_fmoe_symbols",

@@ -107,7 +107,7 @@ def test_a_missing_picture_is_left_out_and_data_without_any_are_refused(dense, p
 
 
 def run_command(*arguments):
-    clip_moe.main(["embeddings", *map(str, arguments)])
+    clip_moe.main(["embed", *map(str, arguments)])
 
 
 @pytest.mark.slow

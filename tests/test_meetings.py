@@ -49,7 +49,7 @@ COMMANDS = {
     "unify": "unify OUT --model FOLDER --experts FOLDER",
     "assemble": "assemble OUT --experts FOLDER FOLDER",
     "train": f"train OUT --model FOLDER {DATA} --global_batch_size 2 --max_steps 1 --learning_rate 1e-3",
-    "embed": f"embed OUT --model FOLDER {DATA}",
+    "features": f"features OUT --model FOLDER {DATA}",
     "embed captions": f"embed-captions OUT --encoder FOLDER {DATA}",
     "embed images": f"embed-captions OUT --encoder FOLDER {DATA} --modality image",
     "publish": "publish FOLDER user/name --dry-run OUT --license mit",

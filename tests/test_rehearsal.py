@@ -63,7 +63,7 @@ AT_ONCE = {
     "itself": ({"sparse.model": "sparse"}, "sparse.model: sparse is this stage itself"),
     "another kind": (
         {"expert.clusters": "features"},
-        "features is a stage of type embed, not cluster",
+        "features is a stage of type features, not cluster",
     ),
     "folder of another kind": (
         {"expert.clusters": "./captions"},

@@ -32,7 +32,7 @@ from training.stages.steps import REHEARSED_STEPS, StepsStage
 # Samples of a recipe that trains nothing
 FEW = 256
 # Kinds of stages that make a row for each pair of their data
-OF_ALL_PAIRS = {"embed", "cluster", "embed_captions", "cluster_fine", "cluster_coarse"}
+OF_ALL_PAIRS = {"features", "cluster", "embed_captions", "cluster_fine", "cluster_coarse"}
 
 
 @dataclasses.dataclass(frozen=True)

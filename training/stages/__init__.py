@@ -10,10 +10,10 @@ if TYPE_CHECKING:
 PURPOSES = {
     "weights of other forms": ("openai", "released_clip_moe", "export_clip_moe", "llava"),
     "models made of models": ("initialize", "long_context", "upcycle", "unify", "assemble", "average", "dense"),
-    "data": ("split", "tokenizer", "mixture", "captions", "embed", "cluster"),
+    "data": ("split", "tokenizer", "mixture", "captions", "features", "cluster"),
     "data experts": ("embed_captions", "cluster_fine", "cluster_coarse", "select"),
     "training": ("train", "train_long_clip", "train_experts", "train_data_expert", "train_router"),
-    "measures": ("evaluate", "answer", "analyze", "embeddings"),
+    "measures": ("evaluate", "answer", "analyze", "embed"),
 }
 KINDS = tuple(kind for kinds in PURPOSES.values() for kind in kinds)
 

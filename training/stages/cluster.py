@@ -25,8 +25,8 @@ class ClusterStage(Stage):
     kind: ClassVar[str] = "cluster"
     main_process_only: ClassVar[bool] = True
 
-    # An embed stage.
-    features: Annotated[str, Reads("embed")]
+    # A features stage.
+    features: Annotated[str, Reads("features")]
     # The cluster stage that these refine: a cluster is then a combination of both labels.
     previous: Annotated[str, Reads("cluster")] | None = None
     # Whether the samples of each previous cluster are clustered by themselves, instead of all together.
@@ -60,7 +60,7 @@ class ClusterStage(Stage):
         from training.clusters import accumulate, choose_method, combine, load_clusters, save_clusters, split
 
         source = Path(inputs.features)
-        features = FeatureStore.open(source, "an embed stage", {"data": dict, "dataset_fingerprint": str})
+        features = FeatureStore.open(source, "a features stage", {"data": dict, "dataset_fingerprint": str})
         data, fingerprint = DataArguments(**features.about["data"]), features.about["dataset_fingerprint"]
         rows = context.pairs(data)
         if context.data_fingerprint(rows) != fingerprint:

@@ -1,43 +1,63 @@
-"""The stage that embeds a dataset."""
+"""The stage that writes a model's embeddings for other programs."""
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from training.context import Context
-from training.settings import STRICT, dump
+from training.settings import STRICT
 from training.stages.base import Model, NumberedData, Stage
 
 
 @dataclass(config=STRICT, kw_only=True)
 class EmbedStage(Stage):
-    """The features of a whole dataset, by which it is clustered."""
+    """A model's embeddings of your pictures and captions, normalized and in the order of the data.
+
+    The folder gets image_embeds.npy and text_embeds.npy, and rows.jsonl, which says of each pair where it is in the
+    data, its picture and its captions; or all of that as embeds.parquet. Pictures that cannot be read are left out,
+    counted and named. Several processes share the work.
+
+        clip-moe embed mine --model runs/clip_moe_demo/clip_moe --data.source my/photos
+        accelerate launch -m clip_moe embed mine --model FOLDER --data.source my/photos
+    """
 
     kind: ClassVar[str] = "embed"
 
-    # An earlier stage, a folder or a hub name.
+    # A CLIPModel or CLIPMoEModel: an earlier stage, a folder or a hub name.
     model: Model
     # The pairs to embed.
     data: NumberedData
-    # Samples that one process computes at a time.
-    batch_size: int = Field(default=256, gt=0)
-    # The weights of the L captions of an image, as in the stages that train on them: its text feature is their weighted
-    # mean. None: the first caption that is not missing.
-    caption_weights: list[Annotated[float, Field(ge=0)]] | None = Field(default=None, min_length=1)
+    # What to embed.
+    what: Literal["both", "images", "captions"] = "both"
+    # Form of the files.
+    form: Literal["npy", "parquet"] = "npy"
+    # Images or texts that are embedded at a time.
+    batch_size: int = Field(default=64, gt=0)
+    # Of the computation; files are in float32.
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
-        from evaluation.embedder import BATCHES_PER_SHARD, Embedder
-        from evaluation.feature_store import FeatureStore
-        from training.loader import PairLoader
+        import torch
+        from accelerate import PartialState
 
-        accelerator, rows = context.accelerator, context.pairs(inputs.data)
-        batch_size, weights = min(self.batch_size, len(rows)), self.caption_weights
-        embedder = Embedder(inputs.model, None, batch_size, accelerator.device, state=accelerator)
-        loader = PairLoader(rows, embedder.processor, self.data, batch_size, caption_weights=weights)
-        context.held["images"] = loader.bytes_in_memory
-        about = {"data": dump(self.data), "dataset_fingerprint": context.data_fingerprint(rows)}
-        store = FeatureStore(directory, len(rows), batch_size * BATCHES_PER_SHARD, about)
-        store.write(accelerator, "features", embedder.compute(loader.in_order()))
+        from evaluation.embed import write_embeddings
+
+        accelerator = context.accelerator
+        num_images, num_captions, unreadable = write_embeddings(
+            inputs.model,
+            inputs.data,
+            directory,
+            self.what,
+            self.form,
+            self.batch_size,
+            accelerator.device,
+            getattr(torch, self.dtype),
+            self.data.num_workers or None,
+            PartialState() if accelerator.num_processes > 1 else None,
+        )
+        accelerator.on_main_process(print)(
+            f"{self.name}: {num_images} pictures and {num_captions} captions, {len(unreadable)} pictures skipped"
+        )

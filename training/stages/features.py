@@ -1,0 +1,43 @@
+"""The stage that embeds a dataset to cluster it."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from training.context import Context
+from training.settings import STRICT, dump
+from training.stages.base import Model, NumberedData, Stage
+
+
+@dataclass(config=STRICT, kw_only=True)
+class FeaturesStage(Stage):
+    """The features of a whole dataset, by which it is clustered."""
+
+    kind: ClassVar[str] = "features"
+
+    # An earlier stage, a folder or a hub name.
+    model: Model
+    # The pairs to embed.
+    data: NumberedData
+    # Samples that one process computes at a time.
+    batch_size: int = Field(default=256, gt=0)
+    # The weights of the L captions of an image, as in the stages that train on them: its text feature is their weighted
+    # mean. None: the first caption that is not missing.
+    caption_weights: list[Annotated[float, Field(ge=0)]] | None = Field(default=None, min_length=1)
+
+    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
+        from evaluation.embedder import BATCHES_PER_SHARD, Embedder
+        from evaluation.feature_store import FeatureStore
+        from training.loader import PairLoader
+
+        accelerator, rows = context.accelerator, context.pairs(inputs.data)
+        batch_size, weights = min(self.batch_size, len(rows)), self.caption_weights
+        embedder = Embedder(inputs.model, None, batch_size, accelerator.device, state=accelerator)
+        loader = PairLoader(rows, embedder.processor, self.data, batch_size, caption_weights=weights)
+        context.held["images"] = loader.bytes_in_memory
+        about = {"data": dump(self.data), "dataset_fingerprint": context.data_fingerprint(rows)}
+        store = FeatureStore(directory, len(rows), batch_size * BATCHES_PER_SHARD, about)
+        store.write(accelerator, "features", embedder.compute(loader.in_order()))
