@@ -77,6 +77,7 @@ AT_ONCE = {
         {"features.data": {"source": "rows", "num_samples": None, "streaming": True}},
         "features.data: streaming: a stream has no numbered samples",
     ),
+    "misspelt task": ({"scores.tasks": ["symbols_retreival"]}, "scores.tasks: unknown task.*'symbols_retrieval'"),
     "no data of a task": (
         {"scores.tasks": [{"task": "retrieval", "dataset": "no.parquet"}]},
         "scores.tasks.0.dataset: there is no file or folder no.parquet",

@@ -7,7 +7,7 @@ from pathlib import Path
 from data.arguments import DataArguments
 from data.local_data import missing_data
 from data.worlds import WORLDS
-from evaluation.own_task import OwnTask
+from evaluation.own_task import OwnTask, Wanted
 from records.local_names import is_hub_name
 from records.messages import most_similar, suggestion
 from records.provenance import MANIFEST, Record
@@ -42,6 +42,7 @@ def require_sound(recipe: Recipe, stages: Collection[Stage]) -> None:
             tasks = f"{name}.{setting}.tasks".replace("..", ".")
             own = [(number, task) for number, task in enumerate(value.tasks) if isinstance(task, OwnTask)]
             faults += [(f"{tasks}.{number}.dataset", missing_data(task.dataset)) for number, task in own]
+            faults.append((tasks, _fault_of_names(value.tasks)))
     told = [f"{setting}: {fault}" for setting, fault in faults if fault]
     if told:
         raise RecipeError.of(recipe.title, told)
@@ -79,6 +80,15 @@ def _fault_of_reference(
     if kind in KINDS and not set(kinds(stage_of_kind(kind))) & set(reads.kinds):
         return f"{value} is the folder of a stage of type {kind}, not {reads}"
     return None
+
+
+def _fault_of_names(tasks: Collection[Wanted]) -> str | None:
+    from evaluation.tasks import require_tasks  # imports `datasets`, for a recipe that measures alone
+
+    try:
+        require_tasks(tasks)
+    except ValueError as error:
+        return str(error)
 
 
 def _faults_of_data(data: DataArguments, output_dir: Path) -> Iterator[tuple[str, str | None]]:
