@@ -144,11 +144,6 @@ FOUND = {
         "features: skip: 40 leaves no pair of rows",
     ),
     "images": ("pre", {"pre.data": {"source": "rows"}}, "pre: 40 of 40 pairs of rows cannot be used; the first is"),
-    "task": (
-        "scores",
-        {"scores.tasks": ["symbol_pairs"], "scores.models": {"trained": "trained"}},
-        "scores: unknown task symbol_pairs: did you mean 'symbols_",
-    ),
     "not a clip": ("scores", {"scores.models": {"trained": "bert"}}, "scores: cannot load bert: a model of type"),
     "expert to analyze": ("looked", {"looked.expert": 4}, "looked: trained: expert: 4, but the experts are 0 to 1"),
     "expert of another base": (
