@@ -55,7 +55,8 @@ def draw_sheet(name: str, path: Path, kinds: Sequence[int | str]) -> None:
         rows = [world(name).load(split, "web", 1, [kind], seed)[0] for split in SPLITS]
         cells.append(([row["image"] for row in rows], rows[0]["kind"]))
     # Few colors take a fourth of the size
-    grid(cells, columns=12, side=32, lines=3).quantize(128, dither=0).save(path, "png", optimize=True)
+    side = max(32, cells[0][0][0].width)
+    grid(cells, columns=12 * 32 // side, side=side, lines=3).quantize(128, dither=0).save(path, "png", optimize=True)
 
 
 def draw_folder(name: str, folder: Path, kinds: Sequence[int | str], captions: str, num_training: int) -> None:

@@ -13,10 +13,9 @@ import io
 import itertools
 import re
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,6 +34,7 @@ from data.drawing import (
     ink_of,
     kind_order,
 )
+from data.extras import installed_versions, require_extra
 
 if TYPE_CHECKING:
     from transformers import CLIPTokenizer
@@ -66,11 +66,7 @@ class Icon:
 
 def versions() -> dict[str, str]:
     """The versions of the packages that are installed, from which all icons follow."""
-    installed = {}
-    for package in PACKAGES:
-        with suppress(PackageNotFoundError):
-            installed[package] = distribution(package).version
-    return installed
+    return installed_versions(PACKAGES)
 
 
 def kind_set(name: str) -> Sequence[int]:
@@ -183,11 +179,8 @@ def _icons() -> tuple[list[Icon], list[Icon], list[Icon]]:
 
 def _folder() -> Path:
     """Where mkdocs-material has its icons."""
-    try:
-        distribution("resvg-py")
-        return Path(distribution("mkdocs-material").locate_file("material/templates/.icons"))
-    except PackageNotFoundError as error:
-        raise ValueError(f"icons need {error.name}, which is not installed: pip install -e '.[icons]'") from None
+    require_extra("icons", PACKAGES)
+    return Path(distribution("mkdocs-material").locate_file("material/templates/.icons"))
 
 
 def build_tokenizer(context_length: int) -> "CLIPTokenizer":

@@ -13,13 +13,12 @@ import datasets
 import pyarrow.parquet
 from huggingface_hub import snapshot_download
 
-from data import icons
 from data.annotations import open_tables, read_annotations
 from data.arguments import DataArguments
 from data.local_data import TABLES, is_here, suffix_of
 from data.shards import MEMBER, file_of, read_member
 from data.sources import is_cache, is_saved, is_text, matching, named_images, of_splits, reading
-from data.worlds import WORLDS
+from data.worlds import OF_EXTRAS, WORLDS, world
 from records.digests import FILES_AT_ONCE, DigestCache, file_digests, file_stamp, value_digest
 from records.files import files_in
 from records.provenance import MANIFEST
@@ -33,13 +32,13 @@ def identity(arguments: DataArguments) -> dict[str, Any] | None:
 
     Returns:
         The number of files and the hash of their names and contents: all of a folder or a pattern, and images that are
-        only named there; of a Hub dataset, its commit; of icons, the versions of the packages that have them; None
+        only named there; of a Hub dataset, its commit; of a world of an extra, the versions of its packages; None
         where that is all in the settings (another built-in world) or cannot be known now (the data are gone, the Hub
         is out of reach).
     """
     source = arguments.source
-    if source == "icons":
-        return icons.versions()
+    if source in OF_EXTRAS:
+        return world(source).versions()
     if source in WORLDS:
         return None
     if not is_here(source):

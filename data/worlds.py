@@ -1,7 +1,7 @@
-"""The worlds that this package draws, so that nothing needs a download; `icons` need an extra.
+"""The worlds that this package draws, so that nothing needs a download; some need an extra.
 
 A world is a module with `load`, `kind_set`, `build_tokenizer`, `CAPTION_STYLES`, `SPLITS` and `TEMPLATES`; see
-`data.names` and docs/worlds.md. It is imported when it is asked for.
+`data.names` and docs/worlds.md. It is imported when it is asked for. One in `OF_EXTRAS` has `versions`, too.
 """
 
 import importlib
@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import CLIPProcessor
 
-WORLDS = ("icons", "names", "symbols")
+OF_EXTRAS = ("icons", "molecules")
+WORLDS = (*OF_EXTRAS, "names", "symbols")
 
 
 def world(name: str) -> ModuleType:

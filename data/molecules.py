@@ -1,0 +1,159 @@
+"""The world of molecules: structural formulas and the names of what they show.
+
+The package `chemicals` has the molecules and their names, and `rdkit` draws them; the extra `molecules` installs both.
+A kind is a molecule. A name that two molecules have belongs to neither, and a number in a catalog is no name.
+
+`web` captions are the first name that the package tells, which is the common one of five in six molecules; `detailed`
+ones are any of its names, drawn anew for each caption. Everything follows from the arguments of `load` and from the
+versions of both packages, to the bit.
+"""
+
+import hashlib
+import io
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import distribution
+from typing import TYPE_CHECKING
+
+import numpy as np
+from datasets import Dataset
+from PIL import Image as PILImage
+
+from data.drawing import SPLITS, add_noise, choose, drawn_rows, kind_order, some_kinds
+from data.extras import installed_versions, require_extra
+
+if TYPE_CHECKING:
+    from transformers import CLIPTokenizer
+
+CAPTION_STYLES = ("web", "detailed")
+TEMPLATES = ["{}"]
+ATTRIBUTES = ["kind", "smiles"]
+SMALLEST_IMAGE = 32
+PACKAGES = ("chemicals", "rdkit")  # the molecules, and what draws them
+TABLE = "chemicals/Identifiers/chemical identifiers pubchem large.tsv"
+MOST_ATOMS, LONGEST_NAME = 40, 64  # besides hydrogen; letters
+VOCABULARY = 2000  # tokens
+# How pictures of a molecule differ
+LARGEST_TURN, TINT = 12, 5  # degrees; of 255
+
+# "einecs 293-816-3", "ac1o5cjk" and "stk366316", but not "butan-2-ol"
+_CATALOG = re.compile(r"[a-z]{1,9}([-_ ][a-z]{1,3})?[-_ ]?\d\w*([:-]\d+)*")
+_WORD = re.compile("[a-z]{4}|^[a-z]+$")
+
+
+@dataclass(frozen=True)
+class Molecule:
+    """Its structure as SMILES, and its names."""
+
+    smiles: str
+    names: tuple[str, ...]
+
+
+def versions() -> dict[str, str]:
+    """The versions of the packages that are installed, from which all molecules follow."""
+    return installed_versions(PACKAGES)
+
+
+def kind_set(name: str) -> Sequence[int]:
+    """The numbers of the molecules of a set: "4096" for the first so many, "4096 half 1" and "4096 half 2" for every
+    other one of these; "all", "all half 1" and "all half 2"."""
+    return some_kinds("molecules", name, len(_molecules()))
+
+
+def load(
+    split: str,
+    captions: str,
+    num_samples: int,
+    kinds: Sequence[int] | None = None,
+    seed: int = 0,
+    image_size: int = 64,
+    captions_per_image: int = 1,
+) -> Dataset:
+    """Structural formulas with captions. All are shown once, in an order of their own, then all once more.
+
+    Args:
+        split, captions, num_samples, seed, captions_per_image: see `data.symbols.load`; captions are "web" or
+            "detailed", and both splits show the same molecules.
+        kinds: numbers of molecules, see `kind_set`; None: all.
+        image_size: pixels a side, at least `SMALLEST_IMAGE`.
+
+    Returns:
+        Rows of `image` (RGB, `image_size` squared), `caption`, and the molecule's first name as `kind` and its `smiles`.
+    """
+    shown = kind_order(kind_set("all") if kinds is None else kinds, split, seed)
+
+    def draw(index: int) -> tuple[np.ndarray, Callable[[], str], dict[str, str]]:
+        drawn, rng = molecule(shown(index)), np.random.default_rng([len(SPLITS) + SPLITS[split], seed, index])
+        image = render(drawn.smiles, rng, image_size)
+        names = {"web": drawn.names[:1], "detailed": drawn.names}[captions]
+        return image, lambda: choose(rng, names), {"kind": drawn.names[0], "smiles": drawn.smiles}
+
+    return drawn_rows(draw, num_samples, captions_per_image, ATTRIBUTES)
+
+
+def molecule(kind: int) -> Molecule:
+    """A molecule by its number."""
+    return _molecules()[kind]
+
+
+def render(smiles: str, rng: np.random.Generator, image_size: int) -> np.ndarray:
+    """A picture of a molecule, (image_size, image_size, 3) uint8: turned, moved by whole pixels, tinted, noisy."""
+    side = image_size - image_size // 8
+    y, x = rng.integers(image_size - side + 1, size=2)
+    image = np.full((image_size, image_size, 3), 255, np.float32)
+    image[y : y + side, x : x + side] = _formula(smiles, side, rng.uniform(-LARGEST_TURN, LARGEST_TURN))
+    return add_noise(image - np.abs(rng.normal(0, TINT, 3)), rng)
+
+
+def _formula(smiles: str, side: int, turn: float) -> np.ndarray:
+    """A structural formula, (side, side, 3) uint8, turned by degrees."""
+    from rdkit import Chem, rdBase
+    from rdkit.Chem.Draw.rdMolDraw2D import MolDraw2DCairo
+
+    scale = 2 if side < 48 else 1  # small letters are legible at twice the size
+    canvas = MolDraw2DCairo(side * scale, side * scale)
+    options = canvas.drawOptions()
+    options.rotate, options.padding, options.fixedBondLength = turn, 0.03, side * scale / 4
+    options.bondLineWidth, options.scaleBondWidth = scale, False
+    options.minFontSize = options.maxFontSize = -1  # letters as large as the bonds ask for
+    options.baseFontSize = 0.8
+    with rdBase.BlockLogs():
+        # What has an unusual valence is drawn as it is written
+        canvas.DrawMolecule(Chem.MolFromSmiles(smiles) or Chem.MolFromSmiles(smiles, sanitize=False))
+    canvas.FinishDrawing()
+    image = PILImage.open(io.BytesIO(canvas.GetDrawingText())).convert("RGB")
+    return np.asarray(image.resize((side, side), PILImage.Resampling.BOX))
+
+
+@cache
+def _molecules() -> list[Molecule]:
+    """All, in a random order that depends on their structures alone."""
+    require_extra("molecules", PACKAGES)
+    table = distribution("chemicals").locate_file(TABLE).read_text(encoding="utf-8")
+    # A number, CAS's one, formula, weight, SMILES, InChI, its hash, IUPAC's name, the common name and others
+    rows = [line.split("\t") for line in table.splitlines()]
+    rows = [row for row in rows if _atoms(row[2]) <= MOST_ATOMS]
+    names = [list(dict.fromkeys(filter(_is_name, [*row[8:], row[7]]))) for row in rows]
+    times = Counter(name for of_one in names for name in of_one)
+    own = [tuple(name for name in of_one if times[name] == 1) for of_one in names]
+    found = {row[6]: Molecule(row[4], of_one) for row, of_one in zip(rows, own, strict=True) if of_one}
+    return [found[key] for key in sorted(found, key=lambda key: hashlib.sha256(key.encode()).digest())]
+
+
+def _atoms(formula: str) -> int:
+    """The atoms of a formula such as C7H9N5, without hydrogen."""
+    return sum(int(number or 1) for element, number in re.findall(r"([A-Z][a-z]?)(\d*)", formula) if element != "H")
+
+
+def _is_name(text: str) -> bool:
+    return len(text) <= LONGEST_NAME and _WORD.search(text) is not None and _CATALOG.fullmatch(text) is None
+
+
+def build_tokenizer(context_length: int) -> "CLIPTokenizer":
+    """A CLIP tokenizer learned from the first names of all molecules."""
+    from data.tokenizer import learn_tokenizer
+
+    return learn_tokenizer([drawn.names[0] for drawn in _molecules()], VOCABULARY, context_length)
