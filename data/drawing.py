@@ -129,6 +129,21 @@ def ground(scene: Mapping[str, str], rng: np.random.Generator, image_size: int) 
     return np.where(pattern[..., None], shade, color)
 
 
+def stamp(mask: np.ndarray, rng: np.random.Generator, image_size: int) -> np.ndarray:
+    """A drawing moved by whole pixels, in an ink on a ground, noisy: (image_size, image_size, 3) uint8.
+
+    Args:
+        mask: (side, side), how much of each pixel it covers, from 0 to 1.
+    """
+    side = len(mask)
+    y, x = rng.integers(image_size - side + 1, size=2)
+    alpha = np.zeros((image_size, image_size, 1), np.float32)
+    alpha[y : y + side, x : x + side, 0] = mask
+    paper = ground({"background": choose(rng, list(BACKGROUNDS)), "texture": "plain"}, rng, image_size)
+    ink = ink_of(choose(rng, list(COLORS)), rng)
+    return add_noise(alpha * ink + (1 - alpha) * paper, rng)
+
+
 def add_noise(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """The image with a camera's noise, uint8."""
     return np.clip(image + rng.normal(0, 4, image.shape), 0, 255).astype(np.uint8)

@@ -23,17 +23,7 @@ import numpy as np
 from datasets import Dataset
 from PIL import Image as PILImage
 
-from data.drawing import (
-    BACKGROUNDS,
-    COLORS,
-    SPLITS,
-    add_noise,
-    choose,
-    drawn_rows,
-    ground,
-    ink_of,
-    kind_order,
-)
+from data.drawing import SPLITS, drawn_rows, kind_order, stamp
 from data.extras import installed_versions, require_extra
 
 if TYPE_CHECKING:
@@ -129,13 +119,7 @@ def icon(kind: int) -> Icon:
 
 def render(kind: int, rng: np.random.Generator, image_size: int) -> np.ndarray:
     """A picture of an icon, (image_size, image_size, 3) uint8: moved by whole pixels, in an ink on a ground, noisy."""
-    side = image_size - image_size // 8
-    y, x = rng.integers(image_size - side + 1, size=2)
-    alpha = np.zeros((image_size, image_size, 1), np.float32)
-    alpha[y : y + side, x : x + side, 0] = _mask(icon(kind).path, side)
-    paper = ground({"background": choose(rng, list(BACKGROUNDS)), "texture": "plain"}, rng, image_size)
-    ink = ink_of(choose(rng, list(COLORS)), rng)
-    return add_noise(alpha * ink + (1 - alpha) * paper, rng)
+    return stamp(_mask(icon(kind).path, image_size - image_size // 8), rng, image_size)
 
 
 @cache

@@ -18,7 +18,7 @@ from data.arguments import DataArguments
 from data.local_data import TABLES, is_here, suffix_of
 from data.shards import MEMBER, file_of, read_member
 from data.sources import is_cache, is_saved, is_text, matching, named_images, of_splits, reading
-from data.worlds import OF_EXTRAS, WORLDS, world
+from data.worlds import INSTALLED, WORLDS, world
 from records.digests import FILES_AT_ONCE, DigestCache, file_digests, file_stamp, value_digest
 from records.files import files_in
 from records.provenance import MANIFEST
@@ -32,12 +32,12 @@ def identity(arguments: DataArguments) -> dict[str, Any] | None:
 
     Returns:
         The number of files and the hash of their names and contents: all of a folder or a pattern, and images that are
-        only named there; of a Hub dataset, its commit; of a world of an extra, the versions of its packages; None
+        only named there; of a Hub dataset, its commit; of a world of other packages, their versions; None
         where that is all in the settings (another built-in world) or cannot be known now (the data are gone, the Hub
         is out of reach).
     """
     source = arguments.source
-    if source in OF_EXTRAS:
+    if source in INSTALLED:
         return world(source).versions()
     if source in WORLDS:
         return None

@@ -12,7 +12,7 @@ import hashlib
 import io
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import distribution
@@ -136,10 +136,10 @@ def _molecules() -> list[Molecule]:
     # A number, CAS's one, formula, weight, SMILES, InChI, its hash, IUPAC's name, the common name and others
     rows = [line.split("\t") for line in table.splitlines()]
     rows = [row for row in rows if _atoms(row[2]) <= MOST_ATOMS]
-    names = [list(dict.fromkeys(filter(_is_name, [*row[8:], row[7]]))) for row in rows]
-    times = Counter(name for of_one in names for name in of_one)
-    own = [tuple(name for name in of_one if times[name] == 1) for of_one in names]
-    found = {row[6]: Molecule(row[4], of_one) for row, of_one in zip(rows, own, strict=True) if of_one}
+    names = [_names([*row[8:], row[7]]) for row in rows]
+    times = Counter(letters for of_one in names for letters in of_one)
+    own = [[name for letters, name in of_one.items() if times[letters] == 1] for of_one in names]
+    found = {row[6]: Molecule(row[4], tuple(of_one)) for row, of_one in zip(rows, own, strict=True) if of_one}
     return [found[key] for key in sorted(found, key=lambda key: hashlib.sha256(key.encode()).digest())]
 
 
@@ -148,8 +148,13 @@ def _atoms(formula: str) -> int:
     return sum(int(number or 1) for element, number in re.findall(r"([A-Z][a-z]?)(\d*)", formula) if element != "H")
 
 
-def _is_name(text: str) -> bool:
-    return len(text) <= LONGEST_NAME and _WORD.search(text) is not None and _CATALOG.fullmatch(text) is None
+def _names(texts: Iterable[str]) -> dict[str, str]:
+    """Those that are names, by their letters: "2, 5-xylidine" and "2,5-xylidine" are one name, as for a tokenizer."""
+    names = {}
+    for text in texts:
+        if len(text) <= LONGEST_NAME and _WORD.search(text) and not _CATALOG.fullmatch(text):
+            names.setdefault(text.replace(" ", ""), text)
+    return names
 
 
 def build_tokenizer(context_length: int) -> "CLIPTokenizer":

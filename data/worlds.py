@@ -1,7 +1,8 @@
-"""The worlds that this package draws, so that nothing needs a download; some need an extra.
+"""The worlds that this package draws, so that nothing needs a download; some need other packages.
 
 A world is a module with `load`, `kind_set`, `build_tokenizer`, `CAPTION_STYLES`, `SPLITS` and `TEMPLATES`; see
-`data.names` and docs/worlds.md. It is imported when it is asked for. One in `OF_EXTRAS` has `versions`, too.
+`data.names` and docs/worlds.md. It is imported when it is asked for. One in `INSTALLED` has `versions`,
+too: of what it is drawn from.
 """
 
 import importlib
@@ -11,8 +12,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import CLIPProcessor
 
-OF_EXTRAS = ("icons", "molecules")
-WORLDS = (*OF_EXTRAS, "names", "symbols")
+INSTALLED = ("characters", "icons", "molecules")
+WORLDS = (*INSTALLED, "names", "symbols")
 
 
 def world(name: str) -> ModuleType:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from datasets import Dataset
 
 from data import icons, names, symbols
+from data.worlds import world
 from evaluation.task import INFORMATION, PRIMARY_METRICS, RECALL_5, Task
 
 
@@ -155,6 +156,34 @@ def _icons(title: str, kinds: str, shown: str) -> Task:
         kind="retrieval",
         title=title,
         protocol=f"a new picture of {shown}; all are candidates",
+        load=load,
+        metrics=[*RECALL_5, *INFORMATION],
+    )
+
+
+def numbered_tasks() -> dict[str, Task]:
+    """The tasks on molecules and on characters, whose packages have to be installed. `_unseen` is half of the first
+    4,096, none of which is in half 1 of any number."""
+    number_of = {"characters": (1024, 4096), "molecules": (1024, 4096, 16384)}
+    tasks = {}
+    for name, numbers in number_of.items():
+        for number in numbers:
+            tasks[f"{name}_{number}"] = _numbered(name, f"{number:,} {name}", str(number))
+        tasks[f"{name}_all"] = _numbered(name, f"all {name}", "all")
+        tasks[f"{name}_unseen"] = _numbered(name, f"2,048 {name} of half 2", "4096 half 2")
+    return tasks
+
+
+def _numbered(name: str, title: str, kinds: str) -> Task:
+    def load(seed: int = 0) -> tuple[Dataset, int]:
+        numbers = world(name).kind_set(kinds)
+        return world(name).load("test", "web", len(numbers), numbers, seed), 0
+
+    what = {"characters": "in a font that is not trained on, with its meaning", "molecules": "with its first name"}[name]
+    return Task(
+        kind="retrieval",
+        title=title,
+        protocol=f"a new picture of each of {title}, {what}; all of these are candidates",
         load=load,
         metrics=[*RECALL_5, *INFORMATION],
     )

@@ -13,7 +13,7 @@ from datasets import Dataset
 from data.sources import opened_once
 from evaluation.benchmarks.loading import benchmark_task
 from evaluation.benchmarks.specs import ALIASES, BENCHMARKS, GROUPS, expand
-from evaluation.built_in_tasks import icon_tasks, name_tasks, symbol_tasks
+from evaluation.built_in_tasks import icon_tasks, name_tasks, numbered_tasks, symbol_tasks
 from evaluation.own_data import make_task, own_fingerprint
 from evaluation.own_task import OwnKind, OwnTask, Wanted
 from evaluation.results import task_name
@@ -21,7 +21,7 @@ from evaluation.task import Task
 from records.digests import short_digest
 from records.messages import most_similar
 
-TASKS = icon_tasks() | name_tasks() | symbol_tasks()
+TASKS = icon_tasks() | numbered_tasks() | name_tasks() | symbol_tasks()
 # Tasks on a dataset that is given by its columns
 OWN_TASKS: tuple[str, ...] = get_args(OwnKind)
 MORE = "and the benchmarks and groups that `python -m evaluation.benchmarks` prints"

@@ -40,7 +40,7 @@ def sparse(dense):
 @pytest.fixture(autouse=True)
 def small_tasks(monkeypatch):
     """The built-in tasks on a few pictures."""
-    for name in [name for name in TASKS if name.startswith(("icons_", "names_"))]:
+    for name in [name for name in TASKS if name.startswith(("characters_", "icons_", "molecules_", "names_"))]:
         monkeypatch.delitem(TASKS, name)
     # So many training pictures that all kinds are there
     of_symbols = symbol_tasks(number=40, retrieval=40, pairs=14, train=1500)

@@ -27,7 +27,9 @@ TASK_TYPES = {
 }
 # The worlds that this package draws -> texts of theirs
 WORLDS = {
+    "characters": ["north; northern; northward", "gardenia"],
     "icons": ["wikipedia", "github"],
+    "molecules": ["caffeine", "ibuprofen"],
     "names": ["grunheim dalos dalos", "helville borum mareth"],
     "symbols": ["a picture of a snowman", "a picture of an anchor"],
 }

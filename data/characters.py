@@ -1,0 +1,183 @@
+"""The world of characters: Chinese characters in four fonts, with what they mean and how they are read.
+
+Unicode's Unihan has the meanings and Mandarin readings. It and the fonts are packages of Debian: see `FILES`. Training
+pictures are in three fonts, test pictures in a fourth one. A kind is a character that all four have. Of characters with
+one meaning, such as a traditional one and its simplified form, only the first in Unicode's order is there.
+
+`web` captions are the meaning, `facts` the reading, which many characters share, and `detailed` ones both. Everything
+follows from the arguments of `load` and from the files, to the bit.
+"""
+
+import bz2
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from datasets import Dataset
+from PIL import Image as PILImage
+from PIL import ImageFont
+
+from data.drawing import SPLITS, choose, drawn_rows, kind_order, some_kinds, stamp
+from records.digests import file_digests
+
+if TYPE_CHECKING:
+    from transformers import CLIPTokenizer
+
+CAPTION_STYLES = ("web", "facts", "detailed")
+TEMPLATES = ["{}"]
+ATTRIBUTES = ["kind", "character", "reading", "font"]
+SMALLEST_IMAGE = 32
+UNIHAN = "unicode-data"
+FONTS = {
+    "train": ("fonts-arphic-uming", "fonts-arphic-ukai", "fonts-wqy-zenhei"),
+    "test": ("fonts-wqy-microhei",),
+}
+# Package -> what is used of it, in one of the folders of XDG_DATA_DIRS
+FILES = {
+    UNIHAN: "unicode/Unihan_Readings.txt.bz2",
+    "fonts-arphic-uming": "fonts/truetype/arphic/uming.ttc",
+    "fonts-arphic-ukai": "fonts/truetype/arphic/ukai.ttc",
+    "fonts-wqy-zenhei": "fonts/truetype/wqy/wqy-zenhei.ttc",
+    "fonts-wqy-microhei": "fonts/truetype/wqy/wqy-microhei.ttc",
+}
+LONGEST_MEANING = 64  # letters
+VOCABULARY = 4000  # tokens
+
+
+@dataclass(frozen=True)
+class Character:
+    """A character, what it means, and how it is read, in pinyin."""
+
+    text: str
+    meaning: str
+    reading: str
+
+
+def versions() -> dict[str, str]:
+    """The SHA-256 of the files that are installed, from which all pictures follow."""
+    there = {package: file for package in FILES if (file := _find(package)) is not None}
+    return dict(zip(there, file_digests(map(str, there.values())), strict=True))
+
+
+def kind_set(name: str) -> Sequence[int]:
+    """The numbers of the characters of a set: "4096" for the first so many, "4096 half 1" and "4096 half 2" for every
+    other one of these; "all", "all half 1" and "all half 2"."""
+    return some_kinds("characters", name, len(_characters()))
+
+
+def load(
+    split: str,
+    captions: str,
+    num_samples: int,
+    kinds: Sequence[int] | None = None,
+    seed: int = 0,
+    image_size: int = 32,
+    captions_per_image: int = 1,
+) -> Dataset:
+    """Characters with captions. All are shown once, in an order of their own, then all once more.
+
+    Args:
+        split, captions, num_samples, seed, captions_per_image: see `data.symbols.load`; captions are "web", "facts" or
+            "detailed". Both splits show the same characters, in other fonts.
+        kinds: numbers of characters, see `kind_set`; None: all.
+        image_size: pixels a side, at least `SMALLEST_IMAGE`.
+
+    Returns:
+        Rows of `image` (RGB, `image_size` squared), `caption`, and the meaning as `kind`, the `character`, its
+        `reading` and the `font`.
+    """
+    shown = kind_order(kind_set("all") if kinds is None else kinds, split, seed)
+
+    def draw(index: int) -> tuple[np.ndarray, Callable[[], str], dict[str, str]]:
+        drawn, rng = character(shown(index)), np.random.default_rng([len(SPLITS) + SPLITS[split], seed, index])
+        font = choose(rng, FONTS[split])
+        mask = _glyph(drawn.text, font, image_size - image_size // 8)
+        attributes = {"kind": drawn.meaning, "character": drawn.text, "reading": drawn.reading, "font": font}
+        return stamp(mask, rng, image_size), lambda: caption(shown(index), captions), attributes
+
+    return drawn_rows(draw, num_samples, captions_per_image, ATTRIBUTES)
+
+
+def caption(kind: int, style: str) -> str:
+    """The caption of a character in one of `CAPTION_STYLES`."""
+    drawn = character(kind)
+    both = f"{drawn.reading}: {drawn.meaning}"
+    return {"web": drawn.meaning, "facts": drawn.reading, "detailed": both}[style]
+
+
+def character(kind: int) -> Character:
+    """A character by its number."""
+    return _characters()[kind]
+
+
+def _glyph(text: str, package: str, side: int) -> np.ndarray:
+    """How much of each pixel a character covers, (side, side) from 0 to 1; it is in the middle."""
+    mask = PILImage.new("L", (side, side))
+    glyph, _ = _font(package, side).getmask2(text, "L")
+    drawn = PILImage.frombytes("L", glyph.size, bytes(glyph))
+    mask.paste(drawn, ((side - drawn.width) // 2, (side - drawn.height) // 2))
+    return np.asarray(mask, np.float32) / 255
+
+
+@cache
+def _font(package: str, side: int) -> ImageFont.FreeTypeFont:
+    # Some characters are a little larger than their font
+    return ImageFont.truetype(str(_file(package)), side - side // 14, layout_engine=ImageFont.Layout.BASIC)
+
+
+@cache
+def _characters() -> list[Character]:
+    """All, in a random order that depends on the characters alone."""
+    from matplotlib.ft2font import FT2Font
+
+    told = {"kDefinition": {}, "kMandarin": {}}
+    with bz2.open(_file(UNIHAN), "rt", encoding="utf-8") as lines:
+        for line in lines:
+            code, _, rest = line.rstrip("\n").partition("\t")
+            name, _, value = rest.partition("\t")
+            if code.startswith("U+") and name in told:
+                told[name][int(code[2:], 16)] = value
+    fonts = [package for of_split in FONTS.values() for package in of_split]
+    codes = set.intersection(*map(set, told.values()), *(set(FT2Font(_file(f)).get_charmap()) for f in fonts))
+    found = {}
+    for code in sorted(codes):
+        meaning = _meaning(told["kDefinition"][code])
+        if meaning.isascii() and 0 < len(meaning) <= LONGEST_MEANING:
+            drawn = Character(chr(code), meaning, told["kMandarin"][code].split()[0])
+            found.setdefault("".join(filter(str.isalnum, meaning.lower())), drawn)
+    return sorted(found.values(), key=lambda drawn: hashlib.sha256(drawn.text.encode()).digest())
+
+
+def _meaning(definition: str) -> str:
+    """As many of the senses, which semicolons part, as are short enough together; at least the first."""
+    first, *others = definition.split("; ")
+    for sense in others:
+        if len(f"{first}; {sense}") > LONGEST_MEANING:
+            break
+        first = f"{first}; {sense}"
+    return first
+
+
+def _file(package: str) -> Path:
+    """A package's file."""
+    if (file := _find(package)) is None:
+        raise ValueError(f"characters need {package}, which is not installed: apt-get install {' '.join(FILES)}")
+    return file
+
+
+def _find(package: str) -> Path | None:
+    folders = os.environ.get("XDG_DATA_DIRS") or "/usr/local/share:/usr/share"
+    files = [Path(folder, FILES[package]) for folder in folders.split(":")]
+    return next((file for file in files if file.is_file()), None)
+
+
+def build_tokenizer(context_length: int) -> "CLIPTokenizer":
+    """A CLIP tokenizer learned from the captions of all characters."""
+    from data.tokenizer import learn_tokenizer
+
+    return learn_tokenizer([caption(kind, "detailed") for kind in kind_set("all")], VOCABULARY, context_length)
