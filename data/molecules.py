@@ -33,7 +33,7 @@ TEMPLATES = ["{}"]
 ATTRIBUTES = ["kind", "smiles"]
 SMALLEST_IMAGE = 32
 PACKAGES = ("chemicals", "rdkit")  # the molecules, and what draws them
-TABLE = "chemicals/Identifiers/chemical identifiers pubchem large.tsv"
+TABLES = [f"chemicals/Identifiers/chemical identifiers pubchem {size}.tsv" for size in ("small", "large")]
 MOST_ATOMS, LONGEST_NAME = 40, 64  # besides hydrogen; letters
 VOCABULARY = 2000  # tokens
 # How pictures of a molecule differ
@@ -132,15 +132,16 @@ def _formula(smiles: str, side: int, turn: float) -> np.ndarray:
 def _molecules() -> list[Molecule]:
     """All, in a random order that depends on their structures alone."""
     require_extra("molecules", PACKAGES)
-    table = distribution("chemicals").locate_file(TABLE).read_text(encoding="utf-8")
+    lines = []
+    for table in TABLES:
+        lines += distribution("chemicals").locate_file(table).read_text(encoding="utf-8").splitlines()
     # A number, CAS's one, formula, weight, SMILES, InChI, its hash, IUPAC's name, the common name and others
-    rows = [line.split("\t") for line in table.splitlines()]
-    rows = [row for row in rows if _atoms(row[2]) <= MOST_ATOMS]
+    rows = {row[6]: row for row in (line.split("\t") for line in lines) if _atoms(row[2]) <= MOST_ATOMS}
+    rows = [rows[key] for key in sorted(rows, key=lambda key: hashlib.sha256(key.encode()).digest())]
     names = [_names([*row[8:], row[7]]) for row in rows]
     times = Counter(letters for of_one in names for letters in of_one)
     own = [[name for letters, name in of_one.items() if times[letters] == 1] for of_one in names]
-    found = {row[6]: Molecule(row[4], tuple(of_one)) for row, of_one in zip(rows, own, strict=True) if of_one}
-    return [found[key] for key in sorted(found, key=lambda key: hashlib.sha256(key.encode()).digest())]
+    return [Molecule(row[4], tuple(of_one)) for row, of_one in zip(rows, own, strict=True) if of_one]
 
 
 def _atoms(formula: str) -> int:

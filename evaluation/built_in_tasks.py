@@ -179,7 +179,9 @@ def _numbered(name: str, title: str, kinds: str) -> Task:
         numbers = world(name).kind_set(kinds)
         return world(name).load("test", "web", len(numbers), numbers, seed), 0
 
-    what = {"characters": "in a font that is not trained on, with its meaning", "molecules": "with its first name"}[name]
+    what = {"characters": "in a font that is not trained on, with its meaning", "molecules": "with its first name"}[
+        name
+    ]
     return Task(
         kind="retrieval",
         title=title,

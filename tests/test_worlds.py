@@ -13,21 +13,26 @@ from small_evaluation import dense, small_tasks  # noqa: F401 (fixtures)
 from tiny_clip import error_of
 
 import clip_moe
-from data import draw, icons, symbols
+from data import characters, draw, extras, symbols
 from data.contact_sheet import contact_sheet
 from data.drawing import png
 from data.pairs import load_pairs
 from data.sources import DataArguments
 from data.symbol_kinds import TOPIC_OF, TOPICS
-from data.worlds import WORLDS, build_processor, world
-from evaluation.built_in_tasks import icon_tasks
+from data.worlds import INSTALLED, WORLDS, build_processor, world
+from evaluation.built_in_tasks import icon_tasks, numbered_tasks
 from evaluation.evaluate import evaluate_model
 from evaluation.report import best_of, write_report
 from evaluation.tasks import TASKS
 
 ALL_TASKS = list(TASKS)  # tests have smaller ones
-NEEDS_ICONS = pytest.mark.skipif(find_spec("resvg_py") is None, reason="the icons extra is not installed")
-EACH = pytest.mark.parametrize("name", [pytest.param(n, marks=NEEDS_ICONS) if n == "icons" else n for n in WORLDS])
+MISSING = {
+    "characters": set(characters.versions()) != set(characters.FILES),
+    "icons": find_spec("resvg_py") is None,
+    "molecules": find_spec("rdkit") is None,
+}
+MARKS = {name: pytest.mark.skipif(MISSING[name], reason=f"what {name} need is not installed") for name in INSTALLED}
+EACH = pytest.mark.parametrize("name", [pytest.param(n, marks=MARKS[n]) if n in MARKS else n for n in WORLDS])
 
 
 @EACH
@@ -125,16 +130,25 @@ def test_a_sheet_shows_the_images_of_a_cluster_in_its_line(tmp_path):
     assert np.flatnonzero((np.abs(named - colors[2]).sum(axis=-1) < 30).any(axis=1)).max() < named.shape[0] / 3
 
 
-def test_icons_without_their_extra_end_in_one_line(dense, tmp_path, monkeypatch):  # noqa: F811
+@pytest.mark.parametrize(
+    ("name", "package", "way_out"),
+    [
+        ("characters", "unicode-data", "apt-get install unicode-data fonts-arphic-uming "),
+        ("icons", "mkdocs-material", "pip install -e '.[icons]'"),
+        ("molecules", "chemicals", "pip install -e '.[molecules]'"),
+    ],
+)
+def test_what_is_not_installed_ends_in_one_line(dense, tmp_path, monkeypatch, name, package, way_out):  # noqa: F811
     def missing(name):
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(icons, "distribution", missing)
-    for cached in ("_icons", "_numbered"):
-        monkeypatch.setattr(icons, cached, getattr(icons, cached).__wrapped__)
-    monkeypatch.setitem(TASKS, "icons_all", icon_tasks()["icons_all"])
-    error = error_of(clip_moe.main, "evaluate", tmp_path / "out", "--models.dense", dense, "--tasks", "icons_all")
-    assert "icons need resvg-py, which is not installed: pip install -e '.[icons]'" in error
+    monkeypatch.setattr(extras, "distribution", missing)
+    monkeypatch.setenv("XDG_DATA_DIRS", str(tmp_path))
+    for cached in {"_characters", "_icons", "_molecules", "_numbered"} & set(vars(world(name))):
+        monkeypatch.setattr(world(name), cached, getattr(world(name), cached).__wrapped__)
+    monkeypatch.setitem(TASKS, f"{name}_all", (icon_tasks() | numbered_tasks())[f"{name}_all"])
+    error = error_of(clip_moe.main, "evaluate", tmp_path / "out", "--models.dense", dense, "--tasks", f"{name}_all")
+    assert f"{name} need {package}, which is not installed: {way_out}" in error
     assert not (tmp_path / "out").exists()
 
 

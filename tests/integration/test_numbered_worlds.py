@@ -1,0 +1,88 @@
+"""The worlds of molecules and characters: that their captions are apart, what is drawn, and CLIP-UP's recipe on them."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import AutoModel
+
+from conversion.publishing.lineage import WORLDS
+from data import characters, molecules
+from data.worlds import world
+from training.commands import run
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "worlds.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(params=["characters", "molecules"])
+def name(request):
+    if request.param == "molecules":
+        pytest.importorskip("rdkit", reason="the molecules extra is not installed")
+    elif set(characters.versions()) != set(characters.FILES):
+        pytest.skip("the packages of Debian that characters need are not installed")
+    return request.param
+
+
+def names_of(name, kind):
+    """The captions that are of one kind alone."""
+    if name == "molecules":
+        return molecules.molecule(kind).names
+    return (characters.caption(kind, "web"), characters.caption(kind, "detailed"))
+
+
+def test_no_two_kinds_have_one_caption(name):
+    kinds = world(name).kind_set("all")
+    of_kind = [{text.replace(" ", "") for text in names_of(name, kind)} for kind in kinds]
+    assert len(set.union(*of_kind)) == sum(map(len, of_kind))
+    first = [names_of(name, kind)[0] for kind in kinds]
+    tokenizer = world(name).build_tokenizer(64)
+    read = [tuple(tokens.ids) for tokens in tokenizer.backend_tokenizer.encode_batch(first)]
+    assert len(set(read)) == len(kinds) and max(map(len, read)) <= 62
+    assert f"{len(kinds):,} {name}" in PAGE
+    assert set(WORLDS[name]) <= set(first)  # a card's examples
+    assert not any(molecules._CATALOG.fullmatch(text) for text in first) or name != "molecules"
+
+
+def test_halves_of_all_numbers_are_apart(name):
+    few, many = ({half: set(world(name).kind_set(f"{n} half {half}")) for half in (1, 2)} for n in (1024, 4096))
+    assert few[1] < many[1] and few[2] < many[2] and not many[1] & many[2] and len(many[2]) == 2048
+    assert many[1] | many[2] == set(world(name).kind_set("4096"))
+    with pytest.raises(ValueError, match=f"{name} have no set of kinds '1024 half 3': it is all or a number from 2 to"):
+        world(name).kind_set("1024 half 3")
+
+
+def test_what_a_formula_shows():
+    """Oxygen is red, wherever it is; a caption is any name of the molecule."""
+    pytest.importorskip("rdkit", reason="the molecules extra is not installed")
+    numbers = {names_of("molecules", kind)[0]: kind for kind in molecules.kind_set("all")}
+    for text, is_red in {"benzene": False, "ethanol": True}.items():
+        (row,) = molecules.load("test", "detailed", 1, [numbers[text]], captions_per_image=20)
+        red, green, _ = np.moveaxis(np.asarray(row["image"]).astype(int), -1, 0)
+        assert row["image"].size == (64, 64) and bool((red - green > 100).any()) == is_red and red.min() < 100
+        assert 1 < len(set(row["caption"])) and set(row["caption"]) <= set(molecules.molecule(numbers[text]).names)
+
+
+def test_test_pictures_are_in_a_font_of_their_own():
+    if set(characters.versions()) != set(characters.FILES):
+        pytest.skip("the packages of Debian that characters need are not installed")
+    fonts = {}
+    for split, of_split in characters.FONTS.items():
+        rows = characters.load(split, "facts", 60, [7])
+        fonts[split] = set(rows["font"])
+        assert fonts[split] == set(of_split) and set(rows["caption"]) == {characters.character(7).reading}
+    assert not fonts["train"] & fonts["test"]
+    for font in set.union(*fonts.values()):  # each draws another thing for another character
+        drawn = [characters._glyph(characters.character(kind).text, font, 28) for kind in range(1024)]
+        assert len({mask.tobytes() for mask in drawn}) == 1024 and min(mask.max() for mask in drawn) > 0.3
+
+
+def test_the_recipe_runs(name, tmp_path, capsys):
+    settings = {"config": ROOT / "training/recipes/clip_up_worlds.yaml", "output-dir": tmp_path / "out"}
+    settings |= {"world": name, "kinds": "64 half 1", "tasks": f"[{name}_1024]", "image_size": 32}
+    settings |= {"steps": 2, "dense_steps": 2, "seed_model.max_steps": 2}
+    settings |= {"defaults.train.data.num_samples": 64, "defaults.train.global_batch_size": 32}
+    run.main([str(word) for key, value in settings.items() for word in (f"--{key}", value)])
+    assert f"1,024 {name}: R@1 image→text" in capsys.readouterr().out
+    model = AutoModel.from_pretrained(tmp_path / "out" / "clip_up")
+    assert model.config.vision_config.moe_layers == [1] and model.config.vision_config.num_experts == 8
