@@ -1,4 +1,4 @@
-"""The worlds of molecules and characters: that their captions are apart, what is drawn, and CLIP-UP's recipe on them."""
+"""The worlds of molecules and characters: their captions, what is drawn, and CLIP-UP's recipe on them."""
 
 from pathlib import Path
 
