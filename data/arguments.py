@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 class DataArguments:
     """Where the pairs are and how they are read."""
 
-    # "characters", "icons", "molecules", "names" or "symbols", the built-in worlds; a hub name; a folder of images with a metadata.csv or .jsonl,
-    # with a .txt beside each, or in folders of classes; a folder of parquet files or of webdataset shards; a dataset
-    # saved with `save_to_disk`; a pattern of .parquet, .arrow, .tar, .tar.gz, .csv, .tsv or .jsonl files; a .json in
-    # the layout of ShareGPT4V, BLIP, COCO's captions or a Karpathy split.
+    # "characters", "icons", "molecules", "names" or "symbols", the built-in worlds; a hub name; a folder of images with
+    # a metadata.csv or .jsonl, with a .txt beside each, or in folders of classes; a folder of parquet files or of
+    # webdataset shards; a dataset saved with `save_to_disk`; a pattern of .parquet, .arrow, .tar, .tar.gz, .csv, .tsv
+    # or .jsonl files; a .json in the layout of ShareGPT4V, BLIP, COCO's captions or a Karpathy split.
     source: str
     # One that is not there is an error. A folder of images has those of its folders train, test and validation, or else
     # all are "train". Parquet files and shards of a folder belong to the splits of its README.md, or by their names
@@ -58,8 +58,8 @@ class DataArguments:
     max_unreadable: float = Field(default=0.01, ge=0, lt=1)
 
     # Built-in worlds only: which captions are drawn. "looks" of the symbols tell everything but the kind, "classes" the
-    # kind alone, as the captions of a folder of classes do; "facts" of the names everything but the name, of
-    # the characters the reading.
+    # kind alone, as the captions of a folder of classes do; "facts" of the names everything but the name, of the
+    # characters the reading.
     captions: Literal["web", "detailed", "looks", "classes", "facts"] = "web"
     # Built-in worlds only: a set of kinds: "all", symbols' "planet", names' "4096 half 1", icons' "brands".
     kinds: str = "all"

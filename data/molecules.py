@@ -81,7 +81,7 @@ def load(
         image_size: pixels a side, at least `SMALLEST_IMAGE`.
 
     Returns:
-        Rows of `image` (RGB, `image_size` squared), `caption`, and the molecule's first name as `kind` and its `smiles`.
+        Rows of `image` (RGB, `image_size` squared), `caption`, the molecule's first name as `kind`, and its `smiles`.
     """
     shown = kind_order(kind_set("all") if kinds is None else kinds, split, seed)
 
