@@ -88,7 +88,7 @@ def render(
         how_to_read_experts=ExpertSummary.READING,
         results=results,
         measured=sorted(measured),
-        scores=[(*score, _interval(*score[:2])) for score in _scores(results)],
+        scores=[(*score, _interval(*score[:2]), _beside(lineage, *score[:2])) for score in _scores(results)],
         pictures={name: PICTURES[name] for name in lineage.pictures},
         base=", ".join([*bases, *unknown]),
         text=escape,
@@ -162,6 +162,12 @@ def _interval(result: dict[str, Any], metric: str) -> str:
     """The ends of a score's interval over test samples, in percent; nothing where it is no mean over them."""
     reach, value = score_reach(result, metric), result["metrics"][metric]
     return f"{100 * (value - reach[0]):.1f} to {100 * (value + reach[1]):.1f}" if reach else ""
+
+
+def _beside(lineage: Lineage, result: dict[str, Any], metric: str) -> str:
+    """The baseline's score beside one of the model's, in percent, with its name."""
+    baseline = next((lineage.baselines.get(name) for name, own in lineage.results.items() if own is result), None)
+    return f"{100 * baseline['metrics'][metric]:.1f} ({baseline['model']})" if baseline else ""
 
 
 def _scores(results: list[dict[str, Any]]) -> Iterable[tuple[dict[str, Any], str, str]]:
