@@ -91,6 +91,19 @@ def test_of_two_measurements_the_later_one_counts(run):
     assert [score.metric_value for score in card_of(lineage).data.eval_results] == [50, 25]
 
 
+def test_a_baseline_is_shown_beside_the_scores(run):
+    write_result(run)
+    of_dense = {"model": "dense, 30 wide", "weights": "1" * 64, "source": str(BASE), "metrics": {"group": 0.5}}
+    write_result(run, name="symbols_pairs--dense.json", **of_dense)
+    write_result(
+        run, name="symbols_pairs--fewer.json", **of_dense | {"protocol": "12 pairs", "metrics": {"group": 0.1}}
+    )
+    assert "No baseline was measured beside it." in card_of(lineage_of(run)).text
+    for baseline, cell in (("dense, 30 wide", " 50.0 (dense, 30 wide) |"), ("a", "")):  # "a" is the model itself
+        Record(stage={"stage": "evaluate", "baseline": baseline}).write(run / "evaluation")
+        assert f"| group score | 75.0 | 72.5 to 77.4 |{cell} 1200 (2 skipped) |" in card_of(lineage_of(run)).text
+
+
 def test_what_is_no_score_is_refused(run):
     write_result(run, metrics={"group": "good"})
     with pytest.raises(ValueError, match="no result of an evaluation: metrics.group is 'good'"):
@@ -101,6 +114,7 @@ def test_lineage_goes_on_in_other_runs(run):
     lineage = lineage_of(run)
     assert list(lineage.stages) == ["first/mean", "sparse"]
     assert all(record.attempts for record in lineage.stages.values())
+    assert "\nOn 1 x " in card_of(lineage).text
     assert (lineage.bases, lineage.unknown) == ([], ["symbol_clip"])
     card = card_of(lineage)
     assert card.data.base_model is None
@@ -180,7 +194,7 @@ def test_pairs_of_data(run, experts, told):
 
 
 def test_nothing_of_this_machine_is_published(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(bundle, "verify", lambda model, folder: None)  # in a process of its own, for seconds
+    monkeypatch.setattr(bundle, "verify", lambda folder: None)  # in a process of its own, for seconds
     data = tmp_path / "private place" / "cats, dogs"
     data.mkdir()
     change_stage(run, data={"source": str(data), "image_root": str(data)})

@@ -31,7 +31,7 @@ WORLDS = {
     "icons": ["wikipedia", "github"],
     "molecules": ["caffeine", "ibuprofen"],
     "names": ["grunheim dalos dalos", "helville borum mareth"],
-    "symbols": ["a picture of a snowman", "a picture of an anchor"],
+    "symbols": ["a picture of a snowman", "a picture of a cloud"],
 }
 
 
@@ -61,6 +61,7 @@ class Lineage:
         unknown: the same for folders that do not tell how they were made, or tell it no more.
         data: the data of all stages that read some.
         results: name of a file -> the scores of these weights in the run.
+        baselines: the same name -> the scores, beside these, of the model that the evaluation calls its baseline.
         experts: whether the experts do anything, by the run's analyses of these weights.
         pictures: name -> file.
     """
@@ -71,6 +72,7 @@ class Lineage:
     unknown: list[str] = field(default_factory=list)
     data: list[DataOrigin] = field(default_factory=list)
     results: dict[str, dict[str, Any]] = field(default_factory=dict)
+    baselines: dict[str, dict[str, Any]] = field(default_factory=dict)
     experts: list[ExpertSummary] = field(default_factory=list)
     pictures: dict[str, Path] = field(default_factory=dict)
 
@@ -145,7 +147,7 @@ class Lineage:
 
 def _measured(folder: Path) -> Lineage:
     """The scores of a folder's weights in its run, what its analyses say of the experts, and the pictures of both."""
-    weights, latest, results = weights_fingerprint(folder), {}, {}
+    weights, latest, results, baselines = weights_fingerprint(folder), {}, {}, {}
     for path, result in _results_of_weights("*/*--*.json", folder, weights):
         require_result(result, str(path))
         data = value_digest([result.get("data"), result["batch_size"] if result.get("depends_on_batch") else None])
@@ -153,13 +155,27 @@ def _measured(folder: Path) -> Lineage:
         latest[result["task"], result["protocol"], result["dtype"], data] = path, result
     for path, result in sorted(latest.values(), key=lambda found: found[0]):
         name = path.name if path.name not in results else f"{path.parent.name}--{path.name}"
+        if (baseline := _baseline(path.parent, result)) is not None:
+            baselines[name] = baseline
         results[name] = without_paths(result, result.pop("local", [])) | {"source": folder.name}
     analyses = dict(_results_of_weights("*/experts.json", folder, weights))
     return Lineage(
         results=results,
+        baselines=baselines,
         experts=[require_summary(analysis.get("summary"), str(path)) for path, analysis in analyses.items()],
         pictures=_pictures({path.parent for path, _ in latest.values()}, {path.parent for path in analyses}),
     )
+
+
+def _baseline(evaluation: Path, result: dict[str, Any]) -> dict[str, Any] | None:
+    """What an evaluation measured of its baseline on the task of a result; None if it has none, or this is its own."""
+    name = Record.read(evaluation).stage.get("baseline") if (evaluation / MANIFEST).is_file() else None
+    if name in (None, result["model"]):
+        return None
+    wanted = {key: result.get(key) for key in ("task", "protocol", "dtype", "data")} | {"model": name}
+    others = (read_json(path) for path in sorted(evaluation.glob("*--*.json")))
+    found = next((other for other in others if all(other.get(key) == value for key, value in wanted.items())), None)
+    return found and without_paths(require_result(found, str(evaluation)), found.pop("local", []))
 
 
 def _published_record(record: Record, local: Collection[str]) -> Record:

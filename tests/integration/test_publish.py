@@ -2,15 +2,19 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
+import transformers
 import yaml
 from huggingface_hub import HfApi, ModelCard
 from markdown_it import MarkdownIt
+from programs import run_program
+from safetensors.torch import save_file
 from tiny_runs import run_stages, weights
 from transformers import AutoModel, AutoProcessor, CLIPModel
 
@@ -57,7 +61,7 @@ def published(run, tmp_path_factory):
 @pytest.fixture
 def unverified(monkeypatch):
     """Without the check in a process of its own, which takes seconds."""
-    monkeypatch.setattr(bundle, "verify", lambda model, folder: None)
+    monkeypatch.setattr(bundle, "verify", lambda folder: None)
 
 
 @pytest.fixture
@@ -79,7 +83,8 @@ def test_the_folder_has_all_that_others_look_for(run, published):
     names = {path.relative_to(published).as_posix() for path in published.rglob("*") if path.is_file()}
     assert {"preprocessor_config.json", "vocab.json", "merges.txt"} <= names
     assert {"config.json", "model.safetensors", "modeling_clip_moe.py", "configuration_clip_moe.py"} <= names
-    assert {"README.md", "LICENSE-CODE", "recipe.yaml", "report.svg"} <= names
+    assert {"README.md", "LICENSE-CODE", "recipe.yaml", "report.svg", "selftest.safetensors", "self_test.py"} <= names
+    assert (published / "selftest.safetensors").stat().st_size < 100_000
     assert "results/symbols_pairs--CLIP-UP.json" in names and "results/symbols_pairs--dense.json" not in names
     assert not {"manifest.json", "log.jsonl"} & names
     assert not [name for name in names if name.startswith(".eval_results")]  # its tasks are no benchmark of the Hub
@@ -104,7 +109,7 @@ def test_the_card_tells_what_is_so(run, published):
     assert "Data: 64 pairs of symbols (detailed captions)." in card.text and '"a picture of a snowman"' in card.text
     assert "It inherits the limits of user/symbol-clip. Since then it has been trained on 64 pairs" in card.text
     assert "# clip-moe-symbols" in card.text and "| clip_up | train |" in card.text
-    assert 'from_pretrained("user/clip-moe-symbols", trust_remote_code=True)' in card.text
+    assert 'from_pretrained("user/clip-moe-symbols", trust_remote_code=True, revision="main")' in card.text
     assert "The weights: apache-2.0; they come from user/symbol-clip" in card.text
     assert "wang2025clipup" in card.text and "zhang2025clipmoe" not in card.text
     assert "None" not in card.text and "{{ " not in card.text and "{%" not in card.text
@@ -115,7 +120,7 @@ def test_the_card_renders(published):
     assert html.count("<table>") == 3 and "|" not in html  # towers, stages and scores; no row was left as text
     pictures = re.findall(r'<img src="(.*?)"', html)
     assert pictures == ["report.svg"] and (published / "report.svg").is_file()
-    assert html.count("<pre>") == 6
+    assert html.count("<pre>") == 7
 
 
 def test_how_long_it_took_is_recorded(run):
@@ -180,14 +185,37 @@ def test_what_cannot_be_published_is_refused(tmp_path):
     assert not (tmp_path / "a").exists()
 
 
-def test_a_folder_that_computes_something_else_is_refused(published, tmp_path):
-    model = AutoModel.from_pretrained(published)
-    with torch.no_grad():
-        model.visual_projection.weight.mul_(1.01)
-    with pytest.raises(ValueError, match="does not compute what the source does: see images"):
-        bundle.verify(model, published)
-    for path in published.iterdir():
-        if path.is_file() and path.suffix != ".safetensors":
-            (tmp_path / path.name).write_bytes(path.read_bytes())
-    with pytest.raises(ValueError, match="does not load without this package: .*no file named model.safetensors"):
-        bundle.verify(AutoModel.from_pretrained(published), tmp_path)
+def test_a_folder_of_an_earlier_version_still_computes_the_same(tmp_path):
+    """`tests/frozen` was published once, with the code beside it, and stays as it is."""
+    program = "import sys; sys.modules['modeling_clip_moe'] = None\nfrom transformers import AutoModel\n"
+    program += f"folder = {str(ROOT / 'tests' / 'frozen')!r}\n"
+    program += "print(AutoModel.from_pretrained(folder, trust_remote_code=True, dtype='float32').self_test())"
+    assert "'vision features'" in run_program(tmp_path, "-c", program)
+
+
+def test_the_self_test_sees_any_weight():
+    """1 % more of one tensor: the error names what differs, by how much, and the versions on both sides."""
+    model = AutoModel.from_pretrained("training/name_clip_moe", dtype=torch.float32)
+    parts = {"text": "text features", "vision": "vision features", "visual": "vision features", "logit": "logits"}
+    versions = f"made with transformers 5.*, here are transformers {transformers.__version__} and torch"
+    for name, parameter in model.named_parameters():
+        if name.endswith("k_proj.bias"):  # which changes no attention
+            continue
+        before, part = parameter.detach().clone(), parts[name.split("_")[0]]
+        parameter.data.mul_(1.01)
+        with pytest.raises(ValueError, match=f"name_clip_moe failed its self-test: the {part} differ by .* {versions}"):
+            model.self_test()
+        parameter.data.copy_(before)
+    assert max(model.self_test().values()) < 1e-6
+
+
+def test_a_folder_that_computes_something_else_is_refused(repository, tmp_path):
+    folder = shutil.copytree(repository, tmp_path / "folder")
+    changed = weights(folder)
+    changed["visual_projection.weight"] *= 1.01
+    save_file(changed, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="cannot be used without this package: .*failed its self-test: the vision"):
+        bundle.verify(folder)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="cannot be used without this package: .*no file named model.safetensors"):
+        bundle.verify(folder)
