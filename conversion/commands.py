@@ -44,7 +44,7 @@ def publish(
         from conversion.publishing.bundle import build
 
         with new_folder(dry_run) as folder:
-            build(source, folder, repository, license, base_model)
+            build(source, folder, repository, license, base_model, revision)
         return f"wrote {dry_run}; nothing was uploaded"
     from conversion.publish import publish as upload
 

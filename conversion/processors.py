@@ -36,6 +36,12 @@ IMAGE_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 COMPARED_TOKENS, COMPARED_SIDE = 1000, 256
 
 
+def own_template(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text with a {} for a label that a model was trained on, else "a photo of a {}.": the `hypothesis_template` of
+    `tokenizer_config.json`, which tokenizers save again; an argument of transformers' pipeline has the same name."""
+    return tokenizer.init_kwargs.get("hypothesis_template", "a photo of a {}.")
+
+
 def forget_last_call(tokenizer: PreTrainedTokenizerBase) -> None:
     """Resets the truncation and padding of a tokenizer's last call, which it would save and do from then on."""
     if getattr(tokenizer, "backend_tokenizer", None) is not None:  # others save no such thing

@@ -53,5 +53,5 @@ def publish(
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / repository.split("/")[-1]
         folder.mkdir()
-        build(source, folder, repository, license, base_model)
+        build(source, folder, repository, license, base_model, revision)
         return upload(folder, repository, private, revision, pull_request)

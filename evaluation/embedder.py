@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset
-from transformers import BatchFeature, CLIPModel, PreTrainedModel
+from transformers import BatchFeature, CLIPModel, PreTrainedModel, PreTrainedTokenizerBase
 
 import data.images
 import data.preparation
@@ -184,6 +184,10 @@ class Embedder:
         return embeds
 
     # An ensemble of one, with the methods of `evaluation.ensemble.Ensemble`
+
+    @property
+    def tokenizers(self) -> list[PreTrainedTokenizerBase]:
+        return [self.processor.tokenizer]
 
     def map(self, compute: Callable[["Embedder"], Any]) -> list[Any]:
         return [compute(self)]

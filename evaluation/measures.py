@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from datasets import Dataset
 
+from conversion.processors import own_template
 from data.pairs import present_captions
 from data.tokenizer import ReadTexts, read_texts
 from evaluation.embedder import Embedder
@@ -31,10 +32,14 @@ def measure(task: Task, model: Embeds) -> dict[str, Any]:
     Raises:
         ValueError: the model cannot tell two classes apart, whose names are no benchmark's.
     """
+    of_model = {}
+    if task.kind == "zero_shot" and not task.templates:
+        of_model["template"] = own_template(model.tokenizers[0])
+        task = replace(task, templates=[of_model["template"]])
     loaded = [load() for load in (task.load, task.load_train) if load is not None]
     rows, num_skipped = loaded[0][0], sum(skipped for _, skipped in loaded)
     metrics, weights, texts = MEASURES[task.kind](task, model, *(of_split for of_split, _ in loaded))
-    result = {"metrics": metrics, "num_samples": int(_counted(rows).sum())}
+    result = {"metrics": metrics, "num_samples": int(_counted(rows).sum()), **of_model}
     if task.kind == "retrieval":
         result["num_captions"] = texts.number
     if task.group_of_class:
@@ -102,8 +107,7 @@ def _zero_shot_embeds(
 def _read_texts(model: Embeds, texts: list[str]) -> ReadTexts:
     """What the tokenizer makes of texts. Where experts of a mixture have one each, those texts are told apart that any
     of them tells apart, and those are cut that any of them cuts."""
-    tokenizers = model.tokenizers if isinstance(model, Ensemble) else [model.processor.tokenizer]
-    first, *others = [read_texts(tokenizer, texts) for tokenizer in tokenizers]
+    first, *others = [read_texts(tokenizer, texts) for tokenizer in model.tokenizers]
     for other in others:
         first.digests[:] = [one + another for one, another in zip(first.digests, other.digests, strict=True)]
         first.is_cut[:] = [one or another for one, another in zip(first.is_cut, other.is_cut, strict=True)]

@@ -49,7 +49,7 @@ def own_fingerprint(own: OwnTask) -> str | None:
     columns = [own.image_column] if own.task != "pairs" else [f"{own.image_column}_{side}" for side in range(2)]
     changes = [{"split": split, "image_column": column} for split in splits for column in columns]
     held = [identity(dataclasses.replace(own.arguments(), **change)) for change in changes]
-    files = [name for name in filter(None, [own.classes, *own.templates]) if os.path.isfile(name)]
+    files = [name for name in filter(None, [own.classes, *(own.templates or [])]) if os.path.isfile(name)]
     return None if None in held else short_digest([held, file_digests(files)])
 
 
@@ -79,24 +79,27 @@ def retrieval_task(arguments: DataArguments) -> Task:
     return Task("retrieval", title, protocol, load, data=data, equal_captions_are_right=not of_world)
 
 
-def zero_shot_task(arguments: DataArguments, templates: Sequence[str], classes: Sequence[str] | None = None) -> Task:
+def zero_shot_task(
+    arguments: DataArguments, templates: Sequence[str] | None = None, classes: Sequence[str] | None = None
+) -> Task:
     """Zero-shot classification on any dataset with an image and a label column (`caption_column`).
 
     Args:
-        templates: as `read_templates` takes them.
+        templates: as `read_templates` takes them; None: each model's own.
         classes: names of the classes, those of the column if it declares some or holds texts, else in the order of its
             integers, or of the ids that the column has in place of names; None: those that the column declares, or its
             different texts in all rows of the split.
     """
-    templates = read_templates(templates)
+    templates = [] if templates is None else read_templates(templates)
     rows, classes = labeled_rows(arguments, classes, as_prompts=True)
     require_different_names(classes)
     data = _data(arguments) | {"classes": short_digest(classes), "templates": list(templates)}
     shown = ", ".join(map(repr, templates[:3])) + (", ..." if len(templates) > 3 else "")
+    shown = f"{len(templates)} templates: {shown}" if templates else "each model's own template"
     return Task(
         kind="zero_shot",
         title=_title("zero-shot", arguments),
-        protocol=f"{_protocol(data)}; {len(classes)} classes, {len(templates)} templates: {shown}",
+        protocol=f"{_protocol(data)}; {len(classes)} classes, {shown}",
         load=lambda: readable_pairs(rows, arguments, are_labels=True),
         classes=classes,
         templates=templates,

@@ -1,6 +1,5 @@
 """Settings of a task on own data. Importing them imports nothing heavy."""
 
-from dataclasses import field
 from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
@@ -46,8 +45,9 @@ class OwnTask:
     # File with the names of the classes, one a line, for zero_shot and linear_probe. Where the data call classes by
     # numbers or WordNet ids, the names in the order of these, or each after its id (n01440764 tench).
     classes: str | None = Field(default=None, min_length=1)
-    # For zero_shot, texts with a {} for the name of the class; or one file of them, one a line.
-    templates: list[str] = field(default_factory=lambda: ["a photo of a {}."])
+    # For zero_shot, texts with a {} for the name of the class; or one file of them, one a line. None: each model's own,
+    # the `hypothesis_template` of its tokenizer_config.json, else `a photo of a {}.`
+    templates: list[str] | None = None
 
     @model_validator(mode="after")
     def _check(self):

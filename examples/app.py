@@ -27,6 +27,7 @@ from datasets import Dataset
 from matplotlib.colors import to_hex
 
 import modeling_clip_moe
+from conversion.processors import own_template
 from conversion.publishing.bundle import copy_model
 from data.image_folders import open_folder
 from data.images import FORMATS, decode_image
@@ -44,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 Embeds = Embedder | Ensemble
 BATCH_SIZE = 64
-TITLE, TEMPLATE = "CLIP-MoE", "a photo of a {}."
+TITLE = "CLIP-MoE"
 SENTENCE = "A sparse CLIP says which label fits a picture, and which of its experts computed each part of it."
 SUFFIXES = {suffix for suffix, name in PIL.Image.registered_extensions().items() if name in FORMATS}
 NUM_FOUND, SHOWN_SIDE = 8, 512  # images that a text finds, and pixels of what is shown
@@ -233,7 +234,7 @@ def _labels_tab(gr, page, models: Mapping[str, Embeds], examples: Mapping[Path, 
             # Else Gradio opens the file before we do, and of one that it cannot read it only says "Error"
             image.preprocess = lambda upload: upload and upload.path
             labels = gr.Textbox("\n".join(examples.values()), label="Labels, one a line", lines=5, elem_id="labels")
-            of_model = "{}" if examples else TEMPLATE
+            of_model = own_template(next(iter(models.values())).tokenizers[0])
             template = gr.Textbox(of_model, label="Template, with {} for the label", elem_id="template")
             ask = gr.Button("Compare", variant="primary", elem_id="compare")
             if examples:

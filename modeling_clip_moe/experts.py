@@ -58,6 +58,10 @@ class CLIPMoEExperts(nn.Module):
         self.down_proj_bias = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
         self.act_fn = ACT2FN[config.hidden_act]
 
+    def extra_repr(self) -> str:
+        num_experts, intermediate_size, hidden_size = self.up_proj.shape
+        return f"{num_experts=}, {hidden_size=}, {intermediate_size=}"
+
     def forward(
         self,
         hidden_states: torch.Tensor,

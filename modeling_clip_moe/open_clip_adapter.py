@@ -60,13 +60,14 @@ class OpenCLIPAdapter(nn.Module):
 
 
 def load_clip(
-    name: str, device: str | torch.device = "cpu", **kwargs
+    name: str, device: str | torch.device = "cpu", revision: str | None = None, **kwargs
 ) -> tuple[OpenCLIPAdapter, Callable[[Image.Image], torch.Tensor], Callable[[str | Sequence[str]], torch.Tensor]]:
     """
     What CLIP_benchmark's function of this name returns.
 
     Args:
         name: folder or hub name of a sparse or dense model with its processor.
+        revision: branch, tag or commit on the Hub.
         kwargs: passed to `AutoModel.from_pretrained`.
 
     Returns:
@@ -77,13 +78,13 @@ def load_clip(
         ValueError: a mixture of whole CLIPs, whose similarities are no product of two embeddings; or a model for
             images of any shape, each of which is three tensors.
     """
-    model_type = AutoConfig.from_pretrained(name).model_type
+    model_type = AutoConfig.from_pretrained(name, revision=revision).model_type
     if model_type == CLIPMoDEConfig.model_type:
         raise ValueError(f"{name} is a mixture of CLIPs: take one of its experts, such as {name}/expert_0")
     if model_type in FAMILY_OF_TYPE and FAMILY_OF_TYPE[model_type].naflex:
         raise ValueError(f"{name} takes images of any shape (NaFlex), but open_clip's of one: call it by transformers")
-    model = AutoModel.from_pretrained(name, **kwargs).eval().to(device)
-    processor = AutoProcessor.from_pretrained(name)
+    model = AutoModel.from_pretrained(name, revision=revision, **kwargs).eval().to(device)
+    processor = AutoProcessor.from_pretrained(name, revision=revision)
 
     def transform(image: Image.Image) -> torch.Tensor:
         return processor.image_processor(image.convert("RGB"), return_tensors="pt").pixel_values[0]

@@ -37,6 +37,7 @@ from transformers.utils import TransformersKwargs, logging
 from .configuration_clip_moe import CLIPMoETowerConfig
 from .dispatch import Dispatch, as_fraction, dispatch, dispatch_within_capacity
 from .experts import TAKE_ROWS, CLIPMoEExperts, compiled, fused
+from .self_test import self_test
 from .transformers_internals import OutputRecorder, PrefixChange, maybe_autocast, register_checkpoint_conversion_mapping
 
 logger = logging.get_logger(__name__)
@@ -198,6 +199,10 @@ class CLIPMoERouter(nn.Module):
         super().__init__()
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
+
+    def extra_repr(self) -> str:
+        num_experts, hidden_size = self.weight.shape
+        return f"{hidden_size=}, {num_experts=}, num_experts_per_tok={self.config.num_experts_per_tok}"
 
     def forward(
         self, hidden_states: torch.Tensor, mask: torch.Tensor | None = None
@@ -452,7 +457,12 @@ ROUTER_OUTPUTS = {
 
 
 class EncodeMixin:
-    """Embeddings as tensors, where `get_text_features` and `get_image_features` give outputs of transformers."""
+    """What whole models have: embeddings as tensors, where `get_text_features` and `get_image_features` give outputs of
+    transformers, and the self-test of a published folder."""
+
+    def self_test(self, revision: str | None = None) -> dict[str, float]:
+        """Raises ValueError where this does not compute what it did when it was published; see `self_test.py`."""
+        return self_test(self, revision=revision)
 
     def encode_text(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
         """Embeddings (B, D) of texts (B, S), see `get_text_features`."""

@@ -180,7 +180,7 @@ def test_pairs_of_data(run, experts, told):
 
 
 def test_nothing_of_this_machine_is_published(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(bundle, "verify", lambda model, folder: None)  # in a process of its own, for seconds
+    monkeypatch.setattr(bundle, "verify", lambda folder: None)  # in a process of its own, for seconds
     data = tmp_path / "private place" / "cats, dogs"
     data.mkdir()
     change_stage(run, data={"source": str(data), "image_root": str(data)})

@@ -7,12 +7,17 @@ import datasets
 import PIL.Image
 import pytest
 import small_evaluation
+import torch
 from pydantic import ValidationError
 from tiny_sources import png
+from transformers import AutoProcessor
 
-from data import symbols
+from conversion.processors import own_template
+from data import names, symbols
 from data.sources import DataArguments
+from evaluation.embedder import Embedder
 from evaluation.evaluate import evaluate_model
+from evaluation.measures import measure
 from evaluation.own_data import (
     linear_probe_task,
     own_fingerprint,
@@ -120,6 +125,21 @@ def test_labels_that_do_not_fit(tmp_path, labels, classes, message):
 def test_templates_have_one_place_for_a_name(tmp_path, template):
     with pytest.raises(ValueError, match="templates need one {} for the class's name, got "):
         zero_shot_task(labeled(tmp_path, ["a", "b"]), [template] if template else [])
+
+
+def test_a_model_is_asked_by_its_own_template(tmp_path):
+    """The bundled one was trained on names alone; what its processor is saved as says so, too."""
+    towns = names.load("test", "web", 4)
+    arguments = labeled(tmp_path, towns["kind"])
+    towns.rename_column("kind", "label").select_columns(["image", "label"]).to_parquet(arguments.source)
+    model = Embedder("training/name_clip_moe", None, 4, torch.device("cpu"))
+    others = [names.name_of(town) for town in range(4096)]
+    result = measure(zero_shot_task(arguments, classes=others), model)
+    assert (result["template"], result["metrics"]["accuracy"]) == ("{}", 1)
+    assert measure(zero_shot_task(arguments, ["a photo of a {}"], others), model)["metrics"]["accuracy"] < 1
+    for name, template in (("name_clip_moe", "{}"), ("symbol_clip/half", "a picture of a {}")):
+        AutoProcessor.from_pretrained(f"training/{name}").save_pretrained(tmp_path / "saved")
+        assert own_template(AutoProcessor.from_pretrained(tmp_path / "saved").tokenizer) == template
 
 
 def test_templates_and_classes_of_a_file(tmp_path):

@@ -1,6 +1,6 @@
 """The folder that is published of a model: weights, code, processor, card, scores; and the check that it loads."""
 
-import inspect
+import copy
 import json
 import os
 import shutil
@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 import yaml
 from huggingface_hub.utils import validate_repo_id
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import CLIPTokenizer, PreTrainedModel
 
 from conversion.assemble import ENCODER
@@ -22,8 +23,10 @@ from conversion.processors import forget_last_call, load_processor
 from conversion.publishing.card import render
 from conversion.publishing.lineage import Lineage
 from conversion.publishing.trusted_code import CODE, named_code, require_trusted_code, settings_files, trusted_copy
-from conversion.verification import check_equal, sample_inputs
+from conversion.verification import sample_inputs
 from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel
+from modeling_clip_moe.self_test import FILE as SELF_TEST
+from modeling_clip_moe.self_test import features
 from records.files import read_json, save, write_text, writing
 from records.local_names import is_hub_name
 
@@ -32,20 +35,17 @@ LOCAL_KEYS = {"is_local", "local_files_only", "name_or_path", "_name_or_path"}
 LOCAL_KEYS |= {"tokenizer_file", "vocab_file", "merges_file", "special_tokens_map_file"}
 SHARD = "5GB"  # the largest file of weights
 LICENSE = Path(__file__).parents[2] / "LICENSE"
-
-
-def features(model, inputs):
-    """The embeddings that a model computes of one dictionary of inputs, or a mixture of one for each expert."""
-    texts = [{"input_ids": part["input_ids"]} for part in inputs]
-    images = [{name: tensor for name, tensor in part.items() if name != "input_ids"} for part in inputs]
-    texts, images = ({"expert_inputs": parts} if len(parts) > 1 else parts[0] for parts in (texts, images))
-    with torch.no_grad():
-        texts, images = model.get_text_features(**texts), model.get_image_features(**images)
-    return {"texts": texts.pooler_output.contiguous(), "images": images.pooler_output.contiguous()}
+# Of the self-test's two images: the most stored pixels a side, and the patches of those of any shape
+SELF_TEST_SIZE, SELF_TEST_PATCHES = 48, 9
 
 
 def build(
-    source: str | Path, folder: Path, repository: str, license: str | None = None, base_model: str | None = None
+    source: str | Path,
+    folder: Path,
+    repository: str,
+    license: str | None = None,
+    base_model: str | None = None,
+    revision: str | None = None,
 ) -> None:
     """Write what is published of a model into a folder, and verify it.
 
@@ -55,6 +55,7 @@ def build(
         repository: its name on the Hub, which the card's examples load.
         license: the weights' license, as the Hub names it. None: unknown, which the card says.
         base_model: name on the Hub of the dense model that it comes from; None: as the recipe has it.
+        revision: the branch that the card's examples load. None: main.
     """
     validate_repo_id(repository)
     if base_model is not None and not is_hub_name(base_model):
@@ -77,22 +78,27 @@ def build(
     if list(folder.glob("*.py")):
         shutil.copy(LICENSE, folder / "LICENSE-CODE")
     experts = [load_config(folder, name) for name in model.config.experts] if isinstance(model, CLIPMoDEModel) else []
-    tokenizer = folder / "tokenizer_config.json"
-    longest_cut = read_json(tokenizer).get("model_max_length") if tokenizer.is_file() else None
-    card = render(model.config, lineage, repository, license, base_model, experts, longest_cut)
+    tokenizer = folder / "tokenizer_config.json"  # a mixture's experts may have their own
+    texts = read_json(tokenizer) if tokenizer.is_file() else {}
+    options = {"longest_cut": texts.get("model_max_length"), "template": texts.get("hypothesis_template", "{}")}
+    card = render(
+        model.config, lineage, repository, license, base_model, experts, revision=revision or "main", **options
+    )
     card.save(folder / "README.md")
-    verify(model, folder)
+    write_self_test(model.float(), folder)
+    verify(folder)
 
 
 def copy_model(source: Path, folder: Path) -> PreTrainedModel:
     """Write a model, its processor and its encoder of metadata into another folder, and return the model. Other
     files in its folder, code that is not ours, and what is true on this machine alone stay behind."""
-    with trusted_copy(source) as copy:
-        model = load_mixture(copy) if isinstance(load_config(copy), CLIPMoDEConfig) else load_clip(copy)
+    with trusted_copy(source) as trusted:
+        is_mixture = isinstance(load_config(trusted), CLIPMoDEConfig)
+        model = load_mixture(trusted) if is_mixture else load_clip(trusted)
         save(model, folder, max_shard_size=SHARD)
         for part in model.config.experts if getattr(model.config, "own_processors", False) else [""]:
-            write_processor(copy / part, folder / part)
-        write_encoder(copy / ENCODER, folder / ENCODER)
+            write_processor(trusted / part, folder / part)
+        write_encoder(trusted / ENCODER, folder / ENCODER)
     forget_this_machine(folder)
     return model
 
@@ -133,41 +139,55 @@ def forget_this_machine(folder: Path) -> None:
             write_text(path, json.dumps(settings, indent=2, ensure_ascii=False))
 
 
-def _check() -> str:
-    """The program of another process, which computes features from the published folder alone."""
-    return f"""
-import sys
-sys.modules["modeling_clip_moe"] = None
-import torch
-from safetensors.torch import load_file, save_file
-from transformers import AutoModel
-{inspect.getsource(features)}
-folder, outputs, *inputs = sys.argv[1:]
-model = AutoModel.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
-save_file(features(model, [load_file(path) for path in inputs]), outputs)
-"""
-
-
-def verify(model: PreTrainedModel, folder: Path) -> None:
-    """Compare the features of a model with those that a process without this package computes from a folder."""
-    require_trusted_code(folder)  # the other process trusts it
+def write_self_test(model: PreTrainedModel, folder: Path) -> None:
+    """Write an input of at most 60 kB an expert, and what a model computes of it: see `modeling_clip_moe.self_test`."""
     configs = [model.config]
     if isinstance(model, CLIPMoDEModel):
         readers = model.num_experts if model.config.own_processors else 1
         configs = [model.expert(number).config for number in range(readers)]
-    inputs = [sample_inputs(config) for config in configs]
+    stored, inputs = {}, []
+    made_with = {"transformers": transformers.__version__, "torch": torch.__version__}
+    for number, config in enumerate(copy.deepcopy(configs)):
+        vision, side = config.vision_config, 1
+        if (size := getattr(vision, "image_size", None)) is None:  # patches of images of any shape
+            vision.num_patches = SELF_TEST_PATCHES
+        else:
+            side = next(side for side in range(1, size + 1) if size % side == 0 and size // side <= SELF_TEST_SIZE)
+            vision.image_size = size // side
+        part = sample_inputs(config)
+        stored |= {f"{number}.{name}": tensor for name, tensor in part.items()}
+        made_with[f"{number}.side"] = str(side)
+        if side > 1:
+            part["pixel_values"] = part["pixel_values"].repeat_interleave(side, -1).repeat_interleave(side, -2)
+        inputs.append(part)
+    stored |= {f"expected.{name}": tensor for name, tensor in features(model, inputs).items()}
+    save_file(stored, folder / SELF_TEST, made_with)
+
+
+# The program of another process: the published folder has to pass its self-test there
+_CHECK = """
+import sys
+sys.modules["modeling_clip_moe"] = None
+import torch
+from self_test import self_test
+from transformers import AutoModel
+model = AutoModel.from_pretrained(sys.argv[1], trust_remote_code=True, dtype=torch.float32)
+for name, difference in self_test(model).items():
+    print(f"relative difference of the {name}: {difference:.3g}")
+"""
+
+
+def verify(folder: Path) -> None:
+    """Run the self-test of a folder in a process without this package. Raises a ValueError where it fails."""
+    require_trusted_code(folder)  # the other process trusts it
     with tempfile.TemporaryDirectory() as parent:
-        files = [f"{parent}/inputs_{number}" for number in range(len(inputs))]
-        for part, file in zip(inputs, files, strict=True):
-            save_file(part, file)
-        expected = features(model.float().eval(), inputs)
+        # Python imports from the folder that it is started in: the test alone lies there, which dense models lack
+        shutil.copy(CODE["self_test.py"], parent)
         # Another folder for the code, so that none is used that was loaded before
         environment = {**os.environ, "HF_MODULES_CACHE": f"{parent}/modules", "HF_HUB_OFFLINE": "1"}
-        command = [sys.executable, "-c", _check(), str(folder.resolve()), f"{parent}/outputs", *files]
-        # In another folder, since Python imports from the one that it is started in
+        command = [sys.executable, "-c", _CHECK, str(folder.resolve())]
         result = subprocess.run(command, env=environment, cwd=parent, capture_output=True, text=True)
-        if result.returncode != 0:
-            reason = result.stderr.strip().splitlines() or [f"exit status {result.returncode}"]
-            raise ValueError(f"the folder does not load without this package: {reason[-1]}")
-        computed = load_file(f"{parent}/outputs")
-    check_equal(expected, computed, 1e-5)
+    if result.returncode != 0:
+        reason = result.stderr.strip().splitlines() or [f"exit status {result.returncode}"]
+        raise ValueError(f"the folder cannot be used without this package: {reason[-1]}")
+    print(result.stdout, end="")

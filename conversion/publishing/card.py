@@ -43,12 +43,15 @@ def render(
     base_model: str | None,
     experts: Sequence[PreTrainedConfig] = (),
     longest_cut: int | None = None,
+    revision: str = "main",
+    template: str = "{}",
 ) -> ModelCard:
     """The card of a model.
 
     Args:
-        repository, license, base_model: see `conversion.publishing.bundle.build`.
+        repository, license, base_model, revision: see `conversion.publishing.bundle.build`.
         experts: the configurations of a mixture's experts.
+        template: a text with a {} for a label that the model was trained on.
         longest_cut: the most tokens that its tokenizer makes of a text; None: as many as the model takes.
     """
     results = list(lineage.results.values())
@@ -68,6 +71,7 @@ def render(
         template_path=str(TEMPLATE),
         name=repository.split("/")[-1],
         repository=repository,
+        revision=revision,
         config=config,
         family=families[0],
         families=families,
@@ -75,7 +79,8 @@ def render(
         custom_code=mixture or is_sparse,  # beside the weights
         towers=towers,
         text_length=towers["text"] and min(longest_text(towers["text"]), longest_cut or sys.maxsize),
-        examples=_examples(lineage, bases),
+        examples=(examples := _examples(lineage, bases)),
+        labels=_labels(examples, template),
         from_scratch=lineage.is_from_scratch and not bases,
         from_openai=bool(bases) and all(base.startswith(OPENAI) for base in bases),
         stages=[(name, *_stage_row(record)) for name, record in lineage.stages.items()],
@@ -133,6 +138,13 @@ def _examples(lineage: Lineage, bases: list[str]) -> list[str]:
     if world is not None:
         return WORLDS[world]
     return PHOTOS if any(base.startswith(OPENAI) for base in bases) else PLACEHOLDERS
+
+
+def _labels(texts: list[str], template: str) -> tuple[list[str], str]:
+    """Labels and the template that make these texts of them: that of the model, if it can."""
+    before, after = template.split("{}")
+    labels = [text.removeprefix(before).removesuffix(after) for text in texts]
+    return (labels, template) if [template.format(label) for label in labels] == texts else (texts, "{}")
 
 
 def _stage_row(record: Record) -> tuple[str, str]:

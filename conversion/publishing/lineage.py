@@ -29,7 +29,7 @@ TASK_TYPES = {
 WORLDS = {
     "icons": ["wikipedia", "github"],
     "names": ["grunheim dalos dalos", "helville borum mareth"],
-    "symbols": ["a picture of a snowman", "a picture of an anchor"],
+    "symbols": ["a picture of a snowman", "a picture of a cloud"],
 }
 
 

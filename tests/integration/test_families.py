@@ -78,7 +78,7 @@ def repositories(tmp_path_factory):
     """A sparse model of each family with experts that differ, as it is published."""
     folders, root = {}, tmp_path_factory.mktemp("families")
     patch = pytest.MonkeyPatch()
-    patch.setattr(bundle, "verify", lambda model, folder: None)  # `without_the_package` runs them all in one process
+    patch.setattr(bundle, "verify", lambda folder: None)  # `without_the_package` runs them all in one process
     for family in FAMILIES:
         folder = root / family.model_type
         sparse = moved(upcycle(tiny_dense(family, LENGTH), PRESETS["clip_moe"]), ("experts", "router"), seed=1)

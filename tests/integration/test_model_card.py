@@ -29,10 +29,10 @@ def run_examples(folder, number, place, image):
 def test_examples_run(repository, image, tmp_path):
     (tmp_path / "user").mkdir()
     (tmp_path / "user" / "clip-moe-symbols").symlink_to(repository)
-    run_examples(repository, 4, tmp_path, image)
+    run_examples(repository, 5, tmp_path, image)
 
 
-@pytest.mark.parametrize(("name", "number"), [("dense", 3), ("mode", 1)])
+@pytest.mark.parametrize(("name", "number"), [("dense", 4), ("mode", 2)])
 def test_examples_of_other_models_run(name, number, image, tmp_path):
     dense, source = CLIPModel.from_pretrained(BASE), BASE
     if name == "mode":

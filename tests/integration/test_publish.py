@@ -2,15 +2,18 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
+import transformers
 import yaml
 from huggingface_hub import HfApi, ModelCard
 from markdown_it import MarkdownIt
+from safetensors.torch import save_file
 from tiny_runs import run_stages, weights
 from transformers import AutoModel, AutoProcessor, CLIPModel
 
@@ -57,7 +60,7 @@ def published(run, tmp_path_factory):
 @pytest.fixture
 def unverified(monkeypatch):
     """Without the check in a process of its own, which takes seconds."""
-    monkeypatch.setattr(bundle, "verify", lambda model, folder: None)
+    monkeypatch.setattr(bundle, "verify", lambda folder: None)
 
 
 @pytest.fixture
@@ -79,7 +82,8 @@ def test_the_folder_has_all_that_others_look_for(run, published):
     names = {path.relative_to(published).as_posix() for path in published.rglob("*") if path.is_file()}
     assert {"preprocessor_config.json", "vocab.json", "merges.txt"} <= names
     assert {"config.json", "model.safetensors", "modeling_clip_moe.py", "configuration_clip_moe.py"} <= names
-    assert {"README.md", "LICENSE-CODE", "recipe.yaml", "report.svg"} <= names
+    assert {"README.md", "LICENSE-CODE", "recipe.yaml", "report.svg", "selftest.safetensors", "self_test.py"} <= names
+    assert (published / "selftest.safetensors").stat().st_size < 100_000
     assert "results/symbols_pairs--CLIP-UP.json" in names and "results/symbols_pairs--dense.json" not in names
     assert not {"manifest.json", "log.jsonl"} & names
     assert not [name for name in names if name.startswith(".eval_results")]  # its tasks are no benchmark of the Hub
@@ -104,7 +108,7 @@ def test_the_card_tells_what_is_so(run, published):
     assert "Data: 64 pairs of symbols (detailed captions)." in card.text and '"a picture of a snowman"' in card.text
     assert "It inherits the limits of user/symbol-clip. Since then it has been trained on 64 pairs" in card.text
     assert "# clip-moe-symbols" in card.text and "| clip_up | train |" in card.text
-    assert 'from_pretrained("user/clip-moe-symbols", trust_remote_code=True)' in card.text
+    assert 'from_pretrained("user/clip-moe-symbols", trust_remote_code=True, revision="main")' in card.text
     assert "The weights: apache-2.0; they come from user/symbol-clip" in card.text
     assert "wang2025clipup" in card.text and "zhang2025clipmoe" not in card.text
     assert "None" not in card.text and "{{ " not in card.text and "{%" not in card.text
@@ -115,7 +119,7 @@ def test_the_card_renders(published):
     assert html.count("<table>") == 3 and "|" not in html  # towers, stages and scores; no row was left as text
     pictures = re.findall(r'<img src="(.*?)"', html)
     assert pictures == ["report.svg"] and (published / "report.svg").is_file()
-    assert html.count("<pre>") == 6
+    assert html.count("<pre>") == 7
 
 
 def test_how_long_it_took_is_recorded(run):
@@ -180,14 +184,34 @@ def test_what_cannot_be_published_is_refused(tmp_path):
     assert not (tmp_path / "a").exists()
 
 
-def test_a_folder_that_computes_something_else_is_refused(published, tmp_path):
-    model = AutoModel.from_pretrained(published)
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("visual_projection.weight", "vision features"),
+        ("text_model.encoder.layers.{}.mlp.experts.up_proj", "text features"),
+        ("vision_model.encoder.layers.{}.mlp.router.weight", "vision features"),
+        ("logit_scale", "logits"),
+    ],
+    ids=str,
+)
+def test_the_self_test_sees_one_weight(name, what, repository):
+    """1 % more of it; the error names the part that differs and the versions on both sides."""
+    model = AutoModel.from_pretrained(repository, dtype=torch.float32)
+    assert max(model.self_test().values()) < 1e-6
     with torch.no_grad():
-        model.visual_projection.weight.mul_(1.01)
-    with pytest.raises(ValueError, match="does not compute what the source does: see images"):
-        bundle.verify(model, published)
-    for path in published.iterdir():
-        if path.is_file() and path.suffix != ".safetensors":
-            (tmp_path / path.name).write_bytes(path.read_bytes())
-    with pytest.raises(ValueError, match="does not load without this package: .*no file named model.safetensors"):
-        bundle.verify(AutoModel.from_pretrained(published), tmp_path)
+        model.get_parameter(name.format(model.config.vision_config.moe_layers[0])).mul_(1.01)
+    versions = f"made with transformers {transformers.__version__} and torch .*, here are transformers"
+    with pytest.raises(ValueError, match=f"{repository} failed its self-test: the {what} differ by .* {versions}"):
+        model.self_test()
+
+
+def test_a_folder_that_computes_something_else_is_refused(repository, tmp_path):
+    folder = shutil.copytree(repository, tmp_path / "folder")
+    changed = weights(folder)
+    changed["visual_projection.weight"] *= 1.01
+    save_file(changed, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="cannot be used without this package: .*failed its self-test: the vision"):
+        bundle.verify(folder)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="cannot be used without this package: .*no file named model.safetensors"):
+        bundle.verify(folder)
