@@ -142,9 +142,9 @@ release: check kit  ## all checks, then what a person does for a release
 	@version=$$($(KIT)/bin/python setup.py --version) && grep -q "^version: $$version$$" CITATION.cff && grep -q "^## $$version" CHANGELOG.md \
 		|| { echo "error: setup.py, CITATION.cff and CHANGELOG.md should name one version"; exit 1; }
 	@echo "dist/ is version $$($(KIT)/bin/python setup.py --version). By hand, in this order:"
-	@! git grep -l OWNER/clip-moe || echo "1. In these files, put the account in place of OWNER, and the date into CHANGELOG.md; commit; make release"
+	@! git grep -lE 'OWNER/(name-)?clip-moe' || echo "1. In these files, put the account in place of OWNER, and the date into CHANGELOG.md; commit; make release"
 	@echo "2. git tag v$$($(KIT)/bin/python setup.py --version) && git push --tags"
 	@echo "3. $(KIT)/bin/twine upload dist/*"
-	@echo "4. hf auth login; clip-moe publish training/name_clip_moe OWNER/name-clip-moe --license apache-2.0"
+	@echo "4. hf auth login; hf upload OWNER/name-clip-moe training/name_clip_moe"
 	@echo "5. make space SPACE_MODEL=OWNER/name-clip-moe; hf upload OWNER/clip-moe build/space --repo-type space"
 	@echo "6. $(KIT)/bin/mkdocs gh-deploy --strict"

@@ -44,6 +44,7 @@ def swap(llava: LlavaForConditionalGeneration, tower: PreTrainedModel) -> None:
     is_first_dropped = config.vision_feature_select_strategy == "default"
     config.image_seq_length = patches + has_class_token - is_first_dropped
     llava.model.vision_tower = tower.to(llava.dtype)
+    warn_without_experts(config)
 
 
 @torch.no_grad()
@@ -62,6 +63,19 @@ def feature_layers(config: LlavaConfig) -> list[int]:
     """The hidden states of the vision tower that the projector sees."""
     layers = config.vision_feature_layer
     return [layers] if isinstance(layers, int) else list(layers)
+
+
+def warn_without_experts(config: LlavaConfig) -> None:
+    """Warns of a sparse tower whose experts compute nothing that the projector sees."""
+    vision = config.vision_config
+    sparse = getattr(vision, "moe_layers", ())  # a dense tower has none
+    last = max(layer if layer >= 0 else vision.num_hidden_layers + 1 + layer for layer in feature_layers(config))
+    if sparse and min(sparse) >= last:
+        logger.warning(
+            "the LLaVA uses no experts: it reads the first %d of %d layers (vision_feature_layer %s), and the sparse ones "
+            "are %s, counted from 0: take a tower with sparse layers before these",
+            last, vision.num_hidden_layers, config.vision_feature_layer, sorted(sparse),
+        )  # fmt: skip
 
 
 def sample_llava_inputs(vision_config: CLIPMoETowerConfig, text_config: PreTrainedConfig) -> dict[str, Tensor]:

@@ -34,7 +34,7 @@ from transformers import (
 )
 
 from conversion.checkpoints import load_clip, load_config, load_model, load_weights
-from conversion.llava import expected_outputs, load_tower, verify
+from conversion.llava import expected_outputs, load_tower, verify, warn_without_experts
 from conversion.processors import load_image_processor, load_processor, load_tokenizer
 from data.arguments import DataArguments
 from data.conversations import IMAGE, load_conversations
@@ -385,6 +385,7 @@ def join(tower: PreTrainedModel, language_model: PreTrainedModel, image_token: i
         image_seq_length=(tower.config.image_size // tower.config.patch_size) ** 2,
         dtype=language_model.config.dtype,
     )
+    warn_without_experts(config)
     with torch.device("meta"):  # all of it is replaced
         llava = LlavaForConditionalGeneration(config)
     llava.model.vision_tower, llava.model.language_model = tower, language_model.model

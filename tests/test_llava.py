@@ -21,10 +21,11 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from conversion.llava import warn_without_experts
 from data.conversations import load_conversations
 from data.sources import DataArguments
 from examples.llava import IGNORED, ConversationLoader, LlavaTask, build
-from modeling_clip_moe import CLIPMoEVisionModel
+from modeling_clip_moe import CLIPMoEVisionConfig, CLIPMoEVisionModel
 from training.samplers import Share
 
 LLAMA = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -104,6 +105,15 @@ def assert_as_prepared(loader, batch):
     assert torch.equal(inputs["input_ids"][0], batch["input_ids"][0, :length])
     assert batch["labels"][0, length - 1] == IGNORED and batch["labels"][0, length] != IGNORED
     assert torch.equal(inputs["pixel_values"], batch["pixel_values"])
+
+
+@pytest.mark.parametrize(("layers", "warns"), [(-2, True), (-1, False), ([0, -2], True), (2, False)], ids=str)
+def test_a_tower_whose_experts_are_cut_off_warns(layers, warns, caplog):
+    vision = CLIPMoEVisionConfig(num_hidden_layers=2, moe_layers=[1])
+    warn_without_experts(
+        LlavaConfig(vision_config=vision, text_config=LlamaConfig(**LLAMA), vision_feature_layer=layers)
+    )
+    assert ["the LLaVA uses no experts" in record.message for record in caplog.records] == [True] * warns
 
 
 def test_llavas_layout(file, tmp_path):

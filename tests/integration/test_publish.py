@@ -13,6 +13,7 @@ import transformers
 import yaml
 from huggingface_hub import HfApi, ModelCard
 from markdown_it import MarkdownIt
+from programs import run_program
 from safetensors.torch import save_file
 from tiny_runs import run_stages, weights
 from transformers import AutoModel, AutoProcessor, CLIPModel
@@ -182,6 +183,14 @@ def test_what_cannot_be_published_is_refused(tmp_path):
         with pytest.raises(SystemExit, match=f"error: {message}"):
             publish.main([str(source), name, "--dry-run", str(tmp_path / "a")])
     assert not (tmp_path / "a").exists()
+
+
+def test_a_folder_of_an_earlier_version_still_computes_the_same(tmp_path):
+    """`tests/frozen` was published once, with the code beside it, and stays as it is."""
+    program = "import sys; sys.modules['modeling_clip_moe'] = None\nfrom transformers import AutoModel\n"
+    program += f"folder = {str(ROOT / 'tests' / 'frozen')!r}\n"
+    program += "print(AutoModel.from_pretrained(folder, trust_remote_code=True, dtype='float32').self_test())"
+    assert "'vision features'" in run_program(tmp_path, "-c", program)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,239 @@
+"""CLIP-MoE configuration: transformers' CLIP configuration plus, in each tower, what its sparse layers look like."""
+
+import math
+from dataclasses import field
+from typing import ClassVar, Literal
+
+from huggingface_hub.dataclasses import strict
+from transformers import CLIPTextConfig, CLIPVisionConfig, PreTrainedConfig
+from transformers.distributed import DistributedConfig
+
+_LAYERS = "encoder.layers.*"
+# What the weights of a tower's layers depend on
+_LAYER_FIELDS = (
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "hidden_act", "layer_norm_eps"),
+    *("moe_layers", "num_experts", "fusion_gate"),
+)
+
+
+def embedding_size(config: PreTrainedConfig) -> int:
+    """The size of the embeddings of a whole CLIP; those of a SigLIP's images are as wide as their tower."""
+    return config.projection_dim if hasattr(config, "projection_dim") else config.vision_config.hidden_size
+
+
+class PublishedConfig(PreTrainedConfig):
+    """
+    A configuration that names its classes where it is saved. `trust_remote_code=True` finds them there, in the copy of
+    this code that every published folder holds. `XConfig` of `configuration_y` is that of `XModel` in `modeling_y`.
+    """
+
+    _auto_class = "AutoConfig"
+    auto_classes: ClassVar[dict[str, str]] = {}
+    is_whole: ClassVar[bool] = False  # both images and texts
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        file = cls.__module__.rpartition(".")[2]
+        if not file.startswith("configuration_"):  # somebody's own, whose files are named otherwise
+            return
+        model = f"{file.replace('configuration', 'modeling')}.{cls.__name__.removesuffix('Config')}Model"
+        cls.auto_classes = {"AutoConfig": f"{file}.{cls.__name__}", "AutoModel": model}
+        if cls.is_whole:
+            cls.auto_classes["AutoModelForZeroShotImageClassification"] = model
+
+    def __post_init__(self, **kwargs):
+        kwargs.setdefault("auto_map", dict(self.auto_classes))
+        super().__post_init__(**kwargs)
+
+
+@strict
+class CLIPMoETowerConfig(PublishedConfig):
+    """
+    What CLIP-MoE adds to the configuration of a CLIP tower. By default there is no sparse layer: a plain CLIP tower.
+
+    Args:
+        num_experts (`int`): experts of a sparse layer, E.
+        num_experts_per_tok (`int`): experts that compute each token, K.
+        moe_layers (`list[int]`): the sparse layers, counted from 0. Empty: a dense tower.
+        norm_topk_prob (`bool`): whether the weights of a token's experts are scaled to sum to 1 (CLIP-MoE,
+            CLIP-FMoE), or stay the router's probabilities (CLIP-UP).
+        norm_before_capacity (`bool`): with `norm_topk_prob`, whether that happens before capacity drops choices, whose
+            weight is then lost, or after it, so that what is left sums to 1 (CLIP-UP B.3, whose "before routing" is
+            `norm_topk_prob=False`).
+        fusion_gate (`bool`): whether the dense FFN stays beside the experts and a learned gate mixes the two
+            (CLIP-FMoE).
+        capacity_factor (`float`, *optional*): C, in training: an expert takes at most ceil(T * C / E) of T tokens
+            (CLIP-UP). None: no limit.
+        eval_capacity_factor (`float`, *optional*): C, in evaluation. With a limit, the embedding of an input depends
+            on the rest of its batch.
+        capacity_group_size (`int`, *optional*): how many consecutive sequences of a batch share a capacity. None: the
+            whole batch of a process.
+        token_drop_policy (`str`): which choices an expert drops beyond its capacity: `"position"`, those that come
+            last, second choices behind first ones (CLIP-UP), or `"probs"`, those of the lowest probability (Megatron's
+            `moe_token_drop_policy`).
+        router_jitter_noise (`float`): in training, the router sees its input times random numbers between 1 - noise
+            and 1 + noise.
+    """
+
+    # What transformers' `DistributedConfig` splits over processes: the experts (EP, before 5.19 in a way that takes
+    # another router) or every layer (FSDP2); heads and dense FFNs (TP) by `base_model_tp_plan`
+    base_model_ep_plan = (
+        {}
+        if not hasattr(DistributedConfig, "ep_size")
+        else {
+            f"{_LAYERS}.mlp.experts.up_proj": "grouped_gemm",
+            f"{_LAYERS}.mlp.experts.up_proj_bias": "grouped_gemm",
+            f"{_LAYERS}.mlp.experts.down_proj": "grouped_gemm",
+            f"{_LAYERS}.mlp.experts.down_proj_bias": "grouped_gemm",
+            f"{_LAYERS}.mlp.experts": "ep_dispatch_experts",
+        }
+    )
+    base_model_fsdp_plan = {"embeddings": "free_full_weight", _LAYERS: "free_full_weight"}
+
+    num_experts: int = 8
+    num_experts_per_tok: int = 2
+    moe_layers: list[int] = field(default_factory=list)
+    norm_topk_prob: bool = True
+    norm_before_capacity: bool = False
+    fusion_gate: bool = False
+    capacity_factor: float | int | None = None
+    eval_capacity_factor: float | int | None = None
+    capacity_group_size: int | None = None
+    token_drop_policy: Literal["position", "probs"] = "position"
+    router_jitter_noise: float | int = 0.0
+
+    def __post_init__(self, **kwargs):
+        kwargs.pop("model_type", None)  # the dictionary of a dense CLIP tower carries another one
+        super().__post_init__(**kwargs)
+        self.validate_moe()  # here as a plain ValueError; `@strict` repeats it on saving and wraps it
+
+    @property
+    def output_size(self) -> int:
+        """The size of what the tower pools."""
+        return self.hidden_size
+
+    @property
+    def base_model_tp_plan(self) -> dict[str, str]:
+        """
+        Tensor parallelism of the modules that the tower has: the heads of its attention and the width of its dense
+        FFNs, alone or beside experts. Experts are not split, for whose stacked biases transformers has no style.
+        """
+        plan = {f"{_LAYERS}.self_attn.{name}_proj": "colwise" for name in "qkv"}
+        plan[f"{_LAYERS}.self_attn.out_proj"] = "rowwise"
+        has_dense_layers, has_base = len(self.moe_layers) < self.num_hidden_layers, self.fusion_gate
+        for ffn, is_there in (("mlp", has_dense_layers), ("mlp.base", has_base)):
+            if is_there:
+                plan |= {f"{_LAYERS}.{ffn}.fc1": "colwise", f"{_LAYERS}.{ffn}.fc2": "rowwise"}
+        return plan
+
+    def validate_moe(self):
+        """Part of `@strict`-powered validation. Refuses settings that contradict each other."""
+        if not 1 <= self.num_experts_per_tok <= self.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok must be between 1 and num_experts ({self.num_experts}), "
+                f"got {self.num_experts_per_tok}."
+            )
+        if any(not 0 <= layer < self.num_hidden_layers for layer in self.moe_layers):
+            raise ValueError(
+                f"moe_layers must be between 0 and {self.num_hidden_layers - 1} (num_hidden_layers is "
+                f"{self.num_hidden_layers}), got {self.moe_layers}."
+            )
+        if self.norm_before_capacity and not self.norm_topk_prob:
+            raise ValueError("norm_before_capacity=True needs norm_topk_prob=True: it says when that happens.")
+        for name in ("capacity_factor", "eval_capacity_factor", "capacity_group_size"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} must be greater than 0 and finite, or None for no limit, got {value}.")
+        if not 0 <= self.router_jitter_noise < 1:
+            raise ValueError(f"router_jitter_noise must be at least 0 and below 1, got {self.router_jitter_noise}.")
+
+
+@strict
+class CLIPMoETextConfig(CLIPMoETowerConfig, CLIPTextConfig):
+    """Text tower: the fields of `CLIPTextConfig` and of `CLIPMoETowerConfig`."""
+
+    model_type = "clip_moe_text_model"
+    base_config_key = "text_config"
+
+
+@strict
+class CLIPMoEVisionConfig(CLIPMoETowerConfig, CLIPVisionConfig):
+    """Vision tower: the fields of `CLIPVisionConfig` and of `CLIPMoETowerConfig`."""
+
+    model_type = "clip_moe_vision_model"
+    base_config_key = "vision_config"
+
+
+@strict
+class SparseMoEConfig(PublishedConfig):
+    """
+    Both towers of a model of any family, and the losses of their routers.
+
+    Args:
+        text_config, vision_config (`dict` or configuration, *optional*): the towers, of the classes in `sub_configs`.
+        output_router_logits (`bool`): whether outputs carry the router logits and `aux_loss`, which adds to the loss.
+        router_aux_loss_coef (`float`): weight of the load balancing loss, which is 1 at perfect balance.
+        router_z_loss_coef (`float`): weight of the router z-loss (CLIP-UP: 0.001).
+    """
+
+    is_whole = True
+    base_model_fsdp_plan = {}  # the towers have theirs; the default is a language model's
+
+    text_config: dict | PreTrainedConfig | None = None
+    vision_config: dict | PreTrainedConfig | None = None
+    output_router_logits: bool = False
+    router_aux_loss_coef: float | int = 0.01
+    router_z_loss_coef: float | int = 0.0
+
+    def __post_init__(self, **kwargs):
+        for name, config_class in self.sub_configs.items():
+            tower = getattr(self, name)
+            if tower is None or isinstance(tower, dict):
+                setattr(self, name, config_class(**(tower or {})))
+        super().__post_init__(**kwargs)
+
+
+@strict
+class CLIPMoEConfig(SparseMoEConfig):
+    """
+    Both towers of a CLIP, and the losses of their routers: the fields of `SparseMoEConfig` and these.
+
+    Args:
+        shared_encoder (`bool`): whether both towers have the same layers, and apart from each other only embeddings,
+            last norm and projection (LIMoE; CLIP-UP Table 1). How tokens are routed is still set for each tower.
+        projection_dim (`int`): size of the embeddings that images and texts share.
+        logit_scale_init_value (`float`): logarithm of the initial scale of the similarities.
+        initializer_factor (`float`): scale of the initial projections.
+    """
+
+    model_type = "clip_moe"
+    sub_configs = {"text_config": CLIPMoETextConfig, "vision_config": CLIPMoEVisionConfig}
+
+    shared_encoder: bool = False
+    projection_dim: int = 512
+    logit_scale_init_value: float | int = 2.6592
+    initializer_factor: float | int = 1.0
+
+    def __post_init__(self, **kwargs):
+        super().__post_init__(**kwargs)
+        # So that a tower with its projection loads from a whole model's folder; CLIP's own files do not always agree
+        self.text_config.projection_dim = self.vision_config.projection_dim = self.projection_dim
+        self.validate_shared_encoder()  # here as a plain ValueError; `@strict` repeats it on saving and wraps it
+
+    def validate_shared_encoder(self):
+        """Part of `@strict`-powered validation. Refuses towers that cannot have the same layers."""
+        if not self.shared_encoder:
+            return
+        text, vision = self.text_config, self.vision_config
+        for name in _LAYER_FIELDS:
+            # The number of experts says nothing where there are none
+            if name == "num_experts" and not text.moe_layers:
+                continue
+            if getattr(text, name) != getattr(vision, name):
+                raise ValueError(
+                    f"shared_encoder=True needs towers of one {name}, but it is {getattr(text, name)} in text_config "
+                    f"and {getattr(vision, name)} in vision_config. Make them equal, or leave shared_encoder out."
+                )
+
+
+CLIPMoEConfig.auto_classes["AutoModelForImageClassification"] = "modeling_clip_moe.CLIPMoEForImageClassification"
