@@ -72,8 +72,8 @@ def warn_without_experts(config: LlavaConfig) -> None:
     last = max(layer if layer >= 0 else vision.num_hidden_layers + 1 + layer for layer in feature_layers(config))
     if sparse and min(sparse) >= last:
         logger.warning(
-            "the LLaVA uses no experts: it reads the first %d of %d layers (vision_feature_layer %s), and the sparse ones "
-            "are %s, counted from 0: take a tower with sparse layers before these",
+            "the LLaVA uses no experts: it reads the first %d of %d layers (vision_feature_layer %s), but layers %s, "
+            "counted from 0, are the sparse ones: take a tower with earlier sparse layers",
             last, vision.num_hidden_layers, config.vision_feature_layer, sorted(sparse),
         )  # fmt: skip
 
