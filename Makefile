@@ -51,7 +51,7 @@ $(APP)/installed: setup.py constraints.txt
 	touch $@
 
 app: $(APP)/installed  ## a page for a model: make app MODEL=runs/symbols/sparse BASELINE=runs/symbols/dense IMAGES=my/images
-	$(APP)/bin/python -m examples.app "$(MODEL)" $(if $(BASELINE),--baseline "$(BASELINE)") $(if $(IMAGES),--images "$(IMAGES)")
+	$(APP)/bin/clip-moe app "$(MODEL)" $(if $(BASELINE),--baseline "$(BASELINE)") $(if $(IMAGES),--images "$(IMAGES)")
 
 # Two processes, each with whole files: tests of one file share runs of a recipe. Threads that wait do not spin: where
 # processes share cores, spinning costs several times the time, and where one has them alone, it saves time.
@@ -134,7 +134,7 @@ notebook: $(KIT)/installed  ## the notebook, from its first cell to its last
 
 space: $(KIT)/installed  ## build/space, started once; for the Hub, make space SPACE_MODEL=OWNER/name-clip-moe
 	rm -rf build/space
-	$(KIT)/bin/python -m examples.app $(SPACE_MODEL) --examples examples/pictures --space build/space
+	$(KIT)/bin/python -m clip_moe app $(SPACE_MODEL) --examples examples/pictures --space build/space
 	$(KIT)/bin/python tests/integration/start_space.py build/space
 
 release: check kit  ## all checks, then what a person does for a release

@@ -64,28 +64,28 @@ def _command_line() -> "App":
     """All commands."""
     from conversion import commands as conversion
     from evaluation import commands as evaluation
+    from examples import commands as examples
     from records.command_line import command_line
+    from records.help_text import in_lines
     from training import commands as training
     from training.stages import PURPOSES
 
-    kinds = [f"- {what}: {', '.join(kinds).replace('_', '-')}" for what, kinds in PURPOSES.items()]
+    kinds = (in_lines(f"{what}: {', '.join(of).replace('_', '-')}", 6, "  ") for what, of in PURPOSES.items())
     line = command_line(
         "clip-moe",
-        help="Turns a dense CLIP into a sparse Mixture-of-Experts CLIP, trains, measures and publishes it.\n\n"
-        "Every kind of stage is a command, clip-moe KIND OUTPUT; clip-moe KIND --help says more:\n\n"
-        + "\n".join(kinds),
+        help="Turns a dense CLIP into a sparse Mixture-of-Experts CLIP, trains, measures and publishes it. "
+        "clip-moe COMMAND --help says more.",
+        help_epilogue="\n".join(["Kinds of stages, each a command, clip-moe KIND OUTPUT:", *kinds]),
     )
-    for function in (
-        training.finetune,
-        training.run,
-        evaluation.report,
-        evaluation.efficiency,
-        training.curves,
-        conversion.publish,
-    ):
-        line.command(function)
-    line.command(training.recipes)
-    line.command("examples.app:app", name="app", help="A page in the browser to try a model.")
+    commands = (  # in the order of a user's day
+        *(training.finetune, training.run, examples.app, evaluation.report, evaluation.efficiency),
+        *(training.curves, conversion.publish, training.recipes),
+    )
+    for number, function in enumerate(commands):
+        line.command(function, sort_key=number, help_epilogue="")
+    # Beside `report`; `main` runs it, as all kinds
+    evaluate = "training.stages.evaluate:EvaluateStage"
+    line.command(evaluate, name="evaluate", help="Models side by side on evaluation tasks, with a report.", sort_key=2)
     return line
 
 

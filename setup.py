@@ -53,7 +53,7 @@ test = [
     "ruff>=0.15",
     "tensorboard>=2.18",
 ]
-# The page of examples.app. gradio takes no Pillow 13: see the Makefile
+# The page of `clip-moe app`. gradio takes no Pillow 13: see the Makefile
 app = [*training, "gradio>=6.31"]
 # clip-benchmark and llava-torch come without their own requirements: see the Makefile
 integrations = [

@@ -29,11 +29,12 @@ class Overview:
         max_length: tokens that the tokenizer reads of a caption.
         cut: different captions, of training and test, that are longer.
         alike: different captions, of training and test, that are alike to another one.
-        test_images: images in the test.
+        test_images: images in the test; 0 without one.
         test_captions: different captions in the test.
         unseen: those of them that no caption in training is alike to.
-        best: the greatest recall at 1 by direction, `image_to_text` and `text_to_image`.
-        by_memory: the same for a model that knows only captions of training.
+        best: the greatest recall at 1 by direction, `image_to_text` and `text_to_image`, in the test, or without one in
+            training.
+        by_memory: the same in the test for a model that knows only captions of training.
     """
 
     pairs: int
@@ -50,9 +51,12 @@ class Overview:
     best: dict[str, float]
     by_memory: dict[str, float]
 
-    @property
-    def sentences(self) -> list[str]:
-        """What a person should know before the scores."""
+    def sentences(self, advice: str = "") -> list[str]:
+        """What a person should know before the scores.
+
+        Args:
+            advice: on captions that are cut.
+        """
         share = self.most_frequent_count / self.pairs
         both, memory = (
             " and ".join(f"{name.replace('_to_', '→').replace('_', ' ')} {value:.1%}" for name, value in of.items())
@@ -61,12 +65,17 @@ class Overview:
         lines = [
             f"Training has {self.pairs:,} pairs with {self.captions:,} different captions; the most frequent, "
             f"{shortened(self.most_frequent)}, belongs to {self.most_frequent_count:,} ({share:.1%}).",
-            f"The test has {self.test_images:,} images with {self.test_captions:,} different captions, "
-            f"{self.unseen:,} of which training never sees.",
-            f"The greatest R@1 that these captions allow is {both}; with the captions of training alone, {memory}.",
         ]
+        if self.test_images:
+            lines += [
+                f"The test has {self.test_images:,} images with {self.test_captions:,} different captions, "
+                f"{self.unseen:,} of which training never sees.",
+                f"The greatest R@1 that these captions allow is {both}; with the captions of training alone, {memory}.",
+            ]
+        else:
+            lines.append(f"The greatest R@1 that these captions allow is {both}.")
         if self.cut:
-            lines.append(f"{self.cut:,} captions are longer than {self.max_length} tokens, and are cut.")
+            lines.append(f"{self.cut:,} captions are longer than {self.max_length} tokens, and are cut{advice}.")
         if self.alike:
             lines.append(
                 f"The tokenizer reads {self.alike:,} captions as it reads another one: they differ in case, spaces, "
@@ -82,12 +91,14 @@ class Overview:
         return lines
 
 
-def look_at(train: datasets.Dataset, test: datasets.Dataset, tokenizer: PreTrainedTokenizerBase) -> Overview:
+def look_at(train: datasets.Dataset, test: datasets.Dataset | None, tokenizer: PreTrainedTokenizerBase) -> Overview:
     """Args:
-    train, test: a column `caption`, a text or a list of texts an image. No two rows of the test have the same image.
+    train, test: a column `caption`, a text or a list of texts an image. No two rows of the test have the same image;
+        those of training, where there is no test, count as images.
     """
-    of_train = [caption for of_image in train["caption"] for caption in present_captions(of_image)]
-    of_test = [present_captions(of_image) for of_image in test["caption"]]
+    of_rows = [present_captions(of_image) for of_image in train["caption"]]
+    of_train = [caption for of_image in of_rows for caption in of_image]
+    of_test = [] if test is None else [present_captions(of_image) for of_image in test["caption"]]
     different = list(dict.fromkeys([*of_train, *(caption for of_image in of_test for caption in of_image)]))
     read = read_texts(tokenizer, different)
     key_of = dict(zip(different, read.digests, strict=True))
@@ -107,8 +118,8 @@ def look_at(train: datasets.Dataset, test: datasets.Dataset, tokenizer: PreTrain
         test_images=len(of_test),
         test_captions=len(texts),
         unseen=sum(key_of[caption] not in known for caption in texts),
-        best=ceilings(of_test, key_of),
-        by_memory=ceilings(of_test, key_of, known),
+        best=ceilings(of_test or of_rows, key_of),
+        by_memory={} if test is None else ceilings(of_test, key_of, known),
     )
 
 

@@ -12,7 +12,10 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 def report(results: list[Path], /, *, output_dir: Folder, baseline: str | None = None) -> str:
     """Results side by side: tables as markdown and as one HTML page, and a chart.
 
-        clip-moe report scores/*.json --output-dir scores
+    An `evaluate` stage writes these of its own models; here they may come from several.
+
+        clip-moe evaluate scores --models.bundled training/symbol_clip --tasks symbols_pairs
+        clip-moe report scores/*.json --output-dir scores/page
 
     Args:
         results: JSON files that evaluate wrote
@@ -42,14 +45,13 @@ def efficiency(
     measured, too: in rounds, in each of which all models have their turn. In brackets: the ratio to the first model, or
     to --baseline.
 
-        clip-moe efficiency training/symbol_clip runs/clip_moe_demo/clip_moe --output-dir runs/efficiency
+        clip-moe efficiency training/symbol_clip training/name_clip_moe
+
+    The papers' tables: CLIP-UP's 2, CLIP-MoE's section 5.4, CLIP-FMoE's 5.
+
+        clip-moe efficiency ViT-B/32 ViT-B/32:clip_up ViT-B/16 ViT-B/16:clip_up ViT-L/14 ViT-L/14:clip_up
+        clip-moe efficiency ViT-L/14 ViT-L/14:clip_moe
         clip-moe efficiency ViT-L/14 ViT-L/14:5_experts ViT-L/14:clip_fmoe
-
-    The papers' tables:
-
-        CLIP-UP, Table 2         ViT-B/32 ViT-B/32:clip_up ViT-B/16 ViT-B/16:clip_up ViT-L/14 ViT-L/14:clip_up
-        CLIP-MoE, section 5.4    ViT-L/14 ViT-L/14:clip_moe
-        CLIP-FMoE, Table 5       ViT-L/14 ViT-L/14:5_experts ViT-L/14:clip_fmoe
 
     Args:
         models: folders or hub names, or architectures at a paper's size: ViT-B/32, ViT-B/16, ViT-L/14, SigLIP2-B/16,

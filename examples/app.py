@@ -1,12 +1,4 @@
-"""A page in the browser: drop an image, type labels, see what models say, and which experts take which patches.
-
-    python -m examples.app training/name_clip_moe
-    python -m examples.app runs/clip_moe_demo/clip_moe --baseline training/symbol_clip --images my/images
-    python -m examples.app user/model --baseline user/dense --space my_space
-
-A model is a folder or a Hub name of a CLIP: dense, sparse, or a mixture of whole CLIPs. With `--images`, texts find the
-images of a folder. `--space` does not open the page: it writes a Space for the Hub that shows it.
-"""
+"""The page of `clip-moe app`, in gradio: what models say of an image, and which experts take which patches."""
 
 import html
 import json
@@ -37,7 +29,6 @@ from evaluation.ensemble import Ensemble, open_model
 from evaluation.own_data import is_template
 from evaluation.preferences import route_images
 from evaluation.routing_pictures import expert_colors
-from records.command_line import Folder, command
 from records.files import new_folder
 from records.messages import join_names
 
@@ -180,19 +171,6 @@ def captioned(folder: Path) -> dict[Path, str]:
     return {path: " · ".join(present_captions(said.get(os.path.abspath(path)))) or path.stem for path in paths}
 
 
-def import_gradio():
-    """Raises a ValueError if it is not installed."""
-    try:
-        import gradio
-    except ImportError as error:
-        raise ValueError(
-            "the page and a Space need gradio, which is not here: in a checkout, `make app` makes .venv-app, which has "
-            "it: .venv-app/bin/python -m examples.app; elsewhere, "
-            'pip install "clip-moe[app] @ git+https://github.com/OWNER/clip-moe"'
-        ) from error
-    return gradio
-
-
 def build_page(models: Mapping[str, Embeds], search: ImageSearch | None = None, examples: Mapping[Path, str] = {}):
     """The page as `gradio.Blocks`.
 
@@ -200,7 +178,8 @@ def build_page(models: Mapping[str, Embeds], search: ImageSearch | None = None, 
         models: name -> model, beside each other in this order. The map is of the first one that is sparse.
         examples: pictures to try and their names; the page opens on the first one.
     """
-    gr = import_gradio()
+    import gradio as gr
+
     options = {"analytics_enabled": False, "delete_cache": (SECONDS_KEPT, SECONDS_KEPT)}
     with gr.Blocks(title=TITLE, **options) as page:
         gr.Markdown(f"# {TITLE}\n{SENTENCE}")
@@ -316,16 +295,16 @@ def write_space(output: Path, model: str, baseline: str | None, images: str | No
             arguments += ["--images", _carried(images, space / "images", _copy_images)]
         if examples:
             arguments += ["--examples", _carried(examples, space / "examples", _copy_images)]
-        settings = {"title": TITLE, "sdk": "gradio", "sdk_version": import_gradio().__version__}
+        settings = {"title": TITLE, "sdk": "gradio", "sdk_version": metadata.version("gradio")}
         settings |= {"python_version": ".".join(platform.python_version_tuple()[:2])}
         settings |= {"app_file": "app.py", "license": "apache-2.0", "tags": ["clip", "mixture-of-experts"]}
         if on_hub := [name for name in (model, baseline) if name and not Path(name).is_dir()]:
             settings["models"] = on_hub
         files = {
-            "README.md": f"---\n{yaml.safe_dump(settings, sort_keys=False)}---\n{SENTENCE} Made by `examples.app`.\n",
+            "README.md": f"---\n{yaml.safe_dump(settings, sort_keys=False)}---\n{SENTENCE} Made by `clip-moe app`.\n",
             # Without +cpu and the like, which PyPI does not have
             "requirements.txt": "".join(f"{n}=={metadata.version(n).partition('+')[0]}\n" for n in REQUIREMENTS),
-            "app.py": f"from examples.app import app\n\napp.main({arguments!r})\n",
+            "app.py": f"from examples.commands import app\n\napp.main({arguments!r})\n",
         }
         for name, text in files.items():
             (space / name).write_text(text, encoding="utf-8")
@@ -367,38 +346,10 @@ def _names(sources: list[str]) -> list[str]:
     return names if len(set(names)) == len(names) else sources
 
 
-@command
-def app(
-    model: str,
-    /,
-    *,
-    baseline: str | None = None,
-    images: str | None = None,
-    examples: str | None = None,
-    space: Folder | None = None,
-) -> str | None:
-    """A page in the browser: drop an image, type labels, see what models say, and which experts take which patches.
-
-    Args:
-        model: a folder or Hub name.
-        baseline: a folder or Hub name of the model beside it, such as the dense one.
-        images: folder of images to search in; they are embedded first.
-        examples: folder of pictures to try, with captions or with their labels as names; for a bundled model, those
-            that it knows.
-        space: write a Space into this folder instead.
-    """
-    examples = examples or PICTURES.get(Path(model).resolve().name)
-    if space:
-        write_space(space, model, baseline, images, examples)
-        return f"{space} is a Space: hf upload USER/NAME {space} --repo-type space puts it on the Hub"
-    import_gradio()  # before the work
+def open_page(model: str, baseline: str | None, images: str | None, examples: str | None) -> None:
+    """Opens the page in the browser; the arguments are those of `clip-moe app`."""
     sources, device = list(dict.fromkeys(filter(None, [model, baseline]))), usable_device(None)
     named = zip(_names(sources), sources, strict=True)
     models = {name: open_model(source, None, BATCH_SIZE, device) for name, source in named}
     search = ImageSearch(models, images) if images else None
     build_page(models, search, captioned(Path(examples)) if examples else {}).launch(ssr_mode=False, css=STYLE)
-    return None
-
-
-if __name__ == "__main__":
-    app.main()

@@ -7,20 +7,63 @@ need no torch.
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, CycloptsError, Parameter, Token
 
+from records.help_text import in_lines
 from records.messages import one_line
 from records.program import end
+
+if TYPE_CHECKING:
+    from cyclopts.help import HelpPanel
+    from rich.console import Console, ConsoleOptions, RenderableType
+
+# Of the name of a command, before what it does
+NAME_WIDTH = 14
+
+
+class Help:
+    """Plain help in lines that are broken once. The formatters of cyclopts break them at the terminal's width, then put
+    names before them and break them again."""
+
+    def render_usage(self, console: "Console", options: "ConsoleOptions", usage: "RenderableType") -> None:
+        self._print(console, in_lines(f"Usage: {self._text(console, usage)}") + "\n")
+
+    def render_description(self, console: "Console", options: "ConsoleOptions", text: "RenderableType") -> None:
+        self._print(console, in_lines(self._text(console, text)))
+
+    def __call__(self, console: "Console", options: "ConsoleOptions", panel: "HelpPanel") -> None:
+        if not panel.entries:
+            return
+        self._print(console, f"\n{panel.title}:")
+        for entry in panel.entries:
+            text = self._text(console, entry.description)
+            if panel.format == "command":
+                names = ", ".join((*entry.positive_names, *entry.positive_shorts))
+                self._print(console, in_lines(text, NAME_WIDTH, f"  {names}".ljust(NAME_WIDTH)))
+                continue
+            facts = [" or ".join(entry.choices or ()), "required" if entry.required else ""]
+            facts += [f"default {entry.default}" if entry.default not in (None, "False") else ""]
+            names = ", ".join(filter(None, [" ".join(entry.display_labels_with_metavar), *facts]))
+            self._print(console, in_lines(names, 10, "  ") + "\n" + in_lines(text, 6))
+
+    @staticmethod
+    def _text(console: "Console", text: "RenderableType") -> str:
+        unbroken = console.options.update(width=100_000)
+        return "".join(segment.text for segment in console.render(text, unbroken)).rstrip()
+
+    @staticmethod
+    def _print(console: "Console", text: str) -> None:
+        console.print(text, soft_wrap=True, highlight=False, markup=False, emoji=False)
 
 
 def command_line(name: str, **options: object) -> App:
     """An empty command line, with plain help, in which an option may take several values one after another."""
     return App(
         name=name,
-        help_format="markdown",
-        help_formatter="plain",
+        help_format="plaintext",
+        help_formatter=Help(),
         version_flags=(),
         default_parameter=Parameter(consume_multiple=True, negative_iterable=(), allow_repeating=True),
         **options,

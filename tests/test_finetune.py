@@ -52,6 +52,8 @@ def test_a_folder_without_a_test(tmp_path, base, capsys):
     train, test = (set(rows[split]["caption"]) for split in ("train", "test"))
     assert train.isdisjoint(test) and len(rows["train"]) + len(rows["test"]) == 60 and len(rows["test"]) == 6
     report = (output / "report" / "report.md").read_text()
+    assert re.search(r"model took: .*dense, fine-tuned weights \d+ s on cpu", report)
+    assert "dense_tuned: Training has 54 pairs with " in told
     first, learned, kept = report.split("\n\n")[1:4]
     assert first in told and re.search(r"[+-]\d+\.\d ± \d+\.\d points", first)
     folder = re.search(r"[uU]se `(.+)`", first)[1]

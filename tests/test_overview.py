@@ -27,10 +27,20 @@ def test_six_pictures(tokenizer):
     # Of the images, "a cat" and "A cat" tie; of the 5 captions, both find the same image, which is right for one
     assert overview.best == {"image_to_text": 4 / 6, "text_to_image": 4 / 5}
     assert overview.by_memory == {"image_to_text": 3 / 6, "text_to_image": 3 / 5}
-    assert overview.sentences[0].endswith("'a dog', belongs to 3 (50.0%).")
+    assert overview.sentences()[0].endswith("'a dog', belongs to 3 (50.0%).")
 
 
 def test_several_captions_an_image(tokenizer):
     overview = look_at(rows(["a dog"]), rows([["a dog", "A dog"], ["a cat", "a dog"]]), tokenizer)
     # The tokenizer reads "A dog", a caption of the first image alone, as "a dog"
     assert overview.best == {"image_to_text": 1.0, "text_to_image": 3 / 3}
+
+
+def test_training_alone(tokenizer):
+    """Of six rows, three have one caption, and a fourth and a fifth one each that the tokenizer reads alike."""
+    overview = look_at(rows(["a dog", "a dog", "a dog", "a cat", "A cat", "a bird"]), None, tokenizer)
+    assert overview.best == {"image_to_text": 4 / 6, "text_to_image": 3 / 4}
+    assert (
+        overview.sentences()[1]
+        == "The greatest R@1 that these captions allow is image→text 66.7% and text→image 75.0%."
+    )

@@ -1,6 +1,9 @@
 """Commands that are stages: what they read, what they leave, what they say."""
 
+import contextlib
 import re
+import shlex
+from itertools import pairwise
 
 import pytest
 from documents import ROOT
@@ -8,7 +11,7 @@ from tiny_runs import run_stages
 
 import clip_moe
 from records.provenance import Record
-from training.setting_help import settings_of
+from training.setting_help import docstring, settings_of
 from training.stage_command import help_text, read_command
 from training.stages import KINDS, stage_of_kind
 
@@ -25,9 +28,40 @@ def test_every_setting_has_help(kind):
     for setting in settings_of(stage_of_kind(kind)):
         assert setting.name in ("name", "stage") or setting.meaning, setting.name
         assert setting.name in ("name", "stage") or re.search(rf"^  --{setting.name}  \S", text, re.M), setting.name
-    usage = text.splitlines()[0]
+    usage = text.partition("\n\n")[0].replace("\n", " ")
     required = {one.name for one in settings_of(stage_of_kind(kind)) if one.default is None} - {"name", "stage"}
     assert set(re.findall(r" --(\w+) ", usage)) == required
+
+
+@pytest.mark.parametrize("command", ["", "run", "finetune", "efficiency", "app", "upcycle", "train-data-expert"])
+@pytest.mark.parametrize("width", [60, 80, 140])
+def test_help_is_broken_once_at_the_width_of_the_terminal(command, width, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(width))
+    with contextlib.suppress(SystemExit):
+        clip_moe.main([*command.split(), "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    for line, following in pairwise(lines):
+        assert len(line) <= width and line == line.rstrip(), line
+        indents = [len(text) - len(text.lstrip()) for text in (line, following)]
+        goes_on = (
+            indents[0] == indents[1]
+            and re.match(" *[a-z](?!.*: )", following)
+            and not re.search(r"[.:]$|clip-moe", line)
+        )
+        assert not goes_on or len(line) + 1 + len(following.split()[0]) > width, (line, following)
+    assert not command or "    clip-moe " in "\n".join(lines)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_example_of_a_kind_is_one(kind):
+    """All of its settings exist, and folders of this checkout are there."""
+    code = [text for text in docstring(stage_of_kind(kind)).split("\n\n") if text.startswith("    clip-moe")]
+    commands = [shlex.split(line) for text in code for line in text.replace("\\\n", "").splitlines()]
+    assert commands
+    for _, of_kind, *arguments in (command for command in commands if command[0] == "clip-moe"):
+        assert of_kind.replace("-", "_") == kind
+        read_command(kind, arguments)
+        assert all((ROOT / word).is_dir() for word in arguments if word.startswith("training/"))
 
 
 def test_a_command_makes_what_a_recipe_makes(tmp_path):

@@ -1,4 +1,4 @@
-"""What `examples.app` computes, against the models themselves; `make space` starts the page and asks it."""
+"""What `clip-moe app` computes, against the models themselves; `make space` starts the page and asks it."""
 
 import shutil
 import sys
@@ -21,7 +21,7 @@ from data import symbols
 from data.images import decode_image
 from evaluation.ensemble import open_model
 from evaluation.preferences import route_images
-from examples import app
+from examples import app, commands
 from examples.app import ImageSearch, patch_map, sparse_layers
 
 # The pictures that the Space of this repository offers
@@ -82,15 +82,16 @@ def test_space(sparse, images, tmp_path, monkeypatch):
     model, beside = shutil.copytree(sparse, tmp_path / "clip_moe"), {"manifest.json", "log.jsonl", "notes.py"}
     for name in beside:
         (model / name).write_text("{}")
-    monkeypatch.setattr(app, "import_gradio", lambda: type("gradio", (), {"__version__": "6.31.0"}))
-    monkeypatch.setattr(app.metadata, "version", lambda name: "2.13.0+cpu" if name == "torch" else "1.2.3")
+    versions = {"torch": "2.13.0+cpu", "gradio": "6.31.0"}
+    monkeypatch.setattr(commands, "find_spec", lambda name: True)
+    monkeypatch.setattr(app.metadata, "version", lambda name: versions.get(name, "1.2.3"))
     arguments = [str(model), "--baseline", "user/dense", "--images", str(images)]
     arguments += ["--examples", "examples/pictures", "--space", str(tmp_path / "space")]
-    app.app.main(arguments)
+    commands.app.main(arguments)
     space = tmp_path / "space"
     called = f"app.main(['model/clip_moe', '--baseline', 'user/dense', '--images', 'images/{images.name}', "
     called += "'--examples', 'examples/pictures'])"
-    assert (space / "app.py").read_text() == f"from examples.app import app\n\n{called}\n"
+    assert (space / "app.py").read_text() == f"from examples.commands import app\n\n{called}\n"
     header = yaml.safe_load((space / "README.md").read_text().split("---")[1])
     assert (header["sdk"], header["sdk_version"], header["app_file"]) == ("gradio", "6.31.0", "app.py")
     assert header["models"] == ["user/dense"]
@@ -103,7 +104,7 @@ def test_space(sparse, images, tmp_path, monkeypatch):
     assert found == {"a.png.png", "below/b.JPG.png", "c.png.png", "metadata.jsonl"}
     assert (space / "examples" / "app.py").is_file() and not list(space.rglob("__pycache__"))
     with pytest.raises(SystemExit, match="already exists"):
-        app.app.main(arguments)
+        commands.app.main(arguments)
 
 
 def test_a_space_gets_pixels_alone(tmp_path, caplog):
@@ -142,7 +143,7 @@ def test_a_space_gets_pixels_alone(tmp_path, caplog):
 
 def test_without_gradio(dense, monkeypatch):
     monkeypatch.setitem(sys.modules, "gradio", None)
-    with pytest.raises(SystemExit, match="error: the page and a Space need gradio, .* `make app` .*: .venv-app/bin"):
-        app.app.main([str(dense)])
+    with pytest.raises(SystemExit, match="error: clip-moe app needs gradio, .* `make app` .*: .venv-app/bin"):
+        commands.app.main([str(dense)])
     assert app._names(["runs/a/clip_moe", "user/dense"]) == ["clip_moe", "dense"]
     assert app._names(["runs/a/model", "runs/b/model"]) == ["runs/a/model", "runs/b/model"]

@@ -33,7 +33,7 @@ def run(
     Any other --KEY VALUE overrides a key of the recipe: its own (--seed 1) or a stage's, by the stage's name
     (--clip_up.max_steps 100, --clip_up.data.num_samples 1000). Values are read as YAML.
 
-        clip-moe run --config training/recipes/clip_up.yaml --output-dir runs/l14 --clip_up.learning_rate 1e-5
+        clip-moe run --config training/recipes/clip_moe_demo.yaml --output-dir runs/mine --clip_moe.max_steps 50
         accelerate launch -m clip_moe run --config training/recipes/demo.yaml
 
     Args:
@@ -87,8 +87,8 @@ def finetune(
     whether experts helped, and which folder to use. Any other --KEY VALUE overrides a key of the recipe, as in
     `clip-moe run`.
 
+        clip-moe finetune symbols runs/symbols --model training/symbol_clip --pictures.data.num_samples 400
         clip-moe finetune my/photos runs/photos --model openai/clip-vit-base-patch32 --keep_tasks imagenet1k
-        clip-moe finetune my/images runs/images --model training/symbol_clip --defaults.train.global_batch_size 4
 
     Args:
         data: a folder of pictures with captions, a table, shards or a Hub name; without a split test, a tenth is tested
@@ -109,9 +109,10 @@ def finetune(
 def curves(*runs: Path, output_dir: Folder, only: list[str] = ()) -> str:
     """What runs logged, as curves and as a table: losses, balance, dropped tokens, temperature and scores over steps.
 
-        clip-moe curves runs/demo runs/clip_up --output-dir curves --only contrastive_loss
-
     Prints the last values of every stage that trained.
+
+        clip-moe run --config training/recipes/demo.yaml
+        clip-moe curves runs/demo --output-dir curves --only contrastive_loss
 
     Args:
         runs: folders of runs or of their stages

@@ -13,11 +13,13 @@ from torch.utils.data import DataLoader, default_collate, get_worker_info
 from transformers import CLIPProcessor
 
 from data.arguments import Augmentation
+from data.overview import look_at
 from data.pairs import STREAM_TRIAL, StreamReport, first_caption, judge, present_captions, read_pair
 from data.preparation import Preparation
 from data.sources import DataArguments, Rows, named_files_hash, reading
 from data.tokenizer import SAMPLE, pieces_per_word, read_texts, tokenize
 from data.workers import errors_of_workers, worker_options
+from data.worlds import WORLDS
 from records.messages import shortened
 from training.duplicates import streamed_image_key, token_keys
 from training.samplers import ClusterBatchSampler, GlobalBatchSampler
@@ -26,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 SHUFFLE_BUFFER = 10_000
 # Captions are reported on by those of so many pairs, and of so many of a stream.
-CAPTIONS_LOOKED_AT, STREAMED_LOOKED_AT = 10_000, 1000
+CAPTIONS_LOOKED_AT, STREAMED_LOOKED_AT = 100_000, 1000
 # A tokenizer whose captions these are needs little more than one piece a word, OpenAI's for English 1.1
 MANY_PIECES = 2
 
@@ -110,33 +112,52 @@ class PairLoader:
         first, or with `caption_weights`."""
         return PairBatches(self)
 
-    def report_captions(self) -> None:
-        """Warns of captions that do not suit the tokenizer: it knows few of their words, or cuts them."""
+    def report_captions(self, name: str, from_scratch: bool = False, own_tokenizer: bool = False) -> None:
+        """Prints what own captions are like, and warns of those that do not suit the tokenizer: it knows few of their
+        words, or cuts them.
+
+        Args:
+            name: of the stage.
+            from_scratch: whether the model is new, so that its context can still have any length.
+            own_tokenizer: whether the model's tokenizer was learned for it.
+        """
         if self.arguments.streaming:
-            rows = [row["caption"] for row in self.rows.take(STREAMED_LOOKED_AT)]
+            rows = datasets.Dataset.from_dict(
+                {"caption": [row["caption"] for row in self.rows.take(STREAMED_LOOKED_AT)]}
+            )
         else:
             chosen = np.random.default_rng(self.seed).permutation(len(self.rows))[:CAPTIONS_LOOKED_AT]
-            rows = self.rows.select_columns("caption").select(np.sort(chosen))["caption"]
-        captions = [caption for of_image in rows for caption in present_captions(of_image)]
+            rows = self.rows.select_columns("caption").select(np.sort(chosen))
+        captions = [caption for of_image in rows["caption"] for caption in present_captions(of_image)]
         if len(captions) > 1 and len(set(captions)) == 1:
             logger.warning(
                 "all %d captions of %s that were looked at are %s: in a batch of one caption, nothing is learned",
                 len(captions), self.arguments.source, shortened(captions[0]),
             )  # fmt: skip
         pieces = pieces_per_word(self.processor.tokenizer, captions[:SAMPLE])
-        if pieces > MANY_PIECES:
+        if pieces > MANY_PIECES and not own_tokenizer:
             logger.warning(
                 "the tokenizer cuts a word of the captions of %s into %.1f pieces on average. For a model from "
                 "scratch, a tokenizer stage learns one from them",
                 self.arguments.source, pieces,
             )  # fmt: skip
+        longer = "a `long_context` stage makes a model that reads more"
+        if from_scratch:
+            longer = "text_config.max_position_embeddings of its `initialize` stage lets the model read more"
+        advice = f": a `captions` stage makes shorter ones of them, {longer}"
+        if not self.arguments.streaming and self.arguments.source not in WORLDS:
+            lines = look_at(rows, None, self.processor.tokenizer).sentences(advice)
+            if len(rows) < len(self.rows):
+                lines.insert(0, f"Of {len(self.rows):,} pairs, these are {len(rows):,}.")
+            print("\n".join(f"{name}: {line}" for line in lines))
+            return
         read = read_texts(self.processor.tokenizer, captions)
         cut = sum(read.is_cut)
         if cut:
             logger.warning(
                 "%.1f%% of the captions of %s (%d looked at) are longer than the %d tokens of the tokenizer and are "
-                "cut: a `captions` stage makes shorter ones of them, a `long_context` stage a model that reads more",
-                100 * cut / len(captions), self.arguments.source, len(captions), read.max_length,
+                "cut%s",
+                100 * cut / len(captions), self.arguments.source, len(captions), read.max_length, advice,
             )  # fmt: skip
 
     def _streamed_batches(self, start: int) -> Iterator[dict[str, torch.Tensor]]:

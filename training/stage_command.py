@@ -1,17 +1,16 @@
 """`clip-moe KIND OUTPUT --SETTING VALUE`: a recipe of one stage, whose folder is OUTPUT."""
 
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from records.help_text import in_lines
 from records.yaml_files import read_yaml
 from training.recipe import Recipe, validated
 from training.setting_help import Setting, docstring, is_list, settings_of, settings_within
 from training.stages import stage_of_kind
 from training.stages.base import Stage
 
-WIDTH = 100
 # Settings of the run, which every command has
 OF_RUN = ("seed", "mixed_precision", "trackers")
 
@@ -62,20 +61,21 @@ def help_text(stage: type[Stage]) -> str:
     """Usage, what it does, and its settings."""
     settings = [one for one in settings_of(stage) if one.name not in ("name", "stage")]
     required = [f"--{one.name} {one.name.upper()}" for one in settings if one.default is None]
-    usage = " ".join(["Usage: clip-moe", stage.kind.replace("_", "-"), "OUTPUT", *required, "[--SETTING VALUE ...]"])
+    usage = " ".join(["clip-moe", stage.kind.replace("_", "-"), "OUTPUT", *required, "[--SETTING VALUE ...]"])
     rows = [line for setting in settings if setting.name not in OF_RUN for line in _help_lines(setting)]
     of_run = [one for one in settings_of(Recipe) if one.name in OF_RUN]
     return "\n".join(
         [
-            usage,
+            in_lines(usage, 7, "Usage: "),
             "",
-            *(line for text in docstring(stage).split("\n\n") for line in [*_wrapped(text), ""]),
-            "Settings, whose values are read as YAML; several values make a list:",
+            in_lines(docstring(stage)),
+            "",
+            in_lines("Settings, whose values are read as YAML; several values make a list:"),
             "",
             *rows,
             *(line for setting in of_run for line in _help_lines(setting)),
             "  --rehearse [--rehearse_batch N]",
-            *_wrapped("Run two steps on few samples, with N of them a batch, and tell what a run takes.", 6),
+            in_lines("Run two steps on few samples, with N of them a batch, and tell what a run takes.", 6),
         ]
     )
 
@@ -83,16 +83,10 @@ def help_text(stage: type[Stage]) -> str:
 def _help_lines(setting: Setting, prefix: str = "") -> list[str]:
     name, within = f"{prefix}{setting.name}", settings_within(setting.field.annotation)
     default = "" if setting.default is None else f", default {setting.default}"
-    lines = [f"  --{name}  {setting.type()}{'' if within else default}", *_wrapped(setting.meaning, 6)]
+    lines = [in_lines(setting.type() + ("" if within else default), 10, f"  --{name}  "), in_lines(setting.meaning, 6)]
     if within is None or is_list(setting.field.annotation) or prefix:
         return lines
     return lines + [line for one in settings_of(within) for line in _help_lines(one, f"{name}.")]
-
-
-def _wrapped(text: str, indent: int = 0) -> list[str]:
-    if text.startswith("    "):
-        return text.splitlines()
-    return textwrap.wrap(text, WIDTH, initial_indent=" " * indent, subsequent_indent=" " * indent)
 
 
 def read_flags(arguments: Sequence[str]) -> dict[str, list[str]]:

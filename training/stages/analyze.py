@@ -28,7 +28,7 @@ class AnalyzeStage(MeasuredTasks, Stage):
     weight that the experts of a token have together in the routed model. Where the weights do not sum to 1,
     experts.json also has the scales that a dense stage takes.
 
-        clip-moe analyze experts --model runs/clip_moe_demo/clip_moe --tasks symbols_pairs
+        clip-moe analyze runs/experts --model training/name_clip_moe --tasks names_256
     """
 
     kind: ClassVar[str] = "analyze"

@@ -28,6 +28,9 @@ class AnswerStage(EvaluateStage):
     experts helped, and which folder to use. Below that stands the report of an `evaluate` stage.
 
     It compares the rows `base`, `dense` and `sparse`. Other rows appear only in the report.
+
+        clip-moe answer runs/answer --data.source runs/pictures --models.base training/symbol_clip --models.dense \\
+            runs/tuned --models.sparse runs/sparse
     """
 
     kind: ClassVar[str] = "answer"

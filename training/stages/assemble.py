@@ -14,7 +14,12 @@ from training.stages.base import Model, Stage
 
 @dataclass(config=STRICT, kw_only=True)
 class AssembleStage(Stage):
-    """Data experts as one CLIPMoDEModel: `conversion.assemble`."""
+    """Data experts as one CLIPMoDEModel: `conversion.assemble`.
+
+    For example:
+
+        clip-moe assemble runs/mode --experts training/symbol_clip runs/tuned
+    """
 
     kind: ClassVar[str] = "assemble"
     makes_model: ClassVar[bool] = True

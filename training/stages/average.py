@@ -19,7 +19,7 @@ class AverageStage(Stage):
     Equal weights give a start for fine-tuning (MoDE appendix D). Between a model and what fine-tuning made of it lies a
     line of models that trade what was learned against what was kept (WiSE-FT, https://arxiv.org/abs/2109.01903).
 
-        clip-moe average between --models base fine-tuned --weights 0.3 0.7
+        clip-moe average runs/between --models training/symbol_clip runs/tuned --weights 0.3 0.7
     """
 
     kind: ClassVar[str] = "average"

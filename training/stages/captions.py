@@ -18,6 +18,9 @@ class CaptionsStage(Stage):
     """A dataset whose images have several captions each, for `caption_weights`; others use it as their `data.source`.
 
     The built-in worlds have the columns `caption` (detailed) and `raw_caption` (web).
+
+        clip-moe captions runs/captions --model training/symbol_clip --data.source symbols --data.num_samples 64 \\
+            --captions '{policy: full, column: caption}' '{policy: first_sentence, column: caption}'
     """
 
     kind: ClassVar[str] = "captions"

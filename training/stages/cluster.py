@@ -20,6 +20,8 @@ class ClusterStage(Stage):
 
     CLIP-MoE: 3 image and 3 text clusters a stage, with the labels of the stages before as `previous`.
     CLIP-FMoE: 4 image clusters, then 64 image clusters `within` each.
+
+        clip-moe cluster runs/clusters --features runs/features --num_image_clusters 2
     """
 
     kind: ClassVar[str] = "cluster"

@@ -17,6 +17,8 @@ class ClusterCoarseStage(Stage):
     """The fine-grained centers grouped into data experts, and the expert of every pair (MoDE eq. 2 and 3).
 
     Cluster 0 has the largest range, and is to be trained first where there is no time for all.
+
+        clip-moe cluster-coarse runs/coarse --fine runs/fine --num_experts 2
     """
 
     kind: ClassVar[str] = "cluster_coarse"

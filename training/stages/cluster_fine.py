@@ -21,7 +21,10 @@ if typing.TYPE_CHECKING:
 @dataclass(config=STRICT, kw_only=True)
 class ClusterFineStage(Stage):
     """Fine-grained clusters of captions: centers by balanced K-means of their embeddings (MoDE eq. 1), and the nearest
-    center of every pair (section 3.3), by any number of processes."""
+    center of every pair (section 3.3), by any number of processes.
+
+        clip-moe cluster-fine runs/fine --captions runs/sentences --num_centers 4
+    """
 
     kind: ClassVar[str] = "cluster_fine"
 

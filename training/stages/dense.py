@@ -20,7 +20,7 @@ class DenseStage(Stage):
     bit (with scale 1, where one is needed). The saved model is loaded again and compared in float32 with the sparse
     model in which the chosen FFN has taken the place of all others.
 
-        clip-moe dense expert-2 --model clip-up-b16 --take 2 --scale analysis
+        clip-moe dense runs/expert --model training/name_clip_moe --take 1
     """
 
     kind: ClassVar[str] = "dense"

@@ -20,7 +20,7 @@ class EmbedStage(Stage):
     data, its picture and its captions; or all of that as embeds.parquet. Pictures that cannot be read are left out,
     counted and named. Several processes share the work.
 
-        clip-moe embed mine --model runs/clip_moe_demo/clip_moe --data.source my/photos
+        clip-moe embed runs/embeddings --model training/name_clip_moe --data.source names --data.num_samples 64
         accelerate launch -m clip_moe embed mine --model FOLDER --data.source my/photos
     """
 

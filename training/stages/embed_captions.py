@@ -18,7 +18,13 @@ if TYPE_CHECKING:
 
 @dataclass(config=STRICT, kw_only=True)
 class EmbedCaptionsStage(Stage):
-    """The sentence embeddings of a dataset's captions, by which data experts are found (MoDE section 3.2)."""
+    """The sentence embeddings of a dataset's captions, by which data experts are found (MoDE section 3.2).
+
+    For example:
+
+        clip-moe embed-captions runs/sentences --encoder training/symbol_clip --data.source symbols \\
+            --data.num_samples 64
+    """
 
     kind: ClassVar[str] = "embed_captions"
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import typing
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar, Literal
@@ -9,6 +10,8 @@ from typing import ClassVar, Literal
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
+from records.markdown import escape
+from records.provenance import MANIFEST, Record
 from training.context import Context
 from training.settings import STRICT
 from training.stages.base import Model, Stage
@@ -24,7 +27,7 @@ class EvaluateStage(MeasuredTasks, Stage):
 
     Embeddings are computed once for every model and dataset. Several processes share the work.
 
-        clip-moe evaluate scores --models.clip_moe runs/clip_moe_demo/clip_moe --tasks symbols_zero_shot
+        clip-moe evaluate scores --models.bundled training/symbol_clip --tasks symbols_pairs
         clip-moe evaluate scores --models.mine FOLDER --tasks clip_moe_table_5 --data_root DATA
         clip-moe evaluate scores --models.mine FOLDER --tasks "{task: retrieval, dataset: my/photos, split: test}"
         accelerate launch -m clip_moe evaluate scores --models.mine FOLDER --tasks imagenet1k
@@ -97,7 +100,7 @@ class EvaluateStage(MeasuredTasks, Stage):
         oracles = [result for title, rows in self.oracles.items() for result in best_of(results, title, rows)]
         for result in oracles:
             write_result(result, directory)
-        head = self.head(results, inputs)
+        head = "\n\n".join(filter(None, [self.head(results, inputs), training_seconds(inputs.models)]))
         print(write_report(results + oracles, directory, baseline=self.baseline, head=head))
 
     def tasks_of(self, inputs: SimpleNamespace) -> "dict[str, Task]":
@@ -107,3 +110,17 @@ class EvaluateStage(MeasuredTasks, Stage):
     def head(self, results: "list[dict[str, typing.Any]]", inputs: SimpleNamespace) -> str:
         """What stands above the report's table, as markdown."""
         return ""
+
+
+def training_seconds(models: Mapping[str, str]) -> str:
+    """What the stage that trained each model took, by its record, as one line; empty where none has one. Seconds are no
+    ratio of multiply-adds: small products run at a smaller share of a machine's speed."""
+    took = []
+    for title, model in models.items():
+        if (Path(model) / MANIFEST).is_file():
+            record = Record.read(Path(model))
+            seconds = [attempt.seconds for attempt in record.attempts]  # None: of one that was killed
+            if record.stage["stage"].startswith("train") and seconds and None not in seconds:
+                where = " and ".join(dict.fromkeys(attempt.device for attempt in record.attempts))
+                took.append(f"{escape(title)} {sum(seconds):,.0f} s on {where}")
+    return f"The stage that trained each model took: {'; '.join(took)}." if took else ""

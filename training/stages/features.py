@@ -14,7 +14,12 @@ from training.stages.base import Model, NumberedData, Stage
 
 @dataclass(config=STRICT, kw_only=True)
 class FeaturesStage(Stage):
-    """The features of a whole dataset, by which it is clustered."""
+    """The features of a whole dataset, by which it is clustered.
+
+    For example:
+
+        clip-moe features runs/features --model training/symbol_clip --data.source symbols --data.num_samples 64
+    """
 
     kind: ClassVar[str] = "features"
 

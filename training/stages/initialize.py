@@ -16,7 +16,13 @@ from training.stages.base import Stage, named_errors
 
 @dataclass(config=STRICT, kw_only=True)
 class InitializeStage(Stage):
-    """A randomly initialized CLIP, dense or sparse, to be trained from scratch."""
+    """A randomly initialized CLIP, dense or sparse, to be trained from scratch.
+
+    For example:
+
+        clip-moe initialize runs/new --processor names --projection_dim 64 --text_config.num_hidden_layers 2 \\
+            --vision_config.num_hidden_layers 2
+    """
 
     kind: ClassVar[str] = "initialize"
     makes_model: ClassVar[bool] = True

@@ -20,7 +20,7 @@ class LongContextStage(Stage):
     later row and the next one, new rows are interpolated. The saved model is loaded again and compared with the source
     on short texts, which it must embed alike. A text tower alone, such as Stable Diffusion's, is lengthened, too.
 
-        clip-moe long-context clip-l14-248 --model openai/clip-vit-large-patch14 --length 248
+        clip-moe long-context runs/long --model training/symbol_clip --length 108
     """
 
     kind: ClassVar[str] = "long_context"

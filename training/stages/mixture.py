@@ -18,6 +18,9 @@ class MixtureStage(Stage):
 
     Images in files of their own and those of `indexed` shards stay where they are; others are copied. Nothing is
     decoded: what reads the mixture skips what cannot be read, or with `data.indexed` replaces it.
+
+        clip-moe mixture runs/mixture --sources '{source: runs/pictures}' '{source: runs/pictures, split: test}' \\
+            --weights 3 1
     """
 
     kind: ClassVar[str] = "mixture"

@@ -15,7 +15,10 @@ from training.stages.base import Stage
 @dataclass(config=STRICT, kw_only=True)
 class SelectStage(Stage):
     """One cluster, 0, of the pairs whose fine-grained centers are nearest to the metadata of tasks that are known
-    before training (MoDE section 5.5, retrieval-enhanced)."""
+    before training (MoDE section 5.5, retrieval-enhanced).
+
+        clip-moe select runs/selected --fine runs/fine --captions runs/sentences --metadata 'a red circle'
+    """
 
     kind: ClassVar[str] = "select"
     main_process_only: ClassVar[bool] = True

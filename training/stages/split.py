@@ -26,7 +26,7 @@ class SplitStage(Stage):
     the best scores that the captions allow, which an `answer` stage repeats in its report. Images in files of their own
     stay where they are.
 
-        clip-moe split runs/pictures --data.source my/images --model training/symbol_clip
+        clip-moe split runs/pictures --data.source symbols --data.num_samples 64 --model training/symbol_clip
     """
 
     kind: ClassVar[str] = "split"
@@ -69,6 +69,6 @@ class SplitStage(Stage):
             )
         test = one_row_an_image(test)
         datasets.DatasetDict(train=train, test=test).save_to_disk(directory)
-        lines = [origin, *look_at(train, test, tokenizer).sentences]
+        lines = [origin, *look_at(train, test, tokenizer).sentences()]
         write_text(directory / OVERVIEW, "\n".join(lines) + "\n")
         print("\n".join(f"{self.name}: {line}" for line in lines))

@@ -15,7 +15,12 @@ from training.stages.base import NumberedData, Stage
 
 @dataclass(config=STRICT, kw_only=True)
 class TokenizerStage(Stage):
-    """A tokenizer learned from the captions of a dataset, as CLIP's was from its own: for `initialize`."""
+    """A tokenizer learned from the captions of a dataset, as CLIP's was from its own: for `initialize`.
+
+    For example:
+
+        clip-moe tokenizer runs/tokenizer --data.source symbols --data.num_samples 64 --vocab_size 512
+    """
 
     kind: ClassVar[str] = "tokenizer"
     main_process_only: ClassVar[bool] = True

@@ -35,7 +35,13 @@ if typing.TYPE_CHECKING:
 
 @dataclass(config=STRICT, kw_only=True)
 class TrainStage(RouterSettings, StepsStage):
-    """Contrastive training of a dense or a sparse CLIP."""
+    """Contrastive training of a dense or a sparse CLIP.
+
+    For example:
+
+        clip-moe train runs/tuned --model training/symbol_clip --data.source symbols --data.num_samples 64 \\
+            --global_batch_size 8 --max_steps 2 --learning_rate 1e-4
+    """
 
     kind: ClassVar[str] = "train"
     samples: ClassVar[str] = "pairs"
@@ -173,7 +179,7 @@ class TrainStage(RouterSettings, StepsStage):
         from conversion.checkpoints import load_clip
         from conversion.processors import load_processor
         from data.sources import reading
-        from records.provenance import duplicates_line
+        from records.provenance import MANIFEST, Record, duplicates_line
         from training.loader import PairLoader
 
         model, processor = load_clip(inputs.model, dtype=torch.float32), load_processor(inputs.model)
@@ -207,7 +213,10 @@ class TrainStage(RouterSettings, StepsStage):
         context.held["images"] = loader.bytes_in_memory
         if accelerator.is_main_process:
             with reading(self.data):
-                loader.report_captions()
+                # A model that was initialized for this, with a tokenizer or without
+                made = Record.read(Path(inputs.model)).stage if (Path(inputs.model) / MANIFEST).is_file() else {}
+                is_new = made.get("stage") == "initialize"
+                loader.report_captions(self.name, is_new, is_new and made.get("tokenizer") is not None)
             print(
                 f"{self.name}: {duplicates_line(shares, self.duplicates, 'text' if texts_alone else 'text or image')}"
             )

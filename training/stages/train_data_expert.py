@@ -19,7 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(config=STRICT, kw_only=True)
 class TrainDataExpertStage(TrainStage):
-    """A data expert: a whole CLIP, trained on the pairs of one cluster of captions (MoDE section 3.3)."""
+    """A data expert: a whole CLIP, trained on the pairs of one cluster of captions (MoDE section 3.3).
+
+    For example:
+
+        clip-moe train-data-expert runs/data_expert_1 --model training/symbol_clip --expert 1 --clusters \\
+            runs/coarse --cluster 0 --data.source symbols --data.num_samples 64 --global_batch_size 8 --max_steps 2 \\
+            --learning_rate 1e-4
+    """
 
     kind: ClassVar[str] = "train_data_expert"
 

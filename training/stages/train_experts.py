@@ -25,7 +25,11 @@ if typing.TYPE_CHECKING:
 @dataclass(config=STRICT, kw_only=True)
 class TrainExpertsStage(TrainStage):
     """One expert, trained with batches of one cluster each: the FFNs of a dense CLIP (Multistage Contrastive Learning,
-    CLIP-MoE section 3), or the copies and gates of a fused model (CLIP-FMoE section 4.2)."""
+    CLIP-MoE section 3), or the copies and gates of a fused model (CLIP-FMoE section 4.2).
+
+        clip-moe train-experts runs/expert_1 --model training/symbol_clip --expert 1 --clusters runs/clusters \\
+            --data.source symbols --data.num_samples 64 --global_batch_size 8 --max_steps 2 --learning_rate 1e-4
+    """
 
     kind: ClassVar[str] = "train_experts"
 

@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 class TrainLongCLIPStage(TrainStage):
     """Long-CLIP's fine-tuning: images with their long captions, and the primary components of the images' features with
     the short captions. The data have these two captions, as a captions stage with `full` and `first_sentence` makes
-    them."""
+    them.
+
+        clip-moe train-long-clip runs/long_tuned --model runs/long --data.source runs/captions --global_batch_size \\
+            8 --max_steps 2 --learning_rate 1e-4 --num_components 4
+    """
 
     kind: ClassVar[str] = "train_long_clip"
 

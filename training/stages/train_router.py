@@ -13,7 +13,11 @@ from training.train_settings import BalanceMean
 @dataclass(config=STRICT, kw_only=True)
 class TrainRouterStage(TrainStage):
     """Routers trained with the experts frozen (CLIP-MoE section 4), or with fusion gates (CLIP-FMoE section 4.3). The
-    defaults are CLIP-MoE's."""
+    defaults are CLIP-MoE's.
+
+        clip-moe train-router runs/routed --model runs/clip_moe --data.source symbols --data.num_samples 64 \\
+            --global_batch_size 8 --max_steps 2 --learning_rate 1e-4
+    """
 
     kind: ClassVar[str] = "train_router"
 

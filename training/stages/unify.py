@@ -27,7 +27,7 @@ class UnifyStage(Stage):
     The saved model is loaded again, and with every token sent through expert i it is compared with what expert i was
     made of.
 
-        clip-moe unify clip-moe --model base --experts expert-1 expert-2
+        clip-moe unify runs/clip_moe --model training/symbol_clip --experts runs/expert_1
     """
 
     kind: ClassVar[str] = "unify"

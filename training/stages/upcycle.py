@@ -22,7 +22,7 @@ class UpcycleStage(Stage):
     routing weights sum to 1, equal experts compute the dense FFN, so the two agree up to rounding. Where they do not,
     as in the preset clip_up, the comparison alone is made with renormalized weights.
 
-        clip-moe upcycle clip-up-b16 --model openai/clip-vit-base-patch16 --preset clip_up
+        clip-moe upcycle runs/sparse --model training/symbol_clip --preset clip_moe
     """
 
     kind: ClassVar[str] = "upcycle"
