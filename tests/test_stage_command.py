@@ -123,7 +123,7 @@ WRONG = {
 @pytest.mark.parametrize(("arguments", "message"), WRONG.values(), ids=WRONG)
 def test_wrong_arguments_end_in_one_line(arguments, message):
     with pytest.raises(SystemExit, match=message):
-        clip_moe.main(["embeddings", *arguments])
+        clip_moe.main(["embed", *arguments])
 
 
 def test_a_command_that_fails_at_once_leaves_nothing(tmp_path):
