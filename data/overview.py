@@ -58,10 +58,7 @@ class Overview:
             advice: on captions that are cut.
         """
         share = self.most_frequent_count / self.pairs
-        both, memory = (
-            " and ".join(f"{name.replace('_to_', '→').replace('_', ' ')} {value:.1%}" for name, value in of.items())
-            for of in (self.best, self.by_memory)
-        )
+        both, memory = recalls(self.best), recalls(self.by_memory)
         lines = [
             f"Training has {self.pairs:,} pairs with {self.captions:,} different captions; the most frequent, "
             f"{shortened(self.most_frequent)}, belongs to {self.most_frequent_count:,} ({share:.1%}).",
@@ -89,6 +86,11 @@ class Overview:
                 "one by one, or leave most of them out."
             )
         return lines
+
+
+def recalls(of_ways: Mapping[str, float]) -> str:
+    """As "image→text 66.7% and text→image 75.0%"."""
+    return " and ".join(f"{way.replace('_to_', '→')} {value:.1%}" for way, value in of_ways.items())
 
 
 def look_at(train: datasets.Dataset, test: datasets.Dataset | None, tokenizer: PreTrainedTokenizerBase) -> Overview:

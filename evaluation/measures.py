@@ -8,6 +8,7 @@ import numpy as np
 from datasets import Dataset
 
 from conversion.processors import own_template
+from data.overview import ceilings
 from data.pairs import present_captions
 from data.tokenizer import ReadTexts, read_texts
 from evaluation.embedder import Embedder
@@ -124,7 +125,10 @@ def measure_retrieval(task: Task, model: Embeds, rows: Dataset) -> Measured:
         pairs = dict.fromkeys(zip(owners, map(number_of.get, corpus), strict=True))  # an image may repeat a caption
         image_of_text, text_of_pair = map(list, zip(*pairs, strict=True))
         corpus, owners = list(number_of), list(number_of.values())
-    counts = count_texts(task, "captions", _read_texts(model, corpus), owners)
+    read = _read_texts(model, corpus)
+    counts = count_texts(task, "captions", read, owners)
+    if task.equal_captions_are_right:
+        counts.best = ceilings(captions, dict(zip(corpus, read.digests, strict=True)))
     images, texts = zip(*model.map(lambda e: (e.images(rows), e.texts(corpus))), strict=True)
     # A query is routed by itself, candidates are routed together (MoDE eq. 7)
     weights = {"corpus": model.weights([corpus]), "queries": model.weights([[text] for text in corpus])}

@@ -36,6 +36,9 @@ class TextCounts(BaseModel):
     alike: Count
     # Texts that are also those of another image or class, or of the other side of a pair
     repeated: Count
+    # Of retrieval, the greatest recall at 1 that captions allow, `image_to_text` and `text_to_image`; empty where only
+    # an image's own captions are right
+    best: dict[str, Share] = Field(default_factory=dict)
 
     @property
     def sentence(self) -> str:

@@ -19,6 +19,7 @@ from evaluation.task import Task
 from evaluation.texts import count_texts
 from records.messages import warn_once
 from records.result_schema import TextCounts
+from training.stage_command import run_command
 
 dense = small_evaluation.dense
 LONG = "a small red star on a white ground with a blue ring around it " * 2
@@ -94,7 +95,7 @@ def test_captions_that_differ_after_the_cut_are_told_once(dense, embedder, warni
     captions = [LONG + "one", LONG + "two", "a Star", "a star", "a moon", "a moon", "a ring", "a dot"]
     task = task_on(with_captions(rows, captions))
     result = measure(task, embedder)
-    assert result["texts"] == dict(kind="captions", number=8, max_length=16, cut=2, alike=4, repeated=2)
+    assert result["texts"] == dict(kind="captions", number=8, max_length=16, cut=2, alike=4, repeated=2, best={})
     sentence = (
         "of 8 captions, 2 longer than the 16 tokens of the tokenizer and cut; 2 the same as another; 4 with the same "
         "tokens as a different text: the model cannot tell them apart"
@@ -103,6 +104,17 @@ def test_captions_that_differ_after_the_cut_are_told_once(dense, embedder, warni
     write_report(list(tmp_path.glob("*.json")), tmp_path / "report")
     assert f"- dense on retrieval: {sentence}" in (tmp_path / "report" / "report.md").read_text()
     assert [record.getMessage() for record in warnings.records] == [f"title: {sentence}"]
+
+
+def test_a_report_begins_with_what_captions_allow(dense, tmp_path, capsys):
+    """Of three images, the first two have captions that the tokenizer reads alike: both tie, and find one image."""
+    rows = with_captions(symbols.load("test", "web", 3), ["a Star", "a star", "a moon"])
+    rows.save_to_disk(tmp_path / "rows")
+    tasks = [f"{{task: retrieval, dataset: {tmp_path / 'rows'}}}", "symbols_zero_shot"]
+    run_command("evaluate", [str(tmp_path / "out"), "--models.m", str(dense), "--tasks", *tasks, "--max_rows", "3"])
+    report = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
+    allowed = "allow no model more than R@1 image→text 33.3% and text→image 66.7%."
+    assert report.splitlines()[2] == f"The captions of retrieval, rows {allowed}"
 
 
 def test_captions_of_one_image_need_not_be_told_apart_and_those_of_a_pair_do(embedder, warnings):

@@ -77,6 +77,7 @@ def finetune(
     /,
     *overrides: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)],
     model: str = "openai/clip-vit-base-patch32",
+    caption_column: str = "caption",
     keep_tasks: list[str] | None = None,
     plan: Annotated[bool, Parameter(negative=())] = False,
     rehearse: Annotated[bool, Parameter(negative=())] = False,
@@ -94,13 +95,14 @@ def finetune(
         data: a folder of pictures with captions, a table, shards or a Hub name; without a split test, a tenth is tested
         output: folder for the models and the report
         model: a dense CLIP of any family, a folder or a Hub name
+        caption_column: of the data
         keep_tasks: benchmarks or built-in tasks on what the model should still know; default: of bundled models, what
             they know
         plan: print the stages, what they read and how far they are, at once
         rehearse: run two steps of each stage on few samples, keep nothing, and print what a run will take
     """
     tasks = ["--keep_tasks", json.dumps(keep_tasks)] if keep_tasks else []
-    flags = "--data", data, "--model", model, *tasks, *overrides
+    flags = "--data", data, "--model", model, "--caption_column", caption_column, *tasks, *overrides
     told = run(*flags, config=RECIPES / "finetune.yaml", output_dir=output, plan=plan, rehearse=rehearse)
     return told if plan or rehearse else None  # else the report has said which model to load
 

@@ -109,7 +109,19 @@ class EvaluateStage(MeasuredTasks, Stage):
 
     def head(self, results: "list[dict[str, typing.Any]]", inputs: SimpleNamespace) -> str:
         """What stands above the report's table, as markdown."""
-        return ""
+        from data.overview import recalls
+
+        best: dict[str, dict[str, float]] = {}
+        for result in results:
+            of_model = (result.get("texts") or {}).get("best", {})  # a linear probe has no texts
+            of_task = best.setdefault(result["title"], dict(of_model))
+            # Each model has its tokenizer
+            of_task |= {way: max(share, of_task[way]) for way, share in of_model.items()}
+        return "\n\n".join(
+            f"The captions of {escape(title)} allow no model more than R@1 {recalls(of_task)}."
+            for title, of_task in best.items()
+            if min(of_task.values(), default=1) < 1
+        )
 
 
 def training_seconds(models: Mapping[str, str]) -> str:
