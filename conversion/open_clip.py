@@ -74,7 +74,7 @@ def _require_tower(name: str, tower: dict[str, Any], weights: CLIPConfig) -> Non
 
 def _image_processor(given: dict[str, Any], size: int) -> dict[str, Any]:
     """The settings of CLIP's image processor, for images of so many pixels a side."""
-    settings = PREPROCESSING | given
+    settings = PREPROCESSING | {key: value for key, value in given.items() if value is not None}
     square, crops = {"height": size, "width": size}, {"shortest": True, "squash": False}[settings["resize_mode"]]
     return {
         "image_mean": settings["mean"],

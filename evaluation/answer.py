@@ -11,6 +11,8 @@ from records.intervals import LEVEL, Reach, mean_reach, score_difference_reach
 # weights, which may be there, too
 BASE, DENSE, SPARSE = COMPARED = ("base", "dense", "sparse")
 TUNED = ", fine-tuned weights"
+# An interval that reaches no further needs no larger test
+FINE = 0.05
 Rows = Mapping[str, Mapping[str, Any]]
 # A difference, and how far its interval reaches; None: it has none
 Gain = tuple[float, Reach | None]
@@ -38,12 +40,16 @@ def answer(results: Sequence[dict[str, Any]], learned: Collection[str], folders:
     if DENSE + TUNED in table:
         half = {goal: _gain(table[DENSE], table[DENSE + TUNED], tasks) for goal, tasks in of_goals.items()}
         way = ", ".join(f"{goal} {_points(gain)}" for goal, gain in half.items())
-        way = f"*Half way* from base to fine-tuned weights, against these, the dense model: {way}."
+        way = (
+            "*Half way*: `dense` and `sparse` are means of the weights before and after fine-tuning. The dense mean "
+            f"against the fine-tuned weights alone: {way}."
+        )
         if _high(half["learned"]) < 0 and ("kept" not in half or _low(half["kept"]) <= 0):
             table = {**table, **{model: table[model + TUNED] for model in (DENSE, SPARSE)}}
             folders = {**folders, **{model: folders[model + TUNED] for model in (DENSE, SPARSE)}}
             way += " So the fine-tuned weights are compared here."
-    helped, why = _verdict(**{goal: _gain(table[SPARSE], table[DENSE], tasks) for goal, tasks in of_goals.items()})
+    between = {goal: _gain(table[SPARSE], table[DENSE], tasks) for goal, tasks in of_goals.items()}
+    helped, why = _verdict(**between)
     best = SPARSE if helped else DENSE
     gains = {goal: _gain(table[best], table[BASE], tasks) for goal, tasks in of_goals.items()}
     use = f"Use `{folders[best]}`, the {best} model."
@@ -55,7 +61,11 @@ def answer(results: Sequence[dict[str, Any]], learned: Collection[str], folders:
     if not kept:
         lines.append("*Kept* was not measured: name benchmarks by `--keep_tasks`.")
     lines += [way] if way else []
-    lines.append(f"± is the {LEVEL:.0%} interval over the test's samples. Another seed of training may change more.")
+    number, reach = sum(table[BASE][task]["num_samples"] for task in learned), max(between["learned"][1])
+    size = f"{number:,} pictures"
+    if reach > FINE:  # it shrinks with the root of the number
+        size += f"; ± {100 * FINE:.0f} points would take about {round(number * (reach / FINE) ** 2, -2):,.0f}"
+    lines.append(f"± is the {LEVEL:.0%} interval over the test's {size}. Another seed of training may change more.")
     return "\n\n".join(lines)
 
 

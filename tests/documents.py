@@ -61,7 +61,7 @@ SMALLER = {
     "--config training/recipes/llava_symbols.yaml": "--projector.max_steps 2 --instructed.max_steps 2 "
     "--defaults.train_llava.data.num_samples 64",
     "data.draw symbols": "--number 64",
-    "clip-moe finetune": "--defaults.train.global_batch_size 16 --dense_tuned.num_epochs 1 --sparse_tuned.num_epochs 1 "
+    "clip-moe finetune": "--global_batch_size 16 --dense_tuned.num_epochs 1 --sparse_tuned.num_epochs 1 "
     "--report.max_rows 32",
     "data.draw icons": "--kinds 'brands 16' --number 64",
     "--config training/recipes/own_pictures.yaml": "--defaults.train.global_batch_size 16 "

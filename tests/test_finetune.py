@@ -15,7 +15,7 @@ from evaluation.answer import answer
 from evaluation.results import slug
 from training.recipe import load_recipe
 
-FLAGS = ["--defaults.train.global_batch_size", "4", "--defaults.train.learning_rate", "1e-3"]
+FLAGS = ["--global_batch_size", "4", "--learning_rate", "1e-3"]
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +137,18 @@ def test_verdicts(learned, kept, begins):
     told = answer(results, ["learned"], {model: f"in/{model}" for model in ("base", "dense", "sparse")})
     assert told.startswith(begins)
     assert f"kept, accuracy: base {kept[0]:.1%}, dense {kept[1]:.1%}, sparse {kept[2]:.1%}." in told
+    assert "over the test's 1,000 pictures. Another" in told
+
+
+def test_a_small_test_says_how_many_pictures_it_would_take():
+    """The interval shrinks with the root of the number: a hundredth of it reaches ten times as far, 43 points."""
+    results = [
+        result(model, "learned", primary={"accuracy": "accuracy"}, metrics={"accuracy": score}, num_samples=10)
+        for model, score in (("base", 0.2), ("dense", 0.4), ("sparse", 0.4))
+    ]
+    told = answer(results, ["learned"], {model: f"in/{model}" for model in ("base", "dense", "sparse")})
+    reach = float(re.search(r"\+0.0 ± (\d+\.\d)", told)[1])
+    assert f"10 pictures; ± 5 points would take about {round(10 * (reach / 5) ** 2, -2):,.0f}." in told
 
 
 @pytest.mark.parametrize(

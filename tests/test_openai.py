@@ -167,14 +167,15 @@ def test_images_are_prepared_as_open_clips_configuration_says(tmp_path):
     given.save_pretrained(tmp_path / "given")
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 64, 3), dtype=np.uint8))
     squash = {"std": [0.9, 0.8, 0.7], "interpolation": "bilinear", "resize_mode": "squash"}
-    openais_std = [0.26862954, 0.26130258, 0.27577711]  # as in open_clip
-    for changes, width, how in ((squash, 32, Image.Resampling.BILINEAR), ({}, 51, Image.Resampling.BICUBIC)):
+    default = {"std": None, "interpolation": None}  # as a null in open_clip
+    openais_std = [0.26862954, 0.26130258, 0.27577711]
+    for changes, width, how in ((squash, 32, Image.Resampling.BILINEAR), (default, 51, Image.Resampling.BICUBIC)):
         preprocessing = {"mean": [0.1, 0.2, 0.3]} | changes
         folder, archive = tmp_path / str(width), open_clip(tmp_path, preprocess_cfg=preprocessing)
         convert(archive, folder, "--processor", tmp_path / "given")
         left = (width - 32) // 2
         squared = np.asarray(image.resize((width, 32), how))[:, left : left + 32]
-        expected = (squared / 255 - preprocessing["mean"]) / preprocessing.get("std", openais_std)
+        expected = (squared / 255 - preprocessing["mean"]) / (preprocessing["std"] or openais_std)
         made = AutoProcessor.from_pretrained(folder)(text="a cat", images=image)
         np.testing.assert_allclose(made["pixel_values"][0], expected.transpose(2, 0, 1), atol=1e-5)
         assert made["input_ids"] == given(text="a cat")["input_ids"]

@@ -208,4 +208,4 @@ def test_a_rehearsal_measures_what_a_run_takes(tmp_path):
     assert measured["tuned"].memory > 4 * weights
     shutil.rmtree(folder)
     small = measure_stages(recipe, recipe.stages, 4)["tuned"]
-    assert (small.steps, small.hours) == (6, None) and small.step > 0
+    assert (small.steps, small.whole) == (6, None) and small.step > 0

@@ -77,7 +77,9 @@ def finetune(
     /,
     *overrides: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)],
     model: str = "openai/clip-vit-base-patch32",
-    caption_column: str = "caption",
+    caption_column: str | None = None,
+    learning_rate: float | None = None,
+    global_batch_size: int | None = None,
     keep_tasks: list[str] | None = None,
     plan: Annotated[bool, Parameter(negative=())] = False,
     rehearse: Annotated[bool, Parameter(negative=())] = False,
@@ -95,14 +97,18 @@ def finetune(
         data: a folder of pictures with captions, a table, shards or a Hub name; without a split test, a tenth is tested
         output: folder for the models and the report
         model: a dense CLIP of any family, a folder or a Hub name
-        caption_column: of the data
+        caption_column: of the data (default: caption)
+        learning_rate: the highest, of a cosine schedule (default: 1e-5, for pretrained models)
+        global_batch_size: pairs in a step, at most those in training (default: 64)
         keep_tasks: benchmarks or built-in tasks on what the model should still know; default: of bundled models, what
             they know
         plan: print the stages, what they read and how far they are, at once
         rehearse: run two steps of each stage on few samples, keep nothing, and print what a run will take
     """
-    tasks = ["--keep_tasks", json.dumps(keep_tasks)] if keep_tasks else []
-    flags = "--data", data, "--model", model, "--caption_column", caption_column, *tasks, *overrides
+    inputs = dict(caption_column=caption_column, learning_rate=learning_rate, global_batch_size=global_batch_size)
+    inputs |= dict(data=data, model=model, keep_tasks=keep_tasks)
+    given = {key: value for key, value in inputs.items() if value is not None}
+    flags = *(part for key, value in given.items() for part in (f"--{key}", json.dumps(value))), *overrides
     told = run(*flags, config=RECIPES / "finetune.yaml", output_dir=output, plan=plan, rehearse=rehearse)
     return told if plan or rehearse else None  # else the report has said which model to load
 

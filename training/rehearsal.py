@@ -14,6 +14,7 @@ import math
 import shutil
 import time
 from collections.abc import Collection, Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
 
 from data.sources import open_rows
@@ -43,14 +44,14 @@ class Measured:
         seconds: what all of it took.
         step: seconds of the second step; None: it takes none.
         steps: those of the real run; None: not known, or it takes none.
-        hours: those of the real run; None: not known.
+        whole: seconds of the real run; None: not known.
         memory, disk: bytes, disk with a checkpoint where it writes any.
     """
 
     seconds: float
     step: float | None
     steps: int | None
-    hours: float | None
+    whole: float | None
     memory: int
     disk: int
 
@@ -65,27 +66,32 @@ def rehearse(recipe: Recipe, stages: Collection[Stage], batch_size: int | None =
         What a stage raises, with its name. Nothing is kept.
     """
     measured = measure_stages(recipe, stages, batch_size)
-    rows = [["stage", "rehearsed in", "a step", "steps", "memory", "disk", "hours"]]
+    rows = [["stage", "rehearsed in", "a step", "steps", "memory", "disk", "time"]]
     for name, of_stage in measured.items():
         step = "-" if of_stage.step is None else f"{of_stage.step:.3g} s"
         steps = "-" if of_stage.steps is None else f"{of_stage.steps:,}"
-        hours = "-" if of_stage.hours is None else f"{of_stage.hours:.2f}"
+        whole = "-" if of_stage.whole is None else _clock(of_stage.whole)
         sizes = in_words(of_stage.memory), in_words(of_stage.disk)
-        rows.append([name, f"{of_stage.seconds:.1f} s", step, steps, *sizes, hours])
-    known = [of_stage.hours for of_stage in measured.values() if of_stage.hours is not None]
+        rows.append([name, f"{of_stage.seconds:.1f} s", step, steps, *sizes, whole])
+    known = [of_stage.whole for of_stage in measured.values() if of_stage.whole is not None]
     most = max((of_stage.memory for of_stage in measured.values()), default=0)
     disk = sum(of_stage.disk for of_stage in measured.values())
     seconds = sum(of_stage.seconds for of_stage in measured.values())
-    rows.append(["in all", f"{seconds:.1f} s", "", "", in_words(most), in_words(disk), f"{sum(known):.2f}"])
+    rows.append(["in all", f"{seconds:.1f} s", "", "", in_words(most), in_words(disk), _clock(sum(known))])
     return "\n".join(
         [
             *aligned(rows, left=1),
             "",
             "memory: the most that a process held, on a GPU in tensors, on a CPU with Python and its libraries",
             "disk: of a stage's folder, with one checkpoint where it writes any",
-            "hours: without stages marked -, which measure, or train epochs of a cluster, or have another batch here",
+            "time: of the run; -: not known of what measures, trains epochs of a cluster, or has another batch here",
         ]
     )
+
+
+def _clock(seconds: float) -> str:
+    """As "1:23:45"."""
+    return str(timedelta(seconds=round(seconds)))
 
 
 def measure_stages(recipe: Recipe, stages: Collection[Stage], batch_size: int | None = None) -> dict[str, Measured]:
@@ -177,8 +183,8 @@ def _measure(runner: Runner, stage: Stage, rehearsed: Stage, ratio: float) -> Me
     if accelerator.device.type == "cpu":
         memory += round((ratio - 1) * sum(runner.context.held.values()))
     if not isinstance(stage, StepsStage):
-        hours = None if hasattr(stage, "max_rows") else seconds * ratio / 3600
-        return Measured(seconds, None, None, hours, memory, _size(folder, ratio))
+        whole = None if hasattr(stage, "max_rows") else seconds * ratio
+        return Measured(seconds, None, None, whole, memory, _size(folder, ratio))
     step = _second_step(folder, rehearsed.global_batch_size)
     steps, pairs = stage.max_steps, Record.read(folder).pairs
     # Few pairs do not tell how many a cluster has
@@ -186,8 +192,8 @@ def _measure(runner: Runner, stage: Stage, rehearsed: Stage, ratio: float) -> Me
         steps = stage.num_epochs * (round(pairs * ratio) // stage.global_batch_size)
     # A step of another batch does not tell the time of the real one
     is_real = rehearsed.global_batch_size == stage.global_batch_size
-    hours = steps * step / 3600 if is_real and steps is not None else None
-    return Measured(seconds, step, steps, hours, memory, disk)
+    whole = steps * step if is_real and steps is not None else None
+    return Measured(seconds, step, steps, whole, memory, disk)
 
 
 def _size(folder: Path, ratio: float) -> int:

@@ -90,8 +90,8 @@ class GlobalBatchSampler(DistributedBatchSampler):
         super().__init__(batch_size, rank, world_size, seed)
         if num_samples < self.global_batch_size:
             raise ValueError(
-                f"a dataset of {num_samples} samples does not fill a global batch of {self.global_batch_size} "
-                f"({world_size} processes x {batch_size}): lower global_batch_size"
+                f"a dataset of {num_samples} samples does not fill a batch of {self.global_batch_size}: lower "
+                f"global_batch_size to {num_samples} or less"
             )
         self.num_samples = num_samples
 
