@@ -38,10 +38,11 @@ CLIP-UP above dense, as many multiply-adds | 51,200 | clip_up_symbols | clip_up
 CLIP-UP above dense, as many multiply-adds | 66,560 | clip_up_symbols | dense_longer
 CLIP-UP above dense, 4,096 names, as many multiply-adds | 3.1 M | clip_up_names_long | clip_up_8
 CLIP-UP above dense, 4,096 names, as many multiply-adds | 4.1 M | clip_up_names_long | dense
-CLIP-UP above a larger dense model, 4,096 names | 3.1 M | clip_up_names_twins | clip_up_8
-CLIP-UP above a larger dense model, 4,096 names | 4.1 M | clip_up_names_twins | dense_wide
-CLIP-UP above sparse from scratch, 4,096 names | 4.1 M | clip_up_names_twins | seed_model clip_up_8
-CLIP-UP above sparse from scratch, 4,096 names | 3.8 M | clip_up_names_twins | scratch_seed scratch
+CLIP-UP above a larger dense model, 4,096 names | 1.5 M | clip_up_tables_names | no_capacity
+CLIP-UP above a larger dense model, 4,096 names | 2.0 M | clip_up_tables_names | dense_30
+CLIP-UP above sparse from scratch, 4,096 names | 2.0 M | clip_up_tables_names | separated_seed no_capacity
+CLIP-UP above sparse from scratch, 4,096 names | 1.9 M | clip_up_tables_names | \
+scratch_no_capacity_seed scratch_no_capacity
 CLIP-MoE above fine-tuning for one stage | 40,960 | clip_moe_symbols | expert_1 expert_2 expert_3 clip_moe
 CLIP-MoE above fine-tuning for one stage | 10,240 | clip_moe_symbols | direct
 CLIP-MoE above fine-tuning for one stage | 10,240 | clip_moe_symbols | sparse_upcycling
