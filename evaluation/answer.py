@@ -55,6 +55,8 @@ def answer(results: Sequence[dict[str, Any]], learned: Collection[str], folders:
     use = f"Use `{folders[best]}`, the {best} model."
     if _high(gains["learned"]) < 0:
         use = f"The {best} model is worse at it than the base: use `{folders[BASE]}`, or change the settings."
+    elif _low(gains["learned"]) <= 0:
+        use = f"Whether the {best} model learned anything is inconclusive: use `{folders[BASE]}`, or train longer."
     lines = [f"**{why}** {use}"]
     for goal, tasks in of_goals.items():
         lines.append(f"*{goal.capitalize()}*, {best} against base: {_points(gains[goal])}. {_scores(table, tasks)}")

@@ -121,12 +121,18 @@ def test_inputs_stand_where_aliases_do(tmp_path):
             "**Experts learned more, +20.0 ± 4.3 points against the dense model, and forgot more",
         ),
         (
+            (0.4, 0.41, 0.41),
+            (0.8, 0.8, 0.8),
+            "**Whether experts helped is inconclusive: +0.0 ± 4.3 points against the dense model.** Whether the dense "
+            "model learned anything is inconclusive: use `in/base`",
+        ),
+        (
             (0.9, 0.4, 0.6),
             (0.8, 0.8, 0.8),
             "**Experts helped: +20.0 ± 4.3 points against the dense model.** The sparse model is worse",
         ),
     ],
-    ids=["helped", "inconclusive", "did not help", "forgot", "nothing was learned"],
+    ids=["helped", "inconclusive", "did not help", "forgot", "inconclusive, too", "nothing was learned"],
 )
 def test_verdicts(learned, kept, begins):
     results = [
