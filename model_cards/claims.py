@@ -39,7 +39,7 @@ dense model, that claim or another asks for the gain over a dense model that cos
 size alone, the largest stands for them. `seeds.md` of each card has all scores.
 
 Differences are percent points, means of the seeds, with their {LEVEL:.0%} intervals, of the score that decides. Samples
-are pairs of an image and its captions, from where the models part.
+are pairs of an image and its captions, from where the models part unless said otherwise.
 """
 JUDGED = f"""\
 Made by `python -m model_cards.claims` from `seeds.json` of the cards, which `python -m model_cards.seeds` writes from

@@ -36,10 +36,11 @@ BUDGETS = """
 CLIP-UP 6.6 above dense, as many steps | 51,200 | clip_up_symbols | clip_up
 CLIP-UP above dense, as many multiply-adds | 51,200 | clip_up_symbols | clip_up
 CLIP-UP above dense, as many multiply-adds | 66,560 | clip_up_symbols | dense_longer
-CLIP-UP above dense, 4,096 names, as many multiply-adds | 3.1 M | clip_up_names_long | clip_up_8
-CLIP-UP above dense, 4,096 names, as many multiply-adds | 4.1 M | clip_up_names_long | dense
-CLIP-UP above a larger dense model, 4,096 names | 1.5 M | clip_up_tables_names | no_capacity
-CLIP-UP above a larger dense model, 4,096 names | 2.0 M | clip_up_tables_names | dense_30
+CLIP-UP above dense, 4,096 names, as many multiply-adds | 4.1 M | clip_up_names_long | seed_model clip_up_8
+CLIP-UP above dense, 4,096 names, as many multiply-adds | 5.1 M | clip_up_names_long | seed_model dense
+CLIP-UP above dense, 4,096 names, as many multiply-adds | 1.7 M | clip_up_names_long | seed_30 dense_30
+CLIP-UP above a larger dense model, 4,096 names | 2.0 M | clip_up_tables_names | separated_seed no_capacity
+CLIP-UP above a larger dense model, 4,096 names | 2.6 M | clip_up_tables_names | seed_30 dense_30
 CLIP-UP above sparse from scratch, 4,096 names | 2.0 M | clip_up_tables_names | separated_seed no_capacity
 CLIP-UP above sparse from scratch, 4,096 names | 1.9 M | clip_up_tables_names | \
 scratch_no_capacity_seed scratch_no_capacity

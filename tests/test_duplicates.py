@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 
 from data.tokenizer import tokenize
 from records.provenance import Record
+from training import duplicates as duplicates_module
 from training.duplicates import Duplicates, streamed_image_key, text_keys, token_keys
 from training.losses import Pairing
 from training.samplers import ClusterBatchSampler, GlobalBatchSampler
@@ -227,3 +228,12 @@ def test_swaps_help_as_far_as_they_can():
         counts = [np.sum(texts[batch] == -1) for batch in batches]
         assert np.ptp(counts) <= 1 and len(np.unique(batches)) == batches.size
         assert sampler.duplicates.share_in(batches) - np.mean(texts[batches] == -1) < most
+
+
+def test_texts_that_were_not_tokenized_may_be_duplicates(monkeypatch):
+    """Too many by the first row, which has most: compared word by word, the tokenizer may still read two as one."""
+    tokenizer = AutoTokenizer.from_pretrained("training/symbol_clip")
+    rows = datasets.Dataset.from_dict({"caption": [["a star", "a moon", "a dot"], ["a ring"], ["a cat"], ["a dog"]]})
+    assert not Duplicates.of(rows, tokenizer).may_be_there
+    monkeypatch.setattr(duplicates_module, "TOKENIZED", 8)
+    assert Duplicates.of(rows, tokenizer).may_be_there

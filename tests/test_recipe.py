@@ -11,7 +11,7 @@ from documents import ROOT
 
 from data.arguments import Augmentation, CaptionPolicy, DataArguments
 from evaluation.own_task import OwnTask
-from training.recipe import Recipe, RecipeError, load_recipe, validated
+from training.recipe import Recipe, RecipeError, load_recipe, validated, wanted_stages
 from training.settings import dump
 from training.stages import KINDS, stage_of_kind
 from training.train_settings import Evaluation, LoraSettings
@@ -169,3 +169,9 @@ def test_worlds_take_the_seed_of_the_recipe(recipe):
     path = recipe(changed("output_dir: out", "output_dir: out\nseed: 3"))
     for overrides, seed in (({}, 3), ({"seed": 0}, 0), ({"tuned.data.seed": 1}, 1)):
         assert load_recipe(path, overrides).stages[1].data.seed == seed
+
+
+def test_only_stages_that_train_an_expert_have_its_number():
+    recipe = load_recipe("training/recipes/clip_moe_demo.yaml", {"experts.shown_expert": 1})
+    chosen = [stage.name for stage in wanted_stages(recipe, None, [1])]
+    assert "expert_1" in chosen and not {"expert_2", "experts"} & set(chosen)

@@ -76,13 +76,14 @@ def finetune(
     output: Folder,
     /,
     *overrides: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)],
-    model: str = "openai/clip-vit-base-patch32",
+    model: str | None = None,
     caption_column: str | None = None,
     learning_rate: float | None = None,
     global_batch_size: int | None = None,
     keep_tasks: list[str] | None = None,
     plan: Annotated[bool, Parameter(negative=())] = False,
     rehearse: Annotated[bool, Parameter(negative=())] = False,
+    rehearse_batch: int | None = None,
 ) -> str | None:
     """Fine-tune a dense CLIP on captioned pictures, as it is and with experts, and say whether the experts helped.
 
@@ -96,7 +97,7 @@ def finetune(
     Args:
         data: a folder of pictures with captions, a table, shards or a Hub name; without a split test, a tenth is tested
         output: folder for the models and the report
-        model: a dense CLIP of any family, a folder or a Hub name
+        model: a dense CLIP of any family, a folder or a Hub name (default: openai/clip-vit-base-patch32)
         caption_column: of the data (default: caption)
         learning_rate: the highest, of a cosine schedule (default: 1e-5, for pretrained models)
         global_batch_size: pairs in a step, at most those in training (default: 64)
@@ -104,13 +105,15 @@ def finetune(
             they know
         plan: print the stages, what they read and how far they are, at once
         rehearse: run two steps of each stage on few samples, keep nothing, and print what a run will take
+        rehearse_batch: rehearse with so many samples in the batch of a process
     """
     inputs = dict(caption_column=caption_column, learning_rate=learning_rate, global_batch_size=global_batch_size)
     inputs |= dict(data=data, model=model, keep_tasks=keep_tasks)
     given = {key: value for key, value in inputs.items() if value is not None}
     flags = *(part for key, value in given.items() for part in (f"--{key}", json.dumps(value))), *overrides
-    told = run(*flags, config=RECIPES / "finetune.yaml", output_dir=output, plan=plan, rehearse=rehearse)
-    return told if plan or rehearse else None  # else the report has said which model to load
+    options = dict(config=RECIPES / "finetune.yaml", output_dir=output)
+    text = run(*flags, **options, plan=plan, rehearse=rehearse, rehearse_batch=rehearse_batch)
+    return text if plan or rehearse or rehearse_batch else None  # else the report has said which model to load
 
 
 @command

@@ -66,10 +66,13 @@ class Duplicates:
         images: (pairs,) of int64, equal for equal images.
         texts: (texts,) of int64, equal for equal texts, of all captions of all pairs.
         pair_of: (texts,) the pair of each text; None: each pair has one.
+        tokenized: whether equal texts are those that the tokenizer reads alike.
     """
 
-    def __init__(self, images: np.ndarray, texts: np.ndarray, pair_of: np.ndarray | None = None):
-        self.num_pairs, self.images, self.num_texts = len(images), images, len(texts)
+    def __init__(
+        self, images: np.ndarray, texts: np.ndarray, pair_of: np.ndarray | None = None, tokenized: bool = True
+    ):
+        self.num_pairs, self.images, self.tokenized = len(images), images, tokenized
         members, sizes = map(np.concatenate, zip(_groups(texts, pair_of), _groups(images, None), strict=True))
         order = np.argsort(sizes, kind="stable")  # largest last: it labels its pairs
         members, sizes = members[ranges(_starts(sizes)[order], sizes[order])], sizes[order]
@@ -101,12 +104,12 @@ class Duplicates:
         numbers = np.array([_number(bytes.fromhex(digest)) for digest in images], np.int64)
         numbers = numbers if len(images) else np.arange(len(rows))
         pair_of = None if set(counts) == {1} else np.repeat(np.arange(len(rows), dtype=np.int32), counts)
-        return cls(numbers, np.concatenate(texts), pair_of)
+        return cls(numbers, np.concatenate(texts), pair_of, reader is not None)
 
     @property
     def may_be_there(self) -> bool:
         """Whether two pairs may have a text or an image in common, as the tokenizer reads it."""
-        return len(self.members) > 0 or self.num_texts > TOKENIZED
+        return len(self.members) > 0 or not self.tokenized
 
     def share_in(self, batches: Sequence[np.ndarray]) -> float:
         """The share of the pairs of batches that have a duplicate in theirs."""

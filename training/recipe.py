@@ -225,8 +225,8 @@ def _override(raw: dict, key: str, value: Any) -> None:
     if target is None or not rest:
         names = [stage["name"] for stage in raw["stages"]]
         raise ValueError(
-            f"--{key}: {head!r} is neither an option (--config, --output-dir, --stages, --experts), nor a key or an "
-            f"input of the recipe, nor a setting of one of its stages {names}, which is written --STAGE.KEY"
+            f"--{key}: {head!r} is neither an option (--help has them), nor a key or an input of the recipe, nor a "
+            f"setting of one of its stages {names}, which is written --STAGE.KEY"
         )
     for part in rest[:-1]:
         if target.get(part) is None:

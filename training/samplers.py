@@ -137,9 +137,8 @@ class ClusterBatchSampler(DistributedBatchSampler):
         clusters, sizes = np.unique(labels[labels >= 0], return_counts=True)
         if sizes.max(initial=0) < self.global_batch_size:
             raise ValueError(
-                f"none of the {len(clusters)} clusters fills a global batch of {self.global_batch_size} ({world_size} "
-                f"processes x {batch_size}); the largest has {sizes.max(initial=0)} samples, and larger batches there "
-                "can be only of merged clusters"
+                f"none of the {len(clusters)} clusters fills a batch of {self.global_batch_size}: lower "
+                f"global_batch_size to {sizes.max(initial=0)} or less, or set small_clusters: merge"
             )
         self.clusters = [np.flatnonzero(labels == cluster) for cluster in clusters]
 

@@ -41,7 +41,7 @@ class AnalyzeStage(MeasuredTasks, Stage):
     # `text` or `vision`: the sparse layer whose words or patches are drawn; the last one where a tower is left out.
     layers: dict[Literal["text", "vision"], int] = Field(default_factory=dict)
     # The expert that has a picture of its own, of the patches and captions that it takes.
-    expert: int | None = Field(default=None, ge=0)
+    shown_expert: int | None = Field(default=None, ge=0)
     # Images or texts that are computed at a time.
     batch_size: int = Field(default=64, gt=0)
 
@@ -52,6 +52,6 @@ class AnalyzeStage(MeasuredTasks, Stage):
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         from evaluation.experts import analyze_experts
 
-        names = ("num_experts_per_tok", "layers", "expert", "batch_size")
-        options = {name: getattr(self, name) for name in names}
+        names = ("num_experts_per_tok", "layers", "batch_size")
+        options = {"expert": self.shown_expert, **{name: getattr(self, name) for name in names}}
         print(analyze_experts(inputs.model, self.open_tasks(), directory, **options))

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 # Name of the task on what was to be learned
 LEARNED = "learned"
-# Folder of bundled models -> what they know
-KNOWN = {"symbol_clip": ["symbols_zero_shot"]}
+# Folder of bundled models -> tasks on what they know
+KNOWN = {Path(__file__).parents[1] / "symbol_clip": ["symbols_zero_shot"]}
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -46,15 +46,15 @@ class AnswerStage(EvaluateStage):
     @model_validator(mode="after")
     def _check_rows(self):
         if missing := [row for row in ("base", "dense", "sparse") if row not in self.models]:
-            raise ValueError(f"models has no row {', '.join(missing)}")
+            raise ValueError(f"models needs the rows base, dense and sparse, and has no {', '.join(missing)}")
         return self
 
     def tasks_of(self, inputs: SimpleNamespace) -> "dict[str, Task]":
         from evaluation.tasks import find_tasks, loaded_once
 
         learned = OwnTask(task="retrieval", dataset=inputs.data.source, name=LEARNED, title="own pictures")
-        folders = Path(inputs.models["base"]).resolve().parts
-        kept = self.tasks or [task for folder, tasks in KNOWN.items() if folder in folders for task in tasks]
+        base = Path(inputs.models["base"]).resolve()
+        kept = self.tasks or [task for folder, tasks in KNOWN.items() if base.is_relative_to(folder) for task in tasks]
         found = find_tasks([learned, *kept], self.data_root, seed=self.test_seed or 0, max_rows=self.max_rows)
         return loaded_once(found, self.max_rows)
 

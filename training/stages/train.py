@@ -98,7 +98,9 @@ class TrainStage(RouterSettings, StepsStage):
         if self.caption_weights is not None and abs(sum(self.caption_weights) - 1) > 1e-6:
             raise ValueError(f"caption_weights {self.caption_weights} sum to {sum(self.caption_weights):g}, not to 1")
         if self.caption_weights is not None and self.data.streaming:
-            raise ValueError("data.streaming: caption_weights need samples with numbers")
+            raise ValueError(
+                "data.streaming: a stream's samples have no numbers, which caption_weights need: leave out one"
+            )
         if self.group_by_length and self.mini_batch_size is None:
             raise ValueError("group_by_length: it shortens the parts of mini_batch_size. Set that, or leave this out")
         if self.augmentation is not None and self.data.in_memory:
@@ -241,7 +243,10 @@ class TrainStage(RouterSettings, StepsStage):
         if self.loss == "softmax" and hasattr(model, "logit_bias"):
             model.logit_bias.requires_grad_(False)  # which this loss does not have
             if not any(parameter.requires_grad for parameter in model.parameters()):
-                raise ValueError("the softmax loss has no logit_bias, and nothing else trains (trainable)")
+                raise ValueError(
+                    f"trainable {self.trainable!r} is the logit_bias alone, which loss: softmax does not have: let "
+                    "more train, or set loss: sigmoid"
+                )
 
     def router_loss(
         self, config: "CLIPMoEConfig", outputs: Any, batch: "Mapping[str, torch.Tensor]"

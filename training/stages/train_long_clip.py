@@ -41,7 +41,9 @@ class TrainLongCLIPStage(TrainStage):
     def _check_components(self):
         pairs = self.global_batch_size // self.gradient_accumulation_steps
         if self.num_components >= pairs - 1:
-            raise ValueError(f"num_components {self.num_components} leave nothing out of a batch of {pairs}")
+            raise ValueError(
+                f"num_components {self.num_components} leave nothing out of a batch of {pairs}: at most {pairs - 2} do"
+            )
         return self
 
     def choose_pairs(self, rows: "Rows", inputs: SimpleNamespace, context: Context) -> "Rows":
