@@ -94,9 +94,11 @@ def recalls(of_ways: Mapping[str, float]) -> str:
 
 
 def look_at(train: datasets.Dataset, test: datasets.Dataset | None, tokenizer: PreTrainedTokenizerBase) -> Overview:
-    """Args:
-    train, test: a column `caption`, a text or a list of texts an image. No two rows of the test have the same image;
-        those of training, where there is no test, count as images.
+    """What captions are like, as a tokenizer reads them.
+
+    Args:
+        train, test: a column `caption`, a text or a list of texts an image. No two rows of the test have the same
+            image; those of training, where there is no test, count as images.
     """
     of_rows = [present_captions(of_image) for of_image in train["caption"]]
     of_train = [caption for of_image in of_rows for caption in of_image]

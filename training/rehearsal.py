@@ -2,7 +2,7 @@
 
 The stages themselves run, with the real model and the real batch of a process, on few samples and for two steps, each
 reading what the one before made. They write into a folder that is removed at the end. Finished stages are read as they
-are. What is told was measured.
+are. All figures are measured.
 """
 
 import contextlib
@@ -98,7 +98,7 @@ def measure_stages(recipe: Recipe, stages: Collection[Stage], batch_size: int | 
     """Name of each stage that has not finished -> what it takes; see `rehearse`."""
     require_sound(recipe, stages)
     output_dir = Path(recipe.output_dir)
-    folder = output_dir.with_name(f".{output_dir.name}.rehearsal")  # hidden, so that it is nobody's own
+    folder = output_dir.with_name(f".{output_dir.name}.rehearsal")  # hidden, so it cannot clash with a user's folder
     done = [stage for stage in recipe.stages if (output_dir / stage.name / MANIFEST).is_file()]
     to_do = [stage for stage in stages if stage not in done]
     batches = [stage.global_batch_size for stage in to_do if isinstance(stage, StepsStage)]

@@ -263,7 +263,7 @@ class Runner:
 
 def _require_no_others(output_dir: Path, stages: Collection[str]) -> None:
     """Raises a ValueError where finished stages are of the recipe that was run there before, and not of this one:
-    recipe.yaml would tell of them no more."""
+    recipe.yaml would no longer describe them."""
     path = output_dir / RECIPE
     try:
         before = [stage["name"] for stage in read_yaml(read_text(path), str(path))["stages"]] if path.is_file() else []

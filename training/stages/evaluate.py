@@ -48,8 +48,8 @@ class EvaluateStage(MeasuredTasks, Stage):
     num_workers: int | None = Field(default=None, ge=0)
     # The row that the others are compared with.
     baseline: str | None = None
-    # Row title -> rows: for each task it shows the best score of these rows. It is a bound, no method: only who knows
-    # the answers can choose the best row.
+    # Row title -> rows: for each task it shows the best score of these rows, an upper bound: choosing the row needs
+    # the answers.
     oracles: dict[str, list[str]] = Field(default_factory=dict)
 
     @model_validator(mode="after")
