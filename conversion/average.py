@@ -32,12 +32,15 @@ def average(sources: Sequence[str | Path], weights: Sequence[float] | None = Non
     first, *others = weights or [1.0] * len(sources)
     mean = load_clip(sources[0])
     sums = {name: first * parameter.double() for name, parameter in mean.named_parameters()}
+    dtype = mean.dtype
     for source, weight in zip(sources[1:], others, strict=True):
         model = load_model(type(mean), source)
         if shape(model.config) != shape(mean.config):
             raise ValueError(f"{source} has another configuration than {sources[0]}: they have no mean")
+        dtype = torch.promote_types(dtype, model.dtype)
         for name, parameter in model.named_parameters():
             sums[name] += weight * parameter.double()
+    mean.to(dtype)  # bfloat16 would round half of a small step away
     for name, parameter in mean.named_parameters():
         parameter.copy_(sums[name] / (1 if weights else len(sources)))
     return mean

@@ -9,9 +9,13 @@ from data.pairs import load_pairs, mapped
 IMAGE = {"bytes": datasets.Value("binary"), "path": datasets.Value("string")}
 
 
-def pairs_with_images(arguments: DataArguments) -> datasets.Dataset:
-    """Pairs with a caption, whose images are bytes or whole paths."""
-    rows = load_pairs(arguments, images=False)
+def pairs_with_images(arguments: DataArguments, decode: bool = False) -> datasets.Dataset:
+    """Pairs with a caption, whose images are bytes or whole paths.
+
+    Args:
+        decode: leave out the images that cannot be read; else nothing is decoded.
+    """
+    rows = load_pairs(arguments, images=decode)
     feature = rows.features["image"]
     if isinstance(feature, datasets.Value):
         return mapped(

@@ -1,5 +1,6 @@
 """What fine-tuning a dense and a sparse model from one base came to, in a few sentences: the head of its report."""
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from statistics import mean
 from typing import Any
@@ -63,10 +64,11 @@ def answer(results: Sequence[dict[str, Any]], learned: Collection[str], folders:
     if not kept:
         lines.append("*Kept* was not measured: name benchmarks by `--keep_tasks`.")
     lines += [way] if way else []
-    number, reach = sum(table[BASE][task]["num_samples"] for task in learned), max(between["learned"][1])
+    number = sum(table[BASE][task]["num_samples"] for task in learned)
     size = f"{number:,} pictures"
-    if reach > FINE:  # it shrinks with the root of the number
-        size += f"; ± {100 * FINE:.0f} points would take about {round(number * (reach / FINE) ** 2, -2):,.0f}"
+    if max(between["learned"][1]) > FINE:
+        needed = _pictures_needed(table[SPARSE], table[DENSE], learned)
+        size += f"; ± {100 * FINE:.0f} points take about {needed:,}, each with a caption of its own"
     lines.append(f"± is the {LEVEL:.0%} interval over the test's {size}. Another seed of training may change more.")
     return "\n\n".join(lines)
 
@@ -89,6 +91,15 @@ def _gain(rows: Rows, others: Rows, tasks: Collection[str]) -> Gain:
     # Two metrics of a task have their samples in common
     reach = None if None in reaches else mean_reach(reaches, independent=False)
     return mean(one["metrics"][metric] - other["metrics"][metric] for one, other, metric in pairs), reach
+
+
+def _pictures_needed(rows: Rows, others: Rows, tasks: Collection[str]) -> int:
+    """How many test pictures would give scores like these an interval that reaches `FINE`: 50, or twice as many, ..."""
+    for number in (50 * 2**doublings for doublings in itertools.count()):
+        size = {"num_samples": number, "num_captions": number}
+        of_size = [{task: {**of_model[task], **size} for task in tasks} for of_model in (rows, others)]
+        if max(_gain(*of_size, tasks)[1]) <= FINE:
+            return number
 
 
 def _low(gain: Gain) -> float:

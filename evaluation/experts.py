@@ -133,7 +133,7 @@ def analyze_experts(
     *,
     num_experts_per_tok: Sequence[int] = (),
     layers: Mapping[str, int] | None = None,
-    expert: int | None = None,
+    shown_expert: int | None = None,
     batch_size: int = 64,
     device: str | torch.device | None = None,
 ) -> str:
@@ -151,8 +151,8 @@ def analyze_experts(
     embedder = _Witness(model, None, batch_size, usable_device(device))
     sparse = _sparse_towers(model, embedder.model.config, kinds, layers or {})
     num_experts = next(iter(sparse.values())).num_experts
-    if expert is not None and not 0 <= expert < num_experts:
-        raise ValueError(f"{model}: expert: {expert}, but the experts are 0 to {num_experts - 1}")
+    if shown_expert is not None and not 0 <= shown_expert < num_experts:
+        raise ValueError(f"{model}: shown_expert: {shown_expert}, but the experts are 0 to {num_experts - 1}")
     if max(num_experts_per_tok, default=1) > num_experts:
         raise ValueError(f"{model}: num_experts_per_tok: {max(num_experts_per_tok)} of {num_experts} experts")
     layers = {tower: (layers or {}).get(tower, max(of_tower.moe_layers)) for tower, of_tower in sparse.items()}
@@ -164,7 +164,7 @@ def analyze_experts(
         "layers": layers,
         "batch_size": batch_size,
         "num_experts_per_tok": list(num_experts_per_tok),
-        "drawn_expert": expert,
+        "drawn_expert": shown_expert,
     }
 
     def measured() -> ByTask:
@@ -191,7 +191,7 @@ def analyze_experts(
         for tower, of_tower in counts.items()
     }
     agreements = {what: agreement({column: of[what] for column, of in embeds.items()}) for what in embeds[ROUTED]}
-    preferences, pictures = _drawn(embedder, layers, expert)
+    preferences, pictures = _drawn(embedder, layers, shown_expert)
     entropy = {tower: {n: of["all"]["entropy"] for n, of in of_tower.items()} for tower, of_tower in routing.items()}
     result = {
         "summary": summarize(tasks, results[ROUTED], results[MEAN], entropy, agreements, num_experts).model_dump(),

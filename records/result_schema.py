@@ -185,10 +185,11 @@ def read_result(path: str | Path) -> dict[str, Any]:
 def parts_of_mean(result: dict[str, Any], metric: str) -> list[tuple[float, int]] | None:
     """The shares that a metric is the mean of, each with its number of samples, of which no two shares have one in
     common; None: it is no such mean, or the numbers are not in the result. Accuracy is a mean of several where groups
-    of classes have theirs."""
+    of classes have theirs. In retrieval, queries of one caption or image rise and fall together: as many count as there
+    are different captions or images, whichever are fewer."""
     metrics, number = result["metrics"], result["num_samples"]
     if metric in NO_MEANS:
         return None
     if metric == "accuracy" and any(name.startswith("accuracy/") for name in metrics):
         return [(metrics[f"accuracy/{group}"], size) for group, size in result.get("group_samples", {}).items()] or None
-    return [(metrics[metric], result.get("num_captions", number) if metric.startswith("text_to") else number)]
+    return [(metrics[metric], min(number, result.get("num_captions", number)))]

@@ -43,7 +43,7 @@ def scores_of(folder, task):
 @pytest.fixture(scope="module")
 def analyses(sparse, unnormalized, gated, tmp_path_factory):
     """Folder, page and JSON of each model's analysis."""
-    found, options = {}, {"layers": {"vision": 1, "text": 2}, "expert": 0}
+    found, options = {}, {"layers": {"vision": 1, "text": 2}, "shown_expert": 0}
     for name, (_, folder), tasks, kwargs in (
         ("sparse", sparse, TASKS, options | {"batch_size": 16}),
         ("unnormalized", unnormalized, RETRIEVAL, {}),
@@ -211,13 +211,13 @@ def test_summary_by_hand():
     entropy = {"text": {1: 0.5, 3: 1.5}, "vision": {3: 0.25}}
     found = summarize(*scores, entropy, {"images": cka(0.9, 0.6, 0.3), "texts": cka(0.6, 0.6, None)}, 3)
     assert [(score.routed, score.mean) for score in found.collapse] == [(0.5, 0.2), (0.4, 0.4), (0.75, 0.8)]
-    expected = [max(difference_reach(0.5, 0.2, 40)), max(difference_reach(0.4, 0.4, 160))]
+    expected = [max(difference_reach(0.5, 0.2, 40)), max(difference_reach(0.4, 0.4, 40))]  # 4 captions an image
     assert [score.error for score in found.collapse[:2]] == pytest.approx(expected, rel=1e-6)
     assert found.collapse[2].error is None  # a mean of means
     assert found.most_entropy == math.log2(3)
     assert [text for _, text in found.rows] == [
         "50.0% routed, 20.0% with the mean of the experts: -30.0 ± 20.9 points",
-        "40.0% routed, 40.0% with the mean of the experts: +0.0 ± 10.6 points",
+        "40.0% routed, 40.0% with the mean of the experts: +0.0 ± 20.6 points",
         "75.0% routed, 80.0% with the mean of the experts: +5.0 points",
         "0.75 of at most 1.58 bits (layers: 0.25 to 1.50)",
         "CKA 0.600 (pairs: 0.300 to 0.900)",

@@ -145,7 +145,11 @@ FOUND = {
     ),
     "images": ("pre", {"pre.data": {"source": "rows"}}, "pre: 40 of 40 pairs of rows cannot be used; the first is"),
     "not a clip": ("scores", {"scores.models": {"trained": "bert"}}, "scores: cannot load bert: a model of type"),
-    "expert to analyze": ("looked", {"looked.expert": 4}, "looked: trained: expert: 4, but the experts are 0 to 1"),
+    "expert to analyze": (
+        "looked",
+        {"looked.shown_expert": 4},
+        "looked: trained: shown_expert: 4, but the experts are 0 to 1",
+    ),
     "expert of another base": (
         "expert,unified",
         {"expert.trainable": "."},

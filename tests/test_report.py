@@ -15,7 +15,7 @@ from evaluation.commands import report
 from evaluation.figures import plot_text
 from evaluation.page import html_page
 from evaluation.report import _scores, arrange, best_of, write_report
-from records.intervals import difference_reach, share_reach
+from records.intervals import difference_reach, score_reach, share_reach
 from records.markdown import escape, one_line
 
 figures = small_evaluation.figures
@@ -228,3 +228,11 @@ def test_the_best_of_several_models_has_no_weights():
     results = [result("a", value=0.5, weights="1"), result("b", value=0.6, weights="3")]
     (best,) = best_of(results, "best", ["a", "b"])
     assert best["metrics"]["recall"] == 0.6 and "weights" not in best
+
+
+@pytest.mark.parametrize("metric", ["image_to_text_recall@1", "text_to_image_recall@1"])
+@pytest.mark.parametrize(("images", "captions"), [(200, 10), (10, 50)])
+def test_queries_of_one_caption_or_image_count_once(metric, images, captions):
+    """They rise and fall together: 200 pictures of 10 captions, or 50 captions of 10 pictures, count as 10."""
+    of_repeated = result("a", metrics={metric: 0.5}, num_samples=images, num_captions=captions)
+    assert score_reach(of_repeated, metric) == share_reach(0.5, 10)

@@ -124,7 +124,9 @@ def measure_stages(recipe: Recipe, stages: Collection[Stage], batch_size: int | 
                 rehearsed = _with_batch(stage.rehearsed(num_samples), batch_size, accelerator.num_processes)
                 ratios[stage.name] = _ratio(stage, num_samples, ratios, runner.context)
                 if has_rows and hasattr(stage, "data"):  # fewer pairs would be other data than what they belong to
-                    rehearsed, ratios[stage.name] = dataclasses.replace(rehearsed, data=stage.data), 1
+                    rehearsed = dataclasses.replace(rehearsed, data=stage.data)
+                if _reads_all(stage, rehearsed):
+                    ratios[stage.name] = 1
                 measured[stage.name] = _measure(runner, stage, rehearsed, ratios[stage.name])
             accelerator.on_main_process(print)(f"{stage.name}: {measured[stage.name].seconds:.1f} s", flush=True)
         accelerator.wait_for_everyone()
@@ -151,13 +153,17 @@ def _named(stage: Stage, folder: Path) -> Iterator[None]:
         raise type(error)(f"{text}. It was a rehearsal, of which nothing is kept") from error
 
 
+def _reads_all(stage: Stage, rehearsed: Stage) -> bool:
+    return getattr(stage, "data", None) is not None and rehearsed.data == stage.data
+
+
 def _ratio(stage: Stage, num_samples: int, ratios: Mapping[str, float], context: Context) -> float:
     """How many times more samples the real stage reads."""
     data = getattr(stage, "data", None)
     if data is None:
         read = [one.value for one in references(stage) if "model" not in one.reads.kinds]
         return max((ratios.get(name, 1) for name in read), default=1)
-    if data.source in ratios:
+    if ratios.get(data.source, 1) != 1:  # else its rows are here, and are counted
         return ratios[data.source]
     if data.streaming:
         return 1
@@ -167,9 +173,6 @@ def _ratio(stage: Stage, num_samples: int, ratios: Mapping[str, float], context:
 
 def _measure(runner: Runner, stage: Stage, rehearsed: Stage, ratio: float) -> Measured:
     accelerator = runner.context.accelerator
-    reads_all = getattr(stage, "data", None) is not None and rehearsed.data == stage.data
-    if reads_all:
-        ratio = 1
     gc.collect()
     runner.context.held.clear()
     reset_peak_memory(accelerator.device)
@@ -177,7 +180,7 @@ def _measure(runner: Runner, stage: Stage, rehearsed: Stage, ratio: float) -> Me
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         disk = runner.run_stage(rehearsed)
     seconds = time.perf_counter() - started
-    if reads_all:  # what it says of its data is true of the run's
+    if _reads_all(stage, rehearsed):  # what it says of its data is true of the run's
         print(printed.getvalue(), end="")
     memory, (folder, _) = peak_memory(accelerator.device), runner.folders(rehearsed)
     if accelerator.device.type == "cpu":

@@ -52,6 +52,6 @@ class AnalyzeStage(MeasuredTasks, Stage):
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         from evaluation.experts import analyze_experts
 
-        names = ("num_experts_per_tok", "layers", "batch_size")
-        options = {"expert": self.shown_expert, **{name: getattr(self, name) for name in names}}
+        names = ("num_experts_per_tok", "layers", "shown_expert", "batch_size")
+        options = {name: getattr(self, name) for name in names}
         print(analyze_experts(inputs.model, self.open_tasks(), directory, **options))

@@ -49,7 +49,7 @@ class SplitStage(Stage):
         import datasets
 
         from conversion.processors import load_processor
-        from data.held_out import hold_out
+        from data.held_out import hold_out, image_keys
         from data.mixture import pairs_with_images
         from data.overview import look_at
         from data.pairs import one_row_an_image
@@ -57,18 +57,25 @@ class SplitStage(Stage):
         from records.files import write_text
 
         data, tokenizer = inputs.data, load_processor(inputs.model).tokenizer
-        rows = pairs_with_images(data)
+        # What cannot be read is judged here, over all pairs, and not by what trains and measures
+        train = pairs_with_images(data, decode=True)
         if has_split(data, self.test_split):
-            train, test = rows, pairs_with_images(dataclasses.replace(data, split=self.test_split, skip=None))
+            test = pairs_with_images(dataclasses.replace(data, split=self.test_split, skip=None), decode=True)
             origin = f"The test is the split {self.test_split} of {data.source}."
         else:
-            train, test = hold_out(rows, self.held_out, context.seed)
+            train, test = hold_out(train, self.held_out, context.seed, tokenizer)
             origin = (
-                f"{data.source} has no split {self.test_split}, so {self.held_out:.0%} of its images are held out as "
-                "the test, together with all that have the same caption."
+                f"{data.source} has no split {self.test_split}, so {len(test) / (len(train) + len(test)):.0%} of its "
+                "pairs are held out as the test, together with all that have the same caption."
             )
+        shared = len(set(image_keys(train)) & set(image_keys(test)))
         test = one_row_an_image(test)
+        if len(test) < 2:
+            raise ValueError(
+                f"test_split: {self.test_split} of {data.source} has one image, and needs two to choose from"
+            )
         datasets.DatasetDict(train=train, test=test).save_to_disk(directory)
         lines = [origin, *look_at(train, test, tokenizer).sentences()]
+        lines += [f"{shared:,} of the test's images are in training, too."] if shared else []
         write_text(directory / OVERVIEW, "\n".join(lines) + "\n")
         print("\n".join(f"{self.name}: {line}" for line in lines))

@@ -101,6 +101,8 @@ class TrainStage(RouterSettings, StepsStage):
             raise ValueError(
                 "data.streaming: a stream's samples have no numbers, which caption_weights need: leave out one"
             )
+        if self.global_batch_size == self.gradient_accumulation_steps:
+            raise ValueError("global_batch_size: a step of one pair has no negatives to learn from: take 2 or more")
         if self.group_by_length and self.mini_batch_size is None:
             raise ValueError("group_by_length: it shortens the parts of mini_batch_size. Set that, or leave this out")
         if self.augmentation is not None and self.data.in_memory:
