@@ -57,7 +57,10 @@ def answer(results: Sequence[dict[str, Any]], learned: Collection[str], folders:
     if _high(gains["learned"]) < 0:
         use = f"The {best} model is worse at it than the base: use `{folders[BASE]}`, or change the settings."
     elif _low(gains["learned"]) <= 0:
-        use = f"Whether the {best} model learned anything is inconclusive: use `{folders[BASE]}`, or train longer."
+        use = (
+            f"Whether the {best} model learned anything is inconclusive: use `{folders[BASE]}`, or raise the epochs, "
+            "the learning rate or the number of test pictures."
+        )
     lines = [f"**{why}** {use}"]
     for goal, tasks in of_goals.items():
         lines.append(f"*{goal.capitalize()}*, {best} against base: {_points(gains[goal])}. {_scores(table, tasks)}")
@@ -69,7 +72,9 @@ def answer(results: Sequence[dict[str, Any]], learned: Collection[str], folders:
     if max(between["learned"][1]) > FINE:
         needed = _pictures_needed(table[SPARSE], table[DENSE], learned)
         size += f"; ± {100 * FINE:.0f} points take about {needed:,}, each with a caption of its own"
-    lines.append(f"± is the {LEVEL:.0%} interval over the test's {size}. Another seed of training may change more.")
+    lines.append(
+        f"± is a conservative {LEVEL:.0%} interval over the test's {size}. Another seed of training may change more."
+    )
     return "\n\n".join(lines)
 
 
@@ -119,5 +124,13 @@ def _scores(table: Mapping[str, Rows], tasks: Collection[str]) -> str:
     for task in tasks:
         for metric, name in table[BASE][task]["primary"].items():
             scores = ", ".join(f"{model} {table[model][task]['metrics'][metric]:.1%}" for model in COMPARED)
-            parts.append(f"{table[BASE][task]['title']}, {name}: {scores}.")
+            result, of = table[BASE][task], ""
+            if "num_captions" in result:
+                of = (
+                    f"{result['num_captions']:,} captions"
+                    if metric.startswith("image")
+                    else f"{result['num_samples']:,} pictures"
+                )
+                of = f" ({of} to choose from)"
+            parts.append(f"{result['title']}, {name}{of}: {scores}.")
     return " ".join(parts)

@@ -55,6 +55,7 @@ def test_a_folder_without_a_test(tmp_path, base, capsys):
     assert re.search(r"model took: .*dense, fine-tuned weights \d+ s on cpu", report)
     assert "dense_tuned: Training has 54 pairs with " in told
     first, learned, kept = report.split("\n\n")[1:4]
+    assert "R@1 image→text (3 captions to choose from): base" in learned and "(6 pictures to choose from)" in learned
     assert first in told and re.search(r"[+-]\d+\.\d ± \d+\.\d points", first)
     folder = re.search(r"[uU]se `(.+)`", first)[1]
     assert Path(folder).parent in (output, base.parent) and Path(folder).is_dir()
