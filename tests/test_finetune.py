@@ -111,6 +111,7 @@ def test_inputs_stand_where_aliases_do(tmp_path):
             "**Experts helped: +20.0 ± 4.3 points against the dense model.** Use `in/sparse`",
         ),
         ((0.2, 0.4, 0.41), (0.8, 0.8, 0.8), "**Whether experts helped is inconclusive: +1.0 ± 4.3 points"),
+        ((0.2, 0.41, 0.4), (0.8, 0.8, 0.8), "**Whether experts helped is inconclusive: -1.0 ± 4.3 points"),
         (
             (0.2, 0.6, 0.4),
             (0.8, 0.8, 0.8),
@@ -133,7 +134,15 @@ def test_inputs_stand_where_aliases_do(tmp_path):
             "**Experts helped: +20.0 ± 4.3 points against the dense model.** The sparse model is worse",
         ),
     ],
-    ids=["helped", "inconclusive", "did not help", "forgot", "inconclusive, too", "nothing was learned"],
+    ids=[
+        "helped",
+        "inconclusive",
+        "inconclusive, below",
+        "did not help",
+        "forgot",
+        "inconclusive, too",
+        "nothing was learned",
+    ],
 )
 def test_verdicts(learned, kept, begins):
     results = [
@@ -155,6 +164,7 @@ def test_a_small_test_says_how_many_pictures_it_would_take():
     ]
     told = answer(results, ["learned"], {model: f"in/{model}" for model in ("base", "dense", "sparse")})
     assert "10 pictures; ± 5 points take about 800, each with a caption of its own." in told
+    assert "*Kept* was not measured: name benchmarks by `--keep_tasks`." in told
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from tiny_runs import read_log
 from tiny_runs import recipe as tiny_recipe
 from transformers import BertConfig
 
+from records.files import locked
 from training import rehearsal
 from training.checks import require_sound
 from training.plan import plan
@@ -195,7 +196,9 @@ def test_a_recipe_without_a_fault_is_rehearsed_whole(path, capsys):
     rows = {line.split()[0]: line.split() for line in rehearse(recipe, stages).splitlines() if line}
     assert [*rows][1 : len(stages) + 1] == [stage.name for stage in stages]
     assert rows["pre"][-6] == "750"  # steps: three epochs of 2,000 pairs
-    assert not (path.parent / "out").exists() and not (path.parent / "out.rehearsal").exists()
+    assert not (path.parent / "out").exists() and not (path.parent / ".out.rehearsal").exists()
+    with locked(path.parent / ".out.rehearsal"), pytest.raises(ValueError, match="is in use"):
+        rehearse(recipe, stages)
 
 
 def test_a_rehearsal_measures_what_a_run_takes(tmp_path):

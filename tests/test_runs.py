@@ -188,3 +188,21 @@ ARGUMENTS = {
 def test_arguments_that_make_no_sense_end_in_one_line(write, tmp_path, arguments):
     assert ARGUMENTS[arguments] in failed("--config", write(), *shlex.split(arguments))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_with_stages_of_another_recipe_is_refused(write):
+    output = run_recipe(load_recipe(write()))
+    before = contents(output)
+    other = write().with_name("other.yaml")
+    other.write_text(
+        write().read_text(encoding="utf-8").replace("name: dense", "name: first").replace(": dense", ": first")
+    )
+    with pytest.raises(ValueError, match="has stages of another recipe, dense"):
+        run_recipe(load_recipe(other))
+    assert contents(output) == before
+
+
+def test_workers_of_a_stream_are_compared():
+    """They settle its order."""
+    compared = [comparable({"data": {"streaming": streaming, "num_workers": 2}}) for streaming in (True, False)]
+    assert compared == [{"data": {"streaming": True, "num_workers": 2}}, {"data": {"streaming": False}}]

@@ -136,3 +136,8 @@ def test_a_command_that_fails_at_once_leaves_nothing(tmp_path):
 
 SETTINGS = ["--model", MODEL, "--data.source", "symbols", "--data.num_samples", "16", "--global_batch_size", "8"]
 SETTINGS += ["--max_steps", "1", "--learning_rate", "1e-4"]
+
+
+def test_a_command_that_made_a_model_says_how_to_load_it(tmp_path, capsys):
+    upcycle(tmp_path / "sparse")
+    assert f'AutoModel.from_pretrained("{tmp_path / "sparse"}")' in capsys.readouterr().out

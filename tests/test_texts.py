@@ -112,6 +112,7 @@ def test_a_report_begins_with_what_captions_allow(dense, tmp_path, capsys):
     rows.save_to_disk(tmp_path / "rows")
     tasks = [f"{{task: retrieval, dataset: {tmp_path / 'rows'}}}", "symbols_zero_shot"]
     run_command("evaluate", [str(tmp_path / "out"), "--models.m", str(dense), "--tasks", *tasks, "--max_rows", "3"])
+    assert f"its report is {tmp_path / 'out' / 'report.md'}" in capsys.readouterr().out
     report = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
     allowed = "allow no model more than R@1 image→text 33.3% and text→image 66.7%."
     assert report.splitlines()[2] == f"The captions of retrieval, rows {allowed}"

@@ -64,6 +64,3 @@ class AnswerStage(EvaluateStage):
 
         sentences = read_text(Path(inputs.data.source) / OVERVIEW).splitlines()
         return "\n\n".join([answer(results, [LEARNED], inputs.models), " ".join(sentences)])
-
-    def fingerprints(self, inputs: SimpleNamespace) -> dict[str, str]:
-        return super().fingerprints(inputs) if self.tasks else {}
