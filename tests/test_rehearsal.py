@@ -4,21 +4,23 @@ import json
 import re
 import shutil
 
+import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
 import yaml
 from documents import ROOT
 from tiny_clip import change_json
-from tiny_runs import read_log
+from tiny_runs import DENSE, read_log
 from tiny_runs import recipe as tiny_recipe
 from transformers import BertConfig
 
+from data import symbols
 from records.files import locked
 from training import rehearsal
 from training.checks import require_sound
 from training.plan import plan
-from training.recipe import RecipeError, load_recipe, wanted_stages
+from training.recipe import Recipe, RecipeError, load_recipe, wanted_stages
 from training.rehearsal import measure_stages, rehearse
 from training.runner import run_recipe
 
@@ -207,6 +209,7 @@ def test_a_rehearsal_measures_what_a_run_takes(tmp_path):
     recipe = load_recipe(tmp_path / "recipe.yaml")
     measured = measure_stages(recipe, recipe.stages)
     assert measured["tuned"].steps == 6 and measured["sparse"].step is None
+    assert measured["tuned"].whole == 6 * measured["tuned"].step
     folder = run_recipe(recipe) / "tuned"
     seconds = 8 / read_log(folder)[-1]["images_per_second"]
     assert 0.1 < measured["tuned"].step / seconds < 10
@@ -216,3 +219,15 @@ def test_a_rehearsal_measures_what_a_run_takes(tmp_path):
     shutil.rmtree(folder)
     small = measure_stages(recipe, recipe.stages, 4)["tuned"]
     assert (small.steps, small.whole) == (6, None) and small.step > 0
+
+
+def test_steps_are_those_of_the_pairs_that_a_split_leaves_to_train_on(tmp_path):
+    """Of 300, of which a rehearsal reads 256."""
+    symbols.load("train", "detailed", 300).save_to_disk(tmp_path / "data")
+    split = {"name": "pairs", "stage": "split", "data": {"source": str(tmp_path / "data")}, "model": "dense"}
+    tuned = {"name": "tuned", "stage": "train", "model": "dense", "data": {"source": "pairs"}, "num_epochs": 2}
+    stages = [DENSE, split, tuned | {"global_batch_size": 8, "learning_rate": 1e-3}]
+    recipe = Recipe(output_dir=str(tmp_path / "out"), stages=stages)
+    measured = measure_stages(recipe, recipe.stages)["tuned"].steps
+    train = datasets.load_from_disk(str(run_recipe(recipe, ["dense", "pairs"]) / "pairs"))["train"]
+    assert 256 < len(train) < 280 and measured == 2 * (len(train) // 8)
