@@ -190,3 +190,26 @@ def test_half_way_or_all_of_it(learned, kept, used):
     )
     assert f"Use `{used}`, the dense model." in told
     assert f"learned {100 * (learned - 0.6):+.1f} ± " in told
+
+
+def test_without_an_interval_any_difference_in_what_was_kept_counts():
+    """Mean per-class recall is no mean over samples."""
+    scores = {
+        "base": (0.2, 0.9),
+        "dense": (0.4, 0.81),
+        "sparse": (0.6, 0.8),
+        "dense, fine-tuned weights": (0.6, 0.8),
+        "sparse, fine-tuned weights": (0.6, 0.8),
+    }
+    metrics = {"learned": "accuracy", "kept": "mean_per_class_recall"}
+    results = [
+        result(model, task, primary={metrics[task]: "score"}, metrics={metrics[task]: score})
+        for model, of_tasks in scores.items()
+        for task, score in zip(metrics, of_tasks, strict=True)
+    ]
+    told = answer(results, ["learned"], {model: f"in/{model}" for model in scores})
+    # Half way kept a point more, so it is compared, and there the sparse model kept a point less
+    assert told.startswith(
+        "**Experts learned more, +20.0 ± 4.3 points against the dense model, and forgot more, -1.0 points.**"
+    )
+    assert "learned -20.0 ± 4.3 points, kept +1.0 points." in told
