@@ -213,3 +213,19 @@ def test_without_an_interval_any_difference_in_what_was_kept_counts():
         "**Experts learned more, +20.0 ± 4.3 points against the dense model, and forgot more, -1.0 points.**"
     )
     assert "learned -20.0 ± 4.3 points, kept +1.0 points." in told
+
+
+def test_a_picture_that_cannot_be_read_is_left_out_before_the_test_is_held_out(tmp_path, base):
+    data = pictures(tmp_path / "data", [f"number {number}" for number in range(120)])
+    (data / "7.png").write_bytes(b"no picture")
+    split = {"name": "pictures", "stage": "split", "data": {"source": str(data)}, "model": str(base)}
+    rows = datasets.load_from_disk(str(run_stages(tmp_path / "run", [split]) / "pictures"))
+    captions = {*rows["train"]["caption"], *rows["test"]["caption"]}
+    assert len(captions) == 119 and "number 7" not in captions
+
+
+def test_a_step_of_one_pair_is_refused(tmp_path, base):
+    data = pictures(tmp_path / "data", [f"number {number}" for number in range(40)])
+    with pytest.raises(SystemExit, match="a step of one pair has no negatives"):
+        finetune(data, tmp_path / "out", base, "--global_batch_size", "1")
+    assert not (tmp_path / "out").exists()
