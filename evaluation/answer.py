@@ -124,13 +124,10 @@ def _scores(table: Mapping[str, Rows], tasks: Collection[str]) -> str:
     for task in tasks:
         for metric, name in table[BASE][task]["primary"].items():
             scores = ", ".join(f"{model} {table[model][task]['metrics'][metric]:.1%}" for model in COMPARED)
-            result, of = table[BASE][task], ""
-            if "num_captions" in result:
-                of = (
-                    f"{result['num_captions']:,} captions"
-                    if metric.startswith("image")
-                    else f"{result['num_samples']:,} pictures"
-                )
-                of = f" ({of} to choose from)"
-            parts.append(f"{result['title']}, {name}{of}: {scores}.")
+            result, choices = table[BASE][task], ""
+            if metric.startswith("image_to_text"):
+                choices = f" ({result['num_captions']:,} captions to choose from)"
+            elif metric.startswith("text_to_image"):
+                choices = f" ({result['num_samples']:,} pictures to choose from)"
+            parts.append(f"{result['title']}, {name}{choices}: {scores}.")
     return " ".join(parts)

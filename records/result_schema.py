@@ -36,8 +36,8 @@ class TextCounts(BaseModel):
     alike: Count
     # Texts that are also those of another image or class, or of the other side of a pair
     repeated: Count
-    # Of retrieval, the greatest recall at 1 that captions allow, `image_to_text` and `text_to_image`; empty where only
-    # an image's own captions are right
+    # The greatest recall at 1 that the captions of retrieval allow, as `image_to_text` and `text_to_image`; empty where
+    # only an image's own captions are right
     best: dict[str, Share] = Field(default_factory=dict)
 
     @property
@@ -185,8 +185,8 @@ def read_result(path: str | Path) -> dict[str, Any]:
 def parts_of_mean(result: dict[str, Any], metric: str) -> list[tuple[float, int]] | None:
     """The shares that a metric is the mean of, each with its number of samples, of which no two shares have one in
     common; None: it is no such mean, or the numbers are not in the result. Accuracy is a mean of several where groups
-    of classes have theirs. In retrieval, queries of one caption or image rise and fall together: as many count as there
-    are different captions or images, whichever are fewer."""
+    of classes have theirs. In retrieval, queries with the same caption or image rise and fall together, so their
+    number is that of different captions or of images, whichever is smaller."""
     metrics, number = result["metrics"], result["num_samples"]
     if metric in NO_MEANS:
         return None

@@ -222,7 +222,7 @@ def test_a_rehearsal_measures_what_a_run_takes(tmp_path):
 
 
 def test_steps_are_those_of_the_pairs_that_a_split_leaves_to_train_on(tmp_path):
-    """Of 300, of which a rehearsal reads 256."""
+    """A rehearsal reads 256 of the 300 pairs."""
     symbols.load("train", "detailed", 300).save_to_disk(tmp_path / "data")
     split = {"name": "pairs", "stage": "split", "data": {"source": str(tmp_path / "data")}, "model": "dense"}
     tuned = {"name": "tuned", "stage": "train", "model": "dense", "data": {"source": "pairs"}, "num_epochs": 2}

@@ -98,7 +98,7 @@ def finetune(
         data: a folder of pictures with captions, a table, shards or a Hub name; without a split test, a tenth is tested
         output: folder for the models and the report
         model: a dense CLIP of any family, a folder or a Hub name (default: openai/clip-vit-base-patch32)
-        caption_column: of the data (default: caption)
+        caption_column: the column of the captions (default: caption)
         learning_rate: the highest, of a cosine schedule (default: 1e-5, for pretrained models)
         global_batch_size: pairs in a step, at most those in training (default: 64)
         keep_tasks: benchmarks or built-in tasks on what the model should still know; default: of bundled models, what
@@ -110,7 +110,10 @@ def finetune(
     inputs = dict(caption_column=caption_column, learning_rate=learning_rate, global_batch_size=global_batch_size)
     inputs |= dict(data=data, model=model, keep_tasks=keep_tasks)
     given = {key: value for key, value in inputs.items() if value is not None}
-    flags = *(part for key, value in given.items() for part in (f"--{key}", json.dumps(value))), *overrides
+    flags = (
+        *(part for key, value in given.items() for part in (f"--{key}", json.dumps(value, ensure_ascii=False))),
+        *overrides,
+    )
     options = dict(config=RECIPES / "finetune.yaml", output_dir=output)
     text = run(*flags, **options, plan=plan, rehearse=rehearse, rehearse_batch=rehearse_batch)
     return text if plan or rehearse or rehearse_batch else None  # else the report has said which model to load

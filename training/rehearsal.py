@@ -84,7 +84,7 @@ def rehearse(recipe: Recipe, stages: Collection[Stage], batch_size: int | None =
             "",
             "memory: the most that a process held, on a GPU in tensors, on a CPU with Python and its libraries",
             "disk: of a stage's folder, with one checkpoint where it writes any",
-            "time: of the run; -: not known of what measures, trains epochs of a cluster, or has another batch here",
+            "time: of the run; - where a stage measures, trains epochs of a cluster, or has another batch here",
         ]
     )
 
