@@ -81,7 +81,7 @@ def symbol_tasks(number: int = 3000, retrieval: int = 5000, pairs: int = 1400, t
 
 
 # Numbers of towns that there is a task of
-TOWNS = (256, 1024, 2048, 4096, 16384)
+TOWNS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 
 
 def name_tasks(towns: Sequence[int] = TOWNS, fewer: int = 2048, of_countries: int = 4096) -> dict[str, Task]:
@@ -133,6 +133,10 @@ def _names(title: str, kinds: str, captions: str) -> Task:
     )
 
 
+# Numbers of brands that there is a task of
+BRANDS = (512, 1024, 2048)
+
+
 def icon_tasks() -> dict[str, Task]:
     """The tasks on icons, which their extra has to be installed for."""
     kinds = {
@@ -143,6 +147,10 @@ def icon_tasks() -> dict[str, Task]:
             "other artists",
             "icons whose names are also those of another artist's icons, which alone are among all, with the name",
         ),
+    }
+    kinds |= {
+        f"icons_{number}": (f"{number:,} logos", f"brands {number}", f"the logos of {number:,} brands, with the brand's name")
+        for number in BRANDS
     }
     return {name: _icons(title, of_kinds, shown) for name, (title, of_kinds, shown) in kinds.items()}
 
@@ -164,7 +172,7 @@ def _icons(title: str, kinds: str, shown: str) -> Task:
 def numbered_tasks() -> dict[str, Task]:
     """The tasks on molecules and on characters, whose packages have to be installed. `_unseen` is half of the first
     4,096, none of which is in half 1 of any number."""
-    number_of = {"characters": (1024, 4096), "molecules": (1024, 4096, 16384)}
+    number_of = {"characters": (512, 1024, 2048, 4096, 8192), "molecules": (512, 1024, 2048, 4096, 8192, 16384, 32768)}
     tasks = {}
     for name, numbers in number_of.items():
         for number in numbers:

@@ -1,0 +1,109 @@
+"""Cases of the law of when experts pay: which models, for how many steps, at which rate, and the command that runs them.
+
+    python -m model_cards.law_cases names 1024 8 1280 --experts 8
+
+A case is a number of facts of a world, a width, and a budget: the multiply-adds of a dense model of that width that
+sees each fact so many times. All models of a case train for these. Their rate is 0.256 / width.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from functools import cache
+
+from transformers import CLIPConfig
+
+from conversion.presets import PRESETS
+from conversion.upcycle import sparse_config
+from evaluation.costs import count_multiply_adds, count_parameters, meta_model
+
+BATCH = 512
+RATE = 0.256  # over the width
+# Pixels a side of a picture and of a patch
+SIZES = {"names": (16, 8), "characters": (32, 8), "icons": (32, 8), "molecules": (64, 16)}
+# Prefix of a set of kinds
+KINDS = {"icons": "brands "}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model to train. Steps follow from `budget_width`: as many multiply-adds as a dense model so wide needs for
+    `exposures` of each fact."""
+
+    world: str
+    facts: int
+    width: int
+    exposures: int
+    experts: int = 0  # 0: dense
+    experts_per_token: int = 2
+    budget_width: int | None = None  # None: the width
+    seed: int = 0
+    rate: float = 1.0  # times the rule's
+
+    @property
+    def name(self) -> str:
+        parts = [self.world, self.facts, f"w{self.width}", f"x{self.exposures}"]
+        parts += [f"e{self.experts}k{self.experts_per_token}"] if self.experts else ["dense"]
+        parts += [f"b{self.budget_width}"] if self.budget_width not in (None, self.width) else []
+        parts += [f"r{self.rate:g}"] if self.rate != 1 else []
+        return "_".join(map(str, [*parts, f"s{self.seed}"]))
+
+
+@cache
+def costs(world: str, width: int, experts: int, experts_per_token: int) -> tuple[int, int]:
+    """Multiply-adds of a picture and a text, and parameters of the layers."""
+    image_size, patch_size = SIZES[world]
+    tower = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": 2, "num_attention_heads": 1}
+    tower["projection_dim"] = width
+    config = CLIPConfig(
+        text_config={**tower, "max_position_embeddings": 32, "vocab_size": 512},
+        vision_config={**tower, "image_size": image_size, "patch_size": patch_size},
+        projection_dim=width,
+    )
+    if experts:
+        preset = PRESETS["clip_up"]
+        changes = {"num_experts": experts, "num_experts_per_tok": experts_per_token, "capacity_factor": None}
+        config = sparse_config(config, dataclasses.replace(preset, **changes))
+    model = meta_model(config)
+    counted = count_multiply_adds(model)
+    return counted["image"] + counted["text"], count_parameters(model)["layers"]
+
+
+def batch_size(case: Case) -> int:
+    return min(BATCH, case.facts)  # no fact twice in a batch
+
+
+def steps(case: Case) -> tuple[int, int]:
+    """Of the seed model, a fifth of the budget, and of the model itself."""
+    base = costs(case.world, case.budget_width or case.width, 0, 2)[0]
+    dense, own = (costs(case.world, case.width, experts, case.experts_per_token)[0] for experts in (0, case.experts))
+    budget = case.facts * case.exposures / batch_size(case) * base
+    seed = round(budget / 5 / dense)
+    return seed, round((budget - seed * dense) / own)
+
+
+def arguments(case: Case) -> list[str]:
+    """Of `clip-moe run`."""
+    image_size, patch_size = SIZES[case.world]
+    seed_steps, own_steps = steps(case)
+    rate = case.rate * RATE / case.width
+    values = {
+        "world": case.world,
+        "kinds": f'"{KINDS.get(case.world, "")}{case.facts}"',
+        "tasks": f"[{case.world}_{case.facts}]",
+        "num_samples": 16 * case.facts,
+        "image_size": image_size,
+        "patch_size": patch_size,
+        "batch_size": batch_size(case),
+        "width": case.width,
+        "ffn_width": 4 * case.width,
+        "seed_rate": rate / 2,
+        "rate": rate,
+        "seed_steps": seed_steps,
+        "sparse_steps" if case.experts else "dense_steps": own_steps,
+        "seed": case.seed,
+    }
+    if case.experts:
+        values |= {"num_experts": case.experts, "num_experts_per_tok": case.experts_per_token}
+    stages = "upcycled,clip_up,sparse_score" if case.experts else "dense,dense_score"
+    values["stages"] = f"initialized,seed_model,{stages}"
+    return [text for name, value in values.items() for text in (f"--{name}", str(value))]
