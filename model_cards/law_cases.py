@@ -6,8 +6,7 @@ A case is a number of facts of a world, a width, and a budget: the multiply-adds
 sees each fact so many times. All models of a case train for these. Their rate is 0.256 / width.
 """
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from transformers import CLIPConfig
@@ -62,7 +61,7 @@ def costs(world: str, width: int, experts: int, experts_per_token: int) -> tuple
     if experts:
         preset = PRESETS["clip_up"]
         changes = {"num_experts": experts, "num_experts_per_tok": experts_per_token, "capacity_factor": None}
-        config = sparse_config(config, dataclasses.replace(preset, **changes))
+        config = sparse_config(config, replace(preset, **changes))
     model = meta_model(config)
     counted = count_multiply_adds(model)
     return counted["image"] + counted["text"], count_parameters(model)["layers"]
@@ -84,7 +83,8 @@ def steps(case: Case) -> tuple[int, int]:
 def arguments(case: Case) -> list[str]:
     """Of `clip-moe run`."""
     image_size, patch_size = SIZES[case.world]
-    seed_steps, own_steps = steps(case)
+    # Both, since a dense and a sparse model of one folder have one recipe
+    (seed_steps, dense_steps), (_, sparse_steps) = (steps(replace(case, experts=n)) for n in (0, case.experts or 8))
     rate = case.rate * RATE / case.width
     values = {
         "world": case.world,
@@ -99,7 +99,8 @@ def arguments(case: Case) -> list[str]:
         "seed_rate": rate / 2,
         "rate": rate,
         "seed_steps": seed_steps,
-        "sparse_steps" if case.experts else "dense_steps": own_steps,
+        "dense_steps": dense_steps,
+        "sparse_steps": sparse_steps,
         "seed": case.seed,
     }
     if case.experts:
