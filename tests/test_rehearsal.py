@@ -8,15 +8,17 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
+import torch
 import yaml
 from documents import ROOT
 from tiny_clip import change_json
-from tiny_runs import DENSE, read_log
+from tiny_runs import DENSE, STEP, read_log
 from tiny_runs import recipe as tiny_recipe
 from transformers import BertConfig
 
 from data import symbols
 from records.files import locked
+from records.memory import peak_memory
 from training import rehearsal
 from training.checks import require_sound
 from training.plan import plan
@@ -219,6 +221,20 @@ def test_a_rehearsal_measures_what_a_run_takes(tmp_path):
     shutil.rmtree(folder)
     small = measure_stages(recipe, recipe.stages, 4)["tuned"]
     assert (small.steps, small.whole) == (6, None) and small.step > 0
+
+
+def test_memory_of_a_stage_is_its_own(tmp_path):
+    """Neither what was held before nor the images of the stage before count, which kept all of its own."""
+    torch.ones(200_000_000).sum()  # 800 MB
+    before = peak_memory(torch.device("cpu"))
+    data = {"source": "symbols", "num_samples": 200_000}
+    kept = {"name": "kept", "stage": "train", "model": "dense", "data": data | {"in_memory": True}, **STEP}
+    stages = [DENSE, kept, kept | {"name": "read", "data": data}]
+    recipe = Recipe(output_dir=str(tmp_path / "out"), stages=stages)
+    measured = measure_stages(recipe, recipe.stages)
+    images = 200_000 * 3 * 32 * 32
+    assert measured["dense"].memory < before - 400e6
+    assert measured["kept"].memory > measured["read"].memory + 0.9 * images
 
 
 def test_steps_are_those_of_the_pairs_that_a_split_leaves_to_train_on(tmp_path):

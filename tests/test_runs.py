@@ -10,8 +10,9 @@ from safetensors.torch import save_file
 from tiny_clip import error_of
 from tiny_runs import full_disk, recipe, recorded, same_weights, train, weights
 
+from data import symbols
 from records.files import locked
-from records.provenance import Record
+from records.provenance import CHECKPOINTS, Record
 from training import commands
 from training.recipe import load_recipe
 from training.runner import Runner, comparable, run_recipe, stage_errors
@@ -198,6 +199,21 @@ def test_a_folder_with_stages_of_another_recipe_is_refused(write):
     with pytest.raises(ValueError, match="has stages of another recipe, sparse"):
         run_recipe(load_recipe(other))
     assert contents(output) == before
+
+
+def test_what_only_stages_that_do_not_run_now_have_read_may_change(write, tmp_path, capsys):
+    """Also what a kill left of a finished stage goes, although it is skipped."""
+    symbols.load("train", "web", 8).save_to_disk(tmp_path / "data")
+    path = write(3, data={"source": str(tmp_path / "data")}, max_steps=1)
+    output = run_recipe(load_recipe(path))
+    shutil.rmtree(tmp_path / "data")
+    symbols.load("train", "web", 8, seed=1).save_to_disk(tmp_path / "data")
+    (output / "sparse" / CHECKPOINTS / "step-1").mkdir(parents=True)
+    run_recipe(load_recipe(path), ["dense", "sparse"])
+    assert capsys.readouterr().out.count("done before, skipped") == 2
+    assert not (output / "sparse" / CHECKPOINTS).exists()
+    with pytest.raises(ValueError, match="tuned was made with other data"):
+        run_recipe(load_recipe(path))
 
 
 def test_workers_of_a_stream_are_compared():

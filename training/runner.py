@@ -231,7 +231,6 @@ class Runner:
             **own_stage(type(stage)),
         )
         if not settings_alone:
-            context.forget_identities()
             names = dict.fromkeys(value for _, value, reads in read if reads.outside or value in context.stages)
             there = filter(context.is_there, names)
             record.inputs = {name: input_fingerprint(context.folder(name)) for name in there}
