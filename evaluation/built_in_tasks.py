@@ -149,7 +149,11 @@ def icon_tasks() -> dict[str, Task]:
         ),
     }
     kinds |= {
-        f"icons_{number}": (f"{number:,} logos", f"brands {number}", f"the logos of {number:,} brands, with the brand's name")
+        f"icons_{number}": (
+            f"{number:,} logos",
+            f"brands {number}",
+            f"the logos of {number:,} brands, with the brand's name",
+        )
         for number in BRANDS
     }
     return {name: _icons(title, of_kinds, shown) for name, (title, of_kinds, shown) in kinds.items()}

@@ -27,13 +27,11 @@ from training.context import Context
 from training.plan import aligned
 from training.recipe import Recipe
 from training.runner import GO_ON, Runner, stage_errors
-from training.stages.base import Stage, kinds, references
+from training.stages.base import Stage, references
 from training.stages.steps import REHEARSED_STEPS, StepsStage
 
 # Samples of a recipe that trains nothing
 FEW = 256
-# Kinds of stages that make a row for each pair of their data
-OF_ALL_PAIRS = {"features", "cluster", "embed_captions", "cluster_fine", "cluster_coarse"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +101,7 @@ def measure_stages(recipe: Recipe, stages: Collection[Stage], batch_size: int | 
     to_do = [stage for stage in stages if stage not in done]
     batches = [stage.global_batch_size for stage in to_do if isinstance(stage, StepsStage)]
     num_samples = max([FEW, *(REHEARSED_STEPS * batch for batch in batches)])
-    has_rows = any(set(kinds(type(stage))) & OF_ALL_PAIRS for stage in done)
+    has_rows = any(stage.has_rows_of_pairs for stage in done)
     small = Recipe(
         output_dir=str(folder), stages=recipe.stages, seed=recipe.seed, mixed_precision=recipe.mixed_precision
     )

@@ -44,6 +44,8 @@ class Stage:
     makes_model: ClassVar[bool] = False
     # Whether `run` is for the main process alone, while the others wait
     main_process_only: ClassVar[bool] = False
+    # Whether its folder has a row for each pair of its data, so that what reads it needs the same pairs
+    has_rows_of_pairs: ClassVar[bool] = False
 
     # The name of the stage, and of its folder.
     name: str

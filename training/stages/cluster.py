@@ -25,6 +25,7 @@ class ClusterStage(Stage):
     """
 
     kind: ClassVar[str] = "cluster"
+    has_rows_of_pairs: ClassVar[bool] = True
     main_process_only: ClassVar[bool] = True
 
     # A features stage.

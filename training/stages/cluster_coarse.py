@@ -22,6 +22,7 @@ class ClusterCoarseStage(Stage):
     """
 
     kind: ClassVar[str] = "cluster_coarse"
+    has_rows_of_pairs: ClassVar[bool] = True
     main_process_only: ClassVar[bool] = True
 
     # A cluster_fine stage.

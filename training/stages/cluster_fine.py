@@ -27,6 +27,7 @@ class ClusterFineStage(Stage):
     """
 
     kind: ClassVar[str] = "cluster_fine"
+    has_rows_of_pairs: ClassVar[bool] = True
 
     # An embed_captions stage.
     captions: Annotated[str, Reads("embed_captions")]

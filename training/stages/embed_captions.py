@@ -27,6 +27,7 @@ class EmbedCaptionsStage(Stage):
     """
 
     kind: ClassVar[str] = "embed_captions"
+    has_rows_of_pairs: ClassVar[bool] = True
 
     # A folder or hub name of sentence-transformers, of a text model of transformers, or of a CLIP, whose text tower is
     # used; "tfidf", which is fitted to these captions; or an earlier embed_captions stage, whose encoder is used again.

@@ -22,6 +22,7 @@ class FeaturesStage(Stage):
     """
 
     kind: ClassVar[str] = "features"
+    has_rows_of_pairs: ClassVar[bool] = True
 
     # An earlier stage, a folder or a hub name.
     model: Model
