@@ -62,7 +62,7 @@ class DataArguments:
     # characters the reading.
     captions: Literal["web", "detailed", "looks", "classes", "facts"] = "web"
     # Built-in worlds only: a set of kinds: "all", symbols' "planet", names' "4096 half 1", icons' "brands".
-    kinds: str = "all"
+    kinds: str = Field(default="all", coerce_numbers_to_str=True)  # YAML reads 4096 as a number
     # Built-in worlds only: seed of the drawing. None: the recipe's seed, so that other seeds see other pictures;
     # outside of a recipe, 0.
     seed: int | None = Field(default=None, ge=0)

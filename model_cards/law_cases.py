@@ -88,7 +88,7 @@ def arguments(case: Case) -> list[str]:
     rate = case.rate * RATE / case.width
     values = {
         "world": case.world,
-        "kinds": f'"{KINDS.get(case.world, "")}{case.facts}"',
+        "kinds": f'{KINDS.get(case.world, "")}{case.facts}',
         "tasks": f"[{case.world}_{case.facts}]",
         "num_samples": 16 * case.facts,
         "image_size": image_size,
