@@ -1,4 +1,4 @@
-"""Cases of the law of when experts pay: which models, for how many steps, at which rate, and the command that runs them.
+"""Cases of the law of when experts pay: models, their steps and rates, and the command that runs them.
 
     python -m model_cards.law_cases names 1024 8 1280 --experts 8
 
@@ -88,7 +88,7 @@ def arguments(case: Case) -> list[str]:
     rate = case.rate * RATE / case.width
     values = {
         "world": case.world,
-        "kinds": f'{KINDS.get(case.world, "")}{case.facts}',
+        "kinds": f"{KINDS.get(case.world, '')}{case.facts}",
         "tasks": f"[{case.world}_{case.facts}]",
         "num_samples": 16 * case.facts,
         "image_size": image_size,
@@ -105,6 +105,7 @@ def arguments(case: Case) -> list[str]:
     }
     if case.experts:
         values |= {"num_experts": case.experts, "num_experts_per_tok": case.experts_per_token}
+        values["norm_topk_prob"] = case.experts_per_token > 1
     stages = "upcycled,clip_up,sparse_score" if case.experts else "dense,dense_score"
     values["stages"] = f"initialized,seed_model,{stages}"
     return [text for name, value in values.items() for text in (f"--{name}", str(value))]

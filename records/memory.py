@@ -24,7 +24,7 @@ def peak_memory(device: "torch.device") -> int:
 
 
 def reset_peak_memory(device: "torch.device") -> None:
-    """What was held before does not count any more; where the system cannot forget it, on a CPU, it does."""
+    """Reset the peak. On a CPU, this has no effect if the system does not support it."""
     import torch
 
     if device.type != "cpu":

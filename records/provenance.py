@@ -7,7 +7,7 @@ import hashlib
 import platform
 import re
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatch
 from importlib.metadata import PackageNotFoundError, version
@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
-from records.digests import file_digests, value_digest
+from records.digests import file_digest, file_digests, value_digest
 from records.files import damaged, files_in, read_record, write_text
 from records.messages import in_one_line
 
@@ -128,8 +128,8 @@ class Record(BaseModel):
 
 
 def has_work(partial: Path) -> bool:
-    """Whether a stage that has not finished left something to go on from: neither how it was begun nor a log is, nor a
-    best model without a checkpoint."""
+    """Whether an unfinished stage left work to resume. Its manifest, its log and a best model without a checkpoint do
+    not count."""
     paths = [*partial.glob("*"), *partial.glob(f"{CHECKPOINTS}/step-*")]
     no_work = (MANIFEST, LOG, CHECKPOINTS)
     return any(path.name not in no_work and path.suffix not in (".partial", ".tmp") for path in paths)
@@ -178,6 +178,14 @@ def model_fingerprint(model: str | Path, patterns: Sequence[str] = EVERYTHING) -
 def _matches(name: Path, pattern: str) -> bool:
     """Whether a path below a folder matches: `**/*.bin` in any folder, `*.bin` in this one alone."""
     return fnmatch(name.name, pattern.removeprefix("**/")) and (pattern.startswith("**/") or name.name == str(name))
+
+
+def named_files(files: Iterable[str], processors: Iterable[str | None]) -> dict[str, str]:
+    """Digests of files and of the processors of folders, by the names that settings have for them. Those that do not
+    exist, as names of the Hub, are left out."""
+    digests = {file: file_digest(Path(file)) for file in files if Path(file).is_file()}
+    folders = [folder for folder in processors if folder is not None and Path(folder).is_dir()]
+    return digests | {folder: model_fingerprint(folder, PROCESSOR) for folder in folders}
 
 
 def weights_fingerprint(model: str | Path) -> str:

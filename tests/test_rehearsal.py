@@ -25,7 +25,9 @@ from training.plan import plan
 from training.recipe import Recipe, RecipeError, load_recipe, wanted_stages
 from training.rehearsal import measure_stages, rehearse
 from training.runner import run_recipe
+from training.stage_command import read_command, run_command
 
+STEPS = {"global_batch_size": 8, "learning_rate": 1e-3}
 EVERY = ROOT / "tests" / "recipes" / "every_stage.yaml"
 
 
@@ -235,6 +237,66 @@ def test_memory_of_a_stage_is_its_own(tmp_path):
     images = 200_000 * 3 * 32 * 32
     assert measured["dense"].memory < before - 400e6
     assert measured["kept"].memory > measured["read"].memory + 0.9 * images
+
+
+def test_steps_of_pairs_that_other_stages_cut_or_mix(tmp_path):
+    """A cut stage of 600 pairs, of which the rehearsal has 256: 100 pairs left of them, and all but 500. A mixture has
+    as many pairs as its settings say, which few pairs of its sources do not tell."""
+    symbols.load("train", "detailed", 600).save_to_disk(tmp_path / "data")
+    data = {"source": str(tmp_path / "data")}
+    full = [{"policy": "full", "column": "caption"}]
+    stages = [
+        DENSE,
+        {"name": "made", "stage": "captions", "model": "dense", "data": data, "captions": full},
+        {"name": "mixed", "stage": "mixture", "sources": [data, data], "weights": [1, 3]},
+        *(
+            {"name": name, "stage": "train", "model": "dense", "data": of, "num_epochs": 2, **STEPS}
+            for name, of in {
+                "first": {"source": "made", "num_samples": 100},
+                "last": {"source": "made", "skip": 500},
+                "mix": {"source": "mixed"},
+            }.items()
+        ),
+    ]
+    recipe = Recipe(output_dir=str(tmp_path / "out"), stages=stages)
+    measured = measure_stages(recipe, recipe.stages)
+    steps = {name: measured[name].steps for name in ("first", "last", "mix")}
+    assert steps == {"first": 2 * (100 // 8), "last": 2 * (100 // 8), "mix": None}
+    assert measured["mixed"].disk is None and measured["mix"].whole is None
+
+
+def test_rows_and_time_grow_with_the_pairs_alone(tmp_path, finished, monkeypatch):
+    """Features of 1,000 pairs are measured on 256. Clusters are fewer in a rehearsal, so their time is not known; from
+    another recipe's clusters, experts read all of their pairs. The output has no parent folder."""
+    monkeypatch.chdir(tmp_path)
+    data = {"source": "symbols", "num_samples": 1000}
+    features = {"name": "features", "stage": "features", "model": str(finished / "dense"), "data": data}
+    clusters = {"name": "clusters", "stage": "cluster", "features": "features", "num_image_clusters": 64}
+    recipe = Recipe(output_dir="out", stages=[features, clusters])
+    measured = measure_stages(recipe, recipe.stages)
+    assert measured["features"].disk > 1000 * 2 * 16 * 4 and measured["clusters"].whole is None
+    monkeypatch.setattr(rehearsal, "FEW", 8)
+    read = {"model": finished / "pre", "clusters": finished / "clusters", "expert": 1, "data.source": "symbols"}
+    settings = read | {"data.num_samples": 40, "num_epochs": 1, **STEPS}
+    arguments = [text for name, value in settings.items() for text in (f"--{name}", str(value))]
+    assert "alone" in run_command("train_experts", ["alone", *arguments, "--rehearse"])
+
+
+def test_a_stage_alone_may_be_called_like_what_it_reads(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe, _ = read_command(
+        "split",
+        ["out/symbols", "--data.source", "symbols", "--data.num_samples", "40"]
+        + ["--model", str(ROOT / "training" / "symbol_clip"), "--trackers", "tensorboard"],
+    )
+    assert recipe.trackers == ["tensorboard"]
+    require_sound(recipe, recipe.stages)
+    run_command(
+        "split",
+        ["out/symbols", "--data.source", "symbols", "--data.num_samples", "40"]
+        + ["--model", str(ROOT / "training" / "symbol_clip")],
+    )
+    assert (tmp_path / "out" / "symbols" / "train").is_dir()
 
 
 def test_steps_are_those_of_the_pairs_that_a_split_leaves_to_train_on(tmp_path):

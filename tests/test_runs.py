@@ -5,6 +5,7 @@ import shlex
 import shutil
 
 import pytest
+import torch
 import yaml
 from safetensors.torch import save_file
 from tiny_clip import error_of
@@ -214,6 +215,13 @@ def test_what_only_stages_that_do_not_run_now_have_read_may_change(write, tmp_pa
     assert not (output / "sparse" / CHECKPOINTS).exists()
     with pytest.raises(ValueError, match="tuned was made with other data"):
         run_recipe(load_recipe(path))
+
+
+def test_a_gpu_that_is_full_is_one_line(write):
+    (stage, _) = load_recipe(write()).stages
+    with pytest.raises(ValueError, match="^dense: out of memory: CUDA out of memory. lower mini_batch_size"):
+        with stage_errors(stage):
+            raise torch.OutOfMemoryError("CUDA out of memory.\nMore")
 
 
 def test_workers_of_a_stream_are_compared():

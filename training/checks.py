@@ -1,5 +1,5 @@
-"""What can be wrong with a recipe that its settings and the folders here tell at once. What data and models make of it
-`training.rehearsal` shows."""
+"""Checks a recipe from its settings and local folders alone. `training.rehearsal` finds the faults that need data or
+models."""
 
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -17,7 +17,7 @@ from training.stages import KINDS, stage_of_kind
 from training.stages.base import Stage, each_setting, kinds, references
 from training.train_settings import MeasuredTasks
 
-# By which a folder is known to hold a model, or a sentence encoder
+# Files that mark a folder as a model or a sentence encoder
 MODEL_FILES = ("config.json", "modules.json")
 
 
@@ -26,7 +26,7 @@ def require_sound(recipe: Recipe, stages: Collection[Stage]) -> None:
     done = {one.name for one in recipe.stages if (Path(recipe.output_dir) / one.name / MANIFEST).is_file()}
     there = done | {stage.name for stage in stages}
     to_do = [stage for stage in stages if stage.name not in done]
-    kinds_of = {one.name: [*kinds(type(one)), one.stage] for one in recipe.stages}
+    kinds_of = {one.name: [*kinds(type(one)), one.stage] for one in recipe.stages if one.name in recipe.stage_names}
     read = [(stage.name, *reference) for stage in to_do for reference in references(stage)]
     held = [(stage.name, *setting) for stage in to_do for setting in [("", stage), *each_setting(stage)]]
     faults = [
@@ -51,7 +51,7 @@ def require_sound(recipe: Recipe, stages: Collection[Stage]) -> None:
 def _fault_of_reference(
     name: str, value: str, reads: Reads, kinds_of: Mapping[str, Collection[str]], there: Collection[str]
 ) -> str | None:
-    """Why what a stage reads is neither a model nor an earlier stage that fits.
+    """What is wrong with a reference; None: it names a suitable model, folder or earlier stage.
 
     Args:
         name, value: the stage, and what it names.

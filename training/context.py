@@ -28,8 +28,8 @@ class Context:
     """What the stages of one run share.
 
     Args:
-        stages: names of all stages of the recipe.
-        alone: whether the other processes wait, so that nothing may wait for them.
+        stages: names by which settings refer to stages, see `Recipe.stage_names`.
+        alone: whether only the main process runs, so that nothing may synchronize with the others.
         rehearses: whether the stages are those of a rehearsal, with few samples.
     """
 
@@ -41,7 +41,7 @@ class Context:
     trackers: tuple[str, ...] = ()
     alone: bool = False
     rehearses: bool = False
-    # Bytes of what the stage that runs holds of its samples in memory, by what it is
+    # Bytes of samples that the running stage holds in memory, by kind
     held: dict[str, int] = field(default_factory=dict)
     # The last pairs and the last duplicates that were asked for, by their keys: most stages of a recipe use the same
     _last: dict[str, tuple[str, Any]] = field(default_factory=dict)
@@ -116,7 +116,7 @@ class Context:
         self._identities.clear()
 
     def without_others(self) -> Context:
-        """For the main process, while the others wait. What it reads meanwhile the others have yet to read."""
+        """A copy for the main process while the others wait. Its caches are its own: the others have not read yet."""
         return dataclasses.replace(self, alone=True, _last=dict(self._last), _identities=dict(self._identities))
 
     def new_accelerator(self) -> Accelerator:
@@ -137,8 +137,8 @@ class Context:
 
 
 def choose_precision(mixed_precision: str | None) -> str | None:
-    """What a recipe says; else None, which leaves it to `accelerate launch` or its configuration. Where that says "no",
-    as it does where nobody chose, bf16 on GPUs that compute in it."""
+    """The recipe's precision, else that of `accelerate launch` or its configuration (None). If none of them sets one,
+    bf16 on GPUs that support it."""
     import torch
 
     if mixed_precision is not None or os.environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no":

@@ -324,7 +324,7 @@ class Log:
 
     def images_per_second(self, step: int) -> float:
         """The speed since the beginning of this attempt, without the time of scores and checkpoints."""
-        return float(f"{(step - self.first) * self.batch_size / (time.perf_counter() - self.started):.5g}")
+        return float(f"{(step - self.first) * self.batch_size / (time.perf_counter() - self.started):.8g}")
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """Log the values of a step, or what the model scores after it."""

@@ -100,6 +100,11 @@ class Recipe:
     def _read_no(cls, value):
         return "no" if value is False else value  # YAML's no
 
+    @property
+    def stage_names(self) -> frozenset[str]:
+        """Names by which settings refer to stages. A stage alone can only refer to folders, also to one of its name."""
+        return frozenset(stage.name for stage in self.stages if len(self.stages) > 1)
+
     @field_validator("stages")
     @classmethod
     def _check_stages(cls, stages):

@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 
+from data.arguments import DataArguments
 from data.sources import open_rows
 from data.worlds import WORLDS
 from records.files import locked
@@ -27,11 +28,14 @@ from training.context import Context
 from training.plan import aligned
 from training.recipe import Recipe
 from training.runner import GO_ON, Runner, stage_errors
-from training.stages.base import Stage, references
+from training.stages import KINDS, stage_of_kind
+from training.stages.base import Stage, each_setting, references
 from training.stages.steps import REHEARSED_STEPS, StepsStage
 
 # Samples of a recipe that trains nothing
 FEW = 256
+# Endings of files that hold rows, in folders that are no model
+ROWS = (".npy", ".arrow", ".safetensors", ".parquet", ".jsonl")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +47,7 @@ class Measured:
         step: seconds of the second step; None: it takes none.
         steps: those of the real run; None: not known, or it takes none.
         whole: seconds of the real run; None: not known.
-        memory, disk: bytes, disk with a checkpoint where it writes any.
+        memory, disk: bytes, disk with a checkpoint where it writes any; None: not known.
     """
 
     seconds: float
@@ -51,7 +55,7 @@ class Measured:
     steps: int | None
     whole: float | None
     memory: int
-    disk: int
+    disk: int | None
 
 
 def rehearse(recipe: Recipe, stages: Collection[Stage], batch_size: int | None = None) -> str:
@@ -69,11 +73,11 @@ def rehearse(recipe: Recipe, stages: Collection[Stage], batch_size: int | None =
         step = "-" if of_stage.step is None else f"{of_stage.step:.3g} s"
         steps = "-" if of_stage.steps is None else f"{of_stage.steps:,}"
         whole = "-" if of_stage.whole is None else _clock(of_stage.whole)
-        sizes = in_words(of_stage.memory), in_words(of_stage.disk)
+        sizes = in_words(of_stage.memory), "-" if of_stage.disk is None else in_words(of_stage.disk)
         rows.append([name, f"{of_stage.seconds:.1f} s", step, steps, *sizes, whole])
     known = [of_stage.whole for of_stage in measured.values() if of_stage.whole is not None]
     most = max((of_stage.memory for of_stage in measured.values()), default=0)
-    disk = sum(of_stage.disk for of_stage in measured.values())
+    disk = sum(of_stage.disk or 0 for of_stage in measured.values())
     seconds = sum(of_stage.seconds for of_stage in measured.values())
     rows.append(["in all", f"{seconds:.1f} s", "", "", in_words(most), in_words(disk), _clock(sum(known))])
     return "\n".join(
@@ -82,7 +86,7 @@ def rehearse(recipe: Recipe, stages: Collection[Stage], batch_size: int | None =
             "",
             "memory: the most that a process held, on a GPU in tensors, on a CPU with Python and its libraries",
             "disk: of a stage's folder, with one checkpoint where it writes any",
-            "time: of the run; - where a stage measures, trains epochs of a cluster, or has another batch here",
+            "-: not known here, as of a stage that measures, clusters, mixes data or trains epochs of a cluster",
         ]
     )
 
@@ -95,13 +99,13 @@ def _clock(seconds: float) -> str:
 def measure_stages(recipe: Recipe, stages: Collection[Stage], batch_size: int | None = None) -> dict[str, Measured]:
     """Name of each stage that has not finished -> what it takes; see `rehearse`."""
     require_sound(recipe, stages)
-    output_dir = Path(recipe.output_dir)
+    output_dir = Path(recipe.output_dir).resolve()
     folder = output_dir.with_name(f".{output_dir.name}.rehearsal")  # hidden, so it cannot clash with a user's folder
     done = [stage for stage in recipe.stages if (output_dir / stage.name / MANIFEST).is_file()]
     to_do = [stage for stage in stages if stage not in done]
     batches = [stage.global_batch_size for stage in to_do if isinstance(stage, StepsStage)]
     num_samples = max([FEW, *(REHEARSED_STEPS * batch for batch in batches)])
-    has_rows = any(stage.has_rows_of_pairs for stage in done)
+    of_all_pairs = {stage.name for stage in done if stage.has_rows_of_pairs}
     small = Recipe(
         output_dir=str(folder), stages=recipe.stages, seed=recipe.seed, mixed_precision=recipe.mixed_precision
     )
@@ -120,15 +124,30 @@ def measure_stages(recipe: Recipe, stages: Collection[Stage], batch_size: int | 
         for stage in to_do:
             with _named(stage, folder):
                 rehearsed = _with_batch(stage.rehearsed(num_samples), batch_size, accelerator.num_processes)
-                ratios[stage.name] = _ratio(stage, num_samples, ratios, runner.context)
-                if has_rows and hasattr(stage, "data"):  # fewer pairs would be other data than what they belong to
-                    rehearsed = dataclasses.replace(rehearsed, data=stage.data)
-                if _reads_all(stage, rehearsed):
-                    ratios[stage.name] = 1
+                data = getattr(stage, "data", None)
+                if data is not None and ratios.get(data.source, 1) != 1:  # the pairs to skip may not be there
+                    rehearsed = dataclasses.replace(rehearsed, data=dataclasses.replace(rehearsed.data, skip=None))
+                if data is not None and _reads_rows(stage, of_all_pairs):
+                    rehearsed = dataclasses.replace(rehearsed, data=data)  # fewer would not be those of the rows
+                    of_all_pairs |= {stage.name} if stage.has_rows_of_pairs else set()
+                ratios[stage.name] = _ratio(stage, rehearsed, ratios, runner.context)
                 measured[stage.name] = _measure(runner, stage, rehearsed, ratios[stage.name])
             accelerator.on_main_process(print)(f"{stage.name}: {measured[stage.name].seconds:.1f} s", flush=True)
         accelerator.wait_for_everyone()
     return measured
+
+
+def _reads_rows(stage: Stage, of_all_pairs: Collection[str]) -> bool:
+    """Whether it reads a row for each pair from a stage that was not cut, of this recipe or of another."""
+    outside = [
+        Record.read(Path(one.value)).stage.get("stage")
+        for one in references(stage)
+        if one.value not in of_all_pairs and one.reads.outside and (Path(one.value) / MANIFEST).is_file()
+    ]
+    names = {one.value for one in references(stage)}
+    return bool(names & set(of_all_pairs)) or any(
+        kind in KINDS and stage_of_kind(kind).has_rows_of_pairs for kind in outside
+    )
 
 
 def _with_batch(stage: Stage, batch_size: int | None, num_processes: int) -> Stage:
@@ -155,21 +174,25 @@ def _reads_all(stage: Stage, rehearsed: Stage) -> bool:
     return getattr(stage, "data", None) is not None and rehearsed.data == stage.data
 
 
-def _ratio(stage: Stage, num_samples: int, ratios: Mapping[str, float], context: Context) -> float:
-    """How many times more samples the real stage reads."""
-    data = getattr(stage, "data", None)
-    if data is None:
+def _ratio(stage: Stage, rehearsed: Stage, ratios: Mapping[str, float | None], context: Context) -> float | None:
+    """How many times more pairs the real stage reads; None: not known."""
+    data = [value for _, value in each_setting(stage) if isinstance(value, DataArguments)]
+    if len(data) > 1:  # how many pairs a mixture has is not in proportion to any of its sources
+        return None
+    if not data:
         read = [one.value for one in references(stage) if "model" not in one.reads.kinds]
-        return max((ratios.get(name, 1) for name in read), default=1)
-    if ratios.get(data.source, 1) != 1:  # else its rows are here, and are counted
-        return ratios[data.source]
-    if data.streaming:
-        return 1
-    pairs = data.num_samples if data.source in WORLDS else len(open_rows(context.resolve(data)))
-    return pairs / min(pairs, num_samples)
+        known = [ratios.get(name, 1) for name in read]
+        return None if None in known else max(known, default=1)
+    (data,), cut = data, ratios.get(data[0].source, 1)
+    if rehearsed.data == data or data.streaming or cut is None:
+        return None if cut is None else 1
+    there = dataclasses.replace(data, skip=None, num_samples=None) if cut != 1 else data
+    number = data.num_samples if data.source in WORLDS else len(open_rows(context.resolve(there)))
+    real = number if cut == 1 else min(cut * number - (data.skip or 0), data.num_samples or math.inf)
+    return real / min(number, rehearsed.data.num_samples)
 
 
-def _measure(runner: Runner, stage: Stage, rehearsed: Stage, ratio: float) -> Measured:
+def _measure(runner: Runner, stage: Stage, rehearsed: Stage, ratio: float | None) -> Measured:
     accelerator = runner.context.accelerator
     gc.collect()
     runner.context.held.clear()
@@ -181,15 +204,18 @@ def _measure(runner: Runner, stage: Stage, rehearsed: Stage, ratio: float) -> Me
     if _reads_all(stage, rehearsed):  # what it says of its data is true of the run's
         print(printed.getvalue(), end="")
     memory, (folder, _) = peak_memory(accelerator.device), runner.folders(rehearsed)
-    if accelerator.device.type == "cpu":
+    if accelerator.device.type == "cpu" and ratio is not None:
         memory += round((ratio - 1) * sum(runner.context.held.values()))
     if not isinstance(stage, StepsStage):
-        whole = None if hasattr(stage, "max_rows") else seconds * ratio
-        return Measured(seconds, None, None, whole, memory, _size(folder, ratio))
+        # Where only the data were cut, all grows with them
+        data = {"data": stage.data} if hasattr(stage, "data") else {}
+        if ratio is None or dataclasses.replace(rehearsed, **data) != stage:
+            return Measured(seconds, None, None, None, memory, None)
+        return Measured(seconds, None, None, seconds * ratio, memory, _size(folder, ratio))
     step = _second_step(folder, rehearsed.global_batch_size)
     steps, pairs = stage.max_steps, Record.read(folder).pairs
     # Few pairs do not tell how many a cluster has
-    if steps is None and pairs is not None and getattr(stage, "cluster", None) is None:
+    if steps is None and None not in (pairs, ratio) and not hasattr(stage, "cluster"):
         steps = stage.num_epochs * (round(pairs * ratio) // stage.global_batch_size)
     # A step of another batch does not tell the time of the real one
     is_real = rehearsed.global_batch_size == stage.global_batch_size
@@ -198,9 +224,9 @@ def _measure(runner: Runner, stage: Stage, rehearsed: Stage, ratio: float) -> Me
 
 
 def _size(folder: Path, ratio: float) -> int:
-    """Bytes of a folder where there are `ratio` times more samples, whose rows lie in these files."""
+    """Size of the folder with `ratio` times as many pairs; only files with rows grow."""
     files = [path for path in folder.rglob("*") if path.is_file()]
-    return round(sum(path.stat().st_size * (ratio if path.suffix in (".npy", ".arrow") else 1) for path in files))
+    return round(sum(path.stat().st_size * (ratio if path.suffix in ROWS else 1) for path in files))
 
 
 def _second_step(folder: Path, batch_size: int) -> float:

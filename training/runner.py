@@ -18,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 import yaml
 from accelerate.utils import set_seed
 from huggingface_hub.errors import StrictDataclassError
@@ -72,7 +73,7 @@ def run_recipe(recipe: Recipe, only: Iterable[str] | None = None, experts: Itera
             if is_done or (is_wanted and (final.exists() or partial.exists())):
                 with stage_errors(stage):
                     runner.prepare(stage, settings_alone=not is_wanted)
-        _require_no_others(output_dir, runner.context.stages)
+        _require_no_others(output_dir, [stage.name for stage in recipe.stages])
         if is_main:
             output_dir.mkdir(parents=True, exist_ok=True)
             write_text(output_dir / RECIPE, yaml.safe_dump(runner.settings, sort_keys=False))
@@ -124,7 +125,10 @@ def stage_errors(stage: Stage) -> Iterator[None]:
     """Errors that a user can cause name the stage, and how to go on where that is to run it again."""
     try:
         yield
-    except SafetensorError as error:  # of a file that cannot be written, safetensors raises no OSError
+    except torch.OutOfMemoryError as error:
+        more = "lower mini_batch_size, batch_size or global_batch_size, or set gradient_checkpointing"
+        raise ValueError(f"{stage.name}: out of memory: {str(error).splitlines()[0]} {more}") from error
+    except SafetensorError as error:  # safetensors raises its own error, not OSError, when a write fails
         raise OSError(f"{stage.name}: weights could not be written or read: {error}. {GO_ON}") from error
     except (FloatingPointError, OSError, OverflowError, MemoryError, ValueError, StrictDataclassError) as error:
         kinds = (FileNotFoundError, FloatingPointError, OSError, ValueError)
@@ -137,14 +141,14 @@ def stage_errors(stage: Stage) -> Iterator[None]:
 
 
 class Runner:
-    """The folders of a run and what is known of them."""
+    """Runs stages, and checks their folders against their records."""
 
     def __init__(self, recipe: Recipe, rehearses: bool = False):
         output_dir, trackers = Path(recipe.output_dir), tuple(recipe.trackers)
         self.context = Context(
             output_dir,
             make_accelerator(output_dir, recipe.mixed_precision, trackers),
-            frozenset(stage.name for stage in recipe.stages),
+            recipe.stage_names,
             recipe.seed,
             recipe.mixed_precision,
             trackers,
@@ -209,7 +213,7 @@ class Runner:
     def prepare(self, stage: Stage, settings_alone: bool = False) -> tuple[SimpleNamespace, Record]:
         """What a stage reads, and the record of what makes its folder, with the attempts before. Writes nothing.
 
-        Another stage that a finished one has read may be gone: then all else is compared.
+        If an input of a finished stage was deleted, everything else is still compared.
 
         Args:
             settings_alone: whether inputs and data are left out of the record, and so not compared.
@@ -247,7 +251,7 @@ class Runner:
         return output_dir / stage.name, output_dir / f"{stage.name}.partial"
 
     def _require_unchanged(self, stage: Stage, inputs: SimpleNamespace, record: Record, partial: Path) -> None:
-        """What a stage has read here must be what it was when the stage began, where it is still there."""
+        """Raise a ValueError if inputs or data changed while the stage read them. Deleted data are not checked."""
         now = stage.fingerprints(inputs)
         changed = [key for key in now.keys() & record.inputs if now[key] != record.inputs[key]]
         self.context.forget_identities()
@@ -285,6 +289,8 @@ def comparable(settings: dict[str, Any]) -> dict[str, Any]:
     compared = {key: value for key, value in settings.items() if key not in left_out}
     if isinstance(compared.get("data"), dict):
         compared["data"] = comparable(compared["data"])
+    if isinstance(compared.get("sources"), list):  # a mixture's
+        compared["sources"] = [comparable(source) for source in compared["sources"]]
     return compared
 
 
@@ -313,5 +319,5 @@ def _finish(stage: Stage, record: Record, partial: Path, final: Path) -> None:
 
 
 def _tidy(final: Path) -> None:
-    """What is left to do when a folder has its name: until then, a run that is killed goes on from a checkpoint."""
+    """Delete the checkpoints of a finished stage. Until the folder has its name, a killed run resumes from them."""
     shutil.rmtree(final / CHECKPOINTS, ignore_errors=True)

@@ -45,7 +45,7 @@ def read_command(kind: str, arguments: Sequence[str]) -> tuple[Recipe, dict[str,
             target = target.setdefault(part, {})
             if not isinstance(target, dict):
                 raise ValueError(f"--{key}: {part} has a value already")
-        target[path[-1]] = read_value(key, values, _hint(stage, path))
+        target[path[-1]] = read_value(key, values, _hint(Recipe if path[0] in OF_RUN else stage, path))
     batch_size = settings.pop("rehearse_batch", None)
     if batch_size is not None and not (isinstance(batch_size, int) and batch_size > 0):
         raise ValueError(f"--rehearse_batch takes a number of samples, not {batch_size!r}")

@@ -2,14 +2,13 @@
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from evaluation.own_task import OwnTask, Wanted
-from training.settings import STRICT
-from training.stages.base import Data
+from training.settings import STRICT, Reads
 from training.stages.evaluate import EvaluateStage
 from training.stages.split import OVERVIEW
 
@@ -29,14 +28,14 @@ class AnswerStage(EvaluateStage):
 
     It compares the rows `base`, `dense` and `sparse`. Other rows appear only in the report.
 
-        clip-moe answer runs/answer --data.source runs/pictures --models.base training/symbol_clip --models.dense \\
+        clip-moe answer runs/answer --split runs/pictures --models.base training/symbol_clip --models.dense \\
             runs/tuned --models.sparse runs/sparse
     """
 
     kind: ClassVar[str] = "answer"
 
     # What was to be learned: a `split` stage, whose test is measured.
-    data: Data
+    split: Annotated[str, Reads("split")]
     # What the models should still know, as the tasks of an `evaluate` stage. Empty: of a bundled model, what it knows;
     # of others, nothing is measured.
     tasks: list[Wanted] = Field(default_factory=list)
@@ -52,7 +51,7 @@ class AnswerStage(EvaluateStage):
     def tasks_of(self, inputs: SimpleNamespace) -> "dict[str, Task]":
         from evaluation.tasks import find_tasks, loaded_once
 
-        learned = OwnTask(task="retrieval", dataset=inputs.data.source, name=LEARNED, title="own pictures")
+        learned = OwnTask(task="retrieval", dataset=inputs.split, name=LEARNED, title="own pictures")
         base = Path(inputs.models["base"]).resolve()
         kept = self.tasks or [task for folder, tasks in KNOWN.items() if base.is_relative_to(folder) for task in tasks]
         found = find_tasks([learned, *kept], self.data_root, seed=self.test_seed or 0, max_rows=self.max_rows)
@@ -62,5 +61,5 @@ class AnswerStage(EvaluateStage):
         from evaluation.answer import answer
         from records.files import read_text
 
-        sentences = read_text(Path(inputs.data.source) / OVERVIEW).splitlines()
+        sentences = read_text(Path(inputs.split) / OVERVIEW).splitlines()
         return "\n\n".join([answer(results, [LEARNED], inputs.models), " ".join(sentences)])

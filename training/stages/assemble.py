@@ -48,6 +48,12 @@ class AssembleStage(Stage):
     def _check(self):
         if (self.clusters is None) != (self.captions is None):
             raise ValueError("clusters and captions go together: the metadata's encoder is kept with the captions")
+        fields = {name: type(self).__pydantic_fields__[name] for name in ("centers", "routing_temperature", "routing")}
+        changed = [name for name, field in fields.items() if getattr(self, name) != field.default]
+        if self.clusters is None and changed:
+            raise ValueError(
+                f"{', '.join(changed)}: of mixtures that route by clusters alone; set clusters and captions"
+            )
         return self
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:

@@ -56,8 +56,8 @@ class Stage:
         """Do it.
 
         Args:
-            inputs: what the settings with `Reads` name, under the same names: a stage is its folder, which has
-                finished; of `data`, the source is. Others are as they stand in the recipe.
+            inputs: the settings with `Reads`, by name. A stage is replaced by its finished folder; in `data`, only
+                the source is.
             context: what the stages of a run share.
             directory: where all of it is written. It is renamed when `run` has returned on all processes. What an
                 attempt that was killed left there is still there, unless the stage is for the main process alone.
@@ -73,7 +73,7 @@ class Stage:
         return dataclasses.replace(self, **{name: value for name, value in few.items() if value is not None})
 
     def fingerprints(self, inputs: SimpleNamespace) -> dict[str, str]:
-        """What it reads that no setting with `Reads` names, with hashes: when they change, the stage is made anew."""
+        """Hashes of inputs that no setting with `Reads` names. If one changes, the finished folder is refused."""
         return {}
 
 

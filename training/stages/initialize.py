@@ -83,7 +83,7 @@ class InitializeStage(Stage):
         save(processor, directory)
 
     def fingerprints(self, inputs: SimpleNamespace) -> dict[str, str]:
-        from records.provenance import PROCESSOR, model_fingerprint
+        from records.provenance import named_files
 
-        folders = {self.processor, self.tokenizer if inputs.tokenizer == self.tokenizer else None} - {None, *WORLDS}
-        return {folder: model_fingerprint(folder, PROCESSOR) for folder in sorted(folders) if Path(folder).is_dir()}
+        folders = [self.processor, self.tokenizer if inputs.tokenizer == self.tokenizer else None]
+        return named_files([], [folder for folder in folders if folder not in WORLDS])

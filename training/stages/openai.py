@@ -48,6 +48,7 @@ class OpenAIStage(Stage):
         write_model(archive, directory, *options, self.processor, self.trust_archive)
 
     def fingerprints(self, inputs: SimpleNamespace) -> dict[str, str]:
-        from records.digests import file_digest
+        from records.provenance import named_files
 
-        return {self.archive: file_digest(Path(self.archive))} if Path(self.archive).is_file() else {}
+        settings = Path(self.archive).with_name("open_clip_config.json")
+        return named_files([self.archive, str(settings)], [self.processor])

@@ -39,6 +39,6 @@ class ReleasedCLIPMoEStage(Stage):
         write_model(Path(self.checkpoint), directory, self.num_experts_per_tok, self.processor)
 
     def fingerprints(self, inputs: SimpleNamespace) -> dict[str, str]:
-        from records.digests import file_digest
+        from records.provenance import named_files
 
-        return {self.checkpoint: file_digest(Path(self.checkpoint))} if Path(self.checkpoint).is_file() else {}
+        return named_files([self.checkpoint], [self.processor])

@@ -21,6 +21,7 @@ class SelectStage(Stage):
     """
 
     kind: ClassVar[str] = "select"
+    has_rows_of_pairs: ClassVar[bool] = True
     main_process_only: ClassVar[bool] = True
 
     # A cluster_fine stage.
