@@ -39,7 +39,8 @@ def hold_out(
     if not 2 <= len(set(parts[is_test])) or is_test.all():
         raise ValueError(
             f"no test of {share:.0%} of the {len(rows)} pairs can be held out: it needs two captions that are not in "
-            f"training, and one caption or image has {sizes.max()} pairs. Give the data a split test, or more pairs"
+            f"training, with all their pairs, and the most frequent one has {sizes.max()}. Give the data a split "
+            "test, or more pairs"
         )
     return rows.select(np.flatnonzero(~is_test)), rows.select(np.flatnonzero(is_test))
 

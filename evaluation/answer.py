@@ -68,12 +68,13 @@ def answer(results: Sequence[dict[str, Any]], learned: Collection[str], folders:
         lines.append("*Kept* was not measured: name benchmarks by `--keep_tasks`.")
     lines += [way] if way else []
     number = sum(table[BASE][task]["num_samples"] for task in learned)
-    size = f"{number:,} pictures"
+    size = f"{number:,} for what was learned"
     if max(between["learned"][1]) > FINE:
         needed = _pictures_needed(table[SPARSE], table[DENSE], learned)
         size += f"; ± {100 * FINE:.0f} points take about {needed:,}, each with a caption of its own"
     lines.append(
-        f"± is a conservative {LEVEL:.0%} interval over the test's {size}. Another seed of training may change more."
+        f"± is a conservative {LEVEL:.0%} interval over the pictures of each test, {size}. Another seed of training "
+        "may change more."
     )
     return "\n\n".join(lines)
 

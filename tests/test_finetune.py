@@ -153,7 +153,7 @@ def test_verdicts(learned, kept, begins):
     told = answer(results, ["learned"], {model: f"in/{model}" for model in ("base", "dense", "sparse")})
     assert told.startswith(begins)
     assert f"kept, accuracy: base {kept[0]:.1%}, dense {kept[1]:.1%}, sparse {kept[2]:.1%}." in told
-    assert "over the test's 1,000 pictures. Another" in told
+    assert "over the pictures of each test, 1,000 for what was learned. Another" in told
 
 
 def test_a_small_test_says_how_many_pictures_it_would_take():
@@ -163,7 +163,7 @@ def test_a_small_test_says_how_many_pictures_it_would_take():
         for model, score in (("base", 0.2), ("dense", 0.4), ("sparse", 0.4))
     ]
     told = answer(results, ["learned"], {model: f"in/{model}" for model in ("base", "dense", "sparse")})
-    assert "10 pictures; ± 5 points take about 800, each with a caption of its own." in told
+    assert "10 for what was learned; ± 5 points take about 800, each with a caption of its own." in told
     assert "*Kept* was not measured: name benchmarks by `--keep_tasks`." in told
 
 

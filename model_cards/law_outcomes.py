@@ -1,0 +1,152 @@
+"""Predictions of the law beside what came out.
+
+    python -m model_cards.law_outcomes model_cards/law/predictions.json model_cards/law/outcome_points.json \
+      --output-dir model_cards/law
+
+A case is conclusive if the mean gain of its seeds is further from 0 than its 95 % interval reaches, by the deviation
+between seeds that `predictions.json` holds. Then its winner is known, and the prediction was right or wrong. Whether it
+is conclusive or not, the mean gain lies in the predicted interval or outside.
+"""
+
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from scipy import stats
+
+from evaluation.page import write_page
+from model_cards.law import known
+from model_cards.law import read_points as read_file
+from model_cards.law_cases import Case, batch_size, steps
+from model_cards.law_points import Point
+from records.command_line import Folder, command
+from records.intervals import LEVEL
+from records.markdown import markdown_table
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came out of a case.
+
+    Args:
+        seeds: how many.
+        gain: mean over the seeds, of the sparse model's share of bits over its rival's, and half of its interval.
+        winner: "sparse" or "dense"; None: inconclusive.
+        is_right: whether the predicted winner is that; None: inconclusive.
+        is_inside: whether the gain lies in the predicted interval.
+    """
+
+    seeds: int
+    sparse_share: float
+    rival_share: float
+    sparse_recall: float
+    rival_recall: float
+    sparse_seconds: float
+    rival_seconds: float
+    gain: float
+    reach: float
+    winner: str | None
+    is_right: bool | None
+    is_inside: bool
+
+
+def points_of(case: Case, points: Sequence[Point]) -> dict[int, Point]:
+    """Seed -> the point of a case."""
+    pairs = sum(steps(case)) * batch_size(case)
+    token = case.experts_per_token if case.experts else 0
+    wanted = (case.world, case.facts, case.width, case.experts, token, pairs)
+    found = {}
+    for point in points:
+        its = (point.world, point.facts, point.width, point.experts, point.experts_per_token, point.pairs)
+        if its == wanted and math.isclose(point.rate * point.width, 0.256, rel_tol=0.01):
+            found[point.seed] = point
+    return found
+
+
+def outcome(case: dict[str, Any], points: Sequence[Point], seed_error: float, freedom: int) -> Outcome | None:
+    """Of a case of predictions.json; None: it has not been run."""
+    sparse, rival = (points_of(Case(**case[name]), points) for name in ("sparse", "rival"))
+    seeds = sorted(sparse.keys() & rival.keys())
+    if not seeds:
+        return None
+
+    def mean(of: dict[int, Point], what) -> float:
+        return round(statistics.mean(what(of[seed]) for seed in seeds), 4)
+
+    shares = mean(sparse, known), mean(rival, known)
+    gain = statistics.mean(known(sparse[seed]) - known(rival[seed]) for seed in seeds)
+    reach = float(stats.t.ppf((1 + LEVEL) / 2, freedom)) * seed_error / math.sqrt(len(seeds))
+    winner = None if abs(gain) <= reach else "sparse" if gain > 0 else "dense"
+    return Outcome(
+        len(seeds),
+        *shares,
+        *(mean(of, lambda point: point.recall) for of in (sparse, rival)),
+        *(mean(of, lambda point: point.seconds) for of in (sparse, rival)),
+        round(gain, 4),
+        round(reach, 4),
+        winner,
+        None if winner is None else winner == case["winner"],
+        abs(gain - case["gain"]) <= case["reach"],
+    )
+
+
+@command
+def write_outcomes(predictions: Path, points: Path, output_dir: Folder) -> str:
+    """Write `outcomes.md` and `outcomes.json`.
+
+    Args:
+        predictions: what `model_cards.law` wrote before the runs.
+        points: what `model_cards.law_points` wrote of them.
+    """
+    made = json.loads(predictions.read_text(encoding="utf-8"))
+    run = read_file(points)
+    outcomes = [outcome(case, run, made["seed_error"], made["freedom"]) for case in made["cases"]]
+    rows = [_row(case, out) for case, out in zip(made["cases"], outcomes, strict=True)]
+    head = ["world", "facts", "sparse", "rival", "exposures", "why", "predicted gain", "gain", "R@1 sparse, rival"]
+    table = markdown_table([*head, "seconds", "predicted winner", "winner"], rows)
+    measured = [out for out in outcomes if out is not None]
+    conclusive = [out for out in measured if out.winner is not None]
+    right, inside = sum(out.is_right for out in conclusive), sum(out.is_inside for out in measured)
+    summary = (
+        f"{len(measured)} of {len(outcomes)} cases were run. {len(conclusive)} are conclusive: the predicted winner "
+        f"is right in {right}. {inside} of {len(measured)} gains lie in the predicted {made['level']:.0%} interval."
+    )
+    text = (
+        "Shares are of the bits to remember, in points. A model is named by its width and its experts. Seconds: of "
+        "training, sparse and rival, on one core of an x86-64, beside another run."
+    )
+    page = "\n\n".join([summary, table, text])
+    write_page(output_dir / "outcomes", page, data=[out and asdict(out) for out in outcomes])
+    return f"{summary}\n\n{table}"
+
+
+def _row(case: dict[str, Any], out: Outcome | None) -> list[str]:
+    sparse, rival = case["sparse"], case["rival"]
+    budget = f" of {sparse['budget_width']} wide" if sparse["budget_width"] != sparse["width"] else ""
+    row = [
+        sparse["world"],
+        f"{sparse['facts']:,}",
+        f"{sparse['width']}, {sparse['experts']} experts",
+        str(rival["width"]),
+    ]
+    row += [f"{sparse['exposures']:,}{budget}", case["why"], f"{100 * case['gain']:+.1f} ± {100 * case['reach']:.1f}"]
+    predicted = f"{case['winner']}, {case['probability']:.0%}"
+    if out is None:
+        return [*row, "", "", "", predicted, "not run"]
+    winner = "inconclusive" if out.winner is None else f"{out.winner}{'' if out.is_right else ': a miss'}"
+    return [
+        *row,
+        f"{100 * out.gain:+.1f} ± {100 * out.reach:.1f}",
+        f"{100 * out.sparse_recall:.1f}, {100 * out.rival_recall:.1f}",
+        f"{out.sparse_seconds:.0f}, {out.rival_seconds:.0f}",
+        predicted,
+        winner,
+    ]
+
+
+if __name__ == "__main__":
+    write_outcomes.main()
