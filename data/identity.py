@@ -15,7 +15,7 @@ from huggingface_hub import snapshot_download
 
 from data.annotations import open_tables, read_annotations
 from data.arguments import DataArguments
-from data.local_data import TABLES, is_here, suffix_of
+from data.local_data import TABLES, file_in, is_here, suffix_of
 from data.shards import MEMBER, file_of, read_member
 from data.sources import is_cache, is_saved, is_text, matching, named_images, of_splits, reading
 from data.worlds import INSTALLED, WORLDS, world
@@ -57,7 +57,7 @@ def identity(arguments: DataArguments) -> dict[str, Any] | None:
         names = [os.path.relpath(file, folder or ".") for file in files]
     with reading(arguments):
         named = dict.fromkeys(name for name in _named_images(arguments, files) if name and isinstance(name, str))
-    named = [os.path.join(arguments.image_root or "", name) for name in named]
+    named = [file_in(arguments.image_root or "", name) for name in named]
     images = [image for image in named if os.path.isfile(image)]
     if not files or named and not images:
         return None

@@ -3,6 +3,7 @@
 import glob
 import os
 import re
+import unicodedata
 from pathlib import Path
 
 from data.worlds import WORLDS
@@ -54,3 +55,12 @@ def missing_data(source: str) -> str:
         return f"there is no file or folder {source}: did you mean {meant}?"
     is_file = Path(source).suffix in (*BUILDERS, *TABLES, ".json")
     return f"there is no file or folder {source}" if is_file or not is_hub_name(source) else ""
+
+
+def file_in(root: str, name: str) -> str:
+    """The path of a file, whose name may be in another Unicode form on disk: macOS takes letters apart."""
+    path = os.path.join(root, name)
+    if name.isascii() or os.path.exists(path):
+        return path
+    forms = (os.path.join(root, unicodedata.normalize(form, name)) for form in ("NFC", "NFD"))
+    return next(filter(os.path.exists, forms), path)

@@ -4,12 +4,10 @@ import ast
 import io
 import json
 import logging
-import os
 import re
 import sys
 import textwrap
 import tokenize
-import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -22,6 +20,7 @@ import pyarrow.compute
 
 from data.identity import image_digests
 from data.images import decode_image
+from data.local_data import file_in
 from data.sources import DataArguments, Rows, is_text, named_files_hash, no_column, open_rows, reading
 from data.worlds import WORLDS, world
 from records.messages import shortened
@@ -179,23 +178,14 @@ def rename_columns(
 
     def whole(image: str | dict | None) -> str | dict | None:
         if isinstance(image, str):
-            return _file_in(root, image)
+            return file_in(root, image)
         missing = image is None or image["path"] is None
-        return image if missing or image["bytes"] is not None else {**image, "path": _file_in(root, image["path"])}
+        return image if missing or image["bytes"] is not None else {**image, "path": file_in(root, image["path"])}
 
     def with_root(batch: dict[str, list]) -> dict[str, list]:
         return {name: [*map(whole, batch[name])] for name in images}
 
     return mapped(rows, with_root, batched=True, features=rows.features)
-
-
-def _file_in(root: str, name: str) -> str:
-    """The path of a file, whose name may be in another Unicode form on disk: macOS takes letters apart."""
-    path = os.path.join(root, name)
-    if name.isascii() or os.path.exists(path):
-        return path
-    forms = (os.path.join(root, unicodedata.normalize(form, name)) for form in ("NFC", "NFD"))
-    return next(filter(os.path.exists, forms), path)
 
 
 def _split_lines(rows: Rows) -> Rows:

@@ -1,17 +1,27 @@
 """What models cost, dense beside sparse: parameters, multiply-adds, speed and memory."""
 
+import dataclasses
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from conversion.checkpoints import clip_class, config_of, has_file, loading
-from conversion.processors import most_patches
+from conversion.presets import PRESETS
+from conversion.processors import load_processor, most_patches
+from conversion.upcycle import sparse_config
+from data.arguments import DataArguments
+from data.pairs import load_pairs, present_captions, same_words
+from data.tokenizer import read_texts
 from evaluation.costs import count_multiply_adds, count_parameters, meta_model, paper_config
 from evaluation.embedder import usable_device
+from evaluation.law import Capacity, Facts, fitted_law, forecast
 from evaluation.page import write_page
 from evaluation.speed import ROUNDS, measure_memory, measure_speed
 from records.files import refuse_to_overwrite
@@ -21,23 +31,15 @@ from records.provenance import device_name, environment, weights_fingerprint
 
 WEIGHT_FILES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 
-# Bits to remember for each parameter of a dense model's layers, up to which a verdict holds, and how many parameters
-# these layers had where it was measured: see `_to_remember`
-VERDICTS = (
-    (0.3, "it has room for them, and a sparse model has nothing to gain"),
-    (1.2, "inconclusive: train both, as docs/own_pictures.md does"),
-    (5.0, "a sparse model should beat a dense one of its width, if training shows each caption about 1,000 times"),
-    (16.0, "a sparse model may learn more than a dense one of its width, and both learn little: one run"),
-    (math.inf, "this is too much for it, and for a sparse model"),
-)
-MEASURED = (3_000, 51_000)
-
 
 def compare_models(
     models: Sequence[str],
     *,
     baseline: str | None = None,
     captions: int | None = None,
+    data: DataArguments | None = None,
+    steps: int | None = None,
+    global_batch_size: int = 512,
     output_dir: Path | None = None,
     batch_size: int = 32,
     dtype: torch.dtype = torch.float32,
@@ -49,16 +51,24 @@ def compare_models(
         The page: a table of what was counted, and one of what was measured, of models with weights.
 
     Raises:
-        ValueError: a baseline that is none of the models, a model that is no CLIP, or a folder with a page.
+        ValueError: a baseline that is none of the models, a model that is no CLIP, or a folder with a page; captions
+            that are all alike.
     """
     baseline = models[0] if baseline is None else baseline
     if baseline not in models:
         raise ValueError(f"the baseline {baseline!r} is none of the models{did_you_mean(baseline, models)}")
+    if None not in (captions, data):
+        raise ValueError("--captions and --data are two ways to say what there is to remember: give one")
     device = usable_device(device)
     costs = {name: _counts(name) for name in models}
+    counted = count_captions(data, models) if data is not None else None
+    captions = counted.different if counted is not None else captions
     settings = {
         "baseline": baseline,
         "captions": captions,
+        "data": data and data.source,
+        "steps": steps,
+        "global_batch_size": global_batch_size,
         "weights": {name: None if paper_config(name) else weights_fingerprint(name) for name in models},
         "batch_size": batch_size,
         "dtype": str(dtype).removeprefix("torch."),
@@ -73,7 +83,10 @@ def compare_models(
     for name, speed in measure_speed(with_weights, batch_size, device, dtype).items():
         costs[name]["measured"] |= speed
     made_with = environment()
-    page = _page(costs, baseline, settings | made_with)
+    remember = []
+    if captions is not None:
+        remember = [*([counted.sentence] if counted else []), _to_remember(costs, captions, settings)]
+    page = _page(costs, baseline, settings | made_with, remember)
     if output_dir is not None:
         write_page(output_dir / "efficiency", page, data={**settings, "models": costs, **made_with})
     return page
@@ -117,7 +130,7 @@ def _measured(costs: Mapping[str, Any]) -> dict[str, float]:
     return speed | {"peak MiB": peak, "peak MiB above start": peak - before}
 
 
-def _page(costs: Mapping[str, Any], baseline: str, how: Mapping[str, Any]) -> str:
+def _page(costs: Mapping[str, Any], baseline: str, how: Mapping[str, Any], remember: Sequence[str]) -> str:
     measured = {name: of_model for name, of_model in costs.items() if "measured" in of_model}
     sections = [
         "# Efficiency",
@@ -126,8 +139,7 @@ def _page(costs: Mapping[str, Any], baseline: str, how: Mapping[str, Any]) -> st
         "Activated: what one token meets. Multiply-adds: of one image and one text of full length, by torch's counter; "
         f"a FLOP count is twice as much. In brackets: times {escape(baseline)}.",
     ]
-    if how.get("captions"):
-        sections.append(_to_remember(costs, how["captions"]))
+    sections += remember
     if measured:
         of_process = any("memory_before" in of_model["measured"] for of_model in measured.values())  # on a CPU
         memory = "the process, which starts with its libraries," if of_process else "the accelerator"
@@ -142,35 +154,108 @@ def _page(costs: Mapping[str, Any], baseline: str, how: Mapping[str, Any]) -> st
     return "\n\n".join(sections)
 
 
-def _to_remember(costs: Mapping[str, Any], captions: int) -> str:
-    """Whether there is much to remember: bits against parameters, and the rule of `docs/results.md`."""
+@dataclass(frozen=True)
+class CountedCaptions:
+    """Captions of data.
+
+    Args:
+        pairs: captions with an image each.
+        different: that the model's tokenizer tells apart.
+        texts: different texts, of which it reads some alike.
+    """
+
+    source: str
+    pairs: int
+    texts: int
+    different: int
+
+    @property
+    def sentence(self) -> str:
+        alike = (
+            f", {self.texts - self.different:,} of which are read as another one is"
+            if self.texts > self.different
+            else ""
+        )
+        return (
+            f"{escape(self.source)} has {self.pairs:,} captions. {self.texts:,} are different{alike}: "
+            f"{self.different:,} to tell apart, each {self.pairs / self.different:.3g} times."
+        )
+
+
+def count_captions(data: DataArguments, models: Sequence[str]) -> CountedCaptions:
+    """How many captions there are to tell apart, for the tokenizer of the first model that has one, or else by words.
+
+    Raises:
+        ValueError: all captions are alike, or there are none.
+    """
+    texts = [text for of_image in load_pairs(data, images=False)["caption"] for text in present_captions(of_image)]
+    names = [name for name in models if paper_config(name) is None]
+    if names:
+        keys = read_texts(load_processor(names[0]).tokenizer, texts).digests
+    else:
+        keys = [same_words(text) for text in texts]
+    if len(set(keys)) < 2:
+        raise ValueError(f"{data.source}: all of its {len(texts):,} captions are alike: there is nothing to tell apart")
+    return CountedCaptions(data.source, len(texts), len(set(texts)), len(set(keys)))
+
+
+def _to_remember(costs: Mapping[str, Any], captions: int, how: Mapping[str, Any]) -> str:
+    """Bits to remember for each parameter, and what the law says of each dense model and of CLIP-UP made of it."""
     bits = captions * math.log2(captions)
 
     def in_layers(costs: Mapping[str, Any]) -> dict[str, float]:
         number = costs["parameters"]["layers"]
         return {"M parameters in the layers": number / 1e6, "bits to remember, for each": bits / number}
 
-    table = _table(costs, in_layers, "")
-    of_dense = {name: bits / of["parameters"]["layers"] for name, of in costs.items() if not of["parameters"]["expert"]}
-
-    def verdict(name: str, share: float) -> str:
-        layers = costs[name]["parameters"]["layers"]
-        if not MEASURED[0] <= layers <= MEASURED[1]:
-            return f"no verdict, since its layers have {layers:,} parameters: train both, as docs/own_pictures.md does"
-        return next(what for end, what in VERDICTS if share < end)
-
-    verdicts = (f"\n\n{escape(name)}, {share:.1f} bits: {verdict(name, share)}." for name, share in of_dense.items())
-    return (
+    sections = [
         f"To remember: to tell {captions:,} captions from each other takes {captions:,} x log2 {captions:,} = "
-        f"{bits:,.0f} bits.\n\n{table}\n\n"
-        "A rule of thumb, counted as here and measured on models of 3 to 51 thousand parameters in their layers that "
-        "remember names (docs/results.md), each shown about 1,000 times, with equal multiply-adds for dense and sparse "
-        "models of one width: where a dense model had 3.7 bits to remember for each parameter of its layers, a sparse "
-        "one scored 61 ± 1 points more; with 1.7, in a quarter of the steps, 35 ± 21; with 0.8, 2 ± 4, which is "
-        "inconclusive; with 0.2 there was nothing to gain; with 14, in one run, it remembered 20.5 % and the dense "
-        "one 12.1 %; with 17 and a quarter of the exposures, neither had learned. What captions have in common is "
-        f"understood and need not be remembered one by one, so this is the most that there can be.{''.join(verdicts)}"
+        f"{bits:,.0f} bits. What captions have in common is understood, so this is the most that there can be.",
+        _table(costs, in_layers, ""),
+    ]
+    if how["steps"] is None:
+        return "\n\n".join([*sections, "Whether experts pay depends on how long training is, too: add --steps."])
+    exposures = how["steps"] * how["global_batch_size"] / captions
+    sections.append(
+        f"{how['steps']:,} steps of {how['global_batch_size']:,} pairs show each caption {exposures:,.1f} times to a "
+        "dense model, and fewer times to a sparse one with as many multiply-adds."
     )
+    law = fitted_law()[0]
+    facts = law.facts(captions, how["data"])
+    dense = [name for name, of in costs.items() if not of["parameters"]["expert"]]
+    sections += [_forecast(name, facts, exposures) for name in dense]
+    if dense:
+        sections.append(
+            f"A law that was tested on predictions says so (docs/law.md). Shares are of the bits; the gain is off by "
+            f"{100 * law.gain_error:.0f} points (standard deviation), for data as hard as icons and characters."
+        )
+    return "\n\n".join(sections)
+
+
+def _forecast(name: str, facts: Facts, exposures: float) -> str:
+    """What the law says of a dense model and of CLIP-UP with 8 experts made of it."""
+    config = paper_config(name) or config_of(clip_class(name), name)
+    sparse = sparse_config(config, dataclasses.replace(PRESETS["clip_up"], capacity_factor=None))
+    counts, uses = zip(
+        *((count_parameters(model)["layers"], _use(model)) for model in map(meta_model, (config, sparse))), strict=True
+    )
+    width = statistics.mean(tower.hidden_size for tower in (config.text_config, config.vision_config))
+    models = Capacity(width, counts[0]), Capacity(width, counts[0], counts[1] - counts[0])
+    said = forecast(facts, *models, exposures, exposures * uses[0] / uses[1])
+    if said.outside:
+        return f"{escape(name)}: no verdict. {'; '.join(said.outside)}. Train both, as docs/own_pictures.md does."
+    winner, probability = ("dense", 1 - said.probability) if said.probability < 0.5 else ("sparse", said.probability)
+    case = said.nearest
+    return (
+        f"{escape(name)}: it should know {said.dense:.0%}, and with 8 experts {said.sparse:.0%}: "
+        f"**{winner}**, with a probability of {probability:.0%}. The nearest case that was run: {case['facts']:,} "
+        f"{case['world']}, {case['parameters']:,} parameters, {case['exposures']:,.0f} times: "
+        f"{100 * case['gain']:+.1f} points with {case['experts']} experts."
+    )
+
+
+def _use(model: nn.Module) -> int:
+    counted = count_multiply_adds(model)
+    return counted["image"] + counted["text"]
 
 
 def _table(costs: Mapping[str, Any], row_of: Callable[[Mapping[str, Any]], dict[str, float]], baseline: str) -> str:

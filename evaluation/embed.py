@@ -60,9 +60,10 @@ def write_embeddings(
     captions = None if what == "images" else embedder.texts([text for of_image in texts for text in of_image])
     if state is not None:
         state.wait_for_everyone()  # which have read what is deleted below
+    skipped = arguments.skip or 0  # rows are those of the data
     unreadable = [] if images is None else np.flatnonzero(~images.any(axis=1)).tolist()
     if unreadable and is_main:
-        places = join_names(f"{place} ({_path(rows[place])})" for place in unreadable)
+        places = join_names(f"{place + skipped} ({_path(rows[place])})" for place in unreadable)
         message = f"{len(unreadable)} of {len(rows)} pictures cannot be read and have no embedding: {places}"
         if len(unreadable) == len(rows):
             shutil.rmtree(folder / PARTS)
@@ -75,7 +76,7 @@ def write_embeddings(
     texts = [texts[place] if texts else [] for place in kept]
     if is_main:
         paths = [_path(row) for row in rows.select(kept).select_columns("image")]
-        described = {"row": kept.tolist(), "image": paths, "captions": texts}
+        described = {"row": (kept + skipped).tolist(), "image": paths, "captions": texts}
         (_write_npy if form == "npy" else _write_parquet)(folder, described, embeds)
         shutil.rmtree(folder / PARTS)
     return 0 if images is None else len(kept), sum(map(len, texts)), unreadable

@@ -1,8 +1,15 @@
 """What a dense and a sparse CLIP learn of facts: a law of capacity and exposures, fitted to runs (docs/law.md)."""
 
+import json
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
+from pathlib import Path
+from statistics import NormalDist, geometric_mean
+from typing import Any
+
+# The law that was tested, and the cases that were run, as `model_cards.law_outcomes` writes them
+FITTED = Path(__file__).with_name("law.json")
 
 # Bits of a fact that need no memory: the tint of a town's shield and its name's ending tell its country
 TOLD = {"names": 3.0}
@@ -83,3 +90,63 @@ class Law:
     def reach(self, level: float = 0.9) -> float:
         """Half of the interval of a gain."""
         return NormalDist().inv_cdf((1 + level) / 2) * self.gain_error
+
+    def facts(self, number: int, world: str | None = None) -> Facts:
+        """Facts of a built-in world, or of data like the real ones among them: as difficult as their mean."""
+        unknown = geometric_mean(self.difficulty.values())
+        return Facts(number, TOLD.get(world, 0.0), {"names": 1.0, **self.difficulty}.get(world, unknown))
+
+
+def fitted_law() -> tuple[Law, list[dict[str, Any]]]:
+    """The law that was tested on predictions, and all cases that were run."""
+    content = json.loads(FITTED.read_text(encoding="utf-8"))
+    return Law(**content["law"]), content["cases"]
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A dense and a sparse model of one width after as many multiply-adds of training.
+
+    Args:
+        dense, sparse: the shares of the bits that the law says they know.
+        probability: that the sparse one knows more.
+        nearest: the case that was run and is most like it.
+        outside: what lies outside of what was measured, a sentence each; then nothing else holds.
+    """
+
+    dense: float
+    sparse: float
+    probability: float
+    nearest: dict[str, Any]
+    outside: list[str]
+
+
+def forecast(facts: Facts, dense: Capacity, sparse: Capacity, exposures: float, sparse_exposures: float) -> Forecast:
+    """What the law says of a dense and a sparse model, which sees less within as many multiply-adds."""
+    law, cases = fitted_law()
+    shares = law.share(facts, dense, exposures), law.share(facts, sparse, sparse_exposures)
+    numbers = {"parameters": dense.dense, "facts": facts.number, "exposures": exposures}
+    nearest = min(cases, key=lambda case: _distance(numbers, case))
+    outside = []
+    for name, number in numbers.items():
+        low, high = (of(case[name] for case in cases) for of in (min, max))
+        if not low <= number <= high:
+            outside.append(f"{MEASURED[name]} {number:,.0f}, and {low:,.0f} to {high:,.0f} were measured")
+    return Forecast(*shares, law.probability(shares[1] - shares[0]), nearest, outside)
+
+
+MEASURED = {
+    "parameters": "parameters of the dense model's layers:",
+    "facts": "different captions:",
+    "exposures": "times that training shows each:",
+}
+
+
+def _distance(numbers: Mapping[str, float], case: Mapping[str, Any]) -> float:
+    """Between two cases: their bits for each parameter and their exposures count alike, both as ratios."""
+
+    def places(of: Mapping[str, Any]) -> Sequence[float]:
+        load = of["facts"] * math.log2(of["facts"]) / of["parameters"]
+        return math.log(load), math.log(of["exposures"])
+
+    return math.dist(places(numbers), places(case))

@@ -54,7 +54,7 @@ def costs(world: str, width: int, experts: int, experts_per_token: int) -> tuple
     tower = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": 2, "num_attention_heads": 1}
     tower["projection_dim"] = width
     config = CLIPConfig(
-        text_config={**tower, "max_position_embeddings": 32, "vocab_size": 512},
+        text_config={**tower, "max_position_embeddings": 32, "vocab_size": 512, "bos_token_id": 0, "eos_token_id": 1},
         vision_config={**tower, "image_size": image_size, "patch_size": patch_size},
         projection_dim=width,
     )

@@ -1,6 +1,6 @@
 """Predictions of the law beside what came out.
 
-    python -m model_cards.law_outcomes model_cards/law/predictions.json model_cards/law/outcome_points.json \
+    python -m model_cards.law_outcomes model_cards/law/predictions.json model_cards/law/points.json \
       --output-dir model_cards/law
 
 A case is conclusive if the mean gain of its seeds is further from 0 than its 95 % interval reaches, by the deviation
@@ -11,6 +11,7 @@ is conclusive or not, the mean gain lies in the predicted interval or outside.
 import json
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,8 +19,9 @@ from typing import Any
 
 from scipy import stats
 
+from evaluation.law import FITTED
 from evaluation.page import write_page
-from model_cards.law import known
+from model_cards.law import known, of_rule, pairs
 from model_cards.law import read_points as read_file
 from model_cards.law_cases import Case, batch_size, steps
 from model_cards.law_points import Point
@@ -94,9 +96,22 @@ def outcome(case: dict[str, Any], points: Sequence[Point], seed_error: float, fr
     )
 
 
+def cases_run(points: Sequence[Point]) -> list[dict[str, Any]]:
+    """Each sparse model beside the dense one of its width, for `evaluation.law`: means over seeds."""
+    of_case = defaultdict(list)
+    for sparse, dense in pairs(points):
+        one, other = points[sparse], points[dense]
+        case = {name: getattr(one, name) for name in ("world", "facts", "width", "experts", "experts_per_token")}
+        case |= {"parameters": other.parameters, "exposures": round(other.exposures)}
+        of_case[tuple(case.items())].append(known(one) - known(other))
+    return [
+        dict(case) | {"gain": round(statistics.mean(gains), 4), "seeds": len(gains)} for case, gains in of_case.items()
+    ]
+
+
 @command
 def write_outcomes(predictions: Path, points: Path, output_dir: Folder) -> str:
-    """Write `outcomes.md` and `outcomes.json`.
+    """Write `outcomes.md` and `outcomes.json`, and `evaluation/law.json`: the law and all cases that were run.
 
     Args:
         predictions: what `model_cards.law` wrote before the runs.
@@ -121,6 +136,8 @@ def write_outcomes(predictions: Path, points: Path, output_dir: Folder) -> str:
     )
     page = "\n\n".join([summary, table, text])
     write_page(output_dir / "outcomes", page, data=[out and asdict(out) for out in outcomes])
+    content = {"law": made["law"], "cases": cases_run(of_rule(run))}
+    FITTED.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return f"{summary}\n\n{table}"
 
 

@@ -71,7 +71,12 @@ def save(part: Any, folder: Path, **options: Any) -> None:
 
 
 def refuse_to_overwrite(output: Path) -> None:
-    """Raises a ValueError if `output` is there and is no empty folder. A lock within it does not count."""
+    """Raises a ValueError if `output` is there and is no empty folder, or is a link, which no folder can replace. A
+    lock within it does not count."""
+    if output.is_symlink():
+        raise ValueError(
+            f"{output} is a link to {os.path.realpath(output)}: name that folder, or choose another output"
+        )
     if output.exists() and not (output.is_dir() and {path.name for path in output.iterdir()} <= {".lock"}):
         raise ValueError(f"{output} already exists: remove it or choose another output")
 

@@ -35,6 +35,8 @@ def _put_in(node: yaml.Node, inputs: Mapping[str, Any]) -> None:
     top = node.value if isinstance(node, yaml.MappingNode) else []
     given = [value for key, value in top if key.value == "inputs" and isinstance(value, yaml.MappingNode)]
     for key, old in given[0].value if given else ():
+        if sum(old is other for _, other in given[0].value) > 1:
+            raise ValueError(f"inputs: {key.value} and another one are the same value by an alias: write it out")
         if (name := str(key.value)) in inputs:
             new = yaml.compose(yaml.safe_dump(inputs[name]), yaml.SafeLoader)
             # In its place, since an alias is the same object

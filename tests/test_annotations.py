@@ -198,6 +198,9 @@ def test_names_of_files_in_another_form_of_unicode(tmp_path):
     (tmp_path / "pairs.csv").write_text(f"image,caption\n{unicodedata.normalize('NFC', 'café.png')},coffee\n")
     source = DataArguments(source=str(tmp_path / "pairs.csv"), image_root=str(tmp_path))
     assert load_pairs(source)["caption"] == ["coffee"]
+    before = identity(source)
+    picture(1).save(tmp_path / unicodedata.normalize("NFD", "café.png"))
+    assert before is not None and identity(source) != before
 
 
 def test_a_column_split_has_splits(tmp_path, caplog):

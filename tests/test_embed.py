@@ -41,6 +41,15 @@ def embed(dense, source, output, **options):
     return write_embeddings(str(dense), data, output, batch_size=2, device=torch.device("cpu"), **options)
 
 
+def test_rows_are_numbered_as_in_the_data(dense, pictures, tmp_path, caplog):
+    (tmp_path / "out").mkdir()
+    data = DataArguments(source=str(pictures), skip=4)
+    write_embeddings(str(dense), data, tmp_path / "out", batch_size=2, device=torch.device("cpu"))
+    rows = [json.loads(line) for line in (tmp_path / "out" / "rows.jsonl").read_text().splitlines()]
+    assert [(row["row"], row["image"][-6:]) for row in rows] == [(n, f"{n:02d}.png") for n in (4, *range(6, NUMBER))]
+    assert "no embedding: 5 (" in caplog.text
+
+
 @pytest.mark.parametrize("form", ["npy", "parquet"])
 def test_rows_are_in_order_and_complete(dense, pictures, tmp_path, form, caplog):
     held = embed(dense, pictures, tmp_path / "out", form=form)

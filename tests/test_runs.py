@@ -15,8 +15,11 @@ from data import symbols
 from records.files import locked
 from records.provenance import CHECKPOINTS, Record
 from training import commands
+from training.checks import comparable
+from training.plan import plan
 from training.recipe import load_recipe
-from training.runner import Runner, comparable, run_recipe, stage_errors
+from training.rehearsal import rehearse
+from training.runner import Runner, run_recipe, stage_errors
 
 
 @pytest.fixture
@@ -215,6 +218,40 @@ def test_what_only_stages_that_do_not_run_now_have_read_may_change(write, tmp_pa
     assert not (output / "sparse" / CHECKPOINTS).exists()
     with pytest.raises(ValueError, match="tuned was made with other data"):
         run_recipe(load_recipe(path))
+
+
+def test_a_stage_alone_waits_for_the_run_that_writes_its_folder(write, tmp_path):
+    recipe = load_recipe(write())
+    with locked(tmp_path / "out" / "sparse"), pytest.raises(ValueError, match="out/sparse is in use: process"):
+        run_recipe(recipe)
+    assert (tmp_path / "out" / "dense").is_dir()
+
+
+@pytest.mark.parametrize("kind", ["link", "file", "finished"])
+def test_what_is_no_leftover_of_a_stage_is_not_deleted(kind, write, tmp_path):
+    output = run_recipe(load_recipe(write()), ["dense"])
+    partial = output / "sparse.partial"
+    if kind == "link":
+        (tmp_path / "disk").mkdir()
+        (output / "sparse").symlink_to(tmp_path / "disk")
+    elif kind == "finished":
+        shutil.copytree(output / "dense", partial)
+    else:
+        partial.mkdir()
+        (partial / "thesis.txt").write_text("precious")
+    before = contents(output)
+    message = {"link": "sparse is a link to .*disk", "file": "holds something else", "finished": "holds something else"}
+    with pytest.raises(ValueError, match=message[kind]):
+        run_recipe(load_recipe(write()))
+    assert contents(output) == before
+
+
+def test_a_plan_and_a_rehearsal_refuse_folders_of_other_settings(write):
+    run_recipe(load_recipe(write()))
+    other = load_recipe(write(), {"sparse.changes.num_experts": 8})
+    for look in (plan, rehearse):
+        with pytest.raises(ValueError, match="out/sparse was made with other settings .*num_experts: 4 -> 8"):
+            look(other, other.stages)
 
 
 def test_a_gpu_that_is_full_is_one_line(write):

@@ -108,6 +108,14 @@ def test_values_are_those_of_a_recipe():
     assert stage.lora.target_modules == ["q_proj", "v_proj"]
 
 
+@pytest.mark.parametrize("source", ["my/photos #2", "*.csv", "{000..003}.tar"])
+def test_texts_that_yaml_reads_otherwise_are_taken_whole(source):
+    made, _ = read_command(
+        "embed", ["out", "--model", "mod #2", "--data.source", source if ": " not in source else f"'{source}'"]
+    )
+    assert (made.stages[0].model, made.stages[0].data.source) == ("mod #2", source)
+
+
 WRONG = {
     "no output": (["--model", "x"], "the first argument is the folder to make, not '--model'"),
     "no key": (["out", "--modle", "x"], "modle: there is no such key: did you mean 'model'"),
@@ -116,6 +124,10 @@ WRONG = {
     "no flag": (["out", "x"], "'x' is no setting: write --SETTING VALUE"),
     "two values": (["out", "--model", "x", "y"], r"model: Input should be a valid string \(got \['x', 'y'\]\)"),
     "missing": (["out", "--model", "x"], "data: Field required"),
+    "octal": (["out", "--model", "x", "--seed", "010"], "--seed: YAML takes 010 for another number"),
+    "base 60": (["out", "--model", "x", "--seed", "1:30"], "--seed: YAML takes 1:30 for another number"),
+    "two spellings": (["out", "--batch-size", "2", "--batch_size", "3"], "--batch_size is given twice, with - and"),
+    "rehearse": (["out", "--model", "x", "--rehearse="], "--rehearse takes true or false, not None"),
     "value and keys": (["out", "--data", "x", "--data.source", "y"], "--data.source: data has a value already"),
 }
 

@@ -3,6 +3,7 @@ models."""
 
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from data.arguments import DataArguments
 from data.local_data import missing_data
@@ -12,13 +13,42 @@ from records.local_names import is_hub_name
 from records.messages import most_similar, suggestion
 from records.provenance import MANIFEST, Record
 from training.recipe import Recipe, RecipeError
-from training.settings import Reads
+from training.settings import Reads, dump
 from training.stages import KINDS, stage_of_kind
 from training.stages.base import Stage, each_setting, kinds, references
 from training.train_settings import MeasuredTasks
 
 # Files that mark a folder as a model or a sentence encoder
 MODEL_FILES = ("config.json", "modules.json")
+
+
+# How often something is logged or saved, how data is read ahead and what is compiled do not change what is computed.
+NOT_COMPARED = {"logging_steps", "save_steps", "save_total_limit", "num_workers", "prefetch_factor", "torch_compile"}
+
+
+def require_same_settings(recipe: Recipe) -> None:
+    """Raises a ValueError if a finished stage was made with other settings or another seed. Inputs and data are left to
+    the run, which reads them."""
+    for stage in recipe.stages:
+        folder = Path(recipe.output_dir) / stage.name
+        if (folder / MANIFEST).is_file():
+            changes = {"stage": comparable(dump(stage)), "seed": recipe.seed}
+            Record.read(folder).model_copy(update=changes).require_same(folder)
+
+
+def comparable(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a stage, or of its data, without those of `NOT_COMPARED`; but workers of a stream settle its order,
+    and scores while training may settle which model is kept."""
+    left_out = NOT_COMPARED - ({"num_workers"} if settings.get("streaming") else set())
+    evaluation = settings.get("evaluation")
+    if not (isinstance(evaluation, dict) and evaluation.get("keep_best")):
+        left_out |= {"evaluation"}
+    compared = {key: value for key, value in settings.items() if key not in left_out}
+    if isinstance(compared.get("data"), dict):
+        compared["data"] = comparable(compared["data"])
+    if isinstance(compared.get("sources"), list):  # a mixture's
+        compared["sources"] = [comparable(source) for source in compared["sources"]]
+    return compared
 
 
 def require_sound(recipe: Recipe, stages: Collection[Stage]) -> None:

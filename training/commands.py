@@ -53,7 +53,7 @@ def run(
         changed["output_dir"] = str(output_dir)
     only = None if stages is None else [name.strip() for name in stages.split(",")]
     numbers = None if experts is None else read_yaml(f"[{experts}]", "--experts")
-    if numbers is not None and not (numbers and all(isinstance(number, int) for number in numbers)):
+    if numbers is not None and not (numbers and all(type(number) is int for number in numbers)):
         raise ValueError(f"--experts takes numbers, such as 1,2, not {experts!r}")
     recipe = load_recipe(config, changed)
     if plan:

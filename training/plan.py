@@ -5,7 +5,7 @@ from pathlib import Path
 
 from records.processes import num_processes
 from records.provenance import CHECKPOINTS, MANIFEST, has_work
-from training.checks import require_sound
+from training.checks import require_same_settings, require_sound
 from training.recipe import Recipe
 from training.stages.base import Stage, references
 
@@ -13,6 +13,7 @@ from training.stages.base import Stage, references
 def plan(recipe: Recipe, stages: Collection[Stage]) -> str:
     """A table of the stages to run, what they read and how far they are. Raises a RecipeError of what is wrong."""
     require_sound(recipe, stages)
+    require_same_settings(recipe)
     rows = [["stage", "kind", "state", "reads"]]
     for stage in stages:
         reads = dict.fromkeys(reference.value for reference in references(stage))

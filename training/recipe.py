@@ -112,6 +112,8 @@ class Recipe:
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"the stage name {name!r} is used twice")
+            if name.endswith(".partial"):
+                raise ValueError(f"{name!r} cannot name a stage: .partial ends the name of a folder that is not whole")
             if name in {*_recipe_keys(), LOGS}:
                 raise ValueError(f"{name!r} cannot name a stage: it is a key of the recipe, or a folder of the run")
         return stages

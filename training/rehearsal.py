@@ -23,7 +23,7 @@ from data.worlds import WORLDS
 from records.files import locked
 from records.memory import in_words, peak_memory, reset_peak_memory
 from records.provenance import LOG, MANIFEST, Record
-from training.checks import require_sound
+from training.checks import require_same_settings, require_sound
 from training.context import Context
 from training.plan import aligned
 from training.recipe import Recipe
@@ -67,6 +67,8 @@ def rehearse(recipe: Recipe, stages: Collection[Stage], batch_size: int | None =
     Raises:
         What a stage raises, with its name. Nothing is kept.
     """
+    if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
+        raise ValueError(f"--rehearse_batch takes a number of samples, not {batch_size!r}")
     measured = measure_stages(recipe, stages, batch_size)
     rows = [["stage", "rehearsed in", "a step", "steps", "memory", "disk", "time"]]
     for name, of_stage in measured.items():
@@ -86,6 +88,8 @@ def rehearse(recipe: Recipe, stages: Collection[Stage], batch_size: int | None =
             "",
             "memory: the most that a process held, on a GPU in tensors, on a CPU with Python and its libraries",
             "disk: of a stage's folder, with one checkpoint where it writes any",
+            "time: without loading, and without what `evaluation` measures while training; of a stage that only reads "
+            "pairs at most, since what it does once is multiplied, too",
             "-: not known here, as of a stage that measures, clusters, mixes data or trains epochs of a cluster",
         ]
     )
@@ -99,8 +103,11 @@ def _clock(seconds: float) -> str:
 def measure_stages(recipe: Recipe, stages: Collection[Stage], batch_size: int | None = None) -> dict[str, Measured]:
     """Name of each stage that has not finished -> what it takes; see `rehearse`."""
     require_sound(recipe, stages)
+    require_same_settings(recipe)
     output_dir = Path(recipe.output_dir).resolve()
-    folder = output_dir.with_name(f".{output_dir.name}.rehearsal")  # hidden, so it cannot clash with a user's folder
+    # Beside what a run makes, and hidden, so it cannot clash with a user's folder
+    made = output_dir if len(recipe.stages) > 1 else output_dir / recipe.stages[0].name
+    folder = made.with_name(f".{made.name}.rehearsal")
     done = [stage for stage in recipe.stages if (output_dir / stage.name / MANIFEST).is_file()]
     to_do = [stage for stage in stages if stage not in done]
     batches = [stage.global_batch_size for stage in to_do if isinstance(stage, StepsStage)]

@@ -16,7 +16,6 @@ from contextlib import contextmanager, nullcontext
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 import yaml
@@ -42,15 +41,12 @@ from records.provenance import (
     weights_fingerprint,
 )
 from records.yaml_files import read_yaml
-from training.checks import require_sound
+from training.checks import comparable, require_sound
 from training.context import Context, make_accelerator
 from training.recipe import Recipe, wanted_stages
 from training.settings import dump
 from training.stages.base import Stage, references, resolve
 from training.stages.custom import own_stage
-
-# How often something is logged or saved, how data is read ahead and what is compiled do not change what is computed.
-NOT_COMPARED = {"logging_steps", "save_steps", "save_total_limit", "num_workers", "prefetch_factor", "torch_compile"}
 
 GO_ON = "What is done is kept: run the same command again to go on from there"
 
@@ -92,8 +88,7 @@ def run_alone(recipe: Recipe) -> None:
     (stage,) = recipe.stages
     require_sound(recipe, [stage])
     runner = Runner(recipe)
-    final, _ = runner.folders(stage)
-    with locked(final) if runner.context.accelerator.is_main_process else nullcontext(), stage_errors(stage):
+    with stage_errors(stage):
         runner.run_stage(stage)
     _end(runner)
 
@@ -158,11 +153,17 @@ class Runner:
         self._local = paths_here(self.settings)
 
     def run_stage(self, stage: Stage) -> int:
-        """Run one stage, unless its folder is there and was made by the same settings, seed, inputs and data.
+        """Run one stage, unless its folder is there and was made by the same settings, seed, inputs and data. Another
+        run, or the stage's own command, may not write its folder meanwhile.
 
         Returns:
             Bytes that its folder had when it ended, checkpoints included; 0 where it was done before.
         """
+        final, _ = self.folders(stage)
+        with locked(final) if self.context.accelerator.is_main_process else nullcontext():
+            return self._run_locked(stage)
+
+    def _run_locked(self, stage: Stage) -> int:
         context, accelerator = self.context, self.context.accelerator
         final, partial = self.folders(stage)
         say = functools.partial(accelerator.on_main_process(print), flush=True)
@@ -184,6 +185,7 @@ class Runner:
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             if not _goes_on(stage, partial):  # what is there is of an attempt that failed, perhaps for its settings
+                _require_own(stage, partial)
                 shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True, exist_ok=True)
             record.write(partial)
@@ -279,19 +281,11 @@ def _require_no_others(output_dir: Path, stages: Collection[str]) -> None:
         )
 
 
-def comparable(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings of a stage, or of its data, without those of `NOT_COMPARED`; but workers of a stream settle its order,
-    and scores while training may settle which model is kept."""
-    left_out = NOT_COMPARED - ({"num_workers"} if settings.get("streaming") else set())
-    evaluation = settings.get("evaluation")
-    if not (isinstance(evaluation, dict) and evaluation.get("keep_best")):
-        left_out |= {"evaluation"}
-    compared = {key: value for key, value in settings.items() if key not in left_out}
-    if isinstance(compared.get("data"), dict):
-        compared["data"] = comparable(compared["data"])
-    if isinstance(compared.get("sources"), list):  # a mixture's
-        compared["sources"] = [comparable(source) for source in compared["sources"]]
-    return compared
+def _require_own(stage: Stage, partial: Path) -> None:
+    """Raises a ValueError if the folder in which a stage works is not what an attempt at it has left."""
+    is_own = (partial / MANIFEST).is_file() and Record.read(partial).stage.get("name") == stage.name
+    if partial.is_symlink() or (partial.exists() and not is_own and any(partial.iterdir())):
+        raise ValueError(f"{partial}, where this stage works, holds something else: move it away")
 
 
 def _goes_on(stage: Stage, partial: Path) -> bool:

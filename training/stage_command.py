@@ -1,5 +1,6 @@
 """`clip-moe KIND OUTPUT --SETTING VALUE`: a recipe of one stage, whose folder is OUTPUT."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -45,11 +46,13 @@ def read_command(kind: str, arguments: Sequence[str]) -> tuple[Recipe, dict[str,
             target = target.setdefault(part, {})
             if not isinstance(target, dict):
                 raise ValueError(f"--{key}: {part} has a value already")
+        if path[-1] in target:
+            raise ValueError(f"--{key} is given twice, with - and with _")
         target[path[-1]] = read_value(key, values, _hint(Recipe if path[0] in OF_RUN else stage, path))
     batch_size = settings.pop("rehearse_batch", None)
-    if batch_size is not None and not (isinstance(batch_size, int) and batch_size > 0):
-        raise ValueError(f"--rehearse_batch takes a number of samples, not {batch_size!r}")
     is_rehearsal = settings.pop("rehearse", batch_size is not None)
+    if not isinstance(is_rehearsal, bool):
+        raise ValueError(f"--rehearse takes true or false, not {is_rehearsal!r}")
     of_run = {name: settings.pop(name) for name in OF_RUN if name in settings}
     made = validated(stage, {"name": Path(output).name, "stage": kind} | settings, title)
     recipe = validated(Recipe, {"output_dir": str(Path(output).parent), "stages": [made]} | of_run, title)
@@ -114,13 +117,31 @@ def _hint(settings: type, path: Sequence[str]) -> Any:
     return within and _hint(within, path[1:])
 
 
+# What YAML 1.1 takes for another number: octal and base 60
+ODD_NUMBER = re.compile(r"[+-]?0\d+|[+-]?\d+(:\d+)+(\.\d*)?")
+# Patterns of files, which YAML takes for an alias and a dictionary
+PATTERN = re.compile(r"\*|\{\d+\.\.\d+\}")
+
+
+def _read(text: str, flag: str) -> Any:
+    """A value as YAML, but for texts that YAML would cut at a comment (` #`) or not take for a text."""
+    if PATTERN.match(text):
+        return text
+    if ODD_NUMBER.fullmatch(text):
+        raise ValueError(
+            f"{flag}: YAML takes {text} for another number: write it in plain digits, or in quotes as text"
+        )
+    value = read_yaml(text, flag)
+    return text if " #" in text and isinstance(value, str | None) and text[0] not in "\"'" else value
+
+
 def read_value(key: str, values: list[str], hint: Any = None) -> Any:
     """The value of a flag, each of whose values is read as YAML.
 
     Args:
         hint: the type of its setting, which makes a list of one value, and True of none.
     """
-    read = [read_yaml(value, f"--{key}") for value in values]
+    read = [_read(value, f"--{key}") for value in values]
     if not read and (hint is bool or key == "rehearse"):
         return True
     if not read:
