@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import NormalDist, geometric_mean
 from typing import Any
 
-# The law that was tested, and the cases that were run, as `model_cards.law_outcomes` writes them
+# The law, and the cases that it was fitted to, as `model_cards.law_outcomes` writes them
 FITTED = Path(__file__).with_name("law.json")
 
 # Bits of a fact that need no memory: the tint of a town's shield and its name's ending tell its country
@@ -98,7 +98,7 @@ class Law:
 
 
 def fitted_law() -> tuple[Law, list[dict[str, Any]]]:
-    """The law that was tested on predictions, and all cases that were run."""
+    """The law, and the cases that it was fitted to."""
     content = json.loads(FITTED.read_text(encoding="utf-8"))
     return Law(**content["law"]), content["cases"]
 

@@ -25,6 +25,8 @@ from records.yaml_files import read_yaml
 
 # Where a search for the numbers of the law begins, and how much a gain weighs beside a share
 START, GAIN_WEIGHT = (2.0, 0.5, 240.0, 1.5, 0.4, 1.9), 2.0
+# R@1 that some model of a world must have for the law to be fitted to it
+LEARNED = 0.02
 # Shares differ by less than a seed changes where the training multiply-adds differ by no more
 SAME_BUDGET = 0.02
 
@@ -62,7 +64,10 @@ def pairs(points: Sequence[Point]) -> list[tuple[int, int]]:
 
 
 def fit(points: Sequence[Point], gain_error: float = math.nan) -> Law:
-    """The numbers of the law that come closest to the points' shares and to the gains of pairs."""
+    """The numbers of the law that come closest to the points' shares and to the gains of pairs, of worlds in which a
+    model knew anything."""
+    best = {world: max(p.recall for p in points if p.world == world) for world in {p.world for p in points}}
+    points = [point for point in points if best[point.world] > LEARNED]
     worlds = sorted({point.world for point in points} - {"names"})
     shares, of_pairs = np.array([known(point) for point in points]), pairs(points)
 

@@ -1,7 +1,9 @@
 """Predictions of the law beside what came out.
 
     python -m model_cards.law_outcomes model_cards/law/predictions.json model_cards/law/points.json \
-      --output-dir model_cards/law
+      model_cards/law/outcome_points.json --output-dir model_cards/law
+
+`points.json` are those that the law of the predictions was fitted to, `outcome_points.json` those that were run since.
 
 A case is conclusive if the mean gain of its seeds is further from 0 than its 95 % interval reaches, by the deviation
 between seeds that `predictions.json` holds. Then its winner is known, and the prediction was right or wrong. Whether it
@@ -21,7 +23,7 @@ from scipy import stats
 
 from evaluation.law import FITTED
 from evaluation.page import write_page
-from model_cards.law import known, of_rule, pairs
+from model_cards.law import fitted, known, of_rule, pairs
 from model_cards.law import read_points as read_file
 from model_cards.law_cases import Case, batch_size, steps
 from model_cards.law_points import Point
@@ -110,15 +112,15 @@ def cases_run(points: Sequence[Point]) -> list[dict[str, Any]]:
 
 
 @command
-def write_outcomes(predictions: Path, points: Path, output_dir: Folder) -> str:
-    """Write `outcomes.md` and `outcomes.json`, and `evaluation/law.json`: the law and all cases that were run.
+def write_outcomes(predictions: Path, points: Sequence[Path], output_dir: Folder) -> str:
+    """Write `outcomes.md` and `outcomes.json`, and `evaluation/law.json`: the law, fitted to all points, and all cases.
 
     Args:
         predictions: what `model_cards.law` wrote before the runs.
-        points: what `model_cards.law_points` wrote of them.
+        points: files that `model_cards.law_points` wrote.
     """
     made = json.loads(predictions.read_text(encoding="utf-8"))
-    run = read_file(points)
+    run = [point for file in points for point in read_file(file)]
     outcomes = [outcome(case, run, made["seed_error"], made["freedom"]) for case in made["cases"]]
     rows = [_row(case, out) for case, out in zip(made["cases"], outcomes, strict=True)]
     head = ["world", "facts", "sparse", "rival", "exposures", "why", "predicted gain", "gain", "R@1 sparse, rival"]
@@ -136,7 +138,7 @@ def write_outcomes(predictions: Path, points: Path, output_dir: Folder) -> str:
     )
     page = "\n\n".join([summary, table, text])
     write_page(output_dir / "outcomes", page, data=[out and asdict(out) for out in outcomes])
-    content = {"law": made["law"], "cases": cases_run(of_rule(run))}
+    content = {"law": asdict(fitted(of_rule(run))), "cases": cases_run(of_rule(run))}
     FITTED.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return f"{summary}\n\n{table}"
 
