@@ -9,6 +9,7 @@ from transformers import AutoModel
 from conversion.publishing.lineage import WORLDS
 from data import characters, molecules
 from data.worlds import world
+from model_cards.law_cases import Case, arguments
 from training.commands import run
 
 ROOT = Path(__file__).parents[2]
@@ -78,11 +79,13 @@ def test_test_pictures_are_in_a_font_of_their_own():
 
 
 def test_the_recipe_runs(name, tmp_path, capsys):
-    settings = {"config": ROOT / "training/recipes/clip_up_worlds.yaml", "output-dir": tmp_path / "out"}
-    settings |= {"world": name, "kinds": "64 half 1", "tasks": f"[{name}_1024]", "image_size": 32}
-    settings |= {"steps": 2, "dense_steps": 2, "seed_model.max_steps": 2}
-    settings |= {"defaults.train.data.num_samples": 64, "defaults.train.global_batch_size": 32}
-    run.main([str(word) for key, value in settings.items() for word in (f"--{key}", value)])
+    """As a case of docs/law.md, in few steps."""
+    case = Case(name, 1024, 8, 1, experts=4)
+    few = {"seed_steps": 2, "dense_steps": 2, "sparse_steps": 2, "num_samples": 64, "batch_size": 32}
+    run_of = {"config": ROOT / "training/recipes/clip_up_worlds.yaml", "output-dir": tmp_path / "out"}
+    flags = [*arguments(case), *(word for key, value in (few | run_of).items() for word in (f"--{key}", value))]
+    values = dict(zip(flags[::2], flags[1::2], strict=True))
+    run.main([str(word) for pair in values.items() for word in pair])
     assert f"1,024 {name}: R@1 image→text" in capsys.readouterr().out
     model = AutoModel.from_pretrained(tmp_path / "out" / "clip_up")
-    assert model.config.vision_config.moe_layers == [1] and model.config.vision_config.num_experts == 8
+    assert model.config.vision_config.moe_layers == [1] and model.config.vision_config.num_experts == 4
