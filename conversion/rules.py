@@ -47,7 +47,7 @@ PLACEHOLDERS = {"layer": r"\d+", "expert": r"\d+", "norm": "[12]", "kind": "weig
 
 
 def renaming(source: str, target: str | tuple[str, ...], *transform, **options) -> Rule:
-    """A rule between names with `{placeholders}`: where nothing else happens, swapped names lead back."""
+    """A rule that renames, with `{placeholders}`. Without a transform, swapping the names gives its inverse."""
     pattern = re.sub(r"\\{(\w+)\\}", lambda match: f"(?P<{match[1]}>{PLACEHOLDERS[match[1]]})", re.escape(source))
     targets = (target,) if isinstance(target, str) else target
     return Rule(pattern, tuple(re.sub(r"\{(\w+)\}", r"\\g<\1>", one) for one in targets), *transform, **options)

@@ -52,7 +52,7 @@ def embed(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor]) -> dict[st
         outputs = model(**inputs)
         embeds = {"image": outputs.image_embeds.float().cpu(), "text": outputs.text_embeds.float().cpu()}
     for name, rows in embeds.items():
-        # Half precision rounds them; not 1 of what is not finite, or too small or large for its length
+        # Half precision rounds norms a little; one far from 1 is of what is not finite, or overflowed
         bad = int((~rows.norm(dim=-1).isclose(torch.ones(()), atol=1e-2)).sum())
         if bad:
             raise ValueError(

@@ -76,6 +76,6 @@ def evaluate_model(
 
 
 def _depends_on_batch(model: str | Path) -> bool:
-    """Whether experts have a capacity, so that what else is in a batch counts."""
+    """Whether the capacity of experts makes an embedding depend on the rest of its batch."""
     towers = [getattr(config, tower, None) for config in model_configs(model) for tower in TOWER_CONFIGS]
     return any(getattr(tower, "eval_capacity_factor", None) is not None for tower in towers)

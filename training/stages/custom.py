@@ -24,7 +24,7 @@ from training.stages.base import Stage
 IMPORTLIB = importlib.__file__
 # This repository's packages, whose commit is in each record, and Python's own
 PACKAGES = {"benchmarks", "conversion", "data", "evaluation", "model_cards", "modeling_clip_moe", "records", "training"}
-OURS = {*PACKAGES, *sys.stdlib_module_names, "builtins"}
+OURS = {*PACKAGES, *sys.stdlib_module_names}
 
 
 def import_stage(stage: str) -> type[Stage]:

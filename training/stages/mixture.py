@@ -28,7 +28,7 @@ class MixtureStage(Stage):
 
     # The datasets, each as `data` of other stages.
     sources: list[NumberedData] = Field(min_length=2)
-    # How often the next pair is one of each of them, relative to each other.
+    # Relative weight of each dataset in the draw of the next pair.
     weights: list[Annotated[float, Field(gt=0)]]
     # When an epoch ends. "all_exhausted": when each pair of all was there, some several times; "first_exhausted": when
     # each pair of one of them was there.

@@ -27,8 +27,7 @@ class TokenizerStage(Stage):
 
     # Whose captions it learns from.
     data: NumberedData
-    # Tokens, with 514 bytes and special tokens, which are the least; there are fewer where the captions have fewer
-    # words.
+    # Vocabulary size, with the 514 bytes and special tokens that are the least. Captions of few words may yield fewer.
     vocab_size: int = Field(default=49408, gt=0)
     # Tokens of a caption, with the first and the last one; at most the max_position_embeddings of the model that it is
     # for. None: as many as these.
