@@ -22,8 +22,8 @@ Gain = tuple[float, Reach | None]
 def answer(results: Sequence[dict[str, Any]], learned: Collection[str], folders: Mapping[str, str]) -> str:
     """What was learned, what was kept, whether experts helped, and which folder to use, as markdown.
 
-    Compares the means of weights before and after fine-tuning. If the dense one learned less than its fine-tuned weights
-    and did not keep more, as far from the base, compares the fine-tuned weights.
+    Compares the means of weights before and after fine-tuning. If the dense one learned less than its fine-tuned
+    weights and did not keep more, as far from the base, compares the fine-tuned weights.
 
     Experts helped if the sparse model's mean score on what was to be learned is above the dense model's by more than
     the interval over test samples, and that on what was to be kept is not below it by more than its own. Where that one

@@ -128,9 +128,11 @@ def write_outcomes(predictions: Path, points: Sequence[Path], output_dir: Folder
     measured = [out for out in outcomes if out is not None]
     conclusive = [out for out in measured if out.winner is not None]
     right, inside = sum(out.is_right for out in conclusive), sum(out.is_inside for out in measured)
+    sparse = sum(out.winner == "sparse" for out in conclusive)
     summary = (
         f"{len(measured)} of {len(outcomes)} cases were run. {len(conclusive)} are conclusive: the predicted winner "
-        f"is right in {right}. {inside} of {len(measured)} gains lie in the predicted {made['level']:.0%} interval."
+        f"is right in {right}, and sparse is ahead in {sparse}. {inside} of {len(measured)} gains lie in the predicted "
+        f"{made['level']:.0%} interval."
     )
     text = (
         "Shares are of the bits to remember, in points. A model is named by its width and its experts. Seconds: of "

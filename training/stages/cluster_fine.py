@@ -40,8 +40,8 @@ class ClusterFineStage(Stage):
     num_samples: int | None = Field(default=2_000_000, gt=0)
     # Rounds of K-means.
     iterations: int = Field(default=20, gt=0)
-    # Assign these pairs instead. Their captions are embedded on the fly and not stored, for datasets too large to store.
-    # None: those of `captions`.
+    # Assign these pairs instead. Their captions are embedded on the fly and not stored, for datasets too large to
+    # store. None: those of `captions`.
     data: NumberedData | None = None
     # Captions of `data` that are embedded at a time, by one process.
     batch_size: int = Field(default=256, gt=0)
