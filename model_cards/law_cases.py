@@ -17,7 +17,7 @@ from evaluation.costs import count_multiply_adds, count_parameters, meta_model
 
 BATCH = 512
 RATE = 0.256  # over the width
-# Pixels a side of a picture and of a patch
+# Pixels a side of a picture and of a patch. In patches of 16, no molecules were learned: patches of 8 are better
 SIZES = {"names": (16, 8), "characters": (32, 8), "icons": (32, 8), "molecules": (64, 16)}
 # Prefix of a set of kinds
 KINDS = {"icons": "brands "}
