@@ -19,6 +19,7 @@ from data.pairs import load_pairs
 from data.sources import DataArguments
 from records import digests
 from records.digests import file_digests
+from records.provenance import model_fingerprint
 from training import engine
 
 
@@ -194,3 +195,12 @@ def test_a_run_does_not_write_into_its_data(tmp_path, train):
     rows(CAPTIONS).to_parquet(tmp_path / "data.parquet")
     with pytest.raises(ValueError, match="out lies inside .*, all of whose files are the data: choose another"):
         train({"source": str(tmp_path)})
+
+
+def test_names_of_files_count_in_a_model(tmp_path):
+    digests = set()
+    for name in ("model", "adapter_model"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}.safetensors").write_bytes(b"weights")
+        digests.add(model_fingerprint(tmp_path / name))
+    assert len(digests) == 2

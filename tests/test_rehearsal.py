@@ -225,6 +225,13 @@ def test_a_rehearsal_measures_what_a_run_takes(tmp_path):
     assert (small.steps, small.whole) == (6, None) and small.step > 0
 
 
+@pytest.mark.parametrize("batch_size", [0, -1, True, 2.0])
+def test_a_rehearsed_batch_is_a_number_of_samples(path, batch_size):
+    recipe = load_recipe(path)
+    with pytest.raises(ValueError, match="--rehearse_batch takes a number of samples, not "):
+        rehearse(recipe, recipe.stages, batch_size)
+
+
 def test_memory_of_a_stage_is_its_own(tmp_path):
     """Neither what was held before nor the images of the stage before count, which kept all of its own."""
     torch.ones(200_000_000).sum()  # 800 MB
