@@ -161,7 +161,7 @@ class CountedCaptions:
     Args:
         pairs: captions with an image each.
         different: that the model's tokenizer tells apart.
-        texts: different texts, of which it reads some alike.
+        texts: different texts; the tokenizer may read several alike.
     """
 
     source: str
@@ -225,8 +225,8 @@ def _to_remember(costs: Mapping[str, Any], captions: int, how: Mapping[str, Any]
     sections += [_forecast(name, facts, exposures) for name in dense]
     if dense:
         sections.append(
-            f"A law that was tested on predictions says so (docs/law.md). Shares are of the bits; the gain is off by "
-            f"{100 * law.gain_error:.0f} points (standard deviation), for data as hard as icons and characters."
+            "This is a guess by the law of docs/law.md, for data as hard as icons and characters. Shares are of the "
+            f"bits; the gains that it predicted were off by {100 * law.gain_error:.0f} points (standard deviation)."
         )
     return "\n\n".join(sections)
 

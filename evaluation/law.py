@@ -58,13 +58,13 @@ class Law:
     half = self.exposures * difficulty * (width / 16)**-width_power * (N / 1000)**facts_power
 
     Args:
-        bits_per_parameter: of a dense model's layers.
+        bits_per_parameter: what a parameter of a dense model's layers can hold.
         expert_worth: what a parameter of an expert holds, relative to one of a dense model.
         exposures: of each of 1,000 names, after which a model 16 wide has learned half of what it can hold.
         width_power, facts_power: see above.
         slope: how steeply it learns around that.
         difficulty: world -> how many times more exposures its facts take than names.
-        gain_error: standard deviation of the gain of sparse over dense around the law, where it was not fitted to.
+        gain_error: standard deviation of the gains of cases outside of the fit around those that the law gives.
     """
 
     bits_per_parameter: float

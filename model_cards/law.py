@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares
 
-from evaluation.law import TOLD, Capacity, Facts, Law
+from evaluation.law import TOLD, Capacity, Law
 from model_cards.law_cases import RATE, Case, batch_size, costs, steps
 from model_cards.law_points import Point
 from records.command_line import command
@@ -86,7 +86,7 @@ def fit(points: Sequence[Point], gain_error: float = math.nan) -> Law:
 
 def share(law: Law, point: Point) -> float:
     """What the law says of a point."""
-    facts = Facts(point.facts, TOLD.get(point.world, 0.0), law.difficulty.get(point.world, 1.0))
+    facts = law.facts(point.facts, point.world)
     return law.share(facts, capacity(point.world, point.width, point.parameters), point.exposures)
 
 
@@ -132,10 +132,9 @@ class Prediction:
     """A case: a sparse model and its rival, a dense one, with equal multiply-adds in training.
 
     Args:
-        sparse_share, rival_share: of the bits to remember, that the law says they know.
-        gain: of the sparse one, and how far its interval reaches.
-        winner: "sparse" or "dense".
-        probability: of that.
+        sparse_share, rival_share: the predicted shares of the bits.
+        gain, reach: their difference, and half of its interval.
+        winner, probability: "sparse" or "dense", and how likely that is.
     """
 
     sparse: Case
@@ -167,12 +166,10 @@ def predict(law: Law, case: dict[str, Any]) -> Prediction:
 
 
 def share_of_case(law: Law, case: Case) -> float:
-    difficulties = {"names": 1.0, **law.difficulty}
-    unknown = math.exp(np.mean(np.log([*law.difficulty.values()])))  # a world that the law was not fitted to
-    facts = Facts(case.facts, TOLD.get(case.world, 0.0), difficulties.get(case.world, unknown))
     exposures = sum(steps(case)) * batch_size(case) / case.facts
     parameters = costs(case.world, case.width, case.experts, case.experts_per_token)[1]
-    return law.share(facts, capacity(case.world, case.width, parameters), exposures)
+    model = capacity(case.world, case.width, parameters)
+    return law.share(law.facts(case.facts, case.world), model, exposures)
 
 
 def read_points(path: Path) -> list[Point]:

@@ -2,10 +2,13 @@
 
     python -m model_cards.law_cases names 1024 8 1280 --experts 8
 
+prints the command of one, whose run `model_cards.law_points` reads.
+
 A case is a number of facts of a world, a width, and a budget: the multiply-adds of a dense model of that width that
 sees each fact so many times. All models of a case train for these. Their rate is 0.256 / width.
 """
 
+import shlex
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -14,6 +17,7 @@ from transformers import CLIPConfig
 from conversion.presets import PRESETS
 from conversion.upcycle import sparse_config
 from evaluation.costs import count_multiply_adds, count_parameters, meta_model
+from records.command_line import command
 
 BATCH = 512
 RATE = 0.256  # over the width
@@ -109,3 +113,38 @@ def arguments(case: Case) -> list[str]:
     stages = "upcycled,clip_up,sparse_score" if case.experts else "dense,dense_score"
     values["stages"] = f"initialized,seed_model,{stages}"
     return [text for name, value in values.items() for text in (f"--{name}", str(value))]
+
+
+@command
+def print_case(
+    world: str,
+    facts: int,
+    width: int,
+    exposures: int,
+    *,
+    experts: int = 0,
+    experts_per_token: int = 2,
+    budget_width: int | None = None,
+    seed: int = 0,
+    rate: float = 1.0,
+) -> str:
+    """The command that trains a model of a case and measures it.
+
+    Args:
+        world: names, characters, icons or molecules
+        facts: how many
+        width: hidden size of both towers
+        exposures: how often the dense model of the budget sees each fact
+        experts: of the sparse layers; 0 for a dense model
+        experts_per_token: that a token meets
+        budget_width: width of the dense model of the budget (default: the width)
+        seed: of the run
+        rate: times the rule's
+    """
+    case = Case(world, facts, width, exposures, experts, experts_per_token, budget_width, seed, rate)
+    config = ["--config", "training/recipes/clip_up_worlds.yaml", "--output-dir", f"runs/law/{case.name}"]
+    return shlex.join(["clip-moe", "run", *config, *arguments(case)])
+
+
+if __name__ == "__main__":
+    print_case.main()

@@ -7,7 +7,7 @@
 
 A case is conclusive if the mean gain of its seeds is further from 0 than its 95 % interval reaches, by the deviation
 between seeds that `predictions.json` holds. Then its winner is known, and the prediction was right or wrong. Whether it
-is conclusive or not, the mean gain lies in the predicted interval or outside.
+is conclusive or not, the mean gain is inside the predicted interval or outside.
 """
 
 import json
@@ -23,7 +23,7 @@ from scipy import stats
 
 from evaluation.law import FITTED
 from evaluation.page import write_page
-from model_cards.law import fitted, known, of_rule, pairs
+from model_cards.law import fit, known, of_rule, pairs
 from model_cards.law import read_points as read_file
 from model_cards.law_cases import Case, batch_size, steps
 from model_cards.law_points import Point
@@ -140,7 +140,10 @@ def write_outcomes(predictions: Path, points: Sequence[Path], output_dir: Folder
     )
     page = "\n\n".join([summary, table, text])
     write_page(output_dir / "outcomes", page, data=[out and asdict(out) for out in outcomes])
-    content = {"law": asdict(fitted(of_rule(run))), "cases": cases_run(of_rule(run))}
+    # That of the predictions: errors of points that were left out of the fit were smaller than those of new cases
+    missed = [out.gain - case["gain"] for case, out in zip(made["cases"], outcomes, strict=True) if out is not None]
+    error = math.sqrt(statistics.mean(miss**2 for miss in missed))
+    content = {"law": asdict(fit(of_rule(run), error)), "cases": cases_run(of_rule(run))}
     FITTED.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return f"{summary}\n\n{table}"
 
