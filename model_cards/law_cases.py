@@ -21,8 +21,8 @@ from records.command_line import command
 
 BATCH = 512
 RATE = 0.256  # over the width
-# Pixels a side of a picture and of a patch. In patches of 16, no molecules were learned: patches of 8 are better
-SIZES = {"names": (16, 8), "characters": (32, 8), "icons": (32, 8), "molecules": (64, 16)}
+# Pixels a side of a picture and of a patch. In patches of 16, no molecules were learned
+SIZES = {"names": (16, 8), "characters": (32, 8), "icons": (32, 8), "molecules": (64, 8)}
 # Prefix of a set of kinds
 KINDS = {"icons": "brands "}
 
