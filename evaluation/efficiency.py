@@ -21,7 +21,7 @@ from data.pairs import load_pairs, present_captions, same_words
 from data.tokenizer import read_texts
 from evaluation.costs import count_multiply_adds, count_parameters, meta_model, paper_config
 from evaluation.embedder import usable_device
-from evaluation.law import Capacity, Facts, fitted_law, forecast
+from evaluation.law import Facts, Trained, fitted_law, forecast, interval, probability
 from evaluation.page import write_page
 from evaluation.speed import ROUNDS, measure_memory, measure_speed
 from records.files import refuse_to_overwrite
@@ -225,8 +225,8 @@ def _to_remember(costs: Mapping[str, Any], captions: int, how: Mapping[str, Any]
     sections += [_forecast(name, facts, exposures) for name in dense]
     if dense:
         sections.append(
-            "This is a guess by the law of docs/law.md, for data as hard as icons and characters. Shares are of the "
-            f"bits; the gains that it predicted were off by {100 * law.gain_error:.0f} points (standard deviation)."
+            "This is a guess by the law of docs/law.md, for data as hard as the worlds there. Shares are of the bits; "
+            "the gain is a 90 % interval."
         )
     return "\n\n".join(sections)
 
@@ -239,15 +239,15 @@ def _forecast(name: str, facts: Facts, exposures: float) -> str:
         *((count_parameters(model)["layers"], _use(model)) for model in map(meta_model, (config, sparse))), strict=True
     )
     width = statistics.mean(tower.hidden_size for tower in (config.text_config, config.vision_config))
-    models = Capacity(width, counts[0]), Capacity(width, counts[0], counts[1] - counts[0])
-    said = forecast(facts, *models, exposures, exposures * uses[0] / uses[1])
+    dense = Trained(width, counts[0], exposures)
+    said = forecast(facts, dense, Trained(width, counts[0], exposures * uses[0] / uses[1], counts[1] - counts[0]))
     if said.outside:
         return f"{escape(name)}: no verdict. {'; '.join(said.outside)}. Train both, as docs/own_pictures.md does."
-    winner, probability = ("dense", 1 - said.probability) if said.probability < 0.5 else ("sparse", said.probability)
-    case = said.nearest
+    ahead, (low, high), case = probability(said.gains), interval(said.gains), said.nearest
+    winner, ahead = ("dense", 1 - ahead) if ahead < 0.5 else ("sparse", ahead)
     return (
         f"{escape(name)}: it should know {said.dense:.0%}, and with 8 experts {said.sparse:.0%}: "
-        f"**{winner}**, with a probability of {probability:.0%}. The nearest case that was run: {case['facts']:,} "
+        f"{100 * low:+.0f} to {100 * high:+.0f} points. **{winner}**, with a probability of {ahead:.0%}. The nearest case that was run: {case['facts']:,} "
         f"{case['world']}, {case['parameters']:,} parameters, {case['exposures']:,.0f} times: "
         f"{100 * case['gain']:+.1f} points with {case['experts']} experts."
     )

@@ -5,14 +5,18 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import NormalDist, geometric_mean
+from statistics import geometric_mean, stdev
 from typing import Any
+
+import numpy as np
 
 # The law, and the cases that it was fitted to, as `model_cards.law_outcomes` writes them
 FITTED = Path(__file__).with_name("law.json")
 
 # Bits of a fact that need no memory: the tint of a town's shield and its name's ending tell its country
 TOLD = {"names": 3.0}
+# Of the logarithms that the law is off by: of both models alike, of each, and of the room of both
+NORMAL = np.random.default_rng(0).standard_normal((4, 4000))
 
 
 @dataclass(frozen=True)
@@ -23,11 +27,17 @@ class Facts:
         number: how many, N.
         told: bits that a picture gives away without memory.
         difficulty: how many times more exposures they take than names.
+        slope: how steeply a model learns them around the exposures that it takes for half of what it can hold.
+        pace: how many times fewer exposures a sparse model takes than a dense one.
+        doubt: standard deviation of the logarithm of the difficulty.
     """
 
     number: int
-    told: float = 0.0
-    difficulty: float = 1.0
+    told: float
+    difficulty: float
+    slope: float
+    pace: float = 1.0
+    doubt: float = 0.0
 
     @property
     def bits(self) -> float:
@@ -36,18 +46,37 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Capacity:
-    """What a model can hold.
+class Trained:
+    """What counts of a model.
 
     Args:
         width: hidden size of the towers.
         dense: parameters of the towers' layers, but for those that experts add.
+        exposures: how often training shows it each fact.
         experts: parameters that experts add to a dense model of that width.
     """
 
     width: float
     dense: float
+    exposures: float
     experts: float = 0.0
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Standard deviations of the logarithms of what the law says of cases outside of the fit.
+
+    Args:
+        exposures: of `half`, in all models of a case alike.
+        model: of `half`, in each model on its own, which seeds are part of.
+        width: of `half`, in each model on its own, where their widths differ.
+        room: of `held`, in all models of a case alike.
+    """
+
+    exposures: float
+    model: float
+    width: float
+    room: float
 
 
 @dataclass(frozen=True)
@@ -55,52 +84,87 @@ class Law:
     """share = (1 - exp(-held / bits)) / (1 + (half / exposures)**slope), with
 
     held = bits_per_parameter * (dense + expert_worth * experts),
-    half = self.exposures * difficulty * (width / 16)**-width_power * (N / 1000)**facts_power
+    half = self.exposures * difficulty * (N / 1000)**facts_power / pace
+           * (width / 16)**(width_curve * log(width / 16) - width_power)
 
     Args:
         bits_per_parameter: what a parameter of a dense model's layers can hold.
         expert_worth: what a parameter of an expert holds, relative to one of a dense model.
-        exposures: of each of 1,000 names, after which a model 16 wide has learned half of what it can hold.
-        width_power, facts_power: see above.
-        slope: how steeply it learns around that.
+        exposures: of each of 1,000 names, after which a dense model 16 wide has learned half of what it can hold.
+        width_power, width_curve, facts_power: see above.
+        slope, real_slope: how steeply it learns names, and real pictures, around that.
+        pace: how many times fewer exposures of names a sparse model takes than a dense one. Of real pictures, as many.
         difficulty: world -> how many times more exposures its facts take than names.
-        gain_error: standard deviation of the gains of cases outside of the fit around those that the law gives.
     """
 
     bits_per_parameter: float
     expert_worth: float
     exposures: float
     width_power: float
+    width_curve: float
     facts_power: float
     slope: float
+    real_slope: float
+    pace: float
     difficulty: dict[str, float]
-    gain_error: float
+    errors: Errors
 
-    def share(self, facts: Facts, model: Capacity, exposures: float) -> float:
-        """The share of the bits that a model knows after so many exposures of each fact, from 0 to 1."""
-        held = self.bits_per_parameter * (model.dense + self.expert_worth * model.experts)
-        half = self.exposures * facts.difficulty * (model.width / 16) ** -self.width_power
-        half *= (facts.number / 1000) ** self.facts_power
-        return (1 - math.exp(-held / facts.bits)) / (1 + (half / exposures) ** self.slope)
+    def share(self, facts: Facts, model: Trained, half_error: Any = 0.0, room_error: Any = 0.0) -> Any:
+        """The share of the bits that a model knows after its training, from 0 to 1.
 
-    def probability(self, gain: float) -> float:
-        """That a sparse model is ahead where the law says that it gains so much."""
-        return NormalDist().cdf(gain / self.gain_error)
+        Args:
+            half_error, room_error: logarithms of what `half` and `held` are multiplied with.
+        """
+        held = self.bits_per_parameter * (model.dense + self.expert_worth * model.experts) * np.exp(room_error)
+        width = math.log(model.width / 16)
+        log_half = math.log(self.exposures * facts.difficulty) + self.facts_power * math.log(facts.number / 1000)
+        log_half += width * (self.width_curve * width - self.width_power) - math.log(facts.pace) * (model.experts > 0)
+        ratio = np.exp(facts.slope * (log_half + half_error - math.log(model.exposures)))
+        return (1 - np.exp(-held / facts.bits)) / (1 + ratio)
 
-    def reach(self, level: float = 0.9) -> float:
-        """Half of the interval of a gain."""
-        return NormalDist().inv_cdf((1 + level) / 2) * self.gain_error
+    def gains(self, facts: Facts, sparse: Trained, dense: Trained) -> np.ndarray:
+        """What a sparse model may know more than a dense one: the law's gain, with its errors drawn 4,000 times."""
+        of_both, of_sparse, of_dense, of_room = NORMAL
+        half = of_both * math.hypot(self.errors.exposures, facts.doubt)
+        room = of_room * self.errors.room
+        each = math.hypot(self.errors.model, self.errors.width if sparse.width != dense.width else 0.0)
+        shares = (
+            self.share(facts, model, half + own * each, room)
+            for model, own in ((sparse, of_sparse), (dense, of_dense))
+        )
+        return next(shares) - next(shares)
 
     def facts(self, number: int, world: str | None = None) -> Facts:
-        """Facts of a built-in world, or of data like the real ones among them: as difficult as their mean."""
-        unknown = geometric_mean(self.difficulty.values())
-        return Facts(number, TOLD.get(world, 0.0), {"names": 1.0, **self.difficulty}.get(world, unknown))
+        """Facts of a world that the law was fitted to, or of data like the real ones among them: as difficult as their
+        mean, with their spread as doubt."""
+        if world == "names":
+            return Facts(number, TOLD[world], 1.0, self.slope, self.pace)
+        if world in self.difficulty:
+            return Facts(number, TOLD.get(world, 0.0), self.difficulty[world], self.real_slope)
+        logs = [math.log(difficulty) for difficulty in self.difficulty.values()]
+        return Facts(number, 0.0, geometric_mean(self.difficulty.values()), self.real_slope, doubt=stdev(logs))
+
+
+def interval(gains: np.ndarray, level: float = 0.9) -> tuple[float, float]:
+    """Of drawn gains."""
+    low, high = np.quantile(gains, [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
+
+
+def probability(gains: np.ndarray) -> float:
+    """That the sparse model is ahead."""
+    return float((gains > 0).mean())
 
 
 def fitted_law() -> tuple[Law, list[dict[str, Any]]]:
     """The law, and the cases that it was fitted to."""
     content = json.loads(FITTED.read_text(encoding="utf-8"))
-    return Law(**content["law"]), content["cases"]
+    return law_of(content["law"]), content["cases"]
+
+
+def law_of(content: Mapping[str, Any]) -> Law:
+    """From JSON."""
+    return Law(**{**content, "errors": Errors(**content["errors"])})
 
 
 @dataclass(frozen=True)
@@ -109,30 +173,30 @@ class Forecast:
 
     Args:
         dense, sparse: the shares of the bits that the law says they know.
-        probability: that the sparse one knows more.
+        gains: draws of the difference.
         nearest: the case that was run and is most like it.
         outside: what lies outside of what was measured, a sentence each; then nothing else holds.
     """
 
     dense: float
     sparse: float
-    probability: float
+    gains: np.ndarray
     nearest: dict[str, Any]
     outside: list[str]
 
 
-def forecast(facts: Facts, dense: Capacity, sparse: Capacity, exposures: float, sparse_exposures: float) -> Forecast:
+def forecast(facts: Facts, dense: Trained, sparse: Trained) -> Forecast:
     """What the law says of a dense and a sparse model, which sees less within as many multiply-adds."""
     law, cases = fitted_law()
-    shares = law.share(facts, dense, exposures), law.share(facts, sparse, sparse_exposures)
-    numbers = {"parameters": dense.dense, "facts": facts.number, "exposures": exposures}
+    shares = (float(law.share(facts, model)) for model in (dense, sparse))
+    numbers = {"parameters": dense.dense, "facts": facts.number, "exposures": dense.exposures}
     nearest = min(cases, key=lambda case: _distance(numbers, case))
     outside = []
     for name, number in numbers.items():
         low, high = (of(case[name] for case in cases) for of in (min, max))
         if not low <= number <= high:
             outside.append(f"{MEASURED[name]} {number:,.0f}, and {low:,.0f} to {high:,.0f} were measured")
-    return Forecast(*shares, law.probability(shares[1] - shares[0]), nearest, outside)
+    return Forecast(*shares, law.gains(facts, sparse, dense), nearest, outside)
 
 
 MEASURED = {

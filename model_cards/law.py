@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy.optimize import least_squares
+from scipy.optimize import least_squares, minimize
 
-from evaluation.law import TOLD, Capacity, Law
+from evaluation.law import TOLD, Errors, Law, Trained, interval, probability
 from model_cards.law_cases import RATE, Case, batch_size, costs, steps
 from model_cards.law_points import Point
 from records.command_line import command
@@ -23,12 +23,16 @@ from records.files import read_text, refuse_to_overwrite
 from records.markdown import markdown_table
 from records.yaml_files import read_yaml
 
-# Where a search for the numbers of the law begins, and how much a gain weighs beside a share
-START, GAIN_WEIGHT = (2.0, 0.5, 240.0, 1.5, 0.4, 1.9), 2.0
+# Where the search for the numbers of the law begins, in their order
+START = (2.0, 0.4, 240.0, 1.1, 0.5, 0.3, 3.0, 1.5, 1.1)
+# How much a gain weighs beside a share, and where the search for the errors begins
+GAIN_WEIGHT, FIRST_ERRORS = 2.0, (0.3, 0.1, 0.1, 0.4)
 # R@1 that some model of a world must have for the law to be fitted to it
 LEARNED = 0.02
 # Shares differ by less than a seed changes where the training multiply-adds differ by no more
 SAME_BUDGET = 0.02
+LEVEL = 0.9
+NO_ERRORS = Errors(0.0, 0.0, 0.0, 0.0)
 
 
 def of_rule(points: Iterable[Point]) -> list[Point]:
@@ -42,28 +46,29 @@ def known(point: Point) -> float:
     return max(0.0, (point.information * bits - told) / (bits - told))
 
 
-def capacity(world: str, width: int, parameters: int) -> Capacity:
-    dense = costs(world, width, 0, 2)[1]
-    return Capacity(width, dense, parameters - dense)
+def trained(point: Point) -> Trained:
+    dense = costs(point.world, point.width, 0, 2)[1]
+    return Trained(point.width, dense, point.exposures, point.parameters - dense)
 
 
 def pairs(points: Sequence[Point]) -> list[tuple[int, int]]:
-    """Numbers of each sparse point and of the dense one of its width, budget and seed."""
+    """Numbers of each sparse point and of each dense one of its budget and seed, of its width or wider."""
     found = []
     for number, sparse in enumerate(points):
         for other, dense in enumerate(points):
-            same = all(getattr(sparse, name) == getattr(dense, name) for name in ("world", "facts", "width", "seed"))
+            same = all(getattr(sparse, name) == getattr(dense, name) for name in ("world", "facts", "seed"))
             if (
                 sparse.experts
                 and not dense.experts
                 and same
+                and dense.width >= sparse.width
                 and abs(sparse.training / dense.training - 1) < SAME_BUDGET
             ):
                 found.append((number, other))
     return found
 
 
-def fit(points: Sequence[Point], gain_error: float = math.nan) -> Law:
+def fit(points: Sequence[Point], errors: Errors = NO_ERRORS) -> Law:
     """The numbers of the law that come closest to the points' shares and to the gains of pairs, of worlds in which a
     model knew anything."""
     best = {world: max(p.recall for p in points if p.world == world) for world in {p.world for p in points}}
@@ -71,31 +76,60 @@ def fit(points: Sequence[Point], gain_error: float = math.nan) -> Law:
     worlds = sorted({point.world for point in points} - {"names"})
     shares, of_pairs = np.array([known(point) for point in points]), pairs(points)
 
-    def law_of(numbers: np.ndarray) -> Law:
-        first, difficulties = np.exp(numbers[: len(START)]), np.exp(numbers[len(START) :])
-        return Law(*map(float, first), dict(zip(worlds, map(float, difficulties), strict=True)), gain_error)
+    def law_of(logs: np.ndarray) -> Law:
+        numbers = [float(number) for number in np.exp(logs)]
+        of_worlds = dict(zip(worlds, numbers[len(START) :], strict=True))
+        return Law(*numbers[: len(START)], of_worlds, errors)
 
-    def errors(numbers: np.ndarray) -> np.ndarray:
-        law = law_of(numbers)
+    def residuals(logs: np.ndarray) -> np.ndarray:
+        law = law_of(logs)
         error = np.array([share(law, point) for point in points]) - shares
         return np.concatenate([error, [GAIN_WEIGHT * (error[sparse] - error[dense]) for sparse, dense in of_pairs]])
 
     start = np.log([*START, *[2.0] * len(worlds)])
-    return law_of(least_squares(errors, start, loss="soft_l1", f_scale=0.05).x)
+    return law_of(least_squares(residuals, start, loss="soft_l1", f_scale=0.05).x)
 
 
 def share(law: Law, point: Point) -> float:
     """What the law says of a point."""
-    facts = law.facts(point.facts, point.world)
-    return law.share(facts, capacity(point.world, point.width, point.parameters), point.exposures)
+    return law.share(law.facts(point.facts, point.world), trained(point))
 
 
-def gains(law: Law, points: Sequence[Point]) -> list[tuple[float, float]]:
-    """Of each pair, the gain and what the law says of it."""
-    return [
-        (known(points[sparse]) - known(points[dense]), share(law, points[sparse]) - share(law, points[dense]))
-        for sparse, dense in pairs(points)
-    ]
+def gain(law: Law, sparse: Point, dense: Point) -> float:
+    return share(law, sparse) - share(law, dense)
+
+
+LeftOut = list[tuple[Law, Point, Point]]
+
+
+def left_out(points: Sequence[Point]) -> LeftOut:
+    """Each pair, with a law that is fitted to all points but those of its world, number of facts and width."""
+    of_group = defaultdict(list)
+    for number, point in enumerate(points):
+        of_group[point.world, point.facts, point.width].append(number)
+    laws = {
+        group: fit([point for number, point in enumerate(points) if number not in inside])
+        for group, inside in of_group.items()
+    }
+    found = ((points[sparse], points[dense]) for sparse, dense in pairs(points))
+    return [(laws[one.world, one.facts, one.width], one, other) for one, other in found]
+
+
+def fit_errors(pairs: LeftOut) -> Errors:
+    """The errors with which the gains of the pairs are most likely, each as a draw of a normal distribution."""
+
+    def surprise(logs: np.ndarray) -> float:
+        errors, total = Errors(*np.exp(logs)), 0.0
+        for law, sparse, dense in pairs:
+            drawn = dataclasses.replace(law, errors=errors).gains(
+                law.facts(sparse.facts, sparse.world), trained(sparse), trained(dense)
+            )
+            deviation = drawn.std()
+            total += ((known(sparse) - known(dense) - drawn.mean()) / deviation) ** 2 / 2 + math.log(deviation)
+        return total
+
+    found = minimize(surprise, np.log(FIRST_ERRORS), method="Nelder-Mead", options={"xatol": 0.02, "fatol": 0.1})
+    return Errors(*(float(number) for number in np.exp(found.x)))
 
 
 def seed_error(points: Sequence[Point]) -> tuple[float, int]:
@@ -104,27 +138,15 @@ def seed_error(points: Sequence[Point]) -> tuple[float, int]:
     of_case = defaultdict(list)
     for sparse, dense in pairs(points):
         one = points[sparse]
-        key = (one.world, one.facts, one.width, one.experts, one.experts_per_token, one.training)
+        key = (one.world, one.facts, one.width, one.experts, one.experts_per_token, one.pairs, points[dense].width)
         of_case[key].append(known(one) - known(points[dense]))
     several = [values for values in of_case.values() if len(values) > 1]
     freedom = sum(len(values) - 1 for values in several)
     return math.sqrt(sum(np.var(values) * len(values) for values in several) / freedom), freedom
 
 
-def left_out_errors(points: Sequence[Point]) -> list[float]:
-    """Errors of the gains of each world and number of facts, by a law that is fitted to all others."""
-    groups = sorted({(point.world, point.facts) for point in points})
-    errors = []
-    for group in groups:
-        inside = [point for point in points if (point.world, point.facts) == group]
-        law = fit([point for point in points if (point.world, point.facts) != group])
-        errors += [said - gain for gain, said in gains(law, inside)]
-    return errors
-
-
 def fitted(points: Sequence[Point]) -> Law:
-    error = math.sqrt(np.mean(np.square(left_out_errors(points))))
-    return fit(points, error)
+    return fit(points, fit_errors(left_out(points)))
 
 
 @dataclass(frozen=True)
@@ -133,7 +155,8 @@ class Prediction:
 
     Args:
         sparse_share, rival_share: the predicted shares of the bits.
-        gain, reach: their difference, and half of its interval.
+        gain: their difference.
+        low, high: its interval, with the errors of the law.
         winner, probability: "sparse" or "dense", and how likely that is.
     """
 
@@ -143,12 +166,10 @@ class Prediction:
     sparse_share: float
     rival_share: float
     gain: float
-    reach: float
+    low: float
+    high: float
     winner: str
     probability: float
-
-
-LEVEL = 0.9
 
 
 def predict(law: Law, case: dict[str, Any]) -> Prediction:
@@ -157,19 +178,20 @@ def predict(law: Law, case: dict[str, Any]) -> Prediction:
     why, rival_width = case.pop("why"), case.pop("rival_width", None)
     sparse = Case(**{"budget_width": case["width"], **case})
     rival = dataclasses.replace(sparse, width=rival_width or sparse.width, experts=0)
-    of_sparse, of_rival = (share_of_case(law, one) for one in (sparse, rival))
-    gain = of_sparse - of_rival
-    probability = law.probability(gain)
-    winner, probability = ("sparse", probability) if gain > 0 else ("dense", 1 - probability)
-    numbers = (round(number, 4) for number in (of_sparse, of_rival, gain, law.reach(LEVEL)))
-    return Prediction(sparse, rival, why, *numbers, winner, round(probability, 3))
+    facts = law.facts(sparse.facts, sparse.world)
+    models = trained_in_case(sparse), trained_in_case(rival)
+    shares = [float(law.share(facts, model)) for model in models]
+    drawn = law.gains(facts, *models)
+    ahead = probability(drawn)
+    winner, ahead = ("sparse", ahead) if ahead > 0.5 else ("dense", 1 - ahead)
+    numbers = (round(number, 4) for number in (*shares, shares[0] - shares[1], *interval(drawn, LEVEL)))
+    return Prediction(sparse, rival, why, *numbers, winner, round(ahead, 3))
 
 
-def share_of_case(law: Law, case: Case) -> float:
+def trained_in_case(case: Case) -> Trained:
     exposures = sum(steps(case)) * batch_size(case) / case.facts
-    parameters = costs(case.world, case.width, case.experts, case.experts_per_token)[1]
-    model = capacity(case.world, case.width, parameters)
-    return law.share(law.facts(case.facts, case.world), model, exposures)
+    parameters, dense = (costs(case.world, case.width, n, case.experts_per_token)[1] for n in (case.experts, 0))
+    return Trained(case.width, dense, exposures, parameters - dense)
 
 
 def read_points(path: Path) -> list[Point]:
@@ -186,13 +208,11 @@ def write_predictions(points: Path, cases: Path, output: Path) -> str:
         output: a file that is not there yet.
     """
     fitted_to = of_rule(read_points(points))
-    law, (of_seed, freedom) = fitted(fitted_to), seed_error(fitted_to)
+    law = fitted(fitted_to)
     made = [predict(law, case) for case in read_yaml(read_text(cases), str(cases))]
     content = {
         "law": asdict(law),
         "level": LEVEL,
-        "seed_error": of_seed,
-        "freedom": freedom,
         "cases": [asdict(one) for one in made],
     }
     refuse_to_overwrite(output)
@@ -202,7 +222,7 @@ def write_predictions(points: Path, cases: Path, output: Path) -> str:
             *(one.sparse.world, f"{one.sparse.facts:,}", str(one.sparse.width), str(one.sparse.experts)),
             *(str(one.rival.width), str(one.sparse.exposures), one.why),
             *(f"{100 * number:.1f}" for number in (one.sparse_share, one.rival_share)),
-            f"{100 * one.gain:+.1f} ± {100 * one.reach:.1f}",
+            f"{100 * one.gain:+.1f} ({100 * one.low:+.1f} to {100 * one.high:+.1f})",
             f"{one.winner}, {one.probability:.0%}",
         ]
         for one in made

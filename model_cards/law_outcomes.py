@@ -6,7 +6,7 @@
 `points.json` are those that the law of the predictions was fitted to, `outcome_points.json` those that were run since.
 
 A case is conclusive if the mean gain of its seeds is further from 0 than its 95 % interval reaches, by the deviation
-between seeds that `predictions.json` holds. Then its winner is known, and the prediction was right or wrong. Whether it
+between seeds of all cases with several. Then its winner is known, and the prediction was right or wrong. Whether it
 is conclusive or not, the mean gain is inside the predicted interval or outside.
 """
 
@@ -23,7 +23,7 @@ from scipy import stats
 
 from evaluation.law import FITTED
 from evaluation.page import write_page
-from model_cards.law import fit, known, of_rule, pairs
+from model_cards.law import fitted, known, of_rule, pairs, seed_error
 from model_cards.law import read_points as read_file
 from model_cards.law_cases import Case, batch_size, steps
 from model_cards.law_points import Point
@@ -94,7 +94,7 @@ def outcome(case: dict[str, Any], points: Sequence[Point], seed_error: float, fr
         round(reach, 4),
         winner,
         None if winner is None else winner == case["winner"],
-        abs(gain - case["gain"]) <= case["reach"],
+        case["low"] <= gain <= case["high"],
     )
 
 
@@ -103,6 +103,8 @@ def cases_run(points: Sequence[Point]) -> list[dict[str, Any]]:
     of_case = defaultdict(list)
     for sparse, dense in pairs(points):
         one, other = points[sparse], points[dense]
+        if other.width > one.width:
+            continue
         case = {name: getattr(one, name) for name in ("world", "facts", "width", "experts", "experts_per_token")}
         case |= {"parameters": other.parameters, "exposures": round(other.exposures)}
         of_case[tuple(case.items())].append(known(one) - known(other))
@@ -121,7 +123,8 @@ def write_outcomes(predictions: Path, points: Sequence[Path], output_dir: Folder
     """
     made = json.loads(predictions.read_text(encoding="utf-8"))
     run = [point for file in points for point in read_file(file)]
-    outcomes = [outcome(case, run, made["seed_error"], made["freedom"]) for case in made["cases"]]
+    of_seed, freedom = seed_error(of_rule(run))
+    outcomes = [outcome(case, run, of_seed, freedom) for case in made["cases"]]
     rows = [_row(case, out) for case, out in zip(made["cases"], outcomes, strict=True)]
     head = ["world", "facts", "sparse", "rival", "exposures", "why", "predicted gain", "gain", "R@1 sparse, rival"]
     table = markdown_table([*head, "seconds", "predicted winner", "winner"], rows)
@@ -135,15 +138,14 @@ def write_outcomes(predictions: Path, points: Sequence[Path], output_dir: Folder
         f"{made['level']:.0%} interval."
     )
     text = (
-        "Shares are of the bits to remember, in points. A model is named by its width and its experts. Seconds: of "
-        "training, sparse and rival, on one core of an x86-64, beside another run."
+        "Shares are of the bits to remember, in points. A model is named by its width and its experts. ± is the 95 % "
+        f"interval that seeds leave, by their deviation of {100 * of_seed:.1f} points, pooled over all cases with "
+        f"several ({freedom} degrees of freedom). Seconds: of training, sparse and rival, on one core of an x86-64, "
+        "beside another run."
     )
     page = "\n\n".join([summary, table, text])
     write_page(output_dir / "outcomes", page, data=[out and asdict(out) for out in outcomes])
-    # That of the predictions: errors of points that were left out of the fit were smaller than those of new cases
-    missed = [out.gain - case["gain"] for case, out in zip(made["cases"], outcomes, strict=True) if out is not None]
-    error = math.sqrt(statistics.mean(miss**2 for miss in missed))
-    content = {"law": asdict(fit(of_rule(run), error)), "cases": cases_run(of_rule(run))}
+    content = {"law": asdict(fitted(of_rule(run))), "cases": cases_run(of_rule(run))}
     FITTED.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return f"{summary}\n\n{table}"
 
@@ -157,7 +159,8 @@ def _row(case: dict[str, Any], out: Outcome | None) -> list[str]:
         f"{sparse['width']}, {sparse['experts']} experts",
         str(rival["width"]),
     ]
-    row += [f"{sparse['exposures']:,}{budget}", case["why"], f"{100 * case['gain']:+.1f} ± {100 * case['reach']:.1f}"]
+    predicted_gain = " to ".join(f"{100 * case[end]:+.1f}" for end in ("low", "high"))
+    row += [f"{sparse['exposures']:,}{budget}", case["why"], predicted_gain]
     predicted = f"{case['winner']}, {case['probability']:.0%}"
     if out is None:
         return [*row, "", "", "", predicted, "not run"]
