@@ -81,10 +81,10 @@ def symbol_tasks(number: int = 3000, retrieval: int = 5000, pairs: int = 1400, t
 
 
 # Numbers of towns that there is a task of
-TOWNS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
+NUMBERS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 
 
-def name_tasks(towns: Sequence[int] = TOWNS, fewer: int = 2048, of_countries: int = 4096) -> dict[str, Task]:
+def name_tasks(towns: Sequence[int] = NUMBERS, fewer: int = 2048, of_countries: int = 4096) -> dict[str, Task]:
     """The tasks on names: which of all shields, and which of all names, belong together.
 
     Args:
@@ -176,7 +176,7 @@ def _icons(title: str, kinds: str, shown: str) -> Task:
 def numbered_tasks() -> dict[str, Task]:
     """The tasks on molecules and on characters, whose packages have to be installed. `_unseen` is half of the first
     4,096, none of which is in half 1 of any number."""
-    number_of = {"characters": (512, 1024, 2048, 4096, 8192), "molecules": (512, 1024, 2048, 4096, 8192, 16384, 32768)}
+    number_of = {"characters": NUMBERS[:6], "molecules": NUMBERS[:8]}
     tasks = {}
     for name, numbers in number_of.items():
         for number in numbers:

@@ -2,26 +2,22 @@
 
 import dataclasses
 import math
-import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from conversion.checkpoints import clip_class, config_of, has_file, loading
 from conversion.presets import PRESETS
-from conversion.processors import load_processor, most_patches
+from conversion.processors import most_patches
 from conversion.upcycle import sparse_config
 from data.arguments import DataArguments
-from data.pairs import load_pairs, present_captions, same_words
-from data.tokenizer import read_texts
 from evaluation.costs import count_multiply_adds, count_parameters, meta_model, paper_config
 from evaluation.embedder import usable_device
-from evaluation.law import Facts, Trained, fitted_law, forecast, interval, probability
+from evaluation.forecast import CAVEAT, count_captions, forecast, multiply_adds, trained
+from evaluation.law import Facts, fitted_law
 from evaluation.page import write_page
 from evaluation.speed import ROUNDS, measure_memory, measure_speed
 from records.files import refuse_to_overwrite
@@ -154,51 +150,6 @@ def _page(costs: Mapping[str, Any], baseline: str, how: Mapping[str, Any], remem
     return "\n\n".join(sections)
 
 
-@dataclass(frozen=True)
-class CountedCaptions:
-    """Captions of data.
-
-    Args:
-        pairs: captions with an image each.
-        different: that the model's tokenizer tells apart.
-        texts: different texts; the tokenizer may read several alike.
-    """
-
-    source: str
-    pairs: int
-    texts: int
-    different: int
-
-    @property
-    def sentence(self) -> str:
-        alike = (
-            f", {self.texts - self.different:,} of which are read as another one is"
-            if self.texts > self.different
-            else ""
-        )
-        return (
-            f"{escape(self.source)} has {self.pairs:,} captions. {self.texts:,} are different{alike}: "
-            f"{self.different:,} to tell apart, each {self.pairs / self.different:.3g} times."
-        )
-
-
-def count_captions(data: DataArguments, models: Sequence[str]) -> CountedCaptions:
-    """How many captions there are to tell apart, for the tokenizer of the first model that has one, or else by words.
-
-    Raises:
-        ValueError: all captions are alike, or there are none.
-    """
-    texts = [text for of_image in load_pairs(data, images=False)["caption"] for text in present_captions(of_image)]
-    names = [name for name in models if paper_config(name) is None]
-    if names:
-        keys = read_texts(load_processor(names[0]).tokenizer, texts).digests
-    else:
-        keys = [same_words(text) for text in texts]
-    if len(set(keys)) < 2:
-        raise ValueError(f"{data.source}: all of its {len(texts):,} captions are alike: there is nothing to tell apart")
-    return CountedCaptions(data.source, len(texts), len(set(texts)), len(set(keys)))
-
-
 def _to_remember(costs: Mapping[str, Any], captions: int, how: Mapping[str, Any]) -> str:
     """Bits to remember for each parameter, and what the law says of each dense model and of CLIP-UP made of it."""
     bits = captions * math.log2(captions)
@@ -219,43 +170,24 @@ def _to_remember(costs: Mapping[str, Any], captions: int, how: Mapping[str, Any]
         f"{how['steps']:,} steps of {how['global_batch_size']:,} pairs show each caption {exposures:,.1f} times to a "
         "dense model, and fewer times to a sparse one with as many multiply-adds."
     )
-    law = fitted_law()[0]
-    facts = law.facts(captions, how["data"])
+    facts = fitted_law()[0].facts(captions, how["data"])
     dense = [name for name, of in costs.items() if not of["parameters"]["expert"]]
-    sections += [_forecast(name, facts, exposures) for name in dense]
+    sections += [_verdict(name, facts, exposures) for name in dense]
     if dense:
-        sections.append(
-            "This is a guess by the law of docs/law.md, for data as hard as the worlds there. Shares are of the bits; "
-            "the gain is a 90 % interval."
-        )
+        sections.append(CAVEAT)
     return "\n\n".join(sections)
 
 
-def _forecast(name: str, facts: Facts, exposures: float) -> str:
+def _verdict(name: str, facts: Facts, exposures: float) -> str:
     """What the law says of a dense model and of CLIP-UP with 8 experts made of it."""
     config = paper_config(name) or config_of(clip_class(name), name)
-    sparse = sparse_config(config, dataclasses.replace(PRESETS["clip_up"], capacity_factor=None))
-    counts, uses = zip(
-        *((count_parameters(model)["layers"], _use(model)) for model in map(meta_model, (config, sparse))), strict=True
+    made = sparse_config(config, dataclasses.replace(PRESETS["clip_up"], capacity_factor=None))
+    said = forecast(
+        facts, trained(config, exposures), trained(made, exposures * multiply_adds(config) / multiply_adds(made))
     )
-    width = statistics.mean(tower.hidden_size for tower in (config.text_config, config.vision_config))
-    dense = Trained(width, counts[0], exposures)
-    said = forecast(facts, dense, Trained(width, counts[0], exposures * uses[0] / uses[1], counts[1] - counts[0]))
     if said.outside:
         return f"{escape(name)}: no verdict. {'; '.join(said.outside)}. Train both, as docs/own_pictures.md does."
-    ahead, (low, high), case = probability(said.gains), interval(said.gains), said.nearest
-    winner, ahead = ("dense", 1 - ahead) if ahead < 0.5 else ("sparse", ahead)
-    return (
-        f"{escape(name)}: it should know {said.dense:.0%}, and with 8 experts {said.sparse:.0%}: "
-        f"{100 * low:+.0f} to {100 * high:+.0f} points. **{winner}**, with a probability of {ahead:.0%}. The nearest case that was run: {case['facts']:,} "
-        f"{case['world']}, {case['parameters']:,} parameters, {case['exposures']:,.0f} times: "
-        f"{100 * case['gain']:+.1f} points with {case['experts']} experts."
-    )
-
-
-def _use(model: nn.Module) -> int:
-    counted = count_multiply_adds(model)
-    return counted["image"] + counted["text"]
+    return f"{escape(name)}: with 8 experts, {said.sentence}"
 
 
 def _table(costs: Mapping[str, Any], row_of: Callable[[Mapping[str, Any]], dict[str, float]], baseline: str) -> str:

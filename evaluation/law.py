@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import geometric_mean, stdev
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-# The law, and the cases that it was fitted to, as `model_cards.law_outcomes` writes them
+# The law, and the cases with 8 experts that it was fitted to, as `model_cards.law_outcomes` writes them
 FITTED = Path(__file__).with_name("law.json")
 
 # Bits of a fact that need no memory: the tint of a town's shield and its name's ending tell its country
@@ -129,8 +129,7 @@ class Law:
         room = of_room * self.errors.room
         each = math.hypot(self.errors.model, self.errors.width if sparse.width != dense.width else 0.0)
         shares = (
-            self.share(facts, model, half + own * each, room)
-            for model, own in ((sparse, of_sparse), (dense, of_dense))
+            self.share(facts, model, half + own * each, room) for model, own in ((sparse, of_sparse), (dense, of_dense))
         )
         return next(shares) - next(shares)
 
@@ -157,7 +156,7 @@ def probability(gains: np.ndarray) -> float:
 
 
 def fitted_law() -> tuple[Law, list[dict[str, Any]]]:
-    """The law, and the cases that it was fitted to."""
+    """The law, and the cases with 8 experts that it was fitted to."""
     content = json.loads(FITTED.read_text(encoding="utf-8"))
     return law_of(content["law"]), content["cases"]
 
@@ -165,52 +164,3 @@ def fitted_law() -> tuple[Law, list[dict[str, Any]]]:
 def law_of(content: Mapping[str, Any]) -> Law:
     """From JSON."""
     return Law(**{**content, "errors": Errors(**content["errors"])})
-
-
-@dataclass(frozen=True)
-class Forecast:
-    """A dense and a sparse model of one width after as many multiply-adds of training.
-
-    Args:
-        dense, sparse: the shares of the bits that the law says they know.
-        gains: draws of the difference.
-        nearest: the case that was run and is most like it.
-        outside: what lies outside of what was measured, a sentence each; then nothing else holds.
-    """
-
-    dense: float
-    sparse: float
-    gains: np.ndarray
-    nearest: dict[str, Any]
-    outside: list[str]
-
-
-def forecast(facts: Facts, dense: Trained, sparse: Trained) -> Forecast:
-    """What the law says of a dense and a sparse model, which sees less within as many multiply-adds."""
-    law, cases = fitted_law()
-    shares = (float(law.share(facts, model)) for model in (dense, sparse))
-    numbers = {"parameters": dense.dense, "facts": facts.number, "exposures": dense.exposures}
-    nearest = min(cases, key=lambda case: _distance(numbers, case))
-    outside = []
-    for name, number in numbers.items():
-        low, high = (of(case[name] for case in cases) for of in (min, max))
-        if not low <= number <= high:
-            outside.append(f"{MEASURED[name]} {number:,.0f}, and {low:,.0f} to {high:,.0f} were measured")
-    return Forecast(*shares, law.gains(facts, sparse, dense), nearest, outside)
-
-
-MEASURED = {
-    "parameters": "parameters of the dense model's layers:",
-    "facts": "different captions:",
-    "exposures": "times that training shows each:",
-}
-
-
-def _distance(numbers: Mapping[str, float], case: Mapping[str, Any]) -> float:
-    """Between two cases: their bits for each parameter and their exposures count alike, both as ratios."""
-
-    def places(of: Mapping[str, Any]) -> Sequence[float]:
-        load = of["facts"] * math.log2(of["facts"]) / of["parameters"]
-        return math.log(load), math.log(of["exposures"])
-
-    return math.dist(places(numbers), places(case))

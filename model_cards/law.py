@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy import stats
 from scipy.optimize import least_squares, minimize
 
 from evaluation.law import TOLD, Errors, Law, Trained, interval, probability
@@ -20,6 +21,7 @@ from model_cards.law_cases import RATE, Case, batch_size, costs, steps
 from model_cards.law_points import Point
 from records.command_line import command
 from records.files import read_text, refuse_to_overwrite
+from records.intervals import LEVEL as INTERVAL_LEVEL
 from records.markdown import markdown_table
 from records.yaml_files import read_yaml
 
@@ -97,6 +99,12 @@ def share(law: Law, point: Point) -> float:
 
 def gain(law: Law, sparse: Point, dense: Point) -> float:
     return share(law, sparse) - share(law, dense)
+
+
+def seed_reach(points: Sequence[Point]) -> float:
+    """Half of the 95 % interval of a pair's gain in one seed, by `seed_error`."""
+    error, freedom = seed_error(points)
+    return float(stats.t.ppf((1 + INTERVAL_LEVEL) / 2, freedom)) * error
 
 
 LeftOut = list[tuple[Law, Point, Point]]

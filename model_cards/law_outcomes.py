@@ -19,16 +19,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from scipy import stats
-
 from evaluation.law import FITTED
 from evaluation.page import write_page
-from model_cards.law import fitted, known, of_rule, pairs, seed_error
+from model_cards.law import fitted, known, of_rule, pairs, seed_error, seed_reach
 from model_cards.law import read_points as read_file
 from model_cards.law_cases import Case, batch_size, steps
 from model_cards.law_points import Point
 from records.command_line import Folder, command
-from records.intervals import LEVEL
 from records.markdown import markdown_table
 
 
@@ -71,8 +68,12 @@ def points_of(case: Case, points: Sequence[Point]) -> dict[int, Point]:
     return found
 
 
-def outcome(case: dict[str, Any], points: Sequence[Point], seed_error: float, freedom: int) -> Outcome | None:
-    """Of a case of predictions.json; None: it has not been run."""
+def outcome(case: dict[str, Any], points: Sequence[Point], seed_reach: float) -> Outcome | None:
+    """Of a case of predictions.json; None: it has not been run.
+
+    Args:
+        seed_reach: of the gain in one seed, half of its interval.
+    """
     sparse, rival = (points_of(Case(**case[name]), points) for name in ("sparse", "rival"))
     seeds = sorted(sparse.keys() & rival.keys())
     if not seeds:
@@ -83,7 +84,7 @@ def outcome(case: dict[str, Any], points: Sequence[Point], seed_error: float, fr
 
     shares = mean(sparse, known), mean(rival, known)
     gain = statistics.mean(known(sparse[seed]) - known(rival[seed]) for seed in seeds)
-    reach = float(stats.t.ppf((1 + LEVEL) / 2, freedom)) * seed_error / math.sqrt(len(seeds))
+    reach = seed_reach / math.sqrt(len(seeds))
     winner = None if abs(gain) <= reach else "sparse" if gain > 0 else "dense"
     return Outcome(
         len(seeds),
@@ -99,11 +100,11 @@ def outcome(case: dict[str, Any], points: Sequence[Point], seed_error: float, fr
 
 
 def cases_run(points: Sequence[Point]) -> list[dict[str, Any]]:
-    """Each sparse model beside the dense one of its width, for `evaluation.law`: means over seeds."""
+    """Each model with 8 experts beside the dense one of its width, for `evaluation.forecast`: means over seeds."""
     of_case = defaultdict(list)
     for sparse, dense in pairs(points):
         one, other = points[sparse], points[dense]
-        if other.width > one.width:
+        if other.width > one.width or (one.experts, one.experts_per_token) != (8, 2):
             continue
         case = {name: getattr(one, name) for name in ("world", "facts", "width", "experts", "experts_per_token")}
         case |= {"parameters": other.parameters, "exposures": round(other.exposures)}
@@ -123,8 +124,8 @@ def write_outcomes(predictions: Path, points: Sequence[Path], output_dir: Folder
     """
     made = json.loads(predictions.read_text(encoding="utf-8"))
     run = [point for file in points for point in read_file(file)]
-    of_seed, freedom = seed_error(of_rule(run))
-    outcomes = [outcome(case, run, of_seed, freedom) for case in made["cases"]]
+    reach, (of_seed, freedom) = seed_reach(of_rule(run)), seed_error(of_rule(run))
+    outcomes = [outcome(case, run, reach) for case in made["cases"]]
     rows = [_row(case, out) for case, out in zip(made["cases"], outcomes, strict=True)]
     head = ["world", "facts", "sparse", "rival", "exposures", "why", "predicted gain", "gain", "R@1 sparse, rival"]
     table = markdown_table([*head, "seconds", "predicted winner", "winner"], rows)

@@ -1,0 +1,147 @@
+"""What the law of docs/law.md says of two models and data: before training, or beside what came out."""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedConfig
+
+from conversion.dense import dense_config
+from conversion.processors import load_processor
+from data.arguments import DataArguments
+from data.pairs import load_pairs, present_captions, same_words
+from data.tokenizer import read_texts
+from evaluation.costs import count_multiply_adds, count_parameters, meta_model, paper_config
+from evaluation.law import Facts, Trained, fitted_law, interval, probability
+from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
+from records.markdown import escape
+
+CAVEAT = (
+    "This is a guess by the law of docs/law.md, for data as hard as the worlds there. Shares are of the bits; a gain "
+    "is a 90 % interval."
+)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A dense and a sparse model of one width after as many multiply-adds of training.
+
+    Args:
+        dense, sparse: the shares of the bits that the law says they know.
+        gains: draws of the difference.
+        nearest: the case that was run and is most like it.
+        outside: what lies outside of what was measured, a sentence each; then nothing else holds.
+    """
+
+    dense: float
+    sparse: float
+    gains: np.ndarray
+    nearest: dict[str, Any]
+    outside: list[str]
+
+    @property
+    def sentence(self) -> str:
+        """After "with 8 experts, "."""
+        (low, high), ahead, case = interval(self.gains), probability(self.gains), self.nearest
+        winner, ahead = ("dense", 1 - ahead) if ahead < 0.5 else ("sparse", ahead)
+        return (
+            f"it should know {self.sparse:.0%} instead of {self.dense:.0%}, a gain of {100 * low:+.0f} to "
+            f"{100 * high:+.0f} points: **{winner}**, with a probability of {ahead:.0%}. The nearest case that was "
+            f"run: {case['facts']:,} {case['world']}, {case['parameters']:,} parameters, {case['exposures']:,.0f} "
+            f"times: {100 * case['gain']:+.1f} points with {case['experts']} experts."
+        )
+
+
+def forecast(facts: Facts, dense: Trained, sparse: Trained) -> Forecast:
+    """What the law says of a dense and a sparse model, which sees less within as many multiply-adds."""
+    law, cases = fitted_law()
+    shares = (float(law.share(facts, model)) for model in (dense, sparse))
+    numbers = {"parameters": dense.dense, "facts": facts.number, "exposures": dense.exposures}
+    nearest = min(cases, key=lambda case: _distance(numbers, case))
+    outside = []
+    for name, number in numbers.items():
+        low, high = (of(case[name] for case in cases) for of in (min, max))
+        if not low <= number <= high:
+            outside.append(f"{MEASURED[name]} {number:,.0f}, and {low:,.0f} to {high:,.0f} were measured")
+    return Forecast(*shares, law.gains(facts, sparse, dense), nearest, outside)
+
+
+MEASURED = {
+    "parameters": "parameters of the dense model's layers:",
+    "facts": "different captions:",
+    "exposures": "times that training shows each:",
+}
+
+
+def _distance(numbers: Mapping[str, float], case: Mapping[str, Any]) -> float:
+    """Between two cases: their bits for each parameter and their exposures count alike, both as ratios."""
+
+    def places(of: Mapping[str, Any]) -> Sequence[float]:
+        load = of["facts"] * math.log2(of["facts"]) / of["parameters"]
+        return math.log(load), math.log(of["exposures"])
+
+    return math.dist(places(numbers), places(case))
+
+
+def trained(config: PreTrainedConfig, exposures: float) -> Trained:
+    """A dense or a sparse model after its training."""
+    parameters = count_parameters(meta_model(config))["layers"]
+    width = statistics.mean(tower.hidden_size for tower in (config.text_config, config.vision_config))
+    experts = 0
+    if isinstance(config, SparseMoEConfig):
+        experts = parameters - count_parameters(meta_model(dense_config(config)))["layers"]
+    return Trained(width, parameters - experts, exposures, experts)
+
+
+def multiply_adds(config: PreTrainedConfig) -> int:
+    """Of one picture and one text."""
+    counted = count_multiply_adds(meta_model(config))
+    return counted["image"] + counted["text"]
+
+
+@dataclass(frozen=True)
+class CountedCaptions:
+    """Captions of data.
+
+    Args:
+        pairs: captions with an image each.
+        different: that the model's tokenizer tells apart.
+        texts: different texts; the tokenizer may read several alike.
+    """
+
+    source: str
+    pairs: int
+    texts: int
+    different: int
+
+    @property
+    def sentence(self) -> str:
+        alike = (
+            f", {self.texts - self.different:,} of which are read as another one is"
+            if self.texts > self.different
+            else ""
+        )
+        return (
+            f"{escape(self.source)} has {self.pairs:,} captions. {self.texts:,} are different{alike}: "
+            f"{self.different:,} to tell apart, each {self.pairs / self.different:.3g} times."
+        )
+
+
+def count_captions(data: DataArguments, models: Sequence[str]) -> CountedCaptions:
+    """How many captions there are to tell apart, for the tokenizer of the first model that has one, or else by words.
+
+    Raises:
+        ValueError: all captions are alike, or there are none.
+    """
+    texts = [text for of_image in load_pairs(data, images=False)["caption"] for text in present_captions(of_image)]
+    names = [name for name in models if paper_config(name) is None]
+    if names:
+        keys = read_texts(load_processor(names[0]).tokenizer, texts).digests
+    else:
+        keys = [same_words(text) for text in texts]
+    if len(set(keys)) < 2:
+        raise ValueError(f"{data.source}: all of its {len(texts):,} captions are alike: there is nothing to tell apart")
+    return CountedCaptions(data.source, len(texts), len(set(texts)), len(set(keys)))
