@@ -96,9 +96,7 @@ def new_folder(output: str | Path) -> Iterator[Path]:
             temporary.mkdir()
             yield temporary
             respect_umask(temporary)
-            if output.exists():
-                output.rmdir()
-            temporary.rename(output)
+            temporary.rename(output)  # an empty folder may be there
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 

@@ -121,7 +121,7 @@ def test_kinds_and_their_help_import_nothing_heavy():
         (RECIPE[: RECIPE.index("stages:")] + "stages: []", "stages: List should have at least 1 item"),
         (changed("  train: ", "  train: 5 #"), "defaults.train: Input should be a valid dictionary"),
         (changed("output_dir: out", "output_dir: ''"), "output_dir"),
-        (changed("output_dir: out", "output_dir: out\noutput_dir: other"), "output_dir is given twice"),
+        (changed("output_dir: out", "output_dir: out\noutput_dir: other"), "line 2: the key output_dir is given twice"),
         ("", "recipe: Input should be a valid dictionary"),
         ("[", "not valid YAML"),
         (f"x: !!python/object/apply:os.system [ls]\n{RECIPE}", "not valid YAML: could not determine a constructor"),

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from pathlib import Path
 
 import datasets
 import pyarrow
@@ -21,7 +22,7 @@ from records.files import locked
 from records.memory import peak_memory
 from training import rehearsal
 from training.checks import require_sound
-from training.plan import plan
+from training.plan import aligned, plan
 from training.recipe import Recipe, RecipeError, load_recipe, wanted_stages
 from training.rehearsal import measure_stages, rehearse
 from training.runner import run_recipe
@@ -116,6 +117,10 @@ def test_a_plan_lists_stages_and_names_of_the_hub_pass(path):
     assert lines[2].split() == ["stage", "kind", "state", "reads"]
     assert ["dense", "initialize", "done", "-"] in [line.split() for line in lines]
     assert ["pre", "train", "to", "do", "dense,", "symbols"] in [line.split() for line in lines]
+    assert aligned([["a", "bb"], ["ccc", "d"]], left=1) == ["a    bb", "ccc   d"]
+    for step in ("step-000002", "step-000010", "step-000011.partial"):
+        (Path(load_recipe(path).output_dir) / "pre.partial" / "checkpoints" / step).mkdir(parents=True)
+    assert re.search("pre +train +goes on from step 10 ", plan(load_recipe(path), load_recipe(path).stages))
 
 
 @pytest.fixture(scope="module")
@@ -200,6 +205,7 @@ def test_a_recipe_without_a_fault_is_rehearsed_whole(path, capsys):
     recipe = load_recipe(path, {"pre.num_epochs": 3, "pre.max_steps": None, "pre.data.num_samples": 2000})
     stages = [stage for stage in recipe.stages if stage.name not in ("looked", "scores")]
     rows = {line.split()[0]: line.split() for line in rehearse(recipe, stages).splitlines() if line}
+    assert rows["in"][:2] == ["in", "all"] and rows["in"][-1].count(":") == 2
     assert [*rows][1 : len(stages) + 1] == [stage.name for stage in stages]
     assert rows["pre"][-6] == "750"  # steps: three epochs of 2,000 pairs
     assert not (path.parent / "out").exists() and not (path.parent / ".out.rehearsal").exists()
