@@ -169,13 +169,21 @@ def build_sparse(
     generator = torch.Generator().manual_seed(seed)
     for key, tensor in new.items():
         (std,) = [deviation for prefix, deviation in deviations.items() if re.match(prefix, key)]
+        if key.endswith(".expert_bias"):  # 0 before training
+            continue
         tensor.normal_(std=std, generator=generator)
     shapes = {key: tensor.shape for key, tensor in state.items() if key not in new}
     sparse.load_state_dict(new | apply_rules(source, shapes, rules))
     return sparse.to(dtype).eval()
 
 
-def upcycle(dense: PreTrainedModel, preset: Preset, towers: Sequence[str] = TOWERS, seed: int = 0) -> PreTrainedModel:
+def upcycle(
+    dense: PreTrainedModel,
+    preset: Preset,
+    towers: Sequence[str] = TOWERS,
+    seed: int = 0,
+    routing: Mapping[str, Mapping[str, Any]] | None = None,
+) -> PreTrainedModel:
     """Makes a dense model sparse: experts (and base FFN) are copies of its FFNs, routers and fusion gates are new.
 
     Args:
@@ -183,11 +191,12 @@ def upcycle(dense: PreTrainedModel, preset: Preset, towers: Sequence[str] = TOWE
         preset: which layers, how many experts, which routing; change one with `dataclasses.replace`.
         towers: "text", "vision" or both; the other tower stays dense (CLIP-UP, appendix B.1).
         seed: draws the new weights, see `build_sparse`.
+        routing: see `change_routing`.
 
     Returns:
         The model in evaluation mode and the dense model's dtype.
     """
-    config = sparse_config(dense.config, preset, towers)
+    config = change_routing(sparse_config(dense.config, preset, towers), routing or {})
     rules = upcycling_rules(config)
     return build_sparse(config, dense.state_dict(), rules, dense.dtype, seed)
 
@@ -217,10 +226,10 @@ def verify(source: str | Path, folder: Path) -> None:
     sparse = load_sparse(folder, torch.float32)
     for tower_config in sparse_ffns(sparse.config).values():
         tower_config.eval_capacity_factor = None
-        if not tower_config.norm_topk_prob:
+        if not tower_config.norm_topk_prob or tower_config.routed_scaling_factor != 1:
             tower = tower_config.base_config_key
             print(f"{tower}: routing weights do not sum to 1, so the model starts below the dense one. Here they do:")
-            tower_config.norm_topk_prob = True
+            tower_config.norm_topk_prob, tower_config.routed_scaling_factor = True, 1.0
     compare(load_dense(source, torch.float32), sparse)
 
 
@@ -233,8 +242,7 @@ def convert(
     routing: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> None:
     """Save a dense CLIP as a sparse one, with its processor, and verify it; for `routing` see `change_routing`."""
-    model = upcycle(load_dense(source), preset, towers, seed)
-    change_routing(model.config, routing or {})
+    model = upcycle(load_dense(source), preset, towers, seed, routing)
     save(model, folder)
     copy_processor(source, folder)
     verify(source, folder)

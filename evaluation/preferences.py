@@ -14,6 +14,7 @@ from data.tokenizer import tokenize
 from evaluation.embedder import Embedder
 from modeling_clip_moe import expert_capacity_mask
 from modeling_clip_moe.configuration_clip_moe import CLIPMoETowerConfig
+from modeling_clip_moe.sparse_moe import router_probabilities
 
 # Images and texts that are looked at; patches and words, and texts, that are shown of an expert
 NUM_IMAGES, NUM_TEXTS, NUM_SHOWN, NUM_CAPTIONS = 128, 2000, 10, 4
@@ -111,7 +112,8 @@ def _route(
         batch = {name: part.to(embedder.device) for name, part in zip(inputs, parts, strict=True)}
         with torch.no_grad():
             outputs = model(**batch, output_router_logits=True, output_expert_ids=True)
-        probabilities.append(outputs.router_logits[number].softmax(dim=-1).float().cpu().numpy())
+        of_batch = router_probabilities(outputs.router_logits[number], config.scoring_func)
+        probabilities.append(of_batch.float().cpu().numpy())
         ids = torch.nn.functional.one_hot(outputs.expert_ids[number], config.num_experts + 1)
         computed.append(ids[..., : config.num_experts].sum(dim=2).bool().cpu().numpy())
     return np.concatenate(probabilities), np.concatenate(computed)

@@ -13,6 +13,7 @@ from conversion.presets import TOWERS
 from modeling_clip_moe import CLIPMoEModel
 from modeling_clip_moe.dispatch import expert_capacity_mask
 from modeling_clip_moe.experts import CLIPMoEExperts
+from modeling_clip_moe.sparse_moe import CLIPMoERouter, router_probabilities
 
 # The token whose last hidden state a tower's output is made of
 POOLED_TOKEN = {"text": "end token", "vision": "class token"}
@@ -39,13 +40,14 @@ class LayerCounts:
 
     def add(
         self,
-        logits: torch.Tensor,
+        probabilities: torch.Tensor,
         weights: torch.Tensor,
         expert_ids: torch.Tensor,
         mask: torch.Tensor | None,
         gate: torch.Tensor | None = None,
     ) -> None:
-        """Count one call of a router: its outputs, `mask` (B, S), 0 for padding, and the fusion gate (B, S, D)."""
+        """Count one call of a router: its probabilities (B, S, E), weights and ids, `mask` (B, S), 0 for padding, and
+        the fusion gate (B, S, D)."""
         mask = torch.ones_like(expert_ids[..., 0]) if mask is None else mask
         num_experts, num_tokens = len(self.pairs), int(mask.sum())
         chosen = F.one_hot(expert_ids, num_experts + 1)[..., :num_experts].sum(dim=2).flatten(0, 1)  # (T, E)
@@ -53,7 +55,7 @@ class LayerCounts:
         self.num_tokens += num_tokens
         self.num_choices += num_tokens * expert_ids.shape[-1]
         self.weight += weights.sum(dtype=torch.float64).item()
-        entropies = torch.special.entr(logits.double().softmax(dim=-1)).sum(dim=-1) / math.log(2)
+        entropies = torch.special.entr(probabilities).sum(dim=-1) / math.log(2)
         self.entropy += (entropies * mask).sum().item()
         if gate is not None:
             self.gate = (self.gate or 0.0) + (gate.double().mean(dim=-1) * mask).sum().item()
@@ -111,10 +113,11 @@ def count_tokens(model: CLIPMoEModel) -> Iterator[Counts]:
 
             def count(router, inputs, outputs, tower=tower, fusion_gate=layer.mlp.fusion_gate, of_layer=of_layer):
                 gate = None if fusion_gate is None else fusion_gate.proj(inputs[0]).sigmoid()
-                values = (*outputs[:3], inputs[1], gate)
+                probabilities = router_probabilities(outputs[0].double(), router.config.scoring_func)
+                values = (probabilities, *outputs[1:3], inputs[1], gate)
                 of_layer["all"].add(*values)
                 of_layer["output"].add(*(at_output(tower, value) for value in values))
-                of_layer["all"].num_overflowing += _num_overflowing(router.config, outputs[0], inputs[1])
+                of_layer["all"].num_overflowing += _num_overflowing(router, outputs[0], inputs[1])
 
             hooks.append(layer.mlp.router.register_forward_hook(count))
     try:
@@ -124,12 +127,13 @@ def count_tokens(model: CLIPMoEModel) -> Iterator[Counts]:
             hook.remove()
 
 
-def _num_overflowing(config: Any, logits: torch.Tensor, mask: torch.Tensor | None) -> int:
+def _num_overflowing(router: CLIPMoERouter, logits: torch.Tensor, mask: torch.Tensor | None) -> int:
     """How many choices of a batch the capacity of training has no room for. A batch that its groups do not divide ends
     with a smaller one."""
+    config = router.config
     if config.capacity_factor is None:
         return 0
-    ids = logits.topk(config.num_experts_per_tok, dim=-1).indices
+    _, ids = router.choose(router.score(logits))
     mask = torch.ones_like(ids[..., 0]) if mask is None else mask
     groups = (tensor.split(config.capacity_group_size or len(ids)) for tensor in (ids, mask))
     computed = sum(

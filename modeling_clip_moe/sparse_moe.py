@@ -70,9 +70,27 @@ def _top_k(probabilities: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch
     left, ids = probabilities.detach(), []
     for _ in range(top_k):
         ids.append(left.argmax(dim=-1, keepdim=True))
-        left = left.masked_fill(torch.arange(left.shape[-1], device=left.device) == ids[-1], -1)
+        left = left.masked_fill(torch.arange(left.shape[-1], device=left.device) == ids[-1], -math.inf)
     ids = torch.cat(ids, dim=-1)
     return probabilities.gather(-1, ids), ids
+
+
+def router_scores(logits: torch.Tensor, scoring_func: str) -> torch.Tensor:
+    """The scores of experts, of the same shape as their logits. Those of "softmax" sum to 1; those of "sigmoid" lie
+    between 0 and 1, each on its own (DeepSeek-V3, arXiv:2412.19437, eq. 15)."""
+    return logits.sigmoid() if scoring_func == "sigmoid" else logits.softmax(dim=-1)
+
+
+def router_probabilities(logits: torch.Tensor, scoring_func: str) -> torch.Tensor:
+    """The scores, divided by their sum (DeepSeek-V3 eq. 18)."""
+    scores = router_scores(logits, scoring_func)
+    return scores if scoring_func == "softmax" else _normalized(scores)
+
+
+def _normalized(weights: torch.Tensor) -> torch.Tensor:
+    """Weights whose last axis sums to 1, or is 0 as before."""
+    total = weights.sum(dim=-1, keepdim=True)
+    return weights / total.masked_fill(total == 0, 1.0)
 
 
 def _mean_over_tokens(values: torch.Tensor, mask: torch.Tensor | None, reduce: Reduce | None) -> torch.Tensor:
@@ -91,6 +109,7 @@ def load_balancing_loss(
     top_k: int,
     mask: torch.Tensor | None = None,
     reduce: Reduce | None = None,
+    scoring_func: str = "softmax",
 ) -> torch.Tensor:
     """
     Load balancing loss: sum over the experts of R_e * P_e, with R_e = E / (K * T) * (tokens that choose expert e) and
@@ -106,11 +125,12 @@ def load_balancing_loss(
         mask: (B, S) or (T,), 1 for a token and 0 for padding.
         reduce: maps a vector of this process's sums (choices, probabilities, number of tokens) to the sums over all
             processes, differentiably. None: the loss of this process's tokens.
+        scoring_func: of the routers, see `router_probabilities`.
 
     Returns:
         `torch.Tensor`: a scalar.
     """
-    probabilities = _stack_layers(router_logits).softmax(dim=-1)  # (L, T, E)
+    probabilities = router_probabilities(_stack_layers(router_logits), scoring_func)  # (L, T, E)
     num_experts = probabilities.shape[-1]
     choices = _one_hot(_top_k(probabilities, top_k)[1], num_experts).sum(dim=-2)  # (L, T, E)
     means = _mean_over_tokens(torch.cat([choices, probabilities], dim=-1), mask, reduce)  # (L, 2 * E)
@@ -193,12 +213,18 @@ def _count_groups(batch_size: int, group_size: int | None) -> int:
 
 
 class CLIPMoERouter(nn.Module):
-    """Scores the experts for each token, chooses K, drops what exceeds their capacity, weighs the rest. In float32."""
+    """
+    Scores the experts for each token, chooses K, drops what exceeds their capacity, weighs the rest. In float32.
+
+    Each of the four is a method, which a subclass may replace: `score`, `choose`, `drop` and `weigh`.
+    """
 
     def __init__(self, config: CLIPMoETowerConfig):
         super().__init__()
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
+        # Training moves it, see `training.expert_bias`
+        self.register_buffer("expert_bias", torch.zeros(config.num_experts) if config.use_expert_bias else None)
 
     def extra_repr(self) -> str:
         num_experts, hidden_size = self.weight.shape
@@ -222,34 +248,59 @@ class CLIPMoERouter(nn.Module):
         factor = self.config.capacity_factor if self.training else self.config.eval_capacity_factor
         return _route(hidden_states, self, mask, None if factor is None else as_fraction(factor))
 
+    def score(self, logits: torch.Tensor) -> torch.Tensor:
+        """The scores (B, S, E) of all experts."""
+        return router_scores(logits, self.config.scoring_func)
+
+    def choose(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The scores of the K experts of each token, and their ids, (B, S, K), best first. A bias counts only for which
+        they are (arXiv:2408.15664, eq. 3)."""
+        if self.expert_bias is None:
+            return _top_k(scores, self.config.num_experts_per_tok)
+        ids = _top_k(scores + self.expert_bias.float(), self.config.num_experts_per_tok)[1]
+        return scores.gather(-1, ids), ids
+
+    def drop(
+        self, scores: torch.Tensor, ids: torch.Tensor, factor: tuple[int, int] | None
+    ) -> tuple[torch.Tensor, Dispatch]:
+        """The ids, E for a choice that exceeds the capacity of its expert, and the rows of the experts.
+
+        Args:
+            scores, ids: of `choose`; ids are E for padding.
+            factor: the capacity's; None: there is none.
+        """
+        num_experts = self.config.num_experts
+        if factor is None:
+            return ids, dispatch(ids.flatten(0, 1), num_experts)
+        priorities = scores.flatten(0, 1) if self.config.token_drop_policy == "probs" else None
+        num_groups = _count_groups(ids.shape[0], self.config.capacity_group_size)
+        rows, kept = dispatch_within_capacity(ids.flatten(0, 1), num_experts, factor, num_groups, priorities)
+        return ids.masked_fill(~kept.view_as(ids), num_experts), rows
+
+    def weigh(self, scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """The weights (B, S, K) of the choices that `drop` kept."""
+        config = self.config
+        if config.norm_topk_prob and config.norm_before_capacity:
+            scores = _normalized(scores)
+        weights = scores * (ids < config.num_experts)
+        if config.norm_topk_prob and not config.norm_before_capacity:
+            # The kept choices sum to 1 "even when some tokens are dropped" (CLIP-UP, "Normalize gating weights before
+            # or after routing")
+            weights = _normalized(weights)
+        return weights if config.routed_scaling_factor == 1 else weights * config.routed_scaling_factor
+
 
 @fused
 def _route(
     hidden_states: torch.Tensor, router: CLIPMoERouter, mask: torch.Tensor | None, factor: tuple[int, int] | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Dispatch]:
-    config = router.config
     with maybe_autocast(device_type=hidden_states.device.type, enabled=False):
         logits = F.linear(hidden_states.float(), router.weight.float())  # (B, S, E)
-    weights, ids = _top_k(logits.softmax(dim=-1), config.num_experts_per_tok)  # (B, S, K)
-    priorities = weights.flatten(0, 1) if config.token_drop_policy == "probs" else None
+    scores, ids = router.choose(router.score(logits))  # (B, S, K)
     if mask is not None:
-        ids = ids.masked_fill(~mask.bool()[..., None], config.num_experts)
-
-    if config.norm_topk_prob and config.norm_before_capacity:
-        weights = weights / weights.sum(dim=-1, keepdim=True)
-    if factor is None:
-        rows = dispatch(ids.flatten(0, 1), config.num_experts)
-    else:
-        num_groups = _count_groups(ids.shape[0], config.capacity_group_size)
-        rows, kept = dispatch_within_capacity(ids.flatten(0, 1), config.num_experts, factor, num_groups, priorities)
-        ids = ids.masked_fill(~kept.view_as(ids), config.num_experts)
-    weights = weights * (ids < config.num_experts)
-    if config.norm_topk_prob and not config.norm_before_capacity:
-        # The kept choices sum to 1 "even when some tokens are dropped" (CLIP-UP, "Normalize gating weights before
-        # or after routing")
-        total = weights.sum(dim=-1, keepdim=True)
-        weights = weights / total.masked_fill(total == 0, 1.0)  # none is kept
-    return logits, weights, ids, rows
+        ids = ids.masked_fill(~mask.bool()[..., None], router.config.num_experts)
+    ids, rows = router.drop(scores, ids, factor)
+    return logits, router.weigh(scores, ids), ids, rows
 
 
 class CLIPMoEFusionGate(nn.Module):
@@ -431,8 +482,9 @@ def router_losses(
     losses = []
     for tower, (router_logits, mask) in towers.items():
         if router_logits:
-            top_k = getattr(config, f"{tower}_config").num_experts_per_tok
-            balance = load_balancing_loss(router_logits, top_k, mask)
+            of_tower = getattr(config, f"{tower}_config")
+            top_k, scoring_func = of_tower.num_experts_per_tok, of_tower.scoring_func
+            balance = load_balancing_loss(router_logits, top_k, mask, scoring_func=scoring_func)
             z = router_z_loss(router_logits, mask)
             losses.append((config.router_aux_loss_coef * balance + config.router_z_loss_coef * z).to(device))
     return sum(losses) if losses else None
@@ -488,6 +540,8 @@ class SparseMoEMixin:
     _can_set_experts_implementation_cached_value = True
     # Losses are means over the batch, whatever else a `Trainer` passes: it divides them by the accumulation steps
     accepts_loss_kwargs = False
+    # It moves by steps that lower precision would lose
+    _keep_in_fp32_modules_strict = {"expert_bias"}
     # Weights that a checkpoint may lack
     _optional_weights = ()
     # What the names of a tower's weights start with in files
@@ -622,6 +676,8 @@ class SparseMoEMixin:
         factor = getattr(self.config, "initializer_factor", 1.0)
         if isinstance(module, CLIPMoERouter):
             init.normal_(module.weight, std=module.config.hidden_size**-0.5 * factor)
+            if module.expert_bias is not None:
+                init.zeros_(module.expert_bias)
         elif isinstance(module, CLIPMoEExperts):
             # As `CLIPMLP`
             config = module.config

@@ -75,6 +75,7 @@ RESUMED = {
     "noise, in memory": (3, {"change": NOISE} | EPOCHS[0]),
     "noise": (5, {"change": NOISE} | EPOCHS[1]),
     "parts of batches": (4, {"mini_batch_size": 4}),
+    "biases of experts": (5, {"change": set_towers(use_expert_bias=True), "expert_bias_rate": 1e-4}),
     "buffers and averaged weights": (5, {"change": balance, "ema_decay": 0.5}),
 }
 

@@ -11,6 +11,7 @@ from tiny_clip_moe import plain_block, tiny_block
 
 from modeling_clip_moe import expert_capacity_mask
 from modeling_clip_moe.experts import experts_forward_all
+from modeling_clip_moe.sparse_moe import CLIPMoERouter
 
 
 def test_jitter_is_for_the_router_in_training_alone():
@@ -109,12 +110,25 @@ def test_a_mask_may_be_a_slice():
     assert expert_capacity_mask(torch.zeros(2, 3, 1, dtype=torch.long), 2, 1.0, mask).sum() == 3
 
 
+SCORES = {
+    "softmax": {},
+    "sigmoid": {"scoring_func": "sigmoid", "routed_scaling_factor": 2.5},
+    "biased": {"use_expert_bias": True},
+    "sigmoid, biased": {"scoring_func": "sigmoid", "use_expert_bias": True},
+}
+
+
+@pytest.mark.parametrize("scores", SCORES.values(), ids=SCORES)
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize(("norm_topk_prob", "norm_before_capacity"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize(("capacity_factor", "group_size"), [(None, 6), (0.75, 6), (1.25, 2), (2, 3), (1.5, 1)])
-def test_block_equals_a_loop_over_tokens(capacity_factor, group_size, norm_topk_prob, norm_before_capacity, padded):
+def test_block_equals_a_loop_over_tokens(
+    capacity_factor, group_size, norm_topk_prob, norm_before_capacity, padded, scores
+):
     norm = {"norm_topk_prob": norm_topk_prob, "norm_before_capacity": norm_before_capacity}
-    block = tiny_block(capacity_factor=capacity_factor, capacity_group_size=group_size, **norm).train()
+    block = tiny_block(capacity_factor=capacity_factor, capacity_group_size=group_size, **norm, **scores).train()
+    if block.router.expert_bias is not None:
+        block.router.expert_bias.copy_(torch.tensor([0.2, -0.2, 0.1, 0.0]))
     mask = torch.rand(6, 7) > 0.3 if padded else torch.ones(6, 7, dtype=torch.bool)
     hidden_states = torch.randn(6, 7, 16, requires_grad=True)
     expected, num_dropped = plain_block(block, hidden_states, mask, capacity_factor, group_size)
@@ -129,6 +143,18 @@ def test_block_equals_a_loop_over_tokens(capacity_factor, group_size, norm_topk_
     _, weights, ids, _ = block.router(hidden_states, mask)
     assert ((ids == 4) & mask[..., None]).sum() == num_dropped  # how dropped choices are counted
     assert (weights[ids == 4] == 0).all()
+
+
+def test_a_subclass_replaces_one_part():
+    class Last(CLIPMoERouter):
+        def choose(self, scores):
+            ids = scores.shape[-1] - 1 - torch.zeros_like(scores[..., :1], dtype=torch.long)
+            return scores.gather(-1, ids), ids
+
+    block = tiny_block(num_experts_per_tok=1, norm_topk_prob=False).eval()
+    block.router.__class__ = Last
+    _, weights, ids, _ = block.router(torch.randn(2, 5, 16))
+    assert (ids == 3).all() and weights.shape == (2, 5, 1)
 
 
 def test_capacity_is_for_training_and_its_evaluation_factor_for_evaluation():

@@ -35,22 +35,22 @@ def test_counts_by_hand():
     counts = LayerCounts(3)
     # Two captions of two tokens, two choices each; the last token is padding, and one choice found no room.
     sure, half, even, padding = [0.5, 0.25, 0.25], [0.5, 0.5, 0], [1 / 3, 1 / 3, 1 / 3], [1, 0, 0]
-    logits = torch.tensor([[sure, half], [even, padding]]).log()
+    probabilities = torch.tensor([[sure, half], [even, padding]], dtype=torch.float64)
     weights = torch.tensor([[[0.5, 0.25], [0.5, 0.0]], [[0.5, 0.125], [0.0, 0.0]]])
     gate = torch.tensor([[[0.5, 0.75], [1, 0.5]], [[0.25, 0.25], [9, 9]]])
     ids, mask = torch.tensor([[[0, 1], [0, 3]], [[2, 0], [3, 3]]]), torch.tensor([[1, 1], [1, 0]])
-    counts.add(logits, weights, ids, mask, gate)
+    counts.add(probabilities, weights, ids, mask, gate)
     assert counts.pairs.tolist() == [[3, 1, 1], [1, 1, 0], [1, 0, 1]]
     means = counts.means()
     assert means["dropped"] == pytest.approx(1 / 6) and means["gate"] == pytest.approx(3.25 / 6)
     assert means["entropy"] == pytest.approx((1.5 + 1 + np.log2(3)) / 3)
     assert means["share_entropy"] == pytest.approx(-(0.6 * np.log2(0.6) + 0.4 * np.log2(0.2)))
-    counts.add(torch.tensor([[half]]).log(), torch.tensor([[[0.5, 0.125]]]), torch.tensor([[[1, 2]]]), None)
+    counts.add(torch.tensor([[half]]), torch.tensor([[[0.5, 0.125]]]), torch.tensor([[[1, 2]]]), None)
     means = counts.means()
     assert means["shares"] == [3 / 4, 2 / 4, 2 / 4] and means["weight"] == (0.75 + 0.5 + 0.625 + 0.625) / 4
     np.testing.assert_allclose(means["coactivation"], np.array([[3, 1, 1], [1, 2, 1], [1, 1, 2]]) / 4)
     one = LayerCounts(2)
-    one.add(torch.tensor([[[50.0, -50.0]]]), torch.ones(1, 1, 1), torch.tensor([[[0]]]), None)
+    one.add(torch.tensor([[[1.0, 0.0]]]), torch.ones(1, 1, 1), torch.tensor([[[0]]]), None)
     assert one.means()["share_entropy"] == 0 == pytest.approx(one.means()["entropy"], abs=1e-12)
     assert one.means()["gate"] is None
 

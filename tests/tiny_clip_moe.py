@@ -69,7 +69,9 @@ def assert_same_gradients(actual, expected, **tolerance):
 def plain_block(block, hidden_states, mask, capacity_factor, group_size):
     """The sparse block as a loop over tokens, and its number of dropped choices."""
     config, experts = block.router.config, block.experts
-    probabilities = (hidden_states @ block.router.weight.T).softmax(dim=-1)
+    logits = hidden_states @ block.router.weight.T
+    probabilities = 1 / (1 + (-logits).exp()) if config.scoring_func == "sigmoid" else logits.softmax(dim=-1)
+    order = probabilities if block.router.expert_bias is None else probabilities + block.router.expert_bias
     output, num_dropped = torch.zeros_like(hidden_states), 0
     for start in range(0, len(hidden_states), group_size):
         tokens = [(b, s) for b in range(start, start + group_size) for s in range(mask.shape[1]) if mask[b, s]]
@@ -79,18 +81,19 @@ def plain_block(block, hidden_states, mask, capacity_factor, group_size):
         load, kept = [0] * config.num_experts, {token: [] for token in tokens}
         for choice in range(config.num_experts_per_tok):
             for token in tokens:
-                expert = probabilities[token].argsort(descending=True)[choice].item()
+                expert = order[token].argsort(descending=True)[choice].item()
                 if load[expert] < capacity:
                     load[expert] += 1
                     kept[token].append(expert)
                 else:
                     num_dropped += 1
         for token, chosen in kept.items():
-            summed = probabilities[token].topk(config.num_experts_per_tok).indices.tolist()
+            summed = order[token].topk(config.num_experts_per_tok).indices.tolist()
             summed = summed if config.norm_before_capacity else chosen
             total = sum(probabilities[token][expert] for expert in summed) if config.norm_topk_prob else 1
             for expert in chosen:
                 hidden = experts.up_proj[expert] @ hidden_states[token] + experts.up_proj_bias[expert]
                 hidden = experts.down_proj[expert] @ experts.act_fn(hidden) + experts.down_proj_bias[expert]
-                output[token] = output[token] + probabilities[token][expert] / total * hidden
+                weight = config.routed_scaling_factor * probabilities[token][expert] / total
+                output[token] = output[token] + weight * hidden
     return output, num_dropped

@@ -26,6 +26,7 @@ from records.files import new_file, read_log
 from records.memory import in_words, peak_memory
 from records.messages import one_line
 from records.provenance import CHECKPOINTS, LOG, flatten
+from training.expert_bias import ExpertBiases
 from training.gradient_cache import cached_gradient
 from training.lora import merge_adapters
 from training.optimizers import WeightAverage, make_optimizer
@@ -99,6 +100,7 @@ def train(
     step = 0 if latest is None else finished_steps(latest)
     scale = getattr(model, "logit_scale", None)  # of a CLIP
     task, optimizer, scheduler, average = _prepare(accelerator, model, settings, step, total_steps)
+    biases = ExpertBiases(model, settings.expert_bias_rate)
     if latest is not None:
         load_checkpoint(accelerator, task, optimizer, latest, average)
         accelerator.on_main_process(print)(f"{settings.name}: goes on from step {step}")
@@ -122,6 +124,7 @@ def train(
         metrics = _compute_gradient(accelerator, task, stream, settings, step, finite)
         grad_norm = _clip_gradient(accelerator, task, settings, step, finite)
         learning_rate = max(scheduler.get_last_lr())
+        biases.move(accelerator)
         _take_step(optimizer, scheduler, model, settings, average)
         step += 1
         is_logged = step % settings.logging_steps == 0 or step == total_steps

@@ -65,6 +65,9 @@ def problems_of_routers(stage: Any, model: PreTrainedModel) -> Iterator[str]:
             yield f"balance_mean: {stage.balance_mean} {reason}: {sorted(choices)}; take tower"
     for name in sorted({*stage.local_entropy_coef, *stage.global_entropy_coef} - sparse.keys()):
         yield f"local_entropy_coef, global_entropy_coef: the {name} tower has no sparse layers: leave it out"
+    for name in sorted({*stage.local_entropy_coef, *stage.global_entropy_coef} & sparse.keys()):
+        if sparse[name].scoring_func == "sigmoid":
+            yield f"local_entropy_coef, global_entropy_coef: the {name} tower has sigmoid scores: leave it out"
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     for name, tower in sparse.items():
         if stage.global_entropy_min_experts.get(name, 0) > tower.num_experts:

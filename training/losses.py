@@ -213,8 +213,9 @@ def router_losses(
 
     Returns:
         `router_aux_loss_coef` * balance + `router_z_loss_coef` * z; and the means over the sparse towers of the two
-        losses (`balance_loss`, 1 is perfect, and `z_loss`) and of the share of tokens that no expert computes because
-        all experts they chose are full (`dropped_tokens`).
+        losses (`balance_loss`, 1 is perfect, and `z_loss`), of the share of tokens that no expert computes because
+        all experts they chose are full (`dropped_tokens`), and of the greatest violation of balance: by which part of
+        the mean the fullest expert of a layer of this process has more (arXiv:2408.15664, eq. 4; `max_violation`).
     """
     towers = _sparse_towers(config, outputs, batch)
     total, balances, z_losses = 0.0, [], []
@@ -222,17 +223,27 @@ def router_losses(
         top_k = tower.num_experts_per_tok
         if text_weight is not None and tower is config.text_config:
             weight *= text_weight
-        balances.append(load_balancing_loss(router_logits, balance_top_k or top_k, mask, reduce=all_reduce_sum))
+        options = {"reduce": all_reduce_sum, "scoring_func": tower.scoring_func}
+        balances.append(load_balancing_loss(router_logits, balance_top_k or top_k, mask, **options))
         z_losses.append(router_z_loss(router_logits, mask, reduce=all_reduce_sum))
         losses = config.router_aux_loss_coef * balances[-1] + config.router_z_loss_coef * z_losses[-1]
         total = total + weight * losses
-    dropped = []
+    dropped, violations = [], []
     for tower, _, expert_ids, mask in towers:
+        counts = torch.stack([_loads(ids, tower.num_experts) for ids in expert_ids])  # (L, E)
+        violations.append((counts.max(dim=-1).values / counts.mean(dim=-1) - 1).mean())
         computed = torch.stack([(ids < tower.num_experts).any(-1).float() for ids in expert_ids])  # (L, B, S)
         share = computed.mean() if mask is None else (computed * mask).sum() / (mask.sum() * len(expert_ids))
         dropped.append(1 - share)
     values = {"balance_loss": balances, "z_loss": z_losses, "dropped_tokens": dropped}
+    values["max_violation"] = violations
     return total, {name: torch.stack(value).detach().mean() for name, value in values.items()}
+
+
+def _loads(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """How many tokens each expert computes; of ids (B, S, K), E is none."""
+    counts = torch.zeros(num_experts + 1, device=ids.device)
+    return counts.scatter_add_(0, ids.flatten(), torch.ones_like(ids.flatten(), dtype=counts.dtype))[:-1]
 
 
 def entropy_losses(

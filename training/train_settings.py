@@ -64,6 +64,8 @@ class LoopSettings(OptimizerSettings):
     # The trained model is the exponential moving average of the weights, with this decay a step. DeepSpeed has none.
     # None: the trained model has the last weights.
     ema_decay: float | None = Field(default=None, gt=0, lt=1)
+    # By how much the biases of a model with `use_expert_bias` move towards balance in a step (arXiv:2408.15664).
+    expert_bias_rate: float = Field(default=1e-3, gt=0)
     # Compute activations again in the backward pass: less memory, more time.
     gradient_checkpointing: bool = False
     # Compile each encoder layer; layers of a kind share one compiled function. "auto": on a GPU.

@@ -12,7 +12,7 @@ _LAYERS = "encoder.layers.*"
 # What the weights of a tower's layers depend on
 _LAYER_FIELDS = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "hidden_act", "layer_norm_eps"),
-    *("moe_layers", "num_experts", "fusion_gate"),
+    *("moe_layers", "num_experts", "fusion_gate", "use_expert_bias"),
 )
 
 
@@ -55,11 +55,16 @@ class CLIPMoETowerConfig(PublishedConfig):
         num_experts (`int`): experts of a sparse layer, E.
         num_experts_per_tok (`int`): experts that compute each token, K.
         moe_layers (`list[int]`): the sparse layers, counted from 0. Empty: a dense tower.
+        scoring_func (`str`): how a router scores the experts: `"softmax"`, or `"sigmoid"`, each expert on its own
+            (DeepSeek-V3).
+        use_expert_bias (`bool`): whether a bias, which training moves towards balance, adds to the scores that choose
+            the experts, and not to their weights (arXiv:2408.15664).
         norm_topk_prob (`bool`): whether the weights of a token's experts are scaled to sum to 1 (CLIP-MoE,
             CLIP-FMoE), or stay the router's probabilities (CLIP-UP).
         norm_before_capacity (`bool`): with `norm_topk_prob`, whether that happens before capacity drops choices, whose
             weight is then lost, or after it, so that what is left sums to 1 (CLIP-UP B.3, whose "before routing" is
             `norm_topk_prob=False`).
+        routed_scaling_factor (`float`): what the weights are multiplied by in the end.
         fusion_gate (`bool`): whether the dense FFN stays beside the experts and a learned gate mixes the two
             (CLIP-FMoE).
         capacity_factor (`float`, *optional*): C, in training: an expert takes at most ceil(T * C / E) of T tokens
@@ -93,8 +98,11 @@ class CLIPMoETowerConfig(PublishedConfig):
     num_experts: int = 8
     num_experts_per_tok: int = 2
     moe_layers: list[int] = field(default_factory=list)
+    scoring_func: Literal["softmax", "sigmoid"] = "softmax"
+    use_expert_bias: bool = False
     norm_topk_prob: bool = True
     norm_before_capacity: bool = False
+    routed_scaling_factor: float | int = 1.0
     fusion_gate: bool = False
     capacity_factor: float | int | None = None
     eval_capacity_factor: float | int | None = None
@@ -140,6 +148,8 @@ class CLIPMoETowerConfig(PublishedConfig):
             )
         if self.norm_before_capacity and not self.norm_topk_prob:
             raise ValueError("norm_before_capacity=True needs norm_topk_prob=True: it says when that happens.")
+        if not 0 < self.routed_scaling_factor < math.inf:
+            raise ValueError(f"routed_scaling_factor must be above 0 and finite, got {self.routed_scaling_factor}.")
         for name in ("capacity_factor", "eval_capacity_factor", "capacity_group_size"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:

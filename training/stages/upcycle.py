@@ -39,9 +39,9 @@ class UpcycleStage(Stage):
     # `second_half_every_second`, a list of numbers from 0, or one for each of `text` and `vision`), norm_topk_prob,
     # fusion_gate, capacity_factor, router_aux_loss_coef, router_z_loss_coef.
     changes: dict[str, Any] = Field(default_factory=dict)
-    # What routing takes besides, of the text tower: num_experts_per_tok, norm_topk_prob,
-    # norm_before_capacity, capacity_factor, eval_capacity_factor, capacity_group_size, token_drop_policy,
-    # router_jitter_noise, attention_dropout.
+    # What routing takes besides, of the text tower: num_experts_per_tok, scoring_func, use_expert_bias, norm_topk_prob,
+    # norm_before_capacity, routed_scaling_factor, capacity_factor, eval_capacity_factor, capacity_group_size,
+    # token_drop_policy, router_jitter_noise, attention_dropout.
     text_config: dict[str, JsonValue] = Field(default_factory=dict)
     # The same for the image tower.
     vision_config: dict[str, JsonValue] = Field(default_factory=dict)

@@ -1,0 +1,80 @@
+"""Balance without a loss: what the biases of experts count, and how they move."""
+
+import pytest
+import torch
+from accelerate import Accelerator
+from several_processes import run_processes, train_recipe
+from test_invariants import set_towers
+from tiny_clip_moe import inputs, tiny_model
+from tiny_runs import read_log, train, weights
+
+from modeling_clip_moe import CLIPMoEModel, load_balancing_loss
+from training.expert_bias import ExpertBiases
+
+BIASED = {"change": set_towers(use_expert_bias=True)}
+
+
+def test_biases_move_towards_balance_by_one_rate():
+    """Padding counts for no expert, and neither does evaluation; what capacity drops does."""
+    model = tiny_model(use_expert_bias=True, capacity_factor=0.5).train()
+    router = model.text_model.encoder.layers[1].mlp.router
+    router.expert_bias.copy_(torch.tensor([0.0, 0.0, 0.5, 0.0]))
+    biases, batch, chosen = ExpertBiases(model, rate=0.25), inputs(), []
+    for _ in range(2):  # micro-steps
+        logits = model(**batch, output_router_logits=True).text_model_output.router_logits[0]
+        ids = (logits.softmax(-1) + router.expert_bias).topk(2).indices
+        chosen.append(ids[batch["attention_mask"].bool()].flatten())
+    model.eval()(**batch)
+    counts = torch.cat(chosen).bincount(minlength=4)
+    assert counts.sum() == 2 * 2 * batch["attention_mask"].sum()
+    biases.move(Accelerator(cpu=True))
+    by_hand = torch.tensor([0.0, 0.0, 0.5, 0.0]) + 0.25 * (counts.float().mean() - counts).sign()
+    torch.testing.assert_close(router.expert_bias, by_hand)
+    before = router.expert_bias.clone()
+    biases.move(Accelerator(cpu=True))  # counts begin anew
+    assert torch.equal(router.expert_bias, before)
+
+
+def test_biases_of_routers_that_do_not_train_stay():
+    model = tiny_model(use_expert_bias=True)
+    model.vision_model.requires_grad_(False)
+    assert len(ExpertBiases(model, 1e-3).routers) == 2
+    assert not ExpertBiases(tiny_model(), 1e-3).routers
+
+
+def test_biases_balance_and_are_saved_in_full_precision(tmp_path):
+    """Every step of the log has the greatest violation; the biases are in the file, and stay what they are in bf16."""
+    folder = train(tmp_path, **BIASED, expert_bias_rate=0.05, max_steps=5)
+    assert all(entry["max_violation"] >= 0 for entry in read_log(folder))
+    saved = {name: value for name, value in weights(folder).items() if name.endswith("expert_bias")}
+    assert saved and all(value.dtype == torch.float32 and value.any() for value in saved.values())
+    loaded = CLIPMoEModel.from_pretrained(folder, dtype=torch.bfloat16)
+    for name, value in loaded.named_buffers():
+        if name.endswith("expert_bias"):
+            assert value.dtype == torch.float32 and torch.equal(value, saved[name])
+
+
+@pytest.mark.slow
+def test_two_processes_move_their_biases_as_one(whole, tmp_path):
+    train(tmp_path, only=["dense", "sparse"], **BIASED)
+    run_processes(2, train_recipe, "--config", tmp_path / "recipe.yaml")
+    for name, value in weights(tmp_path / "out" / "tuned").items():
+        if name.endswith("expert_bias"):
+            torch.testing.assert_close(value, weights(whole(**BIASED))[name])
+
+
+def test_the_balance_loss_of_sigmoid_scores_by_hand():
+    logits = torch.randn(5, 4, dtype=torch.float64)
+    scores = 1 / (1 + (-logits).exp())
+    scores = scores / scores.sum(-1, keepdim=True)
+    chosen = torch.zeros(4, dtype=torch.float64)
+    for token in logits:
+        chosen[token.topk(2).indices] += 1 / 5
+    by_hand = 4 / 2 * (chosen * scores.mean(0)).sum()
+    loss = load_balancing_loss((logits,), 2, scoring_func="sigmoid")
+    torch.testing.assert_close(loss, by_hand.float())
+
+
+def test_entropies_are_those_of_softmax_scores(tmp_path):
+    with pytest.raises(ValueError, match="local_entropy_coef.*the text tower has sigmoid scores: leave it out"):
+        train(tmp_path, change=set_towers(scoring_func="sigmoid"), local_entropy_coef={"text": 0.1})
