@@ -156,6 +156,16 @@ def test_verdicts(learned, kept, begins):
     assert "over the pictures of each test, 1,000 for what was learned. Another" in told
 
 
+def test_what_was_not_measured_was_not_forgotten():
+    scores = {"base": 0.2, "dense": 0.4, "sparse": 0.6}
+    results = [
+        result(model, "learned", primary={"accuracy": "accuracy"}, metrics={"accuracy": score})
+        for model, score in scores.items()
+    ]
+    told = answer(results, ["learned"], {model: f"in/{model}" for model in scores})
+    assert told.startswith("**Experts helped: +20.0") and "*Kept* was not measured" in told
+
+
 def test_a_small_test_says_how_many_pictures_it_would_take():
     """Newcombe's interval of 40 % against 40 % reaches 6.8 points with 400 pictures, 4.8 with 800."""
     results = [
