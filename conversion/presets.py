@@ -3,7 +3,10 @@
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import ConfigDict, Field, model_validator
+from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from records.messages import did_you_mean
 
@@ -74,3 +77,27 @@ def sparse_layers(chosen: SparseLayers, tower: str, num_layers: int) -> list[int
             f"of layers, of the {num_layers} that the tower has"
         )
     return sorted(layers)
+
+
+@pydantic_dataclass(config=ConfigDict(extra="forbid"), kw_only=True)
+class ExpertInit:
+    """How the experts of an upcycled model begin."""
+
+    # `copies` of the dense FFN; `noise`: copies with normal noise; `drop_upcycling`: copies of which a share of the
+    # hidden units is drawn anew, with the mean and deviation of what they replace (arXiv:2502.19261); `random`: all is.
+    kind: Literal["copies", "noise", "drop_upcycling", "random"] = "copies"
+    # Standard deviation of the noise, relative to that of each tensor.
+    noise: float = Field(default=0.01, gt=0)
+    # The share of the hidden units that `drop_upcycling` draws anew.
+    ratio: float = Field(default=0.5, gt=0, le=1)
+    # Which those are: the same in all tensors of an `expert`, as the paper has it, or others in each `tensor`, as its
+    # released code does.
+    units: Literal["expert", "tensor"] = "expert"
+
+    @model_validator(mode="after")
+    def _check(self):
+        takes = {"noise": {"noise"}, "drop_upcycling": {"ratio", "units"}}.get(self.kind, set())
+        for name, field in type(self).__pydantic_fields__.items():
+            if name not in {"kind", *takes} and getattr(self, name) != field.default:
+                raise ValueError(f"expert_init.{name}: {self.kind} takes none")
+        return self

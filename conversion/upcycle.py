@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import CLIPConfig, PreTrainedConfig, PreTrainedModel
 
 from conversion.checkpoints import load_dense, load_sparse
+from conversion.expert_init import ExpertInit, init_experts
 from conversion.presets import TOWERS, Preset, sparse_layers
 from conversion.processors import copy_processor
 from conversion.rules import Rule, apply_rules
@@ -183,6 +184,7 @@ def upcycle(
     towers: Sequence[str] = TOWERS,
     seed: int = 0,
     routing: Mapping[str, Mapping[str, Any]] | None = None,
+    expert_init: ExpertInit | None = None,
 ) -> PreTrainedModel:
     """Makes a dense model sparse: experts (and base FFN) are copies of its FFNs, routers and fusion gates are new.
 
@@ -192,13 +194,16 @@ def upcycle(
         towers: "text", "vision" or both; the other tower stays dense (CLIP-UP, appendix B.1).
         seed: draws the new weights, see `build_sparse`.
         routing: see `change_routing`.
+        expert_init: how the experts begin, drawn by the seed; None: as copies.
 
     Returns:
         The model in evaluation mode and the dense model's dtype.
     """
     config = change_routing(sparse_config(dense.config, preset, towers), routing or {})
     rules = upcycling_rules(config)
-    return build_sparse(config, dense.state_dict(), rules, dense.dtype, seed)
+    sparse = build_sparse(config, dense.state_dict(), rules, dense.dtype, seed)
+    init_experts(sparse, expert_init or ExpertInit(), seed)
+    return sparse
 
 
 def change_routing(config: SparseMoEConfig, routing: Mapping[str, Mapping[str, Any]]) -> SparseMoEConfig:
@@ -240,9 +245,11 @@ def convert(
     towers: Sequence[str] = TOWERS,
     seed: int = 0,
     routing: Mapping[str, Mapping[str, Any]] | None = None,
+    expert_init: ExpertInit | None = None,
 ) -> None:
     """Save a dense CLIP as a sparse one, with its processor, and verify it; for `routing` see `change_routing`."""
-    model = upcycle(load_dense(source), preset, towers, seed, routing)
+    model = upcycle(load_dense(source), preset, towers, seed, routing, expert_init)
     save(model, folder)
     copy_processor(source, folder)
-    verify(source, folder)
+    if expert_init is None or expert_init.kind == "copies":
+        verify(source, folder)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, JsonValue
 from pydantic.dataclasses import dataclass
 
-from conversion.presets import PRESETS, changed_preset
+from conversion.presets import PRESETS, ExpertInit, changed_preset
 from training.context import Context
 from training.settings import STRICT
 from training.stages.base import Model, Stage, named_errors
@@ -45,6 +45,8 @@ class UpcycleStage(Stage):
     text_config: dict[str, JsonValue] = Field(default_factory=dict)
     # The same for the image tower.
     vision_config: dict[str, JsonValue] = Field(default_factory=dict)
+    # How the experts begin: as copies, or otherwise. Only copies start as the dense model and are compared with it.
+    expert_init: ExpertInit = Field(default_factory=ExpertInit)
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         from conversion.upcycle import convert
@@ -52,4 +54,4 @@ class UpcycleStage(Stage):
         with named_errors(self, "changes"):
             preset = changed_preset(self.preset, self.changes)
         routing = {"text_config": self.text_config, "vision_config": self.vision_config}
-        convert(inputs.model, directory, preset, self.towers, context.seed, routing)
+        convert(inputs.model, directory, preset, self.towers, context.seed, routing, self.expert_init)

@@ -1,0 +1,70 @@
+"""How experts begin: what is drawn anew, and what stays the dense FFN's."""
+
+import pytest
+import torch
+from tiny_clip import tiny_clip
+from tiny_runs import DENSE, SPARSE, run_stages
+from transformers import AutoModel
+
+from conversion.presets import PRESETS, ExpertInit
+from conversion.upcycle import upcycle
+from modeling_clip_moe.experts import CLIPMoEExperts
+
+
+@pytest.fixture(scope="module")
+def dense():
+    return tiny_clip()
+
+
+def experts_of(dense, **how):
+    sparse = upcycle(dense, PRESETS["clip_moe"], seed=1, expert_init=ExpertInit(**how))
+    return [module for module in sparse.modules() if isinstance(module, CLIPMoEExperts)]
+
+
+@pytest.mark.parametrize("units", ["expert", "tensor"])
+def test_half_of_the_hidden_units_are_drawn_anew(dense, units):
+    copies = experts_of(dense)
+    for experts, before in zip(experts_of(dense, kind="drop_upcycling", units=units), copies, strict=True):
+        changed = {}
+        for name, axis in {"up_proj": 2, "down_proj": 1}.items():  # over the other axis
+            differs = getattr(experts, name) != getattr(before, name)
+            changed[name] = differs.any(axis)
+            assert torch.equal(differs.all(axis), changed[name])  # whole units
+            assert (changed[name].sum(1) == changed[name].shape[1] // 2).all()
+        assert torch.equal(experts.up_proj_bias != before.up_proj_bias, changed["up_proj"])
+        assert torch.equal(experts.down_proj_bias, before.down_proj_bias)
+        assert (changed["up_proj"] == changed["down_proj"]).all() == (units == "expert")
+        assert not torch.equal(changed["up_proj"][0], changed["up_proj"][1])  # each expert has others
+        drawn, replaced = experts.up_proj[changed["up_proj"]], before.up_proj[changed["up_proj"]]
+        assert drawn.std().item() == pytest.approx(replaced.std().item(), rel=0.15)
+        assert drawn.mean().item() == pytest.approx(replaced.mean().item(), abs=0.1 * replaced.std().item())
+
+
+def test_noise_is_relative_and_random_keeps_nothing(dense):
+    copies = experts_of(dense)
+    for noisy, random, before in zip(
+        experts_of(dense, kind="noise", noise=0.1), experts_of(dense, kind="random"), copies, strict=True
+    ):
+        noise = noisy.up_proj - before.up_proj
+        assert noise.std().item() == pytest.approx(0.1 * before.up_proj.std().item(), rel=0.1)
+        assert torch.corrcoef(torch.stack([random.up_proj.flatten(), before.up_proj.flatten()]))[0, 1].abs() < 0.1
+        assert random.up_proj.std().item() == pytest.approx(before.up_proj.std().item(), rel=0.1)
+
+
+def test_a_recipe_chooses_and_repeats_it(tmp_path, capsys):
+    """Only copies are compared with the dense model."""
+    stage = {**SPARSE, "expert_init": {"kind": "drop_upcycling"}}
+    first, again = (run_stages(tmp_path / name, [DENSE, stage]) / "sparse" for name in ("first", "again"))
+    assert "largest difference" not in capsys.readouterr().out
+    for one, other in zip(*(AutoModel.from_pretrained(folder).parameters() for folder in (first, again)), strict=True):
+        assert torch.equal(one, other)
+    refused = {
+        "noise takes none": {"kind": "copies", "noise": 0.1},
+        "ratio": {"kind": "drop_upcycling", "ratio": 0},
+        "kind": {"kind": "svd"},
+        "rate": {"kind": "noise", "rate": 1},
+    }
+    refused["expert_init.noise: copies takes none"] = refused.pop("noise takes none")
+    for message, how in refused.items():
+        with pytest.raises(ValueError, match=message):
+            run_stages(tmp_path / "refused", [DENSE, {**SPARSE, "expert_init": how}])
