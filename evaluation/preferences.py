@@ -139,8 +139,9 @@ def dropped_patches(
     """(n, S - 1), whether none of a patch's choices finds room at its expert, where the first `num_images` images, or
     all, share the capacity in their order (CLIP-UP Figure 7). The layers below did what they do at inference."""
     probabilities = torch.from_numpy(routed.probabilities[:num_images])
-    best, ids = probabilities.topk(config.num_experts_per_tok, dim=-1)  # (n, S, K)
-    priorities = best if config.token_drop_policy == "probs" else None
+    chosen = torch.from_numpy(routed.computed[:num_images])  # by a bias, too
+    ids = (probabilities + chosen).topk(config.num_experts_per_tok, dim=-1).indices  # (n, S, K)
+    priorities = probabilities.gather(-1, ids) if config.token_drop_policy == "probs" else None
     kept = expert_capacity_mask(ids, config.num_experts, capacity_factor, priorities=priorities)
     return ~kept.any(dim=-1)[:, 1:].numpy()
 
