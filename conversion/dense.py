@@ -41,12 +41,13 @@ Scale = float | Mapping[str, Mapping[str, float]]
 def layer_scales(config: SparseMoEConfig, expert: int | str, scale: Scale | None) -> dict[str, float]:
     """Regular expression of each sparse FFN -> its scale, in the order of the model: text tower first.
 
-    It is 1 for the base FFN, and where the weights of a token's experts sum to 1, whatever `scale` says.
+    It is 1 for the base FFN, and `routed_scaling_factor` where the weights of a token's experts are normalized,
+    whatever `scale` says.
     """
     scales = {}
     for tower, (prefix, tower_config) in towers_of(config).items():
         for layer in sorted(tower_config.moe_layers):
-            value = 1.0
+            value = 1.0 if expert == BASE else float(tower_config.routed_scaling_factor)
             if expert != BASE and not tower_config.norm_topk_prob:
                 value = scale.get(tower, {}).get(str(layer)) if isinstance(scale, Mapping) else scale
                 if value is None:
@@ -118,27 +119,29 @@ def force_expert(sparse: PreTrainedModel, expert: int, scale: float | Sequence[f
         sparse: a whole model, or a tower.
         expert: its number, from 0.
         scale: its weight: a number, or one for each sparse layer, those of the text tower first. None: for each token
-            the sum of the K weights that the router gives before any is dropped, which is 1 with `norm_topk_prob`.
+            the sum of the K weights that the router gives before any is dropped, which is `routed_scaling_factor` with
+            `norm_topk_prob`.
     """
     blocks = [module for module in sparse.modules() if isinstance(module, CLIPMoESparseMoeBlock)]
     if any(not 0 <= expert < block.num_experts for block in blocks):
         raise ValueError(f"there is no expert {expert}, only 0 to {min(block.num_experts for block in blocks) - 1}")
     scales = scale if isinstance(scale, Sequence) else [scale] * len(blocks)
 
-    def force(_, inputs, outputs, config, weight):
+    def force(router, inputs, outputs, weight):
+        config = router.config
         logits, (_, mask) = outputs[0], inputs
         ids = torch.full_like(outputs[2][..., :1], expert)  # (B, S, 1)
         if mask is not None:
             ids = ids.masked_fill(~mask.bool()[..., None], config.num_experts)
-        if weight is None and not config.norm_topk_prob:
-            weights = logits.softmax(dim=-1).topk(config.num_experts_per_tok).values.sum(dim=-1, keepdim=True)
+        if weight is None:
+            weights = router.weigh(*router.choose(router.score(logits))).sum(dim=-1, keepdim=True)
         else:
-            weights = torch.full_like(logits[..., :1], 1.0 if weight is None else weight)
+            weights = torch.full_like(logits[..., :1], weight)
         return logits, weights * (ids < config.num_experts), ids, dispatch(ids.flatten(0, 1), config.num_experts)
 
     with contextlib.ExitStack() as hooks:
         for block, weight in zip(blocks, scales, strict=True):
-            hook = functools.partial(force, config=block.config, weight=weight)
+            hook = functools.partial(force, weight=weight)
             # Before the hooks that record the expert ids
             handle = block.router.register_forward_hook(hook, prepend=True)
             hooks.callback(handle.remove)

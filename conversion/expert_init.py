@@ -1,4 +1,4 @@
-"""Other beginnings of experts than equal copies of the dense FFN, so that they differ before training."""
+"""Ways to start experts other than as equal copies of the dense FFN, so that they differ before training."""
 
 import torch
 from torch import Tensor, nn
@@ -7,36 +7,35 @@ from conversion.presets import ExpertInit
 from modeling_clip_moe.experts import CLIPMoEExperts
 
 # Of the stacked tensors, the axis of the hidden units; the bias of `down_proj` has none
-UNITS = {"up_proj": 1, "up_proj_bias": 1, "down_proj": 2}
+UNIT_AXIS = {"up_proj": 1, "up_proj_bias": 1, "down_proj": 2}
 
 
 @torch.no_grad()
-def init_experts(model: nn.Module, how: ExpertInit, seed: int) -> None:
-    """Let the experts of an upcycled model, which are copies, begin otherwise, in place."""
+def init_experts(model: nn.Module, init: ExpertInit, seed: int) -> None:
+    """Replace the copied experts of an upcycled model in place."""
     generator = torch.Generator().manual_seed(seed)
     for experts in model.modules():
-        if not isinstance(experts, CLIPMoEExperts) or how.kind == "copies":
+        if not isinstance(experts, CLIPMoEExperts) or init.kind == "copies":
             continue
-        tensors = {name: getattr(experts, name) for name in (*UNITS, "down_proj_bias")}
-        if how.kind == "noise":
+        tensors = {name: getattr(experts, name) for name in (*UNIT_AXIS, "down_proj_bias")}
+        if init.kind == "noise":
             for tensor in tensors.values():
-                tensor.add_(tensor.std() * how.noise * torch.randn(tensor.shape, generator=generator).to(tensor))
-        elif how.kind == "random":
+                tensor.add_(tensor.std() * init.noise * torch.randn(tensor.shape, generator=generator).to(tensor))
+        elif init.kind == "random":
             for tensor in tensors.values():
                 tensor.copy_(_drawn_like(tensor, generator))
         else:
             for expert in range(experts.num_experts):
-                chosen = _units(experts.up_proj.shape[1], how.ratio, generator)
-                for name, axis in UNITS.items():
-                    if how.units == "tensor" and name != "up_proj_bias":  # a bias goes with its matrix
-                        chosen = _units(experts.up_proj.shape[1], how.ratio, generator)
+                chosen = _units(experts.up_proj.shape[1], init.ratio, generator)
+                for name, axis in UNIT_AXIS.items():
+                    if init.units == "tensor" and name != "up_proj_bias":  # a bias goes with its matrix
+                        chosen = _units(experts.up_proj.shape[1], init.ratio, generator)
                     place = (expert, chosen) if axis == 1 else (expert, slice(None), chosen)
                     tensors[name][place] = _drawn_like(tensors[name][place], generator)
 
 
 def _units(number: int, ratio: float, generator: torch.Generator) -> Tensor:
-    """Which hidden units are drawn anew: `ratio` of all. The permutation of units before that, which the paper has,
-    changes nothing that an expert computes."""
+    """Random hidden units, a share `ratio` of all. The paper permutes units first; that changes no output."""
     return torch.randperm(number, generator=generator)[: round(ratio * number)]
 
 

@@ -81,10 +81,11 @@ def sparse_layers(chosen: SparseLayers, tower: str, num_layers: int) -> list[int
 
 @pydantic_dataclass(config=ConfigDict(extra="forbid"), kw_only=True)
 class ExpertInit:
-    """How the experts of an upcycled model begin."""
+    """How the experts of an upcycled model start."""
 
     # `copies` of the dense FFN; `noise`: copies with normal noise; `drop_upcycling`: copies of which a share of the
-    # hidden units is drawn anew, with the mean and deviation of what they replace (arXiv:2502.19261); `random`: all is.
+    # hidden units is drawn anew, with the mean and deviation of what they replace (arXiv:2502.19261); `random`: every
+    # weight is.
     kind: Literal["copies", "noise", "drop_upcycling", "random"] = "copies"
     # Standard deviation of the noise, relative to that of each tensor.
     noise: float = Field(default=0.01, gt=0)
@@ -99,5 +100,5 @@ class ExpertInit:
         takes = {"noise": {"noise"}, "drop_upcycling": {"ratio", "units"}}.get(self.kind, set())
         for name, field in type(self).__pydantic_fields__.items():
             if name not in {"kind", *takes} and getattr(self, name) != field.default:
-                raise ValueError(f"expert_init.{name}: {self.kind} takes none")
+                raise ValueError(f"{name}: {self.kind} takes none")
         return self

@@ -233,7 +233,7 @@ def verify(source: str | Path, folder: Path) -> None:
         tower_config.eval_capacity_factor = None
         if not tower_config.norm_topk_prob or tower_config.routed_scaling_factor != 1:
             tower = tower_config.base_config_key
-            print(f"{tower}: routing weights do not sum to 1, so the model starts below the dense one. Here they do:")
+            print(f"{tower}: routing weights do not sum to 1, so the model starts unlike the dense one. Here they do:")
             tower_config.norm_topk_prob, tower_config.routed_scaling_factor = True, 1.0
     compare(load_dense(source, torch.float32), sparse)
 

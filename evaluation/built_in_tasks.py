@@ -80,7 +80,7 @@ def symbol_tasks(number: int = 3000, retrieval: int = 5000, pairs: int = 1400, t
     }
 
 
-# Numbers of towns that there is a task of
+# Numbers of facts with a task: towns, and the first of them characters and molecules
 NUMBERS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 
 

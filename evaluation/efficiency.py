@@ -16,7 +16,7 @@ from conversion.upcycle import sparse_config
 from data.arguments import DataArguments
 from evaluation.costs import count_multiply_adds, count_parameters, meta_model, paper_config
 from evaluation.embedder import usable_device
-from evaluation.forecast import CAVEAT, count_captions, forecast, multiply_adds, trained
+from evaluation.estimate import CAVEAT, count_captions, estimate, multiply_adds, trained_model
 from evaluation.law import Facts, fitted_law
 from evaluation.page import write_page
 from evaluation.speed import ROUNDS, measure_memory, measure_speed
@@ -182,12 +182,11 @@ def _verdict(name: str, facts: Facts, exposures: float) -> str:
     """What the law says of a dense model and of CLIP-UP with 8 experts made of it."""
     config = paper_config(name) or config_of(clip_class(name), name)
     made = sparse_config(config, dataclasses.replace(PRESETS["clip_up"], capacity_factor=None))
-    said = forecast(
-        facts, trained(config, exposures), trained(made, exposures * multiply_adds(config) / multiply_adds(made))
-    )
-    if said.outside:
-        return f"{escape(name)}: no verdict. {'; '.join(said.outside)}. Train both, as docs/own_pictures.md does."
-    return f"{escape(name)}: with 8 experts, {said.sentence}"
+    fewer = exposures * multiply_adds(config) / multiply_adds(made)
+    estimated = estimate(facts, trained_model(config, exposures), trained_model(made, fewer))
+    if estimated.outside:
+        return f"{escape(name)}: no verdict. {'; '.join(estimated.outside)}. Train both, as docs/own_pictures.md does."
+    return f"{escape(name)}: with 8 experts, {estimated.sentence}"
 
 
 def _table(costs: Mapping[str, Any], row_of: Callable[[Mapping[str, Any]], dict[str, float]], baseline: str) -> str:

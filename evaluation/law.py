@@ -13,9 +13,11 @@ import numpy as np
 # The law, and the cases with 8 experts that it was fitted to, as `model_cards.law_outcomes` writes them
 FITTED = Path(__file__).with_name("law.json")
 
+# Of the intervals of gains
+LEVEL = 0.9
 # Bits of a fact that need no memory: the tint of a town's shield and its name's ending tell its country
 TOLD = {"names": 3.0}
-# Of the logarithms that the law is off by: of both models alike, of each, and of the room of both
+# Draws of the logarithms that the law is off by: of both models alike, of each, and of what both can hold
 NORMAL = np.random.default_rng(0).standard_normal((4, 4000))
 
 
@@ -46,8 +48,8 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Trained:
-    """What counts of a model.
+class TrainedModel:
+    """What the law takes of a model and its training.
 
     Args:
         width: hidden size of the towers.
@@ -109,7 +111,7 @@ class Law:
     difficulty: dict[str, float]
     errors: Errors
 
-    def share(self, facts: Facts, model: Trained, half_error: Any = 0.0, room_error: Any = 0.0) -> Any:
+    def share(self, facts: Facts, model: TrainedModel, half_error: Any = 0.0, room_error: Any = 0.0) -> Any:
         """The share of the bits that a model knows after its training, from 0 to 1.
 
         Args:
@@ -122,7 +124,7 @@ class Law:
         ratio = np.exp(facts.slope * (log_half + half_error - math.log(model.exposures)))
         return (1 - np.exp(-held / facts.bits)) / (1 + ratio)
 
-    def gains(self, facts: Facts, sparse: Trained, dense: Trained) -> np.ndarray:
+    def gains(self, facts: Facts, sparse: TrainedModel, dense: TrainedModel) -> np.ndarray:
         """What a sparse model may know more than a dense one: the law's gain, with its errors drawn 4,000 times."""
         of_both, of_sparse, of_dense, of_room = NORMAL
         half = of_both * math.hypot(self.errors.exposures, facts.doubt)
@@ -141,12 +143,20 @@ class Law:
         if world in self.difficulty:
             return Facts(number, TOLD.get(world, 0.0), self.difficulty[world], self.real_slope)
         logs = [math.log(difficulty) for difficulty in self.difficulty.values()]
-        return Facts(number, 0.0, geometric_mean(self.difficulty.values()), self.real_slope, doubt=stdev(logs))
+        doubt = stdev(logs) * math.sqrt(1 + 1 / len(logs))
+        return Facts(number, 0.0, geometric_mean(self.difficulty.values()), self.real_slope, doubt=doubt)
 
 
-def interval(gains: np.ndarray, level: float = 0.9) -> tuple[float, float]:
-    """Of drawn gains."""
-    low, high = np.quantile(gains, [(1 - level) / 2, (1 + level) / 2])
+def known_share(information: float, number: int, world: str | None = None) -> float:
+    """The share of the bits to remember that a model knows, by the share of all bits, `evaluation.task.INFORMATION`,
+    that it tells of so many facts."""
+    bits, told = math.log2(number), TOLD.get(world, 0.0)
+    return max(0.0, (information * bits - told) / (bits - told))
+
+
+def interval(gains: np.ndarray) -> tuple[float, float]:
+    """That of `LEVEL`, of drawn gains."""
+    low, high = np.quantile(gains, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return float(low), float(high)
 
 

@@ -29,11 +29,14 @@ class RoutedTokens:
     Args:
         probabilities: (n, S, E), the router's distribution.
         computed: (n, S, E), whether an expert computed a token. None does where it is padding.
+        scores, choices: (n, S, K), what the router chose, before capacity drops any: `CLIPMoERouter.choose`.
     """
 
     layer: int
     probabilities: np.ndarray
     computed: np.ndarray
+    scores: np.ndarray
+    choices: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -101,22 +104,22 @@ def route_texts(embedder: Embedder, texts: Sequence[str], layer: int) -> RoutedT
     return RoutedTexts(layer, *_route(embedder, "text", layer, inputs), inputs["input_ids"].numpy(), texts)
 
 
-def _route(
-    embedder: Embedder, tower: str, layer: int, inputs: Mapping[str, torch.Tensor]
-) -> tuple[np.ndarray, np.ndarray]:
-    """The probabilities of a layer's router, and what was computed: see `RoutedTokens`."""
+def _route(embedder: Embedder, tower: str, layer: int, inputs: Mapping[str, torch.Tensor]) -> tuple[np.ndarray, ...]:
+    """What a layer's router did: see `RoutedTokens`."""
     config, model = getattr(embedder.model.config, f"{tower}_config"), getattr(embedder.model, f"{tower}_model")
-    number = sorted(config.moe_layers).index(layer)
-    probabilities, computed = [], []
+    number, router = sorted(config.moe_layers).index(layer), model.encoder.layers[layer].mlp.router
+    parts_of_all = []
     for parts in zip(*(tensor.split(embedder.batch_size) for tensor in inputs.values()), strict=True):
         batch = {name: part.to(embedder.device) for name, part in zip(inputs, parts, strict=True)}
         with torch.no_grad():
             outputs = model(**batch, output_router_logits=True, output_expert_ids=True)
-        of_batch = router_probabilities(outputs.router_logits[number], config.scoring_func)
-        probabilities.append(of_batch.float().cpu().numpy())
+        logits = outputs.router_logits[number]
+        probabilities = router_probabilities(logits, config.scoring_func).float()
         ids = torch.nn.functional.one_hot(outputs.expert_ids[number], config.num_experts + 1)
-        computed.append(ids[..., : config.num_experts].sum(dim=2).bool().cpu().numpy())
-    return np.concatenate(probabilities), np.concatenate(computed)
+        computed = ids[..., : config.num_experts].sum(dim=2).bool()
+        of_batch = probabilities, computed, *router.choose(router.score(logits))
+        parts_of_all.append([tensor.cpu().numpy() for tensor in of_batch])
+    return tuple(map(np.concatenate, zip(*parts_of_all, strict=True)))
 
 
 def top_patches(routed: RoutedImages) -> list[list[tuple[int, int]]]:
@@ -138,10 +141,8 @@ def dropped_patches(
 ) -> np.ndarray:
     """(n, S - 1), whether none of a patch's choices finds room at its expert, where the first `num_images` images, or
     all, share the capacity in their order (CLIP-UP Figure 7). The layers below did what they do at inference."""
-    probabilities = torch.from_numpy(routed.probabilities[:num_images])
-    chosen = torch.from_numpy(routed.computed[:num_images])  # by a bias, too
-    ids = (probabilities + chosen).topk(config.num_experts_per_tok, dim=-1).indices  # (n, S, K)
-    priorities = probabilities.gather(-1, ids) if config.token_drop_policy == "probs" else None
+    scores, ids = (torch.from_numpy(of_all[:num_images]) for of_all in (routed.scores, routed.choices))  # (n, S, K)
+    priorities = scores if config.token_drop_policy == "probs" else None
     kept = expert_capacity_mask(ids, config.num_experts, capacity_factor, priorities=priorities)
     return ~kept.any(dim=-1)[:, 1:].numpy()
 

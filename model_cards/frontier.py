@@ -85,7 +85,7 @@ def write_frontier(
         world, facts: what the models learned.
         width, exposures: of the dense models whose multiply-adds are the budgets.
     """
-    run = [point for file in points for point in read_points(file)]
+    run = read_points(*points)
     budgets = [Budget(number, at_best_rate(of_budget(run, world, facts, width, number))) for number in exposures]
     rows = [_row(budget, model) for budget in budgets for model in budget.order]
     head = ["budget", "model", "rate", "seeds", "R@1", "above the best dense"]
@@ -98,7 +98,7 @@ def write_frontier(
         "core of an x86-64, beside another run.\n\n"
         "The pictures have all models of the table, those with several seeds filled, and a line through the best dense "
         "and the best sparse ones of the budgets; on the right, the models of the budget "
-        f"{_widest(budgets).exposures} alone."
+        f"{_with_most_models(budgets).exposures} alone."
     )
     data = [
         asdict(budget.models[model][seed])
@@ -111,14 +111,14 @@ def write_frontier(
     return table
 
 
-def _widest(budgets: Sequence[Budget]) -> Budget:
+def _with_most_models(budgets: Sequence[Budget]) -> Budget:
     """That with most models."""
     return max(budgets, key=lambda budget: len(budget.models))
 
 
 def _draw(budgets: Sequence[Budget], path: Path) -> None:
     figure, axes = plt.subplots(1, 3, figsize=(12, 4), sharey=True, layout="constrained")
-    panels = {"training": budgets, "seconds": budgets, "multiply_adds": [_widest(budgets)]}
+    panels = {"training": budgets, "seconds": budgets, "multiply_adds": [_with_most_models(budgets)]}
     labels = ("multiply-adds of training", "seconds of training", "multiply-adds of one use")
     for axis, label, (name, shown) in zip(axes, labels, panels.items(), strict=True):
         for kind, color in (("dense", "C0"), ("sparse", "C1")):

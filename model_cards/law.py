@@ -16,7 +16,7 @@ import numpy as np
 from scipy import stats
 from scipy.optimize import least_squares, minimize
 
-from evaluation.law import TOLD, Errors, Law, Trained, interval, probability
+from evaluation.law import LEVEL, Errors, Law, TrainedModel, interval, known_share, probability
 from model_cards.law_cases import RATE, Case, batch_size, costs, steps
 from model_cards.law_points import Point
 from records.command_line import command
@@ -33,7 +33,6 @@ GAIN_WEIGHT, FIRST_ERRORS = 2.0, (0.3, 0.1, 0.1, 0.4)
 LEARNED = 0.02
 # Shares differ by less than a seed changes where the training multiply-adds differ by no more
 SAME_BUDGET = 0.02
-LEVEL = 0.9
 NO_ERRORS = Errors(0.0, 0.0, 0.0, 0.0)
 
 
@@ -44,13 +43,12 @@ def of_rule(points: Iterable[Point]) -> list[Point]:
 
 def known(point: Point) -> float:
     """The share of the bits to remember that a model knows."""
-    told, bits = TOLD.get(point.world, 0.0), math.log2(point.facts)
-    return max(0.0, (point.information * bits - told) / (bits - told))
+    return known_share(point.information, point.facts, point.world)
 
 
-def trained(point: Point) -> Trained:
+def model_of(point: Point) -> TrainedModel:
     dense = costs(point.world, point.width, 0, 2)[1]
-    return Trained(point.width, dense, point.exposures, point.parameters - dense)
+    return TrainedModel(point.width, dense, point.exposures, point.parameters - dense)
 
 
 def pairs(points: Sequence[Point]) -> list[tuple[int, int]]:
@@ -94,11 +92,7 @@ def fit(points: Sequence[Point], errors: Errors = NO_ERRORS) -> Law:
 
 def share(law: Law, point: Point) -> float:
     """What the law says of a point."""
-    return law.share(law.facts(point.facts, point.world), trained(point))
-
-
-def gain(law: Law, sparse: Point, dense: Point) -> float:
-    return share(law, sparse) - share(law, dense)
+    return law.share(law.facts(point.facts, point.world), model_of(point))
 
 
 def seed_reach(points: Sequence[Point]) -> float:
@@ -130,7 +124,7 @@ def fit_errors(pairs: LeftOut) -> Errors:
         errors, total = Errors(*np.exp(logs)), 0.0
         for law, sparse, dense in pairs:
             drawn = dataclasses.replace(law, errors=errors).gains(
-                law.facts(sparse.facts, sparse.world), trained(sparse), trained(dense)
+                law.facts(sparse.facts, sparse.world), model_of(sparse), model_of(dense)
             )
             deviation = drawn.std()
             total += ((known(sparse) - known(dense) - drawn.mean()) / deviation) ** 2 / 2 + math.log(deviation)
@@ -187,23 +181,30 @@ def predict(law: Law, case: dict[str, Any]) -> Prediction:
     sparse = Case(**{"budget_width": case["width"], **case})
     rival = dataclasses.replace(sparse, width=rival_width or sparse.width, experts=0)
     facts = law.facts(sparse.facts, sparse.world)
-    models = trained_in_case(sparse), trained_in_case(rival)
+    models = model_of_case(sparse), model_of_case(rival)
     shares = [float(law.share(facts, model)) for model in models]
     drawn = law.gains(facts, *models)
     ahead = probability(drawn)
     winner, ahead = ("sparse", ahead) if ahead > 0.5 else ("dense", 1 - ahead)
-    numbers = (round(number, 4) for number in (*shares, shares[0] - shares[1], *interval(drawn, LEVEL)))
+    numbers = (round(number, 4) for number in (*shares, shares[0] - shares[1], *interval(drawn)))
     return Prediction(sparse, rival, why, *numbers, winner, round(ahead, 3))
 
 
-def trained_in_case(case: Case) -> Trained:
+def model_of_case(case: Case) -> TrainedModel:
     exposures = sum(steps(case)) * batch_size(case) / case.facts
     parameters, dense = (costs(case.world, case.width, n, case.experts_per_token)[1] for n in (case.experts, 0))
-    return Trained(case.width, dense, exposures, parameters - dense)
+    return TrainedModel(case.width, dense, exposures, parameters - dense)
 
 
-def read_points(path: Path) -> list[Point]:
-    return [Point(**point) for point in json.loads(path.read_text(encoding="utf-8"))]
+def read_points(*files: Path) -> list[Point]:
+    """Raises ValueError where two points are of one model and seed."""
+    points = [Point(**point) for file in files for point in json.loads(file.read_text(encoding="utf-8"))]
+    models: dict[tuple, Point] = {}
+    for point in points:
+        model = (point.world, point.facts, point.width, point.experts, point.experts_per_token, point.pairs)
+        if models.setdefault((*model, point.rate, point.seed), point) is not point:
+            raise ValueError(f"{', '.join(map(str, files))}: two points of one model and seed: {point}")
+    return points
 
 
 @command

@@ -17,9 +17,10 @@ from pathlib import Path
 import numpy as np
 
 from evaluation.figures import grid, save
+from evaluation.law import LEVEL as LAW_LEVEL
 from evaluation.law import Law, interval, law_of
 from evaluation.page import write_page
-from model_cards.law import known, of_rule, pairs, read_points, seed_reach, trained_in_case
+from model_cards.law import known, model_of_case, of_rule, pairs, read_points, seed_reach
 from model_cards.law_cases import Case
 from model_cards.law_points import Point
 from records.command_line import Folder, command
@@ -30,13 +31,13 @@ from records.markdown import markdown_table
 WORLDS = {"names": (16, 640), "icons": (24, 320), "characters": (24, 320), "molecules": (32, 320)}
 # World -> number of facts -> seed -> gain
 Measured = dict[str, dict[int, dict[int, float]]]
-NUMBERS = np.unique(np.geomspace(256, 4096, 33).astype(int))
+LINE_FACTS = np.unique(np.geomspace(256, 4096, 33).astype(int))
 
 
 def line(law: Law, world: str, facts: int) -> tuple[float, float, float]:
-    """The law's gain, and its 90 % interval."""
+    """The law's gain, and its interval."""
     width, exposures = WORLDS[world]
-    models = [trained_in_case(Case(world, facts, width, exposures, experts)) for experts in (8, 0)]
+    models = [model_of_case(Case(world, facts, width, exposures, experts)) for experts in (8, 0)]
     of_world = law.facts(facts, world)
     sparse, dense = (float(law.share(of_world, model)) for model in models)
     return sparse - dense, *interval(law.gains(of_world, *models))
@@ -64,11 +65,12 @@ def draw_curves(predictions: Path, points: Path, outcome_points: Path, output_di
         outcome_points: those that were run since.
     """
     law = law_of(json.loads(predictions.read_text(encoding="utf-8"))["law"])
-    run = of_rule([point for file in (points, outcome_points) for point in read_points(file)])
+    run = of_rule(read_points(points, outcome_points))
     fitted_to = of_rule(read_points(points))
     measured = {world: gains_of(run, world) for world in WORLDS}
     before = {world: gains_of(fitted_to, world) for world in WORLDS}
-    reaches = {world: 100 * seed_reach([point for point in run if point.world == world]) for world in WORLDS}
+    kinds = {False: [point for point in run if point.world != "names"], True: [p for p in run if p.world == "names"]}
+    reaches = {world: 100 * seed_reach(kinds[world == "names"]) for world in WORLDS}
     rows = []
     for world, of_world in measured.items():
         for facts, of_seeds in of_world.items():
@@ -82,8 +84,8 @@ def draw_curves(predictions: Path, points: Path, outcome_points: Path, output_di
     table = markdown_table(head, rows)
     text = (
         "Gains: of the share of bits, 8 experts over a dense model of the same width and multiply-adds in training, in "
-        f"points. The law's: with its 90 % interval. Measured: mean and {LEVEL:.0%} interval over seeds, by the "
-        "deviation between seeds of all cases of the world. "
+        f"points. The law's: with its {LAW_LEVEL:.0%} interval. Measured: mean and {LEVEL:.0%} interval over seeds, by "
+        "the deviation between seeds of all cases of names, or of real pictures. "
         + ", ".join(f"{world}: {width} wide, {number} exposures" for world, (width, number) in WORLDS.items())
         + "."
     )
@@ -95,10 +97,10 @@ def draw_curves(predictions: Path, points: Path, outcome_points: Path, output_di
 def _draw(law: Law, measured: Measured, reaches: dict[str, float], path: Path) -> None:
     figure, axes = grid(len(WORLDS), 2, 4.2, 3.0)
     for axis, (world, of_world) in zip(axes.flat, measured.items(), strict=True):
-        said = 100 * np.array([line(law, world, int(number)) for number in NUMBERS])
+        said = 100 * np.array([line(law, world, int(number)) for number in LINE_FACTS])
         axis.axhline(0, color="0.7", linewidth=0.8)
-        axis.fill_between(NUMBERS, said[:, 1], said[:, 2], color="C0", alpha=0.15, linewidth=0)
-        axis.plot(NUMBERS, said[:, 0], color="C0", label="the law, before the runs")
+        axis.fill_between(LINE_FACTS, said[:, 1], said[:, 2], color="C0", alpha=0.15, linewidth=0)
+        axis.plot(LINE_FACTS, said[:, 0], color="C0", label="the law, before the runs")
         for facts, of_seeds in of_world.items():
             gains = [100 * gain for gain in of_seeds.values()]
             axis.plot([facts] * len(gains), gains, ".", color="0.6", markersize=4)

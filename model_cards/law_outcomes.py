@@ -21,8 +21,7 @@ from typing import Any
 
 from evaluation.law import FITTED
 from evaluation.page import write_page
-from model_cards.law import fitted, known, of_rule, pairs, seed_error, seed_reach
-from model_cards.law import read_points as read_file
+from model_cards.law import fitted, known, of_rule, pairs, read_points, seed_error, seed_reach
 from model_cards.law_cases import Case, batch_size, steps
 from model_cards.law_points import Point
 from records.command_line import Folder, command
@@ -63,7 +62,7 @@ def points_of(case: Case, points: Sequence[Point]) -> dict[int, Point]:
     found = {}
     for point in points:
         its = (point.world, point.facts, point.width, point.experts, point.experts_per_token, point.pairs)
-        if its == wanted and math.isclose(point.rate * point.width, 0.256, rel_tol=0.01):
+        if its == wanted and of_rule([point]):
             found[point.seed] = point
     return found
 
@@ -123,7 +122,7 @@ def write_outcomes(predictions: Path, points: Sequence[Path], output_dir: Folder
         points: files that `model_cards.law_points` wrote.
     """
     made = json.loads(predictions.read_text(encoding="utf-8"))
-    run = [point for file in points for point in read_file(file)]
+    run = read_points(*points)
     reach, (of_seed, freedom) = seed_reach(of_rule(run)), seed_error(of_rule(run))
     outcomes = [outcome(case, run, reach) for case in made["cases"]]
     rows = [_row(case, out) for case, out in zip(made["cases"], outcomes, strict=True)]

@@ -53,18 +53,24 @@ def test_noise_is_relative_and_random_keeps_nothing(dense):
 
 def test_a_recipe_chooses_and_repeats_it(tmp_path, capsys):
     """Only copies are compared with the dense model."""
+    run_stages(tmp_path / "copies", [DENSE, SPARSE])
+    assert "largest difference" in capsys.readouterr().out
     stage = {**SPARSE, "expert_init": {"kind": "drop_upcycling"}}
     first, again = (run_stages(tmp_path / name, [DENSE, stage]) / "sparse" for name in ("first", "again"))
     assert "largest difference" not in capsys.readouterr().out
     for one, other in zip(*(AutoModel.from_pretrained(folder).parameters() for folder in (first, again)), strict=True):
         assert torch.equal(one, other)
-    refused = {
-        "noise takes none": {"kind": "copies", "noise": 0.1},
-        "ratio": {"kind": "drop_upcycling", "ratio": 0},
-        "kind": {"kind": "svd"},
-        "rate": {"kind": "noise", "rate": 1},
-    }
-    refused["expert_init.noise: copies takes none"] = refused.pop("noise takes none")
-    for message, how in refused.items():
-        with pytest.raises(ValueError, match=message):
-            run_stages(tmp_path / "refused", [DENSE, {**SPARSE, "expert_init": how}])
+
+
+REFUSED = {
+    "sparse.expert_init: noise: copies takes none": {"noise": 0.1},
+    "expert_init.ratio: Input should be greater than 0": {"kind": "drop_upcycling", "ratio": 0},
+    "expert_init.kind: Input should be 'copies', 'noise', 'drop_upcycling' or 'random'": {"kind": "svd"},
+    "sparse.expert_init.rate: there is no such key: did you mean 'ratio'": {"kind": "noise", "rate": 1},
+}
+
+
+@pytest.mark.parametrize(("message", "init"), REFUSED.items(), ids=[*map(str, REFUSED.values())])
+def test_what_makes_no_sense_is_one_line(tmp_path, message, init):
+    with pytest.raises(ValueError, match=message):
+        run_stages(tmp_path, [DENSE, {**SPARSE, "expert_init": init}])

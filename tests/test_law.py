@@ -8,10 +8,10 @@ import pytest
 from documents import ROOT
 
 from data.arguments import DataArguments
-from evaluation.forecast import count_captions, forecast
-from evaluation.law import Errors, Facts, Law, Trained, fitted_law, interval, probability
+from evaluation.estimate import count_captions, estimate
+from evaluation.law import Errors, Facts, Law, TrainedModel, fitted_law, interval, probability
 from model_cards.frontier import at_best_rate, of_budget
-from model_cards.law import fit, fitted, known, of_rule, predict, read_points, trained
+from model_cards.law import fit, fitted, known, model_of, of_rule, predict, read_points
 from model_cards.law_cases import Case, arguments, batch_size, costs, steps
 from model_cards.law_outcomes import outcome
 from records.yaml_files import read_yaml
@@ -26,24 +26,26 @@ def test_a_share_by_hand():
     assert facts.bits == 1024 * 8
     half = 200 * 3 * (1024 / 1000) ** 0.5 * (8 / 16) ** (0.5 * math.log(8 / 16) - 1)
     held = 1 - math.exp(-2 * (3000 + 0.5 * 2000) / 8192)
-    assert LAW.share(facts, Trained(8, 3000, 640, 2000)) == pytest.approx(held / (1 + (half / 1.1 / 640) ** 2))
+    assert LAW.share(facts, TrainedModel(8, 3000, 640, 2000)) == pytest.approx(held / (1 + (half / 1.1 / 640) ** 2))
     held = 1 - math.exp(-2 * 3000 / 8192)
-    assert LAW.share(facts, Trained(8, 3000, 640)) == pytest.approx(held / (1 + (half / 640) ** 2))
+    assert LAW.share(facts, TrainedModel(8, 3000, 640)) == pytest.approx(held / (1 + (half / 640) ** 2))
     names, icons, other = (LAW.facts(500, world) for world in ("names", "icons", None))
     assert (names.told, names.difficulty, names.slope, names.pace, names.doubt) == (3, 1, 3, 1.1, 0)
     assert (icons.told, icons.difficulty, icons.slope, icons.pace, icons.doubt) == (0, 2, 1, 1, 0)
-    assert other.difficulty == pytest.approx(4) and other.doubt == pytest.approx(math.log(4) / math.sqrt(2))
+    assert other.difficulty == pytest.approx(4) and other.doubt == pytest.approx(
+        math.log(4) / math.sqrt(2) * math.sqrt(1.5)
+    )
 
 
 def test_drawn_gains_have_the_errors_of_the_law():
     """Two models alike differ by their own errors alone, and by more where one is wider."""
-    facts, one = LAW.facts(1000, "names"), Trained(16, 10**6, 200)
+    facts, one = LAW.facts(1000, "names"), TrainedModel(16, 10**6, 200)
     drawn = LAW.gains(facts, one, one)  # full, half learned: a share of 1/2, whose derivative by log half is -slope / 4
     assert drawn.std() == pytest.approx(3 / 4 * 0.1 * math.sqrt(2), rel=0.15)
     assert probability(drawn) == pytest.approx(0.5, abs=0.02)
-    low, high = interval(drawn, 0.9)
+    low, high = interval(drawn)
     assert ((drawn > low) & (drawn < high)).mean() == pytest.approx(0.9, abs=0.001)
-    assert LAW.gains(facts, one, Trained(16.01, 10**6, 200)).std() > 1.5 * drawn.std()
+    assert LAW.gains(facts, one, TrainedModel(16.01, 10**6, 200)).std() > 1.5 * drawn.std()
 
 
 def test_all_models_of_a_case_train_for_as_many_multiply_adds():
@@ -75,7 +77,7 @@ def test_a_law_is_found_again_in_points_that_follow_it():
         if point.world == "molecules":
             continue
         facts = LAW.facts(point.facts, point.world)
-        share = LAW.share(facts, trained(point))
+        share = LAW.share(facts, model_of(point))
         bits = math.log2(point.facts)
         information = (facts.told + share * (bits - facts.told)) / bits
         points.append(type(point)(**{**vars(point), "information": information}))
@@ -108,16 +110,21 @@ def test_an_outcome_is_judged_by_its_seeds(gains, winner, is_right, is_inside):
     assert outcome(made, points[:1], 0.06) is None
 
 
-def test_a_forecast_is_for_what_was_measured():
+def test_an_estimate_is_for_what_was_measured():
     law, cases = fitted_law()
-    dense, sparse = Trained(8, 3488, 1280), Trained(8, 3488, 1095, 7856)
-    said = forecast(law.facts(1024, "names"), dense, sparse)
-    assert not said.outside and said.sparse > said.dense and probability(said.gains) > 0.5
-    near = said.nearest
+    dense, sparse = TrainedModel(8, 3488, 1280), TrainedModel(8, 3488, 1095, 7856)
+    estimated = estimate(law.facts(1024, "names"), dense, sparse)
+    assert not estimated.outside and estimated.sparse > estimated.dense and probability(estimated.gains) > 0.5
+    near = estimated.nearest
     assert (near["facts"], near["width"], near["exposures"]) == (1024, 8, 1280)
-    outside = forecast(law.facts(10**6), Trained(512, 10**8, 1), Trained(512, 10**8, 0.8, 10**8)).outside
+    outside = estimate(law.facts(10**6), TrainedModel(512, 10**8, 1), TrainedModel(512, 10**8, 0.8, 10**8)).outside
     assert [sentence.partition(":")[0].split(" ")[0] for sentence in outside] == ["parameters", "different", "times"]
     assert len({tuple(sorted(case.items())) for case in cases}) == len(cases)
+
+
+def test_a_model_and_seed_counts_once(tmp_path):
+    with pytest.raises(ValueError, match="two points of one model and seed"):
+        read_points(CARD / "points.json", CARD / "points.json")
 
 
 def test_captions_of_data_are_counted_as_a_model_reads_them(tmp_path):

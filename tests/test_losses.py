@@ -344,6 +344,13 @@ def test_router_losses_by_hand(balance_top_k, balance_mean):
         torch.testing.assert_close(half, sum(map(of_tokens, of_text)) / 3 / 2 + of_tokens(*of_vision))
     assert metrics["dropped_tokens"] == 0
 
+    def violation(tokens):
+        loads = tokens.topk(TOP_K).indices.flatten().bincount(minlength=EXPERTS)
+        return loads.max() / loads.float().mean() - 1
+
+    by_hand = (sum(map(violation, of_text)) / 3 + violation(*of_vision)) / 2
+    torch.testing.assert_close(metrics["max_violation"], by_hand)
+
 
 def test_entropy_losses_by_hand_on_both_sides_of_the_threshold():
     """Texts spread over two of four experts, images over one: 1 bit and 0 of entropy in the mean."""

@@ -93,7 +93,7 @@ def test_command_carries_the_processor_over_and_reports_differences(whole, tmp_p
     upcycled(whole, output, "clip_up")
     printed = capsys.readouterr()
     assert "warning" not in printed.err
-    assert "routing weights do not sum to 1, so the model starts below the dense one" in printed.out
+    assert "routing weights do not sum to 1, so the model starts unlike the dense one" in printed.out
     model = AutoModel.from_pretrained(output)
     assert type(model) is CLIPMoEModel and not model.config.text_config.norm_topk_prob
     texts = ["a red cat", "round"]

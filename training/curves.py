@@ -22,6 +22,7 @@ TITLES = {
     "global_entropy_text": "global entropy loss of texts (bits)",
     "global_entropy_vision": "global entropy loss of images (bits)",
     "dropped_tokens": "dropped tokens",
+    "max_violation": "greatest violation of balance",
     "temperature": "temperature",
 }
 COLUMNS = 2  # of curves in the picture

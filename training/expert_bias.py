@@ -13,7 +13,8 @@ from modeling_clip_moe.sparse_moe import CLIPMoERouter
 class ExpertBiases:
     """The biases of a model's routers, and how many tokens each expert got since they last moved.
 
-    With gradient checkpointing or `mini_batch_size`, tokens count twice, which moves no bias elsewhere.
+    With gradient checkpointing or `mini_batch_size`, tokens count twice; only the sign of a difference counts, so
+    biases move alike.
 
     Args:
         rate: u, by which a bias moves in a step.

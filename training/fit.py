@@ -59,10 +59,10 @@ def problems_of_routers(stage: Any, model: PreTrainedModel) -> Iterator[str]:
     if stage.balance_mean == "shared" and not getattr(model.config, "shared_encoder", False):
         yield "balance_mean: shared needs a model with shared_encoder: true; this one has two encoders"
     elif stage.balance_mean in ("token", "shared"):
-        choices = {(tower.num_experts, tower.num_experts_per_tok) for tower in sparse.values()}
+        choices = {(tower.num_experts, tower.num_experts_per_tok, tower.scoring_func) for tower in sparse.values()}
         if len(choices) > 1:
-            reason = "takes the tokens of both towers together, whose num_experts and num_experts_per_tok differ"
-            yield f"balance_mean: {stage.balance_mean} {reason}: {sorted(choices)}; take tower"
+            reason = "takes the tokens of both towers together, whose num_experts, num_experts_per_tok or scoring_func"
+            yield f"balance_mean: {stage.balance_mean} {reason} differ: {sorted(choices)}; take tower"
     for name in sorted({*stage.local_entropy_coef, *stage.global_entropy_coef} - sparse.keys()):
         yield f"local_entropy_coef, global_entropy_coef: the {name} tower has no sparse layers: leave it out"
     for name in sorted({*stage.local_entropy_coef, *stage.global_entropy_coef} & sparse.keys()):

@@ -214,8 +214,9 @@ def router_losses(
     Returns:
         `router_aux_loss_coef` * balance + `router_z_loss_coef` * z; and the means over the sparse towers of the two
         losses (`balance_loss`, 1 is perfect, and `z_loss`), of the share of tokens that no expert computes because
-        all experts they chose are full (`dropped_tokens`), and of the greatest violation of balance: by which part of
-        the mean the fullest expert of a layer of this process has more (arXiv:2408.15664, eq. 4; `max_violation`).
+        all experts they chose are full (`dropped_tokens`), and of the greatest violation of balance: how far
+        the busiest expert's load exceeds the mean, as a share of the mean, averaged over the layers of this process
+        (arXiv:2408.15664, eq. 4; `max_violation`). The balance loss counts choices without the biases of experts.
     """
     towers = _sparse_towers(config, outputs, batch)
     total, balances, z_losses = 0.0, [], []

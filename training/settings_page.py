@@ -7,6 +7,7 @@ import inspect
 import re
 from pathlib import Path
 
+from conversion.presets import ExpertInit
 from data.arguments import Augmentation, CaptionPolicy, DataArguments
 from evaluation.own_task import OwnTask
 from training.recipe import Recipe
@@ -23,6 +24,7 @@ OTHERS = {
     OwnTask: "Tasks on own data",
     Evaluation: "Evaluation while training",
     LoraSettings: "LoRA",
+    ExpertInit: "How experts start",
     Recipe: "The recipe",
 }
 

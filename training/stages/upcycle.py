@@ -45,7 +45,7 @@ class UpcycleStage(Stage):
     text_config: dict[str, JsonValue] = Field(default_factory=dict)
     # The same for the image tower.
     vision_config: dict[str, JsonValue] = Field(default_factory=dict)
-    # How the experts begin: as copies, or otherwise. Only copies start as the dense model and are compared with it.
+    # How the experts start. Only copies equal the dense model, so only they are compared with it.
     expert_init: ExpertInit = Field(default_factory=ExpertInit)
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:

@@ -15,19 +15,19 @@ from data.arguments import DataArguments
 from data.pairs import load_pairs, present_captions, same_words
 from data.tokenizer import read_texts
 from evaluation.costs import count_multiply_adds, count_parameters, meta_model, paper_config
-from evaluation.law import Facts, Trained, fitted_law, interval, probability
+from evaluation.law import LEVEL, Facts, TrainedModel, fitted_law, interval, probability
 from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
 from records.markdown import escape
 
 CAVEAT = (
     "This is a guess by the law of docs/law.md, for data as hard as the worlds there. Shares are of the bits; a gain "
-    "is a 90 % interval."
+    f"is a {LEVEL:.0%} interval."
 )
 
 
 @dataclass(frozen=True)
-class Forecast:
-    """A dense and a sparse model of one width after as many multiply-adds of training.
+class Estimate:
+    """A dense and a sparse model after their training.
 
     Args:
         dense, sparse: the shares of the bits that the law says they know.
@@ -55,7 +55,7 @@ class Forecast:
         )
 
 
-def forecast(facts: Facts, dense: Trained, sparse: Trained) -> Forecast:
+def estimate(facts: Facts, dense: TrainedModel, sparse: TrainedModel) -> Estimate:
     """What the law says of a dense and a sparse model, which sees less within as many multiply-adds."""
     law, cases = fitted_law()
     shares = (float(law.share(facts, model)) for model in (dense, sparse))
@@ -66,7 +66,7 @@ def forecast(facts: Facts, dense: Trained, sparse: Trained) -> Forecast:
         low, high = (of(case[name] for case in cases) for of in (min, max))
         if not low <= number <= high:
             outside.append(f"{MEASURED[name]} {number:,.0f}, and {low:,.0f} to {high:,.0f} were measured")
-    return Forecast(*shares, law.gains(facts, sparse, dense), nearest, outside)
+    return Estimate(*shares, law.gains(facts, sparse, dense), nearest, outside)
 
 
 MEASURED = {
@@ -86,14 +86,14 @@ def _distance(numbers: Mapping[str, float], case: Mapping[str, Any]) -> float:
     return math.dist(places(numbers), places(case))
 
 
-def trained(config: PreTrainedConfig, exposures: float) -> Trained:
+def trained_model(config: PreTrainedConfig, exposures: float) -> TrainedModel:
     """A dense or a sparse model after its training."""
     parameters = count_parameters(meta_model(config))["layers"]
     width = statistics.mean(tower.hidden_size for tower in (config.text_config, config.vision_config))
     experts = 0
     if isinstance(config, SparseMoEConfig):
         experts = parameters - count_parameters(meta_model(dense_config(config)))["layers"]
-    return Trained(width, parameters - experts, exposures, experts)
+    return TrainedModel(width, parameters - experts, exposures, experts)
 
 
 def multiply_adds(config: PreTrainedConfig) -> int:

@@ -1,0 +1,97 @@
+"""The stage that sets what the law estimates of two models beside what was measured."""
+
+import json
+
+import pytest
+from tiny_runs import run_stages
+
+from evaluation.law import fitted_law, interval
+from model_cards.law import model_of_case
+from model_cards.law_cases import Case
+from training.stage_command import run_command
+from training.stages.estimate import pairs_shown
+
+TOWER = {"hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 1}
+DATA = {"source": "names", "kinds": "256", "num_samples": 512, "in_memory": True}
+INITIALIZED = {
+    "name": "initialized",
+    "stage": "initialize",
+    "tokenizer": "training/symbol_clip",
+    "projection_dim": 16,
+    "text_config": {**TOWER, "max_position_embeddings": 64},
+    "vision_config": {**TOWER, "image_size": 16, "patch_size": 8},
+}
+TRAIN = {"stage": "train", "data": DATA, "global_batch_size": 256, "learning_rate": 1e-3, "max_steps": 1}
+UPCYCLED = {"name": "upcycled", "stage": "upcycle", "model": "base", "preset": "clip_up"}
+UPCYCLED["changes"] = {"norm_topk_prob": True, "capacity_factor": None}
+STAGES = [
+    INITIALIZED,
+    {"name": "base", **TRAIN, "model": "initialized"},
+    UPCYCLED,
+    {"name": "dense", **TRAIN, "model": "base", "max_steps": 2},
+    {"name": "sparse", **TRAIN, "model": "upcycled"},
+]
+ESTIMATE = {"name": "both", "stage": "estimate", "models": {"dense": "dense", "sparse": "sparse"}}
+ESTIMATE["tasks"] = ["names_256"]
+
+
+def test_the_report_begins_with_what_was_estimated_and_measured(tmp_path, monkeypatch):
+    """Also of a command, whose models it names by their folders; and in what was measured, as if this were."""
+    out = run_stages(tmp_path, [*STAGES, ESTIMATE])
+    report = (out / "both" / "report.md").read_text(encoding="utf-8")
+    assert "names has 512 captions. 256 are different: 256 to tell apart, each 2 times." in report
+    assert "*Estimated*, with experts: no verdict. times that training shows each: 3, and " in report
+    assert pairs_shown(out / "dense") == 3 * 256 and pairs_shown(out / "sparse") == 2 * 256
+    results = [json.loads(path.read_text(encoding="utf-8")) for path in (out / "both").glob("*--*.json")]
+    results = {result["model"]: result for result in results}
+    shares = []
+    for row in ("dense", "sparse"):
+        metrics = results[row]["metrics"]
+        information = (metrics["image_to_text_information"] + metrics["text_to_image_information"]) / 2
+        shares.append(max(0, (8 * information - 3) / 5))  # 256 names have 8 bits, of which 3 are told
+    measured = f"*Measured*, on 256 pictures: {shares[1]:.0%} instead of {shares[0]:.0%}, "
+    assert measured in report and report.index("*Measured*") < report.index("| model")
+    law, cases = fitted_law()
+    low = [{**cases[0], "exposures": 1, "facts": 2, "parameters": 1}]
+    monkeypatch.setattr("evaluation.estimate.fitted_law", lambda: (law, [*cases, *low]))
+    monkeypatch.chdir(tmp_path)
+    models = ["--models.dense", "out/dense", "--models.sparse", "out/sparse"]
+    run_command("estimate", ["alone", *models, "--tasks", "names_256"])
+    assert "with experts: it should know " in (tmp_path / "alone" / "report.md").read_text(encoding="utf-8")
+
+
+REFUSED = {
+    "no sparse row": ({}, {"models": {"dense": "dense"}}, "has no sparse"),
+    "classes": ({}, {"tasks": ["symbols_zero_shot"]}, "both.tasks: the first is zero_shot; the law is of retrieval"),
+    "epochs": ({"max_steps": None, "num_epochs": 1}, {}, "dense was trained for epochs: the estimate needs max_steps"),
+    "other data": ({"data": {**DATA, "num_samples": 1024}}, {}, "dense and sparse were trained on different data"),
+    "no record": ({}, {"models": {"dense": "base", "sparse": "training/symbol_clip"}}, "has no record of its training"),
+}
+
+
+@pytest.mark.parametrize(("dense", "changes", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_the_law_says_nothing_of_is_refused_before_it_is_measured(tmp_path, dense, changes, message):
+    stages = [stage if stage["name"] != "dense" else {**stage, **dense} for stage in STAGES]
+    with pytest.raises(ValueError, match=message):
+        run_stages(tmp_path, [*stages, {**ESTIMATE, **changes}])
+    assert not [*tmp_path.glob("out/both*/*--*.json")]
+
+
+def test_an_estimate_is_that_of_the_law_for_the_counts_of_the_models(tmp_path):
+    """Models of a recipe are those of a case of the law."""
+    from transformers import CLIPConfig
+
+    from conversion.presets import PRESETS
+    from conversion.upcycle import sparse_config
+    from evaluation.estimate import estimate, trained_model
+
+    case = Case("names", 1024, 16, 640, experts=8)
+    size = {"max_position_embeddings": 32, "vocab_size": 512}
+    dense = CLIPConfig(text_config={**TOWER, **size}, vision_config={**TOWER, "image_size": 16, "patch_size": 8})
+    sparse = sparse_config(dense, PRESETS["clip_up"])
+    by_case = model_of_case(case)
+    assert trained_model(sparse, by_case.exposures) == by_case
+    law, _ = fitted_law()
+    estimated = estimate(law.facts(1024, "names"), trained_model(dense, 640), trained_model(sparse, by_case.exposures))
+    low, high = interval(estimated.gains)
+    assert f"a gain of {100 * low:+.0f} to {100 * high:+.0f} points" in estimated.sentence

@@ -1,0 +1,123 @@
+"""The stage that sets what the law estimates beside what was measured."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import model_validator
+from pydantic.dataclasses import dataclass
+
+from records.provenance import MANIFEST, Record
+from training.context import Context
+from training.settings import STRICT
+from training.stages.evaluate import EvaluateStage
+
+if TYPE_CHECKING:
+    from data.arguments import DataArguments
+
+DENSE, SPARSE = ROWS = ("dense", "sparse")
+
+
+@dataclass(config=STRICT, kw_only=True)
+class EstimateStage(EvaluateStage):
+    """An `evaluate` stage whose report begins with what the law of docs/law.md estimates of a dense and a sparse model,
+    from their captions and the length of their training alone, beside what was measured.
+
+    It compares the rows `dense` and `sparse`, which `train` stages made, for a number of steps and from the same data.
+    The first task counts: retrieval among pictures of these captions.
+
+        clip-moe estimate runs/both --models.dense runs/dense --models.sparse runs/sparse \\
+            --tasks "{task: retrieval, dataset: my/logos, split: test}"
+    """
+
+    kind: ClassVar[str] = "estimate"
+
+    # The row that the other is compared with.
+    baseline: str | None = DENSE
+
+    @model_validator(mode="after")
+    def _check_rows(self):
+        if missing := [row for row in ROWS if row not in self.models]:
+            raise ValueError(f"models needs the rows dense and sparse, and has no {', '.join(missing)}")
+        return self
+
+    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
+        first = next(iter(self.tasks_of(inputs).values()))
+        if first.kind != "retrieval":
+            raise ValueError(f"{self.name}.tasks: the first is {first.kind}; the law is of retrieval")
+        inputs.estimate = self._estimate(inputs)  # before anything is measured
+        super().run(inputs, context, directory)
+
+    def _estimate(self, inputs: SimpleNamespace) -> str:
+        from conversion.checkpoints import clip_class, config_of
+        from evaluation.estimate import CAVEAT, count_captions, estimate, trained_model
+        from evaluation.law import fitted_law
+
+        folders = {row: Path(inputs.models[row]) for row in ROWS}
+        data, other = (data_of(folder) for folder in folders.values())
+        if data != other:
+            raise ValueError(f"{self.name}.models: dense and sparse were trained on different data")
+        counted = count_captions(data, [str(folder) for folder in folders.values()])
+        facts = fitted_law()[0].facts(counted.different, data.source)
+        models = [
+            trained_model(config_of(clip_class(str(folder)), str(folder)), pairs_shown(folder) / counted.different)
+            for folder in folders.values()
+        ]
+        estimated = estimate(facts, *models)
+        sentence = f"{estimated.sentence} {CAVEAT}"
+        if estimated.outside:
+            sentence = f"no verdict. {'; '.join(estimated.outside)}."
+        return f"{counted.sentence}\n\n*Estimated*, with experts: {sentence}"
+
+    def head(self, results: list[dict[str, Any]], inputs: SimpleNamespace) -> str:
+        from evaluation.law import known_share
+        from evaluation.task import INFORMATION
+
+        source, shares = data_of(Path(inputs.models[DENSE])).source, {}
+        for row in ROWS:
+            result = next(result for result in results if result["model"] == row)
+            information = sum(result["metrics"][way] for way in INFORMATION) / len(INFORMATION)
+            shares[row] = known_share(information, result["num_samples"], source)
+        measured = (
+            f"*Measured*, on {result['num_samples']:,} pictures: {shares[SPARSE]:.0%} instead of {shares[DENSE]:.0%}, "
+            f"{100 * (shares[SPARSE] - shares[DENSE]):+.1f} points."
+        )
+        return "\n\n".join(filter(None, [inputs.estimate, measured, super().head(results, inputs)]))
+
+
+def data_of(folder: Path) -> "DataArguments":
+    """What a model was trained on; a stage that made it lies beside the model."""
+    from data.arguments import DataArguments
+
+    record = _record(folder)
+    data = DataArguments(**record.stage["data"])
+    beside = folder.parent / data.source
+    data.source = str(beside) if (beside / MANIFEST).is_file() else data.source
+    return data
+
+
+def pairs_shown(folder: Path) -> int:
+    """How many pairs a model was trained on, with those of the models that it began with.
+
+    Raises:
+        ValueError: it was trained for epochs, or by another kind of stage; or a model that it began with is gone.
+    """
+    pairs = 0
+    while True:
+        stage = _record(folder).stage
+        if stage["stage"] == "train":
+            if stage.get("max_steps") is None:
+                raise ValueError(f"{folder} was trained for epochs: the estimate needs max_steps")
+            pairs += stage["max_steps"] * stage["global_batch_size"]
+        elif stage["stage"] not in ("upcycle", "initialize"):
+            raise ValueError(f"{folder} is of a stage {stage['stage']}: the estimate is for train and upcycle stages")
+        if stage["stage"] == "initialize":
+            return pairs
+        beside = folder.parent / stage["model"]  # a stage, or else a folder as the command had it
+        folder = beside if beside.is_dir() else Path(stage["model"])
+
+
+def _record(folder: Path) -> Record:
+    if not (folder / MANIFEST).is_file():
+        raise ValueError(f"{folder} has no record of its training. The estimate is for models that train stages made")
+    return Record.read(folder)
