@@ -231,7 +231,7 @@ def router_losses(
         total = total + weight * losses
     dropped, violations = [], []
     for tower, _, expert_ids, mask in towers:
-        counts = torch.stack([_loads(ids, tower.num_experts) for ids in expert_ids])  # (L, E)
+        counts = torch.stack([_loads(ids, mask, tower.num_experts) for ids in expert_ids])  # (L, E)
         violations.append((counts.max(dim=-1).values / counts.mean(dim=-1) - 1).mean())
         computed = torch.stack([(ids < tower.num_experts).any(-1).float() for ids in expert_ids])  # (L, B, S)
         share = computed.mean() if mask is None else (computed * mask).sum() / (mask.sum() * len(expert_ids))
@@ -241,8 +241,10 @@ def router_losses(
     return total, {name: torch.stack(value).detach().mean() for name, value in values.items()}
 
 
-def _loads(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
+def _loads(ids: torch.Tensor, mask: torch.Tensor | None, num_experts: int) -> torch.Tensor:
     """How many tokens each expert computes; of ids (B, S, K), E is none."""
+    if mask is not None:
+        ids = ids.masked_fill(~mask.bool()[..., None], num_experts)
     counts = torch.zeros(num_experts + 1, device=ids.device)
     return counts.scatter_add_(0, ids.flatten(), torch.ones_like(ids.flatten(), dtype=counts.dtype))[:-1]
 
