@@ -1,6 +1,6 @@
 """One CLIP whose parameters are the weighted means of those of several."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ def shape(config: PreTrainedConfig) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def average(sources: Sequence[str | Path], weights: Sequence[float] | None = None) -> PreTrainedModel:
-    """The mean of the parameters of models, computed in float64. Two models are in memory at a time.
+    """The mean of the parameters of models, and of their experts' biases, computed in float64. Two models are in memory
+    at a time.
 
     Args:
         weights: one for each model, which sum to 1; some below 0 and above 1 lead beyond the models. None: all alike.
@@ -31,19 +32,24 @@ def average(sources: Sequence[str | Path], weights: Sequence[float] | None = Non
         raise ValueError(f"the weights {list(weights)} of {len(sources)} models must be as many, and sum to 1")
     first, *others = weights or [1.0] * len(sources)
     mean = load_clip(sources[0])
-    sums = {name: first * parameter.double() for name, parameter in mean.named_parameters()}
+    sums = {name: first * tensor.double() for name, tensor in _tensors(mean)}
     dtype = mean.dtype
     for source, weight in zip(sources[1:], others, strict=True):
         model = load_model(type(mean), source)
         if shape(model.config) != shape(mean.config):
             raise ValueError(f"{source} has another configuration than {sources[0]}: they have no mean")
         dtype = torch.promote_types(dtype, model.dtype)
-        for name, parameter in model.named_parameters():
-            sums[name] += weight * parameter.double()
+        for name, tensor in _tensors(model):
+            sums[name] += weight * tensor.double()
     mean.to(dtype)  # bfloat16 would round half of a small step away
-    for name, parameter in mean.named_parameters():
-        parameter.copy_(sums[name] / (1 if weights else len(sources)))
+    for name, tensor in _tensors(mean):
+        tensor.copy_(sums[name] / (1 if weights else len(sources)))
     return mean
+
+
+def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(".expert_bias"))
 
 
 def convert(sources: Sequence[str | Path], folder: Path, weights: Sequence[float] | None = None) -> None:

@@ -14,9 +14,10 @@ UNIT_AXIS = {"up_proj": 1, "up_proj_bias": 1, "down_proj": 2}
 def init_experts(model: nn.Module, init: ExpertInit, seed: int) -> None:
     """Replace the copied experts of an upcycled model in place."""
     generator = torch.Generator().manual_seed(seed)
-    for experts in model.modules():
-        if not isinstance(experts, CLIPMoEExperts) or init.kind == "copies":
-            continue
+    modules = [module for module in model.modules() if isinstance(module, CLIPMoEExperts)]
+    # A shared encoder has each twice
+    modules = list({id(experts.up_proj): experts for experts in modules}.values())
+    for experts in modules if init.kind != "copies" else ():
         tensors = {name: getattr(experts, name) for name in (*UNIT_AXIS, "down_proj_bias")}
         if init.kind == "noise":
             for tensor in tensors.values():

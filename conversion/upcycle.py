@@ -222,6 +222,8 @@ def change_routing(config: SparseMoEConfig, routing: Mapping[str, Mapping[str, A
             setattr(getattr(config, tower), name, value)
         if changes:
             getattr(config, tower).validate_moe()
+    if isinstance(config, CLIPMoEConfig):
+        config.validate_shared_encoder()
     return config
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Literal
 
 from records.command_line import Folder, command
+from records.messages import in_one_line
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -77,15 +78,20 @@ def efficiency(
         device: default: the accelerator, if there is one
     """
     import torch
+    from pydantic import ValidationError
 
     from data.arguments import DataArguments
     from evaluation.efficiency import compare_models
 
+    try:
+        arguments = None if data is None else DataArguments(source=data, caption_column=caption_column)
+    except ValidationError as error:
+        raise ValueError(f"--data {data}: {in_one_line(error.errors())}") from error
     return compare_models(
         models,
         baseline=baseline,
         captions=captions,
-        data=None if data is None else DataArguments(source=data, caption_column=caption_column),
+        data=arguments,
         steps=steps,
         global_batch_size=global_batch_size,
         output_dir=output_dir,

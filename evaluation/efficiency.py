@@ -55,6 +55,10 @@ def compare_models(
         raise ValueError(f"the baseline {baseline!r} is none of the models{did_you_mean(baseline, models)}")
     if None not in (captions, data):
         raise ValueError("--captions and --data are two ways to say what there is to remember: give one")
+    least = {"captions": (captions, 2), "steps": (steps, 1), "global_batch_size": (global_batch_size, 1)}
+    for name, (number, at_least) in least.items():
+        if number is not None and number < at_least:
+            raise ValueError(f"--{name} must be at least {at_least}, not {number}")
     device = usable_device(device)
     costs = {name: _counts(name) for name in models}
     counted = count_captions(data, models) if data is not None else None

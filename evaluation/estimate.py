@@ -9,14 +9,15 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedConfig
 
+from conversion.checkpoints import is_sparse
 from conversion.dense import dense_config
 from conversion.processors import load_processor
+from conversion.upcycle import shared_config
 from data.arguments import DataArguments
 from data.pairs import load_pairs, present_captions, same_words
 from data.tokenizer import read_texts
 from evaluation.costs import count_multiply_adds, count_parameters, meta_model, paper_config
 from evaluation.law import LEVEL, Facts, TrainedModel, fitted_law, interval, probability
-from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
 from records.markdown import escape
 
 CAVEAT = (
@@ -30,8 +31,8 @@ class Estimate:
     """A dense and a sparse model after their training.
 
     Args:
-        dense, sparse: the shares of the bits that the law says they know.
-        gains: draws of the difference.
+        dense, sparse: the shares of the bits that the law says they know; NaN outside of what was measured.
+        gains: draws of the difference; there none.
         nearest: the case that was run and is most like it.
         outside: what lies outside of what was measured, a sentence each; then nothing else holds.
     """
@@ -58,7 +59,6 @@ class Estimate:
 def estimate(facts: Facts, dense: TrainedModel, sparse: TrainedModel) -> Estimate:
     """What the law says of a dense and a sparse model, which sees less within as many multiply-adds."""
     law, cases = fitted_law()
-    shares = (float(law.share(facts, model)) for model in (dense, sparse))
     numbers = {"parameters": dense.dense, "facts": facts.number, "exposures": dense.exposures}
     nearest = min(cases, key=lambda case: _distance(numbers, case))
     outside = []
@@ -66,6 +66,9 @@ def estimate(facts: Facts, dense: TrainedModel, sparse: TrainedModel) -> Estimat
         low, high = (of(case[name] for case in cases) for of in (min, max))
         if not low <= number <= high:
             outside.append(f"{MEASURED[name]} {number:,.0f}, and {low:,.0f} to {high:,.0f} were measured")
+    if outside:
+        return Estimate(math.nan, math.nan, np.array([]), nearest, outside)
+    shares = (float(law.share(facts, model)) for model in (dense, sparse))
     return Estimate(*shares, law.gains(facts, sparse, dense), nearest, outside)
 
 
@@ -91,8 +94,10 @@ def trained_model(config: PreTrainedConfig, exposures: float) -> TrainedModel:
     parameters = count_parameters(meta_model(config))["layers"]
     width = statistics.mean(tower.hidden_size for tower in (config.text_config, config.vision_config))
     experts = 0
-    if isinstance(config, SparseMoEConfig):
-        experts = parameters - count_parameters(meta_model(dense_config(config)))["layers"]
+    if is_sparse(config):
+        dense = dense_config(config)
+        dense = shared_config(dense) if getattr(config, "shared_encoder", False) else dense
+        experts = parameters - count_parameters(meta_model(dense))["layers"]
     return TrainedModel(width, parameters - experts, exposures, experts)
 
 

@@ -226,6 +226,13 @@ class CLIPMoERouter(nn.Module):
         # Training moves it, see `training.expert_bias`
         self.register_buffer("expert_bias", torch.zeros(config.num_experts) if config.use_expert_bias else None)
 
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        bias = self.expert_bias
+        super()._apply(fn, recurse)
+        if bias is not None and self.expert_bias.dtype != bias.dtype:  # it moves by steps that bfloat16 would lose
+            self.expert_bias = bias.to(self.expert_bias.device)
+        return self
+
     def extra_repr(self) -> str:
         num_experts, hidden_size = self.weight.shape
         return f"{hidden_size=}, {num_experts=}, num_experts_per_tok={self.config.num_experts_per_tok}"

@@ -285,4 +285,8 @@ def test_what_there_is_to_remember(dense, configs, capsys):
     )
     efficiency.main(["ViT-B/32", "--captions", "100000", "--steps", "10000"])
     assert "no verdict. parameters of the dense model's layers: 122," in capsys.readouterr().out
+    for flag, least in {"captions": 2, "steps": 1, "global_batch_size": 1}.items():
+        refused = error_of(efficiency.main, "ViT-B/32", "--captions", "9", "--steps", "9", f"--{flag}", "0")
+        assert refused.endswith(f"--{flag} must be at least {least}, not 0")
+    assert "--data names: num_samples must say" in error_of(efficiency.main, "ViT-B/32", "--data", "names")
     assert "give one" in error_of(efficiency.main, "ViT-B/32", "--captions", "9", "--data", "my/photos")

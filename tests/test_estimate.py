@@ -65,6 +65,7 @@ REFUSED = {
     "classes": ({}, {"tasks": ["symbols_zero_shot"]}, "both.tasks: the first is zero_shot; the law is of retrieval"),
     "epochs": ({"max_steps": None, "num_epochs": 1}, {}, "dense was trained for epochs: the estimate needs max_steps"),
     "other data": ({"data": {**DATA, "num_samples": 1024}}, {}, "dense and sparse were trained on different data"),
+    "two dense": ({}, {"models": {"dense": "dense", "sparse": "dense"}}, "both.models: sparse is not sparse"),
     "no record": ({}, {"models": {"dense": "base", "sparse": "training/symbol_clip"}}, "has no record of its training"),
 }
 
@@ -82,13 +83,15 @@ def test_an_estimate_is_that_of_the_law_for_the_counts_of_the_models(tmp_path):
     from transformers import CLIPConfig
 
     from conversion.presets import PRESETS
-    from conversion.upcycle import sparse_config
+    from conversion.upcycle import shared_config, sparse_config
     from evaluation.estimate import estimate, trained_model
 
     case = Case("names", 1024, 16, 640, experts=8)
     size = {"max_position_embeddings": 32, "vocab_size": 512}
     dense = CLIPConfig(text_config={**TOWER, **size}, vision_config={**TOWER, "image_size": 16, "patch_size": 8})
     sparse = sparse_config(dense, PRESETS["clip_up"])
+    shared = trained_model(shared_config(dense), 640)
+    assert shared.experts == 0 and 2 * shared.dense == trained_model(dense, 640).dense
     by_case = model_of_case(case)
     assert trained_model(sparse, by_case.exposures) == by_case
     law, _ = fitted_law()

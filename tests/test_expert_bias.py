@@ -8,7 +8,9 @@ from test_invariants import set_towers
 from tiny_clip_moe import inputs, tiny_model
 from tiny_runs import read_log, train, weights
 
+from conversion.average import average
 from modeling_clip_moe import CLIPMoEModel, load_balancing_loss
+from modeling_clip_moe.sparse_moe import CLIPMoERouter
 from training.expert_bias import ExpertBiases
 
 BIASED = {"change": set_towers(use_expert_bias=True)}
@@ -93,3 +95,16 @@ def test_the_balance_loss_of_sigmoid_scores_by_hand():
 def test_entropies_are_those_of_softmax_scores(tmp_path):
     with pytest.raises(ValueError, match="local_entropy_coef.*the text tower has sigmoid scores: leave it out"):
         train(tmp_path, change=set_towers(scoring_func="sigmoid"), local_entropy_coef={"text": 0.1})
+
+
+def test_biases_are_averaged_and_keep_their_precision(tmp_path):
+    model, folders = tiny_model(use_expert_bias=True), []
+    for number in range(2):
+        for router in (module for module in model.modules() if isinstance(module, CLIPMoERouter)):
+            router.expert_bias.fill_(0.001 + number)
+        folders.append(tmp_path / str(number))
+        model.save_pretrained(folders[-1])
+    for router in (module for module in average(folders, [0.25, 0.75]).modules() if isinstance(module, CLIPMoERouter)):
+        torch.testing.assert_close(router.expert_bias, torch.full((4,), 0.751))
+    router = model.to(torch.bfloat16).text_model.encoder.layers[1].mlp.router
+    assert router.weight.dtype == torch.bfloat16 and torch.equal(router.expert_bias, torch.full((4,), 1.001))

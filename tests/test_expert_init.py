@@ -7,7 +7,8 @@ from tiny_runs import DENSE, SPARSE, run_stages
 from transformers import AutoModel
 
 from conversion.presets import PRESETS, ExpertInit
-from conversion.upcycle import upcycle
+from conversion.upcycle import shared_config, upcycle
+from modeling_clip_moe import CLIPMoEModel
 from modeling_clip_moe.experts import CLIPMoEExperts
 
 
@@ -49,6 +50,13 @@ def test_noise_is_relative_and_random_keeps_nothing(dense):
         assert noise.std().item() == pytest.approx(0.1 * before.up_proj.std().item(), rel=0.1)
         assert torch.corrcoef(torch.stack([random.up_proj.flatten(), before.up_proj.flatten()]))[0, 1].abs() < 0.1
         assert random.up_proj.std().item() == pytest.approx(before.up_proj.std().item(), rel=0.1)
+
+
+def test_experts_of_a_shared_encoder_are_drawn_once(dense):
+    shared = CLIPMoEModel(shared_config(dense.config)).eval()
+    copies, experts = (experts_of(shared, **init) for init in ({}, {"kind": "drop_upcycling"}))
+    changed = (experts[0].up_proj != copies[0].up_proj).any(-1)
+    assert (changed.sum(1) == changed.shape[1] // 2).all()
 
 
 def test_a_recipe_chooses_and_repeats_it(tmp_path, capsys):

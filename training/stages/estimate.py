@@ -49,7 +49,7 @@ class EstimateStage(EvaluateStage):
         super().run(inputs, context, directory)
 
     def _estimate(self, inputs: SimpleNamespace) -> str:
-        from conversion.checkpoints import clip_class, config_of
+        from conversion.checkpoints import clip_class, config_of, is_sparse
         from evaluation.estimate import CAVEAT, count_captions, estimate, trained_model
         from evaluation.law import fitted_law
 
@@ -59,14 +59,16 @@ class EstimateStage(EvaluateStage):
             raise ValueError(f"{self.name}.models: dense and sparse were trained on different data")
         counted = count_captions(data, [str(folder) for folder in folders.values()])
         facts = fitted_law()[0].facts(counted.different, data.source)
-        models = [
-            trained_model(config_of(clip_class(str(folder)), str(folder)), pairs_shown(folder) / counted.different)
-            for folder in folders.values()
-        ]
-        estimated = estimate(facts, *models)
-        sentence = f"{estimated.sentence} {CAVEAT}"
+        configs = {row: config_of(clip_class(str(folder)), str(folder)) for row, folder in folders.items()}
+        for row, config in configs.items():
+            if is_sparse(config) != (row == SPARSE):
+                raise ValueError(f"{self.name}.models: {row} is {'' if is_sparse(config) else 'not '}sparse")
+        shown = {row: pairs_shown(folder) / counted.different for row, folder in folders.items()}
+        estimated = estimate(facts, *(trained_model(configs[row], shown[row]) for row in ROWS))
         if estimated.outside:
             sentence = f"no verdict. {'; '.join(estimated.outside)}."
+        else:
+            sentence = f"{estimated.sentence} {CAVEAT}"
         return f"{counted.sentence}\n\n*Estimated*, with experts: {sentence}"
 
     def head(self, results: list[dict[str, Any]], inputs: SimpleNamespace) -> str:
@@ -102,8 +104,11 @@ def pairs_shown(folder: Path) -> int:
     Raises:
         ValueError: it was trained for epochs, or by another kind of stage; or a model that it began with is gone.
     """
-    pairs = 0
+    pairs, seen = 0, set()
     while True:
+        if folder.resolve() in seen:
+            raise ValueError(f"{folder}: its record says that it began with itself")
+        seen.add(folder.resolve())
         stage = _record(folder).stage
         if stage["stage"] == "train":
             if stage.get("max_steps") is None:
@@ -114,7 +119,7 @@ def pairs_shown(folder: Path) -> int:
         if stage["stage"] == "initialize":
             return pairs
         beside = folder.parent / stage["model"]  # a stage, or else a folder as the command had it
-        folder = beside if beside.is_dir() else Path(stage["model"])
+        folder = beside if beside.is_dir() and beside.resolve() not in seen else Path(stage["model"])
 
 
 def _record(folder: Path) -> Record:
