@@ -215,7 +215,7 @@ def router_losses(
         `router_aux_loss_coef` * balance + `router_z_loss_coef` * z; and the means over the sparse towers of the two
         losses (`balance_loss`, 1 is perfect, and `z_loss`), of the share of tokens that no expert computes because
         all experts they chose are full (`dropped_tokens`), and of the greatest violation of balance: how far
-        the busiest expert's load exceeds the mean, as a share of the mean, averaged over the layers of this process
+        the busiest expert's load exceeds the mean, as a share of the mean, averaged over the layers
         (arXiv:2408.15664, eq. 4; `max_violation`). The balance loss counts choices without the biases of experts.
     """
     towers = _sparse_towers(config, outputs, batch)
@@ -231,7 +231,7 @@ def router_losses(
         total = total + weight * losses
     dropped, violations = [], []
     for tower, _, expert_ids, mask in towers:
-        counts = torch.stack([_loads(ids, mask, tower.num_experts) for ids in expert_ids])  # (L, E)
+        counts = all_reduce_sum(torch.stack([_loads(ids, mask, tower.num_experts) for ids in expert_ids]))  # (L, E)
         violations.append((counts.max(dim=-1).values / counts.mean(dim=-1) - 1).mean())
         computed = torch.stack([(ids < tower.num_experts).any(-1).float() for ids in expert_ids])  # (L, B, S)
         share = computed.mean() if mask is None else (computed * mask).sum() / (mask.sum() * len(expert_ids))
