@@ -28,7 +28,7 @@ from records.intervals import LEVEL
 from records.markdown import markdown_table
 
 # World -> width, and exposures of the dense model
-WORLDS = {"names": (16, 640), "icons": (24, 320), "characters": (24, 320), "molecules": (32, 320)}
+WORLDS = {"names": (16, 640), "icons": (24, 320), "characters": (24, 320), "molecules": (32, 640)}
 # World -> number of facts -> seed -> gain
 Measured = dict[str, dict[int, dict[int, float]]]
 LINE_FACTS = np.unique(np.geomspace(256, 4096, 33).astype(int))
