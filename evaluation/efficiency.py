@@ -176,8 +176,9 @@ def _to_remember(costs: Mapping[str, Any], captions: int, how: Mapping[str, Any]
     )
     facts = fitted_law()[0].facts(captions, how["data"])
     dense = [name for name, of in costs.items() if not of["parameters"]["expert"]]
-    sections += [_verdict(name, facts, exposures) for name in dense]
-    if dense:
+    verdicts = [_verdict(name, facts, exposures) for name in dense]
+    sections += verdicts
+    if not all(": no verdict. " in verdict for verdict in verdicts):
         sections.append(CAVEAT)
     return "\n\n".join(sections)
 

@@ -5,6 +5,7 @@ import json
 import pytest
 from tiny_runs import run_stages
 
+from data import names
 from evaluation.law import fitted_law, interval
 from model_cards.law import model_of_case
 from model_cards.law_cases import Case
@@ -58,6 +59,17 @@ def test_the_report_begins_with_what_was_estimated_and_measured(tmp_path, monkey
     models = ["--models.dense", "out/dense", "--models.sparse", "out/sparse"]
     run_command("estimate", ["alone", *models, "--tasks", "names_256"])
     assert "with experts: it should know " in (tmp_path / "alone" / "report.md").read_text(encoding="utf-8")
+
+
+def test_own_pictures_are_measured_in_bits(tmp_path):
+    """As built-in tasks are."""
+    rows = names.load("train", "web", 512, range(256))
+    rows.remove_columns(["kind", "country", "facts"]).to_parquet(tmp_path / "own" / "train.parquet")
+    own = {"source": str(tmp_path / "own"), "in_memory": True}
+    stages = [stage | {"data": own} if stage["stage"] == "train" else stage for stage in STAGES]
+    tasks = [{"task": "retrieval", "dataset": str(tmp_path / "own"), "split": "train"}]
+    out = run_stages(tmp_path, [*stages, {**ESTIMATE, "tasks": tasks}])
+    assert "*Measured*, on 512 pictures: " in (out / "both" / "report.md").read_text(encoding="utf-8")
 
 
 REFUSED = {

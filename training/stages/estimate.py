@@ -1,5 +1,6 @@
 """The stage that sets what the law estimates beside what was measured."""
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -14,6 +15,7 @@ from training.stages.evaluate import EvaluateStage
 
 if TYPE_CHECKING:
     from data.arguments import DataArguments
+    from evaluation.task import Task
 
 DENSE, SPARSE = ROWS = ("dense", "sparse")
 
@@ -23,8 +25,8 @@ class EstimateStage(EvaluateStage):
     """An `evaluate` stage whose report begins with what the law of docs/law.md estimates of a dense and a sparse model,
     from their captions and the length of their training alone, beside what was measured.
 
-    It compares the rows `dense` and `sparse`, which `train` stages made, for a number of steps and from the same data.
-    The first task counts: retrieval among pictures of these captions.
+    It compares the rows `dense` and `sparse`, which `train` stages made by `max_steps` and from the same data. The
+    first task counts: retrieval among pictures of these captions.
 
         clip-moe estimate runs/both --models.dense runs/dense --models.sparse runs/sparse \\
             --tasks "{task: retrieval, dataset: my/logos, split: test}"
@@ -41,10 +43,16 @@ class EstimateStage(EvaluateStage):
             raise ValueError(f"models needs the rows dense and sparse, and has no {', '.join(missing)}")
         return self
 
-    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
-        first = next(iter(self.tasks_of(inputs).values()))
+    def tasks_of(self, inputs: SimpleNamespace) -> "dict[str, Task]":
+        from evaluation.task import INFORMATION
+
+        tasks = super().tasks_of(inputs)
+        name, first = next(iter(tasks.items()))
         if first.kind != "retrieval":
             raise ValueError(f"{self.name}.tasks: the first is {first.kind}; the law is of retrieval")
+        return tasks | {name: dataclasses.replace(first, metrics=list(dict.fromkeys([*first.metrics, *INFORMATION])))}
+
+    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         inputs.estimate = self._estimate(inputs)  # before anything is measured
         super().run(inputs, context, directory)
 
