@@ -71,6 +71,15 @@ def test_the_predictions_follow_from_the_points_that_were_committed_before():
         assert predict(law, case).gain == pytest.approx(before["gain"], abs=0.005)
 
 
+@pytest.mark.slow
+def test_the_law_in_use_follows_from_all_points():
+    law, cases = fitted_law()
+    again = fit(of_rule(read_points(CARD / "points.json", CARD / "outcome_points.json")), law.errors)
+    for name, number in vars(again).items():
+        assert name == "errors" or getattr(law, name) == pytest.approx(number, rel=0.01)
+    assert max(case["seeds"] for case in cases) <= 3
+
+
 def test_a_law_is_found_again_in_points_that_follow_it():
     points = []
     for point in of_rule(read_points(CARD / "points.json"))[::2]:
