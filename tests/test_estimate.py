@@ -69,7 +69,8 @@ def test_own_pictures_are_measured_in_bits(tmp_path):
     stages = [stage | {"data": own} if stage["stage"] == "train" else stage for stage in STAGES]
     tasks = [{"task": "retrieval", "dataset": str(tmp_path / "own"), "split": "train"}]
     out = run_stages(tmp_path, [*stages, {**ESTIMATE, "tasks": tasks}])
-    assert "*Measured*, on 512 pictures: " in (out / "both" / "report.md").read_text(encoding="utf-8")
+    report = (out / "both" / "report.md").read_text(encoding="utf-8")
+    assert "*Measured*, on 512 pictures: " in report and "R@1 text→image" in report
 
 
 REFUSED = {

@@ -50,7 +50,7 @@ class EstimateStage(EvaluateStage):
         name, first = next(iter(tasks.items()))
         if first.kind != "retrieval":
             raise ValueError(f"{self.name}.tasks: the first is {first.kind}; the law is of retrieval")
-        return tasks | {name: dataclasses.replace(first, metrics=list(dict.fromkeys([*first.metrics, *INFORMATION])))}
+        return tasks | {name: dataclasses.replace(first, metrics=list(dict.fromkeys([*first.primary, *INFORMATION])))}
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         inputs.estimate = self._estimate(inputs)  # before anything is measured
