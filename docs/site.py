@@ -25,7 +25,8 @@ def on_page_markdown(markdown, page, config, files):
             return "](index.md"
         if path.is_relative_to(DOCS):
             return f"]({path.relative_to(DOCS).as_posix()}"
-        return f"]({config.repo_url}/blob/main/{path.relative_to(README.parent).as_posix()}"
+        kind = "raw" if path.suffix == ".png" else "blob"  # a picture is shown, other files have a page
+        return f"]({config.repo_url}/{kind}/main/{path.relative_to(README.parent).as_posix()}"
 
     def of_scheme(match):
         dark = f"{match[2]}_dark{match[3]}"
