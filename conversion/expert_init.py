@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from conversion.presets import ExpertInit
 from modeling_clip_moe.experts import CLIPMoEExperts
 
-# Of the stacked tensors, the axis of the hidden units; the bias of `down_proj` has none
+# Stacked tensor -> the axis of its hidden units; `down_proj_bias` has none
 UNIT_AXIS = {"up_proj": 1, "up_proj_bias": 1, "down_proj": 2}
 
 

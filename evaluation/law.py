@@ -13,7 +13,7 @@ import numpy as np
 # The law, and the cases with 8 experts that it was fitted to, as `model_cards.law_outcomes` writes them
 FITTED = Path(__file__).with_name("law.json")
 
-# Of the intervals of gains
+# How likely a gain is to lie in its interval
 LEVEL = 0.9
 # Bits of a fact that need no memory: the tint of a town's shield and its name's ending tell its country
 TOLD = {"names": 3.0}

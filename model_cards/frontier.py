@@ -53,7 +53,7 @@ class Budget:
     """The models of a budget.
 
     Args:
-        exposures: of the dense model that gives it its size.
+        exposures: how often a dense model of the budget's width sees each fact.
         models: model -> seed -> its point, at its best rate.
         rival: the dense model with the highest mean, of those with most seeds.
     """

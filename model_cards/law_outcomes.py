@@ -71,7 +71,7 @@ def outcome(case: dict[str, Any], points: Sequence[Point], seed_reach: float) ->
     """Of a case of predictions.json; None: it has not been run.
 
     Args:
-        seed_reach: of the gain in one seed, half of its interval.
+        seed_reach: half of the interval of a gain in one seed.
     """
     sparse, rival = (points_of(Case(**case[name]), points) for name in ("sparse", "rival"))
     seeds = sorted(sparse.keys() & rival.keys())
@@ -99,7 +99,7 @@ def outcome(case: dict[str, Any], points: Sequence[Point], seed_reach: float) ->
 
 
 def cases_run(points: Sequence[Point]) -> list[dict[str, Any]]:
-    """Each model with 8 experts beside the dense one of its width, for `evaluation.forecast`: means over seeds."""
+    """Each model with 8 experts beside the dense one of its width, for `evaluation.estimate`: means over seeds."""
     of_case = defaultdict(list)
     for sparse, dense in pairs(points):
         one, other = points[sparse], points[dense]

@@ -13,6 +13,7 @@ from evaluation.law import Errors, Facts, Law, TrainedModel, fitted_law, interva
 from model_cards.frontier import at_best_rate, of_budget
 from model_cards.law import fit, fitted, known, model_of, of_rule, predict, read_points
 from model_cards.law_cases import Case, arguments, batch_size, costs, steps
+from model_cards.law_differences import write_differences
 from model_cards.law_outcomes import outcome
 from records.yaml_files import read_yaml
 
@@ -156,3 +157,8 @@ def test_the_frontier_is_of_one_budget_and_of_the_best_rates():
     for (width, experts), of_seed in best.items():
         rivals = [p.recall for p in frontier if (p.width, p.experts, p.seed) == (width, experts, min(of_seed))]
         assert of_seed[min(of_seed)].recall == max(rivals)
+
+
+def test_the_differences_are_those_of_the_points(tmp_path):
+    write_differences([CARD / "points.json", CARD / "outcome_points.json"], tmp_path)
+    assert (tmp_path / "differences.md").read_text() == (CARD / "differences.md").read_text()
