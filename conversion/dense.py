@@ -2,16 +2,26 @@
 
 import contextlib
 import functools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from conversion.checkpoints import load_dense, load_sparse
 from conversion.processors import copy_processor
 from conversion.rules import Rule, apply_rules
-from conversion.upcycle import FFN_TO_EXPERTS, SPARSE_FIELDS, architecture, kept_rules, sparse_ffns, towers_of
+from conversion.upcycle import (
+    FFN_TO_EXPERTS,
+    SPARSE_FIELDS,
+    architecture,
+    experts_of_ffn,
+    kept_rules,
+    sparse_ffns,
+    towers_of,
+)
 from conversion.verification import TOLERANCE, compare
 from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
 from modeling_clip_moe.dispatch import dispatch
@@ -41,8 +51,8 @@ Scale = float | Mapping[str, Mapping[str, float]]
 def layer_scales(config: SparseMoEConfig, expert: int | str, scale: Scale | None) -> dict[str, float]:
     """Regular expression of each sparse FFN -> its scale, in the order of the model: text tower first.
 
-    It is 1 for the base FFN, and `routed_scaling_factor` where the weights of a token's experts are normalized,
-    whatever `scale` says.
+    It is 1 for the base FFN, and where the weights of a token's experts are normalized, the `routed_scaling_factor`
+    that an FFN's experts share, whatever `scale` says.
     """
     scales = {}
     for tower, (prefix, tower_config) in towers_of(config).items():
@@ -67,19 +77,31 @@ def extraction_rules(config: SparseMoEConfig, expert: int | str, scale: Scale | 
         rules.append(Rule(rf"{ffn}\.(router|fusion_gate)\..*", (), reason="a dense FFN has no routing"))
         if expert == BASE:
             rules.append(Rule(rf"({ffn})\.base\.(.*)", r"\1.\2"))
-            rules.append(Rule(rf"{ffn}\.experts\..*", (), reason="the base FFN was chosen"))
+            rules.append(Rule(rf"{ffn}\.(shared_)?experts\..*", (), reason="the base FFN was chosen"))
             continue
         rules.append(Rule(rf"{ffn}\.base\..*", (), reason="an expert was chosen"))
+        (tower,) = (tower for prefix, tower in towers_of(config).values() if ffn.startswith(prefix))
+        of_ffn = experts_of_ffn(tower)
+        chosen = slice(expert * of_ffn, (expert + 1) * of_ffn)
         for name, expert_tensor in FFN_TO_EXPERTS.items():
-            factor = of_layer if name.startswith("fc2.") else 1.0
-            take = functools.partial(lambda factor, stack: stack[expert] * factor, factor)
-            rules.append(Rule(rf"({ffn})\.experts\.{expert_tensor}", rf"\1.{name}", take))
+            factor = of_layer / of_ffn if name.startswith("fc2.") else 1.0
+            join = functools.partial(_whole_ffn, name, chosen, factor)
+            sources = rf"({ffn})\.(?:experts\.{expert_tensor}|shared_experts\.{re.escape(name)})"
+            rules.append(Rule(sources, rf"\1.{name}", join, merges=True))
     return rules
+
+
+def _whole_ffn(name: str, chosen: slice, factor: float, experts: Tensor, shared: Tensor | None = None) -> Tensor:
+    """A tensor of the dense FFN that the `chosen` of all experts and the shared ones are together."""
+    parts = [*([] if shared is None else [shared]), *(experts[chosen] * factor)]
+    if name == "fc2.bias":
+        return sum(parts)
+    return torch.cat(parts, dim=1 if name == "fc2.weight" else 0)
 
 
 def extract(sparse: PreTrainedModel, expert: int | str, scale: Scale | None = None) -> PreTrainedModel:
     """Builds the dense CLIP of one expert (from 0), or of the base FFN ("base"), in the sparse model's dtype; for
-    `scale` see `layer_scales`."""
+    `scale` see `layer_scales`. Of narrow experts, those that make an FFN count as one, with the shared ones."""
     require_expert(sparse.config, expert)
     rules = extraction_rules(sparse.config, expert, scale)
     dense = family_of(sparse.config).dense(dense_config(sparse.config)).to(sparse.dtype)
@@ -91,7 +113,8 @@ def extract(sparse: PreTrainedModel, expert: int | str, scale: Scale | None = No
 def require_expert(config: SparseMoEConfig, expert: int | str) -> None:
     """Raises a ValueError where a sparse tower has no such expert."""
     for tower in sparse_ffns(config).values():
-        known = [*map(str, range(tower.num_experts)), *([BASE] if tower.fusion_gate else [])]
+        number = tower.num_experts // experts_of_ffn(tower)
+        known = [*map(str, range(number)), *([BASE] if tower.fusion_gate else [])]
         if str(expert) not in known:
             raise ValueError(f"{tower.base_config_key}: there is no expert {expert}, only {join_names(known)}")
 
@@ -110,7 +133,8 @@ def set_fusion_gates(sparse: PreTrainedModel, logit: float) -> None:
 @contextlib.contextmanager
 def force_expert(sparse: PreTrainedModel, expert: int, scale: float | Sequence[float] | None = None) -> Iterator[None]:
     """Within the block, every token goes through this expert alone, whatever its capacity, in all sparse layers: what
-    one expert knows (CLIP-MoE Table 1). A fusion gate still mixes the base FFN in.
+    one expert knows (CLIP-MoE Table 1). Of narrow experts, those that make an FFN count as one. A fusion gate still
+    mixes the base FFN in.
 
     The expert stands for the K experts of a token, so it has the weight that they have together. With it, the model
     computes what the routed one does where all experts are equal.
@@ -123,20 +147,24 @@ def force_expert(sparse: PreTrainedModel, expert: int, scale: float | Sequence[f
             `norm_topk_prob`.
     """
     blocks = [module for module in sparse.modules() if isinstance(module, CLIPMoESparseMoeBlock)]
-    if any(not 0 <= expert < block.num_experts for block in blocks):
-        raise ValueError(f"there is no expert {expert}, only 0 to {min(block.num_experts for block in blocks) - 1}")
+    numbers = [block.num_experts // experts_of_ffn(block.config) for block in blocks]
+    if any(not 0 <= expert < number for number in numbers):
+        raise ValueError(f"there is no expert {expert}, only 0 to {min(numbers) - 1}")
     scales = scale if isinstance(scale, Sequence) else [scale] * len(blocks)
 
     def force(router, inputs, outputs, weight):
         config = router.config
         logits, (_, mask) = outputs[0], inputs
-        ids = torch.full_like(outputs[2][..., :1], expert)  # (B, S, 1)
+        of_ffn = experts_of_ffn(config)
+        ids = torch.arange(expert * of_ffn, (expert + 1) * of_ffn, device=logits.device)
+        ids = ids.expand(*logits.shape[:2], of_ffn)
         if mask is not None:
             ids = ids.masked_fill(~mask.bool()[..., None], config.num_experts)
         if weight is None:
             weights = router.weigh(*router.choose(router.score(logits))).sum(dim=-1, keepdim=True)
         else:
             weights = torch.full_like(logits[..., :1], weight)
+        weights = weights / of_ffn
         return logits, weights * (ids < config.num_experts), ids, dispatch(ids.flatten(0, 1), config.num_experts)
 
     with contextlib.ExitStack() as hooks:

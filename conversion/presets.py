@@ -36,6 +36,8 @@ class Preset:
     num_experts: int
     norm_topk_prob: bool
     num_experts_per_tok: int = 2
+    moe_intermediate_size: int | None = None
+    num_shared_experts: int = 0
     capacity_factor: float | None = None
     fusion_gate: bool = False
     router_aux_loss_coef: float = 0.01

@@ -1,6 +1,7 @@
 """Sparse upcycling: a dense CLIP becomes a CLIP-MoE whose experts are copies of its FFNs."""
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -34,7 +35,8 @@ SPARSE_FIELDS = {field.name for field in dataclasses.fields(CLIPMoETowerConfig)}
 }
 # What can be set of an upcycled tower's configuration: how tokens are routed, and a setting of training. All other
 # fields follow from the dense model and the preset
-ROUTING_FIELDS = SPARSE_FIELDS - {"num_experts", "moe_layers", "fusion_gate"} | {"attention_dropout"}
+STRUCTURE = {"num_experts", "moe_layers", "moe_intermediate_size", "num_shared_experts", "fusion_gate"}
+ROUTING_FIELDS = SPARSE_FIELDS - STRUCTURE | {"attention_dropout"}
 
 
 def architecture(config: PreTrainedConfig, config_class: type[PreTrainedConfig]) -> dict[str, Any]:
@@ -104,6 +106,27 @@ def sparse_ffns(config: PreTrainedConfig) -> dict[str, CLIPMoETowerConfig]:
     }
 
 
+def experts_of_ffn(config: CLIPMoETowerConfig) -> int:
+    """How many experts hold the hidden units of one dense FFN, beside the shared experts: 1 if they are as wide as it.
+
+    Raises:
+        ValueError: they do not hold whole FFNs.
+    """
+    size, width, shared = config.intermediate_size, config.expert_size, config.num_shared_experts
+    number, rest = divmod(size - shared * width, width)
+    if rest or number < 1:
+        raise ValueError(
+            f"moe_intermediate_size: an FFN of {size} hidden units, less {shared} shared experts, is not cut into "
+            f"experts of {width}: take a divisor of {size}, above {shared} times itself"
+        )
+    for name in ("num_experts", "num_experts_per_tok"):
+        if getattr(config, name) % number:
+            raise ValueError(
+                f"{name} is {getattr(config, name)}, but {number} experts make an FFN: take a multiple of {number}"
+            )
+    return number
+
+
 def kept_rules(config: SparseMoEConfig, logit_scale_shape: tuple[int, ...] = (1,)) -> list[Rule]:
     """Rules from a dense model to a sparse one, or back, for all that upcycling does not touch."""
     sparse = "|".join(rf"{ffn}\." for ffn in sparse_ffns(config))
@@ -114,19 +137,32 @@ def kept_rules(config: SparseMoEConfig, logit_scale_shape: tuple[int, ...] = (1,
 
 
 def upcycling_rules(config: SparseMoEConfig, single: bool = False) -> list[Rule]:
-    """Rules from a dense model to a sparse one: each dense FFN becomes E experts and, with a fusion gate, the base; or
-    a `single` expert."""
+    """Rules from a dense model to a sparse one: each dense FFN becomes E experts, shared experts and, with a fusion
+    gate, the base; or a `single` expert.
+
+    Narrow experts are cut out of it: the first hidden units are those of the shared experts, then each expert has the
+    next ones, and so again from copy to copy. So all experts of a copy sum to the FFN.
+    """
     rules = kept_rules(config)
     for ffn, tower in sparse_ffns(config).items():
-        has_base = tower.fusion_gate and not single
+        has_base, of_ffn = tower.fusion_gate and not single, 1 if single else experts_of_ffn(tower)
+        copies, shared = (1, 0) if single else (tower.num_experts // of_ffn, tower.num_shared_experts)
 
-        def tile(tensor, number=1 if single else tower.num_experts, has_base=has_base):
-            experts = tensor.expand(number, *tensor.shape)
-            return (experts, tensor) if has_base else experts
+        def cut(name, tensor, of_ffn=of_ffn, copies=copies, shared=shared * tower.expert_size, has_base=has_base):
+            if name == "fc2.bias":  # the shared experts have it, else each expert its part
+                common, parts = tensor, (torch.zeros_like(tensor) if shared else tensor / of_ffn).expand(of_ffn, -1)
+            else:
+                axis = 1 if name == "fc2.weight" else 0
+                common, rest = tensor.split([shared, tensor.shape[axis] - shared], dim=axis)
+                parts = torch.stack(rest.chunk(of_ffn, dim=axis))
+            experts = parts.repeat(copies, *[1] * (parts.ndim - 1))
+            return (experts, *([common] if shared else []), *([tensor] if has_base else []))
 
         for name, expert_tensor in FFN_TO_EXPERTS.items():
-            targets = rf"\1.experts.{expert_tensor}", rf"\1.base.{name}"
-            rules.append(Rule(rf"({ffn})\.{name}", targets if has_base else targets[0], tile))
+            targets = [rf"\1.experts.{expert_tensor}"]
+            targets += [rf"\1.shared_experts.{name}"] if shared else []
+            targets += [rf"\1.base.{name}"] if has_base else []
+            rules.append(Rule(rf"({ffn})\.{name}", tuple(targets), functools.partial(cut, name)))
     return rules
 
 
@@ -134,7 +170,7 @@ def check_memory(config: SparseMoEConfig) -> None:
     """Refuses a model whose experts do not fit into memory, before any of it is taken."""
     ffns = list(sparse_ffns(config).values())
     parameters = sum(
-        len(tower.moe_layers) * tower.num_experts * (2 * tower.intermediate_size + 2) * tower.hidden_size
+        len(tower.moe_layers) * tower.num_experts * (2 * tower.expert_size + 2) * tower.hidden_size
         for tower in ffns[: 1 if getattr(config, "shared_encoder", False) else None]
     )  # biases are left out
     needed, free = 4 * parameters, psutil.virtual_memory().available  # built in float32
@@ -168,11 +204,15 @@ def build_sparse(
     state = sparse.state_dict()
     new = {key: tensor for key, tensor in state.items() if any(f".mlp.{part}." in key for part in new_parts)}
     generator = torch.Generator().manual_seed(seed)
+    copies = {ffn: experts_of_ffn(tower) for ffn, tower in sparse_ffns(config).items()}
     for key, tensor in new.items():
         (std,) = [deviation for prefix, deviation in deviations.items() if re.match(prefix, key)]
         if key.endswith(".expert_bias"):  # 0 before training
             continue
         tensor.normal_(std=std, generator=generator)
+        for ffn, of_ffn in copies.items():
+            if re.match(rf"{ffn}\.router\.weight", key):  # the experts of an FFN are chosen together
+                tensor.copy_(tensor[: len(tensor) // of_ffn].repeat_interleave(of_ffn, dim=0))
     shapes = {key: tensor.shape for key, tensor in state.items() if key not in new}
     sparse.load_state_dict(new | apply_rules(source, shapes, rules))
     return sparse.to(dtype).eval()
@@ -199,7 +239,10 @@ def upcycle(
     Returns:
         The model in evaluation mode and the dense model's dtype.
     """
-    config = change_routing(sparse_config(dense.config, preset, towers), routing or {})
+    config = sparse_config(dense.config, preset, towers)
+    for tower in sparse_ffns(config).values():  # so that the experts of an FFN sum to it, and do not average
+        tower.routed_scaling_factor = float(experts_of_ffn(tower))
+    config = change_routing(config, routing or {})
     rules = upcycling_rules(config)
     sparse = build_sparse(config, dense.state_dict(), rules, dense.dtype, seed)
     init_experts(sparse, expert_init or ExpertInit(), seed)
@@ -233,10 +276,17 @@ def verify(source: str | Path, folder: Path) -> None:
     sparse = load_sparse(folder, torch.float32)
     for tower_config in sparse_ffns(sparse.config).values():
         tower_config.eval_capacity_factor = None
-        if not tower_config.norm_topk_prob or tower_config.routed_scaling_factor != 1:
+        scale = float(experts_of_ffn(tower_config))
+        if not tower_config.norm_topk_prob or tower_config.routed_scaling_factor != scale:
             tower = tower_config.base_config_key
-            print(f"{tower}: routing weights do not sum to 1, so the model starts unlike the dense one. Here they do:")
-            tower_config.norm_topk_prob, tower_config.routed_scaling_factor = True, 1.0
+            sum_of_weights = f"sum to {scale:g}"
+            print(
+                f"{tower}: routing weights do not {sum_of_weights}, so the model starts unlike the dense one. Here they "
+                "do:"
+            )
+            if tower_config.scoring_func == "relu":  # of which a token may have none
+                tower_config.scoring_func = "softmax"
+            tower_config.norm_topk_prob, tower_config.routed_scaling_factor = True, scale
     compare(load_dense(source, torch.float32), sparse)
 
 

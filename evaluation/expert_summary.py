@@ -54,6 +54,7 @@ def summarize(
             the mean of their experts.
         entropy: tower -> sparse layer -> bits.
         agreement: "images" or "texts" -> "expert N" -> "expert N" -> linear CKA; other columns do not count.
+        num_experts: those that a router has to choose from.
     """
     rows = {name: {"title": task.title, "primary": task.primary} for name, task in tasks.items()}
     collapse = []
@@ -62,7 +63,7 @@ def summarize(
         reach = score_difference_reach(routed[task], mean[task], metric)
         error = None if reach is None else max(reach)
         collapse.append(Collapse(title=title, routed=scores[0], mean=scores[1], error=error))
-    experts = [f"{EXPERT} {number}" for number in range(num_experts)]
+    experts = [column for column in next(iter(agreement.values())) if column.startswith(f"{EXPERT} ")]
     # A dense tower makes the same for all experts
     pairs = [
         agreement[EMBEDDED[tower]][first][other]

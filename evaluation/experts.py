@@ -12,6 +12,7 @@ from transformers import CLIPConfig
 
 from conversion.dense import force_expert
 from conversion.presets import TOWERS
+from conversion.upcycle import experts_of_ffn
 from data.images import decode_image
 from evaluation.embedder import Embedder, usable_device
 from evaluation.expert_summary import EXPERT, MEAN, ROUTED, agreement, summarize
@@ -115,7 +116,7 @@ def _sparse_towers(
         fault = "a dense CLIP has no experts to analyze"
     elif family_of(config).sigmoid:
         fault = "a SigLIP has no class token, which the pictures of experts need"
-    elif len({of_tower.num_experts for of_tower in sparse.values()}) > 1:
+    elif len({(of_tower.num_experts, experts_of_ffn(of_tower)) for of_tower in sparse.values()}) > 1:
         fault = "its towers have different numbers of experts"
     elif "text" in sparse and set(kinds) == {"linear_probe"}:
         fault = "no text of a linear probe reaches the sparse text tower: add a task such as retrieval"
@@ -150,7 +151,8 @@ def analyze_experts(
     tasks, kinds = loaded_once(tasks), {task.kind for task in tasks.values()}
     embedder = _Witness(model, None, batch_size, usable_device(device))
     sparse = _sparse_towers(model, embedder.model.config, kinds, layers or {})
-    num_experts = next(iter(sparse.values())).num_experts
+    of_tower = next(iter(sparse.values()))
+    num_experts, of_ffn = of_tower.num_experts, experts_of_ffn(of_tower)
     if shown_expert is not None and not 0 <= shown_expert < num_experts:
         raise ValueError(f"{model}: shown_expert: {shown_expert}, but the experts are 0 to {num_experts - 1}")
     if max(num_experts_per_tok, default=1) > num_experts:
@@ -172,7 +174,7 @@ def analyze_experts(
 
     results: dict[str, ByTask] = {}
     embeds: dict[str, dict[str, np.ndarray]] = {}
-    for number in range(num_experts):
+    for number in range(num_experts // of_ffn):  # narrow experts of an FFN count as one
         embedder.forget()
         with force_expert(embedder.model, number):  # which gets all tokens
             results[f"{EXPERT} {number}"] = measured()

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from conversion.presets import TOWERS
+from conversion.upcycle import experts_of_ffn
 from modeling_clip_moe import CLIPMoEModel
 from modeling_clip_moe.dispatch import expert_capacity_mask
-from modeling_clip_moe.experts import CLIPMoEExperts
-from modeling_clip_moe.sparse_moe import CLIPMoERouter, router_probabilities
+from modeling_clip_moe.sparse_moe import CLIPMoERouter, CLIPMoESparseMoeBlock, router_probabilities
 
 # The token whose last hidden state a tower's output is made of
 POOLED_TOKEN = {"text": "end token", "vision": "class token"}
@@ -160,15 +160,16 @@ def chosen_experts(model: CLIPMoEModel, num_experts_per_tok: int) -> Iterator[No
 @contextmanager
 @torch.no_grad()
 def averaged_experts(model: CLIPMoEModel) -> Iterator[None]:
-    """Within the block, every expert is the mean of its layer's experts: what is then lost is what the experts know
-    apart from each other."""
-    tensors = [
-        tensor for module in model.modules() if isinstance(module, CLIPMoEExperts) for tensor in module.parameters()
-    ]
+    """Within the block, every expert is the mean of its layer's experts, of narrow ones of those in the same place of
+    their FFN: what is then lost is what the experts know apart from each other."""
+    modules = [module for module in model.modules() if isinstance(module, CLIPMoESparseMoeBlock)]
+    of_ffns = [(tensor, experts_of_ffn(block.config)) for block in modules for tensor in block.experts.parameters()]
+    tensors = [tensor for tensor, _ in of_ffns]
     before = [tensor.clone() for tensor in tensors]
     try:
-        for tensor in tensors:
-            tensor.copy_(tensor.mean(dim=0, keepdim=True).expand_as(tensor))
+        for tensor, of_ffn in of_ffns:
+            copies = tensor.unflatten(0, (-1, of_ffn))
+            tensor.copy_(copies.mean(dim=0).repeat(len(copies), *[1] * (tensor.ndim - 1)))
         yield
     finally:
         for tensor, value in zip(tensors, before, strict=True):

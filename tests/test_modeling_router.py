@@ -115,6 +115,7 @@ SCORES = {
     "sigmoid": {"scoring_func": "sigmoid", "routed_scaling_factor": 2.5},
     "biased": {"use_expert_bias": True},
     "sigmoid, biased": {"scoring_func": "sigmoid", "use_expert_bias": True},
+    "narrow, shared": {"moe_intermediate_size": 8, "num_shared_experts": 2},
 }
 
 
@@ -131,9 +132,24 @@ def test_block_equals_a_loop_over_tokens(
         block.router.expert_bias.copy_(torch.tensor([0.2, -0.2, 0.1, 0.0]))
     mask = torch.rand(6, 7) > 0.3 if padded else torch.ones(6, 7, dtype=torch.bool)
     hidden_states = torch.randn(6, 7, 16, requires_grad=True)
-    expected, num_dropped = plain_block(block, hidden_states, mask, capacity_factor, group_size)
+    num_dropped = assert_equals_a_loop(block, hidden_states, mask, capacity_factor, group_size)
     assert (num_dropped > 0) == (capacity_factor is not None)
-    actual = block(hidden_states, mask if padded else None)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_relu_routing_equals_a_loop_over_tokens(padded):
+    block = tiny_block(scoring_func="relu", norm_topk_prob=False).train()
+    mask = torch.rand(6, 7) > 0.3 if padded else torch.ones(6, 7, dtype=torch.bool)
+    hidden_states = torch.randn(6, 7, 16, requires_grad=True)
+    assert_equals_a_loop(block, hidden_states, mask, None, 6)
+    ids = block.router(hidden_states)[2]
+    assert len((ids < 4).sum(dim=-1).unique()) > 2  # tokens meet different numbers of experts
+
+
+def assert_equals_a_loop(block, hidden_states, mask, capacity_factor, group_size):
+    expected, num_dropped = plain_block(block, hidden_states, mask, capacity_factor, group_size)
+    actual = block(hidden_states, None if mask.all() else mask)
+    actual = actual * mask[..., None]  # shared experts compute padding, too
     torch.testing.assert_close(actual, expected)
     direction, inputs = torch.randn_like(expected), [hidden_states, *block.parameters()]
     gradients = [torch.autograd.grad((output * direction).sum(), inputs) for output in (actual, expected)]
@@ -141,8 +157,10 @@ def test_block_equals_a_loop_over_tokens(
     torch.testing.assert_close(*gradients)
 
     _, weights, ids, _ = block.router(hidden_states, mask)
-    assert ((ids == 4) & mask[..., None]).sum() == num_dropped  # how dropped choices are counted
+    not_chosen = (block.router.score(block.router(hidden_states)[0]) == 0).sum(dim=-1)  # of "relu" alone
+    assert ((ids == 4) & mask[..., None]).sum() == num_dropped + (not_chosen * mask).sum()  # how dropped choices count
     assert (weights[ids == 4] == 0).all()
+    return num_dropped
 
 
 def test_a_subclass_replaces_one_part():

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from tiny_clip import command, error_of, moved, processor, saved, tiny_clip
 from transformers import AutoModel, AutoProcessor, BertConfig, BertModel
 
 import clip_moe
+from conversion.dense import convert as convert_dense
+from conversion.dense import extract
 from conversion.presets import PRESETS
 from conversion.upcycle import upcycle
 from conversion.verification import compare
@@ -49,6 +52,49 @@ def test_equals_the_dense_model(dense, name, towers):
         assert bool(config.moe_layers) == (tower in towers)
         config.norm_topk_prob = True
     compare(dense, sparse, tolerance=1e-5)
+
+
+NARROW = {
+    "cut in 2": {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 4},
+    "one of 4 shared": {
+        "moe_intermediate_size": 12,
+        "num_shared_experts": 1,
+        "num_experts": 12,
+        "num_experts_per_tok": 6,
+    },
+    "half shared": {"moe_intermediate_size": 24, "num_shared_experts": 1},
+}
+
+
+@pytest.mark.parametrize("changes", NARROW.values(), ids=NARROW)
+def test_narrow_and_shared_experts_equal_the_dense_model_and_give_it_back(dense, changes, tmp_path):
+    preset = replace(PRESETS["clip_moe"], **changes)
+    sparse = upcycle(dense, preset)
+    compare(dense, sparse, tolerance=1e-5)
+    assert sparse.vision_model.encoder.layers[0].mlp.experts.up_proj.shape[1] == changes["moe_intermediate_size"]
+    back = extract(sparse, 1)
+    for name, tensor in dense.state_dict().items():
+        torch.testing.assert_close(back.state_dict()[name], tensor, rtol=0, atol=1e-6)
+    moved(sparse, (".experts.", ".shared_experts.", ".router."), 1, 1.0)
+    folder = saved(tmp_path / "sparse", sparse)
+    convert_dense(folder, tmp_path / "expert", 1)  # and compares with the experts of one FFN, forced
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"moe_intermediate_size": 5},
+            "an FFN of 48 hidden units, less 0 shared experts, is not cut into experts of 5",
+        ),
+        ({"moe_intermediate_size": 24, "num_shared_experts": 2}, "less 2 shared experts, is not cut"),
+        ({"moe_intermediate_size": 24, "num_experts": 3}, "num_experts is 3, but 2 experts make an FFN"),
+        ({"moe_intermediate_size": 12}, "num_experts_per_tok is 2, but 4 experts make an FFN"),
+    ],
+)
+def test_experts_that_do_not_make_an_ffn(dense, changes, message):
+    with pytest.raises(ValueError, match=message):
+        upcycle(dense, replace(PRESETS["clip_moe"], **changes))
 
 
 @pytest.mark.parametrize("part", ["up_proj", "up_proj_bias", "down_proj", "down_proj_bias", "base.fc1.bias", None])

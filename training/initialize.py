@@ -108,8 +108,8 @@ def draw_as_openai(model: PreTrainedModel) -> None:
 def _ffns(layer: nn.Module) -> list[tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]]:
     """The weights and biases of the two linear maps of a layer's FFN, of all its experts, or of both."""
     mlp = layer.mlp
-    dense = mlp.base if isinstance(mlp, CLIPMoESparseMoeBlock) else mlp
-    ffns = [] if dense is None else [tuple((linear.weight, linear.bias) for linear in (dense.fc1, dense.fc2))]
+    dense = (mlp.base, mlp.shared_experts) if isinstance(mlp, CLIPMoESparseMoeBlock) else (mlp,)
+    ffns = [tuple((linear.weight, linear.bias) for linear in (ffn.fc1, ffn.fc2)) for ffn in dense if ffn is not None]
     if isinstance(mlp, CLIPMoESparseMoeBlock):
         experts = mlp.experts
         ffns.append(((experts.up_proj, experts.up_proj_bias), (experts.down_proj, experts.down_proj_bias)))

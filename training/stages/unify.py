@@ -53,7 +53,9 @@ class UnifyStage(Stage):
         from conversion.unify import convert
 
         with named_errors(self, "changes"):
-            preset = changed_preset(self.preset, self.changes, ["num_experts"])
+            preset = changed_preset(
+                self.preset, self.changes, ["num_experts", "moe_intermediate_size", "num_shared_experts"]
+            )
         base = load_config(inputs.model)
         if is_sparse(base):
             ignored = sorted(set(self.changes) - {"num_experts_per_tok", "fusion_gate"})
