@@ -279,11 +279,7 @@ def verify(source: str | Path, folder: Path) -> None:
         scale = float(experts_of_ffn(tower_config))
         if not tower_config.norm_topk_prob or tower_config.routed_scaling_factor != scale:
             tower = tower_config.base_config_key
-            sum_of_weights = f"sum to {scale:g}"
-            print(
-                f"{tower}: routing weights do not {sum_of_weights}, so the model starts unlike the dense one. Here they "
-                "do:"
-            )
+            print(f"{tower}: routing weights do not sum to {scale:g}, so the model starts unlike the dense one. Here:")
             if tower_config.scoring_func == "relu":  # of which a token may have none
                 tower_config.scoring_func = "softmax"
             tower_config.norm_topk_prob, tower_config.routed_scaling_factor = True, scale

@@ -181,9 +181,6 @@ class TrainLlavaStage(StepsStage):
             raise ValueError("data.source: conversations are in a .json of LLaVA's layout or a built-in world")
         return self
 
-    def task(self, model: PreTrainedModel) -> LlavaTask:
-        return LlavaTask(model, self.gradient_accumulation_steps)
-
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         model = load_model(LlavaForConditionalGeneration, inputs.model, dtype=torch.float32)
         processor = load_processor(inputs.model)
@@ -199,7 +196,8 @@ class TrainLlavaStage(StepsStage):
             rows = load_conversations(inputs.data)
         settings = self.data, share, self.prompt, self.max_length, self.gradient_accumulation_steps
         loader = ConversationLoader(rows, processor, model.config, *settings)
-        self.train_model(model, processor, loader, accelerator, context, directory)
+        task = LlavaTask(model, self.gradient_accumulation_steps)
+        self.train_model(task, processor, loader, accelerator, context, directory)
 
     def set_trainable(self, model: LlavaForConditionalGeneration) -> None:
         """Raises ValueError where the tower would train: LLaVA's loss has no router losses, and it does not see the

@@ -136,7 +136,8 @@ class CLIPMoETowerConfig(PublishedConfig):
     def base_model_tp_plan(self) -> dict[str, str]:
         """
         Tensor parallelism of the modules that the tower has: the heads of its attention and the width of its dense
-        FFNs, alone or beside experts, and of shared experts. Experts are not split, for whose stacked biases transformers has no style.
+        FFNs, alone or beside experts, and of shared experts. Others are not split, for whose stacked biases
+        transformers has no style.
         """
         plan = {f"{_LAYERS}.self_attn.{name}_proj": "colwise" for name in "qkv"}
         plan[f"{_LAYERS}.self_attn.out_proj"] = "rowwise"
@@ -166,8 +167,8 @@ class CLIPMoETowerConfig(PublishedConfig):
         of_others = ("norm_topk_prob", "use_expert_bias", "capacity_factor", "eval_capacity_factor")
         if self.scoring_func == "relu" and (wrong := [name for name in of_others if getattr(self, name)]):
             raise ValueError(
-                f"scoring_func='relu' goes without {', '.join(wrong)}: its scores are the weights, and all experts of a "
-                "positive score compute. Set norm_topk_prob and use_expert_bias to False, capacities to None."
+                f"scoring_func='relu' goes without {', '.join(wrong)}: its scores are the weights, and all experts of "
+                "a positive score compute. Set norm_topk_prob and use_expert_bias to False, capacities to None."
             )
         if self.norm_before_capacity and not self.norm_topk_prob:
             raise ValueError("norm_before_capacity=True needs norm_topk_prob=True: it says when that happens.")

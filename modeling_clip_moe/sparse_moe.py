@@ -98,7 +98,7 @@ def _normalized(weights: torch.Tensor) -> torch.Tensor:
     return weights / total.masked_fill(total == 0, 1.0)
 
 
-def _mean_over_tokens(values: torch.Tensor, mask: torch.Tensor | None, reduce: Reduce | None) -> torch.Tensor:
+def mean_over_tokens(values: torch.Tensor, mask: torch.Tensor | None, reduce: Reduce | None) -> torch.Tensor:
     """Mean (L, N) of `values` (L, T, N) over all tokens but padding, of all processes if `reduce` sums over them."""
     num_layers, num_tokens, num_values = values.shape
     mask = values.new_ones(num_tokens) if mask is None else mask.flatten().to(values)
@@ -144,7 +144,7 @@ def load_balancing_loss(
         probabilities = router_probabilities(logits, scoring_func)  # (L, T, E)
         choices = _one_hot(_top_k(probabilities, top_k)[1], logits.shape[-1]).sum(dim=-2)  # (L, T, E)
     num_experts = logits.shape[-1]
-    means = _mean_over_tokens(torch.cat([choices, probabilities], dim=-1), mask, reduce)  # (L, 2 * E)
+    means = mean_over_tokens(torch.cat([choices, probabilities], dim=-1), mask, reduce)  # (L, 2 * E)
     chosen, probability = means.split(num_experts, dim=-1)
     return (num_experts / top_k * chosen * probability).sum(dim=-1).mean()
 
@@ -163,7 +163,7 @@ def router_z_loss(
         `torch.Tensor`: a scalar.
     """
     z = _stack_layers(router_logits).logsumexp(dim=-1, keepdim=True)  # (L, T, 1)
-    return _mean_over_tokens(z.square(), mask, reduce).mean()
+    return mean_over_tokens(z.square(), mask, reduce).mean()
 
 
 def _entropy(probabilities: torch.Tensor, logarithms: torch.Tensor) -> torch.Tensor:
@@ -187,7 +187,7 @@ def local_entropy_loss(
     """
     logits = _stack_layers(router_logits)
     entropy = _entropy(logits.softmax(dim=-1), logits.log_softmax(dim=-1))  # (L, T, 1)
-    return _mean_over_tokens(entropy, mask, reduce).mean()
+    return mean_over_tokens(entropy, mask, reduce).mean()
 
 
 def global_entropy_loss(
@@ -209,7 +209,7 @@ def global_entropy_loss(
     Returns:
         `torch.Tensor`: a scalar.
     """
-    probabilities = _mean_over_tokens(_stack_layers(router_logits).softmax(dim=-1), mask, reduce)  # (L, E)
+    probabilities = mean_over_tokens(_stack_layers(router_logits).softmax(dim=-1), mask, reduce)  # (L, E)
     logarithms = probabilities.clamp(min=torch.finfo(probabilities.dtype).tiny).log()
     return (math.log(min_experts) - _entropy(probabilities, logarithms)).clamp(min=0).mean()
 

@@ -4,11 +4,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedModel
 
 from conversion.checkpoints import is_sparse
 from modeling_clip_moe.experts import CLIPMoEExperts
+from training.auxiliary_losses import AuxiliaryLoss
 from training.losses import Pairing
 
 
@@ -20,11 +22,13 @@ class ContrastiveTask(nn.Module):
 
     Args:
         losses: has `contrastive_loss` and `router_loss`, as `training.stages.train.TrainStage`.
+        auxiliary_losses: others that are added.
     """
 
-    def __init__(self, model: PreTrainedModel, losses: Any):
+    def __init__(self, model: PreTrainedModel, losses: Any, auxiliary_losses: Sequence[AuxiliaryLoss] = ()):
         super().__init__()
-        self.model, self.losses = model, losses
+        self.model, self.losses, self.auxiliary_losses = model, losses, nn.ModuleList(auxiliary_losses)
+        self.progress = 0.0  # the share of the steps that are done
         self._no_split_modules = model._no_split_modules  # what Accelerate shards one by one with FSDP2
 
     def forward(
@@ -54,6 +58,9 @@ class ContrastiveTask(nn.Module):
         auxiliary, metrics = torch.zeros((), device=scale.device), {}
         if sparse:
             auxiliary, metrics = self.losses.router_loss(self.model.config, outputs, batch)
+        for another in self.auxiliary_losses:
+            loss, values = another(self.model, outputs, batch, self.progress)
+            auxiliary, metrics = auxiliary + loss, metrics | values
         metrics["logit_scale"] = scale.detach().squeeze()
         with torch.autocast(outputs.image_embeds.device.type, enabled=False):
             embeds = outputs.image_embeds, outputs.text_embeds, scale, *self.loss_parameters().values()
@@ -66,6 +73,11 @@ class ContrastiveTask(nn.Module):
             contrastive = self.contrastive_loss(embeds, pairing)
         loss = contrastive + auxiliary
         return loss, {"contrastive_loss": contrastive.detach(), **metrics, "loss": loss.detach()}
+
+    def after_step(self, accelerator: Accelerator) -> None:
+        """The optimizer has taken a step."""
+        for another in self.auxiliary_losses:
+            another.after_step(accelerator)
 
     def loss_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that the contrastive loss takes beside the scale, by the names of its arguments."""

@@ -70,7 +70,7 @@ def compile_layers(model: PreTrainedModel) -> None:
 
 def train(
     accelerator: Accelerator,
-    model: PreTrainedModel,
+    task: nn.Module,
     batches: Callable[[int], Iterator[dict[str, torch.Tensor]]],
     settings: LoopSettings,
     total_steps: int,
@@ -81,6 +81,8 @@ def train(
 
     Args:
         accelerator: a fresh one: what was prepared with it before would enter the checkpoints.
+        task: the model, as its attribute `model`, with its loss. If it has `progress`, that is set to the share of the
+            steps that are done; if it has `after_step`, that is called.
         batches: `batches(start)` yields this process's batches for ever, from batch number `start` of the run.
         total_steps: optimizer steps of the whole run.
         directory: gets `checkpoints/`, which the caller deletes, and `log.jsonl`.
@@ -98,8 +100,10 @@ def train(
     if settings.save_steps:
         require_support(accelerator)
     step = 0 if latest is None else finished_steps(latest)
+    model = task.model
     scale = getattr(model, "logit_scale", None)  # of a CLIP
-    task, optimizer, scheduler, average = _prepare(accelerator, model, settings, step, total_steps)
+    task, optimizer, scheduler, average = _prepare(accelerator, task, settings, step, total_steps)
+    plain_task = accelerator.unwrap_model(task)
     biases = ExpertBiases(model, settings.expert_bias_rate)
     if latest is not None:
         load_checkpoint(accelerator, task, optimizer, latest, average)
@@ -121,11 +125,14 @@ def train(
     first = step
     progress = Progress(settings.name, total_steps, step, accelerator.is_main_process)
     while step < total_steps:
+        plain_task.progress = step / total_steps
         metrics = _compute_gradient(accelerator, task, stream, settings, step, finite)
         grad_norm = _clip_gradient(accelerator, task, settings, step, finite)
         learning_rate = max(scheduler.get_last_lr())
         biases.move(accelerator)
         _take_step(optimizer, scheduler, model, settings, average)
+        if hasattr(plain_task, "after_step"):
+            plain_task.after_step(accelerator)
         step += 1
         is_logged = step % settings.logging_steps == 0 or step == total_steps
         is_saved = bool(settings.save_steps) and step % settings.save_steps == 0 and step < total_steps
@@ -156,11 +163,17 @@ def train(
 
 
 def _prepare(
-    accelerator: Accelerator, model: PreTrainedModel, settings: LoopSettings, step: int, total_steps: int
+    accelerator: Accelerator, task: nn.Module, settings: LoopSettings, step: int, total_steps: int
 ) -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, WeightAverage | None]:
     """The model with its loss and the optimizer, as Accelerate wraps them, the schedule, and the weights' average."""
+    model = task.model
     if accelerator.distributed_type is DistributedType.FSDP and getattr(model.config, "shared_encoder", False):
         raise ValueError("FSDP cannot split an encoder that both towers have. Train it with DDP")
+    is_split = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+    if is_split and len(getattr(task, "auxiliary_losses", ())):
+        raise ValueError(
+            f"{settings.name}: losses of a teacher, coupling, distillation and relu need whole weights: take DDP"
+        )
     if settings.gradient_checkpointing:
         checkpoint_layers(model)
     if settings.torch_compile is True or settings.torch_compile == "auto" and accelerator.device.type == "cuda":
@@ -168,7 +181,7 @@ def _prepare(
     scale = getattr(model, "logit_scale", None)
     if scale is not None:  # FSDP2 and ZeRO-3 split no scalar, which that of a dense CLIP is
         model.logit_scale = nn.Parameter(scale.detach().reshape(1), requires_grad=scale.requires_grad)
-    task = settings.task(model).train()
+    task.train()
     optimizer = make_optimizer(task, settings, accelerator.device)
     warmup = settings.warmup_steps if settings.warmup_steps >= 1 else settings.warmup_steps * total_steps
     for group in optimizer.param_groups:

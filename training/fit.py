@@ -25,6 +25,11 @@ def problems_of_training(stage: Any, config: PreTrainedConfig, batch_size: int) 
     for setting in ("augmentation", "patch_dropout"):
         if getattr(stage, setting) is not None and family.naflex:
             yield f"{setting}: it goes with images of one size, but this model takes any shape: leave it out"
+    for setting in ("teacher", "coupling", "distillation"):
+        if getattr(stage, setting) is not None and not sparse:
+            yield f"{setting}: it goes with a sparse model, but {stage.model} is dense"
+    if stage.teacher is not None and stage.patch_dropout is not None:
+        yield "teacher: it sees whole images, of which patch_dropout leaves out a part: drop one"
     if stage.patch_dropout is not None and not family.naflex:
         patches = (config.vision_config.image_size // config.vision_config.patch_size) ** 2
         if round(patches * stage.patch_dropout) == patches:

@@ -16,7 +16,8 @@ from training.train_settings import Evaluation, LoopSettings
 
 if typing.TYPE_CHECKING:
     from accelerate import Accelerator
-    from transformers import PreTrainedModel, ProcessorMixin
+    from torch import nn
+    from transformers import ProcessorMixin
 
     from training.samplers import Share
 
@@ -26,8 +27,7 @@ REHEARSED_STEPS = 2
 
 @dataclass(config=STRICT, kw_only=True)
 class StepsStage(LoopSettings, Stage):
-    """A stage that trains with the loop of `training.engine`. A kind of it has `run`, and `task`: the model, as
-    its attribute `model`, and its loss in one module, see `training.contrastive_task`."""
+    """A stage that trains with the loop of `training.engine`. A kind of it has `run`, which calls `train_model`."""
 
     makes_model: ClassVar[bool] = True
     # What its data are made of, as it is printed
@@ -58,7 +58,7 @@ class StepsStage(LoopSettings, Stage):
 
     def train_model(
         self,
-        model: "PreTrainedModel",
+        task: "nn.Module",
         processor: "ProcessorMixin",
         loader: Any,
         accelerator: "Accelerator",
@@ -69,6 +69,7 @@ class StepsStage(LoopSettings, Stage):
         """Train a model whose parameters require a gradient or not, and save it with its processor.
 
         Args:
+            task: the model, as its attribute `model`, and its loss in one module, see `training.contrastive_task`.
             loader: has batches as `training.loader.PairLoader` does.
             accelerator: a fresh one.
             evaluation: what is measured meanwhile.
@@ -80,6 +81,7 @@ class StepsStage(LoopSettings, Stage):
         from training.engine import train
         from training.scores import Scores
 
+        model = task.model
         scores = evaluation and Scores(evaluation, model, processor, accelerator, directory / CHECKPOINTS)
         total_steps = self.max_steps or self.num_epochs * (len(loader) // self.gradient_accumulation_steps)
         if total_steps == 0:
@@ -95,7 +97,7 @@ class StepsStage(LoopSettings, Stage):
         )
         # Whatever was drawn on the way here, such as by a cache that had to be filled
         set_seed(context.seed, device_specific=True)
-        state_dict = train(accelerator, model, loader.batches, self, total_steps, directory, scores)
+        state_dict = train(accelerator, task, loader.batches, self, total_steps, directory, scores)
         if accelerator.is_main_process:
             save(model, directory, state_dict=state_dict)
             save(processor, directory)

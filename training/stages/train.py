@@ -1,7 +1,7 @@
 """The stage that trains a CLIP. Kinds of training differ in pairs, batches and loss.
 
 Another kind is a subclass of `TrainStage`. It overrides a method for each thing that it does otherwise: `choose_pairs`,
-`batch_sampler`, `contrastive_loss` or `router_loss`.
+`batch_sampler`, `contrastive_loss`, `router_loss` or `auxiliary_losses`.
 """
 
 import dataclasses
@@ -17,9 +17,16 @@ from pydantic.dataclasses import dataclass
 from data.arguments import Augmentation
 from training.context import Context
 from training.settings import STRICT
-from training.stages.base import Trained, named_errors
+from training.stages.base import Model, Trained, named_errors
 from training.stages.steps import REHEARSED_STEPS, StepsStage
-from training.train_settings import REHEARSED_ROWS, Evaluation, LoraSettings, RouterSettings
+from training.train_settings import (
+    REHEARSED_ROWS,
+    CouplingSettings,
+    DistillationSettings,
+    Evaluation,
+    LoraSettings,
+    RouterSettings,
+)
 
 if typing.TYPE_CHECKING:
     import torch
@@ -27,6 +34,7 @@ if typing.TYPE_CHECKING:
 
     from data.sources import Rows
     from modeling_clip_moe import CLIPMoEConfig
+    from training.auxiliary_losses import AuxiliaryLoss
     from training.contrastive_task import ContrastiveTask
     from training.duplicates import Duplicates
     from training.losses import Pairing
@@ -85,6 +93,17 @@ class TrainStage(RouterSettings, StepsStage):
     # Share of an image's patches that each step leaves out, drawn anew (FLIP, arXiv:2212.00794). Follow it with a short
     # stage without, which brings the model back to whole images. None: all patches are seen.
     patch_dropout: float | None = Field(default=None, gt=0, lt=1)
+
+    # The dense model whose layers teach the routers in the first half of the steps, as the one that was upcycled
+    # (TGR-MoE, arXiv:2604.21330); None: none.
+    teacher: Model | None = None
+    # The weight of what it teaches.
+    teacher_coef: float = Field(default=5.0, gt=0)
+    # A loss that ties each expert to its row of the router (ERC, arXiv:2512.23447); None: none.
+    coupling: CouplingSettings | None = None
+    # Sparse layers are drawn to a running average of themselves in which all experts compute every token (Cluster-aware
+    # Upcycling, arXiv:2604.13508); None: they are not.
+    distillation: DistillationSettings | None = None
 
     # Scores while it trains; None: none.
     evaluation: Evaluation | None = None
@@ -168,14 +187,32 @@ class TrainStage(RouterSettings, StepsStage):
         weights = torch.tensor(self.caption_weights, device=texts.device)
         return multi_positive_loss(image_embeds, texts, logit_scale, weights, pairing, **options)
 
-    def task(self, model: "PreTrainedModel") -> "ContrastiveTask":
+    def task(self, model: "PreTrainedModel", inputs: SimpleNamespace) -> "ContrastiveTask":
         from training.contrastive_task import ContrastiveTask, drop_activations, drop_patches
 
         if self.expert_dropout is not None:
             drop_activations(model, self.expert_dropout)
         if self.patch_dropout is not None:
             drop_patches(model, self.patch_dropout)
-        return ContrastiveTask(model, self)
+        return ContrastiveTask(model, self, self.auxiliary_losses(model, inputs))
+
+    def auxiliary_losses(self, model: "PreTrainedModel", inputs: SimpleNamespace) -> "list[AuxiliaryLoss]":
+        """Losses that see model, outputs and batch, beside those of the routers."""
+        import torch
+
+        from conversion.checkpoints import is_sparse, load_dense
+        from training.auxiliary_losses import AdaptiveSparsity, DenseTeacher, RouterExpertCoupling, RouterTeacher
+
+        losses = []
+        if self.teacher is not None:
+            losses.append(RouterTeacher(model, load_dense(inputs.teacher, torch.float32), self.teacher_coef))
+        if self.coupling is not None:
+            losses.append(RouterExpertCoupling(model, **vars(self.coupling)))
+        if self.distillation is not None:
+            losses.append(DenseTeacher(model, **vars(self.distillation)))
+        if is_sparse(model.config) and (sparsity := AdaptiveSparsity(model)).aims:
+            losses.append(sparsity)
+        return losses
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> Trained | None:
         import torch
@@ -224,7 +261,7 @@ class TrainStage(RouterSettings, StepsStage):
             print(
                 f"{self.name}: {duplicates_line(shares, self.duplicates, 'text' if texts_alone else 'text or image')}"
             )
-        self.train_model(model, processor, loader, accelerator, context, directory, self.evaluation)
+        self.train_model(self.task(model, inputs), processor, loader, accelerator, context, directory, self.evaluation)
         return None if shares is None else Trained(len(rows), shares)
 
     def rehearsed(self, num_samples: int) -> typing.Self:
