@@ -87,8 +87,10 @@ class ExpertInit:
 
     # `copies` of the dense FFN; `noise`: copies with normal noise; `drop_upcycling`: copies of which a share of the
     # hidden units is drawn anew, with the mean and deviation of what they replace (arXiv:2502.19261); `random`: every
-    # weight is.
-    kind: Literal["copies", "noise", "drop_upcycling", "random"] = "copies"
+    # weight is; `clusters`: each expert is the FFN's best approximation of low rank for one of E spherical clusters of
+    # what the FFN reads in the `calibration` data, and the routers are their centers (Cluster-aware Upcycling,
+    # arXiv:2604.13508).
+    kind: Literal["copies", "noise", "drop_upcycling", "random", "clusters"] = "copies"
     # Standard deviation of the noise, relative to that of each tensor.
     noise: float = Field(default=0.01, gt=0)
     # The share of the hidden units that `drop_upcycling` draws anew.
@@ -96,10 +98,16 @@ class ExpertInit:
     # Which those are: the same in all tensors of an `expert`, as the paper has it, or others in each `tensor`, as its
     # released code does.
     units: Literal["expert", "tensor"] = "expert"
+    # The rank of an expert of `clusters` is the least that keeps this share of the squared outputs of its matrices. The
+    # paper's could not be read.
+    energy: float = Field(default=0.99, gt=0, le=1)
+    # Whether both matrices of an FFN lose rank, or the first alone.
+    matrices: Literal["both", "first"] = "both"
 
     @model_validator(mode="after")
     def _check(self):
-        takes = {"noise": {"noise"}, "drop_upcycling": {"ratio", "units"}}.get(self.kind, set())
+        takes = {"noise": {"noise"}, "drop_upcycling": {"ratio", "units"}, "clusters": {"energy", "matrices"}}
+        takes = takes.get(self.kind, set())
         for name, field in type(self).__pydantic_fields__.items():
             if name not in {"kind", *takes} and getattr(self, name) != field.default:
                 raise ValueError(f"{name}: {self.kind} takes none")

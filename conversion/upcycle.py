@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import CLIPConfig, PreTrainedConfig, PreTrainedModel
 
 from conversion.checkpoints import load_dense, load_sparse
-from conversion.expert_init import ExpertInit, init_experts
+from conversion.expert_init import ExpertInit, init_by_clusters, init_experts
 from conversion.presets import TOWERS, Preset, sparse_layers
 from conversion.processors import copy_processor
 from conversion.rules import Rule, apply_rules
@@ -225,6 +225,7 @@ def upcycle(
     seed: int = 0,
     routing: Mapping[str, Mapping[str, Any]] | None = None,
     expert_init: ExpertInit | None = None,
+    read: Mapping[tuple[str, int], Tensor] | None = None,
 ) -> PreTrainedModel:
     """Makes a dense model sparse: experts (and base FFN) are copies of its FFNs, routers and fusion gates are new.
 
@@ -235,6 +236,7 @@ def upcycle(
         seed: draws the new weights, see `build_sparse`.
         routing: see `change_routing`.
         expert_init: how the experts begin, drawn by the seed; None: as copies.
+        read: of the kind "clusters", see `init_by_clusters`.
 
     Returns:
         The model in evaluation mode and the dense model's dtype.
@@ -245,7 +247,15 @@ def upcycle(
     config = change_routing(config, routing or {})
     rules = upcycling_rules(config)
     sparse = build_sparse(config, dense.state_dict(), rules, dense.dtype, seed)
-    init_experts(sparse, expert_init or ExpertInit(), seed)
+    init = expert_init or ExpertInit()
+    if init.kind == "clusters":
+        if any(experts_of_ffn(tower) > 1 or tower.num_shared_experts for tower in sparse_ffns(config).values()):
+            raise ValueError(
+                "expert_init: clusters makes whole FFNs: leave out moe_intermediate_size and shared experts"
+            )
+        init_by_clusters(sparse, init, read, seed)
+    else:
+        init_experts(sparse, init, seed)
     return sparse
 
 
@@ -294,9 +304,10 @@ def convert(
     seed: int = 0,
     routing: Mapping[str, Mapping[str, Any]] | None = None,
     expert_init: ExpertInit | None = None,
+    read: Mapping[tuple[str, int], Tensor] | None = None,
 ) -> None:
-    """Save a dense CLIP as a sparse one, with its processor, and verify it; for `routing` see `change_routing`."""
-    model = upcycle(load_dense(source), preset, towers, seed, routing, expert_init)
+    """Save a dense CLIP as a sparse one, with its processor, and verify it; for the other arguments see `upcycle`."""
+    model = upcycle(load_dense(source), preset, towers, seed, routing, expert_init, read)
     save(model, folder)
     copy_processor(source, folder)
     if expert_init is None or expert_init.kind == "copies":

@@ -6,8 +6,11 @@ from tiny_clip import tiny_clip
 from tiny_runs import DENSE, SPARSE, run_stages
 from transformers import AutoModel
 
+from conversion.checkpoints import load_dense, load_sparse
+from conversion.expert_init import low_rank, spherical_clusters
 from conversion.presets import PRESETS, ExpertInit
 from conversion.upcycle import shared_config, upcycle
+from conversion.verification import compare
 from modeling_clip_moe import CLIPMoEModel
 from modeling_clip_moe.experts import CLIPMoEExperts
 
@@ -73,7 +76,7 @@ def test_a_recipe_chooses_and_repeats_it(tmp_path, capsys):
 REFUSED = {
     "sparse.expert_init: noise: copies takes none": {"noise": 0.1},
     "expert_init.ratio: Input should be greater than 0": {"kind": "drop_upcycling", "ratio": 0},
-    "expert_init.kind: Input should be 'copies', 'noise', 'drop_upcycling' or 'random'": {"kind": "svd"},
+    "expert_init.kind: Input should be 'copies', 'noise', 'drop_upcycling', 'random' or 'clusters'": {"kind": "svd"},
     "sparse.expert_init.rate: there is no such key: did you mean 'ratio'": {"kind": "noise", "rate": 1},
 }
 
@@ -82,3 +85,60 @@ REFUSED = {
 def test_what_makes_no_sense_is_one_line(tmp_path, message, init):
     with pytest.raises(ValueError, match=message):
         run_stages(tmp_path, [DENSE, {**SPARSE, "expert_init": init}])
+
+
+def test_low_rank_keeps_most_of_what_the_data_make():
+    weight, inputs = torch.randn(6, 8), torch.randn(40, 8) * torch.tensor([9.0, 5, 3, 1, 1, 1, 1, 0.1])
+    outputs = inputs @ weight.T
+    spectrum = torch.linalg.svdvals(outputs).square()
+    for rank in range(1, 7):
+        least = (spectrum[:rank].sum() / spectrum.sum()).item()
+        found = low_rank(weight, inputs, least - 1e-4)
+        assert torch.linalg.matrix_rank(found) == rank
+        lost = (outputs - inputs @ found.T).square().sum()
+        torch.testing.assert_close(lost, spectrum[rank:].sum(), rtol=1e-3, atol=1e-2)  # Eckart-Young: no rank has less
+    torch.testing.assert_close(low_rank(weight, inputs, 1.0), weight, rtol=1e-4, atol=1e-4)
+
+
+def test_spherical_clusters_are_by_direction():
+    centers = torch.nn.functional.normalize(torch.randn(3, 16), dim=-1)
+    truth = torch.arange(3).repeat_interleave(20)
+    points = (centers[truth] + 0.05 * torch.randn(60, 16)) * (0.1 + 10 * torch.rand(60, 1))
+    labels, found = spherical_clusters(points, 3, 0, "here")
+    assert all(len(labels[truth == kind].unique()) == 1 for kind in range(3)) and len(labels.unique()) == 3
+    for label in range(3):
+        mean = torch.nn.functional.normalize(points[labels == label], dim=-1).mean(dim=0)
+        torch.testing.assert_close(found[label], torch.nn.functional.normalize(mean, dim=0))
+
+
+def test_experts_of_clusters_by_their_stage(tmp_path):
+    """With all of the energy, experts are the FFN; with less, each is one of low rank, for its router's cluster."""
+    data = {"source": "symbols", "num_samples": 64}
+    clusters = SPARSE | {"changes": {"num_experts": 2, "norm_topk_prob": True, "capacity_factor": None}}
+    clusters |= {"calibration": data}
+    stages = [DENSE]
+    for name, energy in (("all", 1.0), ("most", 0.9)):
+        stages.append(clusters | {"name": name, "expert_init": {"kind": "clusters", "energy": energy}})
+    folder = run_stages(tmp_path, stages)
+    compare(load_dense(folder / "dense"), load_sparse(folder / "all"), tolerance=1e-4)
+    mlp = load_sparse(folder / "most").vision_model.encoder.layers[1].mlp
+    torch.testing.assert_close(mlp.router.weight.norm(dim=-1), torch.ones(2))
+    ranks = [torch.linalg.matrix_rank(expert) for expert in mlp.experts.up_proj]
+    assert max(ranks) < 16 and not torch.equal(*mlp.experts.up_proj)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"calibration": None}, "calibration: data for expert_init.kind: clusters"),
+        ({"expert_init": {"kind": "copies"}}, "calibration: data for expert_init.kind: clusters"),
+        ({"changes": {"num_experts": 30}}, "of the calibration data has .* tokens, fewer than the 32 inputs"),
+        ({"changes": {"num_experts": 4000}}, "tokens of calibration data cannot make 4000 clusters"),
+        ({"changes": {"moe_intermediate_size": 16}}, "clusters makes whole FFNs"),
+    ],
+)
+def test_clusters_that_cannot_be(tmp_path, change, message):
+    data = {"source": "symbols", "num_samples": 16}
+    stage = SPARSE | {"expert_init": {"kind": "clusters"}, "calibration": data} | change
+    with pytest.raises(ValueError, match=message):
+        run_stages(tmp_path, [DENSE, stage])

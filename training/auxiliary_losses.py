@@ -4,8 +4,7 @@ Each is a module of the task, so that what it learns or keeps is in checkpoints;
 """
 
 import copy
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,12 +19,11 @@ from modeling_clip_moe.sparse_moe import (
     mean_over_tokens,
     router_scores,
 )
+from training.ffn_inputs import ffn_inputs
 from training.losses import all_reduce_sum
 
 Batch = Mapping[str, torch.Tensor]
 TOWERS = ("text", "vision")
-# Of a batch, what an image tower takes
-IMAGES = ("pixel_values", "pixel_attention_mask", "spatial_shapes")
 
 
 class AuxiliaryLoss(nn.Module):
@@ -84,17 +82,10 @@ class RouterTeacher(AuxiliaryLoss):
     def forward(self, model, outputs, batch, progress):
         if progress >= self.UNTIL:  # unused parameters would stop DDP
             return 0 * sum(router.sum() for router in self.routers), {}
-        routers, of_routers, divergences, device = iter(self.routers), [], [], self.routers[0].device
-        teacher = self.teacher[0].to(device)
-        for tower in TOWERS:
+        routers, of_routers, divergences = iter(self.routers), [], []
+        teacher = self.teacher[0].to(self.routers[0].device)
+        for tower, features in ffn_inputs(teacher, batch, self.layers).items():
             of_layers, mask = _logits_and_mask(tower, outputs, batch)
-            if not of_layers:
-                continue
-            with torch.no_grad(), _ffn_inputs(teacher, tower, self.layers[tower]) as features:
-                if tower == "text":
-                    teacher.get_text_features(batch["input_ids"], batch["attention_mask"])
-                else:
-                    teacher.get_image_features(**{name: batch[name] for name in IMAGES if name in batch})
             for logits, of_teacher in zip(of_layers, features, strict=True):
                 taught = F.linear(of_teacher.float(), next(routers).float()).log_softmax(dim=-1)
                 probabilities, own = taught.exp(), logits.float().log_softmax(dim=-1)
@@ -109,20 +100,6 @@ class RouterTeacher(AuxiliaryLoss):
         divergence = torch.stack(divergences).mean()
         loss = self.coef * divergence + torch.stack(of_routers).sum()
         return loss, {"router_divergence": divergence.detach()}
-
-
-@contextmanager
-def _ffn_inputs(model: PreTrainedModel, tower: str, layers: list[int]) -> Iterator[list[torch.Tensor]]:
-    """What the FFNs of some layers of a dense tower read, within the block, in the order of the layers."""
-    found, of_tower = [], getattr(model, f"{tower}_model").encoder.layers
-    hooks = [
-        of_tower[layer].mlp.register_forward_pre_hook(lambda _, inputs: found.append(inputs[0])) for layer in layers
-    ]
-    try:
-        yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 class RouterExpertCoupling(AuxiliaryLoss):

@@ -1,16 +1,23 @@
 """The stage that makes a dense model sparse."""
 
+import typing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, JsonValue
+from pydantic import Field, JsonValue, model_validator
 from pydantic.dataclasses import dataclass
 
-from conversion.presets import PRESETS, ExpertInit, changed_preset
+from conversion.presets import PRESETS, ExpertInit, Preset, changed_preset
 from training.context import Context
 from training.settings import STRICT
-from training.stages.base import Model, Stage, named_errors
+from training.stages.base import Model, NumberedData, Stage, named_errors
+
+if typing.TYPE_CHECKING:
+    import torch
+
+# Pairs that are computed at a time
+CALIBRATION_BATCH = 64
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -48,6 +55,14 @@ class UpcycleStage(Stage):
     vision_config: dict[str, JsonValue] = Field(default_factory=dict)
     # How the experts start. Only copies equal the dense model, so only they are compared with it.
     expert_init: ExpertInit = Field(default_factory=ExpertInit)
+    # The pairs whose tokens the FFNs read, for experts of `clusters`; None: of other experts.
+    calibration: NumberedData | None = None
+
+    @model_validator(mode="after")
+    def _check_calibration(self):
+        if (self.expert_init.kind == "clusters") != (self.calibration is not None):
+            raise ValueError("calibration: data for expert_init.kind: clusters, and for no other")
+        return self
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         from conversion.upcycle import convert
@@ -55,4 +70,24 @@ class UpcycleStage(Stage):
         with named_errors(self, "changes"):
             preset = changed_preset(self.preset, self.changes)
         routing = {"text_config": self.text_config, "vision_config": self.vision_config}
-        convert(inputs.model, directory, preset, self.towers, context.seed, routing, self.expert_init)
+        read = None if self.calibration is None else self._read(inputs, context, preset)
+        convert(inputs.model, directory, preset, self.towers, context.seed, routing, self.expert_init, read)
+
+    def _read(self, inputs: SimpleNamespace, context: Context, preset: Preset) -> "dict[tuple[str, int], torch.Tensor]":
+        """Tower and sparse layer -> what its dense FFN reads."""
+        import torch
+
+        from conversion.checkpoints import load_dense
+        from conversion.processors import load_processor
+        from conversion.upcycle import sparse_config
+        from training.ffn_inputs import ffn_inputs_of_tokens
+        from training.loader import PairLoader
+
+        model, processor = load_dense(inputs.model, torch.float32), load_processor(inputs.model)
+        config = sparse_config(model.config, preset, self.towers)
+        if not config.sub_configs:
+            raise ValueError(f"{self.name}.calibration: pairs are for a CLIP, not for an image tower alone")
+        layers = {tower: getattr(config, f"{tower}_config").moe_layers for tower in self.towers}
+        rows = context.pairs(inputs.calibration)
+        loader = PairLoader(rows, processor, self.calibration, min(CALIBRATION_BATCH, len(rows)))
+        return ffn_inputs_of_tokens(model, loader.in_order(), layers)

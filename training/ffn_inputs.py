@@ -1,0 +1,51 @@
+"""What the FFNs of a dense CLIP read."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from transformers import PreTrainedModel
+
+# Of a batch, what an image tower takes
+IMAGES = ("pixel_values", "pixel_attention_mask", "spatial_shapes")
+
+
+@torch.no_grad()
+def ffn_inputs(
+    model: PreTrainedModel, batch: Mapping[str, torch.Tensor], layers: Mapping[str, Sequence[int]]
+) -> dict[str, list[torch.Tensor]]:
+    """Tower, "text" or "vision" -> (B, S, D) of each of its `layers`, in their order, of a batch of a `PairLoader`."""
+    read = {}
+    if layers.get("text"):
+        with _recorded(model.text_model, layers["text"]) as read["text"]:
+            model.get_text_features(batch["input_ids"], batch["attention_mask"])
+    if layers.get("vision"):
+        with _recorded(model.vision_model, layers["vision"]) as read["vision"]:
+            model.get_image_features(**{name: batch[name] for name in IMAGES if name in batch})
+    return read
+
+
+@contextmanager
+def _recorded(tower: torch.nn.Module, layers: Sequence[int]) -> Iterator[list[torch.Tensor]]:
+    read, ffns = [], [tower.encoder.layers[layer].mlp for layer in layers]
+    hooks = [ffn.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0])) for ffn in ffns]
+    try:
+        yield read
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def ffn_inputs_of_tokens(
+    model: PreTrainedModel, batches: Iterable[Mapping[str, torch.Tensor]], layers: Mapping[str, Sequence[int]]
+) -> dict[tuple[str, int], torch.Tensor]:
+    """Tower and layer -> (T, D), of all tokens of the batches but padding."""
+    parts: dict[tuple[str, int], list[torch.Tensor]] = {}
+    for batch in batches:
+        masks = {"text": batch["attention_mask"], "vision": batch.get("pixel_attention_mask")}
+        for tower, of_layers in ffn_inputs(model, batch, layers).items():
+            for layer, values in zip(layers[tower], of_layers, strict=True):
+                mask = masks[tower]
+                tokens = values.flatten(0, 1) if mask is None else values[mask.bool()]
+                parts.setdefault((tower, layer), []).append(tokens)
+    return {place: torch.cat(of_place) for place, of_place in parts.items()}
