@@ -88,7 +88,7 @@ class ExpertInit:
     # `copies` of the dense FFN; `noise`: copies with normal noise; `drop_upcycling`: copies of which a share of the
     # hidden units is drawn anew, with the mean and deviation of what they replace (arXiv:2502.19261); `random`: every
     # weight is; `clusters`: each expert is the FFN's best approximation of low rank for one of E spherical clusters of
-    # what the FFN reads in the `calibration` data, and the routers are their centers (Cluster-aware Upcycling,
+    # what the FFN reads of `data`, and the routers are their centers (Cluster-aware Upcycling,
     # arXiv:2604.13508).
     kind: Literal["copies", "noise", "drop_upcycling", "random", "clusters"] = "copies"
     # Standard deviation of the noise, relative to that of each tensor.

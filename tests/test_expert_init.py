@@ -115,7 +115,7 @@ def test_experts_of_clusters_by_their_stage(tmp_path):
     """With all of the energy, experts are the FFN; with less, each is one of low rank, for its router's cluster."""
     data = {"source": "symbols", "num_samples": 64}
     clusters = SPARSE | {"changes": {"num_experts": 2, "norm_topk_prob": True, "capacity_factor": None}}
-    clusters |= {"calibration": data}
+    clusters |= {"data": data}
     stages = [DENSE]
     for name, energy in (("all", 1.0), ("most", 0.9)):
         stages.append(clusters | {"name": name, "expert_init": {"kind": "clusters", "energy": energy}})
@@ -130,8 +130,8 @@ def test_experts_of_clusters_by_their_stage(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"calibration": None}, "calibration: data for expert_init.kind: clusters"),
-        ({"expert_init": {"kind": "copies"}}, "calibration: data for expert_init.kind: clusters"),
+        ({"data": None}, "data: pairs for expert_init.kind: clusters"),
+        ({"expert_init": {"kind": "copies"}}, "data: pairs for expert_init.kind: clusters"),
         ({"changes": {"num_experts": 30}}, "of the calibration data has .* tokens, fewer than the 32 inputs"),
         ({"changes": {"num_experts": 4000}}, "tokens of calibration data cannot make 4000 clusters"),
         ({"changes": {"moe_intermediate_size": 16}}, "clusters makes whole FFNs"),
@@ -139,6 +139,6 @@ def test_experts_of_clusters_by_their_stage(tmp_path):
 )
 def test_clusters_that_cannot_be(tmp_path, change, message):
     data = {"source": "symbols", "num_samples": 16}
-    stage = SPARSE | {"expert_init": {"kind": "clusters"}, "calibration": data} | change
+    stage = SPARSE | {"expert_init": {"kind": "clusters"}, "data": data} | change
     with pytest.raises(ValueError, match=message):
         run_stages(tmp_path, [DENSE, stage])

@@ -56,12 +56,16 @@ class UpcycleStage(Stage):
     # How the experts start. Only copies equal the dense model, so only they are compared with it.
     expert_init: ExpertInit = Field(default_factory=ExpertInit)
     # The pairs whose tokens the FFNs read, for experts of `clusters`; None: of other experts.
-    calibration: NumberedData | None = None
+    data: NumberedData | None = None
 
     @model_validator(mode="after")
-    def _check_calibration(self):
-        if (self.expert_init.kind == "clusters") != (self.calibration is not None):
-            raise ValueError("calibration: data for expert_init.kind: clusters, and for no other")
+    def _check_data(self):
+        if (self.expert_init.kind == "clusters") != (self.data is not None):
+            raise ValueError("data: pairs for expert_init.kind: clusters, and for no other")
+        return self
+
+    def rehearsed(self, num_samples: int) -> typing.Self:
+        """With all pairs, which are few: fewer have too few tokens for a cluster."""
         return self
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
@@ -70,7 +74,7 @@ class UpcycleStage(Stage):
         with named_errors(self, "changes"):
             preset = changed_preset(self.preset, self.changes)
         routing = {"text_config": self.text_config, "vision_config": self.vision_config}
-        read = None if self.calibration is None else self._read(inputs, context, preset)
+        read = None if self.data is None else self._read(inputs, context, preset)
         convert(inputs.model, directory, preset, self.towers, context.seed, routing, self.expert_init, read)
 
     def _read(self, inputs: SimpleNamespace, context: Context, preset: Preset) -> "dict[tuple[str, int], torch.Tensor]":
@@ -86,8 +90,8 @@ class UpcycleStage(Stage):
         model, processor = load_dense(inputs.model, torch.float32), load_processor(inputs.model)
         config = sparse_config(model.config, preset, self.towers)
         if not config.sub_configs:
-            raise ValueError(f"{self.name}.calibration: pairs are for a CLIP, not for an image tower alone")
+            raise ValueError(f"{self.name}.data: pairs are for a CLIP, not for an image tower alone")
         layers = {tower: getattr(config, f"{tower}_config").moe_layers for tower in self.towers}
-        rows = context.pairs(inputs.calibration)
-        loader = PairLoader(rows, processor, self.calibration, min(CALIBRATION_BATCH, len(rows)))
-        return ffn_inputs_of_tokens(model, loader.in_order(), layers)
+        rows = context.pairs(inputs.data)
+        batches = PairLoader(rows, processor, self.data, min(CALIBRATION_BATCH, len(rows))).in_order()
+        return ffn_inputs_of_tokens(model, map(batches.__getitem__, range(len(batches))), layers)
