@@ -41,6 +41,9 @@ def main(arguments: list[str] | None = None) -> None:
     """
     given = sys.argv[1:] if arguments is None else arguments
     try:
+        given = with_own_classes(given)
+        if arguments is None:
+            sys.argv[1:] = given
         from training.stages import KINDS
 
         kind = given[0].replace("-", "_") if given else ""
@@ -57,7 +60,18 @@ def main(arguments: list[str] | None = None) -> None:
         )
     from records.command_line import run
 
-    run(line, arguments)
+    run(line, None if arguments is None else given)
+
+
+def with_own_classes(arguments: list[str]) -> list[str]:
+    """The arguments of a command without `--import MODULE`, whose models are known from then on."""
+    if not any(argument.partition("=")[0] == "--import" for argument in arguments):
+        return arguments
+    from conversion.own_classes import import_own_classes
+    from records.program import one_line_errors
+
+    with one_line_errors():
+        return import_own_classes(arguments)
 
 
 def _command_line() -> "App":
@@ -74,7 +88,7 @@ def _command_line() -> "App":
     line = command_line(
         "clip-moe",
         help="Turns a dense CLIP into a sparse Mixture-of-Experts CLIP, trains, measures and publishes it. "
-        "clip-moe COMMAND --help says more.",
+        "clip-moe COMMAND --help says more; --import MODULE makes any command know models of your own.",
         help_epilogue="\n".join(["Kinds of stages, each a command, clip-moe KIND OUTPUT:", *kinds]),
     )
     commands = (  # in the order of a user's day

@@ -19,6 +19,7 @@ from transformers import (
 )
 from transformers.utils import cached_file, logging
 
+from conversion.own_classes import import_handed_on
 from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel, CLIPMoETextModel, CLIPMoETextModelWithProjection
 from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
 from modeling_clip_moe.families import FAMILY_OF_TYPE, Family, family_of, is_clip, model_class
@@ -42,6 +43,7 @@ HINTS = {
     **{family.sparse.config_class.model_type: SPARSE_HINT for family in FAMILY_OF_TYPE.values()},
     "clip_mode": " (it is a mixture of whole models, each in a folder of its own in it, such as expert_0)",
 }
+import_handed_on()
 
 
 @contextlib.contextmanager

@@ -45,6 +45,7 @@ def summarize(
     entropy: Mapping[str, Mapping[int, float]],
     agreement: Mapping[str, Mapping[str, Mapping[str, float | None]]],
     num_experts: int,
+    of_ffn: int = 1,
 ) -> ExpertSummary:
     """The collapse test, the entropy of the routers and how alike the experts are.
 
@@ -55,6 +56,7 @@ def summarize(
         entropy: tower -> sparse layer -> bits.
         agreement: "images" or "texts" -> "expert N" -> "expert N" -> linear CKA; other columns do not count.
         num_experts: those that a router has to choose from.
+        of_ffn: how many of them count as one, see `conversion.upcycle.experts_of_ffn`.
     """
     rows = {name: {"title": task.title, "primary": task.primary} for name, task in tasks.items()}
     collapse = []
@@ -63,7 +65,7 @@ def summarize(
         reach = score_difference_reach(routed[task], mean[task], metric)
         error = None if reach is None else max(reach)
         collapse.append(Collapse(title=title, routed=scores[0], mean=scores[1], error=error))
-    experts = [column for column in next(iter(agreement.values())) if column.startswith(f"{EXPERT} ")]
+    experts = [f"{EXPERT} {number}" for number in range(num_experts // of_ffn)]
     # A dense tower makes the same for all experts
     pairs = [
         agreement[EMBEDDED[tower]][first][other]

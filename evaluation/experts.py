@@ -196,7 +196,9 @@ def analyze_experts(
     preferences, pictures = _drawn(embedder, layers, shown_expert)
     entropy = {tower: {n: of["all"]["entropy"] for n, of in of_tower.items()} for tower, of_tower in routing.items()}
     result = {
-        "summary": summarize(tasks, results[ROUTED], results[MEAN], entropy, agreements, num_experts).model_dump(),
+        "summary": summarize(
+            tasks, results[ROUTED], results[MEAN], entropy, agreements, num_experts, of_ffn
+        ).model_dump(),
         "expert_protocol": EXPERT_PROTOCOL,
         "metrics": {task: {col: of[task]["metrics"] for col, of in results.items()} for task in results[ROUTED]},
         "routing": routing,

@@ -117,7 +117,8 @@ def _claim_table(judged: Sequence[Judged], base: Path, output_folder: Path) -> s
         if judgement.measured:
             decides = deciding(judgement.measured)
             difference = escape(f"{decides.task} {decides.metric}: {_difference(decides)}")
-        paths = [(card, Path(os.path.relpath(base / card / "seeds.md", output_folder))) for card in claim.cards]
+        pages = {card: "frontier.md" if (base / card / "frontier.md").is_file() else "seeds.md" for card in claim.cards}
+        paths = [(card, Path(os.path.relpath(base / card / page, output_folder))) for card, page in pages.items()]
         links = ", ".join(f"[{escape(card)}]({path.as_posix()})" for card, path in paths)
         cells = [judgement.paper, escape(claim.claim), escape(claim.budget), difference, judgement.verdict, links]
         rows.append([f"{judgement.number}", *cells])

@@ -7,6 +7,7 @@ A budget is that of a dense model WIDTH wide which sees each fact EXPOSURES time
 which its first seed scores best. A sparse model's gain is over the dense one with the highest mean, seed by seed.
 """
 
+import json
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ from model_cards.law import SAME_BUDGET, read_points
 from model_cards.law_cases import RATE, Case, batch_size, costs
 from model_cards.law_points import Point
 from records.command_line import Folder, command
+from records.files import new_file
 from records.intervals import with_interval
 from records.markdown import markdown_table
 
@@ -78,7 +80,8 @@ class Budget:
 def write_frontier(
     points: Sequence[Path], world: str, facts: int, width: int, exposures: Sequence[int], output_dir: Folder
 ) -> str:
-    """Write `frontier.md`, `frontier.png` and `frontier.json`. Returns the table.
+    """Write `frontier.md`, `frontier.png`, `frontier.json`, and `seeds.json` for claims: scores of the models that have
+    as many seeds as the best dense one, of the budget with most models. Returns the table.
 
     Args:
         points: files that `model_cards.law_points` wrote.
@@ -108,7 +111,21 @@ def write_frontier(
     ]
     pictures = {"frontier.png": lambda path: _draw(budgets, path)}
     write_page(output_dir / "frontier", f"{table}\n\n{text}\n\n![R@1 over costs](frontier.png)", pictures, data=data)
+    budget = _with_most_models(budgets)
+    seeds = sorted(budget.models[budget.rival])
+    scores = {
+        _title(model): {f"{world}_{facts}": [{"recall@1": budget.models[model][seed].recall} for seed in seeds]}
+        for model in budget.order
+        if sorted(budget.models[model]) == seeds
+    }
+    with new_file(output_dir / "seeds.json") as partial:
+        partial.write_text(json.dumps(scores, indent=1) + "\n", encoding="utf-8")
     return table
+
+
+def _title(model: Model) -> str:
+    width, experts = model
+    return f"{width} wide, {experts} experts" if experts else f"dense, {width} wide"
 
 
 def _with_most_models(budgets: Sequence[Budget]) -> Budget:
@@ -153,13 +170,13 @@ def _mean(of_model: Mapping[int, Point], name: str) -> float:
 
 
 def _row(budget: Budget, model: Model) -> list[str]:
-    (width, experts), of_model, rival = model, budget.models[model], budget.models[budget.rival]
+    width, of_model, rival = model[0], budget.models[model], budget.models[budget.rival]
     recalls = [100 * point.recall for point in of_model.values()]
     spread = f" ± {statistics.stdev(recalls):.1f}" if len(recalls) > 1 else ""
     both = sorted(of_model.keys() & rival.keys())
     gains = [100 * (of_model[seed].recall - rival[seed].recall) for seed in both]
     gain = with_interval(gains) if len(gains) > 1 else f"{gains[0]:+.1f}" if gains else ""
-    row = [f"{budget.exposures:,}", f"{width} wide, {experts} experts" if experts else f"dense, {width} wide"]
+    row = [f"{budget.exposures:,}", _title(model)]
     row += [f"{next(iter(of_model.values())).rate * width / RATE:g}", str(len(of_model))]
     row += [f"{statistics.mean(recalls):.1f}{spread}", "the best dense" if model == budget.rival else gain]
     for name in ("multiply_adds", "seconds"):

@@ -35,7 +35,7 @@ from .configuration_vision_moe import (
     MLCDMoEVisionConfig,
 )
 from .dispatch import expert_capacity_mask
-from .families import FAMILIES, IMAGE_TOWERS, Family
+from .families import FAMILIES, IMAGE_TOWERS, Family, add_family
 from .modeling_clip_mode import CLIPMoDEModel, routing_weights
 from .modeling_clip_moe import (
     CLIPMoEForImageClassification,
@@ -102,3 +102,15 @@ for family in IMAGE_TOWERS:
     _register(family, None, vision=family.sparse)
 _register(FAMILIES[0], CLIPMoDEModel)
 AutoModelForImageClassification.register(CLIPMoEConfig, CLIPMoEForImageClassification, exist_ok=True)
+
+
+def register_model(model: type[PreTrainedModel]) -> None:
+    """Make Auto classes and commands know a class of one's own, a subclass of a sparse model, with its processor.
+
+    Its configuration lies in the same file and has a `model_type` of its own. From then on, dense models of its family
+    are upcycled into it. `clip-moe COMMAND --import FILE` calls this for each such class of a file.
+
+    Raises:
+        ValueError: a class that cannot be told from others, or whose file could not be published.
+    """
+    _register(add_family(model), model)

@@ -24,7 +24,8 @@ def embedding_size(config: PreTrainedConfig) -> int:
 class PublishedConfig(PreTrainedConfig):
     """
     A configuration that names its classes where it is saved. `trust_remote_code=True` finds them there, in the copy of
-    this code that every published folder holds. `XConfig` of `configuration_y` is that of `XModel` in `modeling_y`.
+    this code that every published folder holds. `XConfig` of `configuration_y` is that of `XModel` in `modeling_y`, and
+    one of a file by another name is that of `XModel` in the same file.
     """
 
     _auto_class = "AutoConfig"
@@ -34,9 +35,7 @@ class PublishedConfig(PreTrainedConfig):
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         file = cls.__module__.rpartition(".")[2]
-        if not file.startswith("configuration_"):  # somebody's own, whose files are named otherwise
-            return
-        model = f"{file.replace('configuration', 'modeling')}.{cls.__name__.removesuffix('Config')}Model"
+        model = f"{file.replace('configuration_', 'modeling_')}.{cls.__name__.removesuffix('Config')}Model"
         cls.auto_classes = {"AutoConfig": f"{file}.{cls.__name__}", "AutoModel": model}
         if cls.is_whole:
             cls.auto_classes["AutoModelForZeroShotImageClassification"] = model
@@ -99,6 +98,9 @@ class CLIPMoETowerConfig(PublishedConfig):
         }
     )
     base_model_fsdp_plan = {"embeddings": "free_full_weight", _LAYERS: "free_full_weight"}
+    # Of a configuration of one's own: classes that stand for `CLIPMoERouter` and `CLIPMoEExperts`
+    router_class: ClassVar[type | None] = None
+    experts_class: ClassVar[type | None] = None
 
     num_experts: int = 8
     num_experts_per_tok: int = 2

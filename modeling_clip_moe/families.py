@@ -3,7 +3,9 @@ The families of models that become sparse: a row for each, with transformers' cl
 depends on the family of a configuration is asked here.
 """
 
-from dataclasses import dataclass, fields
+import sys
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Literal
 
 from transformers import (
@@ -22,6 +24,7 @@ from .modeling_clip_moe import CLIPMoEModel
 from .modeling_metaclip_2_moe import MetaClip2MoEModel
 from .modeling_siglip_moe import Siglip2MoEModel, SiglipMoEModel
 from .modeling_vision_moe import AltCLIPMoEModel, ChineseCLIPMoEModel, MLCDMoEVisionModel
+from .own_code import with_relative_imports
 
 TOWER_CONFIGS = ("text_config", "vision_config")
 
@@ -119,6 +122,36 @@ FAMILY_OF_TEXT = {
     for family in FAMILIES
     for model in (family.dense, family.sparse)
 }
+
+
+# Files of classes of one's own, by their names
+OWN_FILES: dict[str, Path] = {}
+
+
+def add_family(model: type[PreTrainedModel]) -> Family:
+    """A family whose sparse models are of a class of one's own; from now on, dense models of the family that it comes
+    from become such. See `modeling_clip_moe.register_model`."""
+    config, base = model.config_class, next((one for one in FAMILIES if issubclass(model, one.sparse)), None)
+    names = {tower: of_tower.model_type for tower, of_tower in config.sub_configs.items()}
+    if base is None:
+        raise ValueError(f"{model.__name__} is a subclass of no sparse model, such as CLIPMoEModel")
+    if CLASS_OF_TYPE.get(config.model_type, model) is not model:
+        raise ValueError(
+            f"{model.__name__}: its configuration has model_type {config.model_type!r}, which "
+            f"{CLASS_OF_TYPE[config.model_type].__name__} has: give it one of its own"
+        )
+    file = Path(sys.modules[model.__module__].__file__)
+    if sys.modules[config.__module__].__file__ != str(file):
+        raise ValueError(
+            f"{model.__name__} and its configuration {config.__name__} are in two files: put them into one"
+        )
+    with_relative_imports(file)  # refuses what could not be published
+    OWN_FILES[file.name] = file
+    family = replace(base, name=model.__name__, sparse=model)
+    CLASS_OF_TYPE[config.model_type] = model
+    FAMILY_OF_TYPE.update({config.model_type: family, family.model_type: family})
+    FAMILY_OF_TEXT[names["text_config"]] = family
+    return family
 
 
 def family_of(config: PreTrainedConfig) -> Family:

@@ -21,9 +21,11 @@ Papers:
 
 import math
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +40,7 @@ from transformers.utils import TransformersKwargs, logging
 from .configuration_clip_moe import CLIPMoETowerConfig
 from .dispatch import Dispatch, as_fraction, dispatch, dispatch_within_capacity
 from .experts import TAKE_ROWS, CLIPMoEExperts, compiled, fused
+from .own_code import write_own_code
 from .self_test import self_test
 from .transformers_internals import OutputRecorder, PrefixChange, maybe_autocast, register_checkpoint_conversion_mapping
 
@@ -356,8 +359,8 @@ class CLIPMoESparseMoeBlock(nn.Module):
     def __init__(self, config: CLIPMoETowerConfig):
         super().__init__()
         self.config, self.num_experts = config, config.num_experts
-        self.router = CLIPMoERouter(config)
-        self.experts = CLIPMoEExperts(config)
+        self.router = (config.router_class or CLIPMoERouter)(config)
+        self.experts = (config.experts_class or CLIPMoEExperts)(config)
         # Lets transformers' implementations accept id E, which they know from expert parallelism
         self.experts._is_expert_parallel = True
         self.shared_experts = CLIPMoESharedExperts(config) if config.num_shared_experts else None
@@ -653,6 +656,13 @@ class SparseMoEMixin:
         if getattr(model, "hf_quantizer", None) is not None:
             _warn_unquantized(model, pretrained_model_name_or_path)
         return (model, info) if output_loading_info else model
+
+    def save_pretrained(self, save_directory, *args, **kwargs):
+        """Also writes the code of a class of one's own so that it loads without this package."""
+        super().save_pretrained(save_directory, *args, **kwargs)
+        module = sys.modules[type(self).__module__]
+        if module.__package__ != __package__ and kwargs.get("is_main_process", True):
+            write_own_code(Path(module.__file__), Path(save_directory))
 
     def gather_sharded_state_dict_for_save(self, model_to_save, state_dict, *args, **kwargs):
         """

@@ -5,6 +5,10 @@ python -m training.upcycle --config training/recipes/clip_up.yaml --output-dir r
 """
 
 if __name__ == "__main__":
+    import sys
+
+    from clip_moe import with_own_classes
     from training.commands import run
 
+    sys.argv[1:] = with_own_classes(sys.argv[1:])
     run.main()

@@ -17,15 +17,11 @@ from typing import Any
 import modeling_clip_moe
 from conversion.checkpoints import KERNELS
 from modeling_clip_moe import CLIPMoDEConfig
-from modeling_clip_moe.families import FAMILIES
+from modeling_clip_moe.families import FAMILY_OF_TYPE, OWN_FILES
+from modeling_clip_moe.own_code import with_relative_imports
 from records.files import files_in, read_json
 
 CODE = {path.name: path for path in Path(modeling_clip_moe.__file__).parent.glob("*.py")}
-OUR_CONFIGS = {CLIPMoDEConfig.model_type: CLIPMoDEConfig} | {
-    config.model_type: config
-    for family in FAMILIES
-    for config in (family.sparse.config_class, *family.sparse.config_class.sub_configs.values())
-}
 # The files of a model, its processor or its encoder of metadata that hold settings, among which there may be code
 SETTINGS_FILES = ("*config*.json", "modules.json", "encoder.json")
 # Files without code: vocabularies, weights and the like
@@ -71,8 +67,13 @@ def require_trusted_code(folder: Path) -> None:
             code that is not beside it.
     """
     for path in _files(folder, ("*.py",)):
-        if path.name not in CODE or path.read_bytes() != CODE[path.name].read_bytes():
-            raise ValueError(f"{path} is not this package's: no code is trusted but that of modeling_clip_moe")
+        own = with_relative_imports(OWN_FILES[path.name]).encode() if path.name in OWN_FILES else None
+        trusted = own or (CODE[path.name].read_bytes() if path.name in CODE else None)
+        if path.read_bytes() != trusted:
+            raise ValueError(
+                f"{path} is not this package's: no code is trusted but that of modeling_clip_moe, and of a module that "
+                "--import names"
+            )
     for path in settings_files(folder):
         settings = read_json(path)
         _, foreign = _without_foreign_code(settings, path)
@@ -127,9 +128,13 @@ def _without_foreign_code(settings: Any, path: Path, where: str = "") -> tuple[A
 
 
 def _own_auto_map(settings: dict) -> dict[str, str]:
+    """Those of a class of this package, or of one that was registered."""
+    models = {CLIPMoDEConfig: None, **{family.sparse.config_class: None for family in FAMILY_OF_TYPE.values()}}
+    configs = [one for whole in models for one in (whole, *whole.sub_configs.values())]
+    of_type = {config.model_type: config for config in configs}
     model_type = settings.get("model_type")
-    config = OUR_CONFIGS.get(model_type) if isinstance(model_type, str) else None
-    return {} if config is None else dict(config.auto_classes)
+    config = of_type.get(model_type) if isinstance(model_type, str) else None
+    return dict(getattr(config, "auto_classes", {}))
 
 
 def _require_known_classes(value: Any, path: Path, where: str) -> None:

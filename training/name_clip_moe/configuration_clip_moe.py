@@ -12,7 +12,7 @@ _LAYERS = "encoder.layers.*"
 # What the weights of a tower's layers depend on
 _LAYER_FIELDS = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "hidden_act", "layer_norm_eps"),
-    *("moe_layers", "num_experts", "fusion_gate", "use_expert_bias"),
+    *("moe_layers", "num_experts", "moe_intermediate_size", "num_shared_experts", "fusion_gate", "use_expert_bias"),
 )
 
 
@@ -24,7 +24,8 @@ def embedding_size(config: PreTrainedConfig) -> int:
 class PublishedConfig(PreTrainedConfig):
     """
     A configuration that names its classes where it is saved. `trust_remote_code=True` finds them there, in the copy of
-    this code that every published folder holds. `XConfig` of `configuration_y` is that of `XModel` in `modeling_y`.
+    this code that every published folder holds. `XConfig` of `configuration_y` is that of `XModel` in `modeling_y`, and
+    one of a file by another name is that of `XModel` in the same file.
     """
 
     _auto_class = "AutoConfig"
@@ -34,9 +35,7 @@ class PublishedConfig(PreTrainedConfig):
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         file = cls.__module__.rpartition(".")[2]
-        if not file.startswith("configuration_"):  # somebody's own, whose files are named otherwise
-            return
-        model = f"{file.replace('configuration', 'modeling')}.{cls.__name__.removesuffix('Config')}Model"
+        model = f"{file.replace('configuration_', 'modeling_')}.{cls.__name__.removesuffix('Config')}Model"
         cls.auto_classes = {"AutoConfig": f"{file}.{cls.__name__}", "AutoModel": model}
         if cls.is_whole:
             cls.auto_classes["AutoModelForZeroShotImageClassification"] = model
@@ -55,8 +54,13 @@ class CLIPMoETowerConfig(PublishedConfig):
         num_experts (`int`): experts of a sparse layer, E.
         num_experts_per_tok (`int`): experts that compute each token, K.
         moe_layers (`list[int]`): the sparse layers, counted from 0. Empty: a dense tower.
-        scoring_func (`str`): how a router scores the experts: `"softmax"`, or `"sigmoid"`, each expert on its own
-            (DeepSeek-V3).
+        moe_intermediate_size (`int`, *optional*): width of an expert (DeepSeekMoE, arXiv:2401.06066). None:
+            `intermediate_size`, that of the dense FFN.
+        num_shared_experts (`int`): experts as wide as the others that compute every token, without a router
+            (DeepSeekMoE).
+        scoring_func (`str`): how a router scores the experts: `"softmax"`; `"sigmoid"`, each expert on its own
+            (DeepSeek-V3); or `"relu"`, where a token meets all experts of a positive score, and `num_experts_per_tok`
+            is how many these should be on average (ReMoE, arXiv:2412.14711).
         use_expert_bias (`bool`): whether a bias, which training moves towards balance, adds to the scores that choose
             the experts, and not to their weights (arXiv:2408.15664).
         norm_topk_prob (`bool`): whether the weights of a token's experts are scaled to sum to 1 (CLIP-MoE,
@@ -94,11 +98,16 @@ class CLIPMoETowerConfig(PublishedConfig):
         }
     )
     base_model_fsdp_plan = {"embeddings": "free_full_weight", _LAYERS: "free_full_weight"}
+    # Of a configuration of one's own: classes that stand for `CLIPMoERouter` and `CLIPMoEExperts`
+    router_class: ClassVar[type | None] = None
+    experts_class: ClassVar[type | None] = None
 
     num_experts: int = 8
     num_experts_per_tok: int = 2
     moe_layers: list[int] = field(default_factory=list)
-    scoring_func: Literal["softmax", "sigmoid"] = "softmax"
+    moe_intermediate_size: int | None = None
+    num_shared_experts: int = 0
+    scoring_func: Literal["softmax", "sigmoid", "relu"] = "softmax"
     use_expert_bias: bool = False
     norm_topk_prob: bool = True
     norm_before_capacity: bool = False
@@ -116,6 +125,11 @@ class CLIPMoETowerConfig(PublishedConfig):
         self.validate_moe()  # here as a plain ValueError; `@strict` repeats it on saving and wraps it
 
     @property
+    def expert_size(self) -> int:
+        """The width of an expert."""
+        return self.intermediate_size if self.moe_intermediate_size is None else self.moe_intermediate_size
+
+    @property
     def output_size(self) -> int:
         """The size of what the tower pools."""
         return self.hidden_size
@@ -124,12 +138,14 @@ class CLIPMoETowerConfig(PublishedConfig):
     def base_model_tp_plan(self) -> dict[str, str]:
         """
         Tensor parallelism of the modules that the tower has: the heads of its attention and the width of its dense
-        FFNs, alone or beside experts. Experts are not split, for whose stacked biases transformers has no style.
+        FFNs, alone or beside experts, and of shared experts. Others are not split, for whose stacked biases
+        transformers has no style.
         """
         plan = {f"{_LAYERS}.self_attn.{name}_proj": "colwise" for name in "qkv"}
         plan[f"{_LAYERS}.self_attn.out_proj"] = "rowwise"
         has_dense_layers, has_base = len(self.moe_layers) < self.num_hidden_layers, self.fusion_gate
-        for ffn, is_there in (("mlp", has_dense_layers), ("mlp.base", has_base)):
+        has_shared = self.num_shared_experts > 0
+        for ffn, is_there in (("mlp", has_dense_layers), ("mlp.base", has_base), ("mlp.shared_experts", has_shared)):
             if is_there:
                 plan |= {f"{_LAYERS}.{ffn}.fc1": "colwise", f"{_LAYERS}.{ffn}.fc2": "rowwise"}
         return plan
@@ -141,10 +157,20 @@ class CLIPMoETowerConfig(PublishedConfig):
                 f"num_experts_per_tok must be between 1 and num_experts ({self.num_experts}), "
                 f"got {self.num_experts_per_tok}."
             )
+        if self.moe_intermediate_size is not None and self.moe_intermediate_size < 1:
+            raise ValueError(f"moe_intermediate_size must be at least 1, got {self.moe_intermediate_size}.")
+        if self.num_shared_experts < 0:
+            raise ValueError(f"num_shared_experts must be at least 0, got {self.num_shared_experts}.")
         if any(not 0 <= layer < self.num_hidden_layers for layer in self.moe_layers):
             raise ValueError(
                 f"moe_layers must be between 0 and {self.num_hidden_layers - 1} (num_hidden_layers is "
                 f"{self.num_hidden_layers}), got {self.moe_layers}."
+            )
+        of_others = ("norm_topk_prob", "use_expert_bias", "capacity_factor", "eval_capacity_factor")
+        if self.scoring_func == "relu" and (wrong := [name for name in of_others if getattr(self, name)]):
+            raise ValueError(
+                f"scoring_func='relu' goes without {', '.join(wrong)}: its scores are the weights, and all experts of "
+                "a positive score compute. Set norm_topk_prob and use_expert_bias to False, capacities to None."
             )
         if self.norm_before_capacity and not self.norm_topk_prob:
             raise ValueError("norm_before_capacity=True needs norm_topk_prob=True: it says when that happens.")

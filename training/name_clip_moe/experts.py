@@ -47,14 +47,14 @@ def _each_ffn(experts: nn.Module) -> Iterator[tuple[torch.Tensor, ...]]:
 
 @use_experts_implementation(has_gate=False, has_bias=True)
 class CLIPMoEExperts(nn.Module):
-    """E copies of CLIP's FFN, stacked. Computes only what was chosen: expert id E stands for no expert."""
+    """E FFNs like CLIP's, stacked. Computes only what was chosen: expert id E stands for no expert."""
 
     def __init__(self, config: CLIPMoETowerConfig):
         super().__init__()
         self.num_experts = config.num_experts
-        self.up_proj = nn.Parameter(torch.empty(config.num_experts, config.intermediate_size, config.hidden_size))
-        self.up_proj_bias = nn.Parameter(torch.empty(config.num_experts, config.intermediate_size))
-        self.down_proj = nn.Parameter(torch.empty(config.num_experts, config.hidden_size, config.intermediate_size))
+        self.up_proj = nn.Parameter(torch.empty(config.num_experts, config.expert_size, config.hidden_size))
+        self.up_proj_bias = nn.Parameter(torch.empty(config.num_experts, config.expert_size))
+        self.down_proj = nn.Parameter(torch.empty(config.num_experts, config.hidden_size, config.expert_size))
         self.down_proj_bias = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
         self.act_fn = ACT2FN[config.hidden_act]
 

@@ -21,8 +21,11 @@ Papers:
 
 import math
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +40,7 @@ from transformers.utils import TransformersKwargs, logging
 from .configuration_clip_moe import CLIPMoETowerConfig
 from .dispatch import Dispatch, as_fraction, dispatch, dispatch_within_capacity
 from .experts import TAKE_ROWS, CLIPMoEExperts, compiled, fused
+from .own_code import write_own_code
 from .self_test import self_test
 from .transformers_internals import OutputRecorder, PrefixChange, maybe_autocast, register_checkpoint_conversion_mapping
 
@@ -75,10 +79,14 @@ def _top_k(probabilities: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch
     return probabilities.gather(-1, ids), ids
 
 
+softmax = partial(torch.softmax, dim=-1)
+
+
 def router_scores(logits: torch.Tensor, scoring_func: str) -> torch.Tensor:
     """The scores of experts, of the same shape as their logits. Those of "softmax" sum to 1; those of "sigmoid" lie
-    between 0 and 1, each on its own (DeepSeek-V3, arXiv:2412.19437, eq. 15)."""
-    return logits.sigmoid() if scoring_func == "sigmoid" else logits.softmax(dim=-1)
+    between 0 and 1, each on its own (DeepSeek-V3, arXiv:2412.19437, eq. 15); those of "relu" are at or above 0 (ReMoE,
+    arXiv:2412.14711, eq. 5)."""
+    return {"sigmoid": torch.sigmoid, "relu": torch.relu}.get(scoring_func, softmax)(logits)
 
 
 def router_probabilities(logits: torch.Tensor, scoring_func: str) -> torch.Tensor:
@@ -93,7 +101,7 @@ def _normalized(weights: torch.Tensor) -> torch.Tensor:
     return weights / total.masked_fill(total == 0, 1.0)
 
 
-def _mean_over_tokens(values: torch.Tensor, mask: torch.Tensor | None, reduce: Reduce | None) -> torch.Tensor:
+def mean_over_tokens(values: torch.Tensor, mask: torch.Tensor | None, reduce: Reduce | None) -> torch.Tensor:
     """Mean (L, N) of `values` (L, T, N) over all tokens but padding, of all processes if `reduce` sums over them."""
     num_layers, num_tokens, num_values = values.shape
     mask = values.new_ones(num_tokens) if mask is None else mask.flatten().to(values)
@@ -116,7 +124,8 @@ def load_balancing_loss(
     P_e the mean probability of expert e (CLIP-UP eq. 5).
 
     It is 1 at perfect balance, for every K. transformers' `load_balancing_loss_func`, and CLIP-FMoE eq. 3 as printed,
-    are K there: multiply a coefficient meant for them by K. Choices count before capacity drops any.
+    are K there: multiply a coefficient meant for them by K. Choices count before capacity drops any. Of "relu", all
+    positive scores are choices, and P_e is the mean score: that is ReMoE's load-weighted L1 (arXiv:2412.14711, eq. 9).
 
     Args:
         router_logits: one tensor (B, S, E) or (T, E) a layer. The loss is the mean of the layers' (CLIP-UP, CLIP-MoE);
@@ -130,10 +139,15 @@ def load_balancing_loss(
     Returns:
         `torch.Tensor`: a scalar.
     """
-    probabilities = router_probabilities(_stack_layers(router_logits), scoring_func)  # (L, T, E)
-    num_experts = probabilities.shape[-1]
-    choices = _one_hot(_top_k(probabilities, top_k)[1], num_experts).sum(dim=-2)  # (L, T, E)
-    means = _mean_over_tokens(torch.cat([choices, probabilities], dim=-1), mask, reduce)  # (L, 2 * E)
+    logits = _stack_layers(router_logits)
+    if scoring_func == "relu":
+        probabilities = router_scores(logits, scoring_func)
+        choices = (probabilities > 0).long()
+    else:
+        probabilities = router_probabilities(logits, scoring_func)  # (L, T, E)
+        choices = _one_hot(_top_k(probabilities, top_k)[1], logits.shape[-1]).sum(dim=-2)  # (L, T, E)
+    num_experts = logits.shape[-1]
+    means = mean_over_tokens(torch.cat([choices, probabilities], dim=-1), mask, reduce)  # (L, 2 * E)
     chosen, probability = means.split(num_experts, dim=-1)
     return (num_experts / top_k * chosen * probability).sum(dim=-1).mean()
 
@@ -152,7 +166,7 @@ def router_z_loss(
         `torch.Tensor`: a scalar.
     """
     z = _stack_layers(router_logits).logsumexp(dim=-1, keepdim=True)  # (L, T, 1)
-    return _mean_over_tokens(z.square(), mask, reduce).mean()
+    return mean_over_tokens(z.square(), mask, reduce).mean()
 
 
 def _entropy(probabilities: torch.Tensor, logarithms: torch.Tensor) -> torch.Tensor:
@@ -176,7 +190,7 @@ def local_entropy_loss(
     """
     logits = _stack_layers(router_logits)
     entropy = _entropy(logits.softmax(dim=-1), logits.log_softmax(dim=-1))  # (L, T, 1)
-    return _mean_over_tokens(entropy, mask, reduce).mean()
+    return mean_over_tokens(entropy, mask, reduce).mean()
 
 
 def global_entropy_loss(
@@ -198,7 +212,7 @@ def global_entropy_loss(
     Returns:
         `torch.Tensor`: a scalar.
     """
-    probabilities = _mean_over_tokens(_stack_layers(router_logits).softmax(dim=-1), mask, reduce)  # (L, E)
+    probabilities = mean_over_tokens(_stack_layers(router_logits).softmax(dim=-1), mask, reduce)  # (L, E)
     logarithms = probabilities.clamp(min=torch.finfo(probabilities.dtype).tiny).log()
     return (math.log(min_experts) - _entropy(probabilities, logarithms)).clamp(min=0).mean()
 
@@ -261,7 +275,10 @@ class CLIPMoERouter(nn.Module):
 
     def choose(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The scores of the K experts of each token, and their ids, (B, S, K), best first. A bias counts only for which
-        they are (arXiv:2408.15664, eq. 3)."""
+        they are (arXiv:2408.15664, eq. 3). Of "relu", K is E, and the id of a score of 0 is E."""
+        if self.config.scoring_func == "relu":
+            scores, ids = scores.sort(dim=-1, descending=True, stable=True)
+            return scores, ids.masked_fill(scores == 0, self.config.num_experts)
         if self.expert_bias is None:
             return _top_k(scores, self.config.num_experts_per_tok)
         ids = _top_k(scores + self.expert_bias.float(), self.config.num_experts_per_tok)[1]
@@ -326,16 +343,27 @@ class CLIPMoEFusionGate(nn.Module):
         return moe + gate * (base - moe)
 
 
+class CLIPMoESharedExperts(CLIPMLP):
+    """The experts that compute every token, as one FFN of all their hidden units (DeepSeekMoE, arXiv:2401.06066)."""
+
+    def __init__(self, config: CLIPMoETowerConfig):
+        super().__init__(config)
+        width = config.num_shared_experts * config.expert_size
+        self.fc1 = nn.Linear(config.hidden_size, width)
+        self.fc2 = nn.Linear(width, config.hidden_size)
+
+
 class CLIPMoESparseMoeBlock(nn.Module):
-    """Stands where CLIP has its FFN: router and experts, and with `fusion_gate` the FFN beside them."""
+    """Stands where CLIP has its FFN: router and experts, shared experts, and with `fusion_gate` the FFN beside them."""
 
     def __init__(self, config: CLIPMoETowerConfig):
         super().__init__()
         self.config, self.num_experts = config, config.num_experts
-        self.router = CLIPMoERouter(config)
-        self.experts = CLIPMoEExperts(config)
+        self.router = (config.router_class or CLIPMoERouter)(config)
+        self.experts = (config.experts_class or CLIPMoEExperts)(config)
         # Lets transformers' implementations accept id E, which they know from expert parallelism
         self.experts._is_expert_parallel = True
+        self.shared_experts = CLIPMoESharedExperts(config) if config.num_shared_experts else None
         self.base = CLIPMLP(config) if config.fusion_gate else None
         self.fusion_gate = CLIPMoEFusionGate(config) if config.fusion_gate else None
 
@@ -352,6 +380,8 @@ class CLIPMoESparseMoeBlock(nn.Module):
             arguments += (rows,)
         output = self.experts(*arguments)
         output = output.view_as(hidden_states)
+        if self.shared_experts is not None:
+            output = output + self.shared_experts(hidden_states)
         if self.fusion_gate is not None:
             output = self.fusion_gate(hidden_states, self.base(hidden_states), output)
         return output
@@ -409,7 +439,8 @@ class SparseEncoderLayer:
         longer called, but for eager attention, whose weights they record.
         """
         self.is_compiled = True
-        for module in (self.mlp.base, self.mlp.fusion_gate) if self.is_sparse else ():
+        dense_parts = (self.mlp.shared_experts, self.mlp.base, self.mlp.fusion_gate) if self.is_sparse else ()
+        for module in dense_parts:
             if module is not None:
                 module.compile()
 
@@ -625,6 +656,13 @@ class SparseMoEMixin:
         if getattr(model, "hf_quantizer", None) is not None:
             _warn_unquantized(model, pretrained_model_name_or_path)
         return (model, info) if output_loading_info else model
+
+    def save_pretrained(self, save_directory, *args, **kwargs):
+        """Also writes the code of a class of one's own so that it loads without this package."""
+        super().save_pretrained(save_directory, *args, **kwargs)
+        module = sys.modules[type(self).__module__]
+        if module.__package__ != __package__ and kwargs.get("is_main_process", True):
+            write_own_code(Path(module.__file__), Path(save_directory))
 
     def gather_sharded_state_dict_for_save(self, model_to_save, state_dict, *args, **kwargs):
         """

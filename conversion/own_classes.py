@@ -1,0 +1,60 @@
+"""`--import MODULE` of every command: classes of models of one's own."""
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+import modeling_clip_moe
+from modeling_clip_moe.sparse_moe import SparseMoEMixin
+
+OPTION = "--import"
+# What a process hands on to those that it starts
+MODULES = "CLIP_MOE_IMPORT"
+
+
+def import_own_classes(arguments: Sequence[str]) -> list[str]:
+    """Registers the models of all modules that `--import MODULE` names, searched first in the working folder.
+
+    Returns:
+        The other arguments.
+
+    Raises:
+        ValueError: a module that cannot be imported, or has no whole sparse model of its own.
+    """
+    rest, waiting = [], list(arguments)
+    while waiting:
+        option, equals, module = waiting.pop(0).partition("=")
+        if option != OPTION:
+            rest.append(option + equals + module)
+            continue
+        if not equals and not waiting:
+            raise ValueError(f"{OPTION} needs the name of a module, as in {OPTION} my_clip")
+        module = module if equals else waiting.pop(0)
+        import_models(module)
+        os.environ[MODULES] = " ".join([*os.environ.get(MODULES, "").split(), module])
+    return rest
+
+
+def import_handed_on() -> None:
+    """Registers what the process that started this one has registered."""
+    for module in os.environ.get(MODULES, "").split():
+        import_models(module)
+
+
+def import_models(module: str) -> None:
+    """See `import_own_classes`."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        imported = importlib.import_module(module)
+    except Exception as error:  # whatever the module raises
+        raise ValueError(f"{OPTION} {module}: {type(error).__name__}: {error}") from error
+    classes = [value for value in vars(imported).values() if isinstance(value, type) and value.__module__ == module]
+    models = [
+        one for one in classes if issubclass(one, SparseMoEMixin) and getattr(one.config_class, "is_whole", False)
+    ]
+    if not models:
+        raise ValueError(f"{OPTION} {module}: it has no subclass of a whole sparse model, such as CLIPMoEModel")
+    for model in models:
+        modeling_clip_moe.register_model(model)

@@ -1,0 +1,75 @@
+"""`--import`: a class of one's own in every command, and in a folder that loads without this package."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import clip_moe
+from conversion.own_classes import import_models
+
+IMPORT = ["--import", "examples.noisy_clip"]
+LOAD = """
+import sys
+sys.path = [path for path in sys.path if path != {root!r}]
+from transformers import AutoModel
+model = AutoModel.from_pretrained({folder!r}, trust_remote_code=True)
+router = model.text_model.encoder.layers[1].mlp.router
+print(type(model).__name__, type(router).__name__, "modeling_clip_moe" in sys.modules)
+"""
+
+
+def run(*arguments):
+    """In a process of its own: what is registered stays."""
+    program = [sys.executable, "-m", "clip_moe", *map(str, arguments)]
+    return subprocess.run(program, check=True, capture_output=True, text=True).stdout
+
+
+def test_a_class_of_ones_own_in_every_command(tmp_path):
+    run("upcycle", tmp_path / "sparse", *IMPORT, "--model", "training/symbol_clip", "--preset", "clip_up")
+    assert json.loads((tmp_path / "sparse" / "config.json").read_text())["model_type"] == "noisy_clip"
+    data = "--data.source", "symbols", "--data.num_samples", 16, "--global_batch_size", 8, "--max_steps", 2
+    run("train", tmp_path / "tuned", "--model", tmp_path / "sparse", *data, "--learning_rate", 1e-4, *IMPORT)
+    run("publish", tmp_path / "tuned", "user/noisy", "--dry-run", tmp_path / "there", "--license", "mit", *IMPORT)
+    assert (tmp_path / "there" / "noisy_clip.py").is_file()
+    # What transformers runs from the folder, in a process that cannot import the package
+    elsewhere = [
+        sys.executable,
+        "-I",
+        "-c",
+        LOAD.format(root=str(clip_moe.Path(clip_moe.__file__).parent), folder=str(tmp_path / "there")),
+    ]
+    loaded = subprocess.run(elsewhere, check=True, capture_output=True, text=True, cwd=tmp_path).stdout
+    assert loaded.split() == ["NoisyCLIPModel", "NoisyRouter", "False"]
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (None, "ModuleNotFoundError"),
+        ("x = 1", "it has no subclass of a whole sparse model"),
+        (
+            "import modeling_clip_moe\nfrom modeling_clip_moe import CLIPMoEModel\nclass Mine(CLIPMoEModel): pass",
+            "model_type 'clip_moe', which CLIPMoEModel has",
+        ),
+        (
+            "import modeling_clip_moe\nfrom modeling_clip_moe import CLIPMoEModel, CLIPMoEConfig\n"
+            "class MineConfig(CLIPMoEConfig):\n    model_type = 'mine'\n"
+            "class MineModel(CLIPMoEModel):\n    config: MineConfig",
+            "import from its files, as in `from modeling_clip_moe.sparse_moe import",
+        ),
+    ],
+)
+def test_what_cannot_be_imported_is_one_line(tmp_path, monkeypatch, code, message):
+    name = f"mine_{abs(hash(message))}"
+    if code is not None:
+        (tmp_path / f"{name}.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ValueError, match=message):
+        import_models(name)
+
+
+def test_the_option_needs_a_name():
+    with pytest.raises(SystemExit, match="--import needs the name of a module"):
+        clip_moe.main(["upcycle", "--import"])
