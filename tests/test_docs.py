@@ -12,6 +12,7 @@ import stand_ins
 from documents import CLIP_MOE_DEMO, ELSEWHERE, PAGES, ROOT, RUN, SHOWN, blocks, few_symbols, lines, run_page, words
 
 import clip_moe
+from conversion.own_classes import OPTION
 from conversion.publishing import bundle
 from records.intervals import paired_interval
 from records.yaml_files import read_yaml
@@ -94,7 +95,11 @@ def test_every_command_is_read(page, monkeypatch):
 
 
 def read(arguments):
-    """What `clip-moe` does with its arguments before anything runs."""
+    """What `clip-moe` does with its arguments before anything runs, and without classes of one's own."""
+    if OPTION in arguments:
+        place = arguments.index(OPTION)
+        assert (ROOT / f"{arguments[place + 1].replace('.', '/')}.py").is_file()
+        arguments = [*arguments[:place], *arguments[place + 2 :]]
     kind = arguments[0].replace("-", "_")
     if kind in KINDS:
         read_command(kind, arguments[1:])
