@@ -9,7 +9,16 @@ if TYPE_CHECKING:
 # What they are for -> kinds, in the order of docs/settings.md
 PURPOSES = {
     "weights of other forms": ("openai", "released_clip_moe", "export_clip_moe", "llava"),
-    "models made of models": ("initialize", "long_context", "upcycle", "unify", "assemble", "average", "dense"),
+    "models made of models": (
+        "initialize",
+        "long_context",
+        "upcycle",
+        "add_experts",
+        "unify",
+        "assemble",
+        "average",
+        "dense",
+    ),
     "data": ("split", "tokenizer", "mixture", "captions", "features", "cluster"),
     "data experts": ("embed_captions", "cluster_fine", "cluster_coarse", "select"),
     "training": ("train", "train_long_clip", "train_experts", "train_data_expert", "train_router"),

@@ -1,0 +1,80 @@
+"""More experts from fewer: a sparse CLIP whose experts are copied (Expert Upcycling, arXiv:2604.19835)."""
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from conversion.checkpoints import load_sparse
+from conversion.processors import copy_processor
+from conversion.upcycle import experts_of_ffn, sparse_ffns
+from modeling_clip_moe.sparse_moe import CLIPMoESparseMoeBlock
+from records.files import save
+
+# Tower and layer -> (E,), how much each expert matters
+Importance = Mapping[tuple[str, int], Tensor]
+
+
+def copied(importance: Tensor, number: int) -> list[int]:
+    """Which expert each of `number` is a copy of: all (E,) once, then again and again the one with the highest
+    importance for each copy that it has; the first of equal ones."""
+    chosen = list(range(len(importance)))
+    while len(chosen) < number:
+        counts = torch.tensor([chosen.count(expert) for expert in range(len(importance))])
+        chosen.append(int((importance / counts).argmax()))
+    return chosen
+
+
+@torch.no_grad()
+def add_experts(
+    sparse: PreTrainedModel, number: int, importance: Importance | None = None, noise: float = 0.01, seed: int = 0
+) -> PreTrainedModel:
+    """A sparse model with `number` experts in each sparse layer, at as many experts a token.
+
+    Args:
+        importance: decides who is copied; None: all alike.
+        noise: the rows of the router of copies move by a normal distribution with this deviation, relative to that of
+            the router. Without, a token that chose an expert would meet its copies, and all would learn the same.
+
+    Raises:
+        ValueError: there are as many already, or several narrow experts make an FFN.
+    """
+    config = copy.deepcopy(sparse.config)
+    for tower in sparse_ffns(config).values():
+        if number <= tower.num_experts:
+            raise ValueError(f"num_experts: {number} are no more than the {tower.num_experts} that there are")
+        if experts_of_ffn(tower) > 1:
+            raise ValueError("narrow experts, of which several make an FFN, are not copied one by one")
+        tower.num_experts = number
+    generator = torch.Generator().manual_seed(seed)
+    state = sparse.state_dict()
+    towers = {name: getattr(sparse, f"{name}_model") for name in ("text", "vision") if hasattr(sparse, f"{name}_model")}
+    for tower, model in towers.items():
+        for layer, encoder_layer in enumerate(model.encoder.layers):
+            block = encoder_layer.mlp
+            if not isinstance(block, CLIPMoESparseMoeBlock):
+                continue
+            of_layer = torch.ones(block.num_experts) if importance is None else importance[tower, layer]
+            chosen = copied(of_layer, number)
+            prefix = f"{tower}_model.encoder.layers.{layer}.mlp"
+            for name, tensor in block.state_dict().items():
+                if name.startswith(("experts.", "router.")):
+                    state[f"{prefix}.{name}"] = tensor[chosen]
+            router = state[f"{prefix}.router.weight"]
+            drawn = torch.randn(router[block.num_experts :].shape, generator=generator).to(router)
+            router[block.num_experts :] += drawn * noise * block.router.weight.std()
+    with torch.random.fork_rng(devices=[]):
+        more = type(sparse)(config)
+    more.load_state_dict(state)
+    return more.to(sparse.dtype).eval()
+
+
+def convert(
+    source: str | Path, folder: Path, number: int, importance: Importance | None, noise: float, seed: int
+) -> None:
+    """Saves a sparse model with more experts, and its processor."""
+    save(add_experts(load_sparse(source), number, importance, noise, seed), folder)
+    copy_processor(source, folder)

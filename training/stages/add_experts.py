@@ -1,0 +1,80 @@
+"""The stage that gives a sparse model more experts."""
+
+import typing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from training.context import Context
+from training.settings import STRICT
+from training.stages.base import Model, NumberedData, Stage
+
+if typing.TYPE_CHECKING:
+    from conversion.more_experts import Importance
+
+
+@dataclass(config=STRICT, kw_only=True)
+class AddExpertsStage(Stage):
+    """More experts from fewer (Expert Upcycling, https://arxiv.org/abs/2604.19835): experts are copied, and the router
+    has a row for each copy. As many compute each token as before, so that a use costs the same.
+
+        clip-moe add-experts runs/more --model runs/clip_moe --num_experts 16
+    """
+
+    kind: ClassVar[str] = "add_experts"
+    makes_model: ClassVar[bool] = True
+    main_process_only: ClassVar[bool] = True
+
+    # A sparse CLIP: an earlier stage, a folder or a hub name.
+    model: Model
+    # Experts of each sparse layer, more than it has.
+    num_experts: int = Field(gt=1)
+    # Pairs that tell which experts are copied: those with the largest squared gradient of the contrastive loss, for each
+    # copy that there is. None: all alike.
+    data: NumberedData | None = None
+    # Pairs of a batch of that loss.
+    batch_size: int = Field(default=64, gt=1)
+    # Noise of the router's rows of copies, relative to the deviation of the router.
+    noise: float = Field(default=0.01, gt=0)
+
+    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
+        from conversion.more_experts import convert
+
+        importance = None if self.data is None else self._importance(inputs, context)
+        convert(inputs.model, directory, self.num_experts, importance, self.noise, context.seed)
+
+    def _importance(self, inputs: SimpleNamespace, context: Context) -> "Importance":
+        """Tower and layer -> (E,), the squared norm of the gradients of each expert, summed over the batches."""
+        import torch
+
+        from conversion.checkpoints import load_sparse
+        from conversion.processors import load_processor
+        from modeling_clip_moe.sparse_moe import CLIPMoESparseMoeBlock
+        from training.contrastive_task import ContrastiveTask
+        from training.loader import PairLoader
+        from training.losses import Pairing, contrastive_loss
+
+        model, rows = load_sparse(inputs.model, torch.float32), context.pairs(inputs.data)
+        if len(rows) < self.batch_size:
+            raise ValueError(
+                f"{self.name}.batch_size: {self.batch_size} of {len(rows)} pairs: take fewer, or more data"
+            )
+        batches, importance = PairLoader(rows, load_processor(inputs.model), self.data, self.batch_size).in_order(), {}
+        bias = ContrastiveTask(model, self).loss_parameters()
+        for number in range(len(rows) // self.batch_size):
+            batch = dict(batches[number])
+            Pairing.take(batch)
+            outputs = model(**batch)
+            model.zero_grad()
+            contrastive_loss(outputs.image_embeds, outputs.text_embeds, model.logit_scale.exp(), **bias).backward()
+            for tower in ("text", "vision"):
+                for layer, encoder_layer in enumerate(getattr(model, f"{tower}_model").encoder.layers):
+                    if isinstance(encoder_layer.mlp, CLIPMoESparseMoeBlock):
+                        squares = [
+                            p.grad.flatten(1).square().sum(dim=1) for p in encoder_layer.mlp.experts.parameters()
+                        ]
+                        importance[tower, layer] = importance.get((tower, layer), 0) + sum(squares)
+        return importance
