@@ -32,8 +32,8 @@ class AddExpertsStage(Stage):
     model: Model
     # Experts of each sparse layer, more than it has.
     num_experts: int = Field(gt=1)
-    # Pairs that tell which experts are copied: those with the largest squared gradient of the contrastive loss, for each
-    # copy that there is. None: all alike.
+    # Pairs that tell which experts are copied: those with the largest squared gradient of the contrastive loss, over
+    # how often they are there already. None: all alike.
     data: NumberedData | None = None
     # Pairs of a batch of that loss.
     batch_size: int = Field(default=64, gt=1)
