@@ -59,6 +59,13 @@ def unbalanced(recipe):
     recipe["stages"][1]["changes"]["router_aux_loss_coef"] = 0
 
 
+def test_biases_that_alone_would_choose_are_an_error(tmp_path):
+    with pytest.raises(
+        ValueError, match="step 1: the biases of a router's experts lie 1.20 apart.*Lower expert_bias_rate"
+    ):
+        train(tmp_path, **BIASED, expert_bias_rate=0.6)
+
+
 def test_biases_are_saved_in_full_precision(tmp_path):
     """And stay what they are in a model of bfloat16."""
     folder = train(tmp_path, **BIASED, expert_bias_rate=0.05, max_steps=5)

@@ -139,6 +139,7 @@ def train(
         if is_logged or is_saved or (scores is not None and scores.due(step, total_steps)):
             finite.require()
         if is_logged:
+            biases.require_bounded(settings.name, step)
             values = {name: accelerator.reduce(value.float(), "mean").item() for name, value in metrics.items()}
             values |= {"grad_norm": grad_norm.item(), "learning_rate": float(learning_rate)}
             speed = log.images_per_second(step)

@@ -47,3 +47,14 @@ class ExpertBiases:
             of_all = accelerator.reduce(counts.to(router.expert_bias.device), "sum")
             router.expert_bias += self.rate * (of_all.mean() - of_all).sign()
             counts.zero_()
+
+    def require_bounded(self, stage: str, step: int) -> None:
+        """Raises ValueError where a router's biases lie further apart than scores, which are between 0 and 1: alone, they
+        would choose the experts of every token."""
+        for router in self.routers:
+            spread = float(router.expert_bias.max() - router.expert_bias.min())
+            if spread > 1:
+                raise ValueError(
+                    f"{stage}, step {step}: the biases of a router's experts lie {spread:.2f} apart, and scores at most 1, "
+                    f"so that biases alone choose. Lower expert_bias_rate, which is {self.rate:g}, or the learning rate"
+                )
