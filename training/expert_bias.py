@@ -49,7 +49,7 @@ class ExpertBiases:
             counts.zero_()
 
     def require_bounded(self, stage: str, step: int) -> None:
-        """Raises ValueError where a router's biases lie further apart than scores, between 0 and 1, can: alone, they would
+        """Raises ValueError where a router's biases lie further apart than scores, between 0 and 1, can: they alone would
         choose the experts of every token."""
         for router in self.routers:
             spread = float(router.expert_bias.max() - router.expert_bias.min())
