@@ -49,8 +49,8 @@ class ExpertBiases:
             counts.zero_()
 
     def require_bounded(self, stage: str, step: int) -> None:
-        """Raises ValueError where a router's biases lie further apart than scores, between 0 and 1, can: they alone would
-        choose the experts of every token."""
+        """Raises ValueError where a router's biases lie further apart than scores, which are between 0 and 1, so that
+        biases alone choose."""
         for router in self.routers:
             spread = float(router.expert_bias.max() - router.expert_bias.min())
             if spread > 1:
