@@ -55,6 +55,7 @@ class ExpertBiases:
             spread = float(router.expert_bias.max() - router.expert_bias.min())
             if spread > 1:
                 raise ValueError(
-                    f"{stage}, step {step}: the biases of a router's experts lie {spread:.2f} apart, and scores at most "
-                    f"1, so that biases alone choose. Lower expert_bias_rate, which is {self.rate:g}, or the learning rate"
+                    f"{stage}, step {step}: the biases of a router's experts lie {spread:.2f} apart, and scores at "
+                    f"most 1, so that biases alone choose. Lower expert_bias_rate, which is {self.rate:g}, or the "
+                    "learning rate"
                 )
