@@ -17,6 +17,7 @@ from conversion.upcycle import (
     FFN_TO_EXPERTS,
     SPARSE_FIELDS,
     architecture,
+    counted_as_one,
     experts_of_ffn,
     kept_rules,
     sparse_ffns,
@@ -147,7 +148,7 @@ def force_expert(sparse: PreTrainedModel, expert: int, scale: float | Sequence[f
             `norm_topk_prob`.
     """
     blocks = [module for module in sparse.modules() if isinstance(module, CLIPMoESparseMoeBlock)]
-    numbers = [block.num_experts // experts_of_ffn(block.config) for block in blocks]
+    numbers = [block.num_experts // counted_as_one(block.config) for block in blocks]
     if any(not 0 <= expert < number for number in numbers):
         raise ValueError(f"there is no expert {expert}, only 0 to {min(numbers) - 1}")
     scales = scale if isinstance(scale, Sequence) else [scale] * len(blocks)
@@ -155,7 +156,7 @@ def force_expert(sparse: PreTrainedModel, expert: int, scale: float | Sequence[f
     def force(router, inputs, outputs, weight):
         config = router.config
         logits, (_, mask) = outputs[0], inputs
-        of_ffn = experts_of_ffn(config)
+        of_ffn = counted_as_one(config)
         ids = torch.arange(expert * of_ffn, (expert + 1) * of_ffn, device=logits.device)
         ids = ids.expand(*logits.shape[:2], of_ffn)
         if mask is not None:

@@ -69,19 +69,18 @@ def init_by_clusters(model: nn.Module, init: ExpertInit, read: Mapping[tuple[str
         experts, where = block.experts, f"layer {layer} of the {tower} tower"
         labels, centers = spherical_clusters(inputs.float(), block.num_experts, seed, where)
         block.router.weight.copy_(centers)
-        up, down = experts.up_proj[0].clone(), experts.down_proj[0].clone()
-        hidden = experts.act_fn(F.linear(inputs, up, experts.up_proj_bias[0]))
+        up, bias, down = (t[0].float() for t in (experts.up_proj, experts.up_proj_bias, experts.down_proj))
+        hidden = experts.act_fn(F.linear(inputs.float(), up, bias))
         for expert in range(block.num_experts):
             in_cluster = labels == expert
-            most = down.shape[1] if init.matrices == "both" else up.shape[1]
+            most = max(up.shape[1], down.shape[1])
             if (tokens := int(in_cluster.sum())) < most:
                 raise ValueError(
                     f"{where}: cluster {expert} of the calibration data has {tokens} tokens, fewer than the {most} "
                     "inputs of a matrix: take more pairs or fewer experts"
                 )
             experts.up_proj[expert] = low_rank(up, inputs[in_cluster], init.energy)
-            if init.matrices == "both":
-                experts.down_proj[expert] = low_rank(down, hidden[in_cluster], init.energy)
+            experts.down_proj[expert] = low_rank(down, hidden[in_cluster], init.energy)
 
 
 def spherical_clusters(points: Tensor, number: int, seed: int, what: str) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from conversion.checkpoints import load_sparse
@@ -14,8 +14,13 @@ from conversion.upcycle import experts_of_ffn, sparse_ffns
 from modeling_clip_moe.sparse_moe import CLIPMoESparseMoeBlock
 from records.files import save
 
-# Tower and layer -> (E,), how much each expert matters
-Importance = Mapping[tuple[str, int], Tensor]
+# Name of a sparse block -> (E,), how much each expert matters
+Importance = Mapping[str, Tensor]
+
+
+def sparse_blocks(model: nn.Module) -> dict[str, CLIPMoESparseMoeBlock]:
+    """Names and sparse blocks of a model, in its order."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, CLIPMoESparseMoeBlock)}
 
 
 def copied(importance: Tensor, number: int) -> list[int]:
@@ -34,13 +39,15 @@ def add_experts(
 ) -> PreTrainedModel:
     """A sparse model with `number` experts in each sparse layer, at as many experts a token.
 
+    At the start most tokens meet an expert together with its copy.
+
     Args:
         importance: decides who is copied; None: all alike.
-        noise: the rows of the router of copies move by a normal distribution with this deviation, relative to that of
-            the router. Without, a token that chose an expert would meet its copies, and all would learn the same.
+        noise: the deviation of what is added to the rows of the router of copies, relative to that of the router. It
+            lets copies learn different things.
 
     Raises:
-        ValueError: there are as many already, or several narrow experts make an FFN.
+        ValueError: there are as many already, several narrow experts make an FFN, or routers have ReLU.
     """
     config = copy.deepcopy(sparse.config)
     for tower in sparse_ffns(config).values():
@@ -48,24 +55,21 @@ def add_experts(
             raise ValueError(f"num_experts: {number} are no more than the {tower.num_experts} that there are")
         if experts_of_ffn(tower) > 1:
             raise ValueError("narrow experts, of which several make an FFN, are not copied one by one")
+        if tower.scoring_func == "relu":
+            raise ValueError(
+                "routers with ReLU would choose an expert and all its copies: train them with more from the start"
+            )
         tower.num_experts = number
     generator = torch.Generator().manual_seed(seed)
     state = sparse.state_dict()
-    towers = {name: getattr(sparse, f"{name}_model") for name in ("text", "vision") if hasattr(sparse, f"{name}_model")}
-    for tower, model in towers.items():
-        for layer, encoder_layer in enumerate(model.encoder.layers):
-            block = encoder_layer.mlp
-            if not isinstance(block, CLIPMoESparseMoeBlock):
-                continue
-            of_layer = torch.ones(block.num_experts) if importance is None else importance[tower, layer]
-            chosen = copied(of_layer, number)
-            prefix = f"{tower}_model.encoder.layers.{layer}.mlp"
-            for name, tensor in block.state_dict().items():
-                if name.startswith(("experts.", "router.")):
-                    state[f"{prefix}.{name}"] = tensor[chosen]
-            router = state[f"{prefix}.router.weight"]
-            drawn = torch.randn(router[block.num_experts :].shape, generator=generator).to(router)
-            router[block.num_experts :] += drawn * noise * block.router.weight.std()
+    for name, block in sparse_blocks(sparse).items():
+        chosen = copied(torch.ones(block.num_experts) if importance is None else importance[name], number)
+        for part, tensor in block.state_dict().items():
+            if part.startswith(("experts.", "router.")):
+                state[f"{name}.{part}"] = tensor[chosen]
+        router = state[f"{name}.router.weight"]
+        drawn = torch.randn(router[block.num_experts :].shape, generator=generator).to(router)
+        router[block.num_experts :] += drawn * noise * block.router.weight.std()
     with torch.random.fork_rng(devices=[]):
         more = type(sparse)(config)
     more.load_state_dict(state)

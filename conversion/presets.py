@@ -101,12 +101,10 @@ class ExpertInit:
     # The rank of an expert of `clusters` is the least that keeps this share of the squared outputs of its matrices. The
     # paper's could not be read.
     energy: float = Field(default=0.99, gt=0, le=1)
-    # Whether both matrices of an FFN lose rank, or the first alone.
-    matrices: Literal["both", "first"] = "both"
 
     @model_validator(mode="after")
     def _check(self):
-        takes = {"noise": {"noise"}, "drop_upcycling": {"ratio", "units"}, "clusters": {"energy", "matrices"}}
+        takes = {"noise": {"noise"}, "drop_upcycling": {"ratio", "units"}, "clusters": {"energy"}}
         takes = takes.get(self.kind, set())
         for name, field in type(self).__pydantic_fields__.items():
             if name not in {"kind", *takes} and getattr(self, name) != field.default:

@@ -122,6 +122,8 @@ def export(model: CLIPMoEModel) -> dict[str, Tensor]:
         "scoring_func must be softmax": all(config.scoring_func == "softmax" for config in sparse),
         "use_expert_bias must be False": not any(config.use_expert_bias for config in sparse),
         "routed_scaling_factor must be 1": all(config.routed_scaling_factor == 1 for config in sparse),
+        "experts must be as wide as an FFN": all(c.expert_size == c.intermediate_size for c in sparse),
+        "num_shared_experts must be 0": not any(config.num_shared_experts for config in sparse),
         "norm_topk_prob must be True": all(config.norm_topk_prob for config in sparse),
         "fusion_gate must be False": not any(config.fusion_gate for config in sparse),
         "eval_capacity_factor must be None": all(config.eval_capacity_factor is None for config in sparse),

@@ -107,7 +107,7 @@ def sparse_ffns(config: PreTrainedConfig) -> dict[str, CLIPMoETowerConfig]:
 
 
 def experts_of_ffn(config: CLIPMoETowerConfig) -> int:
-    """How many experts hold the hidden units of one dense FFN, beside the shared experts: 1 if they are as wide as it.
+    """Number of routed experts that one dense FFN is split into; 1 for experts as wide as it.
 
     Raises:
         ValueError: they do not hold whole FFNs.
@@ -125,6 +125,14 @@ def experts_of_ffn(config: CLIPMoETowerConfig) -> int:
                 f"{name} is {getattr(config, name)}, but {number} experts make an FFN: take a multiple of {number}"
             )
     return number
+
+
+def counted_as_one(config: CLIPMoETowerConfig) -> int:
+    """As `experts_of_ffn`, but 1 where experts do not make whole FFNs: each counts for itself."""
+    try:
+        return experts_of_ffn(config)
+    except ValueError:
+        return 1
 
 
 def kept_rules(config: SparseMoEConfig, logit_scale_shape: tuple[int, ...] = (1,)) -> list[Rule]:
@@ -249,6 +257,8 @@ def upcycle(
     sparse = build_sparse(config, dense.state_dict(), rules, dense.dtype, seed)
     init = expert_init or ExpertInit()
     if init.kind == "clusters":
+        if getattr(config, "shared_encoder", False):
+            raise ValueError("expert_init: clusters are of one tower's tokens, but this model has a shared encoder")
         if any(experts_of_ffn(tower) > 1 or tower.num_shared_experts for tower in sparse_ffns(config).values()):
             raise ValueError(
                 "expert_init: clusters makes whole FFNs: leave out moe_intermediate_size and shared experts"

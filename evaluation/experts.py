@@ -12,7 +12,7 @@ from transformers import CLIPConfig
 
 from conversion.dense import force_expert
 from conversion.presets import TOWERS
-from conversion.upcycle import experts_of_ffn
+from conversion.upcycle import counted_as_one
 from data.images import decode_image
 from evaluation.embedder import Embedder, usable_device
 from evaluation.expert_summary import EXPERT, MEAN, ROUTED, agreement, summarize
@@ -116,7 +116,7 @@ def _sparse_towers(
         fault = "a dense CLIP has no experts to analyze"
     elif family_of(config).sigmoid:
         fault = "a SigLIP has no class token, which the pictures of experts need"
-    elif len({(of_tower.num_experts, experts_of_ffn(of_tower)) for of_tower in sparse.values()}) > 1:
+    elif len({(of_tower.num_experts, counted_as_one(of_tower)) for of_tower in sparse.values()}) > 1:
         fault = "its towers have different numbers of experts"
     elif "text" in sparse and set(kinds) == {"linear_probe"}:
         fault = "no text of a linear probe reaches the sparse text tower: add a task such as retrieval"
@@ -152,9 +152,11 @@ def analyze_experts(
     embedder = _Witness(model, None, batch_size, usable_device(device))
     sparse = _sparse_towers(model, embedder.model.config, kinds, layers or {})
     of_tower = next(iter(sparse.values()))
-    num_experts, of_ffn = of_tower.num_experts, experts_of_ffn(of_tower)
+    num_experts, of_ffn = of_tower.num_experts, counted_as_one(of_tower)
     if shown_expert is not None and not 0 <= shown_expert < num_experts:
         raise ValueError(f"{model}: shown_expert: {shown_expert}, but the experts are 0 to {num_experts - 1}")
+    if num_experts_per_tok and of_tower.scoring_func == "relu":
+        raise ValueError(f"{model}: num_experts_per_tok: routers with ReLU choose as many as have a positive score")
     if max(num_experts_per_tok, default=1) > num_experts:
         raise ValueError(f"{model}: num_experts_per_tok: {max(num_experts_per_tok)} of {num_experts} experts")
     layers = {tower: (layers or {}).get(tower, max(of_tower.moe_layers)) for tower, of_tower in sparse.items()}

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from conversion.presets import TOWERS
-from conversion.upcycle import experts_of_ffn
+from conversion.upcycle import counted_as_one
 from modeling_clip_moe import CLIPMoEModel
 from modeling_clip_moe.dispatch import expert_capacity_mask
 from modeling_clip_moe.sparse_moe import CLIPMoERouter, CLIPMoESparseMoeBlock, router_probabilities
@@ -45,15 +45,16 @@ class LayerCounts:
         expert_ids: torch.Tensor,
         mask: torch.Tensor | None,
         gate: torch.Tensor | None = None,
+        chooses_k: bool = True,
     ) -> None:
-        """Count one call of a router: its probabilities (B, S, E), weights and ids, `mask` (B, S), 0 for padding, and
-        the fusion gate (B, S, D)."""
+        """Count one call of a router: its probabilities (B, S, E), weights and ids, `mask` (B, S), 0 for padding, the
+        fusion gate (B, S, D), and whether each token makes K choices, or as many as there are positive scores."""
         mask = torch.ones_like(expert_ids[..., 0]) if mask is None else mask
         num_experts, num_tokens = len(self.pairs), int(mask.sum())
         chosen = F.one_hot(expert_ids, num_experts + 1)[..., :num_experts].sum(dim=2).flatten(0, 1)  # (T, E)
         self.pairs += (chosen.double().T @ chosen.double()).long().cpu().numpy()
         self.num_tokens += num_tokens
-        self.num_choices += num_tokens * expert_ids.shape[-1]
+        self.num_choices += num_tokens * expert_ids.shape[-1] if chooses_k else int(chosen.sum())
         self.weight += weights.sum(dtype=torch.float64).item()
         entropies = torch.special.entr(probabilities).sum(dim=-1) / math.log(2)
         self.entropy += (entropies * mask).sum().item()
@@ -64,14 +65,15 @@ class LayerCounts:
         """Means over tokens.
 
         Returns:
-            `shares` (E,) of the tokens that each expert computed, which sum to K where nothing is dropped;
+            `shares` (E,) of the tokens that each expert computed, which sum to K, or to the mean number of experts
+            with a positive score, where nothing is dropped;
             `share_entropy` in bits, log2(E) where all experts compute as many tokens; `coactivation` (E, E), the share
             that two experts both computed; `entropy` of the router's distribution in bits, 0 where it is sure of every
             token; `weight`, that of a token's experts together; the shares of the choices that were `dropped`, and
             `overflowing`, that the capacity of training would have dropped; and the `gate`.
         """
         computed = self.pairs.diagonal()
-        of_computed = torch.from_numpy(computed / computed.sum())
+        of_computed = torch.from_numpy(computed / max(computed.sum(), 1))
         return {
             "shares": (computed / self.num_tokens).tolist(),
             "share_entropy": torch.special.entr(of_computed).sum().item() / math.log(2),
@@ -115,8 +117,9 @@ def count_tokens(model: CLIPMoEModel) -> Iterator[Counts]:
                 gate = None if fusion_gate is None else fusion_gate.proj(inputs[0]).sigmoid()
                 probabilities = router_probabilities(outputs[0].double(), router.config.scoring_func)
                 values = (probabilities, *outputs[1:3], inputs[1], gate)
-                of_layer["all"].add(*values)
-                of_layer["output"].add(*(at_output(tower, value) for value in values))
+                chooses_k = router.config.scoring_func != "relu"
+                of_layer["all"].add(*values, chooses_k)
+                of_layer["output"].add(*(at_output(tower, value) for value in values), chooses_k)
                 of_layer["all"].num_overflowing += _num_overflowing(router, outputs[0], inputs[1])
 
             hooks.append(layer.mlp.router.register_forward_hook(count))
@@ -163,7 +166,7 @@ def averaged_experts(model: CLIPMoEModel) -> Iterator[None]:
     """Within the block, every expert is the mean of its layer's experts, of narrow ones of those in the same place of
     their FFN: what is then lost is what the experts know apart from each other."""
     modules = [module for module in model.modules() if isinstance(module, CLIPMoESparseMoeBlock)]
-    of_ffns = [(tensor, experts_of_ffn(block.config)) for block in modules for tensor in block.experts.parameters()]
+    of_ffns = [(tensor, counted_as_one(block.config)) for block in modules for tensor in block.experts.parameters()]
     tensors = [tensor for tensor, _ in of_ffns]
     before = [tensor.clone() for tensor in tensors]
     try:

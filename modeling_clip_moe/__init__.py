@@ -105,12 +105,12 @@ AutoModelForImageClassification.register(CLIPMoEConfig, CLIPMoEForImageClassific
 
 
 def register_model(model: type[PreTrainedModel]) -> None:
-    """Make Auto classes and commands know a class of one's own, a subclass of a sparse model, with its processor.
+    """Register a custom model class, a subclass of a sparse one such as `CLIPMoEModel`, with Auto classes and commands.
 
-    Its configuration lies in the same file and has a `model_type` of its own. From then on, dense models of its family
-    are upcycled into it. `clip-moe COMMAND --import FILE` calls this for each such class of a file.
+    Its configuration is in the same file, with a `model_type` of its own. From then on, dense models of its family are
+    upcycled into it. `clip-moe COMMAND --import MODULE` calls this for each such class of a module.
 
     Raises:
-        ValueError: a class that cannot be told from others, or whose file could not be published.
+        ValueError: its `model_type` is taken, or its file cannot be published.
     """
     _register(add_family(model), model)

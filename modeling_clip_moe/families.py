@@ -24,7 +24,7 @@ from .modeling_clip_moe import CLIPMoEModel
 from .modeling_metaclip_2_moe import MetaClip2MoEModel
 from .modeling_siglip_moe import Siglip2MoEModel, SiglipMoEModel
 from .modeling_vision_moe import AltCLIPMoEModel, ChineseCLIPMoEModel, MLCDMoEVisionModel
-from .own_code import with_relative_imports
+from .own_code import OWN_CLASSES, with_relative_imports
 
 TOWER_CONFIGS = ("text_config", "vision_config")
 
@@ -124,13 +124,8 @@ FAMILY_OF_TEXT = {
 }
 
 
-# Files of classes of one's own, by their names
-OWN_FILES: dict[str, Path] = {}
-
-
 def add_family(model: type[PreTrainedModel]) -> Family:
-    """A family whose sparse models are of a class of one's own; from now on, dense models of the family that it comes
-    from become such. See `modeling_clip_moe.register_model`."""
+    """The family of a custom model class, see `modeling_clip_moe.register_model`."""
     config, base = model.config_class, next((one for one in FAMILIES if issubclass(model, one.sparse)), None)
     names = {tower: of_tower.model_type for tower, of_tower in config.sub_configs.items()}
     if base is None:
@@ -146,7 +141,10 @@ def add_family(model: type[PreTrainedModel]) -> Family:
             f"{model.__name__} and its configuration {config.__name__} are in two files: put them into one"
         )
     with_relative_imports(file)  # refuses what could not be published
-    OWN_FILES[file.name] = file
+    OWN_CLASSES[model] = file
+    whole = f"{file.stem}.{model.__name__}"
+    config.auto_classes = {"AutoConfig": f"{file.stem}.{config.__name__}", "AutoModel": whole}
+    config.auto_classes["AutoModelForZeroShotImageClassification"] = whole
     family = replace(base, name=model.__name__, sparse=model)
     CLASS_OF_TYPE[config.model_type] = model
     FAMILY_OF_TYPE.update({config.model_type: family, family.model_type: family})

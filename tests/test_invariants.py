@@ -14,7 +14,7 @@ from accelerate.state import AcceleratorState
 from pydantic.dataclasses import dataclass
 from safetensors.torch import load_file, save_file
 from several_processes import kill_at_a_checkpoint, run_processes, train_recipe
-from tiny_runs import losses, same_weights, train, weights
+from tiny_runs import losses, read_log, same_weights, train, weights
 
 from training import engine
 from training.context import choose_precision, make_accelerator
@@ -133,6 +133,11 @@ MORE_LOSSES = {"teacher": "dense", "distillation": {}}
 def test_what_saves_memory_changes_nothing(whole, settings, losses_of):
     """But the last digits; capacity is in groups of 4 of the 8 pairs."""
     settings = settings | losses_of
+    logged = [name for name in read_log(whole(**losses_of))[0] if name.endswith(("_per_token", "_weight"))]
+    assert bool(logged) == ("change" in losses_of)
+    for name in logged:  # of ReLU routers, whose loss is too small to be seen in the sum
+        values = [[entry[name] for entry in read_log(whole(**one))] for one in (settings, losses_of)]
+        assert values[0] == pytest.approx(values[1], rel=1e-4)
     torch.testing.assert_close(losses(whole(**settings)), losses(whole(**losses_of)), rtol=1e-4, atol=1e-5)
     if "mini_batch_size" in settings:
         assert not same_weights(whole(**settings), whole(**losses_of))  # so it was not the same computation

@@ -6,7 +6,7 @@ from tiny_clip import moved, tiny_clip
 from tiny_runs import DENSE, SPARSE, run_stages
 
 from conversion.checkpoints import load_sparse
-from conversion.more_experts import add_experts, copied
+from conversion.more_experts import add_experts, copied, sparse_blocks
 from conversion.presets import PRESETS
 from conversion.upcycle import upcycle
 
@@ -18,7 +18,7 @@ def test_who_is_copied():
 
 def test_copies_and_their_rows():
     sparse = moved(upcycle(tiny_clip(), PRESETS["clip_moe"]), (".experts.", ".router."), seed=1)
-    importance = {(t, n): torch.tensor([1.0, 9, 1, 1]) for t in ("text", "vision") for n in range(4)}
+    importance = {name: torch.tensor([1.0, 9, 1, 1]) for name in sparse_blocks(sparse)}
     more = add_experts(sparse, 6, importance)
     assert more.config.text_config.num_experts == 6 and sparse.config.text_config.num_experts == 4
     before, after = sparse.vision_model.encoder.layers[2].mlp, more.vision_model.encoder.layers[2].mlp
@@ -33,15 +33,30 @@ def test_copies_and_their_rows():
     )
 
 
-def test_its_stage_copies_what_the_loss_asks_for(tmp_path):
+def test_its_stage_copies_the_experts_that_the_loss_asks_for(tmp_path):
+    """Those that no token meets have no gradient."""
+    biased = {f"{tower}_config": {"use_expert_bias": True} for tower in ("text", "vision")}
+    sparse = run_stages(tmp_path, [DENSE, SPARSE | biased]) / "sparse"
+    model = load_sparse(sparse)
+    for block in sparse_blocks(model).values():
+        block.router.expert_bias.copy_(torch.tensor([5.0, 0.0, 0.0, 5.0]))
+    model.save_pretrained(sparse)
+    (sparse / "manifest.json").unlink()  # which says that it was not changed
     data = {"source": "symbols", "num_samples": 16}
-    more = {"name": "more", "stage": "add_experts", "model": "sparse", "num_experts": 6, "data": data, "batch_size": 8}
-    folder = run_stages(tmp_path, [DENSE, SPARSE, more])
-    sparse, more = load_sparse(folder / "sparse"), load_sparse(folder / "more")
-    for tower in ("text", "vision"):
-        rows = [getattr(model, f"{tower}_model").encoder.layers[1].mlp.router.weight for model in (sparse, more)]
-        nearest = torch.cdist(rows[1][4:], rows[0]).argmin(dim=1)
-        assert torch.equal(rows[1][:4], rows[0]) and len(nearest) == 2
+    more = {
+        "name": "more",
+        "stage": "add_experts",
+        "model": str(sparse),
+        "num_experts": 8,
+        "data": data,
+        "batch_size": 8,
+    }
+    folder = run_stages(tmp_path / "again", [more])
+    for name, block in sparse_blocks(load_sparse(folder / "more")).items():
+        before = sparse_blocks(model)[name].router.weight
+        assert torch.equal(block.router.weight[:4], before)
+        assert set(torch.cdist(block.router.weight[4:], before).argmin(dim=1).tolist()) == {0, 3}
+        assert block.router.expert_bias[4:].tolist() == [5.0] * 4
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,11 @@ TOWERS = ("text", "vision")
 
 
 class AuxiliaryLoss(nn.Module):
-    """A loss that sees model, outputs and batch."""
+    """A loss that sees model, outputs and batch. Autocast is off.
+
+    Where a batch is computed in parts (`mini_batch_size`), it is called for each, and has to return the loss of the
+    whole batch: a function of sums that `training.losses.all_reduce_sum` makes or, of weights alone, `mean_over_parts`.
+    """
 
     def forward(
         self, model: PreTrainedModel, outputs: Any, batch: Batch, progress: float
@@ -50,6 +54,12 @@ def sparse_blocks(model: PreTrainedModel, tower: str) -> list[CLIPMoESparseMoeBl
     return [module for module in modules if isinstance(module, CLIPMoESparseMoeBlock)]
 
 
+def mean_over_parts(loss: torch.Tensor) -> torch.Tensor:
+    """The mean of a loss of weights alone over processes and over the parts of a batch, with its gradient."""
+    total = all_reduce_sum(torch.stack([loss, torch.ones_like(loss)]))
+    return total[0] / total[1]
+
+
 def _logits_and_mask(tower: str, outputs: Any, batch: Batch) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
     mask = batch["attention_mask"] if tower == "text" else batch.get("pixel_attention_mask")
     return getattr(outputs, f"{tower}_router_logits") or (), mask
@@ -61,17 +71,26 @@ class RouterTeacher(AuxiliaryLoss):
     A router of its own for each sparse layer reads what the dense FFN of that layer reads, and learns alone to use all
     experts alike and to be sure of each token: 0.005 (std(Imp) / mean(Imp))^2 + 0.005 entropy, where Imp_e is the mean
     probability of expert e. It begins as the model's router. The model's routers are drawn to it by `coef` / L times
-    the sum over the L sparse layers of KL(teacher || router), a mean over tokens.
+    the sum over the L sparse layers of KL(teacher || router), a mean over tokens. The optimizer, its weight decay and
+    the clipping of gradients take the teacher's routers as the model's.
 
     Args:
         teacher: a dense model with the layers of the sparse one.
         coef: 5 in the paper.
+
+    Raises:
+        ValueError: the teacher's layers are others.
     """
 
     UNTIL, IMPORTANCE, ENTROPY = 0.5, 0.005, 0.005
 
     def __init__(self, model: PreTrainedModel, teacher: PreTrainedModel, coef: float):
         super().__init__()
+        for tower in TOWERS:
+            for name in ("hidden_size", "num_hidden_layers", "patch_size"):
+                theirs, ours = (getattr(getattr(one.config, f"{tower}_config"), name, None) for one in (teacher, model))
+                if theirs != ours:
+                    raise ValueError(f"teacher: its {tower} tower has {name} {theirs}, the model's {ours}")
         # In a tuple: no part of the module, whose state is saved and split
         self.teacher, self.coef = (teacher.requires_grad_(False).eval(),), coef
         self.layers = {tower: getattr(model.config, f"{tower}_config") for tower in TOWERS}
@@ -119,12 +138,10 @@ class RouterExpertCoupling(AuxiliaryLoss):
         self.coef, self.alpha = coef, alpha
 
     def forward(self, model, outputs, batch, progress):
-        blocks = dict.fromkeys(block for tower in TOWERS for block in sparse_blocks(model, tower))  # once if shared
+        blocks = [block for tower in TOWERS for block in sparse_blocks(model, tower)]
+        blocks = {id(block.router.weight): block for block in blocks}.values()  # those of a shared encoder once
         losses = [coupling_loss(block.router.weight, block.experts.up_proj, self.alpha) for block in blocks]
-        loss = torch.stack(losses).mean()
-        # The mean over processes, and over the parts of a batch that is computed in parts
-        total = all_reduce_sum(torch.stack([loss, torch.ones_like(loss)]))
-        loss = total[0] / total[1]
+        loss = mean_over_parts(torch.stack(losses).mean())
         return self.coef * loss, {"coupling_loss": loss.detach()}
 
 
@@ -229,6 +246,7 @@ class AdaptiveSparsity(AuxiliaryLoss):
 
     def forward(self, model, outputs, batch, progress):
         total, metrics = 0.0, {}
+        is_counted = torch.is_grad_enabled()  # not when parts of a batch are computed for their embeddings first
         for tower, aim in self.aims.items():
             of_layers, mask = _logits_and_mask(tower, outputs, batch)
             top_k = round(aim * of_layers[0].shape[-1])
@@ -236,7 +254,8 @@ class AdaptiveSparsity(AuxiliaryLoss):
             with torch.no_grad():
                 chosen = torch.stack([router_scores(logits, "relu").flatten(0, -2) > 0 for logits in of_layers])
                 share = mean_over_tokens(chosen.float().mean(-1, keepdim=True), mask, all_reduce_sum).mean()
-                self.get_buffer(f"{tower}_counts").add_(torch.stack([share, torch.ones_like(share)]))
+                if is_counted:
+                    self.get_buffer(f"{tower}_counts").add_(torch.stack([share, torch.ones_like(share)]))
             total = total + self.get_buffer(f"{tower}_weight") * loss
             metrics[f"{tower}_experts_per_token"] = share * of_layers[0].shape[-1]
             metrics[f"{tower}_sparsity_weight"] = self.get_buffer(f"{tower}_weight").clone()

@@ -59,7 +59,8 @@ class ContrastiveTask(nn.Module):
         if sparse:
             auxiliary, metrics = self.losses.router_loss(self.model.config, outputs, batch)
         for another in self.auxiliary_losses:
-            loss, values = another(self.model, outputs, batch, self.progress)
+            with torch.autocast(scale.device.type, enabled=False):
+                loss, values = another(self.model, outputs, batch, self.progress)
             auxiliary, metrics = auxiliary + loss, metrics | values
         metrics["logit_scale"] = scale.detach().squeeze()
         with torch.autocast(outputs.image_embeds.device.type, enabled=False):

@@ -49,13 +49,14 @@ class ExpertBiases:
             counts.zero_()
 
     def require_bounded(self, stage: str, step: int) -> None:
-        """Raises ValueError where a router's biases lie further apart than scores, which are between 0 and 1, so that
-        biases alone choose."""
+        """Raises ValueError where a router's K largest biases lie further above the others than scores, between 0 and
+        1, can differ: every token would meet the same experts."""
         for router in self.routers:
-            spread = float(router.expert_bias.max() - router.expert_bias.min())
-            if spread > 1:
+            largest = router.expert_bias.sort(descending=True).values.tolist()
+            top_k = router.config.num_experts_per_tok
+            if top_k < len(largest) and (gap := largest[top_k - 1] - largest[top_k]) > 1:
                 raise ValueError(
-                    f"{stage}, step {step}: the biases of a router's experts lie {spread:.2f} apart, and scores at "
-                    f"most 1, so that biases alone choose. Lower expert_bias_rate, which is {self.rate:g}, or the "
-                    "learning rate"
+                    f"{stage}, step {step}: the {top_k} largest biases of a router lie {gap:.2f} above the others, "
+                    "and scores differ by at most 1, so that all tokens meet the same experts. Lower "
+                    f"expert_bias_rate, which is {self.rate:g}, or the learning rate"
                 )

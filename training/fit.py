@@ -28,6 +28,8 @@ def problems_of_training(stage: Any, config: PreTrainedConfig, batch_size: int) 
     for setting in ("teacher", "coupling", "distillation"):
         if getattr(stage, setting) is not None and not sparse:
             yield f"{setting}: it goes with a sparse model, but {stage.model} is dense"
+    if stage.coupling is not None and stage.lora is not None:
+        yield "coupling: it takes weights, which lora replaces by adapters: drop one"
     if stage.teacher is not None and stage.patch_dropout is not None:
         yield "teacher: it sees whole images, of which patch_dropout leaves out a part: drop one"
     if stage.patch_dropout is not None and not family.naflex:
@@ -71,8 +73,8 @@ def problems_of_routers(stage: Any, model: PreTrainedModel) -> Iterator[str]:
     for name in sorted({*stage.local_entropy_coef, *stage.global_entropy_coef} - sparse.keys()):
         yield f"local_entropy_coef, global_entropy_coef: the {name} tower has no sparse layers: leave it out"
     for name in sorted({*stage.local_entropy_coef, *stage.global_entropy_coef} & sparse.keys()):
-        if sparse[name].scoring_func == "sigmoid":
-            yield f"local_entropy_coef, global_entropy_coef: the {name} tower has sigmoid scores: leave it out"
+        if (scores := sparse[name].scoring_func) != "softmax":
+            yield f"local_entropy_coef, global_entropy_coef: the {name} tower has {scores} scores: leave it out"
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     for name, tower in sparse.items():
         if stage.global_entropy_min_experts.get(name, 0) > tower.num_experts:

@@ -13,7 +13,7 @@ from evaluation.own_task import OwnTask
 from training.recipe import Recipe
 from training.setting_help import docstring, settings_of
 from training.stages import KINDS, stage_of_kind
-from training.train_settings import Evaluation, LoraSettings
+from training.train_settings import CouplingSettings, DistillationSettings, Evaluation, LoraSettings
 
 PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
 # Classes that are no stages, and the titles of their sections
@@ -25,6 +25,8 @@ OTHERS = {
     Evaluation: "Evaluation while training",
     LoraSettings: "LoRA",
     ExpertInit: "How experts start",
+    CouplingSettings: "Coupling",
+    DistillationSettings: "Distillation",
     Recipe: "The recipe",
 }
 

@@ -17,8 +17,8 @@ from typing import Any
 import modeling_clip_moe
 from conversion.checkpoints import KERNELS
 from modeling_clip_moe import CLIPMoDEConfig
-from modeling_clip_moe.families import FAMILY_OF_TYPE, OWN_FILES
-from modeling_clip_moe.own_code import with_relative_imports
+from modeling_clip_moe.families import FAMILY_OF_TYPE
+from modeling_clip_moe.own_code import OWN_CLASSES, with_relative_imports
 from records.files import files_in, read_json
 
 CODE = {path.name: path for path in Path(modeling_clip_moe.__file__).parent.glob("*.py")}
@@ -67,7 +67,7 @@ def require_trusted_code(folder: Path) -> None:
             code that is not beside it.
     """
     for path in _files(folder, ("*.py",)):
-        own = with_relative_imports(OWN_FILES[path.name]).encode() if path.name in OWN_FILES else None
+        own = next((with_relative_imports(own) for own in OWN_CLASSES.values() if own.name == path.name), "").encode()
         trusted = own or (CODE[path.name].read_bytes() if path.name in CODE else None)
         if path.read_bytes() != trusted:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The code of a class of one's own, made for a folder of weights that is loaded without this package."""
+"""The code of custom models, written for folders of weights that are loaded without this package."""
 
 import re
 import shutil
@@ -7,27 +7,38 @@ from pathlib import Path
 from transformers.dynamic_module_utils import get_relative_import_files
 
 PACKAGE = Path(__file__).parent
+# Registered classes -> their files
+OWN_CLASSES: dict[type, Path] = {}
 # `from modeling_clip_moe.sparse_moe import ...`
 OF_PACKAGE = re.compile(rf"^(\s*)from {PACKAGE.name}\.(\w+) import", flags=re.MULTILINE)
 
 
 def with_relative_imports(source: Path) -> str:
-    """A file of one's own that imports from the files of this package as from files beside it.
+    """The code of a custom model's file with imports of files beside it in place of imports from this package.
 
     Raises:
-        ValueError: it imports the package itself, which a folder of weights does not hold.
+        ValueError: a folder of weights would lack what it imports, or its name is that of a file of this package.
     """
+    if (PACKAGE / source.name).is_file():
+        raise ValueError(
+            f"{source} has the name of a file of {PACKAGE.name}, which lies beside weights, too: rename it"
+        )
     code = OF_PACKAGE.sub(r"\1from .\2 import", source.read_text(encoding="utf-8"))
     if re.search(rf"^\s*(import|from) {PACKAGE.name}\b", code, flags=re.MULTILINE):
         raise ValueError(
             f"{source} imports {PACKAGE.name}, which is not there where its weights are loaded with trust_remote_code: "
             f"import from its files, as in `from {PACKAGE.name}.sparse_moe import CLIPMoERouter`"
         )
+    imported = re.findall(r"^\s*(?:import|from) (\w+)", code, flags=re.MULTILINE)
+    if beside := sorted({name for name in imported if source.with_name(f"{name}.py").is_file()}):
+        raise ValueError(
+            f"{source} imports {', '.join(beside)}, which no folder of weights would hold: put all into one file"
+        )
     return code
 
 
 def write_own_code(source: Path, folder: Path) -> None:
-    """Write a file of one's own beside weights, and the files of this package that it needs."""
+    """Write a custom model's file next to its weights, and the files of this package that it needs."""
     (folder / source.name).write_text(code := with_relative_imports(source), encoding="utf-8")
     for name in re.findall(r"^\s*from \.(\w+) import", code, flags=re.MULTILINE):
         first = PACKAGE / f"{name}.py"

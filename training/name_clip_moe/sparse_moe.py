@@ -21,7 +21,6 @@ Papers:
 
 import math
 import re
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -40,7 +39,7 @@ from transformers.utils import TransformersKwargs, logging
 from .configuration_clip_moe import CLIPMoETowerConfig
 from .dispatch import Dispatch, as_fraction, dispatch, dispatch_within_capacity
 from .experts import TAKE_ROWS, CLIPMoEExperts, compiled, fused
-from .own_code import write_own_code
+from .own_code import OWN_CLASSES, write_own_code
 from .self_test import self_test
 from .transformers_internals import OutputRecorder, PrefixChange, maybe_autocast, register_checkpoint_conversion_mapping
 
@@ -523,7 +522,8 @@ def router_losses(
             of_tower = getattr(config, f"{tower}_config")
             top_k, scoring_func = of_tower.num_experts_per_tok, of_tower.scoring_func
             balance = load_balancing_loss(router_logits, top_k, mask, scoring_func=scoring_func)
-            z = router_z_loss(router_logits, mask)
+            # Of "relu", logits below 0 are zeros, which a z-loss would make all be
+            z = 0.0 if scoring_func == "relu" else router_z_loss(router_logits, mask)
             losses.append((config.router_aux_loss_coef * balance + config.router_z_loss_coef * z).to(device))
     return sum(losses) if losses else None
 
@@ -658,11 +658,11 @@ class SparseMoEMixin:
         return (model, info) if output_loading_info else model
 
     def save_pretrained(self, save_directory, *args, **kwargs):
-        """Also writes the code of a class of one's own so that it loads without this package."""
+        """As transformers', and writes the code of a registered class so that it loads without this package."""
         super().save_pretrained(save_directory, *args, **kwargs)
-        module = sys.modules[type(self).__module__]
-        if module.__package__ != __package__ and kwargs.get("is_main_process", True):
-            write_own_code(Path(module.__file__), Path(save_directory))
+        own = next((OWN_CLASSES[parent] for parent in type(self).__mro__ if parent in OWN_CLASSES), None)
+        if own is not None and kwargs.get("is_main_process", True):
+            write_own_code(own, Path(save_directory))
 
     def gather_sharded_state_dict_for_save(self, model_to_save, state_dict, *args, **kwargs):
         """

@@ -47,34 +47,29 @@ class AddExpertsStage(Stage):
         convert(inputs.model, directory, self.num_experts, importance, self.noise, context.seed)
 
     def _importance(self, inputs: SimpleNamespace, context: Context) -> "Importance":
-        """Tower and layer -> (E,), the squared norm of the gradients of each expert, summed over the batches."""
+        """Name of a sparse block -> (E,), the squared norm of the gradients of each expert, summed over the batches."""
         import torch
+        from accelerate.utils import send_to_device
 
         from conversion.checkpoints import load_sparse
+        from conversion.more_experts import sparse_blocks
         from conversion.processors import load_processor
-        from modeling_clip_moe.sparse_moe import CLIPMoESparseMoeBlock
-        from training.contrastive_task import ContrastiveTask
         from training.loader import PairLoader
-        from training.losses import Pairing, contrastive_loss
+        from training.losses import contrastive_loss
 
-        model, rows = load_sparse(inputs.model, torch.float32), context.pairs(inputs.data)
+        device, rows = context.accelerator.device, context.pairs(inputs.data)
+        model = load_sparse(inputs.model, torch.float32).to(device)
         if len(rows) < self.batch_size:
             raise ValueError(
                 f"{self.name}.batch_size: {self.batch_size} of {len(rows)} pairs: take fewer, or more data"
             )
         batches, importance = PairLoader(rows, load_processor(inputs.model), self.data, self.batch_size).in_order(), {}
-        bias = ContrastiveTask(model, self).loss_parameters()
         for number in range(len(rows) // self.batch_size):
-            batch = dict(batches[number])
-            Pairing.take(batch)
-            outputs = model(**batch)
+            outputs = model(**send_to_device(batches[number], device))
+            embeds = outputs.image_embeds, outputs.text_embeds, model.logit_scale.exp()
             model.zero_grad()
-            contrastive_loss(outputs.image_embeds, outputs.text_embeds, model.logit_scale.exp(), **bias).backward()
-            for tower in ("text", "vision"):
-                for layer, encoder_layer in enumerate(getattr(model, f"{tower}_model").encoder.layers):
-                    if isinstance(encoder_layer.mlp, CLIPMoESparseMoeBlock):
-                        squares = [
-                            p.grad.flatten(1).square().sum(dim=1) for p in encoder_layer.mlp.experts.parameters()
-                        ]
-                        importance[tower, layer] = importance.get((tower, layer), 0) + sum(squares)
+            contrastive_loss(*embeds, logit_bias=getattr(model, "logit_bias", None)).backward()
+            for name, block in sparse_blocks(model).items():
+                squares = sum(p.grad.flatten(1).square().sum(dim=1).cpu() for p in block.experts.parameters())
+                importance[name] = importance.get(name, 0) + squares
         return importance

@@ -97,12 +97,12 @@ class TrainStage(RouterSettings, StepsStage):
     # The dense model whose layers teach the routers in the first half of the steps, as the one that was upcycled
     # (TGR-MoE, arXiv:2604.21330); None: none.
     teacher: Model | None = None
-    # The weight of what it teaches.
+    # The weight of what it teaches. Only with teacher.
     teacher_coef: float = Field(default=5.0, gt=0)
     # A loss that ties each expert to its row of the router (ERC, arXiv:2512.23447); None: none.
     coupling: CouplingSettings | None = None
-    # Sparse layers are drawn to a running average of themselves in which all experts compute every token (Cluster-aware
-    # Upcycling, arXiv:2604.13508); None: they are not.
+    # Distill each sparse layer from a moving average of itself in which all experts compute every token (Cluster-aware
+    # Upcycling, arXiv:2604.13508); None: no distillation.
     distillation: DistillationSettings | None = None
 
     # Scores while it trains; None: none.
@@ -114,6 +114,8 @@ class TrainStage(RouterSettings, StepsStage):
             raise ValueError(f"trainable {self.trainable!r}: with lora, lora.trainable says what trains besides")
         if self.lora is not None and self.ema_decay is not None:
             raise ValueError("ema_decay: the average of an adapter's factors is not that of weights: leave out one")
+        if self.teacher is None and self.teacher_coef != 5:
+            raise ValueError("teacher_coef: it goes with a teacher. Set that, or leave this out")
         if self.caption_weights is not None and abs(sum(self.caption_weights) - 1) > 1e-6:
             raise ValueError(f"caption_weights {self.caption_weights} sum to {sum(self.caption_weights):g}, not to 1")
         if self.caption_weights is not None and self.data.streaming:

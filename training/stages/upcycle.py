@@ -55,7 +55,7 @@ class UpcycleStage(Stage):
     vision_config: dict[str, JsonValue] = Field(default_factory=dict)
     # How the experts start. Only copies equal the dense model, so only they are compared with it.
     expert_init: ExpertInit = Field(default_factory=ExpertInit)
-    # The pairs whose tokens the FFNs read, for experts of `clusters`; None: of other experts.
+    # Calibration pairs. Only with `expert_init.kind: clusters`.
     data: NumberedData | None = None
 
     @model_validator(mode="after")
@@ -94,4 +94,4 @@ class UpcycleStage(Stage):
         layers = {tower: getattr(config, f"{tower}_config").moe_layers for tower in self.towers}
         rows = context.pairs(inputs.data)
         batches = PairLoader(rows, processor, self.data, min(CALIBRATION_BATCH, len(rows))).in_order()
-        return ffn_inputs_of_tokens(model, map(batches.__getitem__, range(len(batches))), layers)
+        return ffn_inputs_of_tokens(model.to(context.accelerator.device), batches, layers)
