@@ -61,6 +61,8 @@ def layer_scales(config: SparseMoEConfig, expert: int | str, scale: Scale | None
             value = 1.0 if expert == BASE else float(tower_config.routed_scaling_factor)
             if expert != BASE and not tower_config.norm_topk_prob:
                 value = scale.get(tower, {}).get(str(layer)) if isinstance(scale, Mapping) else scale
+                if isinstance(scale, float | int):  # of each expert of an FFN
+                    value = scale * experts_of_ffn(tower_config)
                 if value is None:
                     raise ValueError(
                         f"the weights of a token's experts do not sum to 1 (norm_topk_prob is False), and there is no "

@@ -62,7 +62,13 @@ def add_experts(
         tower.num_experts = number
     generator = torch.Generator().manual_seed(seed)
     state = sparse.state_dict()
+    shared: dict[int, str] = {}  # of a shared encoder, both towers have the same block
     for name, block in sparse_blocks(sparse).items():
+        if (first := shared.setdefault(id(block.router.weight), name)) != name:
+            state |= {
+                f"{name}{key.removeprefix(first)}": state[key] for key in list(state) if key.startswith(f"{first}.")
+            }
+            continue
         chosen = copied(torch.ones(block.num_experts) if importance is None else importance[name], number)
         for part, tensor in block.state_dict().items():
             if part.startswith(("experts.", "router.")):
@@ -70,6 +76,7 @@ def add_experts(
         router = state[f"{name}.router.weight"]
         drawn = torch.randn(router[block.num_experts :].shape, generator=generator).to(router)
         router[block.num_experts :] += drawn * noise * block.router.weight.std()
+    config.dtype = torch.float32  # biases of experts would be rounded; `to` leaves them
     with torch.random.fork_rng(devices=[]):
         more = type(sparse)(config)
     more.load_state_dict(state)

@@ -48,7 +48,7 @@ def import_models(module: str) -> None:
         sys.path.insert(0, os.getcwd())
     try:
         imported = importlib.import_module(module)
-    except Exception as error:  # whatever the module raises
+    except (Exception, SystemExit) as error:  # whatever the module raises
         raise ValueError(f"{OPTION} {module}: {type(error).__name__}: {error}") from error
     classes = [value for value in vars(imported).values() if isinstance(value, type) and value.__module__ == module]
     models = [

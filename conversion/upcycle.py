@@ -249,10 +249,12 @@ def upcycle(
     Returns:
         The model in evaluation mode and the dense model's dtype.
     """
-    config = sparse_config(dense.config, preset, towers)
-    for tower in sparse_ffns(config).values():  # so that the experts of an FFN sum to it, and do not average
-        tower.routed_scaling_factor = float(experts_of_ffn(tower))
-    config = change_routing(config, routing or {})
+    config = change_routing(sparse_config(dense.config, preset, towers), routing or {})
+    for tower in sparse_ffns(config).values():
+        of_ffn, is_shared = experts_of_ffn(tower), tower.norm_topk_prob or tower.scoring_func == "softmax"
+        # Weights that sum to 1 are shared out among the experts of an FFN, which have to sum to it
+        if is_shared and "routed_scaling_factor" not in (routing or {}).get(tower.base_config_key, {}):
+            tower.routed_scaling_factor = float(of_ffn)
     rules = upcycling_rules(config)
     sparse = build_sparse(config, dense.state_dict(), rules, dense.dtype, seed)
     init = expert_init or ExpertInit()

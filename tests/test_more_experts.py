@@ -8,7 +8,8 @@ from tiny_runs import DENSE, SPARSE, run_stages
 from conversion.checkpoints import load_sparse
 from conversion.more_experts import add_experts, copied, sparse_blocks
 from conversion.presets import PRESETS
-from conversion.upcycle import upcycle
+from conversion.upcycle import shared_config, upcycle
+from modeling_clip_moe import CLIPMoEModel
 
 
 def test_who_is_copied():
@@ -31,6 +32,21 @@ def test_copies_and_their_rows():
     assert not torch.equal(
         add_experts(sparse, 6, importance, seed=1).vision_model.encoder.layers[2].mlp.router.weight, rows
     )
+
+
+def test_a_shared_encoder_has_the_same_copies_and_biases_keep_their_digits():
+    shared = CLIPMoEModel(shared_config(tiny_clip().config)).eval()
+    preset, routing = (
+        PRESETS["clip_moe"],
+        {f"{tower}_config": {"use_expert_bias": True} for tower in ("text", "vision")},
+    )
+    sparse = upcycle(shared, preset, routing=routing).bfloat16()
+    for block in sparse_blocks(sparse).values():
+        block.router.expert_bias.copy_(torch.tensor([0.1234567, 0.3, 0.0, -0.7]))
+    more = add_experts(sparse, 6)
+    blocks = [getattr(more, f"{tower}_model").encoder.layers[0].mlp for tower in ("text", "vision")]
+    assert torch.equal(blocks[0].router.weight, blocks[1].router.weight) and more.dtype == torch.bfloat16
+    assert blocks[0].router.expert_bias.tolist()[:4] == pytest.approx([0.1234567, 0.3, 0.0, -0.7], abs=1e-7)
 
 
 def test_its_stage_copies_the_experts_that_the_loss_asks_for(tmp_path):

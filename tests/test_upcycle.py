@@ -72,12 +72,29 @@ def test_narrow_and_shared_experts_equal_the_dense_model_and_give_it_back(dense,
     sparse = upcycle(dense, preset)
     compare(dense, sparse, tolerance=1e-5)
     assert sparse.vision_model.encoder.layers[0].mlp.experts.up_proj.shape[1] == changes["moe_intermediate_size"]
+    unnormalized = upcycle(dense, replace(preset, norm_topk_prob=False))
+    for name, tensor in extract(unnormalized, 0, scale=1).state_dict().items():
+        torch.testing.assert_close(tensor, dense.state_dict()[name], rtol=0, atol=1e-6)
     back = extract(sparse, 1)
     for name, tensor in dense.state_dict().items():
         torch.testing.assert_close(back.state_dict()[name], tensor, rtol=0, atol=1e-6)
     moved(sparse, (".experts.", ".shared_experts.", ".router."), 1, 1.0)
     folder = saved(tmp_path / "sparse", sparse)
     convert_dense(folder, tmp_path / "expert", 1)  # and compares with the experts of one FFN, forced
+
+
+@pytest.mark.parametrize("scoring_func", ["softmax", "sigmoid", "relu"])
+def test_narrow_experts_of_any_scores_compute_what_whole_ones_do(dense, scoring_func):
+    routing = {"vision_config": {"scoring_func": scoring_func}}
+    blocks = []
+    for changes in ({"num_experts": 2}, {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 24}):
+        preset = replace(PRESETS["clip_moe"], norm_topk_prob=False, **changes)
+        blocks.append(upcycle(dense, preset, ["vision"], routing=routing).vision_model.encoder.layers[1].mlp)
+    with torch.no_grad():
+        blocks[1].router.weight.copy_(blocks[0].router.weight.repeat_interleave(2, dim=0))
+    hidden_states = torch.randn(2, 5, 32)
+    whole, narrow = (block(hidden_states) for block in blocks)
+    torch.testing.assert_close(narrow, whole)
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ class RouterTeacher(AuxiliaryLoss):
     def __init__(self, model: PreTrainedModel, teacher: PreTrainedModel, coef: float):
         super().__init__()
         for tower in TOWERS:
-            for name in ("hidden_size", "num_hidden_layers", "patch_size"):
+            for name in ("hidden_size", "num_hidden_layers", "patch_size", "vocab_size"):
                 theirs, ours = (getattr(getattr(one.config, f"{tower}_config"), name, None) for one in (teacher, model))
                 if theirs != ours:
                     raise ValueError(f"teacher: its {tower} tower has {name} {theirs}, the model's {ours}")

@@ -28,6 +28,12 @@ def problems_of_training(stage: Any, config: PreTrainedConfig, batch_size: int) 
     for setting in ("teacher", "coupling", "distillation"):
         if getattr(stage, setting) is not None and not sparse:
             yield f"{setting}: it goes with a sparse model, but {stage.model} is dense"
+    towers = [getattr(config, name) for name in ("text_config", "vision_config")]
+    towers = [tower for tower in towers if getattr(tower, "moe_layers", ())]
+    if stage.coupling is not None and any(tower.num_experts == 1 for tower in towers):
+        yield "coupling: it takes several experts, but a tower has one: leave it out"
+    if stage.balance_top_k is not None and any(tower.scoring_func == "relu" for tower in towers):
+        yield "balance_top_k: all positive scores of a router with ReLU are choices: leave it out"
     if stage.coupling is not None and stage.lora is not None:
         yield "coupling: it takes weights, which lora replaces by adapters: drop one"
     if stage.teacher is not None and stage.patch_dropout is not None:

@@ -114,6 +114,8 @@ class TrainStage(RouterSettings, StepsStage):
             raise ValueError(f"trainable {self.trainable!r}: with lora, lora.trainable says what trains besides")
         if self.lora is not None and self.ema_decay is not None:
             raise ValueError("ema_decay: the average of an adapter's factors is not that of weights: leave out one")
+        if self.lora is not None and self.distillation is not None:
+            raise ValueError("distillation: the average of an adapter's factors is not that of weights: leave out lora")
         if self.teacher is None and self.teacher_coef != 5:
             raise ValueError("teacher_coef: it goes with a teacher. Set that, or leave this out")
         if self.caption_weights is not None and abs(sum(self.caption_weights) - 1) > 1e-6:
