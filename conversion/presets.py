@@ -29,6 +29,7 @@ class Preset:
         sparse_layers: those of both towers, or tower ("text", "vision") -> its own: a name in `LAYERS`, or a list of
             layers, counted from 0.
         num_experts: E.
+        moe_intermediate_size: that of both towers, tower -> its own, or None.
         Other fields: see `CLIPMoETowerConfig` and `CLIPMoEConfig`.
     """
 
@@ -36,7 +37,7 @@ class Preset:
     num_experts: int
     norm_topk_prob: bool
     num_experts_per_tok: int = 2
-    moe_intermediate_size: int | None = None
+    moe_intermediate_size: int | Mapping[str, int] | None = None
     num_shared_experts: int = 0
     capacity_factor: float | None = None
     fusion_gate: bool = False

@@ -62,7 +62,18 @@ def sparse_config(dense: PreTrainedConfig, preset: Preset, towers: Sequence[str]
             f"are {', '.join(towers)}: name layers of each, or change towers"
         )
     routing = {name: value for name, value in vars(preset).items() if name in SPARSE_FIELDS}
-    changes = {tower: routing | {"moe_layers": sparse_layers(chosen, tower, depths[tower])} for tower in towers}
+    width = preset.moe_intermediate_size
+    if isinstance(width, Mapping) and set(width) != set(towers):
+        raise ValueError(
+            f"moe_intermediate_size names {', '.join(map(str, width)) or 'no tower'}, but the towers to make sparse "
+            f"are {', '.join(towers)}: name a width of each"
+        )
+    changes = {
+        tower: routing
+        | {"moe_layers": sparse_layers(chosen, tower, depths[tower])}
+        | {"moe_intermediate_size": width[tower] if isinstance(width, Mapping) else width}
+        for tower in towers
+    }
     config_class = family.sparse.config_class
     if not dense.sub_configs:  # an image tower alone
         return config_class(**architecture(dense, config_class), **changes["vision"])
@@ -113,16 +124,17 @@ def experts_of_ffn(config: CLIPMoETowerConfig) -> int:
         ValueError: they do not hold whole FFNs.
     """
     size, width, shared = config.intermediate_size, config.expert_size, config.num_shared_experts
+    where = config.base_config_key or "vision_config"
     number, rest = divmod(size - shared * width, width)
     if rest or number < 1:
         raise ValueError(
-            f"moe_intermediate_size: an FFN of {size} hidden units, less {shared} shared experts, is not cut into "
+            f"{where}: moe_intermediate_size: an FFN of {size} hidden units, less {shared} shared experts, is not cut into "
             f"experts of {width}: take a divisor of {size}, above {shared} times itself"
         )
     for name in ("num_experts", "num_experts_per_tok"):
         if getattr(config, name) % number:
             raise ValueError(
-                f"{name} is {getattr(config, name)}, but {number} experts make an FFN: take a multiple of {number}"
+                f"{where}: {name} is {getattr(config, name)}, but {number} experts make an FFN: take a multiple of {number}"
             )
     return number
 
@@ -301,7 +313,10 @@ def verify(source: str | Path, folder: Path) -> None:
         scale = float(experts_of_ffn(tower_config))
         if not tower_config.norm_topk_prob or tower_config.routed_scaling_factor != scale:
             tower = tower_config.base_config_key
-            print(f"{tower}: routing weights do not sum to {scale:g}, so the model starts unlike the dense one. Here:")
+            print(
+                f"{tower}: routing weights do not sum to {scale:g}, so the model starts unlike the dense one. With weights "
+                "that do:"
+            )
             if tower_config.scoring_func == "relu":  # of which a token may have none
                 tower_config.scoring_func = "softmax"
             tower_config.norm_topk_prob, tower_config.routed_scaling_factor = True, scale

@@ -1,6 +1,7 @@
 """Matplotlib as all pictures use it, without a screen, and the grids and heat maps that they have in common."""
 
 import io
+import logging
 import math
 import warnings
 from collections.abc import Sequence
@@ -16,6 +17,8 @@ from matplotlib.figure import Figure
 from records.markdown import one_line
 
 matplotlib.use("Agg")
+# Of fonts that lack the weight "normal", which it prints as an error
+logging.getLogger("matplotlib.font_manager").setLevel(logging.CRITICAL)
 from matplotlib import pyplot as plt  # noqa: E402  after the choice of a backend that needs no screen
 
 # Matplotlib's own font lacks Chinese, Japanese and Korean

@@ -77,7 +77,11 @@ def test_budgets_are_those_of_the_recipes():
         assert number in budgets[short] and number in (f"{samples:,}", f"{samples / 1e6:.1f} M"), line
 
 
-@pytest.mark.parametrize("claim", [claim for claim in CLAIMS if claim.cards], ids=lambda claim: claim.short)
+@pytest.mark.parametrize(
+    "claim",
+    [claim for claim in CLAIMS if claim.cards and not claim.cards[0].startswith("frontier")],
+    ids=lambda claim: claim.short,
+)
 def test_recipes_measure_what_the_claims_name(claim):
     """The recipes of the cards' names have the rows and tasks."""
     rows = defaultdict(list)

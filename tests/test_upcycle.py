@@ -114,6 +114,19 @@ def test_experts_that_do_not_make_an_ffn(dense, changes, message):
         upcycle(dense, replace(PRESETS["clip_moe"], **changes))
 
 
+def test_each_tower_may_have_a_width_of_its_own(dense):
+    widths = {"text": 24, "vision": 12}
+    preset = replace(PRESETS["clip_moe"], moe_intermediate_size=widths, num_experts=8, num_experts_per_tok=4)
+    sparse = upcycle(dense, preset)
+    compare(dense, sparse, tolerance=1e-5)
+    found = {tower: getattr(sparse.config, f"{tower}_config").moe_intermediate_size for tower in widths}
+    assert found == widths
+    with pytest.raises(
+        ValueError, match="moe_intermediate_size names text, vision, but the towers to make sparse are text"
+    ):
+        upcycle(dense, preset, ["text"])
+
+
 @pytest.mark.parametrize("part", ["up_proj", "up_proj_bias", "down_proj", "down_proj_bias", "base.fc1.bias", None])
 def test_equality_depends_on_every_part(dense, part):
     """The comparison sees a change in any new tensor that matters, and the routing weights' sum."""
