@@ -128,13 +128,14 @@ def experts_of_ffn(config: CLIPMoETowerConfig) -> int:
     number, rest = divmod(size - shared * width, width)
     if rest or number < 1:
         raise ValueError(
-            f"{where}: moe_intermediate_size: an FFN of {size} hidden units, less {shared} shared experts, is not cut into "
-            f"experts of {width}: take a divisor of {size}, above {shared} times itself"
+            f"{where}: moe_intermediate_size: an FFN of {size} hidden units, less {shared} shared experts, is not cut "
+            f"into experts of {width}: take a divisor of {size}, above {shared} times itself"
         )
     for name in ("num_experts", "num_experts_per_tok"):
         if getattr(config, name) % number:
             raise ValueError(
-                f"{where}: {name} is {getattr(config, name)}, but {number} experts make an FFN: take a multiple of {number}"
+                f"{where}: {name} is {getattr(config, name)}, but {number} experts make an FFN: take a multiple of "
+                f"{number}"
             )
     return number
 

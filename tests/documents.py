@@ -31,7 +31,7 @@ RUN, SHOWN = ("bash", "python", "yaml"), ("text", "bibtex", "json")
 
 LARGEST_TEST = 24  # pictures that a benchmark of symbols has here
 # Installing, which tests do not
-NOT_RUN = ("git", "cd", "make", ".", "pip", "apt-get")
+NOT_RUN = ("git", "cd", "make", ".", "pip", "apt-get", "for", "export")
 
 # What a command of a page gets in addition, so that it takes seconds: text in the command -> arguments.
 STEP = "--defaults.train.num_epochs null --defaults.train.max_steps 1 --defaults.train.save_steps null "

@@ -64,8 +64,8 @@ def build(
     lineage = Lineage.of(Path(source))
     if not lineage.results:
         print(
-            f"warning: the card shows no scores of {source}. It takes those of an evaluate stage of the model's recipe, "
-            "or of clip-moe evaluate into the folder of that run",
+            f"warning: the card shows no scores of {source}. It takes those of an evaluate stage of the model's "
+            "recipe, or of clip-moe evaluate into the folder of that run",
             file=sys.stderr,
         )
     for name, picture in lineage.pictures.items():
