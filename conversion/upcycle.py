@@ -315,8 +315,8 @@ def verify(source: str | Path, folder: Path) -> None:
         if not tower_config.norm_topk_prob or tower_config.routed_scaling_factor != scale:
             tower = tower_config.base_config_key
             print(
-                f"{tower}: routing weights do not sum to {scale:g}, so the model starts unlike the dense one. With weights "
-                "that do:"
+                f"{tower}: routing weights do not sum to {scale:g}, so the model starts unlike the dense one. With "
+                "weights that do:"
             )
             if tower_config.scoring_func == "relu":  # of which a token may have none
                 tower_config.scoring_func = "softmax"

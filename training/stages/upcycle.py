@@ -44,8 +44,8 @@ class UpcycleStage(Stage):
     towers: list[Literal["text", "vision"]] = Field(default_factory=lambda: ["text", "vision"])
     # Fields of the preset to change: num_experts, num_experts_per_tok, sparse_layers (`all`, `every_second`,
     # `second_half_every_second`, a list of numbers from 0, or one for each of `text` and `vision`),
-    # moe_intermediate_size (or one for each tower), num_shared_experts, norm_topk_prob, fusion_gate, capacity_factor, router_aux_loss_coef,
-    # router_z_loss_coef. Narrow experts are cut out of the dense FFN.
+    # moe_intermediate_size (or one for each tower), num_shared_experts, norm_topk_prob, fusion_gate, capacity_factor,
+    # router_aux_loss_coef, router_z_loss_coef. Narrow experts are cut out of the dense FFN.
     changes: dict[str, Any] = Field(default_factory=dict)
     # What routing takes besides, of the text tower: num_experts_per_tok, scoring_func, use_expert_bias, norm_topk_prob,
     # norm_before_capacity, routed_scaling_factor, capacity_factor, eval_capacity_factor, capacity_group_size,
