@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -37,7 +37,7 @@ from training.losses import contrastive_loss
 
 if TYPE_CHECKING:
     from training.engine import FirstFault
-    from training.train_settings import LoopSettings
+    from training.stages.train import TrainStage
 
 # Forward and backward, of which only the input has a gradient, or also the weights
 MODES = ("forward", "frozen", "trained")
@@ -377,13 +377,14 @@ def parts_ratios(prepare: Callable, pairs: int, part: int, rounds: int) -> tuple
 
 
 def training_step(
-    model: PreTrainedModel, settings: "LoopSettings", accelerator: Accelerator
+    model: PreTrainedModel, settings: "TrainStage", accelerator: Accelerator
 ) -> tuple[Callable[[dict[str, torch.Tensor]], None], "FirstFault"]:
     """A function that takes a step of the training loop on a batch, without log and checkpoints, and what of its losses
     and gradients was not finite."""
     from training import engine
 
-    task, optimizer, scheduler, average = engine._prepare(accelerator, model, settings, 0, WARM_UP + TIMED)
+    task = settings.task(model, SimpleNamespace())
+    task, optimizer, scheduler, average = engine._prepare(accelerator, task, settings, 0, WARM_UP + TIMED)
     finite = engine.FirstFault(settings.name, Path("nowhere"))
 
     def step(batch: dict[str, torch.Tensor]) -> None:

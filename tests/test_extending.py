@@ -12,7 +12,7 @@ import yaml
 from documents import ROOT, blocks, few_symbols, run_block
 from test_losses import assert_same, data, plain_sigmoid_loss
 from tiny_clip import error_of
-from tiny_runs import weights
+from tiny_runs import read_log, run_stages, weights
 
 from conversion.commands import publish
 from conversion.publishing import bundle
@@ -24,7 +24,7 @@ from training.stages.custom import own_stage
 pytestmark = pytest.mark.slow
 
 PAGE = ROOT / "docs" / "extending.md"
-RECIPE = "my_method/recipe.yaml"
+RECIPE, ORTHOGONAL = "my_method/recipe.yaml", "my_method/orthogonal.py"
 NAMES = ["features", "clusters", "expert_1", "expert_2", "unified", "routed", "mine", "evaluation"]
 EXPERTS, ROUTER = "my_method.stages:SigLIPExpertsStage", "my_method.stages:SigLIPRouterStage"
 
@@ -35,11 +35,11 @@ def done(tmp_path_factory):
     folder, text = tmp_path_factory.mktemp("own"), PAGE.read_text(encoding="utf-8")
     # Each file's name stands last before its block
     files = re.findall(r"`([\w/]+\.(?:py|yaml))`[^`]*(?:`[\w.]+:\w+`[^`]*)?```\w+\n(.*?)```", text, re.DOTALL)
-    assert [name for name, _ in files] == ["my_method/stages.py", "my_method/interpolate.py", RECIPE]
+    assert [name for name, _ in files] == ["my_method/stages.py", ORTHOGONAL, "my_method/interpolate.py", RECIPE]
     for name, content in files:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(content, encoding="utf-8")
-    (block,) = (block for block in blocks(PAGE) if block.language == "bash")
+    (block,) = (block for block in blocks(PAGE) if block.language == "bash" and block.section == "The recipe")
     with pytest.MonkeyPatch.context() as patch, few_symbols():
         patch.chdir(folder)
         patch.setenv("CHECKOUT", str(ROOT))
@@ -94,6 +94,18 @@ def test_the_method_runs(done):
     assert list(expert["code"]) == ["my_method.stages"] and len(expert["code"]["my_method.stages"]) == 64
     assert list(manifest(run, "mine")["code"]) == ["my_method.interpolate"]
     assert manifest(run, "unified")["code"] == {}
+
+
+def test_a_loss_that_sees_the_model(own, tmp_path):
+    """In parts of a batch, too, it is that of the whole batch."""
+    recipe, logs = yaml.safe_load(Path(RECIPE).read_text()), []
+    settings = recipe["defaults"]["train"] | {"model": "runs/my_method/unified", "max_steps": 4, "logging_steps": 1}
+    for name, parts in (("whole", {}), ("parts", {"mini_batch_size": 4})):
+        stage = settings | {"name": name, "stage": "my_method.orthogonal:OrthogonalStage", **parts}
+        logs.append(read_log(run_stages(tmp_path / name, [stage]) / name))
+    values = [[entry["orthogonality"] for entry in log] for log in logs]
+    assert values[0] == pytest.approx(values[1], rel=1e-4) and values[0][1] < values[0][0]
+    assert [entry["loss"] for entry in logs[0]] == pytest.approx([entry["loss"] for entry in logs[1]], rel=1e-3)
 
 
 def test_the_second_run_skips_all_but_what_changed(own, capsys):
