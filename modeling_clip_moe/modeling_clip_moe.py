@@ -28,6 +28,7 @@ from transformers.utils import TransformersKwargs
 from .configuration_clip_moe import CLIPMoEConfig, CLIPMoETextConfig, CLIPMoEVisionConfig
 from .dispatch import dispatch  # noqa: F401  diffusers copies the modules that a text encoder's own names
 from .experts import CLIPMoEExperts  # noqa: F401
+from .own_code import write_own_code  # noqa: F401
 from .self_test import self_test  # noqa: F401
 from .sparse_moe import (
     ROUTER_OUTPUTS,
