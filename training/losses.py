@@ -227,9 +227,9 @@ def router_losses(
         options = {"reduce": all_reduce_sum, "scoring_func": tower.scoring_func}
         balances.append(load_balancing_loss(router_logits, balance_top_k or top_k, mask, **options))
         z_losses.append(router_z_loss(router_logits, mask, reduce=all_reduce_sum))
-        # Of "relu", `training.auxiliary_losses.AdaptiveSparsity` has the weight
-        coef = 0.0 if tower.scoring_func == "relu" else config.router_aux_loss_coef
-        losses = coef * balances[-1] + config.router_z_loss_coef * z_losses[-1]
+        losses = config.router_aux_loss_coef * balances[-1] + config.router_z_loss_coef * z_losses[-1]
+        if tower.scoring_func == "relu":  # `training.auxiliary_losses.AdaptiveSparsity` has the only loss of its routers
+            losses = 0.0 * losses
         total = total + weight * losses
     dropped, violations = [], []
     for tower, _, expert_ids, mask in towers:
