@@ -37,7 +37,7 @@ COLUMNS = {
     "linear probe": "linear probe: accuracy",
 }
 WAYS = ("image→text", "text→image")
-COLUMNS |= {f"{names} names: R@1 {way}": f"{names} names: R@1 {way}" for names in ("2,048", "4,096") for way in WAYS}
+COLUMNS |= {f"{names} names: R@1 {way}": f"{names} names: R@1 {way}" for names in ("1,024", "2,048", "4,096") for way in WAYS}
 COLUMNS |= {f"logos: {k} {way}": f"logos of brands: {k} {way}" for k in ("R@1", "R@5") for way in WAYS}
 
 
@@ -202,8 +202,8 @@ def without_difference(cell):
 
 CARDS_OF = {
     "README.md": "clip_up_names_long",
-    "docs/results.md": "demo patch_dropout_names siglip_names clip_up_tables_names clip_up_icons symbols_classes "
-    "clip_moe_symbols clip_fmoe_symbols mode_symbols mode_names",
+    "docs/results.md": "demo patch_dropout_names siglip_names clip_up_tables_names clip_up_icons sparse_methods_names "
+    "symbols_classes clip_moe_symbols clip_fmoe_symbols mode_symbols mode_names",
 }
 
 
