@@ -37,7 +37,7 @@ COLUMNS = {
     "linear probe": "linear probe: accuracy",
 }
 WAYS = ("image→text", "text→image")
-COLUMNS |= {f"{names} names: R@1 {way}": f"{names} names: R@1 {way}" for names in ("1,024", "2,048", "4,096") for way in WAYS}
+COLUMNS |= {f"{n} names: R@1 {way}": f"{n} names: R@1 {way}" for n in ("1,024", "2,048", "4,096") for way in WAYS}
 COLUMNS |= {f"logos: {k} {way}": f"logos of brands: {k} {way}" for k in ("R@1", "R@5") for way in WAYS}
 
 
