@@ -13,7 +13,7 @@ from modeling_clip_moe.experts import CLIPMoEExperts
 # Stacked tensor -> the axis of its hidden units; `down_proj_bias` has none
 UNIT_AXIS = {"up_proj": 1, "up_proj_bias": 1, "down_proj": 2}
 
-# After k-means, of which few tokens move
+# Rounds after k-means, in which few tokens change their cluster
 MOST_ROUNDS = 100
 
 
@@ -100,8 +100,8 @@ def spherical_clusters(points: Tensor, number: int, seed: int, what: str) -> tup
 
 
 def low_rank(weight: Tensor, inputs: Tensor, energy: float) -> Tensor:
-    """The matrix of the least rank that keeps a share `energy` of the squared norm of `inputs @ weight.T`, and the most
-    of it for that rank.
+    """The matrix of the least rank that keeps a share `energy` of the squared norm of `inputs @ weight.T`; of that
+    rank, the one that keeps most.
 
     With S S^T = X^T X (Cholesky) and W S = U diag(s) V^T, it is U_r diag(s_r) V_r^T S^-1.
 

@@ -54,7 +54,7 @@ def add_experts(
         if number <= tower.num_experts:
             raise ValueError(f"num_experts: {number} are no more than the {tower.num_experts} that there are")
         if experts_of_ffn(tower) > 1:
-            raise ValueError("narrow experts, of which several make an FFN, are not copied one by one")
+            raise ValueError("several narrow experts make an FFN: they cannot be copied one by one")
         if tower.scoring_func == "relu":
             raise ValueError(
                 "routers with ReLU would choose an expert and all its copies: train them with more from the start"

@@ -257,7 +257,7 @@ def upcycle(
         seed: draws the new weights, see `build_sparse`.
         routing: see `change_routing`.
         expert_init: how the experts begin, drawn by the seed; None: as copies.
-        read: of the kind "clusters", see `init_by_clusters`.
+        read: only for the kind "clusters", see `init_by_clusters`.
 
     Returns:
         The model in evaluation mode and the dense model's dtype.

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from records.markdown import one_line
 
 matplotlib.use("Agg")
-# Of fonts that lack the weight "normal", which it prints as an error
+# It prints an error for each font without the weight "normal"
 logging.getLogger("matplotlib.font_manager").setLevel(logging.CRITICAL)
 from matplotlib import pyplot as plt  # noqa: E402  after the choice of a backend that needs no screen
 
