@@ -11,7 +11,7 @@ from torch import nn
 
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
 from modeling_clip_moe.families import FAMILIES, IMAGE_TOWERS
-from training.optimizers import make_optimizer, parameter_groups, set_trainable
+from training.optimizers import frozen_steps, make_optimizer, parameter_groups, set_trainable
 from training.train_settings import OptimizerSettings
 
 
@@ -33,6 +33,21 @@ def test_bad_patterns(model):
     for pattern, message in (("rooter", "'rooter' is found in no"), ("(", "not a regular")):
         with pytest.raises(ValueError, match=message):
             set_trainable(model, pattern)
+
+
+def test_what_begins_to_train_later(model):
+    set_trainable(model, r"router|experts|logit_scale")
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    steps = frozen_steps(model, {r"^(?!.*router)": 0.3, "vision.*experts": 5, "embeddings": 8}, 10)
+    steps = {names[parameter]: number for parameter, number in steps.items()}
+    assert len(steps) == 9 and steps == {name: 5 if name.startswith("vision") else 3 for name in steps}
+    for until, message in (
+        ({".": 2}, "nothing would train in the first 2 steps"),
+        ({"router": 10}, "'router': 10 is not below the 10 steps"),
+        ({"rooter": 2}, "'rooter' is found in no"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            frozen_steps(model, until, 10)
 
 
 def test_decay_is_for_matrices(model):

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from several_processes import kill_at_a_checkpoint, run_processes, train_recipe
 from tiny_runs import losses, read_log, same_weights, train, weights
 
+from modeling_clip_moe import CLIPMoEModel
 from training import engine
 from training.context import choose_precision, make_accelerator
 from training.contrastive_task import ContrastiveTask
@@ -80,6 +81,7 @@ RESUMED = {
     "noise": (5, {"change": NOISE} | EPOCHS[1]),
     "parts of batches": (4, {"mini_batch_size": 4}),
     "biases of experts": (5, {"change": set_towers(use_expert_bias=True), "expert_bias_rate": 1e-4}),
+    "begins to train": (5, {"frozen_until": {"^(?!.*router)": 3, "text_model.*router": 0.75}}),
     "a teacher of routers": (3, {"teacher": "dense"}),
     "other losses": (5, {"coupling": {}, "distillation": {"decay": 0.9}}),
     "relu": (5, {"change": relu}),
@@ -100,6 +102,18 @@ def test_resumed_is_the_same_to_the_bit(whole, tmp_path, stop, settings):
         assert torch.equal(kept["seen"], kept["model.text_projection.weight"][:, :2])
     resumed = train(tmp_path, **settings)
     assert losses(resumed) == losses(whole(**settings)) and same_weights(resumed, whole(**settings))
+
+
+def test_what_is_frozen_does_not_move(tmp_path):
+    """In the first two steps only routers move, and that of texts not even then."""
+    settings = {"frozen_until": {"^(?!.*router)": 2, "text_model.*router": 3}}
+    left = train(tmp_path, 2, **settings)
+    there = load_file(left / "checkpoints/step-00000002/model.safetensors")
+    before = CLIPMoEModel.from_pretrained(tmp_path / "out" / "sparse").state_dict()
+    moved = {name for name, value in before.items() if not torch.equal(value, there[f"model.{name}"].view_as(value))}
+    assert moved == {"vision_model.encoder.layers.1.mlp.router.weight"}
+    after = CLIPMoEModel.from_pretrained(train(tmp_path, **settings)).state_dict()
+    assert not any(torch.equal(before[name], value) for name, value in after.items())
 
 
 def test_the_seed_and_noise_decide(whole):

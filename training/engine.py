@@ -29,7 +29,7 @@ from records.provenance import CHECKPOINTS, LOG, flatten
 from training.expert_bias import ExpertBiases
 from training.gradient_cache import cached_gradient
 from training.lora import merge_adapters
-from training.optimizers import WeightAverage, make_optimizer
+from training.optimizers import WeightAverage, frozen_steps, make_optimizer
 from training.scores import Scores
 from training.settings import dump
 from training.train_settings import LoopSettings
@@ -105,6 +105,7 @@ def train(
     task, optimizer, scheduler, average = _prepare(accelerator, task, settings, step, total_steps)
     plain_task = accelerator.unwrap_model(task)
     biases = ExpertBiases(model, settings.expert_bias_rate)
+    frozen = frozen_steps(model, settings.frozen_until, total_steps)
     if latest is not None:
         load_checkpoint(accelerator, task, optimizer, latest, average)
         accelerator.on_main_process(print)(f"{settings.name}: goes on from step {step}")
@@ -127,6 +128,9 @@ def train(
     while step < total_steps:
         plain_task.progress = step / total_steps
         metrics = _compute_gradient(accelerator, task, stream, settings, step, finite)
+        for parameter, until in frozen.items():
+            if step < until:
+                parameter.grad = None  # for which the optimizer leaves a parameter as it is
         grad_norm = _clip_gradient(accelerator, task, settings, step, finite)
         learning_rate = max(scheduler.get_last_lr())
         biases.move(accelerator)
@@ -190,8 +194,8 @@ def _prepare(
     # Not prepared: Accelerate would step the schedule once for every process.
     scheduler = get_cosine_schedule_with_warmup(optimizer, round(warmup), total_steps, last_epoch=step - 1)
     if accelerator.distributed_type is DistributedType.DEEPSPEED:
-        for setting in ("mini_batch_size", "ema_decay"):
-            if getattr(settings, setting) is not None:
+        for setting in ("mini_batch_size", "ema_decay", "frozen_until"):
+            if getattr(settings, setting):
                 raise ValueError(f"{settings.name}.{setting}: DeepSpeed has none. Take DDP or FSDP2")
         # It clips by itself, and wants to know the batch, which it does not use
         config = accelerator.deepspeed_plugin.deepspeed_config

@@ -24,20 +24,47 @@ def set_trainable(model: nn.Module, pattern: str) -> tuple[list[str], list[str]]
     Returns:
         The names of the trainable and of the frozen parameters.
     """
-    try:
-        compiled = re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"trainable pattern {pattern!r} is not a regular expression: {error}") from error
-    all_names = model.named_parameters(remove_duplicate=False)  # an encoder of both towers has two names
-    matching = {parameter for name, parameter in all_names if compiled.search(name)}
+    matching = matching_parameters(model, pattern, "trainable")
     trainable, frozen = [], []
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(parameter in matching)
         (trainable if parameter in matching else frozen).append(name)
-    if not trainable:
-        examples = ", ".join(frozen[:3])
-        raise ValueError(f"trainable pattern {pattern!r} is found in no parameter's name; names are {examples}, ...")
     return trainable, frozen
+
+
+def matching_parameters(model: nn.Module, pattern: str, setting: str) -> set[nn.Parameter]:
+    """The parameters in whose name, or one of whose names, the regular expression of a setting is found."""
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{setting} pattern {pattern!r} is not a regular expression: {error}") from error
+    named = list(model.named_parameters(remove_duplicate=False))  # an encoder of both towers has two names
+    matching = {parameter for name, parameter in named if compiled.search(name)}
+    if not matching:
+        examples = ", ".join(name for name, _ in named[:3])
+        raise ValueError(f"{setting} pattern {pattern!r} is found in no parameter's name; names are {examples}, ...")
+    return matching
+
+
+def frozen_steps(model: nn.Module, frozen_until: Mapping[str, float], total_steps: int) -> dict[nn.Parameter, int]:
+    """Parameter -> the number of steps for which it is frozen, of those that begin to train later.
+
+    Args:
+        frozen_until: regular expression of names -> steps, or below 1 a share of all. Where several match, the last
+            to end counts.
+    """
+    steps: dict[nn.Parameter, int] = {}
+    for pattern, until in frozen_until.items():
+        number = round(until if until >= 1 else until * total_steps)
+        if number >= total_steps:
+            raise ValueError(f"frozen_until {pattern!r}: {until:g} is not below the {total_steps} steps of the stage")
+        for parameter in matching_parameters(model, pattern, "frozen_until"):
+            if parameter.requires_grad:
+                steps[parameter] = max(steps.get(parameter, 0), number)
+    training = {parameter for parameter in model.parameters() if parameter.requires_grad}
+    if steps.keys() == training and all(steps.values()):
+        raise ValueError(f"frozen_until: nothing would train in the first {min(steps.values())} steps")
+    return steps
 
 
 def parameter_groups(

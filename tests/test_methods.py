@@ -1,0 +1,95 @@
+"""Methods beside the four papers, each from a dense model to a trained one, killed and resumed, and measured; its first
+expert is a dense model again. Methods that change what a model computes are published, too."""
+
+import json
+
+import pytest
+import torch
+import yaml
+from several_processes import kill_at_a_checkpoint, train_recipe
+from tiny_runs import DENSE, read_log, same_weights
+from transformers import CLIPModel
+
+import clip_moe
+from evaluation.built_in_tasks import symbol_tasks
+from evaluation.tasks import TASKS
+from training.recipe import load_recipe
+from training.runner import run_recipe
+
+DATA = {"source": "symbols", "num_samples": 64, "in_memory": True}
+TRAINED = {"global_batch_size": 8, "max_steps": 40, "learning_rate": 1e-3, "save_steps": 2, "logging_steps": 2}
+EXACT = {"norm_topk_prob": True, "capacity_factor": None}
+BIASES = {"scoring_func": "sigmoid", "use_expert_bias": True, "routed_scaling_factor": 2.5}
+
+
+def upcycled(towers=None, **settings):
+    """Settings of the stage that makes the model."""
+    changes = {"num_experts": 4, **EXACT, **settings.pop("changes", {})}
+    towers = {f"{tower}_config": towers for tower in ("text", "vision")} if towers else {}
+    return {"changes": changes, **towers, **settings}
+
+
+CLUSTERS = upcycled(expert_init={"kind": "clusters"}, data=DATA)
+# What makes a model, what trains it, and what its log then has
+OTHER_MODELS = {
+    "sigmoid, scaled, biases": (upcycled(BIASES, changes={"router_aux_loss_coef": 0}), {}, "max_violation"),
+    "relu": (upcycled({"scoring_func": "relu"}, changes={"norm_topk_prob": False}), {}, "text_experts_per_token"),
+    "capacity by probability": (upcycled({"token_drop_policy": "probs"}, changes={"capacity_factor": 1}), {}, None),
+    "narrow": (upcycled(changes={"num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 16}), {}, None),
+    "shared": (upcycled(changes={"num_experts": 6, "moe_intermediate_size": 8, "num_shared_experts": 2}), {}, None),
+}
+METHODS = OTHER_MODELS | {
+    "noise": (upcycled(expert_init={"kind": "noise"}), {}, None),
+    "drop-upcycling": (upcycled(expert_init={"kind": "drop_upcycling"}), {}, None),
+    "random": (upcycled(expert_init={"kind": "random"}), {}, None),
+    "cluster-aware": (CLUSTERS, {"distillation": {}}, "distillation_loss"),
+    "expert upcycling": (upcycled(), {}, None),
+    "teacher": (upcycled(), {"teacher": "dense"}, "router_divergence"),
+    "coupling": (upcycled(), {"coupling": {}}, "coupling_loss"),
+    "adapters of experts": (
+        upcycled(),
+        {"lora": {"r": 2, "target_parameters": ["experts.up_proj", "experts.down_proj"]}},
+        None,
+    ),
+    "routers first": (upcycled(), {"frozen_until": {"^(?!.*router)": 4}}, None),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", METHODS)
+def test_the_whole_way(tmp_path, name, monkeypatch):
+    for task_name, task in symbol_tasks(50, 20, 20).items():
+        monkeypatch.setitem(TASKS, task_name, task)
+    made, trained, logged = METHODS[name]
+    stages = [DENSE, {"name": "sparse", "stage": "upcycle", "model": "dense", "preset": "clip_up", **made}]
+    if name == "expert upcycling":
+        stages.append({"name": "more", "stage": "add_experts", "model": "sparse", "num_experts": 8, "data": DATA})
+    stages += [
+        {"name": "tuned", "stage": "train", "model": stages[-1]["name"], "data": DATA, **TRAINED, **trained},
+        {"name": "experts", "stage": "analyze", "model": "tuned", "tasks": ["symbols_pairs"]},
+        {"name": "scores", "stage": "evaluate", "models": {"sparse": "tuned"}, "tasks": ["symbols_retrieval"]},
+        {"name": "expert", "stage": "dense", "model": "tuned", "take": 0, "scale": 1.0},
+    ]
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"stages": stages}))
+
+    def arguments(folder):
+        return "--config", tmp_path / "recipe.yaml", "--output-dir", tmp_path / folder
+
+    kill_at_a_checkpoint(tmp_path / "killed", 1, train_recipe, *arguments("killed"))
+    for folder in ("whole", "killed"):
+        run_recipe(load_recipe(tmp_path / "recipe.yaml", {"output_dir": str(tmp_path / folder)}))
+    tuned = tmp_path / "whole" / "tuned"
+    assert same_weights(tuned, tmp_path / "killed" / "tuned")
+    log = read_log(tuned)
+    assert len(log) == 20 and (logged is None or logged in log[0])
+    assert (tmp_path / "whole" / "experts" / "experts.html").is_file()
+    scores = json.loads(next((tmp_path / "whole" / "scores").glob("*--sparse.json")).read_text())
+    assert 0 < scores["metrics"]["image_to_text_recall@10"] <= 1
+    assert torch.isfinite(CLIPModel.from_pretrained(tmp_path / "whole" / "expert").text_projection.weight).all()
+    if name not in OTHER_MODELS:
+        return
+    clip_moe.main(["efficiency", str(tmp_path / "whole" / "dense"), str(tuned)])
+    clip_moe.main(
+        ["publish", str(tuned), "user/clip-moe", "--dry-run", str(tmp_path / "published"), "--license", "mit"]
+    )
+    assert (tmp_path / "published" / "modeling_clip_moe.py").is_file()
