@@ -1,5 +1,7 @@
 """Export: programs of torch and ONNX that compute what the model does, for any batch, and compiled training."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import transformers
@@ -74,6 +76,24 @@ def test_onnx_of_a_tower(repository, batch, tmp_path, part):
 def test_onnx_of_the_whole_model(fused, batch, tmp_path, name):
     fused.set_experts_implementation(name)
     check_onnx(fused, batch, "whole", tmp_path)
+
+
+OTHER_MODELS = {
+    "relu": ({"norm_topk_prob": False, "capacity_factor": None}, {"scoring_func": "relu"}),
+    "narrow, shared, biases": (
+        {"moe_intermediate_size": 128, "num_shared_experts": 1, "norm_topk_prob": True, "capacity_factor": None},
+        {"scoring_func": "sigmoid", "use_expert_bias": True},
+    ),
+}
+
+
+@both_backbones
+@pytest.mark.parametrize("name", OTHER_MODELS)
+def test_onnx_of_other_routers_and_experts(backbone, batch, tmp_path, name):
+    changes, routing = OTHER_MODELS[name]
+    routing = {f"{tower}_config": routing for tower in ("text", "vision")}
+    sparse = upcycle(dense_clip(backbone), replace(PRESETS["clip_up"], **changes), routing=routing)
+    check_onnx(moved(sparse, ("experts", "router"), 0, scale=0.1), batch, "whole", tmp_path)
 
 
 def check_onnx(model, batch, part, folder):
