@@ -5,22 +5,16 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from conversion.checkpoints import load_sparse
 from conversion.processors import copy_processor
-from conversion.upcycle import experts_of_ffn, sparse_ffns
-from modeling_clip_moe.sparse_moe import CLIPMoESparseMoeBlock
+from conversion.upcycle import experts_of_ffn, sparse_blocks, sparse_ffns
 from records.files import save
 
 # Name of a sparse block -> (E,), how much each expert matters
 Importance = Mapping[str, Tensor]
-
-
-def sparse_blocks(model: nn.Module) -> dict[str, CLIPMoESparseMoeBlock]:
-    """Names and sparse blocks of a model, in its order."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, CLIPMoESparseMoeBlock)}
 
 
 def copied(importance: Tensor, number: int) -> list[int]:

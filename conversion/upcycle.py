@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import CLIPConfig, PreTrainedConfig, PreTrainedModel
 
 from conversion.checkpoints import load_dense, load_sparse
@@ -20,6 +20,7 @@ from conversion.rules import Rule, apply_rules
 from conversion.verification import compare
 from modeling_clip_moe.configuration_clip_moe import CLIPMoEConfig, CLIPMoETowerConfig, SparseMoEConfig
 from modeling_clip_moe.families import Family, family_of
+from modeling_clip_moe.sparse_moe import CLIPMoESparseMoeBlock
 from records.files import save
 
 # The tensors of a dense FFN (CLIPMLP), and those that hold them for all experts, one expert after the other
@@ -115,6 +116,11 @@ def sparse_ffns(config: PreTrainedConfig) -> dict[str, CLIPMoETowerConfig]:
         for prefix, tower_config in towers_of(config).values()
         if tower_config.moe_layers
     }
+
+
+def sparse_blocks(module: nn.Module) -> dict[str, CLIPMoESparseMoeBlock]:
+    """Name -> sparse block of a model or a tower, in order; one that both towers share once."""
+    return {name: block for name, block in module.named_modules() if isinstance(block, CLIPMoESparseMoeBlock)}
 
 
 def experts_of_ffn(config: CLIPMoETowerConfig) -> int:

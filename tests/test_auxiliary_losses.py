@@ -10,8 +10,8 @@ from tiny_clip import moved, tiny_clip
 from tiny_runs import losses, read_log, train
 
 from conversion.presets import PRESETS
-from conversion.upcycle import upcycle
-from training.auxiliary_losses import DenseTeacher, RouterTeacher, coupling_loss, sparse_blocks
+from conversion.upcycle import sparse_blocks, upcycle
+from training.auxiliary_losses import DenseTeacher, RouterTeacher, coupling_loss
 
 PLAIN = replace(PRESETS["clip_moe"], sparse_layers=[1, 3])
 
@@ -58,7 +58,7 @@ def test_the_teacher_of_routers_by_hand():
     expected = torch.autograd.grad(sum(own), list(teacher.routers))
     for router, gradient in zip(teacher.routers, expected, strict=True):  # not of the divergence
         torch.testing.assert_close(router.grad, gradient)
-    assert all(block.router.weight.grad.abs().max() > 1e-4 for block in sparse_blocks(model, "vision"))
+    assert all(block.router.weight.grad.abs().max() > 1e-4 for block in sparse_blocks(model.vision_model).values())
     assert computed(teacher, model, batch, progress=0.5)[0] == 0
 
 
@@ -89,13 +89,17 @@ def test_the_dense_teacher_by_hand():
     model = moved(upcycle(tiny_clip(), PLAIN), (".experts.", ".router."), seed=1).train()
     teacher, batch, read = DenseTeacher(model, coef=1.0, decay=0.75), pairs(), []
     for tower in ("text", "vision"):
-        for block in sparse_blocks(model, tower):
+        for block in sparse_blocks(getattr(model, f"{tower}_model")).values():
             block.register_forward_hook(lambda block, inputs, output: read.append((block, inputs[0], output)))
     loss = computed(teacher, model, batch)[0]
     distances = []
     for block, hidden_states, output in read:
         # Only texts have padding: 10 tokens, one of which is
-        mask = batch["attention_mask"].bool() if block in sparse_blocks(model, "text") else torch.ones(2, 5).bool()
+        mask = (
+            batch["attention_mask"].bool()
+            if block in sparse_blocks(model.text_model).values()
+            else torch.ones(2, 5).bool()
+        )
         experts, target = block.experts, 0.0
         weights = (hidden_states @ block.router.weight.T).softmax(-1)
         for e in range(4):
@@ -110,7 +114,7 @@ def test_the_dense_teacher_by_hand():
     before = teacher.blocks["text"][0].experts.up_proj.clone()
     moved(model, ".experts.", seed=2)
     teacher.after_step(None)
-    now = sparse_blocks(model, "text")[0].experts.up_proj
+    now = next(iter(sparse_blocks(model.text_model).values())).experts.up_proj
     torch.testing.assert_close(teacher.blocks["text"][0].experts.up_proj, 0.75 * before + 0.25 * now)
 
 

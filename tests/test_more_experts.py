@@ -6,9 +6,9 @@ from tiny_clip import moved, tiny_clip
 from tiny_runs import DENSE, SPARSE, run_stages
 
 from conversion.checkpoints import load_sparse
-from conversion.more_experts import add_experts, copied, sparse_blocks
+from conversion.more_experts import add_experts, copied
 from conversion.presets import PRESETS
-from conversion.upcycle import shared_config, upcycle
+from conversion.upcycle import shared_config, sparse_blocks, upcycle
 from modeling_clip_moe import CLIPMoEModel
 
 

@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedModel
 
+from conversion.upcycle import sparse_blocks
 from modeling_clip_moe.sparse_moe import (
     CLIPMoESparseMoeBlock,
     load_balancing_loss,
@@ -46,12 +47,6 @@ class AuxiliaryLoss(nn.Module):
 
     def after_step(self, accelerator: Accelerator) -> None:
         """The optimizer has taken a step."""
-
-
-def sparse_blocks(model: PreTrainedModel, tower: str) -> list[CLIPMoESparseMoeBlock]:
-    """Those of a tower, in order."""
-    modules = getattr(model, f"{tower}_model").modules()
-    return [module for module in modules if isinstance(module, CLIPMoESparseMoeBlock)]
 
 
 def mean_over_parts(loss: torch.Tensor) -> torch.Tensor:
@@ -95,7 +90,7 @@ class RouterTeacher(AuxiliaryLoss):
         self.teacher, self.coef = (teacher.requires_grad_(False).eval(),), coef
         self.layers = {tower: getattr(model.config, f"{tower}_config") for tower in TOWERS}
         self.layers = {tower: sorted(getattr(config, "moe_layers", ())) for tower, config in self.layers.items()}
-        blocks = [block for tower in TOWERS for block in sparse_blocks(model, tower)]
+        blocks = [block for tower in TOWERS for block in sparse_blocks(getattr(model, f"{tower}_model")).values()]
         self.routers = nn.ParameterList(block.router.weight.detach().clone() for block in blocks)
 
     def forward(self, model, outputs, batch, progress):
@@ -138,8 +133,7 @@ class RouterExpertCoupling(AuxiliaryLoss):
         self.coef, self.alpha = coef, alpha
 
     def forward(self, model, outputs, batch, progress):
-        blocks = [block for tower in TOWERS for block in sparse_blocks(model, tower)]
-        blocks = {id(block.router.weight): block for block in blocks}.values()  # those of a shared encoder once
+        blocks = sparse_blocks(model).values()
         losses = [coupling_loss(block.router.weight, block.experts.up_proj, self.alpha) for block in blocks]
         loss = mean_over_parts(torch.stack(losses).mean())
         return self.coef * loss, {"coupling_loss": loss.detach()}
@@ -175,7 +169,7 @@ class DenseTeacher(AuxiliaryLoss):
     def __init__(self, model: PreTrainedModel, coef: float, decay: float):
         super().__init__()
         self.coef, self.decay = coef, decay
-        blocks = {tower: sparse_blocks(model, tower) for tower in TOWERS}
+        blocks = {tower: [*sparse_blocks(getattr(model, f"{tower}_model")).values()] for tower in TOWERS}
         self.blocks = nn.ModuleDict(
             {tower: nn.ModuleList(map(_as_dense, of_tower)) for tower, of_tower in blocks.items()}
         )

@@ -52,8 +52,8 @@ class AddExpertsStage(Stage):
         from accelerate.utils import send_to_device
 
         from conversion.checkpoints import load_sparse
-        from conversion.more_experts import sparse_blocks
         from conversion.processors import load_processor
+        from conversion.upcycle import sparse_blocks
         from training.loader import PairLoader
         from training.losses import contrastive_loss
 
