@@ -4,6 +4,7 @@ import pytest
 import torch
 from tiny_clip import moved, tiny_clip
 from tiny_runs import DENSE, SPARSE, run_stages
+from tiny_sources import saved_pairs
 
 from conversion.checkpoints import load_sparse
 from conversion.more_experts import add_experts, copied
@@ -73,6 +74,16 @@ def test_its_stage_copies_the_experts_that_the_loss_asks_for(tmp_path):
         assert torch.equal(block.router.weight[:4], before)
         assert set(torch.cdist(block.router.weight[4:], before).argmin(dim=1).tolist()) == {0, 3}
         assert block.router.expert_bias[4:].tolist() == [5.0] * 4
+
+
+def test_equal_captions_are_no_negatives(tmp_path):
+    """Where all are equal there is nothing to learn, no expert has a gradient, and the first is copied."""
+    data = saved_pairs(tmp_path / "pairs", ["a harbour"] * 8)
+    more = {"name": "more", "stage": "add_experts", "model": "sparse", "num_experts": 6, "data": data, "batch_size": 4}
+    folder = run_stages(tmp_path, [DENSE, SPARSE, more])
+    for name, block in sparse_blocks(load_sparse(folder / "more")).items():
+        before = sparse_blocks(load_sparse(folder / "sparse"))[name].router.weight
+        assert torch.cdist(block.router.weight[4:], before).argmin(dim=1).tolist() == [0, 0]
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ class AddExpertsStage(Stage):
         from conversion.processors import load_processor
         from conversion.upcycle import sparse_blocks
         from training.loader import PairLoader
-        from training.losses import contrastive_loss
+        from training.losses import Pairing, contrastive_loss
 
         device, rows = context.accelerator.device, context.pairs(inputs.data)
         model = load_sparse(inputs.model, torch.float32).to(device)
@@ -63,12 +63,16 @@ class AddExpertsStage(Stage):
             raise ValueError(
                 f"{self.name}.batch_size: {self.batch_size} of {len(rows)} pairs: take fewer, or more data"
             )
-        batches, importance = PairLoader(rows, load_processor(inputs.model), self.data, self.batch_size).in_order(), {}
+        processor = load_processor(inputs.model)
+        images = context.duplicates(rows, processor.tokenizer).images
+        loader = PairLoader(rows, processor, self.data, self.batch_size, with_keys=True, image_keys=images)
+        batches, importance = loader.in_order(), {}
         for number in range(len(rows) // self.batch_size):
-            outputs = model(**send_to_device(batches[number], device))
+            batch = send_to_device(batches[number], device)
+            pairing, outputs = Pairing.take(batch), model(**batch)
             embeds = outputs.image_embeds, outputs.text_embeds, model.logit_scale.exp()
             model.zero_grad()
-            contrastive_loss(*embeds, logit_bias=getattr(model, "logit_bias", None)).backward()
+            contrastive_loss(*embeds, logit_bias=getattr(model, "logit_bias", None), pairing=pairing).backward()
             for name, block in sparse_blocks(model).items():
                 squares = sum(p.grad.flatten(1).square().sum(dim=1).cpu() for p in block.experts.parameters())
                 importance[name] = importance.get(name, 0) + squares
