@@ -34,6 +34,9 @@ class AuxiliaryLoss(nn.Module):
     whole batch: a function of sums that `training.losses.all_reduce_sum` makes or, of weights alone, `mean_over_parts`.
     """
 
+    # Whether it reads weights of the model, which FSDP2 and DeepSpeed split
+    NEEDS_WHOLE_WEIGHTS = False
+
     def forward(
         self, model: PreTrainedModel, outputs: Any, batch: Batch, progress: float
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -128,6 +131,8 @@ class RouterExpertCoupling(AuxiliaryLoss):
         alpha: 1 in the paper for 64 experts, 0.5 for 256.
     """
 
+    NEEDS_WHOLE_WEIGHTS = True
+
     def __init__(self, model: PreTrainedModel, coef: float, alpha: float):
         super().__init__()
         self.coef, self.alpha = coef, alpha
@@ -165,6 +170,8 @@ class DenseTeacher(AuxiliaryLoss):
     Args:
         decay: of the average, a step.
     """
+
+    NEEDS_WHOLE_WEIGHTS = True
 
     def __init__(self, model: PreTrainedModel, coef: float, decay: float):
         super().__init__()

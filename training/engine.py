@@ -174,11 +174,10 @@ def _prepare(
     model = task.model
     if accelerator.distributed_type is DistributedType.FSDP and getattr(model.config, "shared_encoder", False):
         raise ValueError("FSDP cannot split an encoder that both towers have. Train it with DDP")
-    is_split = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
-    if is_split and len(getattr(task, "auxiliary_losses", ())):
-        raise ValueError(
-            f"{settings.name}: losses of a teacher, coupling, distillation and relu need whole weights: take DDP"
-        )
+    if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
+        for loss in getattr(task, "auxiliary_losses", ()):
+            if loss.NEEDS_WHOLE_WEIGHTS:
+                raise ValueError(f"{type(loss).__name__} needs whole weights, which FSDP2 and DeepSpeed split: take DDP")
     if settings.gradient_checkpointing:
         checkpoint_layers(model)
     if settings.torch_compile is True or settings.torch_compile == "auto" and accelerator.device.type == "cuda":

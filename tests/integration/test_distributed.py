@@ -184,7 +184,8 @@ def test_parts_on_the_disk_compute_the_same(folder, tmp_path):
 def recipe(tmp_path_factory):
     """Four steps of CLIP-UP, of two batches each, and what one process makes of them."""
     folder = tmp_path_factory.mktemp("training")
-    train(folder, global_batch_size=16, gradient_accumulation_steps=2, max_steps=4, max_logit_scale=10.0)
+    settings = {"frozen_until": {"text_model.*router": 3}, "teacher": "dense"}
+    train(folder, global_batch_size=16, gradient_accumulation_steps=2, max_steps=4, max_logit_scale=10.0, **settings)
     return folder / "recipe.yaml"
 
 
@@ -212,6 +213,8 @@ def test_fsdp2(recipe, tmp_path):
     assert list(tmp_path.glob("*/checkpoints/step-00000002"))
     assert not finished("fsdp2", recipe, tmp_path)
     assert_same_run(tmp_path, recipe.parent / "out")
+    refused = finished("fsdp2", recipe, tmp_path / "coupled", "--tuned.coupling.alpha", "1")
+    assert "error: tuned: RouterExpertCoupling needs whole weights, which" in refused
 
 
 def test_zero3(recipe, tmp_path):
