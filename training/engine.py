@@ -177,7 +177,8 @@ def _prepare(
     if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
         for loss in getattr(task, "auxiliary_losses", ()):
             if loss.NEEDS_WHOLE_WEIGHTS:
-                raise ValueError(f"{type(loss).__name__} needs whole weights, which FSDP2 and DeepSpeed split: take DDP")
+                name = type(loss).__name__
+                raise ValueError(f"{name} needs whole weights, which FSDP2 and DeepSpeed split: take DDP")
     if settings.gradient_checkpointing:
         checkpoint_layers(model)
     if settings.torch_compile is True or settings.torch_compile == "auto" and accelerator.device.type == "cuda":
