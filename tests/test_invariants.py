@@ -81,7 +81,7 @@ RESUMED = {
     "noise": (5, {"change": NOISE} | EPOCHS[1]),
     "parts of batches": (4, {"mini_batch_size": 4}),
     "biases of experts": (5, {"change": set_towers(use_expert_bias=True), "expert_bias_rate": 1e-4}),
-    "begins to train": (5, {"frozen_until": {"^(?!.*router)": 3, "text_model.*router": 0.75}}),
+    "begins to train": (5, {"frozen_until": {"^(?!.*router)": 0.5, "text_model.*router": 0.75}}),
     "a teacher of routers": (3, {"teacher": "dense"}),
     "other losses": (5, {"coupling": {}, "distillation": {"decay": 0.9}}),
     "relu": (5, {"change": relu}),
@@ -106,7 +106,7 @@ def test_resumed_is_the_same_to_the_bit(whole, tmp_path, stop, settings):
 
 def test_what_is_frozen_does_not_move(tmp_path):
     """In the first two steps only routers move, and that of texts not even then."""
-    settings = {"frozen_until": {"^(?!.*router)": 2, "text_model.*router": 3}}
+    settings = {"frozen_until": {"^(?!.*router)": 0.4, "text_model.*router": 0.5}}
     left = train(tmp_path, 2, **settings)
     there = load_file(left / "checkpoints/step-00000002/model.safetensors")
     before = CLIPMoEModel.from_pretrained(tmp_path / "out" / "sparse").state_dict()

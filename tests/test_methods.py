@@ -51,7 +51,7 @@ METHODS = OTHER_MODELS | {
         {"lora": {"r": 2, "target_parameters": ["experts.up_proj", "experts.down_proj"]}},
         None,
     ),
-    "routers first": (upcycled(), {"frozen_until": {"^(?!.*router)": 4}}, None),
+    "routers first": (upcycled(), {"frozen_until": {"^(?!.*router)": 0.1}}, None),
 }
 
 

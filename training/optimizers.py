@@ -50,17 +50,13 @@ def frozen_steps(model: nn.Module, frozen_until: Mapping[str, float], total_step
     """Parameter -> the number of steps for which it is frozen, of those that begin to train later.
 
     Args:
-        frozen_until: regular expression of names -> steps, or below 1 a share of all. Where several match, the last
-            to end counts.
+        frozen_until: regular expression of names -> share of all steps. Where several match, the largest counts.
     """
     steps: dict[nn.Parameter, int] = {}
-    for pattern, until in frozen_until.items():
-        number = round(until if until >= 1 else until * total_steps)
-        if number >= total_steps:
-            raise ValueError(f"frozen_until {pattern!r}: {until:g} is not below the {total_steps} steps of the stage")
+    for pattern, share in frozen_until.items():
         for parameter in matching_parameters(model, pattern, "frozen_until"):
             if parameter.requires_grad:
-                steps[parameter] = max(steps.get(parameter, 0), number)
+                steps[parameter] = max(steps.get(parameter, 0), int(share * total_steps))
     training = {parameter for parameter in model.parameters() if parameter.requires_grad}
     if steps.keys() == training and all(steps.values()):
         raise ValueError(f"frozen_until: nothing would train in the first {min(steps.values())} steps")

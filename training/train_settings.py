@@ -57,9 +57,9 @@ class LoopSettings(OptimizerSettings):
     gradient_accumulation_steps: int = Field(default=1, gt=0)
     # Linear warm-up: a number of steps, or below 1 a share of all steps. Then cosine to zero.
     warmup_steps: float = Field(default=0, ge=0)
-    # Regular expression, matched as in `trainable` -> a number of steps, or below 1 a share of all, for which these
-    # parameters are frozen. DeepSpeed has none.
-    frozen_until: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
+    # Regular expression, matched as in `trainable` -> the share of the steps in which these parameters do not train
+    # yet. DeepSpeed has none.
+    frozen_until: dict[str, Annotated[float, Field(gt=0, lt=1)]] = Field(default_factory=dict)
     # Longer gradients are scaled to this length; None: no gradient is.
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     # The temperature of a CLIP is kept at or above 1 / max_logit_scale (CLIP, section 2.5).
