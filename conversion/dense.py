@@ -20,6 +20,7 @@ from conversion.upcycle import (
     counted_as_one,
     experts_of_ffn,
     kept_rules,
+    sparse_blocks,
     sparse_ffns,
     towers_of,
 )
@@ -27,7 +28,6 @@ from conversion.verification import TOLERANCE, compare
 from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
 from modeling_clip_moe.dispatch import dispatch
 from modeling_clip_moe.families import family_of
-from modeling_clip_moe.sparse_moe import CLIPMoESparseMoeBlock
 from records.files import read_record, save
 from records.messages import join_names
 from records.provenance import weights_fingerprint
@@ -149,7 +149,7 @@ def force_expert(sparse: PreTrainedModel, expert: int, scale: float | Sequence[f
             the sum of the K weights that the router gives before any is dropped, which is `routed_scaling_factor` with
             `norm_topk_prob`.
     """
-    blocks = [module for module in sparse.modules() if isinstance(module, CLIPMoESparseMoeBlock)]
+    blocks = sparse_blocks(sparse).values()
     numbers = [block.num_experts // counted_as_one(block.config) for block in blocks]
     if any(not 0 <= expert < number for number in numbers):
         raise ValueError(f"there is no expert {expert}, only 0 to {min(numbers) - 1}")

@@ -119,7 +119,7 @@ def sparse_ffns(config: PreTrainedConfig) -> dict[str, CLIPMoETowerConfig]:
 
 
 def sparse_blocks(module: nn.Module) -> dict[str, CLIPMoESparseMoeBlock]:
-    """Name -> sparse block of a model or a tower, in order; one that both towers share once."""
+    """Sparse blocks of a model or a tower by name, in order. Those of a shared encoder are there for each tower."""
     return {name: block for name, block in module.named_modules() if isinstance(block, CLIPMoESparseMoeBlock)}
 
 

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from conversion.presets import TOWERS
-from conversion.upcycle import counted_as_one
+from conversion.upcycle import counted_as_one, sparse_blocks
 from modeling_clip_moe import CLIPMoEModel
 from modeling_clip_moe.dispatch import expert_capacity_mask
-from modeling_clip_moe.sparse_moe import CLIPMoERouter, CLIPMoESparseMoeBlock, router_probabilities
+from modeling_clip_moe.sparse_moe import CLIPMoERouter, router_probabilities
 
 # The token whose last hidden state a tower's output is made of
 POOLED_TOKEN = {"text": "end token", "vision": "class token"}
@@ -165,8 +165,8 @@ def chosen_experts(model: CLIPMoEModel, num_experts_per_tok: int) -> Iterator[No
 def averaged_experts(model: CLIPMoEModel) -> Iterator[None]:
     """Within the block, every expert is the mean of its layer's experts, of narrow ones of those in the same place of
     their FFN: what is then lost is what the experts know apart from each other."""
-    modules = [module for module in model.modules() if isinstance(module, CLIPMoESparseMoeBlock)]
-    of_ffns = [(tensor, counted_as_one(block.config)) for block in modules for tensor in block.experts.parameters()]
+    blocks = sparse_blocks(model).values()
+    of_ffns = [(tensor, counted_as_one(block.config)) for block in blocks for tensor in block.experts.parameters()]
     tensors = [tensor for tensor, _ in of_ffns]
     before = [tensor.clone() for tensor in tensors]
     try:

@@ -14,7 +14,7 @@ from accelerate.state import AcceleratorState
 from pydantic.dataclasses import dataclass
 from safetensors.torch import load_file, save_file
 from several_processes import kill_at_a_checkpoint, run_processes, train_recipe
-from tiny_runs import losses, read_log, same_weights, train, weights
+from tiny_runs import losses, read_log, relu, same_weights, set_towers, train, weights
 
 from modeling_clip_moe import CLIPMoEModel
 from training import engine
@@ -63,15 +63,6 @@ def balance(recipe):
     recipe["stages"][2]["stage"] = f"{__name__}:BalancedStage"
 
 
-def set_towers(**fields):
-    """A change of the recipe: these fields in both towers of the sparse model."""
-    return lambda recipe: [recipe["stages"][1][f"{tower}_config"].update(fields) for tower in ("text", "vision")]
-
-
-def relu(recipe):
-    set_towers(scoring_func="relu", norm_topk_prob=False, capacity_factor=None)(recipe)
-
-
 NOISE = set_towers(router_jitter_noise=0.1, attention_dropout=0.1)
 # 24 pairs: an epoch of three steps, so that a new DataLoader begins
 EPOCHS = [{"data": {"source": "symbols", "num_samples": 24, "in_memory": in_memory}} for in_memory in (True, False)]
@@ -105,15 +96,18 @@ def test_resumed_is_the_same_to_the_bit(whole, tmp_path, stop, settings):
 
 
 def test_what_is_frozen_does_not_move(tmp_path):
-    """In the first two steps only routers move, and that of texts not even then."""
+    """In the first two steps only routers and their biases move, those of texts only after three."""
     settings = {"frozen_until": {"^(?!.*router)": 0.4, "text_model.*router": 0.5}}
-    left = train(tmp_path, 2, **settings)
-    there = load_file(left / "checkpoints/step-00000002/model.safetensors")
-    before = CLIPMoEModel.from_pretrained(tmp_path / "out" / "sparse").state_dict()
-    moved = {name for name, value in before.items() if not torch.equal(value, there[f"model.{name}"].view_as(value))}
-    assert moved == {"vision_model.encoder.layers.1.mlp.router.weight"}
-    after = CLIPMoEModel.from_pretrained(train(tmp_path, **settings)).state_dict()
-    assert not any(torch.equal(before[name], value) for name, value in after.items())
+    settings["change"] = set_towers(use_expert_bias=True)
+    first = {f"vision_model.encoder.layers.1.mlp.router.{name}" for name in ("weight", "expert_bias")}
+    for step in (2, 4):
+        left = train(tmp_path, 2, **settings)
+        there = load_file(left / f"checkpoints/step-{step:08d}/model.safetensors")
+        before = CLIPMoEModel.from_pretrained(tmp_path / "out" / "sparse").state_dict()
+        moved = {
+            name for name, value in before.items() if not torch.equal(value, there[f"model.{name}"].view_as(value))
+        }
+        assert moved == (first if step == 2 else before.keys())
 
 
 def test_the_seed_and_noise_decide(whole):

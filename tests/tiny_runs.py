@@ -53,6 +53,15 @@ def recipe(**training):
     return {"output_dir": "out", "defaults": defaults, "stages": copy.deepcopy(stages)}
 
 
+def set_towers(**fields):
+    """A change of the recipe: these fields in both towers of the sparse model."""
+    return lambda recipe: [recipe["stages"][1][f"{tower}_config"].update(fields) for tower in ("text", "vision")]
+
+
+def relu(recipe):
+    set_towers(scoring_func="relu", norm_topk_prob=False, capacity_factor=None)(recipe)
+
+
 def run_stages(folder, stages, overrides=None, **keys):
     """Runs stages below `folder / "out"`, with settings of theirs overridden by `STAGE.KEY`. Returns that folder.
 

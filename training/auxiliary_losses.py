@@ -34,8 +34,8 @@ class AuxiliaryLoss(nn.Module):
     whole batch: a function of sums that `training.losses.all_reduce_sum` makes or, of weights alone, `mean_over_parts`.
     """
 
-    # Whether it reads weights of the model, which FSDP2 and DeepSpeed split
-    NEEDS_WHOLE_WEIGHTS = False
+    # Whether it reads weights of the model, which FSDP2 splits
+    READS_WEIGHTS = True
 
     def forward(
         self, model: PreTrainedModel, outputs: Any, batch: Batch, progress: float
@@ -80,6 +80,7 @@ class RouterTeacher(AuxiliaryLoss):
         ValueError: the teacher's layers are others.
     """
 
+    READS_WEIGHTS = False
     UNTIL, IMPORTANCE, ENTROPY = 0.5, 0.005, 0.005
 
     def __init__(self, model: PreTrainedModel, teacher: PreTrainedModel, coef: float):
@@ -131,15 +132,13 @@ class RouterExpertCoupling(AuxiliaryLoss):
         alpha: 1 in the paper for 64 experts, 0.5 for 256.
     """
 
-    NEEDS_WHOLE_WEIGHTS = True
-
     def __init__(self, model: PreTrainedModel, coef: float, alpha: float):
         super().__init__()
         self.coef, self.alpha = coef, alpha
 
     def forward(self, model, outputs, batch, progress):
-        blocks = sparse_blocks(model).values()
-        losses = [coupling_loss(block.router.weight, block.experts.up_proj, self.alpha) for block in blocks]
+        blocks = {block.router.weight: block for block in sparse_blocks(model).values()}  # of a shared encoder once
+        losses = [coupling_loss(weight, block.experts.up_proj, self.alpha) for weight, block in blocks.items()]
         loss = mean_over_parts(torch.stack(losses).mean())
         return self.coef * loss, {"coupling_loss": loss.detach()}
 
@@ -170,8 +169,6 @@ class DenseTeacher(AuxiliaryLoss):
     Args:
         decay: of the average, a step.
     """
-
-    NEEDS_WHOLE_WEIGHTS = True
 
     def __init__(self, model: PreTrainedModel, coef: float, decay: float):
         super().__init__()
@@ -233,6 +230,7 @@ class AdaptiveSparsity(AuxiliaryLoss):
     is multiplied by 1.2 if tokens met more experts than that, and else divided by it.
     """
 
+    READS_WEIGHTS = False
     START, FACTOR = 1e-8, 1.2
 
     def __init__(self, model: PreTrainedModel):

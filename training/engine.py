@@ -128,12 +128,12 @@ def train(
     while step < total_steps:
         plain_task.progress = step / total_steps
         metrics = _compute_gradient(accelerator, task, stream, settings, step, finite)
-        for parameter, until in frozen.items():
-            if step < until:
-                parameter.grad = None  # for which the optimizer leaves a parameter as it is
+        still_frozen = {parameter for parameter, until in frozen.items() if step < until}
+        for parameter in still_frozen:
+            parameter.grad = None  # optimizers skip parameters without a gradient
         grad_norm = _clip_gradient(accelerator, task, settings, step, finite)
         learning_rate = max(scheduler.get_last_lr())
-        biases.move(accelerator)
+        biases.move(accelerator, still_frozen)
         _take_step(optimizer, scheduler, model, settings, average)
         if hasattr(plain_task, "after_step"):
             plain_task.after_step(accelerator)
@@ -174,11 +174,11 @@ def _prepare(
     model = task.model
     if accelerator.distributed_type is DistributedType.FSDP and getattr(model.config, "shared_encoder", False):
         raise ValueError("FSDP cannot split an encoder that both towers have. Train it with DDP")
-    if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
-        for loss in getattr(task, "auxiliary_losses", ()):
-            if loss.NEEDS_WHOLE_WEIGHTS:
-                name = type(loss).__name__
-                raise ValueError(f"{name} needs whole weights, which FSDP2 and DeepSpeed split: take DDP")
+    auxiliary_losses = getattr(task, "auxiliary_losses", ())
+    if accelerator.distributed_type is DistributedType.DEEPSPEED and len(auxiliary_losses):
+        raise ValueError("DeepSpeed has no teacher, coupling, distillation or relu. Take DDP")
+    if accelerator.distributed_type is DistributedType.FSDP and any(loss.READS_WEIGHTS for loss in auxiliary_losses):
+        raise ValueError("coupling and distillation read whole weights, which FSDP2 splits. Take DDP")
     if settings.gradient_checkpointing:
         checkpoint_layers(model)
     if settings.torch_compile is True or settings.torch_compile == "auto" and accelerator.device.type == "cuda":

@@ -3,6 +3,8 @@
 The bias adds to the scores that choose experts, and not to their weights, so no gradient works against the task's.
 """
 
+from collections.abc import Collection
+
 import torch
 from accelerate import Accelerator
 from torch import nn
@@ -41,11 +43,13 @@ class ExpertBiases:
         return count
 
     @torch.no_grad()
-    def move(self, accelerator: Accelerator) -> None:
-        """Move each bias by `rate` towards the mean count: up where an expert got fewer tokens, over all processes."""
+    def move(self, accelerator: Accelerator, frozen: Collection[nn.Parameter] = ()) -> None:
+        """Move each bias by `rate` towards the mean count: up where an expert got fewer tokens, over all processes. Not
+        of routers whose weight is frozen."""
         for router, counts in zip(self.routers, self.counts, strict=True):
             of_all = accelerator.reduce(counts.to(router.expert_bias.device), "sum")
-            router.expert_bias += self.rate * (of_all.mean() - of_all).sign()
+            if router.weight not in frozen:
+                router.expert_bias += self.rate * (of_all.mean() - of_all).sign()
             counts.zero_()
 
     def require_bounded(self, stage: str, step: int) -> None:

@@ -47,18 +47,23 @@ def matching_parameters(model: nn.Module, pattern: str, setting: str) -> set[nn.
 
 
 def frozen_steps(model: nn.Module, frozen_until: Mapping[str, float], total_steps: int) -> dict[nn.Parameter, int]:
-    """Parameter -> the number of steps for which it is frozen, of those that begin to train later.
+    """Map each trainable parameter that starts frozen to the number of steps it stays frozen.
 
     Args:
         frozen_until: regular expression of names -> share of all steps. Where several match, the largest counts.
+
+    Raises:
+        ValueError: a pattern matches nothing that trains, or nothing would train at first.
     """
     steps: dict[nn.Parameter, int] = {}
     for pattern, share in frozen_until.items():
-        for parameter in matching_parameters(model, pattern, "frozen_until"):
-            if parameter.requires_grad:
-                steps[parameter] = max(steps.get(parameter, 0), int(share * total_steps))
+        matching = [p for p in matching_parameters(model, pattern, "frozen_until") if p.requires_grad]
+        if not matching:
+            raise ValueError(f"frozen_until pattern {pattern!r} matches only parameters that never train")
+        for parameter in matching:
+            steps[parameter] = max(steps.get(parameter, 0), min(round(share * total_steps), total_steps - 1))
     training = {parameter for parameter in model.parameters() if parameter.requires_grad}
-    if steps.keys() == training and all(steps.values()):
+    if steps and steps.keys() == training and all(steps.values()):
         raise ValueError(f"frozen_until: nothing would train in the first {min(steps.values())} steps")
     return steps
 

@@ -57,8 +57,8 @@ class LoopSettings(OptimizerSettings):
     gradient_accumulation_steps: int = Field(default=1, gt=0)
     # Linear warm-up: a number of steps, or below 1 a share of all steps. Then cosine to zero.
     warmup_steps: float = Field(default=0, ge=0)
-    # Regular expression, matched as in `trainable` -> the share of the steps in which these parameters do not train
-    # yet. DeepSpeed has none.
+    # Parameters that start frozen: a regular expression, matched as in `trainable` (with LoRA, adapters' names) -> the
+    # share of the steps for which they stay so. It saves no time: their gradients are computed. DeepSpeed has none.
     frozen_until: dict[str, Annotated[float, Field(gt=0, lt=1)]] = Field(default_factory=dict)
     # Longer gradients are scaled to this length; None: no gradient is.
     max_grad_norm: float | None = Field(default=1.0, gt=0)

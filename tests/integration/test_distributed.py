@@ -14,7 +14,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from safetensors.torch import load_file, save_file
 from several_processes import run_processes
 from tiny_clip import moved
-from tiny_runs import launch_two, read_log, same_weights, train, weights
+from tiny_runs import launch_two, read_log, relu, same_weights, train, weights
 from transformers import AutoProcessor, CLIPConfig, CLIPModel
 from transformers.distributed import DistributedConfig
 
@@ -183,8 +183,10 @@ def test_parts_on_the_disk_compute_the_same(folder, tmp_path):
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
     """Four steps of CLIP-UP, of two batches each, and what one process makes of them."""
-    folder = tmp_path_factory.mktemp("training")
-    settings = {"frozen_until": {"text_model.*router": 0.75}, "teacher": "dense"}
+    return four_steps(tmp_path_factory.mktemp("training"))
+
+
+def four_steps(folder, **settings):
     train(folder, global_batch_size=16, gradient_accumulation_steps=2, max_steps=4, max_logit_scale=10.0, **settings)
     return folder / "recipe.yaml"
 
@@ -208,13 +210,24 @@ def finished(name, recipe, output, *more):
     return error if process.returncode else ""
 
 
-def test_fsdp2(recipe, tmp_path):
-    assert "error: tuned: interrupted" in finished("fsdp2", recipe, tmp_path, "--interrupt")
-    assert list(tmp_path.glob("*/checkpoints/step-00000002"))
-    assert not finished("fsdp2", recipe, tmp_path)
-    assert_same_run(tmp_path, recipe.parent / "out")
-    refused = finished("fsdp2", recipe, tmp_path / "coupled", "--tuned.coupling.alpha", "1")
-    assert "error: tuned: RouterExpertCoupling needs whole weights, which" in refused
+FSDP2 = {
+    "a teacher, frozen": {"teacher": "dense", "frozen_until": {"text_model.*router": 0.75}},
+    "relu": {"change": relu},
+}
+
+
+@pytest.mark.parametrize("settings", FSDP2.values(), ids=FSDP2)
+def test_fsdp2(settings, tmp_path):
+    recipe, output = four_steps(tmp_path / "one", **settings), tmp_path / "two"
+    assert "error: tuned: interrupted" in finished("fsdp2", recipe, output, "--interrupt")
+    assert list(output.glob("*/checkpoints/step-00000002"))
+    assert not finished("fsdp2", recipe, output)
+    assert_same_run(output, recipe.parent / "out")
+
+
+def test_fsdp2_refuses_losses_of_whole_weights(recipe, tmp_path):
+    refused = finished("fsdp2", recipe, tmp_path, "--tuned.coupling.alpha", "1")
+    assert "error: tuned: coupling and distillation read whole weights" in refused
 
 
 def test_zero3(recipe, tmp_path):

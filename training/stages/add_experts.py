@@ -64,8 +64,11 @@ class AddExpertsStage(Stage):
                 f"{self.name}.batch_size: {self.batch_size} of {len(rows)} pairs: take fewer, or more data"
             )
         processor = load_processor(inputs.model)
-        images = context.duplicates(rows, processor.tokenizer).images
-        loader = PairLoader(rows, processor, self.data, self.batch_size, with_keys=True, image_keys=images)
+        # At the images of shards nobody is to look
+        duplicates = context.duplicates(
+            rows.remove_columns("image") if self.data.indexed else rows, processor.tokenizer
+        )
+        loader = PairLoader(rows, processor, self.data, self.batch_size, with_keys=True, image_keys=duplicates.images)
         batches, importance = loader.in_order(), {}
         for number in range(len(rows) // self.batch_size):
             batch = send_to_device(batches[number], device)
