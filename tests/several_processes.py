@@ -73,6 +73,6 @@ def kill_at_a_checkpoint(folder, number, function, *arguments):
         tempfile.NamedTemporaryFile("r") as output,
         started_processes(number, output.name, function, *arguments) as processes,
     ):
-        while not list(Path(folder).glob("*.partial/checkpoints/step-*")):
+        while not list(Path(folder).glob(f"*.partial/checkpoints/step-{8 * '[0-9]'}")):
             assert all(process.exitcode is None for process in processes), output.read()
             time.sleep(0.01)

@@ -86,7 +86,7 @@ def test_the_whole_way(tmp_path, name, monkeypatch, capsys):
     assert len(log) == 20 and (logged is None or logged in log[0])
     assert (tmp_path / "whole" / "experts" / "experts.html").is_file()
     scores = json.loads((tmp_path / "whole" / "scores" / "symbols_retrieval--sparse.json").read_text())
-    assert scores["num_samples"] == 50
+    assert scores["num_samples"] == 20
     block = load_sparse(tuned).vision_model.encoder.layers[1].mlp
     ffn = CLIPModel.from_pretrained(tmp_path / "whole" / "expert").vision_model.encoder.layers[1].mlp
     of_expert = block.experts.up_proj[0]
