@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from conversion.checkpoints import load_sparse
 from conversion.processors import copy_processor
-from conversion.upcycle import experts_of_ffn, sparse_blocks, sparse_ffns
+from conversion.upcycle import check_memory, experts_of_ffn, sparse_blocks, sparse_ffns
 from records.files import save
 
 # Name of a sparse block -> (E,), how much each expert matters
@@ -20,10 +20,10 @@ Importance = Mapping[str, Tensor]
 def copied(importance: Tensor, number: int) -> list[int]:
     """Which expert each of `number` is a copy of: all (E,) once, then again and again the one with the highest
     importance for each copy that it has; the first of equal ones."""
-    chosen = list(range(len(importance)))
+    chosen, counts = list(range(len(importance))), torch.ones(len(importance))
     while len(chosen) < number:
-        counts = torch.tensor([chosen.count(expert) for expert in range(len(importance))])
         chosen.append(int((importance / counts).argmax()))
+        counts[chosen[-1]] += 1
     return chosen
 
 
@@ -48,12 +48,16 @@ def add_experts(
         if number <= tower.num_experts:
             raise ValueError(f"num_experts: {number} are no more than the {tower.num_experts} that there are")
         if experts_of_ffn(tower) > 1:
-            raise ValueError("several narrow experts make an FFN: they cannot be copied one by one")
+            raise ValueError(
+                f"moe_intermediate_size {tower.moe_intermediate_size}: several narrow experts make an FFN and "
+                "cannot be copied one by one: upcycle with more num_experts"
+            )
         if tower.scoring_func == "relu":
             raise ValueError(
                 "routers with ReLU would choose an expert and all its copies: train them with more from the start"
             )
         tower.num_experts = number
+    check_memory(config)
     generator = torch.Generator().manual_seed(seed)
     state = sparse.state_dict()
     shared: dict[int, str] = {}  # of a shared encoder, both towers have the same block

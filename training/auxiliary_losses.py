@@ -82,11 +82,13 @@ class RouterTeacher(AuxiliaryLoss):
 
     READS_WEIGHTS = False
     UNTIL, IMPORTANCE, ENTROPY = 0.5, 0.005, 0.005
+    # Of a tower, which the teacher's has to share
+    SIZES = "hidden_size num_hidden_layers patch_size image_size vocab_size max_position_embeddings".split()
 
     def __init__(self, model: PreTrainedModel, teacher: PreTrainedModel, coef: float):
         super().__init__()
         for tower in TOWERS:
-            for name in ("hidden_size", "num_hidden_layers", "patch_size", "vocab_size"):
+            for name in self.SIZES:
                 theirs, ours = (getattr(getattr(one.config, f"{tower}_config"), name, None) for one in (teacher, model))
                 if theirs != ours:
                     raise ValueError(f"teacher: its {tower} tower has {name} {theirs}, the model's {ours}")

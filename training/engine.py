@@ -5,7 +5,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -106,6 +106,10 @@ def train(
     plain_task = accelerator.unwrap_model(task)
     biases = ExpertBiases(model, settings.expert_bias_rate)
     frozen = frozen_steps(model, settings.frozen_until, total_steps)
+    if frozen:
+        accelerator.on_main_process(print)(
+            f"{settings.name}: {len(frozen)} weight tensors start frozen, the last until step {max(frozen.values())}"
+        )
     if latest is not None:
         load_checkpoint(accelerator, task, optimizer, latest, average)
         accelerator.on_main_process(print)(f"{settings.name}: goes on from step {step}")
@@ -134,7 +138,7 @@ def train(
         grad_norm = _clip_gradient(accelerator, task, settings, step, finite)
         learning_rate = max(scheduler.get_last_lr())
         biases.move(accelerator, still_frozen)
-        _take_step(optimizer, scheduler, model, settings, average)
+        _take_step(optimizer, scheduler, model, settings, average, still_frozen)
         if hasattr(plain_task, "after_step"):
             plain_task.after_step(accelerator)
         step += 1
@@ -177,8 +181,10 @@ def _prepare(
     auxiliary_losses = getattr(task, "auxiliary_losses", ())
     if accelerator.distributed_type is DistributedType.DEEPSPEED and len(auxiliary_losses):
         raise ValueError("DeepSpeed has no teacher, coupling, distillation or relu. Take DDP")
-    if accelerator.distributed_type is DistributedType.FSDP and any(loss.READS_WEIGHTS for loss in auxiliary_losses):
-        raise ValueError("coupling and distillation read whole weights, which FSDP2 splits. Take DDP")
+    if accelerator.distributed_type is DistributedType.FSDP:
+        for loss in auxiliary_losses:
+            if loss.READS_WEIGHTS:
+                raise ValueError(f"{type(loss).__name__} reads whole weights, which FSDP2 splits. Take DDP")
     if settings.gradient_checkpointing:
         checkpoint_layers(model)
     if settings.torch_compile is True or settings.torch_compile == "auto" and accelerator.device.type == "cuda":
@@ -256,11 +262,12 @@ def _take_step(
     model: PreTrainedModel,
     settings: LoopSettings,
     average: WeightAverage | None,
+    frozen: Collection[nn.Parameter] = (),
 ) -> None:
     optimizer.step()
     scheduler.step()
     optimizer.zero_grad()
-    if hasattr(model, "logit_scale") and model.logit_scale.requires_grad:
+    if hasattr(model, "logit_scale") and model.logit_scale.requires_grad and model.logit_scale not in frozen:
         clamp_(model.logit_scale, torch.tensor(settings.max_logit_scale).log().item())
     if average is not None:
         average.update()

@@ -60,7 +60,7 @@ class ExpertBiases:
             top_k = router.config.num_experts_per_tok
             if top_k < len(largest) and (gap := largest[top_k - 1] - largest[top_k]) > 1:
                 raise ValueError(
-                    f"{stage}, step {step}: the {top_k} largest biases of a router lie {gap:.2f} above the others, "
-                    "and scores differ by at most 1, so that all tokens meet the same experts. Lower "
+                    f"stage {stage}, step {step}: the {top_k} largest biases of a router lie {gap:.2f} above the "
+                    "others, and scores differ by at most 1, so that all tokens meet the same experts. Lower "
                     f"expert_bias_rate, which is {self.rate:g}, or the learning rate"
                 )

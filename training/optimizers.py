@@ -50,7 +50,8 @@ def frozen_steps(model: nn.Module, frozen_until: Mapping[str, float], total_step
     """Map each trainable parameter that starts frozen to the number of steps it stays frozen.
 
     Args:
-        frozen_until: regular expression of names -> share of all steps. Where several match, the largest counts.
+        frozen_until: regular expression of names -> share of all steps, at least one. Where several match, the largest
+            counts.
 
     Raises:
         ValueError: a pattern matches nothing that trains, or nothing would train at first.
@@ -61,10 +62,10 @@ def frozen_steps(model: nn.Module, frozen_until: Mapping[str, float], total_step
         if not matching:
             raise ValueError(f"frozen_until pattern {pattern!r} matches only parameters that never train")
         for parameter in matching:
-            steps[parameter] = max(steps.get(parameter, 0), min(round(share * total_steps), total_steps - 1))
+            steps[parameter] = max(steps.get(parameter, 0), min(max(round(share * total_steps), 1), total_steps - 1))
     training = {parameter for parameter in model.parameters() if parameter.requires_grad}
-    if steps and steps.keys() == training and all(steps.values()):
-        raise ValueError(f"frozen_until: nothing would train in the first {min(steps.values())} steps")
+    if steps and steps.keys() == training:
+        raise ValueError("frozen_until: nothing would train at first: leave out what is to begin")
     return steps
 
 

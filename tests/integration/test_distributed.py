@@ -227,7 +227,7 @@ def test_fsdp2(settings, tmp_path):
 
 def test_fsdp2_refuses_losses_of_whole_weights(recipe, tmp_path):
     refused = finished("fsdp2", recipe, tmp_path, "--tuned.coupling.alpha", "1")
-    assert "error: tuned: coupling and distillation read whole weights" in refused
+    assert "error: tuned: RouterExpertCoupling reads whole weights" in refused
 
 
 def test_zero3(recipe, tmp_path):

@@ -57,7 +57,7 @@ class AddExpertsStage(Stage):
         from training.loader import PairLoader
         from training.losses import Pairing, contrastive_loss
 
-        device, rows = context.accelerator.device, context.pairs(inputs.data)
+        device, rows = context.accelerator.device, context.pairs(inputs.data).shuffle(seed=context.seed)
         model = load_sparse(inputs.model, torch.float32).to(device)
         if len(rows) < self.batch_size:
             raise ValueError(
@@ -79,4 +79,9 @@ class AddExpertsStage(Stage):
             for name, block in sparse_blocks(model).items():
                 squares = sum(p.grad.flatten(1).square().sum(dim=1).cpu() for p in block.experts.parameters())
                 importance[name] = importance.get(name, 0) + squares
+        if not all(0 < of_block.sum() < torch.inf for of_block in importance.values()):
+            raise ValueError(
+                f"{self.name}.data: the loss of its batches has no gradient, or none that is finite: take pairs with "
+                "different texts and images, or no data"
+            )
         return importance
