@@ -6,6 +6,7 @@ import pytest
 from markdown_it import MarkdownIt
 from published_runs import card_of, change_model, lineage_of, made, run, write_analysis
 
+from conversion.publishing.card import _stage_row
 from conversion.publishing.lineage import WORLDS, DataOrigin, Lineage
 from data import names
 from data.symbols import KINDS
@@ -35,6 +36,18 @@ def test_a_card_tells_whether_the_experts_do_anything(run):
         lineage_of(run)
     change_model(run)
     assert "Do the experts" not in card_of(lineage_of(run)).text
+
+
+def test_a_card_names_the_method():
+    clusters = {"stage": "upcycle", "preset": "clip_up", "expert_init": {"kind": "clusters"}, "text_config": {}}
+    relu = clusters | {"expert_init": {"kind": "copies"}, "text_config": {"scoring_func": "relu"}}
+    taught = {"stage": "train", "max_steps": 9, "teacher": "seed", "coupling": None, "frozen_until": {"router": 0.1}}
+    found = [_stage_row(Record(stage=stage))[1] for stage in (clusters, relu, taught)]
+    assert found == [
+        "preset clip_up, expert_init clusters (arXiv:2604.13508)",
+        "preset clip_up, text_config {scoring_func: relu}",
+        "max_steps 9, teacher seed (arXiv:2604.21330), frozen_until {router: 0.1}",
+    ]
 
 
 def told(**lineage):

@@ -27,7 +27,8 @@ def run(*arguments):
 
 
 def test_a_class_of_ones_own_in_every_command(tmp_path):
-    run("upcycle", tmp_path / "sparse", *IMPORT, "--model", "training/symbol_clip", "--preset", "clip_up")
+    made = run("upcycle", tmp_path / "sparse", *IMPORT, "--model", "training/symbol_clip", "--preset", "clip_up")
+    assert "\n    import examples.noisy_clip\n" in made  # how to load it
     assert json.loads((tmp_path / "sparse" / "config.json").read_text())["model_type"] == "noisy_clip"
     data = "--data.source", "symbols", "--data.num_samples", 16, "--global_batch_size", 8, "--max_steps", 2
     run("train", tmp_path / "tuned", "--model", tmp_path / "sparse", *data, "--learning_rate", 1e-4, *IMPORT)

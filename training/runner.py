@@ -106,10 +106,13 @@ def loading_hint(recipe: Recipe, only: Collection[str] | None = None) -> str | N
     finished = [folder for name in models if (folder := Path(recipe.output_dir) / name).is_dir()]
     if not finished:
         return None
-    auto = "AutoModelForImageTextToText" if load_config(finished[-1]).model_type == "llava" else "AutoModel"
+    config = load_config(finished[-1])
+    auto = "AutoModelForImageTextToText" if config.model_type == "llava" else "AutoModel"
+    module = type(config).__module__  # of a model of one's own, what --import named
+    module = "modeling_clip_moe" if module.startswith(("modeling_clip_moe.", "transformers.")) else module
     return (
         "\nLoad the model with\n\n"
-        "    import modeling_clip_moe\n"
+        f"    import {module}\n"
         f"    from transformers import {auto}\n"
         f'    model = {auto}.from_pretrained("{finished[-1]}")\n'
     )

@@ -122,8 +122,8 @@ class CouplingSettings:
 
     # Its weight.
     coef: float = Field(default=1.0, gt=0)
-    # An expert's answer to its own row times this is what its answers to others, and others' to its row, stay below.
-    # The paper has 1 for 64 experts, 0.5 for 256.
+    # How far below an expert's answer to its own row the answers of others to it, and its own to other rows, have to be:
+    # their ratio. The paper has 1 for 64 experts, 0.5 for 256.
     alpha: float = Field(default=1.0, gt=0, le=1)
 
 

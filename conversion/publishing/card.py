@@ -1,8 +1,9 @@
 """Model cards: what a run left behind, told by `model_cards/template.md`."""
 
 import functools
+import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,19 @@ PLACEHOLDERS = ["one text about the image", "another text"]
 OPENAI = "openai/clip-"
 # The settings of a stage that a card shows
 SHOWN_SETTINGS = ("preset", "model", "global_batch_size", "max_steps", "num_epochs", "learning_rate", "weight_decay")
+# Those that make another method of it, shown where they are set, with the arXiv number of its paper
+METHODS = {
+    "changes": None,
+    "text_config": None,
+    "vision_config": None,
+    "expert_init": {"drop_upcycling": "2502.19261", "clusters": "2604.13508"},
+    "num_experts": {"add_experts": "2604.19835"},
+    "lora": "2106.09685",
+    "teacher": "2604.21330",
+    "coupling": "2512.23447",
+    "distillation": "2604.13508",
+    "frozen_until": None,
+}
 
 
 @functools.cache
@@ -153,9 +167,21 @@ def _stage_row(record: Record) -> tuple[str, str]:
     what = f"{stage.get('stage')}: {own.does}" if own and own.does else str(stage.get("stage"))
     names = dict.fromkeys([*SHOWN_SETTINGS, *(own.settings if own else [])])
     settings = [f"{name} {stage[name]}" for name in names if stage.get(name) is not None]
+    settings += [_method(name, stage) for name in METHODS if stage.get(name) not in (None, {})]
     if record.duplicates and record.duplicates["shuffled"]:
         settings.append(duplicates_line(record.duplicates, stage["duplicates"]))
-    return what, ", ".join(settings)
+    return what, ", ".join(filter(None, settings))
+
+
+def _method(name: str, stage: Mapping[str, Any]) -> str:
+    """A setting of `METHODS`; nothing for experts that start as copies."""
+    value, paper = stage[name], METHODS[name]
+    if name == "expert_init" and (value := value["kind"]) == "copies":
+        return ""
+    if isinstance(paper, dict):
+        paper = paper.get(value if name == "expert_init" else stage["stage"])
+    shown = yaml.safe_dump(value, default_flow_style=True, width=math.inf).removesuffix("\n...\n").strip()
+    return f"{name} {shown}" + (f" (arXiv:{paper})" if paper else "")
 
 
 def _interval(result: dict[str, Any], metric: str) -> str:

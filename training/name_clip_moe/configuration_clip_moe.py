@@ -170,7 +170,7 @@ class CLIPMoETowerConfig(PublishedConfig):
         if self.scoring_func == "relu" and (wrong := [name for name in of_others if getattr(self, name)]):
             raise ValueError(
                 f"scoring_func='relu' goes without {', '.join(wrong)}: its scores are the weights, and all experts of "
-                "a positive score compute. Set norm_topk_prob and use_expert_bias to False, capacities to None."
+                "a positive score compute. Set norm_topk_prob and use_expert_bias to false and both capacities to null"
             )
         if self.norm_before_capacity and not self.norm_topk_prob:
             raise ValueError("norm_before_capacity=True needs norm_topk_prob=True: it says when that happens.")
