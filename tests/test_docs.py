@@ -203,6 +203,7 @@ def without_difference(cell):
 CARDS_OF = {
     "README.md": "clip_up_names_long",
     "docs/results.md": "demo patch_dropout_names siglip_names clip_up_tables_names clip_up_icons sparse_methods_names "
+    "router_teacher_names "
     "symbols_classes clip_moe_symbols clip_fmoe_symbols mode_symbols mode_names",
 }
 

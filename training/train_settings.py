@@ -122,8 +122,8 @@ class CouplingSettings:
 
     # Its weight.
     coef: float = Field(default=1.0, gt=0)
-    # How far below an expert's answer to its own row the answers of others to it, and its own to other rows, have to be:
-    # their ratio. The paper has 1 for 64 experts, 0.5 for 256.
+    # The answers of other experts to a row, and of an expert to other rows, have to stay below the expert's answer to
+    # its own row times this. The paper has 1 for 64 experts, 0.5 for 256.
     alpha: float = Field(default=1.0, gt=0, le=1)
 
 
