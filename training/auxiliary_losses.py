@@ -82,7 +82,7 @@ class RouterTeacher(AuxiliaryLoss):
 
     READS_WEIGHTS = False
     UNTIL, IMPORTANCE, ENTROPY = 0.5, 0.005, 0.005
-    # Of a tower, which the teacher's has to share
+    # Configuration fields in which the towers of teacher and model must agree
     SIZES = "hidden_size num_hidden_layers patch_size image_size vocab_size max_position_embeddings".split()
 
     def __init__(self, model: PreTrainedModel, teacher: PreTrainedModel, coef: float):

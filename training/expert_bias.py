@@ -44,8 +44,8 @@ class ExpertBiases:
 
     @torch.no_grad()
     def move(self, accelerator: Accelerator, frozen: Collection[nn.Parameter] = ()) -> None:
-        """Move each bias by `rate` towards the mean count: up where an expert got fewer tokens, over all processes. Not
-        of routers whose weight is frozen."""
+        """Move each bias by `rate` towards the mean count: up where an expert got fewer tokens, over all processes.
+        Routers whose weight is frozen keep theirs."""
         for router, counts in zip(self.routers, self.counts, strict=True):
             of_all = accelerator.reduce(counts.to(router.expert_bias.device), "sum")
             if router.weight not in frozen:

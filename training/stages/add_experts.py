@@ -64,7 +64,7 @@ class AddExpertsStage(Stage):
                 f"{self.name}.batch_size: {self.batch_size} of {len(rows)} pairs: take fewer, or more data"
             )
         processor = load_processor(inputs.model)
-        # At the images of shards nobody is to look
+        # Comparing the images of shards would read them all
         duplicates = context.duplicates(
             rows.remove_columns("image") if self.data.indexed else rows, processor.tokenizer
         )
