@@ -47,12 +47,11 @@ METHODS = PUBLISHED | {
     "expert upcycling": (upcycled(), {}, None),
     "teacher": (upcycled(), {"teacher": "dense"}, "router_divergence"),
     "coupling": (upcycled(), {"coupling": {}}, "coupling_loss"),
-    "adapters of experts": (
-        upcycled(),
-        {"lora": {"r": 2, "target_parameters": ["experts.up_proj", "experts.down_proj"]}},
-        None,
-    ),
     "routers first": (upcycled(expert_init={"kind": "drop_upcycling"}), {"frozen_until": {"^(?!.*router)": 0.1}}, None),
+}
+# Needs peft: run by tests/integration/test_training_settings.py
+ADAPTERS = {
+    "adapters": (upcycled(), {"lora": {"r": 2, "target_parameters": ["experts.up_proj", "experts.down_proj"]}}, None)
 }
 
 
@@ -61,7 +60,7 @@ METHODS = PUBLISHED | {
 def test_the_whole_way(tmp_path, name, monkeypatch, capsys):
     for task_name, task in symbol_tasks(50, 20, 20).items():
         monkeypatch.setitem(TASKS, task_name, task)
-    made, trained, logged = METHODS[name]
+    made, trained, logged = (METHODS | ADAPTERS)[name]
     stages = [DENSE, {"name": "sparse", "stage": "upcycle", "model": "dense", "preset": "clip_up", **made}]
     if name == "expert upcycling":
         stages.append({"name": "more", "stage": "add_experts", "model": "sparse", "num_experts": 8, "data": DATA})

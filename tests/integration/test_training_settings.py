@@ -1,6 +1,7 @@
 """Settings of training stages that need peft or torchao."""
 
 import pytest
+import test_methods
 import torch
 from tiny_clip_moe import inputs, tiny_model
 from tiny_families import tiny_dense
@@ -74,6 +75,10 @@ def test_resumed_is_the_same_to_the_bit(with_lora, tmp_path):
     ):
         run(tmp_path / name, stop=4, **settings)
         assert same_weights(run(tmp_path / name, **settings), whole)
+
+
+def test_adapters_of_experts_go_the_whole_way(tmp_path, monkeypatch, capsys):
+    test_methods.test_the_whole_way(tmp_path, "adapters", monkeypatch, capsys)
 
 
 @pytest.mark.parametrize("family", [one for one in FAMILIES if one.sigmoid], ids=lambda family: family.name)
