@@ -29,6 +29,7 @@ from evaluation.preferences import (
     word_shares,
     word_text,
 )
+from evaluation.progress import Progress
 from evaluation.routing import averaged_experts, chosen_experts, count_tokens
 from evaluation.routing_pictures import (
     draw_agreement,
@@ -171,12 +172,17 @@ def analyze_experts(
         "drawn_expert": shown_expert,
     }
 
+    num_alone = num_experts // of_ffn  # narrow experts of an FFN count as one
+    counted = Progress(f"measuring {num_alone} experts", num_alone + len(num_experts_per_tok) + 2, leave=False)
+
     def measured() -> ByTask:
-        return {name: measure(task, embedder) for name, task in tasks.items()}
+        of_tasks = {name: measure(task, embedder) for name, task in tasks.items()}
+        counted.update()
+        return of_tasks
 
     results: dict[str, ByTask] = {}
     embeds: dict[str, dict[str, np.ndarray]] = {}
-    for number in range(num_experts // of_ffn):  # narrow experts of an FFN count as one
+    for number in range(num_alone):
         embedder.forget()
         with force_expert(embedder.model, number):  # which gets all tokens
             results[f"{EXPERT} {number}"] = measured()
@@ -189,6 +195,7 @@ def analyze_experts(
     embedder.forget()
     with count_tokens(embedder.model) as counts:
         results[ROUTED] = measured()
+    counted.close()
     embeds[ROUTED] = embedder.embeds()
     routing = {
         tower: {layer: {kind: of.means() for kind, of in of_layer.items()} for layer, of_layer in of_tower.items()}
