@@ -117,8 +117,8 @@ setup(
     cmdclass={"build_py": Wheel},
     entry_points={"console_scripts": ["clip-moe = clip_moe:main"]},
     install_requires=[
-        "huggingface_hub>=1.0",
-        "safetensors>=0.5",
+        "huggingface_hub>=1.5",
+        "safetensors>=0.8",
         "torch>=2.11",
         "transformers>=5.17",
     ],
