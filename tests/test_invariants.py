@@ -42,7 +42,7 @@ class BalancedTask(ContrastiveTask):
             self.batches += 1
             usage.mul_(0.9).add_(loss)
         loss = loss * (1 + usage.mean() + self.batches + self.seen.sum())
-        return loss, metrics | {"loss": loss.detach()}
+        return loss, metrics | {"total_loss": loss.detach()}
 
 
 @dataclass(config=STRICT, kw_only=True)

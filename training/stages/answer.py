@@ -8,6 +8,8 @@ from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from evaluation.own_task import OwnTask, Wanted
+from records.outcome import Training
+from records.provenance import trainings
 from training.settings import STRICT, Reads
 from training.stages.evaluate import EvaluateStage
 from training.stages.split import OVERVIEW
@@ -57,9 +59,26 @@ class AnswerStage(EvaluateStage):
         found = find_tasks([learned, *kept], self.data_root, seed=self.test_seed or 0, max_rows=self.max_rows)
         return loaded_once(found, self.max_rows)
 
+    def trainings(self, results: list[dict[str, Any]], inputs: SimpleNamespace) -> dict[Path, Training]:
+        """With the loss of the test of what was to be learned."""
+        tests = {
+            Path(inputs.models[result["model"]]): result["batch_loss"]
+            for result in results
+            if result["task"] == LEARNED and "batch_loss" in result
+        }
+        return {
+            folder: training.with_test(**tests[folder]) if folder in tests else training
+            for folder, training in super().trainings(results, inputs).items()
+        }
+
     def head(self, results: list[dict[str, Any]], inputs: SimpleNamespace) -> str:
         from evaluation.answer import answer
         from records.files import read_text
 
         sentences = read_text(Path(inputs.split) / OVERVIEW).splitlines()
-        return "\n\n".join([answer(results, [LEARNED], inputs.models), " ".join(sentences)])
+        ends = self.trainings(results, inputs)
+        of_models = {
+            row: {folder.name: ends[folder] for folder in trainings(Path(model))}
+            for row, model in inputs.models.items()
+        }
+        return "\n\n".join([answer(results, [LEARNED], inputs.models, of_models), " ".join(sentences)])

@@ -11,7 +11,8 @@ from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from records.markdown import escape
-from records.provenance import MANIFEST, Record
+from records.outcome import Training
+from records.provenance import MANIFEST, Record, trainings
 from training.context import Context
 from training.settings import STRICT
 from training.stages.base import Model, Stage
@@ -100,12 +101,18 @@ class EvaluateStage(MeasuredTasks, Stage):
         oracles = [result for title, rows in self.oracles.items() for result in best_of(results, title, rows)]
         for result in oracles:
             write_result(result, directory)
-        head = "\n\n".join(filter(None, [self.head(results, inputs), training_seconds(inputs.models)]))
+        losses = [f"- `{folder.name}`: {training}" for folder, training in self.trainings(results, inputs).items()]
+        parts = self.head(results, inputs), training_seconds(inputs.models), "\n".join(losses)
+        head = "\n\n".join(filter(None, parts))
         print(write_report(results + oracles, directory, baseline=self.baseline, head=head))
 
     def tasks_of(self, inputs: SimpleNamespace) -> "dict[str, Task]":
         """Name in results -> task."""
         return self.open_tasks()
+
+    def trainings(self, results: "list[dict[str, typing.Any]]", inputs: SimpleNamespace) -> dict[Path, Training]:
+        """Folder of a stage -> its training, for all that trained the models."""
+        return {folder: end for model in inputs.models.values() for folder, end in trainings(Path(model)).items()}
 
     def head(self, results: "list[dict[str, typing.Any]]", inputs: SimpleNamespace) -> str:
         """What stands above the report's table, as markdown."""
