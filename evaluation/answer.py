@@ -67,24 +67,23 @@ def answer(
     dead = {row: end for row, ends in ended.items() for end in ends.values() if end.is_dead}
     if dead:
         why, best = "No verdict on experts.", next((row for row in (DENSE, SPARSE) if row not in dead), DENSE)
-    outcomes = {name: f"`{name}` {end.outcome}" for ends in ended.values() for name, end in ends.items()}
-    why = " ".join([f"{outcome}." for outcome in outcomes.values()] + [why])
-    advice = dict.fromkeys(end.advice for row in (*dead, best) for end in ended[row].values())
+    outcomes = dict.fromkeys(f"`{name}` {end.outcome}." for ends in ended.values() for name, end in ends.items())
+    why = " ".join([*outcomes, why])
     gains = {goal: _gain(table[best], table[BASE], tasks) for goal, tasks in of_goals.items()}
     use = f"Use `{folders[best]}`, the {best} model."
-    change = "; ".join(advice)
+    change = "; ".join(end.advice for end in ended[best].values())
     if best in dead:
-        use = f"Use `{folders[BASE]}`, and to train again: {change}."
+        use = f"Use `{folders[BASE]}`."
     elif _high(gains["learned"]) < 0:
-        change = change or "change the settings"
-        use = f"The {best} model is worse at it than the base: use `{folders[BASE]}`, or {change}."
+        use = f"The {best} model is worse at it than the base: use `{folders[BASE]}`, or "
+        use += f"{change or 'change the settings'}."
     elif _low(gains["learned"]) <= 0:
         use = (
             f"Whether the {best} model learned anything is inconclusive: use `{folders[BASE]}`, or "
             f"{change or 'raise the epochs, the learning rate or the number of test pictures'}."
         )
-    elif dead:
-        use += f" To train the other one again: {change}."
+    if dead:
+        use += f" To train again: {'; '.join(dict.fromkeys(end.advice for end in dead.values()))}."
     lines = [f"**{why}** {use}"]
     for goal, tasks in of_goals.items():
         lines.append(f"*{goal.capitalize()}*, {best} against base: {_points(gains[goal])}. {_scores(table, tasks)}")

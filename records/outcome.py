@@ -1,9 +1,10 @@
 """The outcome of training by its contrastive losses: at chance, collapsed, or memorized.
 
-Chance is the loss of equal similarities. Small CLIPs that died, at rates of 0.05 to 0.5, end within 0.1 % of it, and their
-gradient falls below a thousandth of the first one; those that learn slowly keep more than a tenth.
+Chance is the loss of equal similarities. Small CLIPs that died, at rates of 0.05 to 0.5, end within 0.1 % of it, their
+gradient below a thousandth of the first one; those that learn slowly keep more than a tenth of it.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -34,7 +35,7 @@ class Training(BaseModel):
     first: FiniteFloat
     lowest: FiniteFloat
     last: FiniteFloat
-    # The last gradient's norm, as a share of the first one's
+    # The last gradient's norm, as a share of the first one's; None: one overflowed, in half precision
     gradient: FiniteFloat | None
     # Of held-out pairs, at their best temperature, in batches of that size; and chance for them
     test: FiniteFloat | None = None
@@ -42,11 +43,12 @@ class Training(BaseModel):
 
     @classmethod
     def of_log(cls, lines: Iterable[Mapping[str, Any]], batch_size: int) -> "Training | None":
-        """Summarize the lines of a `log.jsonl`; None: its losses have no chance."""
+        """Summarize the lines of a `log.jsonl`; None: its losses have no chance, or nothing to tell apart."""
         logged = [line for line in lines if "loss" in line]
-        if not logged or "chance" not in logged[0]:
+        if not logged or not 0 < logged[0].get("chance", 0) < math.inf:
             return None
         first, last = logged[0], logged[-1]
+        gradient = last["grad_norm"] / first["grad_norm"] if first["grad_norm"] else 0.0
         tenths = defaultdict(list)
         for before, line in zip([{"step": 0}, *logged], logged, strict=False):
             tenths[-(-10 * line["step"] // last["step"])] += [line["loss"]] * (line["step"] - before["step"])
@@ -58,7 +60,7 @@ class Training(BaseModel):
             first=first["loss"],
             lowest=min(first["loss"], *means),
             last=means[-1],
-            gradient=last["grad_norm"] / first["grad_norm"] if first["grad_norm"] else None,
+            gradient=gradient if math.isfinite(gradient) else None,
         )
 
     def with_test(self, loss: float, chance: float) -> "Training":

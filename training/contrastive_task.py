@@ -97,14 +97,15 @@ class ContrastiveTask(nn.Module):
         """In the first step, `chance`: the loss of equal similarities, with the best bias if the loss has one."""
         if self.progress > 0:
             return {}
-        equal = [torch.zeros_like(embed) for embed in embeds[:2]] + list(embeds[2:])
-        biases = [number for number, name in enumerate(self.loss_parameters(), 3) if name == "logit_bias"]
-        losses = []
-        for bias in (-1.0, 0.0, 1.0):
-            for number in biases:
-                equal[number] = torch.full_like(embeds[number], bias)
-            losses.append(self.contrastive_loss(equal, pairing))
-        below, loss, above = losses
+        images, texts, scale, *parameters = embeds
+        equal = torch.zeros_like(images), torch.zeros_like(texts), scale
+
+        def loss_with(bias: float) -> torch.Tensor:
+            named = zip(self.loss_parameters(), parameters, strict=True)
+            values = [torch.full_like(value, bias) if name == "logit_bias" else value for name, value in named]
+            return self.contrastive_loss([*equal, *values], pairing)
+
+        below, loss, above = map(loss_with, (-1.0, 0.0, 1.0))
         if below != loss:  # sigmoid: positives * softplus(-bias) + negatives * softplus(bias)
             pairs = (below + above) / F.softplus(below.new_tensor([-1.0, 1.0])).sum()
             positives, negatives = (pairs - above + below) / 2, (pairs + above - below) / 2

@@ -8,7 +8,6 @@ from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from evaluation.own_task import OwnTask, Wanted
-from records.outcome import Training
 from records.provenance import trainings
 from training.settings import STRICT, Reads
 from training.stages.evaluate import EvaluateStage
@@ -35,6 +34,7 @@ class AnswerStage(EvaluateStage):
     """
 
     kind: ClassVar[str] = "answer"
+    held_out: ClassVar[str | None] = LEARNED
 
     # What was to be learned: a `split` stage, whose test is measured.
     split: Annotated[str, Reads("split")]
@@ -58,18 +58,6 @@ class AnswerStage(EvaluateStage):
         kept = self.tasks or [task for folder, tasks in KNOWN.items() if base.is_relative_to(folder) for task in tasks]
         found = find_tasks([learned, *kept], self.data_root, seed=self.test_seed or 0, max_rows=self.max_rows)
         return loaded_once(found, self.max_rows)
-
-    def trainings(self, results: list[dict[str, Any]], inputs: SimpleNamespace) -> dict[Path, Training]:
-        """With the loss of the test of what was to be learned."""
-        tests = {
-            Path(inputs.models[result["model"]]): result["batch_loss"]
-            for result in results
-            if result["task"] == LEARNED and "batch_loss" in result
-        }
-        return {
-            folder: training.with_test(**tests[folder]) if folder in tests else training
-            for folder, training in super().trainings(results, inputs).items()
-        }
 
     def head(self, results: list[dict[str, Any]], inputs: SimpleNamespace) -> str:
         from evaluation.answer import answer

@@ -35,6 +35,8 @@ class EvaluateStage(MeasuredTasks, Stage):
     """
 
     kind: ClassVar[str] = "evaluate"
+    # Name of the task whose pairs were held out of training; None: there is none
+    held_out: ClassVar[str | None] = None
 
     # Row title -> an earlier stage, a folder or a hub name.
     models: dict[str, Model] = Field(min_length=1)
@@ -111,8 +113,13 @@ class EvaluateStage(MeasuredTasks, Stage):
         return self.open_tasks()
 
     def trainings(self, results: "list[dict[str, typing.Any]]", inputs: SimpleNamespace) -> dict[Path, Training]:
-        """Folder of a stage -> its training, for all that trained the models."""
-        return {folder: end for model in inputs.models.values() for folder, end in trainings(Path(model)).items()}
+        """Folder of a stage -> its training, for all that trained the models; with the loss of held-out pairs."""
+        ends = {folder: end for model in inputs.models.values() for folder, end in trainings(Path(model)).items()}
+        for result in results:
+            folder = Path(inputs.models[result["model"]])
+            if result["task"] == self.held_out and folder in ends:
+                ends[folder] = ends[folder].with_test(**result["batch_loss"])
+        return ends
 
     def head(self, results: "list[dict[str, typing.Any]]", inputs: SimpleNamespace) -> str:
         """What stands above the report's table, as markdown."""
