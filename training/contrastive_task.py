@@ -105,6 +105,8 @@ class ContrastiveTask(nn.Module):
             values = [torch.full_like(value, bias) if name == "logit_bias" else value for name, value in named]
             return self.contrastive_loss([*equal, *values], pairing)
 
+        if "logit_bias" not in self.loss_parameters():
+            return {"chance": loss_with(0.0)}
         below, loss, above = map(loss_with, (-1.0, 0.0, 1.0))
         if below != loss:  # sigmoid: positives * softplus(-bias) + negatives * softplus(bias)
             pairs = (below + above) / F.softplus(below.new_tensor([-1.0, 1.0])).sum()
