@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatch
 from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 from records.digests import file_digest, file_digests, value_digest
 from records.files import damaged, files_in, read_record, write_text
 from records.messages import in_one_line
+from records.outcome import Training
 
 # In the folder of a stage, and of a run
 MANIFEST, RECIPE = "manifest.json", "recipe.yaml"
@@ -73,6 +75,8 @@ class Record(BaseModel):
     weights: str | None = None
     pairs: int | None = None
     duplicates: dict[Literal["shuffled", "left"], FiniteFloat] | None = None
+    # Not part of the digest: losses are means over logged steps
+    training: Training | None = None
     own: OwnStage | None = None
     # What in the recipe is a path on the machine that ran it
     local: list[str] = Field(default_factory=list)
@@ -93,8 +97,8 @@ class Record(BaseModel):
 
     @property
     def digest(self) -> str:
-        """Hash of the record, without the machine and the time; later stages store it."""
-        return value_digest(self.model_dump(mode="json", exclude={"attempts", "local", "own"}))
+        """Hash of the record, without machine, time and losses; later stages store it."""
+        return value_digest(self.model_dump(mode="json", exclude={"attempts", "local", "own", "training"}))
 
     def is_of(self, folder: Path) -> bool:
         """Whether the model in a folder is what the stage wrote, as far as the record tells."""
@@ -125,6 +129,19 @@ class Record(BaseModel):
         before, after = flatten(before), flatten(after)
         keys = sorted(key for key in {*before, *after} if before.get(key) != after.get(key))
         return {key: f"{_shown(before.get(key))} -> {_shown(after.get(key))}" for key in keys}
+
+
+def trainings(folder: Path) -> dict[Path, Training]:
+    """Folder of a stage -> its training, for the last training of a model's weights; several where it combines models.
+    Empty where no record has one."""
+    if not (folder / MANIFEST).is_file():
+        return {}
+    record = Record.read(folder)
+    if record.training is not None or (folder / LOG).is_file():
+        return {folder: record.training} if record.training else {}
+    lists = [record.stage[key] for key in ("models", "experts") if isinstance(record.stage.get(key), list)]
+    names = [name for name in (record.stage.get("model"), *chain(*lists)) if isinstance(name, str)]
+    return {stage: training for name in names for stage, training in trainings(folder.parent / name).items()}
 
 
 def has_work(partial: Path) -> bool:

@@ -8,6 +8,7 @@ with an error.
 
 import functools
 import gc
+import json
 import os
 import shutil
 import time
@@ -26,10 +27,12 @@ from safetensors import SafetensorError
 from conversion import publish
 from conversion.checkpoints import load_config
 from conversion.verification import require_loadable
-from records.files import locked, read_text, refuse_to_overwrite, respect_umask, write_text
+from records.files import locked, read_log, read_text, refuse_to_overwrite, respect_umask, write_text
 from records.local_names import paths_here
+from records.outcome import Training
 from records.provenance import (
     CHECKPOINTS,
+    LOG,
     MANIFEST,
     RECIPE,
     Attempt,
@@ -210,7 +213,10 @@ class Runner:
         accelerator.wait_for_everyone()
         attempt.seconds = round(time.perf_counter() - started, 1)
         if accelerator.is_main_process:
+            record.training = _training(stage, partial / LOG)
             _finish(stage, record, partial, final)
+            if record.training is not None:
+                say(f"{stage.name}: {record.training}")
         say(f"{stage.name}: done in {attempt.seconds:g} s{_report_of(final)}")
         accelerator.wait_for_everyone()
         return size
@@ -267,6 +273,18 @@ class Runner:
                 f"{changed[0]} changed while the stage read it: put back what was there, or delete {partial}, and run "
                 "it again"
             )
+
+
+def _training(stage: Stage, log: Path) -> Training | None:
+    """The losses in a stage's log, whose last line then has their outcome, if there is one."""
+    if not log.is_file():
+        return None
+    batch_size = stage.global_batch_size // stage.gradient_accumulation_steps
+    training = Training.of_log(read_log(log), batch_size)
+    if training is not None and training.outcome:
+        with log.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": training.steps, "outcome": training.outcome}) + "\n")
+    return training
 
 
 def _require_no_others(output_dir: Path, stages: Collection[str]) -> None:

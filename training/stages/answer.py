@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from evaluation.own_task import OwnTask, Wanted
+from records.provenance import trainings
 from training.settings import STRICT, Reads
 from training.stages.evaluate import EvaluateStage
 from training.stages.split import OVERVIEW
@@ -33,6 +34,7 @@ class AnswerStage(EvaluateStage):
     """
 
     kind: ClassVar[str] = "answer"
+    held_out: ClassVar[str | None] = LEARNED
 
     # What was to be learned: a `split` stage, whose test is measured.
     split: Annotated[str, Reads("split")]
@@ -62,4 +64,9 @@ class AnswerStage(EvaluateStage):
         from records.files import read_text
 
         sentences = read_text(Path(inputs.split) / OVERVIEW).splitlines()
-        return "\n\n".join([answer(results, [LEARNED], inputs.models), " ".join(sentences)])
+        ends = self.trainings(results, inputs)
+        of_models = {
+            row: {folder.name: ends[folder] for folder in trainings(Path(model))}
+            for row, model in inputs.models.items()
+        }
+        return "\n\n".join([answer(results, [LEARNED], inputs.models, of_models), " ".join(sentences)])
