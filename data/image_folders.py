@@ -99,7 +99,9 @@ def warn_of_unread(folder: str, paths: list[str]) -> None:
 
 def _warn_of_hidden(folder: str, pictures: list[str]) -> None:
     """Warns of the pictures in hidden folders, as thumbnails, unless links lead to them."""
-    hidden = [path for path in files_in(folder, hidden=True) if any(map(is_hidden, path.split("/"))) and is_picture(path)]
+    hidden = [
+        path for path in files_in(folder, hidden=True) if any(map(is_hidden, path.split("/"))) and is_picture(path)
+    ]
     read = {os.path.realpath(os.path.join(folder, path)) for path in pictures} if hidden else set()
     hidden = sorted(path for path in hidden if os.path.realpath(os.path.join(folder, path)) not in read)
     if hidden:

@@ -7,6 +7,7 @@ from typing import Any
 
 from evaluation.report import arrange
 from records.intervals import LEVEL, Reach, mean_reach, score_difference_reach
+from records.markdown import code, escape
 
 # What results call the models that are compared. `dense` and `sparse` lie half way between a model and its fine-tuned
 # weights, which may be there, too
@@ -53,12 +54,13 @@ def answer(results: Sequence[dict[str, Any]], learned: Collection[str], folders:
     helped, why = _verdict(**between)
     best = SPARSE if helped else DENSE
     gains = {goal: _gain(table[best], table[BASE], tasks) for goal, tasks in of_goals.items()}
-    use = f"Use `{folders[best]}`, the {best} model."
+    folders = {model: code(folder) for model, folder in folders.items()}
+    use = f"Use {folders[best]}, the {best} model."
     if _high(gains["learned"]) < 0:
-        use = f"The {best} model is worse at it than the base: use `{folders[BASE]}`, or change the settings."
+        use = f"The {best} model is worse at it than the base: use {folders[BASE]}, or change the settings."
     elif _low(gains["learned"]) <= 0:
         use = (
-            f"Whether the {best} model learned anything is inconclusive: use `{folders[BASE]}`, or raise the epochs, "
+            f"Whether the {best} model learned anything is inconclusive: use {folders[BASE]}, or raise the epochs, "
             "the learning rate or the number of test pictures."
         )
     lines = [f"**{why}** {use}"]
@@ -71,7 +73,8 @@ def answer(results: Sequence[dict[str, Any]], learned: Collection[str], folders:
     size = f"{number:,} for what was learned"
     if max(between["learned"][1]) > FINE:
         needed = _pictures_needed(table[SPARSE], table[DENSE], learned)
-        size += f"; ± {100 * FINE:.0f} points take about {needed:,}, each with a caption of its own"
+        size += f"; ± {100 * FINE:.0f} points take about {needed:,}"
+        size += ", each with a caption of its own" * any("num_captions" in table[BASE][task] for task in learned)
     lines.append(
         f"± is a conservative {LEVEL:.0%} interval over the pictures of each test, {size}. Another seed of training "
         "may change more."
@@ -130,5 +133,5 @@ def _scores(table: Mapping[str, Rows], tasks: Collection[str]) -> str:
                 choices = f" ({result['num_captions']:,} captions to choose from)"
             elif metric.startswith("text_to_image"):
                 choices = f" ({result['num_samples']:,} pictures to choose from)"
-            parts.append(f"{result['title']}, {name}{choices}: {scores}.")
+            parts.append(f"{escape(result['title'])}, {escape(name)}{choices}: {scores}.")
     return " ".join(parts)

@@ -82,8 +82,8 @@ def are_ids(names: Sequence[str]) -> bool:
 
 
 def names_after_ids(lines: Sequence[str], place: str) -> dict[str, str]:
-    """WordNet id -> name, in the order of the lines, or number -> name, in that of the numbers; {} where these are names
-    alone. Raises a ValueError if some lines have an id and a name, and others not. `place`: where the lines stand."""
+    """WordNet id -> name, in the order of the lines, or number -> name, in that of the numbers; {} where these are
+    names alone. Raises a ValueError if some lines have an id and a name, and others not. `place`: where they stand."""
     numbered = [NUMBERED.fullmatch(line) for line in lines]
     name_of = {match[1]: match[3] for match in numbered if match}
     if len(name_of) == len(lines):
