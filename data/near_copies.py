@@ -25,7 +25,7 @@ AT_ONCE, ROWS, MOST = 1000, 256, 100_000
 GRID, LEAST_SIDE = 16, 32
 # Near copies correlate so much, and no field differs by more than this share of the grid's range, nor by more levels
 # than PLAIN and, where fields are of few pixels, FINE / side. So are JPEG of quality 75, lossy WEBP and half the size
-# near copies, of photographs, drawings and noise from 32 to 224 pixels; of 500,000 pairs of symbols, 11 are
+# near copies, of photographs, drawings and noise from 32 to 224 pixels; of 500,000 pairs of symbols, 1 is
 CORRELATION, SHARE, PLAIN, FINE = 0.85, 0.45, 8, 160 * GRID
 # Grids of fewer levels are of one color
 LEAST_RANGE = 8
@@ -79,10 +79,13 @@ def _look(image: Any) -> str:
 
 def _near(sides: np.ndarray, grids: np.ndarray) -> np.ndarray:
     """(pairs, 2) The numbers of near copies. Shapes: sides (pictures,), grids (pictures, GRID * GRID * 3)."""
-    pairs, ranges = [np.empty((0, 2), int)], np.ptp(grids, axis=1).astype(int)
-    vectors = grids - grids.mean(axis=1, keepdims=True, dtype=np.float32)
+    # Without each channel's mean: the color of a ground is no likeness
+    channels = grids.reshape(len(grids), GRID * GRID, 3)
+    vectors = (channels - channels.mean(axis=1, keepdims=True, dtype=np.float32)).reshape(grids.shape)
+    ranges = np.ptp(vectors, axis=1)
     vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-6)
     vectors[ranges < LEAST_RANGE] = 0
+    pairs = [np.empty((0, 2), int)]
     for start in range(0, len(grids), ROWS):
         are_like = vectors[start : start + ROWS] @ vectors[start:].T >= CORRELATION
         for row in np.flatnonzero(np.triu(are_like, 1).any(axis=1)):
