@@ -80,19 +80,26 @@ def _look(image: Any) -> str:
 def _near(sides: np.ndarray, grids: np.ndarray) -> np.ndarray:
     """(pairs, 2) The numbers of near copies. Shapes: sides (pictures,), grids (pictures, GRID * GRID * 3)."""
     # Without each channel's mean: the color of a ground is no likeness
-    channels = grids.reshape(len(grids), GRID * GRID, 3)
-    vectors = (channels - channels.mean(axis=1, keepdims=True, dtype=np.float32)).reshape(grids.shape)
-    ranges = np.ptp(vectors, axis=1)
-    vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-6)
-    vectors[ranges < LEAST_RANGE] = 0
+    channels = grids.reshape(len(grids), GRID, GRID, 3)
+    vectors = channels - channels.mean(axis=(1, 2), keepdims=True, dtype=np.float32)
+    ranges = np.ptp(vectors, axis=(1, 2, 3))
+    # Four fields as one take a fourth of the time, and find all that may be near
+    coarse = vectors.reshape(len(grids), GRID // 2, 2, GRID // 2, 2, 3).mean(axis=(2, 4))
+    vectors, coarse = _unit_length(vectors.reshape(grids.shape)), _unit_length(coarse.reshape(-1, grids.shape[1] // 4))
+    coarse[ranges < LEAST_RANGE] = 0
     pairs = [np.empty((0, 2), int)]
     for start in range(0, len(grids), ROWS):
-        are_like = vectors[start : start + ROWS] @ vectors[start:].T >= CORRELATION
+        are_like = coarse[start : start + ROWS] @ coarse[start:].T >= CORRELATION
         for row in np.flatnonzero(np.triu(are_like, 1).any(axis=1)):
             one, others = start + row, start + row + 1 + np.flatnonzero(are_like[row, row + 1 :])
+            others = others[vectors[others] @ vectors[one] >= CORRELATION]
             difference = np.abs(grids[others].astype(int) - grids[one]).max(axis=1)
             limit = SHARE * np.minimum(ranges[others], ranges[one])
             limit = np.minimum(limit, PLAIN + FINE / np.minimum(sides[others], sides[one]))
             others = others[difference <= limit]
             pairs.append(np.column_stack([np.full(len(others), one), others]))
     return np.concatenate(pairs)
+
+
+def _unit_length(vectors: np.ndarray) -> np.ndarray:
+    return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-6)

@@ -11,7 +11,7 @@ from data.near_copies import find_copies
 from data.pairs import same_words
 from data.tokenizer import learn_tokenizer
 
-TOKENIZER = learn_tokenizer(["a dog"], 600, 8)
+TOKENIZER, WHOLE = (learn_tokenizer(["a dog"], 600, length) for length in (8, 77))
 
 
 def rows(captions, images=None):
@@ -79,7 +79,7 @@ def test_captions_that_the_tokenizer_reads_alike_are_on_one_side():
 def test_texts_that_say_the_same(other):
     assert same_words(other) == same_words("a dog, 7")
     captions = [f"a dog, {number}" for number in range(20)] + [other.replace("7", f"{number}") for number in range(20)]
-    train, test = hold_out(rows(captions), 0.1, 0, TOKENIZER)
+    train, test = hold_out(rows(captions), 0.1, 0, WHOLE)
     sides = [set(map(same_words, side["caption"])) for side in (train, test)]
     assert len(test) == 4 and sides[0].isdisjoint(sides[1])
 
@@ -94,7 +94,7 @@ def test_pictures_under_other_bytes_are_on_one_side():
     images = [form(picture) for form in forms for picture in PICTURES["symbols"]]
     table = {"image": images, "caption": [f"number {number}" for number in range(len(images))]}
     features = datasets.Features({"image": datasets.Image(decode=False), "caption": datasets.Value("string")})
-    train, test = hold_out(datasets.Dataset.from_dict(table, features), 0.1, 0, TOKENIZER)
+    train, test = hold_out(datasets.Dataset.from_dict(table, features), 0.1, 0, WHOLE)
     numbers = [{int(caption.split()[1]) % 24 for caption in side["caption"]} for side in (train, test)]
     assert len(numbers[1]) == 3 and numbers[0].isdisjoint(numbers[1])
     images = datasets.concatenate_datasets([train.select_columns("image"), test.select_columns("image")])
@@ -105,18 +105,18 @@ def test_classes_are_held_out_by_picture():
     """Each in its share, and none without a picture to train on, though a picture is there twice."""
     captions = [f"class {'abcdefghij'[number % 10]}{'.' * (number % 3)}" for number in range(200)] + ["a rare one"]
     images = [*range(100), *range(50), *range(150, 201)]
-    train, test = hold_out(rows(captions, images), 0.1, 0, TOKENIZER)
+    train, test = hold_out(rows(captions, images), 0.1, 0, WHOLE)
     assert len(train) + len(test) == 201 and 21 <= len(test) <= 23
     of_train, of_test = (set(map(same_words, side["caption"])) for side in (train, test))
     assert of_test < of_train and len(of_test) == 10 and "a rare one" in of_train
     assert {image["bytes"] for image in train["image"]}.isdisjoint(image["bytes"] for image in test["image"])
-    assert hold_out(rows(captions, images), 0.1, 1, TOKENIZER)[1]["caption"] != test["caption"]
+    assert hold_out(rows(captions, images), 0.1, 1, WHOLE)[1]["caption"] != test["caption"]
 
 
 def test_what_is_no_class_by_its_captions():
     classes = ["a_dog", "A dog", "a dog", "a dog.", "a dog"] + ["a cat"] * 5
-    assert class_names(classes, TOKENIZER) == ["a dog"] * 5 + ["a cat"] * 5
+    assert class_names(classes, WHOLE) == ["a dog"] * 5 + ["a cat"] * 5
     twice = [f"number {number // 2}" for number in range(60)]
     lists = [["a dog", "a cat"]] * 5 + [["a bird", "a fish"]] * 5
     for captions in (["a dog"] * 20, twice, ["a dog"] * 18 + ["a cat"] * 4, lists, [*classes, "x", "y", "z"]):
-        assert class_names(captions, TOKENIZER) is None
+        assert class_names(captions, WHOLE) is None
