@@ -13,9 +13,6 @@ from training.context import Context
 from training.settings import STRICT
 from training.stages.base import Model, NumberedData, Stage
 
-if typing.TYPE_CHECKING:
-    from datasets import Dataset
-
 # What a split's folder holds beside its rows: what the captions allow, a sentence a line
 OVERVIEW = "overview.txt"
 
@@ -88,7 +85,7 @@ class SplitStage(Stage):
                 lines.append(f"{number:,} images are others compressed or scaled otherwise, and on one side with them.")
         names = class_names([*train["caption"], *test["caption"]], tokenizer)
         classes, of_test = (names[: len(train)], names[len(train) :]) if names else ([], [])
-        by_class = bool(names) and set(of_test) <= set(classes) and not are_ids(names)
+        by_class = bool(names) and set(of_test) <= set(classes) and not are_ids(list(set(names)))
         if names:
             lines[0] = lines[0].replace(", together with all that have the same caption", "")
             how = "" if is_given else "held out by picture, and "
@@ -96,7 +93,8 @@ class SplitStage(Stage):
             lines.append(f"The captions repeat as classes do: the test is {how}scored {score}.")
         if by_class:
             feature = datasets.ClassLabel(names=list(dict.fromkeys(names)))
-            train, test = _called(train, classes), _called(test, of_test)
+            train = train.remove_columns("caption").add_column("caption", classes)
+            test = test.remove_columns("caption").add_column("caption", of_test)
             test = test.add_column("label", feature.str2int(of_test), feature=feature)
         else:
             test = one_row_an_image(test)
@@ -108,9 +106,3 @@ class SplitStage(Stage):
         lines += look_at(train, test, tokenizer).sentences()
         write_text(directory / OVERVIEW, "\n".join(lines) + "\n")
         print("\n".join(f"{self.name}: {line}" for line in lines))
-
-
-def _called(rows: "Dataset", captions: list[str]) -> "Dataset":
-    from datasets import Value
-
-    return rows.remove_columns("caption").add_column("caption", captions, feature=Value("string"))
