@@ -73,19 +73,20 @@ def test_a_folder_without_a_test(tmp_path, base, capsys):
 def test_classes_as_captions(tmp_path, base, capsys):
     """Whose names are markup of a picture that is not there."""
     classes = ["![x](y.jpg)", "[a](b)", "red_circle", "a dog."]
-    data, output = pictures(tmp_path / "data", [classes[number % 4] for number in range(80)]), tmp_path / "out"
+    captions = [classes[number % 4] for number in range(80)] + classes[:1] * 8
+    data, output = pictures(tmp_path / "data", captions), tmp_path / "out"
     finetune(data, output, base, "--dense_tuned.num_epochs", "1", "--sparse_tuned.num_epochs", "1")
     told, report = capsys.readouterr().out, (output / "report" / "report.md").read_text()
     rows = datasets.load_from_disk(str(output / "pictures"))
-    assert (len(rows["train"]), len(rows["test"])) == (72, 8)
+    assert (len(rows["train"]), len(rows["test"])) == (79, 9)
     names = {"![x](y.jpg)", "[a](b)", "red circle", "a dog."}
     assert set(rows["train"]["caption"]) == set(rows["test"]["caption"]) == names
     line = "The captions repeat as classes do: the test is held out by picture, and scored by class, 4 in all."
     assert line in report and f"pictures: {line}" in told and "one by one" not in told + report
     result = json.loads((output / "report" / "learned--dense.json").read_text())
-    assert result["num_samples"] == 8 and "4 classes, 1 templates: '{}'" in result["protocol"]
+    assert result["num_samples"] == 9 and "4 classes, 1 templates: '{}'" in result["protocol"]
     assert re.search(rf"own pictures, accuracy: base \S+%, dense {result['metrics']['accuracy']:.1%}, sparse", report)
-    assert re.search(r"8 for what was learned; ± 5 points take about [\d,]+\. Another", report)
+    assert re.search(r"9 for what was learned; ± 5 points take about [\d,]+\. Another", report)
     assert r"'!\[x\](y.jpg)'" in report and (output / "report" / "report.html").is_file()
 
 
