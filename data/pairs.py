@@ -1,6 +1,7 @@
 """Pairs of an image and a caption: the rows of any source, and which of them can be used."""
 
 import ast
+import html
 import io
 import json
 import logging
@@ -8,6 +9,7 @@ import re
 import sys
 import textwrap
 import tokenize
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -39,6 +41,9 @@ MANY = 1000
 TEXTS = datasets.List(datasets.Value("string"))
 # Columns of images as plain bytes
 BYTES = [datasets.Value(kind) for kind in ("binary", "large_binary", "binary_view")]
+# Characters that are written alike, or not seen; and what is around a text
+ALIKE = str.maketrans("‘’‚‛“”„«»–—_", "'" * 4 + '"' * 5 + "-- ", "\u200b\u200c\u200d\u00ad\ufeff")
+AROUND = " '`.,;:!?。、" + '"'
 # What stands for a missing caption, as pandas reads a table
 MISSING = {"NA", "N/A", "n/a", "NULL", "null", "None", "NaN", "nan", "-nan", "-NaN", "<NA>", "#N/A", "#NA"}
 
@@ -117,8 +122,11 @@ def trimmed(text: str) -> str:
 
 
 def same_words(text: str) -> str:
-    """Equal for texts that differ only in case and white space, as most tokenizers read them."""
-    return " ".join(text.lower().split())
+    """Equal for texts that differ only in case, white space, HTML entities, forms of Unicode, kinds of quotes, and
+    quotes and punctuation around them."""
+    text = unicodedata.normalize("NFKC", html.unescape(html.unescape(text))).translate(ALIKE).casefold()
+    words = " ".join(text.split())
+    return words.strip(AROUND) or words
 
 
 def present_texts(captions: Any) -> list[str]:

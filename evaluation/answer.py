@@ -8,6 +8,7 @@ from typing import Any
 
 from evaluation.report import arrange
 from records.intervals import LEVEL, Reach, mean_reach, score_difference_reach
+from records.markdown import code, escape
 from records.outcome import Training
 
 # What results call the models that are compared. `dense` and `sparse` lie half way between a model and its fine-tuned
@@ -67,19 +68,21 @@ def answer(
     dead = {row: end for row, ends in ended.items() for end in ends.values() if end.is_dead}
     if dead:
         why, best = "No verdict on experts.", next((row for row in (DENSE, SPARSE) if row not in dead), DENSE)
-    outcomes = dict.fromkeys(f"`{name}` {end.outcome}." for ends in ended.values() for name, end in ends.items())
+    outcomes = dict.fromkeys(f"{code(name)} {end.outcome}." for ends in ended.values() for name, end in ends.items())
     why = " ".join([*outcomes, why])
     gains = {goal: _gain(table[best], table[BASE], tasks) for goal, tasks in of_goals.items()}
-    use = f"Use `{folders[best]}`, the {best} model."
+    folders = {model: code(folder) for model, folder in folders.items()}
+    use = f"Use {folders[best]}, the {best} model."
     change = "; ".join(end.advice for end in ended[best].values())
     if best in dead:
-        use = f"Use `{folders[BASE]}`."
+        use = f"Use {folders[BASE]}."
     elif _high(gains["learned"]) < 0:
-        use = f"The {best} model is worse at it than the base: use `{folders[BASE]}`, or "
-        use += f"{change or 'change the settings'}."
+        use = (
+            f"The {best} model is worse at it than the base: use {folders[BASE]}, or {change or 'change the settings'}."
+        )
     elif _low(gains["learned"]) <= 0:
         use = (
-            f"Whether the {best} model learned anything is inconclusive: use `{folders[BASE]}`, or "
+            f"Whether the {best} model learned anything is inconclusive: use {folders[BASE]}, or "
             f"{change or 'raise the epochs, the learning rate or the number of test pictures'}."
         )
     if dead:
@@ -94,7 +97,8 @@ def answer(
     size = f"{number:,} for what was learned"
     if max(between["learned"][1]) > FINE:
         needed = _pictures_needed(table[SPARSE], table[DENSE], learned)
-        size += f"; ± {100 * FINE:.0f} points take about {needed:,}, each with a caption of its own"
+        size += f"; ± {100 * FINE:.0f} points take about {needed:,}"
+        size += ", each with a caption of its own" * any("num_captions" in table[BASE][task] for task in learned)
     lines.append(
         f"± is a conservative {LEVEL:.0%} interval over the pictures of each test, {size}. Another seed of training "
         "may change more."
@@ -153,5 +157,5 @@ def _scores(table: Mapping[str, Rows], tasks: Collection[str]) -> str:
                 choices = f" ({result['num_captions']:,} captions to choose from)"
             elif metric.startswith("text_to_image"):
                 choices = f" ({result['num_samples']:,} pictures to choose from)"
-            parts.append(f"{result['title']}, {name}{choices}: {scores}.")
+            parts.append(f"{escape(result['title'])}, {escape(name)}{choices}: {scores}.")
     return " ".join(parts)

@@ -218,7 +218,15 @@ def test_nothing_of_this_machine_is_published(run, tmp_path, monkeypatch):
     torch.testing.assert_close(*(load_file(f / "model.safetensors") for f in (tmp_path / "out", run / "sparse")))
 
 
-NASTY = ["a|b", "two\nlines", "`code`", "$x$ and $y$", "<script>alert(1)</script>", "*b* _i_ &amp; [l](http://x)"]
+NASTY = [
+    "a|b",
+    "two\nlines",
+    "`code`",
+    "$x$ and $y$",
+    "<script>alert(1)</script>",
+    "*b* _i_ &amp; [l](http://x)",
+    "![x](y.jpg)",
+]
 
 
 @pytest.mark.parametrize("text", [" ".join(NASTY), "\"q\" 'q': #c\n---\n- x", "{{ 1 }} {% raw %}", "\\|"])
@@ -237,5 +245,8 @@ def test_any_text_is_shown_as_it_is(run, text):
     assert any(f"The weights: {shown}; they come from" in cell for cell in cells)
     assert sum(token.type == "table_open" for token in tokens) == 3
     parts = [part for token in tokens for part in token.children or ()]
-    assert not any(part.type == "html_inline" or part.attrs.get("href") == "http://x" for part in parts)
+    assert not any(
+        part.type == "html_inline" or part.attrs.get("src") == "y.jpg" or part.attrs.get("href") == "http://x"
+        for part in parts
+    )
     assert card.text.count("$") == card.text.count("\\$")  # between two others would be mathematics

@@ -147,6 +147,6 @@ def training_seconds(models: Mapping[str, str]) -> str:
             record = Record.read(Path(model))
             seconds = [attempt.seconds for attempt in record.attempts]  # None: of one that was killed
             if record.stage["stage"].startswith("train") and seconds and None not in seconds:
-                where = " and ".join(dict.fromkeys(attempt.device for attempt in record.attempts))
+                where = escape(" and ".join(dict.fromkeys(attempt.device for attempt in record.attempts)))
                 took.append(f"{escape(title)} {sum(seconds):,.0f} s on {where}")
     return f"The stage that trained each model took: {'; '.join(took)}." if took else ""
