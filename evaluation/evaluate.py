@@ -9,6 +9,7 @@ from accelerate import PartialState
 from accelerate.utils import set_seed
 
 from conversion.checkpoints import model_configs
+from conversion.own_classes import own_code
 from evaluation.embedder import usable_device
 from evaluation.ensemble import open_model
 from evaluation.measures import measure
@@ -61,6 +62,8 @@ def evaluate_model(
     }
     if _depends_on_batch(model):
         of_model["depends_on_batch"] = True
+    if own_code():
+        of_model["code"] = own_code()
     if changes:
         of_model["changes"] = dict(changes)
     results = []

@@ -172,8 +172,9 @@ def reached_code(elsewhere: Collection[str] = ()) -> dict[str, str]:
 
 def found_again(keys: Iterable[str]) -> dict[str, str]:
     """The digests of the files of `reached_code` as they are now; those that are gone are left out."""
-    places = {key: [path for folder in _search_path() if os.path.isfile(path := os.path.join(folder, key))] for key in keys}
-    return {key: file_digest(paths[0]) for key, paths in places.items() if paths}
+    paths = {key: [os.path.join(folder, key) for folder in _search_path()] for key in keys}
+    files = {key: next(filter(os.path.isfile, of_key), None) for key, of_key in paths.items()}
+    return {key: file_digest(file) for key, file in files.items() if file is not None}
 
 
 def _search_path() -> list[str]:

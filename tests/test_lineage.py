@@ -52,7 +52,7 @@ def test_scores_are_those_of_the_weights(run, capsys):
     lineage = lineage_of(run)
     assert list(lineage.results) == ["symbols_pairs--a.json"] and list(lineage.pictures) == ["report.svg"]
     warning = capsys.readouterr().err
-    assert "3 results of sparse are left out, of other weights or another configuration" in warning
+    assert "3 results of sparse are left out, of other weights, code or configuration" in warning
     assert all(f"evaluation/symbols_pairs--{name}.json" in warning for name in ("alike", "old", "changed"))
     (evaluation / "report.svg").rename(run / "elsewhere.svg")
     (evaluation / "report.svg").symlink_to(run / "elsewhere.svg")

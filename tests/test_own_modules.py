@@ -3,7 +3,6 @@
 import importlib
 import json
 import sys
-
 from pathlib import Path
 
 import pytest
@@ -106,5 +105,3 @@ def test_a_change_of_what_a_stage_reaches_is_refused(folder, capsys, case):
     (folder / name).unlink()
     with pytest.raises(ValueError, match="other code .* -> None" if name.endswith(".py") else "."):
         run()
-
-

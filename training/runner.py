@@ -211,7 +211,9 @@ class Runner:
         accelerator.wait_for_everyone()
         self._require_unchanged(stage, inputs, record, partial)
         if record.code:
-            record.reached = reached_code([*self._local, partial, *(context.output_dir / name for name in context.stages)])
+            record.reached = reached_code(
+                [*self._local, partial, *(context.output_dir / name for name in context.stages)]
+            )
         size = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
         accelerator.wait_for_everyone()
         attempt.seconds = round(time.perf_counter() - started, 1)
