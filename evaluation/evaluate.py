@@ -55,6 +55,7 @@ def evaluate_model(
     of_model = {
         "source": str(model),
         "weights": weights_fingerprint(model),
+        "code": own_code(),
         "dtype": str(dtype).removeprefix("torch."),
         "device": device.type,
         "batch_size": batch_size,
@@ -62,8 +63,6 @@ def evaluate_model(
     }
     if _depends_on_batch(model):
         of_model["depends_on_batch"] = True
-    if own_code():
-        of_model["code"] = own_code()
     if changes:
         of_model["changes"] = dict(changes)
     results = []

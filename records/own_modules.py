@@ -21,6 +21,8 @@ from records.digests import file_digest
 # This repository's packages, whose commit is in each record, and Python's own
 PACKAGES = {"benchmarks", "conversion", "data", "evaluation", "model_cards", "modeling_clip_moe", "records", "training"}
 OURS = {*PACKAGES, "clip_moe", *sys.stdlib_module_names}
+# Libraries whose version is in each record: a user may have installed one from a checkout of its own
+LIBRARIES = {"accelerate", "datasets", "matplotlib", "numpy", "PIL", "scipy", "sklearn", "torch", "transformers"}
 ROOT, PYTHON = Path(__file__).parents[1], sysconfig.get_path("stdlib")
 
 # Files that `imported_files` has found, of any stage
@@ -31,6 +33,8 @@ _written: set[str] = set()
 # Folders of modules, and of packages, whose files count
 _folders: set[str] = set()
 _packages: set[str] = set()
+# Where modules were searched before what is watched began, which may add folders
+_places: list[str] = []
 _watching = 0
 
 
@@ -47,7 +51,8 @@ def imported_files(modules: Iterable[str]) -> dict[str, Path]:
     found, waiting = {}, list(modules := list(modules))
     while waiting:
         name = waiting.pop()
-        if not name or name in found or name.split(".")[0] in OURS:
+        top = name.split(".")[0]
+        if not name or name in found or top in OURS or (top in LIBRARIES and name not in modules):
             continue
         waiting.append(name.rpartition(".")[0])
         file = _file_of(name)
@@ -123,7 +128,8 @@ def _note_open(event: str, arguments: tuple) -> None:
             path = importlib.util.source_from_cache(path)
         except ValueError:  # elsewhere than in __pycache__
             return
-    is_module = path.endswith(".py") and _key(path) != path and _is_own(path)
+    is_module = path.endswith(".py") and _key(path, _search_path()) != path and _is_own(path)
+    is_module = is_module and _key(path, _search_path()).split(os.sep)[0] not in LIBRARIES
     if is_module:
         _note_module(path, False)
     if is_module or os.path.dirname(path) in _folders or path.startswith(tuple(f"{p}{os.sep}" for p in _packages)):
@@ -138,6 +144,8 @@ def watching() -> Iterator[None]:
     """Notes what this process opens meanwhile."""
     global _watching
     _install()
+    if not _watching:
+        _places[:] = _search_path()
     _watching += 1
     try:
         yield
@@ -166,7 +174,7 @@ def reached_code(elsewhere: Collection[str] = ()) -> dict[str, str]:
         if os.path.isfile(path) and not any(Path(path).is_relative_to(other) for other in others):
             if os.stat(path).st_ctime > _opened[path]:
                 raise ValueError(f"{path} changed after it was read: run it again")
-            files[_key(path)] = file_digest(path)
+            files[_key(path, _places)] = file_digest(path)
     return files
 
 
@@ -181,7 +189,7 @@ def _search_path() -> list[str]:
     return [os.path.abspath(folder) for folder in (os.getcwd(), *sys.path)]
 
 
-def _key(path: str) -> str:
-    """A path below the first folder of modules that has it; as it is, where none has."""
-    folder = next((folder for folder in _search_path() if path.startswith(f"{folder.rstrip(os.sep)}{os.sep}")), None)
+def _key(path: str, places: Iterable[str]) -> str:
+    """A path below the first of these folders that has it; as it is, where none has."""
+    folder = next((folder for folder in places if path.startswith(f"{folder.rstrip(os.sep)}{os.sep}")), None)
     return path if folder is None else os.path.relpath(path, folder)

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from records import own_modules
+from records.provenance import Record
 from training.recipe import Recipe, validated
 from training.runner import run_recipe
 
+BASE = str(Path(__file__).parents[1] / "training" / "symbol_clip")
 STAGE = """
 import importlib
 from pathlib import Path
@@ -36,6 +38,10 @@ CASES = {
     "a_path_of_its_own": (
         {"elsewhere/odd.py": "VALUE = 1"},
         "import sys; sys.path.append('elsewhere'); importlib.import_module('odd').VALUE",
+    ),
+    "a_folder_of_its_own": (
+        {"../outside/far_away.py": "VALUE = 1"},
+        "import sys; sys.path.append(str(Path('../outside').resolve())); importlib.import_module('far_away').VALUE",
     ),
     "a_file_as_a_module": (
         {"own/plain.py": "VALUE = 1"},
@@ -105,3 +111,53 @@ def test_a_change_of_what_a_stage_reaches_is_refused(folder, capsys, case):
     (folder / name).unlink()
     with pytest.raises(ValueError, match="other code .* -> None" if name.endswith(".py") else "."):
         run()
+
+
+def test_what_is_beside_but_not_read_does_not_count(folder, capsys):
+    """Nor does a file that the stage writes itself, or one that the recipe names as data."""
+    body = "p = Path(__file__).with_name('kept.txt'); p.write_text('1'); p.read_text(); Path(self.helper).read_text()"
+    write(folder, {"own/stages.py": STAGE.format(body=body), "own/named/photos.csv": "1", "own/unused.py": ""})
+    assert run(helper="own/named/photos.csv")["reached"] == {}
+    write(folder, {"own/kept.txt": "2", "own/named/photos.csv": "2", "own/unused.py": "1", "own/notes.md": "new"})
+    run(helper="own/named/photos.csv")
+    assert "mine: done before, skipped" in capsys.readouterr().out
+
+
+def test_a_file_that_changes_while_a_stage_runs_ends_it(folder):
+    body = "p = Path(__file__).with_name('words.txt'); p.read_text(); import os, time; time.sleep(0.05); "
+    write(folder, {"own/stages.py": STAGE.format(body=f"{body}os.system(f'echo 2 > {{p}}')"), "own/words.txt": "1"})
+    with pytest.raises(ValueError, match="mine: .*/own/words.txt changed after it was read"):
+        run()
+    assert not Path("runs/mine").exists()
+
+
+def test_code_of_a_model_of_ones_own_counts_for_every_stage(folder, monkeypatch, capsys):
+    """That of a registered class and of what it imports, whichever stage runs; without `--import`, it is refused."""
+
+    def run_with(*modules):
+        forget(BEFORE)
+        monkeypatch.setattr("conversion.own_classes.OWN_CLASSES", {importlib.import_module(m).Mine: m for m in modules})
+        stage = {"name": "mean", "stage": "average", "models": [BASE]}
+        run_recipe(validated(Recipe, {"output_dir": "runs", "stages": [stage]}, "recipe"))
+
+    write(folder, {"mine.py": "from parts import router\nclass Mine: pass\n", "parts/router.py": "NOISE = 1\n"})
+    run_with("mine")
+    assert Record.read(Path("runs/mean")).code.keys() == {"mine", "parts.router"}
+    run_with("mine")
+    assert "mean: done before, skipped" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="runs/mean was made with other code .*code.mine: '.*' -> None"):
+        run_with()
+    (folder / "parts/router.py").write_text("NOISE = 2\n")
+    with pytest.raises(ValueError, match=r"runs/mean was made with other code .code.parts.router: '.*' -> '.*'.\."):
+        run_with("mine")
+
+
+def test_a_library_in_a_checkout_of_its_own_counts_by_its_version(folder, monkeypatch):
+    write(
+        folder, {"lib/transformers/__init__.py": "from . import utils", "lib/transformers/utils.py": "", "mine.py": ""}
+    )
+    monkeypatch.delitem(sys.modules, "transformers")
+    (folder / "mine.py").write_text("import transformers.utils, numpy, json\nfrom . import nothing\ndef broken(:\n")
+    assert own_modules.imported_files(["mine"]).keys() == {"mine"}
+    (folder / "mine.py").write_text("import transformers.utils, numpy, json, zipp, nowhere\n")
+    assert own_modules.imported_files(["mine"]).keys() == {"mine"}
