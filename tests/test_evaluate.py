@@ -4,7 +4,6 @@ set, a split, a protocol and a model."""
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import small_evaluation
@@ -12,14 +11,14 @@ import torch
 from tiny_clip import change_weights
 
 from conversion import assemble
-from data import icons, symbols
+from data import symbols
 from evaluation import evaluate, feature_store
 from evaluation.evaluate import evaluate_model
 from evaluation.own_data import make_task
 from evaluation.own_task import OwnTask
 from evaluation.report import write_report
 from evaluation.results import task_name, write_result
-from evaluation.tasks import TASKS, find_tasks, loaded_once, task_fingerprints
+from evaluation.tasks import TASKS, find_tasks, loaded_once
 
 dense, sparse, small_tasks = small_evaluation.dense, small_evaluation.sparse, small_evaluation.small_tasks
 
@@ -132,10 +131,10 @@ def test_an_output_folder_is_made_before_the_work_and_goes_if_it_fails(dense, tm
 
 def test_a_look_says_how_many_rows_it_is_of(sparse, tmp_path):
     """In its title and protocol; looks of other numbers of rows are not compared."""
-    tasks = find_tasks(["symbols_pairs", "names_256"])
+    tasks = find_tasks(["symbols_pairs", "names_16"])
     looks = {number: loaded_once(tasks, number) for number in (8, 16)}
     assert looks[8]["symbols_pairs"].title == "attribute pairs, first 8 rows"
-    assert looks[8]["names_256"].protocol.startswith("at most the first 8 rows of 256 new pictures")
+    assert looks[8]["names_16"].protocol.startswith("at most the first 8 rows of 16 new pictures")
     results = [
         pair | {"model": str(number)}
         for number in looks
@@ -143,17 +142,3 @@ def test_a_look_says_how_many_rows_it_is_of(sparse, tmp_path):
     ]
     with pytest.raises(ValueError, match="such scores cannot be compared"):
         write_report(results, tmp_path)
-
-
-def test_a_task_belongs_to_the_packages_that_it_is_drawn_from(monkeypatch):
-    """A finished evaluation is refused after an upgrade, and scores of two versions are not compared."""
-    seen = set()
-    for version in ("1", "2"):
-        monkeypatch.setattr("data.extras.distribution", lambda package, v=version: SimpleNamespace(version=v))
-        tasks = find_tasks(["icons_512", "molecules_256"], seed=3)
-        assert tasks["icons_512"].data == {"installed": icons.versions(), "seed": 3}
-        assert set(tasks["molecules_256"].data["installed"].values()) == {version}
-        prints = task_fingerprints(["icons_512", "molecules_256", "names_256", "symbols_pairs"])
-        assert prints.keys() == {"tasks.icons_512", "tasks.molecules_256"}
-        seen |= set(prints.values())
-    assert len(seen) == 4
