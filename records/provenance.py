@@ -67,6 +67,8 @@ class Record(BaseModel):
     seed: int = 0
     mixed_precision: str = "no"
     code: dict[str, str] = Field(default_factory=dict)
+    # What these reached while they ran: other modules, and files beside them
+    reached: dict[str, str] = Field(default_factory=dict)
     inputs: dict[str, str] = Field(default_factory=dict)
     # See `data.identity.identity`
     data: dict[str, Any] | None = None
@@ -111,7 +113,8 @@ class Record(BaseModel):
         if not differences:
             return before.attempts
         differing = "; ".join(f"{key}: {how}" for key, how in differences.items())
-        what = "data" if all(key.startswith("data.") for key in differences) else "settings"
+        kinds = {key.split(".")[0] for key in differences}
+        what = "data" if kinds == {"data"} else "code" if kinds <= {"code", "reached"} else "settings"
         raise ValueError(
             f"{folder} was made with other {what} ({differing}). Delete it to make it anew, or choose another output "
             "folder"
@@ -120,7 +123,8 @@ class Record(BaseModel):
     def differences(self, other: "Record") -> dict[str, str]:
         """Key -> how it differs, of what made two folders. Inputs and data that one of them lacks count as the same:
         they may be gone where the other one is looked at, and settings name them."""
-        before, after = ({key: getattr(one, key) for key in ("stage", "seed", "code", "data")} for one in (self, other))
+        keys = "stage", "seed", "code", "reached", "data"
+        before, after = ({key: getattr(one, key) for key in keys} for one in (self, other))
         before["mixed_precision"], after["mixed_precision"] = self.mixed_precision, other.mixed_precision
         both = self.inputs.keys() & other.inputs
         before["inputs"], after["inputs"] = ({key: one.inputs[key] for key in both} for one in (self, other))

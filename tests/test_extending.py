@@ -121,7 +121,7 @@ def test_the_second_run_skips_all_but_what_changed(own, capsys):
     path.write_text(before.replace("arXiv:", ""))
     forget()
     try:
-        with pytest.raises(SystemExit, match=r"expert_1 was made with other settings .code\.my_method\.stages: '"):
+        with pytest.raises(SystemExit, match=r"expert_1 was made with other code .code\.my_method\.stages: '"):
             run.main(["--config", RECIPE])
     finally:
         path.write_text(before)

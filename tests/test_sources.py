@@ -8,9 +8,9 @@ import subprocess
 import datasets
 import pytest
 import tiny_sources
-from tiny_sources import damaged, images_and_texts, png, rows, write_shard
+from tiny_sources import damaged, images_and_texts, png, rows, saved_pairs, write_shard
 
-from data.pairs import load_pairs, present_captions, select_columns
+from data.pairs import _reading_code, load_pairs, present_captions, select_columns
 from data.sources import DataArguments
 from training.loader import PairLoader
 
@@ -24,6 +24,20 @@ def test_pairs_without_images_are_all_that_have_a_caption(tmp_path, monkeypatch)
     assert len(load_pairs(arguments, images=False)) == 199  # three images cannot be read, a caption is empty
     with pytest.raises(ValueError, match="1 of 200 pairs .*: its caption is empty. More than max_unreadable = 0%"):
         load_pairs(dataclasses.replace(arguments, max_unreadable=0.0), images=False)
+
+
+def test_images_are_looked_at_again_with_another_pillow(tmp_path, monkeypatch):
+    """Or with other code that reads them; else what can be read is known from before."""
+    arguments = DataArguments(**saved_pairs(tmp_path / "rows", ["a dog", "a cat"]))
+    assert len(load_pairs(arguments)) == 2
+    monkeypatch.setattr("data.pairs.decode_image", None)
+    assert len(load_pairs(arguments)) == 2
+    monkeypatch.setattr("PIL.__version__", "0.1")
+    _reading_code.cache_clear()
+    with pytest.raises(ValueError, match="'NoneType' object is not callable"):
+        load_pairs(arguments)
+    monkeypatch.undo()
+    _reading_code.cache_clear()
 
 
 @STREAMING

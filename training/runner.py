@@ -26,10 +26,12 @@ from safetensors import SafetensorError
 
 from conversion import publish
 from conversion.checkpoints import load_config
+from conversion.own_classes import own_code
 from conversion.verification import require_loadable
 from records.files import locked, read_log, read_text, refuse_to_overwrite, respect_umask, write_text
 from records.local_names import paths_here
 from records.outcome import Training
+from records.own_modules import found_again, reached_code, watching
 from records.provenance import (
     CHECKPOINTS,
     LOG,
@@ -200,7 +202,9 @@ class Runner:
         started = time.perf_counter()
         if accelerator.is_main_process or not stage.main_process_only:
             try:
-                trained = stage.run(inputs, context.without_others() if stage.main_process_only else context, partial)
+                with watching() if record.code else nullcontext():
+                    shared = context.without_others() if stage.main_process_only else context
+                    trained = stage.run(inputs, shared, partial)
             except BaseException:
                 if accelerator.is_main_process and not _goes_on(stage, partial):
                     shutil.rmtree(partial, ignore_errors=True)
@@ -209,6 +213,10 @@ class Runner:
                 record.pairs, record.duplicates = trained
         accelerator.wait_for_everyone()
         self._require_unchanged(stage, inputs, record, partial)
+        if record.code:
+            record.reached = reached_code(
+                [*self._local, partial, *(context.output_dir / name for name in context.stages)]
+            )
         size = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
         accelerator.wait_for_everyone()
         attempt.seconds = round(time.perf_counter() - started, 1)
@@ -238,12 +246,14 @@ class Runner:
             refuse_to_overwrite(final)
         context, data = self.context, getattr(stage, "data", None)
         inputs, read = resolve(stage, context), references(stage)
+        own = own_stage(type(stage))
         record = Record(
             stage=comparable(dump(stage)),
             seed=context.seed,
             mixed_precision=context.accelerator.mixed_precision,
             local=self._local,
-            **own_stage(type(stage)),
+            code=own_code() | own.get("code", {}),
+            own=own.get("own"),
         )
         if not settings_alone:
             names = dict.fromkeys(value for _, value, reads in read if reads.outside or value in context.stages)
@@ -253,6 +263,8 @@ class Runner:
             if data is not None and context.is_there(data.source):
                 record.data = context.identity(data)
         if is_done or _goes_on(stage, partial):
+            if record.code:
+                record.reached = found_again(Record.read(final if is_done else partial).reached)
             record.attempts = record.require_same(final if is_done else partial)
         return inputs, record
 

@@ -23,7 +23,8 @@ from conversion.presets import PRESETS
 from conversion.publish import upload
 from conversion.publishing import bundle
 from conversion.publishing.lineage import Lineage
-from conversion.upcycle import upcycle
+from conversion.upcycle import sparse_blocks, upcycle
+from modeling_clip_moe.self_test import SUM_TOLERANCE, TOLERANCE, every_expert, weight_sums
 
 ROOT = Path(__file__).parents[2]
 BASE = "training/symbol_clip"
@@ -207,6 +208,60 @@ def test_the_self_test_sees_any_weight():
             model.self_test()
         parameter.data.copy_(before)
     assert max(model.self_test().values()) < 1e-6
+
+
+@torch.no_grad()
+def test_the_self_test_sees_every_expert_and_every_token():
+    """Also those that its inputs do not reach, one at a time."""
+    model = AutoModel.from_pretrained("training/name_clip_moe", dtype=torch.float32)
+    tokens = model.text_model.get_input_embeddings().weight
+    tables = [(tokens, -3, row) for row in range(0, len(tokens), 37)]
+    for block in sparse_blocks(model).values():
+        parts = (*block.experts.parameters(), block.router.weight)
+        tables += [(part, 1.5, row) for part in parts for row in range(len(part))]
+    sums, outputs = weight_sums(model), every_expert(model)
+    for table, factor, row in tables:
+        before = table[row].clone()
+        table[row] *= factor
+        of_sums = ((weight_sums(model) - sums) / sums).abs().max()
+        of_experts = ((every_expert(model) - outputs).norm(dim=1) / outputs.norm(dim=1)).max()
+        assert of_sums > SUM_TOLERANCE or of_experts > TOLERANCE, (table.shape, row)
+        table[row] = before
+    tokens[7] *= -3
+    with pytest.raises(ValueError, match="failed its self-test: the .* differ by"):
+        model.self_test()
+
+
+def image_processor(**changes):
+    return lambda settings: settings["image_processor"].update(changes)
+
+
+def exchanged(settings):
+    """Two tokens, which no text of the self-test has, with each other's number."""
+    vocabulary = settings["model"]["vocab"]
+    first, second = list(vocabulary)[600], list(vocabulary)[601]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+
+
+FAULTS = {
+    "mean": ("processor_config.json", image_processor(image_mean=[0.48, 0.46, 0.41]), "vision features through the"),
+    "std": ("processor_config.json", image_processor(image_std=[0.5, 0.5, 0.51]), "vision features through the"),
+    "scale": ("processor_config.json", image_processor(rescale_factor=1 / 256), "vision features through the"),
+    "vocabulary": ("tokenizer.json", exchanged, "vocabulary 0"),
+    "merges": ("tokenizer.json", lambda settings: settings["model"].update(merges=[]), "tokens 0"),
+    "length": ("tokenizer_config.json", lambda settings: settings.update(model_max_length=5), "tokens 0"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_self_test_sees_another_processor(tmp_path, fault):
+    folder, (name, change, message) = shutil.copytree("training/name_clip_moe", tmp_path / "folder"), FAULTS[fault]
+    settings = json.loads((folder / name).read_text())
+    change(settings)
+    (folder / name).write_text(json.dumps(settings))
+    model = AutoModel.from_pretrained(folder, dtype=torch.float32)
+    with pytest.raises(ValueError, match=f"failed its self-test: the {message}"):
+        model.self_test()
 
 
 def test_a_folder_that_computes_something_else_is_refused(repository, tmp_path):
