@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, FiniteFloat, model_validator
 from pydantic.dataclasses import dataclass
 
 from data.worlds import WORLDS, world
@@ -39,6 +39,9 @@ class DataArguments:
     captions_per_line: bool = False
     # The folder of relative paths in the image column (and in a .json); None: the one in which the command runs.
     image_root: str | None = None
+    # Black and white of gray pictures of more than 8 bits, such as [0, 1023] for a sensor of 10 bits in files of 16, or
+    # [-1024, 3071] for CT. None: those of the format: all values of unsigned integers, 0 and 1 of floats.
+    pixel_range: list[FiniteFloat] | None = Field(default=None, min_length=2, max_length=2)
     # Read while training instead of loading first.
     streaming: bool = False
     # Of webdataset shards or a mixture, no image is looked at before it is used: one that cannot be read is replaced by
@@ -80,6 +83,8 @@ class DataArguments:
             if self.split not in drawn.SPLITS:
                 raise ValueError(f"{self.source} have no split {self.split!r}, only {', '.join(drawn.SPLITS)}")
             drawn.kind_set(self.kinds)  # raises where there is none
+        if self.pixel_range is not None and self.pixel_range[0] >= self.pixel_range[1]:
+            raise ValueError(f"pixel_range: black must be less than white, and not {self.pixel_range}")
         if self.streaming and (is_drawn or self.in_memory):
             raise ValueError("streaming neither goes with a built-in world nor with in_memory")
         if self.indexed and (is_drawn or self.streaming or self.in_memory or self.image_root is not None):

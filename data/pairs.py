@@ -14,16 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import PIL.Image
 import pyarrow
 import pyarrow.compute
 
 from data.identity import image_digests
-from data.images import decode_image
+from data.images import decode_image, from_base64
 from data.local_data import file_in
 from data.sources import DataArguments, Rows, is_text, named_files_hash, no_column, open_rows, reading
 from data.worlds import WORLDS, world
-from records.messages import shortened
+from records.messages import join_names, shortened, warn_once
 from records.processes import is_first_process
 
 logger = logging.getLogger(__name__)
@@ -36,9 +37,14 @@ COLUMN_SETTINGS = "image_column and caption_column or label_column"
 IMAGES = ("image", "image_0", "image_1")
 # Fewer rows are read in no time
 MANY = 1000
+# Captions of a stream that tell whether they are lists
+LISTS_LOOKED_AT = 100
 TEXTS = datasets.List(datasets.Value("string"))
-# Columns of images as plain bytes
-BYTES = [datasets.Value(kind) for kind in ("binary", "large_binary", "binary_view")]
+# An image as an image column holds it: its bytes, or where they are; and with black and white of more than 8 bits
+IMAGE = {"bytes": datasets.Value("binary"), "path": datasets.Value("string")}
+RANGED = IMAGE | {"pixel_range": datasets.List(datasets.Value("float64"))}
+# What a look at a pair finds: see `read_pair`, and `decode_image` on pixels
+LOOK = datasets.Features({"problem": datasets.Value("string"), "pixels": datasets.List(datasets.Value("float64"))})
 # What stands for a missing caption, as pandas reads a table
 MISSING = {"NA", "N/A", "n/a", "NULL", "null", "None", "NaN", "nan", "-nan", "-NaN", "<NA>", "#N/A", "#NA"}
 
@@ -122,8 +128,15 @@ def same_words(text: str) -> str:
 
 
 def present_texts(captions: Any) -> list[str]:
-    """As `present_captions`; raises a ValueError where one is neither a text nor missing."""
+    """As `present_captions`; raises a ValueError where one is neither a text nor missing, or a text that holds objects
+    or lists of lists."""
     for caption in captions if isinstance(captions, list) else [captions]:
+        content = _structure(caption)
+        if isinstance(content, dict):
+            keys = join_names(map(str, content)) or "none"
+            raise ValueError(f"its caption is an object with the keys {keys}: set caption_column to COLUMN.KEY")
+        if isinstance(content, list) and any(isinstance(item, dict | list) for item in content):
+            raise ValueError(f"its caption is a list of objects or lists: {shortened(caption)}")
         if not isinstance(caption, str | None) and caption == caption:  # NaN is missing
             raise ValueError(f"its caption is no text but {shortened(caption)}")
     return present_captions(captions)
@@ -144,14 +157,17 @@ def all_captions(rows: Rows) -> Iterator[str]:
 def select_columns(rows: Rows, arguments: DataArguments) -> Rows:
     """The image and the caption column alone, under those names; images are not decoded yet."""
     rows = rename_columns(rows, {arguments.image_column: "image", arguments.caption_column: "caption"}, arguments)
-    rows = _with_lists(rows)
+    rows = _with_lists(rows, arguments.source)
     return _split_lines(rows) if arguments.captions_per_line else rows
 
 
 def rename_columns(
     rows: Rows, wanted: dict[str, str], arguments: DataArguments, settings: str = COLUMN_SETTINGS
 ) -> Rows:
-    """These columns alone, under their new names. Images are not decoded yet, and their paths begin with `image_root`.
+    """These columns alone, under their new names. Images are not decoded yet, their paths begin with `image_root`, and
+    those of more than 8 bits have the `pixel_range`. A list of one image is this image, and base64 becomes bytes.
+
+    A column COLUMN.KEY that is not there is the key of the objects in COLUMN, perhaps as JSON.
 
     Args:
         settings: by which others are named, for errors.
@@ -160,32 +176,103 @@ def rename_columns(
     if columns is None:  # a stream of unknown features tells with its first row
         with reading(arguments):
             columns = list(next(iter(rows), wanted))
-    missing = [column for column in wanted if column not in columns]
+    bases = {column: column.partition(".")[0] for column in wanted if column not in columns}
+    bases = {column: base for column, base in bases.items() if base in columns and wanted[column] not in IMAGES}
+    missing = [column for column in wanted if column not in columns and column not in bases]
     if missing:
         raise ValueError(f"{no_column(arguments.source, missing, columns)}. Name others by {settings}")
     # Decoded later, where an image that is broken can be skipped. First of all: a stream that selects columns decodes.
     # Images may also be plain bytes, or have no path beside them
     for column, name in wanted.items():
         feature = (rows.features or {}).get(column)
-        is_plain = name in IMAGES and (isinstance(feature, dict) or feature in BYTES)
-        if isinstance(feature, datasets.Image) or is_plain:
-            rows = rows.cast_column(column, datasets.Image(decode=False))
-    rows = rows.select_columns(list(wanted))
+        item = getattr(feature, "feature", feature)  # of a list
+        is_bytes = isinstance(item, datasets.Value) and "binary" in item.dtype
+        if name in IMAGES and is_bytes and item is feature:  # datasets casts no views
+            rows = rows.cast_column(column, datasets.Value("large_binary"))
+        is_plain = name in IMAGES and (is_bytes or isinstance(item, dict) and "pixel_range" not in item)
+        if isinstance(item, datasets.Image) or is_plain:
+            image = datasets.Image(decode=False)
+            rows = rows.cast_column(column, image if item is feature else datasets.List(image))
+    rows = rows.select_columns(list(dict.fromkeys(bases.get(column, column) for column in wanted)))
+    if bases:
+        rows = _with_keys(rows, [column for column in wanted if column not in bases], bases, arguments)
     rows = rows.rename_columns({old: new for old, new in wanted.items() if old != new})
-    root, images = arguments.image_root, [name for name in IMAGES if name in wanted.values()]
-    if root is None:
-        return rows
+    return _with_whole_images(rows, [name for name in IMAGES if name in wanted.values()], arguments)
 
-    def whole(image: str | dict | None) -> str | dict | None:
+
+def _with_keys(rows: Rows, used: list[str], bases: dict[str, str], arguments: DataArguments) -> Rows:
+    """Rows of the used columns, and columns of texts, or of lists of texts, from the keys of others."""
+
+    def value(row: dict[str, Any], column: str) -> str | list[str] | None:
+        content = row[bases[column]]
+        for key in column.split(".")[1:]:
+            content = _structure(content)
+            content = content.get(key) if isinstance(content, dict) else None
+        if isinstance(content, list):
+            return present_captions(content)
+        return content if isinstance(content, str) else None
+
+    features, lists = datasets.Features(), set()
+    head = list(_head(rows.select_columns(list(set(bases.values())))))
+    for column, base in bases.items():
+        found = [text for text in (value(row, column) for row in head) if text is not None]
+        if not found:
+            keys = dict.fromkeys(key for row in head for key in _structure(row[base]) or ())
+            raise ValueError(no_column(arguments.source, [column], [base, *(f"{base}.{key}" for key in keys)]))
+        lists |= {column} if any(isinstance(text, list) for text in found) else set()
+        features[column] = TEXTS if column in lists else datasets.Value("string")
+
+    def values(row: dict[str, Any]) -> dict[str, Any]:
+        found = {column: value(row, column) for column in bases}
+        wrapped = {column: [text] for column, text in found.items() if isinstance(text, str)}
+        return {column: wrapped.get(column, text) if column in lists else text for column, text in found.items()}
+
+    if isinstance(rows, datasets.IterableDataset):
+        rows = rows.map(values, features=rows.features and datasets.Features(rows.features | features))
+        return rows.select_columns([*used, *bases])
+    texts = mapped(rows.select_columns(list(set(bases.values()))), values, features=features)
+    return datasets.concatenate_datasets([rows.select_columns(used), texts], axis=1)  # without copying images
+
+
+def _head(rows: Rows) -> Rows:
+    """The first rows, by which a column is judged; of a stream, fewer, which are read twice."""
+    return rows.take(1 if isinstance(rows, datasets.IterableDataset) else 100)
+
+
+def _with_whole_images(rows: Rows, names: list[str], arguments: DataArguments) -> Rows:
+    root, pixel_range = arguments.image_root, arguments.pixel_range
+    features, kinds = rows.features or {}, {}
+    for name in names:
+        feature = features.get(name)
+        is_list = isinstance(feature, datasets.List | datasets.LargeList)
+        is_named = isinstance(feature, datasets.Value) and is_text(feature())
+        texts = (row[name] for row in _head(rows.select_columns(name))) if is_named else ()
+        if pixel_range is not None and not (isinstance(feature, dict) and "pixel_range" in feature):
+            kinds[name] = RANGED
+        elif is_list or any(text is not None and from_base64(text) for text in texts):
+            kinds[name] = datasets.Image(decode=False)
+        elif root is not None:
+            kinds[name] = feature
+
+    def whole(image: Any, kind: Any) -> str | dict[str, Any] | None:
+        if isinstance(image, list):
+            image = image[0] if len(image) == 1 else None
         if isinstance(image, str):
-            return file_in(root, image)
-        missing = image is None or image["path"] is None
-        return image if missing or image["bytes"] is not None else {**image, "path": file_in(root, image["path"])}
+            content = from_base64(image)
+            image = {"bytes": content, "path": None if content else image}
+        image = image or {"bytes": None, "path": None}
+        if root is not None and image["path"] is not None and image["bytes"] is None:
+            image = image | {"path": file_in(root, image["path"])}
+        if kind == RANGED:
+            return image | {"pixel_range": pixel_range}
+        return image["path"] if isinstance(kind, datasets.Value) else image
 
-    def with_root(batch: dict[str, list]) -> dict[str, list]:
-        return {name: [*map(whole, batch[name])] for name in images}
+    def with_whole(batch: dict[str, list]) -> dict[str, list]:
+        return {name: [whole(image, kind) for image in batch[name]] for name, kind in kinds.items()}
 
-    return mapped(rows, with_root, batched=True, features=rows.features)
+    if not kinds:
+        return rows
+    return mapped(rows, with_whole, batched=True, features=rows.features and datasets.Features(features | kinds))
 
 
 def _split_lines(rows: Rows) -> Rows:
@@ -198,18 +285,30 @@ def _split_lines(rows: Rows) -> Rows:
     return _with_captions(rows, split)
 
 
-def _with_lists(rows: Rows) -> Rows:
-    """Rows whose captions are lists, if one caption is a text such as `["a cat", "a dog"]`. A stream is judged by its
-    first row."""
+def _with_lists(rows: Rows, source: str) -> Rows:
+    """Rows whose captions are lists, if all captions are texts such as `["a cat", "a dog"]`, or missing. Among others,
+    such a text stays what it is, as a title in brackets. A stream is judged by its first rows."""
     feature = (rows.features or {}).get("caption", datasets.Value("string"))
     if not (isinstance(feature, datasets.Value) and is_text(feature())):
         return rows
     if isinstance(rows, datasets.IterableDataset):
-        captions = [row["caption"] for row in rows.take(1)]
+        texts = pyarrow.chunked_array([[row["caption"] for row in rows.take(LISTS_LOOKED_AT)]], pyarrow.large_string())
     else:
         texts = rows.data.column("caption").cast(pyarrow.large_string())
-        captions = texts.filter(pyarrow.compute.match_substring_regex(texts, r"^\s*\[.*\]\s*$")).to_pylist()
-    if not any(map(listed, captions)):
+    is_bracketed = pyarrow.compute.match_substring_regex(texts, r"(?s)^\s*\[.*\]\s*$")
+    bracketed = texts.filter(is_bracketed).to_pylist()
+    lists = [text for text in bracketed if listed(text) is not None]
+    if not any(map(listed, lists)):
+        return rows
+    others = (text.as_py() for text in texts.filter(pyarrow.compute.invert(is_bracketed)))
+    other = next((text for text in others if present_captions(text)), None)
+    other = next((text for text in bracketed if listed(text) is None), other)
+    if other is not None:
+        warn_once(
+            logger,
+            f"{source}: {len(lists)} captions are lists, such as {shortened(lists[0])}, but stay texts, since "
+            f"{shortened(other)} is none: make all captions lists, or none",
+        )
         return rows
 
     def as_list(row: dict[str, Any]) -> dict[str, Any]:
@@ -239,6 +338,19 @@ def listed(caption: Any) -> list[str] | None:
     if not isinstance(texts, list) or not all(isinstance(text, str | None) or text != text for text in texts):
         return None
     return [text for text in texts if isinstance(text, str)]
+
+
+def _structure(value: Any) -> dict[str, Any] | list[Any] | None:
+    """An object or a list, perhaps one that JSON or Python wrote into a text; None: it is neither."""
+    if not isinstance(value, str) or not re.match(r"\s*[\[{]", value):
+        return value if isinstance(value, dict | list) else None
+    for read in (json.loads, ast.literal_eval):
+        try:
+            content = read(value.strip())
+        except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
+            continue
+        return content if isinstance(content, dict | list) else None
+    return None
 
 
 def _python_list(caption: str) -> list[Any] | None:
@@ -286,7 +398,8 @@ def readable_pairs(
     """
 
     def look(row: dict[str, Any], files: str) -> dict[str, Any]:
-        return {"problem": read_pair(row, arguments, are_labels)[0]}
+        problem, image = read_pair(row, arguments, are_labels)
+        return {"problem": problem, "pixels": image and image.info.get("pixels")}
 
     nothing = f"{arguments.source} has no pairs in split {arguments.split}"
     if len(rows) == 0:
@@ -303,9 +416,11 @@ def readable_pairs(
             fn_kwargs={"files": files},  # part of what the result is cached under
             is_kept=True,
             remove_columns=looked_at.column_names,
+            features=LOOK,
             num_proc=arguments.num_workers or None,
             desc=what,
         )
+    report_pixels(looks["pixels"], arguments)
     problems = list(looks["problem"])
     bad = [index for index, problem in enumerate(problems) if problem]
     if bad:
@@ -317,7 +432,7 @@ def readable_pairs(
 
 
 def _is_there(image: str | dict[str, Any] | None) -> bool:
-    return any(image.values()) if isinstance(image, dict) else bool(image)
+    return bool(image.get("bytes") or image.get("path")) if isinstance(image, dict) else bool(image)
 
 
 def one_row_an_image(rows: datasets.Dataset) -> datasets.Dataset:
@@ -362,10 +477,12 @@ class StreamReport:
 
     def __init__(self, arguments: DataArguments, quiet: bool):
         self.arguments, self.quiet = arguments, quiet
-        self.seen, self.bad, self.first = 0, 0, ""
+        self.seen, self.bad, self.first, self.pixels = 0, 0, "", []
 
-    def add(self, row: dict[str, Any], problem: str) -> None:
+    def add(self, row: dict[str, Any], problem: str, image: PIL.Image.Image | None = None) -> None:
         self.seen += 1
+        if image is not None and image.info.get("pixels"):
+            self.pixels.append(image.info["pixels"])
         if not problem:
             return
         self.bad += 1
@@ -381,12 +498,40 @@ class StreamReport:
     def end_of_epoch(self, readers: int) -> None:
         """A short stream is judged as a whole; one reader's share of it only if nothing is left of it, or if it has
         more bad pairs than all shares together may have."""
+        if not self.quiet:
+            report_pixels(self.pixels, self.arguments)
         too_many = self.bad > self.arguments.max_unreadable * self.seen * readers
         if self.bad and (readers == 1 or self.bad == self.seen or too_many):
             self._judge()
 
     def _judge(self) -> None:
         judge(self.bad, self.seen, self.first, self.arguments, self.quiet)
+
+
+def report_pixels(pixels: Iterable[list[float] | None], arguments: DataArguments) -> None:
+    """Warns of the gaps in pictures of more than 8 bits, and of a range that they leave or hardly use."""
+    deep = np.array([facts for facts in pixels if facts]).reshape(-1, 5)
+    number, (gaps, low, high, black, white) = len(deep), deep.T
+    if gaps.any():
+        logger.warning(
+            "%s: %d of %d pictures of more than 8 bits have gaps (NaN, infinite or no-data values), %.2g%% of their "
+            "pixels on average, which are black",
+            arguments.source, (gaps > 0).sum(), number, 100 * gaps[gaps > 0].mean(),
+        )  # fmt: skip
+    beyond = (low < black) | (high > white)
+    if beyond.any():
+        logger.warning(
+            "%s: %d of %d pictures of more than 8 bits have values beyond pixel_range, from %g to %g, which are black "
+            "or white",
+            arguments.source, beyond.sum(), number, low.min(), high.max(),
+        )  # fmt: skip
+    elif number and (high < (black + white) / 2).all():
+        top = 2 ** np.ceil(np.log2(high.max() + 1)) - 1 if white.max() > 1 else high.max()
+        logger.warning(
+            "%s: all %d pictures of more than 8 bits are dark: their greatest value is %g of %g. If their sensor gives "
+            "no more, set pixel_range, such as [%g, %g]",
+            arguments.source, number, high.max(), white.max(), black.min(), top,
+        )  # fmt: skip
 
 
 def judge(bad: int, total: int, first: str, arguments: DataArguments, quiet: bool = False) -> None:
