@@ -43,6 +43,11 @@ TEXTS = datasets.List(datasets.Value("string"))
 # An image as an image column holds it: its bytes, or where they are; and with black and white of more than 8 bits
 IMAGE = {"bytes": datasets.Value("binary"), "path": datasets.Value("string")}
 RANGED = IMAGE | {"pixel_range": datasets.List(datasets.Value("float64"))}
+UNDECODED = datasets.Image(decode=False)
+# Features of images that need not be made whole
+KNOWN = dict | datasets.Image | None
+# Columns of images as plain bytes
+BYTES = [datasets.Value(kind) for kind in ("binary", "large_binary")]
 # What a look at a pair finds: see `read_pair`, and `decode_image` on pixels
 LOOK = datasets.Features({"problem": datasets.Value("string"), "pixels": datasets.List(datasets.Value("float64"))})
 # What stands for a missing caption, as pandas reads a table
@@ -185,94 +190,85 @@ def rename_columns(
     # Images may also be plain bytes, or have no path beside them
     for column, name in wanted.items():
         feature = (rows.features or {}).get(column)
-        item = getattr(feature, "feature", feature)  # of a list
-        is_bytes = isinstance(item, datasets.Value) and "binary" in item.dtype
-        if name in IMAGES and is_bytes and item is feature:  # datasets casts no views
-            rows = rows.cast_column(column, datasets.Value("large_binary"))
-        is_plain = name in IMAGES and (is_bytes or isinstance(item, dict) and "pixel_range" not in item)
-        if isinstance(item, datasets.Image) or is_plain:
-            image = datasets.Image(decode=False)
-            rows = rows.cast_column(column, image if item is feature else datasets.List(image))
-    rows = rows.select_columns(list(dict.fromkeys(bases.get(column, column) for column in wanted)))
-    if bases:
-        rows = _with_keys(rows, [column for column in wanted if column not in bases], bases, arguments)
+        is_plain = name in IMAGES and (feature in BYTES or isinstance(feature, dict) and "pixel_range" not in feature)
+        if isinstance(feature, datasets.Image) or is_plain:
+            rows = rows.cast_column(column, UNDECODED)
+        elif isinstance(getattr(feature, "feature", None), datasets.Image):
+            rows = rows.cast_column(column, datasets.List(UNDECODED))
+    used = [column for column in wanted if column not in bases]
+    rows = rows.select_columns(list(dict.fromkeys([*used, *bases.values()])))
+    rows = _with_keys(rows, bases, arguments).select_columns(list(wanted)) if bases else rows
     rows = rows.rename_columns({old: new for old, new in wanted.items() if old != new})
     return _with_whole_images(rows, [name for name in IMAGES if name in wanted.values()], arguments)
 
 
-def _with_keys(rows: Rows, used: list[str], bases: dict[str, str], arguments: DataArguments) -> Rows:
-    """Rows of the used columns, and columns of texts, or of lists of texts, from the keys of others."""
+def _with_keys(rows: Rows, bases: dict[str, str], arguments: DataArguments) -> Rows:
+    """Rows with columns COLUMN.KEY, texts or lists of texts as the first one is, from objects in COLUMN."""
 
     def value(row: dict[str, Any], column: str) -> str | list[str] | None:
         content = row[bases[column]]
         for key in column.split(".")[1:]:
             content = _structure(content)
             content = content.get(key) if isinstance(content, dict) else None
-        if isinstance(content, list):
-            return present_captions(content)
-        return content if isinstance(content, str) else None
+        return present_captions(content) if isinstance(content, list) else content
 
-    features, lists = datasets.Features(), set()
-    head = list(_head(rows.select_columns(list(set(bases.values())))))
+    features = datasets.Features()
     for column, base in bases.items():
-        found = [text for text in (value(row, column) for row in head) if text is not None]
-        if not found:
-            keys = dict.fromkeys(key for row in head for key in _structure(row[base]) or ())
-            raise ValueError(no_column(arguments.source, [column], [base, *(f"{base}.{key}" for key in keys)]))
-        lists |= {column} if any(isinstance(text, list) for text in found) else set()
-        features[column] = TEXTS if column in lists else datasets.Value("string")
+        head = list(_head(rows.select_columns(base)))
+        kind = next((type(found) for found in (value(row, column) for row in head) if found is not None), None)
+        if kind is None:
+            keys = dict.fromkeys(f"{base}.{key}" for row in head for key in _structure(row[base]) or ())
+            raise ValueError(no_column(arguments.source, [column], [base, *keys]))
+        features[column] = TEXTS if kind is list else datasets.Value("string")
 
     def values(row: dict[str, Any]) -> dict[str, Any]:
         found = {column: value(row, column) for column in bases}
-        wrapped = {column: [text] for column, text in found.items() if isinstance(text, str)}
-        return {column: wrapped.get(column, text) if column in lists else text for column, text in found.items()}
+        return {
+            column: present_captions(text) if features[column] == TEXTS else text if isinstance(text, str) else None
+            for column, text in found.items()
+        }
 
     if isinstance(rows, datasets.IterableDataset):
-        rows = rows.map(values, features=rows.features and datasets.Features(rows.features | features))
-        return rows.select_columns([*used, *bases])
+        return rows.map(values, features=rows.features and datasets.Features(rows.features | features))
     texts = mapped(rows.select_columns(list(set(bases.values()))), values, features=features)
-    return datasets.concatenate_datasets([rows.select_columns(used), texts], axis=1)  # without copying images
+    return datasets.concatenate_datasets([rows, texts], axis=1)  # without copying images
 
 
 def _head(rows: Rows) -> Rows:
-    """The first rows, by which a column is judged; of a stream, fewer, which are read twice."""
+    """The first rows, by which a column is judged; of a stream, one, since it is read twice."""
     return rows.take(1 if isinstance(rows, datasets.IterableDataset) else 100)
 
 
 def _with_whole_images(rows: Rows, names: list[str], arguments: DataArguments) -> Rows:
-    root, pixel_range = arguments.image_root, arguments.pixel_range
-    features, kinds = rows.features or {}, {}
+    """Rows whose images are not lists or base64, with `image_root` and `pixel_range`."""
+    root, pixel_range, kinds = arguments.image_root, arguments.pixel_range, {}
     for name in names:
-        feature = features.get(name)
-        is_list = isinstance(feature, datasets.List | datasets.LargeList)
+        feature = (rows.features or {}).get(name)
         is_named = isinstance(feature, datasets.Value) and is_text(feature())
         texts = (row[name] for row in _head(rows.select_columns(name))) if is_named else ()
-        if pixel_range is not None and not (isinstance(feature, dict) and "pixel_range" in feature):
+        if pixel_range is not None:
             kinds[name] = RANGED
-        elif is_list or any(text is not None and from_base64(text) for text in texts):
-            kinds[name] = datasets.Image(decode=False)
+        elif any(text and from_base64(text) for text in texts) or not (is_named or isinstance(feature, KNOWN)):
+            kinds[name] = UNDECODED
         elif root is not None:
             kinds[name] = feature
 
-    def whole(image: Any, kind: Any) -> str | dict[str, Any] | None:
-        if isinstance(image, list):
-            image = image[0] if len(image) == 1 else None
-        if isinstance(image, str):
-            content = from_base64(image)
-            image = {"bytes": content, "path": None if content else image}
-        image = image or {"bytes": None, "path": None}
+    def whole(image: Any, kind: Any) -> str | dict[str, Any]:
+        image = image[0] if isinstance(image, list) and len(image) == 1 else image
+        content = from_base64(image) if isinstance(image, str) else image if isinstance(image, bytes) else None
+        if not isinstance(image, dict):
+            image = {"bytes": content, "path": image if isinstance(image, str) and content is None else None}
+        image = {"bytes": None, "path": None} | image
         if root is not None and image["path"] is not None and image["bytes"] is None:
             image = image | {"path": file_in(root, image["path"])}
-        if kind == RANGED:
-            return image | {"pixel_range": pixel_range}
-        return image["path"] if isinstance(kind, datasets.Value) else image
+        ranged = image if pixel_range is None else image | {"pixel_range": pixel_range}
+        return image["path"] if isinstance(kind, datasets.Value) else ranged
 
     def with_whole(batch: dict[str, list]) -> dict[str, list]:
         return {name: [whole(image, kind) for image in batch[name]] for name, kind in kinds.items()}
 
-    if not kinds:
-        return rows
-    return mapped(rows, with_whole, batched=True, features=rows.features and datasets.Features(features | kinds))
+    features = rows.features and datasets.Features(rows.features | kinds)
+    return mapped(rows, with_whole, batched=True, features=features) if kinds else rows
 
 
 def _split_lines(rows: Rows) -> Rows:
@@ -511,27 +507,18 @@ class StreamReport:
 def report_pixels(pixels: Iterable[list[float] | None], arguments: DataArguments) -> None:
     """Warns of the gaps in pictures of more than 8 bits, and of a range that they leave or hardly use."""
     deep = np.array([facts for facts in pixels if facts]).reshape(-1, 5)
-    number, (gaps, low, high, black, white) = len(deep), deep.T
+    gaps, low, high, black, white = deep.T
+    beyond, start = (low < black) | (high > white), f"{arguments.source}: of {len(deep)} pictures of more than 8 bits,"
     if gaps.any():
-        logger.warning(
-            "%s: %d of %d pictures of more than 8 bits have gaps (NaN, infinite or no-data values), %.2g%% of their "
-            "pixels on average, which are black",
-            arguments.source, (gaps > 0).sum(), number, 100 * gaps[gaps > 0].mean(),
-        )  # fmt: skip
-    beyond = (low < black) | (high > white)
+        share = f"on average {gaps[gaps > 0].mean():.2%} of their pixels, which are black"
+        logger.warning(f"{start} {(gaps > 0).sum()} have gaps (NaN, infinite or no-data values), {share}")
     if beyond.any():
-        logger.warning(
-            "%s: %d of %d pictures of more than 8 bits have values beyond pixel_range, from %g to %g, which are black "
-            "or white",
-            arguments.source, beyond.sum(), number, low.min(), high.max(),
-        )  # fmt: skip
-    elif number and (high < (black + white) / 2).all():
+        values = f"from {low.min():g} to {high.max():g}, which are black or white"
+        logger.warning(f"{start} {beyond.sum()} have values beyond pixel_range, {values}")
+    elif len(deep) and high.max() < ((black + white) / 2).min():
         top = 2 ** np.ceil(np.log2(high.max() + 1)) - 1 if white.max() > 1 else high.max()
-        logger.warning(
-            "%s: all %d pictures of more than 8 bits are dark: their greatest value is %g of %g. If their sensor gives "
-            "no more, set pixel_range, such as [%g, %g]",
-            arguments.source, number, high.max(), white.max(), black.min(), top,
-        )  # fmt: skip
+        advice = f"if the sensor gives no more, set pixel_range, such as [{black.min():g}, {top:g}]"
+        logger.warning(f"{start} none has a value above {high.max():g} of {white.max():g}: {advice}")
 
 
 def judge(bad: int, total: int, first: str, arguments: DataArguments, quiet: bool = False) -> None:
