@@ -230,7 +230,8 @@ def _with_keys(rows: Rows, bases: dict[str, str], arguments: DataArguments) -> R
 
     if isinstance(rows, datasets.IterableDataset):
         return rows.map(values, features=rows.features and datasets.Features(rows.features | features))
-    texts = mapped(rows.select_columns(list(set(bases.values()))), values, features=features)
+    held = sorted(set(bases.values()))
+    texts = mapped(rows.select_columns(held), values, features=features, remove_columns=held)
     return datasets.concatenate_datasets([rows, texts], axis=1)  # without copying images
 
 
