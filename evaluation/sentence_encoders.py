@@ -22,7 +22,8 @@ from evaluation.embedder import embed
 from modeling_clip_moe.families import is_clip
 from records.digests import short_digest
 from records.files import save, writing
-from records.hub import hub_options
+from records.hub import hub_commit, hub_options, read_commit
+from records.local_names import is_hub_name
 from records.provenance import weights_fingerprint
 
 SETTINGS_FILE, TFIDF_WEIGHTS = "encoder.json", "tfidf.safetensors"
@@ -210,6 +211,8 @@ def load_encoder(folder: str | Path, device: str | torch.device = "cpu") -> Sent
             return TfidfEncoder(settings["words"], idf, components)
         source = str(folder / "model") if (folder / "model").is_dir() else settings["source"]
         kind, name, pooling = settings["kind"], settings["name"], settings.get("pooling", "mean")
+    if source == settings["source"] and "commit" in settings:
+        read_commit(source, settings["commit"])
     return open_encoder(source, pooling, name, device, kind)
 
 
@@ -235,4 +238,6 @@ def _name(source: str) -> str:
 
 
 def _write(folder: Path, settings: dict) -> None:
+    if is_hub_name(settings.get("source", "")):
+        settings["commit"] = hub_commit(settings["source"])
     (folder / SETTINGS_FILE).write_text(json.dumps(settings) + "\n", encoding="utf-8")

@@ -13,6 +13,8 @@ logger = logging.getLogger(__name__)
 
 # Seconds that the Hub has to answer, unless it was cached before
 TIMEOUT = 5
+# What this process reads
+_commits: dict[tuple[str, str], tuple[str, bool]] = {}
 
 
 def hub_commit(name: str, repo_type: str = "model") -> str:
@@ -29,6 +31,14 @@ def hub_commit(name: str, repo_type: str = "model") -> str:
     return _resolve(name, repo_type)[0]
 
 
+def read_commit(name: str, commit: str) -> None:
+    """Has this process read a model at a commit that a record names. Raises a ValueError if it reads another one."""
+    if _commits.setdefault((name, "model"), (commit, False))[0] != commit:
+        raise ValueError(
+            f"{name} is needed at commit {commit}, but is read at {hub_commit(name)} here: run it by itself"
+        )
+
+
 def hub_options(source: str | Path, repo_type: str = "model") -> dict[str, Any]:
     """The arguments by which `from_pretrained`, `cached_file` and `snapshot_download` read `hub_commit`; none for a
     folder. The cache then has that commit as its newest one, for reading without the Hub. Raises see `hub_commit`."""
@@ -40,9 +50,14 @@ def hub_options(source: str | Path, repo_type: str = "model") -> dict[str, Any]:
     return {"revision": commit, "local_files_only": from_cache}
 
 
-@functools.cache
 def _resolve(name: str, repo_type: str) -> tuple[str, bool]:
     """The commit, and whether it is from the cache since the Hub did not tell it."""
+    if (name, repo_type) not in _commits:
+        _commits[name, repo_type] = _find(name, repo_type)
+    return _commits[name, repo_type]
+
+
+def _find(name: str, repo_type: str) -> tuple[str, bool]:
     if not is_hub_name(name):
         raise FileNotFoundError(f"no such folder: {name} is neither a folder nor a hub name")
     from huggingface_hub import HfApi  # takes a while

@@ -47,8 +47,8 @@ def go_online(monkeypatch, online=True):
     monkeypatch.setenv("HF_HUB_OFFLINE", "0" if online else "1")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", not online)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", not online)
-    for cached in (hub._resolve, hub._remember):  # as in a new process
-        cached.cache_clear()
+    hub._commits.clear()  # as in a new process
+    hub._remember.cache_clear()
 
 
 @pytest.fixture

@@ -1,19 +1,29 @@
 """What the pages of README and docs name and this machine lacks, under the same names and small: checkpoints, images,
-and repositories of the Hub. `make_folder` makes a folder that looks like a checkout in which the files lie, `put_on_hub`
-a Hub with the repositories."""
+and repositories of the Hub. `make_folder` makes a folder that looks like a checkout in which the files lie,
+`put_on_hub` puts the repositories on the local Hub."""
 
 import functools
 import json
 import re
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from benchmark_folders import make_copy
+from converters import tiny_llava
 from local_hub import LocalHub
 from openai_weights import as_released, openai_state_dict
 from tiny_families import saved, tiny_dense
-from transformers import AutoProcessor, AutoTokenizer, CLIPModel, CLIPTextModel, CLIPTextModelWithProjection
+from transformers import (
+    AutoProcessor,
+    AutoTokenizer,
+    CLIPImageProcessorPil,
+    CLIPModel,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    LlavaProcessor,
+)
 
 from conversion.long_context import POSITIONS
 from conversion.presets import PRESETS
@@ -25,6 +35,7 @@ from modeling_clip_moe.families import FAMILY_OF_TYPE
 ROOT = Path(__file__).parents[1]
 BASE = ROOT / "training" / "symbol_clip"
 SHORT = 77
+IMAGE_TOKEN = "<image>"
 
 
 def with_77_positions(model):
@@ -61,11 +72,11 @@ def save_released(file: Path) -> None:
     torch.save(as_released(openai_weights()), file)
 
 
-def save_images(folder: Path) -> None:
+def save_images(folder: Path, count: int = 8) -> None:
     """A folder of images, with captions and labels in a file beside them."""
     lines = []
     folder.mkdir()
-    for number, row in enumerate(symbols.load("train", "detailed", 8)):
+    for number, row in enumerate(symbols.load("train", "detailed", count)):
         name = f"{number:04}.png"
         row["image"].save(folder / name)
         lines.append(json.dumps({"file_name": name, "caption": row["caption"], "label": row["kind"]}))
@@ -100,13 +111,25 @@ def save_sparse(folder: Path) -> None:
 
 
 def save_llava(folder: Path) -> None:
-    from integration.tiny_models import save_dense_llava  # imports diffusers
-
-    save_dense_llava(folder)
+    """A LLaVA with the dense symbol CLIP's tower, and its processor."""
+    tokenizer = AutoTokenizer.from_pretrained(BASE)
+    tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE_TOKEN]})
+    base = CLIPModel.from_pretrained(BASE)
+    image_token = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
+    model = tiny_llava(base.config.vision_config, len(tokenizer), image_token)
+    model.model.vision_tower.load_state_dict(base.vision_model.state_dict())
+    model.save_pretrained(folder)
+    LlavaProcessor(
+        image_processor=CLIPImageProcessorPil.from_pretrained(BASE),
+        tokenizer=tokenizer,
+        patch_size=base.config.vision_config.patch_size,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    ).save_pretrained(folder)
 
 
 def save_sdxl(folder: Path) -> None:
-    from integration.tiny_models import sdxl
+    from integration.tiny_models import sdxl  # imports diffusers
 
     dense = with_77_positions(CLIPModel.from_pretrained(BASE))
     with tempfile.TemporaryDirectory() as whole:
@@ -145,6 +168,7 @@ STAND_INS = {
     "clip-moe-4-2-sharegpt4v.pt": save_released,
     "my/images/train": save_images,
     "my/images/test": save_images,
+    "my/photos": functools.partial(save_images, count=40),
     "my/benchmarks/mmvp_vlm": save_benchmark,
     "my/benchmarks/urban1k": save_benchmark,
     "training": lambda folder: folder.symlink_to(ROOT / "training"),
@@ -159,12 +183,17 @@ def repository(name: str) -> dict[str, bytes]:
         return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def put_on_hub(hub: LocalHub, text: str) -> list[str]:
-    """Puts the repositories that a text names on the Hub; returns their names."""
-    names = [name for name in ON_HUB if re.search(rf"{re.escape(name)}(?![\w.-])", text)]
+def on_and_offline(hub: LocalHub, text: str) -> Iterator[str]:
+    """Puts the repositories that a text names on the Hub, and yields "online"; where there are some, then "offline",
+    with a Hub that is gone."""
+    names = [name for name in ON_HUB if re.search(rf"{re.escape(name)}(?![\w-])", text)]
     for name in names:
         hub.put(name, repository(name))
-    return names
+    yield "online"
+    if names:
+        hub.clear()
+        hub.online(False)
+        yield "offline"
 
 
 def make_folder(folder: Path) -> None:

@@ -22,7 +22,7 @@ from data.identity import identity
 from data.sources import open_rows
 from evaluation.benchmarks.loading import benchmark_task
 from evaluation.benchmarks.specs import BENCHMARKS
-from evaluation.sentence_encoders import open_encoder
+from evaluation.sentence_encoders import load_encoder, open_encoder
 from records.hub import hub_commit
 from records.provenance import Record, model_fingerprint, named_files
 from training.runner import GO_ON
@@ -216,6 +216,20 @@ def test_a_processor_and_an_encoder_by_name(clip):
     assert open_encoder(B32).encode(["a star"]).shape == (1, 16)
 
 
+def test_an_encoder_that_only_its_name_keeps_stays_at_its_commit(clip, models, tmp_path):
+    """A mixture's centers are embeddings by that commit. A process that reads another one says so."""
+    encoder = open_encoder(B32)
+    encoder.save(tmp_path)
+    expected = encoder.encode(["a star"])
+    commit = other_weights(clip, models)
+    clip.online()
+    assert (load_encoder(tmp_path).encode(["a star"]) == expected).all()
+    clip.online()
+    assert (open_encoder(B32).encode(["a star"]) != expected).any()
+    with pytest.raises(ValueError, match=f"{B32} is needed at commit {clip.commit}, but is read at {commit} here"):
+        load_encoder(tmp_path)
+
+
 def write_pictures(folder):
     folder.mkdir()
     lines = []
@@ -258,7 +272,7 @@ def test_data_by_name(name, pictures):
 
 
 def test_new_data_are_noticed(pictures, models, tmp_path):
-    """A finished stage says so; offline, it is skipped, and no rows of an older commit pass for those of a newer one."""
+    """A finished stage says so. Offline, it is skipped, and rows of an older commit do not pass for newer ones."""
     data = {"source": "user/pictures"}
     stages = [{"name": "tuned", "stage": "train", "model": str(models / "dense"), **STEP, "data": data}]
     run_stages(tmp_path, stages)
@@ -273,8 +287,9 @@ def test_new_data_are_noticed(pictures, models, tmp_path):
     pictures.online()
     huggingface_hub.snapshot_download("user/pictures", repo_type="dataset")
     pictures.online(False)
-    with pytest.raises(OSError, match=f"user/pictures was downloaded at another commit than {commit[:12]}: connect"):
-        open_rows(DataArguments(**data))
+    for streaming in (False, True):
+        with pytest.raises(OSError, match=f"user/pictures was downloaded at another commit than {commit[:12]}: conn"):
+            open_rows(DataArguments(**data, streaming=streaming))
 
 
 @pytest.mark.parametrize("fault", ["missing", "gated", "offline", "refused"])
@@ -308,6 +323,6 @@ def test_a_benchmark_by_name(hub, tmp_path):
     hub.online()
     assert hub_commit(benchmark.hub, "dataset") == commit  # from the cache, though the Hub no longer has it
     with pytest.raises(
-        ValueError, match="^fer2013 cannot be had from the Hub as .*no such dataset on the Hub.*, or put"
+        ValueError, match="^fer2013 cannot be had from the Hub as .*no such dataset on the Hub.* or put"
     ):
         benchmark_task(BENCHMARKS["fer2013"])
