@@ -44,7 +44,10 @@ def own_template(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def forget_last_call(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Resets the truncation and padding of a tokenizer's last call, which it would save and do from then on."""
+    """Resets the truncation and padding of a tokenizer's last call, which it would save and do from then on, and
+    whether it was loaded online, which it would save."""
+    for key in ("is_local", "local_files_only"):
+        tokenizer.init_kwargs.pop(key, None)
     if getattr(tokenizer, "backend_tokenizer", None) is not None:  # others save no such thing
         tokenizer.backend_tokenizer.no_truncation()
         tokenizer.backend_tokenizer.no_padding()

@@ -19,7 +19,7 @@ from huggingface_hub import DatasetCard
 from data.annotations import SPLIT_OF_NAME, NoSplit, open_json, open_tables
 from data.arguments import DataArguments
 from data.image_folders import METADATA, is_picture, open_folder, warn_of_unread
-from data.local_data import BUILDERS, TABLES, is_here, suffix_of, without_braces
+from data.local_data import BUILDERS, TABLES, suffix_of, without_braces
 from data.shards import open_shards
 from records.digests import file_stamp
 from records.files import files_in
@@ -85,10 +85,6 @@ def reading(arguments: DataArguments) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if isinstance(error, ConnectionError | datasets.exceptions.DatasetNotFoundError) and not is_here(source):
-            # One that cannot be reached may be reached later
-            kind = FileNotFoundError if isinstance(error, FileNotFoundError) else OSError
-            raise kind(f"there is no file or folder {source}: {error}") from error
         cause = error
         while isinstance(cause, datasets.exceptions.DatasetGenerationError) and cause.__cause__ is not None:
             cause = cause.__cause__

@@ -104,17 +104,16 @@ def _reason(error: Exception, name: str, repo_type: str, endpoint: str) -> OSErr
     from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled, RepositoryNotFoundError
 
     page = f"{endpoint}/{'datasets/' if repo_type == 'dataset' else ''}{name}"
+    nothing = f"there is no {'file or folder' if repo_type == 'dataset' else 'folder'} {name}"
     if isinstance(error, GatedRepoError):
         return FileNotFoundError(f"{name} is gated: accept its terms at {page}, and log in with `hf auth login`")
     if isinstance(error, RepositoryNotFoundError):
         return FileNotFoundError(
-            f"there is no folder {name}, and no such {repo_type} on the Hub: correct the name, or log in with "
+            f"{nothing}, and no such {repo_type} on the Hub: correct the name, or log in with "
             "`hf auth login` if it is private"
         )
     if isinstance(error, OfflineModeIsEnabled):
-        return ConnectionError(
-            f"there is no folder {name}, and it is not in the cache of the Hub: unset HF_HUB_OFFLINE to download it"
-        )
+        return ConnectionError(f"{nothing}, and it is not in the cache of the Hub: unset HF_HUB_OFFLINE to download it")
     return ConnectionError(
-        f"there is no folder {name}, and the Hub cannot be reached ({one_line(error)}): connect to it, or name a folder"
+        f"{nothing}, and the Hub cannot be reached ({one_line(error)}): connect to it, or name a folder"
     )

@@ -100,9 +100,12 @@ def save_old_clip(folder: Path) -> None:
     torch.save(model.state_dict() | numbers, folder / "pytorch_model.bin")
     for name in ("model.safetensors", "processor_config.json"):
         (folder / name).unlink()
-    settings = {k: v for k, v in processor.image_processor.to_dict().items() if k != "image_processor_type"}
-    settings["feature_extractor_type"] = "CLIPFeatureExtractor"
-    (folder / "preprocessor_config.json").write_text(json.dumps(settings, default=str))
+    images = processor.image_processor
+    settings = {f"do_{step}": True for step in ("center_crop", "normalize", "resize")}
+    size = images.size["height"]
+    settings |= {"size": size, "crop_size": size, "resample": 3, "feature_extractor_type": "CLIPFeatureExtractor"}
+    settings |= {name: list(getattr(images, name)) for name in ("image_mean", "image_std")}
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
 
 
 def save_sparse(folder: Path) -> None:
