@@ -44,10 +44,7 @@ def own_template(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def forget_last_call(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Resets the truncation and padding of a tokenizer's last call, which it would save and do from then on, and
-    whether it was loaded online, which it would save."""
-    for key in ("is_local", "local_files_only"):
-        tokenizer.init_kwargs.pop(key, None)
+    """Resets the truncation and padding of a tokenizer's last call, which it would save and do from then on."""
     if getattr(tokenizer, "backend_tokenizer", None) is not None:  # others save no such thing
         tokenizer.backend_tokenizer.no_truncation()
         tokenizer.backend_tokenizer.no_padding()
@@ -68,7 +65,10 @@ def load_image_processor(source: str | Path) -> BaseImageProcessor:
 def _load(auto_class: Any, source: str | Path, **kwargs) -> Any:
     kwargs |= hub_options(source)
     with loading(source):
-        return auto_class.from_pretrained(source, trust_remote_code=False, **kwargs)
+        loaded = auto_class.from_pretrained(source, trust_remote_code=False, **kwargs)
+    for key in ("is_local", "local_files_only"):  # which would be saved, and differ online and offline
+        getattr(getattr(loaded, "tokenizer", loaded), "init_kwargs", {}).pop(key, None)
+    return loaded
 
 
 def load_processor(source: str | Path) -> ProcessorMixin:
