@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from records.messages import one_line, warn_once
 
 logger = logging.getLogger(__name__)
 
-# Seconds that the Hub has to answer, unless it was cached before
+# Seconds that the Hub has to answer, unless HF_HUB_ETAG_TIMEOUT says another number
 TIMEOUT = 5
 # What this process reads
 _commits: dict[tuple[str, str], tuple[str, bool]] = {}
@@ -65,7 +66,8 @@ def _find(name: str, repo_type: str) -> tuple[str, bool]:
 
     api = HfApi()
     try:  # it leaves the cache as it is: a finished stage that refuses the newest commit can go on offline
-        info = api.repo_info(name, repo_type=repo_type, timeout=TIMEOUT)
+        timeout = float(os.environ.get("HF_HUB_ETAG_TIMEOUT", TIMEOUT))
+        info = api.repo_info(name, repo_type=repo_type, timeout=timeout)
         if getattr(info, "gated", False):  # its files alone are, not this information
             api.auth_check(name, repo_type=repo_type)
         return info.sha, False
