@@ -184,10 +184,7 @@ def open_encoder(
     """The encoder of a folder or hub name: a tower of a CLIP, or a sentence encoder, see `TextEncoder`."""
     is_whole = has_file(source, ["modules.json"])
     if not is_whole and not has_file(source, ["config.json"]):
-        raise FileNotFoundError(
-            f"there is no sentence encoder {source}: no folder with a model, none that can be had from the Hub, nor "
-            "tfidf"
-        )
+        raise FileNotFoundError(f"there is no sentence encoder in {source}: it has no config.json")
     if modality == "image" or (not is_whole and is_clip(load_config(source))):
         return ClipEncoder(source, modality, name, device)
     return TextEncoder(source, pooling, name, device)

@@ -208,4 +208,4 @@ def _processor(processor: str | None, tokenizer: str | None, context_length: int
 def _require_half(source: str, half: str, files: tuple[str, ...]) -> None:
     """A folder or hub name has this half of a processor, which transformers would make up."""
     if not has_file(source, files):
-        raise FileNotFoundError(f"{source} has no {half} ({' or '.join(files)}), here or on the Hub")
+        raise FileNotFoundError(f"{source} has no {half} ({' or '.join(files)})")
