@@ -96,8 +96,7 @@ class Handler(BaseHTTPRequestHandler):
         rest.pop()
         if repository.gated and not self.is_owner:
             return self.answer({"error": GATED["X-Error-Message"]}, 401, GATED)
-        revision = "/".join(rest[:3]) if rest[0] == "refs" else rest[0]
-        commit, file = repository.commit(revision), "/".join(rest[3 if rest[0] == "refs" else 1 :])
+        commit, file = repository.commit(rest[0]), "/".join(rest[1:])
         if commit is None:
             return self.missing("Revision")
         if file not in repository.commits[commit]:
@@ -113,10 +112,7 @@ class Handler(BaseHTTPRequestHandler):
         if rest[:1] == ["auth-check"]:
             refused = repository.gated and not self.is_owner
             return self.answer({"error": GATED["X-Error-Message"]}, 403, GATED) if refused else self.answer({})
-        if rest[:1] == ["refs"]:
-            refs = [{"name": r, "ref": f"refs/heads/{r}", "targetCommit": c} for r, c in repository.refs.items()]
-            return self.answer({"branches": refs, "converts": [], "tags": []})
-        commit = repository.commit("/".join(rest[1:4]) if rest[1:2] == ["refs"] else rest[1] if rest else "main")
+        commit = repository.commit(rest[1] if rest else "main")
         if commit is None:
             return self.missing("Revision")
         files = repository.commits[commit]
