@@ -40,7 +40,8 @@ class DataArguments:
     # The folder of relative paths in the image column (and in a .json); None: the one in which the command runs.
     image_root: str | None = None
     # Black and white of gray pictures of more than 8 bits, such as [0, 1023] for a sensor of 10 bits in files of 16, or
-    # [-1024, 3071] for CT. None: those of the format: all values of unsigned integers of up to 16 bits, 0 and 1 of floats.
+    # [-1024, 3071] for CT. None: those of the format: all values of unsigned integers of up to 16 bits, 0 and 1 of
+    # floats.
     pixel_range: list[FiniteFloat] | None = Field(default=None, min_length=2, max_length=2)
     # Read while training instead of loading first.
     streaming: bool = False

@@ -11,7 +11,6 @@ from typing import Any
 
 import datasets
 import pyarrow.parquet
-from huggingface_hub import snapshot_download
 
 from data.annotations import open_tables
 from data.arguments import DataArguments
@@ -22,6 +21,7 @@ from data.sources import is_cache, is_saved, is_text, matching, named_images, of
 from data.worlds import INSTALLED, WORLDS, world
 from records.digests import FILES_AT_ONCE, DigestCache, file_digests, file_stamp, value_digest
 from records.files import files_in
+from records.hub import hub_commit
 from records.provenance import MANIFEST
 
 # Errors about a fingerprint that is not that of the pairs say this
@@ -44,7 +44,7 @@ def identity(arguments: DataArguments) -> dict[str, Any] | None:
         return None
     if not is_here(source):
         try:  # offline, the last one that was here
-            return {"commit": Path(snapshot_download(source, repo_type="dataset", allow_patterns=[])).name}
+            return {"commit": hub_commit(source, "dataset")}
         except (OSError, ValueError):  # no such name, offline, or no name that the Hub could know
             return None
     if os.path.isdir(source):

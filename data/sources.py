@@ -23,6 +23,7 @@ from data.local_data import BUILDERS, TABLES, is_here, is_table, suffix_of, with
 from data.shards import open_shards
 from records.digests import file_stamp
 from records.files import files_in
+from records.hub import hub_options
 from records.messages import one_line
 
 # Workers and processes that share rows in memory as a stream
@@ -82,10 +83,6 @@ def reading(arguments: DataArguments) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if isinstance(error, ConnectionError | datasets.exceptions.DatasetNotFoundError) and not is_here(source):
-            # One that cannot be reached may be reached later
-            kind = FileNotFoundError if isinstance(error, FileNotFoundError) else OSError
-            raise kind(f"there is no file or folder {source}: {error}") from error
         cause = error
         while isinstance(cause, datasets.exceptions.DatasetGenerationError) and cause.__cause__ is not None:
             cause = cause.__cause__
@@ -114,8 +111,24 @@ def _open(arguments: DataArguments, columns: Sequence[str]) -> Rows:
             f"{', '.join([*BUILDERS, *TABLES])}"
         )
     else:
-        return datasets.load_dataset(source, split=split, streaming=streaming)
+        return _open_hub(source, split, streaming)
     return rows.to_iterable_dataset(num_shards=min(READERS, max(len(rows), 1))) if streaming else rows
+
+
+def _open_hub(source: str, split: str, streaming: bool) -> Rows:
+    """The rows of a data set on the Hub, of the commit that its identity names."""
+    options = hub_options(source, "dataset")
+    if options["local_files_only"] and not datasets.config.HF_HUB_OFFLINE:  # it would ask for minutes
+        raise ConnectionError("the Hub cannot be reached: set HF_HUB_OFFLINE=1 to read what was downloaded before")
+    builder = datasets.load_dataset_builder(source, revision=options["revision"])
+    if options["revision"] not in Path(builder.cache_dir).parts:  # without the Hub, it takes what it prepared last
+        raise ConnectionError(
+            f"{source} was downloaded at another commit than {options['revision'][:12]}: connect to the Hub"
+        )
+    if streaming:
+        return builder.as_streaming_dataset(split=split)
+    builder.download_and_prepare()
+    return builder.as_dataset(split=split)
 
 
 def _open_files(

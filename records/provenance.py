@@ -19,6 +19,8 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
 from records.digests import file_digest, file_digests, value_digest
 from records.files import damaged, files_in, read_record, write_text
+from records.hub import hub_commit
+from records.local_names import is_hub_name
 from records.messages import in_one_line
 from records.outcome import Training
 
@@ -32,6 +34,10 @@ EVERYTHING = ("**/*.bin", "**/*.json", "**/*.model", "**/*.safetensors", "**/*.t
 # Files that embeddings depend on: an expert's are the same in its own folder and in that of a mixture.
 WEIGHTS = ("config.json", "*.bin", "*.safetensors", "*.index.json")
 PROCESSOR = ("*token*.json", "vocab.json", "vocab.txt", "merges.txt", "*.model", "*processor_config.json")
+
+
+# A commit of the Hub
+COMMIT = "[0-9a-f]{40}"
 
 
 class Attempt(BaseModel):
@@ -114,10 +120,13 @@ class Record(BaseModel):
             return before.attempts
         differing = "; ".join(f"{key}: {how}" for key, how in differences.items())
         kinds = {key.split(".")[0] for key in differences}
+        is_commit = [re.search(f"{COMMIT}'$", how) is not None for how in differences.values()]
         what = "data" if kinds == {"data"} else "code" if kinds <= {"code", "reached"} else "settings"
+        what = "commits of the Hub" if all(is_commit) else what
+        more = ", or set HF_HUB_OFFLINE=1 to go on with the commit that was downloaded before" if any(is_commit) else ""
         raise ValueError(
             f"{folder} was made with other {what} ({differing}). Delete it to make it anew, or choose another output "
-            "folder"
+            f"folder{more}"
         )
 
     def differences(self, other: "Record") -> dict[str, str]:
@@ -178,14 +187,7 @@ def model_fingerprint(model: str | Path, patterns: Sequence[str] = EVERYTHING) -
     """
     path = Path(model)
     if not path.is_dir():
-        from transformers import AutoConfig
-
-        try:
-            return f"{model}@{AutoConfig.from_pretrained(str(model), trust_remote_code=False)._commit_hash}"
-        except (OSError, ValueError) as error:
-            raise FileNotFoundError(
-                f"{model} is no folder, and no model that can be had from the Hub: {error}"
-            ) from error
+        return f"{model}@{hub_commit(str(model))}"
     names = (Path(name) for name in files_in(path, hidden=True) if (path / name).is_file())
     files = sorted(path / name for name in names if any(_matches(name, pattern) for pattern in patterns))
     files = [file for file in files if path / CHECKPOINTS not in file.parents]
@@ -202,11 +204,11 @@ def _matches(name: Path, pattern: str) -> bool:
 
 
 def named_files(files: Iterable[str], processors: Iterable[str | None]) -> dict[str, str]:
-    """Digests of files and of the processors of folders, by the names that settings have for them. Those that do not
-    exist, as names of the Hub, are left out."""
+    """Digests of files, and of processors in folders or on the Hub, by the names that settings have for them. Those
+    that do not exist are left out."""
     digests = {file: file_digest(Path(file)) for file in files if Path(file).is_file()}
-    folders = [folder for folder in processors if folder is not None and Path(folder).is_dir()]
-    return digests | {folder: model_fingerprint(folder, PROCESSOR) for folder in folders}
+    there = [source for source in processors if source and (Path(source).is_dir() or is_hub_name(source))]
+    return digests | {source: model_fingerprint(source, PROCESSOR) for source in there}
 
 
 def weights_fingerprint(model: str | Path) -> str:

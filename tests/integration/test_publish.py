@@ -4,14 +4,12 @@ import json
 import re
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
 import transformers
 import yaml
-from huggingface_hub import HfApi, ModelCard
+from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 from programs import run_program
 from safetensors.torch import save_file
@@ -65,21 +63,6 @@ def unverified(monkeypatch):
     monkeypatch.setattr(bundle, "verify", lambda folder: None)
 
 
-@pytest.fixture
-def hub(monkeypatch):
-    """The Hub's client, with the signatures of its methods; it keeps the files that are uploaded."""
-    api = mock.create_autospec(HfApi, instance=True)
-
-    def upload_folder(folder_path, create_pr, **_):
-        api.files = {path.name: path.read_bytes() for path in Path(folder_path).iterdir() if path.is_file()}
-        return SimpleNamespace(pr_url="discussions/1" if create_pr else None, commit_url="commit/1")
-
-    api.create_repo.side_effect = lambda repository, **_: SimpleNamespace(repo_id=repository)
-    api.upload_folder.side_effect = upload_folder
-    monkeypatch.setattr("conversion.publish.HfApi", lambda: api)
-    return api
-
-
 def test_the_folder_has_all_that_others_look_for(run, published):
     names = {path.relative_to(published).as_posix() for path in published.rglob("*") if path.is_file()}
     assert {"preprocessor_config.json", "vocab.json", "merges.txt"} <= names
@@ -131,22 +114,57 @@ def test_how_long_it_took_is_recorded(run):
     assert lineage.hardware[0].startswith("1 x ")
 
 
-def test_the_hub_gets_one_commit(run, hub, unverified, capsys):
+def test_the_hub_gets_one_commit(run, hub, login, unverified, capsys):
     publish.main([str(run / "clip_up"), "user/symbols", "--private", "--revision", "next"])
-    assert capsys.readouterr().out.endswith("commit/1\n")
-    hub.create_repo.assert_called_once_with("user/symbols", private=True, exist_ok=True)
-    hub.create_branch.assert_called_once_with("user/symbols", branch="next", exist_ok=True)
-    options = hub.upload_folder.call_args.kwargs
-    assert (options["repo_id"], options["revision"], options["create_pr"]) == ("user/symbols", "next", False)
-    assert {"preprocessor_config.json", "vocab.json", "merges.txt"} < set(hub.files)
-    assert hub.files["model.safetensors"] == (run / "clip_up" / "model.safetensors").read_bytes()
+    repository = hub.repositories["models", "user/symbols"]
+    commit = repository.refs["next"]
+    assert capsys.readouterr().out.endswith(f"/user/symbols/commit/{commit}\n")
+    assert repository.private and list(repository.commits) == [repository.refs["main"], commit]
+    files = hub.files("user/symbols", "next")
+    assert {"preprocessor_config.json", "vocab.json", "merges.txt"} < set(files) and not hub.files("user/symbols")
+    assert files["model.safetensors"] == (run / "clip_up" / "model.safetensors").read_bytes()
 
 
-def test_a_recipe_publishes_at_its_end(hub, unverified, tmp_path):
-    stages = [{"name": "sparse", "stage": "upcycle", "model": str(ROOT / BASE), "preset": "clip_moe"}]
+def test_a_recipe_publishes_at_its_end(hub, login, unverified, tmp_path):
+    """Of a model on the Hub, which the card names."""
+    hub.put("user/base", ROOT / BASE)
+    stages = [{"name": "sparse", "stage": "upcycle", "model": "user/base", "preset": "clip_moe"}]
     run_stages(tmp_path, stages, push_to_hub={"sparse": "user/from-a-recipe"})
-    assert hub.upload_folder.call_args.kwargs["repo_id"] == "user/from-a-recipe"
-    assert b"| sparse | upcycle |" in hub.files["README.md"]
+    card = hub.files("user/from-a-recipe")["README.md"]
+    assert b"| sparse | upcycle |" in card and b"base_model: user/base" in card
+
+
+@pytest.mark.parametrize(
+    ("token", "name", "message"),
+    [
+        (None, "user/x", "error: publishing needs a token that may write: run `hf auth login`, or set HF_TOKEN$"),
+        ("hf_other", "user/x", "error: .*Invalid credentials"),
+        ("hf_owner", "other/x", "error: .*the rights to create a model under this namespace"),
+    ],
+)
+def test_what_the_hub_refuses_is_one_line(token, name, message, run, hub, unverified, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", token) if token else monkeypatch.delenv("HF_TOKEN", raising=False)
+    with pytest.raises(SystemExit, match=message) as end:
+        publish.main([str(run / "clip_up"), name])
+    assert "\n" not in str(end.value) and not hub.repositories
+
+
+def test_a_published_model_loads_at_a_revision(published, hub, login, tmp_path):
+    """In a process without this package, online and then offline; the newest commit has other weights."""
+    upload(published, "user/symbols")
+    first, state = hub.repositories["models", "user/symbols"].refs["main"], weights(published)
+    save_file({key: 2 * tensor for key, tensor in state.items()}, tmp_path / "other.safetensors", {"format": "pt"})
+    other = {"model.safetensors": (tmp_path / "other.safetensors").read_bytes()}
+    hub.put("user/symbols", hub.files("user/symbols") | other)
+    program = "import sys; sys.modules['modeling_clip_moe'] = None\nfrom transformers import AutoModel, AutoProcessor\n"
+    program += f"hub = {{'trust_remote_code': True, 'revision': {first!r}}}\n"
+    program += "model = AutoModel.from_pretrained('user/symbols', dtype='float32', **hub)\n"
+    program += (
+        "AutoProcessor.from_pretrained('user/symbols', **hub)\nprint(model.logit_scale.item(), model.self_test())"
+    )
+    for offline in "01":
+        printed = run_program(tmp_path, "-c", program, HF_HUB_OFFLINE=offline)
+        assert printed.split()[0] == str(state["logit_scale"].item()) and "vision features" in printed
 
 
 def test_large_weights_are_in_several_files(run, tmp_path, monkeypatch):
@@ -157,11 +175,14 @@ def test_large_weights_are_in_several_files(run, tmp_path, monkeypatch):
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-def test_an_upload_that_is_cut_off_ends_in_one_line(published, hub):
-    assert upload(published, "user/symbols", pull_request=True) == "discussions/1"
-    hub.upload_folder.side_effect = RuntimeError("closed")
-    with pytest.raises(ConnectionError, match="the upload to user/symbols was cut off, .*: closed"):
+def test_an_upload_that_is_cut_off_ends_in_one_line(published, hub, login):
+    """Nothing of it is visible; the next one is whole."""
+    hub.cuts = 1
+    with pytest.raises(ConnectionError, match="the upload to user/symbols was cut off, nothing of it is visible: "):
         upload(published, "user/symbols")
+    assert not hub.files("user/symbols")
+    assert upload(published, "user/symbols", pull_request=True).endswith("/user/symbols/discussions/1")
+    assert "model.safetensors" in hub.files("user/symbols", "refs/pr/1") and not hub.files("user/symbols")
 
 
 def test_a_dense_model_needs_no_code(unverified, tmp_path):
