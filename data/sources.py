@@ -19,7 +19,7 @@ from huggingface_hub import DatasetCard
 from data.annotations import SPLIT_OF_NAME, NoSplit, open_tables
 from data.arguments import DataArguments
 from data.image_folders import METADATA, is_picture, open_folder, warn_of_unread
-from data.local_data import BUILDERS, TABLES, is_here, is_table, suffix_of, without_braces
+from data.local_data import BUILDERS, TABLES, is_table, suffix_of, without_braces
 from data.shards import open_shards
 from records.digests import file_stamp
 from records.files import files_in
