@@ -77,10 +77,11 @@ $(OTHER)/installed: setup.py constraints.txt
 test-transformers: $(OTHER)/installed  ## all tests on another version: make test-transformers TRANSFORMERS=5.17.0
 	$(OTHER)/bin/python -m pytest --numprocesses 2 --dist loadfile --override-ini norecursedirs='.*'
 
-check: $(STAMP)  ## read only: style, and which room imports which
+check: $(STAMP)  ## read only: style, which room imports which, and promises
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+	$(BIN)/python tests/promises.py
 
 style: $(STAMP)  ## repair what can be repaired
 	$(BIN)/ruff check --fix .

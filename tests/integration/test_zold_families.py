@@ -1,0 +1,300 @@
+"""Each family around what is trained here: published, in pipelines, in other libraries."""
+
+import json
+import re
+
+import pytest
+import torch
+from peft import LoHaConfig, LoraConfig, PeftModel, get_peft_model
+from PIL import Image
+from programs import run_program
+from safetensors.torch import load_file
+from tiny_clip import moved
+from tiny_clip_moe import inputs as tiny_inputs
+from tiny_clip_moe import tiny_config
+from tiny_families import saved, tiny_dense
+from transformers import (
+    AutoModel,
+    AutoProcessor,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+    pipeline,
+)
+
+from conversion.commands import llava, publish
+from conversion.presets import PRESETS
+from conversion.upcycle import shared_config, upcycle
+from modeling_clip_moe import CLIPMoEModel
+from modeling_clip_moe.families import FAMILIES
+from modeling_clip_moe.open_clip_adapter import load_clip
+
+LENGTH = 64  # transformers' pipeline pads SigLIP's texts to it
+TEXTS = ["a red cat", "a round cat"]
+LONG = [*TEXTS, "a red cat " * 30]  # too long
+WITHOUT_THE_PACKAGE = """
+import json, sys
+sys.modules["modeling_clip_moe"] = None
+from PIL import Image
+from safetensors.numpy import save_file
+from sentence_transformers import SentenceTransformer
+from transformers import pipeline
+repositories, texts, files = json.loads(sys.argv[1])
+for family, (repository, padding, of_one_size) in repositories.items():
+    classify = pipeline("zero-shot-image-classification", model=repository, trust_remote_code=True)
+    scores = classify(Image.open(files[0]), candidate_labels=["red", "round"], hypothesis_template="a {} cat")
+    of_label = {score["label"]: score["score"] for score in scores}
+    print(family, type(classify.model).__module__.split(".")[0], of_label["red"], of_label["round"])
+    saved = [(f"{family}_first", repository), (f"{family}_again", f"{family}_first")]
+    for name, folder in saved if of_one_size else []:
+        model = SentenceTransformer(folder, trust_remote_code=True, device="cpu")
+        assert type(model[0].model).__module__.startswith("transformers_modules.")
+        model[0].processing_kwargs = padding or model[0].processing_kwargs
+        images = model.encode([Image.open(file) for file in files])
+        save_file({"texts": model.encode(texts), "images": images}, f"{name}.safetensors")
+        model.save_pretrained(name)
+"""
+
+
+@pytest.fixture(scope="module", params=FAMILIES, ids=lambda family: family.model_type)
+def family(request):
+    return request.param
+
+
+# Where an image is one tensor
+of_one_size = pytest.mark.parametrize(
+    "family",
+    [family for family in FAMILIES if not family.naflex],
+    ids=lambda family: family.model_type,
+    indirect=True,
+    scope="module",
+)
+
+
+@pytest.fixture(scope="module")
+def repositories(tmp_path_factory):
+    """A sparse model of each family with experts that differ, as it is published."""
+    folders, root = {}, tmp_path_factory.mktemp("families")
+    for family in FAMILIES:
+        folder = root / family.model_type
+        sparse = moved(upcycle(tiny_dense(family, LENGTH), PRESETS["clip_moe"]), ("experts", "router"), seed=1)
+        saved(family, sparse, folder / "sparse", LENGTH)
+        folders[family.model_type] = folder / f"{family.model_type}-sparse"
+        publish.main([str(folder / "sparse"), "user/sparse", "--dry-run", str(folders[family.model_type])])
+    return folders
+
+
+@pytest.fixture(scope="module")
+def published(family, repositories):
+    return repositories[family.model_type]
+
+
+@pytest.fixture(scope="module")
+def without_the_package(repositories, image, tmp_path_factory):
+    """What a program without this package has of all families, which takes long to import: a folder, and family ->
+    module, score, score."""
+    folder = tmp_path_factory.mktemp("without")
+    Image.open(image).convert("L").save(folder / "gray.png")
+    given = {
+        family.model_type: (
+            str(repositories[family.model_type]),
+            {"text": {"padding": "max_length"}} if family.sigmoid else {},
+            not family.naflex,
+        )
+        for family in FAMILIES
+    }
+    printed = run_program(folder, "-c", WITHOUT_THE_PACKAGE, json.dumps([given, LONG, [str(image), "gray.png"]]))
+    lines = [line.split() for line in printed.splitlines()]
+    return folder, {line[0]: line[1:] for line in lines if line and line[0] in given}
+
+
+@pytest.fixture(scope="module")
+def prepare(family, published, image):
+    """Makes the inputs of an image and texts."""
+    padding = {"padding": "max_length" if family.sigmoid else True, "truncation": True}
+    padding |= {"max_num_patches": 20, "patch_size": 4} if family.naflex else {}  # else released models'
+    processor = AutoProcessor.from_pretrained(published)
+    return lambda texts: processor(text=texts, images=Image.open(image), return_tensors="pt", **padding)
+
+
+@pytest.fixture(scope="module")
+def inputs(prepare):
+    return prepare(TEXTS)
+
+
+def test_the_card_and_the_code_are_the_familys(family, published, inputs, image):
+    """The card's code makes what the model reads."""
+    card = (published / "README.md").read_text()
+    assert f"A {family.name} with sparse Mixture-of-Experts layers" in card
+    assert ("sigmoid()" in card) == ('padding="max_length"' in card) == family.sigmoid
+    assert ("zhai2023siglip" in card) == (family.model_type == "siglip") and "{{ " not in card
+    assert ("tschannen2025siglip2" in card) == family.naflex
+    assert (published / f"{family.sparse.config_class.auto_classes['AutoModel'].split('.')[0]}.py").is_file()
+    code = card.split("```python")[1].split("```")[0].replace("user/sparse", str(published))
+    variables = {}
+    exec(code.replace("image.png", str(image)), variables)
+    torch.testing.assert_close(variables["inputs"]["pixel_values"], inputs["pixel_values"])
+
+
+@torch.no_grad()
+def test_without_the_package_a_pipeline_scores_as_the_model(family, published, inputs, without_the_package):
+    module, *scores = without_the_package[1][family.model_type]
+    logits = AutoModel.from_pretrained(published)(**inputs).logits_per_image[0]
+    expected = logits.sigmoid() if family.sigmoid else logits.softmax(dim=-1)
+    assert module == "transformers_modules"
+    assert [float(score) for score in scores] == pytest.approx(expected.tolist(), rel=1e-4)
+
+
+@pytest.fixture
+def model(published):
+    return AutoModel.from_pretrained(published).eval()
+
+
+@of_one_size
+@torch.no_grad()
+def test_sentence_transformers_embeds_as_the_model_without_the_package(
+    family, published, model, prepare, image, without_the_package
+):
+    """Saved again, too; a text that is too long is cut, and a gray image is one of three channels."""
+    folder = without_the_package[0]
+    inputs, processor = prepare(LONG), AutoProcessor.from_pretrained(published).image_processor
+    pictures = [Image.open(file).convert("RGB") for file in (image, folder / "gray.png")]
+    pixels = processor(pictures, return_tensors="pt").pixel_values
+    expected = {
+        "texts": model.encode_text(inputs["input_ids"], inputs.get("attention_mask")),
+        "images": model.encode_image(pixels),
+    }
+    for name in ("first", "again"):
+        found = load_file(folder / f"{family.model_type}_{name}.safetensors")
+        for kind, value in expected.items():
+            torch.testing.assert_close(found[kind], value, rtol=0, atol=1e-5 * value.abs().max().item())
+
+
+@of_one_size
+@torch.no_grad()
+def test_open_clips_calls_are_the_models(family, published, model, inputs, image):
+    adapter, transform, tokenize = load_clip(str(published))
+    tokens, pixels = tokenize(TEXTS), transform(Image.open(image))[None]
+    assert tokens.shape == (2, LENGTH) and torch.equal(tokenize(TEXTS[0])[0], tokens[0])
+    assert torch.equal(pixels, inputs["pixel_values"]) and adapter.logit_scale.ndim == 0
+    texts = model.encode_text(inputs["input_ids"], inputs.get("attention_mask"))
+    torch.testing.assert_close(adapter.encode_text(tokens), texts)
+    torch.testing.assert_close(adapter.encode_image(pixels), model.encode_image(pixels))
+    image_features, text_features, scale = adapter(pixels, tokens)
+    expected = model(**inputs).logits_per_image - (model.logit_bias if family.sigmoid else 0)
+    torch.testing.assert_close(scale * image_features @ text_features.T, expected)
+    assert adapter(text=tokens)[0] is None
+
+
+@of_one_size
+@torch.no_grad()
+def test_a_vision_tower_alone_is_exported_and_extracts_features(published, model, inputs, image, tmp_path):
+    tower = model.vision_model
+    tower.save_pretrained(tmp_path)
+    AutoProcessor.from_pretrained(published).image_processor.save_pretrained(tmp_path)
+    pooled = pipeline("image-feature-extraction", model=str(tmp_path))(Image.open(image), pool=True)
+    torch.testing.assert_close(torch.tensor(pooled), tower(inputs["pixel_values"]).pooler_output)
+    shapes = {"pixel_values": {0: torch.export.Dim("batch", min=1, max=64)}}
+    program = torch.export.export(tower, (), {"pixel_values": torch.randn(2, 3, 16, 16)}, dynamic_shapes=shapes)
+    images = torch.randn(5, 3, 16, 16)
+    exported = program.module()(pixel_values=images).pooler_output
+    torch.testing.assert_close(exported, tower(images).pooler_output, atol=1e-5, rtol=1e-5)
+
+
+def test_lora_adapts_experts_and_routers_alone_and_merges(published, model, inputs):
+    torch.manual_seed(0)
+    experts = ["experts.up_proj", "experts.down_proj"]
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], target_parameters=experts, modules_to_save=["router"])
+    adapted = get_peft_model(model, config)
+    images = {name: torch.cat([value, value]) for name, value in inputs.items() if len(value) == 1}
+    batch = {**inputs, **images, "pixel_values": torch.randn_like(images["pixel_values"])}
+    parameters = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
+    optimizer, losses = torch.optim.AdamW(parameters, lr=1e-2), []
+    for _ in range(4):
+        loss = adapted(**batch, return_loss=True, output_router_logits=True).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert min(losses) < losses[0]
+    original, trained = AutoModel.from_pretrained(published).state_dict(), ""
+    for name, parameter in adapted.named_parameters():
+        if parameter.requires_grad:
+            assert parameter.grad.abs().max() > 0 and ("lora_" in name or "router" in name), name
+            trained += name
+        else:
+            name = re.sub(r"^base_model\.model\.|base_layer\.|original_module\.", "", name)
+            assert parameter.grad is None and torch.equal(parameter, original[name])
+    assert all(part in trained for part in ("attn", "experts", "router"))
+    with torch.no_grad():
+        expected = adapted(**batch).logits_per_image
+        for implementation in ("eager", "grouped", "grouped_mm", "batched_mm"):
+            adapted.get_base_model().set_experts_implementation(implementation)
+            torch.testing.assert_close(adapted(**batch).logits_per_image, expected, atol=1e-4, rtol=1e-4)
+        merged = adapted.merge_and_unload()
+        assert type(merged) is type(model)
+        torch.testing.assert_close(merged(**batch).logits_per_image, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{"target_parameters": ["router.weight"]}, {"modules_to_save": ["router"]}])
+def test_routers_of_an_adapter_learn_and_can_be_forced(model, inputs, options):
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], **options))
+    images = {name: torch.cat([value, value]) for name, value in inputs.items() if len(value) == 1}
+    batch = {**inputs, **images, "pixel_values": torch.randn_like(images["pixel_values"])}
+    adapted(**batch, return_loss=True).loss.backward()
+    moved = [name for name, p in adapted.named_parameters() if p.grad is not None and p.grad.abs().max() > 0]
+    assert any("router" in name for name in moved)
+    layers = len(model.config.vision_config.moe_layers) + len(model.config.text_config.moe_layers)
+    forced = []
+    with torch.no_grad():
+        for expert in (0, 1):
+            with adapted.get_base_model().force_expert(expert, [0.5] * layers):
+                forced.append(adapted(**batch).image_embeds)
+    assert not torch.allclose(*forced)
+
+
+@pytest.mark.parametrize("adapter", [LoraConfig, LoHaConfig])
+def test_an_adapter_of_a_shared_encoder_is_saved_and_loaded(adapter, tmp_path):
+    """Each tower has its own, on weights that are one."""
+    shared = CLIPMoEModel(shared_config(tiny_config())).eval()
+    shared.save_pretrained(tmp_path / "base")
+    adapted, batch = get_peft_model(shared, adapter(r=2, target_modules=["q_proj"])), tiny_inputs()
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.3)
+    adapted.save_pretrained(tmp_path / "adapter")
+    loaded = PeftModel.from_pretrained(CLIPMoEModel.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(**batch).logits_per_image, adapted(**batch).logits_per_image)
+
+
+def test_lora_of_all_linear_leaves_the_experts_out(model):
+    """Their weights are parameters of their own, not `nn.Linear`: they have to be named in `target_parameters`."""
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
+    names = " ".join(name for name, parameter in adapted.named_parameters() if parameter.requires_grad)
+    assert "q_proj" in names and "experts" not in names
+
+
+@of_one_size
+def test_a_llava_takes_the_tower_in_place_of_its_dense_one(family, published, tmp_path):
+    vision = tiny_dense(family, LENGTH).config.vision_config.to_dict()
+    if not family.sigmoid:  # transformers' LLaVA does not know MetaCLIP 2's tower, which is CLIP's
+        vision["model_type"] = "clip_vision_model"
+    text = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+    config = LlavaConfig(
+        vision_config=vision,
+        text_config=LlamaConfig(**text, num_hidden_layers=1).to_dict(),
+        image_token_index=39,
+        vision_feature_select_strategy="full" if family.sigmoid else "default",
+    )
+    parts = AutoProcessor.from_pretrained(published)
+    processor = LlavaProcessor(image_processor=parts.image_processor, tokenizer=parts.tokenizer, patch_size=8)
+    for part in (LlavaForConditionalGeneration(config), processor):
+        part.save_pretrained(tmp_path / "llava")
+    llava.main([str(tmp_path / "llava"), str(published), str(tmp_path / "out")])  # compares features with the tower's
+    swapped = LlavaForConditionalGeneration.from_pretrained(tmp_path / "out")
+    assert type(swapped.model.vision_tower) is type(AutoModel.from_pretrained(published).vision_model)
+    ids = torch.tensor([[3, *[39] * swapped.config.image_seq_length, 4]])
+    logits = swapped(input_ids=ids, pixel_values=torch.randn(1, 3, 16, 16), attention_mask=torch.ones_like(ids)).logits
+    assert swapped.config.image_seq_length == 4 and logits.isfinite().all()
