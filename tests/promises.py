@@ -33,10 +33,8 @@ def left(before: Mapping[str, set], after: Mapping[str, set]) -> Iterator[str]:
     reworded = {sentence: tests for sentence, tests in after.items() if sentence not in before}
     for sentence in sorted(before.keys() - after.keys(), key=lambda sentence: len(before[sentence])):
         match = next((other for other, tests in reworded.items() if tests & before[sentence]), None)
-        if match is None:
-            yield sentence
-        else:
-            del reworded[match]
+        yield from [sentence] if match is None else []
+        reworded.pop(match, None)
 
 
 def faults(root: Path) -> list[str]:
@@ -52,8 +50,8 @@ def faults(root: Path) -> list[str]:
         commits = []
     versions = [*(promises(git("show", f"{commit}:./{PAGE}")) for commit in commits), promises(page)]
     gone = {sentence for before, after in pairwise(versions) for sentence in left(before, after)}
-    silent = gone - versions[-1].keys()
-    silent = sorted(one for one in silent if f"given up: {one}, because " not in " ".join(changes.split()))
+    changes = " ".join(changes.split())
+    silent = [one for one in sorted(gone - {*versions[-1]}) if f"given up: {one}, because " not in changes]
     text = f'{PAGE} lost a promise. Restore it, or add to {CHANGES} "given up: {{}}, because ..."'
     return [*missing(root, page), *map(text.format, silent)]
 
