@@ -619,7 +619,7 @@ class SparseMoEMixin:
         Raises:
             ValueError: if the checkpoint lacks weights of this model or holds weights that are no part of a CLIP; if
                 it is split in a way that this transformers gets wrong; if it is to have a shared encoder, but its
-                towers differ or it is split.
+                towers differ or it is split, over processes or by a device map.
         """
         split = kwargs.get("distributed_config")
         if getattr(split, "enable_expert_parallel", False) and not hasattr(split, "ep_size"):
@@ -633,9 +633,20 @@ class SparseMoEMixin:
                 f"transformers {transformers_version} computes wrong gradients of experts where fsdp_size="
                 f"{split.fsdp_size} meets ep_size={split.ep_size}. Use one of them, or transformers 5.23 or newer."
             )
-        model, info = super().from_pretrained(
-            pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
-        )
+        try:
+            model, info = super().from_pretrained(
+                pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
+            )
+        except (IndexError, RuntimeError) as error:  # of accelerate and torch, where a device map splits tied weights
+            known = {name: kwargs[name] for name in ("revision", "subfolder", "cache_dir", "token") if name in kwargs}
+            config = kwargs.get("config") or cls.config_class.from_pretrained(pretrained_model_name_or_path, **known)
+            if kwargs.get("device_map") is None or not getattr(config, "shared_encoder", False):
+                raise
+            raise ValueError(
+                f"{pretrained_model_name_or_path} has shared_encoder=True, which has to fit into one device, but "
+                f"device_map={kwargs['device_map']!r} failed ({type(error).__name__}). Raise max_memory, or name one "
+                "device."
+            ) from error
         if split is not None and getattr(model.config, "shared_encoder", False):
             raise ValueError(
                 f"{pretrained_model_name_or_path} has shared_encoder=True: such a model cannot be split over "

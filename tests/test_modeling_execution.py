@@ -10,6 +10,7 @@ from tiny_clip_moe import IMPLEMENTATIONS, assert_same_gradients, gradients, inp
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 
 from modeling_clip_moe import CLIPMoDEModel, experts
 
@@ -188,6 +189,28 @@ def test_shapes_need_no_data():
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake = module(*map(mode.from_tensor, _examples(4)))
     assert [embeds.shape for embeds in (*on_meta, *fake)] == [(4, 8)] * 4
+
+
+@pytest.mark.parametrize("implementation", ["by_device", "grouped", "eager", "batched_mm"])
+@pytest.mark.parametrize("mask", [None, [[1] * 5] * 2 + [[1, 1, 1, 0, 0]] * 2], ids=["whole", "padded"])
+def test_flops_are_those_of_the_chosen_experts(implementation, mask):
+    """In a sparse block: the products of each token's K experts and of the router, in training as in use; backward
+    takes twice as many."""
+    block, hidden_states = tiny_block(), torch.randn(4, 5, 16, requires_grad=True)
+    block.experts.config._experts_implementation = implementation
+    mask = None if mask is None else torch.tensor(mask)
+    tokens = 20 if mask is None or implementation == "batched_mm" else int(mask.sum())  # which computes padding
+    forward = 2 * (tokens * 2 * 2 * 16 * 24 + 20 * 4 * 16)
+    for training in (False, True):
+        with FlopCounterMode(display=False) as counter:
+            output = block.train(training)(hidden_states, mask)
+            assert counter.get_total_flops() == forward
+            output.sum().backward()
+        assert counter.get_total_flops() == 3 * forward
+    if implementation == "by_device" and mask is None:
+        with FlopCounterMode(display=False) as counter:
+            block.to("meta")(hidden_states.to("meta"))
+        assert counter.get_total_flops() == forward
 
 
 def test_what_only_watches_a_run_changes_no_implementation():

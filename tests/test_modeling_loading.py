@@ -2,6 +2,7 @@
 
 import json
 
+import accelerate
 import pytest
 import torch
 import transformers
@@ -152,3 +153,13 @@ def test_names_of_weights_are_a_file_format(saved):
     shapes = {"router.weight": (4, 16), "experts.up_proj": (4, 24, 16), "experts.up_proj_bias": (4, 24)}
     shapes |= {"experts.down_proj": (4, 16, 24), "experts.down_proj_bias": (4, 16)}
     assert shapes == {key: tuple(weights[f"text_model.encoder.layers.1.mlp.{key}"].shape) for key in shapes}
+
+
+def test_accelerate_fills_an_empty_model(saved):
+    model, folder = saved
+    with accelerate.init_empty_weights():
+        empty = transformers.AutoModel.from_config(model.config).eval()
+    filled = accelerate.load_checkpoint_and_dispatch(empty, folder, device_map={"": "cpu"})
+    assert_same_weights(filled, model)
+    batch = inputs()
+    torch.testing.assert_close(filled(**batch).logits_per_text, model(**batch).logits_per_text, rtol=0, atol=0)
