@@ -628,7 +628,7 @@ class SparseMoEMixin:
         # a class is made, since the first registration builds the table of all models
         changes = self._prefix_changes()
         if isinstance(self, EncodeMixin):  # a whole model
-            changes = [*changes, *(WeightConverter([name], [name], [OneAxis()]) for name in ("logit_scale", "logit_bias"))]
+            changes += [WeightConverter([name], [name], [OneAxis()]) for name in ("logit_scale", "logit_bias")]
         register_checkpoint_conversion_mapping(type(self).__name__, changes, overwrite=True)
 
     def _prefix_changes(self) -> list[PrefixChange]:
