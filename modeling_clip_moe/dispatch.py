@@ -82,7 +82,9 @@ def dispatch_within_capacity(
     tokens = (expert_ids[:, 0] < num_experts).view(num_groups, -1).sum(dim=-1)
     numerator, denominator = capacity_factor
     divisor = denominator * num_experts
-    capacity = (tokens * numerator + divisor - 1) // divisor  # (groups,), rounded up, which ONNX does not of < 0
+    capacity = tokens * numerator + divisor - 1  # rounded up, which ONNX does not of < 0
+    # (groups,). Without a remainder, since OpenVINO rounds a quotient of integers to the nearest one
+    capacity = (capacity - capacity % divisor) // divisor
     capacity = torch.cat([capacity.expand(num_experts, -1), torch.zeros_like(capacity)[None]])  # (E + 1, groups)
 
     rows = torch.arange(order.shape[0], device=order.device)
@@ -142,15 +144,15 @@ def _sort(
     # The fewer digits, the less time. An exported program may become ONNX, whose runtime sorts no bytes
     is_small = counts.shape[0] <= 256 and not torch.compiler.is_exporting()
     keys = queue.to(torch.uint8 if is_small else torch.int32)
-    first = None if priorities is None else priorities.T.flatten().argsort(descending=True, stable=True)
-    keys = keys if first is None else keys[first]
-    if torch.jit.is_tracing() or torch.compiler.is_exporting():
-        # Keys that all differ: OpenVINO's sort and that of the older exporter to ONNX are not stable
-        place = (keys.long() * keys.shape[0] + torch.arange(keys.shape[0], device=keys.device)).argsort()
-        queue = keys[place]
+    if torch.onnx.is_in_onnx_export() and priorities is None:  # whose older exporter knows no stable sort
+        order = (queue * queue.shape[0] + torch.arange(queue.shape[0], device=queue.device)).argsort()
+        queue = queue[order]
+    elif priorities is None:
+        queue, order = keys.sort(stable=True)
     else:
-        queue, place = keys.sort(stable=True)
-    order = place if first is None else first[place]
+        first = priorities.T.flatten().argsort(descending=True, stable=True)
+        queue, place = keys[first].sort(stable=True)
+        order = first[place]
     # An index of bytes would be read as a mask
     return order, queue.int(), counts.view(num_experts + 1, num_groups)
 

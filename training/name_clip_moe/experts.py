@@ -281,7 +281,8 @@ def experts_forward_grouped(
     device, dtype, output_dtype = top_k_index.device, experts.up_proj.dtype, hidden_states.dtype
     if torch.is_autocast_enabled(device.type):
         dtype = output_dtype = torch.get_autocast_dtype(device.type)
-    if not _fits_grouped_products(experts, dtype) or torch._C._functorch.peek_interpreter_stack() is not None:
+    is_unknown = torch.onnx.is_in_onnx_export() or torch._C._functorch.peek_interpreter_stack() is not None
+    if is_unknown or not _fits_grouped_products(experts, dtype):
         arguments = experts, hidden_states, top_k_index, top_k_weights
         return experts_forward_all(*arguments) if torch.compiler.is_compiling() else _loop(*arguments, rows)
     rows = rows or dispatch(top_k_index, experts.num_experts)
