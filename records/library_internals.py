@@ -2,7 +2,7 @@
 Private names of libraries that the rooms use, with the lowest and the highest version in which each was read. Those of
 transformers that can be imported are in `modeling_clip_moe/transformers_internals.py`.
 
-torch 2.11.0 and 2.13.0
+torch 2.13.0 (2.11.0 was not at hand)
     `torch._dynamo`         `mark_static`, `config.recompile_limit`
     `torch._C._functorch`   `peek_interpreter_stack`: whether a transform runs
     `torch._ops`            `_len_torch_dispatch_stack_pre_dispatch`
@@ -12,6 +12,7 @@ torch 2.11.0 and 2.13.0
 transformers 5.17.0 and 5.23.0
     `PreTrainedModel`       `_from_config`, `_no_split_modules`; the others are named in transformers_internals.py
     configurations          `_experts_implementation`, `_attn_implementation`
+    experts of a layer      `_is_expert_parallel`, which 5.23.0 alone reads
 datasets 5.0.1 and 5.2.0
     `Dataset`               `_fingerprint`, the hash of a dataset's tables and transforms
 """
