@@ -6,7 +6,7 @@ import pytest
 from markdown_it import MarkdownIt
 from published_runs import card_of, change_model, lineage_of, made, run, write_analysis
 
-from conversion.publishing.card import _stage_row, require_license
+from conversion.publishing.card import _stage_row
 from conversion.publishing.lineage import WORLDS, DataOrigin, Lineage
 from data import names
 from data.symbols import KINDS
@@ -80,16 +80,3 @@ def test_examples_are_of_the_models_own_data():
     assert '"a photo of a cat"' in told(bases=["openai/clip-vit-large-patch14"])
     assert set(WORLDS["names"]) <= {names.name_of(town) for town in range(4096)}
     assert set(WORLDS["symbols"]) <= {f"a picture of {article} {kind}" for kind in KINDS for article in ("a", "an")}
-
-
-@pytest.mark.parametrize("license", ["Apache 2.0", "apache", "MIT", "other", "other: ", "", "mit\nbase_model: x"])
-def test_a_license_that_the_hub_does_not_know_is_refused(license):
-    with pytest.raises(ValueError, match="none of the Hub's") as error:
-        require_license(license)
-    assert "\n" not in str(error.value)
-    assert license != "Apache 2.0" or "did you mean 'apache-2.0'?" in str(error.value)
-
-
-def test_licenses_of_a_card():
-    assert require_license(None) == {} and require_license("mit") == {"license": "mit"}
-    assert require_license("other:my-terms") == {"license": "other", "license_name": "my-terms"}
