@@ -50,7 +50,7 @@ def sources():
 
 def unlisted(sources):
     own, used = own_and_used(sources)
-    public = {"_fields", "_commit_hash"}  # a named tuple's, documented; a key of configurations
+    public = {"_fields"}  # a named tuple's, documented
     return [f"{where} {name}" for name, where in used if name not in own | {*NAMES} | public]
 
 
