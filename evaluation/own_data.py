@@ -220,6 +220,8 @@ def _data(arguments: DataArguments, *also_read: DataArguments) -> dict[str, Any]
     """What identifies the data of a task: the settings, and the identity of the files that they name, so that rows
     changed in place are other data."""
     chosen = {key: value for key, value in dataclasses.asdict(arguments).items() if key not in READING_SETTINGS}
+    if arguments.pixel_range is None:
+        del chosen["pixel_range"]
     if arguments.source not in WORLDS:
         for key in ("captions", "kinds", "seed"):
             del chosen[key]
@@ -248,6 +250,8 @@ def _protocol(data: dict[str, Any]) -> str:
     text += ", one caption a line" if data["captions_per_line"] else ""
     if data["image_root"] is not None:
         text += f", images below {_known_as(data['image_root'])}"
+    if "pixel_range" in data:
+        text += f", pixels from {' to '.join(f'{value:g}' for value in data['pixel_range'])}"
     if "seed" in data:
         text += f", {data['captions']} captions of {data['kinds']} kinds, seed {data['seed']}"
     return text
