@@ -20,7 +20,6 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 from records.digests import file_digest, file_digests, value_digest
 from records.files import damaged, files_in, read_record, write_text
 from records.hub import hub_commit
-from records.local_names import is_hub_name
 from records.messages import in_one_line
 from records.outcome import Training
 
@@ -207,8 +206,10 @@ def named_files(files: Iterable[str], processors: Iterable[str | None]) -> dict[
     """Digests of files, and of processors in folders or on the Hub, by the names that settings have for them. Those
     that do not exist are left out."""
     digests = {file: file_digest(Path(file)) for file in files if Path(file).is_file()}
-    there = [source for source in processors if source and (Path(source).is_dir() or is_hub_name(source))]
-    return digests | {source: model_fingerprint(source, PROCESSOR) for source in there}
+    for source in filter(None, processors):
+        with suppress(FileNotFoundError, ConnectionError):
+            digests[source] = model_fingerprint(source, PROCESSOR)
+    return digests
 
 
 def weights_fingerprint(model: str | Path) -> str:

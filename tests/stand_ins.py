@@ -192,6 +192,7 @@ def on_and_offline(hub: LocalHub, text: str) -> Iterator[str]:
     names = [name for name in ON_HUB if re.search(rf"{re.escape(name)}(?![\w-])", text)]
     for name in names:
         hub.put(name, repository(name))
+    hub.online(bool(names) or not text)  # other texts need no Hub, and libraries that ask it fail
     yield "online"
     if names:
         hub.clear()

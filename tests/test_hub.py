@@ -210,7 +210,7 @@ def test_without_the_hub_the_cache_is_read(clip, monkeypatch, caplog):
 
 def test_a_processor_and_an_encoder_by_name(clip):
     """A processor is part of what a stage read."""
-    assert named_files([], [B32, None, "a/b/c"]) == {B32: f"{B32}@{clip.commit}"}
+    assert named_files([], [B32, None, "a/b/c", "user/gone"]) == {B32: f"{B32}@{clip.commit}"}
     assert open_encoder(B32).encode(["a star"]).shape == (1, 16)
 
 
