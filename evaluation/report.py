@@ -312,7 +312,10 @@ def draw_scores(
             label=name,
         )
     axis.set_yticks(range(len(lines)), ["\n".join(wrap(plot_text(line, 60), 26)) for line in lines], fontsize=8)
-    axis.set(xlim=(0, None), ylim=(len(lines) - 0.5, -0.5))
+    # Where the scores and their intervals are: positions are compared, not lengths from zero
+    low, high = np.nanmin(values - reach[..., 0]), np.nanmax(values + reach[..., 1])
+    margin = max(1, 0.05 * (high - low))
+    axis.set(xlim=(max(0, low - margin), min(100, high + margin)), ylim=(len(lines) - 0.5, -0.5))
     axis.tick_params(axis="x", labelsize=8)
     axis.tick_params(axis="y", length=0)
     axis.xaxis.set_major_formatter("{x:g} %")
