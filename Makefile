@@ -9,9 +9,7 @@ WITHOUT_REQUIREMENTS := clip-benchmark==1.6.2 llava-torch==1.2.2.post1
 # it, and the one on PyPI does not go with a CPU build of torch. With NumPy 2.4, its top-5 accuracy fails.
 FOR_CLIP_BENCHMARK := braceexpand==0.1.7 ftfy==6.3.1 numpy==2.3.5 open_clip_torch==3.3.0 pycocoevalcap==1.2 pycocotools==2.0.11 \
 	timm==1.0.31 torchvision==0.29.2 wcwidth==0.9.4 webdataset==1.0.2
-# Of test-transformers.
-TRANSFORMERS ?= 5.17.0
-OTHER := .venv-transformers-$(TRANSFORMERS)
+LOWEST := .venv-lowest
 
 # gradio takes no Pillow 13
 APP := .venv-app
@@ -24,7 +22,7 @@ KIT_TOOLS := build==1.6.1 ipykernel==7.4.0 mkdocs-material nbclient==0.11.0 twin
 SPACE_MODEL ?= training/name_clip_moe
 IN_KIT := cd build/kit && HF_HUB_OFFLINE=1 $(CURDIR)/$(KIT)/bin
 
-.PHONY: kit wheel site notebook space release app demo test test-gpu test-slow test-integrations test-transformers check style docs bench bench-gpu
+.PHONY: kit wheel site notebook space release app demo test test-gpu test-slow test-integrations test-lowest check style docs bench bench-gpu
 
 $(STAMP): setup.py constraints.txt
 	@echo "Making .venv with the versions of constraints.txt; from PyPI, torch and its CUDA libraries are most of 6 GB"
@@ -60,7 +58,7 @@ app: $(APP)/installed  ## a page for a model: make app MODEL=runs/symbols/sparse
 
 # Two processes, each with whole files: tests of one file share runs of a recipe. Threads that wait do not spin: where
 # processes share cores, spinning costs several times the time, and where one has them alone, it saves time.
-demo test test-slow test-integrations test-transformers: export OMP_WAIT_POLICY := PASSIVE
+demo test test-slow test-integrations test-lowest: export OMP_WAIT_POLICY := PASSIVE
 
 test: $(STAMP)  ## all tests that need no GPU, except the slow ones
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
@@ -71,16 +69,16 @@ test-slow: $(STAMP)  ## runs on two processes, killed runs, full disks and rando
 test-integrations: $(INTEGRATIONS)  ## publishing, and every library that takes the models
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile tests/integration
 
-$(OTHER)/installed: setup.py constraints.txt
-	$(PYTHON) -m venv $(OTHER)
-	grep --invert-match --regexp '^transformers=' --regexp '^tokenizers=' --regexp '^huggingface_hub=' constraints.txt > $(OTHER)/constraints.txt
-	$(OTHER)/bin/pip install --quiet --constraint $(OTHER)/constraints.txt --editable ".[integrations]" transformers==$(TRANSFORMERS)
-	$(OTHER)/bin/pip install --quiet --no-deps $(WITHOUT_REQUIREMENTS)
-	$(OTHER)/bin/pip install --quiet --no-deps --upgrade --target $(OTHER)/clip-benchmark $(FOR_CLIP_BENCHMARK)
+$(LOWEST)/installed: setup.py constraints.txt constraints-lowest.txt
+	@echo "Making $(LOWEST) with the versions of constraints-lowest.txt: PyPI's torch 2.11 and its CUDA libraries are 6 GB"
+	$(PYTHON) -m venv $(LOWEST)
+	sed -n 's/^\([^#]*==\).*/^\1/p' constraints-lowest.txt > $(LOWEST)/lower
+	grep --invert-match --ignore-case --file $(LOWEST)/lower constraints.txt | cat - constraints-lowest.txt > $(LOWEST)/constraints.txt
+	$(LOWEST)/bin/pip install --quiet --constraint $(LOWEST)/constraints.txt --editable ".[test]"
 	touch $@
 
-test-transformers: $(OTHER)/installed  ## all tests on another version: make test-transformers TRANSFORMERS=5.17.0
-	$(OTHER)/bin/python -m pytest --numprocesses 2 --dist loadfile --override-ini norecursedirs='.*'
+test-lowest: $(LOWEST)/installed  ## the tests of make test, on the lowest versions that setup.py allows
+	$(LOWEST)/bin/python -m pytest --numprocesses 2 --dist loadfile
 
 check: $(STAMP)  ## read only: style, and which room imports which
 	$(BIN)/ruff check .

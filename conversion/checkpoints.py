@@ -1,6 +1,7 @@
 """Folders and hub names of models: which files they have, their configurations, and the models. Errors name them."""
 
 import contextlib
+import os
 import pickle
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -23,7 +24,7 @@ from conversion.own_classes import import_handed_on
 from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel, CLIPMoETextModel, CLIPMoETextModelWithProjection
 from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
 from modeling_clip_moe.families import FAMILY_OF_TYPE, Family, family_of, is_clip, model_class
-from records.local_names import is_hub_name
+from records.hub import hub_options
 from records.messages import join_names, one_line
 
 # Settings of configurations; a value with a slash is a repository of kernels, which runs whether trusted or not
@@ -44,6 +45,8 @@ HINTS = {
     "clip_mode": " (it is a mixture of whole models, each in a folder of its own in it, such as expert_0)",
 }
 import_handed_on()
+# Else a thread asks a program on the Hub to convert the weights of a repository that has none as safetensors
+os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")
 
 
 @contextlib.contextmanager
@@ -81,28 +84,23 @@ def kernels(settings: Any) -> list[str]:
     return named + kernels(list(settings.values()))
 
 
-def require_source(source: str | Path) -> None:
-    """A path that is not there is said to be missing before anything asks the Hub for it."""
-    if not (str(source) and Path(source).is_dir()) and not is_hub_name(str(source)):
-        raise FileNotFoundError(f"no such folder: {source} is neither a folder nor a hub name")
-
-
 def has_file(source: str | Path, names: Iterable[str]) -> bool:
     """Whether a folder or hub name has at least one of the files."""
-    return any(cached_file(source, name, **MISSING_IS_NONE) is not None for name in names)
+    options = hub_options(source) | MISSING_IS_NONE
+    return any(cached_file(source, name, **options) is not None for name in names)
 
 
 def load_config(source: str | Path, subfolder: str = "") -> PreTrainedConfig:
     """The configuration of a model in a folder or on the Hub, or in a folder within that."""
-    require_source(source)
+    options = {"subfolder": subfolder, **hub_options(source)}
     with loading(source):
-        named = kernels(PreTrainedConfig.get_config_dict(source, subfolder=subfolder)[0])
+        named = kernels(PreTrainedConfig.get_config_dict(source, **options)[0])
         if named:
             raise ValueError(
                 f"config.json names the kernel {named[0]!r}, code of others that would run here: remove it from there"
             )
         # Trust that is not given is asked for
-        return AutoConfig.from_pretrained(source, subfolder=subfolder, trust_remote_code=False)
+        return AutoConfig.from_pretrained(source, trust_remote_code=False, **options)
 
 
 def model_configs(source: str | Path) -> list[PreTrainedConfig]:
@@ -134,7 +132,7 @@ def load_weights(model_class: type[PreTrainedModel], source: str | Path, dtype: 
     try:
         with loading(source):
             model, info = model_class.from_pretrained(
-                source, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+                source, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **hub_options(source)
             )
     finally:
         logging.set_verbosity(verbosity)
@@ -200,4 +198,4 @@ def load_mixture(source: str | Path, **kwargs) -> CLIPMoDEModel:
     for name in config.experts:
         load_config(source, name)  # refuses kernels
     with loading(source):
-        return CLIPMoDEModel.from_pretrained(source, **kwargs).eval()
+        return CLIPMoDEModel.from_pretrained(source, **kwargs, **hub_options(source)).eval()

@@ -1,12 +1,15 @@
 """`--import MODULE` of every command: classes of models of one's own."""
 
+import functools
 import importlib
 import os
 import sys
 from collections.abc import Sequence
 
 import modeling_clip_moe
+from modeling_clip_moe.own_code import OWN_CLASSES
 from modeling_clip_moe.sparse_moe import SparseMoEMixin
+from records.own_modules import code_of, watching
 
 OPTION = "--import"
 # What a process hands on to those that it starts
@@ -47,7 +50,8 @@ def import_models(module: str) -> None:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        imported = importlib.import_module(module)
+        with watching():
+            imported = importlib.import_module(module)
     except (Exception, SystemExit) as error:  # whatever the module raises
         raise ValueError(f"{OPTION} {module}: {type(error).__name__}: {error}") from error
     classes = [value for value in vars(imported).values() if isinstance(value, type) and value.__module__ == module]
@@ -58,3 +62,15 @@ def import_models(module: str) -> None:
         raise ValueError(f"{OPTION} {module}: it has no subclass of a whole sparse model, such as CLIPMoEModel")
     for model in models:
         modeling_clip_moe.register_model(model)
+    own_code()
+
+
+def own_code() -> dict[str, str]:
+    """The modules of registered models of one's own, and what they import -> the digests of their files, as they were
+    when this was first asked for."""
+    return _code_of(*OWN_CLASSES)
+
+
+@functools.cache
+def _code_of(*models: type) -> dict[str, str]:
+    return code_of({model.__module__ for model in models})

@@ -24,6 +24,7 @@ from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 from conversion.checkpoints import has_file, loading, model_configs
 from modeling_clip_moe.families import family_of, longest_text, pooled_token, pools_highest
 from records.files import save
+from records.hub import hub_options
 from records.messages import warn_once
 
 logger = logging.getLogger(__name__)
@@ -62,8 +63,12 @@ def load_image_processor(source: str | Path) -> BaseImageProcessor:
 
 
 def _load(auto_class: Any, source: str | Path, **kwargs) -> Any:
+    kwargs |= hub_options(source)
     with loading(source):
-        return auto_class.from_pretrained(source, trust_remote_code=False, **kwargs)
+        loaded = auto_class.from_pretrained(source, trust_remote_code=False, **kwargs)
+    for key in ("is_local", "local_files_only"):  # which would be saved, and differ online and offline
+        getattr(getattr(loaded, "tokenizer", loaded), "init_kwargs", {}).pop(key, None)
+    return loaded
 
 
 def load_processor(source: str | Path) -> ProcessorMixin:

@@ -3,7 +3,7 @@
 import tempfile
 from pathlib import Path
 
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, get_token
 
 from conversion.publishing.bundle import build
 
@@ -49,7 +49,10 @@ def publish(
     revision: str | None = None,
     pull_request: bool = False,
 ) -> str:
-    """Build, verify and upload a model; see `build` and `upload`. Returns the address."""
+    """Build, verify and upload a model; see `build` and `upload`. Returns the address. Raises a ValueError without a
+    token."""
+    if get_token() is None:
+        raise ValueError("publishing needs a token that may write: run `hf auth login`, or set HF_TOKEN")
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / repository.split("/")[-1]
         folder.mkdir()

@@ -1,4 +1,5 @@
-"""Pairs in one file that names images: a csv or tsv table, or a JSON in the layout of ShareGPT4V, COCO or Karpathy.
+"""Pairs in files that name images: csv and tsv tables, JSON lines, and JSONs in the layout of any list of objects,
+ShareGPT4V, COCO or Karpathy.
 
 Images are paths, and the captions of one are a text or several. Bad content is a ValueError that names the file and the
 place.
@@ -11,8 +12,7 @@ import logging
 import re
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ SPLIT_OF_NAME = (
     dict.fromkeys(("train", "training"), "train")
     | dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
     | dict.fromkeys(("test", "testing", "eval", "evaluation"), "test")
+    | {"restval": "restval"}  # Karpathy's
 )
 # Bytes that are not UTF-8, as `surrogateescape` keeps them
 NOT_UTF8 = re.compile("[\udc80-\udcff]")
@@ -37,28 +38,24 @@ NOT_UTF8 = re.compile("[\udc80-\udcff]")
 Columns = dict[str, list[Any]]
 
 
-def open_json(path: Path, split: str, image_column: str, caption_column: str) -> datasets.Dataset:
-    """The pairs of a JSON, see `read_annotations`, as columns of these names."""
-    images, captions = read_annotations(path, split)
-    text, captions = datasets.Value("string"), _of_one_kind(captions)
-    has_lists = any(isinstance(caption, list) for caption in captions)
-    features = {image_column: text, caption_column: datasets.List(text) if has_lists else text}
-    return datasets.Dataset.from_dict({image_column: images, caption_column: captions}, datasets.Features(features))
-
-
 def open_tables(paths: Sequence[str], split: str) -> dict[str, datasets.Dataset]:
-    """The rows of tables by split: by their column `split`, or without one all as the split that is asked for."""
-    columns = read_tables(paths)
-    rows, splits = datasets.Dataset.from_dict(columns), split_column(columns, paths[0])
+    """The rows of tables by split: by their column `split`, or without one all as the split that is asked for. A split
+    may also be asked for as the column calls it: `val`."""
+    columns, asked = read_tables(paths), [part.partition("[")[0].strip() for part in split.split("+")]
+    rows, splits = datasets.Dataset.from_dict(columns), split_column(columns, paths[0], asked)
     if splits is None:
-        return {re.split(r"[\[+]", split)[0].strip(): rows}
+        return {asked[0]: rows}
     return {name: rows.select(np.flatnonzero(splits == name)) for name in dict.fromkeys(splits.tolist())}
 
 
-def split_column(columns: Columns, path: str) -> np.ndarray | None:
-    """The split of each row, where a column `split` names nothing else."""
+def split_column(columns: Columns, path: str, asked: Collection[str] = ()) -> np.ndarray | None:
+    """The split of each row, where a column `split` names nothing else; by a word that is asked for, or else in full.
+    A row that could not be read has the split of the first one."""
     words = [str(word).strip().lower() for word in columns.get("split", ())]
-    names = [SPLIT_OF_NAME.get(word) for word in words]
+    names = [word if word in asked and word in SPLIT_OF_NAME else SPLIT_OF_NAME.get(word) for word in words]
+    first = next(filter(None, names), None)
+    for number, cells in enumerate(zip(*columns.values(), strict=True)) if not all(names) else ():
+        names[number] = first if all(cell is None for cell in cells) else names[number]
     if any(names) and not all(names):
         other = words[names.index(None)]
         warn_once(logger, f"{path} has a column split, which is not read, since it also has {shortened(other)}")
@@ -67,20 +64,26 @@ def split_column(columns: Columns, path: str) -> np.ndarray | None:
 
 def read_tables(paths: Sequence[str]) -> Columns:
     """
-    The columns of tables with the same header. A csv has texts, JSON lines have values of one kind in each column.
-    Missing cells are None. So are all cells of a line that cannot be read, and a warning names the line.
+    The columns of tables with the same header. A csv has texts, JSON has values of one kind in each column. Missing
+    cells are None. So are all cells of a line or an entry that cannot be read, and a warning names it.
+
+    JSON is lines or a list of objects. Those with `conversations` (ShareGPT4V: turns such as {"from": "gpt", "value":
+    text}) and no `caption` get the first answer as theirs. COCO: {"images": [{"id", "file_name"}], "annotations":
+    [{"image_id", "caption"}]}; images without a caption are left out. Karpathy: {"images": [{"filename", "filepath"
+    (perhaps), "split", "sentences": [{"raw"}]}]}. Both have the columns `image` and `caption`, a list of texts.
     """
     columns: Columns = {}
     for path in paths:
-        faults: dict[int, object] = {}  # line -> what is wrong
-        (_add_objects if suffix_of(path) == ".jsonl" else _add_lines)(columns, path, faults)
+        faults: dict[int | str, object] = {}  # line -> what is wrong
+        (_add_objects if TABLES[suffix_of(path)] is None else _add_lines)(columns, path, faults)
         if faults:
             lines, (first, *_) = join_names(map(str, faults)), faults.values()
-            warn_once(logger, f"{path}: unreadable lines count as missing: {lines}; the first: {first}")
+            kind = "entries" if suffix_of(path) == ".json" else "lines"
+            warn_once(logger, f"{path}: unreadable {kind} count as missing: {lines}; the first: {first}")
     return {name: _of_one_kind(values) for name, values in columns.items()}
 
 
-def _add_lines(columns: Columns, path: str, faults: dict[int, object]) -> None:
+def _add_lines(columns: Columns, path: str, faults: dict[int | str, object]) -> None:
     """Add the lines of a csv or tsv."""
     lines = _lines(path, faults)
     _, header = next(lines, (1, []))
@@ -109,26 +112,67 @@ def _of_one_kind(values: list[Any]) -> list[Any]:
     return values
 
 
-def _add_objects(columns: Columns, path: str, faults: dict[int, object]) -> None:
-    """Add the lines of a table of JSON objects."""
+def _add_objects(columns: Columns, path: str, faults: dict[int | str, object]) -> None:
+    """Add the objects of a JSON, or of its lines."""
     length = len(next(iter(columns.values()), []))
+    entries = _entries(Path(path), faults) if suffix_of(path) == ".json" else _json_lines(path, faults)
+    for number, entry in entries:
+        if not isinstance(entry, dict):
+            faults.setdefault(number, f"it is no object with names: {shortened(entry)}")
+            entry = {}
+        if "conversations" in entry and "caption" not in entry:
+            try:
+                answers = (turn["value"] for turn in entry["conversations"] if turn["from"] == "gpt")
+                entry = entry | {"caption": next(answers, None)}
+            except (KeyError, TypeError) as error:
+                faults[number] = _fault(error, entry)
+                entry = {}
+        for name in entry:
+            columns.setdefault(name, [None] * length)
+        for name, values in columns.items():
+            values.append(entry.get(name))
+        length += 1
+
+
+def _json_lines(path: str, faults: dict[int | str, object]) -> Iterator[tuple[int, Any]]:
+    """The lines that are not empty, with their numbers."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             try:
-                entry = json.loads(line.decode("utf-8-sig"))
-            except ValueError as error:  # also of letters
+                yield number, json.loads(line.decode("utf-8-sig"))
+            except (ValueError, RecursionError) as error:  # also of letters
                 faults[number] = error
-                entry = {}
-            if not isinstance(entry, dict):
-                faults[number] = f"it is no object with names: {shortened(entry)}"
-                entry = {}
-            for name in entry:
-                columns.setdefault(name, [None] * length)
-            for name, values in columns.items():
-                values.append(entry.get(name))
-            length += 1
+                yield number, None
+
+
+def _entries(path: Path, faults: dict[int | str, object]) -> Iterator[tuple[int, Any]]:
+    """The entries of a JSON, with their numbers; those of COCO and Karpathy as `image`, `caption` and `split`."""
+    content = read_json(path)
+    images = content.get("images") if isinstance(content, dict) else content
+    if not isinstance(images, list):
+        raise ValueError(f"{path} is neither a list of entries nor has a list of images (COCO, Karpathy)")
+    if images is content:
+        yield from enumerate(images)
+        return
+    captions: dict[Any, list[str]] = defaultdict(list)
+    for number, annotation in enumerate(content.get("annotations") or ()):
+        try:
+            captions[annotation["image_id"]].append(annotation["caption"])
+        except (KeyError, TypeError) as error:
+            faults[f"annotation {number}"] = _fault(error, annotation)
+    ids = Counter(image["id"] for image in images if _is_coco(image))
+    if ids:
+        _require_own_captions(path, ids, captions)
+    for number, image in enumerate(images):
+        try:
+            entry = _of_image(image, captions)
+        except (KeyError, TypeError, AttributeError) as error:
+            faults[number], entry = _fault(error, image), {}
+        # COCO has images without captions; an empty one is counted later
+        if entry.get("caption") != []:
+            yield number, entry
 
 
 def text_of(content: bytes, where: str) -> str | None:
@@ -149,7 +193,7 @@ def _encoding(start: bytes) -> str:
     return "utf-16" if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
 
 
-def _lines(path: str, faults: dict[int, object]) -> Iterator[tuple[int, list[str]]]:
+def _lines(path: str, faults: dict[int | str, object]) -> Iterator[tuple[int, list[str]]]:
     """The rows of a table that are not empty, as cells, each with the number of the line in which it begins. A cell
     that is not UTF-8 is empty."""
     suffix = suffix_of(path)
@@ -173,43 +217,6 @@ def _lines(path: str, faults: dict[int, object]) -> Iterator[tuple[int, list[str
             raise ValueError(f"{path}: line {start} cannot be read: {error}") from error
 
 
-def read_annotations(path: Path, split: str | None) -> tuple[list[str | None], list[str | list[str | None] | None]]:
-    """The images of a JSON and their captions, a text each in ShareGPT4V's layout, else all of an image.
-
-    ShareGPT4V: [{"image", "conversations": [{"from": "gpt", "value": caption}]}]. BLIP: [{"image", "caption"}], with a
-    text or several. What is no text is None.
-    COCO: {"images": [{"id", "file_name"}], "annotations": [{"image_id", "caption"}]}; images without a caption are left
-    out. Karpathy: {"images": [{"filename", "filepath" (perhaps), "split", "sentences": [{"raw"}]}]}.
-
-    Args:
-        split: Karpathy's, or several with +; None: all. The other layouts have "train" alone.
-    """
-    content = read_json(path)
-    images = content.get("images") if isinstance(content, dict) else content
-    if not isinstance(images, list):
-        raise ValueError(f"{path} is neither a list of entries (ShareGPT4V) nor has a list of images (COCO, Karpathy)")
-    captions: dict[Any, list[str]] = defaultdict(list)
-    for number, annotation in enumerate(content.get("annotations", ()) if isinstance(content, dict) else ()):
-        with _entry(path, f"annotation {number}", annotation):
-            captions[annotation["image_id"]].append(annotation["caption"])
-    pairs, splits, ids = [], set(), Counter()
-    for number, image in enumerate(images):
-        with _entry(path, f"image {number}", image):
-            name, of_split, texts = _of_image(image, captions)
-        if _is_coco(image):
-            ids[image["id"]] += 1
-        splits.add(of_split)
-        # COCO has images without captions; an empty one is counted later
-        if texts != [] and (split is None or of_split in split.split("+")):
-            pairs.append((name, texts))
-    if ids:
-        _require_own_captions(path, ids, captions)
-    splits = splits or {"train"}
-    if split is not None and not splits.issuperset(split.split("+")):
-        raise NoSplit(path, split, sorted(splits))
-    return _of_one_kind([name for name, _ in pairs]), [texts for _, texts in pairs]
-
-
 class NoSplit(ValueError):
     """A source has other splits."""
 
@@ -217,21 +224,19 @@ class NoSplit(ValueError):
         super().__init__(f"{source} has no split {split!r}, only {', '.join(map(str, splits))}: set split")
 
 
-def _of_image(image: dict[str, Any], captions: Mapping[Any, list[Any]]) -> tuple[str | None, str, Any]:
-    """The path, the split and the captions of one."""
-    if "conversations" in image:
-        answer = next((turn["value"] for turn in image["conversations"] if turn["from"] == "gpt"), None)
-        return image.get("image"), "train", answer
-    if "image" in image:
-        return image["image"], "train", image.get("caption")
+def _of_image(image: dict[str, Any], captions: Mapping[Any, list[Any]]) -> dict[str, Any]:
     if _is_coco(image):
-        return image["file_name"], "train", captions.get(image["id"], [])
+        return {"image": image["file_name"], "caption": captions.get(image["id"], [])}
     name = "/".join(filter(None, [image.get("filepath"), image["filename"]]))
-    return name, image["split"], [sentence["raw"] for sentence in image["sentences"]]
+    return {"image": name, "caption": [sentence["raw"] for sentence in image["sentences"]], "split": image["split"]}
 
 
-def _is_coco(image: dict[str, Any]) -> bool:
-    return "file_name" in image and "conversations" not in image
+def _fault(error: Exception, entry: Any) -> str:
+    return f"it is not as it should be ({error!r}): {shortened(entry)}"
+
+
+def _is_coco(image: Any) -> bool:
+    return isinstance(image, dict) and "file_name" in image and "id" in image
 
 
 def _require_own_captions(path: Path, ids: Mapping[Any, int], captions: Mapping[Any, list[str]]) -> None:
@@ -248,11 +253,3 @@ def _require_own_captions(path: Path, ids: Mapping[Any, int], captions: Mapping[
     if lost:
         number = sum(len(captions[key]) for key in lost)
         logger.warning(f"{path}: {number} annotations have the image_id of no image, such as {shortened(lost[0])}")
-
-
-@contextmanager
-def _entry(path: Path, place: str, entry: Any) -> Iterator[None]:
-    try:
-        yield
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: {place} is not as it should be ({error!r}): {shortened(entry)}") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, FiniteFloat, model_validator
 from pydantic.dataclasses import dataclass
 
 from data.worlds import WORLDS, world
@@ -22,23 +22,27 @@ class DataArguments:
     # "characters", "icons", "molecules", "names" or "symbols", the built-in worlds; a hub name; a folder of images with
     # a metadata.csv or .jsonl, with a .txt beside each, or in folders of classes; a folder of parquet files or of
     # webdataset shards; a dataset saved with `save_to_disk`; a pattern of .parquet, .arrow, .tar, .tar.gz, .csv, .tsv
-    # or .jsonl files; a .json in the layout of ShareGPT4V, BLIP, COCO's captions or a Karpathy split.
+    # .jsonl or .json files, which hold a list of objects, ShareGPT4V, COCO's captions or a Karpathy split.
     source: str
     # One that is not there is an error. A folder of images has those of its folders train, test and validation, or else
     # all are "train". Parquet files and shards of a folder belong to the splits of its README.md, or by their names
     # (`test/0.tar`, `test-00000.parquet`; all are "train" if no name says anything). Tables have those of their column
     # `split`. Any other file or pattern is all that it names, whatever the split is called. A dataset saved to disk has
-    # the split it was saved with, or any if that is not known; a .json has "train", a Karpathy split those it names,
+    # the split it was saved with, or any if that is not known; a Karpathy split has those it names,
     # also several: "train+restval".
     split: str = "train"
     # Images, or paths of images. Of shards, the ending of their files, or several: `jpg;png`.
     image_column: str = "image"
-    # Texts, or lists of texts, of which each epoch draws one.
+    # Texts, or lists of texts, of which each epoch draws one. `json.caption` is the key `caption` of objects in `json`.
     caption_column: str = "caption"
     # Each line of a text is a caption, as in the retrieval shards of CLIP_benchmark.
     captions_per_line: bool = False
     # The folder of relative paths in the image column (and in a .json); None: the one in which the command runs.
     image_root: str | None = None
+    # Black and white of gray pictures of more than 8 bits, such as [0, 1023] for a sensor of 10 bits in files of 16, or
+    # [-1024, 3071] for CT. None: those of the format: all values of unsigned integers of up to 16 bits, 0 and 1 of
+    # floats.
+    pixel_range: list[FiniteFloat] | None = Field(default=None, min_length=2, max_length=2)
     # Read while training instead of loading first.
     streaming: bool = False
     # Of webdataset shards or a mixture, no image is looked at before it is used: one that cannot be read is replaced by
@@ -80,6 +84,8 @@ class DataArguments:
             if self.split not in drawn.SPLITS:
                 raise ValueError(f"{self.source} have no split {self.split!r}, only {', '.join(drawn.SPLITS)}")
             drawn.kind_set(self.kinds)  # raises where there is none
+        if self.pixel_range is not None and self.pixel_range[0] >= self.pixel_range[1]:
+            raise ValueError(f"pixel_range: black must be less than white, and not {self.pixel_range}")
         if self.streaming and (is_drawn or self.in_memory):
             raise ValueError("streaming neither goes with a built-in world nor with in_memory")
         if self.indexed and (is_drawn or self.streaming or self.in_memory or self.image_root is not None):

@@ -1,6 +1,8 @@
 """A test held out of pairs that have none."""
 
 import itertools
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 
 import datasets
 import numpy as np
@@ -8,30 +10,45 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 from transformers import PreTrainedTokenizerBase
 
-from data.identity import image_digests
+from data.near_copies import Copies, find_copies
+from data.overview import are_classes
 from data.pairs import present_captions, same_words
 from data.tokenizer import read_texts
 
-# Pairs whose images are read together
-AT_ONCE = 1000
-
 
 def hold_out(
-    rows: datasets.Dataset, share: float, seed: int, tokenizer: PreTrainedTokenizerBase
+    rows: datasets.Dataset,
+    share: float,
+    seed: int,
+    tokenizer: PreTrainedTokenizerBase,
+    copies: Copies | None = None,
 ) -> tuple[datasets.Dataset, datasets.Dataset]:
-    """Rows to train on and rows to test on, which have no caption and no image in common.
+    """Rows to train on and rows to test on, which have no caption and no image in common, also not under other bytes.
+    Where captions repeat as classes do, they have the classes in common, and no image.
 
     Args:
         rows: columns `image` and `caption`, a text or a list of texts.
         share: at least this share of the rows is for the test.
         tokenizer: captions that it reads alike are one.
+        copies: those among the images, or None: they are found here.
 
     Raises:
         ValueError: captions or images tie too many of them together.
     """
-    parts = _parts(rows, tokenizer)
-    sizes = np.bincount(parts)
-    order = np.random.default_rng(seed).permutation(len(sizes))
+    copies = copies or find_copies(rows)
+    pictures: list[list[str]] = [[f"pixels {pixels}"] for pixels in copies.pixels]
+    for one, other in copies.near.tolist():
+        pictures[other].append(pictures[one][0])
+    names, rng = class_names(rows["caption"], tokenizer), np.random.default_rng(seed)
+    if names is None:
+        captions = _caption_keys(rows["caption"], tokenizer)
+        parts = _components([[*of_image, *of_row] for of_image, of_row in zip(pictures, captions, strict=True)])
+        sizes = np.bincount(parts)
+        order = rng.permutation(len(sizes))
+    else:
+        parts = _components(pictures)
+        sizes, (_, first) = np.bincount(parts), np.unique(parts, return_index=True)
+        order = _spread([names[row] for row in first], rng)
     # A part that is larger than the test would leave little to train on
     order = order[sizes[order] <= share * len(rows)]
     before = np.cumsum(sizes[order]) - sizes[order]
@@ -39,32 +56,54 @@ def hold_out(
     if not 2 <= len(set(parts[is_test])) or is_test.all():
         raise ValueError(
             f"no test of {share:.0%} of the {len(rows)} pairs can be held out: it needs two captions that are not in "
-            f"training, with all their pairs, and the most frequent one has {sizes.max()}. Give the data a split "
-            "test, or more pairs"
+            f"training, with all their pairs, and {sizes.max()} pairs have a caption or a picture in common with "
+            "another of them. Give the data a split test, or more pairs"
         )
     return rows.select(np.flatnonzero(~is_test)), rows.select(np.flatnonzero(is_test))
 
 
-def image_keys(rows: datasets.Dataset) -> list[str]:
-    """(rows,) The hashes of their images."""
-    return [key for batch in rows.select_columns("image").iter(AT_ONCE) for key in image_digests(batch["image"])]
+def _spread(classes: Sequence[str], rng: np.random.Generator) -> np.ndarray:
+    """Parts in an order of which each beginning has about the same share of every class, without classes of one part,
+    which training would lack. `classes`: that of each part."""
+    of_class: dict[str, list[int]] = defaultdict(list)
+    for part in rng.permutation(len(classes)):
+        of_class[classes[part]].append(part)
+    several = [parts for parts in of_class.values() if len(parts) > 1]
+    place = {part: (rank + rng.random()) / len(parts) for parts in several for rank, part in enumerate(parts)}
+    return np.array(sorted((part for parts in several for part in parts[:-1]), key=place.get), int)
 
 
-def _parts(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """(rows,) The number of each row's part: rows with a caption or an image in common are of one."""
-    numbers, names = [], []
-    for start in range(0, len(rows), AT_ONCE):
-        batch = rows[start : start + AT_ONCE]
-        captions = [present_captions(of_image) for of_image in batch["caption"]]
-        read = read_texts(tokenizer, list(itertools.chain(*captions)))
-        tokens = iter(read.digests)
-        for row, (digest, texts) in enumerate(zip(image_digests(batch["image"]), captions, strict=True), start):
-            # A tokenizer that heeds case reads other tokens of the same words
-            of_row = [digest, *(f"words {same_words(text)}" for text in texts)]
-            of_row += [f"tokens {next(tokens).hex()}" for _ in texts]
-            numbers += [row] * len(of_row)
-            names += of_row
-    places = np.unique(names, return_inverse=True)[1] + len(rows)
+def class_names(captions: Iterable[str | list[str]], tokenizer: PreTrainedTokenizerBase) -> list[str] | None:
+    """The class of each row, called by the most frequent of the captions that are alike, with blanks for underscores;
+    None: captions do not repeat as classes do."""
+    texts = [present_captions(of_image) for of_image in captions]
+    if any(len(of_image) != 1 for of_image in texts):
+        return None
+    parts = _components(_caption_keys(texts, tokenizer))
+    if not are_classes(np.bincount(parts)):
+        return None
+    counts: dict[int, Counter[str]] = defaultdict(Counter)
+    for part, [text] in zip(parts.tolist(), texts, strict=True):
+        counts[part][text] += 1
+    names = {part: of_part.most_common(1)[0][0].replace("_", " ") for part, of_part in counts.items()}
+    return [names[part] for part in parts.tolist()]
+
+
+def _caption_keys(captions: Iterable[str | list[str]], tokenizer: PreTrainedTokenizerBase) -> list[list[str]]:
+    """Of each row, a key for the words and one for the tokens of each caption: a tokenizer that heeds case reads other
+    tokens of the same words."""
+    texts = [present_captions(of_image) for of_image in captions]
+    tokens = iter(read_texts(tokenizer, list(itertools.chain(*texts))).digests)
+    return [
+        [key for text in of_row for key in (f"words {same_words(text)}", f"tokens {next(tokens).hex()}")]
+        for of_row in texts
+    ]
+
+
+def _components(keys: Sequence[Sequence[str]]) -> np.ndarray:
+    """(rows,) The number of each row's part: rows with a key in common are of one."""
+    numbers = np.repeat(np.arange(len(keys)), list(map(len, keys)))
+    places = np.unique(list(itertools.chain(*keys)), return_inverse=True)[1] + len(keys)
     size = places.max() + 1
     graph = coo_array((np.ones(len(numbers), bool), (numbers, places)), shape=(size, size))
-    return np.unique(connected_components(graph, directed=False)[1][: len(rows)], return_inverse=True)[1]
+    return np.unique(connected_components(graph, directed=False)[1][: len(keys)], return_inverse=True)[1]

@@ -11,16 +11,17 @@ from typing import Any
 
 import datasets
 import pyarrow.parquet
-from huggingface_hub import snapshot_download
 
-from data.annotations import open_tables, read_annotations
+from data.annotations import open_tables
 from data.arguments import DataArguments
-from data.local_data import TABLES, file_in, is_here, suffix_of
+from data.images import from_base64
+from data.local_data import file_in, is_here, is_table, suffix_of
 from data.shards import MEMBER, file_of, read_member
 from data.sources import is_cache, is_saved, is_text, matching, named_images, of_splits, reading
 from data.worlds import INSTALLED, WORLDS, world
 from records.digests import FILES_AT_ONCE, DigestCache, file_digests, file_stamp, value_digest
 from records.files import files_in
+from records.hub import hub_commit
 from records.provenance import MANIFEST
 
 # Errors about a fingerprint that is not that of the pairs say this
@@ -43,7 +44,7 @@ def identity(arguments: DataArguments) -> dict[str, Any] | None:
         return None
     if not is_here(source):
         try:  # offline, the last one that was here
-            return {"commit": Path(snapshot_download(source, repo_type="dataset", allow_patterns=[])).name}
+            return {"commit": hub_commit(source, "dataset")}
         except (OSError, ValueError):  # no such name, offline, or no name that the Hub could know
             return None
     if os.path.isdir(source):
@@ -56,7 +57,8 @@ def identity(arguments: DataArguments) -> dict[str, Any] | None:
         folder = os.path.dirname(files[0])
         names = [os.path.relpath(file, folder or ".") for file in files]
     with reading(arguments):
-        named = dict.fromkeys(name for name in _named_images(arguments, files) if name and isinstance(name, str))
+        named = _named_images(arguments, files)
+        named = dict.fromkeys(name for name in named if isinstance(name, str) and name and not from_base64(name))
     named = [file_in(arguments.image_root or "", name) for name in named]
     images = [image for image in named if os.path.isfile(image)]
     if not files or named and not images:
@@ -66,12 +68,10 @@ def identity(arguments: DataArguments) -> dict[str, Any] | None:
 
 
 def _named_images(arguments: DataArguments, files: list[str]) -> Iterator[str]:
-    """The images, or shards of images, that rows name: the rows of a .json or of tables that are used, and all of a
-    saved dataset or of a column of texts in parquet files."""
+    """The images, or shards of images, that rows name: the rows of tables that are used, and all of a saved dataset or
+    of a column of texts in parquet files."""
     source, split, column = arguments.source, arguments.split, arguments.image_column
-    if suffix_of(source) == ".json":
-        yield from read_annotations(Path(source), split)[0][arguments.taken_rows]
-    elif suffix_of(source) in TABLES and not os.path.isdir(source):
+    if is_table(source):
         rows = of_splits(open_tables(files, split), split, source)
         yield from rows[column][arguments.taken_rows] if column in rows.column_names else ()
     elif is_saved(source):
@@ -113,14 +113,15 @@ def data_fingerprint(rows: datasets.Dataset, images: bool = True) -> str:
         of_bytes = [hashlib.sha256(image["bytes"]).hexdigest() for image in held if image["bytes"] is not None]
         names = [path and os.path.relpath(path, os.path.dirname(file_of(path))) for path in (i["path"] for i in held)]
         in_rows = [image["bytes"] is not None for image in held]
-        digest.update(value_digest([names, in_rows, of_files, of_bytes, batch["caption"]]).encode())
+        ranges = [image["pixel_range"] for image in held if image.get("pixel_range") is not None]
+        digest.update(value_digest([names, in_rows, of_files, of_bytes, batch["caption"], *ranges]).encode())
     if rows.cache_files and not in_files:
         cache.put({key: (stamp, digest.hexdigest())})
     return digest.hexdigest()
 
 
 def image_digests(images: Iterable[str | dict[str, Any]]) -> list[str]:
-    """The hashes of images, each a path or with `bytes` or a `path`, which may have a `box`."""
+    """The hashes of images, each a path or with `bytes` or a `path`, which may have a `box` and a `pixel_range`."""
     images = [{"path": image} if isinstance(image, str) else image for image in images]
     contents = [
         read_member(image["path"]) if not image.get("bytes") and MEMBER.fullmatch(image["path"]) else image.get("bytes")
@@ -128,8 +129,8 @@ def image_digests(images: Iterable[str | dict[str, Any]]) -> list[str]:
     ]
     in_files = iter(file_digests(image["path"] for image, content in zip(images, contents, strict=True) if not content))
     digests = [hashlib.sha256(content).hexdigest() if content else next(in_files) for content in contents]
-    boxes = [image.get("box") for image in images]
-    return [
-        digest if box is None else hashlib.sha256(f"{digest} {box}".encode()).hexdigest()
-        for digest, box in zip(digests, boxes, strict=True)
-    ]
+    for number, image in enumerate(images):
+        for part in (image.get("box"), image.get("pixel_range")):
+            if part is not None:
+                digests[number] = hashlib.sha256(f"{digests[number]} {part}".encode()).hexdigest()
+    return digests

@@ -1,5 +1,6 @@
 """Folders of pictures: which split a picture belongs to, and what is said of it beside it."""
 
+import functools
 import logging
 import os
 import re
@@ -15,9 +16,10 @@ import PIL.Image
 import pyarrow.parquet
 
 from data.annotations import SPLIT_OF_NAME, read_tables, split_column, text_of
-from data.images import FORMATS
-from records.files import files_in
-from records.messages import warn_once
+from data.images import FORMATS, decode_image
+from records.digests import file_stamp
+from records.files import files_in, is_hidden
+from records.messages import join_names, warn_once
 
 logger = logging.getLogger(__name__)
 
@@ -26,17 +28,22 @@ METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 # Endings of pictures, and of files of texts beside them
 PICTURES = {ending for ending, name in PIL.Image.registered_extensions().items() if name in FORMATS}
 TEXTS = (".txt", ".caption")
+# Beginning of a note about folders that are no classes
+NO_PICTURE = "without a picture that can be read"
 
 
 def open_folder(folder: str) -> dict[str, datasets.Dataset]:
     """The pictures of a folder by split, as a column `image` of paths in their order, and what is said of them. Links
-    are followed, hidden files are not read.
+    are followed. Hidden files are not read, and a warning counts the pictures among them.
 
-    Folders `train`, `test`, `validation` and the like at the top are splits; without them, everything is "train".
+    Folders `train`, `test`, `validation` and the like at the top are splits if there are no others with pictures, or if
+    `train` and another split, or such as `train_imgs`, are among them; else everything is "train", and a folder `test`
+    is a class.
 
     A table, `metadata.csv`, `.jsonl` or `.parquet`, beside the pictures or above them, has a line for each, which gives
     its columns. Without one, the column `caption` comes from a text file beside each picture, and `label` from its
-    folder if all folders have one depth. A warning counts the files that are not read.
+    folder if all folders have one depth. Folders without a picture that can be read are no classes: a warning names
+    them, and so does `info.description`. A warning counts the files that are not read.
     """
     folder = os.path.abspath(folder)
     paths = sorted(files_in(folder))
@@ -44,6 +51,7 @@ def open_folder(folder: str) -> dict[str, datasets.Dataset]:
     if not pictures:
         raise ValueError(f"{folder} has no pictures of the formats {', '.join(FORMATS)}")
     split_of = {path: _split_of(path.partition("/")[0]) if "/" in path else None for path in paths}
+    _warn_of_hidden(folder, pictures)
     splits = [name for name in dict.fromkeys(SPLIT_OF_NAME.values()) if name in {split_of[path] for path in pictures}]
     below = next((path for path in pictures if any(map(_split_of, path.split("/")[1:-1]))), None)
     if not splits and below is not None:
@@ -57,13 +65,24 @@ def open_folder(folder: str) -> dict[str, datasets.Dataset]:
             f"{folder} has a folder train, which is a split, and pictures in {', '.join(others[:3])}, which would be "
             "left out: name train otherwise, or move these into it"
         )
+    # Beside train_imgs, test is one; beside dog, it is none
+    if splits and "train" not in splits and others and not any(_names_a_split(name) for name in others):
+        words = sorted({path.partition("/")[0] for path in pictures if split_of[path]})
+        warn_once(
+            logger,
+            f"{folder}: read as classes and not as splits: {join_names(words)}, beside {join_names(others)}. If they "
+            "are splits, move the other folders into a folder train",
+        )
+        splits = []
     own = {name: [path for path in pictures if split_of[path] == name] for name in splits} or {"train": pictures}
     labels = _labels([path for of_split in own.values() for path in of_split], bool(splits), paths)
+    labels, no_classes = _readable_classes(folder, labels, bool(splits))
     parts, read = {}, set()
     for name, of_split in own.items():
         within = [path for path in paths if not splits or "/" not in path or split_of[path] == name]
         elsewhere = {os.path.join(folder, path) for path in set(pictures).difference(of_split)}
         parts[name], files = _read(folder, of_split, within, elsewhere, labels)
+        parts[name].info.description = no_classes if "label" in parts[name].column_names else ""
         read |= files
     warn_of_unread(folder, [path for path in paths if os.path.join(folder, path) not in read])
     return parts if splits else _by_column(parts["train"], folder)
@@ -78,6 +97,17 @@ def warn_of_unread(folder: str, paths: list[str]) -> None:
         warn_once(logger, f"{folder}: {number} not read ({kinds}), such as {paths[0]}")
 
 
+def _warn_of_hidden(folder: str, pictures: list[str]) -> None:
+    """Warns of the pictures in hidden folders, as thumbnails, unless links lead to them."""
+    paths = [path for path in files_in(folder, hidden=True) if any(map(is_hidden, path.split("/")))]
+    read = {os.path.realpath(os.path.join(folder, path)) for path in pictures} if paths else set()
+    files = {path: os.path.join(folder, path) for path in sorted(paths)}
+    hidden = [path for path, file in files.items() if is_picture(file) and os.path.realpath(file) not in read]
+    if hidden:
+        number = "1 hidden picture is" if len(hidden) == 1 else f"{len(hidden)} hidden pictures are"
+        warn_once(logger, f"{folder}: {number} passed over, such as {hidden[0]}")
+
+
 def is_picture(path: str) -> bool:
     """By its ending. A link to nothing is none."""
     return PurePath(path).suffix.lower() in PICTURES and os.path.exists(path)
@@ -87,6 +117,11 @@ def _split_of(name: str) -> str | None:
     """The split that a folder is called after, perhaps with a number: `train`, `val2017`."""
     word = re.fullmatch(r"([a-z]+)[-_. ]?[0-9]*", name.lower())
     return word and SPLIT_OF_NAME.get(word[1])
+
+
+def _names_a_split(name: str) -> bool:
+    """Whether a name begins with the word of a split."""
+    return re.match("[a-z]*", name.lower())[0] in SPLIT_OF_NAME
 
 
 def _labels(pictures: list[str], has_splits: bool, paths: list[str]) -> dict[str, str]:
@@ -106,6 +141,37 @@ def _labels(pictures: list[str], has_splits: bool, paths: list[str]) -> dict[str
     return {path: _same(names[folder] if are_unique else folder) for path, folder in folders.items()}
 
 
+def _readable_classes(folder: str, labels: dict[str, str], has_splits: bool) -> tuple[dict[str, str | None], str]:
+    """The class of each picture, None where no picture of it can be read; and which folders are no classes so."""
+    readable: dict[str, bool] = {}
+    for path, label in labels.items():
+        file = os.path.join(folder, path)
+        readable[label] = readable.get(label, False) or _can_be_read(file, file_stamp(file))
+    names = {label for label in readable if not readable[label]}
+    of_paths = any("/" in label for label in readable)
+    for above in {os.path.dirname(os.path.dirname(path)) for path in labels}:
+        for entry in os.scandir(os.path.join(folder, above)):
+            if entry.is_dir() and not is_hidden(entry.name):
+                path = os.path.join(above, entry.name)
+                below = path.partition("/")[2] if has_splits else path
+                names |= {_same(below if of_paths else entry.name)} - readable.keys()
+    if not names:
+        return labels, ""
+    are = "is no class" if len(names) == 1 else "are no classes"
+    note = f"{NO_PICTURE}, {join_names(sorted(names))} {are}"
+    warn_once(logger, f"{folder}: {note}")
+    return {path: label if readable[label] else None for path, label in labels.items()}, note
+
+
+@functools.cache
+def _can_be_read(file: str, stamp: str) -> bool:
+    try:
+        decode_image(file)
+    except OSError:
+        return False
+    return True
+
+
 def _by_column(rows: datasets.Dataset, folder: str) -> dict[str, datasets.Dataset]:
     """The pictures by the column `split` of their table, if it names splits."""
     columns = {"split": rows["split"]} if "split" in rows.column_names else {}
@@ -116,7 +182,7 @@ def _by_column(rows: datasets.Dataset, folder: str) -> dict[str, datasets.Datase
 
 
 def _read(
-    folder: str, pictures: list[str], paths: list[str], elsewhere: set[str], labels: Mapping[str, str]
+    folder: str, pictures: list[str], paths: list[str], elsewhere: set[str], labels: Mapping[str, str | None]
 ) -> tuple[datasets.Dataset, set[str]]:
     """The rows of pictures, and the files that these were read from."""
     tables = [os.path.join(folder, path) for path in paths if PurePath(path).name in METADATA]
@@ -141,7 +207,7 @@ def _read(
         columns["label"] = [labels[path] for path in pictures]
     rows = datasets.Dataset.from_dict(columns)
     if labels:
-        rows = rows.cast_column("label", datasets.ClassLabel(names=sorted(set(labels.values()))))
+        rows = rows.cast_column("label", datasets.ClassLabel(names=sorted(set(labels.values()) - {None})))
     return rows, {*files, *filter(None, texts)}
 
 

@@ -1,7 +1,9 @@
 """Images as models see them: upright, RGB, 8 bits a channel."""
 
+import base64
 import io
 import os
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +23,13 @@ FORMATS = tuple(
 )
 # Pillow's limit for decompression bombs: 256 MiB as RGB. A photo of 80 megapixels is read.
 MAX_PIXELS = 89_478_485
+# Values below or above their range that mark missing data: geographers', of 16 bits with a sign, and of floats
+NO_DATA = (-9999, -32768, float(np.finfo(np.float32).min), float(np.finfo(np.float32).max))
+# Tags of a TIFF
+BITS, PHOTOMETRIC, GDAL_NO_DATA = 258, 262, 42113
+# First bytes of images, and the least that one has, by which base64 is told from a path
+SMALLEST = 32
+BEGINNINGS = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF8", b"RIFF", b"BM", b"II*\0", b"MM\0*")
 # The longer side by the shorter one. Processors resize the shorter side to the model's (3 x 20,000 pixels become
 # 224 x 1,493,333) before they crop.
 MAX_ASPECT_RATIO = 100
@@ -28,28 +37,33 @@ MAX_ASPECT_RATIO = 100
 
 def decode_image(value: Any) -> PIL.Image.Image:
     """An upright RGB image from what an image column holds: a PIL image, a path, or bytes and path, which may have a
-    `box` (left, upper, right, lower) that alone counts.
+    `box` (left, upper, right, lower) that alone counts, and a `pixel_range`.
 
-    It is turned as EXIF says. Transparent parts are laid on white. Gray of more than 8 bits is scaled, not clipped. The
-    first of several frames counts.
+    It is turned as EXIF says. Transparent parts are laid on white. The first of several frames counts. Gray of more
+    than 8 bits is scaled from its `pixel_range`, or else from that of its format: all values of unsigned integers, 0 to
+    1 of floats. Gaps (NaN, infinite and no-data values) are black. Its `info["pixels"]` holds the share of gaps, the
+    least and the greatest value, black and white.
 
     Raises:
         OSError: whatever else the image is: not there, no image, cut short, larger than `MAX_PIXELS` or longer than
-            `MAX_ASPECT_RATIO`.
+            `MAX_ASPECT_RATIO`; nothing but gaps; of values for which neither its format nor `pixel_range` has a range.
     """
     try:
         if isinstance(value, PIL.Image.Image):
             _require_size(value)
-            return _rgb(PIL.ImageOps.exif_transpose(value))
+            return _rgb(PIL.ImageOps.exif_transpose(value), _Depth(value))
         with PIL.Image.open(_file(value), formats=FORMATS) as image:
             _require_size(image)
+            box, pixel_range = map(value.get, ("box", "pixel_range")) if isinstance(value, dict) else (None, None)
+            depth = _Depth(image, pixel_range)
             PIL.ImageOps.exif_transpose(image, in_place=True)  # decodes it, too, while its file is open
-            if isinstance(value, dict) and value.get("box") is not None:
-                return _rgb(_crop(image, value["box"]))
+            if box is not None:
+                return _rgb(_crop(image, box), depth)
             # JPEGs are RGB without a copy: nothing else is read of their files
-            return image if image.format == "JPEG" and image.mode == "RGB" else _rgb(image)
+            return image if image.format == "JPEG" and image.mode == "RGB" else _rgb(image, depth)
     except PIL.UnidentifiedImageError as error:
-        raise OSError(f"it is no image of the formats {', '.join(FORMATS)}") from error
+        known = f"the formats {', '.join(FORMATS)}, with bits and bands that Pillow reads"
+        raise OSError(f"it is no image of {known}") from error
     except FileNotFoundError as error:
         if os.path.isabs(error.filename):
             raise
@@ -58,6 +72,16 @@ def decode_image(value: Any) -> PIL.Image.Image:
         raise
     except Exception as error:  # damaged files end in struct.error, SyntaxError, EOFError, KeyError and many more
         raise OSError(f"{type(error).__name__}: {error}") from error
+
+
+def from_base64(text: str) -> bytes | None:
+    """The bytes of an image that a text holds in base64, perhaps as a `data:` URL; None: it may be a path."""
+    mark = re.match(r"data:image/[\w.+-]+;base64,", text)
+    try:
+        content = base64.b64decode("".join(text[mark.end() if mark else 0 :].split()), validate=True)
+    except ValueError:  # also of letters that are not ASCII
+        return None
+    return content if content.startswith(BEGINNINGS) and len(content) >= SMALLEST else None
 
 
 def _crop(image: PIL.Image.Image, box: Sequence[float]) -> PIL.Image.Image:
@@ -72,12 +96,13 @@ def _file(value: Any) -> str | io.BytesIO:
     if isinstance(value, str):
         value = {"path": value}
     if isinstance(value, dict) and value.get("bytes") is not None:
-        return io.BytesIO(value["bytes"])
+        content = value["bytes"]
+        return io.BytesIO((from_base64(content.decode()) if content.isascii() else None) or content)
     if isinstance(value, dict) and value.get("path") and MEMBER.fullmatch(value["path"]):
         return io.BytesIO(read_member(value["path"]))
     if isinstance(value, dict) and value.get("path"):
         return value["path"]
-    raise OSError("there is no image")
+    raise OSError("there is no image, or a list of several")
 
 
 def _require_size(image: PIL.Image.Image) -> None:
@@ -88,28 +113,64 @@ def _require_size(image: PIL.Image.Image) -> None:
         raise OSError(f"{width} x {height} pixels are longer than {MAX_ASPECT_RATIO} to 1")
 
 
-def _rgb(image: PIL.Image.Image) -> PIL.Image.Image:
-    if image.mode.startswith(("I", "F")):
-        image = _eight_bits(image)
-    if not image.has_transparency_data:
-        return image.convert("RGB")
-    if image.mode == "La":  # becomes nothing but LA
-        image = image.convert("LA")
-    white = PIL.Image.new("RGBA", image.size, "white")
-    return PIL.Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
+class _Depth:
+    """Facts of an image's file that tell what its values mean, and that Pillow drops when it turns or crops."""
+
+    def __init__(self, image: PIL.Image.Image, pixel_range: Sequence[float] | None = None):
+        tags = getattr(image, "tag_v2", {}) if image.format == "TIFF" else {}
+        self.pixel_range, self.is_inverted = pixel_range, tags.get(PHOTOMETRIC) == 0
+        self.no_data = _number(tags.get(GDAL_NO_DATA))
+        tiles = str(getattr(image, "tile", ""))
+        self.is_deep_color = ";16" in tiles and not image.mode.startswith(("I", "F"))  # which Pillow reads at 8 bits
+        self.is_scaled = self.is_deep_color or "ppm" in tiles or image.format == "JPEG2000"
+        if image.mode.startswith("I;16"):
+            self.format_range = 0, 2 ** tags.get(BITS, (16,))[0] - 1
+        elif image.mode == "I" and image.format in ("PNG", "PPM"):
+            self.format_range = 0, 65535
+        else:
+            self.format_range = (0, 1) if image.mode == "F" else None
 
 
-def _eight_bits(image: PIL.Image.Image) -> PIL.Image.Image:
-    """Gray of 16 or 32 bits as gray of 8.
+def _number(text: str | None) -> float:
+    try:
+        return float(text.strip("\0 "))
+    except (AttributeError, ValueError):
+        return np.nan  # equals nothing
 
-    The modes I and F do not tell what is white: it is the first of 1 (floats), 255 and 65,535 that is not exceeded.
-    With values beyond, or below 0, the darkest becomes black and the brightest white.
-    """
+
+def _rgb(image: PIL.Image.Image, depth: _Depth) -> PIL.Image.Image:
+    is_gray, pixels = image.mode.startswith(("I", "F")), None
+    if depth.pixel_range is not None and depth.is_scaled and (is_gray or depth.is_deep_color):
+        raise OSError("Pillow scales its values, so that pixel_range cannot apply: save it with 8 bits, or gray as PNG")
+    if is_gray:
+        image, pixels = _eight_bits(image, depth)
+    elif depth.is_deep_color:
+        highest = max(of_band[1] for of_band in image.convert("RGB").getextrema())
+        pixels = [0.0, 0.0, highest * 257.0, 0.0, 65535.0]
+    if image.has_transparency_data:
+        image = image.convert("LA") if image.mode == "La" else image  # which becomes nothing else
+        white = PIL.Image.new("RGBA", image.size, "white")
+        image = PIL.Image.alpha_composite(white, image.convert("RGBA"))
+    image = image.convert("RGB")
+    image.info["pixels"] = pixels
+    return image
+
+
+def _eight_bits(image: PIL.Image.Image, depth: _Depth) -> tuple[PIL.Image.Image, list[float]]:
+    """Gray of 16 or 32 bits as gray of 8, and `info["pixels"]` of `decode_image`."""
     pixels = np.asarray(image).astype(np.float64)
-    low, high = 0.0, pixels.max()
-    whites = [65535.0] if image.mode.startswith("I;16") else [1.0, 255.0, 65535.0][image.mode != "F" :]
-    white = next((white for white in whites if high <= white), None)
-    if white is None or pixels.min() < 0:
-        low, white = pixels.min(), high
-    scaled = (pixels - low) * (255 / max(white - low, np.finfo(np.float64).tiny))
-    return PIL.Image.fromarray(scaled.round().astype(np.uint8))
+    black, white = depth.pixel_range or depth.format_range or (-np.inf, np.inf)
+    is_outside = (pixels < black) | (pixels > white)
+    gaps = ~np.isfinite(pixels) | (pixels == depth.no_data) | np.isin(pixels, NO_DATA) & is_outside
+    if gaps.all():
+        raise OSError("all its pixels are NaN, infinite or no-data values")
+    low, high = pixels[~gaps].min(), pixels[~gaps].max()
+    if depth.pixel_range is None and (depth.format_range is None or (is_outside & ~gaps).any()):
+        known = "for floats, 0 is black and 1 is white" if image.mode == "F" else "its format has no black and white"
+        raise OSError(f"its values go from {low:.7g} to {high:.7g}, but {known}: set pixel_range to those of the data")
+    start, end = (white, black) if depth.is_inverted else (black, white)
+    scaled = np.clip((pixels - start) * (255 / (end - start)), 0, 255)
+    scaled[gaps] = 0
+    scaled[pixels == image.info.get("transparency", np.nan)] = 255
+    facts = [float(value) for value in (gaps.mean(), low, high, black, white)]
+    return PIL.Image.fromarray(scaled.round().astype(np.uint8)), facts

@@ -12,21 +12,26 @@ from records.local_names import is_hub_name, similar_path
 # Endings of shards
 SUFFIXES = (".tar", ".tar.gz", ".tgz")
 # Ending of a table -> what separates its columns
-TABLES = {".csv": ",", ".tsv": "\t", ".jsonl": None}
+TABLES = {".csv": ",", ".tsv": "\t", ".jsonl": None, ".json": None}
 # In the order in which they are looked for in a folder
 BUILDERS = {".tar": "webdataset", ".parquet": "parquet", ".arrow": "arrow"}
 
 
 def is_here(source: str) -> bool:
     """Whether a source of data lies on this machine, or a pattern that matches something."""
-    if os.path.exists(source) or not is_read_whole(source):
+    if os.path.exists(source) or suffix_of(source) not in {*BUILDERS, *TABLES}:
         return os.path.exists(source)
     return any(glob.glob(pattern, recursive=True) for pattern in without_braces(source))
 
 
 def is_read_whole(source: str) -> bool:
     """Whether a source is a file or a pattern, which is all that it names, whatever the split is called."""
-    return suffix_of(source) in {*BUILDERS, *TABLES} and not Path(source).is_dir()
+    return suffix_of(source) in BUILDERS and not Path(source).is_dir()
+
+
+def is_table(source: str) -> bool:
+    """Whether a source is a table or a pattern of tables, which may have a column of splits."""
+    return suffix_of(source) in TABLES and not Path(source).is_dir()
 
 
 def suffix_of(name: str) -> str:
@@ -53,7 +58,7 @@ def missing_data(source: str) -> str:
         return ""
     if meant := similar_path(source):
         return f"there is no file or folder {source}: did you mean {meant}?"
-    is_file = Path(source).suffix in (*BUILDERS, *TABLES, ".json")
+    is_file = Path(source).suffix in (*BUILDERS, *TABLES)
     return f"there is no file or folder {source}" if is_file or not is_hub_name(source) else ""
 
 

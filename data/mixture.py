@@ -3,10 +3,7 @@
 import datasets
 
 from data.arguments import DataArguments
-from data.pairs import load_pairs, mapped
-
-# An image as an image column holds it: its bytes, or where they are
-IMAGE = {"bytes": datasets.Value("binary"), "path": datasets.Value("string")}
+from data.pairs import IMAGE, load_pairs, mapped
 
 
 def pairs_with_images(arguments: DataArguments, decode: bool = False) -> datasets.Dataset:
@@ -17,6 +14,8 @@ def pairs_with_images(arguments: DataArguments, decode: bool = False) -> dataset
     """
     rows = load_pairs(arguments, images=decode)
     feature = rows.features["image"]
+    if isinstance(feature, dict):  # with a range
+        return rows
     if isinstance(feature, datasets.Value):
         return mapped(
             rows,

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 import datasets
 from transformers import PreTrainedTokenizerBase
 
-from data.pairs import present_captions
+from data.pairs import present_captions, same_words
 from data.tokenizer import read_texts
 from records.messages import shortened
 
 # A caption of more than this share of the pairs dominates
 DOMINANT = 0.1
+# Captions repeat as classes do if two or more have so many pictures, and these are so large a share of all
+CLASS_SIZE, CLASS_SHARE = 5, 0.9
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,7 @@ class Overview:
         pairs: captions of images in training, each with its image.
         captions: different ones among them.
         most_frequent, most_frequent_count: the caption of most pairs in training, and of how many.
+        are_classes: whether captions of training repeat as classes do.
         entities: pairs in training whose caption has an HTML entity, such as &amp;.
         max_length: tokens that the tokenizer reads of a caption.
         cut: different captions, of training and test, that are longer.
@@ -32,6 +35,7 @@ class Overview:
         test_images: images in the test; 0 without one.
         test_captions: different captions in the test.
         unseen: those of them that no caption in training is alike to.
+        reworded: of the unseen, those that say the same as a caption in training (`data.pairs.same_words`).
         best: the greatest recall at 1 by direction, `image_to_text` and `text_to_image`, in the test, or without one in
             training.
         by_memory: the same in the test for a model that knows only captions of training.
@@ -41,6 +45,7 @@ class Overview:
     captions: int
     most_frequent: str
     most_frequent_count: int
+    are_classes: bool
     entities: int
     max_length: int
     cut: int
@@ -48,6 +53,7 @@ class Overview:
     test_images: int
     test_captions: int
     unseen: int
+    reworded: int
     best: dict[str, float]
     by_memory: dict[str, float]
 
@@ -67,10 +73,14 @@ class Overview:
             lines += [
                 f"The test has {self.test_images:,} images with {self.test_captions:,} different captions, "
                 f"{self.unseen:,} of which training never sees.",
-                f"The greatest R@1 that these captions allow is {both}; with the captions of training alone, {memory}.",
             ]
-        else:
-            lines.append(f"The greatest R@1 that these captions allow is {both}.")
+            if self.reworded:
+                lines.append(
+                    f"{self.reworded:,} of these are in training with other punctuation, quotes, case or HTML."
+                )
+        if not self.are_classes:
+            memory = f"; with the captions of training alone, {memory}" * bool(self.test_images)
+            lines.append(f"The greatest R@1 that these captions allow is {both}{memory}.")
         if self.cut:
             lines.append(f"{self.cut:,} captions are longer than {self.max_length} tokens, and are cut{advice}.")
         if self.alike:
@@ -80,12 +90,18 @@ class Overview:
             )
         if self.entities:
             lines.append(f"{self.entities:,} pairs have HTML in their caption, such as `&amp;`: write the character.")
-        if share > DOMINANT and self.captions > 1:
+        if share > DOMINANT and self.captions > 1 and not self.are_classes:
             lines.append(
                 f"A caption of {share:.0%} of the pairs tells them from others, but not from each other: caption them "
                 "one by one, or leave most of them out."
             )
         return lines
+
+
+def are_classes(sizes: Collection[int]) -> bool:
+    """Whether captions repeat as classes do, by the number of pictures of each."""
+    large = [size for size in sizes if size >= CLASS_SIZE]
+    return len(large) > 1 and sum(large) >= CLASS_SHARE * sum(sizes)
 
 
 def recalls(of_ways: Mapping[str, float]) -> str:
@@ -109,19 +125,23 @@ def look_at(train: datasets.Dataset, test: datasets.Dataset | None, tokenizer: P
     known = {key_of[caption] for caption in of_train}
     texts = {caption for of_image in of_test for caption in of_image}
     counts, with_key = Counter(of_train), Counter(read.digests)
+    unseen = [caption for caption in texts if key_of[caption] not in known]
+    words = set(map(same_words, counts)) if unseen else set()
     [(most_frequent, most_frequent_count)] = counts.most_common(1)
     return Overview(
         pairs=len(of_train),
         captions=len(counts),
         most_frequent=most_frequent,
         most_frequent_count=most_frequent_count,
+        are_classes=len(of_train) == len(of_rows) and are_classes(counts.values()),
         entities=sum((html.unescape(caption) != caption) * number for caption, number in counts.items()),
         max_length=read.max_length,
         cut=sum(read.is_cut),
         alike=sum(with_key[key] > 1 for key in read.digests),
         test_images=len(of_test),
         test_captions=len(texts),
-        unseen=sum(key_of[caption] not in known for caption in texts),
+        unseen=len(unseen),
+        reworded=sum(same_words(caption) in words for caption in unseen),
         best=ceilings(of_test or of_rows, key_of),
         by_memory={} if test is None else ceilings(of_test, key_of, known),
     )

@@ -1,6 +1,7 @@
 """Pairs of an image and a caption: the rows of any source, and which of them can be used."""
 
 import ast
+import html
 import io
 import json
 import logging
@@ -8,22 +9,27 @@ import re
 import sys
 import textwrap
 import tokenize
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import PIL.Image
 import pyarrow
 import pyarrow.compute
 
+from data import images as image_files
+from data import shards
 from data.identity import image_digests
-from data.images import decode_image
+from data.images import decode_image, from_base64
 from data.local_data import file_in
 from data.sources import DataArguments, Rows, is_text, named_files_hash, no_column, open_rows, reading
 from data.worlds import WORLDS, world
-from records.messages import shortened
+from records.digests import file_digests, value_digest
+from records.messages import join_names, shortened, warn_once
 from records.processes import is_first_process
 
 logger = logging.getLogger(__name__)
@@ -36,9 +42,22 @@ COLUMN_SETTINGS = "image_column and caption_column or label_column"
 IMAGES = ("image", "image_0", "image_1")
 # Fewer rows are read in no time
 MANY = 1000
+# Captions of a stream that tell whether they are lists
+LISTS_LOOKED_AT = 100
 TEXTS = datasets.List(datasets.Value("string"))
+# An image as an image column holds it: its bytes, or where they are; and with black and white of more than 8 bits
+IMAGE = {"bytes": datasets.Value("binary"), "path": datasets.Value("string")}
+RANGED = IMAGE | {"pixel_range": datasets.List(datasets.Value("float64"))}
+UNDECODED = datasets.Image(decode=False)
+# Features of images that need not be made whole
+KNOWN = dict | datasets.Image | None
+# Characters that are written alike, or not seen; and what is around a text
+ALIKE = str.maketrans("‘’‚‛“”„«»–—_", "'" * 4 + '"' * 5 + "-- ", "\u200b\u200c\u200d\u00ad\ufeff")
+AROUND = " '`.,;:!?。、" + '"'
 # Columns of images as plain bytes
-BYTES = [datasets.Value(kind) for kind in ("binary", "large_binary", "binary_view")]
+BYTES = [datasets.Value(kind) for kind in ("binary", "large_binary")]
+# What a look at a pair finds: see `read_pair`, and `decode_image` on pixels
+LOOK = datasets.Features({"problem": datasets.Value("string"), "pixels": datasets.List(datasets.Value("float64"))})
 # What stands for a missing caption, as pandas reads a table
 MISSING = {"NA", "N/A", "n/a", "NULL", "null", "None", "NaN", "nan", "-nan", "-NaN", "<NA>", "#N/A", "#NA"}
 
@@ -117,13 +136,23 @@ def trimmed(text: str) -> str:
 
 
 def same_words(text: str) -> str:
-    """Equal for texts that differ only in case and white space, as most tokenizers read them."""
-    return " ".join(text.lower().split())
+    """Equal for texts that differ only in case, white space, HTML entities, forms of Unicode, kinds of quotes, and
+    quotes and punctuation around them."""
+    text = unicodedata.normalize("NFKC", html.unescape(html.unescape(text))).translate(ALIKE).casefold()
+    words = " ".join(text.split())
+    return words.strip(AROUND) or words
 
 
 def present_texts(captions: Any) -> list[str]:
-    """As `present_captions`; raises a ValueError where one is neither a text nor missing."""
+    """As `present_captions`; raises a ValueError where one is neither a text nor missing, or a text that holds objects
+    or lists of lists."""
     for caption in captions if isinstance(captions, list) else [captions]:
+        content = _structure(caption)
+        if isinstance(content, dict):
+            keys = join_names(map(str, content)) or "none"
+            raise ValueError(f"its caption is an object with the keys {keys}: set caption_column to COLUMN.KEY")
+        if isinstance(content, list) and any(isinstance(item, dict | list) for item in content):
+            raise ValueError(f"its caption is a list of objects or lists: {shortened(caption)}")
         if not isinstance(caption, str | None) and caption == caption:  # NaN is missing
             raise ValueError(f"its caption is no text but {shortened(caption)}")
     return present_captions(captions)
@@ -144,14 +173,17 @@ def all_captions(rows: Rows) -> Iterator[str]:
 def select_columns(rows: Rows, arguments: DataArguments) -> Rows:
     """The image and the caption column alone, under those names; images are not decoded yet."""
     rows = rename_columns(rows, {arguments.image_column: "image", arguments.caption_column: "caption"}, arguments)
-    rows = _with_lists(rows)
+    rows = _with_lists(rows, arguments.source)
     return _split_lines(rows) if arguments.captions_per_line else rows
 
 
 def rename_columns(
     rows: Rows, wanted: dict[str, str], arguments: DataArguments, settings: str = COLUMN_SETTINGS
 ) -> Rows:
-    """These columns alone, under their new names. Images are not decoded yet, and their paths begin with `image_root`.
+    """These columns alone, under their new names. Images are not decoded yet, their paths begin with `image_root`, and
+    those of more than 8 bits have the `pixel_range`. A list of one image is this image, and base64 becomes bytes.
+
+    A column COLUMN.KEY that is not there is the key of the objects in COLUMN, perhaps as JSON.
 
     Args:
         settings: by which others are named, for errors.
@@ -160,32 +192,95 @@ def rename_columns(
     if columns is None:  # a stream of unknown features tells with its first row
         with reading(arguments):
             columns = list(next(iter(rows), wanted))
-    missing = [column for column in wanted if column not in columns]
+    bases = {column: column.partition(".")[0] for column in wanted if column not in columns}
+    bases = {column: base for column, base in bases.items() if base in columns and wanted[column] not in IMAGES}
+    missing = [column for column in wanted if column not in columns and column not in bases]
     if missing:
         raise ValueError(f"{no_column(arguments.source, missing, columns)}. Name others by {settings}")
     # Decoded later, where an image that is broken can be skipped. First of all: a stream that selects columns decodes.
     # Images may also be plain bytes, or have no path beside them
     for column, name in wanted.items():
         feature = (rows.features or {}).get(column)
-        is_plain = name in IMAGES and (isinstance(feature, dict) or feature in BYTES)
+        is_plain = name in IMAGES and (feature in BYTES or isinstance(feature, dict) and "pixel_range" not in feature)
         if isinstance(feature, datasets.Image) or is_plain:
-            rows = rows.cast_column(column, datasets.Image(decode=False))
-    rows = rows.select_columns(list(wanted))
+            rows = rows.cast_column(column, UNDECODED)
+        elif isinstance(getattr(feature, "feature", None), datasets.Image):
+            rows = rows.cast_column(column, datasets.List(UNDECODED))
+    used = [column for column in wanted if column not in bases]
+    rows = rows.select_columns(list(dict.fromkeys([*used, *bases.values()])))
+    rows = _with_keys(rows, bases, arguments).select_columns(list(wanted)) if bases else rows
     rows = rows.rename_columns({old: new for old, new in wanted.items() if old != new})
-    root, images = arguments.image_root, [name for name in IMAGES if name in wanted.values()]
-    if root is None:
-        return rows
+    return _with_whole_images(rows, [name for name in IMAGES if name in wanted.values()], arguments)
 
-    def whole(image: str | dict | None) -> str | dict | None:
-        if isinstance(image, str):
-            return file_in(root, image)
-        missing = image is None or image["path"] is None
-        return image if missing or image["bytes"] is not None else {**image, "path": file_in(root, image["path"])}
 
-    def with_root(batch: dict[str, list]) -> dict[str, list]:
-        return {name: [*map(whole, batch[name])] for name in images}
+def _with_keys(rows: Rows, bases: dict[str, str], arguments: DataArguments) -> Rows:
+    """Rows with columns COLUMN.KEY, texts or lists of texts as the first one is, from objects in COLUMN."""
 
-    return mapped(rows, with_root, batched=True, features=rows.features)
+    def value(row: dict[str, Any], column: str) -> str | list[str] | None:
+        content = row[bases[column]]
+        for key in column.split(".")[1:]:
+            content = _structure(content)
+            content = content.get(key) if isinstance(content, dict) else None
+        return present_captions(content) if isinstance(content, list) else content
+
+    features = datasets.Features()
+    for column, base in bases.items():
+        head = list(_head(rows.select_columns(base)))
+        kind = next((type(found) for found in (value(row, column) for row in head) if found is not None), None)
+        if kind is None:
+            keys = dict.fromkeys(f"{base}.{key}" for row in head for key in _structure(row[base]) or ())
+            raise ValueError(no_column(arguments.source, [column], [base, *keys]))
+        features[column] = TEXTS if kind is list else datasets.Value("string")
+
+    def values(row: dict[str, Any]) -> dict[str, Any]:
+        found = {column: value(row, column) for column in bases}
+        return {
+            column: present_captions(text) if features[column] == TEXTS else text if isinstance(text, str) else None
+            for column, text in found.items()
+        }
+
+    if isinstance(rows, datasets.IterableDataset):
+        return rows.map(values, features=rows.features and datasets.Features(rows.features | features))
+    held = sorted(set(bases.values()))
+    texts = mapped(rows.select_columns(held), values, features=features, remove_columns=held)
+    return datasets.concatenate_datasets([rows, texts], axis=1)  # without copying images
+
+
+def _head(rows: Rows) -> Rows:
+    """The first rows, by which a column is judged; of a stream, one, since it is read twice."""
+    return rows.take(1 if isinstance(rows, datasets.IterableDataset) else 100)
+
+
+def _with_whole_images(rows: Rows, names: list[str], arguments: DataArguments) -> Rows:
+    """Rows whose images are not lists or base64, with `image_root` and `pixel_range`."""
+    root, pixel_range, kinds = arguments.image_root, arguments.pixel_range, {}
+    for name in names:
+        feature = (rows.features or {}).get(name)
+        is_named = isinstance(feature, datasets.Value) and is_text(feature())
+        texts = (row[name] for row in _head(rows.select_columns(name))) if is_named else ()
+        if pixel_range is not None:
+            kinds[name] = RANGED
+        elif any(text and from_base64(text) for text in texts) or not (is_named or isinstance(feature, KNOWN)):
+            kinds[name] = UNDECODED
+        elif root is not None:
+            kinds[name] = feature
+
+    def whole(image: Any, kind: Any) -> str | dict[str, Any]:
+        image = image[0] if isinstance(image, list) and len(image) == 1 else image
+        content = from_base64(image) if isinstance(image, str) else image if isinstance(image, bytes) else None
+        if not isinstance(image, dict):
+            image = {"bytes": content, "path": image if isinstance(image, str) and content is None else None}
+        image = {"bytes": None, "path": None} | image
+        if root is not None and image["path"] is not None and image["bytes"] is None:
+            image = image | {"path": file_in(root, image["path"])}
+        ranged = image if pixel_range is None else image | {"pixel_range": pixel_range}
+        return image["path"] if isinstance(kind, datasets.Value) else ranged
+
+    def with_whole(batch: dict[str, list]) -> dict[str, list]:
+        return {name: [whole(image, kind) for image in batch[name]] for name, kind in kinds.items()}
+
+    features = rows.features and datasets.Features(rows.features | kinds)
+    return mapped(rows, with_whole, batched=True, features=features) if kinds else rows
 
 
 def _split_lines(rows: Rows) -> Rows:
@@ -198,18 +293,30 @@ def _split_lines(rows: Rows) -> Rows:
     return _with_captions(rows, split)
 
 
-def _with_lists(rows: Rows) -> Rows:
-    """Rows whose captions are lists, if one caption is a text such as `["a cat", "a dog"]`. A stream is judged by its
-    first row."""
+def _with_lists(rows: Rows, source: str) -> Rows:
+    """Rows whose captions are lists, if all captions are texts such as `["a cat", "a dog"]`, or missing. Among others,
+    such a text stays what it is, as a title in brackets. A stream is judged by its first rows."""
     feature = (rows.features or {}).get("caption", datasets.Value("string"))
     if not (isinstance(feature, datasets.Value) and is_text(feature())):
         return rows
     if isinstance(rows, datasets.IterableDataset):
-        captions = [row["caption"] for row in rows.take(1)]
+        texts = pyarrow.chunked_array([[row["caption"] for row in rows.take(LISTS_LOOKED_AT)]], pyarrow.large_string())
     else:
         texts = rows.data.column("caption").cast(pyarrow.large_string())
-        captions = texts.filter(pyarrow.compute.match_substring_regex(texts, r"^\s*\[.*\]\s*$")).to_pylist()
-    if not any(map(listed, captions)):
+    is_bracketed = pyarrow.compute.match_substring_regex(texts, r"(?s)^\s*\[.*\]\s*$")
+    bracketed = texts.filter(is_bracketed).to_pylist()
+    lists = [text for text in bracketed if listed(text) is not None]
+    if not any(map(listed, lists)):
+        return rows
+    others = (text.as_py() for text in texts.filter(pyarrow.compute.invert(is_bracketed)))
+    other = next((text for text in others if present_captions(text)), None)
+    other = next((text for text in bracketed if listed(text) is None), other)
+    if other is not None:
+        warn_once(
+            logger,
+            f"{source}: {len(lists)} captions are lists, such as {shortened(lists[0])}, but stay texts, since "
+            f"{shortened(other)} is none: make all captions lists, or none",
+        )
         return rows
 
     def as_list(row: dict[str, Any]) -> dict[str, Any]:
@@ -239,6 +346,19 @@ def listed(caption: Any) -> list[str] | None:
     if not isinstance(texts, list) or not all(isinstance(text, str | None) or text != text for text in texts):
         return None
     return [text for text in texts if isinstance(text, str)]
+
+
+def _structure(value: Any) -> dict[str, Any] | list[Any] | None:
+    """An object or a list, perhaps one that JSON or Python wrote into a text; None: it is neither."""
+    if not isinstance(value, str) or not re.match(r"\s*[\[{]", value):
+        return value if isinstance(value, dict | list) else None
+    for read in (json.loads, ast.literal_eval):
+        try:
+            content = read(value.strip())
+        except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
+            continue
+        return content if isinstance(content, dict | list) else None
+    return None
 
 
 def _python_list(caption: str) -> list[Any] | None:
@@ -286,7 +406,8 @@ def readable_pairs(
     """
 
     def look(row: dict[str, Any], files: str) -> dict[str, Any]:
-        return {"problem": read_pair(row, arguments, are_labels)[0]}
+        problem, image = read_pair(row, arguments, are_labels)
+        return {"problem": problem, "pixels": image and image.info.get("pixels")}
 
     nothing = f"{arguments.source} has no pairs in split {arguments.split}"
     if len(rows) == 0:
@@ -300,12 +421,14 @@ def readable_pairs(
         looks = mapped(
             looked_at,
             look,
-            fn_kwargs={"files": files},  # part of what the result is cached under
+            fn_kwargs={"files": files + _reading_code()},  # part of what the result is cached under
             is_kept=True,
             remove_columns=looked_at.column_names,
+            features=LOOK,
             num_proc=arguments.num_workers or None,
             desc=what,
         )
+    report_pixels(looks["pixels"], arguments)
     problems = list(looks["problem"])
     bad = [index for index, problem in enumerate(problems) if problem]
     if bad:
@@ -316,8 +439,14 @@ def readable_pairs(
     return rows, len(bad)
 
 
+@cache
+def _reading_code() -> str:
+    """The digest of the code that judges a pair, and the version of Pillow."""
+    return value_digest([PIL.__version__, *file_digests([__file__, image_files.__file__, shards.__file__])])
+
+
 def _is_there(image: str | dict[str, Any] | None) -> bool:
-    return any(image.values()) if isinstance(image, dict) else bool(image)
+    return bool(image.get("bytes") or image.get("path")) if isinstance(image, dict) else bool(image)
 
 
 def one_row_an_image(rows: datasets.Dataset) -> datasets.Dataset:
@@ -362,10 +491,12 @@ class StreamReport:
 
     def __init__(self, arguments: DataArguments, quiet: bool):
         self.arguments, self.quiet = arguments, quiet
-        self.seen, self.bad, self.first = 0, 0, ""
+        self.seen, self.bad, self.first, self.pixels = 0, 0, "", []
 
-    def add(self, row: dict[str, Any], problem: str) -> None:
+    def add(self, row: dict[str, Any], problem: str, image: PIL.Image.Image | None = None) -> None:
         self.seen += 1
+        if image is not None and image.info.get("pixels"):
+            self.pixels.append(image.info["pixels"])
         if not problem:
             return
         self.bad += 1
@@ -381,12 +512,31 @@ class StreamReport:
     def end_of_epoch(self, readers: int) -> None:
         """A short stream is judged as a whole; one reader's share of it only if nothing is left of it, or if it has
         more bad pairs than all shares together may have."""
+        if not self.quiet:
+            report_pixels(self.pixels, self.arguments)
         too_many = self.bad > self.arguments.max_unreadable * self.seen * readers
         if self.bad and (readers == 1 or self.bad == self.seen or too_many):
             self._judge()
 
     def _judge(self) -> None:
         judge(self.bad, self.seen, self.first, self.arguments, self.quiet)
+
+
+def report_pixels(pixels: Iterable[list[float] | None], arguments: DataArguments) -> None:
+    """Warns of the gaps in pictures of more than 8 bits, and of a range that they leave or hardly use."""
+    deep = np.array([facts for facts in pixels if facts]).reshape(-1, 5)
+    gaps, low, high, black, white = deep.T
+    beyond, start = (low < black) | (high > white), f"{arguments.source}: of {len(deep)} pictures of more than 8 bits,"
+    if gaps.any():
+        share = f"on average {gaps[gaps > 0].mean():.2%} of their pixels, which are black"
+        logger.warning(f"{start} {(gaps > 0).sum()} have gaps (NaN, infinite or no-data values), {share}")
+    if beyond.any():
+        values = f"from {low.min():g} to {high.max():g}, which are black or white"
+        logger.warning(f"{start} {beyond.sum()} have values beyond pixel_range, {values}")
+    elif len(deep) and high.max() < ((black + white) / 2).min():
+        top = 2 ** np.ceil(np.log2(high.max() + 1)) - 1 if white.max() > 1 else high.max()
+        advice = f"if the sensor gives no more, set pixel_range, such as [{black.min():g}, {top:g}]"
+        logger.warning(f"{start} none has a value above {high.max():g} of {white.max():g}: {advice}")
 
 
 def judge(bad: int, total: int, first: str, arguments: DataArguments, quiet: bool = False) -> None:

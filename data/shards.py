@@ -37,7 +37,8 @@ def open_shards(files: Sequence[str], columns: Sequence[str], stamps: Sequence[s
     `datasets` caches, and images stay where they are, but for those of compressed shards.
 
     Files whose names agree up to the first dot, one after the other, are a sample, and the rest of the name is the
-    column. A column `jpg;png` is the one or the other. What a sample lacks is None, and so is a text that is not UTF-8.
+    column. A column `jpg;png` is the one or the other, and of `json.caption` the column `json` is read. What a sample
+    lacks is None, and so is a text that is not UTF-8.
 
     Args:
         columns: which are read.
@@ -50,6 +51,7 @@ def open_shards(files: Sequence[str], columns: Sequence[str], stamps: Sequence[s
     for file in files if streaming else ():  # others as they are indexed
         require_end(file)
     there = _endings(files[0])
+    columns = ["json" if column.startswith("json.") and column not in there else column for column in columns]
     missing = [column for column in columns if there.isdisjoint(column.split(";"))]
     for file in files[1:]:
         if missing:

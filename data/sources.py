@@ -16,13 +16,14 @@ from datasets.data_files import DataFilesList, sanitize_patterns
 from datasets.utils.metadata import MetadataConfigs
 from huggingface_hub import DatasetCard
 
-from data.annotations import SPLIT_OF_NAME, NoSplit, open_json, open_tables
+from data.annotations import SPLIT_OF_NAME, NoSplit, open_tables
 from data.arguments import DataArguments
 from data.image_folders import METADATA, is_picture, open_folder, warn_of_unread
-from data.local_data import BUILDERS, TABLES, is_here, suffix_of, without_braces
+from data.local_data import BUILDERS, TABLES, is_table, suffix_of, without_braces
 from data.shards import open_shards
 from records.digests import file_stamp
 from records.files import files_in
+from records.hub import hub_options
 from records.messages import one_line
 
 # Workers and processes that share rows in memory as a stream
@@ -58,11 +59,9 @@ def open_rows(arguments: DataArguments, captions: Iterable[str] = ()) -> Rows:
     """The rows of any source but the built-in worlds, with all their columns; of shards, with the image column and the
     caption column, or these captions."""
     with reading(arguments):
-        # Which name those of a .json or of shards
         columns = arguments.image_column, *(sorted(captions) or [arguments.caption_column])
         key = arguments.source, arguments.split, arguments.streaming, arguments.indexed
-        is_folder = os.path.isdir(arguments.source) or suffix_of(arguments.source) == ".tar"
-        by_columns = columns if is_folder or arguments.source.endswith(".json") else ()
+        by_columns = columns if os.path.isdir(arguments.source) or suffix_of(arguments.source) == ".tar" else ()
         rows = once(f"rows {key} {by_columns}", lambda: _open(arguments, columns))
         if arguments.skip is not None:
             if not arguments.streaming and arguments.skip >= len(rows):
@@ -84,10 +83,6 @@ def reading(arguments: DataArguments) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if isinstance(error, ConnectionError | datasets.exceptions.DatasetNotFoundError) and not is_here(source):
-            # One that cannot be reached may be reached later
-            kind = FileNotFoundError if isinstance(error, FileNotFoundError) else OSError
-            raise kind(f"there is no file or folder {source}: {error}") from error
         cause = error
         while isinstance(cause, datasets.exceptions.DatasetGenerationError) and cause.__cause__ is not None:
             cause = cause.__cause__
@@ -108,18 +103,32 @@ def _open(arguments: DataArguments, columns: Sequence[str]) -> Rows:
         return _open_files(builder, by_split, arguments, columns)
     elif is_folder:
         rows = of_splits(open_folder(source), split, source)
-    elif suffix == ".json":
-        rows = open_json(Path(source), split, arguments.image_column, arguments.caption_column)
-    elif suffix in TABLES:
+    elif is_table(source):
         rows = of_splits(open_tables(matching(source), split), split, source)
     elif os.path.isfile(source):
         raise ValueError(
             f"{source} is a file that holds no pairs: name a folder, a dataset on the Hub, or files that end in "
-            f"{', '.join([*BUILDERS, *TABLES])} or .json"
+            f"{', '.join([*BUILDERS, *TABLES])}"
         )
     else:
-        return datasets.load_dataset(source, split=split, streaming=streaming)
+        return _open_hub(source, split, streaming)
     return rows.to_iterable_dataset(num_shards=min(READERS, max(len(rows), 1))) if streaming else rows
+
+
+def _open_hub(source: str, split: str, streaming: bool) -> Rows:
+    """The rows of a data set on the Hub, of the commit that its identity names."""
+    options = hub_options(source, "dataset")
+    if options["local_files_only"] and not datasets.config.HF_HUB_OFFLINE:  # it would ask for minutes
+        raise ConnectionError("the Hub cannot be reached: set HF_HUB_OFFLINE=1 to read what was downloaded before")
+    builder = datasets.load_dataset_builder(source, revision=options["revision"])
+    if options["revision"] not in Path(builder.cache_dir).parts:  # without the Hub, it takes what it prepared last
+        raise ConnectionError(
+            f"{source} was downloaded at another commit than {options['revision'][:12]}: connect to the Hub"
+        )
+    if streaming:
+        return builder.as_streaming_dataset(split=split)
+    builder.download_and_prepare()
+    return builder.as_dataset(split=split)
 
 
 def _open_files(

@@ -5,10 +5,10 @@ from pathlib import Path
 
 from datasets import ReadInstruction, get_dataset_split_names
 
-from data.annotations import NoSplit
+from data.annotations import SPLIT_OF_NAME, NoSplit, read_tables, split_column
 from data.arguments import DataArguments
-from data.local_data import is_here, is_read_whole
-from data.sources import open_rows, reading, split_names
+from data.local_data import is_here, is_read_whole, is_table
+from data.sources import matching, open_rows, reading, split_names
 from data.worlds import WORLDS
 
 
@@ -36,20 +36,26 @@ def has_split(arguments: DataArguments, split: str) -> bool:
 def common_rows(arguments: DataArguments, other_split: str) -> int:
     """The number of rows that are in the split of the arguments and in another one, within `skip` and `num_samples`.
 
-    A file or a pattern is all that it names, whatever the split is called, and so is a dataset that was saved alone.
+    A file or a pattern is all that it names, whatever the split is called, unless it is of tables with a column of
+    splits; and so is a dataset that was saved alone.
     """
     source, splits = Path(arguments.source), (arguments.split, other_split)
     if (source / "state.json").is_file():
         return len(open_rows(arguments))
-    is_file = is_read_whole(arguments.source)
+    is_file, split_of = is_read_whole(arguments.source), {}
+    if is_table(arguments.source):  # in which val is validation
+        with reading(arguments):
+            is_file = split_column(read_tables(matching(arguments.source)), arguments.source) is None
+        split_of = SPLIT_OF_NAME
     names, other_names = (set(split_names(split)) for split in splits)
-    if not is_file and names.isdisjoint(other_names):
+    if not is_file and {split_of.get(name, name) for name in names}.isdisjoint(split_of.get(n, n) for n in other_names):
         return 0
     whole = replace(arguments, skip=None, num_samples=None)
     lengths = {name: len(open_rows(replace(whole, split=name))) for name in names | other_names}
     taken = []
     for split in splits:
         parts = ReadInstruction.from_spec(split).to_absolute(lengths)
-        rows = [("" if is_file else part.splitname, row) for part in parts for row in range(part.from_, part.to)]
+        called = {name: "" if is_file else split_of.get(name, name) for name in lengths}
+        rows = [(called[part.splitname], row) for part in parts for row in range(part.from_, part.to)]
         taken.append(set(rows[arguments.taken_rows]))
     return len(taken[0] & taken[1])

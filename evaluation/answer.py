@@ -3,10 +3,13 @@
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 from statistics import mean
+from types import MappingProxyType
 from typing import Any
 
 from evaluation.report import arrange
 from records.intervals import LEVEL, Reach, mean_reach, score_difference_reach
+from records.markdown import code, escape
+from records.outcome import Training
 
 # What results call the models that are compared. `dense` and `sparse` lie half way between a model and its fine-tuned
 # weights, which may be there, too
@@ -19,7 +22,12 @@ Rows = Mapping[str, Mapping[str, Any]]
 Gain = tuple[float, Reach | None]
 
 
-def answer(results: Sequence[dict[str, Any]], learned: Collection[str], folders: Mapping[str, str]) -> str:
+def answer(
+    results: Sequence[dict[str, Any]],
+    learned: Collection[str],
+    folders: Mapping[str, str],
+    trainings: Mapping[str, Mapping[str, Training]] = MappingProxyType({}),
+) -> str:
     """What was learned, what was kept, whether experts helped, and which folder to use, as markdown.
 
     Compares the means of weights before and after fine-tuning. If the dense one learned less than its fine-tuned
@@ -27,12 +35,13 @@ def answer(results: Sequence[dict[str, Any]], learned: Collection[str], folders:
 
     Experts helped if the sparse model's mean score on what was to be learned is above the dense model's by more than
     the interval over test samples, and that on what was to be kept is not below it by more than its own. Where that one
-    has no interval, any loss counts.
+    has no interval, any loss counts. No verdict where the training of either did not leave chance or collapsed.
 
     Args:
         results: of `evaluation.evaluate.evaluate_model`, for the models `COMPARED`; perhaps for two `TUNED`.
         learned: tasks on what was to be learned, with intervals. All others are on what was to be kept.
         folders: model -> where it lies.
+        trainings: model -> name of a stage -> the training that the model is from.
     """
     table = arrange(results)
     kept = [task for task in table[BASE] if task not in learned]
@@ -52,15 +61,32 @@ def answer(results: Sequence[dict[str, Any]], learned: Collection[str], folders:
     between = {goal: _gain(table[SPARSE], table[DENSE], tasks) for goal, tasks in of_goals.items()}
     helped, why = _verdict(**between)
     best = SPARSE if helped else DENSE
+    ended = {
+        row: {name: training for name, training in trainings.get(row, {}).items() if training.outcome}
+        for row in (DENSE, SPARSE)
+    }
+    dead = {row: end for row, ends in ended.items() for end in ends.values() if end.is_dead}
+    if dead:
+        why, best = "No verdict on experts.", next((row for row in (DENSE, SPARSE) if row not in dead), DENSE)
+    outcomes = dict.fromkeys(f"{code(name)} {end.outcome}." for ends in ended.values() for name, end in ends.items())
+    why = " ".join([*outcomes, why])
     gains = {goal: _gain(table[best], table[BASE], tasks) for goal, tasks in of_goals.items()}
-    use = f"Use `{folders[best]}`, the {best} model."
-    if _high(gains["learned"]) < 0:
-        use = f"The {best} model is worse at it than the base: use `{folders[BASE]}`, or change the settings."
+    folders = {model: code(folder) for model, folder in folders.items()}
+    use = f"Use {folders[best]}, the {best} model."
+    change = "; ".join(end.advice for end in ended[best].values())
+    if best in dead:
+        use = f"Use {folders[BASE]}."
+    elif _high(gains["learned"]) < 0:
+        use = (
+            f"The {best} model is worse at it than the base: use {folders[BASE]}, or {change or 'change the settings'}."
+        )
     elif _low(gains["learned"]) <= 0:
         use = (
-            f"Whether the {best} model learned anything is inconclusive: use `{folders[BASE]}`, or raise the epochs, "
-            "the learning rate or the number of test pictures."
+            f"Whether the {best} model learned anything is inconclusive: use {folders[BASE]}, or "
+            f"{change or 'raise the epochs, the learning rate or the number of test pictures'}."
         )
+    if dead:
+        use += f" To train again: {'; '.join(dict.fromkeys(end.advice for end in dead.values()))}."
     lines = [f"**{why}** {use}"]
     for goal, tasks in of_goals.items():
         lines.append(f"*{goal.capitalize()}*, {best} against base: {_points(gains[goal])}. {_scores(table, tasks)}")
@@ -71,7 +97,8 @@ def answer(results: Sequence[dict[str, Any]], learned: Collection[str], folders:
     size = f"{number:,} for what was learned"
     if max(between["learned"][1]) > FINE:
         needed = _pictures_needed(table[SPARSE], table[DENSE], learned)
-        size += f"; ± {100 * FINE:.0f} points take about {needed:,}, each with a caption of its own"
+        size += f"; ± {100 * FINE:.0f} points take about {needed:,}"
+        size += ", each with a caption of its own" * any("num_captions" in table[BASE][task] for task in learned)
     lines.append(
         f"± is a conservative {LEVEL:.0%} interval over the pictures of each test, {size}. Another seed of training "
         "may change more."
@@ -130,5 +157,5 @@ def _scores(table: Mapping[str, Rows], tasks: Collection[str]) -> str:
                 choices = f" ({result['num_captions']:,} captions to choose from)"
             elif metric.startswith("text_to_image"):
                 choices = f" ({result['num_samples']:,} pictures to choose from)"
-            parts.append(f"{result['title']}, {name}{choices}: {scores}.")
+            parts.append(f"{escape(result['title'])}, {escape(name)}{choices}: {scores}.")
     return " ".join(parts)

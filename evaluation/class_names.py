@@ -17,6 +17,8 @@ from records.messages import join_names
 SYNSET, NUMBER = re.compile(r"n\d{8}\b", re.IGNORECASE), re.compile(r"[-+]?\d+(\.\d+)?")
 # A WordNet id and its name
 MAPPED = re.compile(r"(n\d{8})[\s:,]+(.*\S)")
+# A number and its name: `0,cat`, `0: cat`, `0. cat`; not `3 objects`, `3.5 inches` and `10:30 am`
+NUMBERED = re.compile(r"""(\d+)\s*(?:[,;:|=\t]|[.)](?=\s))\s*(["']?)(?=\D*[^\W\d_])(\D.*?)\s*\2""")
 
 
 def labeled_rows(
@@ -32,7 +34,8 @@ def labeled_rows(
     feature = rows.features["caption"]
     labels = [trimmed(label) if isinstance(label, str) else label for label in rows["caption"]]
     lines = classes or ()
-    of_ids = names_after_ids(lines, "classes") if as_prompts or any(map(MAPPED.fullmatch, lines)) else {}
+    has_ids = as_prompts or any(map(MAPPED.fullmatch, lines)) or any(map(NUMBERED.fullmatch, lines))
+    of_ids = names_after_ids(lines, "classes") if has_ids else {}
     if as_prompts and are_ids(names := list(of_ids.values()) or lines):
         label = next(filter(NUMBER.fullmatch, names), names[0])
         raise ValueError(
@@ -40,6 +43,8 @@ def labeled_rows(
             "a file of names in the order of the labels, such as tench, or 3 objects"
         )
     own = _own_names(rows, arguments)
+    if of_ids and not own and all(map(str.isdecimal, of_ids)):
+        labels, own = list(map(str, labels)), list(of_ids)
     if classes is None and not own:
         raise ValueError(f"column {column} holds no names: give them as classes")
     if (as_prompts or lines) and are_ids(own) and set(own).isdisjoint(lines):
@@ -47,7 +52,7 @@ def labeled_rows(
         if missing := sorted(set(own) - name_of.keys()):
             raise ValueError(f"the file of names (classes) has none for {len(missing)} classes, such as {missing[0]}")
         classes = [name_of[name] for name in own] if of_ids else classes
-        names = [name_of[label] for label in _named_labels(labels, feature, column, own)]
+        names = [name_of.get(label, label) for label in _named_labels(labels, feature, column, own)]
     else:
         classes = own if classes is None else list(of_ids.values()) or classes
         names = _named_labels(labels, feature, column, classes)
@@ -77,8 +82,20 @@ def are_ids(names: Sequence[str]) -> bool:
 
 
 def names_after_ids(lines: Sequence[str], place: str) -> dict[str, str]:
-    """WordNet id -> name, in the order of the lines; {} where these are names alone. Raises a ValueError if some lines
-    have an id and a name, and others not. `place`: where the lines stand."""
+    """WordNet id -> name, in the order of the lines, or number -> name, in that of the numbers; {} where these are
+    names alone. Raises a ValueError if some lines have an id and a name, and others not. `place`: where they stand."""
+    numbered = [NUMBERED.fullmatch(line) for line in lines]
+    name_of = {match[1]: match[3] for match in numbered if match}
+    if len(name_of) == len(lines):
+        return dict(sorted(name_of.items(), key=lambda item: int(item[0])))
+    if 2 * len(name_of) > len(lines):
+        other = next(
+            line for line, match in zip(lines, numbered, strict=True) if not match or name_of[match[1]] != match[3]
+        )
+        raise ValueError(
+            f"{len(name_of)} of {len(lines)} classes have a number of their own before their name, and {other!r} has "
+            f"none: number all or none ({place})"
+        )
     of_ids = dict(match.groups() for match in map(MAPPED.fullmatch, lines) if match)
     synset = next(filter(SYNSET.match, lines), None)
     if synset is not None and len(of_ids) < len(lines):
@@ -110,14 +127,16 @@ def require_different_names(classes: Sequence[str]) -> None:
 
 
 def _named_labels(labels: list[int | str], feature: Any, column: str, classes: Sequence[str]) -> list[str]:
-    """The labels of a column as names of classes."""
-    if all(isinstance(label, int) for label in labels):
-        # Numbers stand for the column's own names, if it has some: of folders, those that this split happens to have
-        names = feature.names if isinstance(feature, ClassLabel) else classes
-        if labels and not 0 <= min(labels) <= max(labels) < len(names):
-            raise ValueError(f"labels go from {min(labels)} to {max(labels)}, but there are {len(names)} classes")
-        labels = [names[label] for label in labels]
-    unknown = sorted(map(str, set(labels) - set(classes)))
+    """The labels of a column as names of classes; empty where a column that declares them has none."""
+    # Numbers stand for the column's own names, if it has some: of folders, those that this split happens to have
+    is_declared = isinstance(feature, ClassLabel)
+    numbers = [label for label in labels if label is not None] if is_declared else labels
+    if all(isinstance(label, int) for label in numbers):
+        names = feature.names if is_declared else classes
+        if numbers and not 0 <= min(numbers) <= max(numbers) < len(names):
+            raise ValueError(f"labels go from {min(numbers)} to {max(numbers)}, but there are {len(names)} classes")
+        labels = ["" if label is None else names[label] for label in labels]
+    unknown = sorted(map(str, set(labels) - set(classes) - ({""} if is_declared else set())))
     if unknown:
         raise ValueError(
             f"column {column} has labels that are no class: {', '.join(unknown[:5])}; the classes need the column's "

@@ -22,6 +22,7 @@ import data.tokenizer
 import modeling_clip_moe
 from conversion import checkpoints, processors
 from conversion.checkpoints import load_clip
+from conversion.own_classes import own_code
 from conversion.processors import load_processor
 from evaluation import batches as reading
 from evaluation.batches import Batches, ImageBatches, TextBatches, read_batches
@@ -220,4 +221,4 @@ def code_digest() -> str:
     model_code = sorted(Path(modeling_clip_moe.__file__).parent.glob("*.py"))
     read_by = reading, data.images, data.preparation, data.shards, data.tokenizer, processors, checkpoints
     files = [*model_code, Path(__file__), *(Path(module.__file__) for module in read_by)]
-    return value_digest(file_digests(files))
+    return value_digest([file_digests(files), own_code()])

@@ -20,6 +20,7 @@ from evaluation.embedder import Embedder
 from evaluation.sentence_encoders import SentenceEncoder, load_encoder
 from modeling_clip_moe import CLIPMoDEConfig
 from modeling_clip_moe.modeling_clip_mode import side_by_side
+from records.hub import hub_options
 from records.messages import one_line
 
 logger = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ class Ensemble:
         **reading: Any,
     ):
         require_changes(changes or {})
-        folder = Path(model) if Path(model).is_dir() else Path(snapshot_download(str(model)))
+        folder = Path(model) if Path(model).is_dir() else Path(snapshot_download(str(model), **hub_options(model)))
         self.folder, self.batch_size, self.device = folder, batch_size, device
         self.mixture = load_mixture(folder, **(changes or {}))
         experts = self.mixture.experts.values()

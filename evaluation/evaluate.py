@@ -9,6 +9,7 @@ from accelerate import PartialState
 from accelerate.utils import set_seed
 
 from conversion.checkpoints import model_configs
+from conversion.own_classes import own_code
 from evaluation.embedder import usable_device
 from evaluation.ensemble import open_model
 from evaluation.measures import measure
@@ -54,6 +55,7 @@ def evaluate_model(
     of_model = {
         "source": str(model),
         "weights": weights_fingerprint(model),
+        "code": own_code(),
         "dtype": str(dtype).removeprefix("torch."),
         "device": device.type,
         "batch_size": batch_size,

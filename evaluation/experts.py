@@ -11,6 +11,7 @@ from datasets import Dataset
 from transformers import CLIPConfig
 
 from conversion.dense import force_expert
+from conversion.own_classes import own_code
 from conversion.presets import TOWERS
 from conversion.upcycle import counted_as_one
 from data.images import decode_image
@@ -225,6 +226,7 @@ def analyze_experts(
             if config.capacity_factor is not None
         },
         **preferences,
+        "code": own_code(),
         **environment(),
     }
     title = f"% of the tokens computed by each expert: {', '.join(tasks)}"

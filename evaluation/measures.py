@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,20 +16,23 @@ from evaluation.embedder import Embedder
 from evaluation.ensemble import Ensemble
 from evaluation.linear_probe import linear_probe_metrics
 from evaluation.pairs import choice_metrics, pair_metrics
-from evaluation.retrieval import retrieval_metrics
+from evaluation.retrieval import batch_loss, retrieval_metrics
 from evaluation.task import INFORMATION, Task
 from evaluation.texts import count_texts, require_told_apart
 from evaluation.zero_shot import class_embeddings, zero_shot_metrics
+from records.provenance import trainings
 from records.result_schema import TextCounts
 
 Embeds = Embedder | Ensemble
-# Metrics; the weights of an ensemble's experts, by what they weigh; and what the tokenizer made of the texts
-Measured = tuple[dict[str, float], dict[str, np.ndarray | None], TextCounts | None]
+# Metrics; the weights of an ensemble's experts, by what they weigh; what the tokenizer made of the texts, None without
+# texts; and of retrieval more of its result
+Measured = tuple[Any, ...]
 
 
 def measure(task: Task, model: Embeds) -> dict[str, Any]:
     """The metrics of a task, its number of samples and of those that could not be read, what the tokenizer made of its
-    texts, of retrieval the number of captions, and of an ensemble the mean weights that the metadata gave its experts.
+    texts, of retrieval the number of captions and the contrastive loss of a model whose training is recorded, and of an
+    ensemble the mean weights that the metadata gave its experts.
 
     Raises:
         ValueError: the model cannot tell two classes apart, whose names are no benchmark's.
@@ -39,10 +43,10 @@ def measure(task: Task, model: Embeds) -> dict[str, Any]:
         task = replace(task, templates=[of_model["template"]])
     loaded = [load() for load in (task.load, task.load_train) if load is not None]
     rows, num_skipped = loaded[0][0], sum(skipped for _, skipped in loaded)
-    metrics, weights, texts = MEASURES[task.kind](task, model, *(of_split for of_split, _ in loaded))
+    metrics, weights, texts, *more = MEASURES[task.kind](task, model, *(of_split for of_split, _ in loaded))
     result = {"metrics": metrics, "num_samples": int(_counted(rows).sum()), **of_model}
-    if task.kind == "retrieval":
-        result["num_captions"] = texts.number
+    for of_retrieval in more:
+        result |= of_retrieval
     if task.group_of_class:
         groups = Counter(task.group_of_class[task.classes[label]] for label in _labels(task, rows))
         result["group_samples"] = dict(groups)
@@ -141,7 +145,12 @@ def measure_retrieval(task: Task, model: Embeds, rows: Dataset) -> Measured:
         wanted=task.metrics,
         text_of_pair=text_of_pair,
     )
-    return metrics, weights, counts
+    more = {"num_captions": counts.number}
+    if isinstance(model, Embedder) and (training := trainings(Path(model.source)).get(Path(model.source))):
+        row_of = {text: row for row, text in enumerate(corpus)}
+        first = [row_of[of_image[0]] for of_image in captions]
+        more["batch_loss"] = batch_loss(images[0], texts[0][first], first, training.batch_size)
+    return metrics, weights, counts, more
 
 
 def measure_pairs(task: Task, model: Embeds, rows: Dataset) -> Measured:

@@ -11,6 +11,7 @@ from typing import Any
 from datasets import ClassLabel, Dataset, List, Value
 
 from data.identity import identity
+from data.image_folders import NO_PICTURE
 from data.pairs import load_pairs, one_row_an_image, readable_pairs, rename_columns, select_columns, with_class_names
 from data.sources import DataArguments, Rows, open_rows
 from data.splits import common_rows, named_split
@@ -99,7 +100,7 @@ def zero_shot_task(
     return Task(
         kind="zero_shot",
         title=_title("zero-shot", arguments),
-        protocol=f"{_protocol(data)}; {len(classes)} classes, {shown}",
+        protocol=f"{_protocol(data)}; {len(classes)} classes{_no_classes(rows)}, {shown}",
         load=lambda: readable_pairs(rows, arguments, are_labels=True),
         classes=classes,
         templates=templates,
@@ -129,7 +130,7 @@ def linear_probe_task(arguments: DataArguments, train_split: str, classes: Seque
     return Task(
         kind="linear_probe",
         title=_title("linear probe", arguments),
-        protocol=f"{_protocol(data)}; {len(classes)} classes, fitted to the split {train_split}",
+        protocol=f"{_protocol(data)}; {len(classes)} classes{_no_classes(rows)}, fitted to the split {train_split}",
         load=lambda: readable_pairs(rows, arguments, are_labels=True),
         load_train=lambda: readable_pairs(train_rows, train_arguments, are_labels=True),
         classes=classes,
@@ -220,11 +221,18 @@ def _data(arguments: DataArguments, *also_read: DataArguments) -> dict[str, Any]
     """What identifies the data of a task: the settings, and the identity of the files that they name, so that rows
     changed in place are other data."""
     chosen = {key: value for key, value in dataclasses.asdict(arguments).items() if key not in READING_SETTINGS}
+    if arguments.pixel_range is None:
+        del chosen["pixel_range"]
     if arguments.source not in WORLDS:
         for key in ("captions", "kinds", "seed"):
             del chosen[key]
     held = [of_part for of_part in map(identity, (arguments, *also_read)) if of_part is not None]
     return chosen | ({"identity": held} if held else {})
+
+
+def _no_classes(rows: Dataset) -> str:
+    """Which folders are no classes, in brackets (`data.image_folders.open_folder`)."""
+    return f" ({rows.info.description})" if rows.info.description.startswith(NO_PICTURE) else ""
 
 
 def _title(measure: str, arguments: DataArguments) -> str:
@@ -248,6 +256,8 @@ def _protocol(data: dict[str, Any]) -> str:
     text += ", one caption a line" if data["captions_per_line"] else ""
     if data["image_root"] is not None:
         text += f", images below {_known_as(data['image_root'])}"
+    if "pixel_range" in data:
+        text += f", pixels from {' to '.join(f'{value:g}' for value in data['pixel_range'])}"
     if "seed" in data:
         text += f", {data['captions']} captions of {data['kinds']} kinds, seed {data['seed']}"
     return text

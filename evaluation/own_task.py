@@ -36,6 +36,8 @@ class OwnTask:
     image_column: str = "image"
     # What relative paths of images start from.
     image_root: str | None = None
+    # As `pixel_range` of [data](#data).
+    pixel_range: list[float] | None = None
     # Texts or lists of texts, for retrieval; for pairs, the columns CAPTION_COLUMN_0 and _1.
     caption_column: str = "caption"
     # Each line of a text is a caption, as in the retrieval shards of CLIP_benchmark.
@@ -66,6 +68,7 @@ class OwnTask:
                 num_samples=self.num_samples,
                 image_column=self.image_column,
                 image_root=self.image_root,
+                pixel_range=self.pixel_range,
                 caption_column=self.caption_column if of_captions else self.label_column,
                 captions_per_line=self.captions_per_line and self.task == "retrieval",
                 seed=0,  # of a world: all models are measured on the same pictures

@@ -84,8 +84,8 @@ def html_page(markdown: str, pictures: Mapping[str, Path], title: str) -> str:
         if cell.type == "td_open" and (outcome := _outcome(content.content)):
             cell.attrSet("class", outcome)
     for part in (child for token in tokens for child in token.children or ()):
-        if part.type == "image":
-            name = str(part.attrGet("src"))
+        name = str(part.attrGet("src"))
+        if part.type == "image" and name in pictures:
             content = pictures[name].read_bytes()
             png_width = int.from_bytes(content[16:20])
             kind, width = ("svg+xml", LEAST_SVG_WIDTH) if name.endswith(".svg") else ("png", png_width // 2)

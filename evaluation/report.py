@@ -23,7 +23,7 @@ Results = Sequence[dict[str, Any] | str | Path]
 # Results of one task must agree in these to stand in one column.
 SAME_FOR_TASK = ("protocol", "num_samples", "title", "primary", "data", "num_captions")
 # Results of one model must agree in these to stand in one row.
-SAME_FOR_MODEL = ("weights", "dtype", "changes", "batch_size")
+SAME_FOR_MODEL = ("weights", "dtype", "changes", "code", "batch_size")
 # Columns of scores that a screen has room for: of more, each has a line, and each model a column
 MOST_COLUMNS = 6
 # The chart's, in inches: a telephone shows it whole
@@ -148,9 +148,9 @@ def of_tasks(table: dict[str, dict[str, dict[str, Any]]]) -> dict[str, dict[str,
 
 
 def differ(result: dict[str, Any], other: dict[str, Any], key: str) -> bool:
-    """Whether results disagree in what both have. Where one has no changes, there were none; the batch size counts
-    where scores depend on it."""
-    if key == "changes":
+    """Whether results disagree in what both have. Where one has no changes or code of one's own, there were none; the
+    batch size counts where scores depend on it."""
+    if key in ("changes", "code"):
         return (result.get(key) or {}) != (other.get(key) or {})
     if key == "batch_size" and not (result.get("depends_on_batch") or other.get("depends_on_batch")):
         return False

@@ -129,6 +129,35 @@ def information(search: Search) -> float:
     return max(0.0, float(1 - lacking / chance)) if chance else 1.0  # each candidate is right: nothing to tell
 
 
+def batch_loss(
+    image_embeds: np.ndarray, text_embeds: np.ndarray, captions: Sequence[int], batch_size: int
+) -> dict[str, float]:
+    """The contrastive loss of pairs at their best temperature, and chance: that of equal similarities, in nats.
+
+    Pairs are compared within random batches, of 1,024 pairs at most. Equal captions are right together, as in
+    `information`.
+
+    Args:
+        image_embeds, text_embeds: (pairs, D), normalized.
+        captions: (pairs,) the number of each pair's caption.
+        batch_size: pairs in a batch.
+    """
+    size = min(batch_size, len(captions), QUERIES_AT_ONCE)
+    order = np.random.default_rng(0).permutation(len(captions))[: SCORES_AT_ONCE // size]
+    batches = order[: len(order) // size * size].reshape(-1, size)
+    similarities = image_embeds[batches] @ text_embeds[batches].swapaxes(1, 2)  # (batches, size, size)
+    numbers = np.asarray(captions)[batches]
+    is_right = numbers[:, :, None] == numbers[:, None]
+
+    def loss(scale: float) -> float:
+        scaled = scale * similarities
+        right = np.where(is_right, scaled, -np.inf)
+        return float(np.mean([(logsumexp(scaled, axis=way) - logsumexp(right, axis=way)).mean() for way in (1, 2)]))
+
+    best = minimize_scalar(lambda log_scale: loss(np.exp(log_scale)), bounds=SCALES, method="bounded")
+    return {"loss": best.fun, "chance": loss(0.0)}
+
+
 def require_unit_length(**embeddings: np.ndarray) -> None:
     """Raises a ValueError if an embedding is not of length 1. The metrics do not ask: those of mixtures have others."""
     for name, embeds in embeddings.items():

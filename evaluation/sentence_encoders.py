@@ -8,7 +8,7 @@ Hub.
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -22,6 +22,8 @@ from evaluation.embedder import embed
 from modeling_clip_moe.families import is_clip
 from records.digests import short_digest
 from records.files import save, writing
+from records.hub import hub_commit, hub_options, read_commit
+from records.local_names import is_hub_name
 from records.provenance import weights_fingerprint
 
 SETTINGS_FILE, TFIDF_WEIGHTS = "encoder.json", "tfidf.safetensors"
@@ -102,8 +104,9 @@ class TextEncoder:
             )
         self.source, self.pooling, is_whole = source, pooling, has_file(source, ["modules.json"])
         self.name = name or (_name(source) if is_whole else f"{_name(source)}:{pooling}")
+        hub = hub_options(source)
         with loading(source):
-            model = {"model_name_or_path": source} if is_whole else {"modules": _modules(source, pooling)}
+            model = {"model_name_or_path": source, **hub} if is_whole else {"modules": _modules(source, pooling, hub)}
             self.model = sentence_transformers.SentenceTransformer(**model, device=str(device), trust_remote_code=False)
 
     def encode(self, texts: Sequence[str], batch_size: int = BATCH_SIZE) -> np.ndarray:
@@ -117,12 +120,13 @@ class TextEncoder:
         _write(folder, {"kind": "text", "name": self.name, "source": self.source, "pooling": self.pooling})
 
 
-def _modules(source: str, pooling: Pooling) -> list[torch.nn.Module]:
+def _modules(source: str, pooling: Pooling, hub: dict[str, Any]) -> list[torch.nn.Module]:
     from sentence_transformers.sentence_transformer import modules
 
     output, made = ("pooler_output", "sentence_embedding") if pooling == "pooler" else ("last_hidden_state", TOKENS)
     method = {"text": {"method": "forward", "method_output_name": output}}
-    transformer = modules.Transformer(source, modality_config=method, module_output_name=made)
+    hub_kwargs = {f"{part}_kwargs": dict(hub) for part in ("model", "processor", "config")}
+    transformer = modules.Transformer(source, modality_config=method, module_output_name=made, **hub_kwargs)
     if pooling == "pooler":
         if getattr(transformer.model, "pooler", None) is None:
             raise ValueError(f"{source} has no pooler: use pooling mean or cls")
@@ -180,10 +184,7 @@ def open_encoder(
     """The encoder of a folder or hub name: a tower of a CLIP, or a sentence encoder, see `TextEncoder`."""
     is_whole = has_file(source, ["modules.json"])
     if not is_whole and not has_file(source, ["config.json"]):
-        raise FileNotFoundError(
-            f"there is no sentence encoder {source}: no folder with a model, none that can be had from the Hub, nor "
-            "tfidf"
-        )
+        raise FileNotFoundError(f"there is no sentence encoder in {source}: it has no config.json")
     if modality == "image" or (not is_whole and is_clip(load_config(source))):
         return ClipEncoder(source, modality, name, device)
     return TextEncoder(source, pooling, name, device)
@@ -207,6 +208,8 @@ def load_encoder(folder: str | Path, device: str | torch.device = "cpu") -> Sent
             return TfidfEncoder(settings["words"], idf, components)
         source = str(folder / "model") if (folder / "model").is_dir() else settings["source"]
         kind, name, pooling = settings["kind"], settings["name"], settings.get("pooling", "mean")
+    if source == settings["source"] and "commit" in settings:
+        read_commit(source, settings["commit"])
     return open_encoder(source, pooling, name, device, kind)
 
 
@@ -232,4 +235,6 @@ def _name(source: str) -> str:
 
 
 def _write(folder: Path, settings: dict) -> None:
+    if is_hub_name(settings.get("source", "")):
+        settings["commit"] = hub_commit(settings["source"])
     (folder / SETTINGS_FILE).write_text(json.dumps(settings) + "\n", encoding="utf-8")

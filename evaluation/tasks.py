@@ -11,6 +11,7 @@ from typing import get_args
 from datasets import Dataset
 
 from data.sources import opened_once
+from data.worlds import INSTALLED, world
 from evaluation.benchmarks.loading import benchmark_task
 from evaluation.benchmarks.specs import ALIASES, BENCHMARKS, GROUPS, expand
 from evaluation.built_in_tasks import icon_tasks, name_tasks, numbered_tasks, symbol_tasks
@@ -43,16 +44,21 @@ def loaded_once(tasks: Mapping[str, Task], max_rows: int | None = None) -> dict[
 
         return loaded
 
-    fewer = {} if max_rows is None else {"max_rows": max_rows}  # a result of fewer rows is one of another task
-    return {
-        name: dataclasses.replace(
-            task,
-            load=once(task.load),
-            load_train=task.load_train and once(task.load_train),
-            data=task.data | fewer,
-        )
+    loaded = {
+        name: dataclasses.replace(task, load=once(task.load), load_train=task.load_train and once(task.load_train))
         for name, task in tasks.items()
     }
+    return loaded if max_rows is None else {name: _look(task, max_rows) for name, task in loaded.items()}
+
+
+def _look(task: Task, max_rows: int) -> Task:
+    """A task of fewer rows, whose result is one of another task, as all that names it says."""
+    return dataclasses.replace(
+        task,
+        title=f"{task.title}, first {max_rows} rows",
+        protocol=f"at most the first {max_rows} rows of {task.protocol.removeprefix('all rows of ')}",
+        data=task.data | {"max_rows": max_rows},
+    )
 
 
 def require_tasks(wanted: Sequence[Wanted]) -> None:
@@ -77,7 +83,13 @@ def with_seed(task: Task, seed: int) -> Task:
     if not seed:
         return task
     load, load_train = partial(task.load, seed), task.load_train and partial(task.load_train, seed)
-    return dataclasses.replace(task, load=load, load_train=load_train, data={"seed": seed})
+    return dataclasses.replace(task, load=load, load_train=load_train, data=task.data | {"seed": seed})
+
+
+def _installed(name: str) -> dict[str, dict[str, str]]:
+    """What the pictures of a built-in task are drawn from, if its world comes from other packages."""
+    world_name = name.split("_")[0]
+    return {"installed": world(world_name).versions()} if world_name in INSTALLED else {}
 
 
 @opened_once()
@@ -106,7 +118,8 @@ def find_tasks(
         for name in expand(entry):  # groups may share benchmarks
             if name not in tasks:
                 if name in TASKS:
-                    tasks[name] = with_seed(built_in[name], seed)
+                    task = dataclasses.replace(built_in[name], data=_installed(name))
+                    tasks[name] = with_seed(task, seed)
                 else:
                     tasks[name] = benchmark_task(BENCHMARKS[name], data_root, num_workers=num_workers)
     return tasks
@@ -115,13 +128,16 @@ def find_tasks(
 @opened_once()
 def task_fingerprints(wanted: Sequence[Wanted], data_root: str | Path | None = None) -> dict[str, str]:
     """`tasks.` and the position or name of a task -> the digest of its data, names of classes and templates, of own
-    data and of benchmarks that can be had."""
+    data, of built-in tasks whose world comes from other packages, and of benchmarks that can be had."""
     fingerprints: dict[str, str | None] = {}
     for number, entry in enumerate(wanted):
         if isinstance(entry, OwnTask):
             fingerprints[f"tasks.{number}"] = own_fingerprint(entry)
             continue
-        for name in (name for name in expand(entry) if name in BENCHMARKS):
-            with contextlib.suppress(ValueError, OSError):
-                fingerprints[f"tasks.{name}"] = short_digest(benchmark_task(BENCHMARKS[name], data_root).data)
+        for name in expand(entry):
+            if name in BENCHMARKS:
+                with contextlib.suppress(ValueError, OSError):
+                    fingerprints[f"tasks.{name}"] = short_digest(benchmark_task(BENCHMARKS[name], data_root).data)
+            elif installed := _installed(name):
+                fingerprints[f"tasks.{name}"] = short_digest(installed)
     return {key: fingerprint for key, fingerprint in fingerprints.items() if fingerprint is not None}

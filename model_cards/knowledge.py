@@ -29,6 +29,7 @@ from evaluation.results import without_seed
 from evaluation.task import INFORMATION
 from records.command_line import Folder, command
 from records.markdown import markdown_table
+from records.provenance import trainings
 
 # Bits of each that need no memory: of a town its country, which the tint and the name's ending tell
 TOLD = {"names": math.log2(len(COUNTRIES))}
@@ -65,7 +66,7 @@ class Knowledge:
 
 def read_knowledge(folders: Sequence[Path]) -> list[Knowledge]:
     """What the models of these runs remember, by names and parameters. Results of one model in several runs, which are
-    of the same size, are one."""
+    of the same size, are one. Those of models whose training did not leave chance, or collapsed, are left out."""
     runs: dict[tuple, list[dict]] = {}
     for folder in folders:
         files = sorted(folder.glob("*--*.json"))
@@ -74,6 +75,8 @@ def read_knowledge(folders: Sequence[Path]) -> list[Knowledge]:
         if not results:
             raise ValueError(f"{folder} has no results of a task that tells information, such as names_2048")
         for result in results:
+            if any(end.is_dead for end in trainings(Path(result["source"])).values()):
+                continue
             key = result["model"], result["task"], result["num_samples"], *_sizes(result["source"])
             for other in runs.setdefault(key, []):
                 if "weights" in result and result["weights"] == other.get("weights"):

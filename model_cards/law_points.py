@@ -13,7 +13,7 @@ from conversion.checkpoints import clip_class, config_of
 from evaluation.costs import count_multiply_adds, count_parameters, meta_model
 from evaluation.task import INFORMATION, PRIMARY_METRICS
 from records.command_line import command
-from records.provenance import Record
+from records.provenance import Record, trainings
 
 # Of a model's folder and of its score's, in a run of the recipe
 STAGES = {"dense": "dense_score", "clip_up": "sparse_score"}
@@ -51,13 +51,15 @@ class Point:
 
 
 def read_points(folder: Path) -> list[Point]:
-    """Those of a run's models that have a score."""
+    """Those of a run's models that have a score, and whose training left chance and did not collapse."""
     points = []
     for name, score in STAGES.items():
         results = [*(folder / score).glob("*--*.json")]
         if not results:
             continue
         (result,) = (json.loads(path.read_text(encoding="utf-8")) for path in results)
+        if any(end.is_dead for end in trainings(folder / name).values()):
+            continue
         seed_model, model = (_trained(folder / stage) for stage in ("seed_model", name))
         metrics = result["metrics"]
         data, batch_size = model.record.stage["data"], model.record.stage["global_batch_size"]

@@ -4,7 +4,8 @@
 
 Every folder holds the results of one run, as a recipe's evaluate stage writes them. OUTPUT_DIR gets `seeds.md`, with
 the mean and the sample standard deviation of the main scores and how long each run took, the same scores as a chart,
-`seeds.svg`, both in one HTML page, `seeds.html`, and `seeds.json`, with all scores of every seed.
+`seeds.svg`, both in one HTML page, `seeds.html`, and `seeds.json`, with all scores of every seed. Runs in which the
+training of a model did not leave chance, or collapsed, are counted and left out.
 """
 
 import statistics
@@ -17,7 +18,7 @@ from evaluation.results import without_seed
 from records.command_line import Folder, command
 from records.intervals import LEVEL, with_interval
 from records.markdown import escape, item, markdown_table
-from records.provenance import MANIFEST, Record
+from records.provenance import MANIFEST, Record, trainings
 
 # Runs must agree in these for each model and task: else their spread is not the seed's alone. Test pictures are the
 # seed's, as a recipe measures.
@@ -42,13 +43,21 @@ def write_seeds(folders: Sequence[Path], output_dir: Folder, baseline: str | Non
     for folder, table in zip(folders[1:], tables[1:], strict=True):
         _require_comparable(first, table, folders[0], folder)
     _require_different_weights(tables, folders)
+    deaths = [_deaths(folder, table) for folder, table in zip(folders, tables, strict=True)]
+    alive = [number for number, death in enumerate(deaths) if not death]
+    left_out = "; ".join(f"run {number}: {death}" for number, death in enumerate(deaths) if death)
+    if left_out and len(alive) < 2:
+        raise ValueError(f"a spread needs two runs whose models all learned ({left_out}): run others, or drop a model")
+    tables = [tables[number] for number in alive]
     if baseline is not None and baseline not in first:
         raise ValueError(f"the baseline {baseline!r} has no results; there are {', '.join(first)}")
     results = next(iter(first.values()))
     columns = primary_columns(results)
     rows = [[model, *(_cell(tables, model, *column, baseline) for column in columns)] for model in first]
     table = markdown_table(["model", *columns.values()], rows)
-    about = [f"Mean ± sample standard deviation of {len(folders)} seeds, in percent."]
+    about = [f"Mean ± sample standard deviation of {len(tables)} seeds, in percent."]
+    if left_out:
+        about.append(f"{len(folders) - len(alive)} of {len(folders)} runs left out ({escape(left_out)}).")
     if baseline is not None:
         about.append(
             f"In brackets: the mean difference to {escape(baseline)}, ± its paired {LEVEL:.0%} interval over the "
@@ -56,7 +65,7 @@ def write_seeds(folders: Sequence[Path], output_dir: Folder, baseline: str | Non
         )
     protocols = [item(f"{task}: {result['protocol']}") for task, result in results.items()]
     made_with = escape(computed_with(next(iter(results.values()))))
-    took = [(number, _took(folder)) for number, folder in enumerate(folders)]
+    took = [(number, _took(folders[number])) for number in alive]
     sections = [
         *about,
         table,
@@ -81,6 +90,13 @@ def _read(folder: Path) -> Table:
     table = arrange(files)
     require_whole(table)
     return table
+
+
+def _deaths(folder: Path, table: Table) -> str:
+    """The models in a run whose training did not leave chance or collapsed; empty where no record says so."""
+    models = Record.read(folder).stage.get("models", {}) if (folder / MANIFEST).is_file() else {}
+    ends = {row: trainings(folder.parent / name).values() for row, name in models.items() if row in table}
+    return ", ".join(f"{row} {end.outcome}" for row, of_row in ends.items() for end in of_row if end.is_dead)
 
 
 def _draw(tables: Sequence[Table], columns: dict[tuple[str, str], str], path: Path) -> None:

@@ -1,48 +1,104 @@
 """
-The self-test of a published folder: an input, and what the model computed of it when it was published.
+The self-test of a published folder: inputs, and what the model computed of them when it was published.
 
 The code beside published weights also runs under versions of transformers that came later, which may load all weights
 and compute something else. This file imports nothing of ours: it tests dense models, too.
 """
 
+import hashlib
 from collections.abc import Sequence
 
 import torch
 import transformers
+from PIL import Image
 from safetensors import safe_open
-from transformers import PreTrainedModel
+from torch import nn
+from transformers import AutoProcessor, PreTrainedModel, ProcessorMixin
 from transformers.utils import cached_file
 
 FILE = "selftest.safetensors"
 TOLERANCE = 1e-4  # relative difference, in float32 on a CPU: only the order of sums may differ
+WEIGHT_SUMS, SUM_TOLERANCE = "sums of embeddings and routers", 1e-9  # in float64
+TEXTS = ["A photo of 2 cats, a red car and Zoë's umbrella: déjà vu!", "snow " * 100]
 
 
-@torch.no_grad()
+def waves(length: int, number: int = 1) -> torch.Tensor:
+    """(length, number) of fixed values between -1 and 1, in float64."""
+    return torch.outer(torch.arange(1, length + 1, dtype=torch.float64), torch.arange(1, number + 1).sqrt()).cos()
+
+
 def features(model: PreTrainedModel, inputs: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """
-    The embeddings (B, D) of texts and of images, and the logits, but of a mixture, whose logits depend on a task.
-
-    Args:
-        inputs: one dictionary, or of a mixture one for each expert.
-    """
-    texts = [{"input_ids": part["input_ids"]} for part in inputs]
-    images = [{name: tensor for name, tensor in part.items() if name != "input_ids"} for part in inputs]
+    """The embeddings (B, D) of texts and of images. `inputs`: one dictionary, or of a mixture one for each expert."""
+    of_text = ("input_ids", "attention_mask")
+    texts = [{name: tensor for name, tensor in part.items() if name in of_text} for part in inputs]
+    images = [{name: tensor for name, tensor in part.items() if "pixel" in name or "shapes" in name} for part in inputs]
     texts, images = ({"expert_inputs": parts} if len(parts) > 1 else parts[0] for parts in (texts, images))
-    was_training = model.training
-    model.eval()
-    computed = {
+    return {
         "text features": model.get_text_features(**texts).pooler_output,
         "vision features": model.get_image_features(**images).pooler_output,
     }
-    if hasattr(model, "logit_scale"):
+
+
+def processed(processor: ProcessorMixin, picture: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What a processor makes of `TEXTS` and a picture (H, W, 3) of the model's size: with torchvision, others would be
+    resized to other last digits."""
+    tokenizer, images, options = processor.tokenizer, processor.image_processor, {"return_tensors": "pt"}
+    if getattr(images, "max_num_patches", None) is not None:
+        options |= {"max_num_patches": images.max_num_patches, "patch_size": images.patch_size}
+    padding = "max_length" if tokenizer.model_max_length < 10**6 else True  # larger: it has none
+    pictures = [Image.fromarray(picture.numpy())] * len(TEXTS)
+    return dict(processor(text=TEXTS, images=pictures, padding=padding, truncation=True, **options))
+
+
+def every_expert(model: PreTrainedModel) -> torch.Tensor:
+    """(rows, 4): what each expert of each sparse layer makes of one vector, whatever the router prefers."""
+    rows = []
+    for _, block in sorted(model.named_modules(), key=lambda module: module[0]):
+        if hasattr(block, "router") and hasattr(block, "experts"):
+            ids = torch.arange(block.num_experts)[:, None]
+            inputs = waves(block.config.hidden_size).float().T.expand(len(ids), -1)
+            outputs = block.experts(inputs, ids, torch.ones(ids.shape))
+            rows.append(outputs.double() @ waves(outputs.shape[1], 4))
+    return torch.cat(rows)
+
+
+def weight_sums(model: PreTrainedModel) -> torch.Tensor:
+    """(tables, 1), sorted: sums of all rows of embeddings and routers, of which an input reaches few."""
+    parts = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    parts += [module.router for module in model.modules() if hasattr(module, "router")]
+    tensors = [tensor for part in parts for tensor in (*part.parameters(), *part.buffers()) if tensor.ndim]
+    tables = [tensor.double().reshape(len(tensor), -1) for tensor in tensors]
+    sums = torch.cat([waves(len(table)).T @ table @ waves(table.shape[1]) for table in tables])
+    return sums.sort(dim=0).values
+
+
+@torch.no_grad()
+def compute(
+    model: PreTrainedModel, inputs: Sequence[dict[str, torch.Tensor]], processors: Sequence[ProcessorMixin]
+) -> dict[str, torch.Tensor]:
+    """All that the self-test compares. `inputs`: see `features`, each with a `picture` for its processor."""
+    was_training, pictures = model.training, [part["picture"] for part in inputs]
+    inputs = [{name: tensor for name, tensor in part.items() if name != "picture"} for part in inputs]
+    model.eval()
+    computed = features(model, inputs)
+    if hasattr(model, "logit_scale"):  # the logits of a mixture depend on a task
         computed["logits"] = model(**inputs[0]).logits_per_image
+    read = [processed(*pair) for pair in zip(processors, pictures, strict=True)]
+    for number, processor in enumerate(processors):
+        tokens = "\n".join(map(str, processor.tokenizer.convert_ids_to_tokens(range(len(processor.tokenizer)))))
+        computed[f"vocabulary {number}"] = torch.tensor(list(hashlib.sha256(tokens.encode()).digest()))
+        computed[f"tokens {number}"] = read[number]["input_ids"]
+    computed |= {f"{name} through the processor": tensor for name, tensor in features(model, read).items()}
+    if any(hasattr(module, "router") for module in model.modules()):
+        computed["outputs of every expert"] = every_expert(model)
+    computed[WEIGHT_SUMS] = weight_sums(model)
     model.train(was_training)
     return {name: tensor.contiguous() for name, tensor in computed.items()}
 
 
 def self_test(model: PreTrainedModel, source: str | None = None, revision: str | None = None) -> dict[str, float]:
     """
-    Compares what a model computes with `selftest.safetensors`.
+    Compares what a model and its processor compute with `selftest.safetensors`.
 
     Args:
         model: in float32 on a CPU.
@@ -50,7 +106,7 @@ def self_test(model: PreTrainedModel, source: str | None = None, revision: str |
         revision: branch, tag or commit on the Hub that the model was loaded from. None: main.
 
     Returns:
-        the relative differences of each tower's features, and of the logits.
+        the largest relative difference of a row of each: features of both towers, logits, outputs of experts, ...
 
     Raises:
         ValueError: one is above 1e-4, or the model is not in float32 on a CPU.
@@ -66,20 +122,29 @@ def self_test(model: PreTrainedModel, source: str | None = None, revision: str |
             part, _, name = key.partition(".")
             inputs.setdefault(part, {})[name] = file.get_tensor(key)
     expected = inputs.pop("expected")
-    for part, tensors in inputs.items():
-        side = int(made_with[f"{part}.side"])  # each stored pixel is a square of so many, to keep the file small
-        if side > 1:
-            tensors["pixel_values"] = tensors["pixel_values"].repeat_interleave(side, -1).repeat_interleave(side, -2)
-    computed = features(model, [inputs[part] for part in sorted(inputs, key=int)])
-    differences = {
-        name: ((tensor - expected[name]).norm() / expected[name].norm()).item() for name, tensor in computed.items()
-    }
-    for name, difference in differences.items():
-        if not difference <= TOLERANCE:  # also NaN
+    parts = [enlarged(inputs[part], int(made_with[f"{part}.side"])) for part in sorted(inputs, key=int)]
+    folders = model.config.experts if getattr(model.config, "own_processors", False) else [""]
+    processors = [AutoProcessor.from_pretrained(source, revision=revision, subfolder=folder) for folder in folders]
+    differences = {}
+    for name, tensor in compute(model, parts, processors).items():
+        wanted, most = expected[name], SUM_TOLERANCE if name == WEIGHT_SUMS else TOLERANCE
+        if tensor.shape != wanted.shape or not tensor.is_floating_point():
+            difference = float(not torch.equal(tensor, wanted))
+        else:
+            norms = wanted.norm(dim=-1).clamp(min=torch.finfo(wanted.dtype).tiny)  # 0: of biases that never moved
+            difference = ((tensor - wanted).norm(dim=-1) / norms).max().item()
+        if not difference <= most:  # also NaN
             raise ValueError(
-                f"{source} failed its self-test: the {name} differ by {difference:.2g} (at most {TOLERANCE:g}). They "
+                f"{source} failed its self-test: the {name} differ by {difference:.2g} (at most {most:g}). They "
                 f"were made with transformers {made_with['transformers']} and torch {made_with['torch']}, here are "
                 f"transformers {transformers.__version__} and torch {torch.__version__}: if the weights are as "
                 "published, install those versions"
             )
+        differences[name] = difference
     return differences
+
+
+def enlarged(part: dict[str, torch.Tensor], side: int) -> dict[str, torch.Tensor]:
+    """Inputs with squares of `side` pixels in place of each stored one, which keep the file small."""
+    axes = {"picture": (0, 1)} | ({"pixel_values": (2, 3)} if part["pixel_values"].ndim == 4 else {})  # else patches
+    return part | {n: part[n].repeat_interleave(side, a).repeat_interleave(side, b) for n, (a, b) in axes.items()}

@@ -16,6 +16,12 @@ from records.messages import shortened, warn_once
 
 logger = logging.getLogger(__name__)
 
+# What systems leave beside files, some with thumbnails: macOS, Python, NAS of Synology and QNAP, Windows, Linux
+LEFT_BEHIND = {
+    *("__MACOSX", "__pycache__", "@eaDir", "@tmp", "#recycle", "#snapshot", "@Recycle", "@Recently-Snapshot"),
+    *("$RECYCLE.BIN", "System Volume Information", "lost+found"),
+}
+
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
@@ -179,7 +185,7 @@ def files_in(folder: str | Path, hidden: bool = False) -> Iterator[str]:
 
 
 def is_hidden(name: str) -> bool:
-    return name.startswith(".") or name in ("__MACOSX", "__pycache__")
+    return name.startswith(".") or name in LEFT_BEHIND
 
 
 def read_text(path: Path) -> str:

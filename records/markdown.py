@@ -16,13 +16,14 @@ def one_line(text: object) -> str:
 
 
 def escape(text: object) -> str:
-    """As one line that shows it as it is, also in a cell of a table."""
-    return MARKUP.sub(r"\\\g<0>", one_line(text))
+    """As one line that shows it as it is, also at the beginning of a line and in a cell of a table: whatever somebody
+    else wrote enters markdown by this, or by `code`."""
+    return BLOCK.sub(r"\1\\\2", MARKUP.sub(r"\\\g<0>", one_line(text)))
 
 
 def item(text: object) -> str:
     """As an item of a list."""
-    return "- " + BLOCK.sub(r"\1\\\2", escape(text))
+    return f"- {escape(text)}"
 
 
 def code(text: object) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatch
 from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +19,10 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
 from records.digests import file_digest, file_digests, value_digest
 from records.files import damaged, files_in, read_record, write_text
+from records.hub import hub_commit
+from records.local_names import is_hub_name
 from records.messages import in_one_line
+from records.outcome import Training
 
 # In the folder of a stage, and of a run
 MANIFEST, RECIPE = "manifest.json", "recipe.yaml"
@@ -30,6 +34,10 @@ EVERYTHING = ("**/*.bin", "**/*.json", "**/*.model", "**/*.safetensors", "**/*.t
 # Files that embeddings depend on: an expert's are the same in its own folder and in that of a mixture.
 WEIGHTS = ("config.json", "*.bin", "*.safetensors", "*.index.json")
 PROCESSOR = ("*token*.json", "vocab.json", "vocab.txt", "merges.txt", "*.model", "*processor_config.json")
+
+
+# A commit of the Hub
+COMMIT = "[0-9a-f]{40}"
 
 
 class Attempt(BaseModel):
@@ -65,6 +73,8 @@ class Record(BaseModel):
     seed: int = 0
     mixed_precision: str = "no"
     code: dict[str, str] = Field(default_factory=dict)
+    # What these reached while they ran: other modules, and files beside them
+    reached: dict[str, str] = Field(default_factory=dict)
     inputs: dict[str, str] = Field(default_factory=dict)
     # See `data.identity.identity`
     data: dict[str, Any] | None = None
@@ -73,6 +83,8 @@ class Record(BaseModel):
     weights: str | None = None
     pairs: int | None = None
     duplicates: dict[Literal["shuffled", "left"], FiniteFloat] | None = None
+    # Not part of the digest: losses are means over logged steps
+    training: Training | None = None
     own: OwnStage | None = None
     # What in the recipe is a path on the machine that ran it
     local: list[str] = Field(default_factory=list)
@@ -93,8 +105,8 @@ class Record(BaseModel):
 
     @property
     def digest(self) -> str:
-        """Hash of the record, without the machine and the time; later stages store it."""
-        return value_digest(self.model_dump(mode="json", exclude={"attempts", "local", "own"}))
+        """Hash of the record, without machine, time and losses; later stages store it."""
+        return value_digest(self.model_dump(mode="json", exclude={"attempts", "local", "own", "training"}))
 
     def is_of(self, folder: Path) -> bool:
         """Whether the model in a folder is what the stage wrote, as far as the record tells."""
@@ -107,16 +119,21 @@ class Record(BaseModel):
         if not differences:
             return before.attempts
         differing = "; ".join(f"{key}: {how}" for key, how in differences.items())
-        what = "data" if all(key.startswith("data.") for key in differences) else "settings"
+        kinds = {key.split(".")[0] for key in differences}
+        is_commit = [re.search(f"{COMMIT}'$", how) is not None for how in differences.values()]
+        what = "data" if kinds == {"data"} else "code" if kinds <= {"code", "reached"} else "settings"
+        what = "commits of the Hub" if all(is_commit) else what
+        more = ", or set HF_HUB_OFFLINE=1 to go on with the commit that was downloaded before" if any(is_commit) else ""
         raise ValueError(
             f"{folder} was made with other {what} ({differing}). Delete it to make it anew, or choose another output "
-            "folder"
+            f"folder{more}"
         )
 
     def differences(self, other: "Record") -> dict[str, str]:
         """Key -> how it differs, of what made two folders. Inputs and data that one of them lacks count as the same:
         they may be gone where the other one is looked at, and settings name them."""
-        before, after = ({key: getattr(one, key) for key in ("stage", "seed", "code", "data")} for one in (self, other))
+        keys = "stage", "seed", "code", "reached", "data"
+        before, after = ({key: getattr(one, key) for key in keys} for one in (self, other))
         before["mixed_precision"], after["mixed_precision"] = self.mixed_precision, other.mixed_precision
         both = self.inputs.keys() & other.inputs
         before["inputs"], after["inputs"] = ({key: one.inputs[key] for key in both} for one in (self, other))
@@ -125,6 +142,19 @@ class Record(BaseModel):
         before, after = flatten(before), flatten(after)
         keys = sorted(key for key in {*before, *after} if before.get(key) != after.get(key))
         return {key: f"{_shown(before.get(key))} -> {_shown(after.get(key))}" for key in keys}
+
+
+def trainings(folder: Path) -> dict[Path, Training]:
+    """Folder of a stage -> its training, for the last training of a model's weights; several where it combines models.
+    Empty where no record has one."""
+    if not (folder / MANIFEST).is_file():
+        return {}
+    record = Record.read(folder)
+    if record.training is not None or (folder / LOG).is_file():
+        return {folder: record.training} if record.training else {}
+    lists = [record.stage[key] for key in ("models", "experts") if isinstance(record.stage.get(key), list)]
+    names = [name for name in (record.stage.get("model"), *chain(*lists)) if isinstance(name, str)]
+    return {stage: training for name in names for stage, training in trainings(folder.parent / name).items()}
 
 
 def has_work(partial: Path) -> bool:
@@ -157,14 +187,7 @@ def model_fingerprint(model: str | Path, patterns: Sequence[str] = EVERYTHING) -
     """
     path = Path(model)
     if not path.is_dir():
-        from transformers import AutoConfig
-
-        try:
-            return f"{model}@{AutoConfig.from_pretrained(str(model), trust_remote_code=False)._commit_hash}"
-        except (OSError, ValueError) as error:
-            raise FileNotFoundError(
-                f"{model} is no folder, and no model that can be had from the Hub: {error}"
-            ) from error
+        return f"{model}@{hub_commit(str(model))}"
     names = (Path(name) for name in files_in(path, hidden=True) if (path / name).is_file())
     files = sorted(path / name for name in names if any(_matches(name, pattern) for pattern in patterns))
     files = [file for file in files if path / CHECKPOINTS not in file.parents]
@@ -181,11 +204,11 @@ def _matches(name: Path, pattern: str) -> bool:
 
 
 def named_files(files: Iterable[str], processors: Iterable[str | None]) -> dict[str, str]:
-    """Digests of files and of the processors of folders, by the names that settings have for them. Those that do not
-    exist, as names of the Hub, are left out."""
+    """Digests of files, and of processors in folders or on the Hub, by the names that settings have for them. Those
+    that do not exist are left out."""
     digests = {file: file_digest(Path(file)) for file in files if Path(file).is_file()}
-    folders = [folder for folder in processors if folder is not None and Path(folder).is_dir()]
-    return digests | {folder: model_fingerprint(folder, PROCESSOR) for folder in folders}
+    there = [source for source in processors if source and (Path(source).is_dir() or is_hub_name(source))]
+    return digests | {source: model_fingerprint(source, PROCESSOR) for source in there}
 
 
 def weights_fingerprint(model: str | Path) -> str:

@@ -5,9 +5,11 @@ import gc
 import os
 
 import pytest
+from local_hub import TOKEN, LocalHub
 
-# No test may reach for the network: a hub name that is not cached fails at once.
-os.environ["HF_HUB_OFFLINE"] = "1"
+# No test may reach for the network: a hub name that is not cached fails at once. The fixture `hub` is the Hub.
+HUB = LocalHub()
+os.environ |= {"HF_HUB_OFFLINE": "1", "HF_ENDPOINT": HUB.address, "HF_HUB_DISABLE_XET": "1"}
 # One thread: tiny models are faster with it, and processes that are compared to the bit round alike.
 os.environ["OMP_NUM_THREADS"] = "1"
 
@@ -33,6 +35,43 @@ def datasets_of_this_session(tmp_path_factory):
     datasets.config.HF_DATASETS_CACHE = cache
     # `datasets` waits 5 seconds whenever a stream of several parquet files ends
     datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0
+
+
+def go_online(monkeypatch, online=True):
+    """The libraries read this when they are imported, and a process that a test starts does so then."""
+    import datasets
+    import huggingface_hub
+
+    from records import hub
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0" if online else "1")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", not online)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", not online)
+    hub._commits.clear()  # as in a new process
+    hub._remember.cache_clear()
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path_factory):
+    """The Hub, without repositories, and an empty cache. Its `online(False)` is HF_HUB_OFFLINE=1 in a new process."""
+    import huggingface_hub
+
+    cache = tmp_path_factory.mktemp("hub_cache")
+    monkeypatch.setenv("HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
+    HUB.clear()
+    HUB.online = functools.partial(go_online, monkeypatch)
+    HUB.online()
+    HUB.thread.is_alive()
+    yield HUB
+    HUB.online(False)
+    HUB.clear()
+
+
+@pytest.fixture
+def login(monkeypatch):
+    """The token of the Hub's user `user`."""
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
 
 
 @pytest.fixture(scope="session")

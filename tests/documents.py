@@ -68,7 +68,6 @@ SMALLER = {
     "--defaults.train.warmup_steps 0 --seed_model.max_steps 1 --dense_short.max_steps 1 --sparse_short.max_steps 1 "
     "--dense_long.max_steps 1 --sparse_long.max_steps 1",
     "--config my_recipe.yaml": "--defaults.train.global_batch_size 4 --sparse.max_steps 1 --dense.max_steps 1",
-    "--base-model user/base": "--dry-run runs/uploaded",  # in place of the Hub
 }
 
 

@@ -1,16 +1,33 @@
-"""What the pages of README and docs name and this machine lacks, under the same names and small: models of the Hub,
-checkpoints, images. `make_folder` makes a folder that looks like a checkout in which these lie."""
+"""What the pages of README and docs name and this machine lacks, under the same names and small: checkpoints, images,
+and repositories of the Hub. `make_folder` makes a folder that looks like a checkout in which the files lie,
+`put_on_hub` puts the repositories on the local Hub."""
 
+import functools
 import json
+import re
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from benchmark_folders import make_copy
+from converters import tiny_llava
+from local_hub import LocalHub
 from openai_weights import as_released, openai_state_dict
 from tiny_families import saved, tiny_dense
-from transformers import AutoProcessor, AutoTokenizer, CLIPModel
+from transformers import (
+    AutoProcessor,
+    AutoTokenizer,
+    CLIPImageProcessorPil,
+    CLIPModel,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    LlavaProcessor,
+)
 
 from conversion.long_context import POSITIONS
+from conversion.presets import PRESETS
+from conversion.upcycle import upcycle
 from data import symbols
 from evaluation.benchmarks.specs import BENCHMARKS
 from modeling_clip_moe.families import FAMILY_OF_TYPE
@@ -18,6 +35,7 @@ from modeling_clip_moe.families import FAMILY_OF_TYPE
 ROOT = Path(__file__).parents[1]
 BASE = ROOT / "training" / "symbol_clip"
 SHORT = 77
+IMAGE_TOKEN = "<image>"
 
 
 def with_77_positions(model):
@@ -54,11 +72,11 @@ def save_released(file: Path) -> None:
     torch.save(as_released(openai_weights()), file)
 
 
-def save_images(folder: Path) -> None:
+def save_images(folder: Path, count: int = 8) -> None:
     """A folder of images, with captions and labels in a file beside them."""
     lines = []
     folder.mkdir()
-    for number, row in enumerate(symbols.load("train", "detailed", 8)):
+    for number, row in enumerate(symbols.load("train", "detailed", count)):
         name = f"{number:04}.png"
         row["image"].save(folder / name)
         lines.append(json.dumps({"file_name": name, "caption": row["caption"], "label": row["kind"]}))
@@ -71,17 +89,80 @@ def save_siglip(folder: Path) -> None:
     saved(siglip, tiny_dense(siglip, length=64), folder, length=64)
 
 
+def save_old_clip(folder: Path) -> None:
+    """In the layout of OpenAI's oldest repositories: pickled weights with the numbers of positions, an image processor
+    in a file of its own, and no safetensors."""
+    save_clip(folder)
+    model, processor = CLIPModel.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
+    towers = {"text_model": model.config.text_config.max_position_embeddings}
+    towers["vision_model"] = model.vision_model.embeddings.num_positions
+    numbers = {f"{tower}.embeddings.position_ids": torch.arange(n)[None] for tower, n in towers.items()}
+    torch.save(model.state_dict() | numbers, folder / "pytorch_model.bin")
+    for name in ("model.safetensors", "processor_config.json"):
+        (folder / name).unlink()
+    images = processor.image_processor
+    settings = {f"do_{step}": True for step in ("center_crop", "normalize", "resize")}
+    size = images.size["height"]
+    settings |= {"size": size, "crop_size": size, "resample": 3, "feature_extractor_type": "CLIPFeatureExtractor"}
+    settings |= {name: list(getattr(images, name)) for name in ("image_mean", "image_std")}
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+
+
+def save_sparse(folder: Path) -> None:
+    upcycle(with_77_positions(CLIPModel.from_pretrained(BASE)), PRESETS["clip_moe"]).save_pretrained(folder)
+    AutoProcessor.from_pretrained(BASE).save_pretrained(folder)
+
+
+def save_llava(folder: Path) -> None:
+    """A LLaVA with the dense symbol CLIP's tower, and its processor."""
+    tokenizer = AutoTokenizer.from_pretrained(BASE)
+    tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE_TOKEN]})
+    base = CLIPModel.from_pretrained(BASE)
+    image_token = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
+    model = tiny_llava(base.config.vision_config, len(tokenizer), image_token)
+    model.model.vision_tower.load_state_dict(base.vision_model.state_dict())
+    model.save_pretrained(folder)
+    LlavaProcessor(
+        image_processor=CLIPImageProcessorPil.from_pretrained(BASE),
+        tokenizer=tokenizer,
+        patch_size=base.config.vision_config.patch_size,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    ).save_pretrained(folder)
+
+
+def save_sdxl(folder: Path) -> None:
+    from integration.tiny_models import sdxl  # imports diffusers
+
+    dense = with_77_positions(CLIPModel.from_pretrained(BASE))
+    with tempfile.TemporaryDirectory() as whole:
+        dense.save_pretrained(whole)
+        sdxl(*(tower.from_pretrained(whole) for tower in (CLIPTextModel, CLIPTextModelWithProjection))).save_pretrained(
+            folder
+        )
+
+
 def save_benchmark(folder: Path) -> None:
     benchmark = BENCHMARKS[folder.name]
     make_copy(benchmark, benchmark.layouts[0], folder)
 
 
-# Name in a page -> what makes it
-STAND_INS = {
+# Name of a repository in a page -> what makes its files
+ON_HUB = {
     "openai/clip-vit-base-patch16": save_clip,
-    "openai/clip-vit-base-patch32": save_clip,
+    "openai/clip-vit-base-patch32": save_old_clip,
     "openai/clip-vit-large-patch14": save_clip,
+    "openai/clip-vit-large-patch14-336": save_clip,
     "google/siglip2-base-patch16-224": save_siglip,
+    "llava-hf/llava-1.5-7b-hf": save_llava,
+    "stabilityai/stable-diffusion-xl-base-1.0": save_sdxl,
+    "user/clip": save_clip,
+    "user/clip-moe": save_sparse,
+    "user/clip-moe-l14": save_sparse,
+    "user/clip-moe-l14-336": save_sparse,
+}
+# Name of anything else in a page -> what makes it
+STAND_INS = {
     "image.png": lambda file: symbols.load("test", "detailed", 1)[0]["image"].save(file),
     "expert-1": save_clip,
     "expert-2": save_clip,
@@ -90,11 +171,32 @@ STAND_INS = {
     "clip-moe-4-2-sharegpt4v.pt": save_released,
     "my/images/train": save_images,
     "my/images/test": save_images,
+    "my/photos": functools.partial(save_images, count=40),
     "my/benchmarks/mmvp_vlm": save_benchmark,
     "my/benchmarks/urban1k": save_benchmark,
-    "user/clip-moe": lambda folder: folder.symlink_to("../runs/clip_moe_demo/clip_moe"),  # made with the pages
     "training": lambda folder: folder.symlink_to(ROOT / "training"),
 }
+
+
+@functools.cache
+def repository(name: str) -> dict[str, bytes]:
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent) / "repository"
+        ON_HUB[name](folder)
+        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def on_and_offline(hub: LocalHub, text: str) -> Iterator[str]:
+    """Puts the repositories that a text names on the Hub, and yields "online"; where there are some, then "offline",
+    with a Hub that is gone."""
+    names = [name for name in ON_HUB if re.search(rf"{re.escape(name)}(?![\w-])", text)]
+    for name in names:
+        hub.put(name, repository(name))
+    yield "online"
+    if names:
+        hub.clear()
+        hub.online(False)
+        yield "offline"
 
 
 def make_folder(folder: Path) -> None:

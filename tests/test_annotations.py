@@ -9,11 +9,11 @@ import numpy as np
 import pandas
 import pyarrow.parquet
 import pytest
-from tiny_sources import CAPTIONS, picture, write_pictures
+from tiny_sources import CAPTIONS, picture, png, write_pictures, write_shard
 
 from data.identity import identity
 from data.images import decode_image
-from data.pairs import load_pairs, present_captions
+from data.pairs import load_pairs, present_captions, present_texts, read_pair
 from data.sources import DataArguments, open_rows
 from data.splits import common_rows
 
@@ -110,7 +110,7 @@ def test_karpathy(tmp_path):
     test = DataArguments(**source, split="test")
     assert list(load_pairs(test)["caption"]) == captions[7:]
     assert common_rows(test, "train") == 0
-    with pytest.raises(ValueError, match="no split 'val', only restval, test, train: set split"):
+    with pytest.raises(ValueError, match="no split 'val', only train, restval, test: set split"):
         load_pairs(DataArguments(**source, split="val"))
 
 
@@ -145,7 +145,7 @@ QUOTED = HEAD + '9.png,"two\nlines"\n'  # the next line is the fourth
         ("x.csv", QUOTED + '0.png,"Big" dog\n', "line 4 cannot be read: "),
         # It would take the lines up to the next quote with it
         ("x.tsv", 'image\tcaption\n0.png\t"Star\n1.png\ttv of 12"\n', "line 2 .*a cell that begins with a quote"),
-        ("x.json", '{"images": [{"id": 1}]}', r"image 0 is not as it should be \(KeyError\('filename'\)\)"),
+        ("x.json", '{"images": 3}', "neither a list of entries nor has a list of images"),
     ],
 )
 def test_damaged_files_are_refused(tmp_path, file, text, message):
@@ -158,10 +158,12 @@ def test_damaged_files_are_refused(tmp_path, file, text, message):
 @pytest.mark.parametrize("streaming", [False, True], ids=["loaded", "streamed"])
 @pytest.mark.parametrize("ending", ["csv", "parquet"])
 def test_texts_that_are_lists_are_several_captions(tmp_path, ending, streaming):
-    """As JSON, Python and numpy write them. A row may have one text, or text in brackets that is no list."""
+    """As JSON, Python and numpy write them, which breaks lines above 75 letters."""
     path = tmp_path / f"pairs.{ending}"
-    lists = ['["a cat", null, "a dog"]', "['a cat', None, 'a dog']", "['a cat' 'a dog']"]
-    texts = [*lists, "one", "[stop]", "[1, 2]", "[b'a']", "['a' ... 'b']", "NA", "[]"]
+    long = [f"a {'long ' * 10}caption {number}" for number in range(3)]
+    lists = ['["a cat", null, "a dog"]', "['a cat', None, 'a dog']", "['a cat' 'a dog']", str(np.array(long))]
+    assert "\n" in lists[-1]
+    texts = [*lists, "NA", "[]"]
     table = pandas.DataFrame({"image": ["0.png"] * len(texts), "caption": texts})
     if ending == "parquet":  # as polars writes it
         columns = {"image": table["image"], "caption": pyarrow.array(texts, pyarrow.large_string())}
@@ -172,7 +174,120 @@ def test_texts_that_are_lists_are_several_captions(tmp_path, ending, streaming):
     options = {"source": str(path), "image_root": str(tmp_path / "images"), "max_unreadable": 0.5}
     rows = load_pairs(DataArguments(**options, streaming=streaming))
     found = [present_captions(row["caption"]) for row in rows]
-    assert [texts for texts in found if texts] == [["a cat", "a dog"]] * 3 + [[text] for text in texts[3:8]]
+    assert [texts for texts in found if texts] == [["a cat", "a dog"]] * 3 + [long]
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["loaded", "streamed"])
+@pytest.mark.parametrize("other", ["one", "[stop]", "[1, 2]", "[b'a']", "['a' ... 'b']", "[]x"])
+def test_a_list_among_texts_stays_a_text(tmp_path, other, streaming, caplog):
+    texts = ['["quoted title"]', other, None]
+    names = write_pictures(tmp_path / "images")[: len(texts)]
+    pandas.DataFrame({"image": names, "caption": texts}).to_csv(tmp_path / "pairs.csv", index=False)
+    options = {"source": str(tmp_path / "pairs.csv"), "image_root": str(tmp_path / "images"), "max_unreadable": 0.5}
+    rows = load_pairs(DataArguments(**options, streaming=streaming))
+    assert [row["caption"] for row in rows if row["caption"]] == texts[:2]
+    assert "pairs.csv: 1 captions are lists, such as '[\"quoted title\"]', but stay texts" in caplog.text
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["loaded", "streamed"])
+@pytest.mark.parametrize("ending", ["csv", "jsonl", "json", "parquet", "tar"])
+def test_keys_of_objects_are_columns(tmp_path, ending, streaming):
+    """Objects as such and as JSON in a text; without a key, one line has theirs."""
+    objects = [{"caption": text, "more": ["a", text], "deep": {"er": text}} for text in CAPTIONS]
+    names, path = write_pictures(tmp_path / "images"), tmp_path / f"pairs.{ending}"
+    entries = [{"image": name, "json": of} for name, of in zip(names, objects, strict=True)]
+    options = {"source": str(path), "image_root": str(tmp_path / "images"), "streaming": streaming}
+    if ending == "tar":
+        members = [(f"{n}.png", png(n), f"{n}.json", json.dumps(of).encode()) for n, of in enumerate(objects)]
+        write_shard(path, [pair for image, content, *rest in members for pair in ((image, content), tuple(rest))])
+        options |= {"image_root": None, "image_column": "png"}
+    elif ending == "csv":
+        pandas.DataFrame([entry | {"json": str(entry["json"])} for entry in entries]).to_csv(path, index=False)
+    elif ending == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(entries), path)
+    else:
+        path.write_text(json.dumps(entries) if ending == "json" else "\n".join(map(json.dumps, entries)))
+    for key, expected in (("caption", CAPTIONS), ("more", [["a", text] for text in CAPTIONS]), ("deep.er", CAPTIONS)):
+        require_pairs(DataArguments(**options, caption_column=f"json.{key}"), expected)
+    with pytest.raises(ValueError, match="no column 'json.text'; its columns are 'json', 'json.caption', 'json.more'"):
+        load_pairs(DataArguments(**options, caption_column="json.text"))
+    whole = DataArguments(**options, caption_column="json")
+    problem = read_pair(next(iter(load_pairs(whole))), whole)[0] if streaming else None
+    with pytest.raises(
+        ValueError, match="is an object with the keys caption, more, deep: set caption_column to COLUMN"
+    ):
+        raise ValueError(problem) if streaming else load_pairs(whole)
+
+
+@pytest.mark.parametrize("caption", ['[["a"], ["b"]]', '[{"raw": "a"}]', '{"a": 1}', "{'raw': 'a'}", {"raw": "a"}])
+def test_structure_is_no_caption(caption):
+    with pytest.raises(ValueError, match="its caption is (an object with the keys|a list of objects or lists)"):
+        present_texts(caption)
+    assert present_texts("{brackets} [that] are none") and present_texts("{1, 2}") and present_texts("[stop")
+
+
+KINDS = {
+    "splits": [{"split": "train"}] * 5 + [{"split": "Test"}] * 3,
+    "broken": [{}] * 8,
+    "conversations": [{"conversations": [{"from": "human", "value": "?"}, {"from": "gpt", "value": "A"}]}] * 8,
+    "broken conversations": [{"conversations": [{"value": "A"}]}] + [{"conversations": []}] + [{"title": 1}] * 6,
+    "numbers": [{"size": number if number % 2 else "?", "score": float("nan")} for number in range(8)],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_list_is_read_as_its_lines(tmp_path, kind, caplog):
+    """Splits, names of columns, bad entries and their count."""
+    names = write_pictures(tmp_path / "images")
+    entries = [{"img": n, "text": t} | more for n, t, more in zip(names, CAPTIONS, KINDS[kind], strict=True)]
+    if kind == "broken":
+        entries[2:4] = [["no", "object"], 7]
+    (tmp_path / "pairs.json").write_bytes(b"\xef\xbb\xbf" + json.dumps(entries).encode())
+    (tmp_path / "pairs.jsonl").write_bytes(b"\xef\xbb\xbf" + "\r\n".join(map(json.dumps, entries)).encode())
+    column = "caption" if kind == "conversations" else "text"
+    seen = []
+    for ending, word in (("json", "entries count as missing: 2, 3"), ("jsonl", "lines count as missing: 3, 4")):
+        options = {"source": str(tmp_path / f"pairs.{ending}"), "image_root": str(tmp_path / "images")}
+        options |= {"image_column": "img", "caption_column": column, "max_unreadable": 0.5}
+        seen.append([row["caption"] for row in load_pairs(DataArguments(**options))])
+        assert word in caplog.text or kind != "broken"
+        if kind == "splits":
+            test = DataArguments(**options, split="test")
+            assert list(load_pairs(test)["caption"]) == CAPTIONS[5:] and common_rows(test, "train") == 0
+        with pytest.raises(ValueError, match=r"has no column 'nothing'; its columns are 'img', 'text'"):
+            load_pairs(DataArguments(**options | {"caption_column": "nothing"}))
+    lost = {"splits": [5, 6, 7], "broken": [2, 3], "broken conversations": [0]}.get(kind, [])
+    expected = ["A"] * 8 if column == "caption" else [text for n, text in enumerate(CAPTIONS) if n not in lost]
+    assert seen == [expected] * 2
+
+
+def test_a_bad_entry_takes_no_split_away(tmp_path):
+    """And a split may be asked for as the file calls it, without being another one."""
+    entries = [{"image": "a.png", "caption": "a", "split": "train"}, 3, {"image": "b.png", "caption": "b"}]
+    entries[2]["split"] = "val"
+    (tmp_path / "pairs.json").write_text(json.dumps(entries))
+    arguments = DataArguments(source=str(tmp_path / "pairs.json"))
+    captions = {
+        split: list(open_rows(dataclasses.replace(arguments, split=split))["caption"])
+        for split in ("train", "val", "validation")
+    }
+    assert captions == {"train": ["a", None], "val": ["b"], "validation": ["b"]}
+    assert common_rows(dataclasses.replace(arguments, split="val"), "validation") == 1
+
+
+def test_bad_entries_of_coco_and_karpathy_are_counted(tmp_path, caplog):
+    source = karpathy(tmp_path)
+    content = json.loads(Path(source["source"]).read_text())
+    del content["images"][1]["filename"]
+    Path(source["source"]).write_text(json.dumps(content))
+    rows = load_pairs(DataArguments(**source, max_unreadable=0.5))
+    assert len(rows) == 4 and "unreadable entries count as missing: 1; the first: it is not as it" in caplog.text
+    source = coco(tmp_path)
+    content = json.loads(Path(source["source"]).read_text())
+    content["annotations"][3] = {"caption": "of none"}
+    Path(source["source"]).write_text(json.dumps(content))
+    assert sum(map(len, load_pairs(DataArguments(**source))["caption"])) == 15
+    assert "unreadable entries count as missing: annotation 3; the first: it is not as it" in caplog.text
 
 
 def test_lines_that_cannot_be_read_are_named_and_count_as_missing(tmp_path, caplog):

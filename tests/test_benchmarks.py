@@ -356,42 +356,38 @@ def test_what_was_exchanged_within_a_copy_makes_it_another_one(tmp_path, name):
 
 
 @pytest.fixture
-def hub(tmp_path, monkeypatch):
-    """A cache of the Hub, with the files of a data set, as `huggingface_hub` leaves it."""
-    cache = tmp_path / "hub"
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+def add(hub, tmp_path):
+    """Puts a data set on the Hub. Returns its commit, and what a copy has."""
 
     def add(name):
-        benchmark = BENCHMARKS[name]
-        folder = cache / f"datasets--{benchmark.hub.replace('/', '--')}"
-        (folder / "refs").mkdir(parents=True)
-        (folder / "refs" / "main").write_text("0" * 40)
-        return make_copy(benchmark, benchmark.layouts[0], folder / "snapshots" / ("0" * 40))
+        benchmark, folder = BENCHMARKS[name], tmp_path / "hub" / name
+        expected = make_copy(benchmark, benchmark.layouts[0], folder)
+        return hub.put(benchmark.hub, folder, "datasets"), expected
 
     return add
 
 
-def test_from_the_hub(hub, tmp_path):
+def test_from_the_hub(add, tmp_path):
     with pytest.raises(ValueError, match="flickr8k cannot be had from the Hub as clip-benchmark/wds_flickr8k"):
         find_tasks(["flickr8k"])
     (tmp_path / "copies").mkdir()
     for name in ("caltech101", "flickr8k"):
-        expected = hub(name)
+        commit, expected = add(name)
         task = find_tasks([name], tmp_path / "copies")[name]  # where there is none
         assert list(task.load()[0]["caption"]) == [text for _, text in expected]
-        assert task.data["version"] == f"commit {'0' * 40}"
+        assert task.data["version"] == f"commit {commit}"
         make(tmp_path / "copies", name)
         copied = find_tasks([name], tmp_path / "copies")[name].data
         assert {key for key in copied.keys() | task.data.keys() if copied[key] != task.data[key]} == {"version"}
 
 
-def test_names_and_templates_come_from_the_hub_where_the_data_have_ids(hub, tmp_path):
+def test_names_and_templates_come_from_the_hub_where_the_data_have_ids(add, tmp_path):
     folder = make(tmp_path, "imagenet1k", 1)
     for name in (CLASSES, TEMPLATES):
         damage(folder / name, None)
     with pytest.raises(ValueError, match="or write the names of its classes into .*names.txt, one a line$"):
         find_tasks(["imagenet"], tmp_path)
-    hub("imagenet1k")
+    add("imagenet1k")
     (task,) = find_tasks(["imagenet"], tmp_path).values()
     assert list(task.load()[0]["caption"]) == [word for word in WORDS for _ in range(2)]
     assert task.templates == ["a photo of a {}.", "the {}."] and task.data["layout"] == "ClassFolders"

@@ -9,11 +9,26 @@ from unittest import mock
 
 import pytest
 import stand_ins
-from documents import CLIP_MOE_DEMO, ELSEWHERE, PAGES, ROOT, RUN, SHOWN, blocks, few_symbols, lines, run_page, words
+from benchmark_folders import make_copy
+from documents import (
+    CLIP_MOE_DEMO,
+    ELSEWHERE,
+    PAGES,
+    ROOT,
+    RUN,
+    SHOWN,
+    blocks,
+    few_symbols,
+    lines,
+    run_line,
+    run_page,
+    words,
+)
 
 import clip_moe
 from conversion.own_classes import OPTION
 from conversion.publishing import bundle
+from evaluation.benchmarks.specs import BENCHMARKS
 from records.intervals import paired_interval
 from records.yaml_files import read_yaml
 from training import settings_page
@@ -59,12 +74,39 @@ def checkout(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name not in ELSEWHERE and blocks(page)], ids=name_of)
-def test_examples_run(page, checkout, tmp_path, monkeypatch):
-    shutil.copytree(checkout, tmp_path / "checkout", symlinks=True)
-    monkeypatch.chdir(tmp_path / "checkout")
+def test_examples_run(page, checkout, hub, login, tmp_path, monkeypatch):
+    """A page that names a repository of the Hub runs online and then offline."""
     if page.name != "publishing.md":  # the copy is tried in a process of its own, for seconds
         monkeypatch.setattr(bundle, "verify", lambda folder: None)
-    run_page(page)
+    for place in stand_ins.on_and_offline(hub, TEXT[page] if page.name != "publishing.md" else ""):
+        shutil.copytree(checkout, tmp_path / place, symlinks=True)
+        monkeypatch.chdir(tmp_path / place)
+        run_page(page)
+    if page.name == "publishing.md":
+        assert "model.safetensors" in hub.files("user/clip-moe")
+
+
+def commands_in_prose():
+    for page in PAGES:
+        prose = re.sub(r"^```.*?^```$", "", TEXT[page], flags=re.MULTILINE | re.DOTALL)
+        for command in re.findall(r"`(clip-moe [^`]+)`", prose):
+            if any(name in command for name in stand_ins.ON_HUB):
+                yield pytest.param(" ".join(command.split()), id=f"{page.name}-{command.split()[1]}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", commands_in_prose())
+def test_commands_in_prose_that_name_a_repository_run(command, hub, tmp_path, monkeypatch):
+    benchmark = BENCHMARKS["imagenet1k"]
+    make_copy(benchmark, benchmark.layouts[0], tmp_path / "imagenet1k")
+    for place in stand_ins.on_and_offline(hub, command):
+        if place == "online":
+            hub.put(benchmark.hub, tmp_path / "imagenet1k", "datasets")
+        stand_ins.make_folder(tmp_path / place)
+        monkeypatch.chdir(tmp_path / place)
+        if "runs/symbols/pictures" in command:
+            run_line("clip-moe split runs/symbols/pictures --data.source my/photos --model training/symbol_clip")
+        run_line(command)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

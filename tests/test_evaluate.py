@@ -18,7 +18,7 @@ from evaluation.own_data import make_task
 from evaluation.own_task import OwnTask
 from evaluation.report import write_report
 from evaluation.results import task_name, write_result
-from evaluation.tasks import TASKS, find_tasks
+from evaluation.tasks import TASKS, find_tasks, loaded_once
 
 dense, sparse, small_tasks = small_evaluation.dense, small_evaluation.sparse, small_evaluation.small_tasks
 
@@ -127,3 +127,18 @@ def test_an_output_folder_is_made_before_the_work_and_goes_if_it_fails(dense, tm
     monkeypatch.setattr(evaluate, "measure", None)  # calling it would fail
     for output in ("file", "file/below"):
         assert "file" in error_of(dense, tmp_path / output)
+
+
+def test_a_look_says_how_many_rows_it_is_of(sparse, tmp_path):
+    """In its title and protocol; looks of other numbers of rows are not compared."""
+    tasks = find_tasks(["symbols_pairs", "names_16"])
+    looks = {number: loaded_once(tasks, number) for number in (8, 16)}
+    assert looks[8]["symbols_pairs"].title == "attribute pairs, first 8 rows"
+    assert looks[8]["names_16"].protocol.startswith("at most the first 8 rows of 16 new pictures")
+    results = [
+        pair | {"model": str(number)}
+        for number in looks
+        for pair in evaluate_model(sparse, {"symbols_pairs": looks[number]["symbols_pairs"]}, tmp_path / str(number))
+    ]
+    with pytest.raises(ValueError, match="such scores cannot be compared"):
+        write_report(results, tmp_path)

@@ -105,7 +105,9 @@ def test_a_loss_that_sees_the_model(own, tmp_path):
         logs.append(read_log(run_stages(tmp_path / name, [stage]) / name))
     values = [[entry["orthogonality"] for entry in log] for log in logs]
     assert values[0] == pytest.approx(values[1], rel=1e-4) and values[0][1] < values[0][0]
-    assert [entry["loss"] for entry in logs[0]] == pytest.approx([entry["loss"] for entry in logs[1]], rel=1e-3)
+    assert [entry["total_loss"] for entry in logs[0]] == pytest.approx(
+        [entry["total_loss"] for entry in logs[1]], rel=1e-3
+    )
 
 
 def test_the_second_run_skips_all_but_what_changed(own, capsys):
@@ -119,7 +121,7 @@ def test_the_second_run_skips_all_but_what_changed(own, capsys):
     path.write_text(before.replace("arXiv:", ""))
     forget()
     try:
-        with pytest.raises(SystemExit, match=r"expert_1 was made with other settings .code\.my_method\.stages: '"):
+        with pytest.raises(SystemExit, match=r"expert_1 was made with other code .code\.my_method\.stages: '"):
             run.main(["--config", RECIPE])
     finally:
         path.write_text(before)

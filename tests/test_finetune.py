@@ -5,7 +5,9 @@ import re
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pytest
+from PIL import Image
 from test_report import result
 from tiny_runs import DENSE, run_stages
 from tiny_sources import picture
@@ -66,6 +68,71 @@ def test_a_folder_without_a_test(tmp_path, base, capsys):
     assert (
         "10% of its pairs are held out" in report and "3 different captions, 3 of which training never sees" in report
     )
+
+
+def test_classes_as_captions(tmp_path, base, capsys):
+    """Whose names are markup of a picture that is not there."""
+    classes = ["![x](y.jpg)", "[a](b)", "red_circle", "a dog."]
+    captions = [classes[number % 4] for number in range(80)] + classes[:1] * 8
+    data, output = pictures(tmp_path / "data", captions), tmp_path / "out"
+    finetune(data, output, base, "--dense_tuned.num_epochs", "1", "--sparse_tuned.num_epochs", "1")
+    told, report = capsys.readouterr().out, (output / "report" / "report.md").read_text()
+    rows = datasets.load_from_disk(str(output / "pictures"))
+    assert (len(rows["train"]), len(rows["test"])) == (79, 9)
+    names = {"![x](y.jpg)", "[a](b)", "red circle", "a dog."}
+    assert set(rows["train"]["caption"]) == set(rows["test"]["caption"]) == names
+    line = "The captions repeat as classes do: the test is held out by picture, and scored by class, 4 in all."
+    assert line in report and f"pictures: {line}" in told and "one by one" not in told + report
+    result = json.loads((output / "report" / "learned--dense.json").read_text())
+    assert result["num_samples"] == 9 and "4 classes, 1 templates: '{}'" in result["protocol"]
+    assert re.search(rf"own pictures, accuracy: base \S+%, dense {result['metrics']['accuracy']:.1%}, sparse", report)
+    assert re.search(r"9 for what was learned; ± 5 points take about [\d,]+\. Another", report)
+    assert r"'!\[x\](y.jpg)'" in report and (output / "report" / "report.html").is_file()
+
+
+def write_split(folder, split, captions, save):
+    (folder / split).mkdir(parents=True)
+    lines = []
+    for number, caption in enumerate(captions):
+        picture = Image.fromarray(np.random.default_rng(number).integers(0, 256, (64, 64, 3), np.uint8))
+        save(picture, folder / split / f"{number}")
+        name = next((folder / split).glob(f"{number}.*")).name
+        lines.append(json.dumps({"file_name": name, "caption": caption}))
+    (folder / split / "metadata.jsonl").write_text("\n".join(lines))
+
+
+@pytest.mark.parametrize(
+    ("save", "same", "near"),
+    [
+        (lambda picture, path: picture.save(f"{path}.png", compress_level=1), 6, 0),
+        (lambda picture, path: picture.save(f"{path}.webp", lossless=True), 6, 0),
+        (lambda picture, path: picture.save(f"{path}.jpg"), 0, 6),
+        (lambda picture, path: picture.resize((48, 48)).save(f"{path}.png"), 0, 6),
+        (lambda picture, path: picture.rotate(90).save(f"{path}.png"), 0, 0),
+    ],
+    ids=["png", "webp", "jpeg", "smaller", "turned"],
+)
+def test_copies_in_a_given_test_are_counted(tmp_path, base, capsys, save, same, near):
+    data = tmp_path / "data"
+    write_split(data, "train", [f"number {number}" for number in range(12)], lambda p, path: p.save(f"{path}.png"))
+    write_split(data, "test", ["“Number 0.”", "number&#32;1", *(f"other {number}" for number in range(4))], save)
+    stage = {"name": "pictures", "stage": "split", "data": {"source": str(data)}, "model": str(base)}
+    run_stages(tmp_path / "run", [stage])
+    told = capsys.readouterr().out
+    line = f"{same + near} of the test's 6 images are in training, too: {same} with the same pixels, {near} compressed"
+    assert (line in told) == bool(same + near) and ("in training, too" in told) == bool(same + near)
+    assert "2 of these are in training with other punctuation, quotes, case or HTML." in told
+
+
+@pytest.mark.parametrize(("names", "scored"), [("cat dog emu", "by class, 3 in all"), ("0 1 2", "by retrieval")])
+def test_a_given_test_of_classes_is_scored_by_class(tmp_path, base, capsys, names, scored):
+    data, names = tmp_path / "data", names.split()
+    pictures(data, [names[number % 3] for number in range(30)], "train")
+    pictures(data, [names[number % 3] for number in range(6)], "test")
+    stage = {"name": "pictures", "stage": "split", "data": {"source": str(data)}, "model": str(base)}
+    rows = datasets.load_from_disk(str(run_stages(tmp_path / "run", [stage]) / "pictures"))
+    assert f"The captions repeat as classes do: the test is scored {scored}." in capsys.readouterr().out
+    assert ("label" in rows["test"].column_names) == (scored != "by retrieval")
 
 
 def test_a_split_test_is_taken(tmp_path, base):

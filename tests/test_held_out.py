@@ -4,11 +4,14 @@ import datasets
 import numpy as np
 import pytest
 from PIL import Image
+from test_near_copies import LOSSLESS, NEARLY, PICTURES, saved
 
-from data.held_out import hold_out
+from data.held_out import class_names, hold_out
+from data.near_copies import find_copies
+from data.pairs import same_words
 from data.tokenizer import learn_tokenizer
 
-TOKENIZER = learn_tokenizer(["a dog"], 600, 8)
+TOKENIZER, WHOLE = (learn_tokenizer(["a dog"], 600, length) for length in (8, 77))
 
 
 def rows(captions, images=None):
@@ -56,3 +59,64 @@ def test_captions_that_the_tokenizer_reads_alike_are_on_one_side():
         test = hold_out(rows(captions), 0.1, 0, TOKENIZER)[1]["caption"]
         numbers = [text.split()[1 if captions is texts else 0].strip(".") for text in test]
         assert len(test) == 4 and len(set(numbers)) == 2
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        "A dog, 7.",
+        "“a dog, 7”",
+        "'a dog, 7'!",
+        "a&nbsp;dog, 7",
+        "a dog&#44; 7",
+        "a dog&amp;#44; 7",
+        "ａ ｄｏｇ, 7",
+        "a dog\u200b, 7 …",
+        "«A_dog, 7»",
+        "a\u00a0dog,\n7",
+    ],
+)
+def test_texts_that_say_the_same(other):
+    assert same_words(other) == same_words("a dog, 7")
+    captions = [f"a dog, {number}" for number in range(20)] + [other.replace("7", f"{number}") for number in range(20)]
+    train, test = hold_out(rows(captions), 0.1, 0, WHOLE)
+    sides = [set(map(same_words, side["caption"])) for side in (train, test)]
+    assert len(test) == 4 and sides[0].isdisjoint(sides[1])
+
+
+def test_texts_that_say_something_else():
+    texts = ["C++", "C#", "C", "3.5", "35", "a-b", "ab", "it's", "its", "?", "!", "salt & pepper", "salt pepper"]
+    assert len(set(map(same_words, texts))) == len(texts)
+
+
+def test_pictures_under_other_bytes_are_on_one_side():
+    forms = [lambda picture: saved(picture, "PNG"), *LOSSLESS.values(), NEARLY["jpeg"], NEARLY["lossy webp"]]
+    images = [form(picture) for form in forms for picture in PICTURES["symbols"]]
+    table = {"image": images, "caption": [f"number {number}" for number in range(len(images))]}
+    features = datasets.Features({"image": datasets.Image(decode=False), "caption": datasets.Value("string")})
+    train, test = hold_out(datasets.Dataset.from_dict(table, features), 0.1, 0, WHOLE)
+    numbers = [{int(caption.split()[1]) % 24 for caption in side["caption"]} for side in (train, test)]
+    assert len(numbers[1]) == 3 and numbers[0].isdisjoint(numbers[1])
+    images = datasets.concatenate_datasets([train.select_columns("image"), test.select_columns("image")])
+    assert find_copies(images).in_training(len(train)) == (0, 0)
+
+
+def test_classes_are_held_out_by_picture():
+    """Each in its share, and none without a picture to train on, though a picture is there twice."""
+    captions = [f"class {'abcdefghij'[number % 10]}{'.' * (number % 3)}" for number in range(200)] + ["a rare one"]
+    images = [*range(100), *range(50), *range(150, 201)]
+    train, test = hold_out(rows(captions, images), 0.1, 0, WHOLE)
+    assert len(train) + len(test) == 201 and 21 <= len(test) <= 23
+    of_train, of_test = (set(map(same_words, side["caption"])) for side in (train, test))
+    assert of_test < of_train and len(of_test) == 10 and "a rare one" in of_train
+    assert {image["bytes"] for image in train["image"]}.isdisjoint(image["bytes"] for image in test["image"])
+    assert hold_out(rows(captions, images), 0.1, 1, WHOLE)[1]["caption"] != test["caption"]
+
+
+def test_what_is_no_class_by_its_captions():
+    classes = ["a_dog", "A dog", "a dog", "a dog.", "a dog"] + ["a cat"] * 5
+    assert class_names(classes, WHOLE) == ["a dog"] * 5 + ["a cat"] * 5
+    twice = [f"number {number // 2}" for number in range(60)]
+    lists = [["a dog", "a cat"]] * 5 + [["a bird", "a fish"]] * 5
+    for captions in (["a dog"] * 20, twice, ["a dog"] * 18 + ["a cat"] * 4, lists, [*classes, "x", "y", "z"]):
+        assert class_names(captions, WHOLE) is None

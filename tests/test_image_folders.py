@@ -203,3 +203,92 @@ def test_tables_that_do_not_fit(tmp_path, tables, message):
         (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=message):
         open_folder(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["test", "dev", "val", "eval", "Testing", "valid"])
+def test_a_class_may_be_called_as_a_split_is(tmp_path, caplog, name):
+    write(tmp_path, f"{name}/1.png", "cat/2.png", "dog/3.png")
+    (part,) = open_folder(tmp_path).values()
+    assert part.features["label"].names == sorted([name, "cat", "dog"]) and len(part) == 3
+    assert f"read as classes and not as splits: {name}, beside cat, dog. If they are splits" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("pictures", "splits"),
+    [
+        (["test/cat/1.png", "val/cat/2.png"], {"validation", "test"}),
+        (["train/cat/1.png", "val/cat/2.png", "extra/3.png"], {"train", "validation"}),
+        (["eval/cat/1.png", "training_set/cat/2.png"], {"test"}),
+        (["train/test/1.png", "train/cat/2.png"], {"train"}),
+    ],
+)
+def test_folders_that_are_splits_still_are(tmp_path, pictures, splits):
+    write(tmp_path, *pictures)
+    assert set(open_folder(tmp_path)) == splits
+
+
+@pytest.mark.parametrize(
+    "hidden",
+    [
+        "cat/@eaDir/1.png/SYNOPHOTO_THUMB_M.png",
+        "@eaDir/cat/1.png",
+        "#recycle/cat/1.png",
+        "cat/.thumbnails/1.png",
+        "$RECYCLE.BIN/S-1/1.png",
+        "cat/.ipynb_checkpoints/1-checkpoint.png",
+        "__MACOSX/cat/._1.png",
+        "@Recycle/1.png",
+        "cat/.@__thumb/s1001.png",
+    ],
+)
+def test_hidden_thumbnails_are_passed_over_and_counted(tmp_path, caplog, hidden):
+    write(tmp_path, "cat/1.png", "dog/2.png", hidden)
+    part = open_folder(tmp_path)["train"]
+    assert part.features["label"].names == ["cat", "dog"] and len(part) == 2
+    assert f"1 hidden picture is passed over, such as {hidden}" in caplog.text
+
+
+def test_links_into_a_hidden_folder_are_read_and_not_counted(tmp_path, caplog):
+    write(tmp_path, ".annex/1.png", ".annex/2.png")
+    for name, number in (("cat", 1), ("dog", 2)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{number}.png").symlink_to(tmp_path / ".annex" / f"{number}.png")
+    assert len(open_folder(tmp_path)["train"]) == 2 and "passed over" not in caplog.text
+
+
+def broken(folder, *paths):
+    for path in paths:
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(b"\x89PNG cut short")
+
+
+@pytest.mark.parametrize(
+    ("prepare", "names"),
+    [
+        (lambda folder: (folder / "cow").mkdir(), "cow is no class"),
+        (lambda folder: (folder / "cow" / "deep").mkdir(parents=True), "cow is no class"),
+        (lambda folder: write(folder, "cow/notes.txt", "emu/a.csv", text=b"x"), "cow, emu are no classes"),
+        (lambda folder: write(folder, "cow/.hidden.png"), "cow is no class"),
+        (lambda folder: broken(folder, "cow/1.png"), "cow is no class"),
+    ],
+    ids=["empty", "empty below", "no pictures", "hidden", "broken"],
+)
+def test_a_folder_without_a_picture_is_no_class(tmp_path, caplog, prepare, names):
+    write(tmp_path, *(f"{name}/{number}.png" for name in ("ant", "bee") for number in range(100)))
+    prepare(tmp_path)
+    task = zero_shot_task(DataArguments(source=str(tmp_path), split="train", caption_column="label"), ["a {}"])
+    assert list(task.classes) == ["ant", "bee"]
+    assert f"2 classes (without a picture that can be read, {names}), 1 templates" in task.protocol
+    assert f"{tmp_path}: without a picture that can be read, {names}" in caplog.text
+    rows, skipped = task.load()
+    assert set(rows["caption"]) == {"ant", "bee"} and skipped == (tmp_path / "cow" / "1.png").is_file()
+
+
+def test_a_class_has_its_picture_in_any_split(tmp_path):
+    write(tmp_path, "train/ant/1.png", "train/bee/2.png", "test/ant/3.png")
+    (tmp_path / "test" / "bee").mkdir()
+    broken(tmp_path, "test/cow/1.png", "train/cow/1.png", "train/ant/0.png")
+    parts = open_folder(tmp_path)
+    assert all(part.features["label"].names == ["ant", "bee"] for part in parts.values())
+    assert parts["test"].info.description.endswith("cow is no class")
+    assert list(parts["train"]["label"]) == [0, 0, 1, None]

@@ -46,23 +46,107 @@ def gradient(dtype, top):
 
 
 @pytest.mark.parametrize(
-    ("array", "format"),
+    ("array", "format", "pixel_range"),
     [
-        (gradient(np.uint16, 65535), "png"),
-        (gradient(np.int32, 65535), "tiff"),
-        (gradient(np.int32, 255), "tiff"),
-        (gradient(np.float32, 1), "tiff"),
-        (gradient(np.float32, 65535), "tiff"),
-        (gradient(np.float32, 12) - 5, "tiff"),
+        (gradient(np.uint16, 65535), "png", None),
+        (gradient(np.uint16, 65535), "jpeg2000", None),
+        (gradient(np.uint16, 1023), "png", [0, 1023]),
+        (gradient(np.uint16, 4095), "tiff", [0, 4095]),
+        (gradient(np.int32, 65535), "tiff", [0, 65535]),
+        (gradient(np.int32, 4095) - 1024, "tiff", [-1024, 3071]),  # CT
+        (gradient(np.float32, 1), "tiff", None),
+        (gradient(np.float32, 12) - 5, "tiff", [-5, 7]),
     ],
-    ids=lambda value: value if isinstance(value, str) else f"{value.dtype}-{value.max():.0f}",
+    ids=lambda value: f"{value.dtype}" if isinstance(value, np.ndarray) else str(value),
 )
-def test_deep_gray_is_scaled(array, format):
+def test_deep_gray_is_scaled_by_its_format_or_a_setting(array, format, pixel_range):
     expected = np.arange(256).reshape(16, 16)
-    original = PIL.Image.fromarray(array)
-    for value in (original, encoded(original, format)):
-        pixels = np.asarray(decode_image(value)).astype(int)
-        assert np.abs(pixels - expected[..., None]).max() <= 1
+    value = encoded(PIL.Image.fromarray(array), format) | {"pixel_range": pixel_range}
+    assert np.abs(np.asarray(decode_image(value)).astype(int) - expected[..., None]).max() <= 1
+    darker = array // 2 if array.dtype != np.float32 else array / 2
+    if pixel_range is None:  # not the extremes of a picture
+        assert np.asarray(decode_image(encoded(PIL.Image.fromarray(darker), format))).max() in (127, 128)
+
+
+def deep_tiff(values, bits, sample_format, order="<", photometric=1):
+    """4 x 4 gray pixels in a TIFF that Pillow does not write."""
+    tags = [(256, 4), (257, 4), (258, bits), (259, 1), (262, photometric), (273, 130), (277, 1), (278, 4)]
+    tags += [(279, len(values)), (339, sample_format)]
+    head = (b"II*\0" if order == "<" else b"MM\0*") + struct.pack(f"{order}IH", 8, len(tags))
+    body = b"".join(struct.pack(f"{order}HHIHH", tag, 3, 1, value, 0) for tag, value in tags)
+    return {"bytes": (head + body).ljust(130, b"\0") + values, "path": None}
+
+
+RAMP = np.arange(16) * 17  # as 8 bits
+
+
+@pytest.mark.parametrize(
+    ("dtype", "values", "pixel_range", "options"),
+    [
+        ("<u2", RAMP * 257, None, {}),
+        (">u2", RAMP * 257, None, {"order": ">"}),
+        ("<u2", 65535 - RAMP * 257, None, {"photometric": 0}),  # white is 0
+        ("<i2", RAMP * 16 - 1024, [-1024, 3056], {"sample_format": 2}),
+        ("<u4", RAMP * 257, [0, 65535], {"bits": 32}),
+    ],
+)
+def test_ranges_of_tiffs(dtype, values, pixel_range, options):
+    value = deep_tiff(values.astype(dtype).tobytes(), **{"bits": 16, "sample_format": 1} | options)
+    assert np.array_equal(np.asarray(decode_image(value | {"pixel_range": pixel_range}))[..., 0].ravel(), RAMP)
+
+
+def test_12_bits_are_the_range_of_a_tiff_of_12_bits():
+    packed = int("".join(f"{value * 4095 // 255:012b}" for value in RAMP), 2).to_bytes(24, "big")
+    assert np.array_equal(np.asarray(decode_image(deep_tiff(packed, 12, 1)))[..., 0].ravel(), RAMP)
+
+
+@pytest.mark.parametrize("gap", [np.nan, np.inf, -np.inf, -9999, -32768, np.finfo(np.float32).min, 0.5])
+def test_gaps_are_black_and_change_nothing_else(gap):
+    array = gradient(np.float32, 1)
+    whole = np.asarray(decode_image(encoded(PIL.Image.fromarray(array), "tiff"))).copy()
+    array[3, 4] = gap
+    image = decode_image(encoded(PIL.Image.fromarray(array), "tiff", tiffinfo={42113: "0.5"}))
+    whole[3, 4] = 0
+    assert np.array_equal(image, whole) and image.info["pixels"] == [1 / 256, 0, 1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("array", "pixel_range", "message"),
+    [
+        (gradient(np.float32, 3), None, "its values go from 0 to 3, but for floats, 0 is black and 1 is white"),
+        (gradient(np.int32, 4095) - 1024, None, "from -1024 to 3071, but its format has no black and white: set pixel"),
+        (gradient(np.float32, 1) * np.nan, [0, 1], "all its pixels are NaN, infinite or no-data values"),
+    ],
+    ids=["beyond 1", "signed", "nan"],
+)
+def test_deep_gray_without_a_range_is_refused(array, pixel_range, message):
+    with pytest.raises(OSError, match=message):
+        decode_image(encoded(PIL.Image.fromarray(array), "tiff") | {"pixel_range": pixel_range})
+
+
+def png_of_16_bits(values, kind, transparent=b""):
+    def chunk(name, content):
+        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", 4, 4, 16, kind, 0, 0, 0))
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in values.reshape(4, 4, -1))
+    trns = chunk(b"tRNS", transparent) if transparent else b""
+    content = header + trns + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+    return {"bytes": b"\x89PNG\r\n\x1a\n" + content, "path": None}
+
+
+def test_color_and_transparency_of_16_bits():
+    clear = decode_image(png_of_16_bits(RAMP * 257, 0, b"\0\0"))
+    assert np.asarray(clear)[..., 0].ravel().tolist() == [255, *RAMP[1:]]
+    color = png_of_16_bits(np.repeat(RAMP * 4, 3), 2)  # 10 bits
+    assert decode_image(color).info["pixels"] == [0, 0, 3 * 257, 0, 65535]
+    pgm = b"P5 4 4 1023\n" + (RAMP * 4).astype(">u2").tobytes()
+    for value in (color, {"bytes": pgm}):
+        with pytest.raises(OSError, match="pixel_range cannot apply"):
+            decode_image(value | {"pixel_range": [0, 1023]})
+    assert np.asarray(decode_image({"bytes": pgm})).max() == 254  # its own range
+    eight = encoded(PIL.Image.fromarray(RAMP.astype(np.uint8).reshape(4, 4)))
+    assert np.array_equal(decode_image(eight | {"pixel_range": [0, 3]}), decode_image(eight))
 
 
 def drawings():

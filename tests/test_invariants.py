@@ -4,6 +4,7 @@ Each is compared with the plain run of the same settings, which `whole` does onc
 """
 
 import functools
+import math
 import os
 import re
 import shutil
@@ -17,6 +18,7 @@ from several_processes import kill_at_a_checkpoint, run_processes, train_recipe
 from tiny_runs import losses, read_log, relu, same_weights, set_towers, train, weights
 
 from modeling_clip_moe import CLIPMoEModel
+from records.provenance import Record
 from training import engine
 from training.context import choose_precision, make_accelerator
 from training.contrastive_task import ContrastiveTask
@@ -42,7 +44,7 @@ class BalancedTask(ContrastiveTask):
             self.batches += 1
             usage.mul_(0.9).add_(loss)
         loss = loss * (1 + usage.mean() + self.batches + self.seen.sum())
-        return loss, metrics | {"loss": loss.detach()}
+        return loss, metrics | {"total_loss": loss.detach()}
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -129,6 +131,7 @@ def test_two_processes_train_as_one(whole, tmp_path):
     run_processes(2, train_recipe, *again)
     assert same_weights(two, killed / "tuned")
     torch.testing.assert_close(losses(two), losses(whole(**settings)), atol=1e-4, rtol=0)
+    assert read_log(two)[0]["chance"] == pytest.approx(math.log(16)) and Record.read(two).training.batch_size == 16
     torch.testing.assert_close(weights(two), weights(whole(**settings)), atol=1e-3, rtol=0)
 
 

@@ -52,7 +52,7 @@ def test_scores_are_those_of_the_weights(run, capsys):
     lineage = lineage_of(run)
     assert list(lineage.results) == ["symbols_pairs--a.json"] and list(lineage.pictures) == ["report.svg"]
     warning = capsys.readouterr().err
-    assert "3 results of sparse are left out, of other weights or another configuration" in warning
+    assert "3 results of sparse are left out, of other weights, code or configuration" in warning
     assert all(f"evaluation/symbols_pairs--{name}.json" in warning for name in ("alike", "old", "changed"))
     (evaluation / "report.svg").rename(run / "elsewhere.svg")
     (evaluation / "report.svg").symlink_to(run / "elsewhere.svg")
@@ -89,6 +89,26 @@ def test_of_two_measurements_the_later_one_counts(run):
     assert [result["metrics"]["group"] for result in lineage.results.values()] == [0.5, 0.25]
     assert list(lineage.results) == ["symbols_pairs--a.json", "other--symbols_pairs--a.json"]
     assert [score.metric_value for score in card_of(lineage).data.eval_results] == [50, 25]
+
+
+def test_a_look_at_some_rows_is_no_score_of_the_task(run):
+    """It is shown with its number where the whole task has no score."""
+    look = {"title": "attribute pairs, first 8 rows", "data": {"max_rows": 8}, "num_samples": 8}
+    write_result(run, "a_look", metrics={"group": 0.125}, protocol="at most the first 8 rows of 1,200 pairs", **look)
+    (score,) = card_of(lineage_of(run)).data.eval_results
+    assert (score.dataset_name, score.metric_value) == ("attribute pairs, first 8 rows", 12.5)
+    write_result(run, "later", data={})
+    write_result(run, "z_look", task="other", **look)
+    lineage = lineage_of(run)
+    assert [result["num_samples"] for result in lineage.results.values()] == [1200, 8]
+    assert [score.metric_value for score in card_of(lineage).data.eval_results] == [75, 75]
+    assert "first 8 rows of 1,200" not in card_of(lineage).text
+
+
+def test_scores_by_other_code_of_ones_own_are_left_out(run, capsys):
+    write_result(run, code={"my_clip": "0" * 64})
+    assert lineage_of(run).results == {}
+    assert "1 results of sparse are left out, of other weights, code or" in capsys.readouterr().err
 
 
 def test_a_baseline_is_shown_beside_the_scores(run):
@@ -218,7 +238,15 @@ def test_nothing_of_this_machine_is_published(run, tmp_path, monkeypatch):
     torch.testing.assert_close(*(load_file(f / "model.safetensors") for f in (tmp_path / "out", run / "sparse")))
 
 
-NASTY = ["a|b", "two\nlines", "`code`", "$x$ and $y$", "<script>alert(1)</script>", "*b* _i_ &amp; [l](http://x)"]
+NASTY = [
+    "a|b",
+    "two\nlines",
+    "`code`",
+    "$x$ and $y$",
+    "<script>alert(1)</script>",
+    "*b* _i_ &amp; [l](http://x)",
+    "![x](y.jpg)",
+]
 
 
 @pytest.mark.parametrize("text", [" ".join(NASTY), "\"q\" 'q': #c\n---\n- x", "{{ 1 }} {% raw %}", "\\|"])
@@ -237,5 +265,8 @@ def test_any_text_is_shown_as_it_is(run, text):
     assert any(f"The weights: {shown}; they come from" in cell for cell in cells)
     assert sum(token.type == "table_open" for token in tokens) == 3
     parts = [part for token in tokens for part in token.children or ()]
-    assert not any(part.type == "html_inline" or part.attrs.get("href") == "http://x" for part in parts)
+    assert not any(
+        part.type == "html_inline" or part.attrs.get("src") == "y.jpg" or part.attrs.get("href") == "http://x"
+        for part in parts
+    )
     assert card.text.count("$") == card.text.count("\\$")  # between two others would be mathematics

@@ -89,6 +89,13 @@ def labeled(tmp_path, labels, feature=None):
         (["10", "9", "3"], None, ["three", "nine", "ten"], ["ten", "nine", "three"]),
         (["0", "1"], None, ["zero", "one"], ["zero", "one"]),
         (["cat", "1", "NA"], None, None, ["cat", "1", "NA"]),
+        ([0, 1, 1], None, ["0,cat", "1,dog"], ["cat", "dog", "dog"]),
+        ([0, 1, 1], None, ["1: dog", "0: cat, tabby"], ["cat, tabby", "dog", "dog"]),
+        ([17, 3, 3], None, ["3\tdog", "17\tcat", "20\temu"], ["cat", "dog", "dog"]),
+        (["1", "0"], None, ["0;cat", '1;"dog"'], ["dog", "cat"]),
+        (["cat", "dog"], None, ["0. cat", "1. dog"], ["cat", "dog"]),
+        ([1, 0], None, ["3 objects", "10:30 am"], ["10:30 am", "3 objects"]),
+        ([1, 0], None, ["2,4-dioxane", "1,3,5-trioxane"], ["1,3,5-trioxane", "2,4-dioxane"]),
     ],
 )
 def test_labels_of_every_sort(tmp_path, labels, features, classes, captions):
@@ -113,6 +120,9 @@ def test_labels_of_every_sort(tmp_path, labels, features, classes, captions):
         (["n01440764", "n01443537"], ["n01440764 tench", "n01443537"], "the class 'n01440764 tench' is WordNet's id"),
         (["10", "9", "2"], None, "calls its classes 2, 9, 10, .* their 3 names .*, one a line, as tench"),
         (["10", "9"], ["9", "10"], "classes names a class '9', .* a label .*: give a file of names"),
+        ([0, 1], ["id,name", "0,cat", "1,dog"], "2 of 3 classes have a number .*, and 'id,name' has none: number all"),
+        ([0, 1], ["0,cat", "0,dog", "1,emu"], "2 of 3 classes have a number of their own .*, and '0,cat' has none"),
+        ([0, 1], ["1,cat", "2,dog"], "column label has labels that are no class: 0; .* and are 1, 2"),
         (["one", "one"], None, "two classes or more are needed, each with a name of its own, not 'one'"),
     ],
 )

@@ -10,13 +10,16 @@ import numpy as np
 import pytest
 import small_evaluation
 
+from evaluation.answer import COMPARED, answer
 from evaluation.benchmarks.specs import GROUPS
 from evaluation.commands import report
+from evaluation.estimate import CountedCaptions
 from evaluation.figures import plot_text
 from evaluation.page import html_page
 from evaluation.report import _scores, arrange, best_of, write_report
 from records.intervals import difference_reach, score_reach, share_reach
-from records.markdown import escape, one_line
+from records.markdown import escape, item, one_line
+from training.curves import last_values
 
 figures = small_evaluation.figures
 
@@ -172,6 +175,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path, results, message):
 HOSTILE = [
     *("a|b", "a\\|b", "two\nlines\r\n\n| of | a table |", "$\\frac{$", "$x", "a $ and a $", "_x_", "`code"),
     *("<script>alert(1)</script>", "[here](javascript:alert)", "![](http://example.org/counter.png)", "&lt;b&gt;"),
+    *("![x](y.jpg)", "![x](y.jpg)|`c` <b>", "[x]: y.jpg", "~~~", "***", "\\", "<http://a.b>", "+ more", "1) one"),
     *("🙂 汉字", "\x00\x1b[31mred\u202e", "x" * 10_000, "__a__", "# big", "1. one", "- less", "> so", "---", "==="),
 ]
 
@@ -203,6 +207,30 @@ def test_any_text_is_only_text(tmp_path, text, figures):
     # matplotlib leaves out labels that begin with an underscore
     assert len(figures[0].legends[0].get_texts()) == 2
     assert figures[0].axes[0].get_yticklabels()[1].get_text() == " _plain_"
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
+def test_any_text_is_only_text_outside_of_reports(text):
+    """In sentences of an answer and an estimate, in tables of curves, in lists and alone in a line."""
+    scores = {model: result(model, "learned", title=text, primary={"recall": text}) for model in COMPARED}
+    parts = [
+        answer(list(scores.values()), ["learned"], dict.fromkeys(COMPARED, text)),
+        CountedCaptions(text, 3, 3, 2).sentence,
+        last_values({text: {1: {"loss": 1.0}}}),
+        item(text),
+        escape(text),
+    ]
+    page = html_page("\n\n".join(parts), {}, text)
+    body = page[page.index("<body>") :]
+    assert set(re.findall(r"<(\w+)", body)) <= set("body p strong em code table thead tbody tr th td ul li".split())
+    assert body.count("<p>") == 6 and body.count("<li>") == 1
+    shown = one_line(text)
+    assert body.endswith(f"<p>{html.escape(shown, quote=False).replace(chr(34), '&quot;')}</p>\n</body>\n</html>\n")
+    assert f"<code>{html.escape(shown.replace('`', chr(39)), quote=False)}</code>" in body
+
+
+def test_a_picture_that_a_page_does_not_have_is_none_of_its_own():
+    assert "data:" not in html_page("![x](y.jpg)", {}, "page").partition("<body>")[2]
 
 
 def test_a_page_loads_and_runs_nothing():

@@ -114,13 +114,13 @@ def test_different_encoders_have_different_names(bert, tmp_path):
     assert open_encoder(str(shutil.copytree(bert, tmp_path / bert.name))).name == open_encoder(str(bert)).name
 
 
-def test_what_is_no_encoder_is_refused(tmp_path):
+def test_what_is_no_encoder_is_refused(tmp_path, hub):
     with pytest.raises(FileNotFoundError, match="holds no sentence encoder"):
         load_encoder(tmp_path)
-    with pytest.raises(FileNotFoundError, match="there is no sentence encoder"):
+    with pytest.raises(FileNotFoundError, match="there is no sentence encoder in .*: it has no config.json"):
         open_encoder(str(tmp_path))
     (tmp_path / "encoder.json").write_text(json.dumps({"kind": "text", "name": "x", "source": "somebody/gone"}))
-    with pytest.raises(FileNotFoundError, match="there is no sentence encoder somebody/gone"):
+    with pytest.raises(FileNotFoundError, match="there is no folder somebody/gone, and no such model on the Hub"):
         load_encoder(tmp_path)
     encoder = TfidfEncoder.fit(TEXTS, 6, seed=0)
     with pytest.raises(ValueError, match="knows no word of 'zebra'"):

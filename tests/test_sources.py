@@ -1,18 +1,26 @@
 """Pairs from every kind of source; sources that are damaged, contradictory or dangerous end in one line that names
 them."""
 
+import base64
 import dataclasses
 import os
 import subprocess
+from types import SimpleNamespace
 
 import datasets
+import numpy as np
+import PIL.Image
+import pyarrow.parquet
 import pytest
 import tiny_sources
-from tiny_sources import damaged, images_and_texts, png, rows, write_shard
+from tiny_sources import damaged, images_and_texts, png, rows, saved_pairs, write_shard
 
-from data.pairs import load_pairs, present_captions, select_columns
+from data.identity import data_fingerprint, identity, image_digests
+from data.images import decode_image
+from data.pairs import _reading_code, load_pairs, present_captions, read_pair, select_columns
 from data.sources import DataArguments
 from training.loader import PairLoader
+from training.stages.mixture import MixtureStage
 
 STREAMING = pytest.mark.parametrize("streaming", [False, True], ids=["loaded", "streamed"])
 TAR = {"image_column": "png", "caption_column": "txt"}
@@ -24,6 +32,20 @@ def test_pairs_without_images_are_all_that_have_a_caption(tmp_path, monkeypatch)
     assert len(load_pairs(arguments, images=False)) == 199  # three images cannot be read, a caption is empty
     with pytest.raises(ValueError, match="1 of 200 pairs .*: its caption is empty. More than max_unreadable = 0%"):
         load_pairs(dataclasses.replace(arguments, max_unreadable=0.0), images=False)
+
+
+def test_images_are_looked_at_again_with_another_pillow(tmp_path, monkeypatch):
+    """Or with other code that reads them; else what can be read is known from before."""
+    arguments = DataArguments(**saved_pairs(tmp_path / "rows", ["a dog", "a cat"]))
+    assert len(load_pairs(arguments)) == 2
+    monkeypatch.setattr("data.pairs.decode_image", None)
+    assert len(load_pairs(arguments)) == 2
+    monkeypatch.setattr("PIL.__version__", "0.1")
+    _reading_code.cache_clear()
+    with pytest.raises(ValueError, match="'NoneType' object is not callable"):
+        load_pairs(arguments)
+    monkeypatch.undo()
+    _reading_code.cache_clear()
 
 
 @STREAMING
@@ -88,6 +110,119 @@ def test_images_that_rows_only_name_are_looked_at_again_when_they_change(tmp_pat
         assert len(load_pairs(arguments)) == number
     image.unlink()
     assert len(load_pairs(arguments)) == 7
+
+
+PNGS = [png(number) for number in range(4)]
+TEXTS = [base64.b64encode(content).decode() for content in PNGS]
+COLUMNS = {
+    "binary_view": pyarrow.array(PNGS, pyarrow.binary_view()),
+    "large_binary": pyarrow.array(PNGS, pyarrow.large_binary()),
+    "fixed_size": pyarrow.array([content.ljust(100, b"\0") for content in PNGS], pyarrow.binary(100)),
+    "dictionary": pyarrow.array(PNGS).dictionary_encode(),
+    "string_view": pyarrow.array([f"{number}.png" for number in range(4)], pyarrow.string_view()),
+    "views": pyarrow.array([{"bytes": png} for png in PNGS], pyarrow.struct({"bytes": pyarrow.binary_view()})),
+    "structs": pyarrow.array([[{"bytes": content, "path": None}] for content in PNGS]),
+    "lists": pyarrow.array([[content] for content in PNGS]),
+    "list_of_paths": pyarrow.array([[f"{number}.png"] for number in range(4)]),
+    "base64": pyarrow.array(TEXTS),
+    "base64_lines": pyarrow.array([f"{text[:40]}\n{text[40:]}" for text in TEXTS]),
+    "base64_list": pyarrow.array([[text] for text in TEXTS]),
+    "base64_bytes": pyarrow.array([text.encode() for text in TEXTS]),
+    "url": pyarrow.array([f"data:image/png;base64,{text}" for text in TEXTS], pyarrow.large_string()),
+}
+
+
+@STREAMING
+@pytest.mark.parametrize("kind", [*COLUMNS, "several"])
+def test_images_in_columns_of_every_kind(tmp_path, kind, streaming):
+    tiny_sources.write_pictures(tmp_path)
+    several = pyarrow.array([[PNGS[0]] * 2] * 4)
+    table = pyarrow.table({"image": COLUMNS.get(kind, several), "caption": list("abcd")})
+    pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
+    arguments = DataArguments(
+        source=str(tmp_path / "x.parquet"), image_root=str(tmp_path), streaming=streaming, num_samples=4
+    )
+    if kind == "several":
+        problems = [read_pair(row, arguments)[0] for row in load_pairs(arguments)] if streaming else []
+        assert problems == ["its image cannot be read: there is no image, or a list of several"] * 4 * streaming
+        with pytest.raises(ValueError, match="4 of 4 pairs .* there is no image, or a list of several"):
+            load_pairs(dataclasses.replace(arguments, streaming=False))
+        return
+    for number, row in enumerate(load_pairs(arguments)):
+        assert np.array_equal(decode_image(row["image"]), tiny_sources.picture(number))
+    if not streaming and kind != "string_view":  # base64 is part of the file, and no name
+        assert identity(arguments)["files"] == 1 and len(set(image_digests(load_pairs(arguments)["image"]))) == 4
+
+
+@pytest.mark.parametrize("name", ["iVBORw0KGgoAAAANSUhEUgAAABAAAAAQ", "_9j_4AAQSkZJRgABAQAAAQABAAD", "BMW8"])
+def test_a_path_is_not_base64(tmp_path, name):
+    (tmp_path / name).write_bytes(png())
+    (tmp_path / "x.csv").write_text(f"image,caption\n{name},a\n")
+    arguments = DataArguments(source=str(tmp_path / "x.csv"), image_root=str(tmp_path))
+    assert len(load_pairs(arguments)) == 1 and identity(arguments)["files"] == 2
+
+
+def deep_pictures(folder):
+    """Two pictures of 16 bits that use 10."""
+    folder.mkdir()
+    values = np.linspace(0, 1023, 256).reshape(16, 16)
+    for number, array in enumerate((values.astype(np.uint16), values.astype(np.uint16).T)):
+        PIL.Image.fromarray(array).save(folder / f"{number}.png")
+    (folder / "metadata.csv").write_text("file_name,caption\n0.png,a\n1.png,b\n")
+
+
+@STREAMING
+def test_a_range_of_pixels_is_part_of_the_data(tmp_path, streaming, processor, caplog):
+    deep_pictures(tmp_path / "x")
+    plain = DataArguments(source=str(tmp_path / "x"), streaming=streaming)
+    ranged = dataclasses.replace(plain, pixel_range=[0, 1023])
+    tops = []
+    for arguments in (plain, ranged):
+        rows = load_pairs(arguments)
+        tops.append(max(np.asarray(decode_image(row["image"])).max() for row in rows))
+    assert tops == [4, 255]
+    if streaming:
+        next(PairLoader(load_pairs(plain), processor, plain, 2).batches(0))
+        return
+    assert "of 2 pictures of more than 8 bits, none has a value above 1023 of 65535" in caplog.text
+    assert "set pixel_range, such as [0, 1023]" in caplog.text
+    sides = [load_pairs(arguments) for arguments in (plain, ranged)]
+    assert len({data_fingerprint(rows) for rows in sides}) == 2
+    assert set(image_digests(sides[0]["image"])).isdisjoint(image_digests(sides[1]["image"]))
+    caplog.clear()
+    load_pairs(dataclasses.replace(plain, pixel_range=[0, 511]))
+    assert "2 have values beyond pixel_range, from 0 to 1023, which are black or white" in caplog.text
+    # Saved rows know their range, and a mixture that of each part
+    sides[1].save_to_disk(tmp_path / "saved")
+    (tmp_path / "mixture").mkdir()
+    numbers = SimpleNamespace(sources=[plain, DataArguments(source=str(tmp_path / "saved"))])
+    stage = MixtureStage(stage="mixture", name="mixed", sources=numbers.sources, weights=[1, 1])
+    stage.run(numbers, SimpleNamespace(seed=0), tmp_path / "mixture")
+    rows = load_pairs(DataArguments(source=str(tmp_path / "mixture")))
+    assert {np.asarray(decode_image(row["image"])).max() for row in rows} == {4, 255}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_gaps_are_counted(tmp_path, streaming, processor, caplog):
+    (tmp_path / "x").mkdir()
+    for number, gap in enumerate((np.nan, -9999, 0, 0)):
+        array = np.linspace(0, 1, 256, dtype=np.float32).reshape(16, 16)
+        array[:8] = gap if gap else array[:8]
+        PIL.Image.fromarray(array).save(tmp_path / "x" / f"{number}.tif")
+        (tmp_path / "x" / f"{number}.txt").write_text(f"picture {number}")
+    arguments = DataArguments(source=str(tmp_path / "x"), streaming=streaming)
+    rows = load_pairs(arguments)
+    if streaming:
+        batches = PairLoader(rows, processor, arguments, 4).batches(0)
+        next(batches), next(batches)
+    gaps = "x: of 4 pictures of more than 8 bits, 2 have gaps (NaN, infinite or no-data values), on average 50.00% of"
+    assert caplog.text.count(gaps) == 1
+
+
+@pytest.mark.parametrize("value", [[1, 0], [0, 0], [0], [0, float("nan")], [0, float("inf")], [0, 1, 2]])
+def test_ranges_that_are_none(value):
+    with pytest.raises(ValueError, match="pixel_range"):
+        DataArguments(source="x", pixel_range=value)
 
 
 def read(processor, source, streaming, batches=30, **settings):

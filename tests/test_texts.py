@@ -115,7 +115,7 @@ def test_a_report_begins_with_what_captions_allow(dense, tmp_path, capsys):
     assert f"its report is {tmp_path / 'out' / 'report.md'}" in capsys.readouterr().out
     report = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
     allowed = "allow no model more than R@1 image→text 33.3% and text→image 66.7%."
-    assert report.splitlines()[2] == f"The captions of retrieval, rows {allowed}"
+    assert report.splitlines()[2] == f"The captions of retrieval, rows, first 3 rows {allowed}"
 
 
 def test_captions_of_one_image_need_not_be_told_apart_and_those_of_a_pair_do(embedder, warnings):

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState, GradientState
 from accelerate.tracking import TensorBoardTracker
+from accelerate.utils import DeepSpeedPlugin
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_runs import DENSE, HARBOR_CAPTIONS, TUNED, launch_two, read_log, same_weights, train, weights
 from tiny_sources import damaged, rows, saved_pairs
@@ -22,6 +24,7 @@ from data.tokenizer import pieces_per_word
 from evaluation.built_in_tasks import symbol_tasks
 from evaluation.tasks import TASKS
 from modeling_clip_moe import CLIPMoEModel
+from training.context import require_no_accumulation
 from training.recipe import load_recipe
 
 ROOT = Path(__file__).parents[1]
@@ -89,6 +92,27 @@ def test_ctrl_c_of_two_processes_ends_in_one_line(tmp_path):
     text = process.communicate()[1]
     assert process.returncode != 0 and text.count("interrupted: nothing half-written") == 1
     assert not errors(text) and "training/commands.py" not in text
+
+
+ACCELERATE = {
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4",
+    "ACCELERATE_DYNAMO_BACKEND": "eager",
+    "ACCELERATE_GRADIENT_CLIPPING": "1e-9",
+}
+
+
+def test_variables_of_accelerate_change_no_number(tmp_path, monkeypatch):
+    """`accelerate launch` sets them by its configuration, a file in HF_HOME."""
+    expected = train(tmp_path / "plain")
+    for state in (AcceleratorState, GradientState):
+        state._reset_state()
+    for name, value in ACCELERATE.items():
+        monkeypatch.setenv(name, value)
+    assert same_weights(train(tmp_path / "other"), expected)
+    with pytest.raises(ValueError, match="gradient_accumulation_steps is 4, by its configuration or ACCELERATE_GR"):
+        require_no_accumulation(DeepSpeedPlugin())
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    require_no_accumulation(DeepSpeedPlugin())
 
 
 def test_trackers(tmp_path, monkeypatch):

@@ -137,7 +137,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(whole, tmp_path, monkeypatch):
     original, calls = TrainStage.contrastive_loss, iter(range(100))
 
     def overflow(*args, **kwargs):
-        return original(*args, **kwargs) * (float("nan") if next(calls) == 4 else 1)
+        return original(*args, **kwargs) * (float("nan") if next(calls) == 5 else 1)
 
     with monkeypatch.context() as patch:
         patch.setattr(TrainStage, "contrastive_loss", overflow)

@@ -4,6 +4,7 @@ import inspect
 from importlib.metadata import PackageNotFoundError
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -20,10 +21,10 @@ from data.pairs import load_pairs
 from data.sources import DataArguments
 from data.symbol_kinds import TOPIC_OF, TOPICS
 from data.worlds import INSTALLED, WORLDS, build_processor, world
-from evaluation.built_in_tasks import icon_tasks, numbered_tasks
+from evaluation.built_in_tasks import icon_tasks, numbered_tasks, symbol_tasks
 from evaluation.evaluate import evaluate_model
 from evaluation.report import best_of, write_report
-from evaluation.tasks import TASKS
+from evaluation.tasks import TASKS, find_tasks, task_fingerprints
 
 ALL_TASKS = list(TASKS)  # tests have smaller ones
 MISSING = {
@@ -163,3 +164,19 @@ def test_a_table_shows_the_mean_of_the_topics_alone(dense, tmp_path):  # noqa: F
     both = [results[0] | {"model": name, "metrics": {"accuracy": 0.5} | part} for name, part in parts.items()]
     (best,) = best_of(both, "best expert", ["a", "b"])
     assert best["metrics"] == {"accuracy": pytest.approx(0.65), "accuracy/planet": 0.5, "accuracy/die": 0.8}
+
+
+def test_a_task_belongs_to_the_packages_that_it_is_drawn_from(monkeypatch):
+    """A finished evaluation is refused after an upgrade, and scores of two versions are not compared."""
+    monkeypatch.setattr("evaluation.tasks.TASKS", icon_tasks() | numbered_tasks() | symbol_tasks())
+    seen = set()
+    for version in ("1", "2"):
+        monkeypatch.setattr(extras, "distribution", lambda package, v=version: SimpleNamespace(version=v))
+        tasks = find_tasks(["icons_512", "molecules_256", "symbols_pairs"], seed=3)
+        assert tasks["icons_512"].data == {"installed": dict.fromkeys(world("icons").PACKAGES, version), "seed": 3}
+        assert set(tasks["molecules_256"].data["installed"].values()) == {version}
+        assert tasks["symbols_pairs"].data == {"seed": 3}
+        fingerprints = task_fingerprints(list(tasks))
+        assert fingerprints.keys() == {"tasks.icons_512", "tasks.molecules_256"}
+        seen |= set(fingerprints.values())
+    assert len(seen) == 4

@@ -126,7 +126,7 @@ def curves(*runs: Path, output_dir: Folder, only: list[str] = ()) -> str:
     Prints the last values of every stage that trained.
 
         clip-moe run --config training/recipes/demo.yaml
-        clip-moe curves runs/demo --output-dir curves --only contrastive_loss
+        clip-moe curves runs/demo --output-dir curves --only loss
 
     Args:
         runs: folders of runs or of their stages

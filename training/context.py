@@ -18,6 +18,7 @@ from records.provenance import LOGS, MANIFEST
 if TYPE_CHECKING:
     import datasets
     from accelerate import Accelerator
+    from accelerate.utils import DeepSpeedPlugin
     from transformers import PreTrainedTokenizerBase
 
     from training.duplicates import Duplicates
@@ -146,6 +147,16 @@ def choose_precision(mixed_precision: str | None) -> str | None:
     return "bf16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported(False) else None
 
 
+def require_no_accumulation(plugin: DeepSpeedPlugin | None) -> None:
+    """Raises a ValueError if DeepSpeed would accumulate gradients by its own count: the recipe has a setting for it."""
+    steps = 1 if plugin is None else plugin.gradient_accumulation_steps
+    if steps not in (1, "auto"):
+        raise ValueError(
+            f"DeepSpeed's gradient_accumulation_steps is {steps}, by its configuration or "
+            "ACCELERATE_GRADIENT_ACCUMULATION_STEPS: set it to 1, and gradient_accumulation_steps in the recipe"
+        )
+
+
 def make_accelerator(
     output_dir: str | Path, mixed_precision: str | None = None, trackers: tuple[str, ...] = ()
 ) -> Accelerator:
@@ -156,7 +167,12 @@ def make_accelerator(
     """
     import torch
     from accelerate import Accelerator
-    from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration
+    from accelerate.utils import (
+        GradientAccumulationPlugin,
+        InitProcessGroupKwargs,
+        ProjectConfiguration,
+        TorchDynamoPlugin,
+    )
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     accelerator = Accelerator(
@@ -164,11 +180,15 @@ def make_accelerator(
         cpu=not torch.accelerator.is_available(),
         mixed_precision=choose_precision(mixed_precision),
         log_with=list(trackers) or None,
+        # Accelerate's variables would divide each gradient and compile models, and no record would say so
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+        dynamo_plugin=TorchDynamoPlugin(backend="no"),
         # Not beside the stages, one of which may be called as the trackers' project
         project_config=ProjectConfiguration(str(output_dir), logging_dir=str(Path(output_dir) / LOGS)),
         # The other processes wait while the first one evaluates or writes.
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=12))],
     )
+    require_no_accumulation(accelerator.state.deepspeed_plugin)
     missing = sorted(set(trackers) - {"all", *map(str, accelerator.log_with)})
     if missing:
         raise ValueError(f"trackers: {', '.join(missing)} cannot be imported; install it, or leave it out")

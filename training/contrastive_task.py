@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedModel
@@ -37,7 +38,8 @@ class ContrastiveTask(nn.Module):
         only_embed: bool = False,
         gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple:
-        """The global loss and what is logged of it.
+        """The global loss and what is logged of it: `loss` is the contrastive loss, for dense and sparse models alike,
+        `total_loss` has those of routers and others added.
 
         Args:
             batch: this process's share, from a `PairLoader`.
@@ -72,8 +74,9 @@ class ContrastiveTask(nn.Module):
                 carried = sum((value * gradient).sum() for value, gradient in zip(embeds, gradients, strict=True))
                 return carried + auxiliary, auxiliary.detach(), metrics
             contrastive = self.contrastive_loss(embeds, pairing)
+            metrics |= self.chance(embeds, pairing)
         loss = contrastive + auxiliary
-        return loss, {"contrastive_loss": contrastive.detach(), **metrics, "loss": loss.detach()}
+        return loss, {"loss": contrastive.detach(), **metrics, "total_loss": loss.detach()}
 
     def after_step(self, accelerator: Accelerator) -> None:
         """The optimizer has taken a step."""
@@ -88,6 +91,28 @@ class ContrastiveTask(nn.Module):
         """The loss of embeddings of images, of texts, a scale, and of `loss_parameters`."""
         parameters = dict(zip(self.loss_parameters(), embeds[3:], strict=True))
         return self.losses.contrastive_loss(*embeds[:3], pairing, **parameters)
+
+    @torch.no_grad()
+    def chance(self, embeds: Sequence[torch.Tensor], pairing: Pairing) -> dict[str, torch.Tensor]:
+        """In the first step, `chance`: the loss of equal similarities, with the best bias if the loss has one."""
+        if self.progress > 0:
+            return {}
+        images, texts, scale, *parameters = embeds
+        equal = torch.zeros_like(images), torch.zeros_like(texts), scale
+
+        def loss_with(bias: float) -> torch.Tensor:
+            named = zip(self.loss_parameters(), parameters, strict=True)
+            values = [torch.full_like(value, bias) if name == "logit_bias" else value for name, value in named]
+            return self.contrastive_loss([*equal, *values], pairing)
+
+        if "logit_bias" not in self.loss_parameters():
+            return {"chance": loss_with(0.0)}
+        below, loss, above = map(loss_with, (-1.0, 0.0, 1.0))
+        if below != loss:  # sigmoid: positives * softplus(-bias) + negatives * softplus(bias)
+            pairs = (below + above) / F.softplus(below.new_tensor([-1.0, 1.0])).sum()
+            positives, negatives = (pairs - above + below) / 2, (pairs + above - below) / 2
+            loss = positives * (pairs / positives).log() + negatives * (pairs / negatives).log()
+        return {"chance": loss}
 
 
 def drop_patches(model: PreTrainedModel, share: float) -> None:

@@ -13,8 +13,8 @@ from records.provenance import LOG
 
 # What is logged of losses -> the title of its curve. Scores, TASK/METRIC, come after these.
 TITLES = {
-    "loss": "loss",
-    "contrastive_loss": "contrastive loss",
+    "loss": "loss, without router losses",
+    "total_loss": "loss, all together",
     "balance_loss": "balance loss",
     "z_loss": "router z-loss",
     "local_entropy_text": "local entropy of texts (bits)",

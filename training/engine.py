@@ -127,7 +127,7 @@ def train(
 
     if step == 0:
         measure()
-    first = step
+    first, since_logged = step, []
     progress = Progress(settings.name, total_steps, step, accelerator.is_main_process)
     while step < total_steps:
         plain_task.progress = step / total_steps
@@ -142,13 +142,16 @@ def train(
         if hasattr(plain_task, "after_step"):
             plain_task.after_step(accelerator)
         step += 1
-        is_logged = step % settings.logging_steps == 0 or step == total_steps
+        since_logged.append(metrics)
         is_saved = bool(settings.save_steps) and step % settings.save_steps == 0 and step < total_steps
-        if is_logged or is_saved or (scores is not None and scores.due(step, total_steps)):
+        # Logged means begin after a checkpoint, so that a resumed run has the same
+        is_logged = step == 1 or step % settings.logging_steps == 0 or is_saved or step == total_steps
+        if is_logged or (scores is not None and scores.due(step, total_steps)):
             finite.require()
         if is_logged:
             biases.require_bounded(settings.name, step)
-            values = {name: accelerator.reduce(value.float(), "mean").item() for name, value in metrics.items()}
+            values = {name: accelerator.reduce(value, "mean").item() for name, value in _mean(since_logged).items()}
+            since_logged.clear()
             values |= {"grad_norm": grad_norm.item(), "learning_rate": float(learning_rate)}
             speed = log.images_per_second(step)
             log.write(step, values | {"images_per_second": speed})
@@ -239,7 +242,11 @@ def _compute_gradient(
                 accelerator.backward(loss / accumulation)
         finite.note("the loss", loss, step + 1)
         logged.append(metrics)
-    return {name: torch.stack([of_batch[name].float() for of_batch in logged]).mean(dim=0) for name in metrics}
+    return _mean(logged)
+
+
+def _mean(metrics: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: torch.stack([values[name].float() for values in metrics]).mean(dim=0) for name in metrics[-1]}
 
 
 def _clip_gradient(

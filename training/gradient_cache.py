@@ -61,7 +61,7 @@ def cached_gradient(
         states.append(torch_states(accelerator.device))
         with torch.no_grad(), sums:
             embeds.append(task(sent(number), only_embed=True))
-    contrastive, gradients = _gradient_by_embeds(accelerator, task, batch, embeds)
+    losses, gradients = _gradient_by_embeds(accelerator, task, batch, embeds)
     sums.reduce()
     after = torch_states(accelerator.device)
     for number, of_part in enumerate(gradients):
@@ -80,23 +80,25 @@ def cached_gradient(
             "function of sums that `training.losses.all_reduce_sum` makes"
         )
     metrics = {name: torch.stack([of_part[name] for of_part in logged]).mean(dim=0) for name in metrics}
-    loss = contrastive + auxiliaries[0]
-    return loss, {"contrastive_loss": contrastive, **metrics, "loss": loss}
+    loss = losses["loss"] + auxiliaries[0]
+    return loss, {**losses, **metrics, "total_loss": loss}
 
 
 def _gradient_by_embeds(
     accelerator: Accelerator, task: nn.Module, batch: dict[str, torch.Tensor], embeds: list[tuple[torch.Tensor, ...]]
-) -> tuple[torch.Tensor, list[tuple[torch.Tensor, ...]]]:
-    """The contrastive loss of a batch, and of each part the gradients by its images', by its texts' embeddings, and by
-    the scale and the loss's parameters, which all parts share."""
+) -> tuple[dict[str, torch.Tensor], list[tuple[torch.Tensor, ...]]]:
+    """The contrastive loss of a batch and perhaps its chance, and of each part the gradients by its images', by its
+    texts' embeddings, and by the scale and the loss's parameters, which all parts share."""
     images, texts, *shared = zip(*embeds, strict=True)
     leaves = [torch.cat(images), torch.cat(texts), *(of_parts[0].clone() for of_parts in shared)]
     for leaf in leaves:
         leaf.requires_grad_()
     pairing = send_to_device(Pairing.take(dict(batch)), accelerator.device)
-    loss = accelerator.unwrap_model(task).contrastive_loss(leaves, pairing)
+    plain_task = accelerator.unwrap_model(task)
+    loss = plain_task.contrastive_loss(leaves, pairing)
     # A bias has no gradient where a model of the sigmoid loss has CLIP's
     by_images, by_texts, *by_shared = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
     by_images, by_texts = by_images.split(list(map(len, images))), by_texts.split(list(map(len, texts)))
     by_shared = [gradient / len(embeds) for gradient in by_shared]
-    return loss.detach(), [(*of_part, *by_shared) for of_part in zip(by_images, by_texts, strict=True)]
+    losses = {"loss": loss.detach(), **plain_task.chance(leaves, pairing)}
+    return losses, [(*of_part, *by_shared) for of_part in zip(by_images, by_texts, strict=True)]

@@ -18,7 +18,7 @@ from transformers import (
 )
 from transformers.tokenization_utils_base import LARGE_INTEGER
 
-from conversion.checkpoints import has_file, require_source
+from conversion.checkpoints import has_file
 from conversion.processors import (
     IMAGE_PROCESSOR_FILES,
     TOKENIZER_FILES,
@@ -207,6 +207,5 @@ def _processor(processor: str | None, tokenizer: str | None, context_length: int
 
 def _require_half(source: str, half: str, files: tuple[str, ...]) -> None:
     """A folder or hub name has this half of a processor, which transformers would make up."""
-    require_source(source)
     if not has_file(source, files):
-        raise FileNotFoundError(f"{source} has no {half} ({' or '.join(files)}), here or on the Hub")
+        raise FileNotFoundError(f"{source} has no {half} ({' or '.join(files)})")

@@ -224,7 +224,7 @@ class _Stream(torch.utils.data.IterableDataset):
             rows = loader.rows.shuffle(generator=generator, buffer_size=SHUFFLE_BUFFER)
             for row in split_dataset_by_node(rows, loader.rank, loader.world_size):
                 problem, image = read_pair(row, loader.arguments)
-                report.add(row, problem)
+                report.add(row, problem, image)
                 if problem:
                     continue
                 rng = np.random.default_rng([loader.seed, loader.rank, worker.id if worker else 0, epoch, report.seen])

@@ -8,6 +8,7 @@ with an error.
 
 import functools
 import gc
+import json
 import os
 import shutil
 import time
@@ -25,11 +26,15 @@ from safetensors import SafetensorError
 
 from conversion import publish
 from conversion.checkpoints import load_config
+from conversion.own_classes import own_code
 from conversion.verification import require_loadable
-from records.files import locked, read_text, refuse_to_overwrite, respect_umask, write_text
+from records.files import locked, read_log, read_text, refuse_to_overwrite, respect_umask, write_text
 from records.local_names import paths_here
+from records.outcome import Training
+from records.own_modules import found_again, reached_code, watching
 from records.provenance import (
     CHECKPOINTS,
+    LOG,
     MANIFEST,
     RECIPE,
     Attempt,
@@ -197,7 +202,9 @@ class Runner:
         started = time.perf_counter()
         if accelerator.is_main_process or not stage.main_process_only:
             try:
-                trained = stage.run(inputs, context.without_others() if stage.main_process_only else context, partial)
+                with watching() if record.code else nullcontext():
+                    shared = context.without_others() if stage.main_process_only else context
+                    trained = stage.run(inputs, shared, partial)
             except BaseException:
                 if accelerator.is_main_process and not _goes_on(stage, partial):
                     shutil.rmtree(partial, ignore_errors=True)
@@ -206,11 +213,18 @@ class Runner:
                 record.pairs, record.duplicates = trained
         accelerator.wait_for_everyone()
         self._require_unchanged(stage, inputs, record, partial)
+        if record.code:
+            record.reached = reached_code(
+                [*self._local, partial, *(context.output_dir / name for name in context.stages)]
+            )
         size = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
         accelerator.wait_for_everyone()
         attempt.seconds = round(time.perf_counter() - started, 1)
         if accelerator.is_main_process:
+            record.training = _training(stage, partial / LOG)
             _finish(stage, record, partial, final)
+            if record.training is not None:
+                say(f"{stage.name}: {record.training}")
         say(f"{stage.name}: done in {attempt.seconds:g} s{_report_of(final)}")
         accelerator.wait_for_everyone()
         return size
@@ -232,12 +246,14 @@ class Runner:
             refuse_to_overwrite(final)
         context, data = self.context, getattr(stage, "data", None)
         inputs, read = resolve(stage, context), references(stage)
+        own = own_stage(type(stage))
         record = Record(
             stage=comparable(dump(stage)),
             seed=context.seed,
             mixed_precision=context.accelerator.mixed_precision,
             local=self._local,
-            **own_stage(type(stage)),
+            code=own_code() | own.get("code", {}),
+            own=own.get("own"),
         )
         if not settings_alone:
             names = dict.fromkeys(value for _, value, reads in read if reads.outside or value in context.stages)
@@ -247,6 +263,8 @@ class Runner:
             if data is not None and context.is_there(data.source):
                 record.data = context.identity(data)
         if is_done or _goes_on(stage, partial):
+            if record.code:
+                record.reached = found_again(Record.read(final if is_done else partial).reached)
             record.attempts = record.require_same(final if is_done else partial)
         return inputs, record
 
@@ -267,6 +285,18 @@ class Runner:
                 f"{changed[0]} changed while the stage read it: put back what was there, or delete {partial}, and run "
                 "it again"
             )
+
+
+def _training(stage: Stage, log: Path) -> Training | None:
+    """The losses in a stage's log, whose last line then has their outcome, if there is one."""
+    if not log.is_file():
+        return None
+    batch_size = stage.global_batch_size // stage.gradient_accumulation_steps
+    training = Training.of_log(read_log(log), batch_size)
+    if training is not None and training.outcome:
+        with log.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": training.steps, "outcome": training.outcome}) + "\n")
+    return training
 
 
 def _require_no_others(output_dir: Path, stages: Collection[str]) -> None:

@@ -74,7 +74,7 @@ class LoopSettings(OptimizerSettings):
     # Compile each encoder layer; layers of a kind share one compiled function. "auto": on a GPU.
     torch_compile: Literal["auto"] | bool = "auto"
 
-    # Log losses every so many steps.
+    # Log losses every so many steps: means since the line before. The first and the last step have lines, too.
     logging_steps: int = Field(default=10, gt=0)
     # A checkpoint every so many steps; None: only the finished model.
     save_steps: int | None = Field(default=None, gt=0)

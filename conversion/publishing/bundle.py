@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import transformers
 import yaml
 from huggingface_hub.utils import validate_repo_id
@@ -26,7 +28,7 @@ from conversion.publishing.trusted_code import CODE, named_code, require_trusted
 from conversion.verification import sample_inputs
 from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel
 from modeling_clip_moe.self_test import FILE as SELF_TEST
-from modeling_clip_moe.self_test import features
+from modeling_clip_moe.self_test import compute, enlarged
 from records.files import read_json, save, write_text, writing
 from records.local_names import is_hub_name
 
@@ -140,28 +142,38 @@ def forget_this_machine(folder: Path) -> None:
 
 
 def write_self_test(model: PreTrainedModel, folder: Path) -> None:
-    """Write an input of at most 60 kB an expert, and what a model computes of it: see `modeling_clip_moe.self_test`."""
-    configs = [model.config]
+    """Write inputs of at most 60 kB an expert, and what a model computes of them: see `modeling_clip_moe.self_test`."""
+    configs, folders = [model.config], [folder]
     if isinstance(model, CLIPMoDEModel):
         readers = model.num_experts if model.config.own_processors else 1
         configs = [model.expert(number).config for number in range(readers)]
-    stored, inputs = {}, []
+        folders = [folder / name for name in model.config.experts] if model.config.own_processors else folders
+    stored, inputs, processors = {}, [], [load_processor(part) for part in folders]
     made_with = {"transformers": transformers.__version__, "torch": torch.__version__}
-    for number, config in enumerate(copy.deepcopy(configs)):
-        vision, side = config.vision_config, 1
-        if (size := getattr(vision, "image_size", None)) is None:  # patches of images of any shape
+    for number, (config, processor) in enumerate(zip(copy.deepcopy(configs), processors, strict=True)):
+        vision = config.vision_config
+        is_fixed = (size := getattr(vision, "image_size", None)) is not None
+        if not is_fixed:  # patches of images of any shape
             vision.num_patches = SELF_TEST_PATCHES
-        else:
-            side = next(side for side in range(1, size + 1) if size % side == 0 and size // side <= SELF_TEST_SIZE)
+            size = vision.patch_size * math.isqrt(processor.image_processor.max_num_patches)
+        side = next(side for side in range(1, size + 1) if size % side == 0 and size // side <= SELF_TEST_SIZE)
+        if is_fixed:
             vision.image_size = size // side
         part = sample_inputs(config)
+        part["picture"] = _picture(size // side)
         stored |= {f"{number}.{name}": tensor for name, tensor in part.items()}
         made_with[f"{number}.side"] = str(side)
-        if side > 1:
-            part["pixel_values"] = part["pixel_values"].repeat_interleave(side, -1).repeat_interleave(side, -2)
-        inputs.append(part)
-    stored |= {f"expected.{name}": tensor for name, tensor in features(model, inputs).items()}
+        inputs.append(enlarged(part, side))
+    stored |= {f"expected.{name}": tensor for name, tensor in compute(model, inputs, processors).items()}
     save_file(stored, folder / SELF_TEST, made_with)
+
+
+def _picture(size: int) -> torch.Tensor:
+    """(size, size, 3) of uint8: clouds of color with some noise, the same each time."""
+    generator = torch.Generator().manual_seed(0)
+    clouds = F.interpolate(torch.rand(1, 3, 4, 4, generator=generator), size=(size, size), mode="bilinear")
+    noise = 0.1 * torch.randn(clouds.shape, generator=generator)
+    return (255 * (clouds + noise).clamp(0, 1))[0].permute(1, 2, 0).to(torch.uint8).contiguous()
 
 
 # The program of another process: the published folder has to pass its self-test there

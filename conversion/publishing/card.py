@@ -170,6 +170,8 @@ def _stage_row(record: Record) -> tuple[str, str]:
     settings += [_method(name, stage) for name in METHODS if stage.get(name) not in (None, {})]
     if record.duplicates and record.duplicates["shuffled"]:
         settings.append(duplicates_line(record.duplicates, stage["duplicates"]))
+    if record.training and record.training.outcome:
+        settings.append(record.training.outcome)
     return what, ", ".join(filter(None, settings))
 
 

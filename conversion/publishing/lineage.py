@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from conversion.own_classes import own_code
 from records.digests import value_digest
 from records.files import read_json, read_record
 from records.local_names import is_hub_name, is_url, without_paths
@@ -153,7 +154,10 @@ def _measured(folder: Path) -> Lineage:
         data = value_digest([result.get("data"), result["batch_size"] if result.get("depends_on_batch") else None])
         # Of two results that differ only in their scores, the later one
         latest[result["task"], result["protocol"], result["dtype"], data] = path, result
-    for path, result in sorted(latest.values(), key=lambda found: found[0]):
+    # A look at some rows of a task (`max_rows`) counts where the whole task has no score
+    whole = {result["task"] for _, result in latest.values() if not _is_look(result)}
+    latest = {key: found for key, found in latest.items() if not _is_look(found[1]) or found[1]["task"] not in whole}
+    for path, result in sorted(latest.values(), key=lambda found: (_is_look(found[1]), found[0])):
         name = path.name if path.name not in results else f"{path.parent.name}--{path.name}"
         if (baseline := _baseline(path.parent, result)) is not None:
             baselines[name] = baseline
@@ -165,6 +169,10 @@ def _measured(folder: Path) -> Lineage:
         experts=[require_summary(analysis.get("summary"), str(path)) for path, analysis in analyses.items()],
         pictures=_pictures({path.parent for path, _ in latest.values()}, {path.parent for path in analyses}),
     )
+
+
+def _is_look(result: dict[str, Any]) -> bool:
+    return "max_rows" in (result.get("data") or {})
 
 
 def _baseline(evaluation: Path, result: dict[str, Any]) -> dict[str, Any] | None:
@@ -259,13 +267,14 @@ def _results_of_weights(pattern: str, folder: Path, weights: str) -> Iterator[tu
     others = []
     for path in sorted(folder.parent.glob(pattern), key=lambda path: path.stat().st_mtime):
         result = read_record(path, dict)
-        if result.get("weights") == weights and not result.get("changes"):
+        is_same_code = (result.get("code") or {}) == own_code()
+        if result.get("weights") == weights and is_same_code and not result.get("changes"):
             yield path, result
         elif Path(str(result.get("source"))).name == folder.name:
             others.append(path.relative_to(folder.parent).as_posix())
     if others:
         print(
-            f"warning: {len(others)} results of {folder.name} are left out, of other weights or another configuration: "
+            f"warning: {len(others)} results of {folder.name} are left out, of other weights, code or configuration: "
             f"measure again ({join_names(others)})",
             file=sys.stderr,
         )

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Literal
 from datasets import Dataset
 from scipy.io.matlab import MatReadError
 
-from data.annotations import read_annotations
+from data.annotations import NoSplit, read_tables
 from data.image_folders import PICTURES
 from data.pairs import rename_columns, select_columns
 from data.sources import DataArguments, open_rows
@@ -357,7 +357,7 @@ def cut(text: str) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Annotations(Layout):
-    """COCO's captions or Karpathy's split (`data.annotations.read_annotations`).
+    """COCO's captions or Karpathy's split (`data.annotations.read_tables`).
 
     Args:
         split: name of one of Karpathy's splits; None: all images.
@@ -370,9 +370,14 @@ class Annotations(Layout):
 
     def rows(self, folder: Path, split: str) -> Dataset:
         (file,) = self.annotations(folder, split)
-        names, captions = read_annotations(file, self.split)
-        texts = [texts[: self.captions] for texts in captions]
-        return _captioned(folder / self.images, dict(zip(names, texts, strict=True)))
+        columns = read_tables([str(file)])
+        if None in columns["image"]:
+            raise ValueError(f"{file} has entries that cannot be read: download it again")
+        rows = zip(columns["image"], columns["caption"], columns.get("split", columns["image"]), strict=True)
+        captions = {name: texts[: self.captions] for name, texts, split in rows if self.split in (None, split)}
+        if not captions:
+            raise NoSplit(file, self.split, sorted(set(columns.get("split", ()))))
+        return _captioned(folder / self.images, captions)
 
 
 @dataclass(frozen=True, kw_only=True)

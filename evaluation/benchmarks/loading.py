@@ -18,6 +18,7 @@ from evaluation.class_names import SYNSET, are_ids, names_after_ids
 from evaluation.own_data import read_classes, read_templates, readable_image_pairs
 from evaluation.task import Task
 from records.digests import short_digest
+from records.hub import hub_options
 from records.messages import shortened
 
 
@@ -53,7 +54,7 @@ def benchmark_task(benchmark: Benchmark, data_root: str | Path | None = None, nu
     def load_split(split: str) -> Callable[[], tuple[Dataset, int]]:
         def load() -> tuple[Dataset, int]:
             files = [layout.of_split(pattern, split) for pattern in layout.files]
-            place = local or _from_hub(benchmark, ["*.txt", *files], commit=folder.name)
+            place = local or _from_hub(benchmark, ["*.txt", *files])
             arguments = DataArguments(source=str(place), split=split, num_workers=num_workers or 0, max_unreadable=0)
             return _load(benchmark, layout, place, arguments, classes)
 
@@ -91,15 +92,15 @@ def _find(benchmark: Benchmark, data_root: str | Path | None) -> tuple[Path | No
     return None, benchmark.layouts[0]
 
 
-def _from_hub(benchmark: Benchmark, patterns: Sequence[str], commit: str | None = None, way_out: str = "") -> Path:
-    """The folder with these files of a data set, which has the name of the commit; None: of the newest one.
+def _from_hub(benchmark: Benchmark, patterns: Sequence[str], way_out: str = "") -> Path:
+    """The folder with these files of a data set, which has the name of the commit.
 
     Args:
         way_out: what to do where the Hub cannot be reached; by default, to put a copy of the benchmark here.
     """
     try:
-        allowed = list(patterns)
-        return Path(snapshot_download(benchmark.hub, repo_type="dataset", revision=commit, allow_patterns=allowed))
+        options = hub_options(benchmark.hub, "dataset")
+        return Path(snapshot_download(benchmark.hub, repo_type="dataset", allow_patterns=list(patterns), **options))
     except (OSError, ValueError) as error:
         why = shorten(str(error), 250, placeholder=" ...")
         way_out = way_out or f"put a copy into DATA_ROOT/{benchmark.name} (data_root)"

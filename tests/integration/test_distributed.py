@@ -195,7 +195,9 @@ def assert_same_run(folder, expected):
     logs = []
     for run in (folder, expected):
         records = read_log(run / "tuned")
-        logs.append([(r["step"], r["loss"], r["grad_norm"], r["logit_scale"], r["learning_rate"]) for r in records])
+        logs.append(
+            [(r["step"], r["total_loss"], r["grad_norm"], r["logit_scale"], r["learning_rate"]) for r in records]
+        )
     assert len(logs[1]) == 4 and logs[1][1][3] == pytest.approx(10)  # the scale was at its limit
     torch.testing.assert_close(logs[0], logs[1], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(weights(folder / "tuned"), weights(expected / "tuned"), atol=1e-4, rtol=0)

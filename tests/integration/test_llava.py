@@ -7,7 +7,7 @@ import torch
 from llava.model import llava_arch
 from llava.model.multimodal_encoder import builder
 from PIL import Image
-from tiny_models import IMAGE_TOKEN, save_dense_llava
+from stand_ins import IMAGE_TOKEN, save_llava
 from transformers import AutoProcessor, CLIPImageProcessorPil, CLIPModel, LlavaForConditionalGeneration
 
 import clip_moe
@@ -21,7 +21,7 @@ BASE = "training/symbol_clip"
 @pytest.fixture(scope="module")
 def dense_llava(tmp_path_factory):
     folder = tmp_path_factory.mktemp("llava") / "dense"
-    save_dense_llava(folder)
+    save_llava(folder)
     return folder
 
 

@@ -4,14 +4,12 @@ import json
 import re
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
 import transformers
 import yaml
-from huggingface_hub import HfApi, ModelCard
+from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 from programs import run_program
 from safetensors.torch import save_file
@@ -23,7 +21,8 @@ from conversion.presets import PRESETS
 from conversion.publish import upload
 from conversion.publishing import bundle
 from conversion.publishing.lineage import Lineage
-from conversion.upcycle import upcycle
+from conversion.upcycle import sparse_blocks, upcycle
+from modeling_clip_moe.self_test import SUM_TOLERANCE, TOLERANCE, every_expert, weight_sums
 
 ROOT = Path(__file__).parents[2]
 BASE = "training/symbol_clip"
@@ -62,21 +61,6 @@ def published(run, tmp_path_factory):
 def unverified(monkeypatch):
     """Without the check in a process of its own, which takes seconds."""
     monkeypatch.setattr(bundle, "verify", lambda folder: None)
-
-
-@pytest.fixture
-def hub(monkeypatch):
-    """The Hub's client, with the signatures of its methods; it keeps the files that are uploaded."""
-    api = mock.create_autospec(HfApi, instance=True)
-
-    def upload_folder(folder_path, create_pr, **_):
-        api.files = {path.name: path.read_bytes() for path in Path(folder_path).iterdir() if path.is_file()}
-        return SimpleNamespace(pr_url="discussions/1" if create_pr else None, commit_url="commit/1")
-
-    api.create_repo.side_effect = lambda repository, **_: SimpleNamespace(repo_id=repository)
-    api.upload_folder.side_effect = upload_folder
-    monkeypatch.setattr("conversion.publish.HfApi", lambda: api)
-    return api
 
 
 def test_the_folder_has_all_that_others_look_for(run, published):
@@ -130,22 +114,57 @@ def test_how_long_it_took_is_recorded(run):
     assert lineage.hardware[0].startswith("1 x ")
 
 
-def test_the_hub_gets_one_commit(run, hub, unverified, capsys):
+def test_the_hub_gets_one_commit(run, hub, login, unverified, capsys):
     publish.main([str(run / "clip_up"), "user/symbols", "--private", "--revision", "next"])
-    assert capsys.readouterr().out.endswith("commit/1\n")
-    hub.create_repo.assert_called_once_with("user/symbols", private=True, exist_ok=True)
-    hub.create_branch.assert_called_once_with("user/symbols", branch="next", exist_ok=True)
-    options = hub.upload_folder.call_args.kwargs
-    assert (options["repo_id"], options["revision"], options["create_pr"]) == ("user/symbols", "next", False)
-    assert {"preprocessor_config.json", "vocab.json", "merges.txt"} < set(hub.files)
-    assert hub.files["model.safetensors"] == (run / "clip_up" / "model.safetensors").read_bytes()
+    repository = hub.repositories["models", "user/symbols"]
+    commit = repository.refs["next"]
+    assert capsys.readouterr().out.endswith(f"/user/symbols/commit/{commit}\n")
+    assert repository.private and list(repository.commits) == [repository.refs["main"], commit]
+    files = hub.files("user/symbols", "next")
+    assert {"preprocessor_config.json", "vocab.json", "merges.txt"} < set(files) and not hub.files("user/symbols")
+    assert files["model.safetensors"] == (run / "clip_up" / "model.safetensors").read_bytes()
 
 
-def test_a_recipe_publishes_at_its_end(hub, unverified, tmp_path):
-    stages = [{"name": "sparse", "stage": "upcycle", "model": str(ROOT / BASE), "preset": "clip_moe"}]
+def test_a_recipe_publishes_at_its_end(hub, login, unverified, tmp_path):
+    """Of a model on the Hub, which the card names."""
+    hub.put("user/base", ROOT / BASE)
+    stages = [{"name": "sparse", "stage": "upcycle", "model": "user/base", "preset": "clip_moe"}]
     run_stages(tmp_path, stages, push_to_hub={"sparse": "user/from-a-recipe"})
-    assert hub.upload_folder.call_args.kwargs["repo_id"] == "user/from-a-recipe"
-    assert b"| sparse | upcycle |" in hub.files["README.md"]
+    card = hub.files("user/from-a-recipe")["README.md"]
+    assert b"| sparse | upcycle |" in card and b"base_model: user/base" in card
+
+
+@pytest.mark.parametrize(
+    ("token", "name", "message"),
+    [
+        (None, "user/x", "error: publishing needs a token that may write: run `hf auth login`, or set HF_TOKEN$"),
+        ("hf_other", "user/x", "error: .*Invalid credentials"),
+        ("hf_owner", "other/x", "error: .*the rights to create a model under this namespace"),
+    ],
+)
+def test_what_the_hub_refuses_is_one_line(token, name, message, run, hub, unverified, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", token) if token else monkeypatch.delenv("HF_TOKEN", raising=False)
+    with pytest.raises(SystemExit, match=message) as end:
+        publish.main([str(run / "clip_up"), name])
+    assert "\n" not in str(end.value) and not hub.repositories
+
+
+def test_a_published_model_loads_at_a_revision(published, hub, login, tmp_path):
+    """In a process without this package, online and then offline; the newest commit has other weights."""
+    upload(published, "user/symbols")
+    first, state = hub.repositories["models", "user/symbols"].refs["main"], weights(published)
+    save_file({key: 2 * tensor for key, tensor in state.items()}, tmp_path / "other.safetensors", {"format": "pt"})
+    other = {"model.safetensors": (tmp_path / "other.safetensors").read_bytes()}
+    hub.put("user/symbols", hub.files("user/symbols") | other)
+    program = "import sys; sys.modules['modeling_clip_moe'] = None\nfrom transformers import AutoModel, AutoProcessor\n"
+    program += f"hub = {{'trust_remote_code': True, 'revision': {first!r}}}\n"
+    program += "model = AutoModel.from_pretrained('user/symbols', dtype='float32', **hub)\n"
+    program += (
+        "AutoProcessor.from_pretrained('user/symbols', **hub)\nprint(model.logit_scale.item(), model.self_test())"
+    )
+    for offline in "01":
+        printed = run_program(tmp_path, "-c", program, HF_HUB_OFFLINE=offline)
+        assert printed.split()[0] == str(state["logit_scale"].item()) and "vision features" in printed
 
 
 def test_large_weights_are_in_several_files(run, tmp_path, monkeypatch):
@@ -156,11 +175,14 @@ def test_large_weights_are_in_several_files(run, tmp_path, monkeypatch):
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-def test_an_upload_that_is_cut_off_ends_in_one_line(published, hub):
-    assert upload(published, "user/symbols", pull_request=True) == "discussions/1"
-    hub.upload_folder.side_effect = RuntimeError("closed")
-    with pytest.raises(ConnectionError, match="the upload to user/symbols was cut off, .*: closed"):
+def test_an_upload_that_is_cut_off_ends_in_one_line(published, hub, login):
+    """Nothing of it is visible; the next one is whole."""
+    hub.cuts = 1
+    with pytest.raises(ConnectionError, match="the upload to user/symbols was cut off, nothing of it is visible: "):
         upload(published, "user/symbols")
+    assert not hub.files("user/symbols")
+    assert upload(published, "user/symbols", pull_request=True).endswith("/user/symbols/discussions/1")
+    assert "model.safetensors" in hub.files("user/symbols", "refs/pr/1") and not hub.files("user/symbols")
 
 
 def test_a_dense_model_needs_no_code(unverified, tmp_path):
@@ -207,6 +229,60 @@ def test_the_self_test_sees_any_weight():
             model.self_test()
         parameter.data.copy_(before)
     assert max(model.self_test().values()) < 1e-6
+
+
+@torch.no_grad()
+def test_the_self_test_sees_every_expert_and_every_token():
+    """Also those that its inputs do not reach, one at a time."""
+    model = AutoModel.from_pretrained("training/name_clip_moe", dtype=torch.float32)
+    tokens = model.text_model.get_input_embeddings().weight
+    tables = [(tokens, -3, row) for row in range(0, len(tokens), 37)]
+    for block in sparse_blocks(model).values():
+        parts = (*block.experts.parameters(), block.router.weight)
+        tables += [(part, 1.5, row) for part in parts for row in range(len(part))]
+    sums, outputs = weight_sums(model), every_expert(model)
+    for table, factor, row in tables:
+        before = table[row].clone()
+        table[row] *= factor
+        of_sums = ((weight_sums(model) - sums) / sums).abs().max()
+        of_experts = ((every_expert(model) - outputs).norm(dim=1) / outputs.norm(dim=1)).max()
+        assert of_sums > SUM_TOLERANCE or of_experts > TOLERANCE, (table.shape, row)
+        table[row] = before
+    tokens[7] *= -3
+    with pytest.raises(ValueError, match="failed its self-test: the .* differ by"):
+        model.self_test()
+
+
+def image_processor(**changes):
+    return lambda settings: settings["image_processor"].update(changes)
+
+
+def exchanged(settings):
+    """Two tokens, which no text of the self-test has, with each other's number."""
+    vocabulary = settings["model"]["vocab"]
+    first, second = list(vocabulary)[600], list(vocabulary)[601]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+
+
+FAULTS = {
+    "mean": ("processor_config.json", image_processor(image_mean=[0.48, 0.46, 0.41]), "vision features through the"),
+    "std": ("processor_config.json", image_processor(image_std=[0.5, 0.5, 0.51]), "vision features through the"),
+    "scale": ("processor_config.json", image_processor(rescale_factor=1 / 256), "vision features through the"),
+    "vocabulary": ("tokenizer.json", exchanged, "vocabulary 0"),
+    "merges": ("tokenizer.json", lambda settings: settings["model"].update(merges=[]), "tokens 0"),
+    "length": ("tokenizer_config.json", lambda settings: settings.update(model_max_length=5), "tokens 0"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_self_test_sees_another_processor(tmp_path, fault):
+    folder, (name, change, message) = shutil.copytree("training/name_clip_moe", tmp_path / "folder"), FAULTS[fault]
+    settings = json.loads((folder / name).read_text())
+    change(settings)
+    (folder / name).write_text(json.dumps(settings))
+    model = AutoModel.from_pretrained(folder, dtype=torch.float32)
+    with pytest.raises(ValueError, match=f"failed its self-test: the {message}"):
+        model.self_test()
 
 
 def test_a_folder_that_computes_something_else_is_refused(repository, tmp_path):

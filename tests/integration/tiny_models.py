@@ -1,7 +1,6 @@
 """Models of other programs, tiny and with random weights, around the towers of the symbol CLIP; and inputs for all."""
 
 import torch
-from converters import tiny_llava
 from diffusers import (
     AutoencoderKL,
     EulerDiscreteScheduler,
@@ -10,36 +9,17 @@ from diffusers import (
     UNet2DConditionModel,
 )
 from stand_ins import SHORT
-from transformers import AutoTokenizer, CLIPImageProcessorPil, CLIPModel, LlavaProcessor
+from transformers import AutoTokenizer
 
 from data import symbols
 
 BASE = "training/symbol_clip"
-IMAGE_TOKEN = "<image>"
 
 
 def symbol_inputs(processor, split, number):
     rows = symbols.load(split, "detailed", number)
     texts, images = list(rows["caption"]), list(rows["image"])
     return dict(processor(text=texts, images=images, padding=True, truncation=True, return_tensors="pt"))
-
-
-def save_dense_llava(folder):
-    """A LLaVA with the dense symbol CLIP's tower, and its processor."""
-    tokenizer = AutoTokenizer.from_pretrained(BASE)
-    tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE_TOKEN]})
-    base = CLIPModel.from_pretrained(BASE)
-    image_token = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
-    model = tiny_llava(base.config.vision_config, len(tokenizer), image_token)
-    model.model.vision_tower.load_state_dict(base.vision_model.state_dict())
-    model.save_pretrained(folder)
-    LlavaProcessor(
-        image_processor=CLIPImageProcessorPil.from_pretrained(BASE),
-        tokenizer=tokenizer,
-        patch_size=base.config.vision_config.patch_size,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-    ).save_pretrained(folder)
 
 
 def tokenizer(length):

@@ -1,5 +1,6 @@
 """The stage that says what fine-tuning came to."""
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -8,6 +9,8 @@ from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from evaluation.own_task import OwnTask, Wanted
+from records.markdown import escape
+from records.provenance import trainings
 from training.settings import STRICT, Reads
 from training.stages.evaluate import EvaluateStage
 from training.stages.split import OVERVIEW
@@ -33,6 +36,7 @@ class AnswerStage(EvaluateStage):
     """
 
     kind: ClassVar[str] = "answer"
+    held_out: ClassVar[str | None] = LEARNED
 
     # What was to be learned: a `split` stage, whose test is measured.
     split: Annotated[str, Reads("split")]
@@ -49,9 +53,13 @@ class AnswerStage(EvaluateStage):
         return self
 
     def tasks_of(self, inputs: SimpleNamespace) -> "dict[str, Task]":
+        from datasets import load_from_disk
+
         from evaluation.tasks import find_tasks, loaded_once
 
         learned = OwnTask(task="retrieval", dataset=inputs.split, name=LEARNED, title="own pictures")
+        if "label" in load_from_disk(inputs.split)["test"].column_names:  # classes, as they were in training
+            learned = dataclasses.replace(learned, task="zero_shot", templates=["{}"])
         base = Path(inputs.models["base"]).resolve()
         kept = self.tasks or [task for folder, tasks in KNOWN.items() if base.is_relative_to(folder) for task in tasks]
         found = find_tasks([learned, *kept], self.data_root, seed=self.test_seed or 0, max_rows=self.max_rows)
@@ -62,4 +70,10 @@ class AnswerStage(EvaluateStage):
         from records.files import read_text
 
         sentences = read_text(Path(inputs.split) / OVERVIEW).splitlines()
-        return "\n\n".join([answer(results, [LEARNED], inputs.models), " ".join(sentences)])
+        ends = self.trainings(results, inputs)
+        of_models = {
+            row: {folder.name: ends[folder] for folder in trainings(Path(model))}
+            for row, model in inputs.models.items()
+        }
+        text = answer(results, [LEARNED], inputs.models, of_models)
+        return "\n\n".join([text, " ".join(map(escape, sentences))])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
-from records.provenance import MANIFEST, Record
+from records.provenance import MANIFEST, Record, trainings
 from training.context import Context
 from training.settings import STRICT
 from training.stages.evaluate import EvaluateStage
@@ -92,6 +92,9 @@ class EstimateStage(EvaluateStage):
             f"*Measured*, on {result['num_samples']:,} pictures: {shares[SPARSE]:.0%} instead of {shares[DENSE]:.0%}, "
             f"{100 * (shares[SPARSE] - shares[DENSE]):+.1f} points."
         )
+        ends = {row: trainings(Path(inputs.models[row])).values() for row in ROWS}
+        if dead := [f"{row} {end.outcome}" for row, of_row in ends.items() for end in of_row if end.is_dead]:
+            measured = f"*Measured*: no verdict, as {' and '.join(dead)}."
         return "\n\n".join(filter(None, [inputs.estimate, measured, super().head(results, inputs)]))
 
 

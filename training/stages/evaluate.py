@@ -11,7 +11,8 @@ from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from records.markdown import escape
-from records.provenance import MANIFEST, Record
+from records.outcome import Training
+from records.provenance import MANIFEST, Record, trainings
 from training.context import Context
 from training.settings import STRICT
 from training.stages.base import Model, Stage
@@ -34,6 +35,8 @@ class EvaluateStage(MeasuredTasks, Stage):
     """
 
     kind: ClassVar[str] = "evaluate"
+    # Name of the task whose pairs were held out of training; None: there is none
+    held_out: ClassVar[str | None] = None
 
     # Row title -> an earlier stage, a folder or a hub name.
     models: dict[str, Model] = Field(min_length=1)
@@ -100,12 +103,23 @@ class EvaluateStage(MeasuredTasks, Stage):
         oracles = [result for title, rows in self.oracles.items() for result in best_of(results, title, rows)]
         for result in oracles:
             write_result(result, directory)
-        head = "\n\n".join(filter(None, [self.head(results, inputs), training_seconds(inputs.models)]))
+        losses = [f"- `{folder.name}`: {training}" for folder, training in self.trainings(results, inputs).items()]
+        parts = self.head(results, inputs), training_seconds(inputs.models), "\n".join(losses)
+        head = "\n\n".join(filter(None, parts))
         print(write_report(results + oracles, directory, baseline=self.baseline, head=head))
 
     def tasks_of(self, inputs: SimpleNamespace) -> "dict[str, Task]":
         """Name in results -> task."""
         return self.open_tasks()
+
+    def trainings(self, results: "list[dict[str, typing.Any]]", inputs: SimpleNamespace) -> dict[Path, Training]:
+        """Folder of a stage -> its training, for all that trained the models; with the loss of held-out pairs."""
+        ends = {folder: end for model in inputs.models.values() for folder, end in trainings(Path(model)).items()}
+        for result in results:
+            folder = Path(inputs.models[result["model"]])
+            if result["task"] == self.held_out and folder in ends:
+                ends[folder] = ends[folder].with_test(**result["batch_loss"])
+        return ends
 
     def head(self, results: "list[dict[str, typing.Any]]", inputs: SimpleNamespace) -> str:
         """What stands above the report's table, as markdown."""
@@ -133,6 +147,6 @@ def training_seconds(models: Mapping[str, str]) -> str:
             record = Record.read(Path(model))
             seconds = [attempt.seconds for attempt in record.attempts]  # None: of one that was killed
             if record.stage["stage"].startswith("train") and seconds and None not in seconds:
-                where = " and ".join(dict.fromkeys(attempt.device for attempt in record.attempts))
+                where = escape(" and ".join(dict.fromkeys(attempt.device for attempt in record.attempts)))
                 took.append(f"{escape(title)} {sum(seconds):,.0f} s on {where}")
     return f"The stage that trained each model took: {'; '.join(took)}." if took else ""

@@ -38,10 +38,13 @@ class MixtureStage(Stage):
         import datasets
 
         from data.mixture import pairs_with_images, with_lists
+        from data.pairs import RANGED
 
         parts = [pairs_with_images(arguments) for arguments in inputs.sources]
         if len({str(part.features["caption"]) for part in parts}) > 1:
             parts = [with_lists(part) for part in parts]
+        if any("pixel_range" in part.features["image"] for part in parts):
+            parts = [part.cast_column("image", RANGED) for part in parts]
         shares = [weight / max(self.weights) for weight in self.weights]
         probabilities = [share / sum(shares) for share in shares]
         mixture = datasets.interleave_datasets(

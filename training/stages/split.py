@@ -22,9 +22,10 @@ class SplitStage(Stage):
     """Reads pairs once, looks at them, and splits them into pairs to train on and pairs to test on. Other stages name
     it as their `data.source`.
 
-    If the data have no split `test`, it holds out a tenth, of which no caption and no image is in training. It prints
-    the best scores that the captions allow, which an `answer` stage repeats in its report. Images in files of their own
-    stay where they are.
+    If the data have no split `test`, it holds out a tenth, of which no caption and no image is in training, also not
+    compressed or scaled otherwise. Where captions repeat as classes do, it holds out by image alone, and an `answer`
+    stage scores by class. It prints the best scores that the captions allow, which an `answer` stage repeats in its
+    report. Images in files of their own stay where they are.
 
         clip-moe split runs/pictures --data.source symbols --data.num_samples 64 --model training/symbol_clip
     """
@@ -47,35 +48,61 @@ class SplitStage(Stage):
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         import datasets
+        import numpy as np
 
         from conversion.processors import load_processor
-        from data.held_out import hold_out, image_keys
+        from data.held_out import class_names, hold_out
         from data.mixture import pairs_with_images
+        from data.near_copies import find_copies
         from data.overview import look_at
         from data.pairs import one_row_an_image
         from data.splits import has_split
+        from evaluation.class_names import are_ids
         from records.files import write_text
 
         data, tokenizer = inputs.data, load_processor(inputs.model).tokenizer
         # What cannot be read is judged here, over all pairs, and not by what trains and measures
         train = pairs_with_images(data, decode=True)
-        if has_split(data, self.test_split):
+        is_given = has_split(data, self.test_split)
+        if is_given:
             test = pairs_with_images(dataclasses.replace(data, split=self.test_split, skip=None), decode=True)
-            origin = f"The test is the split {self.test_split} of {data.source}."
+            images = [part.select_columns("image") for part in (train, test)]
+            same, near = find_copies(datasets.concatenate_datasets(images)).in_training(len(train))
+            lines = [f"The test is the split {self.test_split} of {data.source}."]
+            if same + near:
+                lines.append(
+                    f"{same + near:,} of the test's {len(test):,} images are in training, too: {same:,} with the same "
+                    f"pixels, {near:,} compressed or scaled otherwise."
+                )
         else:
-            train, test = hold_out(train, self.held_out, context.seed, tokenizer)
-            origin = (
+            copies = find_copies(train)
+            train, test = hold_out(train, self.held_out, context.seed, tokenizer, copies)
+            lines = [
                 f"{data.source} has no split {self.test_split}, so {len(test) / (len(train) + len(test)):.0%} of its "
                 "pairs are held out as the test, together with all that have the same caption."
-            )
-        shared = len(set(image_keys(train)) & set(image_keys(test)))
-        test = one_row_an_image(test)
+            ]
+            if number := len(np.unique(copies.near)):
+                lines.append(f"{number:,} images are others compressed or scaled otherwise, and on one side with them.")
+        names = class_names([*train["caption"], *test["caption"]], tokenizer)
+        classes, of_test = (names[: len(train)], names[len(train) :]) if names else ([], [])
+        by_class = bool(names) and set(of_test) <= set(classes) and not are_ids(list(set(names)))
+        if names:
+            lines[0] = lines[0].replace(", together with all that have the same caption", "")
+            how = "" if is_given else "held out by picture, and "
+            score = f"by class, {len(set(names))} in all" if by_class else "by retrieval"
+            lines.append(f"The captions repeat as classes do: the test is {how}scored {score}.")
+        if by_class:
+            feature = datasets.ClassLabel(names=list(dict.fromkeys(names)))
+            train = train.remove_columns("caption").add_column("caption", classes)
+            test = test.remove_columns("caption").add_column("caption", of_test)
+            test = test.add_column("label", feature.str2int(of_test), feature=feature)
+        else:
+            test = one_row_an_image(test)
         if len(test) < 2:
             raise ValueError(
                 f"test_split: {self.test_split} of {data.source} has one image, and needs two to choose from"
             )
         datasets.DatasetDict(train=train, test=test).save_to_disk(directory)
-        lines = [origin, *look_at(train, test, tokenizer).sentences()]
-        lines += [f"{shared:,} of the test's images are in training, too."] if shared else []
+        lines += look_at(train, test, tokenizer).sentences()
         write_text(directory / OVERVIEW, "\n".join(lines) + "\n")
         print("\n".join(f"{self.name}: {line}" for line in lines))

@@ -1,0 +1,105 @@
+"""Pictures that are the same under other bytes: in another format, compressed again, or scaled."""
+
+import base64
+import hashlib
+import logging
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import datasets
+import numpy as np
+import PIL.Image
+from tqdm.auto import trange
+
+from data.identity import image_digests
+from data.images import decode_image
+from records.digests import DigestCache
+from records.messages import warn_once
+
+logger = logging.getLogger(__name__)
+
+# Pictures that are read together; and those whose grids are, of at most so many
+AT_ONCE, ROWS, MOST = 1000, 256, 100_000
+# A picture's grid has so many fields a side, each the mean of its pixels; a smaller picture is compared by pixels alone
+GRID, LEAST_SIDE = 16, 32
+# Near copies correlate so much, and no field differs by more than this share of the grid's range, nor by more levels
+# than PLAIN and, where fields are of few pixels, FINE / side. So are JPEG of quality 75, lossy WEBP and half the size
+# near copies, of photographs, drawings and noise from 32 to 224 pixels; of 500,000 pairs of symbols, 1 is
+CORRELATION, SHARE, PLAIN, FINE = 0.85, 0.45, 8, 160 * GRID
+# Grids of fewer levels are of one color
+LEAST_RANGE = 8
+
+
+class Copies(NamedTuple):
+    """Which pictures are the same, (pictures,) a digest of the pixels of each, and which are nearly, (pairs, 2)."""
+
+    pixels: list[str]
+    near: np.ndarray
+
+    def in_training(self, num_training: int) -> tuple[int, int]:
+        """How many of the pictures after the first ones, those of training, are among these, and how many nearly."""
+        training, test = set(self.pixels[:num_training]), self.pixels[num_training:]
+        both = [*self.near.tolist(), *self.near[:, ::-1].tolist()]
+        near = {self.pixels[other] for one, other in both if self.pixels[one] in training} - training
+        return sum(pixels in training for pixels in test), sum(pixels in near for pixels in test)
+
+
+def find_copies(rows: datasets.Dataset) -> Copies:
+    """The copies among the images of rows, all of which can be read. Each is decoded once on a machine. Among more than
+    `MOST` pictures, and below `LEAST_SIDE` pixels, only equal pixels are found; turned and cropped ones never are."""
+    cache, looks = DigestCache(), []
+    for start in trange(0, len(rows), AT_ONCE, desc=f"comparing {len(rows)} images", delay=5, disable=None):
+        images = rows.select(range(start, min(start + AT_ONCE, len(rows))))["image"]
+        keys = [f"look {digest}" for digest in image_digests(images)]
+        known = cache.get(dict.fromkeys(keys, PIL.__version__))
+        missing = {key: image for key, image in zip(keys, images, strict=True) if key not in known}
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            computed = dict(zip(missing, pool.map(_look, missing.values()), strict=True))
+        cache.put({key: (PIL.__version__, look) for key, look in computed.items()})
+        looks += [{**known, **computed}[key].split() for key in keys]
+    pixels = [look[0] for look in looks]
+    different = np.sort(np.unique(pixels, return_index=True)[1])
+    different = different[np.array([int(looks[row][1]) for row in different], int) >= LEAST_SIDE]
+    if len(different) > MOST:
+        warn_once(logger, f"near copies are not looked for among {len(different)} images, more than {MOST}")
+        different = different[:0]
+    sides = np.array([int(looks[row][1]) for row in different], int)
+    grids = np.frombuffer(b"".join(base64.b64decode(looks[row][2]) for row in different), np.uint8)
+    return Copies(pixels, different[_near(sides, grids.reshape(-1, GRID * GRID * 3))])
+
+
+def _look(image: Any) -> str:
+    """The digest of a picture's pixels, its shorter side, and its grid."""
+    picture = decode_image(image)
+    pixels = hashlib.sha256(f"{picture.size}".encode() + picture.tobytes()).hexdigest()
+    grid = picture.resize((GRID, GRID), PIL.Image.Resampling.BOX).tobytes()
+    return f"{pixels} {min(picture.size)} {base64.b64encode(grid).decode()}"
+
+
+def _near(sides: np.ndarray, grids: np.ndarray) -> np.ndarray:
+    """(pairs, 2) The numbers of near copies. Shapes: sides (pictures,), grids (pictures, GRID * GRID * 3)."""
+    # Without each channel's mean: the color of a ground is no likeness
+    channels = grids.reshape(len(grids), GRID, GRID, 3)
+    vectors = channels - channels.mean(axis=(1, 2), keepdims=True, dtype=np.float32)
+    ranges = np.ptp(vectors, axis=(1, 2, 3))
+    # Four fields as one take a fourth of the time, and find all that may be near
+    coarse = vectors.reshape(len(grids), GRID // 2, 2, GRID // 2, 2, 3).mean(axis=(2, 4))
+    vectors, coarse = _unit_length(vectors.reshape(grids.shape)), _unit_length(coarse.reshape(-1, grids.shape[1] // 4))
+    coarse[ranges < LEAST_RANGE] = 0
+    pairs = [np.empty((0, 2), int)]
+    for start in range(0, len(grids), ROWS):
+        are_like = coarse[start : start + ROWS] @ coarse[start:].T >= CORRELATION
+        for row in np.flatnonzero(np.triu(are_like, 1).any(axis=1)):
+            one, others = start + row, start + row + 1 + np.flatnonzero(are_like[row, row + 1 :])
+            others = others[vectors[others] @ vectors[one] >= CORRELATION]
+            difference = np.abs(grids[others].astype(int) - grids[one]).max(axis=1)
+            limit = SHARE * np.minimum(ranges[others], ranges[one])
+            limit = np.minimum(limit, PLAIN + FINE / np.minimum(sides[others], sides[one]))
+            others = others[difference <= limit]
+            pairs.append(np.column_stack([np.full(len(others), one), others]))
+    return np.concatenate(pairs)
+
+
+def _unit_length(vectors: np.ndarray) -> np.ndarray:
+    return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-6)

@@ -1,0 +1,310 @@
+"""The outcome of training: runs that died, learned or memorized, in their log, record, report and seeds."""
+
+import json
+import math
+import types
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from test_report import result
+from test_seeds import folders, write  # noqa: F401
+from tiny_runs import DENSE, SPARSE, read_log, run_stages, train
+from tiny_sources import saved_pairs
+
+import clip_moe
+from conversion.publishing.card import _stage_row
+from evaluation.answer import answer
+from evaluation.retrieval import batch_loss
+from evaluation.task import INFORMATION
+from model_cards.knowledge import read_knowledge
+from model_cards.law_points import read_points
+from model_cards.seeds import write_seeds
+from records.outcome import COLLAPSED, DID_NOT_LEAVE_CHANCE, MEMORIZED, VANISHED, Training
+from records.provenance import Record, trainings
+from training.contrastive_task import ContrastiveTask
+from training.losses import Pairing, contrastive_loss
+from training.stages.estimate import EstimateStage
+
+PAIRS = {"source": "symbols", "num_samples": 16, "captions": "detailed", "in_memory": True}
+DIES = {"stage": "train", "model": "dense", "data": PAIRS, "global_batch_size": 8, "max_steps": 40}
+DIES |= {"learning_rate": 0.5, "logging_steps": 5}
+LEARNS = DIES | {"learning_rate": 3e-3, "max_steps": 150}
+SIGLIP = DENSE | {"name": "siglip", "family": "siglip"}
+SIGMOID_CHANCE = math.log(8) + 7 * math.log(8 / 7)
+# Name -> what differs, chance, and the outcome
+RUNS = {
+    "dead": (DIES, math.log(8), DID_NOT_LEAVE_CHANCE),
+    "slow": (DIES | {"learning_rate": 1e-6}, math.log(8), DID_NOT_LEAVE_CHANCE),
+    "learned": (LEARNS, math.log(8), None),
+    "collapsed": (DIES | {"model": "learned"}, math.log(8), COLLAPSED),
+    "still": (DIES | {"model": "learned", "learning_rate": 1e-8}, math.log(8), None),
+    "siglip_dead": (DIES | {"model": "siglip"}, SIGMOID_CHANCE, DID_NOT_LEAVE_CHANCE),
+    "siglip_learned": (LEARNS | {"model": "siglip"}, SIGMOID_CHANCE, None),
+    "siglip_collapsed": (DIES | {"model": "siglip_learned"}, SIGMOID_CHANCE, COLLAPSED),
+    "sparse_dead": (DIES | {"model": "sparse"}, math.log(8), DID_NOT_LEAVE_CHANCE),
+    "routers": (DIES | {"stage": "train_router", "model": "upcycled", "learning_rate": 1e-3}, math.log(8), None),
+    "two_pairs": (DIES | {"global_batch_size": 2}, math.log(2), DID_NOT_LEAVE_CHANCE),
+    "accumulated": (DIES | {"gradient_accumulation_steps": 2}, math.log(4), DID_NOT_LEAVE_CHANCE),
+    "in_parts": (DIES | {"mini_batch_size": 4}, math.log(8), DID_NOT_LEAVE_CHANCE),
+    "one_step": (DIES | {"max_steps": 1}, math.log(8), None),
+}
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory):
+    stages = {name: {"name": name, **stage} for name, (stage, _, _) in RUNS.items()}
+    upcycled = [SPARSE | {"name": name, "model": model} for name, model in (("upcycled", "learned"), ("lost", "dead"))]
+    average = {"name": "average", "stage": "average", "models": ["dense", "collapsed"]}
+    first = [stages.pop(name) for name in ("dead", "learned")]
+    return run_stages(
+        tmp_path_factory.mktemp("outcome"), [DENSE, SIGLIP, SPARSE, *first, *upcycled, *stages.values(), average]
+    )
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_runs(out, name):
+    """Dead at a rate of 0.5, too slow at 1e-6, learned, collapsed from what it had learned, and not touched at all."""
+    stage, chance, outcome = RUNS[name]
+    training, log = Record.read(out / name).training, read_log(out / name)
+    assert training.chance == pytest.approx(chance, rel=1e-5)
+    assert (training.steps, training.outcome) == (stage["max_steps"], outcome)
+    assert log[-1].get("outcome") == outcome and ("loss" in log[-1]) == (outcome is None)
+    assert log[0]["step"] == 1 and training.first == log[0]["loss"]
+    content = json.loads((out / name / "manifest.json").read_text())["training"]
+    assert content["outcome"] == outcome
+    if outcome:
+        assert (training.gradient > VANISHED) == (name in ("slow", "siglip_collapsed"))
+        assert training.advice.startswith("raise" if name == "slow" else "lower")
+
+
+def test_the_loss_of_dense_and_sparse_is_the_same_quantity(out):
+    """The contrastive loss of the same first batch: an upcycled model starts as the dense one, with router losses."""
+    dense, sparse = read_log(out / "dead")[0], read_log(out / "sparse_dead")[0]
+    assert dense["total_loss"] == dense["loss"] and sparse["total_loss"] > sparse["loss"] + 1e-4
+    assert sparse["loss"] == pytest.approx(Record.read(out / "sparse_dead").training.first)
+    learned, routers = (Record.read(out / name).training for name in ("still", "routers"))
+    assert routers.first < learned.chance / 2
+
+
+def test_captions_all_alike_teach_nothing(run, tmp_path):
+    """Where they are negatives of each other; as positives of each other, they are refused before."""
+    data = saved_pairs(tmp_path / "pairs", ["a dog"] * 16)
+    out = run([DENSE, LEARNS | {"name": "tuned", "data": data, "duplicates": "negative", "max_steps": 40}])
+    training = Record.read(out / "tuned").training
+    assert training.outcome == DID_NOT_LEAVE_CHANCE and training.last == pytest.approx(math.log(8), rel=0.02)
+
+
+def test_a_model_has_the_last_training_of_its_weights(out):
+    assert [*trainings(out / "lost")] == [out / "dead"]  # upcycled from it
+    assert [*trainings(out / "average")] == [out / "collapsed"]
+    assert [*trainings(out / "collapsed")] == [out / "collapsed"]  # not the one that it started from
+    assert trainings(out / "dense") == trainings(out / "nowhere") == {}
+
+
+def test_a_record_without_losses_is_read_and_has_the_same_digest(out):
+    record = Record.read(out / "dead")
+    content = json.loads((out / "dead" / "manifest.json").read_text())
+    del content["training"]
+    before = Record.model_validate(content)
+    assert before.training is None and before.digest == record.digest
+
+
+def test_a_resumed_run_has_the_same_outcome(tmp_path):
+    """Between two lines of its log, it goes on from a checkpoint."""
+    settings = {"max_steps": 24, "save_steps": 5, "logging_steps": 4, "learning_rate": 0.5}
+    train(tmp_path / "resumed", 12, **settings)
+    resumed, whole = (train(tmp_path / name, **settings) for name in ("resumed", "whole"))
+    assert Record.read(resumed).training == Record.read(whole).training
+    assert Record.read(whole).training.outcome == DID_NOT_LEAVE_CHANCE
+    assert [line["step"] for line in read_log(resumed)] == [line["step"] for line in read_log(whole)]
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["softmax", "sigmoid"])
+@pytest.mark.parametrize("texts", [[0, 1, 2, 3, 4, 5], [0, 0, 0, 1, 1, 2], [0, 0, 0, 0, 0, 1]], ids=str)
+def test_chance_with_duplicates_is_the_best_loss_of_equal_similarities(texts, bias):
+    """By a search over all biases."""
+    losses = types.SimpleNamespace(
+        contrastive_loss=lambda *embeds, **options: contrastive_loss(*embeds[:3], pairing=embeds[3], **options)
+    )
+    model = torch.nn.Linear(1, 1)
+    model._no_split_modules = None
+    if bias:
+        model.logit_bias = torch.nn.Parameter(torch.tensor([-10.0]))
+    task, keys = ContrastiveTask(model, losses), torch.tensor(texts)
+    pairing = Pairing(image_keys=torch.arange(6), text_keys=keys)
+    embeds = [*torch.nn.functional.normalize(torch.randn(2, 6, 4), dim=-1), torch.tensor([10.0])]
+    equal = [torch.ones(6, 4) / 2] * 2 + [torch.tensor(1.0)]
+    biases = torch.linspace(-6, 6, 4001) if bias else [None]
+    best = min(contrastive_loss(*equal, logit_bias=value, pairing=pairing).item() for value in biases)
+    chance = task.chance([*embeds, model.logit_bias] if bias else embeds, pairing)["chance"].item()
+    assert chance == pytest.approx(best, abs=1e-4)
+    task.progress = 0.1
+    assert task.chance(embeds, pairing) == {}
+
+
+def log_of(losses, chance=4.0, gradient=1.0):
+    lines = [{"step": step, "loss": loss, "grad_norm": gradient} for step, loss in enumerate(losses, 1)]
+    return Training.of_log([{**lines[0], "chance": chance}, *lines[1:]], 64)
+
+
+@pytest.mark.parametrize(
+    ("losses", "outcome"),
+    [
+        ([4.2] * 19, None),  # too few steps to tell
+        ([4.2] * 20, DID_NOT_LEAVE_CHANCE),
+        ([4.2] * 30 + [3.8] * 3 + [4.0] * 7, DID_NOT_LEAVE_CHANCE),  # never far below it
+        ([4.2] * 10 + [3.9, 4.1] * 10 + [3.8] * 10, None),  # just left it
+        ([4.2] * 10 + [2.0] * 20 + [4.0] * 10, COLLAPSED),  # learned, then lost all
+        ([1.0] + [9.0] * 39, COLLAPSED),  # diverged
+        ([1.0] * 20 + [3.5] * 20, COLLAPSED),  # most of it
+        ([1.0] * 20 + [1.8] * 20, None),  # a harder end
+        ([4.2] + [4.0] * 10 + [2.0, 0.2] * 20, None),  # noise
+    ],
+)
+def test_thresholds(losses, outcome):
+    assert log_of(losses).outcome == outcome
+
+
+@pytest.mark.parametrize(
+    ("last", "test", "outcome"),
+    [
+        (1.5, 4.0, MEMORIZED),
+        (1.5, 3.95, MEMORIZED),
+        (1.5, 3.5, None),
+        (3.0, 4.0, None),
+        (4.0, 4.0, DID_NOT_LEAVE_CHANCE),
+    ],
+)
+def test_memorized_is_a_low_loss_of_training_with_nothing_of_the_test(last, test, outcome):
+    training = log_of([4.2] + [last] * 40).with_test(test, 4.0)
+    assert training.outcome == outcome and f"of the test {test:.2f} at its best temperature" in str(training)
+
+
+def test_a_log_of_another_loss_has_no_outcome():
+    """Such as that of a language model, which has no chance; nor has a first batch of equal pairs. With a gradient that
+    overflowed in half precision, it has one."""
+    assert Training.of_log([{"step": 1, "loss": 2.0, "grad_norm": 1.0}], 8) is Training.of_log([], 8) is None
+    assert log_of([0.0] * 40, chance=0.0) is log_of([1.0] * 40, chance=math.nan) is None
+    overflowed = log_of([4.2] * 40, gradient=math.inf)
+    assert overflowed.gradient is None and overflowed.advice.startswith("lower")
+
+
+def test_loss_of_a_batch_at_its_best_temperature():
+    images = torch.nn.functional.normalize(torch.randn(64, 8), dim=1).numpy()
+    noise = torch.nn.functional.normalize(torch.randn(64, 8), dim=1).numpy()
+    for texts, knows in ((images, True), (noise, False)):
+        measured = batch_loss(images, texts, range(64), 16)
+        assert measured["chance"] == pytest.approx(math.log(16)) and (measured["loss"] < 0.1) == knows
+        assert measured["loss"] > 0.98 * measured["chance"] or knows
+    # Equal captions are right together; a test smaller than a batch is one
+    assert batch_loss(images[:4], noise[:4], [0, 0, 1, 1], 16)["chance"] == pytest.approx(math.log(2))
+
+
+DEAD, ALIVE = log_of([4.2] * 40, gradient=1.0), log_of([4.2] * 20 + [2.0] * 20)
+KNOWN_BY_HEART = log_of([4.2] * 20 + [1.5] * 20).with_test(4.1, 4.0)
+COLLAPSES = log_of([1.0] + [4.0] * 40)
+
+
+@pytest.mark.parametrize(
+    ("dense", "sparse", "scores", "begins", "ends"),
+    [
+        (
+            COLLAPSES,
+            COLLAPSES,
+            (0.5, 0.0, 0.0),
+            "No verdict on experts.** Use `in/base`. To train",
+            "lower the learning rate",
+        ),
+        (ALIVE, COLLAPSES, (0.2, 0.5, 0.1), "No verdict on experts.** Use `in/dense`", "lower the learning rate"),
+        (COLLAPSES, ALIVE, (0.2, 0.1, 0.5), "No verdict on experts.** Use `in/sparse`", "lower the learning rate"),
+        (DEAD, DEAD, (0.2, 0.2, 0.2), "No verdict on experts.** Use `in/base`", "raise the learning rate"),
+        (KNOWN_BY_HEART, ALIVE, (0.2, 0.2, 0.2), "Whether experts helped is", "add pairs or lower the epochs"),
+        (KNOWN_BY_HEART, ALIVE, (0.5, 0.2, 0.2), "Whether experts helped is", "add pairs or lower the epochs"),
+        (ALIVE, ALIVE, (0.2, 0.2, 0.2), "Whether experts helped is", "raise the epochs"),
+    ],
+)
+def test_the_answer_follows_from_the_outcome(dense, sparse, scores, begins, ends):
+    rows = dict(zip(("base", "dense", "sparse"), scores, strict=True))
+    results = [
+        result(row, "learned", primary={"accuracy": "accuracy"}, metrics={"accuracy": score})
+        for row, score in rows.items()
+    ]
+    of_rows = {"dense": {"d_tuned": dense}, "sparse": {"s_tuned": sparse}}
+    told = answer(results, ["learned"], {row: f"in/{row}" for row in rows}, of_rows).split("\n\n")[0]
+    outcomes = [f"`{name}` {end.outcome}. " for name, end in (("d_tuned", dense), ("s_tuned", sparse)) if end.outcome]
+    assert told.startswith(f"**{''.join(outcomes)}{begins}") and ends in told
+    assert ("raise" in told) == (ends.startswith("raise"))
+
+
+def test_the_report_of_a_fine_tuning(tmp_path, out):
+    """Pictures of noise: at a rate of 0.5 all is lost; what is known by heart tells nothing of other pictures."""
+    data, rng, lines = tmp_path / "data", np.random.default_rng(0), []
+    data.mkdir()
+    for number in range(64):
+        colors = rng.integers(0, 256, (4, 4, 3), dtype=np.uint8)
+        Image.fromarray(colors).resize((32, 32), Image.NEAREST).save(data / f"{number}.png")
+        words = " ".join(symbol for bit, symbol in zip(f"{number:06b}", "abcdef", strict=True) if bit == "1")
+        lines.append(json.dumps({"file_name": f"{number}.png", "caption": f"{words} {number}"}))
+    (data / "metadata.jsonl").write_text("\n".join(lines))
+    flags = ["--global_batch_size", "8", "--pictures.held_out", "0.5", "--sparse_tuned.num_epochs", "5"]
+    reports = {}
+    for rate, epochs in (("0.5", "10"), ("3e-3", "60")):
+        more = [*flags, "--learning_rate", rate, "--dense_tuned.num_epochs", epochs, "--model", str(out / "dense")]
+        clip_moe.main(["finetune", str(data), str(tmp_path / rate), *more])
+        reports[rate] = (tmp_path / rate / "report" / "report.md").read_text()
+    dead, memorized = reports.values()
+    assert "**`dense_tuned` did not leave chance. `sparse_tuned` did not leave chance. No verdict on experts.**" in dead
+    assert "- `dense_tuned`: 40 steps, contrastive loss 2.08 (" in dead and "raise the" not in dead
+    assert "**`dense_tuned` memorized its pairs." in memorized and "add pairs or lower the epochs" in memorized
+    line = next(line for line in memorized.splitlines() if line.startswith("- `dense_tuned`: 240 steps"))
+    assert ", of the test 2.0" in line and line.endswith("at its best temperature (chance 2.08): memorized its pairs")
+
+
+def test_a_dead_run_is_no_seed(folders, tmp_path):  # noqa: F811
+    """Each run's evaluation lies in a folder beside its stages."""
+    runs = []
+    for number, folder in enumerate(folders):
+        runs.append(folder.rename(tmp_path / f"run {number}").joinpath("scores"))
+        runs[-1].mkdir()
+        for file in runs[-1].parent.glob("*.json"):
+            file.rename(runs[-1] / file.name)
+        Record(stage={"stage": "evaluate", "models": {"sparse": "tuned", "dense": "base"}}).write(runs[-1])
+        (runs[-1].parent / "tuned").mkdir()
+        Record(stage={"stage": "train"}, training=DEAD if number == 1 else ALIVE).write(runs[-1].parent / "tuned")
+    table = write_seeds(runs, tmp_path / "out", baseline="dense")
+    assert "63.5 ± 4.9" in table  # 60 and 67
+    page = (tmp_path / "out" / "seeds.md").read_text()
+    assert "1 of 3 runs left out (run 1: sparse did not leave chance)." in page and "of 2 seeds" in page
+    assert len(json.loads((tmp_path / "out" / "seeds.json").read_text())["dense"]["retrieval"]) == 2
+    with pytest.raises(ValueError, match="two runs whose models all learned .run 1: sparse did not leave chance."):
+        write_seeds(runs[:2], tmp_path / "other")
+
+
+def test_a_dead_run_is_no_point_of_the_law(tmp_path):
+    for stage in ("dense", "dense_score"):
+        (tmp_path / stage).mkdir()
+    write(tmp_path / "dense_score", result("dense"))
+    Record(stage={"stage": "train"}, training=DEAD).write(tmp_path / "dense")
+    assert read_points(tmp_path) == []
+    Record(stage={"stage": "train"}, training=ALIVE).write(tmp_path / "dense")
+    with pytest.raises((OSError, ValueError)):  # it goes on, to a model that is not there
+        read_points(tmp_path)
+
+
+def test_a_dead_model_has_no_place_in_other_pages(out, tmp_path):
+    """None among those that remember, no verdict beside the law's estimate, and its card says so."""
+    metrics = dict.fromkeys(INFORMATION, 0.5)
+    results = [
+        result(row, "symbols", metrics=metrics, primary={name: name for name in metrics}, source=str(out / stage))
+        for row, stage in (("dense", "dead"), ("sparse", "sparse_dead"), ("learned", "learned"))
+    ]
+    for measured in results:
+        write(tmp_path, measured)
+    assert [entry.model for entry in read_knowledge([tmp_path])] == ["learned"]
+    assert _stage_row(Record.read(out / "dead"))[1].endswith("did not leave chance")
+    models = {"dense": "learned", "sparse": "sparse_dead"}
+    stage = EstimateStage(name="both", stage="estimate", models=models, tasks=["names_256"])
+    inputs = types.SimpleNamespace(models={row: str(out / name) for row, name in models.items()}, estimate="")
+    assert "*Measured*: no verdict, as sparse did not leave chance." in stage.head(results, inputs)
