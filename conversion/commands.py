@@ -37,7 +37,7 @@ def publish(
         private: whether a new repository is private
         revision: branch to upload to
         pull_request: propose the upload as a pull request
-        license: the weights' license, as the Hub names it: mit, apache-2.0, ...
+        license: the weights' license, as the Hub names it: mit, apache-2.0, ...; or other:NAME.
         base_model: the dense model on the Hub (default: what the recipe starts from)
     """
     if dry_run is not None:

@@ -3,10 +3,11 @@
 """
 
 import math
+import os
 import re
 import sys
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from conversion.verification import check_equal, sample_inputs
 from modeling_clip_moe.families import dense_types
 from records.digests import file_digest
 from records.files import save
+from records.messages import join_names
 
 # From the download addresses in https://github.com/openai/CLIP/blob/main/clip/clip.py
 SHA256 = {
@@ -38,6 +40,10 @@ HEAD_WIDTH = 64
 HEAD_WIDTHS = {1280: 80, 1408: 88, 1664: 104, 1792: 112}
 # Entries that only OpenAI's own archives have
 OPENAI_SETTINGS = ("input_resolution", "context_length", "vocab_size")
+# Modules that torch puts around others at any depth; a tensor that every CLIP has; words for averages of weights
+WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_fpw_module|_checkpoint_wrapped_module)\.")
+ANCHOR = re.compile(r"(?:(.+?)\.)??(?:text\.)?token_embedding\.weight")
+AVERAGE = re.compile(r"(?<![a-z])(ema|swa|avg|averaged?|shadow)(?![a-z])", re.IGNORECASE)
 
 # OpenAI's names, and those of transformers
 BLOCKS = {
@@ -84,12 +90,12 @@ RULES = [
 
 
 def read_state_dict(archive: Path, trust_archive: bool = False) -> dict[str, Tensor]:
-    """Reads the tensors of an archive, or of open_clip's checkpoint of training, without running code from an unknown
-    file.
+    """Reads the tensors of an archive, or of a checkpoint of training, without running code from an unknown file.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a TorchScript archive that OpenAI did not publish, without `trust_archive`; or it is damaged.
+        ValueError: a TorchScript archive that OpenAI did not publish, without `trust_archive`; or it is damaged, or
+            holds no tensors, or several models.
     """
     if not archive.is_file():
         raise FileNotFoundError(f"there is no file {archive}")
@@ -106,8 +112,56 @@ def read_state_dict(archive: Path, trust_archive: bool = False) -> dict[str, Ten
             content = torch.jit.load(archive, map_location="cpu").state_dict()
         else:
             content = torch.load(archive, map_location="cpu", weights_only=True)
-        state = content.get("state_dict", content)
-        return {key.removeprefix("module."): value for key, value in state.items() if isinstance(value, Tensor)}
+    return unwrap(content, archive)
+
+
+def unwrap(content: Any, archive: Path) -> dict[str, Tensor]:
+    """The state dict of the one CLIP in a checkpoint, at any depth of dictionaries and modules, without the `text.` of
+    a separate text tower. Averages beside the weights, and weights of other modules, are skipped with a warning.
+
+    Raises:
+        ValueError: no tensors, several models, or one tensor twice.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in _tensors(content):
+        if (plain := WRAPPERS.sub("", name)) in tensors:
+            raise ValueError(f"{archive} has two tensors {plain}, with and without a wrapper: save one model alone")
+        tensors[plain] = tensor
+    if not tensors:
+        raise ValueError(f"{archive} is not a state dict: it holds no tensors")
+    roots = {f"{match[1]}." if match[1] else "" for match in map(ANCHOR.fullmatch, tensors) if match}
+    models = sorted(root for root in roots if not AVERAGE.search(root)) or sorted(roots)
+    if len(models) > 1:
+        names = join_names(root.rstrip(".") or "one at the top" for root in models)
+        raise ValueError(f"{archive} holds the models {names}: save the one to convert alone")
+    root = models[0] if models else ""
+    others = tuple(other for other in roots if other not in models)
+    state, skipped = {}, {}
+    for name, tensor in tensors.items():
+        if name.startswith(root) and not (others and name.startswith(others)):
+            state[name.removeprefix(root)] = tensor
+        elif tensor.is_floating_point() and tensor.ndim and "optim" not in name:
+            skipped[_beside(name, root)] = name
+    if skipped:
+        print(f"warning: {archive}: weights of {join_names(skipped)} are skipped", file=sys.stderr)
+    own = {name.removeprefix("text."): tensor for name, tensor in state.items()}
+    return own if len(own) == len(state) else state
+
+
+def _tensors(content: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors of nested dictionaries and lists, by dotted names."""
+    is_list = isinstance(content, (list, tuple))
+    for name, value in enumerate(content) if is_list else content.items() if isinstance(content, Mapping) else ():
+        if isinstance(value, Tensor):
+            yield f"{prefix}{name}", value
+        else:
+            yield from _tensors(value, f"{prefix}{name}.")
+
+
+def _beside(name: str, root: str) -> str:
+    """The module of a tensor outside of the model: its name up to where it leaves that of the model."""
+    parts, common = name.split("."), os.path.commonprefix([name.split("."), root.split(".")])
+    return ".".join(parts[: len(common) + 1])
 
 
 def is_torchscript(archive: Path) -> bool:

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.near_copies import Copies, find_copies
 from data.overview import are_classes
-from data.pairs import present_captions, same_words
+from data.pairs import plain_words, present_captions
 from data.tokenizer import read_texts
 
 
@@ -95,7 +95,7 @@ def _caption_keys(captions: Iterable[str | list[str]], tokenizer: PreTrainedToke
     texts = [present_captions(of_image) for of_image in captions]
     tokens = iter(read_texts(tokenizer, list(itertools.chain(*texts))).digests)
     return [
-        [key for text in of_row for key in (f"words {same_words(text)}", f"tokens {next(tokens).hex()}")]
+        [key for text in of_row for key in (f"words {plain_words(text)}", f"tokens {next(tokens).hex()}")]
         for of_row in texts
     ]
 

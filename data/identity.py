@@ -15,7 +15,7 @@ import pyarrow.parquet
 from data.annotations import open_tables
 from data.arguments import DataArguments
 from data.images import from_base64
-from data.local_data import file_in, is_here, is_table, suffix_of
+from data.local_data import BUILDERS, file_in, is_here, is_table, suffix_of
 from data.shards import MEMBER, file_of, read_member
 from data.sources import is_cache, is_saved, is_text, matching, named_images, of_splits, reading
 from data.worlds import INSTALLED, WORLDS, world
@@ -60,16 +60,17 @@ def identity(arguments: DataArguments) -> dict[str, Any] | None:
         named = _named_images(arguments, files)
         named = dict.fromkeys(name for name in named if isinstance(name, str) and name and not from_base64(name))
     named = [file_in(arguments.image_root or "", name) for name in named]
-    images = [image for image in named if os.path.isfile(image)]
+    held, images = set(map(os.path.abspath, files)), [image for image in named if os.path.isfile(image)]
     if not files or named and not images:
         return None
+    images = [image for image in images if image not in held]
     names = [Path(name).as_posix() for name in names] + [os.path.basename(image) for image in images]
     return {"files": len(names), "sha256": value_digest([names, file_digests([*files, *images])])}
 
 
 def _named_images(arguments: DataArguments, files: list[str]) -> Iterator[str]:
     """The images, or shards of images, that rows name: the rows of tables that are used, and all of a saved dataset or
-    of a column of texts in parquet files."""
+    of parquet and Arrow files."""
     source, split, column = arguments.source, arguments.split, arguments.image_column
     if is_table(source):
         rows = of_splits(open_tables(files, split), split, source)
@@ -78,12 +79,44 @@ def _named_images(arguments: DataArguments, files: list[str]) -> Iterator[str]:
         rows = datasets.load_from_disk(source)
         for part in rows.values() if isinstance(rows, dict) else [rows]:
             if column in part.column_names:
-                yield from map(file_of, named_images(part.data.column(column)))
-    for file in files:
-        if suffix_of(file) == ".parquet":
-            schema = pyarrow.parquet.read_schema(file)
-            if column in schema.names and is_text(schema.field(column).type):
-                yield from pyarrow.parquet.read_table(file, columns=[column])[column].to_pylist()
+                yield from _named(part.data.column(column), files[0])
+    else:
+        suffix = next((suffix for suffix in BUILDERS if suffix in map(suffix_of, files)), None)
+        read = {".parquet": _parquet_columns, ".arrow": _arrow_columns}.get(suffix)
+        for file in files if read else ():
+            if suffix_of(file) == suffix:
+                for part in read(file, column):
+                    yield from _named(part, file)
+
+
+def _named(column: pyarrow.ChunkedArray | None, file: str) -> Iterator[str]:
+    """The files of images that a column names, and its own file where it holds some; None: a column that holds all."""
+    names = [] if column is None else named_images(column)
+    yield from map(file_of, names)
+    if column is None or pyarrow.types.is_struct(column.type) and len(names) < len(column):
+        yield os.path.abspath(file)
+
+
+def _parquet_columns(path: str, column: str) -> Iterator[pyarrow.ChunkedArray | None]:
+    """A column by row groups; None for those in which every image has bytes, which are not read."""
+    with pyarrow.parquet.ParquetFile(path) as file:
+        kind = file.schema_arrow.field(column).type if column in file.schema_arrow.names else pyarrow.null()
+        for number in range(file.num_row_groups if pyarrow.types.is_struct(kind) or is_text(kind) else 0):
+            group = file.metadata.row_group(number)
+            parts = {part.path_in_schema: part.statistics for part in map(group.column, range(group.num_columns))}
+            counts = parts.get(f"{column}.bytes")
+            is_whole = counts is not None and counts.has_null_count and not counts.null_count
+            yield None if is_whole else file.read_row_group(number, [column])[column]
+
+
+def _arrow_columns(path: str, column: str) -> Iterator[pyarrow.ChunkedArray]:
+    with pyarrow.memory_map(path) as file:
+        try:
+            table = pyarrow.ipc.open_stream(file).read_all()
+        except pyarrow.ArrowInvalid:
+            table = pyarrow.ipc.open_file(file).read_all()
+        if column in table.column_names:
+            yield table[column]
 
 
 def data_fingerprint(rows: datasets.Dataset, images: bool = True) -> str:

@@ -99,11 +99,10 @@ def warn_of_unread(folder: str, paths: list[str]) -> None:
 
 def _warn_of_hidden(folder: str, pictures: list[str]) -> None:
     """Warns of the pictures in hidden folders, as thumbnails, unless links lead to them."""
-    paths = [path for path in files_in(folder, hidden=True) if any(map(is_hidden, path.split("/")))]
-    read = {os.path.realpath(os.path.join(folder, path)) for path in pictures} if paths else set()
-    files = {path: os.path.join(folder, path) for path in sorted(paths)}
-    hidden = [path for path, file in files.items() if is_picture(file) and os.path.realpath(file) not in read]
-    if hidden:
+    paths = [path for path in sorted(files_in(folder, hidden=True)) if any(map(is_hidden, path.split("/")))]
+    files = {path: file for path in paths if is_picture(file := os.path.join(folder, path))}
+    read = {os.path.realpath(os.path.join(folder, path)) for path in pictures} if files else set()
+    if hidden := [path for path, file in files.items() if os.path.realpath(file) not in read]:
         number = "1 hidden picture is" if len(hidden) == 1 else f"{len(hidden)} hidden pictures are"
         warn_once(logger, f"{folder}: {number} passed over, such as {hidden[0]}")
 

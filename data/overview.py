@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import datasets
 from transformers import PreTrainedTokenizerBase
 
-from data.pairs import present_captions, same_words
+from data.pairs import plain_words, present_captions
 from data.tokenizer import read_texts
 from records.messages import shortened
 
@@ -35,7 +35,7 @@ class Overview:
         test_images: images in the test; 0 without one.
         test_captions: different captions in the test.
         unseen: those of them that no caption in training is alike to.
-        reworded: of the unseen, those that say the same as a caption in training (`data.pairs.same_words`).
+        reworded: of the unseen, those that say the same as a caption in training (`data.pairs.plain_words`).
         best: the greatest recall at 1 by direction, `image_to_text` and `text_to_image`, in the test, or without one in
             training.
         by_memory: the same in the test for a model that knows only captions of training.
@@ -126,7 +126,7 @@ def look_at(train: datasets.Dataset, test: datasets.Dataset | None, tokenizer: P
     texts = {caption for of_image in of_test for caption in of_image}
     counts, with_key = Counter(of_train), Counter(read.digests)
     unseen = [caption for caption in texts if key_of[caption] not in known]
-    words = set(map(same_words, counts)) if unseen else set()
+    words = set(map(plain_words, counts)) if unseen else set()
     [(most_frequent, most_frequent_count)] = counts.most_common(1)
     return Overview(
         pairs=len(of_train),
@@ -141,7 +141,7 @@ def look_at(train: datasets.Dataset, test: datasets.Dataset | None, tokenizer: P
         test_images=len(of_test),
         test_captions=len(texts),
         unseen=len(unseen),
-        reworded=sum(same_words(caption) in words for caption in unseen),
+        reworded=sum(plain_words(caption) in words for caption in unseen),
         best=ceilings(of_test or of_rows, key_of),
         by_memory={} if test is None else ceilings(of_test, key_of, known),
     )

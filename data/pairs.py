@@ -136,10 +136,15 @@ def trimmed(text: str) -> str:
 
 
 def same_words(text: str) -> str:
-    """Equal for texts that differ only in case, white space, HTML entities, forms of Unicode, kinds of quotes, and
-    quotes and punctuation around them."""
-    text = unicodedata.normalize("NFKC", html.unescape(html.unescape(text))).translate(ALIKE).casefold()
-    words = " ".join(text.split())
+    """Equal for texts that differ only in case and white space, as most tokenizers read them."""
+    return " ".join(text.lower().split())
+
+
+def plain_words(text: str) -> str:
+    """Equal for texts that say the same: also for those that differ in HTML entities, forms of Unicode, kinds of
+    quotes, and quotes and punctuation around them."""
+    text = unicodedata.normalize("NFKC", html.unescape(html.unescape(text))).translate(ALIKE)
+    words = same_words(text.casefold())
     return words.strip(AROUND) or words
 
 

@@ -109,7 +109,8 @@ def answer(
     if max(between["learned"][1]) > FINE:
         needed = _pictures_needed(table[SPARSE], table[DENSE], learned)
         size += f"; ± {100 * FINE:.0f} points take about {needed:,}"
-        size += ", each with a caption of its own" * any("num_captions" in table[BASE][task] for task in learned)
+        by_class = any((table[BASE][task].get("texts") or {}).get("kind") == "prompts" for task in learned)
+        size += "" if by_class else ", each with a caption of its own"
     lines.append(
         f"± is a conservative {LEVEL:.0%} interval over the pictures of each test, {size}. Another seed of training "
         "may change more."

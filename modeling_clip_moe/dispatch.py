@@ -82,7 +82,9 @@ def dispatch_within_capacity(
     tokens = (expert_ids[:, 0] < num_experts).view(num_groups, -1).sum(dim=-1)
     numerator, denominator = capacity_factor
     divisor = denominator * num_experts
-    capacity = (tokens * numerator + divisor - 1) // divisor  # (groups,), rounded up, which ONNX does not of < 0
+    capacity = tokens * numerator + divisor - 1  # rounded up, which ONNX does not of < 0
+    # (groups,). Without a remainder, since OpenVINO rounds a quotient of integers to the nearest one
+    capacity = (capacity - capacity % divisor) // divisor
     capacity = torch.cat([capacity.expand(num_experts, -1), torch.zeros_like(capacity)[None]])  # (E + 1, groups)
 
     rows = torch.arange(order.shape[0], device=order.device)

@@ -41,7 +41,14 @@ from .dispatch import Dispatch, as_fraction, dispatch, dispatch_within_capacity
 from .experts import TAKE_ROWS, CLIPMoEExperts, compiled, fused
 from .own_code import OWN_CLASSES, write_own_code
 from .self_test import self_test
-from .transformers_internals import OutputRecorder, PrefixChange, maybe_autocast, register_checkpoint_conversion_mapping
+from .transformers_internals import (
+    ConversionOps,
+    OutputRecorder,
+    PrefixChange,
+    WeightConverter,
+    maybe_autocast,
+    register_checkpoint_conversion_mapping,
+)
 
 logger = logging.get_logger(__name__)
 
@@ -567,6 +574,19 @@ class EncodeMixin:
 PARTS = ("text_model.", "vision_model.", "text_projection.", "visual_projection.", "classifier.", "logit_")
 
 
+class OneAxis(ConversionOps):
+    """Gives a scalar one axis: CLIP's files hold `logit_scale` without one."""
+
+    def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
+        (tensor,) = input_dict.values()
+        tensor = tensor[0] if isinstance(tensor, list) else tensor
+        return {target_patterns[0]: tensor.reshape(-1)}
+
+    @property
+    def reverse_op(self):
+        return self
+
+
 class SparseMoEMixin:
     """
     What the sparse models of all families share: the initialization of experts, and loading that refuses incomplete
@@ -578,8 +598,6 @@ class SparseMoEMixin:
     _can_set_experts_implementation_cached_value = True
     # Losses are means over the batch, whatever else a `Trainer` passes: it divides them by the accumulation steps
     accepts_loss_kwargs = False
-    # It moves by steps that lower precision would lose
-    _keep_in_fp32_modules_strict = {"expert_bias"}
     # Weights that a checkpoint may lack
     _optional_weights = ()
     # What the names of a tower's weights start with in files
@@ -596,6 +614,9 @@ class SparseMoEMixin:
             layers = range(self.config.num_hidden_layers)
             self.encoder.layers = nn.ModuleList([self.layer_class(self.config, i) for i in layers])
         super().post_init()
+        if any(name.endswith("expert_bias") for name, _ in self.named_buffers()):
+            # It moves by steps that lower precision would lose
+            self._keep_in_fp32_modules_strict = {*(self._keep_in_fp32_modules_strict or ()), "expert_bias"}
         # Not those of its towers, which transformers adds: each ignores the other one
         ignored = type(self)._keys_to_ignore_on_load_unexpected or []
         if self._tower_prefix:
@@ -605,7 +626,10 @@ class SparseMoEMixin:
     def _register_conversions(self):
         # transformers looks conversions up by class name: without this, a subclass would load random weights. Not when
         # a class is made, since the first registration builds the table of all models
-        register_checkpoint_conversion_mapping(type(self).__name__, self._prefix_changes(), overwrite=True)
+        changes = self._prefix_changes()
+        if isinstance(self, EncodeMixin):  # a whole model
+            changes += [WeightConverter([name], [name], [OneAxis()]) for name in ("logit_scale", "logit_bias")]
+        register_checkpoint_conversion_mapping(type(self).__name__, changes, overwrite=True)
 
     def _prefix_changes(self) -> list[PrefixChange]:
         """How this class's weights differ from those in a file."""
@@ -619,7 +643,7 @@ class SparseMoEMixin:
         Raises:
             ValueError: if the checkpoint lacks weights of this model or holds weights that are no part of a CLIP; if
                 it is split in a way that this transformers gets wrong; if it is to have a shared encoder, but its
-                towers differ or it is split.
+                towers differ or it is split, over processes or by a device map.
         """
         split = kwargs.get("distributed_config")
         if getattr(split, "enable_expert_parallel", False) and not hasattr(split, "ep_size"):
@@ -633,9 +657,20 @@ class SparseMoEMixin:
                 f"transformers {transformers_version} computes wrong gradients of experts where fsdp_size="
                 f"{split.fsdp_size} meets ep_size={split.ep_size}. Use one of them, or transformers 5.23 or newer."
             )
-        model, info = super().from_pretrained(
-            pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
-        )
+        try:
+            model, info = super().from_pretrained(
+                pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
+            )
+        except (IndexError, RuntimeError) as error:  # of accelerate and torch, where a device map splits tied weights
+            known = {name: kwargs[name] for name in ("revision", "subfolder", "cache_dir", "token") if name in kwargs}
+            config = kwargs.get("config") or cls.config_class.from_pretrained(pretrained_model_name_or_path, **known)
+            if kwargs.get("device_map") is None or not getattr(config, "shared_encoder", False):
+                raise
+            raise ValueError(
+                f"{pretrained_model_name_or_path} has shared_encoder=True, which has to fit into one device, but "
+                f"device_map={kwargs['device_map']!r} failed ({type(error).__name__}). Raise max_memory, or name one "
+                "device."
+            ) from error
         if split is not None and getattr(model.config, "shared_encoder", False):
             raise ValueError(
                 f"{pretrained_model_name_or_path} has shared_encoder=True: such a model cannot be split over "
@@ -696,6 +731,9 @@ class SparseMoEMixin:
         in_file = f"{prefix}{self._tower_prefix}"
         for name in [name for name in state_dict if name.startswith(in_file) and in_file != prefix]:
             state_dict[prefix + name.removeprefix(in_file)] = state_dict.pop(name)
+        for name in (f"{prefix}logit_scale", f"{prefix}logit_bias"):
+            if name in state_dict:
+                state_dict[name] = state_dict[name].reshape(-1)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     @classmethod

@@ -15,7 +15,7 @@ What classes override or set, which cannot be imported:
 
 # Weights in files under other names than in the model
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
-from transformers.core_model_loading import PrefixChange
+from transformers.core_model_loading import ConversionOps, PrefixChange, WeightConverter
 
 # Implementations of experts by name. The decorator has to stand in the file of the class it decorates
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear, use_experts_implementation
@@ -32,8 +32,10 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 __all__ = [
     "ALL_EXPERTS_FUNCTIONS",
+    "ConversionOps",
     "OutputRecorder",
     "PrefixChange",
+    "WeightConverter",
     "_get_vector_norm",
     "_grouped_linear",
     "can_return_tuple",

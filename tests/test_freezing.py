@@ -2,15 +2,19 @@
 
 import re
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_clip_moe import tiny_model
+from tiny_clip_moe import inputs, tiny_model
 from tiny_families import tiny_dense
 from torch import nn
 
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
+from modeling_clip_moe.experts import CLIPMoEExperts
 from modeling_clip_moe.families import FAMILIES, IMAGE_TOWERS
+from modeling_clip_moe.sparse_moe import CLIPMoESparseMoeBlock
+from training.fit import warn_of_equal_experts
 from training.optimizers import frozen_steps, make_optimizer, parameter_groups, set_trainable
 from training.train_settings import OptimizerSettings
 
@@ -27,6 +31,65 @@ def test_routers_only(model):
     assert trainable == [f"{tower}_model.encoder.layers.1.mlp.router.weight" for tower in ("text", "vision")]
     assert {*trainable, *frozen} == {name for name, _ in model.named_parameters()} and not {*trainable} & {*frozen}
     assert {name for name, p in model.named_parameters() if p.requires_grad} == set(trainable)
+
+
+def equal_experts(**moe):
+    """A model as `upcycle` makes it: all experts compute the same."""
+    model = tiny_model([1], **moe)
+    with torch.no_grad():
+        for experts in (module for module in model.modules() if isinstance(module, CLIPMoEExperts)):
+            for weight in experts.parameters():
+                weight.copy_(weight[:1].expand_as(weight).clone())
+    return model
+
+
+def idle_parts(model, trainable, caplog, **settings):
+    """What is named as getting no gradient, and what gets none of the logits, up to rounding."""
+    caplog.clear()
+    set_trainable(model, trainable)
+    stage = SimpleNamespace(name="routed", **{"teacher": None, "coupling": None} | settings)
+    warn_of_equal_experts(stage, model)
+    named = {name for text in caplog.messages for name in re.findall(r"(\w+_model\.\S+?),? ", text)}
+    model.zero_grad()
+    model.train()(**inputs()).logits_per_image.square().sum().backward()
+    sizes = {name: p.grad.abs().max().item() for name, p in model.named_parameters() if p.requires_grad}
+    parts = {name for name in sizes if re.search(r"router|fusion_gate", name)}
+    return named, {re.sub(r"(router|fusion_gate).*", r"\1", name) for name in parts if sizes[name] < 1e-3}
+
+
+ROUTERS = {f"{tower}_model.encoder.layers.1.mlp.router" for tower in ("text", "vision")}
+
+
+def test_routers_between_equal_experts_are_named(caplog):
+    """Those that the task gives no gradient, and no others."""
+    for trainable in (r"\.router\.", r"router|norm|attn"):
+        assert idle_parts(equal_experts(), trainable, caplog) == (ROUTERS, ROUTERS)
+    assert "routed: text_model.encoder.layers.1.mlp.router, vision_model" in caplog.text
+    learns = [
+        (tiny_model([1]), r"\.router\."),
+        (equal_experts(), "logit_scale"),  # a frozen router
+        (equal_experts(norm_topk_prob=False), r"\.router\."),
+        (equal_experts(scoring_func="relu", norm_topk_prob=False), r"\.router\."),
+        (equal_experts(norm_before_capacity=True, capacity_factor=0.5), r"\.router\."),
+    ]
+    for model, trainable in learns:
+        assert idle_parts(model, trainable, caplog) == (set(), set())
+    for trainable, teacher in ((r"\.router\.", "dense"), (r"\.(router|experts)\.", None)):  # experts soon differ
+        assert idle_parts(equal_experts(), trainable, caplog, teacher=teacher)[0] == set()
+
+
+def test_fusion_gates_between_equal_experts_are_named(caplog):
+    """Those of which the base FFN computes what each expert does."""
+    model = equal_experts(fusion_gate=True)
+    assert idle_parts(model, "router|fusion_gate", caplog) == (ROUTERS, ROUTERS)
+    with torch.no_grad():
+        for block in (module for module in model.modules() if isinstance(module, CLIPMoESparseMoeBlock)):
+            for linear, name in ((block.base.fc1, "up_proj"), (block.base.fc2, "down_proj")):
+                linear.weight.copy_(getattr(block.experts, name)[0])
+                linear.bias.copy_(getattr(block.experts, f"{name}_bias")[0])
+    gates = {name.replace("router", "fusion_gate") for name in ROUTERS}
+    assert idle_parts(model, "router|fusion_gate", caplog) == (ROUTERS | gates, ROUTERS | gates)
+    assert idle_parts(model, r"fusion_gate|\.base\.", caplog)[0] == set()
 
 
 def test_bad_patterns(model):

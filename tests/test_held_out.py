@@ -8,7 +8,7 @@ from test_near_copies import LOSSLESS, NEARLY, PICTURES, saved
 
 from data.held_out import class_names, hold_out
 from data.near_copies import find_copies
-from data.pairs import same_words
+from data.pairs import plain_words
 from data.tokenizer import learn_tokenizer
 
 TOKENIZER, WHOLE = (learn_tokenizer(["a dog"], 600, length) for length in (8, 77))
@@ -77,16 +77,16 @@ def test_captions_that_the_tokenizer_reads_alike_are_on_one_side():
     ],
 )
 def test_texts_that_say_the_same(other):
-    assert same_words(other) == same_words("a dog, 7")
+    assert plain_words(other) == plain_words("a dog, 7")
     captions = [f"a dog, {number}" for number in range(20)] + [other.replace("7", f"{number}") for number in range(20)]
     train, test = hold_out(rows(captions), 0.1, 0, WHOLE)
-    sides = [set(map(same_words, side["caption"])) for side in (train, test)]
+    sides = [set(map(plain_words, side["caption"])) for side in (train, test)]
     assert len(test) == 4 and sides[0].isdisjoint(sides[1])
 
 
 def test_texts_that_say_something_else():
     texts = ["C++", "C#", "C", "3.5", "35", "a-b", "ab", "it's", "its", "?", "!", "salt & pepper", "salt pepper"]
-    assert len(set(map(same_words, texts))) == len(texts)
+    assert len(set(map(plain_words, texts))) == len(texts)
 
 
 def test_pictures_under_other_bytes_are_on_one_side():
@@ -107,7 +107,7 @@ def test_classes_are_held_out_by_picture():
     images = [*range(100), *range(50), *range(150, 201)]
     train, test = hold_out(rows(captions, images), 0.1, 0, WHOLE)
     assert len(train) + len(test) == 201 and 21 <= len(test) <= 23
-    of_train, of_test = (set(map(same_words, side["caption"])) for side in (train, test))
+    of_train, of_test = (set(map(plain_words, side["caption"])) for side in (train, test))
     assert of_test < of_train and len(of_test) == 10 and "a rare one" in of_train
     assert {image["bytes"] for image in train["image"]}.isdisjoint(image["bytes"] for image in test["image"])
     assert hold_out(rows(captions, images), 0.1, 1, WHOLE)[1]["caption"] != test["caption"]

@@ -83,6 +83,101 @@ def test_images_that_rows_name_by_texts_count(kind, tmp_path):
     assert before["files"] == 9 and identity(data) != before
 
 
+def named_by_paths(kind, folder, images, with_bytes=()):
+    """Rows whose images are paths beside empty bytes, as `Dataset.save_to_disk` and pandas write them; those of
+    `with_bytes` have bytes."""
+    value = {"bytes": datasets.Value("binary"), "path": datasets.Value("string")}  # an Image would get its bytes
+    features = datasets.Features({"image": value, "caption": datasets.Value("string")})
+    images = [
+        {"bytes": Path(path).read_bytes() if number in with_bytes else None, "path": str(path)}
+        for number, path in enumerate(images)
+    ]
+    rows = datasets.Dataset.from_dict({"image": images, "caption": CAPTIONS[: len(images)]}, features)
+    (folder / "data").mkdir(parents=True)
+    if kind.startswith("parquet"):
+        rows.to_parquet(folder / "data" / "x.parquet", batch_size=3)
+    else:
+        rows.save_to_disk(folder / "data")
+    return {
+        "parquet": folder / "data" / "x.parquet",
+        "parquet folder": folder / "data",
+        "arrow": folder / "data" / "*.arrow",
+        "saved": folder / "data",
+    }[kind]
+
+
+BY_PATHS = ["parquet", "parquet folder", "arrow", "saved"]
+
+
+@pytest.mark.parametrize("kind", BY_PATHS)
+@pytest.mark.parametrize("with_bytes", [(), range(7)], ids=["all named", "the last named"])
+def test_images_that_rows_name_by_paths_without_bytes_count(kind, with_bytes, tmp_path):
+    """Changed in place, with their sizes and times kept; a copy of the images elsewhere is the same data."""
+    names = write_pictures(tmp_path / "images")
+    images = [tmp_path / "images" / name for name in names]
+    source = named_by_paths(kind, tmp_path, images, with_bytes)
+    data = DataArguments(source=str(source))
+    before = identity(data)
+    assert before["files"] == len(images) - len(with_bytes) + {"saved": 3}.get(kind, 1)
+    (tmp_path / "images" / "unnamed.png").write_bytes(images[0].read_bytes())
+    assert identity(data) == before
+    stat, content = images[-1].stat(), bytearray(images[-1].read_bytes())
+    content[-20] ^= 1
+    images[-1].write_bytes(content)
+    os.utime(images[-1], ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    changed = identity(data)
+    assert changed["files"] == before["files"] and changed != before
+    images[0].write_bytes(images[1].read_bytes())
+    assert (identity(data) == changed) is bool(with_bytes)  # whose bytes are in the rows
+    assert identity(replace(data, image_column="nowhere"))["files"] == {"saved": 3}.get(kind, 1)
+
+
+@pytest.mark.parametrize("kind", BY_PATHS)
+def test_rows_whose_named_images_are_gone_have_an_identity_where_others_have_bytes(kind, tmp_path):
+    names = write_pictures(tmp_path / "images")
+    images = [tmp_path / "images" / name for name in names]
+    some = DataArguments(source=str(named_by_paths(kind, tmp_path / "some", images, range(7))))
+    none = DataArguments(source=str(named_by_paths(kind, tmp_path / "none", images)))
+    images[-1].unlink()
+    assert identity(some)["files"] == {"saved": 3}.get(kind, 1) and identity(none)["files"] > 7
+    shutil.rmtree(tmp_path / "images")
+    assert identity(some) is not None and identity(none) is None
+
+
+def test_relative_paths_in_parquet_start_from_image_root(tmp_path):
+    names = write_pictures(tmp_path / "images")
+    source = named_by_paths("parquet", tmp_path, names)
+    data = DataArguments(source=str(source), image_root=str(tmp_path / "images"))
+    before = identity(data)
+    assert before["files"] == 9
+    write_pictures(tmp_path / "images", first=100)
+    assert identity(data) != before
+
+
+def test_a_stage_whose_named_images_were_all_exchanged_is_not_done(tmp_path, train):
+    names = write_pictures(tmp_path / "images")
+    source = named_by_paths("parquet", tmp_path, [tmp_path / "images" / name for name in names])
+    train({"source": str(source)})
+    train({"source": str(source)})
+    write_pictures(tmp_path / "images", first=100)
+    with pytest.raises(ValueError, match="tuned was made with other data"):
+        train({"source": str(source)})
+
+
+def test_rows_with_bytes_are_not_read_for_their_names(tmp_path, monkeypatch):
+    names = write_pictures(tmp_path / "images")
+    images = [tmp_path / "images" / name for name in names]
+    source = named_by_paths("parquet", tmp_path, images, range(7))
+    read, original = [], pyarrow.parquet.ParquetFile.read_row_group
+    monkeypatch.setattr(
+        pyarrow.parquet.ParquetFile,
+        "read_row_group",
+        lambda file, number, *columns: read.append(number) or original(file, number, *columns),
+    )
+    identity(DataArguments(source=str(source)))
+    assert read == [2]  # of three, the last
+
+
 def test_images_of_rows_that_are_not_used_do_not_count(tmp_path):
     data = DataArguments(**layout("sharegpt4v", tmp_path), skip=1, num_samples=3)
     before = identity(data)

@@ -38,6 +38,13 @@ def test_folders_of_splits_at_the_top_alone(tmp_path, caplog):
     assert "2 files are not read (2 .png), such as 5.png" in caplog.text
 
 
+def test_words_in_names_of_classes_are_no_splits(tmp_path):
+    for number, name in enumerate(["beach", "lake", "train_interior", "train_station"]):
+        write(tmp_path, *(f"{name}/{number}{other}.png" for other in "ab"))
+    (part,) = open_folder(tmp_path).values()
+    assert len(part) == 8 and part.features["label"].names == ["beach", "lake", "train_interior", "train_station"]
+
+
 @pytest.mark.parametrize(
     ("pictures", "splits", "told"),
     [

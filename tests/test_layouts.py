@@ -322,3 +322,13 @@ def test_the_same_pairs_in_every_layout(layout, tmp_path, processor, model, capl
     assert re.search("2 of . pairs skipped so far", caplog.text)
     found, scores = (measure(retrieval_task(DataArguments(**each)), model) for each in (settings, expected))
     assert found.pop("num_skipped") == 2 and scores.pop("num_skipped") == 0 and found == scores
+
+
+def test_other_files_beside_parquet_are_counted(tmp_path, caplog):
+    rows_of([0, 1]).to_parquet(tmp_path / "0.parquet")
+    rows_of([2, 3]).to_parquet(tmp_path / "1.PARQUET")
+    (tmp_path / "2.jsonl").write_text("{}")
+    (tmp_path / "3.tar.md").write_text("")
+    pictures(tmp_path / "assets", [5])
+    assert len(load_pairs(DataArguments(source=str(tmp_path)))) == 4
+    assert "3 files are not read (1 .jsonl, 1 .md, 1 .png), such as 2.jsonl" in caplog.text

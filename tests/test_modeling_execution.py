@@ -10,6 +10,7 @@ from tiny_clip_moe import IMPLEMENTATIONS, assert_same_gradients, gradients, inp
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 
 from modeling_clip_moe import CLIPMoDEModel, experts
 
@@ -134,7 +135,11 @@ RECORDERS = {
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit.trace:DeprecationWarning")
 @pytest.mark.parametrize(
     ("name", "implementation"),
-    [*((name, "by_device") for name in RECORDERS), ("jit.trace", "eager"), ("export", "eager")],
+    [
+        *((name, "by_device") for name in RECORDERS),
+        *(("jit.trace", name) for name in ("eager", "grouped", "grouped_mm")),
+        ("export", "eager"),
+    ],
 )
 def test_a_recorded_program_follows_its_data(name, implementation):
     """Its experts have other numbers of tokens than in the example, and drop others."""
@@ -190,6 +195,28 @@ def test_shapes_need_no_data():
     assert [embeds.shape for embeds in (*on_meta, *fake)] == [(4, 8)] * 4
 
 
+@pytest.mark.parametrize("implementation", ["by_device", "grouped", "eager", "batched_mm"])
+@pytest.mark.parametrize("mask", [None, [[1] * 5] * 2 + [[1, 1, 1, 0, 0]] * 2], ids=["whole", "padded"])
+def test_flops_are_those_of_the_chosen_experts(implementation, mask):
+    """In a sparse block: the products of each token's K experts and of the router, in training as in use; backward
+    takes twice as many."""
+    block, hidden_states = tiny_block(), torch.randn(4, 5, 16, requires_grad=True)
+    block.experts.config._experts_implementation = implementation
+    mask = None if mask is None else torch.tensor(mask)
+    tokens = 20 if mask is None or implementation == "batched_mm" else int(mask.sum())  # which computes padding
+    forward = 2 * (tokens * 2 * 2 * 16 * 24 + 20 * 4 * 16)
+    for training in (False, True):
+        with FlopCounterMode(display=False) as counter:
+            output = block.train(training)(hidden_states, mask)
+            assert counter.get_total_flops() == forward
+            output.sum().backward()
+        assert counter.get_total_flops() == 3 * forward
+    if implementation == "by_device" and mask is None:
+        with FlopCounterMode(display=False) as counter:
+            block.to("meta")(hidden_states.to("meta"))
+        assert counter.get_total_flops() == forward
+
+
 def test_what_only_watches_a_run_changes_no_implementation():
     """Selective checkpointing keeps some results and computes the rest again. No program is made."""
     block, hidden_states = tiny_block(), torch.randn(4, 5, 16)
@@ -199,3 +226,41 @@ def test_what_only_watches_a_run_changes_no_implementation():
         kept = checkpoint(block, hidden_states, use_reentrant=False, context_fn=watch)
         kept.sum().backward()
     assert torch.equal(kept, block(hidden_states))
+
+
+@pytest.mark.parametrize("trains", ["all", "hidden_states"])
+def test_a_second_gradient_is_the_loops(trains):
+    block, hidden_states, second = tiny_block(capacity_factor=1.0).train(), torch.randn(4, 5, 16), {}
+    block.requires_grad_(trains == "all")
+    for name in ("eager", "grouped"):
+        block.experts.config._experts_implementation = name
+        leaves = [hidden_states.clone().requires_grad_(), *(p for p in block.parameters() if p.requires_grad)]
+        first = torch.autograd.grad(block(leaves[0]).square().sum(), leaves, create_graph=True)
+        second[name] = torch.autograd.grad(sum(gradient.square().sum() for gradient in first), leaves)
+    assert max(gradient.abs().max() for gradient in second["eager"]) > 1
+    torch.testing.assert_close(second["grouped"], second["eager"], rtol=1e-4, atol=1e-4)
+
+
+def test_grouped_products_in_bfloat16_round_as_the_loop():
+    """Values and gradients, with biases that are large beside the products."""
+    torch.manual_seed(0)
+    block, hidden_states = tiny_block(), torch.randn(400, 16).bfloat16()
+    layer, choices, errors = block.experts.bfloat16(), torch.rand(400, 4).topk(2), {}
+    with torch.no_grad():
+        layer.up_proj_bias.mul_(10)
+        layer.down_proj_bias.mul_(50)
+    exact, upstream = copy.deepcopy(layer).double(), torch.randn(400, 16).bfloat16()
+
+    def computed(experts, dtype):
+        rows = hidden_states.to(dtype, copy=True).requires_grad_()
+        output = experts(rows, choices.indices, choices.values)
+        output.backward(upstream.to(dtype))
+        return torch.cat([output.flatten(), rows.grad.flatten()]).double().split(output.numel())
+
+    expected = computed(exact, torch.float64)
+    for name in ("eager", "grouped"):
+        layer.config._experts_implementation = name
+        found = computed(copy.deepcopy(layer), torch.bfloat16)
+        errors[name] = [(part - right).norm() / right.norm() for part, right in zip(found, expected, strict=True)]
+    for grouped, loop in zip(errors["grouped"], errors["eager"], strict=True):
+        assert grouped < 1.05 * loop

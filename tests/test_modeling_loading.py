@@ -2,6 +2,7 @@
 
 import json
 
+import accelerate
 import pytest
 import torch
 import transformers
@@ -152,3 +153,38 @@ def test_names_of_weights_are_a_file_format(saved):
     shapes = {"router.weight": (4, 16), "experts.up_proj": (4, 24, 16), "experts.up_proj_bias": (4, 24)}
     shapes |= {"experts.down_proj": (4, 16, 24), "experts.down_proj_bias": (4, 16)}
     assert shapes == {key: tuple(weights[f"text_model.encoder.layers.1.mlp.{key}"].shape) for key in shapes}
+
+
+def test_accelerate_fills_an_empty_model(saved):
+    model, folder = saved
+    with accelerate.init_empty_weights():
+        empty = transformers.AutoModel.from_config(model.config).eval()
+    filled = accelerate.load_checkpoint_and_dispatch(empty, folder, device_map={"": "cpu"})
+    assert_same_weights(filled, model)
+    batch = inputs()
+    torch.testing.assert_close(filled(**batch).logits_per_text, model(**batch).logits_per_text, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("shard", ["5GB", "20KB"])
+def test_a_scalar_scale_as_in_a_dense_clip_loads(saved, tmp_path, shard):
+    """Of one file and of several; what is saved again has one axis."""
+    model, _ = saved
+    model.save_pretrained(tmp_path, max_shard_size=shard)
+    for file in tmp_path.glob("*.safetensors"):
+        tensors = load_file(file)
+        if "logit_scale" in tensors:
+            save_file(tensors | {"logit_scale": tensors["logit_scale"][0].clone()}, file, metadata={"format": "pt"})
+    loaded = CLIPMoEModel.from_pretrained(tmp_path)
+    assert_same_weights(loaded, model)
+    loaded.save_pretrained(tmp_path / "again")
+    assert load_file(tmp_path / "again" / "model.safetensors")["logit_scale"].shape == (1,)
+    state_dict = model.state_dict()
+    loaded.load_state_dict(state_dict | {"logit_scale": state_dict["logit_scale"][0]})
+    assert_same_weights(loaded, model)
+
+
+@pytest.mark.parametrize("use_expert_bias", [False, True])
+def test_only_a_bias_that_is_there_stays_in_float32(use_expert_bias):
+    model = tiny_model(use_expert_bias=use_expert_bias, scoring_func="sigmoid")
+    expected = {"expert_bias"} if use_expert_bias else set()
+    assert model._keep_in_fp32_modules_strict == model.vision_model._keep_in_fp32_modules_strict == expected

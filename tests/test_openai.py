@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -62,6 +63,70 @@ def test_state_dict_files(kind, tmp_path, capsys):
     assert "warning: the result has no processor" in printed.err and "activation" not in printed.err
     assert model.dtype == torch.float32
     openai.verify(state, model)
+
+
+def prefixed(prefix, state=STATE):
+    return {f"{prefix}{key}": tensor for key, tensor in state.items()}
+
+
+TEXT = ("transformer.", "token_embedding.", "positional_embedding", "ln_final.", "text_projection")
+OTHER = {key: tensor + 1 for key, tensor in STATE.items()}
+OPTIMIZER = {"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": [{"lr": 0.1}]}
+# Checkpoints, and what is skipped in them
+WRAPPED = {
+    "compiled": (prefixed("_orig_mod."), None),
+    "compiled and split": (prefixed("module._orig_mod."), None),
+    "fsdp": ({key.replace("resblocks.", "resblocks._fsdp_wrapped_module."): STATE[key] for key in STATE}, None),
+    "fsdp, checkpointed": (prefixed("_fsdp_wrapped_module._checkpoint_wrapped_module."), None),
+    "within a module": (prefixed("model."), None),
+    "within two modules": (prefixed("base_model.student."), None),
+    "a dictionary": ({"model": prefixed("module."), "epoch": 3, "optimizer": OPTIMIZER}, None),
+    "nested dictionaries": ({"state": {"model": STATE, "best": torch.tensor(0.5)}, "args": None}, None),
+    "with an epoch": (STATE | {"epoch": 3, "_extra_state": None}, None),
+    "a separate text tower": ({f"text.{key}" if key.startswith(TEXT) else key: STATE[key] for key in STATE}, None),
+    "torch's average alone": ({"n_averaged": torch.tensor(3)} | prefixed("module."), None),
+    "an average alone": ({"state_dict_ema": STATE}, None),
+    "timm's average": ({"state_dict": STATE, "state_dict_ema": OTHER}, "state_dict_ema"),
+    "an average's state": ({"model": STATE, "ema_state": {"shadow": prefixed("model.", OTHER)}}, "ema_state"),
+    "an average by numbers": ({"state_dict": STATE, "ema": {"shadow_params": [*STATE.values()]}}, "ema"),
+    "an average at the top": (STATE | {"swa_model": prefixed("module.", OTHER)}, "swa_model"),
+    "lightning": ({"state_dict": prefixed("net.") | prefixed("net_ema.", OTHER)}, "state_dict.net_ema"),
+    "an average without dots": (prefixed("model.") | {"model_ema.logitscale": torch.ones(1)}, "model_ema"),
+    "a head beside it": (prefixed("clip.") | {"head.weight": torch.ones(2, 2)}, "head"),
+}
+
+
+@pytest.mark.parametrize("wrapping", WRAPPED)
+def test_checkpoints_in_wrappers(wrapping, tmp_path, capsys):
+    content, skipped = WRAPPED[wrapping]
+    torch.save(content, tmp_path / "saved.pt")
+    state = openai.read_state_dict(tmp_path / "saved.pt")
+    assert state.keys() == STATE.keys() and all(torch.equal(state[key], STATE[key]) for key in STATE)
+    warning = f"warning: {tmp_path / 'saved.pt'}: weights of {skipped} are skipped\n"
+    assert capsys.readouterr().err == (warning if skipped else "")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"student": STATE, "teacher": OTHER}, "holds the models student, teacher: save the one to convert alone"),
+        ({"model": prefixed("model.") | prefixed("net.")}, "holds the models model.model, model.net"),
+        (STATE | prefixed("teacher."), "holds the models one at the top, teacher"),
+        (STATE | prefixed("_orig_mod."), "has two tensors .*, with and without a wrapper"),
+        ({"ema": STATE, "swa": OTHER}, "holds the models ema, swa"),
+        ({"epoch": 3}, "is not a state dict: it holds no tensors"),
+        ([3], "is not a state dict: it holds no tensors"),
+    ],
+)
+def test_checkpoints_of_several_models_are_refused(content, message, tmp_path):
+    torch.save(content, tmp_path / "saved.pt")
+    error = refusal_of(tmp_path / "saved.pt", tmp_path / "out")
+    assert re.search(message, error)
+
+
+def test_quantized_weights_are_refused():
+    with pytest.raises(ValueError, match=r"ln_final.weight holds torch.int8, no weights: take a checkpoint"):
+        openai.convert(STATE | {"ln_final.weight": STATE["ln_final.weight"].to(torch.int8)})
 
 
 def test_torchscript_archive_needs_trust_or_a_published_hash(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Shards that are read by an index, beside the same shards loaded whole."""
 
+import gzip
 import io
 import itertools
 import tarfile
@@ -181,3 +182,15 @@ def test_files_that_no_sample_takes_are_counted(tmp_path, caplog):
     assert len(load_pairs(arguments(str(tmp_path / "0.tar"), max_unreadable=0.5))) == 2
     assert "0.tar: 2 links to other files are not read, such as 2.png: make it with tar --hard-deref" in caplog.text
     assert "0.tar: 2 files are not read, such as video.01.png: in shards, the name of a sample ends" in caplog.text
+
+
+def test_a_folder_of_compressed_shards_is_one_of_shards(tmp_path):
+    write_shard(tmp_path / "0.tar", images_and_texts(range(3)))
+    (tmp_path / "1.tar.gz").write_bytes(gzip.compress((tmp_path / "0.tar").read_bytes()))
+    assert len(load_pairs(arguments(str(tmp_path)))) == 6
+
+
+def test_a_tar_may_end_with_more_zeros(tmp_path):
+    write_shard(tmp_path / "0.tar", images_and_texts(range(2)))
+    (tmp_path / "0.tar").write_bytes((tmp_path / "0.tar").read_bytes() + bytes(2**16))
+    assert len(load_pairs(arguments(str(tmp_path / "0.tar")))) == 2

@@ -40,6 +40,31 @@ def are_one(model):
     return text.keys() == vision.keys() and all(vision[name] is parameter for name, parameter in text.items())
 
 
+@pytest.mark.parametrize(
+    ("device_map", "options"),
+    [
+        *((place, {"max_memory": {"cpu": "40KB"}}) for place in ("auto", "sequential", "balanced")),
+        ({"text_model": "cpu", "vision_model": "disk", "": "cpu"}, {}),
+        ({"vision_model.encoder": "disk", "": "cpu"}, {}),
+        ({"text_model.encoder.layers.0": "disk", "": "cpu"}, {}),
+    ],
+    ids=str,
+)
+def test_a_device_map_that_splits_it_is_refused(device_map, options, tmp_path):
+    shared_model().save_pretrained(tmp_path)
+    options |= {"device_map": device_map, "offload_folder": tmp_path / "offloaded"}
+    with pytest.raises(ValueError, match="shared_encoder=True, which has to fit into one device, but .* Raise max_mem"):
+        CLIPMoEModel.from_pretrained(tmp_path, **options)
+
+
+def test_a_device_map_of_one_device_loads_it(tmp_path):
+    model = shared_model()
+    model.save_pretrained(tmp_path)
+    for device_map, options in (({"": "cpu"}, {}), ("cpu", {}), ("auto", {"max_memory": {"cpu": "1GB"}})):
+        loaded = CLIPMoEModel.from_pretrained(tmp_path, device_map=device_map, **options)
+        assert are_one(loaded) and torch.equal(loaded.logit_scale, model.logit_scale)
+
+
 @pytest.mark.parametrize("moe", [{}, {"fusion_gate": True}, {"moe_layers": ()}])
 def test_it_computes_and_learns_as_two_encoders_of_the_same_weights(moe):
     model = shared_model(**moe).train()

@@ -15,7 +15,19 @@ from accelerate.state import AcceleratorState, GradientState
 from accelerate.tracking import TensorBoardTracker
 from accelerate.utils import DeepSpeedPlugin
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny_runs import DENSE, HARBOR_CAPTIONS, TUNED, launch_two, read_log, same_weights, train, weights
+from tiny_runs import (
+    DENSE,
+    HARBOR_CAPTIONS,
+    SPARSE,
+    STEP,
+    TUNED,
+    launch_two,
+    read_log,
+    run_stages,
+    same_weights,
+    train,
+    weights,
+)
 from tiny_sources import damaged, rows, saved_pairs
 from transformers import AutoModel, AutoProcessor
 
@@ -50,6 +62,48 @@ def test_parts_of_a_recipe_make_the_whole(whole, tmp_path, capsys):
     assert same_weights(train(tmp_path, only=["tuned"]), whole())
     train(tmp_path, logging_steps=5)
     assert "tuned: done before, skipped" in capsys.readouterr().out
+
+
+OWN_LOSS = """
+from pydantic.dataclasses import dataclass
+from training.settings import STRICT
+from training.stages.train import TrainStage
+
+@dataclass(config=STRICT, kw_only=True)
+class Cosine(TrainStage):
+    \"""Pulls pairs together, at no temperature.\"""
+
+    kind = "cosine"
+
+    def contrastive_loss(self, image_embeds, text_embeds, logit_scale, pairing, logit_bias=None):
+        return 1 - (image_embeds * text_embeds).sum(dim=-1).mean()
+"""
+
+
+def test_weights_that_no_loss_depends_on_are_named(tmp_path, monkeypatch, caplog):
+    (tmp_path / "own_loss.py").write_text(OWN_LOSS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    data = {"source": "symbols", "num_samples": 8}
+    run_stages(
+        tmp_path / "run",
+        [DENSE, TUNED | {"stage": "own_loss:Cosine", "data": data}, TUNED | {"name": "plain", "data": data}],
+    )
+    (message,) = [message for message in caplog.messages if "gradient" in message]
+    assert message == "tuned: 1 of 78 trainable weights got no gradient and stay as they are: logit_scale"
+
+
+@pytest.mark.parametrize("stage", ["train", "train_router"])
+def test_a_router_stage_between_equal_experts_says_so(stage, tmp_path, caplog):
+    step = {"name": "routed", "stage": stage, **STEP, "data": {"source": "symbols", "num_samples": 8}}
+    step |= {"trainable": r"\.router\."} if stage == "train" else {}
+    routed = [SPARSE | {"preset": "clip_moe"}, step | {"model": "sparse"}]
+    trained = [
+        SPARSE | {"name": "other", "preset": "clip_moe", "expert_init": {"kind": "random"}},
+        step | {"name": "x", "model": "other"},
+    ]
+    run_stages(tmp_path / "run", [DENSE, *routed, *trained])
+    (message,) = [message for message in caplog.messages if "equal experts" in message]
+    assert message.startswith("routed: text_model.encoder.layers.0.mlp.router, text_model.encoder.layers.1.mlp.router")
 
 
 def errors(text):

@@ -24,7 +24,7 @@ from modeling_clip_moe.experts import RECOMPILE_LIMIT
 from modeling_clip_moe.sparse_moe import SparseEncoderLayer
 from records.files import new_file, read_log
 from records.memory import in_words, peak_memory
-from records.messages import one_line
+from records.messages import join_names, one_line
 from records.provenance import CHECKPOINTS, LOG, flatten
 from training.expert_bias import ExpertBiases
 from training.gradient_cache import cached_gradient
@@ -132,6 +132,8 @@ def train(
     while step < total_steps:
         plain_task.progress = step / total_steps
         metrics = _compute_gradient(accelerator, task, stream, settings, step, finite)
+        if step == first:
+            _warn_without_gradient(accelerator, plain_task, settings.name)
         still_frozen = {parameter for parameter, until in frozen.items() if step < until}
         for parameter in still_frozen:
             parameter.grad = None  # optimizers skip parameters without a gradient
@@ -247,6 +249,17 @@ def _compute_gradient(
 
 def _mean(metrics: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {name: torch.stack([values[name].float() for values in metrics]).mean(dim=0) for name in metrics[-1]}
+
+
+def _warn_without_gradient(accelerator: Accelerator, task: nn.Module, stage: str) -> None:
+    """Warn of trainable weights that no loss depends on: they stay as they are."""
+    if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP):
+        return  # gradients are elsewhere, or split
+    trainable = {plain_name(name).removeprefix("model."): p for name, p in task.named_parameters() if p.requires_grad}
+    without = [name for name, parameter in trainable.items() if parameter.grad is None]
+    if without and accelerator.is_main_process:
+        message = "%s: %d of %d trainable weights got no gradient and stay as they are: %s"
+        logger.warning(message, stage, len(without), len(trainable), join_names(without))
 
 
 def _clip_gradient(

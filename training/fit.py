@@ -1,13 +1,20 @@
 """Whether the settings of a stage that trains, a `TrainStage`, go with its model."""
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from conversion.checkpoints import is_sparse
 from modeling_clip_moe import CLIPMoEConfig
+from modeling_clip_moe.experts import CLIPMoEExperts
 from modeling_clip_moe.families import family_of
+from modeling_clip_moe.sparse_moe import CLIPMoESparseMoeBlock
+from records.messages import join_names
+
+logger = logging.getLogger(__name__)
 
 
 def problems_of_training(stage: Any, config: PreTrainedConfig, batch_size: int) -> Iterator[str]:
@@ -96,3 +103,38 @@ def problems_of_routers(stage: Any, model: PreTrainedModel) -> Iterator[str]:
                 "expert a token is always 1. Upcycle with norm_topk_prob false or more num_experts_per_tok, or leave "
                 "routers out"
             )
+
+
+def warn_of_equal_experts(stage: Any, model: PreTrainedModel) -> None:
+    """Warn of routers and fusion gates that train between equal experts that do not, as after upcycling: whatever they
+    choose, the model computes the same, so the contrastive loss gives them no gradient."""
+    if stage.teacher is not None or stage.coupling is not None:
+        return  # from which routers learn
+    idle = []
+    for name, block in model.named_modules():
+        if not isinstance(block, CLIPMoESparseMoeBlock) or not isinstance(block.experts, CLIPMoEExperts):
+            continue
+        config, experts = block.config, dict(block.experts.named_parameters())
+        # Weights of dropped choices are lost, and the sum of the others depends on the router
+        sum_to_1 = config.norm_topk_prob and not (config.norm_before_capacity and config.capacity_factor)
+        if not sum_to_1 or config.router_class or any(weight.requires_grad for weight in experts.values()):
+            continue
+        if any(not torch.equal(weight, weight[:1].expand_as(weight)) for weight in experts.values()):
+            continue
+        if any(parameter.requires_grad for parameter in block.router.parameters()):
+            idle.append(f"{name}.router")
+        if block.base is None or config.capacity_factor or block.shared_experts or config.routed_scaling_factor != 1:
+            continue
+        base = block.base.fc1.weight, block.base.fc1.bias, block.base.fc2.weight, block.base.fc2.bias
+        names = "up_proj", "up_proj_bias", "down_proj", "down_proj_bias"
+        equal = all(torch.equal(weight, experts[name][0]) for weight, name in zip(base, names, strict=True))
+        frozen = not any(parameter.requires_grad for parameter in block.base.parameters())
+        if equal and frozen and block.fusion_gate.proj.weight.requires_grad:
+            idle.append(f"{name}.fusion_gate")
+    if idle:
+        logger.warning(
+            "%s: %s train between equal experts that do not, so the task gives them no gradient: let experts train, "
+            "too, or first",
+            stage.name,
+            join_names(idle),
+        )

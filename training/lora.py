@@ -1,5 +1,6 @@
 """LoRA (arXiv:2106.09685): small adapters train instead of the weights, and are added to them at the end. By peft."""
 
+import logging
 from collections.abc import Mapping
 
 import torch
@@ -8,9 +9,11 @@ from transformers import PreTrainedModel
 from transformers.models.siglip2.modeling_siglip2 import Siglip2VisionEmbeddings
 
 from evaluation.costs import meta_model
-from records.messages import one_line
+from records.messages import join_names, one_line, warn_once
 from training.optimizers import set_trainable
 from training.train_settings import LoraSettings
+
+logger = logging.getLogger(__name__)
 
 
 def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int) -> None:
@@ -61,12 +64,22 @@ def _peft_model(model: PreTrainedModel, settings: LoraSettings) -> nn.Module:
     # torch's attention, which SigLIP's pooling head has, and the positions that NaFlex interpolates
     parts = {nn.MultiheadAttention: "out_proj", Siglip2VisionEmbeddings: "position_embedding"}
     excluded = [f"{name}.{parts[type(module)]}" for name, module in model.named_modules() if type(module) in parts]
+    ends = tuple(f".{target}" for target in targets)
+    if left_out := [name for name in excluded if f".{name}".endswith(ends) or f".{name}.weight".endswith(ends)]:
+        warn_once(
+            logger,
+            f"lora: no adapter for {join_names(left_out)}: the model reads the weight without calling the layer, so "
+            "an adapter would get no gradient. lora.trainable trains it whole",
+        )
+    ends = tuple(f".{target}" for target in settings.target_parameters)
+    parameters = [name for name, _ in model.named_parameters() if f".{name}".endswith(ends)]
+    parameters = [name for name in parameters if name.removesuffix(".weight") not in excluded]
     config = LoraConfig(
         r=settings.r,
         lora_alpha=settings.lora_alpha,
         lora_dropout=settings.lora_dropout,
         target_modules=settings.target_modules,
-        target_parameters=settings.target_parameters or None,
+        target_parameters=parameters or None,
         exclude_modules=excluded or None,
     )
     try:

@@ -22,7 +22,7 @@ from transformers import CLIPTokenizer, PreTrainedModel
 from conversion.assemble import ENCODER
 from conversion.checkpoints import load_clip, load_config, load_mixture
 from conversion.processors import forget_last_call, load_processor
-from conversion.publishing.card import render
+from conversion.publishing.card import render, require_license
 from conversion.publishing.lineage import Lineage
 from conversion.publishing.trusted_code import CODE, named_code, require_trusted_code, settings_files, trusted_copy
 from conversion.verification import sample_inputs
@@ -55,11 +55,12 @@ def build(
         source: folder of a dense or sparse model of a family, or of a `CLIPMoDEModel`, with its processor; of a
             recipe's stage, for a card that tells how it was made.
         repository: its name on the Hub, which the card's examples load.
-        license: the weights' license, as the Hub names it. None: unknown, which the card says.
+        license: the weights' license, as the Hub names it, or other:NAME. None: unknown, which the card says.
         base_model: name on the Hub of the dense model that it comes from; None: as the recipe has it.
         revision: the branch that the card's examples load. None: main.
     """
     validate_repo_id(repository)
+    require_license(license)
     if base_model is not None and not is_hub_name(base_model):
         raise ValueError(f"--base-model {base_model} is no name on the Hub, or a folder here: give user/name")
     model = copy_model(Path(source), folder)

@@ -17,6 +17,7 @@ from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
 from modeling_clip_moe.families import family_of, longest_text
 from records.intervals import score_reach
 from records.markdown import code, escape, one_line
+from records.messages import did_you_mean
 from records.provenance import Record, duplicates_line
 from records.result_schema import ExpertSummary
 
@@ -41,6 +42,39 @@ METHODS = {
     "distillation": "2604.13508",
     "frozen_until": None,
 }
+
+
+# Those that the Hub knows (https://huggingface.co/docs/hub/repositories-licenses)
+LICENSES = """
+afl-3.0 agpl-3.0 apache-2.0 apple-amlr apple-ascl artistic-2.0 bigcode-openrail-m bigscience-bloom-rail-1.0
+bigscience-openrail-m bsd bsd-2-clause bsd-3-clause bsd-3-clause-clear bsl-1.0 c-uda cc cc-by-2.0 cc-by-2.5 cc-by-3.0
+cc-by-4.0 cc-by-nc-2.0 cc-by-nc-3.0 cc-by-nc-4.0 cc-by-nc-nd-3.0 cc-by-nc-nd-4.0 cc-by-nc-sa-2.0 cc-by-nc-sa-3.0
+cc-by-nc-sa-4.0 cc-by-nd-4.0 cc-by-sa-3.0 cc-by-sa-4.0 cc0-1.0 cdla-permissive-1.0 cdla-permissive-2.0
+cdla-sharing-1.0 creativeml-openrail-m deepfloyd-if-license ecl-2.0 epl-1.0 epl-2.0 etalab-2.0 eupl-1.1 eupl-1.2
+fair-noncommercial-research-license gemma gfdl gpl gpl-2.0 gpl-3.0 grok2-community h-research intel-research isc lgpl
+lgpl-2.1 lgpl-3.0 lgpl-lr llama2 llama3 llama3.1 llama3.2 llama3.3 llama4 lppl-1.3c mit mpl-2.0 ms-pl ncsa odbl odc-by
+ofl-1.1 openmdw-1.0 openrail openrail++ osl-3.0 pddl postgresql unknown unlicense wtfpl zlib
+""".split()
+
+
+def require_license(license: str | None) -> dict[str, str]:
+    """The entries of a card's metadata for a license of the Hub, or for another one, as `other:NAME`.
+
+    Raises:
+        ValueError: the Hub knows no such license.
+    """
+    if license is None:
+        return {}
+    kind, _, name = license.partition(":")
+    if kind == "other" and name.strip():
+        return {"license": kind, "license_name": one_line(name.strip())}
+    if license not in LICENSES:
+        similar = did_you_mean("-".join(license.lower().split()), LICENSES)
+        raise ValueError(
+            f"--license {license!r} is none of the Hub's{similar}: give one of "
+            "https://huggingface.co/docs/hub/repositories-licenses, or other:NAME"
+        )
+    return {"license": license}
 
 
 @functools.cache
@@ -107,7 +141,7 @@ def render(
         base=", ".join([*bases, *unknown]),
         text=escape,
         code=code,
-        license=license,
+        license=license and license.removeprefix("other:"),
         citations=[citations()[key] for key in dict.fromkeys([*papers, *(f.model_type for f in families), "clip"])],
     )
 
@@ -117,7 +151,7 @@ def _metadata(
 ) -> ModelCardData:
     return ModelCardData(
         model_name=repository.split("/")[-1],
-        license=license and one_line(license),
+        **require_license(license),
         library_name="transformers",
         pipeline_tag="zero-shot-image-classification",
         base_model=bases[0] if len(bases) == 1 else bases or None,

@@ -8,6 +8,7 @@ from tiny_families import tiny_dense
 from tiny_runs import same_weights, train, weights
 from transformers import AutoModel
 
+from conversion.verification import sample_inputs
 from modeling_clip_moe import CLIPMoEModel
 from modeling_clip_moe.families import FAMILIES
 from training.lora import LoraSettings, add_adapters, merge_adapters
@@ -90,3 +91,14 @@ def test_lora_leaves_out_what_would_get_no_gradient(family):
     assert any(name.endswith("self_attn.out_proj") for name in adapted)
     assert not any(".head." in name for name in adapted)
     assert "vision_model.embeddings.position_embedding" not in adapted or not family.naflex
+
+
+@pytest.mark.parametrize("family", [one for one in FAMILIES if one.sigmoid], ids=lambda family: family.name)
+def test_parameters_that_would_get_no_gradient_are_left_out_and_named(family, caplog):
+    model = tiny_dense(family)
+    targets = ["out_proj.weight", "position_embedding.weight"]
+    add_adapters(model, LoraSettings(r=2, target_modules=[], target_parameters=targets), seed=0)
+    model.train()(**sample_inputs(model.config), return_loss=True).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
+    assert "no adapter for vision_model.head.attention.out_proj" in caplog.text
+    assert ("vision_model.embeddings.position_embedding" in caplog.text) == family.naflex

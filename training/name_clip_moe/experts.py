@@ -145,8 +145,8 @@ def _is_fused(tensor: torch.Tensor) -> bool:
 
 @fused
 def _activate(rows: torch.Tensor, bias: torch.Tensor, expert_ids: torch.Tensor, act_fn: Callable) -> torch.Tensor:
-    """(N, I), of the first product and its bias."""
-    return act_fn(rows + bias[expert_ids])
+    """(N, I), of the first product and its bias, added in float32 as a linear layer adds it."""
+    return act_fn(rows.float() + bias[expert_ids].float()).to(rows.dtype)
 
 
 @fused
@@ -159,8 +159,8 @@ def _activate_backward(
     gradient: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What `_activate` gave, computed again, and the gradient of its rows."""
-    activated, pull = torch.func.vjp(act_fn, rows + bias[expert_ids])
-    return activated, torch.where(is_computed, pull(gradient)[0], 0)
+    activated, pull = torch.func.vjp(act_fn, rows.float() + bias[expert_ids].float())
+    return activated.to(rows.dtype), torch.where(is_computed, pull(gradient.float())[0], 0).to(rows.dtype)
 
 
 @fused
@@ -169,7 +169,7 @@ def _combine(
 ) -> torch.Tensor:
     """(T, D), the weighted sum over the K experts of each token. A row of weight 0 may hold anything."""
     choices = weights.T  # (K, T)
-    values = (rows + bias[expert_ids])[rank].unflatten(0, choices.shape) * choices[..., None]
+    values = (rows.float() + bias[expert_ids].float())[rank].unflatten(0, choices.shape) * choices[..., None]
     return values.masked_fill(choices[..., None] == 0, 0).sum(dim=0).to(rows.dtype)
 
 
@@ -191,7 +191,7 @@ def _combine_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradients of the rows (N, D), and of each row's weight (N,)."""
     of_rows = torch.where(is_computed, gradient[order % weights.shape[0]].to(weights.dtype), 0)
-    of_weights = torch.where(is_computed, of_rows * (rows + bias[expert_ids]), 0).sum(dim=-1)
+    of_weights = torch.where(is_computed, of_rows * (rows.float() + bias[expert_ids].float()), 0).sum(dim=-1)
     return (of_rows * weights.T.flatten()[order][:, None]).to(rows.dtype), of_weights
 
 
@@ -221,8 +221,15 @@ class _GroupedFFNs(torch.autograd.Function):
         return _combine(down, down_bias, expert_ids, rank, weights)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, gradient):
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # for a gradient of the gradient
+            *inputs, _, _, order, _, ends, _ = ctx.saved_tensors
+            rows = Dispatch(order, ends.diff(prepend=ends.new_zeros(1)))
+            outputs = _grouped_ffns(*inputs, rows, ctx.act_fn).to(gradient.dtype)
+            needed = [i for i in range(len(inputs)) if ctx.needs_input_grad[i]]
+            found = torch.autograd.grad(outputs, [inputs[i] for i in needed], gradient, create_graph=True)
+            found = dict(zip(needed, found, strict=True))
+            return *(found.get(i) for i in range(len(inputs))), None, None
         hidden_states, weights, up_proj, up_bias, down_proj, down_bias, up, down, order, rank, ends, expert_ids = (
             ctx.saved_tensors
         )
@@ -274,7 +281,8 @@ def experts_forward_grouped(
     device, dtype, output_dtype = top_k_index.device, experts.up_proj.dtype, hidden_states.dtype
     if torch.is_autocast_enabled(device.type):
         dtype = output_dtype = torch.get_autocast_dtype(device.type)
-    if not _fits_grouped_products(experts, dtype) or torch._C._functorch.peek_interpreter_stack() is not None:
+    is_unknown = torch.onnx.is_in_onnx_export() or torch._C._functorch.peek_interpreter_stack() is not None
+    if is_unknown or _is_counted() or not _fits_grouped_products(experts, dtype):
         arguments = experts, hidden_states, top_k_index, top_k_weights
         return experts_forward_all(*arguments) if torch.compiler.is_compiling() else _loop(*arguments, rows)
     rows = rows or dispatch(top_k_index, experts.num_experts)
@@ -284,7 +292,7 @@ def experts_forward_grouped(
         arguments = hidden_states.to(dtype), top_k_weights, *weights, rows, experts.act_fn
         # torch's compiler knows grouped products in bfloat16 alone; transformers has others
         is_plain = torch.compiler.is_compiling() and (dtype != torch.bfloat16 or torch.compiler.is_exporting())
-        is_plain = is_plain or not _is_fixed(experts.act_fn)
+        is_plain = is_plain or torch.jit.is_tracing() or not _is_fixed(experts.act_fn)
         return (_grouped_ffns if is_plain else _GroupedFFNs.apply)(*arguments).to(output_dtype)
 
 
@@ -375,6 +383,14 @@ def _records(mode: TorchDispatchMode) -> bool:
     return getattr(mode, "_mode_key", None) is not None
 
 
+def _is_counted() -> bool:
+    """Whether a `FlopCounterMode` counts, which does not know grouped products."""
+    if torch.compiler.is_compiling():
+        return False
+    modes = _get_current_dispatch_mode_stack()
+    return any(type(mode).__module__ == "torch.utils.flop_counter" for mode in modes)  # not imported for it
+
+
 def experts_forward_by_device(
     experts: CLIPMoEExperts,
     hidden_states: torch.Tensor,
@@ -387,7 +403,8 @@ def experts_forward_by_device(
     CPU; else the loop. It follows the input, so a model may move at any time.
 
     The loop's sizes are those of the data, which a recorded program would keep. Compiled programs, those of
-    `torch.export` and CUDA graphs have `grouped`, and whatever else is recorded has all experts.
+    `torch.export` and CUDA graphs have `grouped`, and whatever else is recorded has all experts. While a
+    `FlopCounterMode` counts, the loop runs, or without data `batched_mm`: both multiply what a token's experts do.
 
     On one core in float32, the loop takes 0.94 to 1.09 times K dense FFNs on 8 images, and 1.34 to 2.12 times in a
     training step of one image, where transformers' `grouped_mm` takes 1.16 to 1.46 (benchmarks/results/experts_cpu.md).
@@ -395,6 +412,8 @@ def experts_forward_by_device(
     arguments = experts, hidden_states, top_k_index, top_k_weights
     if torch.compiler.is_compiling() and not torch.onnx.is_in_onnx_export():
         return experts_forward_grouped(*arguments, rows)
+    if _has_no_data(hidden_states) and _is_counted():
+        return ALL_EXPERTS_FUNCTIONS["batched_mm"](*arguments)
     if is_recorded(hidden_states):
         return experts_forward_all(*arguments)
     if hidden_states.is_cuda or _train_with_few_rows(experts, top_k_index):

@@ -305,13 +305,15 @@ class TrainStage(RouterSettings, StepsStage):
         return loss + entropy, metrics | entropy_metrics
 
     def _require_fit(self, model: "PreTrainedModel", batch_size: int) -> None:
-        """Raises a ValueError of all settings that do not go with the model, or with the batch of a process."""
-        from training.fit import problems_of_routers, problems_of_training
+        """Raises a ValueError of all settings that do not go with the model, or with the batch of a process; warns of
+        routers that cannot learn."""
+        from training.fit import problems_of_routers, problems_of_training, warn_of_equal_experts
 
         problems = *problems_of_training(self, model.config, batch_size), *problems_of_routers(self, model)
         wrong = dict.fromkeys(problems)  # of both towers alike
         if wrong:
             raise ValueError("; ".join(f"{self.name}.{problem}" for problem in wrong))
+        warn_of_equal_experts(self, model)
 
     def _keep_apart(self, duplicates: "Duplicates", sampler: "DistributedBatchSampler") -> dict[str, float]:
         """Let a sampler keep duplicates apart if this stage does, and count them in its first epoch: for the record."""
