@@ -144,7 +144,8 @@ def test_texts_beside_pictures(tmp_path, caplog):
 
 
 TABLES = {
-    "metadata.csv": 'file_name,caption\nb.png,one\na.png,"[""two"", ""three""]"\nnowhere.png,four\nc.png,NA\n',
+    "metadata.csv": 'file_name,caption\nb.png,"[""one""]"\na.png,"[""two"", ""three""]"\n'
+    'nowhere.png,"[""four""]"\nc.png,NA\n',
     "metadata.jsonl": "\n".join(
         json.dumps({"file_name": f"{name}.png", "caption": caption})
         for name, caption in {"b": ["one"], "a": ["two", "three"], "nowhere": ["four"], "c": None}.items()
