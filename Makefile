@@ -25,9 +25,11 @@ IN_KIT := cd build/kit && HF_HUB_OFFLINE=1 $(CURDIR)/$(KIT)/bin
 .PHONY: kit wheel site notebook space release app demo test test-gpu test-slow test-integrations test-lowest check style docs bench bench-gpu
 
 $(STAMP): setup.py constraints.txt
+	@echo "Making .venv with the versions of constraints.txt; from PyPI, torch and its CUDA libraries are most of 6 GB"
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[test]"
-	touch $(STAMP)
+	@touch $(STAMP)
+	@echo "Done: . .venv/bin/activate gives the command clip-moe; make demo trains, make app shows, make test tests"
 
 $(INTEGRATIONS): $(STAMP)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[integrations]"
@@ -42,8 +44,11 @@ demo: $(STAMP)  ## dense and sparse models that learn names, into runs/demo
 	$(BIN)/python -m training.upcycle --config training/recipes/demo.yaml
 	$(BIN)/clip-moe curves runs/demo --output-dir runs/demo/curves --only contrastive_loss
 
-$(APP)/installed: setup.py constraints.txt
+# Sees the packages of .venv, so that only gradio, what it needs and its Pillow are installed
+$(APP)/installed: $(STAMP)
+	@echo "Making $(APP): .venv with gradio and a Pillow that gradio takes"
 	$(PYTHON) -m venv $(APP)
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > $$($(APP)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/venv.pth
 	grep --invert-match '^pillow=' constraints.txt > $(APP)/constraints.txt
 	$(APP)/bin/pip install --quiet --constraint $(APP)/constraints.txt --editable ".[app]"
 	touch $@
@@ -53,7 +58,7 @@ app: $(APP)/installed  ## a page for a model: make app MODEL=runs/symbols/sparse
 
 # Two processes, each with whole files: tests of one file share runs of a recipe. Threads that wait do not spin: where
 # processes share cores, spinning costs several times the time, and where one has them alone, it saves time.
-test test-slow test-integrations test-lowest: export OMP_WAIT_POLICY := PASSIVE
+demo test test-slow test-integrations test-lowest: export OMP_WAIT_POLICY := PASSIVE
 
 test: $(STAMP)  ## all tests that need no GPU, except the slow ones
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Collection, Mapping, Sequence
 from statistics import mean
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from evaluation.report import arrange
 from records.intervals import LEVEL, Reach, mean_reach, score_difference_reach
@@ -22,13 +22,22 @@ Rows = Mapping[str, Mapping[str, Any]]
 Gain = tuple[float, Reach | None]
 
 
+class Answer(NamedTuple):
+    """What fine-tuning came to, as markdown: the verdict and what to use, and below what it rests on; and the model to
+    use, as results call it."""
+
+    verdict: str
+    details: str
+    use: str
+
+
 def answer(
     results: Sequence[dict[str, Any]],
     learned: Collection[str],
     folders: Mapping[str, str],
     trainings: Mapping[str, Mapping[str, Training]] = MappingProxyType({}),
-) -> str:
-    """What was learned, what was kept, whether experts helped, and which folder to use, as markdown.
+) -> Answer:
+    """What was learned, what was kept, whether experts helped, and which folder to use.
 
     Compares the means of weights before and after fine-tuning. If the dense one learned less than its fine-tuned
     weights and did not keep more, as far from the base, compares the fine-tuned weights.
@@ -46,7 +55,7 @@ def answer(
     table = arrange(results)
     kept = [task for task in table[BASE] if task not in learned]
     of_goals = {goal: tasks for goal, tasks in (("learned", learned), ("kept", kept)) if tasks}
-    way = None
+    way, tuned = None, ""
     if DENSE + TUNED in table:
         half = {goal: _gain(table[DENSE], table[DENSE + TUNED], tasks) for goal, tasks in of_goals.items()}
         way = ", ".join(f"{goal} {_points(gain)}" for goal, gain in half.items())
@@ -56,7 +65,7 @@ def answer(
         )
         if _high(half["learned"]) < 0 and ("kept" not in half or _low(half["kept"]) <= 0):
             table = {**table, **{model: table[model + TUNED] for model in (DENSE, SPARSE)}}
-            folders = {**folders, **{model: folders[model + TUNED] for model in (DENSE, SPARSE)}}
+            folders, tuned = {**folders, **{model: folders[model + TUNED] for model in (DENSE, SPARSE)}}, TUNED
             way += " So the fine-tuned weights are compared here."
     between = {goal: _gain(table[SPARSE], table[DENSE], tasks) for goal, tasks in of_goals.items()}
     helped, why = _verdict(**between)
@@ -72,8 +81,10 @@ def answer(
     why = " ".join([*outcomes, why])
     gains = {goal: _gain(table[best], table[BASE], tasks) for goal, tasks in of_goals.items()}
     folders = {model: code(folder) for model, folder in folders.items()}
-    use = f"Use {folders[best]}, the {best} model."
+    use, used = f"Use {folders[best]}, the {best} model.", best + tuned
     change = "; ".join(end.advice for end in ended[best].values())
+    if best in dead or _low(gains["learned"]) <= 0:
+        used = BASE
     if best in dead:
         use = f"Use {folders[BASE]}."
     elif _high(gains["learned"]) < 0:
@@ -87,7 +98,7 @@ def answer(
         )
     if dead:
         use += f" To train again: {'; '.join(dict.fromkeys(end.advice for end in dead.values()))}."
-    lines = [f"**{why}** {use}"]
+    lines = []
     for goal, tasks in of_goals.items():
         lines.append(f"*{goal.capitalize()}*, {best} against base: {_points(gains[goal])}. {_scores(table, tasks)}")
     if not kept:
@@ -104,7 +115,7 @@ def answer(
         f"± is a conservative {LEVEL:.0%} interval over the pictures of each test, {size}. Another seed of training "
         "may change more."
     )
-    return "\n\n".join(lines)
+    return Answer(f"**{why}** {use}", "\n\n".join(lines), used)
 
 
 def _verdict(learned: Gain, kept: Gain = (0.0, None)) -> tuple[bool, str]:

@@ -32,8 +32,10 @@ img { max-width: 100%; }
 img[src^="data:image/svg"] { width: 100%; }
 @media (max-width: 40rem) {
   body { margin: 1rem auto; padding: 0 .5rem; font-size: .85rem; }
-  th, td { padding: .2rem .4rem; }
-  th { min-width: 4rem; }
+  th, td { padding: .2rem .3rem; }
+  td { white-space: normal; }
+  th { min-width: 3.4rem; font-size: .75rem; }
+  th:first-child, td:first-child { min-width: 4.5rem; max-width: 28vw; }
 }
 img[src^="data:image/png"] { background: #fff; }
 """

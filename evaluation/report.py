@@ -2,11 +2,12 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from textwrap import wrap
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -49,13 +50,21 @@ class Score:
         return text
 
 
-def write_report(results: Results, output_dir: str | Path, baseline: str | None = None, head: str = "") -> str:
+def write_report(
+    results: Results,
+    output_dir: str | Path,
+    baseline: str | None = None,
+    head: str = "",
+    title: str = "Evaluation",
+    pictures: Mapping[str, Callable[[Path], None]] = MappingProxyType({}),
+) -> str:
     """Write `report.md`, `report.svg` and `report.html`, which holds both.
 
     Args:
         results: what `evaluation.evaluate.evaluate_model` returned, or the files it wrote.
         baseline: the model that the others' scores are compared with, in brackets.
         head: markdown above the table.
+        pictures: those of the head, see `evaluation.page.write_page`.
 
     Returns:
         The head and the table: a row a model, a column a task and primary metric, in percent; blank where there is no
@@ -71,7 +80,7 @@ def write_report(results: Results, output_dir: str | Path, baseline: str | None 
     scores = _scores(table, baseline)
     summary = _summary(list(table), scores)
     sections = [
-        "# Evaluation",
+        f"# {title}",
         *filter(None, [head]),
         summary,
         *([] if baseline is None else [_brackets(baseline)]),
@@ -90,7 +99,7 @@ def write_report(results: Results, output_dir: str | Path, baseline: str | None 
         mark = results_mark(result for row in table.values() for result in row.values())
         path.write_text(f"{path.read_text(encoding='utf-8')}{mark}\n", encoding="utf-8")
 
-    write_page(Path(output_dir) / "report", "\n\n".join(sections), {"report.svg": draw})
+    write_page(Path(output_dir) / "report", "\n\n".join(sections), {**pictures, "report.svg": draw})
     return "\n\n".join(filter(None, [head, summary]))
 
 
@@ -312,7 +321,10 @@ def draw_scores(
             label=name,
         )
     axis.set_yticks(range(len(lines)), ["\n".join(wrap(plot_text(line, 60), 26)) for line in lines], fontsize=8)
-    axis.set(xlim=(0, None), ylim=(len(lines) - 0.5, -0.5))
+    # Where the scores and their intervals are: positions are compared, not lengths from zero
+    low, high = np.nanmin(values - reach[..., 0]), np.nanmax(values + reach[..., 1])
+    margin = max(1, 0.05 * (high - low))
+    axis.set(xlim=(max(0, low - margin), min(100, high + margin)), ylim=(len(lines) - 0.5, -0.5))
     axis.tick_params(axis="x", labelsize=8)
     axis.tick_params(axis="y", length=0)
     axis.xaxis.set_major_formatter("{x:g} %")

@@ -46,8 +46,13 @@ STYLE = """
 .pictures .grid-container { grid-template: none / repeat(auto-fill, minmax(8rem, 1fr)) }
 .pictures .caption-label { white-space: normal }
 """
-# Pictures that the page opens on, by the folder of the bundled model that knows them
+# The folder of a bundled model -> pictures that the page opens on, and what the model knows
 PICTURES = {"name_clip_moe": str(Path(__file__).parent / "pictures")}
+WORLDS = {"name_clip_moe": "It knows the coats of arms of 4,096 invented towns, in any new drawing, and nothing else."}
+# On a phone the answer is below the fold
+SCROLL = """() => {
+  if (matchMedia("(max-width: 48rem)").matches) document.querySelector(".scores").scrollIntoView({behavior: "smooth"});
+}"""
 SECONDS_KEPT = 3600  # what visitors upload
 # What a Space needs: folders of this repository that the page runs on, and packages
 ROOMS = ("records", "data", "conversion", "evaluation", "examples")
@@ -176,69 +181,73 @@ def build_page(models: Mapping[str, Embeds], search: ImageSearch | None = None, 
 
     Args:
         models: name -> model, beside each other in this order. The map is of the first one that is sparse.
-        examples: pictures to try and their names; the page opens on the first one.
+        examples: pictures to try and their names; the page opens with the answer for the first one.
     """
     import gradio as gr
 
     options = {"analytics_enabled": False, "delete_cache": (SECONDS_KEPT, SECONDS_KEPT)}
     with gr.Blocks(title=TITLE, **options) as page:
-        gr.Markdown(f"# {TITLE}\n{SENTENCE}")
+        gr.Markdown(" ".join([f"# {TITLE}\n{SENTENCE}", *(WORLDS[name] for name in models if name in WORLDS)]))
         with gr.Tab("Labels"):
-            _labels_tab(gr, page, models, examples)
+            _labels_tab(gr, models, examples)
         if search is not None:
             with gr.Tab("Search"):
                 _search_tab(gr, search)
     return page
 
 
-def _labels_tab(gr, page, models: Mapping[str, Embeds], examples: Mapping[Path, str]) -> None:
+def _labels_tab(gr, models: Mapping[str, Embeds], examples: Mapping[Path, str]) -> None:
     layers = {name: sparse_layers(model) for name, model in models.items()}
     mapped = next((name for name in models if layers[name]), None)
 
     def draw(image: str | None, layer: int) -> Any:
         return patch_map(models[mapped], image, layer)
 
-    def compare(image: str | None, labels: str | None, template: str | None, *layer: int) -> Any:
+    def compare(image: str | None, labels: str | None, template: str | None, *layer: int) -> list[Any]:
         scores = [label_scores(model, image, labels, template) for model in models.values()]
-        return _unpacked(scores + [draw(image, of_map) for of_map in layer])
+        return scores + [draw(image, number) for number in layer]
 
     def choose(event: gr.SelectData) -> str:
         return pictures[event.index]
 
     pictures = [str(path) for path in examples]
+    names = "\n".join(examples.values())
+    model_template = own_template(next(iter(models.values())).tokenizers[0])
+    shown_layers = [] if mapped is None else layers[mapped][-1:]
+    # Computed before the page is there: its first visitor sees an answer and not a spinner
+    answers = compare(pictures[0], names, model_template, *shown_layers) if pictures else [None] * (len(models) + 1)
     with gr.Row():
         with gr.Column():
             options = {"type": "filepath", "sources": ["upload", "clipboard"]}
             image = gr.Image(next(iter(pictures), None), label="Image", elem_id="image", **options)
             # Else Gradio opens the file before we do, and of one that it cannot read it only says "Error"
             image.preprocess = lambda upload: upload and upload.path
-            labels = gr.Textbox("\n".join(examples.values()), label="Labels, one a line", lines=5, elem_id="labels")
-            of_model = own_template(next(iter(models.values())).tokenizers[0])
-            template = gr.Textbox(of_model, label="Template, with {} for the label", elem_id="template")
+            labels = gr.Textbox(names, label="Labels, one a line", lines=5, elem_id="labels")
+            template = gr.Textbox(model_template, label="Template, with {} for the label", elem_id="template")
             ask = gr.Button("Compare", variant="primary", elem_id="compare")
             if examples:
-                shown = [_shown(*of) for of in examples.items()]
+                shown = [_shown(*example) for example in examples.items()]
                 gallery = gr.Gallery(shown, show_label=False, allow_preview=False, **GALLERY)
         with gr.Column():
             with gr.Row():
-                outputs = [gr.Label(label=name, elem_classes="scores") for name in models]
+                labeled = zip(models, answers, strict=False)
+                outputs = [gr.Label(answer, label=name, elem_classes="scores") for name, answer in labeled]
             inputs = [image, labels, template]
             if mapped is not None:
                 label = f"The experts of each patch in {mapped}, sparse layer"
-                layer = gr.Dropdown(layers[mapped], value=layers[mapped][-1], label=label, elem_id="layer")
+                layer = gr.Dropdown(layers[mapped], value=shown_layers[0], label=label, elem_id="layer")
                 colors = map(to_hex, expert_colors(models[mapped].model.config.vision_config.num_experts))
                 colors = {f"expert {expert}": color for expert, color in enumerate(colors)}
                 options = {"color_map": colors, "height": 400, "show_label": False, "buttons": [], "elem_id": "map"}
-                experts = gr.AnnotatedImage(**options)
+                experts = gr.AnnotatedImage(answers[-1], **options)
                 layer.input(show_errors(gr, draw), [image, layer], experts, **ONE_AT_A_TIME)
                 inputs, outputs = [*inputs, layer], [*outputs, experts]
-    compared = show_errors(gr, compare), inputs, outputs
+    compared = show_errors(gr, lambda *inputs: _unpacked(compare(*inputs))), inputs, outputs
     # Else an error covers each output, too
     options = ONE_AT_A_TIME | {"show_progress_on": ask}
-    ask.click(*compared, api_name="compare", **options)
+    ask.click(*compared, api_name="compare", **options).then(None, js=SCROLL)
     if examples:
-        gallery.select(choose, None, image).then(*compared, **options)
-        page.load(*compared, **options)
+        gallery.select(choose, None, image).then(*compared, **options).then(None, js=SCROLL)
 
 
 def _search_tab(gr, search: ImageSearch) -> None:

@@ -26,6 +26,7 @@ from records.outcome import Training
 # In the folder of a stage, and of a run
 MANIFEST, RECIPE = "manifest.json", "recipe.yaml"
 LOG = "log.jsonl"  # of a stage that trains
+ANSWER = "answer.json"  # of a stage that compares models: its verdict, and which to use
 CHECKPOINTS = "checkpoints"  # its folder of these, until it has finished
 LOGS = "logs"  # the folder of the trackers
 

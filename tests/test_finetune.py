@@ -13,9 +13,14 @@ from tiny_runs import DENSE, run_stages
 from tiny_sources import picture
 
 import clip_moe
-from evaluation.answer import answer
+from evaluation.answer import answer as answer_of
 from evaluation.results import slug
 from training.recipe import load_recipe
+
+
+def answer(*arguments):
+    return "\n\n".join(answer_of(*arguments)[:2])
+
 
 FLAGS = ["--global_batch_size", "4", "--learning_rate", "1e-3"]
 
@@ -56,7 +61,15 @@ def test_a_folder_without_a_test(tmp_path, base, capsys):
     report = (output / "report" / "report.md").read_text()
     assert re.search(r"model took: .*dense, fine-tuned weights \d+ s on cpu", report)
     assert "dense_tuned: Training has 54 pairs with " in told
-    first, learned, kept = report.split("\n\n")[1:4]
+    title, first, _, table, learned, kept = report.split("\n\n")[:6]
+    assert title == "# Did the model learn your pictures, and did experts help?"
+    shown = re.findall(r"!\[picture \d\]\((\w+.png)\) \| (a picture of number \d+) \| (.+) \|", table)
+    assert 3 <= len(shown) <= 6 and len(table.splitlines()) == 2 + len(shown)
+    for name, said, own in shown:
+        assert (output / "report" / name).is_file() and name.startswith("hit" if own == "the same" else "miss")
+        assert said in test and own in {"the same", *test} - {said}
+    verdict = json.loads((output / "report" / "answer.json").read_text())
+    assert verdict["verdict"] == first and verdict["use"].split(",")[0] in ("base", "dense", "sparse")
     assert "R@1 image→text (3 captions to choose from): base" in learned and "(6 pictures to choose from)" in learned
     assert first in told and re.search(r"[+-]\d+\.\d ± \d+\.\d points", first)
     folder = re.search(r"[uU]se `(.+)`", first)[1]

@@ -232,7 +232,7 @@ def test_the_answer_follows_from_the_outcome(dense, sparse, scores, begins, ends
         for row, score in rows.items()
     ]
     of_rows = {"dense": {"d_tuned": dense}, "sparse": {"s_tuned": sparse}}
-    told = answer(results, ["learned"], {row: f"in/{row}" for row in rows}, of_rows).split("\n\n")[0]
+    told = answer(results, ["learned"], {row: f"in/{row}" for row in rows}, of_rows).verdict
     outcomes = [f"`{name}` {end.outcome}. " for name, end in (("d_tuned", dense), ("s_tuned", sparse)) if end.outcome]
     assert told.startswith(f"**{''.join(outcomes)}{begins}") and ends in told
     assert ("raise" in told) == (ends.startswith("raise"))
@@ -307,4 +307,4 @@ def test_a_dead_model_has_no_place_in_other_pages(out, tmp_path):
     models = {"dense": "learned", "sparse": "sparse_dead"}
     stage = EstimateStage(name="both", stage="estimate", models=models, tasks=["names_256"])
     inputs = types.SimpleNamespace(models={row: str(out / name) for row, name in models.items()}, estimate="")
-    assert "*Measured*: no verdict, as sparse did not leave chance." in stage.head(results, inputs)
+    assert "*Measured*: no verdict, as sparse did not leave chance." in stage.head(results, inputs, out, "cpu")[0]

@@ -1,4 +1,5 @@
-"""Starts a Space as the Hub does, and expects the name of each picture that it offers to try: make space."""
+"""Starts a Space as the Hub does, and expects that it opens with the name of its first picture, and gives that of each
+picture that it offers to try: make space."""
 
 import os
 import subprocess
@@ -26,6 +27,9 @@ try:
                 sys.exit(f"error: {space}/app.py ended with status {server.returncode}, and should wait for visitors")
             time.sleep(1)
     client = Client(ADDRESS, verbose=False)
+    answers = [c["props"]["value"] for c in client.config["components"] if c["type"] == "label"]
+    if [answer["label"] for answer in answers] != names[:1]:
+        sys.exit(f"error: {space} opens with {answers}, and should name {pictures[0].name}")
     for path, name in zip(pictures, names, strict=True):
         scores, _ = client.predict(handle_file(path), "\n".join(names), "{}", api_name="/compare")
         if scores["label"] != name:

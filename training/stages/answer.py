@@ -1,6 +1,7 @@
 """The stage that says what fine-tuning came to."""
 
 import dataclasses
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -10,7 +11,7 @@ from pydantic.dataclasses import dataclass
 
 from evaluation.own_task import OwnTask, Wanted
 from records.markdown import escape
-from records.provenance import trainings
+from records.provenance import ANSWER, trainings
 from training.settings import STRICT, Reads
 from training.stages.evaluate import EvaluateStage
 from training.stages.split import OVERVIEW
@@ -36,6 +37,7 @@ class AnswerStage(EvaluateStage):
     """
 
     kind: ClassVar[str] = "answer"
+    title: ClassVar[str] = "Did the model learn your pictures, and did experts help?"
     held_out: ClassVar[str | None] = LEARNED
 
     # What was to be learned: a `split` stage, whose test is measured.
@@ -65,15 +67,30 @@ class AnswerStage(EvaluateStage):
         found = find_tasks([learned, *kept], self.data_root, seed=self.test_seed or 0, max_rows=self.max_rows)
         return loaded_once(found, self.max_rows)
 
-    def head(self, results: list[dict[str, Any]], inputs: SimpleNamespace) -> str:
-        from evaluation.answer import answer
-        from records.files import read_text
+    def head(
+        self, results: list[dict[str, Any]], inputs: SimpleNamespace, directory: Path, device: Any
+    ) -> tuple[str, dict]:
+        import torch
 
-        sentences = read_text(Path(inputs.split) / OVERVIEW).splitlines()
+        from evaluation.answer import answer
+        from evaluation.ensemble import open_model
+        from evaluation.examples import examples_table, find_examples
+        from records.files import read_text, write_text
+
         ends = self.trainings(results, inputs)
         of_models = {
             row: {folder.name: ends[folder] for folder in trainings(Path(model))}
             for row, model in inputs.models.items()
         }
-        text = answer(results, [LEARNED], inputs.models, of_models)
-        return "\n\n".join([text, " ".join(map(escape, sentences))])
+        answered = answer(results, [LEARNED], inputs.models, of_models)
+        write_text(directory / ANSWER, json.dumps({"verdict": answered.verdict, "use": answered.use}))
+        task = self.tasks_of(inputs)[LEARNED]
+        options = self.batch_size, device, getattr(torch, self.dtype)
+        model = open_model(inputs.models[answered.use], directory / "embeddings", *options)
+        table, pictures = examples_table(find_examples(task, model))
+        seen = (
+            f"Pictures of the test, by {answered.use}: at random three that it names right, and three that it does not."
+        )
+        sentences = read_text(Path(inputs.split) / OVERVIEW).splitlines()
+        parts = answered.verdict, seen, table, answered.details, " ".join(map(escape, sentences))
+        return "\n\n".join(parts), pictures

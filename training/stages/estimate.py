@@ -79,7 +79,9 @@ class EstimateStage(EvaluateStage):
             sentence = f"{estimated.sentence} {CAVEAT}"
         return f"{counted.sentence}\n\n*Estimated*, with experts: {sentence}"
 
-    def head(self, results: list[dict[str, Any]], inputs: SimpleNamespace) -> str:
+    def head(
+        self, results: list[dict[str, Any]], inputs: SimpleNamespace, directory: Path, device: Any
+    ) -> tuple[str, dict]:
         from evaluation.law import known_share
         from evaluation.task import INFORMATION
 
@@ -95,7 +97,8 @@ class EstimateStage(EvaluateStage):
         ends = {row: trainings(Path(inputs.models[row])).values() for row in ROWS}
         if dead := [f"{row} {end.outcome}" for row, of_row in ends.items() for end in of_row if end.is_dead]:
             measured = f"*Measured*: no verdict, as {' and '.join(dead)}."
-        return "\n\n".join(filter(None, [inputs.estimate, measured, super().head(results, inputs)]))
+        head, pictures = super().head(results, inputs, directory, device)
+        return "\n\n".join(filter(None, [inputs.estimate, measured, head])), pictures
 
 
 def data_of(folder: Path) -> "DataArguments":

@@ -2,7 +2,7 @@
 
 import dataclasses
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar, Literal
@@ -35,6 +35,8 @@ class EvaluateStage(MeasuredTasks, Stage):
     """
 
     kind: ClassVar[str] = "evaluate"
+    # Of the report
+    title: ClassVar[str] = "Evaluation"
     # Name of the task whose pairs were held out of training; None: there is none
     held_out: ClassVar[str | None] = None
 
@@ -104,9 +106,9 @@ class EvaluateStage(MeasuredTasks, Stage):
         for result in oracles:
             write_result(result, directory)
         losses = [f"- `{folder.name}`: {training}" for folder, training in self.trainings(results, inputs).items()]
-        parts = self.head(results, inputs), training_seconds(inputs.models), "\n".join(losses)
-        head = "\n\n".join(filter(None, parts))
-        print(write_report(results + oracles, directory, baseline=self.baseline, head=head))
+        head, pictures = self.head(results, inputs, directory, accelerator.device)
+        head = "\n\n".join(filter(None, [head, training_seconds(inputs.models), "\n".join(losses)]))
+        print(write_report(results + oracles, directory, self.baseline, head, self.title, pictures))
 
     def tasks_of(self, inputs: SimpleNamespace) -> "dict[str, Task]":
         """Name in results -> task."""
@@ -117,12 +119,18 @@ class EvaluateStage(MeasuredTasks, Stage):
         ends = {folder: end for model in inputs.models.values() for folder, end in trainings(Path(model)).items()}
         for result in results:
             folder = Path(inputs.models[result["model"]])
-            if result["task"] == self.held_out and folder in ends:
+            if result["task"] == self.held_out and "batch_loss" in result and folder in ends:
                 ends[folder] = ends[folder].with_test(**result["batch_loss"])
         return ends
 
-    def head(self, results: "list[dict[str, typing.Any]]", inputs: SimpleNamespace) -> str:
-        """What stands above the report's table, as markdown."""
+    def head(
+        self, results: "list[dict[str, typing.Any]]", inputs: SimpleNamespace, directory: Path, device: typing.Any
+    ) -> "tuple[str, Mapping[str, Callable[[Path], None]]]":
+        """Markdown above the report's table, and its pictures: name -> what draws it.
+
+        Args:
+            directory: where embeddings are kept.
+        """
         from data.overview import recalls
 
         best: dict[str, dict[str, float]] = {}
@@ -131,11 +139,12 @@ class EvaluateStage(MeasuredTasks, Stage):
             of_task = best.setdefault(result["title"], dict(of_model))
             # Each model has its tokenizer
             of_task |= {way: max(share, of_task[way]) for way, share in of_model.items()}
-        return "\n\n".join(
+        sentences = (
             f"The captions of {escape(title)} allow no model more than R@1 {recalls(of_task)}."
             for title, of_task in best.items()
             if min(of_task.values(), default=1) < 1
         )
+        return "\n\n".join(sentences), {}
 
 
 def training_seconds(models: Mapping[str, str]) -> str:

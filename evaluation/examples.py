@@ -1,0 +1,74 @@
+"""Pictures that a model names right and wrong, for a person to judge: of a retrieval or zero-shot task."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import PIL.Image
+
+from data.images import decode_image
+from data.pairs import present_captions
+from evaluation.measures import Embeds
+from evaluation.task import Task
+from records.markdown import escape
+
+# Of each, hits and misses; and pixels of the longer side
+NUM_SHOWN, SIDE = 3, 192
+# Images whose similarities are held at a time
+AT_ONCE = 1024
+
+
+class Example(NamedTuple):
+    """An image, the text that a model finds most similar to it, and the image's own."""
+
+    image: Any
+    said: str
+    captions: Sequence[str]
+
+    @property
+    def is_hit(self) -> bool:
+        return self.said in self.captions
+
+
+def find_examples(task: Task, model: Embeds) -> list[Example]:
+    """Three hits and three misses, fewer where there are no more, in an order that is the same for all models.
+
+    Args:
+        task: a retrieval task, or a zero-shot task of one template.
+    """
+    rows, _ = task.load()
+    captions = [present_captions(caption) for caption in rows["caption"]]
+    names = list(task.classes) or list(dict.fromkeys(text for of_image in captions for text in of_image))
+    (template,) = task.templates or ["{}"]
+    texts = [template.format(name) for name in names]
+    images, candidates = zip(*model.map(lambda e: (e.images(rows), e.texts(texts))), strict=True)
+    images = model.image_side(images, model.image_weights(rows))
+    candidates = model.text_side(candidates, model.weights([texts]))
+    starts = range(0, len(images), AT_ONCE)
+    best = np.concatenate([(images[start : start + AT_ONCE] @ candidates.T).argmax(axis=1) for start in starts])
+    is_hit = np.array([names[said] in own for said, own in zip(best, captions, strict=True)])
+    order = np.random.default_rng(0).permutation(len(rows))
+    chosen = [row for hits in (is_hit, ~is_hit) for row in order[hits[order]][:NUM_SHOWN].tolist()]
+    return [Example(rows[row]["image"], names[best[row]], captions[row]) for row in chosen]
+
+
+def examples_table(examples: Sequence[Example]) -> tuple[str, Mapping[str, Callable[[Path], None]]]:
+    """A markdown table of pictures, what the model said and what their captions say; and the pictures' files: name ->
+    what draws it."""
+    pictures, lines = {}, ["| picture | the model says | its caption |", "|---|---|---|"]
+    for number, example in enumerate(examples, 1):
+        name = f"{'hit' if example.is_hit else 'miss'}_{number}.png"
+        pictures[name] = partial(_draw, example.image)
+        own = "the same" if example.is_hit else " · ".join(example.captions)
+        lines.append(f"| ![picture {number}]({name}) | {escape(example.said)} | {escape(own)} |")
+    return "\n".join(lines), pictures
+
+
+def _draw(image: Any, path: Path) -> None:
+    picture = decode_image(image)
+    picture.thumbnail((SIDE, SIDE))
+    scale = SIDE // max(picture.size)
+    picture = picture.resize([scale * length for length in picture.size], PIL.Image.Resampling.NEAREST)
+    picture.save(path, format="png")
