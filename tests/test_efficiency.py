@@ -280,11 +280,11 @@ def test_what_there_is_to_remember(dense, configs, capsys):
     assert "3,000 steps of 512 pairs show each caption 750.0 times to a dense model" in page
     (line,) = (line for line in page.splitlines() if "The nearest case that was run" in line)
     assert re.match(rf"{configs[1]}: with 8 experts, it should know \d+% instead of \d+%, a gain of", line)
-    assert f"{configs[1]}: no verdict. times that training shows each: 2, and " in said(
+    assert f"{configs[1]}: no verdict. times that training shows each caption to the dense model: 2, and " in said(
         "--captions", "2048", "--steps", "8"
     )
     efficiency.main(["ViT-B/32", "--captions", "100000", "--steps", "10000"])
-    assert "no verdict. parameters of the dense model's layers: 122," in capsys.readouterr().out
+    assert "no verdict. different captions: 100,000, and 256 to 8,192 were measured; parameters of the dense" in capsys.readouterr().out
     for flag, least in {"captions": 2, "steps": 1, "global_batch_size": 1}.items():
         refused = error_of(efficiency.main, "ViT-B/32", "--captions", "9", "--steps", "9", f"--{flag}", "0")
         assert refused.endswith(f"--{flag} must be at least {least}, not 0")
