@@ -127,7 +127,7 @@ OUTSIDE = {
     "parameters of the dense model's layers: 800": (256, {"dense": 800}, {"experts": 1800}),
     "bits to remember, for each of these: 0.0256": (256, {"dense": 50_000}, {"experts": 110_000}),
     "hidden size: 64": (1024, {"width": 64}, {}),
-    "parameters that experts add, for each of the dense model: 4.81": (1024, {}, {"experts": 16_800}),
+    "parameters that experts add, for each of the dense model: 4.82": (1024, {}, {"experts": 16_800}),
     "times that training shows each caption to the dense model: 40": (1024, {"exposures": 40}, {"exposures": 70}),
     "to the sparse model: 5,120": (1024, {}, {"exposures": 5120}),
 }
