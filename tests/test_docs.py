@@ -307,7 +307,8 @@ def test_the_four_arms_of_duplicates_are_those_of_the_cards():
     expected = []
     for arm in ("together, negatives", "together, positives", "apart, random order", "apart, evenly spaced"):
         seeds = arms[arm]["names_4096"][: len(arms["apart, random order"]["names_4096"])]
-        expected.append(f"| {arm} | {' | '.join(f'{100 * seed["image_to_text_recall@1"]:.1f}' for seed in seeds)} |")
+        cells = [f"{100 * seed['image_to_text_recall@1']:.1f}" for seed in seeds]
+        expected.append(f"| {arm} | {' | '.join(cells)} |")
     assert "\n".join(expected) in TEXT[ROOT / "docs" / "results.md"]
 
 

@@ -10,12 +10,12 @@ from documents import ROOT
 
 from data.arguments import DataArguments
 from evaluation.estimate import count_captions, estimate
-from evaluation.law import Errors, Facts, Law, TrainedModel, fitted_law, interval, law_of, probability
+from evaluation.law import FITTED, Errors, Facts, Law, TrainedModel, fitted_law, interval, law_of, probability
 from model_cards.frontier import at_best_rate, of_budget
-from model_cards.law import fit, fitted, known, model_of, of_rule, predict, read_points
+from model_cards.law import AT_CHANCE, fit, fitted, known, model_of, of_rule, predict, read_points
 from model_cards.law_cases import Case, arguments, batch_size, costs, steps
 from model_cards.law_differences import write_differences
-from model_cards.law_outcomes import outcome
+from model_cards.law_outcomes import outcome, write_outcomes
 from records.yaml_files import read_yaml
 
 CARD = ROOT / "model_cards" / "law"
@@ -148,6 +148,34 @@ def test_a_verdict_is_for_what_was_measured(begins):
 def test_the_law_in_use_is_the_one_that_was_tested():
     content = json.loads((CARD / "predictions.json").read_text(encoding="utf-8"))
     assert fitted_law()[0] == law_of(content["law"])
+
+
+def test_the_outcomes_are_those_of_the_points(tmp_path, monkeypatch):
+    """Also the counts of winners, those of the rule of one number, and the dead runs that are left out."""
+    monkeypatch.setattr("model_cards.law_outcomes.FITTED", tmp_path / "law.json")
+    points = [CARD / "points.json", CARD / "outcome_points.json"]
+    write_outcomes(CARD / "predictions.json", points, tmp_path)
+    for name in ("outcomes.md", "outcomes.json"):
+        assert (tmp_path / name).read_text() == (CARD / name).read_text()
+    assert (tmp_path / "law.json").read_text() == FITTED.read_text()
+    dead = read_points(*points, dead=True)
+    assert [(point.world, point.facts, point.seed) for point in dead] == [
+        ("characters", 1024, 2),
+        ("molecules", 512, 0),
+    ]
+    assert not {id(point) for point in dead} & {id(point) for point in read_points(*points)}
+
+
+def test_the_first_round_without_its_dead_runs():
+    """Of molecules, the share is that of all bits."""
+    made, came = (json.loads((CARD / f"first_round/{name}.json").read_text()) for name in ("predictions", "outcomes"))
+    alive = [
+        out
+        for case, out in zip(made["cases"], came, strict=True)
+        if case["sparse"]["world"] != "molecules" or min(out["sparse_share"], out["rival_share"]) >= AT_CHANCE
+    ]
+    right = [out["is_right"] for out in alive if out["winner"]]
+    assert (len(alive), sum(right), len(right)) == (30, 11, 17)
 
 
 def test_a_model_and_seed_counts_once(tmp_path):
