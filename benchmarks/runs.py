@@ -173,7 +173,7 @@ def time_names(*, output: Output = None, rounds: Rounds = 3) -> str:
         training = sum(steps[stage] * uses[stage] for stage in stages)
         reference = reference or training
         seconds = sum(steps[stage] * step[stage] for stage in stages)
-        rows.append([row, f"`{name}.yaml`", " + ".join(f"{steps[stage]:,}" for stage in stages), f"{seconds:.0f}"])
+        rows.append([row, name, " + ".join(f"{steps[stage]:,}" for stage in stages), f"{seconds:.0f}"])
         rows[-1] += [f"{training / reference:.2f}", f"{uses[stages[-1]]:,}"]
     return page(
         output,

@@ -150,6 +150,7 @@ def test_the_law_in_use_is_the_one_that_was_tested():
     assert fitted_law()[0] == law_of(content["law"])
 
 
+@pytest.mark.slow
 def test_the_outcomes_are_those_of_the_points(tmp_path, monkeypatch):
     """Also the counts of winners, those of the rule of one number, and the dead runs that are left out."""
     monkeypatch.setattr("model_cards.law_outcomes.FITTED", tmp_path / "law.json")
