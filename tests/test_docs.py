@@ -297,7 +297,7 @@ def price_row(task, *models):
 
 
 def test_the_four_arms_of_duplicates_are_those_of_the_cards():
-    """A column for each seed in which all arms were run."""
+    """A column for each seed of random order."""
     arms = json.loads((CARDS / "duplicates_order" / "seeds.json").read_text(encoding="utf-8"))
     long = json.loads((CARDS / "clip_up_names_long" / "seeds.json").read_text(encoding="utf-8"))
     arms |= {
@@ -306,8 +306,9 @@ def test_the_four_arms_of_duplicates_are_those_of_the_cards():
     }
     expected = []
     for arm in ("together, negatives", "together, positives", "apart, random order", "apart, evenly spaced"):
-        seeds = arms[arm]["names_4096"][: len(arms["apart, random order"]["names_4096"])]
-        cells = [f"{100 * seed['image_to_text_recall@1']:.1f}" for seed in seeds]
+        number = len(arms["apart, random order"]["names_4096"])
+        cells = [f"{100 * seed['image_to_text_recall@1']:.1f}" for seed in arms[arm]["names_4096"][:number]]
+        cells += ["not run"] * (number - len(cells))
         expected.append(f"| {arm} | {' | '.join(cells)} |")
     assert "\n".join(expected) in TEXT[ROOT / "docs" / "results.md"]
 
