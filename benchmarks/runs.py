@@ -21,7 +21,9 @@ import torch
 import yaml
 from safetensors import safe_open
 
-from benchmarks.page import Output, machine, page, table
+from benchmarks.page import Output, Rounds, machine, page, table
+from conversion.checkpoints import clip_class, config_of
+from evaluation.costs import count_multiply_adds, meta_model
 from evaluation.speed import in_own_process
 from records.command_line import command_line, run
 from records.memory import in_words, peak_memory
@@ -82,6 +84,17 @@ SYSTEMS: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
 }
+# Row of the front page -> the recipe of its steps, and the stages that train it. Of one name, recipes have one model
+FRONT_PAGE = {
+    "dense, 16 wide": ("clip_up_names_long", "seed_model", "dense"),
+    "dense, 30 wide": ("clip_up_names_long", "seed_30", "dense_30"),
+    "dense, 30 wide, longer": ("clip_up_tables_names", "seed_30", "dense_30"),
+    "CLIP-UP, 16 wide, 8 experts": ("clip_up_names_long", "seed_model", "clip_up_8"),
+    "CLIP-UP, 16 wide, 32 experts": ("clip_up_names_long", "seed_model", "clip_up_32"),
+}
+UNTRAINED = ("initialized", "upcycled_8", "upcycled_32", "initialized_30")
+# Steps of two runs, whose difference is that of the steps alone
+FEW_STEPS, MORE_STEPS = 2, 42
 System = Literal[*SYSTEMS]
 line = command_line("python -m benchmarks.runs", help=__doc__)
 ABOUT = """Each stage was rehearsed, then run, in processes of their own. {}."""
@@ -126,6 +139,48 @@ def compare_times(*, output: Output = None) -> str:
         table(["system", "embed, cluster", "experts", "router", "total", "experts at once"], rows),
         f"Seconds; {machine()}. In brackets: against CLIP-MoE. Every stage has one epoch of its data: an expert of "
         "CLIP-MoE sees all of them, one of CLIP-FMoE a quarter.",
+    )
+
+
+def step_costs() -> dict[str, tuple[float, int]]:
+    """Stage of the front page -> the processor's seconds for a step, and multiply-adds for a picture and a text."""
+    trained = dict.fromkeys(stage for _, *stages in FRONT_PAGE.values() for stage in stages)
+    short, seconds, uses = {"defaults.train.data.num_samples": 2048, "defaults.train.warmup_steps": 0}, {}, {}
+    for steps in (MORE_STEPS, FEW_STEPS):
+        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+            of_stages = {f"{stage}.max_steps": steps for stage in trained}
+            recipe = load_recipe(RECIPES / "clip_up_names_long.yaml", {"output_dir": folder, **short, **of_stages})
+            for stage in wanted_stages(recipe, [*UNTRAINED, *trained], None):
+                started = time.process_time()
+                run_recipe(recipe, only=[stage.name])
+                seconds[stage.name, steps] = time.process_time() - started
+                config = config_of(clip_class(f"{folder}/{stage.name}"), f"{folder}/{stage.name}")
+                counted = count_multiply_adds(meta_model(config))
+                uses[stage.name] = counted["image"] + counted["text"]
+    more = {stage: seconds[stage, MORE_STEPS] - seconds[stage, FEW_STEPS] for stage in trained}
+    return {stage: (more[stage] / (MORE_STEPS - FEW_STEPS), uses[stage]) for stage in trained}
+
+
+@line.command(name="names")
+def time_names(*, output: Output = None, rounds: Rounds = 3) -> str:
+    """Seconds and multiply-adds of the models of the front page's table: steps of each kind, timed in turn."""
+    costs = [step_costs() for _ in range(rounds)]
+    step = {stage: min(of_round[stage][0] for of_round in costs) for stage in costs[0]}
+    rows, reference = [], None
+    for row, (name, *stages) in FRONT_PAGE.items():
+        steps = {of.name: of.max_steps for of in load_recipe(RECIPES / f"{name}.yaml").stages if of.name in stages}
+        uses = {stage: costs[0][stage][1] for stage in stages}
+        training = sum(steps[stage] * uses[stage] for stage in stages)
+        reference = reference or training
+        seconds = sum(steps[stage] * step[stage] for stage in stages)
+        rows.append([row, name, " + ".join(f"{steps[stage]:,}" for stage in stages), f"{seconds:.0f}"])
+        rows[-1] += [f"{training / reference:.2f}", f"{uses[stages[-1]]:,}"]
+    return page(
+        output,
+        "# The names: training and use",
+        table(["model", "recipe", "steps", "seconds of training", "multiply-adds of training", "of use"], rows),
+        f"Seconds of the processor, steps times the least of {rounds} rounds' means; "
+        f"{machine()}. Multiply-adds of training: over the first row's. Of use: for one picture and one text.",
     )
 
 

@@ -17,7 +17,7 @@ from data.arguments import DataArguments
 from data.pairs import load_pairs, present_captions, same_words
 from data.tokenizer import read_texts
 from evaluation.costs import count_multiply_adds, count_parameters, meta_model, paper_config
-from evaluation.law import LEVEL, Facts, TrainedModel, fitted_law, interval, probability
+from evaluation.law import LEVEL, Facts, Law, TrainedModel, fitted_law, interval, probability
 from records.markdown import escape
 
 CAVEAT = (
@@ -59,13 +59,16 @@ class Estimate:
 def estimate(facts: Facts, dense: TrainedModel, sparse: TrainedModel) -> Estimate:
     """What the law says of a dense and a sparse model, which sees less within as many multiply-adds."""
     law, cases = fitted_law()
-    numbers = {"parameters": dense.dense, "facts": facts.number, "exposures": dense.exposures}
-    nearest = min(cases, key=lambda case: _distance(numbers, case))
+    numbers = {"facts": facts.number, "parameters": dense.dense, "bits": facts.bits / dense.dense}
+    numbers |= {"width": dense.width, "experts": sparse.experts / dense.dense}
+    numbers |= {"exposures": dense.exposures, "sparse_exposures": sparse.exposures}
+    measured = [_numbers(law, case) for case in cases]
     outside = []
     for name, number in numbers.items():
-        low, high = (of(case[name] for case in cases) for of in (min, max))
-        if not low <= number <= high:
-            outside.append(f"{MEASURED[name]} {number:,.0f}, and {low:,.0f} to {high:,.0f} were measured")
+        low, high = (of(case[name] for case in measured) for of in (min, max))
+        if not 0.99 * low <= number <= 1.01 * high:  # cases are rounded
+            outside.append(f"{MEASURED[name]} {_shown(number)}, and {_shown(low)} to {_shown(high)} were measured")
+    nearest = cases[min(range(len(cases)), key=lambda case: _distance(numbers, measured[case]))]
     if outside:
         return Estimate(math.nan, math.nan, np.array([]), nearest, outside)
     shares = (float(law.share(facts, model)) for model in (dense, sparse))
@@ -73,20 +76,30 @@ def estimate(facts: Facts, dense: TrainedModel, sparse: TrainedModel) -> Estimat
 
 
 MEASURED = {
-    "parameters": "parameters of the dense model's layers:",
     "facts": "different captions:",
-    "exposures": "times that training shows each:",
+    "parameters": "parameters of the dense model's layers:",
+    "bits": "bits to remember, for each of these:",
+    "width": "hidden size:",
+    "experts": "parameters that experts add, for each of the dense model:",
+    "exposures": "times that training shows each caption to the dense model:",
+    "sparse_exposures": "to the sparse model:",
 }
 
 
-def _distance(numbers: Mapping[str, float], case: Mapping[str, Any]) -> float:
+def _numbers(law: Law, case: dict[str, Any]) -> dict[str, Any]:
+    """A case that was run, by what verdicts are limited to."""
+    bits = law.facts(case["facts"], case["world"]).bits
+    ratios = {"bits": bits / case["parameters"], "experts": case["expert_parameters"] / case["parameters"]}
+    return case | ratios
+
+
+def _shown(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def _distance(numbers: Mapping[str, float], case: Mapping[str, float]) -> float:
     """Between two cases: their bits for each parameter and their exposures count alike, both as ratios."""
-
-    def places(of: Mapping[str, Any]) -> Sequence[float]:
-        load = of["facts"] * math.log2(of["facts"]) / of["parameters"]
-        return math.log(load), math.log(of["exposures"])
-
-    return math.dist(places(numbers), places(case))
+    return math.dist(*([math.log(of["bits"]), math.log(of["exposures"])] for of in (numbers, case)))
 
 
 def trained_model(config: PreTrainedConfig, exposures: float) -> TrainedModel:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-# The law, and the cases with 8 experts that it was fitted to, as `model_cards.law_outcomes` writes them
+# The law whose predictions were tested, and the cases with 8 experts, as `model_cards.law_outcomes` writes them
 FITTED = Path(__file__).with_name("law.json")
 
 # How likely a gain is to lie in its interval
@@ -166,7 +166,7 @@ def probability(gains: np.ndarray) -> float:
 
 
 def fitted_law() -> tuple[Law, list[dict[str, Any]]]:
-    """The law, and the cases with 8 experts that it was fitted to."""
+    """The law whose predictions were tested, and the cases with 8 experts that were run."""
     content = json.loads(FITTED.read_text(encoding="utf-8"))
     return law_of(content["law"]), content["cases"]
 

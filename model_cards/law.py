@@ -31,6 +31,8 @@ START = (2.0, 0.4, 240.0, 1.1, 0.5, 0.3, 3.0, 1.5, 1.1)
 GAIN_WEIGHT, FIRST_ERRORS = 2.0, (0.3, 0.1, 0.1, 0.4)
 # R@1 that some model of a world must have for the law to be fitted to it
 LEARNED = 0.02
+# Share of all bits below which a run never left chance: its loss stayed at the logarithm of the batch
+AT_CHANCE = 0.01
 # Shares differ by less than a seed changes where the training multiply-adds differ by no more
 SAME_BUDGET = 0.02
 NO_ERRORS = Errors(0.0, 0.0, 0.0, 0.0)
@@ -196,15 +198,24 @@ def model_of_case(case: Case) -> TrainedModel:
     return TrainedModel(case.width, dense, exposures, parameters - dense)
 
 
-def read_points(*files: Path) -> list[Point]:
-    """Raises ValueError where two points are of one model and seed."""
+def is_dead(point: Point) -> bool:
+    """Whether a run never left chance. It is no case: it says nothing of what its model can know."""
+    return point.information < AT_CHANCE
+
+
+def read_points(*files: Path, dead: bool = False) -> list[Point]:
+    """The points of runs that left chance, or else of those that did not.
+
+    Raises:
+        ValueError: two points are of one model and seed.
+    """
     points = [Point(**point) for file in files for point in json.loads(file.read_text(encoding="utf-8"))]
     models: dict[tuple, Point] = {}
     for point in points:
         model = (point.world, point.facts, point.width, point.experts, point.experts_per_token, point.pairs)
         if models.setdefault((*model, point.rate, point.seed), point) is not point:
             raise ValueError(f"{', '.join(map(str, files))}: two points of one model and seed: {point}")
-    return points
+    return [point for point in points if is_dead(point) == dead]
 
 
 @command

@@ -4,6 +4,7 @@
       model_cards/law/outcome_points.json --output-dir model_cards/law
 
 `points.json` are those that the law of the predictions was fitted to, `outcome_points.json` those that were run since.
+Runs that never left chance (`model_cards.law.is_dead`) are no case.
 
 A case is conclusive if the mean gain of its seeds is further from 0 than its 95 % interval reaches, by the deviation
 between seeds of all cases with several. Then its winner is known, and the prediction was right or wrong. Whether it
@@ -19,13 +20,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from evaluation.law import FITTED
+from evaluation.law import FITTED, TOLD, Facts
 from evaluation.page import write_page
-from model_cards.law import fitted, known, of_rule, pairs, read_points, seed_error, seed_reach
+from model_cards.law import known, model_of_case, of_rule, pairs, read_points, seed_error, seed_reach
 from model_cards.law_cases import Case, batch_size, steps
 from model_cards.law_points import Point
 from records.command_line import Folder, command
 from records.markdown import markdown_table
+
+# A rule of one number: experts pay above so many bits for each parameter of the rival's layers
+BITS_A_PARAMETER = 0.55
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,7 @@ def points_of(case: Case, points: Sequence[Point]) -> dict[int, Point]:
 
 
 def outcome(case: dict[str, Any], points: Sequence[Point], seed_reach: float) -> Outcome | None:
-    """Of a case of predictions.json; None: it has not been run.
+    """Of a case of predictions.json; None: it has not been run, or a model of each seed never left chance.
 
     Args:
         seed_reach: half of the interval of a gain in one seed.
@@ -106,16 +110,24 @@ def cases_run(points: Sequence[Point]) -> list[dict[str, Any]]:
         if other.width > one.width or (one.experts, one.experts_per_token) != (8, 2):
             continue
         case = {name: getattr(one, name) for name in ("world", "facts", "width", "experts", "experts_per_token")}
-        case |= {"parameters": other.parameters, "exposures": round(other.exposures)}
+        case |= {"parameters": other.parameters, "expert_parameters": one.parameters - other.parameters}
+        case |= {"exposures": round(other.exposures), "sparse_exposures": round(one.exposures)}
         of_case[tuple(case.items())].append(known(one) - known(other))
     return [
         dict(case) | {"gain": round(statistics.mean(gains), 4), "seeds": len(gains)} for case, gains in of_case.items()
     ]
 
 
+def bits_a_parameter(case: dict[str, Any]) -> float:
+    """Bits to remember, for each parameter of the layers of a prediction's rival."""
+    rival = Case(**case["rival"])
+    facts = Facts(rival.facts, TOLD.get(rival.world, 0.0), difficulty=1.0, slope=1.0)
+    return facts.bits / model_of_case(rival).dense
+
+
 @command
 def write_outcomes(predictions: Path, points: Sequence[Path], output_dir: Folder) -> str:
-    """Write `outcomes.md` and `outcomes.json`, and `evaluation/law.json`: the law, fitted to all points, and all cases.
+    """Write `outcomes.md` and `outcomes.json`, and `evaluation/law.json`: the law of the predictions, and all cases.
 
     Args:
         predictions: what `model_cards.law` wrote before the runs.
@@ -132,11 +144,23 @@ def write_outcomes(predictions: Path, points: Sequence[Path], output_dir: Folder
     conclusive = [out for out in measured if out.winner is not None]
     right, inside = sum(out.is_right for out in conclusive), sum(out.is_inside for out in measured)
     sparse = sum(out.winner == "sparse" for out in conclusive)
-    summary = (
-        f"{len(measured)} of {len(outcomes)} cases were run. {len(conclusive)} are conclusive: the predicted winner "
-        f"is right in {right}, and sparse is ahead in {sparse}. {inside} of {len(measured)} gains lie in the predicted "
-        f"{made['level']:.0%} interval."
+    by_rule = sum(
+        out.winner == ("sparse" if bits_a_parameter(case) > BITS_A_PARAMETER else "dense")
+        for case, out in zip(made["cases"], outcomes, strict=True)
+        if out and out.winner
     )
+    dead = [
+        f"{point.facts:,} {point.world}, {point.width} wide, {point.experts or 'no'} experts, seed {point.seed}"
+        for point in read_points(*points, dead=True)
+    ]
+    summary = (
+        f"{len(measured)} of {len(outcomes)} cases count. {len(conclusive)} are conclusive: the predicted winner "
+        f"is right in {right}, and sparse is ahead in {sparse}. {inside} of {len(measured)} gains lie in the predicted "
+        f"{made['level']:.0%} interval. The rule of one number, sparse above {BITS_A_PARAMETER} bits for each "
+        f"parameter of the rival's layers, is right in {by_rule}."
+    )
+    if dead:
+        summary += f" Runs that never left chance, left out: {'; '.join(dead)}."
     text = (
         "Shares are of the bits to remember, in points. A model is named by its width and its experts. ± is the 95 % "
         f"interval that seeds leave, by their deviation of {100 * of_seed:.1f} points, pooled over all cases with "
@@ -145,7 +169,7 @@ def write_outcomes(predictions: Path, points: Sequence[Path], output_dir: Folder
     )
     page = "\n\n".join([summary, table, text])
     write_page(output_dir / "outcomes", page, data=[out and asdict(out) for out in outcomes])
-    content = {"law": asdict(fitted(of_rule(run))), "cases": cases_run(of_rule(run))}
+    content = {"law": made["law"], "cases": cases_run(of_rule(run))}
     FITTED.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return f"{summary}\n\n{table}"
 
@@ -163,7 +187,7 @@ def _row(case: dict[str, Any], out: Outcome | None) -> list[str]:
     row += [f"{sparse['exposures']:,}{budget}", case["why"], predicted_gain]
     predicted = f"{case['winner']}, {case['probability']:.0%}"
     if out is None:
-        return [*row, "", "", "", predicted, "not run"]
+        return [*row, "", "", "", predicted, "no case"]
     winner = "inconclusive" if out.winner is None else f"{out.winner}{'' if out.is_right else ': a miss'}"
     return [
         *row,

@@ -29,6 +29,9 @@ import clip_moe
 from conversion.own_classes import OPTION
 from conversion.publishing import bundle
 from evaluation.benchmarks.specs import BENCHMARKS
+from model_cards.law import read_points
+from model_cards.law_cases import Case
+from model_cards.law_outcomes import points_of
 from records.intervals import paired_interval
 from records.yaml_files import read_yaml
 from training import settings_page
@@ -243,9 +246,8 @@ def without_difference(cell):
 
 
 CARDS_OF = {
-    "README.md": "clip_up_names_long",
-    "docs/results.md": "demo patch_dropout_names siglip_names clip_up_tables_names clip_up_icons sparse_methods_names "
-    "router_teacher_names "
+    "docs/results.md": "clip_up_names_long demo patch_dropout_names siglip_names clip_up_tables_names clip_up_icons "
+    "sparse_methods_names router_teacher_names "
     "symbols_classes clip_moe_symbols clip_fmoe_symbols mode_symbols mode_names",
 }
 
@@ -297,3 +299,99 @@ def test_the_best_scores_are_bold(name):
         for (model, column), is_best in best_cells(rows).items():
             (cell,) = [row[column] for _, row, _ in rows if row["model"] == model]
             assert cell.startswith("**") == cell.endswith("**") == is_best, (rows[0][2], model, column)
+
+
+# --- the front page's table of gains and prices
+
+
+def names(card, model, row):
+    """R@1 of each seed, seconds, multiply-adds of use."""
+    (tasks,) = json.loads((CARDS / card / "seeds.json").read_text(encoding="utf-8"))[model].values()
+    recalls = [50 * (seed["image_to_text_recall@1"] + seed["text_to_image_recall@1"]) for seed in tasks]
+    page = (ROOT / "benchmarks" / "results" / "names_training_cpu.md").read_text(encoding="utf-8")
+    cells = next(line for line in page.splitlines() if line.startswith(f"| {row} ")).strip("|").split("|")
+    return dict(enumerate(recalls)), float(cells[3]), int(cells[5].replace(",", ""))
+
+
+def facts(*case, **more):
+    points = points_of(Case(*case, **more), read_points(CARDS / "law/points.json", CARDS / "law/outcome_points.json"))
+    recalls = {seed: 100 * point.recall for seed, point in points.items()}
+    return recalls, mean(point.seconds for point in points.values()), next(iter(points.values())).multiply_adds
+
+
+def gain(sparse, rival):
+    seeds = sorted(sparse[0].keys() & rival[0].keys())
+    scores = [[of[0][seed] for seed in seeds] for of in (sparse, rival)]
+    low, high = paired_interval(*scores)
+    return f"{mean(scores[0]) - mean(scores[1]):+.1f} ({low:.1f} to {high:.1f})"
+
+
+def price_row(task, *models):
+    """A sparse model and its two rivals, each with its title."""
+    titles, measured = models[::2], models[1::2]
+    cells = [
+        f"{mean(of.values()):.1f} ± {stdev(of.values()):.1f}, {seconds:.0f} s: {title}"
+        for title, (of, seconds, _) in zip(titles, measured, strict=True)
+    ]
+    gains = ["", *(f" [{gain(measured[0], rival)}]" for rival in measured[1:])]
+    use = ", ".join(f"{measured[0][2] / rival[2]:.2f}" for rival in measured[1:])
+    return f"| {task} | " + " | ".join(cell + of for cell, of in zip(cells, gains, strict=True)) + f" | {use} |"
+
+
+def test_the_four_arms_of_duplicates_are_those_of_the_cards():
+    """A column for each seed of random order."""
+    arms = json.loads((CARDS / "duplicates_order" / "seeds.json").read_text(encoding="utf-8"))
+    long = json.loads((CARDS / "clip_up_names_long" / "seeds.json").read_text(encoding="utf-8"))
+    arms |= {
+        "together, negatives": long["dense, 30 wide, plain shuffles"],
+        "apart, evenly spaced": long["dense, 30 wide"],
+    }
+    expected = []
+    for arm in ("together, negatives", "together, positives", "apart, random order", "apart, evenly spaced"):
+        number = len(arms["apart, random order"]["names_4096"])
+        cells = [f"{100 * seed['image_to_text_recall@1']:.1f}" for seed in arms[arm]["names_4096"][:number]]
+        cells += ["not run"] * (number - len(cells))
+        expected.append(f"| {arm} | {' | '.join(cells)} |")
+    assert "\n".join(expected) in TEXT[ROOT / "docs" / "results.md"]
+
+
+def test_the_front_page_has_every_gain_beside_its_rivals_and_its_price():
+    long, tables = "clip_up_names_long", "clip_up_tables_names"
+    rows = [
+        price_row(
+            "4,096 names",
+            "16 wide, 8 experts",
+            names(long, "CLIP-UP, 16 wide, 8 experts", "CLIP-UP, 16 wide, 8 experts"),
+            "30 wide",
+            names(long, "dense, 30 wide", "dense, 30 wide"),
+            "30 wide, trained longer",
+            names(tables, "dense, 30 wide", "dense, 30 wide, longer"),
+        ),
+        price_row(
+            "4,096 names, less training",
+            "20 wide, 32 experts",
+            facts("names", 4096, 20, 640, experts=32, budget_width=16),
+            "20 wide",
+            facts("names", 4096, 20, 640, budget_width=16),
+            "32 wide",
+            facts("names", 4096, 32, 400),
+        ),
+        price_row(
+            "2,048 logos",
+            "16 wide, 8 experts",
+            facts("icons", 2048, 16, 640, experts=8),
+            "16 wide",
+            facts("icons", 2048, 16, 640),
+            "16 wide",
+            facts("icons", 2048, 16, 640),
+        ),
+    ]
+    text = TEXT[ROOT / "README.md"]
+    assert [line for line in text.splitlines() if re.match(r"\| [24],0", line)] == rows
+    three = [
+        facts("icons", 2048, width, 640, **more) for width, more in ((16, {"experts": 8}), (20, {"budget_width": 16}))
+    ]
+    for recalls, *_ in three:
+        for seed in range(3, 9):
+            del recalls[seed]
+    assert gain(*three).lstrip("+") in " ".join(text.split())
