@@ -1,5 +1,7 @@
 """The command of this room: `clip-moe publish`."""
 
+import sys
+from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
@@ -20,6 +22,7 @@ def publish(
     pull_request: Annotated[bool, Parameter(negative=())] = False,
     license: str | None = None,
     base_model: str | None = None,
+    yes: Annotated[bool, Parameter(negative=())] = False,
 ) -> str:
     """A model on the Hub: a folder that loads by itself, with its code, its processor, its card and its scores.
 
@@ -39,6 +42,7 @@ def publish(
         pull_request: propose the upload as a pull request
         license: the weights' license, as the Hub names it: mit, apache-2.0, ...; or other:NAME.
         base_model: the dense model on the Hub (default: what the recipe starts from)
+        yes: do not ask before a model is published that the report of its run does not recommend
     """
     if dry_run is not None:
         from conversion.publishing.bundle import build
@@ -47,6 +51,13 @@ def publish(
             build(source, folder, repository, license, base_model, revision)
         return f"wrote {dry_run}; nothing was uploaded"
     from conversion.publish import publish as upload
+    from conversion.publishing.lineage import Verdict
+
+    verdict = Verdict.of(Path(source))
+    if verdict and not verdict.is_recommended and not yes:
+        advice = f"the report of {source} recommends {verdict.use}, and not this model, {verdict.row}"
+        if not sys.stdin.isatty() or input(f"{advice}. Publish it all the same? [y/N] ").strip().lower() != "y":
+            raise ValueError(f"{advice}: nothing was published; --yes publishes it all the same")
 
     address = upload(source, repository, license, base_model, private, revision, pull_request)
     return f"published at {address}"

@@ -23,10 +23,11 @@ Gain = tuple[float, Reach | None]
 
 
 class Answer(NamedTuple):
-    """What fine-tuning came to, as markdown: the verdict and what to use, and below what it rests on; and the model to
-    use, as results call it."""
+    """What fine-tuning came to, as markdown: whether experts helped, which folder to use, and what that rests on; and
+    the model to use, as results call it."""
 
     verdict: str
+    advice: str
     details: str
     use: str
 
@@ -115,7 +116,7 @@ def answer(
         f"± is a conservative {LEVEL:.0%} interval over the pictures of each test, {size}. Another seed of training "
         "may change more."
     )
-    return Answer(f"**{why}** {use}", "\n\n".join(lines), used)
+    return Answer(why, use, "\n\n".join(lines), used)
 
 
 def _verdict(learned: Gain, kept: Gain = (0.0, None)) -> tuple[bool, str]:

@@ -19,7 +19,8 @@ from training.recipe import load_recipe
 
 
 def answer(*arguments):
-    return "\n\n".join(answer_of(*arguments)[:2])
+    verdict, advice, details, _ = answer_of(*arguments)
+    return f"**{verdict}** {advice}\n\n{details}"
 
 
 FLAGS = ["--global_batch_size", "4", "--learning_rate", "1e-3"]
@@ -69,7 +70,11 @@ def test_a_folder_without_a_test(tmp_path, base, capsys):
         assert (output / "report" / name).is_file() and name.startswith("hit" if own == "the same" else "miss")
         assert said in test and own in {"the same", *test} - {said}
     verdict = json.loads((output / "report" / "answer.json").read_text())
-    assert verdict["verdict"] == first and verdict["use"].split(",")[0] in ("base", "dense", "sparse")
+    assert first.startswith(f"**{verdict['verdict']}** ") and verdict["use"].split(",")[0] in (
+        "base",
+        "dense",
+        "sparse",
+    )
     assert "R@1 image→text (3 captions to choose from): base" in learned and "(6 pictures to choose from)" in learned
     assert first in told and re.search(r"[+-]\d+\.\d ± \d+\.\d points", first)
     folder = re.search(r"[uU]se `(.+)`", first)[1]

@@ -31,7 +31,7 @@ from transformers.pipelines import PIPELINE_REGISTRY
 from conversion.commands import publish
 from conversion.publishing import bundle
 from records.files import read_json
-from records.provenance import Record
+from records.provenance import ANSWER, Record
 from records.result_schema import results_mark
 
 made, run  # noqa: B018, fixtures
@@ -128,6 +128,41 @@ def test_what_is_no_score_is_refused(run):
     write_result(run, metrics={"group": "good"})
     with pytest.raises(ValueError, match="no result of an evaluation: metrics.group is 'good'"):
         lineage_of(run)
+
+
+def answered(run, use, dense="dense"):
+    """A report of the run that compared its model, `sparse`, with a dense one."""
+    models = {"base": str(BASE), "dense": dense, "sparse": "sparse"}
+    inputs = {dense: "0" * 64, "sparse": Record.read(run / "sparse").digest}
+    (run / "report").mkdir(exist_ok=True)
+    Record(stage={"stage": "answer", "models": models}, inputs=inputs).write(run / "report")
+    verdict = {"verdict": "Experts did not help: -2.0 ± 1.0 points.", "use": use}
+    (run / "report" / ANSWER).write_text(json.dumps(verdict))
+
+
+def test_a_card_has_the_verdict_of_the_report(run):
+    """Of the model as it was measured, beside which dense one, and which of them is recommended."""
+    answered(run, "sparse")
+    card = card_of(lineage_of(run)).text
+    sentence = "A report compared it, as `sparse`, with the models of its run. Experts did not help: -2.0 ± 1.0 points."
+    assert f"{sentence} The report recommends this model. The dense model beside it was the stage `dense`." in card
+    answered(run, "dense, fine-tuned weights")
+    assert "The report recommends `dense, fine-tuned weights` instead." in card_of(lineage_of(run)).text
+    change_record(run, pairs=3)  # made anew, in another way
+    assert lineage_of(run).verdict is None and "A report compared it" not in card_of(lineage_of(run)).text
+
+
+def test_what_an_average_is_of(run):
+    change_stage(run, stage="average", models=["base", "dense_tuned"], weights=[0.5, 0.5])
+    assert "models ['base', 'dense_tuned'], weights [0.5, 0.5]" in card_of(lineage_of(run)).text.replace("\\", "")
+
+
+@pytest.mark.parametrize("use", ["dense", "base"])
+def test_a_model_that_its_report_does_not_recommend_is_not_published_unasked(run, use):
+    answered(run, use)
+    message = f"recommends {use}, and not this model, sparse: nothing was published; --yes publishes it all the same"
+    with pytest.raises(SystemExit, match=message):
+        publish.main([str(run / "sparse"), "user/name"])
 
 
 def test_lineage_goes_on_in_other_runs(run):
@@ -254,10 +289,10 @@ def test_any_text_is_shown_as_it_is(run, text):
     fields = dict.fromkeys(("title", "protocol", "task", "commit", "dtype"), text)
     write_result(run, **fields, primary={"group": text}, versions={"torch": text})
     change_stage(run, preset=text, stage=text, data={"source": text})
-    card = card_of(lineage_of(run), license=text)
+    card = card_of(lineage_of(run), license=f"other:{text}")
     shown = " ".join(text.split())
     (score,) = card.data.eval_results
-    assert (score.dataset_name, score.metric_name, card.data.license) == (shown, shown, shown)
+    assert (score.dataset_name, score.metric_name, card.data.license_name) == (shown, shown, shown)
     tokens = MarkdownIt("gfm-like", {"linkify": False}).parse(card.text)
     cells = ["".join(part.content for part in token.children) for token in tokens if token.type == "inline"]
     assert cells.count(shown) == 4  # a stage, and a row of scores

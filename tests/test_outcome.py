@@ -232,7 +232,8 @@ def test_the_answer_follows_from_the_outcome(dense, sparse, scores, begins, ends
         for row, score in rows.items()
     ]
     of_rows = {"dense": {"d_tuned": dense}, "sparse": {"s_tuned": sparse}}
-    told = answer(results, ["learned"], {row: f"in/{row}" for row in rows}, of_rows).verdict
+    answered = answer(results, ["learned"], {row: f"in/{row}" for row in rows}, of_rows)
+    told = f"**{answered.verdict}** {answered.advice}"
     outcomes = [f"`{name}` {end.outcome}. " for name, end in (("d_tuned", dense), ("s_tuned", sparse)) if end.outcome]
     assert told.startswith(f"**{''.join(outcomes)}{begins}") and ends in told
     assert ("raise" in told) == (ends.startswith("raise"))

@@ -28,7 +28,17 @@ PLACEHOLDERS = ["one text about the image", "another text"]
 # How every OpenAI's CLIP on the Hub is called
 OPENAI = "openai/clip-"
 # The settings of a stage that a card shows
-SHOWN_SETTINGS = ("preset", "model", "global_batch_size", "max_steps", "num_epochs", "learning_rate", "weight_decay")
+SHOWN_SETTINGS = (
+    "preset",
+    "model",
+    "models",
+    "weights",
+    "global_batch_size",
+    "max_steps",
+    "num_epochs",
+    "learning_rate",
+    "weight_decay",
+)
 # Those that make another method of it, shown where they are set, with the arXiv number of its paper
 METHODS = {
     "changes": None,

@@ -12,7 +12,7 @@ from records.digests import value_digest
 from records.files import read_json, read_record
 from records.local_names import is_hub_name, is_url, without_paths
 from records.messages import join_names
-from records.provenance import MANIFEST, RECIPE, Attempt, OwnStage, Record, weights_fingerprint
+from records.provenance import ANSWER, MANIFEST, RECIPE, Attempt, OwnStage, Record, weights_fingerprint
 from records.result_schema import ExpertSummary, require_result, require_summary, results_mark
 from records.yaml_files import read_yaml
 
@@ -52,6 +52,40 @@ class DataOrigin:
 
 
 @dataclass(frozen=True)
+class Verdict:
+    """What the report of a fine-tuning says: of a dense and a sparse model, which one to use.
+
+    Args:
+        sentence: whether experts helped, as markdown.
+        row: the report's name of the model.
+        use: that of the model that it recommends.
+        twin: the stage of the dense model beside a sparse one; None of a dense one.
+    """
+
+    sentence: str
+    row: str
+    use: str
+    twin: str | None
+
+    @property
+    def is_recommended(self) -> bool:
+        return self.row == self.use
+
+    @classmethod
+    def of(cls, folder: Path) -> "Verdict | None":
+        """By the report of a model's run that measured it as it is now; None if there is none."""
+        folder = folder.absolute()
+        for path in sorted(folder.parent.glob(f"*/{ANSWER}")) if _is_stage(folder) else ():
+            record, answer = Record.read(path.parent), read_record(path, dict)
+            stages = {row: stage for row, stage in record.stage["models"].items() if stage in record.inputs}
+            row = next((row for row, stage in stages.items() if folder.parent / stage == folder), None)
+            if row and record.inputs[folder.name] == Record.read(folder).digest:
+                twin = stages.get(row.replace("sparse", "dense", 1)) if row.startswith("sparse") else None
+                return cls(answer["verdict"], row, answer["use"], twin)
+        return None
+
+
+@dataclass(frozen=True)
 class Lineage:
     """The known history of a model. No name in it is one of this machine.
 
@@ -65,6 +99,7 @@ class Lineage:
         baselines: the same name -> the scores, beside these, of the model that the evaluation calls its baseline.
         experts: whether the experts do anything, by the run's analyses of these weights.
         pictures: name -> file.
+        verdict: of the report of a fine-tuning, if there is one.
     """
 
     recipe: dict[str, Any] | None = None
@@ -76,6 +111,7 @@ class Lineage:
     baselines: dict[str, dict[str, Any]] = field(default_factory=dict)
     experts: list[ExpertSummary] = field(default_factory=list)
     pictures: dict[str, Path] = field(default_factory=dict)
+    verdict: Verdict | None = None
 
     @classmethod
     def of(cls, folder: Path) -> "Lineage":
@@ -111,6 +147,7 @@ class Lineage:
             bases=sorted({reference for reference, start, _ in starts if start is None}),
             unknown=sorted({start.name for _, start, _ in starts if start is not None}),
             data=_all_data(made, local),
+            verdict=Verdict.of(folder),
         )
 
     @property

@@ -23,6 +23,7 @@ from conversion.publishing import bundle
 from conversion.publishing.lineage import Lineage
 from conversion.upcycle import sparse_blocks, upcycle
 from modeling_clip_moe.self_test import SUM_TOLERANCE, TOLERANCE, every_expert, weight_sums
+from records.provenance import ANSWER, Record
 
 ROOT = Path(__file__).parents[2]
 BASE = "training/symbol_clip"
@@ -123,6 +124,19 @@ def test_the_hub_gets_one_commit(run, hub, login, unverified, capsys):
     files = hub.files("user/symbols", "next")
     assert {"preprocessor_config.json", "vocab.json", "merges.txt"} < set(files) and not hub.files("user/symbols")
     assert files["model.safetensors"] == (run / "clip_up" / "model.safetensors").read_bytes()
+
+
+def test_a_model_that_its_report_does_not_recommend_is_published_with_yes(run, hub, login, unverified):
+    models = {"dense": BASE, "sparse": "clip_up"}
+    record = Record(
+        stage={"stage": "answer", "models": models}, inputs={"clip_up": Record.read(run / "clip_up").digest}
+    )
+    (run / "report").mkdir()
+    record.write(run / "report")
+    (run / "report" / ANSWER).write_text(json.dumps({"verdict": "Experts did not help.", "use": "dense"}))
+    publish.main([str(run / "clip_up"), "user/symbols", "--yes"])
+    assert b"The report recommends `dense` instead." in hub.files("user/symbols")["README.md"]
+    shutil.rmtree(run / "report")
 
 
 def test_a_recipe_publishes_at_its_end(hub, login, unverified, tmp_path):

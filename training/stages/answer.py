@@ -92,5 +92,11 @@ class AnswerStage(EvaluateStage):
             f"Pictures of the test, by {answered.use}: at random three that it names right, and three that it does not."
         )
         sentences = read_text(Path(inputs.split) / OVERVIEW).splitlines()
-        parts = answered.verdict, seen, table, answered.details, " ".join(map(escape, sentences))
+        parts = (
+            f"**{answered.verdict}** {answered.advice}",
+            seen,
+            table,
+            answered.details,
+            " ".join(map(escape, sentences)),
+        )
         return "\n\n".join(parts), pictures
