@@ -253,7 +253,7 @@ def _with_keys(rows: Rows, bases: dict[str, str], arguments: DataArguments) -> R
 
 def _head(rows: Rows) -> Rows:
     """The first rows, by which a column is judged; of a stream, one, since it is read twice."""
-    return rows.take(1 if isinstance(rows, datasets.IterableDataset) else 100)
+    return rows.take(1) if isinstance(rows, datasets.IterableDataset) else rows.select(range(min(100, len(rows))))
 
 
 def _with_whole_images(rows: Rows, names: list[str], arguments: DataArguments) -> Rows:

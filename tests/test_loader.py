@@ -78,7 +78,7 @@ def test_a_worker_that_is_killed_is_no_traceback(tmp_path, processor, monkeypatc
 def test_streams_of_uneven_shards_resume(processor, tmp_path, counts, num_workers):
     for shard, count in enumerate(counts):
         rows = rows_of([f"{shard} {number}" for number in range(20)])
-        rows.select(range(count)).to_parquet(tmp_path / f"{shard}.parquet")
+        rows.select(range(count)).to_parquet(tmp_path / f"{shard}.parquet", batch_size=20)
     arguments = DataArguments(source=str(tmp_path), streaming=True, num_workers=num_workers)
     loader = loader_of(arguments, processor, 2)
     whole = batches(loader, 0, 12)

@@ -62,8 +62,9 @@ def test_another_seed_has_other_pictures_of_the_same_kinds():
             assert rows[0][column].tobytes() != others[0][column].tobytes() and len(rows) == len(others), name
             if load is task.load:
                 assert task.protocol.startswith(f"{len(rows)} "), name
-        assert (task.data, other.data) == ({}, {"seed": 7}) and task.protocol == other.protocol
-    assert find_tasks([name], seed=0)[name] is task
+        same = find_tasks([name], seed=0)[name]  # with the packages that it is drawn from
+        assert other.data == same.data | {"seed": 7} and task.protocol == other.protocol == same.protocol
+        assert same.load is task.load
 
 
 # ---- labels

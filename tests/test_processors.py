@@ -81,7 +81,7 @@ def test_a_siglip_of_sentencepiece_says_what_it_needs(tmp_path):
 
 @pytest.mark.parametrize(
     ("family", "lowercase", "told"),
-    [("siglip", False, 1), ("siglip", True, 0), ("siglip2", False, 0), ("metaclip_2", False, 0), ("clip", False, 0)],
+    [("siglip", False, 1), ("siglip", True, 0), ("siglip2", False, None), ("metaclip_2", False, 0), ("clip", False, 0)],
 )
 def test_capitals_that_a_siglip_never_saw_are_told(tmp_path, caplog, family, lowercase, told):
     family = FAMILY_OF_TYPE[family]
@@ -90,5 +90,7 @@ def test_capitals_that_a_siglip_never_saw_are_told(tmp_path, caplog, family, low
     content["normalizer"] = {"type": "Lowercase"} if lowercase else None
     (folder / "tokenizer.json").write_text(json.dumps(content))
     change_json(folder / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
-    load_processor(folder)
+    tokenizer = load_processor(folder).tokenizer
+    if told is None:  # transformers 5.23 lower-cases for SigLIP 2 whatever the file says, 5.17 does not
+        told = int(tokenizer("A DOG")["input_ids"] != tokenizer("a dog")["input_ids"])
     assert caplog.text.count("is case-sensitive") == told

@@ -167,7 +167,7 @@ def read_log(folder):
 
 
 def losses(folder):
-    return [record["total_loss"] for record in read_log(folder)]
+    return [record["total_loss"] for record in read_log(folder) if "total_loss" in record]
 
 
 def stored(folder, name):

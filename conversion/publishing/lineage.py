@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from conversion.own_classes import own_code
 from records.digests import value_digest
 from records.files import read_json, read_record
 from records.local_names import is_hub_name, is_url, without_paths
@@ -301,6 +300,8 @@ def _data(settings: dict[str, Any], is_local: bool) -> DataOrigin:
 def _results_of_weights(pattern: str, folder: Path, weights: str) -> Iterator[tuple[Path, dict[str, Any]]]:
     """The results in a run, oldest first, that are of the weights in a folder as they are now. Warns of those that only
     share its name."""
+    from conversion.own_classes import own_code  # with torch, which records alone do not need
+
     others = []
     for path in sorted(folder.parent.glob(pattern), key=lambda path: path.stat().st_mtime):
         result = read_record(path, dict)

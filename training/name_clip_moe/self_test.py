@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import torch
 import transformers
-from PIL import Image
 from safetensors import safe_open
 from torch import nn
 from transformers import AutoProcessor, PreTrainedModel, ProcessorMixin
@@ -46,7 +45,7 @@ def processed(processor: ProcessorMixin, picture: torch.Tensor) -> dict[str, tor
     if getattr(images, "max_num_patches", None) is not None:
         options |= {"max_num_patches": images.max_num_patches, "patch_size": images.patch_size}
     padding = "max_length" if tokenizer.model_max_length < 10**6 else True  # larger: it has none
-    pictures = [Image.fromarray(picture.numpy())] * len(TEXTS)
+    pictures = [picture.numpy()] * len(TEXTS)
     return dict(processor(text=TEXTS, images=pictures, padding=padding, truncation=True, **options))
 
 
