@@ -46,8 +46,8 @@ class Copies(NamedTuple):
 
 
 def find_copies(rows: datasets.Dataset) -> Copies:
-    """The copies among the images of rows, all of which can be read. Each is decoded once on a machine. Among more than
-    `MOST` pictures, and below `LEAST_SIDE` pixels, only equal pixels are found; turned and cropped ones never are."""
+    """Find copies among images, all readable. Each image is decoded once on a machine. Among more than `MOST` different
+    images, and below `LEAST_SIDE` pixels, only equal pixels count. Turned and cropped copies are not found."""
     cache, code, looks = DigestCache(), decoding_code(__file__), []
     for start in trange(0, len(rows), AT_ONCE, desc=f"comparing {len(rows)} images", delay=5, disable=None):
         images = rows.select(range(start, min(start + AT_ONCE, len(rows))))["image"]

@@ -19,8 +19,8 @@ _commits: dict[tuple[str, str], tuple[str, Literal["hub", "cache", "record"]]] =
 
 
 def hub_commit(name: str, repo_type: str = "model") -> str:
-    """The commit of a repository that this process reads: the newest one when it is first asked for, or without the Hub
-    the last one that was read here.
+    """The commit of a repository that this process reads: the newest at the first call, or the last one read on this
+    machine if the Hub cannot be reached.
 
     Args:
         repo_type: "model" or "dataset".
@@ -82,8 +82,8 @@ def _find(name: str, repo_type: str) -> tuple[str, Literal["hub", "cache"]]:
 
 @functools.cache
 def _remember(name: str, repo_type: str) -> None:
-    """The cache notes which commit the newest one is whenever it is asked for a file without naming one, be it there or
-    not."""
+    """Note the newest commit in the cache, which does so when a file is requested without a revision, even a missing
+    one."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
 
