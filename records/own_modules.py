@@ -21,7 +21,7 @@ from records.digests import file_digest
 # This repository's packages, whose commit is in each record, and Python's own
 PACKAGES = {"benchmarks", "conversion", "data", "evaluation", "model_cards", "modeling_clip_moe", "records", "training"}
 OURS = {*PACKAGES, "clip_moe", *sys.stdlib_module_names}
-# Libraries whose version is in each record: a user may have installed one from a checkout of its own
+# Libraries, which a user may have installed from a checkout, outside of site-packages: no code of their own
 LIBRARIES = {"accelerate", "datasets", "matplotlib", "numpy", "PIL", "scipy", "sklearn", "torch", "transformers"}
 ROOT, PYTHON = Path(__file__).parents[1], sysconfig.get_path("stdlib")
 
