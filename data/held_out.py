@@ -63,8 +63,8 @@ def hold_out(
 
 
 def _spread(classes: Sequence[str], rng: np.random.Generator) -> np.ndarray:
-    """Parts in an order of which each beginning has about the same share of every class, without classes of one part,
-    which training would lack. `classes`: that of each part."""
+    """Order parts so that any first n of them have about the same share of each class. The last part of a class is left
+    out, so that training has one. `classes`: of each part."""
     of_class: dict[str, list[int]] = defaultdict(list)
     for part in rng.permutation(len(classes)):
         of_class[classes[part]].append(part)

@@ -5,13 +5,16 @@ import io
 import os
 import re
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
 import PIL.Image
 import PIL.ImageOps
 
+from data import shards
 from data.shards import MEMBER, read_member
+from records.digests import file_digests, value_digest
 
 PIL.Image.init()
 # Formats of pictures that Pillow decodes itself; EPS, for one, would start Ghostscript. TGA comes last: its
@@ -174,3 +177,9 @@ def _eight_bits(image: PIL.Image.Image, depth: _Depth) -> tuple[PIL.Image.Image,
     scaled[pixels == image.info.get("transparency", np.nan)] = 255
     facts = [float(value) for value in (gaps.mean(), low, high, black, white)]
     return PIL.Image.fromarray(scaled.round().astype(np.uint8)), facts
+
+
+@cache
+def decoding_code(user: str) -> str:
+    """The digest of the code that decodes images, with Pillow's version and the file of the function that calls it."""
+    return value_digest([PIL.__version__, *file_digests([__file__, shards.__file__, user])])

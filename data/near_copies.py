@@ -13,7 +13,7 @@ import PIL.Image
 from tqdm.auto import trange
 
 from data.identity import image_digests
-from data.images import decode_image
+from data.images import decode_image, decoding_code
 from records.digests import DigestCache
 from records.messages import warn_once
 
@@ -46,17 +46,17 @@ class Copies(NamedTuple):
 
 
 def find_copies(rows: datasets.Dataset) -> Copies:
-    """The copies among the images of rows, all of which can be read. Each is decoded once on a machine. Among more than
-    `MOST` pictures, and below `LEAST_SIDE` pixels, only equal pixels are found; turned and cropped ones never are."""
-    cache, looks = DigestCache(), []
+    """Find copies among images, all readable. Each image is decoded once on a machine. Among more than `MOST` different
+    images, and below `LEAST_SIDE` pixels, only equal pixels count. Turned and cropped copies are not found."""
+    cache, code, looks = DigestCache(), decoding_code(__file__), []
     for start in trange(0, len(rows), AT_ONCE, desc=f"comparing {len(rows)} images", delay=5, disable=None):
         images = rows.select(range(start, min(start + AT_ONCE, len(rows))))["image"]
         keys = [f"look {digest}" for digest in image_digests(images)]
-        known = cache.get(dict.fromkeys(keys, PIL.__version__))
+        known = cache.get(dict.fromkeys(keys, code))
         missing = {key: image for key, image in zip(keys, images, strict=True) if key not in known}
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             computed = dict(zip(missing, pool.map(_look, missing.values()), strict=True))
-        cache.put({key: (PIL.__version__, look) for key, look in computed.items()})
+        cache.put({key: (code, look) for key, look in computed.items()})
         looks += [{**known, **computed}[key].split() for key in keys]
     pixels = [look[0] for look in looks]
     different = np.sort(np.unique(pixels, return_index=True)[1])

@@ -11,7 +11,7 @@ import textwrap
 import tokenize
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,11 @@ import PIL.Image
 import pyarrow
 import pyarrow.compute
 
-from data import images as image_files
-from data import shards
 from data.identity import image_digests
-from data.images import decode_image, from_base64
+from data.images import decode_image, decoding_code, from_base64
 from data.local_data import file_in
 from data.sources import DataArguments, Rows, is_text, named_files_hash, no_column, open_rows, reading
 from data.worlds import WORLDS, world
-from records.digests import file_digests, value_digest
 from records.messages import join_names, shortened, warn_once
 from records.processes import is_first_process
 
@@ -426,7 +423,7 @@ def readable_pairs(
         looks = mapped(
             looked_at,
             look,
-            fn_kwargs={"files": files + _reading_code()},  # part of what the result is cached under
+            fn_kwargs={"files": files + decoding_code(__file__)},  # part of what the result is cached under
             is_kept=True,
             remove_columns=looked_at.column_names,
             features=LOOK,
@@ -442,12 +439,6 @@ def readable_pairs(
     if len(rows) == 0:
         raise ValueError(nothing)
     return rows, len(bad)
-
-
-@cache
-def _reading_code() -> str:
-    """The digest of the code that judges a pair, and the version of Pillow."""
-    return value_digest([PIL.__version__, *file_digests([__file__, image_files.__file__, shards.__file__])])
 
 
 def _is_there(image: str | dict[str, Any] | None) -> bool:

@@ -22,7 +22,7 @@ from evaluation.embedder import embed
 from modeling_clip_moe.families import is_clip
 from records.digests import short_digest
 from records.files import save, writing
-from records.hub import hub_commit, hub_options, read_commit
+from records.hub import hub_commit, hub_options, pin_commit
 from records.local_names import is_hub_name
 from records.provenance import weights_fingerprint
 
@@ -209,7 +209,7 @@ def load_encoder(folder: str | Path, device: str | torch.device = "cpu") -> Sent
         source = str(folder / "model") if (folder / "model").is_dir() else settings["source"]
         kind, name, pooling = settings["kind"], settings["name"], settings.get("pooling", "mean")
     if source == settings["source"] and "commit" in settings:
-        read_commit(source, settings["commit"])
+        pin_commit(source, settings["commit"])
     return open_encoder(source, pooling, name, device, kind)
 
 

@@ -5,7 +5,7 @@ import logging
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from records.local_names import is_hub_name
 from records.messages import one_line, warn_once
@@ -14,13 +14,13 @@ logger = logging.getLogger(__name__)
 
 # Seconds that the Hub has to answer, unless HF_HUB_ETAG_TIMEOUT says another number
 TIMEOUT = 5
-# What this process reads
-_commits: dict[tuple[str, str], tuple[str, bool]] = {}
+# (name, type) -> the commit that this process reads, and who named it
+_commits: dict[tuple[str, str], tuple[str, Literal["hub", "cache", "record"]]] = {}
 
 
 def hub_commit(name: str, repo_type: str = "model") -> str:
-    """The commit of a repository that this process reads: the newest one when it is first asked for, or without the Hub
-    the last one that was read here.
+    """The commit of a repository that this process reads: the newest at the first call, or the last one read on this
+    machine if the Hub cannot be reached.
 
     Args:
         repo_type: "model" or "dataset".
@@ -32,9 +32,9 @@ def hub_commit(name: str, repo_type: str = "model") -> str:
     return _resolve(name, repo_type)[0]
 
 
-def read_commit(name: str, commit: str) -> None:
-    """Has this process read a model at a commit that a record names. Raises a ValueError if it reads another one."""
-    if _commits.setdefault((name, "model"), (commit, False))[0] != commit:
+def pin_commit(name: str, commit: str) -> None:
+    """Pin a model to the commit that a record names. Raises a ValueError if this process reads another one already."""
+    if _commits.setdefault((name, "model"), (commit, "record"))[0] != commit:
         raise ValueError(
             f"{name} is needed at commit {commit}, but is read at {hub_commit(name)} here: run it by itself"
         )
@@ -42,23 +42,23 @@ def read_commit(name: str, commit: str) -> None:
 
 def hub_options(source: str | Path, repo_type: str = "model") -> dict[str, Any]:
     """The arguments by which `from_pretrained`, `cached_file` and `snapshot_download` read `hub_commit`; none for a
-    folder. The cache then has that commit as its newest one, for reading without the Hub. Raises see `hub_commit`."""
+    folder. The newest commit is noted in the cache, for reading without the Hub. Raises see `hub_commit`."""
     if str(source) and Path(source).is_dir():
         return {}
-    commit, from_cache = _resolve(str(source), repo_type)
-    if not from_cache:
+    commit, origin = _resolve(str(source), repo_type)
+    if origin == "hub":
         _remember(str(source), repo_type)
-    return {"revision": commit, "local_files_only": from_cache}
+    return {"revision": commit, "local_files_only": origin == "cache"}
 
 
-def _resolve(name: str, repo_type: str) -> tuple[str, bool]:
-    """The commit, and whether it is from the cache since the Hub did not tell it."""
+def _resolve(name: str, repo_type: str) -> tuple[str, Literal["hub", "cache", "record"]]:
+    """The commit, and who named it."""
     if (name, repo_type) not in _commits:
         _commits[name, repo_type] = _find(name, repo_type)
     return _commits[name, repo_type]
 
 
-def _find(name: str, repo_type: str) -> tuple[str, bool]:
+def _find(name: str, repo_type: str) -> tuple[str, Literal["hub", "cache"]]:
     if not is_hub_name(name):
         raise FileNotFoundError(f"no such folder: {name} is neither a folder nor a hub name")
     from huggingface_hub import HfApi  # takes a while
@@ -70,20 +70,20 @@ def _find(name: str, repo_type: str) -> tuple[str, bool]:
         info = api.repo_info(name, repo_type=repo_type, timeout=timeout)
         if getattr(info, "gated", False):  # its files alone are, not this information
             api.auth_check(name, repo_type=repo_type)
-        return info.sha, False
+        return info.sha, "hub"
     except Exception as error:  # those of the HTTP library, too, which is another one in other versions
         commit = _cached_commit(name, repo_type)
         if commit is None:
             raise _reason(error, name, repo_type, api.endpoint) from error
         if not isinstance(error, OfflineModeIsEnabled):
             warn_once(logger, f"{name} is read from the cache, commit {commit[:12]}: the Hub said {one_line(error)}")
-        return commit, True
+        return commit, "cache"
 
 
 @functools.cache
 def _remember(name: str, repo_type: str) -> None:
-    """The cache notes which commit the newest one is whenever it is asked for a file without naming one, be it there or
-    not."""
+    """Note the newest commit in the cache, which does so when a file is requested without a revision, even a missing
+    one."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
 

@@ -48,7 +48,8 @@ class Training(BaseModel):
         if not logged or not 0 < logged[0].get("chance", 0) < math.inf:
             return None
         first, last = logged[0], logged[-1]
-        gradient = last["grad_norm"] / first["grad_norm"] if first["grad_norm"] else 0.0
+        norms = first["grad_norm"], last["grad_norm"]
+        gradient = norms[1] / norms[0] if norms[0] else 0.0
         tenths = defaultdict(list)
         for before, line in zip([{"step": 0}, *logged], logged, strict=False):
             tenths[-(-10 * line["step"] // last["step"])] += [line["loss"]] * (line["step"] - before["step"])
@@ -60,7 +61,7 @@ class Training(BaseModel):
             first=first["loss"],
             lowest=min(first["loss"], *means),
             last=means[-1],
-            gradient=gradient if math.isfinite(gradient) else None,
+            gradient=gradient if all(map(math.isfinite, norms)) else None,
         )
 
     def with_test(self, loss: float, chance: float) -> "Training":

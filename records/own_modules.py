@@ -1,7 +1,7 @@
-"""A user's own code that a stage runs: modules outside of this package and of installed ones, and files beside them.
+"""Digests of a user's own code: modules outside of this package and of installed ones, and files beside them.
 
-What modules import is known before a run. What they reach in other ways, by importlib or as data, is noted as it is
-opened.
+Imports are read from the source before a run. Files that code reaches in other ways, by importlib or as data, are noted
+when they are opened.
 """
 
 import ast
@@ -21,7 +21,7 @@ from records.digests import file_digest
 # This repository's packages, whose commit is in each record, and Python's own
 PACKAGES = {"benchmarks", "conversion", "data", "evaluation", "model_cards", "modeling_clip_moe", "records", "training"}
 OURS = {*PACKAGES, "clip_moe", *sys.stdlib_module_names}
-# Libraries whose version is in each record: a user may have installed one from a checkout of its own
+# Libraries, which a user may have installed from a checkout, outside of site-packages: no code of their own
 LIBRARIES = {"accelerate", "datasets", "matplotlib", "numpy", "PIL", "scipy", "sklearn", "torch", "transformers"}
 ROOT, PYTHON = Path(__file__).parents[1], sysconfig.get_path("stdlib")
 
@@ -39,14 +39,14 @@ _watching = 0
 
 
 def code_of(modules: Iterable[str]) -> dict[str, str]:
-    """The names of modules and of those that they import -> the digests of their files."""
+    """Module -> digest of its file, for these modules and all that they import."""
     files = imported_files(modules)
     return {name: file_digest(files[name]) for name in sorted(files)}
 
 
 def imported_files(modules: Iterable[str]) -> dict[str, Path]:
-    """The files of modules and of those that they import from outside of installed packages, and so on; of a module of
-    an installed package, its file alone. None is imported for it: stages import late what is heavy."""
+    """Module -> file, for these modules and all of the user's own that they import, directly or not. A module of an
+    installed package has its file alone. Nothing is imported: stages import heavy packages late."""
     importlib.invalidate_caches()
     found, waiting = {}, list(modules := list(modules))
     while waiting:
@@ -67,7 +67,7 @@ def imported_files(modules: Iterable[str]) -> dict[str, Path]:
 
 
 def _file_of(name: str) -> Path | None:
-    """The file of a module; None: of a namespace package, of what is no module, or it is not installed."""
+    """The file of a module. None: a namespace package, no module, or not installed."""
     loaded = getattr(sys.modules.get(name), "__file__", None)
     if loaded is not None:
         return Path(loaded).absolute() if os.path.isfile(loaded) else None
@@ -84,7 +84,7 @@ def _file_of(name: str) -> Path | None:
 
 
 def _imports(name: str, path: Path) -> Iterator[str]:
-    """The names of the modules that the code of one imports, and perhaps of what it takes of them."""
+    """Names of imported modules. `from a import b` also gives `a.b`, which may be none."""
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     try:
         nodes = list(ast.walk(ast.parse(path.read_bytes())))
@@ -100,7 +100,7 @@ def _imports(name: str, path: Path) -> Iterator[str]:
 
 
 def _is_own(path: str) -> bool:
-    """Whether a file is neither of Python, nor of an installed package, nor of this one."""
+    """Whether a file belongs to the user: not to Python, an installed package or this one."""
     parts = Path(path).parts
     if "site-packages" in parts or "dist-packages" in parts or path.startswith(f"{PYTHON}{os.sep}"):
         return False
@@ -141,7 +141,7 @@ def _note_open(event: str, arguments: tuple) -> None:
 
 @contextmanager
 def watching() -> Iterator[None]:
-    """Notes what this process opens meanwhile."""
+    """Note the files that this process opens meanwhile."""
     global _watching
     _install()
     if not _watching:
@@ -159,7 +159,7 @@ def _install() -> None:
 
 
 def reached_code(elsewhere: Collection[str] = ()) -> dict[str, str]:
-    """The digests of the files that were noted, by their paths below the folders of modules.
+    """Path below a folder of modules -> digest, for the files that were noted.
 
     Args:
         elsewhere: files and folders without modules that count in another way, as data and outputs do.
@@ -179,7 +179,7 @@ def reached_code(elsewhere: Collection[str] = ()) -> dict[str, str]:
 
 
 def found_again(keys: Iterable[str]) -> dict[str, str]:
-    """The digests of the files of `reached_code` as they are now; those that are gone are left out."""
+    """Current digests of the files of `reached_code`, without those that are gone."""
     paths = {key: [os.path.join(folder, key) for folder in _search_path()] for key in keys}
     files = {key: next(filter(os.path.isfile, of_key), None) for key, of_key in paths.items()}
     return {key: file_digest(file) for key, file in files.items() if file is not None}
@@ -190,6 +190,6 @@ def _search_path() -> list[str]:
 
 
 def _key(path: str, places: Iterable[str]) -> str:
-    """A path below the first of these folders that has it; as it is, where none has."""
+    """A path relative to the first of these folders that contains it, or unchanged."""
     folder = next((folder for folder in places if path.startswith(f"{folder.rstrip(os.sep)}{os.sep}")), None)
     return path if folder is None else os.path.relpath(path, folder)

@@ -144,6 +144,18 @@ class Record(BaseModel):
         return {key: f"{_shown(before.get(key))} -> {_shown(after.get(key))}" for key in keys}
 
 
+def model_references(stage: Mapping[str, Any]) -> list[str]:
+    """The models that a stage starts from, as its settings name them."""
+    lists = [stage[key] for key in ("models", "experts") if isinstance(stage.get(key), list)]
+    return [name for name in (stage.get("model"), *chain(*lists)) if isinstance(name, str)]
+
+
+def stage_folder(folder: Path, reference: str) -> Path:
+    """The folder that a stage names: of a stage beside it, or a path."""
+    beside = folder.parent / reference
+    return beside if (beside / MANIFEST).is_file() else Path(reference).absolute()
+
+
 def trainings(folder: Path) -> dict[Path, Training]:
     """Folder of a stage -> its training, for the last training of a model's weights; several where it combines models.
     Empty where no record has one."""
@@ -152,9 +164,8 @@ def trainings(folder: Path) -> dict[Path, Training]:
     record = Record.read(folder)
     if record.training is not None or (folder / LOG).is_file():
         return {folder: record.training} if record.training else {}
-    lists = [record.stage[key] for key in ("models", "experts") if isinstance(record.stage.get(key), list)]
-    names = [name for name in (record.stage.get("model"), *chain(*lists)) if isinstance(name, str)]
-    return {stage: training for name in names for stage, training in trainings(folder.parent / name).items()}
+    folders = [stage_folder(folder, reference) for reference in model_references(record.stage)]
+    return {stage: training for origin in folders for stage, training in trainings(origin).items()}
 
 
 def has_work(partial: Path) -> bool:

@@ -98,7 +98,7 @@ def commands_in_prose():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", commands_in_prose())
+@pytest.mark.parametrize("command", list(commands_in_prose()))
 def test_commands_in_prose_that_name_a_repository_run(command, hub, tmp_path, monkeypatch):
     benchmark = BENCHMARKS["imagenet1k"]
     make_copy(benchmark, benchmark.layouts[0], tmp_path / "imagenet1k")

@@ -222,6 +222,8 @@ def test_an_encoder_that_only_its_name_keeps_stays_at_its_commit(clip, models, t
     commit = other_weights(clip, models)
     clip.online()
     assert (load_encoder(tmp_path).encode(["a star"]) == expected).all()
+    clip.online(False)
+    assert torch.equal(load_clip(B32).logit_scale, weights(models / "dense")["logit_scale"])  # the cache stays whole
     clip.online()
     assert (open_encoder(B32).encode(["a star"]) != expected).any()
     with pytest.raises(ValueError, match=f"{B32} is needed at commit {clip.commit}, but is read at {commit} here"):

@@ -225,6 +225,16 @@ def as_table(folder, name, delimiter=",", encoding="utf-8"):
     return {"source": str(folder / name), "image_root": str(folder / "pictures")}
 
 
+def as_json(folder, name):
+    """What is left out is the same as in tables."""
+    pictures(folder / "pictures", range(NUMBER + 1))
+    entries = [{"image": f"{number:03d}.png", "caption": text} for number, text in enumerate([*CAPTIONS, None])]
+    entries.append({"image": "x.png", "caption": "a"})
+    text = json.dumps(entries) if name.endswith(".json") else "\n".join(map(json.dumps, entries))
+    (folder / name).write_text(text)
+    return {"source": str(folder / name), "image_root": str(folder / "pictures")}
+
+
 def as_parquet(folder, image, kind):
     """Images as `image` makes them of numbers; what is left out is the same as in tables."""
     pictures(folder / "pictures", range(NUMBER + 1))
@@ -280,6 +290,8 @@ LAYOUTS_OF_ONE_SET = {
     "folder with texts": lambda folder: as_folder(folder, "texts"),
     "csv": lambda folder: as_table(folder, "pairs.csv"),
     "tsv of Excel": lambda folder: as_table(folder, "pairs.tsv", "\t", "utf-16"),
+    "json": lambda folder: as_json(folder, "pairs.json"),
+    "json lines": lambda folder: as_json(folder, "pairs.jsonl"),
     "parquet": lambda folder: as_parquet(folder, lambda n: {"bytes": png(n), "path": None}, pyarrow.struct(BYTES)),
     "parquet without paths": lambda folder: as_parquet(
         folder, lambda n: {"bytes": png(n)}, pyarrow.struct({"bytes": pyarrow.binary()})

@@ -78,11 +78,15 @@ def test_different_pictures_are_no_copies():
 
 
 def test_a_picture_is_decoded_once(monkeypatch, tmp_path):
+    """By one version of the code that decodes it."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
     images = rows([saved(picture, "JPEG") for picture in PICTURES["symbols"]])
     first = find_copies(images)
     monkeypatch.setattr(near_copies, "_look", None)
     assert find_copies(images).pixels == first.pixels
+    monkeypatch.setattr(near_copies, "decoding_code", lambda file: "other code")
+    with pytest.raises(TypeError):
+        find_copies(images)
 
 
 def test_more_pictures_than_can_be_compared(monkeypatch, caplog):

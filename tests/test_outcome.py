@@ -96,11 +96,15 @@ def test_captions_all_alike_teach_nothing(run, tmp_path):
     assert training.outcome == DID_NOT_LEAVE_CHANCE and training.last == pytest.approx(math.log(8), rel=0.02)
 
 
-def test_a_model_has_the_last_training_of_its_weights(out):
+def test_a_model_has_the_last_training_of_its_weights(out, tmp_path, monkeypatch):
     assert [*trainings(out / "lost")] == [out / "dead"]  # upcycled from it
     assert [*trainings(out / "average")] == [out / "collapsed"]
     assert [*trainings(out / "collapsed")] == [out / "collapsed"]  # not the one that it started from
     assert trainings(out / "dense") == trainings(out / "nowhere") == {}
+    monkeypatch.chdir(out.parent)
+    (tmp_path / "of_another_run").mkdir()
+    Record(stage={"stage": "upcycle", "model": f"{out.name}/dead"}).write(tmp_path / "of_another_run")
+    assert [*trainings(tmp_path / "of_another_run")] == [out / "dead"]
 
 
 def test_a_record_without_losses_is_read_and_has_the_same_digest(out):
@@ -187,8 +191,10 @@ def test_a_log_of_another_loss_has_no_outcome():
     overflowed in half precision, it has one."""
     assert Training.of_log([{"step": 1, "loss": 2.0, "grad_norm": 1.0}], 8) is Training.of_log([], 8) is None
     assert log_of([0.0] * 40, chance=0.0) is log_of([1.0] * 40, chance=math.nan) is None
-    overflowed = log_of([4.2] * 40, gradient=math.inf)
-    assert overflowed.gradient is None and overflowed.advice.startswith("lower")
+    first = {"step": 1, "loss": 4.2, "grad_norm": math.inf, "chance": 4.0}
+    later = [{"step": step, "loss": 4.2, "grad_norm": 1.0} for step in range(2, 41)]
+    for overflowed in (log_of([4.2] * 40, gradient=math.inf), Training.of_log([first, *later], 64)):
+        assert overflowed.gradient is None and overflowed.advice.startswith("lower")
 
 
 def test_loss_of_a_batch_at_its_best_temperature():
@@ -290,7 +296,7 @@ def test_a_dead_run_is_no_point_of_the_law(tmp_path):
     Record(stage={"stage": "train"}, training=DEAD).write(tmp_path / "dense")
     assert read_points(tmp_path) == []
     Record(stage={"stage": "train"}, training=ALIVE).write(tmp_path / "dense")
-    with pytest.raises((OSError, ValueError)):  # it goes on, to a model that is not there
+    with pytest.raises(FileNotFoundError, match="seed_model"):  # it goes on, to a model that is not there
         read_points(tmp_path)
 
 

@@ -55,9 +55,7 @@ CASES = {
         "importlib.import_module('reads').VALUE",
     ),
 }
-BESIDE = {"data_of_a_helper": "lib/words.csv", "sibling_package": "other/part.py"}
-
-
+# Case -> the file that changes, if it is not the first one
 CHANGED = {"data_of_a_helper": "lib/words.csv", "sibling_package": "other/part.py"}
 
 

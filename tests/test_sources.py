@@ -16,8 +16,8 @@ import tiny_sources
 from tiny_sources import damaged, images_and_texts, png, rows, saved_pairs, write_shard
 
 from data.identity import data_fingerprint, identity, image_digests
-from data.images import decode_image
-from data.pairs import _reading_code, load_pairs, present_captions, read_pair, select_columns
+from data.images import decode_image, decoding_code
+from data.pairs import load_pairs, present_captions, read_pair, select_columns
 from data.sources import DataArguments
 from training.loader import PairLoader
 from training.stages.mixture import MixtureStage
@@ -40,10 +40,10 @@ def test_images_are_looked_at_again_with_another_pillow(tmp_path, monkeypatch):
     arguments, numbers = DataArguments(**saved_pairs(tmp_path / "rows", ["a dog", "a cat"])), []
     for version in ("13.0", "13.0", "0.1"):
         monkeypatch.setattr("PIL.__version__", version)
-        _reading_code.cache_clear()
+        decoding_code.cache_clear()
         assert len(load_pairs(arguments)) == 2
         numbers.append(len(list((tmp_path / "cache" / "looks").glob("*.arrow"))))
-    _reading_code.cache_clear()
+    decoding_code.cache_clear()
     assert numbers == [1, 1, 2]
 
 

@@ -13,8 +13,8 @@ from records.provenance import LOG
 
 # What is logged of losses -> the title of its curve. Scores, TASK/METRIC, come after these.
 TITLES = {
-    "loss": "loss, without router losses",
-    "total_loss": "loss, all together",
+    "loss": "contrastive loss",
+    "total_loss": "total loss",
     "balance_loss": "balance loss",
     "z_loss": "router z-loss",
     "local_entropy_text": "local entropy of texts (bits)",

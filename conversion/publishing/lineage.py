@@ -1,6 +1,5 @@
 """How a model came to be: the stages of the runs that made it, and what was measured of its weights."""
 
-import itertools
 import sys
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
@@ -11,7 +10,17 @@ from records.digests import value_digest
 from records.files import read_json, read_record
 from records.local_names import is_hub_name, is_url, without_paths
 from records.messages import join_names
-from records.provenance import ANSWER, MANIFEST, RECIPE, Attempt, OwnStage, Record, weights_fingerprint
+from records.provenance import (
+    ANSWER,
+    MANIFEST,
+    RECIPE,
+    Attempt,
+    OwnStage,
+    Record,
+    model_references,
+    stage_folder,
+    weights_fingerprint,
+)
 from records.result_schema import ExpertSummary, require_result, require_summary, results_mark
 from records.yaml_files import read_yaml
 
@@ -249,17 +258,14 @@ def _inputs(folder: Path, of_weights: bool = False) -> Iterator[tuple[str, Path 
     Args:
         of_weights: only those whose weights it continues, not those that embedded or clustered its data.
     """
-    stage = Record.read(folder).stage
-    lists = [stage[key] for key in ("models", "experts") if isinstance(stage.get(key), list)]
-    models = [stage.get("model"), *itertools.chain(*lists)]
+    models = model_references(Record.read(folder).stage)
     for reference, recorded in Record.read(folder).inputs.items():
         if of_weights and reference not in models:
             continue
         if recorded.startswith(f"{reference}@"):  # see records.provenance.model_fingerprint
             yield reference, None, False
             continue
-        origin = folder.parent / reference
-        origin = origin if _is_stage(origin) else Path(reference).absolute()
+        origin = stage_folder(folder, reference)
         record = Record.read(origin) if _is_stage(origin) else None
         yield reference, origin, record is not None and record.digest == recorded and record.is_of(origin)
 

@@ -39,8 +39,8 @@ def features(model: PreTrainedModel, inputs: Sequence[dict[str, torch.Tensor]]) 
 
 
 def processed(processor: ProcessorMixin, picture: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What a processor makes of `TEXTS` and a picture (H, W, 3) of the model's size: with torchvision, others would be
-    resized to other last digits."""
+    """Processor outputs for `TEXTS` and one picture (H, W, 3). The picture has the model's size, so that nothing is
+    resized: torchvision and Pillow differ there in the last digits."""
     tokenizer, images, options = processor.tokenizer, processor.image_processor, {"return_tensors": "pt"}
     if getattr(images, "max_num_patches", None) is not None:
         options |= {"max_num_patches": images.max_num_patches, "patch_size": images.patch_size}

@@ -77,17 +77,18 @@ class SplitStage(Stage):
         else:
             copies = find_copies(train)
             train, test = hold_out(train, self.held_out, context.seed, tokenizer, copies)
+        names = class_names([*train["caption"], *test["caption"]], tokenizer)
+        if not is_given:
+            together = "" if names else ", together with all that have the same caption"
             lines = [
                 f"{data.source} has no split {self.test_split}, so {len(test) / (len(train) + len(test)):.0%} of its "
-                "pairs are held out as the test, together with all that have the same caption."
+                f"pairs are held out as the test{together}."
             ]
             if number := len(np.unique(copies.near)):
                 lines.append(f"{number:,} images are others compressed or scaled otherwise, and on one side with them.")
-        names = class_names([*train["caption"], *test["caption"]], tokenizer)
         classes, of_test = (names[: len(train)], names[len(train) :]) if names else ([], [])
         by_class = bool(names) and set(of_test) <= set(classes) and not are_ids(list(set(names)))
         if names:
-            lines[0] = lines[0].replace(", together with all that have the same caption", "")
             how = "" if is_given else "held out by picture, and "
             score = f"by class, {len(set(names))} in all" if by_class else "by retrieval"
             lines.append(f"The captions repeat as classes do: the test is {how}scored {score}.")
