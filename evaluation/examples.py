@@ -11,6 +11,7 @@ import PIL.Image
 from data.images import decode_image
 from data.pairs import present_captions
 from evaluation.measures import Embeds
+from evaluation.retrieval import TIE
 from evaluation.task import Task
 from records.markdown import escape
 
@@ -46,8 +47,12 @@ def find_examples(task: Task, model: Embeds) -> list[Example]:
     images, candidates = zip(*model.map(lambda e: (e.images(rows), e.texts(texts))), strict=True)
     images = model.image_side(images, model.image_weights(rows))
     candidates = model.text_side(candidates, model.weights([texts]))
-    starts = range(0, len(images), AT_ONCE)
-    best = np.concatenate([(images[start : start + AT_ONCE] @ candidates.T).argmax(axis=1) for start in starts])
+    column_of, best = {name: column for column, name in enumerate(names)}, []
+    for start in range(0, len(images), AT_ONCE):
+        similarities = images[start : start + AT_ONCE] @ candidates.T
+        for row, own in zip(similarities, captions[start : start + AT_ONCE], strict=True):
+            row[[column_of[text] for text in own]] -= TIE  # a tie is a miss, as in the scores
+        best.extend(similarities.argmax(axis=1).tolist())
     is_hit = np.array([names[said] in own for said, own in zip(best, captions, strict=True)])
     order = np.random.default_rng(0).permutation(len(rows))
     chosen = [row for hits in (is_hit, ~is_hit) for row in order[hits[order]][:NUM_SHOWN].tolist()]

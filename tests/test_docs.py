@@ -35,6 +35,7 @@ from model_cards.law_outcomes import points_of
 from records.intervals import paired_interval
 from records.yaml_files import read_yaml
 from training import settings_page
+from training.curves import TITLES
 from training.recipe import load_recipe
 from training.stage_command import read_command
 from training.stages import KINDS
@@ -156,6 +157,11 @@ def read(arguments):
         options = dict(zip(arguments[1::2], arguments[2::2], strict=False))
         stages = {key: value for key, value in options.items() if "." in key}
         load_recipe(options["--config"], {key[2:]: read_yaml(value, key) for key, value in stages.items()})
+
+
+def test_the_demos_curves_are_of_a_logged_quantity():
+    quantities = re.findall(r"clip-moe curves .*--only (\S+)", (ROOT / "Makefile").read_text(encoding="utf-8"))
+    assert quantities and {*quantities} <= {*TITLES}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -81,9 +81,10 @@ class Verdict:
 
     @classmethod
     def of(cls, folder: Path) -> "Verdict | None":
-        """By the report of a model's run that measured it as it is now; None if there is none."""
+        """By the newest report of a model's run that measured it as it is now; None if there is none."""
         folder = folder.absolute()
-        for path in sorted(folder.parent.glob(f"*/{ANSWER}")) if _is_stage(folder) else ():
+        reports = folder.parent.glob(f"*/{ANSWER}") if _is_stage(folder) else ()
+        for path in sorted(reports, key=lambda path: path.stat().st_mtime, reverse=True):
             record, answer = Record.read(path.parent), read_record(path, dict)
             stages = {row: stage for row, stage in record.stage["models"].items() if stage in record.inputs}
             row = next((row for row, stage in stages.items() if folder.parent / stage == folder), None)
