@@ -51,7 +51,7 @@ def find_examples(task: Task, model: Embeds) -> list[Example]:
     for start in range(0, len(images), AT_ONCE):
         similarities = images[start : start + AT_ONCE] @ candidates.T
         for row, own in zip(similarities, captions[start : start + AT_ONCE], strict=True):
-            row[[column_of[text] for text in own]] -= TIE  # a tie is a miss, as in the scores
+            row[[column_of[text] for text in own if text in column_of]] -= TIE  # a tie is a miss, as in the scores
         best.extend(similarities.argmax(axis=1).tolist())
     is_hit = np.array([names[said] in own for said, own in zip(best, captions, strict=True)])
     order = np.random.default_rng(0).permutation(len(rows))
