@@ -79,8 +79,9 @@ class Verdict:
             record, answer = Record.read(path.parent), read_record(path, dict)
             stages = {row: stage for row, stage in record.stage["models"].items() if stage in record.inputs}
             row = next((row for row, stage in stages.items() if folder.parent / stage == folder), None)
-            if row and record.inputs[folder.name] == Record.read(folder).digest:
+            if row and record.inputs[stages[row]] == Record.read(folder).digest:
                 twin = stages.get(row.replace("sparse", "dense", 1)) if row.startswith("sparse") else None
+                twin = Path(twin).name if twin and (folder.parent / twin).parent == folder.parent else None
                 return cls(answer["verdict"], row, answer["use"], twin)
         return None
 
