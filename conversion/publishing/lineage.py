@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from conversion.own_classes import own_code
 from records.digests import value_digest
-from records.files import read_json, read_record
+from records.files import damaged, read_json, read_record
 from records.local_names import is_hub_name, is_url, without_paths
 from records.messages import join_names
 from records.provenance import ANSWER, MANIFEST, RECIPE, Attempt, OwnStage, Record, weights_fingerprint
@@ -82,6 +82,8 @@ class Verdict:
             if row and record.inputs[stages[row]] == Record.read(folder).digest:
                 twin = stages.get(row.replace("sparse", "dense", 1)) if row.startswith("sparse") else None
                 twin = Path(twin).name if twin and (folder.parent / twin).parent == folder.parent else None
+                if not all(isinstance(answer.get(key), str) for key in ("verdict", "use")):
+                    raise damaged(path, "it has no verdict, or no model to use")
                 return cls(answer["verdict"], row, answer["use"], twin)
         return None
 
