@@ -224,6 +224,8 @@ class _GroupedFFNs(torch.autograd.Function):
     def backward(ctx, gradient):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # for a gradient of the gradient
             *inputs, _, _, order, _, ends, _ = ctx.saved_tensors
+            # Of aliases: of the inputs themselves, a gradient would also go by one that was computed of another
+            inputs = [tensor.view_as(tensor) for tensor in inputs]
             rows = Dispatch(order, ends.diff(prepend=ends.new_zeros(1)))
             outputs = _grouped_ffns(*inputs, rows, ctx.act_fn).to(gradient.dtype)
             needed = [i for i in range(len(inputs)) if ctx.needs_input_grad[i]]

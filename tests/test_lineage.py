@@ -152,6 +152,25 @@ def test_a_card_has_the_verdict_of_the_report(run):
     assert lineage_of(run).verdict is None and "A report compared it" not in card_of(lineage_of(run)).text
 
 
+def test_a_report_may_name_its_models_by_paths(run):
+    """Of which the card has the stages' names alone."""
+    answered(run, "sparse", dense=str(run / "dense"))
+    record = Record.read(run / "report")
+    path = str(run.absolute() / "sparse")
+    record.stage["models"]["sparse"], record.inputs[path] = path, record.inputs.pop("sparse")
+    record.write(run / "report")
+    assert lineage_of(run).verdict.twin == "dense"
+    answered(run, "sparse", dense="../other/dense")
+    assert lineage_of(run).verdict.twin is None
+
+
+def test_a_damaged_verdict_is_one_line(run):
+    answered(run, "sparse")
+    (run / "report" / ANSWER).write_text("{}")
+    with pytest.raises(ValueError, match="is damaged .it has no verdict"):
+        lineage_of(run)
+
+
 def test_what_an_average_is_of(run):
     change_stage(run, stage="average", models=["base", "dense_tuned"], weights=[0.5, 0.5])
     assert "models ['base', 'dense_tuned'], weights [0.5, 0.5]" in card_of(lineage_of(run)).text.replace("\\", "")

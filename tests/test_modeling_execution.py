@@ -241,6 +241,18 @@ def test_a_second_gradient_is_the_loops(trains):
     torch.testing.assert_close(second["grouped"], second["eager"], rtol=1e-4, atol=1e-4)
 
 
+def test_a_gradient_that_is_kept_for_a_second_one_is_the_loops():
+    """Also where the weights of experts come from their inputs, as a router's do."""
+    block, found = tiny_block().experts, {}
+    hidden_states, directions = torch.randn(20, 16), torch.randn(16, 4)
+    for name in ("loop", "grouped"):
+        leaf = hidden_states.clone().requires_grad_()
+        weights, ids = (leaf @ directions).softmax(dim=-1).topk(2)
+        outputs = (block if name == "loop" else partial(experts.experts_forward_grouped, block))(leaf, ids, weights)
+        found[name] = torch.autograd.grad(outputs.square().sum(), leaf, create_graph=True)[0]
+    torch.testing.assert_close(found["grouped"], found["loop"], rtol=1e-4, atol=1e-4)
+
+
 def test_grouped_products_in_bfloat16_round_as_the_loop():
     """Values and gradients, with biases that are large beside the products."""
     torch.manual_seed(0)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from records.digests import value_digest
-from records.files import read_json, read_record
+from records.files import damaged, read_json, read_record
 from records.local_names import is_hub_name, is_url, without_paths
 from records.messages import join_names
 from records.provenance import (
@@ -88,8 +88,11 @@ class Verdict:
             record, answer = Record.read(path.parent), read_record(path, dict)
             stages = {row: stage for row, stage in record.stage["models"].items() if stage in record.inputs}
             row = next((row for row, stage in stages.items() if folder.parent / stage == folder), None)
-            if row and record.inputs[folder.name] == Record.read(folder).digest:
+            if row and record.inputs[stages[row]] == Record.read(folder).digest:
                 twin = stages.get(row.replace("sparse", "dense", 1)) if row.startswith("sparse") else None
+                twin = Path(twin).name if twin and (folder.parent / twin).parent == folder.parent else None
+                if not all(isinstance(answer.get(key), str) for key in ("verdict", "use")):
+                    raise damaged(path, "it has no verdict, or no model to use")
                 return cls(answer["verdict"], row, answer["use"], twin)
         return None
 
