@@ -5,6 +5,7 @@ Importing it makes the rooms importable that lie beside this file: in a wheel, a
 """
 
 import importlib
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cyclopts import App
 
+# Threads that wait do not spin: on shared cores, spinning costs several times the time. Read when torch is imported
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # First, since the user's own folder, where commands are started, may have a module `data` or `training`, too.
 sys.path.insert(0, str(Path(__file__).parent))
 

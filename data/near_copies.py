@@ -27,6 +27,8 @@ GRID, LEAST_SIDE = 16, 32
 # than PLAIN and, where fields are of few pixels, FINE / side. So are JPEG of quality 75, lossy WEBP and half the size
 # near copies, of photographs, drawings and noise from 32 to 224 pixels; of 500,000 pairs of symbols, 1 is
 CORRELATION, SHARE, PLAIN, FINE = 0.85, 0.45, 8, 160 * GRID
+# A picture that looks like more others is one of a kind, as of a part in its place or of a page, and no copy
+MOST_ALIKE = 8
 # Grids of fewer levels are of one color
 LEAST_RANGE = 8
 
@@ -66,7 +68,13 @@ def find_copies(rows: datasets.Dataset) -> Copies:
         different = different[:0]
     sides = np.array([int(looks[row][1]) for row in different], int)
     grids = np.frombuffer(b"".join(base64.b64decode(looks[row][2]) for row in different), np.uint8)
-    return Copies(pixels, different[_near(sides, grids.reshape(-1, GRID * GRID * 3))])
+    near = _near(sides, grids.reshape(-1, GRID * GRID * 3))
+    are_of_a_kind = np.bincount(near.ravel(), minlength=len(different)) > MOST_ALIKE
+    if are_of_a_kind.any():
+        message = "%d images look like more than %d others on a grid of %d x %d: they count as different pictures"
+        warn_once(logger, message % (are_of_a_kind.sum(), MOST_ALIKE, GRID, GRID))
+        near = near[~are_of_a_kind[near].any(axis=1)]
+    return Copies(pixels, different[near])
 
 
 def _look(image: Any) -> str:

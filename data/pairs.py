@@ -71,7 +71,13 @@ def load_pairs(arguments: DataArguments, images: bool = True) -> Rows:
     """
     if arguments.source in WORLDS:
         return _draw(arguments, arguments.captions)
-    rows = with_class_names(select_columns(open_rows(arguments), arguments))
+    rows = select_columns(open_rows(arguments), arguments)
+    classes = getattr((rows.features or {}).get("caption"), "names", None) or []
+    if lost := sorted(MISSING & {*classes}):
+        raise ValueError(
+            f"{arguments.source}: a class called {lost[0]} reads as a missing caption: rename it, such as no_object"
+        )
+    rows = with_class_names(rows)
     if arguments.streaming:
         return rows
     return readable_pairs(rows, arguments, images)[0]

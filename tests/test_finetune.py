@@ -13,6 +13,8 @@ from tiny_runs import DENSE, run_stages
 from tiny_sources import picture
 
 import clip_moe
+from data.pairs import load_pairs
+from data.sources import DataArguments
 from evaluation.answer import answer as answer_of
 from evaluation.results import slug
 from training.recipe import load_recipe
@@ -108,6 +110,24 @@ def test_classes_as_captions(tmp_path, base, capsys):
     assert r"'!\[x\](y.jpg)'" in report and (output / "report" / "report.html").is_file()
 
 
+def test_a_class_without_a_test_picture_is_named(tmp_path, base):
+    captions = [f"class {number % 2}" for number in range(40)]
+    data = pictures(tmp_path / "data", captions, "train")
+    pictures(data, ["class 1", "class 1"], "test")
+    split = {"name": "pictures", "stage": "split", "data": {"source": str(data)}, "model": str(base)}
+    overview = (run_stages(tmp_path / "run", [split]) / "pictures" / "overview.txt").read_text()
+    assert "1 of the classes have no picture in the test: class 0." in overview
+
+
+@pytest.mark.parametrize("name", ["None", "NA", "null"])
+def test_a_class_that_reads_as_a_missing_caption_is_refused(tmp_path, name):
+    for folder in ("cat", name):
+        (tmp_path / folder).mkdir()
+        picture(0).save(tmp_path / folder / "0.png")
+    with pytest.raises(ValueError, match=f"a class called {name} reads as a missing caption: rename it"):
+        load_pairs(DataArguments(source=str(tmp_path), caption_column="label"))
+
+
 def write_split(folder, split, captions, save):
     (folder / split).mkdir(parents=True)
     lines = []
@@ -137,7 +157,7 @@ def test_copies_in_a_given_test_are_counted(tmp_path, base, capsys, save, same, 
     stage = {"name": "pictures", "stage": "split", "data": {"source": str(data)}, "model": str(base)}
     run_stages(tmp_path / "run", [stage])
     told = capsys.readouterr().out
-    line = f"{same + near} of the test's 6 images are in training, too: {same} with the same pixels, {near} compressed"
+    line = f"{same + near} of the test's 6 images are in training, too: {same} with the same pixels, {near} that look"
     assert (line in told) == bool(same + near) and ("in training, too" in told) == bool(same + near)
     assert "2 of these are in training with other punctuation, quotes, case or HTML." in told
 

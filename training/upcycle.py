@@ -7,7 +7,7 @@ python -m training.upcycle --config training/recipes/clip_up.yaml --output-dir r
 if __name__ == "__main__":
     import sys
 
-    from clip_moe import with_own_classes
+    from clip_moe import with_own_classes  # before torch, whose threads it tells not to spin
     from training.commands import run
 
     sys.argv[1:] = with_own_classes(sys.argv[1:])

@@ -87,9 +87,11 @@ class AnswerStage(EvaluateStage):
         task = self.tasks_of(inputs)[LEARNED]
         options = self.batch_size, device, getattr(torch, self.dtype)
         model = open_model(inputs.models[answered.use], directory / "embeddings", *options)
-        table, pictures = examples_table(find_examples(task, model))
+        examples = find_examples(task, model)
+        table, pictures = examples_table(examples)
+        hits = sum(example.is_hit for example in examples)
         seen = (
-            f"Pictures of the test, by {answered.use}: at random three that it names right, and three that it does not."
+            f"Test pictures drawn at random, {hits} that {answered.use} names right and {len(examples) - hits} wrong:"
         )
         sentences = read_text(Path(inputs.split) / OVERVIEW).splitlines()
         parts = (

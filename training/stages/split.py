@@ -59,6 +59,7 @@ class SplitStage(Stage):
         from data.splits import has_split
         from evaluation.class_names import are_ids
         from records.files import write_text
+        from records.messages import join_names
 
         data, tokenizer = inputs.data, load_processor(inputs.model).tokenizer
         # What cannot be read is judged here, over all pairs, and not by what trains and measures
@@ -72,7 +73,7 @@ class SplitStage(Stage):
             if same + near:
                 lines.append(
                     f"{same + near:,} of the test's {len(test):,} images are in training, too: {same:,} with the same "
-                    f"pixels, {near:,} compressed or scaled otherwise."
+                    f"pixels, {near:,} that look like them, compressed or scaled."
                 )
         else:
             copies = find_copies(train)
@@ -85,13 +86,17 @@ class SplitStage(Stage):
                 f"pairs are held out as the test{together}."
             ]
             if number := len(np.unique(copies.near)):
-                lines.append(f"{number:,} images are others compressed or scaled otherwise, and on one side with them.")
+                lines.append(
+                    f"{number:,} images look like others, compressed or scaled, and are on one side with them."
+                )
         classes, of_test = (names[: len(train)], names[len(train) :]) if names else ([], [])
         by_class = bool(names) and set(of_test) <= set(classes) and not are_ids(list(set(names)))
         if names:
             how = "" if is_given else "held out by picture, and "
             score = f"by class, {len(set(names))} in all" if by_class else "by retrieval"
             lines.append(f"The captions repeat as classes do: the test is {how}scored {score}.")
+            if missing := sorted(set(classes) - set(of_test)):
+                lines.append(f"{len(missing)} of the classes have no picture in the test: {join_names(missing)}.")
         if by_class:
             feature = datasets.ClassLabel(names=list(dict.fromkeys(names)))
             train = train.remove_columns("caption").add_column("caption", classes)
