@@ -345,20 +345,22 @@ def price_row(task, *models):
 
 
 def test_the_four_arms_of_duplicates_are_those_of_the_cards():
-    """A column for each seed of random order."""
+    """A column for each of three seeds, and the differences with their intervals."""
     arms = json.loads((CARDS / "duplicates_order" / "seeds.json").read_text(encoding="utf-8"))
     long = json.loads((CARDS / "clip_up_names_long" / "seeds.json").read_text(encoding="utf-8"))
     arms |= {
         "together, negatives": long["dense, 30 wide, plain shuffles"],
         "apart, evenly spaced": long["dense, 30 wide"],
     }
-    expected = []
-    for arm in ("together, negatives", "together, positives", "apart, random order", "apart, evenly spaced"):
-        number = len(arms["apart, random order"]["names_4096"])
-        cells = [f"{100 * seed['image_to_text_recall@1']:.1f}" for seed in arms[arm]["names_4096"][:number]]
-        cells += ["not run"] * (number - len(cells))
-        expected.append(f"| {arm} | {' | '.join(cells)} |")
-    assert "\n".join(expected) in TEXT[ROOT / "docs" / "results.md"]
+    names = "together, negatives", "together, positives", "apart, random order", "apart, evenly spaced"
+    scores = [[100 * seed["image_to_text_recall@1"] for seed in arms[arm]["names_4096"][:3]] for arm in names]
+    expected = [f"| {arm} | {' | '.join(f'{x:.1f}' for x in row)} |" for arm, row in zip(names, scores, strict=True)]
+    text = TEXT[ROOT / "docs" / "results.md"]
+    assert "\n".join(expected) in text
+    negatives, positives, random_order, even = scores
+    for better, worse in ((even, random_order), (random_order, negatives), (positives, negatives)):
+        low, high = paired_interval(better, worse)
+        assert f"{mean(better) - mean(worse):+.1f} points ({low:.1f} to {high:.1f})" in " ".join(text.split())
 
 
 def test_the_front_page_has_every_gain_beside_its_rivals_and_its_price():
