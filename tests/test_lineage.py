@@ -146,8 +146,8 @@ def test_a_card_has_the_verdict_of_the_report(run):
     card = card_of(lineage_of(run)).text
     sentence = "A report compared it, as `sparse`, with the models of its run. Experts did not help: -2.0 ± 1.0 points."
     assert f"{sentence} The report recommends this model. The dense model beside it was the stage `dense`." in card
-    answered(run, "dense, fine-tuned weights")
-    assert "The report recommends `dense, fine-tuned weights` instead." in card_of(lineage_of(run)).text
+    answered(run, "base")
+    assert f"The report recommends `{BASE.name}` instead." in card_of(lineage_of(run)).text
     change_record(run, pairs=3)  # made anew, in another way
     assert lineage_of(run).verdict is None and "A report compared it" not in card_of(lineage_of(run)).text
 
@@ -179,7 +179,8 @@ def test_what_an_average_is_of(run):
 @pytest.mark.parametrize("use", ["dense", "base"])
 def test_a_model_that_its_report_does_not_recommend_is_not_published_unasked(run, use):
     answered(run, use)
-    message = f"recommends {use}, and not this model, sparse: nothing was published; --yes publishes it all the same"
+    name = {"base": BASE.name}.get(use, use)
+    message = f"recommends {name}, and not this model, sparse: nothing was published; --yes publishes it all the same"
     with pytest.raises(SystemExit, match=message):
         publish.main([str(run / "sparse"), "user/name"])
 

@@ -66,13 +66,14 @@ class Verdict:
     Args:
         sentence: whether experts helped, as markdown.
         row: the report's name of the model.
-        use: that of the model that it recommends.
+        use: that of the model that it recommends, and `use_folder`, the last part of its folder or its name on the Hub.
         twin: the stage of the dense model beside a sparse one; None of a dense one.
     """
 
     sentence: str
     row: str
     use: str
+    use_folder: str
     twin: str | None
 
     @property
@@ -93,7 +94,9 @@ class Verdict:
                 twin = Path(twin).name if twin and (folder.parent / twin).parent == folder.parent else None
                 if not all(isinstance(answer.get(key), str) for key in ("verdict", "use")):
                     raise damaged(path, "it has no verdict, or no model to use")
-                return cls(answer["verdict"], row, answer["use"], twin)
+                used = record.stage["models"].get(answer["use"], answer["use"])
+                used = used if is_hub_name(used) and not Path(used).exists() else Path(used).name
+                return cls(answer["verdict"], row, answer["use"], used, twin)
         return None
 
 
