@@ -56,8 +56,10 @@ def publish(
     verdict = Verdict.of(Path(source))
     if verdict and not verdict.is_recommended and not yes:
         advice = f"the report of {source} recommends {verdict.use_folder}, and not this model, {verdict.row}"
-        if not sys.stdin.isatty() or input(f"{advice}. Publish it all the same? [y/N] ").strip().lower() != "y":
+        if not sys.stdin.isatty():
             raise ValueError(f"{advice}: nothing was published; --yes publishes it all the same")
+        if input(f"{advice}. Publish it all the same? [y/N] ").strip().lower() != "y":
+            raise ValueError("nothing was published")
 
     address = upload(source, repository, license, base_model, private, revision, pull_request)
     return f"published at {address}"
