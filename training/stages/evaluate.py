@@ -158,8 +158,5 @@ def training_seconds(models: Mapping[str, str]) -> str:
             if record.stage["stage"].startswith("train") and seconds and None not in seconds:
                 where = escape(" and ".join(dict.fromkeys(attempt.device for attempt in record.attempts)))
                 took.append(f"{escape(title)} {sum(seconds):,.0f} s on {where}")
-    return (
-        f"The stage that trained each model took: {'; '.join(took)}, by the clock of a machine that may do other work, too."
-        if took
-        else ""
-    )
+    clock = "by the clock of a machine that may do other work, too"
+    return f"The stage that trained each model took: {'; '.join(took)}, {clock}." if took else ""
