@@ -54,9 +54,13 @@ def go_online(monkeypatch, online=True):
 @pytest.fixture
 def hub(monkeypatch, tmp_path_factory):
     """The Hub, without repositories, and an empty cache. Its `online(False)` is HF_HUB_OFFLINE=1 in a new process."""
+    import datasets
     import huggingface_hub
 
     cache = tmp_path_factory.mktemp("hub_cache")
+    # Rows of the same commit that an earlier test prepared would not be downloaded again
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("hub_datasets"))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(datasets.config.HF_DATASETS_CACHE))
     monkeypatch.setenv("HF_HUB_CACHE", str(cache))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
     HUB.clear()

@@ -213,8 +213,10 @@ def test_any_text_is_only_text(tmp_path, text, figures):
 def test_any_text_is_only_text_outside_of_reports(text):
     """In sentences of an answer and an estimate, in tables of curves, in lists and alone in a line."""
     scores = {model: result(model, "learned", title=text, primary={"recall": text}) for model in COMPARED}
+    answered = answer(list(scores.values()), ["learned"], dict.fromkeys(COMPARED, text))
     parts = [
-        *answer(list(scores.values()), ["learned"], dict.fromkeys(COMPARED, text))[:3],
+        f"**{answered.verdict}** {answered.advice}",
+        answered.details,
         CountedCaptions(text, 3, 3, 2).sentence,
         last_values({text: {1: {"loss": 1.0}}}),
         item(text),
