@@ -35,7 +35,7 @@ _folders: set[str] = set()
 _packages: set[str] = set()
 # Where modules were searched before what is watched began, which may add folders
 _places: list[str] = []
-_watching = 0
+_watching, _since = 0, 0.0  # when it began
 
 
 def code_of(modules: Iterable[str]) -> dict[str, str]:
@@ -142,10 +142,10 @@ def _note_open(event: str, arguments: tuple) -> None:
 @contextmanager
 def watching() -> Iterator[None]:
     """Note the files that this process opens meanwhile."""
-    global _watching
+    global _watching, _since
     _install()
     if not _watching:
-        _places[:] = _search_path()
+        _places[:], _since = _search_path(), time.time()
     _watching += 1
     try:
         yield
@@ -173,6 +173,8 @@ def reached_code(elsewhere: Collection[str] = ()) -> dict[str, str]:
     for path in sorted(_opened.keys() - _written - _imported):
         if os.path.isfile(path) and not any(Path(path).is_relative_to(other) for other in others):
             if os.stat(path).st_ctime > _opened[path]:
+                if _opened[path] < _since:  # by an earlier stage of this process
+                    continue
                 raise ValueError(f"{path} changed after it was read: run it again")
             files[_key(path, _places)] = file_digest(path)
     return files

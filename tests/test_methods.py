@@ -82,7 +82,7 @@ def test_the_whole_way(tmp_path, name, monkeypatch, capsys):
     tuned = tmp_path / "whole" / "tuned"
     assert same_weights(tuned, tmp_path / "killed" / "tuned")
     log = read_log(tuned)
-    assert len([entry for entry in log if "loss" in entry]) == 20 and (logged is None or logged in log[0])
+    assert len([entry for entry in log if "loss" in entry]) == 21 and (logged is None or logged in log[0])
     assert (tmp_path / "whole" / "experts" / "experts.html").is_file()
     scores = json.loads((tmp_path / "whole" / "scores" / "symbols_retrieval--sparse.json").read_text())
     assert scores["num_samples"] == 20
