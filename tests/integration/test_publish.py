@@ -176,7 +176,8 @@ def test_a_published_model_loads_at_a_revision(published, hub, login, tmp_path):
     program += f"hub = {{'trust_remote_code': True, 'revision': {first!r}}}\n"
     program += "model = AutoModel.from_pretrained('user/symbols', dtype='float32', **hub)\n"
     program += (
-        "AutoProcessor.from_pretrained('user/symbols', **hub)\nprint(model.logit_scale.item(), model.self_test())"
+        "AutoProcessor.from_pretrained('user/symbols', **hub)\n"
+        "print(model.logit_scale.item(), model.self_test(revision=hub['revision']))"
     )
     for offline in "01":
         printed = run_program(tmp_path, "-c", program, HF_HUB_OFFLINE=offline)
