@@ -24,7 +24,7 @@ import pyarrow.compute
 from data.identity import image_digests
 from data.images import decode_image, decoding_code, from_base64
 from data.local_data import file_in
-from data.sources import DataArguments, Rows, is_text, named_files_hash, no_column, open_rows, reading
+from data.sources import DataArguments, Rows, first_rows, is_text, named_files_hash, no_column, open_rows, reading
 from data.worlds import WORLDS, world
 from records.messages import join_names, shortened, warn_once
 from records.processes import is_first_process
@@ -256,7 +256,7 @@ def _with_keys(rows: Rows, bases: dict[str, str], arguments: DataArguments) -> R
 
 def _head(rows: Rows) -> Rows:
     """The first rows, by which a column is judged; of a stream, one, since it is read twice."""
-    return rows.take(1) if isinstance(rows, datasets.IterableDataset) else rows.select(range(min(100, len(rows))))
+    return first_rows(rows, 1 if isinstance(rows, datasets.IterableDataset) else 100)
 
 
 def _with_whole_images(rows: Rows, names: list[str], arguments: DataArguments) -> Rows:

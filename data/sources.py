@@ -67,7 +67,14 @@ def open_rows(arguments: DataArguments, captions: Iterable[str] = ()) -> Rows:
             if not arguments.streaming and arguments.skip >= len(rows):
                 raise ValueError(f"skip: {arguments.skip} leaves no pair of {arguments.source}, which has {len(rows)}")
             rows = rows.skip(arguments.skip)
-        return rows if arguments.num_samples is None else rows.take(arguments.num_samples)
+        return rows if arguments.num_samples is None else first_rows(rows, arguments.num_samples)
+
+
+def first_rows(rows: Rows, number: int) -> Rows:
+    """At most so many rows: `take` of datasets 5.0 fails where there are fewer."""
+    return (
+        rows.take(number) if isinstance(rows, datasets.IterableDataset) else rows.select(range(min(number, len(rows))))
+    )
 
 
 def is_saved(source: str) -> bool:

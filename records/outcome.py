@@ -16,7 +16,7 @@ AT_CHANCE = 0.98
 # A run that was never below this share of chance has not left it
 LEFT_CHANCE = 0.9
 # Of the first gradient's norm: below it, no gradient is left
-VANISHED = 0.01
+VANISHED = 0.03
 # Fewer steps have no outcome: a tenth of them is too noisy
 LEAST_STEPS = 20
 

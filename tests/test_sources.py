@@ -134,6 +134,8 @@ COLUMNS = {
 @STREAMING
 @pytest.mark.parametrize("kind", [*COLUMNS, "several"])
 def test_images_in_columns_of_every_kind(tmp_path, kind, streaming):
+    if kind == "fixed_size" and datasets.__version__ < "5.2":
+        pytest.skip("datasets 5.0 reads no column of bytes of a fixed size: it says so in one line")
     tiny_sources.write_pictures(tmp_path)
     several = pyarrow.array([[PNGS[0]] * 2] * 4)
     table = pyarrow.table({"image": COLUMNS.get(kind, several), "caption": list("abcd")})
