@@ -85,12 +85,12 @@ class Training(BaseModel):
 
     @property
     def is_dead(self) -> bool:
-        """Its scores count for nothing."""
+        """At chance or collapsed: its scores say nothing about the method."""
         return self.outcome in (DID_NOT_LEAVE_CHANCE, COLLAPSED)
 
     @property
     def advice(self) -> str | None:
-        """The change that an outcome calls for."""
+        """What to change before training again."""
         if self.outcome == MEMORIZED:
             return "add pairs or lower the epochs"
         if self.outcome == DID_NOT_LEAVE_CHANCE and self.gradient is not None and self.gradient > VANISHED:

@@ -61,7 +61,7 @@ class DataOrigin:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the report of a fine-tuning says: of a dense and a sparse model, which one to use.
+    """The verdict of a fine-tuning report: did experts help, and which model to use?
 
     Args:
         sentence: whether experts helped, as markdown.
