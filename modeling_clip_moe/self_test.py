@@ -123,7 +123,9 @@ def self_test(model: PreTrainedModel, source: str | None = None, revision: str |
     expected = inputs.pop("expected")
     parts = [enlarged(inputs[part], int(made_with[f"{part}.side"])) for part in sorted(inputs, key=int)]
     folders = model.config.experts if getattr(model.config, "own_processors", False) else [""]
-    processors = [AutoProcessor.from_pretrained(source, revision=revision, subfolder=folder) for folder in folders]
+    trusted = type(model).__module__.startswith("transformers_modules.")  # the model's own code came from there
+    options = {"revision": revision, "trust_remote_code": trusted}
+    processors = [AutoProcessor.from_pretrained(source, subfolder=folder, **options) for folder in folders]
     differences = {}
     for name, tensor in compute(model, parts, processors).items():
         wanted, most = expected[name], SUM_TOLERANCE if name == WEIGHT_SUMS else TOLERANCE

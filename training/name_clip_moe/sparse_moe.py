@@ -627,8 +627,8 @@ class SparseMoEMixin:
         # transformers looks conversions up by class name: without this, a subclass would load random weights. Not when
         # a class is made, since the first registration builds the table of all models
         changes = self._prefix_changes()
-        if isinstance(self, EncodeMixin):  # a whole model
-            changes += [WeightConverter([name], [name], [OneAxis()]) for name in ("logit_scale", "logit_bias")]
+        scalars = [name for name in ("logit_scale", "logit_bias") if hasattr(self, name)]
+        changes += [WeightConverter([name], [name], [OneAxis()]) for name in scalars]
         register_checkpoint_conversion_mapping(type(self).__name__, changes, overwrite=True)
 
     def _prefix_changes(self) -> list[PrefixChange]:
