@@ -11,6 +11,7 @@ from transformers import AutoModel
 from conversion.verification import sample_inputs
 from modeling_clip_moe import CLIPMoEModel
 from modeling_clip_moe.families import FAMILIES
+from records.messages import warn_once
 from training.lora import LoraSettings, add_adapters, merge_adapters
 
 LORA = {"r": 2, "target_modules": ["q_proj", "fc1"], "target_parameters": ["experts.up_proj"], "trainable": "router"}
@@ -82,23 +83,17 @@ def test_adapters_of_experts_go_the_whole_way(tmp_path, monkeypatch, capsys):
     test_methods.test_the_whole_way(tmp_path, "adapters", monkeypatch, capsys)
 
 
+@pytest.mark.parametrize("suffix", ["", ".weight"], ids=["target_modules", "target_parameters"])
 @pytest.mark.parametrize("family", [one for one in FAMILIES if one.sigmoid], ids=lambda family: family.name)
-def test_lora_leaves_out_what_would_get_no_gradient(family):
+def test_lora_leaves_out_what_would_get_no_gradient(family, suffix, caplog):
     """The output of the pooling head's attention and NaFlex's positions, whose weights others take."""
-    model = tiny_dense(family)
-    add_adapters(model, LoraSettings(r=2, target_modules=["out_proj", "position_embedding"]), seed=0)
-    adapted = {name.partition(".lora_")[0] for name, _ in model.named_parameters() if ".lora_" in name}
-    assert any(name.endswith("self_attn.out_proj") for name in adapted)
-    assert not any(".head." in name for name in adapted)
-    assert "vision_model.embeddings.position_embedding" not in adapted or not family.naflex
-
-
-@pytest.mark.parametrize("family", [one for one in FAMILIES if one.sigmoid], ids=lambda family: family.name)
-def test_parameters_that_would_get_no_gradient_are_left_out_and_named(family, caplog):
-    model = tiny_dense(family)
-    targets = ["out_proj.weight", "position_embedding.weight"]
-    add_adapters(model, LoraSettings(r=2, target_modules=[], target_parameters=targets), seed=0)
+    warn_once.cache_clear()
+    model, targets = tiny_dense(family), [f"out_proj{suffix}", f"position_embedding{suffix}"]
+    chosen = {"target_modules": [], "target_parameters": targets} if suffix else {"target_modules": targets}
+    add_adapters(model, LoraSettings(r=2, **chosen), seed=0)
     model.train()(**sample_inputs(model.config), return_loss=True).loss.backward()
-    assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
-    assert "no adapter for vision_model.head.attention.out_proj" in caplog.text
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert any("self_attn.out_proj" in name for name in trained) and not any(".head." in name for name in trained)
+    assert all(parameter.grad is not None for parameter in trained.values())
+    assert "no adapter for " in caplog.text and "vision_model.head.attention.out_proj" in caplog.text
     assert ("vision_model.embeddings.position_embedding" in caplog.text) == family.naflex
