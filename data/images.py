@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import PIL.Image
@@ -29,7 +29,8 @@ MAX_PIXELS = 89_478_485
 # Values below or above their range that mark missing data: geographers', of 16 bits with a sign, and of floats
 NO_DATA = (-9999, -32768, float(np.finfo(np.float32).min), float(np.finfo(np.float32).max))
 # Tags of a TIFF
-BITS, PHOTOMETRIC, GDAL_NO_DATA = 258, 262, 42113
+BITS, PHOTOMETRIC, SAMPLE_FORMAT, GDAL_NO_DATA = 258, 262, 339, 42113
+SIGNED = 2  # of SAMPLE_FORMAT
 # First bytes of images, and the least that one has, by which base64 is told from a path
 SMALLEST = 32
 BEGINNINGS = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF8", b"RIFF", b"BM", b"II*\0", b"MM\0*")
@@ -53,9 +54,12 @@ def decode_image(value: Any) -> PIL.Image.Image:
     """
     try:
         if isinstance(value, PIL.Image.Image):
+            if value.format == "TIFF" and value.tile and value.filename:  # not decoded yet, see below
+                return decode_image(value.filename)
             _require_size(value)
             return _rgb(PIL.ImageOps.exif_transpose(value), _Depth(value))
-        with PIL.Image.open(_file(value), formats=FORMATS) as image:
+        # By an open file: of a path, Pillow maps a plain TIFF into memory as if it were turned already
+        with _open(value) as file, PIL.Image.open(file, formats=FORMATS) as image:
             _require_size(image)
             box, pixel_range = map(value.get, ("box", "pixel_range")) if isinstance(value, dict) else (None, None)
             depth = _Depth(image, pixel_range)
@@ -95,7 +99,7 @@ def _crop(image: PIL.Image.Image, box: Sequence[float]) -> PIL.Image.Image:
     return image.crop(box)
 
 
-def _file(value: Any) -> str | io.BytesIO:
+def _open(value: Any) -> BinaryIO:
     if isinstance(value, str):
         value = {"path": value}
     if isinstance(value, dict) and value.get("bytes") is not None:
@@ -104,7 +108,7 @@ def _file(value: Any) -> str | io.BytesIO:
     if isinstance(value, dict) and value.get("path") and MEMBER.fullmatch(value["path"]):
         return io.BytesIO(read_member(value["path"]))
     if isinstance(value, dict) and value.get("path"):
-        return value["path"]
+        return open(value["path"], "rb")
     raise OSError("there is no image, or a list of several")
 
 
@@ -123,7 +127,10 @@ class _Depth:
         tags = getattr(image, "tag_v2", {}) if image.format == "TIFF" else {}
         self.pixel_range, self.is_inverted = pixel_range, tags.get(PHOTOMETRIC) == 0
         self.no_data = _number(tags.get(GDAL_NO_DATA))
+        if SIGNED in tags.get(SAMPLE_FORMAT, ()) and not image.mode.startswith(("I", "F")):
+            raise OSError("its values are signed integers of 8 bits, which Pillow reads as unsigned")
         tiles = str(getattr(image, "tile", ""))
+        self.transparency = _transparency(image, tiles)
         self.is_deep_color = ";16" in tiles and not image.mode.startswith(("I", "F"))  # which Pillow reads at 8 bits
         self.is_scaled = self.is_deep_color or "ppm" in tiles or image.format == "JPEG2000"
         if image.mode.startswith("I;16"):
@@ -132,6 +139,17 @@ class _Depth:
             self.format_range = 0, 65535
         else:
             self.format_range = (0, 1) if image.mode == "F" else None
+
+
+def _transparency(image: PIL.Image.Image, tiles: str) -> int | tuple[int, ...] | None:
+    """The transparent gray or color of a PNG at the 8 bits that Pillow reads; None: it is right as it is."""
+    value, is_deep = image.info.get("transparency"), ";16" in tiles
+    if image.format != "PNG" or image.mode not in ("L", "RGB") or value is None:
+        return None
+    if isinstance(value, tuple):
+        return tuple(part >> 8 for part in value) if is_deep else None
+    levels = next((2**bits - 1 for bits in (2, 4) if f"'L;{bits}'" in tiles), 255)
+    return value * 255 // levels
 
 
 def _number(text: str | None) -> float:
@@ -150,6 +168,8 @@ def _rgb(image: PIL.Image.Image, depth: _Depth) -> PIL.Image.Image:
     elif depth.is_deep_color:
         highest = max(of_band[1] for of_band in image.convert("RGB").getextrema())
         pixels = [0.0, 0.0, highest * 257.0, 0.0, 65535.0]
+    if depth.transparency is not None:
+        image.info["transparency"] = depth.transparency
     if image.has_transparency_data:
         image = image.convert("LA") if image.mode == "La" else image  # which becomes nothing else
         white = PIL.Image.new("RGBA", image.size, "white")

@@ -34,10 +34,12 @@ LEAST_RANGE = 8
 
 
 class Copies(NamedTuple):
-    """Which pictures are the same, (pictures,) a digest of the pixels of each, and which are nearly, (pairs, 2)."""
+    """Which pictures are the same, (pictures,) a digest of the pixels of each; which are nearly, (pairs, 2); and how
+    many look so much like more than `MOST_ALIKE` others that they count as different."""
 
     pixels: list[str]
     near: np.ndarray
+    of_a_kind: int = 0
 
     def in_training(self, num_training: int) -> tuple[int, int]:
         """How many of the pictures after the first ones, those of training, are among these, and how many nearly."""
@@ -70,11 +72,8 @@ def find_copies(rows: datasets.Dataset) -> Copies:
     grids = np.frombuffer(b"".join(base64.b64decode(looks[row][2]) for row in different), np.uint8)
     near = _near(sides, grids.reshape(-1, GRID * GRID * 3))
     are_of_a_kind = np.bincount(near.ravel(), minlength=len(different)) > MOST_ALIKE
-    if are_of_a_kind.any():
-        message = "%d images look like more than %d others on a grid of %d x %d: they count as different pictures"
-        warn_once(logger, message % (are_of_a_kind.sum(), MOST_ALIKE, GRID, GRID))
-        near = near[~are_of_a_kind[near].any(axis=1)]
-    return Copies(pixels, different[near])
+    near = near[~are_of_a_kind[near].any(axis=1)]
+    return Copies(pixels, different[near], int(are_of_a_kind.sum()))
 
 
 def _look(image: Any) -> str:

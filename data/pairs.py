@@ -73,10 +73,14 @@ def load_pairs(arguments: DataArguments, images: bool = True) -> Rows:
         return _draw(arguments, arguments.captions)
     rows = select_columns(open_rows(arguments), arguments)
     classes = getattr((rows.features or {}).get("caption"), "names", None) or []
-    if lost := sorted(MISSING & {*classes}):
+    if lost := [name for name in classes if not present_captions(name.replace("_", " "))]:
         raise ValueError(
-            f"{arguments.source}: a class called {lost[0]} reads as a missing caption: rename it, such as no_object"
+            f"{arguments.source}: a class called {lost[0]!r} reads as a missing caption: rename it, such as no_object"
         )
+    last = {same_words(name.replace("_", " ")): name for name in classes}
+    if both := [(name, last[words]) for name in classes if last[words := same_words(name.replace("_", " "))] != name]:
+        names = " and ".join(map(repr, both[0]))
+        warn_once(logger, f"{arguments.source}: the classes {names} have one caption, and count as one")
     rows = with_class_names(rows)
     if arguments.streaming:
         return rows

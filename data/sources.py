@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,9 @@ def _open_files(
         # kept: any setting is in their key
         patterns = {name: [glob.escape(file) for file in files] for name, files in by_split.items()}
         stamps = datasets.fingerprint.Hasher.hash([file_stamp(file) for files in by_split.values() for file in files])
+        for file in chain(*by_split.values()) if builder == "parquet" else ():
+            if "split" in pyarrow.parquet.read_schema(file).names:
+                _require_one_split(pyarrow.parquet.read_table(file, columns=["split"])["split"], file)
         return datasets.load_dataset(builder, data_files=patterns, description=stamps, split=split, streaming=streaming)
     if streaming and set("[+").intersection(split):
         raise ValueError(f"a stream has no part of a split: {split}")
@@ -228,6 +232,17 @@ def of_splits(parts: Mapping[str, datasets.Dataset], split: str, source: str) ->
     return chosen[0] if len(chosen) == 1 else datasets.concatenate_datasets(chosen)
 
 
+def _require_one_split(column: pyarrow.ChunkedArray, source: str) -> None:
+    """Refuse a column `split` that tells training from test: only those of tables and metadata are read."""
+    names = {str(name).strip().lower() for name in column.unique().to_pylist()}
+    if len(names) > 1 and names <= SPLIT_OF_NAME.keys():
+        raise ValueError(
+            f"{source} has rows of several splits in its column split ({', '.join(sorted(names))}), which is read in "
+            "tables (.csv, .json, .jsonl) alone: write the rows of each split into files of their own, such as "
+            "train.parquet and test.parquet in one folder"
+        )
+
+
 def _files_of_folder(arguments: DataArguments, builder: str) -> dict[str, list[str]]:
     """The files of each split that is asked for: as the folder's README.md has them, or by their names, as `datasets`
     reads these. What is not read is counted and told."""
@@ -294,4 +309,6 @@ def _open_saved(arguments: DataArguments) -> datasets.Dataset:
         rows = of_splits(rows, arguments.split, arguments.source)
     elif str(rows.split or arguments.split) != arguments.split or set("[+") & set(arguments.split):
         raise NoSplit(arguments.source, arguments.split, [rows.split or "a whole one"])
+    if "split" in rows.column_names:
+        _require_one_split(rows.data.column("split"), arguments.source)
     return rows

@@ -18,6 +18,7 @@ from evaluation.results import without_seed
 from records.command_line import Folder, command
 from records.intervals import LEVEL, with_interval
 from records.markdown import escape, item, markdown_table
+from records.messages import join_names
 from records.provenance import MANIFEST, Record, trainings
 
 # Runs must agree in these for each model and task: else their spread is not the seed's alone. Test pictures are the
@@ -43,6 +44,7 @@ def write_seeds(folders: Sequence[Path], output_dir: Folder, baseline: str | Non
     for folder, table in zip(folders[1:], tables[1:], strict=True):
         _require_comparable(first, table, folders[0], folder)
     _require_different_weights(tables, folders)
+    _require_different_seeds(folders)
     deaths = [_deaths(folder, table) for folder, table in zip(folders, tables, strict=True)]
     alive = [number for number, death in enumerate(deaths) if not death]
     left_out = "; ".join(f"run {number}: {death}" for number, death in enumerate(deaths) if death)
@@ -153,6 +155,23 @@ def _require_different_weights(tables: Sequence[Table], folders: Sequence[Path])
         raise ValueError(
             f"all results are of the same weights: a spread needs runs of different seeds, not {folders[0]}"
         )
+
+
+def _require_different_seeds(folders: Sequence[Path]) -> None:
+    """As far as there are records, runs have seeds of their own and train each model alike."""
+    of_seed, of_row = {}, {}
+    for folder in (folder for folder in folders if (folder / MANIFEST).is_file()):
+        record = Record.read(folder)
+        if (other := of_seed.setdefault(record.seed, folder)) is not folder:
+            raise ValueError(f"{other} and {folder} are of one seed, {record.seed}: a spread needs a seed each")
+        for row, name in record.stage.get("models", {}).items():
+            if (made := folder.parent / name).joinpath(MANIFEST).is_file():
+                other, stage = of_row.setdefault(row, (made, Record.read(made).stage))
+                if changed := [key for key, value in Record.read(made).stage.items() if stage.get(key) != value]:
+                    raise ValueError(
+                        f"{other} and {made} differ in more than the seed, in {join_names(changed)}: such scores "
+                        "cannot be averaged"
+                    )
 
 
 def _took(folder: Path) -> str | None:

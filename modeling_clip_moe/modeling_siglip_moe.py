@@ -100,6 +100,7 @@ class _SiglipMoEModel(EncodeMixin):
     dense_class: type[PreTrainedModel]
     text_model_class: type[PreTrainedModel]
     vision_model_class: type[PreTrainedModel]
+    _scalars = ("logit_scale", "logit_bias")
 
     def __init__(self, config: SiglipMoEConfig | Siglip2MoEConfig):
         super(self.dense_class, self).__init__(config)  # not the dense class's own, which builds dense towers

@@ -557,6 +557,9 @@ class EncodeMixin:
     """What whole models have: embeddings as tensors, where `get_text_features` and `get_image_features` give outputs of
     transformers, and the self-test of a published folder."""
 
+    # What CLIP's files hold without an axis
+    _scalars = ("logit_scale",)
+
     def self_test(self, revision: str | None = None) -> dict[str, float]:
         """Raises ValueError where this does not compute what it did when it was published; see `self_test.py`."""
         return self_test(self, revision=revision)
@@ -598,6 +601,7 @@ class SparseMoEMixin:
     _can_set_experts_implementation_cached_value = True
     # Losses are means over the batch, whatever else a `Trainer` passes: it divides them by the accumulation steps
     accepts_loss_kwargs = False
+    _scalars = ()
     # Weights that a checkpoint may lack
     _optional_weights = ()
     # What the names of a tower's weights start with in files
@@ -627,8 +631,7 @@ class SparseMoEMixin:
         # transformers looks conversions up by class name: without this, a subclass would load random weights. Not when
         # a class is made, since the first registration builds the table of all models
         changes = self._prefix_changes()
-        scalars = [name for name in ("logit_scale", "logit_bias") if hasattr(self, name)]
-        changes += [WeightConverter([name], [name], [OneAxis()]) for name in scalars]
+        changes += [WeightConverter([name], [name], [OneAxis()]) for name in self._scalars]
         register_checkpoint_conversion_mapping(type(self).__name__, changes, overwrite=True)
 
     def _prefix_changes(self) -> list[PrefixChange]:
@@ -731,7 +734,7 @@ class SparseMoEMixin:
         in_file = f"{prefix}{self._tower_prefix}"
         for name in [name for name in state_dict if name.startswith(in_file) and in_file != prefix]:
             state_dict[prefix + name.removeprefix(in_file)] = state_dict.pop(name)
-        for name in (f"{prefix}logit_scale", f"{prefix}logit_bias"):
+        for name in (f"{prefix}{scalar}" for scalar in self._scalars):
             if name in state_dict:
                 state_dict[name] = state_dict[name].reshape(-1)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

@@ -119,13 +119,21 @@ def test_a_class_without_a_test_picture_is_named(tmp_path, base):
     assert "1 of the classes have no picture in the test: class 0." in overview
 
 
-@pytest.mark.parametrize("name", ["None", "NA", "null"])
+@pytest.mark.parametrize("name", ["None", "NA", "null", "None_", "_"])
 def test_a_class_that_reads_as_a_missing_caption_is_refused(tmp_path, name):
     for folder in ("cat", name):
         (tmp_path / folder).mkdir()
         picture(0).save(tmp_path / folder / "0.png")
-    with pytest.raises(ValueError, match=f"a class called {name} reads as a missing caption: rename it"):
+    with pytest.raises(ValueError, match=f"a class called '{name}' reads as a missing caption: rename it"):
         load_pairs(DataArguments(source=str(tmp_path), caption_column="label"))
+
+
+def test_classes_of_one_caption_are_named(tmp_path, caplog):
+    for folder in ("Big_cat", "big cat", "dog"):
+        (tmp_path / folder).mkdir()
+        picture(0).save(tmp_path / folder / "0.png")
+    load_pairs(DataArguments(source=str(tmp_path), caption_column="label"))
+    assert "the classes 'Big_cat' and 'big cat' have one caption, and count as one" in caplog.text
 
 
 def write_split(folder, split, captions, save):
@@ -171,6 +179,29 @@ def test_a_given_test_of_classes_is_scored_by_class(tmp_path, base, capsys, name
     rows = datasets.load_from_disk(str(run_stages(tmp_path / "run", [stage]) / "pictures"))
     assert f"The captions repeat as classes do: the test is scored {scored}." in capsys.readouterr().out
     assert ("label" in rows["test"].column_names) == (scored != "by retrieval")
+
+
+@pytest.mark.parametrize("table", [False, True], ids=["folder", "table"])
+def test_other_pictures_of_the_test_are_noticed(tmp_path, base, table):
+    """Of the stage that reads them, and of the one that measures by them."""
+    captions = [f"number {number}" for number in range(8)]
+    data = pictures(tmp_path / "data", captions[:6], "train")
+    pictures(data, captions[6:], "test")
+    if table:
+        lines = [f"{split}/{n}.png,{split} {n},{split}" for split, of in (("train", 6), ("test", 2)) for n in range(of)]
+        (tmp_path / "data" / "pairs.csv").write_text("\n".join(["image,caption,split", *lines]))
+        data = {"source": str(data / "pairs.csv"), "image_root": str(data)}
+    stages = [
+        {"name": "pictures", "stage": "split", "data": data if table else {"source": str(data)}, "model": str(base)}
+    ]
+    answer = {"name": "answer", "stage": "answer", "split": "pictures", "tasks": ["symbols_pairs"]}
+    answer |= {"models": dict.fromkeys(("base", "dense", "sparse"), str(base)), "max_rows": 2}
+    folder = run_stages(tmp_path / "run", [*stages, answer])
+    image = tmp_path / "data" / "test" / "1.png"
+    picture(5).resize((40, 40)).save(image)
+    for alone in (stages, [answer | {"split": str(folder / "pictures")}]):
+        with pytest.raises(ValueError, match="pictures was made|answer was made|Delete"):
+            run_stages(tmp_path / "run", alone)
 
 
 def test_a_split_test_is_taken(tmp_path, base):

@@ -41,6 +41,27 @@ def test_exif_rotation_is_applied(format, decoded):
         assert np.abs(np.subtract(image.getpixel(place), color)).max() < 10
 
 
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("mode", ["L", "I;16", "RGB", "RGBA", "CMYK"])
+def test_a_file_gives_the_pixels_of_its_bytes(mode, orientation, tmp_path):
+    """Also a plain TIFF, which Pillow maps into memory; as a path, and as an image that was opened by one."""
+    exif, ramp = PIL.Image.Exif(), np.arange(24, dtype=np.uint16).reshape(4, 6)
+    exif[0x0112] = orientation
+    image = PIL.Image.fromarray(ramp * 2000) if mode == "I;16" else PIL.Image.fromarray(ramp.astype(np.uint8) * 10)
+    value, path = encoded(image.convert(mode), "tiff", exif=exif), tmp_path / "image.tiff"
+    path.write_bytes(value["bytes"])
+    expected = np.asarray(decode_image(value))
+    assert expected.shape[:2] == ((6, 4) if orientation > 4 else (4, 6))
+    for same in (str(path), {"path": str(path)}, PIL.Image.open(path)):
+        assert np.array_equal(decode_image(same), expected)
+
+
+def test_signed_integers_of_8_bits_are_refused():
+    value = encoded(PIL.Image.fromarray(np.zeros((4, 4), np.uint8)), "tiff", tiffinfo={339: 2})
+    with pytest.raises(OSError, match="its values are signed integers of 8 bits"):
+        decode_image(value)
+
+
 def gradient(dtype, top):
     return np.linspace(0, top, 256).reshape(16, 16).astype(dtype)
 
@@ -124,18 +145,36 @@ def test_deep_gray_without_a_range_is_refused(array, pixel_range, message):
         decode_image(encoded(PIL.Image.fromarray(array), "tiff") | {"pixel_range": pixel_range})
 
 
-def png_of_16_bits(values, kind, transparent=b""):
+def png_of(bits, kind, rows, width, transparent=b""):
+    """A PNG of rows of bytes."""
+
     def chunk(name, content):
         return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
 
-    header = chunk(b"IHDR", struct.pack(">IIBBBBB", 4, 4, 16, kind, 0, 0, 0))
-    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in values.reshape(4, 4, -1))
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, len(rows), bits, kind, 0, 0, 0))
     trns = chunk(b"tRNS", transparent) if transparent else b""
-    content = header + trns + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
-    return {"bytes": b"\x89PNG\r\n\x1a\n" + content, "path": None}
+    pixels = chunk(b"IDAT", zlib.compress(b"".join(b"\0" + row for row in rows)))
+    return {"bytes": b"\x89PNG\r\n\x1a\n" + header + trns + pixels + chunk(b"IEND", b""), "path": None}
+
+
+def png_of_16_bits(values, kind, transparent=b""):
+    return png_of(16, kind, [row.astype(">u2").tobytes() for row in values.reshape(4, 4, -1)], 4, transparent)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4])
+def test_transparency_of_few_bits(bits):
+    levels = 2**bits - 1
+    gray = (np.arange(16).reshape(2, 8) % (levels + 1)).astype(np.uint8)
+    of_pixels = np.unpackbits(gray[..., None], axis=2)[..., -bits:].reshape(2, -1)
+    image = decode_image(png_of(bits, 0, [np.packbits(row).tobytes() for row in of_pixels], 8, b"\0\1"))
+    assert np.array_equal(np.asarray(image)[..., 0], np.where(gray == 1, 255, gray * (255 // levels)))
 
 
 def test_color_and_transparency_of_16_bits():
+    pixels = np.zeros((16, 3), int)
+    pixels[0] = 1000, 2000, 3000
+    clear = decode_image(png_of_16_bits(pixels, 2, struct.pack(">HHH", *pixels[0])))
+    assert clear.getpixel((0, 0)) == (255, 255, 255) != clear.getpixel((1, 0))
     clear = decode_image(png_of_16_bits(RAMP * 257, 0, b"\0\0"))
     assert np.asarray(clear)[..., 0].ravel().tolist() == [255, *RAMP[1:]]
     color = png_of_16_bits(np.repeat(RAMP * 4, 3), 2)  # 10 bits

@@ -17,7 +17,7 @@ import torch
 from tiny_sources import images_and_texts, png, write_shard
 
 from data.pairs import load_pairs
-from data.sources import DataArguments
+from data.sources import DataArguments, open_rows
 from evaluation.ensemble import open_model
 from evaluation.measures import measure
 from evaluation.own_data import retrieval_task
@@ -207,6 +207,19 @@ def test_a_saved_dataset_knows_its_split(tmp_path, sources):
     assert len(load_pairs(DataArguments(source=str(tmp_path), split="test"))) == 4
     with pytest.raises(ValueError, match="has no split 'train', only test"):
         load_pairs(DataArguments(source=str(tmp_path)))
+
+
+@pytest.mark.parametrize("save", ["to_parquet", "save_to_disk"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_column_of_splits_in_files_that_have_one_split_is_refused(tmp_path, save, streaming):
+    rows, path = rows_of([0, 1, 2]), str(tmp_path / "rows.parquet")
+    getattr(rows.add_column("split", ["train", "Test", "val"]), save)(path)
+    with pytest.raises(ValueError, match=r"rows of several splits in its column split \(test, train, val\)"):
+        open_rows(DataArguments(source=path, streaming=streaming))
+    for names in (["train"] * 3, ["train", "b", "test"]):
+        other = str(tmp_path / f"{names[1]}.parquet")
+        getattr(rows.add_column("split", names), save)(other)
+        assert len(list(open_rows(DataArguments(source=other, streaming=streaming)))) == 3
 
 
 def pictures(folder, numbers=range(NUMBER)):

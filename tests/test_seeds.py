@@ -12,6 +12,7 @@ from conversion.upcycle import sparse_config
 from model_cards.knowledge import Knowledge, equal_dense, read_knowledge, write_knowledge
 from model_cards.seeds import write_seeds
 from model_cards.tradeoff import above_line, write_tradeoff
+from records.provenance import Record
 
 figures = small_evaluation.figures
 
@@ -91,6 +92,25 @@ def test_a_copy_of_a_run_is_no_other_seed(folders, tmp_path):
     with pytest.raises(ValueError, match="all results are of the same weights: a spread needs runs of different"):
         write_seeds([folders[0], folders[2]], tmp_path / "other")
     assert not (tmp_path / "other").exists()
+
+
+def test_runs_of_one_seed_or_of_other_training_are_no_spread(folders, tmp_path):
+    def record(number, seed, **settings):
+        evaluation = folders[number]
+        Record(stage={"models": {"sparse": f"{evaluation.name} sparse"}}, seed=seed).write(evaluation)
+        made = tmp_path / f"{evaluation.name} sparse"
+        made.mkdir(exist_ok=True)
+        Record(stage={"stage": "train", **settings}, seed=seed).write(made)
+
+    for number in range(3):
+        record(number, number)
+    assert "63.0 ± 3.6" in write_seeds(folders, tmp_path / "out")
+    record(2, 0)
+    with pytest.raises(ValueError, match="seed 0 and .*seed 2 are of one seed, 0: a spread needs a seed each"):
+        write_seeds(folders, tmp_path / "out")
+    record(2, 2, max_steps=3)
+    with pytest.raises(ValueError, match="differ in more than the seed, in max_steps: such scores cannot"):
+        write_seeds(folders, tmp_path / "out")
 
 
 LINE = [(90, 0), (80, 20), (40, 60), (0, 50)]  # kept, learned

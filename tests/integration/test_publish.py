@@ -289,6 +289,9 @@ FAULTS = {
     "vocabulary": ("tokenizer.json", exchanged, "vocabulary 0"),
     "merges": ("tokenizer.json", lambda settings: settings["model"].update(merges=[]), "tokens 0"),
     "length": ("tokenizer_config.json", lambda settings: settings.update(model_max_length=5), "tokens 0"),
+    "padding": ("tokenizer_config.json", lambda settings: settings.update(padding_side="left"), "tokens 0"),
+    "filter": ("processor_config.json", image_processor(resample=0), "resizing 0"),
+    "no resizing": ("processor_config.json", image_processor(do_resize=False), "resizing 0"),
 }
 
 

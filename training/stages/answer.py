@@ -59,13 +59,22 @@ class AnswerStage(EvaluateStage):
 
         from evaluation.tasks import find_tasks, loaded_once
 
-        learned = OwnTask(task="retrieval", dataset=inputs.split, name=LEARNED, title="own pictures")
+        learned = self._learned(inputs)
         if "label" in load_from_disk(inputs.split)["test"].column_names:  # classes, as they were in training
             learned = dataclasses.replace(learned, task="zero_shot", templates=["{}"])
         base = Path(inputs.models["base"]).resolve()
         kept = self.tasks or [task for folder, tasks in KNOWN.items() if base.is_relative_to(folder) for task in tasks]
         found = find_tasks([learned, *kept], self.data_root, seed=self.test_seed or 0, max_rows=self.max_rows)
         return loaded_once(found, self.max_rows)
+
+    def fingerprints(self, inputs: SimpleNamespace) -> dict[str, str]:
+        """Hashes of the test's pictures, too, which the split only names."""
+        from evaluation.own_data import own_fingerprint
+
+        return super().fingerprints(inputs) | {LEARNED: own_fingerprint(self._learned(inputs))}
+
+    def _learned(self, inputs: SimpleNamespace) -> OwnTask:
+        return OwnTask(task="retrieval", dataset=inputs.split, name=LEARNED, title="own pictures")
 
     def head(
         self, results: list[dict[str, Any]], inputs: SimpleNamespace, directory: Path, device: Any

@@ -46,6 +46,21 @@ class SplitStage(Stage):
         """With all pairs: a few may all have one caption."""
         return self
 
+    def fingerprints(self, inputs: SimpleNamespace) -> dict[str, str]:
+        """A hash of what a table names as its test, since `data` is what it names for training."""
+        from data.annotations import NoSplit
+        from data.identity import identity
+        from data.local_data import is_table
+        from records.digests import value_digest
+
+        if not is_table(inputs.data.source):
+            return {}
+        try:
+            test = identity(dataclasses.replace(inputs.data, split=self.test_split, skip=None, num_samples=None))
+        except NoSplit:
+            return {}
+        return {"test_split": value_digest(test)}
+
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         import datasets
         import numpy as np
@@ -53,7 +68,7 @@ class SplitStage(Stage):
         from conversion.processors import load_processor
         from data.held_out import class_names, hold_out
         from data.mixture import pairs_with_images
-        from data.near_copies import find_copies
+        from data.near_copies import MOST_ALIKE, find_copies
         from data.overview import look_at
         from data.pairs import one_row_an_image
         from data.splits import has_split
@@ -68,7 +83,8 @@ class SplitStage(Stage):
         if is_given:
             test = pairs_with_images(dataclasses.replace(data, split=self.test_split, skip=None), decode=True)
             images = [part.select_columns("image") for part in (train, test)]
-            same, near = find_copies(datasets.concatenate_datasets(images)).in_training(len(train))
+            copies = find_copies(datasets.concatenate_datasets(images))
+            same, near = copies.in_training(len(train))
             lines = [f"The test is the split {self.test_split} of {data.source}."]
             if same + near:
                 lines.append(
@@ -89,6 +105,11 @@ class SplitStage(Stage):
                 lines.append(
                     f"{number:,} images look like others, compressed or scaled, and are on one side with them."
                 )
+        if copies.of_a_kind:
+            lines.append(
+                f"{copies.of_a_kind:,} images look roughly like more than {MOST_ALIKE} others and count as different "
+                "pictures."
+            )
         classes, of_test = (names[: len(train)], names[len(train) :]) if names else ([], [])
         by_class = bool(names) and set(of_test) <= set(classes) and not are_ids(list(set(names)))
         if names:
