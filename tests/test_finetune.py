@@ -50,6 +50,7 @@ def finetune(data, output, model, *flags):
     clip_moe.main(["finetune", str(data), str(output), "--model", str(model), *FLAGS, *flags])
 
 
+@pytest.mark.slow
 def test_a_folder_without_a_test(tmp_path, base, capsys):
     data, output = (
         pictures(tmp_path / "data", [f"a picture of number {number // 2}" for number in range(60)]),

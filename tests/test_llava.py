@@ -200,6 +200,7 @@ def test_the_loss_is_the_mean_over_answers_and_the_tower_computes_as_at_inferenc
     assert projector.linear_1.weight.grad.abs().max() == 0 and model.lm_head.weight.grad.abs().max() > 0
 
 
+@pytest.mark.slow
 def test_both_stages_train_what_they_say_and_resume(tmp_path):
     stages = [DENSE, SPARSE, LLAVA, PROJECTED, TUNED]
     output = run_stages(tmp_path, stages)

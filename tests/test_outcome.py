@@ -245,6 +245,7 @@ def test_the_answer_follows_from_the_outcome(dense, sparse, scores, begins, ends
     assert ("raise" in told) == (ends.startswith("raise"))
 
 
+@pytest.mark.slow
 def test_the_report_of_a_fine_tuning(tmp_path, out):
     """Pictures of noise: at a rate of 0.5 all is lost; what is known by heart tells nothing of other pictures."""
     data, rng, lines = tmp_path / "data", np.random.default_rng(0), []

@@ -26,6 +26,7 @@ def run(*arguments):
     return subprocess.run(program, check=True, capture_output=True, text=True).stdout
 
 
+@pytest.mark.slow
 def test_a_class_of_ones_own_in_every_command(tmp_path):
     made = run("upcycle", tmp_path / "sparse", *IMPORT, "--model", "training/symbol_clip", "--preset", "clip_up")
     assert "\n    import examples.noisy_clip\n" in made  # how to load it

@@ -123,6 +123,7 @@ def test_planted_code_neither_runs_nor_is_published(ran, tmp_path, capsys):
     assert "A mixture of 2 models (CLIP)" in (out / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_the_bundled_model_is_published_with_this_code():
     """In a process without the package, it passes its self-test there."""
     folder, package = ROOT / "training" / "name_clip_moe", ROOT / "modeling_clip_moe"

@@ -201,6 +201,7 @@ def test_what_reads_labels_that_are_there_reads_all_their_pairs(path, finished, 
     assert measure_stages(recipe, wanted_stages(recipe, ["expert"], None))["expert"].steps == 1
 
 
+@pytest.mark.slow
 def test_a_recipe_without_a_fault_is_rehearsed_whole(path, capsys):
     recipe = load_recipe(path, {"pre.num_epochs": 3, "pre.max_steps": None, "pre.data.num_samples": 2000})
     stages = [stage for stage in recipe.stages if stage.name not in ("looked", "scores")]
@@ -252,6 +253,7 @@ def test_memory_of_a_stage_is_its_own(tmp_path):
     assert measured["kept"].memory > measured["read"].memory + 0.9 * images
 
 
+@pytest.mark.slow
 def test_steps_of_pairs_that_other_stages_cut_or_mix(tmp_path):
     """A cut stage of 600 pairs, of which the rehearsal has 256: 100 pairs left of them, and all but 500. A mixture has
     as many pairs as its settings say, which few pairs of its sources do not tell."""
@@ -312,6 +314,7 @@ def test_a_stage_alone_may_be_called_like_what_it_reads(tmp_path, monkeypatch):
     assert (tmp_path / "out" / "symbols" / "train").is_dir()
 
 
+@pytest.mark.slow
 def test_steps_are_those_of_the_pairs_that_a_split_leaves_to_train_on(tmp_path):
     """A rehearsal reads 256 of the 300 pairs."""
     symbols.load("train", "detailed", 300).save_to_disk(tmp_path / "data")

@@ -122,6 +122,7 @@ def test_what_moves(system, name, before, after, pattern, number):
     assert moved == {key for key in old if re.search(pattern, key)} and len(moved) == number
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STAGES)
 def test_experts_in_separate_runs_end_in_the_same_bits(system, name):
     run, output = system(name), system(name).folder / "separate"

@@ -1,5 +1,6 @@
 """Export: programs of torch and ONNX that compute what the model does, for any batch, and compiled training."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -115,14 +116,17 @@ def check_onnx(model, batch, part, folder):
 def test_compiled_training_has_the_same_gradients(fused, batch):
     if [int(part) for part in transformers.__version__.split(".")[:2]] < [5, 23]:
         pytest.skip("the backward of grouped_mm in transformers 5.17 has data-dependent sizes: see docs/limits.md")
-    fused.set_experts_implementation("by_device")
+    model = copy.deepcopy(fused)
+    model.set_experts_implementation("by_device")
+    for tower in (model.text_model, model.vision_model):  # each layer takes half a minute to compile
+        tower.encoder.layers = tower.encoder.layers[:2]
     torch.compiler.reset()
-    compiled = torch.compile(fused, fullgraph=True)
+    compiled = torch.compile(model, fullgraph=True)
     inputs, results = batch(4), []
-    for candidate in (fused, compiled):
-        fused.zero_grad()
+    for candidate in (model, compiled):
+        model.zero_grad()
         output = candidate(**inputs, return_loss=True, output_router_logits=True)
         output.loss.backward()
-        results.append((output.loss, {name: p.grad.clone() for name, p in fused.named_parameters()}))
+        results.append((output.loss, {name: p.grad.clone() for name, p in model.named_parameters()}))
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
-    assert fused.get_parameter("vision_model.encoder.layers.1.mlp.router.weight").grad.abs().max() > 0
+    assert model.get_parameter("vision_model.encoder.layers.1.mlp.router.weight").grad.abs().max() > 0
