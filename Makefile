@@ -41,7 +41,7 @@ $(INTEGRATIONS): $(STAMP)
 	touch $(INTEGRATIONS)
 
 demo: $(STAMP)  ## dense and sparse models that learn names, into runs/demo
-	$(BIN)/python -m training.upcycle --config training/recipes/demo.yaml
+	$(BIN)/python -m clip_moe.training.upcycle --config training/recipes/demo.yaml
 	$(BIN)/clip-moe curves runs/demo --output-dir runs/demo/curves --only loss
 
 # Sees the packages of .venv, so that only gradio, what it needs and its Pillow are installed
@@ -91,7 +91,7 @@ style: $(STAMP)  ## repair what can be repaired
 	$(BIN)/ruff format .
 
 docs: $(STAMP)  ## docs/settings.md, from the classes of the settings
-	$(BIN)/python -m training.settings_page
+	$(BIN)/python -m clip_moe.training.settings_page
 
 # With a python that has torch for the GPU and this package: python3 -m pip install --editable '.[test]'
 GPU_PYTHON ?= python3
@@ -138,7 +138,7 @@ notebook: $(KIT)/installed  ## the notebook, from its first cell to its last
 
 space: $(KIT)/installed  ## build/space, started once; for the Hub, make space SPACE_MODEL=OWNER/name-clip-moe
 	rm -rf build/space
-	$(KIT)/bin/python -m clip_moe app $(SPACE_MODEL) --examples examples/pictures --space build/space
+	$(KIT)/bin/python -m clip_moe app $(SPACE_MODEL) --examples app/pictures --space build/space
 	$(KIT)/bin/python tests/integration/start_space.py build/space
 
 release: check kit  ## all checks, then what a person does for a release

@@ -1,8 +1,7 @@
 """Installs CLIP-MoE.
 
-``pip install -e .`` in a checkout makes all its rooms importable, and the command ``clip-moe``. A wheel has two
-packages: ``modeling_clip_moe``, and ``clip_moe`` with the other rooms in it, so that none called ``training`` lands in
-anybody's site-packages. ``import clip_moe``, with which the command begins, makes these importable.
+Two packages: ``modeling_clip_moe``, and ``clip_moe`` with the other rooms in it, which in a checkout are links to the
+folders of their names.
 """
 
 import re
@@ -13,7 +12,7 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 REPOSITORY = "https://github.com/OWNER/clip-moe"
-ROOMS = ("records", "data", "conversion", "evaluation", "training", "examples")
+ROOMS = ("records", "data", "conversion", "evaluation", "training", "app")
 FILES = ("LICENSE", "model_cards/template.md", "model_cards/citations.yaml")  # of `clip-moe publish`
 training = [
     "accelerate>=1.15",
@@ -72,20 +71,18 @@ integrations = [
 
 
 class Wheel(build_py):
-    """Puts the rooms and `clip_moe.py` into the package `clip_moe` of a wheel."""
+    """Puts the rooms, and what they read, into the package `clip_moe` of a wheel."""
 
     def run(self):
         super().run()
         if not self.editable_mode:
             package = Path(self.build_lib, "clip_moe")
-            shutil.rmtree(package, ignore_errors=True)
             for room in ROOMS:
+                shutil.rmtree(package / room, ignore_errors=True)
                 shutil.copytree(room, package / room, ignore=shutil.ignore_patterns("__pycache__"))
             for file in FILES:
                 (package / file).parent.mkdir(exist_ok=True)
                 shutil.copy(file, package / file)
-            shutil.copy("clip_moe.py", package / "__main__.py")
-            shutil.move(package.with_suffix(".py"), package / "__init__.py")
 
 
 # Links of the page on PyPI, which has no other files
@@ -111,8 +108,7 @@ setup(
         "Topic :: Scientific/Engineering :: Image Recognition",
     ],
     python_requires=">=3.11",
-    packages=["modeling_clip_moe"],
-    py_modules=["clip_moe"],
+    packages=["modeling_clip_moe", "clip_moe"],
     package_dir={"": "."},
     cmdclass={"build_py": Wheel},
     entry_points={"console_scripts": ["clip-moe = clip_moe:main"]},

@@ -11,9 +11,9 @@ from functools import partial
 import numpy as np
 
 from benchmarks.page import Output, cost, machine, mib, page, table
-from evaluation.speed import in_turn
-from records.command_line import command
-from training.clusters import Method, import_faiss, kmeans
+from clip_moe.evaluation.speed import in_turn
+from clip_moe.records.command_line import command
+from clip_moe.training.clusters import Method, import_faiss, kmeans
 
 OURS, FAISS = "cluster stage", "faiss alone"
 NUM_MEANS, PART = 1000, 32_768

@@ -24,15 +24,15 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 
 from benchmarks.loader import photo
 from benchmarks.page import Output, Rounds, cost, machine, page, table
-from conversion.presets import PRESETS
-from conversion.upcycle import sparse_config
-from data.arguments import DataArguments
-from data.worlds import build_processor
-from evaluation.costs import count_multiply_adds, meta_model, paper_config
-from evaluation.embed import write_embeddings
-from evaluation.speed import in_turn
+from clip_moe.conversion.presets import PRESETS
+from clip_moe.conversion.upcycle import sparse_config
+from clip_moe.data.arguments import DataArguments
+from clip_moe.data.worlds import build_processor
+from clip_moe.evaluation.costs import count_multiply_adds, meta_model, paper_config
+from clip_moe.evaluation.embed import write_embeddings
+from clip_moe.evaluation.speed import in_turn
+from clip_moe.records.command_line import command
 from modeling_clip_moe import CLIPMoEModel
-from records.command_line import command
 
 BATCH = 64
 # Pictures of 64 x 64 pixels for a model of 64 numbers a token, and photos for one of this architecture

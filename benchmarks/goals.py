@@ -9,7 +9,7 @@ from tqdm.auto import tqdm
 
 from benchmarks import clustering, loader, steps
 from benchmarks.page import Output, Rounds, cost, machine, median_of, median_ratio, page, table
-from records.command_line import command
+from clip_moe.records.command_line import command
 
 # What is measured, its ratio, and the least and the most that it should be
 Figure = tuple[str, float, float, float]

@@ -21,12 +21,12 @@ from transformers import CLIPProcessor
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from benchmarks.page import Output, Rounds, machine, page, table
-from data.arguments import Augmentation, DataArguments
-from data.pairs import load_pairs
-from data.worlds import build_processor
-from evaluation.speed import in_turn
-from records.command_line import command
-from training.loader import PairLoader
+from clip_moe.data.arguments import Augmentation, DataArguments
+from clip_moe.data.pairs import load_pairs
+from clip_moe.data.worlds import build_processor
+from clip_moe.evaluation.speed import in_turn
+from clip_moe.records.command_line import command
+from clip_moe.training.loader import PairLoader
 
 BATCH, SHARDS, EDGE = 32, 4, 224
 LOOP = "Pillow's decode and resize in a loop"

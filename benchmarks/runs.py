@@ -22,17 +22,17 @@ import yaml
 from safetensors import safe_open
 
 from benchmarks.page import Output, Rounds, machine, page, table
-from conversion.checkpoints import clip_class, config_of
-from evaluation.costs import count_multiply_adds, meta_model
-from evaluation.speed import in_own_process
-from records.command_line import command_line, run
-from records.memory import in_words, peak_memory
-from records.provenance import LOG
-from records.yaml_files import read_yaml
-from training.recipe import Recipe, load_recipe, wanted_stages
-from training.rehearsal import Measured, measure_stages
-from training.runner import run_recipe
-from training.stages.steps import StepsStage
+from clip_moe.conversion.checkpoints import clip_class, config_of
+from clip_moe.evaluation.costs import count_multiply_adds, meta_model
+from clip_moe.evaluation.speed import in_own_process
+from clip_moe.records.command_line import command_line, run
+from clip_moe.records.memory import in_words, peak_memory
+from clip_moe.records.provenance import LOG
+from clip_moe.records.yaml_files import read_yaml
+from clip_moe.training.recipe import Recipe, load_recipe, wanted_stages
+from clip_moe.training.rehearsal import Measured, measure_stages
+from clip_moe.training.runner import run_recipe
+from clip_moe.training.stages.steps import StepsStage
 
 ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "training" / "recipes"
@@ -197,7 +197,7 @@ def short_recipe(system: str, output: Path) -> tuple[Path, dict[str, Any], Recip
 def start(path: Path, output: Path, overrides: Mapping[str, Any]):
     """A process that runs a recipe; all that it prints goes to a file beside its output."""
     words = [word for key, value in overrides.items() for word in (f"--{key}", json.dumps(value))]
-    command = [sys.executable, "-m", "training.upcycle", "--config", str(path), "--output-dir", str(output)]
+    command = [sys.executable, "-m", "clip_moe.training.upcycle", "--config", str(path), "--output-dir", str(output)]
     with output.with_suffix(".log").open("w") as log:
         return subprocess.Popen([*command, *words], cwd=ROOT, stdout=log, stderr=log)
 

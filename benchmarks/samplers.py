@@ -11,10 +11,10 @@ from functools import partial
 import numpy as np
 
 from benchmarks.page import Output, Rounds, cost, machine, median_of, median_ratio, mib, page, table
-from evaluation.speed import in_turn
-from records.command_line import command
-from training.duplicates import Duplicates
-from training.samplers import GlobalBatchSampler
+from clip_moe.evaluation.speed import in_turn
+from clip_moe.records.command_line import command
+from clip_moe.training.duplicates import Duplicates
+from clip_moe.training.samplers import GlobalBatchSampler
 
 SHUFFLE = "a shuffle"
 

@@ -22,22 +22,22 @@ from transformers import CLIPConfig, CLIPModel, PreTrainedModel
 from transformers.models.clip.modeling_clip import CLIPMLP
 
 from benchmarks.page import Output, Rounds, cost, machine, median_of, median_ratio, page, seconds, table
-from conversion.presets import PRESETS
-from conversion.upcycle import sparse_config
-from evaluation.costs import (
+from clip_moe.conversion.presets import PRESETS
+from clip_moe.conversion.upcycle import sparse_config
+from clip_moe.evaluation.costs import (
     count_multiply_adds,
     meta_model,
     paper_config,
 )
-from evaluation.speed import in_turn, wait_for
+from clip_moe.evaluation.speed import in_turn, wait_for
+from clip_moe.records.command_line import command_line, run
+from clip_moe.training.losses import contrastive_loss
 from modeling_clip_moe import CLIPMoEModel, CLIPMoEVisionConfig
 from modeling_clip_moe.sparse_moe import CLIPMoESparseMoeBlock
-from records.command_line import command_line, run
-from training.losses import contrastive_loss
 
 if TYPE_CHECKING:
-    from training.engine import FirstFault
-    from training.stages.train import TrainStage
+    from clip_moe.training.engine import FirstFault
+    from clip_moe.training.stages.train import TrainStage
 
 # Forward and backward, of which only the input has a gradient, or also the weights
 MODES = ("forward", "frozen", "trained")
@@ -208,7 +208,7 @@ def towers(
     rounds: Rounds = 5,
 ) -> str:
     """Whole vision towers over the dense one, which a GPU computes compiled, as they are: forward, and training."""
-    from training.engine import compile_layers
+    from clip_moe.training.engine import compile_layers
 
     torch.manual_seed(0)
     dense = paper_config(size)
@@ -265,7 +265,7 @@ def inference(
 ) -> str:
     """Images per second of vision towers: as they are, with compiled layers, and on a GPU also as a CUDA graph, which
     is launched as a whole."""
-    from training.engine import compile_layers
+    from clip_moe.training.engine import compile_layers
 
     torch.manual_seed(0)
     dense = paper_config(size)
@@ -336,9 +336,9 @@ def loss(pairs: int, chunk_size: int | None) -> Callable[[], None]:
 
 def step(pairs: int, mini_batch_size: int | None) -> Callable[[], object]:
     """Computes the gradient of a batch of random pairs by a small CLIP-UP."""
-    from training.contrastive_task import ContrastiveTask
-    from training.gradient_cache import cached_gradient
-    from training.stages.train import TrainStage
+    from clip_moe.training.contrastive_task import ContrastiveTask
+    from clip_moe.training.gradient_cache import cached_gradient
+    from clip_moe.training.stages.train import TrainStage
 
     torch.manual_seed(0)
     tower = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 4}
@@ -381,7 +381,7 @@ def training_step(
 ) -> tuple[Callable[[dict[str, torch.Tensor]], None], "FirstFault"]:
     """A function that takes a step of the training loop on a batch, without log and checkpoints, and what of its losses
     and gradients was not finite."""
-    from training import engine
+    from clip_moe.training import engine
 
     task = settings.task(model, SimpleNamespace())
     task, optimizer, scheduler, average = engine._prepare(accelerator, task, settings, 0, WARM_UP + TIMED)
@@ -424,8 +424,8 @@ def recipe_step(
     """Takes `WARM_UP` steps of a recipe, and times those that follow: `seconds` is their median, `first` those of the
     first, and `flops` what a step computes, its backward as twice its forward; None where weights are frozen or patches
     left out. Perhaps with `kernels`, a table of the ten that took longest in one more step."""
-    from training.optimizers import set_trainable
-    from training.recipe import load_recipe
+    from clip_moe.training.optimizers import set_trainable
+    from clip_moe.training.recipe import load_recipe
 
     row = RECIPES[name]
     stages = load_recipe(Path(__file__).parents[1] / "training" / "recipes" / f"{row.recipe}.yaml").stages

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import torch
 
-from conversion.checkpoints import load_clip, load_config, load_mixture
-from conversion.processors import copy_processor, require_same
-from conversion.verification import check_equal, sample_inputs
+from clip_moe.conversion.checkpoints import load_clip, load_config, load_mixture
+from clip_moe.conversion.processors import copy_processor, require_same
+from clip_moe.conversion.verification import check_equal, sample_inputs
+from clip_moe.records.files import save
 from modeling_clip_moe import CLIPMoDEModel
 from modeling_clip_moe.families import family_of
-from records.files import save
 
 # Folder of the repository for the encoder of the metadata
 ENCODER = "metadata_encoder"

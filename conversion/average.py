@@ -10,11 +10,11 @@ from scipy.optimize import linear_sum_assignment
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from conversion.checkpoints import load_clip, load_model
-from conversion.processors import copy_processor, require_same
-from conversion.upcycle import architecture, sparse_blocks
+from clip_moe.conversion.checkpoints import load_clip, load_model
+from clip_moe.conversion.processors import copy_processor, require_same
+from clip_moe.conversion.upcycle import architecture, sparse_blocks
+from clip_moe.records.files import save
 from modeling_clip_moe.families import TOWER_CONFIGS
-from records.files import save
 
 logger = logging.getLogger(__name__)
 

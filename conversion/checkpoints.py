@@ -20,12 +20,12 @@ from transformers import (
 )
 from transformers.utils import cached_file, logging
 
-from conversion.own_classes import import_handed_on
+from clip_moe.conversion.own_classes import import_handed_on
+from clip_moe.records.hub import hub_options
+from clip_moe.records.messages import join_names, one_line
 from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel, CLIPMoETextModel, CLIPMoETextModelWithProjection
 from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
 from modeling_clip_moe.families import FAMILY_OF_TYPE, Family, family_of, is_clip, model_class
-from records.hub import hub_options
-from records.messages import join_names, one_line
 
 # Settings of configurations; a value with a slash is a repository of kernels, which runs whether trusted or not
 KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")

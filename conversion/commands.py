@@ -6,8 +6,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from records.command_line import Folder, command
-from records.files import new_folder
+from clip_moe.records.command_line import Folder, command
+from clip_moe.records.files import new_folder
 
 
 @command
@@ -45,13 +45,13 @@ def publish(
         yes: do not ask before a model is published that the report of its run does not recommend
     """
     if dry_run is not None:
-        from conversion.publishing.bundle import build
+        from clip_moe.conversion.publishing.bundle import build
 
         with new_folder(dry_run) as folder:
             build(source, folder, repository, license, base_model, revision)
         return f"wrote {dry_run}; nothing was uploaded"
-    from conversion.publish import publish as upload
-    from conversion.publishing.lineage import Verdict
+    from clip_moe.conversion.publish import publish as upload
+    from clip_moe.conversion.publishing.lineage import Verdict
 
     verdict = Verdict.of(Path(source))
     if verdict and not verdict.is_recommended and not yes:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from conversion.checkpoints import load_dense, load_sparse
-from conversion.processors import copy_processor
-from conversion.rules import Rule, apply_rules
-from conversion.upcycle import (
+from clip_moe.conversion.checkpoints import load_dense, load_sparse
+from clip_moe.conversion.processors import copy_processor
+from clip_moe.conversion.rules import Rule, apply_rules
+from clip_moe.conversion.upcycle import (
     FFN_TO_EXPERTS,
     SPARSE_FIELDS,
     architecture,
@@ -24,13 +24,13 @@ from conversion.upcycle import (
     sparse_ffns,
     towers_of,
 )
-from conversion.verification import TOLERANCE, compare
+from clip_moe.conversion.verification import TOLERANCE, compare
+from clip_moe.records.files import read_record, save
+from clip_moe.records.messages import join_names
+from clip_moe.records.provenance import weights_fingerprint
 from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
 from modeling_clip_moe.dispatch import dispatch
 from modeling_clip_moe.families import family_of
-from records.files import read_record, save
-from records.messages import join_names
-from records.provenance import weights_fingerprint
 
 BASE = "base"
 

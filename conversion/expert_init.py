@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from sklearn.cluster import KMeans
 from torch import Tensor, nn
 
-from conversion.presets import ExpertInit
+from clip_moe.conversion.presets import ExpertInit
 from modeling_clip_moe.experts import CLIPMoEExperts
 
 # Stacked tensor -> the axis of its hidden units; `down_proj_bias` has none

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from conversion.checkpoints import load_whole_or_tower
-from conversion.processors import copy_processor
-from conversion.verification import check_equal, sample_inputs
+from clip_moe.conversion.checkpoints import load_whole_or_tower
+from clip_moe.conversion.processors import copy_processor
+from clip_moe.conversion.verification import check_equal, sample_inputs
+from clip_moe.records.files import save
 from modeling_clip_moe.families import pooled_token
-from records.files import save
 
 KEPT_POSITIONS = 20
 POSITIONS = "text_model.embeddings.position_embedding.weight"

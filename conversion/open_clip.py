@@ -5,9 +5,9 @@ from typing import Any
 
 from transformers import CLIPConfig
 
-from conversion.checkpoints import loading
+from clip_moe.conversion.checkpoints import loading
+from clip_moe.records.files import read_json
 from modeling_clip_moe.families import dense_types
-from records.files import read_json
 
 FILE = "open_clip_config.json"
 # The fields of a CLIP's towers and of its preprocessing, with open_clip's defaults

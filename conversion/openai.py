@@ -17,16 +17,16 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import CLIPConfig, CLIPModel, PreTrainedConfig, PreTrainedModel
 
-from conversion.checkpoints import load_model, loading
-from conversion.long_context import KEPT_POSITIONS, POSITIONS
-from conversion.open_clip import FILE, read_configuration
-from conversion.processors import copy_processor
-from conversion.rules import Rule, apply_rules, renaming
-from conversion.verification import check_equal, sample_inputs
+from clip_moe.conversion.checkpoints import load_model, loading
+from clip_moe.conversion.long_context import KEPT_POSITIONS, POSITIONS
+from clip_moe.conversion.open_clip import FILE, read_configuration
+from clip_moe.conversion.processors import copy_processor
+from clip_moe.conversion.rules import Rule, apply_rules, renaming
+from clip_moe.conversion.verification import check_equal, sample_inputs
+from clip_moe.records.digests import file_digest
+from clip_moe.records.files import save
+from clip_moe.records.messages import join_names
 from modeling_clip_moe.families import dense_types
-from records.digests import file_digest
-from records.files import save
-from records.messages import join_names
 
 # From the download addresses in https://github.com/openai/CLIP/blob/main/clip/clip.py
 SHA256 = {

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 
 import modeling_clip_moe
+from clip_moe.records.own_modules import code_of, watching
 from modeling_clip_moe.own_code import OWN_CLASSES
 from modeling_clip_moe.sparse_moe import SparseMoEMixin
-from records.own_modules import code_of, watching
 
 OPTION = "--import"
 # What a process hands on to those that it starts

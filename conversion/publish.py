@@ -5,7 +5,7 @@ from pathlib import Path
 
 from huggingface_hub import HfApi, get_token
 
-from conversion.publishing.bundle import build
+from clip_moe.conversion.publishing.bundle import build
 
 
 def upload(

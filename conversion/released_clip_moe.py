@@ -9,9 +9,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from conversion.checkpoints import load_model
-from conversion.long_context import POSITIONS
-from conversion.openai import (
+from clip_moe.conversion.checkpoints import load_model
+from clip_moe.conversion.long_context import POSITIONS
+from clip_moe.conversion.openai import (
     BLOCKS,
     HEAD_WIDTH,
     PACKED,
@@ -26,12 +26,12 @@ from conversion.openai import (
     read_state_dict,
     write,
 )
-from conversion.openai import verify as verify_archive
-from conversion.presets import PRESETS
-from conversion.rules import Rule, apply_rules, renaming
-from conversion.upcycle import architecture
+from clip_moe.conversion.openai import verify as verify_archive
+from clip_moe.conversion.presets import PRESETS
+from clip_moe.conversion.rules import Rule, apply_rules, renaming
+from clip_moe.conversion.upcycle import architecture
+from clip_moe.records.files import new_file, writing
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
-from records.files import new_file, writing
 
 EXPERT = re.compile(r"(visual\.)?transformer\.resblocks\.(\d+)\.experts\.(\d+)\..*")
 GATES = {f"{theirs}.gate.weight": f"{ours}.mlp.router.weight" for theirs, ours in BLOCKS.items()}

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from conversion.checkpoints import is_sparse, load_clip, load_model, load_sparse
-from conversion.dense import ONLY_EXPERTS, force_expert, set_fusion_gates
-from conversion.presets import PRESETS, TOWERS, Preset
-from conversion.processors import copy_processor, require_same
-from conversion.rules import Rule, apply_rules
-from conversion.upcycle import FFN_TO_EXPERTS, build_sparse, sparse_config, sparse_ffns, upcycling_rules
-from conversion.verification import compare
+from clip_moe.conversion.checkpoints import is_sparse, load_clip, load_model, load_sparse
+from clip_moe.conversion.dense import ONLY_EXPERTS, force_expert, set_fusion_gates
+from clip_moe.conversion.presets import PRESETS, TOWERS, Preset
+from clip_moe.conversion.processors import copy_processor, require_same
+from clip_moe.conversion.rules import Rule, apply_rules
+from clip_moe.conversion.upcycle import FFN_TO_EXPERTS, build_sparse, sparse_config, sparse_ffns, upcycling_rules
+from clip_moe.conversion.verification import compare
+from clip_moe.records.files import save
+from clip_moe.records.messages import join_names
 from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
-from records.files import save
-from records.messages import join_names
 
 # The parts of a sparse FFN with one expert that stage 1 of CLIP-FMoE may train: a regular expression
 TRAINED_PARTS = "(?:experts|fusion_gate|router)"

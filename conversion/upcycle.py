@@ -12,16 +12,16 @@ import torch
 from torch import Tensor, nn
 from transformers import CLIPConfig, PreTrainedConfig, PreTrainedModel
 
-from conversion.checkpoints import load_dense, load_sparse
-from conversion.expert_init import ExpertInit, init_by_clusters, init_experts
-from conversion.presets import TOWERS, Preset, sparse_layers
-from conversion.processors import copy_processor
-from conversion.rules import Rule, apply_rules
-from conversion.verification import compare
+from clip_moe.conversion.checkpoints import load_dense, load_sparse
+from clip_moe.conversion.expert_init import ExpertInit, init_by_clusters, init_experts
+from clip_moe.conversion.presets import TOWERS, Preset, sparse_layers
+from clip_moe.conversion.processors import copy_processor
+from clip_moe.conversion.rules import Rule, apply_rules
+from clip_moe.conversion.verification import compare
+from clip_moe.records.files import save
 from modeling_clip_moe.configuration_clip_moe import CLIPMoEConfig, CLIPMoETowerConfig, SparseMoEConfig
 from modeling_clip_moe.families import Family, family_of
 from modeling_clip_moe.sparse_moe import CLIPMoESparseMoeBlock
-from records.files import save
 
 # The tensors of a dense FFN (CLIPMLP), and those that hold them for all experts, one expert after the other
 FFN_TO_EXPERTS = {

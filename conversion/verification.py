@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from transformers import LlavaForConditionalGeneration, PreTrainedConfig, PreTrainedModel
 
-from conversion.checkpoints import has_file, load_config, load_mixture, load_model, load_whole_or_tower
-from conversion.processors import IMAGE_PROCESSOR_FILES, TOKENIZER_FILES, load_processor
+from clip_moe.conversion.checkpoints import has_file, load_config, load_mixture, load_model, load_whole_or_tower
+from clip_moe.conversion.processors import IMAGE_PROCESSOR_FILES, TOKENIZER_FILES, load_processor
 from modeling_clip_moe import CLIPMoDEConfig
 from modeling_clip_moe.families import is_clip, longest_text, pools_highest
 

@@ -19,9 +19,9 @@ from typing import Any
 import datasets
 import numpy as np
 
-from data.local_data import TABLES, suffix_of
-from records.files import read_json
-from records.messages import join_names, shortened, warn_once
+from clip_moe.data.local_data import TABLES, suffix_of
+from clip_moe.records.files import read_json
+from clip_moe.records.messages import join_names, shortened, warn_once
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import ConfigDict, Field, FiniteFloat, model_validator
 from pydantic.dataclasses import dataclass
 
-from data.worlds import WORLDS, world
+from clip_moe.data.worlds import WORLDS, world
 
 if TYPE_CHECKING:
     import numpy as np
@@ -121,7 +121,7 @@ class Augmentation:
         """A crop of the image, resized to this width and height."""
         from PIL.Image import BICUBIC
 
-        from data.augmentation import crop_box
+        from clip_moe.data.augmentation import crop_box
 
         box = crop_box(image.size, self.random_resized_crop, rng)
         return image.crop(box).resize(size, BICUBIC)  # by `resize(box=...)` it would see what is around

@@ -22,8 +22,8 @@ from datasets import Dataset
 from PIL import Image as PILImage
 from PIL import ImageFont
 
-from data.drawing import SPLITS, choose, drawn_rows, kind_order, some_kinds, stamp
-from records.digests import file_digests
+from clip_moe.data.drawing import SPLITS, choose, drawn_rows, kind_order, some_kinds, stamp
+from clip_moe.records.digests import file_digests
 
 if TYPE_CHECKING:
     from transformers import CLIPTokenizer
@@ -178,6 +178,6 @@ def _find(package: str) -> Path | None:
 
 def build_tokenizer(context_length: int) -> "CLIPTokenizer":
     """A CLIP tokenizer learned from the captions of all characters."""
-    from data.tokenizer import learn_tokenizer
+    from clip_moe.data.tokenizer import learn_tokenizer
 
     return learn_tokenizer([caption(kind, "detailed") for kind in kind_set("all")], VOCABULARY, context_length)

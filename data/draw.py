@@ -1,7 +1,7 @@
 """Pictures of the worlds: sheets to look at, and folders as other programs read them.
 
-python -m data.draw symbols --contact-sheet symbols.png
-python -m data.draw icons --kinds "brands 1024" --folder my/logos --number 4096
+python -m clip_moe.data.draw symbols --contact-sheet symbols.png
+python -m clip_moe.data.draw icons --kinds "brands 1024" --folder my/logos --number 4096
 """
 
 import json
@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from data.contact_sheet import grid
-from data.drawing import SPLITS
-from data.worlds import WORLDS, world
-from records.command_line import Folder, command
-from records.files import new_folder
+from clip_moe.data.contact_sheet import grid
+from clip_moe.data.drawing import SPLITS
+from clip_moe.data.worlds import WORLDS, world
+from clip_moe.records.command_line import Folder, command
+from clip_moe.records.files import new_folder
 
 
 @command

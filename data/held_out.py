@@ -10,10 +10,10 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 from transformers import PreTrainedTokenizerBase
 
-from data.near_copies import Copies, find_copies
-from data.overview import are_classes
-from data.pairs import plain_words, present_captions
-from data.tokenizer import read_texts
+from clip_moe.data.near_copies import Copies, find_copies
+from clip_moe.data.overview import are_classes
+from clip_moe.data.pairs import plain_words, present_captions
+from clip_moe.data.tokenizer import read_texts
 
 
 def hold_out(

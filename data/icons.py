@@ -23,8 +23,8 @@ import numpy as np
 from datasets import Dataset
 from PIL import Image as PILImage
 
-from data.drawing import SPLITS, drawn_rows, kind_order, stamp
-from data.extras import installed_versions, require_extra
+from clip_moe.data.drawing import SPLITS, drawn_rows, kind_order, stamp
+from clip_moe.data.extras import installed_versions, require_extra
 
 if TYPE_CHECKING:
     from transformers import CLIPTokenizer
@@ -169,7 +169,7 @@ def _folder() -> Path:
 
 def build_tokenizer(context_length: int) -> "CLIPTokenizer":
     """A CLIP tokenizer learned from all names."""
-    from data.tokenizer import learn_tokenizer
+    from clip_moe.data.tokenizer import learn_tokenizer
 
     names = [entry.name for entry in _numbered()]
     return learn_tokenizer(

@@ -12,17 +12,17 @@ from typing import Any
 import datasets
 import pyarrow.parquet
 
-from data.annotations import open_tables
-from data.arguments import DataArguments
-from data.images import from_base64
-from data.local_data import BUILDERS, file_in, is_here, is_table, suffix_of
-from data.shards import MEMBER, file_of, read_member
-from data.sources import is_cache, is_saved, is_text, matching, named_images, of_splits, reading
-from data.worlds import INSTALLED, WORLDS, world
-from records.digests import FILES_AT_ONCE, DigestCache, file_digests, file_stamp, value_digest
-from records.files import files_in
-from records.hub import hub_commit
-from records.provenance import MANIFEST
+from clip_moe.data.annotations import open_tables
+from clip_moe.data.arguments import DataArguments
+from clip_moe.data.images import from_base64
+from clip_moe.data.local_data import BUILDERS, file_in, is_here, is_table, suffix_of
+from clip_moe.data.shards import MEMBER, file_of, read_member
+from clip_moe.data.sources import is_cache, is_saved, is_text, matching, named_images, of_splits, reading
+from clip_moe.data.worlds import INSTALLED, WORLDS, world
+from clip_moe.records.digests import FILES_AT_ONCE, DigestCache, file_digests, file_stamp, value_digest
+from clip_moe.records.files import files_in
+from clip_moe.records.hub import hub_commit
+from clip_moe.records.provenance import MANIFEST
 
 # Errors about a fingerprint that is not that of the pairs say this
 OTHER_DATA = "another dataset, another order or other images of the same names"

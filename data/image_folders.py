@@ -15,11 +15,11 @@ import numpy as np
 import PIL.Image
 import pyarrow.parquet
 
-from data.annotations import SPLIT_OF_NAME, read_tables, split_column, text_of
-from data.images import FORMATS, decode_image
-from records.digests import file_stamp
-from records.files import files_in, is_hidden
-from records.messages import join_names, warn_once
+from clip_moe.data.annotations import SPLIT_OF_NAME, read_tables, split_column, text_of
+from clip_moe.data.images import FORMATS, decode_image
+from clip_moe.records.digests import file_stamp
+from clip_moe.records.files import files_in, is_hidden
+from clip_moe.records.messages import join_names, warn_once
 
 logger = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ import re
 import unicodedata
 from pathlib import Path
 
-from data.worlds import WORLDS
-from records.local_names import is_hub_name, similar_path
+from clip_moe.data.worlds import WORLDS
+from clip_moe.records.local_names import is_hub_name, similar_path
 
 # Endings of shards
 SUFFIXES = (".tar", ".tar.gz", ".tgz")

@@ -2,8 +2,8 @@
 
 import datasets
 
-from data.arguments import DataArguments
-from data.pairs import IMAGE, load_pairs, mapped
+from clip_moe.data.arguments import DataArguments
+from clip_moe.data.pairs import IMAGE, load_pairs, mapped
 
 
 def pairs_with_images(arguments: DataArguments, decode: bool = False) -> datasets.Dataset:

@@ -22,8 +22,8 @@ import numpy as np
 from datasets import Dataset
 from PIL import Image as PILImage
 
-from data.drawing import SPLITS, add_noise, choose, drawn_rows, kind_order, some_kinds
-from data.extras import installed_versions, require_extra
+from clip_moe.data.drawing import SPLITS, add_noise, choose, drawn_rows, kind_order, some_kinds
+from clip_moe.data.extras import installed_versions, require_extra
 
 if TYPE_CHECKING:
     from transformers import CLIPTokenizer
@@ -160,6 +160,6 @@ def _names(texts: Iterable[str]) -> dict[str, str]:
 
 def build_tokenizer(context_length: int) -> "CLIPTokenizer":
     """A CLIP tokenizer learned from the first names of all molecules."""
-    from data.tokenizer import learn_tokenizer
+    from clip_moe.data.tokenizer import learn_tokenizer
 
     return learn_tokenizer([drawn.names[0] for drawn in _molecules()], VOCABULARY, context_length)

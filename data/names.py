@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from datasets import Dataset
 
-from data.drawing import COLORS, SPLITS, drawn_rows, kind_order
+from clip_moe.data.drawing import COLORS, SPLITS, drawn_rows, kind_order
 
 if TYPE_CHECKING:
     from transformers import CLIPTokenizer
@@ -202,7 +202,7 @@ def _draw(what: str, country: int) -> np.ndarray:
 
 def build_tokenizer(context_length: int) -> "CLIPTokenizer":
     """A CLIP tokenizer that knows every word of the captions."""
-    from data.tokenizer import learn_tokenizer
+    from clip_moe.data.tokenizer import learn_tokenizer
 
     words = [*WORDS, *itertools.chain(*FIRST_WORDS.values()), *facts_of(0).split(), ","]
     return learn_tokenizer(words * 2, 1200, context_length)

@@ -12,10 +12,10 @@ import numpy as np
 import PIL.Image
 from tqdm.auto import trange
 
-from data.identity import image_digests
-from data.images import decode_image, decoding_code
-from records.digests import DigestCache
-from records.messages import warn_once
+from clip_moe.data.identity import image_digests
+from clip_moe.data.images import decode_image, decoding_code
+from clip_moe.records.digests import DigestCache
+from clip_moe.records.messages import warn_once
 
 logger = logging.getLogger(__name__)
 

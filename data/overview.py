@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import datasets
 from transformers import PreTrainedTokenizerBase
 
-from data.pairs import plain_words, present_captions
-from data.tokenizer import read_texts
-from records.messages import shortened
+from clip_moe.data.pairs import plain_words, present_captions
+from clip_moe.data.tokenizer import read_texts
+from clip_moe.records.messages import shortened
 
 # A caption of more than this share of the pairs dominates
 DOMINANT = 0.1

@@ -21,13 +21,22 @@ import PIL.Image
 import pyarrow
 import pyarrow.compute
 
-from data.identity import image_digests
-from data.images import decode_image, decoding_code, from_base64
-from data.local_data import file_in
-from data.sources import DataArguments, Rows, first_rows, is_text, named_files_hash, no_column, open_rows, reading
-from data.worlds import WORLDS, world
-from records.messages import join_names, shortened, warn_once
-from records.processes import is_first_process
+from clip_moe.data.identity import image_digests
+from clip_moe.data.images import decode_image, decoding_code, from_base64
+from clip_moe.data.local_data import file_in
+from clip_moe.data.sources import (
+    DataArguments,
+    Rows,
+    first_rows,
+    is_text,
+    named_files_hash,
+    no_column,
+    open_rows,
+    reading,
+)
+from clip_moe.data.worlds import WORLDS, world
+from clip_moe.records.messages import join_names, shortened, warn_once
+from clip_moe.records.processes import is_first_process
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ import PIL.Image
 import torch
 from transformers import BaseImageProcessor
 
-from data.arguments import Augmentation
-from data.images import decode_image
+from clip_moe.data.arguments import Augmentation
+from clip_moe.data.images import decode_image
 
 # Sides of images that are prepared both ways, to see that the results are equal: upright, lying, small and square
 PROBES = ((50, 83), (331, 240), (17, 16), (64, 64))

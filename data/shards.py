@@ -16,8 +16,8 @@ from typing import Any
 import datasets
 import numpy as np
 
-from data.annotations import text_of
-from records.messages import join_names, warn_once
+from clip_moe.data.annotations import text_of
+from clip_moe.records.messages import join_names, warn_once
 
 logger = logging.getLogger(__name__)
 

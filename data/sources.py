@@ -17,15 +17,15 @@ from datasets.data_files import DataFilesList, sanitize_patterns
 from datasets.utils.metadata import MetadataConfigs
 from huggingface_hub import DatasetCard
 
-from data.annotations import SPLIT_OF_NAME, NoSplit, open_tables
-from data.arguments import DataArguments
-from data.image_folders import METADATA, is_picture, open_folder, warn_of_unread
-from data.local_data import BUILDERS, TABLES, is_table, suffix_of, without_braces
-from data.shards import open_shards
-from records.digests import file_stamp
-from records.files import files_in
-from records.hub import hub_options
-from records.messages import one_line
+from clip_moe.data.annotations import SPLIT_OF_NAME, NoSplit, open_tables
+from clip_moe.data.arguments import DataArguments
+from clip_moe.data.image_folders import METADATA, is_picture, open_folder, warn_of_unread
+from clip_moe.data.local_data import BUILDERS, TABLES, is_table, suffix_of, without_braces
+from clip_moe.data.shards import open_shards
+from clip_moe.records.digests import file_stamp
+from clip_moe.records.files import files_in
+from clip_moe.records.hub import hub_options
+from clip_moe.records.messages import one_line
 
 # Workers and processes that share rows in memory as a stream
 READERS = 64

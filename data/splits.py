@@ -5,11 +5,11 @@ from pathlib import Path
 
 from datasets import ReadInstruction, get_dataset_split_names
 
-from data.annotations import SPLIT_OF_NAME, NoSplit, read_tables, split_column
-from data.arguments import DataArguments
-from data.local_data import is_here, is_read_whole, is_table
-from data.sources import matching, open_rows, reading, split_names
-from data.worlds import WORLDS
+from clip_moe.data.annotations import SPLIT_OF_NAME, NoSplit, read_tables, split_column
+from clip_moe.data.arguments import DataArguments
+from clip_moe.data.local_data import is_here, is_read_whole, is_table
+from clip_moe.data.sources import matching, open_rows, reading, split_names
+from clip_moe.data.worlds import WORLDS
 
 
 def named_split(source: str, split: str) -> str:

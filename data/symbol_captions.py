@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from data.drawing import COLORS, OPPOSITE, article, choose
-from data.symbol_kinds import TOPIC_OF, TOPICS
+from clip_moe.data.drawing import COLORS, OPPOSITE, article, choose
+from clip_moe.data.symbol_kinds import TOPIC_OF, TOPICS
 
 CAPTION_STYLES = ("web", "detailed", "looks", "classes")
 # The share of web captions whose kind or color is drawn anew, among the kinds of their topic or all colors. Fewer are

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from data.drawing import DIGITS
+from clip_moe.data.drawing import DIGITS
 
 
 @dataclass(frozen=True)

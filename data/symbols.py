@@ -19,7 +19,7 @@ from datasets import Dataset, Features, Image, Value
 from PIL import Image as PILImage
 from PIL import ImageDraw, ImageFont
 
-from data.drawing import (
+from clip_moe.data.drawing import (
     BACKGROUNDS,
     COLORS,
     OPPOSITE,
@@ -38,9 +38,9 @@ from data.drawing import (
     png,
     stroke,
 )
-from data.symbol_captions import CAPTION_STYLES as CAPTION_STYLES
-from data.symbol_captions import caption
-from data.symbol_kinds import KINDS, TOPIC_OF, TOPICS
+from clip_moe.data.symbol_captions import CAPTION_STYLES as CAPTION_STYLES
+from clip_moe.data.symbol_captions import caption
+from clip_moe.data.symbol_kinds import KINDS, TOPIC_OF, TOPICS
 
 if TYPE_CHECKING:
     from transformers import CLIPTokenizer
@@ -201,7 +201,7 @@ def render(scene: Mapping[str, str], split: str, rng: np.random.Generator, image
 
 def build_tokenizer(context_length: int) -> "CLIPTokenizer":
     """A CLIP tokenizer that knows every word of the symbol world's captions."""
-    from data.tokenizer import learn_tokenizer
+    from clip_moe.data.tokenizer import learn_tokenizer
 
     return learn_tokenizer(_all_words(), 3000, context_length)
 

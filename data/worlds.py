@@ -18,14 +18,14 @@ WORLDS = (*INSTALLED, "names", "symbols")
 
 def world(name: str) -> ModuleType:
     """The module of one of `WORLDS`."""
-    return importlib.import_module(f"data.{name}")
+    return importlib.import_module(f"clip_moe.data.{name}")
 
 
 def build_processor(name: str, context_length: int, image_size: int) -> "CLIPProcessor":
     """The `CLIPProcessor` of a world: it knows the words of its captions, and scales images to [-1, 1]."""
     from transformers import CLIPProcessor
 
-    from data.drawing import build_image_processor
+    from clip_moe.data.drawing import build_image_processor
 
     tokenizer = world(name).build_tokenizer(context_length)
     return CLIPProcessor(image_processor=build_image_processor(image_size), tokenizer=tokenizer)

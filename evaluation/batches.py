@@ -12,13 +12,13 @@ from datasets import Image
 from torch.utils.data import DataLoader, Dataset, default_collate
 from transformers import BaseImageProcessor, PreTrainedTokenizerBase
 
-from data.identity import image_digests
-from data.images import decode_image
-from data.preparation import Preparation
-from data.shards import MEMBER, size_of
-from data.tokenizer import tokenize
-from data.workers import errors_of_workers
-from records.digests import value_digest
+from clip_moe.data.identity import image_digests
+from clip_moe.data.images import decode_image
+from clip_moe.data.preparation import Preparation
+from clip_moe.data.shards import MEMBER, size_of
+from clip_moe.data.tokenizer import tokenize
+from clip_moe.data.workers import errors_of_workers
+from clip_moe.records.digests import value_digest
 
 # Encoded images of a dataset, in bytes, above which workers save more time than it takes to start them
 WORTH_WORKERS = 32 * 2**20

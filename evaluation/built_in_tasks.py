@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from datasets import Dataset
 
-from data import icons, names, symbols
-from data.worlds import world
-from evaluation.task import INFORMATION, PRIMARY_METRICS, RECALL_5, Task
+from clip_moe.data import icons, names, symbols
+from clip_moe.data.worlds import world
+from clip_moe.evaluation.task import INFORMATION, PRIMARY_METRICS, RECALL_5, Task
 
 
 def _symbol_kinds(split: str, num_samples: int, kinds: str = "all", seed: int = 0) -> Dataset:

@@ -9,9 +9,9 @@ from typing import Any
 
 from datasets import ClassLabel, Dataset, Value
 
-from data.pairs import select_columns, trimmed
-from data.sources import DataArguments, open_rows
-from records.messages import join_names
+from clip_moe.data.pairs import select_columns, trimmed
+from clip_moe.data.sources import DataArguments, open_rows
+from clip_moe.records.messages import join_names
 
 # Names of classes that say nothing to a model: WordNet's ids of synsets, and numbers
 SYNSET, NUMBER = re.compile(r"n\d{8}\b", re.IGNORECASE), re.compile(r"[-+]?\d+(\.\d+)?")

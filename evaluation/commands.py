@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Literal
 
-from records.command_line import Folder, command
-from records.messages import in_one_line
+from clip_moe.records.command_line import Folder, command
+from clip_moe.records.messages import in_one_line
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -23,7 +23,7 @@ def report(results: list[Path], /, *, output_dir: Folder, baseline: str | None =
         output_dir: gets report.md, report.html and report.svg
         baseline: model to compare the others with
     """
-    from evaluation.report import write_report
+    from clip_moe.evaluation.report import write_report
 
     return write_report(results, output_dir, baseline)
 
@@ -80,8 +80,8 @@ def efficiency(
     import torch
     from pydantic import ValidationError
 
-    from data.arguments import DataArguments
-    from evaluation.efficiency import compare_models
+    from clip_moe.data.arguments import DataArguments
+    from clip_moe.evaluation.efficiency import compare_models
 
     try:
         arguments = None if data is None else DataArguments(source=data, caption_column=caption_column)

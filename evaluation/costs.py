@@ -11,11 +11,11 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CLIPConfig, MetaClip2Config, PreTrainedConfig, PreTrainedModel, SiglipConfig
 
-from conversion.presets import PRESETS
-from conversion.upcycle import sparse_config
+from clip_moe.conversion.presets import PRESETS
+from clip_moe.conversion.upcycle import sparse_config
+from clip_moe.records.messages import did_you_mean
 from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
 from modeling_clip_moe.families import longest_text, model_class
-from records.messages import did_you_mean
 
 
 def _tower(width: int, layers: int, heads: int, **more: int) -> dict[str, int]:

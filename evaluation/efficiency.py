@@ -9,21 +9,21 @@ from typing import Any
 import torch
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
-from conversion.checkpoints import clip_class, config_of, has_file, loading
-from conversion.presets import PRESETS
-from conversion.processors import most_patches
-from conversion.upcycle import sparse_config
-from data.arguments import DataArguments
-from evaluation.costs import count_multiply_adds, count_parameters, meta_model, paper_config
-from evaluation.embedder import usable_device
-from evaluation.estimate import CAVEAT, count_captions, estimate, multiply_adds, trained_model
-from evaluation.law import Facts, fitted_law
-from evaluation.page import write_page
-from evaluation.speed import ROUNDS, measure_memory, measure_speed
-from records.files import refuse_to_overwrite
-from records.markdown import escape, markdown_table
-from records.messages import did_you_mean
-from records.provenance import device_name, environment, weights_fingerprint
+from clip_moe.conversion.checkpoints import clip_class, config_of, has_file, loading
+from clip_moe.conversion.presets import PRESETS
+from clip_moe.conversion.processors import most_patches
+from clip_moe.conversion.upcycle import sparse_config
+from clip_moe.data.arguments import DataArguments
+from clip_moe.evaluation.costs import count_multiply_adds, count_parameters, meta_model, paper_config
+from clip_moe.evaluation.embedder import usable_device
+from clip_moe.evaluation.estimate import CAVEAT, count_captions, estimate, multiply_adds, trained_model
+from clip_moe.evaluation.law import Facts, fitted_law
+from clip_moe.evaluation.page import write_page
+from clip_moe.evaluation.speed import ROUNDS, measure_memory, measure_speed
+from clip_moe.records.files import refuse_to_overwrite
+from clip_moe.records.markdown import escape, markdown_table
+from clip_moe.records.messages import did_you_mean
+from clip_moe.records.provenance import device_name, environment, weights_fingerprint
 
 WEIGHT_FILES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 

@@ -15,22 +15,19 @@ from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from transformers import BatchFeature, CLIPModel, PreTrainedModel, PreTrainedTokenizerBase
 
-import data.images
-import data.preparation
-import data.shards
-import data.tokenizer
 import modeling_clip_moe
-from conversion import checkpoints, processors
-from conversion.checkpoints import load_clip
-from conversion.own_classes import own_code
-from conversion.processors import load_processor
-from evaluation import batches as reading
-from evaluation.batches import Batches, ImageBatches, TextBatches, read_batches
-from evaluation.feature_store import Compute, FeatureStore
-from evaluation.progress import progress
+from clip_moe.conversion import checkpoints, processors
+from clip_moe.conversion.checkpoints import load_clip
+from clip_moe.conversion.own_classes import own_code
+from clip_moe.conversion.processors import load_processor
+from clip_moe.data import images, preparation, shards, tokenizer
+from clip_moe.evaluation import batches as reading
+from clip_moe.evaluation.batches import Batches, ImageBatches, TextBatches, read_batches
+from clip_moe.evaluation.feature_store import Compute, FeatureStore
+from clip_moe.evaluation.progress import progress
+from clip_moe.records.digests import file_digests, value_digest
+from clip_moe.records.provenance import PROCESSOR, WEIGHTS, environment, model_fingerprint
 from modeling_clip_moe import CLIPMoEModel
-from records.digests import file_digests, value_digest
-from records.provenance import PROCESSOR, WEIGHTS, environment, model_fingerprint
 
 # Batches that are written together: what a run that is killed loses
 BATCHES_PER_SHARD = 8
@@ -219,6 +216,6 @@ def code_digest() -> str:
     """The digest of the code that makes embeddings, as it is on disk: a commit would not tell two uncommitted changes
     apart."""
     model_code = sorted(Path(modeling_clip_moe.__file__).parent.glob("*.py"))
-    read_by = reading, data.images, data.preparation, data.shards, data.tokenizer, processors, checkpoints
+    read_by = reading, images, preparation, shards, tokenizer, processors, checkpoints
     files = [*model_code, Path(__file__), *(Path(module.__file__) for module in read_by)]
     return value_digest([file_digests(files), own_code()])

@@ -14,14 +14,14 @@ from datasets import Dataset
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
 
-from conversion.assemble import ENCODER
-from conversion.checkpoints import clip_class, config_of, load_config, load_mixture
-from evaluation.embedder import Embedder
-from evaluation.sentence_encoders import SentenceEncoder, load_encoder
+from clip_moe.conversion.assemble import ENCODER
+from clip_moe.conversion.checkpoints import clip_class, config_of, load_config, load_mixture
+from clip_moe.evaluation.embedder import Embedder
+from clip_moe.evaluation.sentence_encoders import SentenceEncoder, load_encoder
+from clip_moe.records.hub import hub_options
+from clip_moe.records.messages import one_line
 from modeling_clip_moe import CLIPMoDEConfig
 from modeling_clip_moe.modeling_clip_mode import side_by_side
-from records.hub import hub_options
-from records.messages import one_line
 
 logger = logging.getLogger(__name__)
 

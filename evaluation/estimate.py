@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedConfig
 
-from conversion.checkpoints import is_sparse
-from conversion.dense import dense_config
-from conversion.processors import load_processor
-from conversion.upcycle import shared_config
-from data.arguments import DataArguments
-from data.pairs import load_pairs, present_captions, same_words
-from data.tokenizer import read_texts
-from evaluation.costs import count_multiply_adds, count_parameters, meta_model, paper_config
-from evaluation.law import LEVEL, Facts, Law, TrainedModel, fitted_law, interval, probability
-from records.markdown import escape
+from clip_moe.conversion.checkpoints import is_sparse
+from clip_moe.conversion.dense import dense_config
+from clip_moe.conversion.processors import load_processor
+from clip_moe.conversion.upcycle import shared_config
+from clip_moe.data.arguments import DataArguments
+from clip_moe.data.pairs import load_pairs, present_captions, same_words
+from clip_moe.data.tokenizer import read_texts
+from clip_moe.evaluation.costs import count_multiply_adds, count_parameters, meta_model, paper_config
+from clip_moe.evaluation.law import LEVEL, Facts, Law, TrainedModel, fitted_law, interval, probability
+from clip_moe.records.markdown import escape
 
 CAVEAT = (
     "This is a guess by the law of docs/law.md, for data as hard as the worlds there. Shares are of the bits; a gain "

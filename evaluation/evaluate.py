@@ -8,17 +8,17 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import set_seed
 
-from conversion.checkpoints import model_configs
-from conversion.own_classes import own_code
-from evaluation.embedder import usable_device
-from evaluation.ensemble import open_model
-from evaluation.measures import measure
-from evaluation.results import write_result
-from evaluation.task import Task
+from clip_moe.conversion.checkpoints import model_configs
+from clip_moe.conversion.own_classes import own_code
+from clip_moe.evaluation.embedder import usable_device
+from clip_moe.evaluation.ensemble import open_model
+from clip_moe.evaluation.measures import measure
+from clip_moe.evaluation.results import write_result
+from clip_moe.evaluation.task import Task
+from clip_moe.records.files import output_folder
+from clip_moe.records.local_names import paths_here
+from clip_moe.records.provenance import environment, weights_fingerprint
 from modeling_clip_moe.families import TOWER_CONFIGS
-from records.files import output_folder
-from records.local_names import paths_here
-from records.provenance import environment, weights_fingerprint
 
 
 def evaluate_model(

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import PIL.Image
 
-from data.images import decode_image
-from data.pairs import present_captions
-from evaluation.measures import Embeds
-from evaluation.retrieval import TIE
-from evaluation.task import Task
-from records.markdown import escape
+from clip_moe.data.images import decode_image
+from clip_moe.data.pairs import present_captions
+from clip_moe.evaluation.measures import Embeds
+from clip_moe.evaluation.retrieval import TIE
+from clip_moe.evaluation.task import Task
+from clip_moe.records.markdown import escape
 
 # Of each, hits and misses; and pixels of the longer side
 NUM_SHOWN, SIDE = 3, 192

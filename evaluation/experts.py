@@ -10,17 +10,17 @@ from accelerate.utils import set_seed
 from datasets import Dataset
 from transformers import CLIPConfig
 
-from conversion.dense import force_expert
-from conversion.own_classes import own_code
-from conversion.presets import TOWERS
-from conversion.upcycle import counted_as_one
-from data.images import decode_image
-from evaluation.embedder import Embedder, usable_device
-from evaluation.expert_summary import EXPERT, MEAN, ROUTED, agreement, summarize
-from evaluation.experts_page import page_beginning, page_of
-from evaluation.measures import measure
-from evaluation.page import write_page
-from evaluation.preferences import (
+from clip_moe.conversion.dense import force_expert
+from clip_moe.conversion.own_classes import own_code
+from clip_moe.conversion.presets import TOWERS
+from clip_moe.conversion.upcycle import counted_as_one
+from clip_moe.data.images import decode_image
+from clip_moe.evaluation.embedder import Embedder, usable_device
+from clip_moe.evaluation.expert_summary import EXPERT, MEAN, ROUTED, agreement, summarize
+from clip_moe.evaluation.experts_page import page_beginning, page_of
+from clip_moe.evaluation.measures import measure
+from clip_moe.evaluation.page import write_page
+from clip_moe.evaluation.preferences import (
     NUM_IMAGES,
     NUM_TEXTS,
     dropped_patches,
@@ -30,9 +30,9 @@ from evaluation.preferences import (
     word_shares,
     word_text,
 )
-from evaluation.progress import Progress
-from evaluation.routing import averaged_experts, chosen_experts, count_tokens
-from evaluation.routing_pictures import (
+from clip_moe.evaluation.progress import Progress
+from clip_moe.evaluation.routing import averaged_experts, chosen_experts, count_tokens
+from clip_moe.evaluation.routing_pictures import (
     draw_agreement,
     draw_dropped,
     draw_expert,
@@ -40,11 +40,11 @@ from evaluation.routing_pictures import (
     draw_patches,
     draw_shares,
 )
-from evaluation.tasks import Task, loaded_once
+from clip_moe.evaluation.tasks import Task, loaded_once
+from clip_moe.records.provenance import environment, weights_fingerprint
 from modeling_clip_moe import CLIPMoEConfig
 from modeling_clip_moe.configuration_clip_moe import CLIPMoETowerConfig
 from modeling_clip_moe.families import family_of
-from records.provenance import environment, weights_fingerprint
 
 EXPERT_PROTOCOL = (
     "An expert alone has the weight that the experts of a token have together in the routed model: for each token and "

@@ -10,18 +10,25 @@ from typing import Any
 
 from datasets import ClassLabel, Dataset, List, Value
 
-from data.identity import identity
-from data.image_folders import NO_PICTURE
-from data.pairs import load_pairs, one_row_an_image, readable_pairs, rename_columns, select_columns, with_class_names
-from data.sources import DataArguments, Rows, open_rows
-from data.splits import common_rows, named_split
-from data.worlds import WORLDS
-from evaluation.class_names import labeled_rows, require_different_names
-from evaluation.own_task import OwnTask
-from evaluation.task import Task
-from records.digests import file_digests, short_digest
-from records.files import read_text
-from records.local_names import paths_here, without_paths
+from clip_moe.data.identity import identity
+from clip_moe.data.image_folders import NO_PICTURE
+from clip_moe.data.pairs import (
+    load_pairs,
+    one_row_an_image,
+    readable_pairs,
+    rename_columns,
+    select_columns,
+    with_class_names,
+)
+from clip_moe.data.sources import DataArguments, Rows, open_rows
+from clip_moe.data.splits import common_rows, named_split
+from clip_moe.data.worlds import WORLDS
+from clip_moe.evaluation.class_names import labeled_rows, require_different_names
+from clip_moe.evaluation.own_task import OwnTask
+from clip_moe.evaluation.task import Task
+from clip_moe.records.digests import file_digests, short_digest
+from clip_moe.records.files import read_text
+from clip_moe.records.local_names import paths_here, without_paths
 
 logger = logging.getLogger(__name__)
 

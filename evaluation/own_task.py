@@ -5,9 +5,9 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
 
-from data.arguments import DataArguments
-from data.worlds import WORLDS
-from records.messages import in_one_line
+from clip_moe.data.arguments import DataArguments
+from clip_moe.data.worlds import WORLDS
+from clip_moe.records.messages import in_one_line
 
 OwnKind = Literal["retrieval", "zero_shot", "linear_probe", "pairs"]
 

@@ -9,9 +9,9 @@ import PIL.Image
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from data.preparation import Preparation
-from data.tokenizer import tokenize
-from evaluation.embedder import Embedder
+from clip_moe.data.preparation import Preparation
+from clip_moe.data.tokenizer import tokenize
+from clip_moe.evaluation.embedder import Embedder
 from modeling_clip_moe import expert_capacity_mask
 from modeling_clip_moe.configuration_clip_moe import CLIPMoETowerConfig
 from modeling_clip_moe.sparse_moe import router_probabilities

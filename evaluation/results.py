@@ -5,9 +5,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from data.splits import named_split
-from records.digests import short_digest
-from records.files import write_text
+from clip_moe.data.splits import named_split
+from clip_moe.records.digests import short_digest
+from clip_moe.records.files import write_text
 
 # Characters of a longer text that the name of a file keeps
 LONGEST_SLUG = 60

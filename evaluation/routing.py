@@ -9,8 +9,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from conversion.presets import TOWERS
-from conversion.upcycle import counted_as_one, sparse_blocks
+from clip_moe.conversion.presets import TOWERS
+from clip_moe.conversion.upcycle import counted_as_one, sparse_blocks
 from modeling_clip_moe import CLIPMoEModel
 from modeling_clip_moe.dispatch import expert_capacity_mask
 from modeling_clip_moe.sparse_moe import CLIPMoERouter, router_probabilities

@@ -8,9 +8,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
-from evaluation.figures import grid, heat_map, plot_text, plt, save
-from evaluation.preferences import RoutedImages, top_patches
-from evaluation.routing import POOLED_TOKEN
+from clip_moe.evaluation.figures import grid, heat_map, plot_text, plt, save
+from clip_moe.evaluation.preferences import RoutedImages, top_patches
+from clip_moe.evaluation.routing import POOLED_TOKEN
 
 
 def draw_shares(routing: Mapping[str, Mapping[int, Mapping[str, Any]]], path: Path, title: str) -> None:

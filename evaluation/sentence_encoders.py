@@ -15,16 +15,16 @@ import torch
 from datasets import Dataset
 from safetensors.numpy import load_file, save_file
 
-from conversion.checkpoints import has_file, load_clip, load_config, loading
-from conversion.processors import load_processor, load_tokenizer, mark_padding, require_fit
-from evaluation.batches import ImageBatches, TextBatches
-from evaluation.embedder import embed
+from clip_moe.conversion.checkpoints import has_file, load_clip, load_config, loading
+from clip_moe.conversion.processors import load_processor, load_tokenizer, mark_padding, require_fit
+from clip_moe.evaluation.batches import ImageBatches, TextBatches
+from clip_moe.evaluation.embedder import embed
+from clip_moe.records.digests import short_digest
+from clip_moe.records.files import save, writing
+from clip_moe.records.hub import hub_commit, hub_options, pin_commit
+from clip_moe.records.local_names import is_hub_name
+from clip_moe.records.provenance import weights_fingerprint
 from modeling_clip_moe.families import is_clip
-from records.digests import short_digest
-from records.files import save, writing
-from records.hub import hub_commit, hub_options, pin_commit
-from records.local_names import is_hub_name
-from records.provenance import weights_fingerprint
 
 SETTINGS_FILE, TFIDF_WEIGHTS = "encoder.json", "tfidf.safetensors"
 # How the last hidden states become one: their mean over the tokens; the first of them (unsupervised SimCSE); or the

@@ -15,9 +15,9 @@ from huggingface_hub.utils import are_progress_bars_disabled
 from transformers import BatchFeature
 from transformers.utils.logging import disable_progress_bar
 
-from conversion.checkpoints import load_clip
-from conversion.verification import sample_inputs
-from records.memory import peak_memory
+from clip_moe.conversion.checkpoints import load_clip
+from clip_moe.conversion.verification import sample_inputs
+from clip_moe.records.memory import peak_memory
 
 Key = TypeVar("Key", bound=Hashable)
 Result = TypeVar("Result")

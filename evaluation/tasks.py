@@ -10,22 +10,22 @@ from typing import get_args
 
 from datasets import Dataset
 
-from data.sources import opened_once
-from data.worlds import INSTALLED, world
-from evaluation.benchmarks.loading import benchmark_task
-from evaluation.benchmarks.specs import ALIASES, BENCHMARKS, GROUPS, expand
-from evaluation.built_in_tasks import icon_tasks, name_tasks, numbered_tasks, symbol_tasks
-from evaluation.own_data import make_task, own_fingerprint
-from evaluation.own_task import OwnKind, OwnTask, Wanted
-from evaluation.results import task_name
-from evaluation.task import Task
-from records.digests import short_digest
-from records.messages import most_similar
+from clip_moe.data.sources import opened_once
+from clip_moe.data.worlds import INSTALLED, world
+from clip_moe.evaluation.benchmarks.loading import benchmark_task
+from clip_moe.evaluation.benchmarks.specs import ALIASES, BENCHMARKS, GROUPS, expand
+from clip_moe.evaluation.built_in_tasks import icon_tasks, name_tasks, numbered_tasks, symbol_tasks
+from clip_moe.evaluation.own_data import make_task, own_fingerprint
+from clip_moe.evaluation.own_task import OwnKind, OwnTask, Wanted
+from clip_moe.evaluation.results import task_name
+from clip_moe.evaluation.task import Task
+from clip_moe.records.digests import short_digest
+from clip_moe.records.messages import most_similar
 
 TASKS = icon_tasks() | numbered_tasks() | name_tasks() | symbol_tasks()
 # Tasks on a dataset that is given by its columns
 OWN_TASKS: tuple[str, ...] = get_args(OwnKind)
-MORE = "and the benchmarks and groups that `python -m evaluation.benchmarks` prints"
+MORE = "and the benchmarks and groups that `python -m clip_moe.evaluation.benchmarks` prints"
 
 
 def loaded_once(tasks: Mapping[str, Task], max_rows: int | None = None) -> dict[str, Task]:

@@ -5,10 +5,10 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import Literal
 
-from data.tokenizer import ReadTexts
-from evaluation.task import Task
-from records.messages import warn_once
-from records.result_schema import TextCounts
+from clip_moe.data.tokenizer import ReadTexts
+from clip_moe.evaluation.task import Task
+from clip_moe.records.messages import warn_once
+from clip_moe.records.result_schema import TextCounts
 
 logger = logging.getLogger(__name__)
 

@@ -1,1 +1,1 @@
-"""Programs that use the core without being a part of it."""
+"""Programs that use the library without being a part of it."""

@@ -33,24 +33,24 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from conversion.checkpoints import load_clip, load_config, load_model, load_weights
-from conversion.llava import expected_outputs, load_tower, verify, warn_without_experts
-from conversion.processors import load_image_processor, load_processor, load_tokenizer
-from data.arguments import DataArguments
-from data.conversations import IMAGE, load_conversations
-from data.images import decode_image
-from data.preparation import Preparation
-from data.workers import errors_of_workers, worker_options
-from data.worlds import WORLDS
-from records.files import save
-from records.messages import join_names, suggestion
-from training.context import Context
-from training.losses import all_reduce_sum
-from training.optimizers import set_trainable
-from training.samplers import GlobalBatchSampler, Share
-from training.settings import STRICT
-from training.stages.base import Model, NumberedData, Stage
-from training.stages.steps import StepsStage
+from clip_moe.conversion.checkpoints import load_clip, load_config, load_model, load_weights
+from clip_moe.conversion.llava import expected_outputs, load_tower, verify, warn_without_experts
+from clip_moe.conversion.processors import load_image_processor, load_processor, load_tokenizer
+from clip_moe.data.arguments import DataArguments
+from clip_moe.data.conversations import IMAGE, load_conversations
+from clip_moe.data.images import decode_image
+from clip_moe.data.preparation import Preparation
+from clip_moe.data.workers import errors_of_workers, worker_options
+from clip_moe.data.worlds import WORLDS
+from clip_moe.records.files import save
+from clip_moe.records.messages import join_names, suggestion
+from clip_moe.training.context import Context
+from clip_moe.training.losses import all_reduce_sum
+from clip_moe.training.optimizers import set_trainable
+from clip_moe.training.samplers import GlobalBatchSampler, Share
+from clip_moe.training.settings import STRICT
+from clip_moe.training.stages.base import Model, NumberedData, Stage
+from clip_moe.training.stages.steps import StepsStage
 
 Prompt = Literal["plain", "chat"]
 # The image and its caption, as in LLaVA's first stage (llava/train/train.py, `preprocess_plain`)

@@ -13,12 +13,12 @@ from mteb.models.abs_encoder import AbsEncoder
 from mteb.models.model_meta import ModelMeta
 from torch.utils.data import DataLoader
 
-from conversion.checkpoints import load_clip
-from conversion.processors import load_processor
-from data.images import decode_image
-from data.tokenizer import tokenize
-from evaluation.embedder import usable_device
-from records.provenance import weights_fingerprint
+from clip_moe.conversion.checkpoints import load_clip
+from clip_moe.conversion.processors import load_processor
+from clip_moe.data.images import decode_image
+from clip_moe.data.tokenizer import tokenize
+from clip_moe.evaluation.embedder import usable_device
+from clip_moe.records.provenance import weights_fingerprint
 
 
 class CLIPEncoder(AbsEncoder):

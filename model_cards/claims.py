@@ -15,8 +15,11 @@ from pathlib import Path
 
 from matplotlib.lines import Line2D
 
-from evaluation.figures import plot_text, plt, save
-from evaluation.page import write_page
+from clip_moe.evaluation.figures import plot_text, plt, save
+from clip_moe.evaluation.page import write_page
+from clip_moe.records.command_line import Folder, command
+from clip_moe.records.intervals import LEVEL
+from clip_moe.records.markdown import escape, one_line
 from model_cards.verdicts import (
     DOES_NOT_HOLD,
     HOLDS,
@@ -29,9 +32,6 @@ from model_cards.verdicts import (
     read_claims,
     verdict_of_all,
 )
-from records.command_line import Folder, command
-from records.intervals import LEVEL
-from records.markdown import escape, one_line
 
 INTRODUCTION = f"""\
 These claims are the results that the papers' abstracts name, whether they hold here or not; where one is a gain over a

@@ -16,15 +16,15 @@ from pathlib import Path
 
 from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
-from evaluation.figures import plt, save
-from evaluation.page import write_page
+from clip_moe.evaluation.figures import plt, save
+from clip_moe.evaluation.page import write_page
+from clip_moe.records.command_line import Folder, command
+from clip_moe.records.files import new_file
+from clip_moe.records.intervals import with_interval
+from clip_moe.records.markdown import markdown_table
 from model_cards.law import SAME_BUDGET, read_points
 from model_cards.law_cases import RATE, Case, batch_size, costs
 from model_cards.law_points import Point
-from records.command_line import Folder, command
-from records.files import new_file
-from records.intervals import with_interval
-from records.markdown import markdown_table
 
 Model = tuple[int, int]  # width, experts
 

@@ -16,14 +16,14 @@ import numpy as np
 from scipy import stats
 from scipy.optimize import least_squares, minimize
 
-from evaluation.law import LEVEL, Errors, Law, TrainedModel, interval, known_share, probability
+from clip_moe.evaluation.law import LEVEL, Errors, Law, TrainedModel, interval, known_share, probability
+from clip_moe.records.command_line import command
+from clip_moe.records.files import read_text, refuse_to_overwrite
+from clip_moe.records.intervals import LEVEL as INTERVAL_LEVEL
+from clip_moe.records.markdown import markdown_table
+from clip_moe.records.yaml_files import read_yaml
 from model_cards.law_cases import RATE, Case, batch_size, costs, steps
 from model_cards.law_points import Point
-from records.command_line import command
-from records.files import read_text, refuse_to_overwrite
-from records.intervals import LEVEL as INTERVAL_LEVEL
-from records.markdown import markdown_table
-from records.yaml_files import read_yaml
 
 # Where the search for the numbers of the law begins, in their order
 START = (2.0, 0.4, 240.0, 1.1, 0.5, 0.3, 3.0, 1.5, 1.1)

@@ -14,10 +14,10 @@ from functools import cache
 
 from transformers import CLIPConfig
 
-from conversion.presets import PRESETS
-from conversion.upcycle import sparse_config
-from evaluation.costs import count_multiply_adds, count_parameters, meta_model
-from records.command_line import command
+from clip_moe.conversion.presets import PRESETS
+from clip_moe.conversion.upcycle import sparse_config
+from clip_moe.evaluation.costs import count_multiply_adds, count_parameters, meta_model
+from clip_moe.records.command_line import command
 
 BATCH = 512
 RATE = 0.256  # over the width

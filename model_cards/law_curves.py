@@ -16,16 +16,16 @@ from pathlib import Path
 
 import numpy as np
 
-from evaluation.figures import grid, save
-from evaluation.law import LEVEL as LAW_LEVEL
-from evaluation.law import Law, interval, law_of
-from evaluation.page import write_page
+from clip_moe.evaluation.figures import grid, save
+from clip_moe.evaluation.law import LEVEL as LAW_LEVEL
+from clip_moe.evaluation.law import Law, interval, law_of
+from clip_moe.evaluation.page import write_page
+from clip_moe.records.command_line import Folder, command
+from clip_moe.records.intervals import LEVEL
+from clip_moe.records.markdown import markdown_table
 from model_cards.law import known, model_of_case, of_rule, pairs, read_points, seed_reach
 from model_cards.law_cases import Case
 from model_cards.law_points import Point
-from records.command_line import Folder, command
-from records.intervals import LEVEL
-from records.markdown import markdown_table
 
 # World -> width, and exposures of the dense model
 WORLDS = {"names": (16, 640), "icons": (24, 320), "characters": (24, 320), "molecules": (32, 640)}

@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from evaluation.page import write_page
+from clip_moe.evaluation.page import write_page
+from clip_moe.records.command_line import Folder, command
+from clip_moe.records.intervals import with_interval
+from clip_moe.records.markdown import markdown_table
 from model_cards.law import read_points
 from model_cards.law_cases import Case
 from model_cards.law_outcomes import points_of
 from model_cards.law_points import Point
-from records.command_line import Folder, command
-from records.intervals import with_interval
-from records.markdown import markdown_table
 
 NAMES_2048 = Case("names", 2048, 16, 640, experts=8)
 NAMES_4096 = Case("names", 4096, 20, 640, experts=32, budget_width=16)

@@ -20,13 +20,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from evaluation.law import FITTED, TOLD, Facts
-from evaluation.page import write_page
+from clip_moe.evaluation.law import FITTED, TOLD, Facts
+from clip_moe.evaluation.page import write_page
+from clip_moe.records.command_line import Folder, command
+from clip_moe.records.markdown import markdown_table
 from model_cards.law import known, model_of_case, of_rule, pairs, read_points, seed_error, seed_reach
 from model_cards.law_cases import Case, batch_size, steps
 from model_cards.law_points import Point
-from records.command_line import Folder, command
-from records.markdown import markdown_table
 
 # A rule of one number: experts pay above so many bits for each parameter of the rival's layers
 BITS_A_PARAMETER = 0.55

@@ -3,9 +3,9 @@
 import numpy as np
 from pydantic.dataclasses import dataclass
 
-from training.samplers import GlobalBatchSampler
-from training.settings import STRICT
-from training.stages.train import TrainStage
+from clip_moe.training.samplers import GlobalBatchSampler
+from clip_moe.training.settings import STRICT
+from clip_moe.training.stages.train import TrainStage
 
 
 class RandomOrderSampler(GlobalBatchSampler):

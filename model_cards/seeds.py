@@ -12,14 +12,22 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from evaluation.page import write_page
-from evaluation.report import SAME_FOR_TASK, arrange, computed_with, differ, draw_scores, primary_columns, require_whole
-from evaluation.results import without_seed
-from records.command_line import Folder, command
-from records.intervals import LEVEL, with_interval
-from records.markdown import escape, item, markdown_table
-from records.messages import join_names
-from records.provenance import MANIFEST, Record, trainings
+from clip_moe.evaluation.page import write_page
+from clip_moe.evaluation.report import (
+    SAME_FOR_TASK,
+    arrange,
+    computed_with,
+    differ,
+    draw_scores,
+    primary_columns,
+    require_whole,
+)
+from clip_moe.evaluation.results import without_seed
+from clip_moe.records.command_line import Folder, command
+from clip_moe.records.intervals import LEVEL, with_interval
+from clip_moe.records.markdown import escape, item, markdown_table
+from clip_moe.records.messages import join_names
+from clip_moe.records.provenance import MANIFEST, Record, trainings
 
 # Runs must agree in these for each model and task: else their spread is not the seed's alone. Test pictures are the
 # seed's, as a recipe measures.

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, CycloptsError, Parameter, Token
 
-from records.help_text import in_lines
-from records.messages import one_line
-from records.program import end
+from clip_moe.records.help_text import in_lines
+from clip_moe.records.messages import one_line
+from clip_moe.records.program import end
 
 if TYPE_CHECKING:
     from cyclopts.help import HelpPanel

@@ -17,7 +17,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from records.messages import warn_once
+from clip_moe.records.messages import warn_once
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from records.messages import shortened, warn_once
+from clip_moe.records.messages import shortened, warn_once
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from records.local_names import is_hub_name
-from records.messages import one_line, warn_once
+from clip_moe.records.local_names import is_hub_name
+from clip_moe.records.messages import one_line, warn_once
 
 logger = logging.getLogger(__name__)
 

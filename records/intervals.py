@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from records.result_schema import parts_of_mean
+from clip_moe.records.result_schema import parts_of_mean
 
 LEVEL = 0.95
 # How far an interval reaches below and above what it is the interval of

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from pathlib import PureWindowsPath
 from typing import Any
 
-from records.messages import most_similar
+from clip_moe.records.messages import most_similar
 
 NAMELESS = "a local folder"
 # How like a file here a name is that may be one on the Hub, but is a slip

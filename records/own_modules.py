@@ -16,14 +16,15 @@ from contextlib import contextmanager
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from records.digests import file_digest
+from clip_moe.records.digests import file_digest
 
 # This repository's packages, whose commit is in each record, and Python's own
-PACKAGES = {"benchmarks", "conversion", "data", "evaluation", "model_cards", "modeling_clip_moe", "records", "training"}
-OURS = {*PACKAGES, "clip_moe", *sys.stdlib_module_names}
+PACKAGES = {"benchmarks", "clip_moe", "model_cards", "modeling_clip_moe"}
+OURS = {*PACKAGES, *sys.stdlib_module_names}
 # Libraries, which a user may have installed from a checkout, outside of site-packages: no code of their own
 LIBRARIES = {"accelerate", "datasets", "matplotlib", "numpy", "PIL", "scipy", "sklearn", "torch", "transformers"}
-ROOT, PYTHON = Path(__file__).parents[1], sysconfig.get_path("stdlib")
+ROOMS = {path.name for path in Path(__file__).parents[1].iterdir() if (path / "__init__.py").is_file()}
+ROOT, PYTHON = Path(__file__).resolve().parents[1], sysconfig.get_path("stdlib")
 
 # Files that `imported_files` has found, of any stage
 _imported: set[str] = set()
@@ -105,7 +106,7 @@ def _is_own(path: str) -> bool:
     if "site-packages" in parts or "dist-packages" in parts or path.startswith(f"{PYTHON}{os.sep}"):
         return False
     inside = Path(path).relative_to(ROOT).parts[0] if path.startswith(f"{ROOT}{os.sep}") else ""
-    return inside.removesuffix(".py") not in {*PACKAGES, "clip_moe"}
+    return inside not in PACKAGES | ROOMS
 
 
 def _note_module(path: str, in_package: bool) -> None:

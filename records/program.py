@@ -10,8 +10,8 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 
-from records.messages import Faults, one_line
-from records.processes import is_first_process, num_processes
+from clip_moe.records.messages import Faults, one_line
+from clip_moe.records.processes import is_first_process, num_processes
 
 # Seconds that a process that failed waits before it speaks: another one that failed may take some to end, after which
 # the launcher ends all

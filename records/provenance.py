@@ -17,11 +17,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
-from records.digests import file_digest, file_digests, value_digest
-from records.files import damaged, files_in, read_record, write_text
-from records.hub import hub_commit
-from records.messages import in_one_line
-from records.outcome import Training
+from clip_moe.records.digests import file_digest, file_digests, value_digest
+from clip_moe.records.files import damaged, files_in, read_record, write_text
+from clip_moe.records.hub import hub_commit
+from clip_moe.records.messages import in_one_line
+from clip_moe.records.outcome import Training
 
 # In the folder of a stage, and of a run
 MANIFEST, RECIPE = "manifest.json", "recipe.yaml"
@@ -262,7 +262,7 @@ def environment() -> dict:
     import torch
     import transformers
 
-    root, commit = Path(__file__).parents[1], None
+    root, commit = Path(__file__).resolve().parents[1], None
     with suppress(OSError, subprocess.CalledProcessError, PackageNotFoundError):
         if (root / ".git").exists():  # not of a user's repository, in which a wheel is installed
             git = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]

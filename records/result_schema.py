@@ -6,9 +6,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
-from records.digests import value_digest
-from records.files import read_json
-from records.messages import shortened
+from clip_moe.records.digests import value_digest
+from clip_moe.records.files import read_json
+from clip_moe.records.messages import shortened
 
 Text = Annotated[str, Field(pattern=r"\S")]
 Count = Annotated[int, Field(ge=0)]

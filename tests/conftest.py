@@ -42,7 +42,7 @@ def go_online(monkeypatch, online=True):
     import datasets
     import huggingface_hub
 
-    from records import hub
+    from clip_moe.records import hub
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "0" if online else "1")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", not online)
@@ -97,7 +97,7 @@ def whole(tmp_path_factory):
 @pytest.fixture(scope="session")
 def processor():
     """The symbols' processor, for texts of 16 tokens and images of 16 pixels."""
-    from data.worlds import build_processor
+    from clip_moe.data.worlds import build_processor
 
     return build_processor("symbols", 16, 16)
 

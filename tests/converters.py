@@ -8,8 +8,8 @@ from tiny_clip import processor, saved, tiny_clip
 from transformers import LlamaConfig, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
 
 import clip_moe
-from conversion import released_clip_moe, upcycle
-from conversion.presets import PRESETS
+from clip_moe.conversion import released_clip_moe, upcycle
+from clip_moe.conversion.presets import PRESETS
 
 # Converter -> what follows its output on the command line, for a folder of sources
 COMMANDS = {

@@ -16,7 +16,7 @@ from pathlib import Path
 from unittest import mock
 
 import clip_moe
-from data import symbols
+from clip_moe.data import symbols
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

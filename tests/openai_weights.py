@@ -5,7 +5,7 @@ import re
 import torch
 from torch import nn
 
-from conversion.openai import OPENAI_SETTINGS
+from clip_moe.conversion.openai import OPENAI_SETTINGS
 
 # Heads are width / 64; grid and depth ratios as in the models, all else small
 SIZES = {

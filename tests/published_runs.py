@@ -10,12 +10,12 @@ from huggingface_hub import ModelCard
 from test_report import result
 from tiny_clip import change_json, change_weights
 
-from conversion.publishing.card import render
-from conversion.publishing.lineage import Lineage
+from clip_moe.conversion.publishing.card import render
+from clip_moe.conversion.publishing.lineage import Lineage
+from clip_moe.records.provenance import weights_fingerprint
+from clip_moe.training.recipe import load_recipe
+from clip_moe.training.runner import run_recipe
 from modeling_clip_moe import CLIPMoEConfig
-from records.provenance import weights_fingerprint
-from training.recipe import load_recipe
-from training.runner import run_recipe
 
 BASE = Path(__file__).parents[1] / "training" / "symbol_clip"
 SCORE = 0.75

@@ -14,7 +14,12 @@ import torch.multiprocessing as mp
 from torch.distributed.elastic.utils.distributed import get_free_port
 
 # What takes seconds to import: a server does it once, and each process is a copy of the server
-PRELOADED = ["training.runner", "training.plan", "training.stages", "evaluation.evaluate"]
+PRELOADED = [
+    "clip_moe.training.runner",
+    "clip_moe.training.plan",
+    "clip_moe.training.stages",
+    "clip_moe.evaluation.evaluate",
+]
 
 
 def _run(rank, number, port, output, function, arguments):
@@ -62,7 +67,7 @@ def run_processes(number, function, *arguments):
 
 def train_recipe(*arguments):
     """As `training/upcycle.py` does."""
-    from training.commands import run
+    from clip_moe.training.commands import run
 
     run.main(list(map(str, arguments)))
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import AutoModel, AutoProcessor, CLIPConfig, CLIPModel
 
-from conversion.presets import PRESETS
-from conversion.upcycle import upcycle
-from data.worlds import build_processor
-from evaluation.figures import plt
-from evaluation.tasks import TASKS, name_tasks, symbol_tasks
+from clip_moe.conversion.presets import PRESETS
+from clip_moe.conversion.upcycle import upcycle
+from clip_moe.data.worlds import build_processor
+from clip_moe.evaluation.figures import plt
+from clip_moe.evaluation.tasks import TASKS, name_tasks, symbol_tasks
 
 
 @pytest.fixture(scope="module")

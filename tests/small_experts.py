@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import CLIPModel
 
-from conversion.presets import PRESETS
-from conversion.upcycle import upcycle
-from data.worlds import build_processor
+from clip_moe.conversion.presets import PRESETS
+from clip_moe.conversion.upcycle import upcycle
+from clip_moe.data.worlds import build_processor
 
 
 def save(model, folder):

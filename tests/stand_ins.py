@@ -25,11 +25,11 @@ from transformers import (
     LlavaProcessor,
 )
 
-from conversion.long_context import POSITIONS
-from conversion.presets import PRESETS
-from conversion.upcycle import upcycle
-from data import symbols
-from evaluation.benchmarks.specs import BENCHMARKS
+from clip_moe.conversion.long_context import POSITIONS
+from clip_moe.conversion.presets import PRESETS
+from clip_moe.conversion.upcycle import upcycle
+from clip_moe.data import symbols
+from clip_moe.evaluation.benchmarks.specs import BENCHMARKS
 from modeling_clip_moe.families import FAMILY_OF_TYPE
 
 ROOT = Path(__file__).parents[1]

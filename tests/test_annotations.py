@@ -11,11 +11,11 @@ import pyarrow.parquet
 import pytest
 from tiny_sources import CAPTIONS, picture, png, write_pictures, write_shard
 
-from data.identity import identity
-from data.images import decode_image
-from data.pairs import load_pairs, present_captions, present_texts, read_pair
-from data.sources import DataArguments, open_rows
-from data.splits import common_rows
+from clip_moe.data.identity import identity
+from clip_moe.data.images import decode_image
+from clip_moe.data.pairs import load_pairs, present_captions, present_texts, read_pair
+from clip_moe.data.sources import DataArguments, open_rows
+from clip_moe.data.splits import common_rows
 
 # Within a cell
 LINE_BREAK = {",": "\n", "\t": " "}

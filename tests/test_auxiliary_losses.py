@@ -9,9 +9,9 @@ from test_invariants import relu
 from tiny_clip import moved, tiny_clip
 from tiny_runs import losses, read_log, train
 
-from conversion.presets import PRESETS
-from conversion.upcycle import sparse_blocks, upcycle
-from training.auxiliary_losses import DenseTeacher, RouterTeacher, coupling_loss
+from clip_moe.conversion.presets import PRESETS
+from clip_moe.conversion.upcycle import sparse_blocks, upcycle
+from clip_moe.training.auxiliary_losses import DenseTeacher, RouterTeacher, coupling_loss
 
 PLAIN = replace(PRESETS["clip_moe"], sparse_layers=[1, 3])
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from tiny_clip_moe import inputs, tiny_model
 
-from conversion.average import average
-from conversion.upcycle import sparse_blocks
+from clip_moe.conversion.average import average
+from clip_moe.conversion.upcycle import sparse_blocks
 
 # Fields of a configuration, and the tower whose experts are renumbered
 MODELS = {

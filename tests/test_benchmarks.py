@@ -15,16 +15,16 @@ import small_evaluation
 from benchmark_folders import COPIES, NUMBER, STEP, TAGS, WEBDATASETS, WORDS, make_copy, shards, write_names
 from test_metrics import random_unit
 
-from data import symbols
-from data.images import decode_image
-from evaluation.benchmarks.loading import CLASSES, TEMPLATES, benchmark_task
-from evaluation.benchmarks.specs import BENCHMARKS, GROUPS
-from evaluation.evaluate import evaluate_model
-from evaluation.tasks import find_tasks, task_fingerprints
-from evaluation.zero_shot import zero_shot_metrics
-from training.recipe import load_recipe
-from training.stages.evaluate import EvaluateStage
-from training.train_settings import MeasuredTasks
+from clip_moe.data import symbols
+from clip_moe.data.images import decode_image
+from clip_moe.evaluation.benchmarks.loading import CLASSES, TEMPLATES, benchmark_task
+from clip_moe.evaluation.benchmarks.specs import BENCHMARKS, GROUPS
+from clip_moe.evaluation.evaluate import evaluate_model
+from clip_moe.evaluation.tasks import find_tasks, task_fingerprints
+from clip_moe.evaluation.zero_shot import zero_shot_metrics
+from clip_moe.training.recipe import load_recipe
+from clip_moe.training.stages.evaluate import EvaluateStage
+from clip_moe.training.train_settings import MeasuredTasks
 
 dense = small_evaluation.dense
 RECIPES = (Path(__file__).parents[1] / "training" / "recipes").glob("*.yaml")
@@ -159,10 +159,10 @@ def test_recipes_at_the_papers_size_end_with_their_benchmarks(path):
 
 
 def test_the_table_of_benchmarks(capsys, monkeypatch):
-    """What `python -m evaluation.benchmarks` prints."""
-    monkeypatch.setattr(sys, "argv", ["evaluation.benchmarks"])
+    """What `python -m clip_moe.evaluation.benchmarks` prints."""
+    monkeypatch.setattr(sys, "argv", ["clip_moe.evaluation.benchmarks"])
     with pytest.raises(SystemExit):
-        runpy.run_module("evaluation.benchmarks", run_name="__main__")
+        runpy.run_module("clip_moe.evaluation.benchmarks", run_name="__main__")
     table, _, copies, *_, groups = capsys.readouterr().out.strip().split("\n\n")
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
     shown = [row[0] for row in rows]

@@ -12,15 +12,15 @@ from tiny_runs import TUNED
 from torch import nn
 from transformers import CLIPModel
 
-from data import symbols
-from data.arguments import CaptionPolicy
-from data.captions import build_captions, pack_sentences, split_sentences
-from data.pairs import caption_columns
-from data.sources import DataArguments
-from data.worlds import build_processor
-from training.contrastive_task import ContrastiveTask
-from training.loader import PairLoader
-from training.stages.train import TrainStage
+from clip_moe.data import symbols
+from clip_moe.data.arguments import CaptionPolicy
+from clip_moe.data.captions import build_captions, pack_sentences, split_sentences
+from clip_moe.data.pairs import caption_columns
+from clip_moe.data.sources import DataArguments
+from clip_moe.data.worlds import build_processor
+from clip_moe.training.contrastive_task import ContrastiveTask
+from clip_moe.training.loader import PairLoader
+from clip_moe.training.stages.train import TrainStage
 
 
 def test_sentences():

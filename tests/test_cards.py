@@ -6,11 +6,11 @@ import pytest
 from markdown_it import MarkdownIt
 from published_runs import card_of, change_model, lineage_of, made, run, write_analysis
 
-from conversion.publishing.card import _stage_row
-from conversion.publishing.lineage import WORLDS, DataOrigin, Lineage
-from data import names
-from data.symbols import KINDS
-from records.provenance import Record
+from clip_moe.conversion.publishing.card import _stage_row
+from clip_moe.conversion.publishing.lineage import WORLDS, DataOrigin, Lineage
+from clip_moe.data import names
+from clip_moe.data.symbols import KINDS
+from clip_moe.records.provenance import Record
 
 pytestmark = pytest.mark.slow
 

@@ -12,8 +12,8 @@ from converters import run, sources
 from tiny_clip import change_json, change_weights
 from transformers import CLIPModel
 
-from conversion.checkpoints import load_config, load_mixture, load_model
-from evaluation.sentence_encoders import open_encoder
+from clip_moe.conversion.checkpoints import load_config, load_mixture, load_model
+from clip_moe.evaluation.sentence_encoders import open_encoder
 from modeling_clip_moe import CLIPMoDEModel, CLIPMoEModel
 
 sources  # noqa: B018, a fixture

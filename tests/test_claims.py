@@ -11,9 +11,9 @@ import pytest
 import yaml
 from PIL import Image
 
+from clip_moe.records.intervals import paired_interval
 from model_cards.claims import write_claims
 from model_cards.verdicts import HOLDS, INCONCLUSIVE, Claim, measure_claim, read_claims
-from records.intervals import paired_interval
 
 CARDS = Path(__file__).parents[1] / "model_cards"
 RECIPES = CARDS.parent / "training" / "recipes"

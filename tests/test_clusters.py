@@ -12,10 +12,10 @@ from sklearn.cluster import KMeans
 from sklearn.metrics import pairwise_distances
 from threadpoolctl import threadpool_limits
 
-from data import symbols
-from data.identity import data_fingerprint
-from training import clusters as module
-from training.clusters import CaptionClusters, Method, accumulate, balanced_kmeans, kmeans, load_clusters
+from clip_moe.data import symbols
+from clip_moe.data.identity import data_fingerprint
+from clip_moe.training import clusters as module
+from clip_moe.training.clusters import CaptionClusters, Method, accumulate, balanced_kmeans, kmeans, load_clusters
 
 CORNERS = np.array([[1, 0], [0, 1], [-1, 0]], dtype=np.float32)
 BY_SCIKIT_LEARN, BY_FAISS = Method(), Method("faiss", n_init=1)

@@ -8,9 +8,9 @@ from tiny_clip_moe import assert_same_gradients, inputs, tiny_block, tiny_model
 from torch._dynamo.utils import counters
 from transformers import CLIPConfig, CLIPModel
 
+from clip_moe.training.contrastive_task import ContrastiveTask
+from clip_moe.training.engine import checkpoint_layers, compile_layers
 from modeling_clip_moe import experts
-from training.contrastive_task import ContrastiveTask
-from training.engine import checkpoint_layers, compile_layers
 
 
 def clip_up(**towers):

@@ -8,10 +8,10 @@ from tiny_clip import command, error_of, moved, processor, saved, tiny_clip
 from transformers import AutoModel, AutoProcessor, CLIPModel
 
 import clip_moe
-from conversion.dense import extract, verify
-from conversion.presets import PRESETS
-from conversion.upcycle import upcycle
-from records.provenance import Record, weights_fingerprint
+from clip_moe.conversion.dense import extract, verify
+from clip_moe.conversion.presets import PRESETS
+from clip_moe.conversion.upcycle import upcycle
+from clip_moe.records.provenance import Record, weights_fingerprint
 
 CHOICES = [(name, expert) for name, preset in PRESETS.items() for expert in range(preset.num_experts)]
 SCALES = {"text": {"1": 0.3, "3": 0.4}, "vision": {"1": 0.5, "3": 0.6}}

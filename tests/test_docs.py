@@ -26,19 +26,19 @@ from documents import (
 )
 
 import clip_moe
-from conversion.own_classes import OPTION
-from conversion.publishing import bundle
-from evaluation.benchmarks.specs import BENCHMARKS
+from clip_moe.conversion.own_classes import OPTION
+from clip_moe.conversion.publishing import bundle
+from clip_moe.evaluation.benchmarks.specs import BENCHMARKS
+from clip_moe.records.intervals import paired_interval
+from clip_moe.records.yaml_files import read_yaml
+from clip_moe.training import settings_page
+from clip_moe.training.curves import TITLES
+from clip_moe.training.recipe import load_recipe
+from clip_moe.training.stage_command import read_command
+from clip_moe.training.stages import KINDS
 from model_cards.law import read_points
 from model_cards.law_cases import Case
 from model_cards.law_outcomes import points_of
-from records.intervals import paired_interval
-from records.yaml_files import read_yaml
-from training import settings_page
-from training.curves import TITLES
-from training.recipe import load_recipe
-from training.stage_command import read_command
-from training.stages import KINDS
 
 TEXT = {page: page.read_text(encoding="utf-8") for page in PAGES}
 CARDS = ROOT / "model_cards"
@@ -151,7 +151,7 @@ def read(arguments):
         read_command(kind, arguments[1:])
         return
     parse = {"print_error": False, "exit_on_error": False}
-    with mock.patch("records.command_line.run", lambda line, given: line.parse_args(given, **parse)):
+    with mock.patch("clip_moe.records.command_line.run", lambda line, given: line.parse_args(given, **parse)):
         clip_moe.main(arguments)
     if kind == "run" and arguments[2].startswith("training/"):
         options = dict(zip(arguments[1::2], arguments[2::2], strict=False))
@@ -208,7 +208,7 @@ def test_the_index_of_papers_names_what_is_there():
 
 
 def test_settings_are_those_of_the_code():
-    """docs/settings.md is what `python -m training.settings_page` writes; each setting has a meaning."""
+    """docs/settings.md is what `python -m clip_moe.training.settings_page` writes; each setting has a meaning."""
     assert settings_page.settings_page() == TEXT[settings_page.PAGE]
     rows = re.findall(r"^\| `(\w+)` \|.*\| (.*) \|$", TEXT[settings_page.PAGE], re.MULTILINE)
     assert len(rows) > 100 and [name for name, meaning in rows if not meaning] == []

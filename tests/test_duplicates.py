@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from tiny_runs import DENSE, TUNED, losses, run_stages
 from transformers import AutoTokenizer
 
-from data.tokenizer import tokenize
-from records.provenance import Record
-from training import duplicates as duplicates_module
-from training.duplicates import Duplicates, streamed_image_key, text_keys, token_keys
-from training.losses import Pairing
-from training.samplers import ClusterBatchSampler, GlobalBatchSampler
+from clip_moe.data.tokenizer import tokenize
+from clip_moe.records.provenance import Record
+from clip_moe.training import duplicates as duplicates_module
+from clip_moe.training.duplicates import Duplicates, streamed_image_key, text_keys, token_keys
+from clip_moe.training.losses import Pairing
+from clip_moe.training.samplers import ClusterBatchSampler, GlobalBatchSampler
 
 RNG = np.random.default_rng(0)
 

@@ -19,12 +19,12 @@ from test_report import lines_of
 from tiny_clip import error_of
 from tiny_families import tiny_dense
 
-from conversion.checkpoints import load_clip
-from conversion.presets import PRESETS, sparse_layers
-from conversion.upcycle import sparse_config
-from evaluation import speed
-from evaluation.commands import efficiency
-from evaluation.costs import (
+from clip_moe.conversion.checkpoints import load_clip
+from clip_moe.conversion.presets import PRESETS, sparse_layers
+from clip_moe.conversion.upcycle import sparse_config
+from clip_moe.evaluation import speed
+from clip_moe.evaluation.commands import efficiency
+from clip_moe.evaluation.costs import (
     ARCHITECTURES,
     SIZES,
     count_multiply_adds,
@@ -32,8 +32,8 @@ from evaluation.costs import (
     meta_model,
     paper_config,
 )
+from clip_moe.training.optimizers import set_trainable
 from modeling_clip_moe.families import FAMILIES, FAMILY_OF_TYPE
-from training.optimizers import set_trainable
 
 dense, sparse = small_evaluation.dense, small_evaluation.sparse
 
@@ -210,7 +210,9 @@ def test_memory_is_that_of_one_model(sparse):
 def test_the_command_counts_and_measures(dense, sparse, configs, tmp_path, monkeypatch):
     """The page shows numbers and their ratios to the baseline."""
     monkeypatch.setattr(speed, "SECONDS_OF_A_TURN", 0.01)
-    monkeypatch.setattr("evaluation.efficiency.measure_memory", lambda *_: {"peak_memory": 2**29, "memory_before": 0})
+    monkeypatch.setattr(
+        "clip_moe.evaluation.efficiency.measure_memory", lambda *_: {"peak_memory": 2**29, "memory_before": 0}
+    )
     models, folder = [str(dense), str(sparse), configs[0], "ViT-B/32:clip_up"], tmp_path / "out"
     options = ["--output-dir", str(folder), "--batch-size", "3", "--device", "cpu", "--baseline", str(sparse)]
     efficiency.main([*models, *options])

@@ -12,10 +12,10 @@ from several_processes import run_processes
 from tiny_sources import png
 
 import clip_moe
-from data.pairs import load_pairs
-from data.sources import DataArguments
-from evaluation.embed import PARTS, write_embeddings
-from evaluation.embedder import Embedder
+from clip_moe.data.pairs import load_pairs
+from clip_moe.data.sources import DataArguments
+from clip_moe.evaluation.embed import PARTS, write_embeddings
+from clip_moe.evaluation.embedder import Embedder
 
 NUMBER = 12
 dense, sparse = small_evaluation.dense, small_evaluation.sparse
@@ -88,7 +88,7 @@ def test_what_was_interrupted_goes_on(dense, pictures, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return original(self, *arguments)
 
-    monkeypatch.setattr("evaluation.embedder.BATCHES_PER_SHARD", 1)
+    monkeypatch.setattr("clip_moe.evaluation.embedder.BATCHES_PER_SHARD", 1)
     monkeypatch.setattr(Embedder, "_embed", embedded)
     with pytest.raises(KeyboardInterrupt):
         embed(dense, pictures, tmp_path / "out")

@@ -14,18 +14,17 @@ from several_processes import run_processes
 from tiny_clip import change_weights, command
 from transformers import CLIPImageProcessorPil, CLIPModel
 
-import data.images
-import data.preparation
-import data.tokenizer
 import modeling_clip_moe
-from conversion.processors import load_processor
-from data import symbols
-from evaluation import batches, embedder
-from evaluation.built_in_tasks import symbol_tasks
-from evaluation.embedder import Embedder, code_digest, usable_device
-from evaluation.evaluate import evaluate_model
-from evaluation.tasks import TASKS, find_tasks
-from records.provenance import model_fingerprint
+from clip_moe.conversion.processors import load_processor
+from clip_moe.data import images as image_code
+from clip_moe.data import preparation, symbols
+from clip_moe.data import tokenizer as tokenizer_code
+from clip_moe.evaluation import batches, embedder
+from clip_moe.evaluation.built_in_tasks import symbol_tasks
+from clip_moe.evaluation.embedder import Embedder, code_digest, usable_device
+from clip_moe.evaluation.evaluate import evaluate_model
+from clip_moe.evaluation.tasks import TASKS, find_tasks
+from clip_moe.records.provenance import model_fingerprint
 
 dense, sparse, small_tasks = small_evaluation.dense, small_evaluation.sparse, small_evaluation.small_tasks
 
@@ -80,8 +79,8 @@ def test_how_a_model_runs_is_part_of_the_key(dense, tmp_path, monkeypatch):
     ("module", "changed"),
     [
         (modeling_clip_moe, "modeling_clip_moe"),
-        (data.images, "images"),
-        (data.tokenizer, "tokenizer"),
+        (image_code, "images"),
+        (tokenizer_code, "tokenizer"),
         (embedder, "embedder"),
         (batches, "batches"),
     ],
@@ -144,8 +143,8 @@ def test_images_that_are_known_are_neither_read_nor_decoded_again(dense, tmp_pat
     files = datasets.Dataset.from_dict({"image": names, "caption": names})
     first, of_pictures = embedder.images(files), embedder.images(pictures)
     with monkeypatch.context() as patch:
-        patch.setattr("records.digests.file_digest", lambda path: pytest.fail(f"{path} is read"))
-        patch.setattr(data.preparation, "decode_image", lambda value: pytest.fail(f"{value} is decoded"))
+        patch.setattr("clip_moe.records.digests.file_digest", lambda path: pytest.fail(f"{path} is read"))
+        patch.setattr(preparation, "decode_image", lambda value: pytest.fail(f"{value} is decoded"))
         assert np.array_equal(embedder.images(files), first)
         assert np.array_equal(embedder.images(pictures), of_pictures)
     shutil.copy(names[0], names[8])

@@ -5,12 +5,12 @@ import json
 import pytest
 from tiny_runs import run_stages
 
-from data import names
-from evaluation.law import fitted_law, interval
+from clip_moe.data import names
+from clip_moe.evaluation.law import fitted_law, interval
+from clip_moe.training.stage_command import run_command
+from clip_moe.training.stages.estimate import pairs_shown
 from model_cards.law import model_of_case
 from model_cards.law_cases import Case
-from training.stage_command import run_command
-from training.stages.estimate import pairs_shown
 
 TOWER = {"hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 1}
 DATA = {"source": "names", "kinds": "256", "num_samples": 512, "in_memory": True}
@@ -56,7 +56,7 @@ def test_the_report_begins_with_what_was_estimated_and_measured(tmp_path, monkey
     assert measured in report and report.index("*Measured*") < report.index("| model")
     law, cases = fitted_law()
     low = [{**cases[0], "exposures": 1, "sparse_exposures": 1}]
-    monkeypatch.setattr("evaluation.estimate.fitted_law", lambda: (law, [*cases, *low]))
+    monkeypatch.setattr("clip_moe.evaluation.estimate.fitted_law", lambda: (law, [*cases, *low]))
     monkeypatch.chdir(tmp_path)
     models = ["--models.dense", "out/dense", "--models.sparse", "out/sparse"]
     run_command("estimate", ["alone", *models, "--tasks", "names_256"])
@@ -97,9 +97,9 @@ def test_an_estimate_is_that_of_the_law_for_the_counts_of_the_models(tmp_path):
     """Models of a recipe are those of a case of the law."""
     from transformers import CLIPConfig
 
-    from conversion.presets import PRESETS
-    from conversion.upcycle import shared_config, sparse_config
-    from evaluation.estimate import estimate, trained_model
+    from clip_moe.conversion.presets import PRESETS
+    from clip_moe.conversion.upcycle import shared_config, sparse_config
+    from clip_moe.evaluation.estimate import estimate, trained_model
 
     case = Case("names", 1024, 16, 640, experts=8)
     size = {"max_position_embeddings": 32, "vocab_size": 512}

@@ -10,15 +10,15 @@ import small_evaluation
 import torch
 from tiny_clip import change_weights
 
-from conversion import assemble
-from data import symbols
-from evaluation import evaluate, feature_store
-from evaluation.evaluate import evaluate_model
-from evaluation.own_data import make_task
-from evaluation.own_task import OwnTask
-from evaluation.report import write_report
-from evaluation.results import task_name, write_result
-from evaluation.tasks import TASKS, find_tasks, loaded_once
+from clip_moe.conversion import assemble
+from clip_moe.data import symbols
+from clip_moe.evaluation import evaluate, feature_store
+from clip_moe.evaluation.evaluate import evaluate_model
+from clip_moe.evaluation.own_data import make_task
+from clip_moe.evaluation.own_task import OwnTask
+from clip_moe.evaluation.report import write_report
+from clip_moe.evaluation.results import task_name, write_result
+from clip_moe.evaluation.tasks import TASKS, find_tasks, loaded_once
 
 dense, sparse, small_tasks = small_evaluation.dense, small_evaluation.sparse, small_evaluation.small_tasks
 

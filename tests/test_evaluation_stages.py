@@ -8,11 +8,11 @@ import pytest
 from benchmark_folders import make_copy
 from tiny_runs import DENSE, SPARSE, run_stages
 
-from data import symbols
-from evaluation.benchmarks.specs import BENCHMARKS
-from evaluation.tasks import TASKS, symbol_tasks
-from training.recipe import load_recipe
-from training.runner import run_recipe
+from clip_moe.data import symbols
+from clip_moe.evaluation.benchmarks.specs import BENCHMARKS
+from clip_moe.evaluation.tasks import TASKS, symbol_tasks
+from clip_moe.training.recipe import load_recipe
+from clip_moe.training.runner import run_recipe
 
 
 def stages(folder):

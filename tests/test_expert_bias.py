@@ -8,10 +8,10 @@ from test_invariants import set_towers
 from tiny_clip_moe import inputs, tiny_model
 from tiny_runs import read_log, train, weights
 
-from conversion.average import average
+from clip_moe.conversion.average import average
+from clip_moe.training.expert_bias import ExpertBiases
 from modeling_clip_moe import CLIPMoEModel, load_balancing_loss
 from modeling_clip_moe.sparse_moe import CLIPMoERouter
-from training.expert_bias import ExpertBiases
 
 BIASED = {"change": set_towers(use_expert_bias=True)}
 

@@ -6,11 +6,11 @@ from tiny_clip import tiny_clip
 from tiny_runs import DENSE, SPARSE, run_stages
 from transformers import AutoModel
 
-from conversion.checkpoints import load_dense, load_sparse
-from conversion.expert_init import low_rank, spherical_clusters
-from conversion.presets import PRESETS, ExpertInit
-from conversion.upcycle import shared_config, upcycle
-from conversion.verification import compare
+from clip_moe.conversion.checkpoints import load_dense, load_sparse
+from clip_moe.conversion.expert_init import low_rank, spherical_clusters
+from clip_moe.conversion.presets import PRESETS, ExpertInit
+from clip_moe.conversion.upcycle import shared_config, upcycle
+from clip_moe.conversion.verification import compare
 from modeling_clip_moe import CLIPMoEModel
 from modeling_clip_moe.experts import CLIPMoEExperts
 

@@ -11,17 +11,17 @@ import small_experts
 import torch
 from transformers import AutoModel, CLIPModel
 
-from conversion.dense import convert, extract, force_expert, read_scale
-from conversion.presets import PRESETS
-from conversion.upcycle import upcycle
-from data import symbols
-from evaluation.embedder import Embedder
-from evaluation.expert_summary import agreement, linear_cka, summarize
-from evaluation.experts import analyze_experts
-from evaluation.measures import measure
-from evaluation.routing import count_tokens
-from evaluation.tasks import Task
-from records.intervals import difference_reach
+from clip_moe.conversion.dense import convert, extract, force_expert, read_scale
+from clip_moe.conversion.presets import PRESETS
+from clip_moe.conversion.upcycle import upcycle
+from clip_moe.data import symbols
+from clip_moe.evaluation.embedder import Embedder
+from clip_moe.evaluation.expert_summary import agreement, linear_cka, summarize
+from clip_moe.evaluation.experts import analyze_experts
+from clip_moe.evaluation.measures import measure
+from clip_moe.evaluation.routing import count_tokens
+from clip_moe.evaluation.tasks import Task
+from clip_moe.records.intervals import difference_reach
 
 slow = pytest.mark.slow
 TASKS = {
@@ -51,7 +51,7 @@ def analyses(sparse, unnormalized, gated, tmp_path_factory):
     ):
         out = tmp_path_factory.mktemp("out") / name
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("evaluation.preferences.NUM_SHOWN", 2)  # patches are slow to draw
+            patch.setattr("clip_moe.evaluation.preferences.NUM_SHOWN", 2)  # patches are slow to draw
             beginning = analyze_experts(folder, tasks, out, **kwargs)
         found[name] = out, (out / "experts.md").read_text(), json.loads((out / "experts.json").read_text())
         assert found[name][1].startswith(f"# Experts\n\n{beginning}\n")

@@ -14,12 +14,12 @@ from test_losses import assert_same, data, plain_sigmoid_loss
 from tiny_clip import error_of
 from tiny_runs import read_log, run_stages, weights
 
-from conversion.commands import publish
-from conversion.publishing import bundle
-from training.commands import run
-from training.losses import Pairing
-from training.recipe import load_recipe, stage_class
-from training.stages.custom import own_stage
+from clip_moe.conversion.commands import publish
+from clip_moe.conversion.publishing import bundle
+from clip_moe.training.commands import run
+from clip_moe.training.losses import Pairing
+from clip_moe.training.recipe import load_recipe, stage_class
+from clip_moe.training.stages.custom import own_stage
 
 pytestmark = pytest.mark.slow
 
@@ -151,9 +151,9 @@ def test_the_loss_is_siglips(own, monkeypatch):
 
 WRONG = """
 from pydantic.dataclasses import dataclass
-from training.settings import STRICT
-from training.stages.train import TrainStage
-from training.stages.train_router import TrainRouterStage
+from clip_moe.training.settings import STRICT
+from clip_moe.training.stages.train import TrainStage
+from clip_moe.training.stages.train_router import TrainRouterStage
 
 class Bare(TrainRouterStage):
     bias: float = 0.0

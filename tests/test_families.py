@@ -11,15 +11,15 @@ from tiny_clip import command, moved
 from tiny_families import saved, tiny_dense, tiny_processor
 from transformers import AutoModel, CLIPImageProcessorPil
 
-from conversion.average import average
-from conversion.checkpoints import load_clip, load_dense
-from conversion.dense import extract, force_expert
-from conversion.llava import SAME_FEATURES, expected_outputs, likeness, load_tower, swap, verify
-from conversion.presets import PRESETS
-from conversion.processors import load_processor
-from conversion.unify import unify
-from conversion.upcycle import upcycle
-from conversion.verification import model_outputs, sample_inputs
+from clip_moe.conversion.average import average
+from clip_moe.conversion.checkpoints import load_clip, load_dense
+from clip_moe.conversion.dense import extract, force_expert
+from clip_moe.conversion.llava import SAME_FEATURES, expected_outputs, likeness, load_tower, swap, verify
+from clip_moe.conversion.presets import PRESETS
+from clip_moe.conversion.processors import load_processor
+from clip_moe.conversion.unify import unify
+from clip_moe.conversion.upcycle import upcycle
+from clip_moe.conversion.verification import model_outputs, sample_inputs
 from modeling_clip_moe import load_balancing_loss
 from modeling_clip_moe.families import FAMILIES, FAMILY_OF_TYPE, IMAGE_TOWERS
 

@@ -8,10 +8,10 @@ import yaml
 from tiny_families import saved, tiny_dense
 from tiny_runs import weights
 
-from conversion.checkpoints import load_sparse
+from clip_moe.conversion.checkpoints import load_sparse
+from clip_moe.training.recipe import load_recipe
+from clip_moe.training.runner import run_recipe
 from modeling_clip_moe.families import FAMILY_OF_TYPE
-from training.recipe import load_recipe
-from training.runner import run_recipe
 
 
 @pytest.mark.parametrize("model_type", ["siglip", "altclip", "siglip2"])

@@ -11,7 +11,7 @@ import torch
 from safetensors.numpy import load_file
 from tiny_runs import full_disk
 
-from evaluation.feature_store import INDEX, FeatureStore, open_arrays, save_arrays
+from clip_moe.evaluation.feature_store import INDEX, FeatureStore, open_arrays, save_arrays
 
 TABLE = np.arange(250, dtype=np.float32)[:, None] * np.ones(3, np.float32)
 SECOND = "000000000100.safetensors"

@@ -15,15 +15,15 @@ from safetensors.torch import save_file
 from tiny_clip import tiny_clip
 from tiny_runs import full_disk
 
-from records.files import locked, new_file, new_folder, refuse_to_overwrite, respect_umask, write_text
-from records.program import INTERRUPTED, one_line_errors
+from clip_moe.records.files import locked, new_file, new_folder, refuse_to_overwrite, respect_umask, write_text
+from clip_moe.records.program import INTERRUPTED, one_line_errors
 
 HOLD = """
 import os, sys, time
 from pathlib import Path
 import filelock  # before the folder of packages may be closed to another user
-from records import files
-from records.program import one_line_errors
+from clip_moe.records import files
+from clip_moe.records.program import one_line_errors
 if len(sys.argv) > 3 and os.getuid() == 0:
     os.setuid(int(sys.argv[3]))  # root may write anywhere
 with one_line_errors(), getattr(files, sys.argv[2])(Path(sys.argv[1])):
@@ -32,8 +32,8 @@ with one_line_errors(), getattr(files, sys.argv[2])(Path(sys.argv[1])):
 """
 sources  # noqa: B018, a fixture
 # What reads no weights
-LIGHT = [f"records.{name}" for name in ("provenance", "digests", "files", "yaml_files", "messages", "markdown")]
-LIGHT += ["conversion.publishing.lineage", "conversion.presets"]
+LIGHT = [f"clip_moe.records.{name}" for name in ("provenance", "digests", "files", "yaml_files", "messages", "markdown")]
+LIGHT += ["clip_moe.conversion.publishing.lineage", "clip_moe.conversion.presets"]
 SIGNALS = pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 
 
@@ -41,7 +41,9 @@ SIGNALS = pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (sig
     ("modules", "heavy"),
     [
         pytest.param(LIGHT, {"torch", "transformers", "numpy"}, id="what reads no weights"),
-        pytest.param(["training.runner"], {"matplotlib", "sklearn", "scipy.stats"}, id="a run", marks=pytest.mark.slow),
+        pytest.param(
+            ["clip_moe.training.runner"], {"matplotlib", "sklearn", "scipy.stats"}, id="a run", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_nothing_heavy_is_imported_before_it_is_used(modules, heavy):

@@ -10,13 +10,13 @@ from tiny_clip_moe import inputs, tiny_model
 from tiny_families import tiny_dense
 from torch import nn
 
+from clip_moe.training.fit import warn_of_equal_experts
+from clip_moe.training.optimizers import frozen_steps, make_optimizer, parameter_groups, set_trainable
+from clip_moe.training.train_settings import OptimizerSettings
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
 from modeling_clip_moe.experts import CLIPMoEExperts
 from modeling_clip_moe.families import FAMILIES, IMAGE_TOWERS
 from modeling_clip_moe.sparse_moe import CLIPMoESparseMoeBlock
-from training.fit import warn_of_equal_experts
-from training.optimizers import frozen_steps, make_optimizer, parameter_groups, set_trainable
-from training.train_settings import OptimizerSettings
 
 
 @pytest.fixture

@@ -15,10 +15,10 @@ from safetensors.torch import load, save
 from test_annotations import coco, karpathy, table
 from tiny_sources import saved_to_disk, sharegpt4v
 
-from data.pairs import load_pairs
-from data.sources import DataArguments, reading
-from evaluation.benchmarks.loading import benchmark_task
-from evaluation.benchmarks.specs import BENCHMARKS
+from clip_moe.data.pairs import load_pairs
+from clip_moe.data.sources import DataArguments, reading
+from clip_moe.evaluation.benchmarks.loading import benchmark_task
+from clip_moe.evaluation.benchmarks.specs import BENCHMARKS
 
 pytestmark = pytest.mark.slow
 sources  # noqa: B018, a fixture

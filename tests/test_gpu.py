@@ -9,13 +9,13 @@ from accelerate.state import AcceleratorState
 from steps import LOSSES, steps_of
 from tiny_clip_moe import IMPLEMENTATIONS, assert_same_gradients, inputs, tiny_block, tiny_model
 
+from clip_moe.training.contrastive_task import ContrastiveTask
+from clip_moe.training.engine import checkpoint_layers, compile_layers
+from clip_moe.training.gradient_cache import cached_gradient
+from clip_moe.training.optimizers import make_optimizer
+from clip_moe.training.train_settings import OptimizerSettings
 from modeling_clip_moe import CLIPMoEModel
 from modeling_clip_moe.sparse_moe import _top_k
-from training.contrastive_task import ContrastiveTask
-from training.engine import checkpoint_layers, compile_layers
-from training.gradient_cache import cached_gradient
-from training.optimizers import make_optimizer
-from training.train_settings import OptimizerSettings
 
 pytestmark = [
     pytest.mark.gpu,

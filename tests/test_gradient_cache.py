@@ -7,10 +7,10 @@ from several_processes import run_processes
 from steps import assert_same_step, gradient_of, train_stage
 from tiny_clip_moe import EOS, inputs, tiny_model, tower_fields
 
+from clip_moe.training.contrastive_task import ContrastiveTask
+from clip_moe.training.fit import problems_of_training
+from clip_moe.training.gradient_cache import cached_gradient, split_batch
 from modeling_clip_moe import SiglipMoEConfig, SiglipMoEModel
-from training.contrastive_task import ContrastiveTask
-from training.fit import problems_of_training
-from training.gradient_cache import cached_gradient, split_batch
 
 BATCH = 12
 LIMIT = {"capacity_factor": 1.0, "capacity_group_size": 2}

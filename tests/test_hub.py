@@ -15,17 +15,17 @@ from tiny_runs import DENSE, SPARSE, STEP, run_stages, weights
 from tiny_sources import CAPTIONS, images_and_texts, rows, write_shard
 
 import clip_moe
-from conversion.checkpoints import load_clip
-from conversion.processors import load_processor
-from data.arguments import DataArguments
-from data.identity import identity
-from data.sources import open_rows
-from evaluation.benchmarks.loading import benchmark_task
-from evaluation.benchmarks.specs import BENCHMARKS
-from evaluation.sentence_encoders import load_encoder, open_encoder
-from records.hub import hub_commit
-from records.provenance import Record, model_fingerprint, named_files
-from training.runner import GO_ON
+from clip_moe.conversion.checkpoints import load_clip
+from clip_moe.conversion.processors import load_processor
+from clip_moe.data.arguments import DataArguments
+from clip_moe.data.identity import identity
+from clip_moe.data.sources import open_rows
+from clip_moe.evaluation.benchmarks.loading import benchmark_task
+from clip_moe.evaluation.benchmarks.specs import BENCHMARKS
+from clip_moe.evaluation.sentence_encoders import load_encoder, open_encoder
+from clip_moe.records.hub import hub_commit
+from clip_moe.records.provenance import Record, model_fingerprint, named_files
+from clip_moe.training.runner import GO_ON
 
 B32 = "openai/clip-vit-base-patch32"
 UPCYCLED = SPARSE | {"model": B32}
@@ -144,8 +144,10 @@ COMMANDS = {
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_take_hub_names(command, clip, tmp_path, monkeypatch):
     """Offline, too. What they leave names the commits, and nothing asks for a conversion of weights."""
-    monkeypatch.setattr("evaluation.efficiency.measure_memory", lambda *_: {"peak_memory": 1, "memory_before": 0})
-    monkeypatch.setattr("evaluation.speed.SECONDS_OF_A_TURN", 0.01)
+    monkeypatch.setattr(
+        "clip_moe.evaluation.efficiency.measure_memory", lambda *_: {"peak_memory": 1, "memory_before": 0}
+    )
+    monkeypatch.setattr("clip_moe.evaluation.speed.SECONDS_OF_A_TURN", 0.01)
     names = {"dense": B32, "sparse": "user/clip-moe"}
     for number in range(2):
         clip.online(number == 0)

@@ -14,13 +14,13 @@ import tiny_runs
 from tiny_runs import ended_by_a_checkpoint
 from tiny_sources import CAPTIONS, image_folder, rows, sharegpt4v, write_pictures
 
-from data.identity import data_fingerprint, identity
-from data.pairs import load_pairs
-from data.sources import DataArguments
-from records import digests
-from records.digests import file_digests
-from records.provenance import model_fingerprint
-from training import engine
+from clip_moe.data.identity import data_fingerprint, identity
+from clip_moe.data.pairs import load_pairs
+from clip_moe.data.sources import DataArguments
+from clip_moe.records import digests
+from clip_moe.records.digests import file_digests
+from clip_moe.records.provenance import model_fingerprint
+from clip_moe.training import engine
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data import images
-from data.images import decode_image
+from clip_moe.data import images
+from clip_moe.data.images import decode_image
 
 RED, GREEN = (255, 0, 0), (0, 255, 0)
 

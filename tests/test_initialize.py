@@ -9,9 +9,9 @@ from tiny_runs import DENSE, HARBOR_CAPTIONS, losses, same_weights, weights
 from tokenizers import Tokenizer, models
 from transformers import AutoModel, AutoProcessor, CLIPModel, PreTrainedTokenizerFast, SiglipModel
 
-from conversion.publishing.lineage import Lineage
-from data.tokenizer import learn_tokenizer
-from data.worlds import build_processor
+from clip_moe.conversion.publishing.lineage import Lineage
+from clip_moe.data.tokenizer import learn_tokenizer
+from clip_moe.data.worlds import build_processor
 from modeling_clip_moe import CLIPMoEModel
 
 

@@ -17,13 +17,13 @@ from safetensors.torch import load_file, save_file
 from several_processes import kill_at_a_checkpoint, run_processes, train_recipe
 from tiny_runs import losses, read_log, relu, same_weights, set_towers, train, weights
 
+from clip_moe.records.provenance import Record
+from clip_moe.training import engine
+from clip_moe.training.context import choose_precision, make_accelerator
+from clip_moe.training.contrastive_task import ContrastiveTask
+from clip_moe.training.settings import STRICT
+from clip_moe.training.stages.train import TrainStage
 from modeling_clip_moe import CLIPMoEModel
-from records.provenance import Record
-from training import engine
-from training.context import choose_precision, make_accelerator
-from training.contrastive_task import ContrastiveTask
-from training.settings import STRICT
-from training.stages.train import TrainStage
 
 
 class BalancedTask(ContrastiveTask):

@@ -8,15 +8,15 @@ import math
 import pytest
 from documents import ROOT
 
-from data.arguments import DataArguments
-from evaluation.estimate import count_captions, estimate
-from evaluation.law import FITTED, Errors, Facts, Law, TrainedModel, fitted_law, interval, law_of, probability
+from clip_moe.data.arguments import DataArguments
+from clip_moe.evaluation.estimate import count_captions, estimate
+from clip_moe.evaluation.law import FITTED, Errors, Facts, Law, TrainedModel, fitted_law, interval, law_of, probability
+from clip_moe.records.yaml_files import read_yaml
 from model_cards.frontier import at_best_rate, of_budget
 from model_cards.law import AT_CHANCE, fit, fitted, known, model_of, of_rule, predict, read_points
 from model_cards.law_cases import Case, arguments, batch_size, costs, steps
 from model_cards.law_differences import write_differences
 from model_cards.law_outcomes import outcome, write_outcomes
-from records.yaml_files import read_yaml
 
 CARD = ROOT / "model_cards" / "law"
 LAW = Law(2.0, 0.5, 200.0, 1.0, 0.5, 0.5, 3.0, 1.0, 1.1, {"icons": 2.0, "characters": 8.0}, Errors(0.2, 0.1, 0.2, 0.3))

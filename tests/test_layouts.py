@@ -16,12 +16,12 @@ import tiny_sources
 import torch
 from tiny_sources import images_and_texts, png, write_shard
 
-from data.pairs import load_pairs
-from data.sources import DataArguments, open_rows
-from evaluation.ensemble import open_model
-from evaluation.measures import measure
-from evaluation.own_data import retrieval_task
-from training.loader import PairLoader
+from clip_moe.data.pairs import load_pairs
+from clip_moe.data.sources import DataArguments, open_rows
+from clip_moe.evaluation.ensemble import open_model
+from clip_moe.evaluation.measures import measure
+from clip_moe.evaluation.own_data import retrieval_task
+from clip_moe.training.loader import PairLoader
 
 NUMBER = 24
 CAPTIONS = [f"a picture of the number {number} and others" for number in range(NUMBER)]

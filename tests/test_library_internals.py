@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from records.library_internals import NAMES
+from clip_moe.records.library_internals import NAMES
 
 ROOT = Path(__file__).parents[1]
-ROOMS = "modeling_clip_moe records data conversion evaluation training examples benchmarks model_cards".split()
+ROOMS = "modeling_clip_moe records data conversion evaluation training app examples benchmarks model_cards".split()
 
 
 def is_private(name):

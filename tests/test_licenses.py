@@ -2,7 +2,7 @@
 
 import pytest
 
-from conversion.publishing.card import require_license
+from clip_moe.conversion.publishing.card import require_license
 
 
 @pytest.mark.parametrize("license", ["Apache 2.0", "apache", "MIT", "other", "other: ", "", "mit\nbase_model: x"])

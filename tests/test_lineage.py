@@ -28,11 +28,11 @@ from safetensors.torch import load_file
 from tiny_clip import change_json
 from transformers.pipelines import PIPELINE_REGISTRY
 
-from conversion.commands import publish
-from conversion.publishing import bundle
-from records.files import read_json
-from records.provenance import ANSWER, Record
-from records.result_schema import results_mark
+from clip_moe.conversion.commands import publish
+from clip_moe.conversion.publishing import bundle
+from clip_moe.records.files import read_json
+from clip_moe.records.provenance import ANSWER, Record
+from clip_moe.records.result_schema import results_mark
 
 made, run  # noqa: B018, fixtures
 

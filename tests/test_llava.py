@@ -21,12 +21,12 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from conversion.llava import warn_without_experts
-from data.conversations import load_conversations
-from data.sources import DataArguments
+from clip_moe.conversion.llava import warn_without_experts
+from clip_moe.data.conversations import load_conversations
+from clip_moe.data.sources import DataArguments
+from clip_moe.training.samplers import Share
 from examples.llava import IGNORED, ConversationLoader, LlavaTask, build
 from modeling_clip_moe import CLIPMoEVisionConfig, CLIPMoEVisionModel
-from training.samplers import Share
 
 LLAMA = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 LLAMA = {**LLAMA, "max_position_embeddings": 512}

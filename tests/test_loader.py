@@ -12,12 +12,12 @@ import torch
 from tiny_sources import SOURCES, damaged, parquet, png, saved_pairs, sharegpt4v
 from tiny_sources import rows as rows_of
 
-from data import symbols
-from data.pairs import load_pairs
-from data.sources import DataArguments
-from evaluation.batches import read_batches
-from training.gradient_cache import split_batch
-from training.loader import PairLoader
+from clip_moe.data import symbols
+from clip_moe.data.pairs import load_pairs
+from clip_moe.data.sources import DataArguments
+from clip_moe.evaluation.batches import read_batches
+from clip_moe.training.gradient_cache import split_batch
+from clip_moe.training.loader import PairLoader
 
 
 def batches(loader, start, number):
@@ -45,7 +45,7 @@ def test_a_stream_skips_and_judges(tmp_path, processor, caplog, monkeypatch):
     strict = dataclasses.replace(arguments, max_unreadable=0.01)
     with pytest.raises(ValueError, match=r"4 of 200 .*the first is pair \d+ in the order of the stream \(.*More than"):
         batches(loader_of(strict, processor), 0, 197)
-    monkeypatch.setattr("data.pairs.STREAM_TRIAL", 10)
+    monkeypatch.setattr("clip_moe.data.pairs.STREAM_TRIAL", 10)
     with pytest.raises(ValueError, match="More than max_unreadable"):
         batches(loader_of(strict, processor), 0, 196)
 
@@ -68,7 +68,7 @@ def test_a_stream_that_several_share_has_no_first_pairs(tmp_path, processor, num
 
 
 def test_a_worker_that_is_killed_is_no_traceback(tmp_path, processor, monkeypatch):
-    monkeypatch.setattr("training.loader.read_pair", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    monkeypatch.setattr("clip_moe.training.loader.read_pair", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     arguments = DataArguments(**sharegpt4v(tmp_path), streaming=True, num_workers=1)
     with pytest.raises(ValueError, match=r"DataLoader worker .*(is killed by signal|exited unexpectedly)"):
         batches(loader_of(arguments, processor), 0, 1)
@@ -143,8 +143,8 @@ def test_captions_that_are_cut_are_reported(tmp_path, processor, caplog, capsys,
     assert ("86.5% of the captions" if streaming else "tuned: 173 captions are longer than 16 tokens") in told
     assert ("max_position_embeddings" in told, "long_context" in told) == (is_new, not is_new)
     assert ("a tokenizer stage learns" in told) == (not is_new)
-    monkeypatch.setattr("training.loader.CAPTIONS_LOOKED_AT", 50)
-    monkeypatch.setattr("training.loader.STREAMED_LOOKED_AT", 50)
+    monkeypatch.setattr("clip_moe.training.loader.CAPTIONS_LOOKED_AT", 50)
+    monkeypatch.setattr("clip_moe.training.loader.STREAMED_LOOKED_AT", 50)
     assert ("100.0%" if streaming else "tuned: Of 200 pairs, these are 50.") in report(1)
 
 

@@ -7,9 +7,9 @@ from test_losses import plain_contrastive_loss
 from tiny_runs import DENSE, TUNED, losses, run_stages, weights
 from torch.nn.functional import cross_entropy, normalize
 
-from training.losses import Pairing
-from training.primary_components import primary_components
-from training.stages.train_long_clip import TrainLongCLIPStage
+from clip_moe.training.losses import Pairing
+from clip_moe.training.primary_components import primary_components
+from clip_moe.training.stages.train_long_clip import TrainLongCLIPStage
 
 PAIRS, WIDTH, COMPONENTS = 8, 6, 2
 SETTINGS = {"name": "x", "stage": "x", "model": "x", "data": {"source": "x"}, "max_steps": 1, "learning_rate": 1.0}

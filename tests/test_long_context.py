@@ -9,10 +9,10 @@ from tiny_clip import command, processor, saved, tiny_clip
 from tiny_families import tiny_dense
 from transformers import AutoModel, AutoProcessor
 
-from conversion.checkpoints import TEXT_TOWERS
-from conversion.long_context import POSITIONS, lengthen, stretch_positions
-from conversion.presets import PRESETS
-from conversion.upcycle import upcycle
+from clip_moe.conversion.checkpoints import TEXT_TOWERS
+from clip_moe.conversion.long_context import POSITIONS, lengthen, stretch_positions
+from clip_moe.conversion.presets import PRESETS
+from clip_moe.conversion.upcycle import upcycle
 from modeling_clip_moe.families import FAMILY_OF_TYPE
 
 

@@ -12,8 +12,7 @@ from several_processes import run_processes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from modeling_clip_moe import CLIPMoEConfig, load_balancing_loss, router_z_loss
-from training.losses import (
+from clip_moe.training.losses import (
     Pairing,
     all_reduce_sum,
     contrastive_loss,
@@ -21,7 +20,8 @@ from training.losses import (
     multi_positive_loss,
     router_losses,
 )
-from training.stages.train_long_clip import TrainLongCLIPStage
+from clip_moe.training.stages.train_long_clip import TrainLongCLIPStage
+from modeling_clip_moe import CLIPMoEConfig, load_balancing_loss, router_z_loss
 
 BATCH, WIDTH, EXPERTS, TOP_K = 6, 5, 4, 2
 

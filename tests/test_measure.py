@@ -13,14 +13,14 @@ from small_evaluation import plain_embedding, swapped, with_captions
 from tiny_clip import change_weights, command
 from transformers import AutoProcessor, CLIPModel
 
-from conversion import assemble
-from data import symbols
-from evaluation.ensemble import Ensemble, open_model
-from evaluation.linear_probe import linear_probe_metrics
-from evaluation.measures import METRICS, measure
-from evaluation.sentence_encoders import TfidfEncoder
-from evaluation.tasks import TASKS, Task, loaded_once, symbol_tasks
-from examples.app import label_scores
+from clip_moe.app.page import label_scores
+from clip_moe.conversion import assemble
+from clip_moe.data import symbols
+from clip_moe.evaluation.ensemble import Ensemble, open_model
+from clip_moe.evaluation.linear_probe import linear_probe_metrics
+from clip_moe.evaluation.measures import METRICS, measure
+from clip_moe.evaluation.sentence_encoders import TfidfEncoder
+from clip_moe.evaluation.tasks import TASKS, Task, loaded_once, symbol_tasks
 
 BASE, TEMPERATURE = "training/symbol_clip", 0.2
 DIGITS, TOOLS = symbols.KIND_SETS["digit"], symbols.KIND_SETS["tool"]
@@ -210,7 +210,7 @@ def test_linear_probe(model):
 
 
 def test_scores_of_a_typed_list(model, tmp_path):
-    """On the page of `examples.app`: the softmax of the summed logits, with the experts' own temperatures."""
+    """On the page of `app.page`: the softmax of the summed logits, with the experts' own temperatures."""
     image, labels = symbols.load("test", "web", 1)["image"][0], ["seven", "four", TOOLS[0]]
     image.save(tmp_path / "image.png")
     scores = label_scores(model.measured, tmp_path / "image.png", "\n".join(labels), "a {}")

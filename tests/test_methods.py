@@ -11,11 +11,11 @@ from tiny_runs import DENSE, read_log, same_weights
 from transformers import CLIPModel
 
 import clip_moe
-from conversion.checkpoints import load_sparse
-from evaluation.built_in_tasks import symbol_tasks
-from evaluation.tasks import TASKS
-from training.recipe import load_recipe
-from training.runner import run_recipe
+from clip_moe.conversion.checkpoints import load_sparse
+from clip_moe.evaluation.built_in_tasks import symbol_tasks
+from clip_moe.evaluation.tasks import TASKS
+from clip_moe.training.recipe import load_recipe
+from clip_moe.training.runner import run_recipe
 
 DATA = {"source": "symbols", "num_samples": 64, "in_memory": True}
 TRAINED = {"global_batch_size": 8, "max_steps": 40, "learning_rate": 1e-3, "save_steps": 2, "logging_steps": 2}

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from test_metrics import random_unit, unit
 
-from evaluation.pairs import pair_metrics
-from evaluation.retrieval import retrieval_metrics
+from clip_moe.evaluation.pairs import pair_metrics
+from clip_moe.evaluation.retrieval import retrieval_metrics
 
 evaluate = pytest.importorskip("evaluate", reason="the `evaluate` library of the training extra is not installed")
 ROOT = Path(__file__).parents[1]

@@ -8,10 +8,10 @@ import sklearn.metrics
 import torch
 from sklearn.linear_model import LogisticRegression
 
-from evaluation.linear_probe import linear_probe_metrics
-from evaluation.pairs import pair_metrics
-from evaluation.retrieval import TIE, retrieval_metrics
-from evaluation.zero_shot import class_embeddings, zero_shot_metrics
+from clip_moe.evaluation.linear_probe import linear_probe_metrics
+from clip_moe.evaluation.pairs import pair_metrics
+from clip_moe.evaluation.retrieval import TIE, retrieval_metrics
+from clip_moe.evaluation.zero_shot import class_embeddings, zero_shot_metrics
 
 
 def unit(angles):
@@ -82,7 +82,7 @@ def plain_recall(similarity, right, k):
 @pytest.mark.parametrize("ties", [False, True])
 def test_retrieval_is_the_obvious_loop(at_once, ties, monkeypatch):
     """Several captions an image."""
-    monkeypatch.setattr("evaluation.retrieval.QUERIES_AT_ONCE", at_once)
+    monkeypatch.setattr("clip_moe.evaluation.retrieval.QUERIES_AT_ONCE", at_once)
     rng = np.random.default_rng(1)
     images, texts = random_unit(rng, 20, 3), random_unit(rng, 50, 3)
     if ties:
@@ -118,7 +118,7 @@ def test_equal_captions_are_a_tie_wherever_they_stand(size, width):
 
 @pytest.mark.parametrize("several", [False, True])
 def test_information_is_what_the_best_temperature_leaves_of_the_loss(several, monkeypatch):
-    monkeypatch.setattr("evaluation.retrieval.QUERIES_AT_ONCE", 7)
+    monkeypatch.setattr("clip_moe.evaluation.retrieval.QUERIES_AT_ONCE", 7)
     rng = np.random.default_rng(0)
     images = random_unit(rng, 40, 6)
     texts = images + 0.8 * random_unit(rng, 40, 6)

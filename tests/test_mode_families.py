@@ -12,20 +12,20 @@ from tiny_families import saved, tiny_dense
 from torch.nn.functional import logsigmoid
 from transformers import AutoModel, AutoProcessor, CLIPModel
 
-from conversion.assemble import convert
-from conversion.checkpoints import load_config, load_mixture
-from conversion.presets import PRESETS
-from conversion.processors import load_processor
-from conversion.publishing.bundle import build
-from conversion.publishing.card import render
-from conversion.publishing.lineage import Lineage
-from conversion.upcycle import upcycle
-from conversion.verification import sample_inputs
-from data.tokenizer import tokenize
-from evaluation.ensemble import Ensemble, open_model
-from evaluation.measures import measure
-from evaluation.sentence_encoders import ClipEncoder
-from evaluation.task import Task
+from clip_moe.conversion.assemble import convert
+from clip_moe.conversion.checkpoints import load_config, load_mixture
+from clip_moe.conversion.presets import PRESETS
+from clip_moe.conversion.processors import load_processor
+from clip_moe.conversion.publishing.bundle import build
+from clip_moe.conversion.publishing.card import render
+from clip_moe.conversion.publishing.lineage import Lineage
+from clip_moe.conversion.upcycle import upcycle
+from clip_moe.conversion.verification import sample_inputs
+from clip_moe.data.tokenizer import tokenize
+from clip_moe.evaluation.ensemble import Ensemble, open_model
+from clip_moe.evaluation.measures import measure
+from clip_moe.evaluation.sentence_encoders import ClipEncoder
+from clip_moe.evaluation.task import Task
 from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel
 from modeling_clip_moe.families import FAMILIES
 

@@ -10,12 +10,12 @@ from tiny_clip import saved, tiny_clip
 from tiny_runs import DENSE, SPARSE, run_stages, weights
 from transformers import AutoModel
 
-from conversion import assemble
-from conversion.upcycle import ROUTING_FIELDS
-from conversion.verification import require_loadable
-from records.provenance import weights_fingerprint
-from training.stages.initialize import InitializeStage
-from training.stages.upcycle import UpcycleStage
+from clip_moe.conversion import assemble
+from clip_moe.conversion.upcycle import ROUTING_FIELDS
+from clip_moe.conversion.verification import require_loadable
+from clip_moe.records.provenance import weights_fingerprint
+from clip_moe.training.stages.initialize import InitializeStage
+from clip_moe.training.stages.upcycle import UpcycleStage
 
 
 @pytest.fixture(scope="module")

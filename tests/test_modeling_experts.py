@@ -9,7 +9,7 @@ from tiny_clip import tiny_clip
 from tiny_clip_moe import IMPLEMENTATIONS, assert_same_gradients, inputs, plain_block, tiny_block, tiny_model
 
 import modeling_clip_moe.experts as modeling
-from conversion.dense import force_expert
+from clip_moe.conversion.dense import force_expert
 from modeling_clip_moe import CLIPMoEModel, CLIPMoEVisionConfig
 from modeling_clip_moe.experts import CLIPMoEExperts
 

@@ -6,10 +6,10 @@ from tiny_clip import moved, tiny_clip
 from tiny_runs import DENSE, SPARSE, run_stages
 from tiny_sources import saved_pairs
 
-from conversion.checkpoints import load_sparse
-from conversion.more_experts import add_experts, copied
-from conversion.presets import PRESETS
-from conversion.upcycle import shared_config, sparse_blocks, upcycle
+from clip_moe.conversion.checkpoints import load_sparse
+from clip_moe.conversion.more_experts import add_experts, copied
+from clip_moe.conversion.presets import PRESETS
+from clip_moe.conversion.upcycle import shared_config, sparse_blocks, upcycle
 from modeling_clip_moe import CLIPMoEModel
 
 

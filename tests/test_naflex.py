@@ -11,17 +11,17 @@ from steps import assert_same_step, gradient_of, train_stage
 from tiny_clip import moved
 from tiny_families import saved, tiny_dense
 
-from conversion.checkpoints import load_config, load_sparse
-from conversion.presets import PRESETS
-from conversion.processors import load_processor
-from conversion.upcycle import upcycle
-from data.pairs import load_pairs
-from data.sources import DataArguments
-from evaluation.embedder import Embedder
-from evaluation.sentence_encoders import ClipEncoder
+from clip_moe.conversion.checkpoints import load_config, load_sparse
+from clip_moe.conversion.presets import PRESETS
+from clip_moe.conversion.processors import load_processor
+from clip_moe.conversion.upcycle import upcycle
+from clip_moe.data.pairs import load_pairs
+from clip_moe.data.sources import DataArguments
+from clip_moe.evaluation.embedder import Embedder
+from clip_moe.evaluation.sentence_encoders import ClipEncoder
+from clip_moe.training.fit import problems_of_training
+from clip_moe.training.loader import PairLoader
 from modeling_clip_moe.families import FAMILY_OF_TYPE
-from training.fit import problems_of_training
-from training.loader import PairLoader
 
 # Height and width
 SIZES = [(40, 10), (16, 16), (9, 30), (33, 24), (12, 50), (64, 21), (7, 7), (25, 31)]

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data import near_copies, symbols
-from data.near_copies import find_copies
+from clip_moe.data import near_copies, symbols
+from clip_moe.data.near_copies import find_copies
 
 
 def saved(picture, form, **options):

@@ -15,8 +15,8 @@ from tiny_clip import error_of, processor
 from transformers import AutoModel, AutoProcessor, CLIPModel
 
 import clip_moe
-from conversion import openai
-from conversion.rules import Rule
+from clip_moe.conversion import openai
+from clip_moe.conversion.rules import Rule
 
 STATE = openai_state_dict(**SIZES["ViT-B/32"])
 

@@ -14,18 +14,18 @@ from tiny_runs import DENSE, SPARSE, read_log, run_stages, train
 from tiny_sources import saved_pairs
 
 import clip_moe
-from conversion.publishing.card import _stage_row
-from evaluation.answer import answer
-from evaluation.retrieval import batch_loss
-from evaluation.task import INFORMATION
+from clip_moe.conversion.publishing.card import _stage_row
+from clip_moe.evaluation.answer import answer
+from clip_moe.evaluation.retrieval import batch_loss
+from clip_moe.evaluation.task import INFORMATION
+from clip_moe.records.outcome import COLLAPSED, DID_NOT_LEAVE_CHANCE, MEMORIZED, VANISHED, Training
+from clip_moe.records.provenance import Record, trainings
+from clip_moe.training.contrastive_task import ContrastiveTask
+from clip_moe.training.losses import Pairing, contrastive_loss
+from clip_moe.training.stages.estimate import EstimateStage
 from model_cards.knowledge import read_knowledge
 from model_cards.law_points import read_points
 from model_cards.seeds import write_seeds
-from records.outcome import COLLAPSED, DID_NOT_LEAVE_CHANCE, MEMORIZED, VANISHED, Training
-from records.provenance import Record, trainings
-from training.contrastive_task import ContrastiveTask
-from training.losses import Pairing, contrastive_loss
-from training.stages.estimate import EstimateStage
 
 PAIRS = {"source": "symbols", "num_samples": 16, "captions": "detailed", "in_memory": True}
 DIES = {"stage": "train", "model": "dense", "data": PAIRS, "global_batch_size": 8, "max_steps": 40}

@@ -4,7 +4,7 @@ import datasets
 import pytest
 from transformers import AutoTokenizer
 
-from data.overview import look_at
+from clip_moe.data.overview import look_at
 
 # Six pictures: "a dog" twice, two captions that differ in case alone, and one that training never sees
 TEST = ["a dog", "a dog", "a cat", "A cat", "a bird", "a fish"]

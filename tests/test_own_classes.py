@@ -7,7 +7,7 @@ import sys
 import pytest
 
 import clip_moe
-from conversion.own_classes import import_models
+from clip_moe.conversion.own_classes import import_models
 
 IMPORT = ["--import", "examples.noisy_clip"]
 LOAD = """

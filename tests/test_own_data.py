@@ -12,13 +12,13 @@ from pydantic import ValidationError
 from tiny_sources import png
 from transformers import AutoProcessor
 
-from conversion.processors import own_template
-from data import names, symbols
-from data.sources import DataArguments
-from evaluation.embedder import Embedder
-from evaluation.evaluate import evaluate_model
-from evaluation.measures import measure
-from evaluation.own_data import (
+from clip_moe.conversion.processors import own_template
+from clip_moe.data import names, symbols
+from clip_moe.data.sources import DataArguments
+from clip_moe.evaluation.embedder import Embedder
+from clip_moe.evaluation.evaluate import evaluate_model
+from clip_moe.evaluation.measures import measure
+from clip_moe.evaluation.own_data import (
     linear_probe_task,
     own_fingerprint,
     pairs_task,
@@ -27,8 +27,8 @@ from evaluation.own_data import (
     retrieval_task,
     zero_shot_task,
 )
-from evaluation.own_task import OwnTask
-from evaluation.tasks import MORE, TASKS, find_tasks, require_tasks
+from clip_moe.evaluation.own_task import OwnTask
+from clip_moe.evaluation.tasks import MORE, TASKS, find_tasks, require_tasks
 
 dense, small_tasks = small_evaluation.dense, small_evaluation.small_tasks
 

@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from records import own_modules
-from records.provenance import Record
-from training.recipe import Recipe, validated
-from training.runner import run_recipe
+from clip_moe.records import own_modules
+from clip_moe.records.provenance import Record
+from clip_moe.training.recipe import Recipe, validated
+from clip_moe.training.runner import run_recipe
 
 BASE = str(Path(__file__).parents[1] / "training" / "symbol_clip")
 STAGE = """
 import importlib
 from pathlib import Path
 from pydantic.dataclasses import dataclass
-from training.settings import STRICT
-from training.stages.base import Stage
+from clip_moe.training.settings import STRICT
+from clip_moe.training.stages.base import Stage
 
 @dataclass(config=STRICT, kw_only=True)
 class Mine(Stage):
@@ -134,7 +134,9 @@ def test_code_of_a_model_of_ones_own_counts_for_every_stage(folder, monkeypatch,
 
     def run_with(*modules):
         forget(BEFORE)
-        monkeypatch.setattr("conversion.own_classes.OWN_CLASSES", {importlib.import_module(m).Mine: m for m in modules})
+        monkeypatch.setattr(
+            "clip_moe.conversion.own_classes.OWN_CLASSES", {importlib.import_module(m).Mine: m for m in modules}
+        )
         stage = {"name": "mean", "stage": "average", "models": [BASE]}
         run_recipe(validated(Recipe, {"output_dir": "runs", "stages": [stage]}, "recipe"))
 

@@ -5,10 +5,10 @@ import torch
 from steps import train_stage
 from tiny_families import tiny_dense
 
-from conversion.checkpoints import load_config
+from clip_moe.conversion.checkpoints import load_config
+from clip_moe.training.contrastive_task import drop_patches
+from clip_moe.training.fit import problems_of_training
 from modeling_clip_moe.families import FAMILIES
-from training.contrastive_task import drop_patches
-from training.fit import problems_of_training
 
 
 @pytest.mark.parametrize("family", [one for one in FAMILIES if not one.naflex], ids=lambda one: one.name)

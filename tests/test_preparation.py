@@ -5,7 +5,7 @@ import PIL.Image
 import pytest
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-from data.preparation import Preparation
+from clip_moe.data.preparation import Preparation
 
 SETTINGS = [
     {},

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 from transformers import CLIPConfig
 
-from conversion.presets import PRESETS, TOWERS, changed_preset, sparse_layers
-from conversion.upcycle import sparse_config
+from clip_moe.conversion.presets import PRESETS, TOWERS, changed_preset, sparse_layers
+from clip_moe.conversion.upcycle import sparse_config
 
 DENSE = CLIPConfig(text_config={"num_hidden_layers": 12}, vision_config={"num_hidden_layers": 24})  # as ViT-L/14
 

@@ -10,7 +10,7 @@ from tiny_clip import change_json, processor, tiny_clip
 from tiny_families import tiny_dense
 from transformers import AutoProcessor, CLIPImageProcessorPil
 
-from conversion.processors import copy_processor, load_processor, require_fit
+from clip_moe.conversion.processors import copy_processor, load_processor, require_fit
 from modeling_clip_moe.families import FAMILY_OF_TYPE
 
 DENSE = tiny_clip()

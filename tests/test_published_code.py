@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from transformers import AutoProcessor, BertConfig, BertModel, CLIPModel
 
-from conversion.commands import publish
-from conversion.presets import PRESETS
-from conversion.publishing import bundle
-from conversion.publishing.trusted_code import require_trusted_code, trusted_copy
-from conversion.upcycle import upcycle
-from evaluation.sentence_encoders import load_encoder
+from clip_moe.conversion.commands import publish
+from clip_moe.conversion.presets import PRESETS
+from clip_moe.conversion.publishing import bundle
+from clip_moe.conversion.publishing.trusted_code import require_trusted_code, trusted_copy
+from clip_moe.conversion.upcycle import upcycle
+from clip_moe.evaluation.sentence_encoders import load_encoder
 from modeling_clip_moe import CLIPMoDEModel
 
 ROOT = Path(__file__).parents[1]

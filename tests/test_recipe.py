@@ -9,12 +9,12 @@ import pytest
 import yaml
 from documents import ROOT
 
-from data.arguments import Augmentation, CaptionPolicy, DataArguments
-from evaluation.own_task import OwnTask
-from training.recipe import Recipe, RecipeError, load_recipe, validated, wanted_stages
-from training.settings import dump
-from training.stages import KINDS, stage_of_kind
-from training.train_settings import Evaluation, LoraSettings
+from clip_moe.data.arguments import Augmentation, CaptionPolicy, DataArguments
+from clip_moe.evaluation.own_task import OwnTask
+from clip_moe.training.recipe import Recipe, RecipeError, load_recipe, validated, wanted_stages
+from clip_moe.training.settings import dump
+from clip_moe.training.stages import KINDS, stage_of_kind
+from clip_moe.training.train_settings import Evaluation, LoraSettings
 
 RECIPES = sorted((Path(__file__).parents[1] / "training" / "recipes").glob("*.yaml"))
 

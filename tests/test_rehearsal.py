@@ -17,16 +17,16 @@ from tiny_runs import DENSE, STEP, read_log
 from tiny_runs import recipe as tiny_recipe
 from transformers import BertConfig
 
-from data import symbols
-from records.files import locked
-from records.memory import peak_memory
-from training import rehearsal
-from training.checks import require_sound
-from training.plan import aligned, plan
-from training.recipe import Recipe, RecipeError, load_recipe, wanted_stages
-from training.rehearsal import measure_stages, rehearse
-from training.runner import run_recipe
-from training.stage_command import read_command, run_command
+from clip_moe.data import symbols
+from clip_moe.records.files import locked
+from clip_moe.records.memory import peak_memory
+from clip_moe.training import rehearsal
+from clip_moe.training.checks import require_sound
+from clip_moe.training.plan import aligned, plan
+from clip_moe.training.recipe import Recipe, RecipeError, load_recipe, wanted_stages
+from clip_moe.training.rehearsal import measure_stages, rehearse
+from clip_moe.training.runner import run_recipe
+from clip_moe.training.stage_command import read_command, run_command
 
 STEPS = {"global_batch_size": 8, "learning_rate": 1e-3}
 EVERY = ROOT / "tests" / "recipes" / "every_stage.yaml"

@@ -7,10 +7,10 @@ from tiny_clip import command, error_of, processor, tiny_clip
 from transformers import AutoModel, AutoProcessor
 
 import clip_moe
-from conversion import released_clip_moe
-from conversion.presets import PRESETS
-from conversion.released_clip_moe import convert, export
-from conversion.upcycle import upcycle
+from clip_moe.conversion import released_clip_moe
+from clip_moe.conversion.presets import PRESETS
+from clip_moe.conversion.released_clip_moe import convert, export
+from clip_moe.conversion.upcycle import upcycle
 from modeling_clip_moe import CLIPMoEModel
 
 POSITIONS = 248

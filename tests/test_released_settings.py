@@ -12,12 +12,12 @@ from tiny_runs import DENSE, TUNED, losses, run_stages, weights
 from tiny_sources import CAPTIONS, SOURCES
 from transformers import AutoModel, AutoProcessor
 
-from data.pairs import load_pairs
-from data.sources import DataArguments
+from clip_moe.data.pairs import load_pairs
+from clip_moe.data.sources import DataArguments
+from clip_moe.training.contrastive_task import drop_activations
+from clip_moe.training.loader import PairLoader
+from clip_moe.training.recipe import load_recipe
 from modeling_clip_moe.experts import CLIPMoEExperts
-from training.contrastive_task import drop_activations
-from training.loader import PairLoader
-from training.recipe import load_recipe
 
 SYMBOLS = {"source": "symbols", "num_samples": 40, "in_memory": True}
 

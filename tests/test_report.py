@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import small_evaluation
 
-from evaluation.answer import COMPARED, answer
-from evaluation.benchmarks.specs import GROUPS
-from evaluation.commands import report
-from evaluation.estimate import CountedCaptions
-from evaluation.figures import plot_text
-from evaluation.page import html_page
-from evaluation.report import _scores, arrange, best_of, write_report
-from records.intervals import difference_reach, score_reach, share_reach
-from records.markdown import escape, item, one_line
-from training.curves import last_values
+from clip_moe.evaluation.answer import COMPARED, answer
+from clip_moe.evaluation.benchmarks.specs import GROUPS
+from clip_moe.evaluation.commands import report
+from clip_moe.evaluation.estimate import CountedCaptions
+from clip_moe.evaluation.figures import plot_text
+from clip_moe.evaluation.page import html_page
+from clip_moe.evaluation.report import _scores, arrange, best_of, write_report
+from clip_moe.records.intervals import difference_reach, score_reach, share_reach
+from clip_moe.records.markdown import escape, item, one_line
+from clip_moe.training.curves import last_values
 
 figures = small_evaluation.figures
 

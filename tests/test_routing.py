@@ -8,11 +8,11 @@ import small_experts
 import torch
 from matplotlib import cbook
 
-from data import symbols
-from evaluation import preferences
-from evaluation.embedder import Embedder
-from evaluation.routing import LayerCounts, averaged_experts, chosen_experts, count_tokens
-from evaluation.routing_pictures import draw_agreement, draw_shares
+from clip_moe.data import symbols
+from clip_moe.evaluation import preferences
+from clip_moe.evaluation.embedder import Embedder
+from clip_moe.evaluation.routing import LayerCounts, averaged_experts, chosen_experts, count_tokens
+from clip_moe.evaluation.routing_pictures import draw_agreement, draw_shares
 
 sparse, unnormalized, gated = small_experts.sparse, small_experts.unnormalized, small_experts.gated
 figures = small_evaluation.figures

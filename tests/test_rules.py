@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from conversion.rules import Rule, apply_rules, renaming
+from clip_moe.conversion.rules import Rule, apply_rules, renaming
 
 IDENTITY = [Rule("(.*)", r"\1")]
 

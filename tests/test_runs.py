@@ -11,15 +11,15 @@ from safetensors.torch import save_file
 from tiny_clip import error_of
 from tiny_runs import full_disk, recipe, recorded, same_weights, train, weights
 
-from data import symbols
-from records.files import locked
-from records.provenance import CHECKPOINTS, Record
-from training import commands
-from training.checks import comparable
-from training.plan import plan
-from training.recipe import load_recipe
-from training.rehearsal import rehearse
-from training.runner import Runner, run_recipe, stage_errors
+from clip_moe.data import symbols
+from clip_moe.records.files import locked
+from clip_moe.records.provenance import CHECKPOINTS, Record
+from clip_moe.training import commands
+from clip_moe.training.checks import comparable
+from clip_moe.training.plan import plan
+from clip_moe.training.recipe import load_recipe
+from clip_moe.training.rehearsal import rehearse
+from clip_moe.training.runner import Runner, run_recipe, stage_errors
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_a_kill_just_after_a_stage_has_its_name_changes_no_record(write, monkeyp
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("training.runner._tidy", killed)
+        patch.setattr("clip_moe.training.runner._tidy", killed)
         run_recipe(load_recipe(path), only=["dense"])
     run_recipe(load_recipe(path), only=["sparse"])
     run_recipe(load_recipe(path))

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from clip_moe.training.duplicates import Duplicates
+from clip_moe.training.samplers import ClusterBatchSampler, GlobalBatchSampler, merge_small_clusters
 from model_cards.random_order import RandomOrderSampler
-from training.duplicates import Duplicates
-from training.samplers import ClusterBatchSampler, GlobalBatchSampler, merge_small_clusters
 
 
 def apart(sampler, num_samples):

@@ -10,14 +10,14 @@ from benchmark_folders import make_copy
 from several_processes import run_processes, train_recipe
 from tiny_runs import ended_by_a_checkpoint, read_log, same_weights, train
 
-from data import symbols
-from evaluation import tasks
-from evaluation.benchmarks.specs import BENCHMARKS
-from evaluation.evaluate import evaluate_model
-from evaluation.tasks import Task
-from records.provenance import weights_fingerprint
-from training import curves
-from training.commands import curves as curves_command
+from clip_moe.data import symbols
+from clip_moe.evaluation import tasks
+from clip_moe.evaluation.benchmarks.specs import BENCHMARKS
+from clip_moe.evaluation.evaluate import evaluate_model
+from clip_moe.evaluation.tasks import Task
+from clip_moe.records.provenance import weights_fingerprint
+from clip_moe.training import curves
+from clip_moe.training.commands import curves as curves_command
 
 KINDS = symbols.KIND_SETS["digit"]
 SCORE = "kinds/accuracy_top5"

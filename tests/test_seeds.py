@@ -7,12 +7,12 @@ import small_evaluation
 from test_report import cells, lines_of, result
 from transformers import CLIPConfig
 
-from conversion.presets import PRESETS
-from conversion.upcycle import sparse_config
+from clip_moe.conversion.presets import PRESETS
+from clip_moe.conversion.upcycle import sparse_config
+from clip_moe.records.provenance import Record
 from model_cards.knowledge import Knowledge, equal_dense, read_knowledge, write_knowledge
 from model_cards.seeds import write_seeds
 from model_cards.tradeoff import above_line, write_tradeoff
-from records.provenance import Record
 
 figures = small_evaluation.figures
 

@@ -11,7 +11,7 @@ from sentence_transformers.sentence_transformer.modules import Pooling, Transfor
 from sklearn.feature_extraction.text import TfidfVectorizer
 from transformers import BertConfig, BertModel, BertTokenizer, CLIPModel, CLIPProcessor
 
-from evaluation.sentence_encoders import TfidfEncoder, encode_metadata, load_encoder, open_encoder
+from clip_moe.evaluation.sentence_encoders import TfidfEncoder, encode_metadata, load_encoder, open_encoder
 
 TEXTS = ["a red heart", "a blue star on a red background", "the number 7", "a large blue heart", "7"]
 

@@ -9,14 +9,14 @@ from tiny_clip import command, moved
 from tiny_clip_moe import inputs, tiny_config, tiny_model
 from transformers import AutoModel, CLIPConfig, CLIPModel
 
-from conversion.dense import extract
-from conversion.presets import changed_preset
-from conversion.upcycle import shared_config, sparse_config
-from evaluation.costs import count_multiply_adds, count_parameters, meta_model
+from clip_moe.conversion.dense import extract
+from clip_moe.conversion.presets import changed_preset
+from clip_moe.conversion.upcycle import shared_config, sparse_config
+from clip_moe.evaluation.costs import count_multiply_adds, count_parameters, meta_model
+from clip_moe.training.optimizers import set_trainable
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel, CLIPMoEVisionModel
 from modeling_clip_moe import CLIPMoETextModelWithProjection as TextTower
 from modeling_clip_moe import CLIPMoEVisionModelWithProjection as VisionTower
-from training.optimizers import set_trainable
 
 
 def shared_model(moe_layers=(1, 2), **moe):

@@ -10,10 +10,10 @@ from documents import ROOT
 from tiny_runs import run_stages
 
 import clip_moe
-from records.provenance import Record
-from training.setting_help import docstring, settings_of
-from training.stage_command import help_text, read_command
-from training.stages import KINDS, stage_of_kind
+from clip_moe.records.provenance import Record
+from clip_moe.training.setting_help import docstring, settings_of
+from clip_moe.training.stage_command import help_text, read_command
+from clip_moe.training.stages import KINDS, stage_of_kind
 
 MODEL = str(ROOT / "training" / "symbol_clip")
 

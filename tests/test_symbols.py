@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from data import names, symbol_captions, symbols
-from data.drawing import BACKGROUNDS, COLORS, POSITIONS, SIDES, TEXTURES
-from data.symbol_kinds import KINDS, TOPIC_OF, TOPICS
-from data.tokenizer import pieces_per_word
-from data.worlds import build_processor
-from evaluation.embedder import Embedder
-from evaluation.zero_shot import class_embeddings, zero_shot_metrics
+from clip_moe.data import names, symbol_captions, symbols
+from clip_moe.data.drawing import BACKGROUNDS, COLORS, POSITIONS, SIDES, TEXTURES
+from clip_moe.data.symbol_kinds import KINDS, TOPIC_OF, TOPICS
+from clip_moe.data.tokenizer import pieces_per_word
+from clip_moe.data.worlds import build_processor
+from clip_moe.evaluation.embedder import Embedder
+from clip_moe.evaluation.zero_shot import class_embeddings, zero_shot_metrics
 
 BASE = Path(__file__).parents[1] / "training" / "symbol_clip"
 

@@ -21,29 +21,29 @@ from test_mode_routing import in_a_loop
 from tiny_runs import losses, recorded, stored, weights
 from transformers import AutoModel, AutoProcessor, CLIPModel
 
-from conversion import assemble, average
-from conversion.processors import copy_processor
-from conversion.verification import sample_inputs
-from data import symbols
-from data.contact_sheet import contact_sheet
-from data.identity import data_fingerprint
-from data.images import decode_image
-from data.pairs import load_pairs
-from data.sources import DataArguments
-from evaluation.built_in_tasks import symbol_tasks
-from evaluation.ensemble import open_model
-from evaluation.measures import measure
-from evaluation.report import best_of
-from evaluation.sentence_encoders import load_encoder
-from evaluation.tasks import TASKS, Task
+from clip_moe.conversion import assemble, average
+from clip_moe.conversion.processors import copy_processor
+from clip_moe.conversion.verification import sample_inputs
+from clip_moe.data import symbols
+from clip_moe.data.contact_sheet import contact_sheet
+from clip_moe.data.identity import data_fingerprint
+from clip_moe.data.images import decode_image
+from clip_moe.data.pairs import load_pairs
+from clip_moe.data.sources import DataArguments
+from clip_moe.evaluation.built_in_tasks import symbol_tasks
+from clip_moe.evaluation.ensemble import open_model
+from clip_moe.evaluation.measures import measure
+from clip_moe.evaluation.report import best_of
+from clip_moe.evaluation.sentence_encoders import load_encoder
+from clip_moe.evaluation.tasks import TASKS, Task
+from clip_moe.training import engine, runner
+from clip_moe.training.clusters import FeatureClusters, load_clusters
+from clip_moe.training.engine import checkpoint_layers
+from clip_moe.training.loader import PairLoader
+from clip_moe.training.optimizers import set_trainable
+from clip_moe.training.recipe import load_recipe
+from clip_moe.training.runner import run_recipe
 from modeling_clip_moe import CLIPMoDEModel
-from training import engine, runner
-from training.clusters import FeatureClusters, load_clusters
-from training.engine import checkpoint_layers
-from training.loader import PairLoader
-from training.optimizers import set_trainable
-from training.recipe import load_recipe
-from training.runner import run_recipe
 
 CLIP_MOE = "dense features_0 clusters_1 expert_1 features_1 clusters_2 expert_2 unified clip_moe".split()
 STAGES = {

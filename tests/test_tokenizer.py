@@ -12,8 +12,8 @@ from tiny_runs import DENSE, HARBOR_CAPTIONS, TUNED, WORDS
 from tiny_sources import saved_pairs
 from transformers import AutoModel, AutoProcessor, AutoTokenizer, CLIPImageProcessorPil, CLIPTokenizer
 
-from data.tokenizer import learn_tokenizer, pieces_per_word
-from records.provenance import input_fingerprint
+from clip_moe.data.tokenizer import learn_tokenizer, pieces_per_word
+from clip_moe.records.provenance import input_fingerprint
 
 
 def test_a_learned_tokenizer_is_clip_s(tmp_path):

@@ -31,13 +31,13 @@ from tiny_runs import (
 from tiny_sources import damaged, rows, saved_pairs
 from transformers import AutoModel, AutoProcessor
 
-from data import symbols
-from data.tokenizer import pieces_per_word
-from evaluation.built_in_tasks import symbol_tasks
-from evaluation.tasks import TASKS
+from clip_moe.data import symbols
+from clip_moe.data.tokenizer import pieces_per_word
+from clip_moe.evaluation.built_in_tasks import symbol_tasks
+from clip_moe.evaluation.tasks import TASKS
+from clip_moe.training.context import require_no_accumulation
+from clip_moe.training.recipe import load_recipe
 from modeling_clip_moe import CLIPMoEModel
-from training.context import require_no_accumulation
-from training.recipe import load_recipe
 
 ROOT = Path(__file__).parents[1]
 
@@ -66,8 +66,8 @@ def test_parts_of_a_recipe_make_the_whole(whole, tmp_path, capsys):
 
 OWN_LOSS = """
 from pydantic.dataclasses import dataclass
-from training.settings import STRICT
-from training.stages.train import TrainStage
+from clip_moe.training.settings import STRICT
+from clip_moe.training.stages.train import TrainStage
 
 @dataclass(config=STRICT, kw_only=True)
 class Cosine(TrainStage):

@@ -17,10 +17,10 @@ from accelerate.utils import DistributedType
 from safetensors.torch import load_file, save_file
 from tiny_runs import losses, same_weights, train
 
-from records.digests import file_digest
-from training import engine, training_state
-from training.stages.train import TrainStage
-from training.training_state import (
+from clip_moe.records.digests import file_digest
+from clip_moe.training import engine, training_state
+from clip_moe.training.stages.train import TrainStage
+from clip_moe.training.training_state import (
     latest_checkpoint,
     random_states,
     require_support,

@@ -17,12 +17,12 @@ from packaging.requirements import Requirement
 from small_evaluation import plain_embedding
 from tiny_runs import same_weights
 
-from data import symbols
-from data.images import decode_image
-from evaluation.ensemble import open_model
-from evaluation.preferences import route_images
-from examples import app, commands
-from examples.app import ImageSearch, patch_map, sparse_layers
+from clip_moe.app import app, commands
+from clip_moe.app.page import ImageSearch, patch_map, sparse_layers
+from clip_moe.data import symbols
+from clip_moe.data.images import decode_image
+from clip_moe.evaluation.ensemble import open_model
+from clip_moe.evaluation.preferences import route_images
 
 # The pictures that the Space of this repository offers
 NAMES = sorted(path.stem for path in (ROOT / "examples" / "pictures").iterdir())
@@ -86,11 +86,11 @@ def test_space(sparse, images, tmp_path, monkeypatch):
     monkeypatch.setattr(commands, "find_spec", lambda name: True)
     monkeypatch.setattr(app.metadata, "version", lambda name: versions.get(name, "1.2.3"))
     arguments = [str(model), "--baseline", "user/dense", "--images", str(images)]
-    arguments += ["--examples", "examples/pictures", "--space", str(tmp_path / "space")]
+    arguments += ["--examples", "app/pictures", "--space", str(tmp_path / "space")]
     commands.app.main(arguments)
     space = tmp_path / "space"
     called = f"app.main(['model/clip_moe', '--baseline', 'user/dense', '--images', 'images/{images.name}', "
-    called += "'--examples', 'examples/pictures'])"
+    called += "'--examples', 'app/pictures'])"
     assert (space / "app.py").read_text() == f"from examples.commands import app\n\n{called}\n"
     header = yaml.safe_load((space / "README.md").read_text().split("---")[1])
     assert (header["sdk"], header["sdk_version"], header["app_file"]) == ("gradio", "6.31.0", "app.py")

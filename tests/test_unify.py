@@ -7,11 +7,11 @@ import torch
 from tiny_clip import command, moved, processor, saved, tiny_clip
 from transformers import AutoModel, AutoProcessor
 
-from conversion.dense import ONLY_EXPERTS, extract, force_expert, set_fusion_gates
-from conversion.presets import PRESETS
-from conversion.unify import convert, unify, verify
-from conversion.upcycle import upcycle
-from conversion.verification import compare
+from clip_moe.conversion.dense import ONLY_EXPERTS, extract, force_expert, set_fusion_gates
+from clip_moe.conversion.presets import PRESETS
+from clip_moe.conversion.unify import convert, unify, verify
+from clip_moe.conversion.upcycle import upcycle
+from clip_moe.conversion.verification import compare
 
 PLAIN, GATED = (dataclasses.replace(PRESETS["clip_moe"], fusion_gate=gate) for gate in (False, True))
 FFN = "vision_model.encoder.layers.3.mlp"

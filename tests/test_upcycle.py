@@ -11,11 +11,11 @@ from tiny_clip import command, error_of, moved, processor, saved, tiny_clip
 from transformers import AutoModel, AutoProcessor, BertConfig, BertModel
 
 import clip_moe
-from conversion.dense import convert as convert_dense
-from conversion.dense import extract
-from conversion.presets import PRESETS
-from conversion.upcycle import upcycle
-from conversion.verification import compare
+from clip_moe.conversion.dense import convert as convert_dense
+from clip_moe.conversion.dense import extract
+from clip_moe.conversion.presets import PRESETS
+from clip_moe.conversion.upcycle import upcycle
+from clip_moe.conversion.verification import compare
 from modeling_clip_moe import CLIPMoEModel
 
 UNEQUAL = "does not compute what the source does"
@@ -230,6 +230,6 @@ def test_a_result_that_is_not_equal_never_gets_its_name(whole, tmp_path, monkeyp
     def upcycle_otherwise(*arguments):
         return moved(upcycle(*arguments), "vision_model.encoder.layers.0.mlp.experts", seed=1)
 
-    monkeypatch.setattr("conversion.upcycle.upcycle", upcycle_otherwise)
+    monkeypatch.setattr("clip_moe.conversion.upcycle.upcycle", upcycle_otherwise)
     error = error_of(clip_moe.main, "upcycle", tmp_path / "out", "--model", whole, "--preset", "clip_moe")
     assert UNEQUAL in error and not (tmp_path / "out").exists()

@@ -6,8 +6,8 @@ from steps import LOSSES
 from tiny_clip_moe import inputs, tiny_model
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
-from training.contrastive_task import ContrastiveTask
-from training.engine import FirstFault
+from clip_moe.training.contrastive_task import ContrastiveTask
+from clip_moe.training.engine import FirstFault
 
 
 @pytest.mark.parametrize(

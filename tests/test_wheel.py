@@ -23,23 +23,68 @@ def test_each_file_that_code_reads_is_in_it_and_no_package_is_called_training(in
     assert {path.name for path in installed.iterdir()} == {"clip_moe", "modeling_clip_moe"}
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
     rooms = {path.name for path in (installed / "clip_moe").iterdir() if path.is_dir()} - {"model_cards"}
-    assert rooms == {"records", "data", "conversion", "evaluation", "training", "examples"}
+    assert rooms == {path.name for path in (ROOT / "clip_moe").iterdir() if path.is_symlink()}
     expected = {path for path in listed.stdout.splitlines() if path.split("/")[0] in rooms}
     assert {path for path in expected if not (installed / "clip_moe" / path).is_file()} == set()
+
+
+def own_names(folder):
+    """A user's modules, with names of our rooms."""
+    for room in ("data", "training", "evaluation", "records", "app"):
+        (folder / f"{room}.py").write_text("OWN = True\n")
+    (folder / "conversion").mkdir()
+    (folder / "conversion" / "__init__.py").write_text("OWN = True\n")
+
+
+IMPORTS = ["import app, conversion, data, evaluation, records, training", "from clip_moe import load_recipe, upcycle"]
+OWN_AND_OURS = """
+assert all(module.OWN for module in (app, conversion, data, evaluation, records, training))
+assert upcycle.__module__ == "clip_moe.conversion.upcycle" and load_recipe.__module__ == "clip_moe.training.recipe"
+assert not {"app", "data"} & set(vars(sys.modules["clip_moe.training.recipe"])) and sys.path[1:] == before
+"""
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["own_first", "ours_first"])
+@pytest.mark.parametrize("place", ["checkout", "editable", "wheel"])
+def test_own_modules_and_ours_have_their_names(place, order, installed, tmp_path):
+    """A script in a folder with its own `data.py`, `training.py`, ...; no import changes `sys.path`."""
+    own_names(tmp_path)
+    program = "\n".join(["import sys", "before = sys.path[1:]", *IMPORTS[::order], OWN_AND_OURS])
+    (tmp_path / "script.py").write_text(program)
+    paths = {"checkout": str(ROOT), "editable": "", "wheel": str(installed)}  # tests run in an editable installation
+    command = [sys.executable, "script.py"]
+    environment = os.environ | {"PYTHONPATH": paths[place]}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_script_of_recipes_runs_in_a_checkout_that_is_not_installed(tmp_path):
+    own_names(tmp_path)
+    command = [sys.executable, "-S", "-c", NOT_INSTALLED, str(ROOT / "training" / "upcycle.py"), "--help"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and "--config" in done.stdout, done.stderr
+
+
+# Site-packages without what an editable installation puts there
+NOT_INSTALLED = """
+import runpy, sys
+from sysconfig import get_path
+sys.argv = sys.argv[1:]
+sys.path[0] = sys.argv[0].rpartition("/")[0]
+sys.path.append(get_path("purelib"))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
 @pytest.mark.slow
 def test_commands_run_where_no_checkout_is(installed, tmp_path):
     """In the folder of a user, whose own modules have names of our rooms."""
-    for room in ("data", "records", "training"):
-        (tmp_path / f"{room}.py").write_text("raise SystemExit('this is the user\\'s own module')")
+    own_names(tmp_path)
     upcycle = ["upcycle", "sparse", "--model", "training/symbol_clip/quarter", "--preset", "clip_up"]
     commands = [["recipes"], upcycle, ["publish", "sparse", "user/sparse", "--dry-run", "published"]]
     program = f"import clip_moe\nfor words in {commands}:\n    clip_moe.main(words)\n"
-    program += "import training\nprint(training.__file__)"
     environment = os.environ | {"PYTHONPATH": str(installed), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == str(installed / "clip_moe" / "training" / "__init__.py")
     assert (tmp_path / "published" / "LICENSE-CODE").is_file()

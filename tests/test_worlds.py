@@ -14,17 +14,17 @@ from small_evaluation import dense, small_tasks  # noqa: F401 (fixtures)
 from tiny_clip import error_of
 
 import clip_moe
-from data import characters, draw, extras, symbols
-from data.contact_sheet import contact_sheet
-from data.drawing import png
-from data.pairs import load_pairs
-from data.sources import DataArguments
-from data.symbol_kinds import TOPIC_OF, TOPICS
-from data.worlds import INSTALLED, WORLDS, build_processor, world
-from evaluation.built_in_tasks import icon_tasks, numbered_tasks, symbol_tasks
-from evaluation.evaluate import evaluate_model
-from evaluation.report import best_of, write_report
-from evaluation.tasks import TASKS, find_tasks, task_fingerprints
+from clip_moe.data import characters, draw, extras, symbols
+from clip_moe.data.contact_sheet import contact_sheet
+from clip_moe.data.drawing import png
+from clip_moe.data.pairs import load_pairs
+from clip_moe.data.sources import DataArguments
+from clip_moe.data.symbol_kinds import TOPIC_OF, TOPICS
+from clip_moe.data.worlds import INSTALLED, WORLDS, build_processor, world
+from clip_moe.evaluation.built_in_tasks import icon_tasks, numbered_tasks, symbol_tasks
+from clip_moe.evaluation.evaluate import evaluate_model
+from clip_moe.evaluation.report import best_of, write_report
+from clip_moe.evaluation.tasks import TASKS, find_tasks, task_fingerprints
 
 ALL_TASKS = list(TASKS)  # tests have smaller ones
 MISSING = {
@@ -168,7 +168,7 @@ def test_a_table_shows_the_mean_of_the_topics_alone(dense, tmp_path):  # noqa: F
 
 def test_a_task_belongs_to_the_packages_that_it_is_drawn_from(monkeypatch):
     """A finished evaluation is refused after an upgrade, and scores of two versions are not compared."""
-    monkeypatch.setattr("evaluation.tasks.TASKS", icon_tasks() | numbered_tasks() | symbol_tasks())
+    monkeypatch.setattr("clip_moe.evaluation.tasks.TASKS", icon_tasks() | numbered_tasks() | symbol_tasks())
     seen = set()
     for version in ("1", "2"):
         monkeypatch.setattr(extras, "distribution", lambda package, v=version: SimpleNamespace(version=v))

@@ -16,11 +16,11 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from evaluation.feature_store import FeatureStore
-from records.provenance import Record, weights_fingerprint
-from training import engine
-from training.recipe import load_recipe
-from training.runner import run_recipe
+from clip_moe.evaluation.feature_store import FeatureStore
+from clip_moe.records.provenance import Record, weights_fingerprint
+from clip_moe.training import engine
+from clip_moe.training.recipe import load_recipe
+from clip_moe.training.runner import run_recipe
 
 # What the first two stages of `recipe` make, once a process for all recipes that begin alike
 BEGINNINGS = {}

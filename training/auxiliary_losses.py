@@ -13,15 +13,15 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedModel
 
-from conversion.upcycle import sparse_blocks
+from clip_moe.conversion.upcycle import sparse_blocks
+from clip_moe.training.ffn_inputs import ffn_inputs
+from clip_moe.training.losses import all_reduce_sum
 from modeling_clip_moe.sparse_moe import (
     CLIPMoESparseMoeBlock,
     load_balancing_loss,
     mean_over_tokens,
     router_scores,
 )
-from training.ffn_inputs import ffn_inputs
-from training.losses import all_reduce_sum
 
 Batch = Mapping[str, torch.Tensor]
 TOWERS = ("text", "vision")

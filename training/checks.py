@@ -5,18 +5,18 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from data.arguments import DataArguments
-from data.local_data import missing_data
-from data.worlds import WORLDS
-from evaluation.own_task import OwnTask, Wanted
-from records.local_names import is_hub_name
-from records.messages import most_similar, suggestion
-from records.provenance import MANIFEST, Record
-from training.recipe import Recipe, RecipeError
-from training.settings import Reads, dump
-from training.stages import KINDS, stage_of_kind
-from training.stages.base import Stage, each_setting, kinds, references
-from training.train_settings import MeasuredTasks
+from clip_moe.data.arguments import DataArguments
+from clip_moe.data.local_data import missing_data
+from clip_moe.data.worlds import WORLDS
+from clip_moe.evaluation.own_task import OwnTask, Wanted
+from clip_moe.records.local_names import is_hub_name
+from clip_moe.records.messages import most_similar, suggestion
+from clip_moe.records.provenance import MANIFEST, Record
+from clip_moe.training.recipe import Recipe, RecipeError
+from clip_moe.training.settings import Reads, dump
+from clip_moe.training.stages import KINDS, stage_of_kind
+from clip_moe.training.stages.base import Stage, each_setting, kinds, references
+from clip_moe.training.train_settings import MeasuredTasks
 
 # Files that mark a folder as a model or a sentence encoder
 MODEL_FILES = ("config.json", "modules.json")
@@ -113,7 +113,7 @@ def _fault_of_reference(
 
 
 def _fault_of_names(tasks: Collection[Wanted]) -> str | None:
-    from evaluation.tasks import require_tasks  # imports `datasets`, for a recipe that measures alone
+    from clip_moe.evaluation.tasks import require_tasks  # imports `datasets`, for a recipe that measures alone
 
     try:
         require_tasks(tasks)

@@ -12,8 +12,8 @@ import torch
 from scipy.sparse import csr_array
 from threadpoolctl import threadpool_limits
 
-from data.identity import OTHER_DATA
-from evaluation.feature_store import Rows, open_arrays, save_arrays
+from clip_moe.data.identity import OTHER_DATA
+from clip_moe.evaluation.feature_store import Rows, open_arrays, save_arrays
 
 Library = Literal["scikit-learn", "faiss"]
 # More features than these are many: faiss computes, and starts once

@@ -11,9 +11,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data.arguments import DataArguments
-from data.worlds import WORLDS
-from records.provenance import LOGS, MANIFEST
+from clip_moe.data.arguments import DataArguments
+from clip_moe.data.worlds import WORLDS
+from clip_moe.records.provenance import LOGS, MANIFEST
 
 if TYPE_CHECKING:
     import datasets
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from accelerate.utils import DeepSpeedPlugin
     from transformers import PreTrainedTokenizerBase
 
-    from training.duplicates import Duplicates
+    from clip_moe.training.duplicates import Duplicates
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Context:
 
     def pairs(self, arguments: DataArguments, images: bool = True) -> datasets.Dataset | datasets.IterableDataset:
         """See `data.pairs.load_pairs`; the source may be a captions stage. Every process has to ask."""
-        from data.pairs import load_pairs
+        from clip_moe.data.pairs import load_pairs
 
         arguments = self.resolve(arguments)
         key = f"{arguments} {self.identity(arguments)} {images}"
@@ -74,7 +74,7 @@ class Context:
 
     def readable(self, rows: datasets.Dataset, arguments: DataArguments) -> datasets.Dataset:
         """The pairs with a readable image, of pairs that were loaded without images. Every process has to ask."""
-        from data.pairs import readable_pairs
+        from clip_moe.data.pairs import readable_pairs
 
         if arguments.source in WORLDS:
             return rows
@@ -83,7 +83,7 @@ class Context:
 
     def data_fingerprint(self, rows: datasets.Dataset, images: bool = True) -> str:
         """See `data.identity.data_fingerprint`. Every process has to ask, as one reads while the others wait."""
-        from data.identity import data_fingerprint
+        from clip_moe.data.identity import data_fingerprint
 
         with self._main_process_first():
             return data_fingerprint(rows, images)
@@ -92,8 +92,8 @@ class Context:
         """See `training.duplicates.Duplicates.of`. Every process has to ask, as one reads while the others wait."""
         from datasets.fingerprint import Hasher
 
-        from data.sources import named_files_hash
-        from training.duplicates import Duplicates
+        from clip_moe.data.sources import named_files_hash
+        from clip_moe.training.duplicates import Duplicates
 
         key = Hasher.hash(
             [rows._fingerprint, rows.column_names, named_files_hash(rows) if "image" in rows.column_names else ""]
@@ -103,7 +103,7 @@ class Context:
 
     def identity(self, arguments: DataArguments) -> dict[str, Any] | None:
         """See `data.identity.identity`. Every process has to ask."""
-        from data.identity import identity
+        from clip_moe.data.identity import identity
 
         arguments = self.resolve(arguments)
         key = str(arguments)

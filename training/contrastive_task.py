@@ -9,10 +9,10 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedModel
 
-from conversion.checkpoints import is_sparse
+from clip_moe.conversion.checkpoints import is_sparse
+from clip_moe.training.auxiliary_losses import AuxiliaryLoss
+from clip_moe.training.losses import Pairing
 from modeling_clip_moe.experts import CLIPMoEExperts
-from training.auxiliary_losses import AuxiliaryLoss
-from training.losses import Pairing
 
 
 class ContrastiveTask(nn.Module):

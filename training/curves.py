@@ -5,11 +5,11 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from evaluation.figures import grid, plot_text, plt, save
-from records.files import new_file, output_folder, read_log
-from records.markdown import markdown_table
-from records.messages import join_names
-from records.provenance import LOG
+from clip_moe.evaluation.figures import grid, plot_text, plt, save
+from clip_moe.records.files import new_file, output_folder, read_log
+from clip_moe.records.markdown import markdown_table
+from clip_moe.records.messages import join_names
+from clip_moe.records.provenance import LOG
 
 # What is logged of losses -> the title of its curve. Scores, TASK/METRIC, come after these.
 TITLES = {

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from data.identity import image_digests
-from data.pairs import present_captions, same_words
-from data.tokenizer import tokenize
+from clip_moe.data.identity import image_digests
+from clip_moe.data.pairs import present_captions, same_words
+from clip_moe.data.tokenizer import tokenize
 
 # More texts are compared word by word in lower case: to tokenize them would take minutes
 TOKENIZED = 1_000_000

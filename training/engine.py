@@ -19,21 +19,19 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from evaluation.progress import Progress
-from modeling_clip_moe.experts import RECOMPILE_LIMIT
-from modeling_clip_moe.sparse_moe import SparseEncoderLayer
-from records.files import new_file, read_log
-from records.memory import in_words, peak_memory
-from records.messages import join_names, one_line
-from records.provenance import CHECKPOINTS, LOG, flatten
-from training.expert_bias import ExpertBiases
-from training.gradient_cache import cached_gradient
-from training.lora import merge_adapters
-from training.optimizers import WeightAverage, frozen_steps, make_optimizer
-from training.scores import Scores
-from training.settings import dump
-from training.train_settings import LoopSettings
-from training.training_state import (
+from clip_moe.evaluation.progress import Progress
+from clip_moe.records.files import new_file, read_log
+from clip_moe.records.memory import in_words, peak_memory
+from clip_moe.records.messages import join_names, one_line
+from clip_moe.records.provenance import CHECKPOINTS, LOG, flatten
+from clip_moe.training.expert_bias import ExpertBiases
+from clip_moe.training.gradient_cache import cached_gradient
+from clip_moe.training.lora import merge_adapters
+from clip_moe.training.optimizers import WeightAverage, frozen_steps, make_optimizer
+from clip_moe.training.scores import Scores
+from clip_moe.training.settings import dump
+from clip_moe.training.train_settings import LoopSettings
+from clip_moe.training.training_state import (
     after_not_finite,
     finished_steps,
     latest_checkpoint,
@@ -43,6 +41,8 @@ from training.training_state import (
     require_support,
     save_checkpoint,
 )
+from modeling_clip_moe.experts import RECOMPILE_LIMIT
+from modeling_clip_moe.sparse_moe import SparseEncoderLayer
 
 logger = logging.getLogger(__name__)
 

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from conversion.checkpoints import is_sparse
+from clip_moe.conversion.checkpoints import is_sparse
+from clip_moe.records.messages import join_names
 from modeling_clip_moe import CLIPMoEConfig
 from modeling_clip_moe.experts import CLIPMoEExperts
 from modeling_clip_moe.families import family_of
 from modeling_clip_moe.sparse_moe import CLIPMoESparseMoeBlock
-from records.messages import join_names
 
 logger = logging.getLogger(__name__)
 

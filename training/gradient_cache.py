@@ -11,8 +11,8 @@ from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from torch import nn
 
-from training.losses import Pairing, SumsOfParts
-from training.training_state import set_torch_states, torch_states
+from clip_moe.training.losses import Pairing, SumsOfParts
+from clip_moe.training.training_state import set_torch_states, torch_states
 
 TEXTS = ("input_ids", "attention_mask")  # (texts, S)
 TEXT_KEYS = (*TEXTS, "text_keys")
@@ -77,7 +77,7 @@ def cached_gradient(
     if not torch.allclose(auxiliaries, auxiliaries[0], rtol=0, atol=0, equal_nan=True):
         raise ValueError(
             "mini_batch_size: the router loss of this stage differs from part to part of a batch. It has to be a "
-            "function of sums that `training.losses.all_reduce_sum` makes"
+            "function of sums that `clip_moe.training.losses.all_reduce_sum` makes"
         )
     metrics = {name: torch.stack([of_part[name] for of_part in logged]).mean(dim=0) for name in metrics}
     loss = losses["loss"] + auxiliaries[0]

@@ -18,8 +18,8 @@ from transformers import (
 )
 from transformers.tokenization_utils_base import LARGE_INTEGER
 
-from conversion.checkpoints import has_file
-from conversion.processors import (
+from clip_moe.conversion.checkpoints import has_file
+from clip_moe.conversion.processors import (
     IMAGE_PROCESSOR_FILES,
     TOKENIZER_FILES,
     forget_last_call,
@@ -28,13 +28,13 @@ from conversion.processors import (
     mark_padding,
     require_fit,
 )
-from conversion.upcycle import ROUTING_FIELDS, check_memory
-from data.drawing import build_image_processor
-from data.worlds import WORLDS, world
+from clip_moe.conversion.upcycle import ROUTING_FIELDS, check_memory
+from clip_moe.data.drawing import build_image_processor
+from clip_moe.data.worlds import WORLDS, world
+from clip_moe.records.messages import join_names, suggestion
 from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
 from modeling_clip_moe.families import FAMILY_OF_TYPE, model_class
 from modeling_clip_moe.sparse_moe import CLIPMoESparseMoeBlock
-from records.messages import join_names, suggestion
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token")
 

@@ -12,17 +12,17 @@ from datasets.distributed import split_dataset_by_node
 from torch.utils.data import DataLoader, default_collate, get_worker_info
 from transformers import CLIPProcessor
 
-from data.arguments import Augmentation
-from data.overview import look_at
-from data.pairs import STREAM_TRIAL, StreamReport, first_caption, judge, present_captions, read_pair
-from data.preparation import Preparation
-from data.sources import DataArguments, Rows, named_files_hash, reading
-from data.tokenizer import SAMPLE, pieces_per_word, read_texts, tokenize
-from data.workers import errors_of_workers, worker_options
-from data.worlds import WORLDS
-from records.messages import shortened
-from training.duplicates import streamed_image_key, token_keys
-from training.samplers import ClusterBatchSampler, GlobalBatchSampler
+from clip_moe.data.arguments import Augmentation
+from clip_moe.data.overview import look_at
+from clip_moe.data.pairs import STREAM_TRIAL, StreamReport, first_caption, judge, present_captions, read_pair
+from clip_moe.data.preparation import Preparation
+from clip_moe.data.sources import DataArguments, Rows, named_files_hash, reading
+from clip_moe.data.tokenizer import SAMPLE, pieces_per_word, read_texts, tokenize
+from clip_moe.data.workers import errors_of_workers, worker_options
+from clip_moe.data.worlds import WORLDS
+from clip_moe.records.messages import shortened
+from clip_moe.training.duplicates import streamed_image_key, token_keys
+from clip_moe.training.samplers import ClusterBatchSampler, GlobalBatchSampler
 
 logger = logging.getLogger(__name__)
 

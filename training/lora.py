@@ -8,10 +8,10 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.siglip2.modeling_siglip2 import Siglip2VisionEmbeddings
 
-from evaluation.costs import meta_model
-from records.messages import join_names, one_line, warn_once
-from training.optimizers import set_trainable
-from training.train_settings import LoraSettings
+from clip_moe.evaluation.costs import meta_model
+from clip_moe.records.messages import join_names, one_line, warn_once
+from clip_moe.training.optimizers import set_trainable
+from clip_moe.training.train_settings import LoraSettings
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from training.train_settings import OptimizerSettings
+from clip_moe.training.train_settings import OptimizerSettings
 
 # Besides norms, which families call as they like: as CLIP (section 2.5) and everybody after it
 NO_DECAY = re.compile(r"(bias|class_embedding|logit_scale)$")

@@ -3,11 +3,11 @@
 from collections.abc import Collection
 from pathlib import Path
 
-from records.processes import num_processes
-from records.provenance import CHECKPOINTS, MANIFEST, has_work
-from training.checks import require_same_settings, require_sound
-from training.recipe import Recipe
-from training.stages.base import Stage, references
+from clip_moe.records.processes import num_processes
+from clip_moe.records.provenance import CHECKPOINTS, MANIFEST, has_work
+from clip_moe.training.checks import require_same_settings, require_sound
+from clip_moe.training.recipe import Recipe
+from clip_moe.training.stages.base import Stage, references
 
 
 def plan(recipe: Recipe, stages: Collection[Stage]) -> str:

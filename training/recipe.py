@@ -24,17 +24,17 @@ from pydantic import (
 from pydantic.dataclasses import dataclass
 from typing_extensions import TypedDict
 
-from data.arguments import DataArguments
-from data.worlds import WORLDS
-from records.files import read_text
-from records.messages import Faults, did_you_mean, fault_text, fault_value, one_line, suggestion
-from records.provenance import LOGS
-from records.yaml_files import read_yaml
-from training.setting_help import settings_within
-from training.settings import STRICT
-from training.stages import KINDS, stage_of_kind
-from training.stages.base import Stage, each_setting, kinds, references
-from training.train_settings import MeasuredTasks
+from clip_moe.data.arguments import DataArguments
+from clip_moe.data.worlds import WORLDS
+from clip_moe.records.files import read_text
+from clip_moe.records.messages import Faults, did_you_mean, fault_text, fault_value, one_line, suggestion
+from clip_moe.records.provenance import LOGS
+from clip_moe.records.yaml_files import read_yaml
+from clip_moe.training.setting_help import settings_within
+from clip_moe.training.settings import STRICT
+from clip_moe.training.stages import KINDS, stage_of_kind
+from clip_moe.training.stages.base import Stage, each_setting, kinds, references
+from clip_moe.training.train_settings import MeasuredTasks
 
 
 class RecipeError(Faults):
@@ -60,7 +60,7 @@ class RecipeError(Faults):
 def stage_class(stage: str) -> type[Stage]:
     """The class of a kind of stage, or one's own: `package.module:Class`, see `import_stage`."""
     if ":" in stage:
-        from training.stages.custom import import_stage
+        from clip_moe.training.stages.custom import import_stage
 
         return import_stage(stage)
     if stage not in KINDS:

@@ -17,20 +17,20 @@ from collections.abc import Collection, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 
-from data.arguments import DataArguments
-from data.sources import open_rows
-from data.worlds import WORLDS
-from records.files import locked
-from records.memory import in_words, peak_memory, reset_peak_memory
-from records.provenance import LOG, MANIFEST, Record
-from training.checks import require_same_settings, require_sound
-from training.context import Context
-from training.plan import aligned
-from training.recipe import Recipe
-from training.runner import GO_ON, Runner, stage_errors
-from training.stages import KINDS, stage_of_kind
-from training.stages.base import Stage, each_setting, references
-from training.stages.steps import REHEARSED_STEPS, StepsStage
+from clip_moe.data.arguments import DataArguments
+from clip_moe.data.sources import open_rows
+from clip_moe.data.worlds import WORLDS
+from clip_moe.records.files import locked
+from clip_moe.records.memory import in_words, peak_memory, reset_peak_memory
+from clip_moe.records.provenance import LOG, MANIFEST, Record
+from clip_moe.training.checks import require_same_settings, require_sound
+from clip_moe.training.context import Context
+from clip_moe.training.plan import aligned
+from clip_moe.training.recipe import Recipe
+from clip_moe.training.runner import GO_ON, Runner, stage_errors
+from clip_moe.training.stages import KINDS, stage_of_kind
+from clip_moe.training.stages.base import Stage, each_setting, references
+from clip_moe.training.stages.steps import REHEARSED_STEPS, StepsStage
 
 # Samples of a recipe that trains nothing
 FEW = 256

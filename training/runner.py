@@ -24,15 +24,15 @@ from accelerate.utils import set_seed
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
-from conversion import publish
-from conversion.checkpoints import load_config
-from conversion.own_classes import own_code
-from conversion.verification import require_loadable
-from records.files import locked, read_log, read_text, refuse_to_overwrite, respect_umask, write_text
-from records.local_names import paths_here
-from records.outcome import Training
-from records.own_modules import found_again, reached_code, watching
-from records.provenance import (
+from clip_moe.conversion import publish
+from clip_moe.conversion.checkpoints import load_config
+from clip_moe.conversion.own_classes import own_code
+from clip_moe.conversion.verification import require_loadable
+from clip_moe.records.files import locked, read_log, read_text, refuse_to_overwrite, respect_umask, write_text
+from clip_moe.records.local_names import paths_here
+from clip_moe.records.outcome import Training
+from clip_moe.records.own_modules import found_again, reached_code, watching
+from clip_moe.records.provenance import (
     CHECKPOINTS,
     LOG,
     MANIFEST,
@@ -45,13 +45,13 @@ from records.provenance import (
     input_fingerprint,
     weights_fingerprint,
 )
-from records.yaml_files import read_yaml
-from training.checks import comparable, require_sound
-from training.context import Context, make_accelerator
-from training.recipe import Recipe, wanted_stages
-from training.settings import dump
-from training.stages.base import Stage, references, resolve
-from training.stages.custom import own_stage
+from clip_moe.records.yaml_files import read_yaml
+from clip_moe.training.checks import comparable, require_sound
+from clip_moe.training.context import Context, make_accelerator
+from clip_moe.training.recipe import Recipe, wanted_stages
+from clip_moe.training.settings import dump
+from clip_moe.training.stages.base import Stage, references, resolve
+from clip_moe.training.stages.custom import own_stage
 
 GO_ON = "What is done is kept: run the same command again to go on from there"
 

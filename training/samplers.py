@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from torch.utils.data import Sampler
 
-from training.duplicates import GROUPS, Duplicates, ranges
+from clip_moe.training.duplicates import GROUPS, Duplicates, ranges
 
 # Swaps that are tried in an epoch, for each sample that shares its batch with a duplicate
 TRIES = 16

@@ -11,14 +11,14 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedModel, ProcessorMixin
 
-from evaluation.evaluate import evaluate_model
-from evaluation.measures import METRICS
-from evaluation.task import Task
-from records.files import read_json, save, write_text
-from records.messages import join_names
-from records.provenance import weights_fingerprint
-from training.train_settings import Evaluation
-from training.training_state import kept_random_states
+from clip_moe.evaluation.evaluate import evaluate_model
+from clip_moe.evaluation.measures import METRICS
+from clip_moe.evaluation.task import Task
+from clip_moe.records.files import read_json, save, write_text
+from clip_moe.records.messages import join_names
+from clip_moe.records.provenance import weights_fingerprint
+from clip_moe.training.train_settings import Evaluation
+from clip_moe.training.training_state import kept_random_states
 
 RECORD = "best.json"
 

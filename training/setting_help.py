@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from training.settings import Reads
+from clip_moe.training.settings import Reads
 
 BASIC = {str: "text", int: "whole number", float: "number", bool: "true or false", Any: "any"}
 BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}

@@ -1,21 +1,21 @@
 """Writes docs/settings.md: the settings of all stages, from the fields of their classes and the comments above these.
 
-python -m training.settings_page
+python -m clip_moe.training.settings_page
 """
 
 import inspect
 import re
 from pathlib import Path
 
-from conversion.presets import ExpertInit
-from data.arguments import Augmentation, CaptionPolicy, DataArguments
-from evaluation.own_task import OwnTask
-from training.recipe import Recipe
-from training.setting_help import docstring, settings_of
-from training.stages import KINDS, stage_of_kind
-from training.train_settings import CouplingSettings, DistillationSettings, Evaluation, LoraSettings
+from clip_moe.conversion.presets import ExpertInit
+from clip_moe.data.arguments import Augmentation, CaptionPolicy, DataArguments
+from clip_moe.evaluation.own_task import OwnTask
+from clip_moe.training.recipe import Recipe
+from clip_moe.training.setting_help import docstring, settings_of
+from clip_moe.training.stages import KINDS, stage_of_kind
+from clip_moe.training.train_settings import CouplingSettings, DistillationSettings, Evaluation, LoraSettings
 
-PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
 # Classes that are no stages, and the titles of their sections
 OTHERS = {
     DataArguments: "data",
@@ -32,7 +32,7 @@ OTHERS = {
 
 INTRODUCTION = """# Settings
 
-<!-- Written by `python -m training.settings_page`. Edit the comments and docstrings of the classes instead. -->
+<!-- Written by `make docs`. Edit the comments and docstrings of the classes instead. -->
 
 A recipe is a YAML file. [recipes.md](recipes.md) shows how to write one.
 

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from records.help_text import in_lines
-from records.yaml_files import read_yaml
-from training.recipe import Recipe, validated
-from training.setting_help import Setting, docstring, is_list, settings_of, settings_within
-from training.stages import stage_of_kind
-from training.stages.base import Stage
+from clip_moe.records.help_text import in_lines
+from clip_moe.records.yaml_files import read_yaml
+from clip_moe.training.recipe import Recipe, validated
+from clip_moe.training.setting_help import Setting, docstring, is_list, settings_of, settings_within
+from clip_moe.training.stages import stage_of_kind
+from clip_moe.training.stages.base import Stage
 
 # Settings of the run, which every command has
 OF_RUN = ("seed", "mixed_precision", "trackers")
@@ -22,10 +22,10 @@ def run_command(kind: str, arguments: Sequence[str]) -> str | None:
         return help_text(stage_of_kind(kind))
     recipe, rehearsal = read_command(kind, arguments)
     if rehearsal is not None:
-        from training.rehearsal import rehearse
+        from clip_moe.training.rehearsal import rehearse
 
         return rehearse(recipe, recipe.stages, **rehearsal)
-    from training.runner import loading_hint, run_alone
+    from clip_moe.training.runner import loading_hint, run_alone
 
     run_alone(recipe)
     return loading_hint(recipe)

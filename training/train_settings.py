@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from evaluation.own_task import Wanted
-from records.messages import join_names
-from training.settings import STRICT
+from clip_moe.evaluation.own_task import Wanted
+from clip_moe.records.messages import join_names
+from clip_moe.training.settings import STRICT
 
 if TYPE_CHECKING:
-    from evaluation.task import Task
+    from clip_moe.evaluation.task import Task
 
 BalanceMean = Literal["tower", "layer", "token", "tower_token", "shared"]
 Tower = Literal["text", "vision"]
@@ -171,14 +171,14 @@ class MeasuredTasks:
 
     def open_tasks(self) -> dict[str, "Task"]:
         """Name in results -> task, whose rows are loaded once; raises as `evaluation.tasks.find_tasks`."""
-        from evaluation.tasks import find_tasks, loaded_once
+        from clip_moe.evaluation.tasks import find_tasks, loaded_once
 
         seed, most = self.test_seed or 0, self.max_rows
         return loaded_once(find_tasks(self.tasks, self.data_root, seed=seed, max_rows=most), most)
 
     def fingerprints(self, inputs: Any = None) -> dict[str, str]:
         """Hashes of own data, and of benchmarks."""
-        from evaluation.tasks import task_fingerprints
+        from clip_moe.evaluation.tasks import task_fingerprints
 
         return task_fingerprints(self.tasks, self.data_root)
 

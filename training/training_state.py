@@ -23,8 +23,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from records.digests import file_digest, value_digest
-from training.optimizers import WeightAverage, make_states
+from clip_moe.records.digests import file_digest, value_digest
+from clip_moe.training.optimizers import WeightAverage, make_states
 
 
 def torch_states(device: torch.device) -> list[torch.Tensor]:

@@ -19,24 +19,30 @@ from huggingface_hub.utils import validate_repo_id
 from safetensors.torch import save_file
 from transformers import CLIPTokenizer, PreTrainedModel
 
-from conversion.assemble import ENCODER
-from conversion.checkpoints import load_clip, load_config, load_mixture
-from conversion.processors import forget_last_call, load_processor
-from conversion.publishing.card import render, require_license
-from conversion.publishing.lineage import Lineage
-from conversion.publishing.trusted_code import CODE, named_code, require_trusted_code, settings_files, trusted_copy
-from conversion.verification import sample_inputs
+from clip_moe.conversion.assemble import ENCODER
+from clip_moe.conversion.checkpoints import load_clip, load_config, load_mixture
+from clip_moe.conversion.processors import forget_last_call, load_processor
+from clip_moe.conversion.publishing.card import render, require_license
+from clip_moe.conversion.publishing.lineage import Lineage
+from clip_moe.conversion.publishing.trusted_code import (
+    CODE,
+    named_code,
+    require_trusted_code,
+    settings_files,
+    trusted_copy,
+)
+from clip_moe.conversion.verification import sample_inputs
+from clip_moe.records.files import read_json, save, write_text, writing
+from clip_moe.records.local_names import is_hub_name
 from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel
 from modeling_clip_moe.self_test import FILE as SELF_TEST
 from modeling_clip_moe.self_test import compute, enlarged
-from records.files import read_json, save, write_text, writing
-from records.local_names import is_hub_name
 
 # Keys of configurations that say where they were loaded from on this machine, and files there
 LOCAL_KEYS = {"is_local", "local_files_only", "name_or_path", "_name_or_path"}
 LOCAL_KEYS |= {"tokenizer_file", "vocab_file", "merges_file", "special_tokens_map_file"}
 SHARD = "5GB"  # the largest file of weights
-LICENSE = Path(__file__).parents[2] / "LICENSE"
+LICENSE = Path(__file__).resolve().parents[2] / "LICENSE"
 # Of the self-test's two images: the most stored pixels a side, and the patches of those of any shape
 SELF_TEST_SIZE, SELF_TEST_PATCHES = 48, 9
 

@@ -11,17 +11,17 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import PreTrainedConfig
 
-from conversion.publishing.lineage import PICTURES, TASK_TYPES, WORLDS, Lineage
+from clip_moe.conversion.publishing.lineage import PICTURES, TASK_TYPES, WORLDS, Lineage
+from clip_moe.records.intervals import score_reach
+from clip_moe.records.markdown import code, escape, one_line
+from clip_moe.records.messages import did_you_mean
+from clip_moe.records.provenance import Record, duplicates_line
+from clip_moe.records.result_schema import ExpertSummary
 from modeling_clip_moe import CLIPMoDEConfig
 from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
 from modeling_clip_moe.families import family_of, longest_text
-from records.intervals import score_reach
-from records.markdown import code, escape, one_line
-from records.messages import did_you_mean
-from records.provenance import Record, duplicates_line
-from records.result_schema import ExpertSummary
 
-TEMPLATE = Path(__file__).parents[2] / "model_cards" / "template.md"
+TEMPLATE = Path(__file__).resolve().parents[2] / "model_cards" / "template.md"
 # Texts of examples, of what knows photos and of what knows something else
 PHOTOS = ["a photo of a cat", "a photo of a dog"]
 PLACEHOLDERS = ["one text about the image", "another text"]

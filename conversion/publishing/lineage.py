@@ -6,11 +6,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from records.digests import value_digest
-from records.files import damaged, read_json, read_record
-from records.local_names import is_hub_name, is_url, without_paths
-from records.messages import join_names
-from records.provenance import (
+from clip_moe.records.digests import value_digest
+from clip_moe.records.files import damaged, read_json, read_record
+from clip_moe.records.local_names import is_hub_name, is_url, without_paths
+from clip_moe.records.messages import join_names
+from clip_moe.records.provenance import (
     ANSWER,
     MANIFEST,
     RECIPE,
@@ -21,8 +21,8 @@ from records.provenance import (
     stage_folder,
     weights_fingerprint,
 )
-from records.result_schema import ExpertSummary, require_result, require_summary, results_mark
-from records.yaml_files import read_yaml
+from clip_moe.records.result_schema import ExpertSummary, require_result, require_summary, results_mark
+from clip_moe.records.yaml_files import read_yaml
 
 # Pictures of results -> their titles
 PICTURES = {"report.svg": "scores", "routing.png": "routing"}
@@ -313,7 +313,7 @@ def _data(settings: dict[str, Any], is_local: bool) -> DataOrigin:
 def _results_of_weights(pattern: str, folder: Path, weights: str) -> Iterator[tuple[Path, dict[str, Any]]]:
     """The results in a run, oldest first, that are of the weights in a folder as they are now. Warns of those that only
     share its name."""
-    from conversion.own_classes import own_code  # with torch, which records alone do not need
+    from clip_moe.conversion.own_classes import own_code  # with torch, which records alone do not need
 
     others = []
     for path in sorted(folder.parent.glob(pattern), key=lambda path: path.stat().st_mtime):

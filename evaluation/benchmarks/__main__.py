@@ -1,14 +1,14 @@
 """Prints the benchmarks: names, metrics, groups, and where they are read from.
 
-python -m evaluation.benchmarks
+python -m clip_moe.evaluation.benchmarks
 """
 
 from collections.abc import Sequence
 
-from evaluation.benchmarks.specs import BENCHMARKS, GROUPS, Benchmark
-from evaluation.task import METRIC_TITLES, PRIMARY_METRICS
-from records.command_line import command
-from records.markdown import item, markdown_table
+from clip_moe.evaluation.benchmarks.specs import BENCHMARKS, GROUPS, Benchmark
+from clip_moe.evaluation.task import METRIC_TITLES, PRIMARY_METRICS
+from clip_moe.records.command_line import command
+from clip_moe.records.markdown import item, markdown_table
 
 
 def metrics_of(benchmark: Benchmark) -> str:

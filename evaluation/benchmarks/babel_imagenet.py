@@ -7,11 +7,11 @@ from typing import ClassVar
 
 from datasets import Dataset
 
-from data.sources import once
-from evaluation.benchmarks.layouts import Layout
-from evaluation.class_names import are_ids
-from records.digests import short_digest
-from records.files import read_json
+from clip_moe.data.sources import once
+from clip_moe.evaluation.benchmarks.layouts import Layout
+from clip_moe.evaluation.class_names import are_ids
+from clip_moe.records.digests import short_digest
+from clip_moe.records.files import read_json
 
 PROMPTS = "nllb_dist13b_prompts.json"
 

@@ -10,8 +10,8 @@ from typing import ClassVar
 
 from datasets import Dataset
 
-from evaluation.benchmarks.layouts import Layout, Records
-from records.files import read_json, read_text
+from clip_moe.evaluation.benchmarks.layouts import Layout, Records
+from clip_moe.records.files import read_json, read_text
 
 
 @dataclass(frozen=True, kw_only=True)

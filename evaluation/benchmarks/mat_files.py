@@ -8,9 +8,9 @@ from typing import ClassVar
 import numpy as np
 from scipy.io import loadmat
 
-from evaluation.benchmarks.layouts import LabelLines
-from evaluation.benchmarks.pixel_files import Pixels
-from records.files import read_text
+from clip_moe.evaluation.benchmarks.layouts import LabelLines
+from clip_moe.evaluation.benchmarks.pixel_files import Pixels
+from clip_moe.records.files import read_text
 
 
 @dataclass(frozen=True, kw_only=True)

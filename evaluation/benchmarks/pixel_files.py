@@ -10,8 +10,8 @@ import numpy as np
 import PIL.Image
 from datasets import Dataset, Image
 
-from evaluation.benchmarks.layouts import Layout
-from records.files import read_text
+from clip_moe.evaluation.benchmarks.layouts import Layout
+from clip_moe.records.files import read_text
 
 
 @dataclass(frozen=True, kw_only=True)

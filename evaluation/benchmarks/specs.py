@@ -5,9 +5,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from evaluation.benchmarks.babel_imagenet import BabelImageNet
-from evaluation.benchmarks.choice_layouts import Choices, ImagePairs, WinogroundLines
-from evaluation.benchmarks.layouts import (
+from clip_moe.evaluation.benchmarks.babel_imagenet import BabelImageNet
+from clip_moe.evaluation.benchmarks.choice_layouts import Choices, ImagePairs, WinogroundLines
+from clip_moe.evaluation.benchmarks.layouts import (
     XM3600,
     Annotations,
     CaptionFiles,
@@ -20,9 +20,9 @@ from evaluation.benchmarks.layouts import (
     Shards,
     VOCLists,
 )
-from evaluation.benchmarks.mat_files import SVHN, Cars, Devkit, Flowers
-from evaluation.benchmarks.pixel_files import CIFAR, MNIST, STL10
-from evaluation.task import RECALL_5, Kind
+from clip_moe.evaluation.benchmarks.mat_files import SVHN, Cars, Devkit, Flowers
+from clip_moe.evaluation.benchmarks.pixel_files import CIFAR, MNIST, STL10
+from clip_moe.evaluation.task import RECALL_5, Kind
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import CLIPConfig, CLIPModel
 
-from conversion.upcycle import shared_config
+from clip_moe.conversion.upcycle import shared_config
 from modeling_clip_moe import CLIPMoEModel
 
 BASE = Path(__file__).parents[2] / "training" / "symbol_clip"

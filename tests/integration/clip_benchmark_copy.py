@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tiny_sources import write_shard
 
-from data import symbols
+from clip_moe.data import symbols
 
 
 def save_benchmark(folder, captions=False):

@@ -9,9 +9,9 @@ from PIL import Image
 from tiny_clip import moved
 from transformers import AutoProcessor
 
-from conversion.commands import publish
-from conversion.presets import PRESETS
-from conversion.upcycle import upcycle
+from clip_moe.conversion.commands import publish
+from clip_moe.conversion.presets import PRESETS
+from clip_moe.conversion.upcycle import upcycle
 from modeling_clip_moe import CLIPMoEModel
 
 PACKAGES = """

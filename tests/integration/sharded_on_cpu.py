@@ -4,7 +4,7 @@ import os
 import sys
 from pathlib import Path
 
-from training.commands import run
+from clip_moe.training.commands import run
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -12,7 +12,7 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType, InitProcessGroupKwargs
 
-from training import context, engine, runner
+from clip_moe.training import context, engine, runner
 
 make_accelerator, save_checkpoint = context.make_accelerator, engine.save_checkpoint
 

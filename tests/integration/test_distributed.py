@@ -18,9 +18,9 @@ from tiny_runs import launch_two, read_log, relu, same_weights, train, weights
 from transformers import AutoProcessor, CLIPConfig, CLIPModel
 from transformers.distributed import DistributedConfig
 
-from conversion.presets import PRESETS
-from conversion.upcycle import upcycle
-from data import symbols
+from clip_moe.conversion.presets import PRESETS
+from clip_moe.conversion.upcycle import upcycle
+from clip_moe.data import symbols
 from modeling_clip_moe import CLIPMoEModel, CLIPMoEVisionModelWithProjection, sparse_moe
 
 ROOT = Path(__file__).parents[2]

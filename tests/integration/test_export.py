@@ -11,9 +11,9 @@ from tiny_clip import moved
 from torch.utils._pytree import tree_leaves
 from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
 
-from conversion.presets import PRESETS
-from conversion.upcycle import upcycle
-from data import symbols
+from clip_moe.conversion.presets import PRESETS
+from clip_moe.conversion.upcycle import upcycle
+from clip_moe.data import symbols
 from modeling_clip_moe import CLIPMoEModel, CLIPMoETextModelWithProjection, CLIPMoEVisionModelWithProjection
 
 TOWERS = {"text": CLIPMoETextModelWithProjection, "vision": CLIPMoEVisionModelWithProjection}

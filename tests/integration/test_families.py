@@ -23,10 +23,10 @@ from transformers import (
 )
 
 import clip_moe
-from conversion.commands import publish
-from conversion.presets import PRESETS
-from conversion.publishing import bundle
-from conversion.upcycle import shared_config, upcycle
+from clip_moe.conversion.commands import publish
+from clip_moe.conversion.presets import PRESETS
+from clip_moe.conversion.publishing import bundle
+from clip_moe.conversion.upcycle import shared_config, upcycle
 from modeling_clip_moe import CLIPMoEModel
 from modeling_clip_moe.families import FAMILIES
 from modeling_clip_moe.open_clip_adapter import load_clip

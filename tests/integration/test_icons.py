@@ -9,12 +9,12 @@ import pytest
 from documents import run_page
 from transformers import AutoModel
 
-from conversion.publishing.lineage import WORLDS
-from data import icons
-from data.arguments import DataArguments
-from data.pairs import load_pairs
-from evaluation.tasks import TASKS
-from training.commands import run
+from clip_moe.conversion.publishing.lineage import WORLDS
+from clip_moe.data import icons
+from clip_moe.data.arguments import DataArguments
+from clip_moe.data.pairs import load_pairs
+from clip_moe.evaluation.tasks import TASKS
+from clip_moe.training.commands import run
 
 pytest.importorskip("resvg_py", reason="the icons extra is not installed")
 ROOT = Path(__file__).parents[2]

@@ -11,8 +11,8 @@ from stand_ins import IMAGE_TOKEN, save_llava
 from transformers import AutoProcessor, CLIPImageProcessorPil, CLIPModel, LlavaForConditionalGeneration
 
 import clip_moe
-from conversion.presets import PRESETS
-from conversion.upcycle import upcycle
+from clip_moe.conversion.presets import PRESETS
+from clip_moe.conversion.upcycle import upcycle
 from modeling_clip_moe import CLIPMoEVisionConfig, CLIPMoEVisionModel
 
 BASE = "training/symbol_clip"

@@ -7,7 +7,7 @@ from huggingface_hub import ModelCard
 from programs import run_program
 from transformers import AutoProcessor, CLIPModel
 
-from conversion.commands import publish
+from clip_moe.conversion.commands import publish
 from modeling_clip_moe import CLIPMoDEModel
 
 BASE = "training/symbol_clip"

@@ -11,9 +11,9 @@ import pytest
 import transformers
 from tiny_families import tiny_dense
 
-from conversion.presets import PRESETS
-from conversion.upcycle import upcycle
-from conversion.verification import sample_inputs
+from clip_moe.conversion.presets import PRESETS
+from clip_moe.conversion.upcycle import upcycle
+from clip_moe.conversion.verification import sample_inputs
 from modeling_clip_moe.families import FAMILIES, IMAGE_TOWERS
 
 # `make test-integrations` puts the tests of transformers' source distribution there

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from transformers import AutoModel
 
-from conversion.publishing.lineage import WORLDS
-from data import characters, molecules
-from data.worlds import world
+from clip_moe.conversion.publishing.lineage import WORLDS
+from clip_moe.data import characters, molecules
+from clip_moe.data.worlds import world
+from clip_moe.training.commands import run
 from model_cards.law_cases import Case, arguments
-from training.commands import run
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "worlds.md").read_text(encoding="utf-8")

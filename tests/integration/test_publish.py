@@ -16,14 +16,14 @@ from safetensors.torch import save_file
 from tiny_runs import run_stages, weights
 from transformers import AutoModel, AutoProcessor, CLIPModel
 
-from conversion.commands import publish
-from conversion.presets import PRESETS
-from conversion.publish import upload
-from conversion.publishing import bundle
-from conversion.publishing.lineage import Lineage
-from conversion.upcycle import sparse_blocks, upcycle
+from clip_moe.conversion.commands import publish
+from clip_moe.conversion.presets import PRESETS
+from clip_moe.conversion.publish import upload
+from clip_moe.conversion.publishing import bundle
+from clip_moe.conversion.publishing.lineage import Lineage
+from clip_moe.conversion.upcycle import sparse_blocks, upcycle
+from clip_moe.records.provenance import ANSWER, Record
 from modeling_clip_moe.self_test import SUM_TOLERANCE, TOLERANCE, every_expert, weight_sums
-from records.provenance import ANSWER, Record
 
 ROOT = Path(__file__).parents[2]
 BASE = "training/symbol_clip"

@@ -5,7 +5,7 @@ import torch
 from tiny_clip import assert_same_weights
 from transformers import Trainer, TrainingArguments
 
-from data import symbols
+from clip_moe.data import symbols
 from modeling_clip_moe import CLIPMoEModel
 
 

@@ -8,11 +8,11 @@ from tiny_families import tiny_dense
 from tiny_runs import same_weights, train, weights
 from transformers import AutoModel
 
-from conversion.verification import sample_inputs
+from clip_moe.conversion.verification import sample_inputs
+from clip_moe.records.messages import warn_once
+from clip_moe.training.lora import LoraSettings, add_adapters, merge_adapters
 from modeling_clip_moe import CLIPMoEModel
 from modeling_clip_moe.families import FAMILIES
-from records.messages import warn_once
-from training.lora import LoraSettings, add_adapters, merge_adapters
 
 LORA = {"r": 2, "target_modules": ["q_proj", "fc1"], "target_parameters": ["experts.up_proj"], "trainable": "router"}
 

@@ -11,7 +11,7 @@ from diffusers import (
 from stand_ins import SHORT
 from transformers import AutoTokenizer
 
-from data import symbols
+from clip_moe.data import symbols
 
 BASE = "training/symbol_clip"
 

@@ -4,7 +4,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from training.stages.base import Stage
+    from clip_moe.training.stages.base import Stage
 
 # What they are for -> kinds, in the order of docs/settings.md
 PURPOSES = {
@@ -29,5 +29,5 @@ KINDS = tuple(kind for kinds in PURPOSES.values() for kind in kinds)
 
 def stage_of_kind(kind: str) -> "type[Stage]":
     """The class of one of `KINDS`, whose file alone is imported."""
-    members = vars(importlib.import_module(f"training.stages.{kind}")).values()
+    members = vars(importlib.import_module(f"clip_moe.training.stages.{kind}")).values()
     return next(one for one in members if isinstance(one, type) and vars(one).get("kind") == kind)

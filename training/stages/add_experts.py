@@ -8,12 +8,12 @@ from typing import ClassVar
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from training.context import Context
-from training.settings import STRICT
-from training.stages.base import Model, NumberedData, Stage
+from clip_moe.training.context import Context
+from clip_moe.training.settings import STRICT
+from clip_moe.training.stages.base import Model, NumberedData, Stage
 
 if typing.TYPE_CHECKING:
-    from conversion.more_experts import Importance
+    from clip_moe.conversion.more_experts import Importance
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -41,7 +41,7 @@ class AddExpertsStage(Stage):
     noise: float = Field(default=0.01, gt=0)
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
-        from conversion.more_experts import convert
+        from clip_moe.conversion.more_experts import convert
 
         importance = None if self.data is None else self._importance(inputs, context)
         convert(inputs.model, directory, self.num_experts, importance, self.noise, context.seed)
@@ -51,11 +51,11 @@ class AddExpertsStage(Stage):
         import torch
         from accelerate.utils import send_to_device
 
-        from conversion.checkpoints import load_sparse
-        from conversion.processors import load_processor
-        from conversion.upcycle import sparse_blocks
-        from training.loader import PairLoader
-        from training.losses import Pairing, contrastive_loss
+        from clip_moe.conversion.checkpoints import load_sparse
+        from clip_moe.conversion.processors import load_processor
+        from clip_moe.conversion.upcycle import sparse_blocks
+        from clip_moe.training.loader import PairLoader
+        from clip_moe.training.losses import Pairing, contrastive_loss
 
         device, rows = context.accelerator.device, context.pairs(inputs.data).shuffle(seed=context.seed)
         model = load_sparse(inputs.model, torch.float32).to(device)

@@ -9,10 +9,10 @@ from typing import ClassVar, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from training.context import Context
-from training.settings import STRICT
-from training.stages.base import Model, Stage
-from training.train_settings import REHEARSED_ROWS, MeasuredTasks
+from clip_moe.training.context import Context
+from clip_moe.training.settings import STRICT
+from clip_moe.training.stages.base import Model, Stage
+from clip_moe.training.train_settings import REHEARSED_ROWS, MeasuredTasks
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -50,7 +50,7 @@ class AnalyzeStage(MeasuredTasks, Stage):
         return dataclasses.replace(super().rehearsed(num_samples), max_rows=REHEARSED_ROWS)
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
-        from evaluation.experts import analyze_experts
+        from clip_moe.evaluation.experts import analyze_experts
 
         names = ("num_experts_per_tok", "layers", "shown_expert", "batch_size")
         options = {name: getattr(self, name) for name in names}

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from evaluation.own_task import OwnTask, Wanted
-from records.markdown import escape
-from records.provenance import ANSWER, trainings
-from training.settings import STRICT, Reads
-from training.stages.evaluate import EvaluateStage
-from training.stages.split import OVERVIEW
+from clip_moe.evaluation.own_task import OwnTask, Wanted
+from clip_moe.records.markdown import escape
+from clip_moe.records.provenance import ANSWER, trainings
+from clip_moe.training.settings import STRICT, Reads
+from clip_moe.training.stages.evaluate import EvaluateStage
+from clip_moe.training.stages.split import OVERVIEW
 
 if TYPE_CHECKING:
-    from evaluation.task import Task
+    from clip_moe.evaluation.task import Task
 
 # Name of the task on what was to be learned
 LEARNED = "learned"
@@ -57,7 +57,7 @@ class AnswerStage(EvaluateStage):
     def tasks_of(self, inputs: SimpleNamespace) -> "dict[str, Task]":
         from datasets import load_from_disk
 
-        from evaluation.tasks import find_tasks, loaded_once
+        from clip_moe.evaluation.tasks import find_tasks, loaded_once
 
         learned = self._learned(inputs)
         if "label" in load_from_disk(inputs.split)["test"].column_names:  # classes, as they were in training
@@ -69,7 +69,7 @@ class AnswerStage(EvaluateStage):
 
     def fingerprints(self, inputs: SimpleNamespace) -> dict[str, str]:
         """Hashes of the test's pictures, too, which the split only names."""
-        from evaluation.own_data import own_fingerprint
+        from clip_moe.evaluation.own_data import own_fingerprint
 
         return super().fingerprints(inputs) | {LEARNED: own_fingerprint(self._learned(inputs))}
 
@@ -81,10 +81,10 @@ class AnswerStage(EvaluateStage):
     ) -> tuple[str, dict]:
         import torch
 
-        from evaluation.answer import answer
-        from evaluation.ensemble import open_model
-        from evaluation.examples import examples_table, find_examples
-        from records.files import read_text, write_text
+        from clip_moe.evaluation.answer import answer
+        from clip_moe.evaluation.ensemble import open_model
+        from clip_moe.evaluation.examples import examples_table, find_examples
+        from clip_moe.records.files import read_text, write_text
 
         ends = self.trainings(results, inputs)
         of_models = {

@@ -7,9 +7,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from training.context import Context
-from training.settings import STRICT, Reads
-from training.stages.base import Model, Stage
+from clip_moe.training.context import Context
+from clip_moe.training.settings import STRICT, Reads
+from clip_moe.training.stages.base import Model, Stage
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -60,10 +60,10 @@ class AssembleStage(Stage):
         import numpy as np
         import torch
 
-        from conversion import assemble
-        from evaluation.sentence_encoders import load_encoder
-        from training.caption_clusters import ENCODER
-        from training.clusters import load_clusters
+        from clip_moe.conversion import assemble
+        from clip_moe.evaluation.sentence_encoders import load_encoder
+        from clip_moe.training.caption_clusters import ENCODER
+        from clip_moe.training.clusters import load_clusters
 
         experts = inputs.experts
         config: dict[str, Any] = {"feature_ensemble": self.feature_ensemble}

@@ -7,9 +7,9 @@ from typing import ClassVar
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from training.context import Context
-from training.settings import STRICT
-from training.stages.base import Model, Stage
+from clip_moe.training.context import Context
+from clip_moe.training.settings import STRICT
+from clip_moe.training.stages.base import Model, Stage
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -32,6 +32,6 @@ class AverageStage(Stage):
     weights: list[float] | None = None
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
-        from conversion.average import convert
+        from clip_moe.conversion.average import convert
 
         convert(inputs.models, directory, self.weights)

@@ -11,9 +11,9 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AfterValidator
 from pydantic.dataclasses import dataclass
 
-from data.arguments import DataArguments
-from training.context import Context
-from training.settings import STRICT, Reads
+from clip_moe.data.arguments import DataArguments
+from clip_moe.training.context import Context
+from clip_moe.training.settings import STRICT, Reads
 
 
 class Trained(typing.NamedTuple):

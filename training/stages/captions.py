@@ -7,10 +7,10 @@ from typing import ClassVar
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from data.arguments import CaptionPolicy
-from training.context import Context
-from training.settings import STRICT
-from training.stages.base import Model, NumberedData, Stage
+from clip_moe.data.arguments import CaptionPolicy
+from clip_moe.training.context import Context
+from clip_moe.training.settings import STRICT
+from clip_moe.training.stages.base import Model, NumberedData, Stage
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -42,9 +42,9 @@ class CaptionsStage(Stage):
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         import numpy as np
 
-        from conversion.processors import load_processor
-        from data.captions import build_captions
-        from data.pairs import caption_columns
+        from clip_moe.conversion.processors import load_processor
+        from clip_moe.data.captions import build_captions
+        from clip_moe.data.pairs import caption_columns
 
         tokenizer = load_processor(inputs.model).tokenizer
         rows = caption_columns(inputs.data, {policy.column for policy in self.captions})

@@ -9,9 +9,9 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from training.context import Context
-from training.settings import STRICT, Reads
-from training.stages.base import Stage
+from clip_moe.training.context import Context
+from clip_moe.training.settings import STRICT, Reads
+from clip_moe.training.stages.base import Stage
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -57,10 +57,10 @@ class ClusterStage(Stage):
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         import numpy as np
 
-        from data.arguments import DataArguments
-        from data.contact_sheet import contact_sheet
-        from evaluation.feature_store import FeatureStore
-        from training.clusters import accumulate, choose_method, combine, load_clusters, save_clusters, split
+        from clip_moe.data.arguments import DataArguments
+        from clip_moe.data.contact_sheet import contact_sheet
+        from clip_moe.evaluation.feature_store import FeatureStore
+        from clip_moe.training.clusters import accumulate, choose_method, combine, load_clusters, save_clusters, split
 
         source = Path(inputs.features)
         features = FeatureStore.open(source, "a features stage", {"data": dict, "dataset_fingerprint": str})

@@ -7,9 +7,9 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from training.context import Context
-from training.settings import STRICT, Reads
-from training.stages.base import Stage
+from clip_moe.training.context import Context
+from clip_moe.training.settings import STRICT, Reads
+from clip_moe.training.stages.base import Stage
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -33,8 +33,8 @@ class ClusterCoarseStage(Stage):
     random: bool = False
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
-        from training.caption_clusters import save_experts
-        from training.clusters import group_centers, load_centers
+        from clip_moe.training.caption_clusters import save_experts
+        from clip_moe.training.clusters import group_centers, load_centers
 
         centers = load_centers(Path(inputs.fine))
         expert_of_center, coarse_centers = group_centers(centers, self.num_experts, context.seed)

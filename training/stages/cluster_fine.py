@@ -10,12 +10,12 @@ from typing import Annotated, ClassVar
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from training.context import Context
-from training.settings import STRICT, Reads
-from training.stages.base import NumberedData, Stage
+from clip_moe.training.context import Context
+from clip_moe.training.settings import STRICT, Reads
+from clip_moe.training.stages.base import NumberedData, Stage
 
 if typing.TYPE_CHECKING:
-    from evaluation.feature_store import FeatureStore
+    from clip_moe.evaluation.feature_store import FeatureStore
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -56,10 +56,10 @@ class ClusterFineStage(Stage):
         import numpy as np
         import torch
 
-        from evaluation.feature_store import FeatureStore
-        from evaluation.sentence_encoders import load_encoder
-        from training.caption_clusters import ENCODER, caption_store, encoder_features, open_store
-        from training.clusters import CENTERS, load_centers, nearest_centers
+        from clip_moe.evaluation.feature_store import FeatureStore
+        from clip_moe.evaluation.sentence_encoders import load_encoder
+        from clip_moe.training.caption_clusters import ENCODER, caption_store, encoder_features, open_store
+        from clip_moe.training.clusters import CENTERS, load_centers, nearest_centers
 
         accelerator, captions = context.accelerator, Path(inputs.captions)
         embedded = open_store(captions, "an embed_captions stage")
@@ -97,7 +97,7 @@ class ClusterFineStage(Stage):
     def _save_centers(
         self, inputs: SimpleNamespace, embedded: "FeatureStore", context: Context, directory: Path
     ) -> None:
-        from training.clusters import balanced_kmeans, load_centers, save_centers
+        from clip_moe.training.clusters import balanced_kmeans, load_centers, save_centers
 
         name = embedded.about["encoder"]
         if self.num_centers is None:

@@ -12,10 +12,10 @@ from typing import Any
 
 from pydantic.dataclasses import is_pydantic_dataclass
 
-from records.own_modules import OURS, code_of, watching
-from records.provenance import OwnStage
-from training.settings import STRICT
-from training.stages.base import Stage
+from clip_moe.records.own_modules import OURS, ROOMS, code_of, watching
+from clip_moe.records.provenance import OwnStage
+from clip_moe.training.settings import STRICT
+from clip_moe.training.stages.base import Stage
 
 IMPORTLIB = importlib.__file__
 
@@ -31,7 +31,7 @@ def import_stage(stage: str) -> type[Stage]:
     except Exception as error:  # whatever the module raises
         raise ValueError(f"the stage {stage!r} cannot be imported: {_reason(error)}") from error
     if not (isinstance(value, type) and issubclass(value, Stage)):
-        raise ValueError(f"{stage!r} is no stage: its class must be a subclass of training.stages.base.Stage")
+        raise ValueError(f"{stage!r} is no stage: its class must be a subclass of clip_moe.training.stages.base.Stage")
     problem = _problem_of_class(value)
     if problem:
         raise ValueError(f"the stage {stage!r} {problem}")
@@ -60,13 +60,18 @@ def _reason(error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     frames = [f for f in frames if not f.filename.startswith("<frozen") and f.filename not in (__file__, IMPORTLIB)]
     where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{where}"
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    moved = f"; did you mean clip_moe.{missing}?" if missing and missing.split(".")[0] in ROOMS else ""
+    return f"{type(error).__name__}: {error}{where}{moved}"
 
 
 def _problem_of_class(stage: type[Stage]) -> str:
     """Why a class would not do what it says, or nothing."""
     if not is_pydantic_dataclass(stage) or stage.__pydantic_config__ != STRICT:
-        return "must be decorated with pydantic's @dataclass(config=STRICT, kw_only=True), STRICT of training.settings"
+        return (
+            "must be decorated with pydantic's @dataclass(config=STRICT, kw_only=True), STRICT of "
+            "clip_moe.training.settings"
+        )
     for field in dataclasses.fields(stage):
         says = next(c for c in stage.__mro__ if field.name in vars(c) or field.name in inspect.get_annotations(c))
         if field.name not in inspect.get_annotations(says):

@@ -7,9 +7,9 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from training.context import Context
-from training.settings import STRICT, Reads
-from training.stages.base import Model, Stage
+from clip_moe.training.context import Context
+from clip_moe.training.settings import STRICT, Reads
+from clip_moe.training.stages.base import Model, Stage
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -36,7 +36,7 @@ class DenseStage(Stage):
     scale: float | Annotated[str, Reads("analyze")] | None = None
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
-        from conversion.dense import convert, read_scale
+        from clip_moe.conversion.dense import convert, read_scale
 
         scale = inputs.scale
         if isinstance(scale, str):

@@ -7,9 +7,9 @@ from typing import ClassVar, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from training.context import Context
-from training.settings import STRICT
-from training.stages.base import Model, NumberedData, Stage
+from clip_moe.training.context import Context
+from clip_moe.training.settings import STRICT
+from clip_moe.training.stages.base import Model, NumberedData, Stage
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -43,7 +43,7 @@ class EmbedStage(Stage):
         import torch
         from accelerate import PartialState
 
-        from evaluation.embed import write_embeddings
+        from clip_moe.evaluation.embed import write_embeddings
 
         accelerator = context.accelerator
         num_images, num_captions, unreadable = write_embeddings(

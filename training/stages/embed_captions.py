@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from training.context import Context
-from training.settings import STRICT, Reads
-from training.stages.base import NumberedData, Stage
+from clip_moe.training.context import Context
+from clip_moe.training.settings import STRICT, Reads
+from clip_moe.training.stages.base import NumberedData, Stage
 
 if TYPE_CHECKING:
     import datasets
@@ -50,8 +50,8 @@ class EmbedCaptionsStage(Stage):
     dtype: Literal["float32", "float16"] = "float32"
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
-        from evaluation.sentence_encoders import load_encoder
-        from training.caption_clusters import ENCODER, caption_store, encoder_features
+        from clip_moe.evaluation.sentence_encoders import load_encoder
+        from clip_moe.training.caption_clusters import ENCODER, caption_store, encoder_features
 
         accelerator, folder = context.accelerator, directory / ENCODER
         images = self.modality == "image"
@@ -68,9 +68,9 @@ class EmbedCaptionsStage(Stage):
         store.write(accelerator, "embeddings", compute)
 
     def _keep_encoder(self, source: str, rows: "datasets.Dataset", seed: int, folder: Path) -> None:
-        from evaluation.sentence_encoders import TfidfEncoder, open_encoder
-        from records.files import new_folder
-        from training.caption_clusters import ENCODER, captions_of
+        from clip_moe.evaluation.sentence_encoders import TfidfEncoder, open_encoder
+        from clip_moe.records.files import new_folder
+        from clip_moe.training.caption_clusters import ENCODER, captions_of
 
         with new_folder(folder) as partial:
             if self.encoder == "tfidf":

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
-from records.provenance import MANIFEST, Record, trainings
-from training.context import Context
-from training.settings import STRICT
-from training.stages.evaluate import EvaluateStage
+from clip_moe.records.provenance import MANIFEST, Record, trainings
+from clip_moe.training.context import Context
+from clip_moe.training.settings import STRICT
+from clip_moe.training.stages.evaluate import EvaluateStage
 
 if TYPE_CHECKING:
-    from data.arguments import DataArguments
-    from evaluation.task import Task
+    from clip_moe.data.arguments import DataArguments
+    from clip_moe.evaluation.task import Task
 
 DENSE, SPARSE = ROWS = ("dense", "sparse")
 
@@ -44,7 +44,7 @@ class EstimateStage(EvaluateStage):
         return self
 
     def tasks_of(self, inputs: SimpleNamespace) -> "dict[str, Task]":
-        from evaluation.task import INFORMATION
+        from clip_moe.evaluation.task import INFORMATION
 
         tasks = super().tasks_of(inputs)
         name, first = next(iter(tasks.items()))
@@ -57,9 +57,9 @@ class EstimateStage(EvaluateStage):
         super().run(inputs, context, directory)
 
     def _estimate(self, inputs: SimpleNamespace) -> str:
-        from conversion.checkpoints import clip_class, config_of, is_sparse
-        from evaluation.estimate import CAVEAT, count_captions, estimate, trained_model
-        from evaluation.law import fitted_law
+        from clip_moe.conversion.checkpoints import clip_class, config_of, is_sparse
+        from clip_moe.evaluation.estimate import CAVEAT, count_captions, estimate, trained_model
+        from clip_moe.evaluation.law import fitted_law
 
         folders = {row: Path(inputs.models[row]) for row in ROWS}
         data, other = (data_of(folder) for folder in folders.values())
@@ -82,8 +82,8 @@ class EstimateStage(EvaluateStage):
     def head(
         self, results: list[dict[str, Any]], inputs: SimpleNamespace, directory: Path, device: Any
     ) -> tuple[str, dict]:
-        from evaluation.law import known_share
-        from evaluation.task import INFORMATION
+        from clip_moe.evaluation.law import known_share
+        from clip_moe.evaluation.task import INFORMATION
 
         source, shares = data_of(Path(inputs.models[DENSE])).source, {}
         for row in ROWS:
@@ -103,7 +103,7 @@ class EstimateStage(EvaluateStage):
 
 def data_of(folder: Path) -> "DataArguments":
     """What a model was trained on; a stage that made it lies beside the model."""
-    from data.arguments import DataArguments
+    from clip_moe.data.arguments import DataArguments
 
     record = _record(folder)
     data = DataArguments(**record.stage["data"])

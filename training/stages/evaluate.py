@@ -10,16 +10,16 @@ from typing import ClassVar, Literal
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from records.markdown import escape
-from records.outcome import Training
-from records.provenance import MANIFEST, Record, trainings
-from training.context import Context
-from training.settings import STRICT
-from training.stages.base import Model, Stage
-from training.train_settings import REHEARSED_ROWS, MeasuredTasks
+from clip_moe.records.markdown import escape
+from clip_moe.records.outcome import Training
+from clip_moe.records.provenance import MANIFEST, Record, trainings
+from clip_moe.training.context import Context
+from clip_moe.training.settings import STRICT
+from clip_moe.training.stages.base import Model, Stage
+from clip_moe.training.train_settings import REHEARSED_ROWS, MeasuredTasks
 
 if typing.TYPE_CHECKING:
-    from evaluation.task import Task
+    from clip_moe.evaluation.task import Task
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -78,10 +78,10 @@ class EvaluateStage(MeasuredTasks, Stage):
         import torch
         from accelerate import PartialState
 
-        from evaluation.ensemble import is_mixture
-        from evaluation.evaluate import evaluate_model
-        from evaluation.report import best_of, write_report
-        from evaluation.results import write_result
+        from clip_moe.evaluation.ensemble import is_mixture
+        from clip_moe.evaluation.evaluate import evaluate_model
+        from clip_moe.evaluation.report import best_of, write_report
+        from clip_moe.evaluation.results import write_result
 
         accelerator, results = context.accelerator, []
         for model in inputs.models.values():
@@ -131,7 +131,7 @@ class EvaluateStage(MeasuredTasks, Stage):
         Args:
             directory: where embeddings are kept.
         """
-        from data.overview import recalls
+        from clip_moe.data.overview import recalls
 
         best: dict[str, dict[str, float]] = {}
         for result in results:

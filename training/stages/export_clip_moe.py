@@ -7,9 +7,9 @@ from typing import ClassVar
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from training.context import Context
-from training.settings import STRICT
-from training.stages.base import Model, Stage
+from clip_moe.training.context import Context
+from clip_moe.training.settings import STRICT
+from clip_moe.training.stages.base import Model, Stage
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -29,6 +29,6 @@ class ExportCLIPMoEStage(Stage):
     file: str = Field(default="checkpoint.pt", pattern=r"^[\w.-]+\.(pt|safetensors)$")
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
-        from conversion.released_clip_moe import write_checkpoint
+        from clip_moe.conversion.released_clip_moe import write_checkpoint
 
         write_checkpoint(inputs.model, directory / self.file)

@@ -7,9 +7,9 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from training.context import Context
-from training.settings import STRICT, dump
-from training.stages.base import Model, NumberedData, Stage
+from clip_moe.training.context import Context
+from clip_moe.training.settings import STRICT, dump
+from clip_moe.training.stages.base import Model, NumberedData, Stage
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -35,9 +35,9 @@ class FeaturesStage(Stage):
     caption_weights: list[Annotated[float, Field(ge=0)]] | None = Field(default=None, min_length=1)
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
-        from evaluation.embedder import BATCHES_PER_SHARD, Embedder
-        from evaluation.feature_store import FeatureStore
-        from training.loader import PairLoader
+        from clip_moe.evaluation.embedder import BATCHES_PER_SHARD, Embedder
+        from clip_moe.evaluation.feature_store import FeatureStore
+        from clip_moe.training.loader import PairLoader
 
         accelerator, rows = context.accelerator, context.pairs(inputs.data)
         batch_size, weights = min(self.batch_size, len(rows)), self.caption_weights

@@ -7,11 +7,11 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, JsonValue, model_validator
 from pydantic.dataclasses import dataclass
 
-from conversion.presets import PRESETS, changed_preset
-from data.worlds import WORLDS
-from training.context import Context
-from training.settings import STRICT, Reads
-from training.stages.base import Stage, named_errors
+from clip_moe.conversion.presets import PRESETS, changed_preset
+from clip_moe.data.worlds import WORLDS
+from clip_moe.training.context import Context
+from clip_moe.training.settings import STRICT, Reads
+from clip_moe.training.stages.base import Stage, named_errors
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -64,9 +64,9 @@ class InitializeStage(Stage):
         return self
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
-        from conversion.upcycle import change_routing, shared_config, sparse_config
-        from records.files import save
-        from training.initialize import clip_config, random_clip, split_routing
+        from clip_moe.conversion.upcycle import change_routing, shared_config, sparse_config
+        from clip_moe.records.files import save
+        from clip_moe.training.initialize import clip_config, random_clip, split_routing
 
         towers = self.text_config, self.vision_config
         dense, routing = split_routing(self.family, *towers, is_sparse=self.preset is not None)
@@ -83,7 +83,7 @@ class InitializeStage(Stage):
         save(processor, directory)
 
     def fingerprints(self, inputs: SimpleNamespace) -> dict[str, str]:
-        from records.provenance import named_files
+        from clip_moe.records.provenance import named_files
 
         folders = [self.processor, self.tokenizer if inputs.tokenizer == self.tokenizer else None]
         return named_files([], [folder for folder in folders if folder not in WORLDS])

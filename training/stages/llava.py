@@ -6,9 +6,9 @@ from typing import ClassVar
 
 from pydantic.dataclasses import dataclass
 
-from training.context import Context
-from training.settings import STRICT
-from training.stages.base import Model, Stage
+from clip_moe.training.context import Context
+from clip_moe.training.settings import STRICT
+from clip_moe.training.stages.base import Model, Stage
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -33,6 +33,6 @@ class LlavaStage(Stage):
     tower: Model
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
-        from conversion.llava import convert
+        from clip_moe.conversion.llava import convert
 
         convert(inputs.model, inputs.tower, directory)

@@ -7,9 +7,9 @@ from typing import ClassVar
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from training.context import Context
-from training.settings import STRICT
-from training.stages.base import Model, Stage
+from clip_moe.training.context import Context
+from clip_moe.training.settings import STRICT
+from clip_moe.training.stages.base import Model, Stage
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -35,6 +35,6 @@ class LongContextStage(Stage):
     keep: int = Field(default=20, gt=0)
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
-        from conversion.long_context import convert
+        from clip_moe.conversion.long_context import convert
 
         convert(inputs.model, directory, self.length, self.keep)

@@ -7,9 +7,9 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from training.context import Context
-from training.settings import STRICT
-from training.stages.base import NumberedData, Stage
+from clip_moe.training.context import Context
+from clip_moe.training.settings import STRICT
+from clip_moe.training.stages.base import NumberedData, Stage
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -37,8 +37,8 @@ class MixtureStage(Stage):
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         import datasets
 
-        from data.mixture import pairs_with_images, with_lists
-        from data.pairs import RANGED
+        from clip_moe.data.mixture import pairs_with_images, with_lists
+        from clip_moe.data.pairs import RANGED
 
         parts = [pairs_with_images(arguments) for arguments in inputs.sources]
         if len({str(part.features["caption"]) for part in parts}) > 1:
@@ -55,8 +55,8 @@ class MixtureStage(Stage):
         print(f"{self.name}: {len(mixture)} pairs, drawn from {sizes}")
 
     def fingerprints(self, inputs: SimpleNamespace) -> dict[str, str]:
-        from data.identity import identity
-        from records.digests import value_digest
+        from clip_moe.data.identity import identity
+        from clip_moe.records.digests import value_digest
 
         identities = {f"sources.{number}": identity(source) for number, source in enumerate(inputs.sources)}
         return {setting: value_digest(what) for setting, what in identities.items() if what is not None}

@@ -7,9 +7,9 @@ from typing import ClassVar, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from training.context import Context
-from training.settings import STRICT
-from training.stages.base import Stage
+from clip_moe.training.context import Context
+from clip_moe.training.settings import STRICT
+from clip_moe.training.stages.base import Stage
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -42,13 +42,13 @@ class OpenAIStage(Stage):
     trust_archive: bool = False
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
-        from conversion.openai import write_model
+        from clip_moe.conversion.openai import write_model
 
         archive, options = Path(self.archive), (self.activation, self.vision_heads, self.text_heads)
         write_model(archive, directory, *options, self.processor, self.trust_archive)
 
     def fingerprints(self, inputs: SimpleNamespace) -> dict[str, str]:
-        from records.provenance import named_files
+        from clip_moe.records.provenance import named_files
 
         settings = Path(self.archive).with_name("open_clip_config.json")
         return named_files([self.archive, str(settings)], [self.processor])

@@ -7,9 +7,9 @@ from typing import ClassVar
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from training.context import Context
-from training.settings import STRICT
-from training.stages.base import Stage
+from clip_moe.training.context import Context
+from clip_moe.training.settings import STRICT
+from clip_moe.training.stages.base import Stage
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -34,11 +34,11 @@ class ReleasedCLIPMoEStage(Stage):
     processor: str | None = None
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
-        from conversion.released_clip_moe import write_model
+        from clip_moe.conversion.released_clip_moe import write_model
 
         write_model(Path(self.checkpoint), directory, self.num_experts_per_tok, self.processor)
 
     def fingerprints(self, inputs: SimpleNamespace) -> dict[str, str]:
-        from records.provenance import named_files
+        from clip_moe.records.provenance import named_files
 
         return named_files([self.checkpoint], [self.processor])

@@ -7,9 +7,9 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from training.context import Context
-from training.settings import STRICT, Reads
-from training.stages.base import Stage
+from clip_moe.training.context import Context
+from clip_moe.training.settings import STRICT, Reads
+from clip_moe.training.stages.base import Stage
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -35,9 +35,9 @@ class SelectStage(Stage):
         import numpy as np
         import torch
 
-        from evaluation.sentence_encoders import encode_metadata, load_encoder
-        from training.caption_clusters import ENCODER, save_experts
-        from training.clusters import load_centers, nearest_centers
+        from clip_moe.evaluation.sentence_encoders import encode_metadata, load_encoder
+        from clip_moe.training.caption_clusters import ENCODER, save_experts
+        from clip_moe.training.clusters import load_centers, nearest_centers
 
         encoder = load_encoder(Path(inputs.captions) / ENCODER)
         centers = load_centers(Path(inputs.fine), encoder.name)

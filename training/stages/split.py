@@ -9,9 +9,9 @@ from typing import ClassVar
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from training.context import Context
-from training.settings import STRICT
-from training.stages.base import Model, NumberedData, Stage
+from clip_moe.training.context import Context
+from clip_moe.training.settings import STRICT
+from clip_moe.training.stages.base import Model, NumberedData, Stage
 
 # What a split's folder holds beside its rows: what the captions allow, a sentence a line
 OVERVIEW = "overview.txt"
@@ -48,10 +48,10 @@ class SplitStage(Stage):
 
     def fingerprints(self, inputs: SimpleNamespace) -> dict[str, str]:
         """A hash of what a table names as its test, since `data` is what it names for training."""
-        from data.annotations import NoSplit
-        from data.identity import identity
-        from data.local_data import is_table
-        from records.digests import value_digest
+        from clip_moe.data.annotations import NoSplit
+        from clip_moe.data.identity import identity
+        from clip_moe.data.local_data import is_table
+        from clip_moe.records.digests import value_digest
 
         if not is_table(inputs.data.source):
             return {}
@@ -65,16 +65,16 @@ class SplitStage(Stage):
         import datasets
         import numpy as np
 
-        from conversion.processors import load_processor
-        from data.held_out import class_names, hold_out
-        from data.mixture import pairs_with_images
-        from data.near_copies import MOST_ALIKE, find_copies
-        from data.overview import look_at
-        from data.pairs import one_row_an_image
-        from data.splits import has_split
-        from evaluation.class_names import are_ids
-        from records.files import write_text
-        from records.messages import join_names
+        from clip_moe.conversion.processors import load_processor
+        from clip_moe.data.held_out import class_names, hold_out
+        from clip_moe.data.mixture import pairs_with_images
+        from clip_moe.data.near_copies import MOST_ALIKE, find_copies
+        from clip_moe.data.overview import look_at
+        from clip_moe.data.pairs import one_row_an_image
+        from clip_moe.data.splits import has_split
+        from clip_moe.evaluation.class_names import are_ids
+        from clip_moe.records.files import write_text
+        from clip_moe.records.messages import join_names
 
         data, tokenizer = inputs.data, load_processor(inputs.model).tokenizer
         # What cannot be read is judged here, over all pairs, and not by what trains and measures

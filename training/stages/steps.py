@@ -9,17 +9,17 @@ from typing import Any, ClassVar
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from training.context import Context
-from training.settings import STRICT
-from training.stages.base import Data, Model, Stage
-from training.train_settings import Evaluation, LoopSettings
+from clip_moe.training.context import Context
+from clip_moe.training.settings import STRICT
+from clip_moe.training.stages.base import Data, Model, Stage
+from clip_moe.training.train_settings import Evaluation, LoopSettings
 
 if typing.TYPE_CHECKING:
     from accelerate import Accelerator
     from torch import nn
     from transformers import ProcessorMixin
 
-    from training.samplers import Share
+    from clip_moe.training.samplers import Share
 
 # The first step of a rehearsal includes what happens once, and the second one tells the time
 REHEARSED_STEPS = 2
@@ -76,10 +76,10 @@ class StepsStage(LoopSettings, Stage):
         """
         from accelerate.utils import set_seed
 
-        from records.files import save
-        from records.provenance import CHECKPOINTS, LOG
-        from training.engine import train
-        from training.scores import Scores
+        from clip_moe.records.files import save
+        from clip_moe.records.provenance import CHECKPOINTS, LOG
+        from clip_moe.training.engine import train
+        from clip_moe.training.scores import Scores
 
         model = task.model
         scores = evaluation and Scores(evaluation, model, processor, accelerator, directory / CHECKPOINTS)
@@ -112,7 +112,7 @@ class StepsStage(LoopSettings, Stage):
 
     def share(self, accelerator: "Accelerator", context: Context) -> "Share":
         """How large the batches of this process are. Raises ValueError where processes cannot share a batch."""
-        from training.samplers import Share
+        from clip_moe.training.samplers import Share
 
         rank, world_size = accelerator.process_index, accelerator.num_processes
         batch_size, rest = divmod(self.global_batch_size, world_size * self.gradient_accumulation_steps)

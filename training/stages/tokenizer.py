@@ -8,9 +8,9 @@ from typing import ClassVar
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from training.context import Context
-from training.settings import STRICT
-from training.stages.base import NumberedData, Stage
+from clip_moe.training.context import Context
+from clip_moe.training.settings import STRICT
+from clip_moe.training.stages.base import NumberedData, Stage
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -34,9 +34,9 @@ class TokenizerStage(Stage):
     max_length: int | None = Field(default=None, ge=3)
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
-        from data.pairs import all_captions
-        from data.tokenizer import SAMPLE, learn_tokenizer, pieces_per_word
-        from records.files import save
+        from clip_moe.data.pairs import all_captions
+        from clip_moe.data.tokenizer import SAMPLE, learn_tokenizer, pieces_per_word
+        from clip_moe.records.files import save
 
         rows = context.pairs(inputs.data, images=False)
         print(f"{self.name}: learns at most {self.vocab_size} tokens from {len(rows)} pairs", flush=True)

@@ -14,12 +14,12 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from data.arguments import Augmentation
-from training.context import Context
-from training.settings import STRICT
-from training.stages.base import Model, Trained, named_errors
-from training.stages.steps import REHEARSED_STEPS, StepsStage
-from training.train_settings import (
+from clip_moe.data.arguments import Augmentation
+from clip_moe.training.context import Context
+from clip_moe.training.settings import STRICT
+from clip_moe.training.stages.base import Model, Trained, named_errors
+from clip_moe.training.stages.steps import REHEARSED_STEPS, StepsStage
+from clip_moe.training.train_settings import (
     REHEARSED_ROWS,
     CouplingSettings,
     DistillationSettings,
@@ -32,13 +32,13 @@ if typing.TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from data.sources import Rows
+    from clip_moe.data.sources import Rows
+    from clip_moe.training.auxiliary_losses import AuxiliaryLoss
+    from clip_moe.training.contrastive_task import ContrastiveTask
+    from clip_moe.training.duplicates import Duplicates
+    from clip_moe.training.losses import Pairing
+    from clip_moe.training.samplers import DistributedBatchSampler, Share
     from modeling_clip_moe import CLIPMoEConfig
-    from training.auxiliary_losses import AuxiliaryLoss
-    from training.contrastive_task import ContrastiveTask
-    from training.duplicates import Duplicates
-    from training.losses import Pairing
-    from training.samplers import DistributedBatchSampler, Share
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -154,7 +154,7 @@ class TrainStage(RouterSettings, StepsStage):
             share: how large the batches are and which part of them is this process's.
             inputs, context: see `Stage.run`.
         """
-        from training.samplers import GlobalBatchSampler
+        from clip_moe.training.samplers import GlobalBatchSampler
 
         return GlobalBatchSampler(len(rows), *share)
 
@@ -182,7 +182,7 @@ class TrainStage(RouterSettings, StepsStage):
         """
         import torch
 
-        from training.losses import contrastive_loss, multi_positive_loss
+        from clip_moe.training.losses import contrastive_loss, multi_positive_loss
 
         options = {"chunk_size": self.loss_chunk_size, "label_smoothing": self.label_smoothing}
         options["logit_bias"] = None if self.loss == "softmax" else logit_bias
@@ -194,7 +194,7 @@ class TrainStage(RouterSettings, StepsStage):
         return multi_positive_loss(image_embeds, texts, logit_scale, weights, pairing, **options)
 
     def task(self, model: "PreTrainedModel", inputs: SimpleNamespace) -> "ContrastiveTask":
-        from training.contrastive_task import ContrastiveTask, drop_activations, drop_patches
+        from clip_moe.training.contrastive_task import ContrastiveTask, drop_activations, drop_patches
 
         if self.expert_dropout is not None:
             drop_activations(model, self.expert_dropout)
@@ -206,8 +206,13 @@ class TrainStage(RouterSettings, StepsStage):
         """Losses that see model, outputs and batch, beside those of the routers."""
         import torch
 
-        from conversion.checkpoints import is_sparse, load_dense
-        from training.auxiliary_losses import AdaptiveSparsity, DenseTeacher, RouterExpertCoupling, RouterTeacher
+        from clip_moe.conversion.checkpoints import is_sparse, load_dense
+        from clip_moe.training.auxiliary_losses import (
+            AdaptiveSparsity,
+            DenseTeacher,
+            RouterExpertCoupling,
+            RouterTeacher,
+        )
 
         losses = []
         if self.teacher is not None:
@@ -223,11 +228,11 @@ class TrainStage(RouterSettings, StepsStage):
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> Trained | None:
         import torch
 
-        from conversion.checkpoints import load_clip
-        from conversion.processors import load_processor
-        from data.sources import reading
-        from records.provenance import MANIFEST, Record, duplicates_line
-        from training.loader import PairLoader
+        from clip_moe.conversion.checkpoints import load_clip
+        from clip_moe.conversion.processors import load_processor
+        from clip_moe.data.sources import reading
+        from clip_moe.records.provenance import MANIFEST, Record, duplicates_line
+        from clip_moe.training.loader import PairLoader
 
         model, processor = load_clip(inputs.model, dtype=torch.float32), load_processor(inputs.model)
         self.set_trainable(model, context.seed)
@@ -280,8 +285,8 @@ class TrainStage(RouterSettings, StepsStage):
 
     def set_trainable(self, model: "PreTrainedModel", seed: int = 0) -> None:
         """Let what trains require a gradient, and nothing else. Raises ValueError where that cannot be."""
-        from training.lora import add_adapters
-        from training.optimizers import set_trainable
+        from clip_moe.training.lora import add_adapters
+        from clip_moe.training.optimizers import set_trainable
 
         with named_errors(self, "trainable" if self.lora is None else "lora"):
             set_trainable(model, self.trainable) if self.lora is None else add_adapters(model, self.lora, seed)
@@ -298,7 +303,7 @@ class TrainStage(RouterSettings, StepsStage):
     ) -> "tuple[torch.Tensor, dict[str, torch.Tensor]]":
         """What is added to the loss of a sparse model for its routers, and scalars to log: see `router_losses` and
         `entropy_losses`."""
-        from training.losses import entropy_losses, router_losses
+        from clip_moe.training.losses import entropy_losses, router_losses
 
         settings = self.balance_top_k, self.balance_mean, self.text_router_weight
         loss, metrics = router_losses(config, outputs, batch, *settings)
@@ -309,7 +314,7 @@ class TrainStage(RouterSettings, StepsStage):
     def _require_fit(self, model: "PreTrainedModel", batch_size: int) -> None:
         """Raises a ValueError of all settings that do not go with the model, or with the batch of a process; warns of
         routers that cannot learn."""
-        from training.fit import problems_of_routers, problems_of_training, warn_of_equal_experts
+        from clip_moe.training.fit import problems_of_routers, problems_of_training, warn_of_equal_experts
 
         problems = *problems_of_training(self, model.config, batch_size), *problems_of_routers(self, model)
         wrong = dict.fromkeys(problems)  # of both towers alike

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from training.context import Context
-from training.settings import STRICT, Reads
-from training.stages.base import NumberedData
-from training.stages.steps import REHEARSED_STEPS
-from training.stages.train import TrainStage
+from clip_moe.training.context import Context
+from clip_moe.training.settings import STRICT, Reads
+from clip_moe.training.stages.base import NumberedData
+from clip_moe.training.stages.steps import REHEARSED_STEPS
+from clip_moe.training.stages.train import TrainStage
 
 if TYPE_CHECKING:
-    from data.sources import Rows
+    from clip_moe.data.sources import Rows
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -49,7 +49,7 @@ class TrainDataExpertStage(TrainStage):
         """The pairs of one cluster."""
         import numpy as np
 
-        from training.clusters import load_clusters
+        from clip_moe.training.clusters import load_clusters
 
         folder = Path(inputs.clusters)
         fingerprint = context.data_fingerprint(rows, _of_images(folder))
@@ -67,7 +67,7 @@ class TrainDataExpertStage(TrainStage):
 
 def _of_images(clusters: Path) -> bool:
     """Whether only pairs with a readable image have labels."""
-    from training.caption_clusters import READABLE
-    from training.clusters import load_clusters
+    from clip_moe.training.caption_clusters import READABLE
+    from clip_moe.training.clusters import load_clusters
 
     return load_clusters(clusters)[1]["pairs"] == READABLE

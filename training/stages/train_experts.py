@@ -9,17 +9,17 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from training.context import Context
-from training.settings import STRICT, Reads
-from training.stages.base import NumberedData
-from training.stages.train import TrainStage
+from clip_moe.training.context import Context
+from clip_moe.training.settings import STRICT, Reads
+from clip_moe.training.stages.base import NumberedData
+from clip_moe.training.stages.train import TrainStage
 
 if typing.TYPE_CHECKING:
     import numpy as np
 
-    from data.sources import Rows
-    from training.clusters import FeatureClusters
-    from training.samplers import ClusterBatchSampler, Share
+    from clip_moe.data.sources import Rows
+    from clip_moe.training.clusters import FeatureClusters
+    from clip_moe.training.samplers import ClusterBatchSampler, Share
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -59,8 +59,8 @@ class TrainExpertsStage(TrainStage):
         """Batches of one cluster each."""
         import numpy as np
 
-        from training.clusters import load_clusters
-        from training.samplers import ClusterBatchSampler
+        from clip_moe.training.clusters import load_clusters
+        from clip_moe.training.samplers import ClusterBatchSampler
 
         clusters, _ = load_clusters(Path(inputs.clusters), context.data_fingerprint(rows))
         batch_size = share.batch_size * share.world_size
@@ -76,7 +76,7 @@ class TrainExpertsStage(TrainStage):
 
     def labels(self, clusters: "FeatureClusters", batch_size: int) -> "np.ndarray":
         """(samples,) the cluster of each sample whose batches train this expert, or -1."""
-        from training.samplers import merge_small_clusters
+        from clip_moe.training.samplers import merge_small_clusters
 
         labels = clusters.labels.copy()
         if self.cluster is not None:

@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from training.context import Context
-from training.settings import STRICT
-from training.stages.train import TrainStage
+from clip_moe.training.context import Context
+from clip_moe.training.settings import STRICT
+from clip_moe.training.stages.train import TrainStage
 
 if TYPE_CHECKING:
     import torch
 
-    from data.sources import Rows
-    from training.losses import Pairing
+    from clip_moe.data.sources import Rows
+    from clip_moe.training.losses import Pairing
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -48,7 +48,7 @@ class TrainLongCLIPStage(TrainStage):
 
     def choose_pairs(self, rows: "Rows", inputs: SimpleNamespace, context: Context) -> "Rows":
         """All pairs. Each must have both captions."""
-        from data.pairs import present_captions
+        from clip_moe.data.pairs import present_captions
 
         for index, captions in enumerate(rows["caption"]):
             if isinstance(captions, str) or len(captions) != 2 or len(present_captions(captions)) != 2:
@@ -64,8 +64,8 @@ class TrainLongCLIPStage(TrainStage):
         logit_bias: "torch.Tensor | None" = None,
     ) -> "torch.Tensor":
         """See `TrainStage.contrastive_loss`; `text_embeds` are (2 * B, D), a long and a short one of each image."""
-        from training.losses import Pairing, contrastive_loss, gather, gathered_rows
-        from training.primary_components import primary_components
+        from clip_moe.training.losses import Pairing, contrastive_loss, gather, gathered_rows
+        from clip_moe.training.primary_components import primary_components
 
         primary = primary_components(gather(image_embeds), self.num_components)[gathered_rows(image_embeds)]
         long, short = text_embeds.unflatten(0, (-1, 2)).unbind(dim=1)

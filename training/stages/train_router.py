@@ -5,9 +5,9 @@ from typing import ClassVar
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from training.settings import STRICT
-from training.stages.train import TrainStage
-from training.train_settings import BalanceMean
+from clip_moe.training.settings import STRICT
+from clip_moe.training.stages.train import TrainStage
+from clip_moe.training.train_settings import BalanceMean
 
 
 @dataclass(config=STRICT, kw_only=True)

@@ -7,10 +7,10 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from conversion.presets import PRESETS, changed_preset
-from training.context import Context
-from training.settings import STRICT
-from training.stages.base import Model, Stage, named_errors
+from clip_moe.conversion.presets import PRESETS, changed_preset
+from clip_moe.training.context import Context
+from clip_moe.training.settings import STRICT
+from clip_moe.training.stages.base import Model, Stage, named_errors
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -49,8 +49,8 @@ class UnifyStage(Stage):
     changes: dict[str, Any] = Field(default_factory=dict)
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
-        from conversion.checkpoints import is_sparse, load_config
-        from conversion.unify import convert
+        from clip_moe.conversion.checkpoints import is_sparse, load_config
+        from clip_moe.conversion.unify import convert
 
         with named_errors(self, "changes"):
             preset = changed_preset(

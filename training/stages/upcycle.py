@@ -8,10 +8,10 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, JsonValue, model_validator
 from pydantic.dataclasses import dataclass
 
-from conversion.presets import PRESETS, ExpertInit, Preset, changed_preset
-from training.context import Context
-from training.settings import STRICT
-from training.stages.base import Model, NumberedData, Stage, named_errors
+from clip_moe.conversion.presets import PRESETS, ExpertInit, Preset, changed_preset
+from clip_moe.training.context import Context
+from clip_moe.training.settings import STRICT
+from clip_moe.training.stages.base import Model, NumberedData, Stage, named_errors
 
 if typing.TYPE_CHECKING:
     import torch
@@ -69,7 +69,7 @@ class UpcycleStage(Stage):
         return self
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
-        from conversion.upcycle import convert
+        from clip_moe.conversion.upcycle import convert
 
         with named_errors(self, "changes"):
             preset = changed_preset(self.preset, self.changes)
@@ -81,11 +81,11 @@ class UpcycleStage(Stage):
         """Tower and sparse layer -> what its dense FFN reads."""
         import torch
 
-        from conversion.checkpoints import load_dense
-        from conversion.processors import load_processor
-        from conversion.upcycle import sparse_config
-        from training.ffn_inputs import ffn_inputs_of_tokens
-        from training.loader import PairLoader
+        from clip_moe.conversion.checkpoints import load_dense
+        from clip_moe.conversion.processors import load_processor
+        from clip_moe.conversion.upcycle import sparse_config
+        from clip_moe.training.ffn_inputs import ffn_inputs_of_tokens
+        from clip_moe.training.loader import PairLoader
 
         model, processor = load_dense(inputs.model, torch.float32), load_processor(inputs.model)
         config = sparse_config(model.config, preset, self.towers)

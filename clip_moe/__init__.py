@@ -1,13 +1,13 @@
 """The command line of this project, `clip-moe COMMAND` or `python -m clip_moe COMMAND`, and the functions behind it:
 `from clip_moe import upcycle`.
 
-Importing it makes the rooms importable that lie beside this file: in a wheel, as in a checkout.
+Its rooms are `clip_moe.training`, `clip_moe.data` and so on. In a checkout they are links to the folders of these names
+beside this one.
 """
 
 import importlib
 import os
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,18 +15,15 @@ if TYPE_CHECKING:
 
 # Threads that wait do not spin: on shared cores, spinning costs several times the time. Read when torch is imported
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# First, since the user's own folder, where commands are started, may have a module `data` or `training`, too.
-sys.path.insert(0, str(Path(__file__).parent))
-
 
 # What is imported from here -> where it is. Imported when it is asked for: the command line begins with this file
 FUNCTIONS = {
-    "PRESETS": "conversion.presets",
-    "upcycle": "conversion.upcycle",
-    "load_recipe": "training.recipe",
-    "run_recipe": "training.runner",
-    "find_tasks": "evaluation.tasks",
-    "evaluate_model": "evaluation.evaluate",
+    "PRESETS": "clip_moe.conversion.presets",
+    "upcycle": "clip_moe.conversion.upcycle",
+    "load_recipe": "clip_moe.training.recipe",
+    "run_recipe": "clip_moe.training.runner",
+    "find_tasks": "clip_moe.evaluation.tasks",
+    "evaluate_model": "clip_moe.evaluation.evaluate",
 }
 
 
@@ -47,12 +44,12 @@ def main(arguments: list[str] | None = None) -> None:
         given = with_own_classes(given)
         if arguments is None:
             sys.argv[1:] = given
-        from training.stages import KINDS
+        from clip_moe.training.stages import KINDS
 
         kind = given[0].replace("-", "_") if given else ""
         if kind in KINDS:  # whose help needs its own file alone
-            from records.program import end
-            from training.stage_command import run_command
+            from clip_moe.records.program import end
+            from clip_moe.training.stage_command import run_command
 
             return end(lambda: run_command(kind, given[1:]), is_all=arguments is None)
         line = _command_line()
@@ -61,7 +58,7 @@ def main(arguments: list[str] | None = None) -> None:
             f"error: {error}: the commands need more than the models: in a checkout, pip install -c constraints.txt -e "
             '".[training]"; elsewhere, pip install "clip-moe[training] @ git+https://github.com/OWNER/clip-moe"'
         )
-    from records.command_line import run
+    from clip_moe.records.command_line import run
 
     run(line, None if arguments is None else given)
 
@@ -70,8 +67,8 @@ def with_own_classes(arguments: list[str]) -> list[str]:
     """The arguments of a command without `--import MODULE`, whose models are known from then on."""
     if not any(argument.partition("=")[0] == "--import" for argument in arguments):
         return arguments
-    from conversion.own_classes import import_own_classes
-    from records.program import one_line_errors
+    from clip_moe.conversion.own_classes import import_own_classes
+    from clip_moe.records.program import one_line_errors
 
     with one_line_errors():
         return import_own_classes(arguments)
@@ -79,13 +76,13 @@ def with_own_classes(arguments: list[str]) -> list[str]:
 
 def _command_line() -> "App":
     """All commands."""
-    from conversion import commands as conversion
-    from evaluation import commands as evaluation
-    from examples import commands as examples
-    from records.command_line import command_line
-    from records.help_text import in_lines
-    from training import commands as training
-    from training.stages import PURPOSES
+    from clip_moe.app import commands as app
+    from clip_moe.conversion import commands as conversion
+    from clip_moe.evaluation import commands as evaluation
+    from clip_moe.records.command_line import command_line
+    from clip_moe.records.help_text import in_lines
+    from clip_moe.training import commands as training
+    from clip_moe.training.stages import PURPOSES
 
     kinds = (in_lines(f"{what}: {', '.join(of).replace('_', '-')}", 6, "  ") for what, of in PURPOSES.items())
     line = command_line(
@@ -95,16 +92,12 @@ def _command_line() -> "App":
         help_epilogue="\n".join(["Kinds of stages, each a command, clip-moe KIND OUTPUT:", *kinds]),
     )
     commands = (  # in the order of a user's day
-        *(training.finetune, training.run, examples.app, evaluation.report, evaluation.efficiency),
+        *(training.finetune, training.run, app.app, evaluation.report, evaluation.efficiency),
         *(training.curves, conversion.publish, training.recipes),
     )
     for number, function in enumerate(commands):
         line.command(function, sort_key=number, help_epilogue="")
     # Beside `report`; `main` runs it, as all kinds
-    evaluate = "training.stages.evaluate:EvaluateStage"
+    evaluate = "clip_moe.training.stages.evaluate:EvaluateStage"
     line.command(evaluate, name="evaluate", help="Models side by side on evaluation tasks, with a report.", sort_key=2)
     return line
-
-
-if __name__ == "__main__":
-    main()

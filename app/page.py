@@ -19,18 +19,18 @@ from datasets import Dataset
 from matplotlib.colors import to_hex
 
 import modeling_clip_moe
-from conversion.processors import own_template
-from conversion.publishing.bundle import copy_model
-from data.image_folders import open_folder
-from data.images import FORMATS, decode_image
-from data.pairs import present_captions
-from evaluation.embedder import Embedder, usable_device
-from evaluation.ensemble import Ensemble, open_model
-from evaluation.own_data import is_template
-from evaluation.preferences import route_images
-from evaluation.routing_pictures import expert_colors
-from records.files import new_folder
-from records.messages import join_names
+from clip_moe.conversion.processors import own_template
+from clip_moe.conversion.publishing.bundle import copy_model
+from clip_moe.data.image_folders import open_folder
+from clip_moe.data.images import FORMATS, decode_image
+from clip_moe.data.pairs import present_captions
+from clip_moe.evaluation.embedder import Embedder, usable_device
+from clip_moe.evaluation.ensemble import Ensemble, open_model
+from clip_moe.evaluation.own_data import is_template
+from clip_moe.evaluation.preferences import route_images
+from clip_moe.evaluation.routing_pictures import expert_colors
+from clip_moe.records.files import new_folder
+from clip_moe.records.messages import join_names
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ SCROLL = """() => {
 }"""
 SECONDS_KEPT = 3600  # what visitors upload
 # What a Space needs: folders of this repository that the page runs on, and packages
-ROOMS = ("records", "data", "conversion", "evaluation", "examples")
+ROOMS = ("records", "data", "conversion", "evaluation", "app")
 REQUIREMENTS = """
 accelerate cyclopts datasets filelock huggingface_hub markdown-it-py matplotlib pillow psutil pydantic pyyaml
 safetensors scikit-learn threadpoolctl torch tqdm transformers
@@ -295,8 +295,11 @@ def write_space(output: Path, model: str, baseline: str | None, images: str | No
     """A Space that shows the page: `README.md`, `requirements.txt`, `app.py`, the code, and the models and images that
     are in folders here, without what else lies there."""
     with new_folder(output) as space:
-        for room in (Path(modeling_clip_moe.__file__).parent, *(Path(__file__).parents[1] / room for room in ROOMS)):
-            _copy_code(room, space / room.name)
+        _copy_code(Path(modeling_clip_moe.__file__).parent, space / "modeling_clip_moe")
+        package = Path(__file__).parents[1]
+        for room in ROOMS:
+            _copy_code(package / room, space / "clip_moe" / room)
+        shutil.copy(package / "__init__.py", space / "clip_moe")
         arguments = [_carried(model, space / "model", copy_model)]
         if baseline:
             arguments += ["--baseline", _carried(baseline, space / "baseline", copy_model)]
@@ -313,7 +316,7 @@ def write_space(output: Path, model: str, baseline: str | None, images: str | No
             "README.md": f"---\n{yaml.safe_dump(settings, sort_keys=False)}---\n{SENTENCE} Made by `clip-moe app`.\n",
             # Without +cpu and the like, which PyPI does not have
             "requirements.txt": "".join(f"{n}=={metadata.version(n).partition('+')[0]}\n" for n in REQUIREMENTS),
-            "app.py": f"from examples.commands import app\n\napp.main({arguments!r})\n",
+            "app.py": f"from clip_moe.app.commands import app\n\napp.main({arguments!r})\n",
         }
         for name, text in files.items():
             (space / name).write_text(text, encoding="utf-8")

@@ -3,7 +3,7 @@
 from importlib.util import find_spec
 from pathlib import Path
 
-from records.command_line import Folder, command
+from clip_moe.records.command_line import Folder, command
 
 
 @command
@@ -37,7 +37,7 @@ def app(
             "clip-moe app needs gradio, which is not here: in a checkout, `make app` makes .venv-app, which has it: "
             '.venv-app/bin/clip-moe app; elsewhere, pip install "clip-moe[app] @ git+https://github.com/OWNER/clip-moe"'
         )
-    from examples.app import PICTURES, open_page, write_space
+    from clip_moe.app.page import PICTURES, open_page, write_space
 
     examples = examples or PICTURES.get(Path(model).resolve().name)
     if space is None:

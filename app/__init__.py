@@ -1,0 +1,1 @@
+"""A page in the browser on which to try a model."""

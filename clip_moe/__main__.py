@@ -1,0 +1,5 @@
+"""`python -m clip_moe COMMAND`."""
+
+from clip_moe import main
+
+main()
