@@ -32,7 +32,8 @@ with one_line_errors(), getattr(files, sys.argv[2])(Path(sys.argv[1])):
 """
 sources  # noqa: B018, a fixture
 # What reads no weights
-LIGHT = [f"clip_moe.records.{name}" for name in ("provenance", "digests", "files", "yaml_files", "messages", "markdown")]
+NAMES = ("provenance", "digests", "files", "yaml_files", "messages", "markdown")
+LIGHT = [f"clip_moe.records.{name}" for name in NAMES]
 LIGHT += ["clip_moe.conversion.publishing.lineage", "clip_moe.conversion.presets"]
 SIGNALS = pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 

@@ -226,9 +226,10 @@ def test_what_cannot_be_published_is_refused(tmp_path):
 
 
 def test_a_folder_of_an_earlier_version_still_computes_the_same(tmp_path):
-    """`tests/frozen` was published once, with the code beside it, and stays as it is."""
+    """The archive was published once, with the code beside it, and stays as it is."""
+    shutil.unpack_archive(ROOT / "tests" / "frozen_clip_moe.tar.gz", tmp_path / "frozen")
     program = "import sys; sys.modules['modeling_clip_moe'] = None\nfrom transformers import AutoModel\n"
-    program += f"folder = {str(ROOT / 'tests' / 'frozen')!r}\n"
+    program += f"folder = {str(tmp_path / 'frozen')!r}\n"
     program += "print(AutoModel.from_pretrained(folder, trust_remote_code=True, dtype='float32').self_test())"
     assert "'vision features'" in run_program(tmp_path, "-c", program)
 
