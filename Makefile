@@ -22,7 +22,7 @@ KIT_TOOLS := build==1.6.1 ipykernel==7.4.0 mkdocs-material nbclient==0.11.0 twin
 SPACE_MODEL ?= training/name_clip_moe
 IN_KIT := cd build/kit && HF_HUB_OFFLINE=1 $(CURDIR)/$(KIT)/bin
 
-.PHONY: kit wheel site notebook space release app demo test test-gpu test-slow test-integrations test-lowest check style docs bench bench-gpu
+.PHONY: kit wheel site notebook space release app demo test test-gpu test-slow test-lab test-integrations test-lowest check style docs bench bench-gpu
 
 $(STAMP): setup.py constraints.txt
 	@echo "Making .venv with the versions of constraints.txt; from PyPI, torch and its CUDA libraries are most of 6 GB"
@@ -58,13 +58,16 @@ app: $(APP)/installed  ## a page for a model: make app MODEL=runs/symbols/sparse
 
 # Two processes, each with whole files: tests of one file share runs of a recipe. Threads that wait do not spin: where
 # processes share cores, spinning costs several times the time, and where one has them alone, it saves time.
-demo test test-slow test-integrations test-lowest: export OMP_WAIT_POLICY := PASSIVE
+demo test test-slow test-lab test-integrations test-lowest: export OMP_WAIT_POLICY := PASSIVE
 
 test: $(STAMP)  ## all tests that need no GPU, except the slow ones
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 test-slow: $(STAMP)  ## runs on two processes, killed runs, full disks and random damage
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "slow and not gpu"
+
+test-lab: $(STAMP)  ## what finds out whether something is true: lab/
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "not gpu" tests/lab
 
 test-integrations: $(INTEGRATIONS)  ## publishing, and every library that takes the models
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile tests/integration
@@ -99,16 +102,16 @@ GPU_PYTHON ?= python3
 test-gpu:  ## what needs a GPU
 	$(GPU_PYTHON) -m pytest -m gpu
 
-bench-gpu:  ## speed on a GPU: GPU_PYTHON=python3 make bench-gpu RESULTS=benchmarks/results
+bench-gpu:  ## speed on a GPU: GPU_PYTHON=python3 make bench-gpu RESULTS=lab/speed/results
 	mkdir -p $(RESULTS)
-	-$(GPU_PYTHON) -m benchmarks.steps block --sizes ViT-B/16 ViT-L/14 --images 1 64 256 --dtype bfloat16 --output $(RESULTS)/block_gpu.md
-	-$(GPU_PYTHON) -m benchmarks.steps inference --output $(RESULTS)/inference_gpu.md
-	-$(GPU_PYTHON) -m benchmarks.steps recipes --size ViT-B/16 --batch 256 --dtype bfloat16 --no-gradient-checkpointing --output $(RESULTS)/real_steps_b16_gpu.md
-	-$(GPU_PYTHON) -m benchmarks.steps recipes --size ViT-L/14 --batch 192 --dtype bfloat16 --no-gradient-checkpointing --output $(RESULTS)/real_steps_l14_gpu.md
+	-$(GPU_PYTHON) -m lab.speed.steps block --sizes ViT-B/16 ViT-L/14 --images 1 64 256 --dtype bfloat16 --output $(RESULTS)/block_gpu.md
+	-$(GPU_PYTHON) -m lab.speed.steps inference --output $(RESULTS)/inference_gpu.md
+	-$(GPU_PYTHON) -m lab.speed.steps recipes --size ViT-B/16 --batch 256 --dtype bfloat16 --no-gradient-checkpointing --output $(RESULTS)/real_steps_b16_gpu.md
+	-$(GPU_PYTHON) -m lab.speed.steps recipes --size ViT-L/14 --batch 192 --dtype bfloat16 --no-gradient-checkpointing --output $(RESULTS)/real_steps_l14_gpu.md
 
 bench: $(STAMP)  ## the goals for speed and memory, and what is measured
 	mkdir -p $(RESULTS)
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.goals --output $(RESULTS)/goals_cpu.md
+	OMP_NUM_THREADS=1 $(BIN)/python -m lab.speed.goals --output $(RESULTS)/goals_cpu.md
 
 $(KIT)/installed: setup.py constraints.txt
 	$(PYTHON) -m venv $(KIT)

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Literal
 
 from clip_moe.records.command_line import Folder, command
-from clip_moe.records.messages import in_one_line
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -34,11 +33,6 @@ def efficiency(
     /,
     *,
     baseline: str | None = None,
-    captions: int | None = None,
-    data: str | None = None,
-    caption_column: str = "caption",
-    steps: int | None = None,
-    global_batch_size: int = 512,
     output_dir: Folder | None = None,
     batch_size: int = 32,
     dtype: Dtype = "float32",
@@ -52,10 +46,6 @@ def efficiency(
 
         clip-moe efficiency training/symbol_clip training/name_clip_moe
 
-    Whether experts would pay on your captions, by what was measured (docs/law.md):
-
-        clip-moe efficiency runs/logos/dense_long --data my/logos --steps 4000
-
     The papers' tables: CLIP-UP's 2, CLIP-MoE's section 5.4, CLIP-FMoE's 5.
 
         clip-moe efficiency ViT-B/32 ViT-B/32:clip_up ViT-B/16 ViT-B/16:clip_up ViT-L/14 ViT-L/14:clip_up
@@ -67,33 +57,18 @@ def efficiency(
             SigLIP2-L/16, SigLIP2-So400m/14 or MetaCLIP2-H/14, alone or with :clip_up, :clip_moe, :clip_fmoe, or
             :5_experts, which is CLIP-FMoE's baseline
         baseline: the model of the ratios (default: the first)
-        captions: how many different captions there are to remember
-        data: counts them: whatever `data.source` of a recipe takes
-        caption_column: column of the captions in the data
-        steps: of training a dense model: the page says whether a sparse one with as many multiply-adds should know more
-        global_batch_size: pairs in a step
         output_dir: gets efficiency.md and efficiency.json
         batch_size: images or texts at a time
         dtype: precision of the computation
         device: default: the accelerator, if there is one
     """
     import torch
-    from pydantic import ValidationError
 
-    from clip_moe.data.arguments import DataArguments
     from clip_moe.evaluation.efficiency import compare_models
 
-    try:
-        arguments = None if data is None else DataArguments(source=data, caption_column=caption_column)
-    except ValidationError as error:
-        raise ValueError(f"--data {data}: {in_one_line(error.errors())}") from error
     return compare_models(
         models,
         baseline=baseline,
-        captions=captions,
-        data=arguments,
-        steps=steps,
-        global_batch_size=global_batch_size,
         output_dir=output_dir,
         batch_size=batch_size,
         dtype=getattr(torch, dtype),

@@ -1,7 +1,5 @@
 """What models cost, dense beside sparse: parameters, multiply-adds, speed and memory."""
 
-import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,14 +8,9 @@ import torch
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from clip_moe.conversion.checkpoints import clip_class, config_of, has_file, loading
-from clip_moe.conversion.presets import PRESETS
 from clip_moe.conversion.processors import most_patches
-from clip_moe.conversion.upcycle import sparse_config
-from clip_moe.data.arguments import DataArguments
 from clip_moe.evaluation.costs import count_multiply_adds, count_parameters, meta_model, paper_config
 from clip_moe.evaluation.embedder import usable_device
-from clip_moe.evaluation.estimate import CAVEAT, count_captions, estimate, multiply_adds, trained_model
-from clip_moe.evaluation.law import Facts, fitted_law
 from clip_moe.evaluation.page import write_page
 from clip_moe.evaluation.speed import ROUNDS, measure_memory, measure_speed
 from clip_moe.records.files import refuse_to_overwrite
@@ -32,10 +25,6 @@ def compare_models(
     models: Sequence[str],
     *,
     baseline: str | None = None,
-    captions: int | None = None,
-    data: DataArguments | None = None,
-    steps: int | None = None,
-    global_batch_size: int = 512,
     output_dir: Path | None = None,
     batch_size: int = 32,
     dtype: torch.dtype = torch.float32,
@@ -47,28 +36,15 @@ def compare_models(
         The page: a table of what was counted, and one of what was measured, of models with weights.
 
     Raises:
-        ValueError: a baseline that is none of the models, a model that is no CLIP, or a folder with a page; captions
-            that are all alike.
+        ValueError: a baseline that is none of the models, a model that is no CLIP, or a folder with a page.
     """
     baseline = models[0] if baseline is None else baseline
     if baseline not in models:
         raise ValueError(f"the baseline {baseline!r} is none of the models{did_you_mean(baseline, models)}")
-    if None not in (captions, data):
-        raise ValueError("--captions and --data are two ways to say what there is to remember: give one")
-    least = {"captions": (captions, 2), "steps": (steps, 1), "global_batch_size": (global_batch_size, 1)}
-    for name, (number, at_least) in least.items():
-        if number is not None and number < at_least:
-            raise ValueError(f"--{name} must be at least {at_least}, not {number}")
     device = usable_device(device)
     costs = {name: _counts(name) for name in models}
-    counted = count_captions(data, models) if data is not None else None
-    captions = counted.different if counted is not None else captions
     settings = {
         "baseline": baseline,
-        "captions": captions,
-        "data": data and data.source,
-        "steps": steps,
-        "global_batch_size": global_batch_size,
         "weights": {name: None if paper_config(name) else weights_fingerprint(name) for name in models},
         "batch_size": batch_size,
         "dtype": str(dtype).removeprefix("torch."),
@@ -83,10 +59,7 @@ def compare_models(
     for name, speed in measure_speed(with_weights, batch_size, device, dtype).items():
         costs[name]["measured"] |= speed
     made_with = environment()
-    remember = []
-    if captions is not None:
-        remember = [*([counted.sentence] if counted else []), _to_remember(costs, captions, settings)]
-    page = _page(costs, baseline, settings | made_with, remember)
+    page = _page(costs, baseline, settings | made_with)
     if output_dir is not None:
         write_page(output_dir / "efficiency", page, data={**settings, "models": costs, **made_with})
     return page
@@ -130,7 +103,7 @@ def _measured(costs: Mapping[str, Any]) -> dict[str, float]:
     return speed | {"peak MiB": peak, "peak MiB above start": peak - before}
 
 
-def _page(costs: Mapping[str, Any], baseline: str, how: Mapping[str, Any], remember: Sequence[str]) -> str:
+def _page(costs: Mapping[str, Any], baseline: str, how: Mapping[str, Any]) -> str:
     measured = {name: of_model for name, of_model in costs.items() if "measured" in of_model}
     sections = [
         "# Efficiency",
@@ -139,7 +112,6 @@ def _page(costs: Mapping[str, Any], baseline: str, how: Mapping[str, Any], remem
         "Activated: what one token meets. Multiply-adds: of one image and one text of full length, by torch's counter; "
         f"a FLOP count is twice as much. In brackets: times {escape(baseline)}.",
     ]
-    sections += remember
     if measured:
         of_process = any("memory_before" in of_model["measured"] for of_model in measured.values())  # on a CPU
         memory = "the process, which starts with its libraries," if of_process else "the accelerator"
@@ -152,46 +124,6 @@ def _page(costs: Mapping[str, Any], baseline: str, how: Mapping[str, Any], remem
     versions = ", ".join(f"{name} {version}" for name, version in how["versions"].items())
     sections.append(f"{how['device']}, {how['threads']} threads, commit {how['commit']}, {versions}.")
     return "\n\n".join(sections)
-
-
-def _to_remember(costs: Mapping[str, Any], captions: int, how: Mapping[str, Any]) -> str:
-    """Bits to remember for each parameter, and what the law says of each dense model and of CLIP-UP made of it."""
-    bits = captions * math.log2(captions)
-
-    def in_layers(costs: Mapping[str, Any]) -> dict[str, float]:
-        number = costs["parameters"]["layers"]
-        return {"M parameters in the layers": number / 1e6, "bits to remember, for each": bits / number}
-
-    sections = [
-        f"To remember: to tell {captions:,} captions from each other takes {captions:,} x log2 {captions:,} = "
-        f"{bits:,.0f} bits. What captions have in common is understood, so this is the most that there can be.",
-        _table(costs, in_layers, ""),
-    ]
-    if how["steps"] is None:
-        return "\n\n".join([*sections, "Whether experts pay depends on how long training is, too: add --steps."])
-    exposures = how["steps"] * how["global_batch_size"] / captions
-    sections.append(
-        f"{how['steps']:,} steps of {how['global_batch_size']:,} pairs show each caption {exposures:,.1f} times to a "
-        "dense model, and fewer times to a sparse one with as many multiply-adds."
-    )
-    facts = fitted_law()[0].facts(captions, how["data"])
-    dense = [name for name, of in costs.items() if not of["parameters"]["expert"]]
-    verdicts = [_verdict(name, facts, exposures) for name in dense]
-    sections += verdicts
-    if not all(": no verdict. " in verdict for verdict in verdicts):
-        sections.append(CAVEAT)
-    return "\n\n".join(sections)
-
-
-def _verdict(name: str, facts: Facts, exposures: float) -> str:
-    """What the law says of a dense model and of CLIP-UP with 8 experts made of it."""
-    config = paper_config(name) or config_of(clip_class(name), name)
-    made = sparse_config(config, dataclasses.replace(PRESETS["clip_up"], capacity_factor=None))
-    fewer = exposures * multiply_adds(config) / multiply_adds(made)
-    estimated = estimate(facts, trained_model(config, exposures), trained_model(made, fewer))
-    if estimated.outside:
-        return f"{escape(name)}: no verdict. {'; '.join(estimated.outside)}. Train both, as docs/own_pictures.md does."
-    return f"{escape(name)}: with 8 experts, {estimated.sentence}"
 
 
 def _table(costs: Mapping[str, Any], row_of: Callable[[Mapping[str, Any]], dict[str, float]], baseline: str) -> str:

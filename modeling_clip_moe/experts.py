@@ -263,7 +263,7 @@ class _GroupedFFNs(torch.autograd.Function):
 
 
 # Rows of an expert on a CPU, below which grouped products train faster than the loop, which stacks the gradients of all
-# experts' weights (measured with transformers' `grouped_mm`: benchmarks/results/experts_few_rows_cpu.md)
+# experts' weights (measured with transformers' `grouped_mm`: lab/speed/results/experts_few_rows_cpu.md)
 FEW_ROWS = 160
 
 
@@ -278,7 +278,7 @@ def experts_forward_grouped(
     All experts in one product, without waiting for the token counts; under autocast in its precision.
 
     transformers' `grouped_mm` takes the biases by an index, whose gradient on a GPU adds the rows of an expert one
-    after another: forward and backward of an FFN take up to 4.6 times as long (benchmarks/results/experts_gpu.md).
+    after another: forward and backward of an FFN take up to 4.6 times as long (lab/speed/results/experts_gpu.md).
     """
     device, dtype, output_dtype = top_k_index.device, experts.up_proj.dtype, hidden_states.dtype
     if torch.is_autocast_enabled(device.type):
@@ -409,7 +409,7 @@ def experts_forward_by_device(
     `FlopCounterMode` counts, the loop runs, or without data `batched_mm`: both multiply what a token's experts do.
 
     On one core in float32, the loop takes 0.94 to 1.09 times K dense FFNs on 8 images, and 1.34 to 2.12 times in a
-    training step of one image, where transformers' `grouped_mm` takes 1.16 to 1.46 (benchmarks/results/experts_cpu.md).
+    training step of one image, where transformers' `grouped_mm` takes 1.16 to 1.46 (lab/speed/results/experts_cpu.md).
     """
     arguments = experts, hidden_states, top_k_index, top_k_weights
     if torch.compiler.is_compiling() and not torch.onnx.is_in_onnx_export():

@@ -19,7 +19,7 @@ from pathlib import Path
 from clip_moe.records.digests import file_digest
 
 # This repository's packages, whose commit is in each record, and Python's own
-PACKAGES = {"benchmarks", "clip_moe", "model_cards", "modeling_clip_moe"}
+PACKAGES = {"clip_moe", "lab", "modeling_clip_moe"}
 OURS = {*PACKAGES, *sys.stdlib_module_names}
 # Libraries, which a user may have installed from a checkout, outside of site-packages: no code of their own
 LIBRARIES = {"accelerate", "datasets", "matplotlib", "numpy", "PIL", "scipy", "sklearn", "torch", "transformers"}

@@ -7,12 +7,12 @@ import torch
 from accelerate import Accelerator
 from tiny_clip_moe import gradients
 
-from benchmarks.steps import training_step
 from clip_moe.training.contrastive_task import ContrastiveTask
 from clip_moe.training.engine import FirstFault, _compute_gradient
 from clip_moe.training.losses import contrastive_loss, router_losses
 from clip_moe.training.stages.train import TrainStage
 from clip_moe.training.train_settings import LoopSettings
+from lab.speed.steps import training_step
 
 LOSSES = SimpleNamespace(
     contrastive_loss=lambda images, texts, scale, pairing: contrastive_loss(images, texts, scale),

@@ -36,9 +36,9 @@ from clip_moe.training.curves import TITLES
 from clip_moe.training.recipe import load_recipe
 from clip_moe.training.stage_command import read_command
 from clip_moe.training.stages import KINDS
-from model_cards.law import read_points
-from model_cards.law_cases import Case
-from model_cards.law_outcomes import points_of
+from lab.law.cases import Case
+from lab.law.fit import read_points
+from lab.law.outcomes import points_of
 
 TEXT = {page: page.read_text(encoding="utf-8") for page in PAGES}
 CARDS = ROOT / "model_cards"

@@ -6,7 +6,6 @@ its description: base FFN, two experts and the gate are 114.1 G, and 128.2 G is 
 
 import dataclasses
 import json
-import re
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -264,45 +263,3 @@ def test_models_are_timed_in_turn(monkeypatch):
 )
 def test_mistakes_end_in_one_line(arguments, message):
     assert message in error_of(efficiency.main, *arguments)
-
-
-SHOWN = ("--captions", "2048", "--steps", "3000")
-
-
-def test_what_there_is_to_remember(dense, configs, capsys, tmp_path):
-    """A dense model of the size of one that was measured: a verdict with its probability where captions and
-    exposures lie in the measured range, and none elsewhere."""
-    layers = 4 * (4 * 16**2 + 8 * 16 + 2 * 16 * 32 + 32 + 16)
-    assert layers == count_parameters(load_clip(str(dense)))["layers"]
-
-    def said(*arguments):
-        efficiency.main([*configs, *arguments])
-        return capsys.readouterr().out
-
-    page, bits = said("--captions", "2048"), 2048 * 11
-    assert f"= {bits:,} bits" in page and f" {layers / 1e6:.3g} " in page and "too: add --steps" in page
-    page = said(*SHOWN)
-    assert "3,000 steps of 512 pairs show each caption 750.0 times to a dense model" in page
-    ratio = (
-        7 * (2 * 16 * 32 + 32 + 16) / 2 + 8 * 16 / 2
-    )  # of FFNs that are narrower than those of all cases, and routers
-    ratio /= 4 * 16**2 + 8 * 16 + 2 * 16 * 32 + 32 + 16
-    assert (
-        f"{configs[1]}: no verdict. parameters that experts add, for each of the dense model: {ratio:.3g}, and" in page
-    )
-    config = json.loads((Path(configs[1]) / "config.json").read_text())
-    for tower in ("text_config", "vision_config"):
-        config[tower] |= {"intermediate_size": 64}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    configs = [str(tmp_path)]
-    (line,) = (line for line in said(*SHOWN).splitlines() if "The nearest case that was run" in line)
-    assert re.match(rf"{tmp_path}: with 8 experts, it should know \d+% instead of \d+%, a gain of", line)
-    assert "no verdict. times that training shows each caption to the dense model: 2, and " in said(*SHOWN[:3], "8")
-    efficiency.main(["ViT-B/32", "--captions", "100000", "--steps", "10000"])
-    printed = capsys.readouterr().out
-    assert "no verdict. different captions: 100,000, and 256 to 8,192 were measured; parameters of the dense" in printed
-    for flag, least in {"captions": 2, "steps": 1, "global_batch_size": 1}.items():
-        refused = error_of(efficiency.main, "ViT-B/32", "--captions", "9", "--steps", "9", f"--{flag}", "0")
-        assert refused.endswith(f"--{flag} must be at least {least}, not 0")
-    assert "--data names: num_samples must say" in error_of(efficiency.main, "ViT-B/32", "--data", "names")
-    assert "give one" in error_of(efficiency.main, "ViT-B/32", "--captions", "9", "--data", "my/photos")

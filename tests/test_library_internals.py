@@ -8,7 +8,7 @@ import pytest
 from clip_moe.records.library_internals import NAMES
 
 ROOT = Path(__file__).parents[1]
-ROOMS = "modeling_clip_moe records data conversion evaluation training app examples benchmarks model_cards".split()
+ROOMS = "modeling_clip_moe records data conversion evaluation training app examples lab".split()
 
 
 def is_private(name):

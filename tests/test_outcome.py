@@ -22,10 +22,10 @@ from clip_moe.records.outcome import COLLAPSED, DID_NOT_LEAVE_CHANCE, MEMORIZED,
 from clip_moe.records.provenance import Record, trainings
 from clip_moe.training.contrastive_task import ContrastiveTask
 from clip_moe.training.losses import Pairing, contrastive_loss
-from clip_moe.training.stages.estimate import EstimateStage
-from model_cards.knowledge import read_knowledge
-from model_cards.law_points import read_points
-from model_cards.seeds import write_seeds
+from lab.cards.knowledge import read_knowledge
+from lab.cards.seeds import write_seeds
+from lab.law.points import read_points
+from lab.law.stage import EstimateStage
 
 PAIRS = {"source": "symbols", "num_samples": 16, "captions": "detailed", "in_memory": True}
 DIES = {"stage": "train", "model": "dense", "data": PAIRS, "global_batch_size": 8, "max_steps": 40}

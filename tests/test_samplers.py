@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from clip_moe.training.duplicates import Duplicates
 from clip_moe.training.samplers import ClusterBatchSampler, GlobalBatchSampler, merge_small_clusters
-from model_cards.random_order import RandomOrderSampler
+from lab.law.random_order import RandomOrderSampler
 
 
 def apart(sampler, num_samples):

@@ -55,7 +55,7 @@ HALF = symbols.KIND_SETS["half 1"]
 )
 def test_rows_are_those_that_models_were_trained_on(load, expected):
     """`training/recipes/symbol_base.yaml` and every recipe after it. Other digests mean other scores. So the shares of
-    vague and of wrong captions stay those of benchmarks/results/symbol_world_cpu.md."""
+    vague and of wrong captions stay those of lab/speed/results/symbol_world_cpu.md."""
     assert digest(load()) == expected
 
 

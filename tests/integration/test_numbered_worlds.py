@@ -10,7 +10,7 @@ from clip_moe.conversion.publishing.lineage import WORLDS
 from clip_moe.data import characters, molecules
 from clip_moe.data.worlds import world
 from clip_moe.training.commands import run
-from model_cards.law_cases import Case, arguments
+from lab.law.cases import Case, arguments
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "worlds.md").read_text(encoding="utf-8")
@@ -79,7 +79,7 @@ def test_test_pictures_are_in_a_font_of_their_own():
 
 
 def test_the_recipe_runs(name, tmp_path, capsys):
-    """As a case of docs/law.md, in few steps."""
+    """As a case of lab/law/README.md, in few steps."""
     case = Case(name, 1024, 8, 1, experts=4)
     few = {"seed_steps": 2, "dense_steps": 2, "sparse_steps": 2, "num_samples": 64, "batch_size": 32}
     run_of = {"config": ROOT / "training/recipes/clip_up_worlds.yaml", "output-dir": tmp_path / "out"}

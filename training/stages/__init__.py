@@ -22,7 +22,7 @@ PURPOSES = {
     "data": ("split", "tokenizer", "mixture", "captions", "features", "cluster"),
     "data experts": ("embed_captions", "cluster_fine", "cluster_coarse", "select"),
     "training": ("train", "train_long_clip", "train_experts", "train_data_expert", "train_router"),
-    "measures": ("evaluate", "answer", "estimate", "analyze", "embed"),
+    "measures": ("evaluate", "answer", "analyze", "embed"),
 }
 KINDS = tuple(kind for kinds in PURPOSES.values() for kind in kinds)
 

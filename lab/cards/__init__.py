@@ -1,0 +1,1 @@
+"""Tables over seeds, claims and frontiers of cards."""

@@ -1,0 +1,1 @@
+"""A law of what a dense and a sparse CLIP learn of facts."""

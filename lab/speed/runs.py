@@ -1,0 +1,324 @@
+"""What runs of the symbol world's recipes take, whether --rehearse told it, and whether they survive kills.
+
+OMP_NUM_THREADS=1 python -m lab.speed.runs time --output lab/speed/results/training_time_cpu.md
+"""
+
+import contextlib
+import io
+import json
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import yaml
+from safetensors import safe_open
+
+from clip_moe.conversion.checkpoints import clip_class, config_of
+from clip_moe.evaluation.costs import count_multiply_adds, meta_model
+from clip_moe.evaluation.speed import in_own_process
+from clip_moe.records.command_line import command_line, run
+from clip_moe.records.memory import in_words, peak_memory
+from clip_moe.records.provenance import LOG
+from clip_moe.records.yaml_files import read_yaml
+from clip_moe.training.recipe import Recipe, load_recipe, wanted_stages
+from clip_moe.training.rehearsal import Measured, measure_stages
+from clip_moe.training.runner import run_recipe
+from clip_moe.training.stages.steps import StepsStage
+from lab.speed.page import Output, Rounds, machine, page, table
+
+ROOT = Path(__file__).parents[2]
+RECIPES = ROOT / "training" / "recipes"
+TIMED = {
+    "CLIP-MoE": {
+        "clusters": ["features"]
+        + [f"mcl_clusters_{number}" for number in range(1, 5)]
+        + [f"mcl_features_{number}" for number in range(1, 4)],
+        "experts": [f"mcl_{number}" for number in range(1, 5)],
+        "router": ["mcl_unified", "clip_moe"],
+    },
+    "CLIP-FMoE": {
+        "clusters": ["features", "clusters", "sub_clusters"],
+        "experts": [f"clip_fmoe_{number}" for number in range(1, 5)],
+        "router": ["clip_fmoe_unified", "clip_fmoe"],
+    },
+}
+# System -> its recipe, the stages of it that stay, and what makes them short
+TRAINED = {"defaults.train.data.num_samples": 2048, "defaults.train.max_steps": 8, "defaults.train.save_steps": 3}
+SYSTEMS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "CLIP-UP": ("clip_up_symbols", "dense upcycled clip_up experts", TRAINED),
+    "CLIP-MoE": (
+        "clip_moe_symbols",
+        "features_0 clusters_1 expert_1 features_1 clusters_2 expert_2 unified clip_moe",
+        TRAINED | {"defaults.features.data.num_samples": 2048, "unified.experts": ["expert_1", "expert_2"]},
+    ),
+    "CLIP-FMoE": (
+        "clip_fmoe_symbols",
+        "captions fused features clusters sub_clusters clip_fmoe_1 clip_fmoe_2 clip_fmoe_unified clip_fmoe",
+        {
+            "captions.data.num_samples": 1536,
+            "clusters.num_image_clusters": 2,
+            "sub_clusters.num_image_clusters": 3,
+            "defaults.train.save_steps": 4,
+            "clip_fmoe_unified.experts": ["clip_fmoe_1", "clip_fmoe_2"],
+        },
+    ),
+    "MoDE": (
+        "mode_symbols",
+        "captions fine clusters expert_1 expert_2 mode soup",
+        TRAINED
+        | {
+            "defaults.embed_captions.data.num_samples": 2048,
+            "defaults.train.max_steps": None,
+            "defaults.train.num_epochs": 1,
+            "clusters.num_experts": 2,
+            "mode.experts": ["expert_1", "expert_2"],
+            "soup.models": ["expert_1", "expert_2"],
+        },
+    ),
+}
+# Row of the front page -> the recipe of its steps, and the stages that train it. Of one name, recipes have one model
+FRONT_PAGE = {
+    "dense, 16 wide": ("clip_up_names_long", "seed_model", "dense"),
+    "dense, 30 wide": ("clip_up_names_long", "seed_30", "dense_30"),
+    "dense, 30 wide, longer": ("clip_up_tables_names", "seed_30", "dense_30"),
+    "CLIP-UP, 16 wide, 8 experts": ("clip_up_names_long", "seed_model", "clip_up_8"),
+    "CLIP-UP, 16 wide, 32 experts": ("clip_up_names_long", "seed_model", "clip_up_32"),
+}
+UNTRAINED = ("initialized", "upcycled_8", "upcycled_32", "initialized_30")
+# Steps of two runs, whose difference is that of the steps alone
+FEW_STEPS, MORE_STEPS = 2, 42
+System = Literal[*SYSTEMS]
+line = command_line("python -m lab.speed.runs", help=__doc__)
+ABOUT = """Each stage was rehearsed, then run, in processes of their own. {}."""
+
+
+def stage_seconds(folder: Path) -> dict[str, float]:
+    """Seconds of every stage, in a new folder."""
+    recipe = load_recipe(RECIPES / "clip_fmoe_symbols.yaml", {"output_dir": str(folder)})
+    wanted = {name for parts in TIMED.values() for names in parts.values() for name in names}
+    wanted |= {"captions", "copied", "copied_for_clip_moe", "fused"}
+    clock, seconds = time.perf_counter if torch.accelerator.is_available() else time.process_time, {}
+    for stage in recipe.stages:
+        if stage.name in wanted:
+            started = clock()
+            with contextlib.redirect_stdout(io.StringIO()):
+                run_recipe(recipe, only=[stage.name])
+            seconds[stage.name] = clock() - started
+    return seconds
+
+
+@line.command(name="time")
+def compare_times(*, output: Output = None) -> str:
+    """CLIP-FMoE against CLIP-MoE on the same data, captions, batch and epochs a stage.
+
+    On a CPU the seconds are those of the processor, since other programs would disturb the clock. The paper (section
+    5): 72.5 % less time than CLIP-MoE, with clustering and all experts at once.
+    """
+    rows, reference = [], None
+    with tempfile.TemporaryDirectory() as folder:
+        seconds = stage_seconds(Path(folder))
+    for system, parts in TIMED.items():
+        sums = {part: sum(seconds[name] for name in names) for part, names in parts.items()}
+        total = at_once = sum(sums.values())
+        reference = reference or total
+        if system == "CLIP-FMoE":  # whose experts do not wait for each other
+            at_once += max(seconds[name] for name in parts["experts"]) - sums["experts"]
+        totals = [f"{whole:.0f} ({whole / reference - 1:+.0%})" for whole in (total, at_once)]
+        rows.append([system, *(f"{part:.0f}" for part in sums.values()), *totals])
+    return page(
+        output,
+        "# Training time",
+        table(["system", "embed, cluster", "experts", "router", "total", "experts at once"], rows),
+        f"Seconds; {machine()}. In brackets: against CLIP-MoE. Every stage has one epoch of its data: an expert of "
+        "CLIP-MoE sees all of them, one of CLIP-FMoE a quarter.",
+    )
+
+
+def step_costs() -> dict[str, tuple[float, int]]:
+    """Stage of the front page -> the processor's seconds for a step, and multiply-adds for a picture and a text."""
+    trained = dict.fromkeys(stage for _, *stages in FRONT_PAGE.values() for stage in stages)
+    short, seconds, uses = {"defaults.train.data.num_samples": 2048, "defaults.train.warmup_steps": 0}, {}, {}
+    for steps in (MORE_STEPS, FEW_STEPS):
+        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+            of_stages = {f"{stage}.max_steps": steps for stage in trained}
+            recipe = load_recipe(RECIPES / "clip_up_names_long.yaml", {"output_dir": folder, **short, **of_stages})
+            for stage in wanted_stages(recipe, [*UNTRAINED, *trained], None):
+                started = time.process_time()
+                run_recipe(recipe, only=[stage.name])
+                seconds[stage.name, steps] = time.process_time() - started
+                config = config_of(clip_class(f"{folder}/{stage.name}"), f"{folder}/{stage.name}")
+                counted = count_multiply_adds(meta_model(config))
+                uses[stage.name] = counted["image"] + counted["text"]
+    more = {stage: seconds[stage, MORE_STEPS] - seconds[stage, FEW_STEPS] for stage in trained}
+    return {stage: (more[stage] / (MORE_STEPS - FEW_STEPS), uses[stage]) for stage in trained}
+
+
+@line.command(name="names")
+def time_names(*, output: Output = None, rounds: Rounds = 3) -> str:
+    """Seconds and multiply-adds of the models of the front page's table: steps of each kind, timed in turn."""
+    costs = [step_costs() for _ in range(rounds)]
+    step = {stage: min(of_round[stage][0] for of_round in costs) for stage in costs[0]}
+    rows, reference = [], None
+    for row, (name, *stages) in FRONT_PAGE.items():
+        steps = {of.name: of.max_steps for of in load_recipe(RECIPES / f"{name}.yaml").stages if of.name in stages}
+        uses = {stage: costs[0][stage][1] for stage in stages}
+        training = sum(steps[stage] * uses[stage] for stage in stages)
+        reference = reference or training
+        seconds = sum(steps[stage] * step[stage] for stage in stages)
+        rows.append([row, name, " + ".join(f"{steps[stage]:,}" for stage in stages), f"{seconds:.0f}"])
+        rows[-1] += [f"{training / reference:.2f}", f"{uses[stages[-1]]:,}"]
+    return page(
+        output,
+        "# The names: training and use",
+        table(["model", "recipe", "steps", "seconds of training", "multiply-adds of training", "of use"], rows),
+        f"Seconds of the processor, steps times the least of {rounds} rounds' means; "
+        f"{machine()}. Multiply-adds of training: over the first row's. Of use: for one picture and one text.",
+    )
+
+
+def short_recipe(system: str, output: Path) -> tuple[Path, dict[str, Any], Recipe]:
+    """The file of a system's shortened recipe beside its output, what overrides it, and the recipe."""
+    name, stages, overrides = SYSTEMS[system]
+    path = output.with_suffix(".yaml")
+    raw = read_yaml((RECIPES / f"{name}.yaml").read_text(encoding="utf-8"), name)
+    raw["stages"] = [stage for stage in raw["stages"] if stage["name"] in stages.split()]
+    path.write_text(yaml.safe_dump(raw))
+    return path, overrides, load_recipe(path, overrides | {"output_dir": str(output)})
+
+
+def start(path: Path, output: Path, overrides: Mapping[str, Any]):
+    """A process that runs a recipe; all that it prints goes to a file beside its output."""
+    words = [word for key, value in overrides.items() for word in (f"--{key}", json.dumps(value))]
+    command = [sys.executable, "-m", "clip_moe.training.upcycle", "--config", str(path), "--output-dir", str(output)]
+    with output.with_suffix(".log").open("w") as log:
+        return subprocess.Popen([*command, *words], cwd=ROOT, stdout=log, stderr=log)
+
+
+def rehearsed(path: Path, overrides: Mapping[str, Any], name: str) -> Measured:
+    """What a rehearsal says of a stage."""
+    recipe = load_recipe(path, dict(overrides))
+    with contextlib.redirect_stdout(io.StringIO()):
+        return measure_stages(recipe, wanted_stages(recipe, [name], None))[name]
+
+
+def taken(path: Path, overrides: Mapping[str, Any], name: str) -> tuple[float | None, int]:
+    """Seconds of a step of a stage, if it has steps, and the most memory of its process, which runs it."""
+    recipe, device = load_recipe(path, dict(overrides)), torch.device("cpu")
+    with contextlib.redirect_stdout(io.StringIO()):
+        folder = run_recipe(recipe, only=[name]) / name
+    (stage,) = wanted_stages(recipe, [name], None)
+    if not isinstance(stage, StepsStage):
+        return None, peak_memory(device)
+    speeds = [json.loads(line).get("images_per_second") for line in (folder / LOG).read_text().splitlines()]
+    return stage.global_batch_size / [speed for speed in speeds if speed][-1], peak_memory(device)
+
+
+@line.command(name="rehearsal")
+def compare_rehearsals(*, output: Output = None, systems: Sequence[System] = tuple(SYSTEMS)) -> str:
+    """One recipe of each system, shortened: each stage is rehearsed and run."""
+    parts, columns = [], ["stage", "a step, rehearsed", "run", "ratio", "memory, rehearsed", "run", "ratio"]
+    for system in systems:
+        with tempfile.TemporaryDirectory() as folder:
+            path, overrides, recipe = short_recipe(system, Path(folder) / "run")
+            settings = path, overrides | {"output_dir": recipe.output_dir}
+            rows = []
+            for stage in recipe.stages:
+                foretold = in_own_process(rehearsed, *settings, stage.name)
+                step, memory = in_own_process(taken, *settings, stage.name)
+                seconds = (
+                    [f"{foretold.step:.3g} s", f"{step:.3g} s", f"{foretold.step / step:.2f}"] if step else [""] * 3
+                )
+                sizes = in_words(foretold.memory), in_words(memory), f"{foretold.memory / memory:.2f}"
+                rows.append([stage.name, *seconds, *sizes])
+        parts += [f"## {system}: {SYSTEMS[system][0]}", table(columns, rows)]
+    return page(output, "# What --rehearse says, and what a run takes", ABOUT.format(machine()), *parts)
+
+
+def killed_after(system: str, output: Path, seconds: float) -> str | None:
+    """Start a run and kill it after so long; the stage that it was in then, or None if it had finished before."""
+    path, overrides, _ = short_recipe(system, output)
+    process = start(path, output, overrides)
+    try:
+        if process.wait(seconds) != 0:
+            sys.exit(output.with_suffix(".log").read_text()[-2000:])
+        return None
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    partial = sorted(path.name.removesuffix(".partial") for path in output.glob("*.partial") if path.is_dir())
+    return partial[0] if partial else "between two stages"
+
+
+def content(path: Path) -> Any:
+    """All that a file holds; of safetensors without the order of its header, which differs from run to run; of results
+    the scores."""
+    if path.suffix == ".json":
+        return json.loads(path.read_text()).get("metrics")  # not all results have some
+    if path.suffix != ".safetensors":
+        return path.read_bytes()
+    with safe_open(path, framework="numpy") as file:
+        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return {
+            name: (array.dtype.str, array.shape, array.tobytes()) for name, array in arrays.items()
+        }, file.metadata()
+
+
+def require_equal(whole: Path, killed: Path) -> None:
+    patterns = ("**/*.safetensors", "**/*.arrow", "**/tokenizer.json", "*/*--*.json")
+    names = [
+        # without what `datasets` keeps beside a dataset that was read
+        {path.relative_to(folder) for pattern in patterns for path in folder.glob(pattern) if path.name[:6] != "cache-"}
+        for folder in (whole, killed)
+    ]
+    different = names[0] ^ names[1]
+    different |= {name for name in names[0] & names[1] if content(whole / name) != content(killed / name)}
+    if different:
+        sys.exit(f"{len(different)} files differ from those of a run that nobody killed: {sorted(different)[:10]}")
+
+
+@line.command(name="kills")
+def kill_runs(
+    *, output: Output = None, systems: Sequence[System] = tuple(SYSTEMS), kills: int = 20, seed: int | None = None
+) -> str:
+    """The same recipes, killed (SIGKILL) at random moments and started again. At the end every file of weights, labels
+    and features has to be that of a run that nobody killed, to the bit, and every score the same.
+
+    Args:
+        kills: number of kills, over all systems together
+        seed: draws the moments (default: another one each time)
+    """
+    chance, stages = random.Random(seed), Counter()
+    for number, system in enumerate(systems):
+        with tempfile.TemporaryDirectory() as folder:
+            whole, killed = Path(folder) / "whole", Path(folder) / "killed"
+            started = time.time()
+            killed_after(system, whole, float("inf"))
+            longest, left = time.time() - started, len(range(number, kills, len(systems)))
+            while left:
+                was_in = killed_after(system, killed, chance.uniform(0, longest))
+                if was_in is None:  # it came to its end: the same once more
+                    require_equal(whole, killed)
+                    shutil.rmtree(killed)
+                else:
+                    stages[f"{system}: {was_in}"] += 1
+                    left -= 1
+            killed_after(system, killed, float("inf"))
+            require_equal(whole, killed)
+    return page(
+        output,
+        "# Kills of recipes",
+        f"{stages.total()} kills; all weights, labels, features and scores are those of a run that nobody killed.",
+        f"They came in {', '.join(f'{name} ({times})' for name, times in stages.items())}. {machine()}.",
+    )
+
+
+if __name__ == "__main__":
+    run(line)

@@ -1,0 +1,120 @@
+"""The claims of the four papers: the committed page, what the recipes have of it, and verdicts by hand."""
+
+import json
+import math
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+
+from clip_moe.records.intervals import paired_interval
+from lab.cards.claims import write_claims
+from lab.cards.verdicts import HOLDS, INCONCLUSIVE, Claim, measure_claim, read_claims
+
+CARDS = Path(__file__).parents[2] / "model_cards"
+RECIPES = CARDS.parent / "training" / "recipes"
+CLAIMS = [claim for paper in read_claims(CARDS / "claims.yaml").values() for claim in paper.claims]
+
+
+def test_the_committed_page_is_up_to_date(tmp_path):
+    """Made by `python -m lab.cards.claims model_cards/claims.yaml --output model_cards/claims.md`."""
+    write_claims(CARDS / "claims.yaml", tmp_path / "claims.md")
+    links = re.compile(r"\]\((?!https:)[^)]*\)")  # as seen from another folder
+    made, committed = ((folder / "claims.md").read_text(encoding="utf-8") for folder in (tmp_path, CARDS))
+    assert links.sub("", made) == links.sub("", committed)
+    drawn, shown = (Image.open(folder / "claims.png") for folder in (tmp_path, CARDS))
+    if drawn.info["Software"] == shown.info["Software"]:  # other versions of matplotlib draw otherwise
+        assert np.array_equal(np.asarray(drawn), np.asarray(shown))
+
+
+# Of a claim a number of samples, and the stages of a recipe that a model of it goes through
+BUDGETS = """
+CLIP-UP 6.6 above dense, as many steps | 51,200 | clip_up_symbols | clip_up
+CLIP-UP above dense, as many multiply-adds | 51,200 | clip_up_symbols | clip_up
+CLIP-UP above dense, as many multiply-adds | 66,560 | clip_up_symbols | dense_longer
+CLIP-UP above dense, 4,096 names, as many multiply-adds | 4.1 M | clip_up_names_long | seed_model clip_up_8
+CLIP-UP above dense, 4,096 names, as many multiply-adds | 5.1 M | clip_up_names_long | seed_model dense
+CLIP-UP above dense, 4,096 names, as many multiply-adds | 1.7 M | clip_up_names_long | seed_30 dense_30
+CLIP-UP above a larger dense model, 4,096 names | 2.0 M | clip_up_tables_names | separated_seed no_capacity
+CLIP-UP above a larger dense model, 4,096 names | 2.6 M | clip_up_tables_names | seed_30 dense_30
+CLIP-UP above sparse from scratch, 4,096 names | 2.0 M | clip_up_tables_names | separated_seed no_capacity
+CLIP-UP above sparse from scratch, 4,096 names | 1.9 M | clip_up_tables_names | \
+scratch_no_capacity_seed scratch_no_capacity
+CLIP-MoE above fine-tuning for one stage | 40,960 | clip_moe_symbols | expert_1 expert_2 expert_3 clip_moe
+CLIP-MoE above fine-tuning for one stage | 10,240 | clip_moe_symbols | direct
+CLIP-MoE above fine-tuning for one stage | 10,240 | clip_moe_symbols | sparse_upcycling
+CLIP-MoE above fine-tuning, as many samples | 40,960 | clip_moe_symbols | direct_4x
+CLIP-MoE above fine-tuning, as many samples | 40,960 | clip_moe_symbols_baselines | all_weights
+CLIP-MoE above fine-tuning, zero-shot | 40,960 | clip_moe_symbols | direct_4x
+CLIP-MoE above fine-tuning, zero-shot | 10,240 | clip_moe_symbols | sparse_upcycling
+CLIP-FMoE above fine-tuning, as many samples | 9,600 | clip_fmoe_symbols | direct
+CLIP-FMoE above fine-tuning, as many samples | 19,200 | clip_fmoe_symbols | direct_2x
+MoDE-4 above one model, names by country | 4.1 M | mode_names | expert_1 expert_2 expert_3 expert_4
+MoDE-4 above one model, names by country | 4.1 M | mode_names | dense_same_multiply_adds
+MoDE-4 above one model, samples of all experts | 102,400 | mode_symbols | expert_1 expert_2 expert_3 expert_4
+MoDE-4 above one model, samples of all experts | 102,400 | mode_symbols | dense_4x
+"""
+
+
+def read_recipe(recipe):
+    return yaml.safe_load((RECIPES / f"{recipe}.yaml").read_text(encoding="utf-8"))
+
+
+def test_budgets_are_those_of_the_recipes():
+    """The samples that the stages train on together; a pass is through the 9,600 pairs of clip_fmoe_symbols."""
+    budgets = {claim.short: claim.budget for claim in CLAIMS}
+    for line in BUDGETS.strip().splitlines():
+        short, number, recipe, names = line.split(" | ")
+        content, samples = read_recipe(recipe), 0
+        for stage in (stage for stage in content["stages"] if stage["name"] in names.split()):
+            stage = {**content.get("defaults", {}).get("train", {}), **stage}
+            steps = stage["max_steps"] * stage["global_batch_size"] if "max_steps" in stage else None
+            samples += steps or 9600 * stage["num_epochs"]
+        assert number in budgets[short] and number in (f"{samples:,}", f"{samples / 1e6:.1f} M"), line
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [claim for claim in CLAIMS if claim.cards and not claim.cards[0].startswith(("frontier", "router_teacher"))],
+    ids=lambda claim: claim.short,
+)
+def test_recipes_measure_what_the_claims_name(claim):
+    """The recipes of the cards' names have the rows and tasks."""
+    rows = defaultdict(list)
+    for stage in (stage for card in claim.cards for stage in read_recipe(card)["stages"]):
+        if stage["stage"] == "evaluate":
+            for row in [*stage["models"], *stage.get("oracles", {})]:
+                rows[row] += stage["tasks"]
+    for row in [claim.better, *claim.than]:
+        assert claim.scores.keys() <= set(rows[row]), row
+
+
+def test_too_few_seeds_are_refused(tmp_path):
+    scores = {row: {"t": [{"m": 0.5}, {"m": 0.6}]} for row in ("sparse", "dense")}
+    (tmp_path / "seeds.json").write_text(json.dumps(scores))
+    claim = {"claim": "c", "short": "c", "place": "p", "cards": ["."], "better": "sparse", "than": ["dense"]}
+    (tmp_path / "claims.yaml").write_text(json.dumps({"Paper": {"claims": [claim | {"scores": {"t": ["m"]}}]}}))
+    with pytest.raises(ValueError, match="seeds.json.*the same 3 or more seeds, got 2"):
+        write_claims(tmp_path / "claims.yaml", tmp_path / "claims.md")
+    assert not (tmp_path / "claims.md").exists()
+
+
+def test_an_interval_by_hand():
+    """Student's t of two degrees of freedom is 4.303 at 97.5 %, and 6.205 at 98.75 %."""
+    for comparisons, t in ((1, 4.30265), (2, 6.20535)):
+        reach = t * math.sqrt(((1 - 2) ** 2 + 0 + (3 - 2) ** 2) / 2) / math.sqrt(3)
+        found = paired_interval([11, 22, 33], [10, 20, 30], comparisons)
+        assert found == pytest.approx((2 - reach, 2 + reach), abs=1e-4)
+
+
+def test_a_difference_of_exactly_the_points_is_none(tmp_path):
+    scores = {row: {"t": [{"m": score}] * 3} for row, score in (("sparse", 0.55), ("b", 0.51))}
+    (tmp_path / "seeds.json").write_text(json.dumps(scores))
+    compared = {"cards": ["."], "better": "sparse", "than": ["b"], "scores": {"t": ["m"]}}
+    for by, verdict in ((3.0, HOLDS), (4.0, INCONCLUSIVE)):  # 100 * 0.55 - 100 * 0.51 > 4
+        claim = Claim(claim="c", short="c", place="p", by=by, **compared)
+        assert [score.verdict for score in measure_claim(claim, tmp_path)] == [verdict]

@@ -1,0 +1,211 @@
+"""The law of what dense and sparse models learn: its numbers by hand, its predictions from the committed points, and
+its judge."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+from documents import ROOT
+
+from clip_moe.data.arguments import DataArguments
+from clip_moe.records.yaml_files import read_yaml
+from lab.cards.frontier import at_best_rate, of_budget
+from lab.law.cases import Case, arguments, batch_size, costs, steps
+from lab.law.differences import write_differences
+from lab.law.estimate import count_captions, estimate
+from lab.law.fit import AT_CHANCE, fit, fitted, known, model_of, of_rule, predict, read_points
+from lab.law.law import FITTED, Errors, Facts, Law, TrainedModel, fitted_law, interval, law_of, probability
+from lab.law.outcomes import outcome, write_outcomes
+
+CARD = ROOT / "model_cards" / "law"
+LAW = Law(2.0, 0.5, 200.0, 1.0, 0.5, 0.5, 3.0, 1.0, 1.1, {"icons": 2.0, "characters": 8.0}, Errors(0.2, 0.1, 0.2, 0.3))
+
+
+def test_a_share_by_hand():
+    """1,000 facts of 10 bits but for 2 that are told; 3,000 parameters and 2,000 of experts, which hold half."""
+    facts = Facts(1024, told=2.0, difficulty=3.0, slope=2.0, pace=1.1)
+    assert facts.bits == 1024 * 8
+    half = 200 * 3 * (1024 / 1000) ** 0.5 * (8 / 16) ** (0.5 * math.log(8 / 16) - 1)
+    held = 1 - math.exp(-2 * (3000 + 0.5 * 2000) / 8192)
+    assert LAW.share(facts, TrainedModel(8, 3000, 640, 2000)) == pytest.approx(held / (1 + (half / 1.1 / 640) ** 2))
+    held = 1 - math.exp(-2 * 3000 / 8192)
+    assert LAW.share(facts, TrainedModel(8, 3000, 640)) == pytest.approx(held / (1 + (half / 640) ** 2))
+    names, icons, other = (LAW.facts(500, world) for world in ("names", "icons", None))
+    assert (names.told, names.difficulty, names.slope, names.pace, names.doubt) == (3, 1, 3, 1.1, 0)
+    assert (icons.told, icons.difficulty, icons.slope, icons.pace, icons.doubt) == (0, 2, 1, 1, 0)
+    assert other.difficulty == pytest.approx(4) and other.doubt == pytest.approx(
+        math.log(4) / math.sqrt(2) * math.sqrt(1.5)
+    )
+
+
+def test_drawn_gains_have_the_errors_of_the_law():
+    """Two models alike differ by their own errors alone, and by more where one is wider."""
+    facts, one = LAW.facts(1000, "names"), TrainedModel(16, 10**6, 200)
+    drawn = LAW.gains(facts, one, one)  # full, half learned: a share of 1/2, whose derivative by log half is -slope / 4
+    assert drawn.std() == pytest.approx(3 / 4 * 0.1 * math.sqrt(2), rel=0.15)
+    assert probability(drawn) == pytest.approx(0.5, abs=0.02)
+    low, high = interval(drawn)
+    assert ((drawn > low) & (drawn < high)).mean() == pytest.approx(0.9, abs=0.001)
+    assert LAW.gains(facts, one, TrainedModel(16.01, 10**6, 200)).std() > 1.5 * drawn.std()
+
+
+def test_all_models_of_a_case_train_for_as_many_multiply_adds():
+    sparse = Case("names", 1024, 12, 640, experts=8)
+    budget = 1024 * 640 * costs("names", 12, 0, 2)[0]
+    for case in (sparse, Case("names", 1024, 12, 640), Case("names", 1024, 24, 640, budget_width=12)):
+        seed, own = (count * batch_size(case) for count in steps(case))
+        dense, used = (costs("names", case.width, experts, 2)[0] for experts in (0, case.experts))
+        assert seed * dense + own * used == pytest.approx(budget, rel=0.01)
+    flags = dict(zip(arguments(sparse)[::2], arguments(sparse)[1::2], strict=True))
+    assert flags["--rate"] == str(0.256 / 12) and flags["--stages"].endswith("upcycled,clip_up,sparse_score")
+
+
+@pytest.mark.slow
+def test_the_predictions_follow_from_the_points_that_were_committed_before():
+    made = json.loads((CARD / "predictions.json").read_text(encoding="utf-8"))
+    points = of_rule(read_points(CARD / "points.json"))
+    law = fitted(points)
+    for name, error in vars(law.errors).items():
+        assert error == pytest.approx(made["law"]["errors"][name], rel=0.1)
+    cases = read_yaml((CARD / "cases.yaml").read_text(encoding="utf-8"), "cases")
+    for case, before in zip(cases, made["cases"], strict=True):
+        assert predict(law, case).gain == pytest.approx(before["gain"], abs=0.005)
+
+
+def test_a_law_is_found_again_in_points_that_follow_it():
+    points = []
+    for point in of_rule(read_points(CARD / "points.json"))[::2]:
+        if point.world == "molecules":
+            continue
+        facts = LAW.facts(point.facts, point.world)
+        share = LAW.share(facts, model_of(point))
+        bits = math.log2(point.facts)
+        information = (facts.told + share * (bits - facts.told)) / bits
+        points.append(type(point)(**{**vars(point), "information": information}))
+        assert known(points[-1]) == pytest.approx(share)
+    found = fit(points)
+    for name, number in vars(LAW).items():
+        assert name == "errors" or getattr(found, name) == pytest.approx(number, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("gains", "winner", "is_right", "is_inside"),
+    [((0.2, 0.3), "sparse", True, False), ((-0.2,), "dense", False, False), ((0.05,), None, None, True)],
+    ids=["right", "wrong", "inconclusive"],
+)
+def test_an_outcome_is_judged_by_its_seeds(gains, winner, is_right, is_inside):
+    case = predict(LAW, {"world": "names", "facts": 512, "width": 8, "exposures": 640, "experts": 8, "why": "x"})
+    made = {"sparse": vars(case.sparse), "rival": vars(case.rival), "winner": "sparse", "low": -0.03, "high": 0.13}
+    (template, *_) = read_points(CARD / "points.json")
+    points = []
+    for seed, gain in enumerate(gains):
+        for one, share in ((case.sparse, 0.5 + gain), (case.rival, 0.5)):
+            size = costs(one.world, one.width, one.experts, 2)[1]
+            values = {"world": "names", "facts": 512, "width": 8, "experts": one.experts, "parameters": size}
+            values |= {"experts_per_token": 2 * bool(one.experts), "seed": seed, "rate": 0.032}
+            values |= {"pairs": sum(steps(one)) * batch_size(one), "information": (3 + share * 6) / 9}
+            points.append(type(template)(**{**vars(template), **values}))
+    out = outcome(made, points, seed_reach=0.06)
+    assert (out.seeds, out.winner, out.is_right, out.is_inside) == (len(gains), winner, is_right, is_inside)
+    assert out.gain == pytest.approx(sum(gains) / len(gains), abs=1e-3)
+    assert outcome(made, points[:1], 0.06) is None
+
+
+def test_an_estimate_is_for_what_was_measured():
+    law, cases = fitted_law()
+    dense, sparse = TrainedModel(8, 3488, 1280), TrainedModel(8, 3488, 1095, 7856)
+    estimated = estimate(law.facts(1024, "names"), dense, sparse)
+    assert not estimated.outside and estimated.sparse > estimated.dense and probability(estimated.gains) > 0.5
+    near = estimated.nearest
+    assert (near["facts"], near["width"], near["exposures"]) == (1024, 8, 1280)
+    assert len({tuple(sorted(case.items())) for case in cases}) == len(cases)
+
+
+OUTSIDE = {
+    "different captions: 10,000": (10_000, {"dense": 50_000}, {"experts": 110_000}),
+    "parameters of the dense model's layers: 800": (256, {"dense": 800}, {"experts": 1800}),
+    "bits to remember, for each of these: 0.0256": (256, {"dense": 50_000}, {"experts": 110_000}),
+    "hidden size: 64": (1024, {"width": 64}, {}),
+    "parameters that experts add, for each of the dense model: 4.82": (1024, {}, {"experts": 16_800}),
+    "times that training shows each caption to the dense model: 40": (1024, {"exposures": 40}, {"exposures": 70}),
+    "to the sparse model: 5,120": (1024, {}, {"exposures": 5120}),
+}
+
+
+@pytest.mark.parametrize("begins", OUTSIDE)
+def test_a_verdict_is_for_what_was_measured(begins):
+    """Each bound alone: the sentence says which was left, by how much, and what was measured."""
+    (law, _), (number, dense, sparse) = fitted_law(), OUTSIDE[begins]
+    dense = dataclasses.replace(TrainedModel(8, 3488, 1280), **dense)
+    sparse = dataclasses.replace(dense, **{"exposures": 1095, "experts": 7856, **sparse})
+    estimated = estimate(dataclasses.replace(law.facts(1024, "names"), number=number), dense, sparse)
+    (sentence,) = estimated.outside
+    assert sentence.startswith(f"{begins}, and ") and sentence.endswith(" were measured")
+    assert not len(estimated.gains)
+
+
+def test_the_law_in_use_is_the_one_that_was_tested():
+    content = json.loads((CARD / "predictions.json").read_text(encoding="utf-8"))
+    assert fitted_law()[0] == law_of(content["law"])
+
+
+@pytest.mark.slow
+def test_the_outcomes_are_those_of_the_points(tmp_path, monkeypatch):
+    """Also the counts of winners, those of the rule of one number, and the dead runs that are left out."""
+    monkeypatch.setattr("lab.law.outcomes.FITTED", tmp_path / "law.json")
+    points = [CARD / "points.json", CARD / "outcome_points.json"]
+    write_outcomes(CARD / "predictions.json", points, tmp_path)
+    for name in ("outcomes.md", "outcomes.json"):
+        assert (tmp_path / name).read_text() == (CARD / name).read_text()
+    assert (tmp_path / "law.json").read_text() == FITTED.read_text()
+    dead = read_points(*points, dead=True)
+    assert [(point.world, point.facts, point.seed) for point in dead] == [
+        ("characters", 1024, 2),
+        ("molecules", 512, 0),
+    ]
+    assert not {id(point) for point in dead} & {id(point) for point in read_points(*points)}
+
+
+def test_the_first_round_without_its_dead_runs():
+    """Of molecules, the share is that of all bits."""
+    made, came = (json.loads((CARD / f"first_round/{name}.json").read_text()) for name in ("predictions", "outcomes"))
+    alive = [
+        out
+        for case, out in zip(made["cases"], came, strict=True)
+        if case["sparse"]["world"] != "molecules" or min(out["sparse_share"], out["rival_share"]) >= AT_CHANCE
+    ]
+    right = [out["is_right"] for out in alive if out["winner"]]
+    assert (len(alive), sum(right), len(right)) == (30, 11, 17)
+
+
+def test_a_model_and_seed_counts_once(tmp_path):
+    with pytest.raises(ValueError, match="two points of one model and seed"):
+        read_points(CARD / "points.json", CARD / "points.json")
+
+
+def test_captions_of_data_are_counted_as_a_model_reads_them(tmp_path):
+    (tmp_path / "pairs.csv").write_text("image,caption\na.png,a red fox\nb.png,A  red fox\nc.png,a hen\nd.png,a hen\n")
+    data = DataArguments(source=str(tmp_path / "pairs.csv"), image_root=str(tmp_path))
+    for models in (["ViT-B/32"], [str(ROOT / "training" / "symbol_clip")]):
+        counted = count_captions(data, models)
+        assert (counted.pairs, counted.texts, counted.different) == (4, 3, 2)
+        assert "4 captions. 3 are different, 1 of which are read as another one is: 2 to tell apart" in counted.sentence
+    (tmp_path / "pairs.csv").write_text("image,caption\na.png,a fox\nb.png,a fox\n")
+    with pytest.raises(ValueError, match="all of its 2 captions are alike: there is nothing to tell apart"):
+        count_captions(data, ["ViT-B/32"])
+
+
+def test_the_frontier_is_of_one_budget_and_of_the_best_rates():
+    points = read_points(CARD / "points.json")
+    frontier = of_budget(points, "names", 2048, 16, 640)
+    assert {point.training // 10**10 for point in frontier} <= {39, 40, 41} and len({p.width for p in frontier}) >= 5
+    best = at_best_rate(frontier)
+    for (width, experts), of_seed in best.items():
+        rivals = [p.recall for p in frontier if (p.width, p.experts, p.seed) == (width, experts, min(of_seed))]
+        assert of_seed[min(of_seed)].recall == max(rivals)
+
+
+def test_the_differences_are_those_of_the_points(tmp_path):
+    write_differences([CARD / "points.json", CARD / "outcome_points.json"], tmp_path)
+    assert (tmp_path / "differences.md").read_text() == (CARD / "differences.md").read_text()

@@ -1,0 +1,306 @@
+"""LLaVA's training: what its files hold, which tokens are learned, and both stages run to their end."""
+
+import json
+import re
+import shutil
+
+import PIL.Image
+import pytest
+import torch
+from several_processes import run_processes, train_recipe
+from tiny_runs import DENSE, SPARSE, ended_by_a_checkpoint, read_log, run_stages, same_weights, weights
+from tiny_sources import png
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers.processors import TemplateProcessing
+from transformers import (
+    AutoProcessor,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    PreTrainedTokenizerFast,
+)
+
+from clip_moe.conversion.llava import warn_without_experts
+from clip_moe.data.conversations import load_conversations
+from clip_moe.data.sources import DataArguments
+from clip_moe.training.samplers import Share
+from lab.llava import IGNORED, ConversationLoader, LlavaTask, build
+from modeling_clip_moe import CLIPMoEVisionConfig, CLIPMoEVisionModel
+
+LLAMA = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+LLAMA = {**LLAMA, "max_position_embeddings": 512}
+LLAVA = {"name": "llava", "stage": "lab.llava:LlavaStage", "tower": "sparse", "text_config": LLAMA}
+TRAIN = {"stage": "lab.llava:TrainLlavaStage", "data": {"source": "symbols", "num_samples": 12}, "max_length": 400}
+TRAIN |= {"global_batch_size": 4, "max_steps": 2, "learning_rate": 1e-2, "logging_steps": 1, "save_steps": 1}
+PROJECTED = {"name": "projected", "model": "llava", "prompt": "plain", **TRAIN}
+EVERYTHING = "multi_modal_projector|language_model|lm_head"
+TUNED = {"name": "tuned", "model": "projected", "trainable": EVERYTHING, **TRAIN}
+
+
+def turns(*texts):
+    speakers = ["human", "gpt"] * len(texts)
+    return [{"from": speaker, "value": text} for speaker, text in zip(speakers, texts, strict=False)]
+
+
+DISC = {"image": "0.png", "conversations": turns("<image>\nWhat?", "A disc.", "Which color?", "Red.")}
+TEXT = {"conversations": turns("Why?", "So.")}
+
+
+@pytest.fixture
+def file(tmp_path):
+    """Writes entries in LLaVA's layout, and returns how they are read."""
+    for number in range(3):
+        (tmp_path / f"{number}.png").write_bytes(png(number))
+    (tmp_path / "broken.png").write_text("not an image")
+
+    def write(entries, **arguments):
+        path = tmp_path / "conversations.json"
+        path.write_text(json.dumps(entries))
+        return DataArguments(source=str(path), image_root=str(tmp_path), **arguments)
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory):
+    """A folder with a random LLaVA, whose images have 4 tokens."""
+    folder = tmp_path_factory.mktemp("llava")
+    return run_stages(folder, [DENSE, SPARSE, LLAVA]) / "llava"
+
+
+@pytest.fixture
+def loader(llava, file):
+    """Of these entries, in batches of all of them in their order."""
+
+    def make(entries, prompt="chat", max_length=400, folder=llava):
+        arguments = file(entries)
+        processor = AutoProcessor.from_pretrained(folder)
+        config = LlavaConfig.from_pretrained(folder)
+        rows = load_conversations(arguments)
+        share = Share(len(rows), 0, 1, 0)
+        made = ConversationLoader(rows, processor, config, arguments, share, prompt, max_length)
+        made.sampler.global_batches = lambda rng: [[*range(len(rows))]]
+        return made
+
+    return make
+
+
+def question(text):
+    return [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": text}]}]
+
+
+def learned(loader, batch, row=0):
+    """The text of the tokens that the loss sees."""
+    labels = batch["labels"][row]
+    return loader.processor.tokenizer.decode(labels[labels != IGNORED])
+
+
+def assert_as_prepared(loader, batch):
+    """The first row begins as the processor itself prepares the question, and what is learned begins after it."""
+    prompt = loader.processor.apply_chat_template(question("What?"), add_generation_prompt=True)
+    image = PIL.Image.open(loader.arguments.image_root + "/0.png")
+    inputs = loader.processor(text=prompt, images=image, return_tensors="pt")
+    length = inputs["input_ids"].shape[1]
+    assert torch.equal(inputs["input_ids"][0], batch["input_ids"][0, :length])
+    assert batch["labels"][0, length - 1] == IGNORED and batch["labels"][0, length] != IGNORED
+    assert torch.equal(inputs["pixel_values"], batch["pixel_values"])
+
+
+@pytest.mark.parametrize(("layers", "warns"), [(-2, True), (-1, False), ([0, -2], True), (2, False)], ids=str)
+def test_a_tower_whose_experts_are_cut_off_warns(layers, warns, caplog):
+    vision = CLIPMoEVisionConfig(num_hidden_layers=2, moe_layers=[1])
+    warn_without_experts(
+        LlavaConfig(vision_config=vision, text_config=LlamaConfig(**LLAMA), vision_feature_layer=layers)
+    )
+    assert ["the LLaVA uses no experts" in record.message for record in caplog.records] == [True] * warns
+
+
+def test_llavas_layout(file, tmp_path):
+    entries = [
+        {"id": "a", "image": "0.png", "conversations": turns("What?\n<image>", "A disc.", "Which color?", "Red.")},
+        {"id": "b", "conversations": turns("<image>Why?", "So.", "And then?")},
+        {"id": "c", "image": "1.png", "conversations": [{"from": "gpt", "value": "Hi."}, *turns("<image>", "A star.")]},
+    ]
+    rows = list(load_conversations(file(entries)))
+    assert rows == [
+        {"image": str(tmp_path / "0.png"), "turns": ["<image>\nWhat?", "A disc.", "Which color?", "Red."]},
+        {"image": str(tmp_path / "1.png"), "turns": ["<image>\n", "A star."]},
+        {"image": None, "turns": ["Why?", "So."]},
+    ]
+    assert list(load_conversations(file(entries, skip=1, num_samples=1))) == rows[2:]
+
+
+@pytest.mark.parametrize(
+    "entry, message",
+    [
+        ({"image": "0.png"}, "entry 1 needs turns of human and gpt"),
+        ({"image": "broken.png", "conversations": turns("a", "b")}, "1 of 2 pairs .* cannot be used.*broken.png"),
+        ({"image": "0.png", "conversations": turns("a", " ")}, "1 of 2 pairs .* cannot be used.*caption is empty"),
+    ],
+)
+def test_what_is_no_conversation_is_refused_and_what_cannot_be_read_is_counted(file, entry, message, caplog):
+    good = {"image": "0.png", "conversations": turns("<image>\na", "b")}
+    with pytest.raises(ValueError, match=message):
+        load_conversations(file([good, entry]))
+    if "1 of 2" in message:
+        assert len(load_conversations(file([good, entry], max_unreadable=0.5))) == 1 and "1 of 2 pairs" in caplog.text
+
+
+def test_only_answers_are_learned(loader):
+    made = loader([DISC, TEXT])
+    batch = next(made.batches(0))
+    assert learned(made, batch, 0).split() == "a disc . <|endoftext|>red . <|endoftext|>".split()
+    assert learned(made, batch, 1).split() == "so . <|endoftext|>".split()
+    assert (batch["labels"][batch["attention_mask"] == 0] == IGNORED).all()
+    assert (batch["input_ids"] == made.processor.image_token_id).sum(dim=1).tolist() == [4, 0]
+    assert batch["pixel_values"].shape == (1, 3, 32, 32) and batch["cut"].tolist() == [0, 0]
+    assert_as_prepared(made, batch)
+    made = loader([DISC], "plain")  # the image and its caption
+    batch = next(made.batches(0))
+    text = made.processor.tokenizer.decode(batch["input_ids"][0])
+    assert text.split() == ("<|startoftext|>" + 4 * "<image>" + "a disc .").split()
+    assert learned(made, batch).split() == ["a", "disc", "."]
+
+
+def test_long_conversations_are_cut_and_counted(loader):
+    entries = [DISC, TEXT, {"conversations": turns("Why? " * 100, "So.")}]
+    whole = [len(loader(entries).encode(row)[0]) for row in loader(entries).rows["turns"]]
+    made = loader(entries, max_length=whole[0] - 3)
+    batch = next(made.batches(0))
+    assert batch["input_ids"].shape[1] == whole[0] - 3 and batch["cut"].tolist() == [1, 0, 1]
+    assert learned(made, batch, 2) == ""
+    with pytest.raises(ValueError, match="max_length 20 cuts an image, which takes 4 tokens after the prompt"):
+        next(loader(entries, max_length=20).batches(0))
+
+
+def test_the_loss_is_the_mean_over_answers_and_the_tower_computes_as_at_inference(loader, llava):
+    entries = [
+        {"image": "0.png", "conversations": turns("<image>\nWhat?", "A disc.")},
+        {"conversations": turns("Why?", "So it is, since it was so before.")},
+    ]
+    model = LlavaForConditionalGeneration.from_pretrained(llava)
+    task = LlavaTask(model).train()
+    assert model.training and not model.model.vision_tower.training
+    batch = next(loader(entries).batches(0))
+    loss, metrics = task(dict(batch))
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "pixel_values")}
+    log_probs = model(**inputs).logits.log_softmax(dim=-1)
+    of_tokens = [
+        -log_probs[row, position - 1, token]
+        for row, labels in enumerate(batch["labels"])
+        for position, token in enumerate(labels)
+        if token != IGNORED
+    ]
+    torch.testing.assert_close(loss, sum(of_tokens) / len(of_tokens))
+    assert metrics["answer_tokens"] == len(of_tokens) and metrics["cut_conversations"] == 0
+    # Without images, the projector still gets a gradient, of zeros
+    LlavaTask(model)(next(loader(entries[1:]).batches(0)))[0].backward()
+    projector = model.model.multi_modal_projector
+    assert projector.linear_1.weight.grad.abs().max() == 0 and model.lm_head.weight.grad.abs().max() > 0
+
+
+@pytest.mark.slow
+def test_both_stages_train_what_they_say_and_resume(tmp_path):
+    stages = [DENSE, SPARSE, LLAVA, PROJECTED, TUNED]
+    output = run_stages(tmp_path, stages)
+    built, projected, tuned = (weights(output / name) for name in ("llava", "projected", "tuned"))
+    for before, after, part in (
+        (built, projected, "projector"),
+        (projected, tuned, "(projector|language_model|lm_head)"),
+    ):
+        changed = {name for name in built if not torch.equal(before[name], after[name])}
+        assert changed == {name for name in built if re.search(part, name)}
+    log = read_log(output / "tuned")
+    assert log[-1]["loss"] < log[0]["loss"] and log[0]["cut_conversations"] == 0
+
+    model = LlavaForConditionalGeneration.from_pretrained(output / "tuned")
+    assert type(model.model.vision_tower) is CLIPMoEVisionModel
+    processor = AutoProcessor.from_pretrained(output / "tuned")
+    prompt = processor.apply_chat_template(question("What is it?"), add_generation_prompt=True)
+    inputs = processor(text=prompt, images=PIL.Image.effect_noise((40, 32), 80).convert("RGB"), return_tensors="pt")
+    answer = model.generate(**inputs, max_new_tokens=4, do_sample=False)
+    assert answer.shape[1] > inputs["input_ids"].shape[1]
+
+    overrides = {"output_dir": str(tmp_path / "again")}
+    for _ in range(2):  # each train stage has one checkpoint
+        with ended_by_a_checkpoint():
+            run_stages(tmp_path, stages, overrides)
+    again = run_stages(tmp_path, stages, overrides)
+    assert same_weights(output / "tuned", again / "tuned")
+
+
+@pytest.fixture
+def whole(file, tmp_path):
+    """A run on conversations of different lengths, some of which have images, and what it logged."""
+    entries = [{"image": f"{number}.png", "conversations": turns("What?", f"It is {number}.")} for number in range(3)]
+    entries += [{"conversations": turns("Why?", "So it is " + "and was " * number)} for number in (0, 4, 2, 9, 1)]
+    data = {"source": file(entries).source, "image_root": str(tmp_path)}
+    stages = [DENSE, SPARSE, LLAVA, TUNED | {"model": "llava", "data": data, "max_steps": 4, "save_steps": None}]
+    log = read_log(run_stages(tmp_path, stages) / "tuned")
+    assert len({record["answer_tokens"] for record in log}) > 1
+    return stages, log
+
+
+def assert_same(log, expected):
+    for record, plain in zip(log, expected, strict=True):
+        assert record["answer_tokens"] == plain["answer_tokens"]
+        for name in ("loss", "grad_norm"):
+            assert record[name] == pytest.approx(plain[name], rel=1e-4, abs=1e-4)
+
+
+def test_parts_of_a_step_train_as_the_whole(whole, tmp_path):
+    """However many tokens are learned in each part."""
+    stages, log = whole
+    overrides = {"output_dir": str(tmp_path / "parts"), "tuned.gradient_accumulation_steps": 2}
+    assert_same(read_log(run_stages(tmp_path, stages, overrides) / "tuned"), log)
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_also_where_one_has_no_images(whole, tmp_path):
+    shutil.rmtree(tmp_path / "out" / "tuned")
+    run_processes(2, train_recipe, "--config", tmp_path / "recipe.yaml")
+    assert_same(read_log(tmp_path / "out" / "tuned"), whole[1])
+
+
+def test_a_language_model_gets_eyes(llava, loader, tmp_path):
+    """A Llama with the kind of tokenizer that Vicuna has: spaces belong to the words after them."""
+    backend = Tokenizer(models.BPE(unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    backend.decoder = decoders.Metaspace(prepend_scheme="always")
+    words = [f"{word}s and more: {word}." for word in ("USER", "ASSISTANT", "What", "A disc", "Red", "So")]
+    special_tokens = ["<unk>", "<s>", "</s>"]
+    backend.train_from_iterator(words, trainers.BpeTrainer(special_tokens=special_tokens, show_progress=False))
+    backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokens = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **tokens)
+    tokenizer.save_pretrained(tmp_path / "llama")
+    language_model = LlamaForCausalLM(LlamaConfig(**LLAMA, vocab_size=len(tokenizer), bos_token_id=1, eos_token_id=2))
+    language_model.save_pretrained(tmp_path / "llama")
+    (tmp_path / "llava").mkdir()
+    build(llava.parent / "sparse", tmp_path / "llava", tmp_path / "llama")
+    model = LlavaForConditionalGeneration.from_pretrained(tmp_path / "llava")
+    made = loader([DISC], folder=tmp_path / "llava")
+    tokenizer_of_both, table = made.processor.tokenizer, model.get_input_embeddings().weight
+    assert len(table) % 64 == 0 and len(table) >= len(tokenizer) + 2 == len(tokenizer_of_both)
+    assert torch.equal(table[: len(tokenizer)], language_model.get_input_embeddings().weight)
+    text = tokenizer_of_both("What? A disc.", return_tensors="pt").input_ids
+    assert text[0, 0] == 1
+    expected = language_model(text).logits
+    torch.testing.assert_close(model(text).logits[..., : len(tokenizer)], expected)
+    batch = next(made.batches(0))
+    assert learned(made, batch) == "A disc.</s> Red.</s>"
+    assert_as_prepared(made, batch)
+
+
+def test_what_cannot_train_is_refused(tmp_path):
+    stages = [DENSE, SPARSE, LLAVA, TUNED | {"model": "llava"}]
+    for key, value, message in (
+        ("tuned.trainable", ".", "tuned.trainable: .*LLaVA's tower stays frozen"),
+        ("tuned.max_length", 4096, "more than the 512 that the language model reads"),
+        ("llava.language_model", "a/b", "exactly one of language_model and text_config"),
+        ("llava.text_config", {"hidden": 4}, "LlamaConfig has no field 'hidden'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run_stages(tmp_path, stages, {key: value})
+    assert not list(tmp_path.rglob("log.jsonl"))

@@ -1,0 +1,33 @@
+import pytest
+from tiny_clip_moe import tower_fields
+from transformers import CLIPConfig
+
+from lab.speed import steps
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch):
+    tower = {**tower_fields(), "projection_dim": 8}
+    text, vision = {**tower, "vocab_size": 50, "bos_token_id": 48, "eos_token_id": 49}, {**tower, "patch_size": 8}
+    config = CLIPConfig(text_config=text, vision_config=vision | {"image_size": 32}, projection_dim=8)
+    monkeypatch.setattr(steps, "paper_config", lambda size: config)
+    monkeypatch.setattr("clip_moe.training.engine.compile_layers", lambda tower: None)  # which takes a minute
+
+
+@pytest.mark.parametrize("name", steps.RECIPES)
+def test_a_step_of_each_row(name):
+    found = steps.recipe_step(name, "tiny", 4, mini_batch_size=2 if "texts" in name else None, profiled=True)()
+    assert 0 < found["trainable"] <= found["parameters"] and "Self CPU" in found["kernels"]
+
+
+def test_towers_over_the_dense_one():
+    printed = steps.towers(images=2, rounds=1, device="cpu")
+    assert [line.split()[1] for line in printed.splitlines()[-3:]] == ["clip_up", "clip_moe", "clip_fmoe"]
+
+
+def test_images_per_second():
+    printed = steps.inference(images=[1, 3], presets=["clip_up"], dtype="float32", rounds=1, device="cpu")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed.splitlines() if line.startswith("| ")]
+    assert [row[:2] for row in rows[1:]] == [["1", "dense"], ["1", "clip_up"], ["3", "dense"], ["3", "clip_up"]]
