@@ -42,7 +42,6 @@ $(INTEGRATIONS): $(STAMP)
 
 demo: $(STAMP)  ## dense and sparse models that learn names, into runs/demo
 	$(BIN)/python -m clip_moe.training.upcycle --config training/recipes/demo.yaml
-	$(BIN)/clip-moe curves runs/demo --output-dir runs/demo/curves --only loss
 
 # Sees the packages of .venv, so that only gradio, what it needs and its Pillow are installed
 $(APP)/installed: $(STAMP)

@@ -18,7 +18,6 @@ training = [
     "accelerate>=1.15",
     "cyclopts>=5.5",
     "datasets>=5.0.1",  # file names in metadata cannot leave their folder
-    "evaluate>=0.4.6",
     "filelock>=4.0",
     "markdown-it-py>=4.0",
     "matplotlib>=3.9",

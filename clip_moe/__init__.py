@@ -93,7 +93,7 @@ def _command_line() -> "App":
     )
     commands = (  # in the order of a user's day
         *(training.finetune, training.run, app.app, evaluation.report, evaluation.efficiency),
-        *(training.curves, conversion.publish, training.recipes),
+        *(conversion.publish, training.recipes),
     )
     for number, function in enumerate(commands):
         line.command(function, sort_key=number, help_epilogue="")

@@ -5,7 +5,7 @@ from typing import Literal
 
 import numpy as np
 
-from .retrieval import TIE  # relative, since `evaluate` copies both files with pair_score.py
+from clip_moe.evaluation.retrieval import TIE
 
 
 def pair_metrics(

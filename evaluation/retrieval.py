@@ -158,15 +158,6 @@ def batch_loss(
     return {"loss": best.fun, "chance": loss(0.0)}
 
 
-def require_unit_length(**embeddings: np.ndarray) -> None:
-    """Raises a ValueError if an embedding is not of length 1. The metrics do not ask: those of mixtures have others."""
-    for name, embeds in embeddings.items():
-        lengths = np.linalg.norm(embeds, axis=-1)
-        others = lengths[~(np.abs(lengths - 1) <= 1e-3)]  # also NaN
-        if others.size:
-            raise ValueError(f"{name} has an embedding of length {others[0]:.4g}: divide each by its length")
-
-
 def _ranks(chunk: Chunk) -> np.ndarray:
     """Per query, how many wrong candidates are at least as similar as the best right one."""
     similarities, rows, columns, starts = chunk

@@ -32,7 +32,6 @@ from clip_moe.evaluation.benchmarks.specs import BENCHMARKS
 from clip_moe.records.intervals import paired_interval
 from clip_moe.records.yaml_files import read_yaml
 from clip_moe.training import settings_page
-from clip_moe.training.curves import TITLES
 from clip_moe.training.recipe import load_recipe
 from clip_moe.training.stage_command import read_command
 from clip_moe.training.stages import KINDS
@@ -157,11 +156,6 @@ def read(arguments):
         options = dict(zip(arguments[1::2], arguments[2::2], strict=False))
         stages = {key: value for key, value in options.items() if "." in key}
         load_recipe(options["--config"], {key[2:]: read_yaml(value, key) for key, value in stages.items()})
-
-
-def test_the_demos_curves_are_of_a_logged_quantity():
-    quantities = re.findall(r"clip-moe curves .*--only (\S+)", (ROOT / "Makefile").read_text(encoding="utf-8"))
-    assert quantities and {*quantities} <= {*TITLES}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -278,7 +278,8 @@ def test_a_dead_run_is_no_seed(folders, tmp_path):  # noqa: F811
         runs[-1].mkdir()
         for file in runs[-1].parent.glob("*.json"):
             file.rename(runs[-1] / file.name)
-        Record(stage={"stage": "evaluate", "models": {"sparse": "tuned", "dense": "base"}}).write(runs[-1])
+        models = {"sparse": "tuned", "dense": "base"}
+        Record(stage={"stage": "evaluate", "models": models}, seed=number).write(runs[-1])
         (runs[-1].parent / "tuned").mkdir()
         Record(stage={"stage": "train"}, training=DEAD if number == 1 else ALIVE).write(runs[-1].parent / "tuned")
     table = write_seeds(runs, tmp_path / "out", baseline="dense")

@@ -18,7 +18,6 @@ from clip_moe.evaluation.page import html_page
 from clip_moe.evaluation.report import _scores, arrange, best_of, write_report
 from clip_moe.records.intervals import difference_reach, score_reach, share_reach
 from clip_moe.records.markdown import escape, item, one_line
-from clip_moe.training.curves import last_values
 from lab.law.estimate import CountedCaptions
 
 figures = small_evaluation.figures
@@ -211,21 +210,20 @@ def test_any_text_is_only_text(tmp_path, text, figures):
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
 def test_any_text_is_only_text_outside_of_reports(text):
-    """In sentences of an answer and an estimate, in tables of curves, in lists and alone in a line."""
+    """In sentences of an answer and an estimate, in lists and alone in a line."""
     scores = {model: result(model, "learned", title=text, primary={"recall": text}) for model in COMPARED}
     answered = answer(list(scores.values()), ["learned"], dict.fromkeys(COMPARED, text))
     parts = [
         f"**{answered.verdict}** {answered.advice}",
         answered.details,
         CountedCaptions(text, 3, 3, 2).sentence,
-        last_values({text: {1: {"loss": 1.0}}}),
         item(text),
         escape(text),
     ]
     page = html_page("\n\n".join(parts), {}, text)
     body = page[page.index("<body>") :]
     assert set(re.findall(r"<(\w+)", body)) <= set("body p strong em code table thead tbody tr th td ul li".split())
-    assert body.count("<p>") == 6 and body.count("<li>") == 1
+    assert body.count("<p>") == 5 and body.count("<li>") == 1
     shown = one_line(text)
     assert body.endswith(f"<p>{html.escape(shown, quote=False).replace(chr(34), '&quot;')}</p>\n</body>\n</html>\n")
     assert f"<code>{html.escape(shown.replace('`', chr(39)), quote=False)}</code>" in body

@@ -1,10 +1,8 @@
-"""Scores of a model while it trains, the best model, and the curves of what was logged."""
+"""Scores of a model while it trains, and the best model."""
 
-import csv
 import json
 import shutil
 
-import PIL.Image
 import pytest
 from benchmark_folders import make_copy
 from several_processes import run_processes, train_recipe
@@ -16,8 +14,6 @@ from clip_moe.evaluation.benchmarks.specs import BENCHMARKS
 from clip_moe.evaluation.evaluate import evaluate_model
 from clip_moe.evaluation.tasks import Task
 from clip_moe.records.provenance import weights_fingerprint
-from clip_moe.training import curves
-from clip_moe.training.commands import curves as curves_command
 
 KINDS = symbols.KIND_SETS["digit"]
 SCORE = "kinds/accuracy_top5"
@@ -182,33 +178,3 @@ def test_scores_of_own_data_and_benchmarks(tmp_path):
     symbols.load("test", "web", 13).to_parquet(tmp_path / "own" / "test.parquet")
     with pytest.raises(ValueError, match="tuned was made with other settings .inputs.evaluation.tasks.1"):
         run(tmp_path, evaluation, max_steps=1)
-
-
-def test_curves(measured, plain, tmp_path, capsys):
-    curves_command.main([str(measured.parent), str(plain), "--output-dir", str(tmp_path)])
-    printed = capsys.readouterr().out
-    assert "| out/tuned" in printed and "balance loss" in printed
-    with (tmp_path / "curves.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [row["stage"] for row in rows] == ["out/tuned"] * 7 + ["tuned"] * 6
-    assert [int(row["step"]) for row in rows[:7]] == list(range(7))
-    losses = {record["step"]: record for record in read_log(measured) if "loss" in record}
-    for row in rows[:7]:
-        step = int(row["step"])
-        assert row[SCORE] == str(scores(measured).get(step, {}).get(SCORE, ""))
-        if step:
-            assert float(row["loss"]) == losses[step]["loss"]
-            assert float(row["dropped_tokens"]) == losses[step]["dropped_tokens"]
-            assert float(row["temperature"]) == pytest.approx(1 / losses[step]["logit_scale"])
-    assert PIL.Image.open(tmp_path / "curves.png").size[0] > 1000
-
-
-def test_curves_of_no_run_and_of_one_that_goes_on(measured, tmp_path):
-    with pytest.raises(SystemExit, match="error: .*nowhere has no log.jsonl"):
-        curves_command.main([str(tmp_path / "nowhere"), "--output-dir", str(tmp_path / "out")])
-    log, text = tmp_path / "log.jsonl", (measured / "log.jsonl").read_bytes()
-    log.write_bytes(text + b"{")  # which is just being written
-    assert list(curves.curve_of(log)) == list(curves.curve_of(measured / "log.jsonl"))
-    log.write_bytes(text + b"{\n")
-    with pytest.raises(ValueError, match="log.jsonl is damaged"):
-        curves.curve_of(log)

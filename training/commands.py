@@ -1,4 +1,4 @@
-"""The commands of this room: `clip-moe finetune`, `run`, `curves` and `recipes`.
+"""The commands of this room: `clip-moe finetune`, `run` and `recipes`.
 
 Of several processes: `accelerate launch -m clip_moe run`, or `accelerate launch training/upcycle.py` in a checkout.
 """
@@ -117,25 +117,6 @@ def finetune(
     options = dict(config=RECIPES / "finetune.yaml", output_dir=output)
     text = run(*flags, **options, plan=plan, rehearse=rehearse, rehearse_batch=rehearse_batch)
     return text if plan or rehearse or rehearse_batch else None  # else the report has said which model to load
-
-
-@command
-def curves(*runs: Path, output_dir: Folder, only: list[str] = ()) -> str:
-    """What runs logged, as curves and as a table: losses, balance, dropped tokens, temperature and scores over steps.
-
-    Prints the last values of every stage that trained.
-
-        clip-moe run --config training/recipes/demo.yaml
-        clip-moe curves runs/demo --output-dir curves --only loss
-
-    Args:
-        runs: folders of runs or of their stages
-        output_dir: gets curves.png and curves.csv
-        only: these quantities, as the columns of curves.csv
-    """
-    from clip_moe.training.curves import write_curves
-
-    return write_curves(runs, output_dir, only)
 
 
 @command
