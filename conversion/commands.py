@@ -30,8 +30,8 @@ def publish(
     otherwise nothing is uploaded. The card is made of what the run that trained the model left: its recipe, its stages'
     records and the results of its evaluation.
 
-        clip-moe publish training/name_clip_moe user/clip-moe --dry-run runs/published
-        clip-moe publish runs/clip_moe_demo/clip_moe user/clip-moe --base-model user/base --license apache-2.0
+        clip-moe publish training/name_clip_moe user/clip-moe --dry_run runs/published
+        clip-moe publish runs/clip_moe_demo/clip_moe user/clip-moe --base_model user/base --license apache-2.0
 
     Args:
         source: a finished stage, or any folder of a model

@@ -1,6 +1,6 @@
 """Pictures of the worlds: sheets to look at, and folders as other programs read them.
 
-python -m clip_moe.data.draw symbols --contact-sheet symbols.png
+python -m clip_moe.data.draw symbols --contact_sheet symbols.png
 python -m clip_moe.data.draw icons --kinds "brands 1024" --folder my/logos --number 4096
 """
 
@@ -39,7 +39,7 @@ def draw(
         number: how many kinds the sheet shows, or pictures there are to train on.
     """
     if contact_sheet is None and folder is None:
-        raise ValueError("nothing says what to draw: give --contact-sheet FILE, or --folder FOLDER")
+        raise ValueError("nothing says what to draw: give --contact_sheet FILE, or --folder FOLDER")
     if contact_sheet is not None:
         draw_sheet(name, contact_sheet, world(name).kind_set(kinds)[:number])
     if folder is not None:

@@ -15,7 +15,7 @@ def report(results: list[Path], /, *, output_dir: Folder, baseline: str | None =
     An `evaluate` stage writes these of its own models; here they may come from several.
 
         clip-moe evaluate scores --models.bundled training/symbol_clip --tasks symbols_pairs
-        clip-moe report scores/*.json --output-dir scores/page
+        clip-moe report scores/*.json --output_dir scores/page
 
     Args:
         results: JSON files that evaluate wrote

@@ -4,6 +4,7 @@ The functions of a room's `commands.py` import what they call in their bodies, s
 need no torch.
 """
 
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -65,7 +66,13 @@ def command_line(name: str, **options: object) -> App:
         help_format="plaintext",
         help_formatter=Help(),
         version_flags=(),
-        default_parameter=Parameter(consume_multiple=True, negative_iterable=(), allow_repeating=True),
+        default_parameter=Parameter(
+            name_transform=str,  # as settings are called: --batch_size
+            negative_bool="no_",
+            consume_multiple=True,
+            negative_iterable=(),
+            allow_repeating=True,
+        ),
         **options,
     )
 
@@ -92,10 +99,18 @@ def run(line: App, arguments: Sequence[str] | None = None) -> None:
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        function, bound, _ = line.parse_args(given, print_error=False, exit_on_error=False)
+        function, bound, _ = line.parse_args(list(map(_spelled, given)), print_error=False, exit_on_error=False)
     except CycloptsError as error:
         sys.exit(f"error: {one_line(error)}")
     end(lambda: function(*bound.args, **bound.kwargs), is_all=arguments is None)
+
+
+def _spelled(argument: str) -> str:
+    """An option with `_` for `-`, which read alike. A key of several parts is a setting's, whose class spells it."""
+    name, equals, value = argument.partition("=")
+    if not re.fullmatch(r"--[a-z][\w-]*", name):
+        return argument
+    return f"--{name[2:].replace('-', '_')}{equals}{value}"
 
 
 def _module(command: Callable) -> str:

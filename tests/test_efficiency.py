@@ -213,7 +213,7 @@ def test_the_command_counts_and_measures(dense, sparse, configs, tmp_path, monke
         "clip_moe.evaluation.efficiency.measure_memory", lambda *_: {"peak_memory": 2**29, "memory_before": 0}
     )
     models, folder = [str(dense), str(sparse), configs[0], "ViT-B/32:clip_up"], tmp_path / "out"
-    options = ["--output-dir", str(folder), "--batch-size", "3", "--device", "cpu", "--baseline", str(sparse)]
+    options = ["--output_dir", str(folder), "--batch_size", "3", "--device", "cpu", "--baseline", str(sparse)]
     efficiency.main([*models, *options])
     assert "efficiency.json already exists" in error_of(efficiency.main, *models, *options)
     result, page = json.loads((folder / "efficiency.json").read_text()), (folder / "efficiency.md").read_text()

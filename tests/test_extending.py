@@ -129,7 +129,7 @@ def test_the_second_run_skips_all_but_what_changed(own, capsys):
 
 def test_it_is_published_with_a_card(own, tmp_path, monkeypatch):
     monkeypatch.setattr(bundle, "verify", lambda folder: None)  # in a process of its own, for seconds
-    publish.main(["runs/my_method/mine", "user/mine", "--dry-run", str(tmp_path / "out")])
+    publish.main(["runs/my_method/mine", "user/mine", "--dry_run", str(tmp_path / "out")])
     card = (tmp_path / "out" / "README.md").read_text()
     for stage, what, setting in (
         ("expert_1", f"{EXPERTS}: One expert, trained on its cluster with the sigmoid loss.", "bias -10"),

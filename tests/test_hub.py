@@ -37,7 +37,7 @@ NO_REPOSITORY = {
     "wds/kinds": "a folder's name for CLIP_benchmark",
     "user/base": "only named in a card",
     "user/name": "is uploaded to",
-    "user/sparse-siglip": "named in a card; nothing is uploaded with --dry-run",
+    "user/sparse-siglip": "named in a card; nothing is uploaded with --dry_run",
     "facebook/metaclip-2-...": "the beginning of names",
     "google/siglip...": "the beginning of names",
 }
@@ -135,7 +135,7 @@ COMMANDS = {
     "analyze": "analyze {out} --model {sparse} --tasks symbols_pairs --max_rows 4",
     "embed": "embed {out} --model {sparse} --data.source symbols --data.num_samples 4",
     "embed-captions": "embed-captions {out} --encoder {dense} --data.source symbols --data.num_samples 4",
-    "efficiency": "efficiency {dense} {sparse} --batch-size 2 --output-dir {out}",
+    "efficiency": "efficiency {dense} {sparse} --batch_size 2 --output_dir {out}",
     "train": "train {out} --model {sparse} --data.source symbols --data.num_samples 8 --global_batch_size 4 "
     "--max_steps 1 --learning_rate 1e-3",
 }

@@ -126,7 +126,7 @@ def test_two_processes_train_as_one(whole, tmp_path):
     two, killed = tmp_path / "out" / "tuned", tmp_path / "killed"
     shutil.copytree(tmp_path / "out", killed)
     assert run_processes(2, train_recipe, "--config", tmp_path / "recipe.yaml").count("on 2 x cpu") == 1
-    again = "--config", tmp_path / "recipe.yaml", "--output-dir", killed
+    again = "--config", tmp_path / "recipe.yaml", "--output_dir", killed
     kill_at_a_checkpoint(killed, 2, train_recipe, *again)
     run_processes(2, train_recipe, *again)
     assert same_weights(two, killed / "tuned")

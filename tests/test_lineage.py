@@ -281,7 +281,7 @@ def test_nothing_of_this_machine_is_published(run, tmp_path, monkeypatch):
         change_json(run / "sparse" / name, vision_config={"_name_or_path": str(run)}, **here)
     protocol = f"100 rows of {data}, split test"
     write_result(run, title=f"retrieval, {data}", protocol=protocol, data={"source": str(data)})
-    publish.main([str(run / "sparse"), "user/clip", "--dry-run", str(tmp_path / "out")])
+    publish.main([str(run / "sparse"), "user/clip", "--dry_run", str(tmp_path / "out")])
     texts = all_files(tmp_path / "out")
     assert [file.name for file, text in texts.items() if b"private" in text or str(tmp_path).encode() in text] == []
     card = ModelCard.load(tmp_path / "out" / "README.md").text

@@ -52,7 +52,7 @@ COMMANDS = {
     "features": f"features OUT --model FOLDER {DATA}",
     "embed captions": f"embed-captions OUT --encoder FOLDER {DATA}",
     "embed images": f"embed-captions OUT --encoder FOLDER {DATA} --modality image",
-    "publish": "publish FOLDER user/name --dry-run OUT --license mit",
+    "publish": "publish FOLDER user/name --dry_run OUT --license mit",
 }
 
 

@@ -73,7 +73,7 @@ def test_the_whole_way(tmp_path, name, monkeypatch, capsys):
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"stages": stages}))
 
     def arguments(folder):
-        return "--config", tmp_path / "recipe.yaml", "--output-dir", tmp_path / folder
+        return "--config", tmp_path / "recipe.yaml", "--output_dir", tmp_path / folder
 
     kill_at_a_checkpoint(tmp_path / "killed", 1, train_recipe, *arguments("killed"))
     for folder in ("whole", "killed"):
@@ -94,6 +94,6 @@ def test_the_whole_way(tmp_path, name, monkeypatch, capsys):
         return
     clip_moe.main(["efficiency", str(tmp_path / "whole" / "dense"), str(tuned)])
     clip_moe.main(
-        ["publish", str(tuned), "user/clip-moe", "--dry-run", str(tmp_path / "published"), "--license", "mit"]
+        ["publish", str(tuned), "user/clip-moe", "--dry_run", str(tmp_path / "published"), "--license", "mit"]
     )
     assert (tmp_path / "published" / "modeling_clip_moe.py").is_file()

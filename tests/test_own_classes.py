@@ -33,7 +33,7 @@ def test_a_class_of_ones_own_in_every_command(tmp_path):
     assert json.loads((tmp_path / "sparse" / "config.json").read_text())["model_type"] == "noisy_clip"
     data = "--data.source", "symbols", "--data.num_samples", 16, "--global_batch_size", 8, "--max_steps", 2
     run("train", tmp_path / "tuned", "--model", tmp_path / "sparse", *data, "--learning_rate", 1e-4, *IMPORT)
-    run("publish", tmp_path / "tuned", "user/noisy", "--dry-run", tmp_path / "there", "--license", "mit", *IMPORT)
+    run("publish", tmp_path / "tuned", "user/noisy", "--dry_run", tmp_path / "there", "--license", "mit", *IMPORT)
     assert (tmp_path / "there" / "noisy_clip.py").is_file()
     # What transformers runs from the folder, in a process that cannot import the package
     elsewhere = [

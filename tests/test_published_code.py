@@ -100,7 +100,7 @@ def test_planted_code_neither_runs_nor_is_published(ran, tmp_path, capsys):
     change(source / "preprocessor_config.json", **images)
     (source / "modeling_clip_moe.py").write_text("import evil\n")
     assert load_encoder(encoder).encode(["a star"]).shape == (1, 8)
-    publish.main([str(source), "user/mixture", "--dry-run", str(out)])
+    publish.main([str(source), "user/mixture", "--dry_run", str(out)])
     assert not ran.exists()
     assert_clean(out)
     warnings = capsys.readouterr().err

@@ -66,6 +66,18 @@ def test_defaults_are_merged_under_the_stage_and_overridden(recipe):
     assert (loaded.seed, tuned.max_steps, tuned.data.num_samples, tuned.learning_rate) == (3, 5, 7, 0.5)
 
 
+def test_keys_with_hyphens_are_those_with_underscores(recipe):
+    """At every depth, but for names of one's own within a setting."""
+    text = "stages:\n  - {name: scores-1, stage: evaluate, tasks: [symbols_pairs], models: {my-model: a}}\n"
+    path = recipe(changed("stages:\n", text))
+    given = {"tuned.max-steps": 5, "tuned.data.num-samples": 7, "defaults.train.learning-rate": 0.5}
+    loaded = load_recipe(path, given | {"scores_1.batch-size": 3, "scores-1.models.my-model": "b"})
+    assert (loaded.stages[-1].max_steps, loaded.stages[-1].data.num_samples) == (5, 7)
+    assert loaded.stages[0].batch_size == 3 and loaded.stages[0].models == {"my-model": "b"}
+    with pytest.raises(ValueError, match="--tuned.max_steps is given twice, with - and with _"):
+        load_recipe(path, {"tuned.max-steps": 5, "tuned.max_steps": 6})
+
+
 def test_defaults_of_train_hold_for_all_that_trains(recipe):
     """The more special ones win, the stage's own most of all; neither trains what the other does."""
     more = """

@@ -57,7 +57,7 @@ def test_table_picture_and_page(tmp_path, figures, capsys):
     for number, content in enumerate(results):
         (tmp_path / f"{number}.json").write_text(json.dumps(content))
     files = [str(tmp_path / f"{number}.json") for number in range(5)]
-    report.main([*files, "--output-dir", str(tmp_path / "scores"), "--baseline", "dense"])
+    report.main([*files, "--output_dir", str(tmp_path / "scores"), "--baseline", "dense"])
     table = capsys.readouterr().out
     assert lines_of(table)[0] == ["model", "retrieval: R@1", "pairs: R@1"]
     assert lines_of(table)[2:] == [

@@ -96,8 +96,8 @@ def test_a_command_is_rehearsed(tmp_path, capsys):
 
 
 def test_values_are_those_of_a_recipe():
-    flags = "out/tuned --model x --data.source symbols --data.num_samples=64 --learning-rate 1e-3 --seed 4 "
-    flags += "--max_steps 2 --global_batch_size 8 --evaluation.every_steps 1 --group_by_length --mini_batch_size 4 "
+    flags = "out/tuned --model x --data.source symbols --data.num-samples=64 --learning-rate 1e-3 --seed 4 "
+    flags += "--max-steps 2 --global_batch_size 8 --evaluation.every_steps 1 --group_by_length --mini_batch_size 4 "
     flags += "--lora.target_modules q_proj --lora.r 2 --lora.target_modules v_proj"
     tasks = ["symbols_pairs", "{task: retrieval, dataset: symbols, num_samples: 9}"]
     made, _ = read_command("train", [*flags.split(), "--evaluation.tasks", *tasks])

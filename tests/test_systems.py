@@ -150,7 +150,7 @@ def test_experts_in_separate_runs_end_in_the_same_bits(system, name):
 def test_two_processes_end_in_the_same_models(system, name, stages, is_killed):
     run, output, stages = system(name), system(name).folder / "two", stages.split()
     shutil.copytree(run.whole, output, ignore=shutil.ignore_patterns(*stages))
-    arguments = "--config", RECIPES / f"{name}.yaml", "--output-dir", output, "--stages", ",".join(stages)
+    arguments = "--config", RECIPES / f"{name}.yaml", "--output_dir", output, "--stages", ",".join(stages)
     if is_killed:
         kill_at_a_checkpoint(output, 2, train_recipe, *arguments)
     run_processes(2, train_recipe, *arguments)

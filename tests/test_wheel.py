@@ -81,7 +81,7 @@ def test_commands_run_where_no_checkout_is(installed, tmp_path):
     """In the folder of a user, whose own modules have names of our rooms."""
     own_names(tmp_path)
     upcycle = ["upcycle", "sparse", "--model", "training/symbol_clip/quarter", "--preset", "clip_up"]
-    commands = [["recipes"], upcycle, ["publish", "sparse", "user/sparse", "--dry-run", "published"]]
+    commands = [["recipes"], upcycle, ["publish", "sparse", "user/sparse", "--dry_run", "published"]]
     program = f"import clip_moe\nfor words in {commands}:\n    clip_moe.main(words)\n"
     environment = os.environ | {"PYTHONPATH": str(installed), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-c", program]

@@ -106,11 +106,11 @@ def test_what_a_world_does_not_have(source, kinds, only):
 
 @pytest.mark.parametrize(("name", "more"), [("symbols", []), ("names", ["--number", "48"])])
 def test_the_sheets_of_the_page(tmp_path, name, more):
-    draw.draw.main([name, "--contact-sheet", str(tmp_path / "drawn.png"), *more])
+    draw.draw.main([name, "--contact_sheet", str(tmp_path / "drawn.png"), *more])
     kept = Path(__file__).parents[1] / "docs" / f"{name}.png"
     drawn, expected = (np.asarray(PIL.Image.open(path).convert("RGB")) for path in (tmp_path / "drawn.png", kept))
     assert np.array_equal(drawn, expected) and kept.stat().st_size < 300_000
-    with pytest.raises(SystemExit, match="error: nothing says what to draw: give --contact-sheet FILE, or --folder"):
+    with pytest.raises(SystemExit, match="error: nothing says what to draw: give --contact_sheet FILE, or --folder"):
         draw.draw.main([name])
 
 

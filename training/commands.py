@@ -33,7 +33,7 @@ def run(
     Any other --KEY VALUE overrides a key of the recipe: its own (--seed 1) or a stage's, by the stage's name
     (--clip_up.max_steps 100, --clip_up.data.num_samples 1000). Values are read as YAML.
 
-        clip-moe run --config training/recipes/clip_moe_demo.yaml --output-dir runs/mine --clip_moe.max_steps 50
+        clip-moe run --config training/recipes/clip_moe_demo.yaml --output_dir runs/mine --clip_moe.max_steps 50
         accelerate launch -m clip_moe run --config training/recipes/demo.yaml
 
     Args:

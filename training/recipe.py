@@ -7,6 +7,7 @@ import copy
 import functools
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
@@ -30,7 +31,7 @@ from clip_moe.records.files import read_text
 from clip_moe.records.messages import Faults, did_you_mean, fault_text, fault_value, one_line, suggestion
 from clip_moe.records.provenance import LOGS
 from clip_moe.records.yaml_files import read_yaml
-from clip_moe.training.setting_help import settings_within
+from clip_moe.training.setting_help import settings_within, spelled
 from clip_moe.training.settings import STRICT
 from clip_moe.training.stages import KINDS, stage_of_kind
 from clip_moe.training.stages.base import Stage, each_setting, kinds, references
@@ -173,10 +174,16 @@ def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
         raise FileNotFoundError(
             f"no recipe at {path}; the project's are in training/recipes, where `clip-moe recipes` puts them"
         )
-    raw = read_yaml(read_text(path), str(path), overrides)
-    validated(RecipeFile, raw, path)
-    inputs = raw.pop("inputs", None) or {}
+    text, changes = read_text(path), {}
+    written = validated(RecipeFile, read_yaml(text, str(path)), path)
     for key, value in (overrides or {}).items():
+        name = _spelled(written, key)
+        if name in changes:
+            raise ValueError(f"--{key} is given twice, with - and with _")
+        changes[name] = value
+    raw = read_yaml(text, str(path), changes)
+    inputs = raw.pop("inputs", None) or {}
+    for key, value in changes.items():
         if key not in inputs:
             _override(raw, key, value)
     validated(RecipeFile, raw, path)
@@ -222,6 +229,28 @@ def _fault(error: dict[str, Any], kind: type, settings: Any) -> str:
                 kind = settings_within(kind.__pydantic_fields__[part].annotation)
         message = f"there is no such key: {suggestion(place[-1], kind.__pydantic_fields__)}"
     return f"{'.'.join(map(str, place)) or 'recipe'}: {message}{fault_value(error)}"
+
+
+def _spelled(raw: dict[str, Any], key: str) -> str:
+    """A key on the command line as the recipe and its stages spell it: `-` and `_` read alike."""
+    head, *rest = key.split(".")
+    kind_of = {stage["name"]: stage["stage"] for stage in raw["stages"]}
+    head = _same_name(head, [*kind_of, *_recipe_keys(), *(raw.get("inputs") or {})])
+    names, kind = [head], kind_of.get(head)
+    if head == "defaults" and rest:
+        kind = _same_name(rest[0], KINDS)
+        names, rest = [head, kind], rest[1:]
+    of_stage = None
+    with suppress(ValueError):  # an unknown kind, which is told where the stage is read
+        of_stage = kind and stage_class(kind)
+    return ".".join([*names, *spelled(rest, of_stage)])
+
+
+def _same_name(name: str, known: Iterable[str]) -> str:
+    """The known name, or else the first that differs in `-` and `_` alone, or else this one."""
+    known = list(known)
+    alike = [other for other in known if other.replace("-", "_") == name.replace("-", "_")]
+    return name if name in known or not alike else alike[0]
 
 
 def _override(raw: dict, key: str, value: Any) -> None:

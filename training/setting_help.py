@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 import re
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
@@ -53,6 +53,17 @@ def settings_within(hint: Any) -> type | None:
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return hint
     return next(filter(None, map(settings_within, get_args(hint))), None)
+
+
+def spelled(path: Sequence[str], settings: type | None) -> list[str]:
+    """The keys of a flag as a class of settings and those within it spell them: `-` and `_` read alike. Keys that are
+    no settings, such as names of models, stay."""
+    keys = []
+    for key in path:
+        fields, name = getattr(settings, "__pydantic_fields__", {}), key.replace("-", "_")
+        keys.append(name if name in fields else key)
+        settings = settings_within(fields[name].annotation) if name in fields else None
+    return keys
 
 
 def is_list(hint: Any) -> bool:

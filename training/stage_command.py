@@ -8,7 +8,7 @@ from typing import Any
 from clip_moe.records.help_text import in_lines
 from clip_moe.records.yaml_files import read_yaml
 from clip_moe.training.recipe import Recipe, validated
-from clip_moe.training.setting_help import Setting, docstring, is_list, settings_of, settings_within
+from clip_moe.training.setting_help import Setting, docstring, is_list, settings_of, settings_within, spelled
 from clip_moe.training.stages import stage_of_kind
 from clip_moe.training.stages.base import Stage
 
@@ -40,7 +40,9 @@ def read_command(kind: str, arguments: Sequence[str]) -> tuple[Recipe, dict[str,
     settings: dict[str, Any] = {}
     for key, values in read_flags(rest).items():
         first, *within = key.split(".")
-        path = [first.replace("-", "_"), *within]
+        first = first.replace("-", "_")
+        settings_class = Recipe if first in OF_RUN else stage
+        path = spelled([first, *within], settings_class)
         target = settings
         for part in path[:-1]:
             target = target.setdefault(part, {})
@@ -48,7 +50,7 @@ def read_command(kind: str, arguments: Sequence[str]) -> tuple[Recipe, dict[str,
                 raise ValueError(f"--{key}: {part} has a value already")
         if path[-1] in target:
             raise ValueError(f"--{key} is given twice, with - and with _")
-        target[path[-1]] = read_value(key, values, _hint(Recipe if path[0] in OF_RUN else stage, path))
+        target[path[-1]] = read_value(key, values, _hint(settings_class, path))
     batch_size = settings.pop("rehearse_batch", None)
     is_rehearsal = settings.pop("rehearse", batch_size is not None)
     if not isinstance(is_rehearsal, bool):

@@ -1,7 +1,7 @@
 """Run a recipe.
 
 accelerate launch training/upcycle.py --config training/recipes/demo.yaml
-python -m clip_moe.training.upcycle --config my_recipe.yaml --output-dir runs/l14 --clip_up.learning_rate 1e-5
+python -m clip_moe.training.upcycle --config my_recipe.yaml --output_dir runs/l14 --clip_up.learning_rate 1e-5
 """
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Dense models of several widths beside sparse ones, all of a budget with equal multiply-adds in training.
 
     python -m lab.cards.frontier model_cards/law/points.json model_cards/law/outcome_points.json --world names \
-      --facts 2048 --width 16 --exposures 320 640 1280 --output-dir model_cards/frontier_names_2048
+      --facts 2048 --width 16 --exposures 320 640 1280 --output_dir model_cards/frontier_names_2048
 
 A budget is that of a dense model WIDTH wide which sees each fact EXPOSURES times. Of each model the rate counts at
 which its first seed scores best. A sparse model's gain is over the dense one with the highest mean, seed by seed.

@@ -1,6 +1,6 @@
 """How much models remember: bits of knowledge against parameters, dense and sparse models in one picture.
 
-    python -m lab.cards.knowledge runs/clip_up_names_sizes/evaluation --output-dir runs/knowledge
+    python -m lab.cards.knowledge runs/clip_up_names_sizes/evaluation --output_dir runs/knowledge
 
 Every folder holds the results of one run, as a recipe's evaluate stage writes them, on tasks that tell `information`:
 those on names and icons. To tell N of them apart takes log2 N bits for each; a model knows the share that its held-out

@@ -1,6 +1,6 @@
 """Results of the same models with several seeds: mean and spread.
 
-    python -m lab.cards.seeds runs/seed_*/evaluation --output-dir model_cards/clip_moe_symbols --baseline dense
+    python -m lab.cards.seeds runs/seed_*/evaluation --output_dir model_cards/clip_moe_symbols --baseline dense
 
 Every folder holds the results of one run, as a recipe's evaluate stage writes them. OUTPUT_DIR gets `seeds.md`, with
 the mean and the sample standard deviation of the main scores and how long each run took, the same scores as a chart,

@@ -1,7 +1,7 @@
 """The gain of experts over the number of facts in four worlds, with the law's line.
 
     python -m lab.law.curves model_cards/law/predictions.json model_cards/law/points.json \
-      model_cards/law/outcome_points.json --output-dir model_cards/law
+      model_cards/law/outcome_points.json --output_dir model_cards/law
 
 `predictions.json` holds the law of the line, and `points.json` what that was fitted to. In each world, a dense model
 and one with 8 experts have one width, and the multiply-adds in which the dense one sees each fact a fixed number of

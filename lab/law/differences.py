@@ -1,7 +1,7 @@
 """Sparse models beside dense ones of another budget: as much to use, as many seconds, parameters or data.
 
     python -m lab.law.differences model_cards/law/points.json model_cards/law/outcome_points.json \
-      --output-dir model_cards/law
+      --output_dir model_cards/law
 """
 
 import statistics

@@ -1,7 +1,7 @@
 """Predictions of the law beside what came out.
 
     python -m lab.law.outcomes model_cards/law/predictions.json model_cards/law/points.json \
-      model_cards/law/outcome_points.json --output-dir model_cards/law
+      model_cards/law/outcome_points.json --output_dir model_cards/law
 
 `points.json` are those that the law of the predictions was fitted to, `outcome_points.json` those that were run since.
 Runs that never left chance (`lab.law.fit.is_dead`) are no case.

@@ -1,6 +1,6 @@
 """Pictures a second of `clip-moe embed`, beside loops over transformers' and open_clip's models of the same size.
 
-python -m lab.speed.embedding --open-clip .venv/clip-benchmark --output lab/speed/results/embedding_cpu.md
+python -m lab.speed.embedding --open_clip .venv/clip-benchmark --output lab/speed/results/embedding_cpu.md
 """
 
 import io

@@ -45,7 +45,7 @@ def source(backbone, tmp_path_factory) -> Path:
 def repository(source, tmp_path_factory) -> Path:
     """What is published of it."""
     folder = tmp_path_factory.mktemp("repository") / "clip-moe-symbols"
-    publish.main([str(source), "user/clip-moe-symbols", "--dry-run", str(folder), "--license", "apache-2.0"])
+    publish.main([str(source), "user/clip-moe-symbols", "--dry_run", str(folder), "--license", "apache-2.0"])
     return folder
 
 

@@ -84,7 +84,7 @@ def repositories(tmp_path_factory):
         sparse = moved(upcycle(tiny_dense(family, LENGTH), PRESETS["clip_moe"]), ("experts", "router"), seed=1)
         saved(family, sparse, folder / "sparse", LENGTH)
         folders[family.model_type] = folder / f"{family.model_type}-sparse"
-        publish.main([str(folder / "sparse"), "user/sparse", "--dry-run", str(folders[family.model_type])])
+        publish.main([str(folder / "sparse"), "user/sparse", "--dry_run", str(folders[family.model_type])])
     patch.undo()
     return folders
 

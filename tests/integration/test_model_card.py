@@ -39,5 +39,5 @@ def test_examples_of_other_models_run(name, number, image, tmp_path):
         source = tmp_path / "mode"
         CLIPMoDEModel.from_experts([dense, dense]).save_pretrained(source)
         AutoProcessor.from_pretrained(BASE).save_pretrained(source)
-    publish.main([str(source), f"user/{name}", "--dry-run", str(tmp_path / "user" / name)])
+    publish.main([str(source), f"user/{name}", "--dry_run", str(tmp_path / "user" / name)])
     run_examples(tmp_path / "user" / name, number, tmp_path, image)

@@ -53,8 +53,8 @@ def run(tmp_path_factory):
 @pytest.fixture(scope="module")
 def published(run, tmp_path_factory):
     output = tmp_path_factory.mktemp("published") / "model"
-    arguments = [str(run / "clip_up"), "user/clip-moe-symbols", "--dry-run", str(output), "--license", "apache-2.0"]
-    publish.main([*arguments, "--base-model", "user/symbol-clip"])
+    arguments = [str(run / "clip_up"), "user/clip-moe-symbols", "--dry_run", str(output), "--license", "apache-2.0"]
+    publish.main([*arguments, "--base_model", "user/symbol-clip"])
     return output
 
 
@@ -187,7 +187,7 @@ def test_a_published_model_loads_at_a_revision(published, hub, login, tmp_path):
 
 def test_large_weights_are_in_several_files(run, tmp_path, monkeypatch):
     monkeypatch.setattr(bundle, "SHARD", "2MB")  # another process loads them, too, before the folder gets its name
-    publish.main([str(run / "clip_up"), "user/large", "--dry-run", str(tmp_path / "out")])
+    publish.main([str(run / "clip_up"), "user/large", "--dry_run", str(tmp_path / "out")])
     assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 1
     expected, found = (AutoModel.from_pretrained(f).state_dict() for f in (run / "clip_up", tmp_path / "out"))
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
@@ -204,7 +204,7 @@ def test_an_upload_that_is_cut_off_ends_in_one_line(published, hub, login):
 
 
 def test_a_dense_model_needs_no_code(unverified, tmp_path):
-    publish.main([BASE, "user/dense", "--dry-run", str(tmp_path / "out")])
+    publish.main([BASE, "user/dense", "--dry_run", str(tmp_path / "out")])
     assert not list((tmp_path / "out").glob("*.py"))
     card = (tmp_path / "out" / "README.md").read_text()
     assert "A CLIP without sparse layers." in card and "trust_remote_code" not in card and "custom_code" not in card
@@ -221,7 +221,7 @@ def test_what_cannot_be_published_is_refused(tmp_path):
         (tmp_path / "bare", "user/x", ".*has no tokenizer"),
     ):
         with pytest.raises(SystemExit, match=f"error: {message}"):
-            publish.main([str(source), name, "--dry-run", str(tmp_path / "a")])
+            publish.main([str(source), name, "--dry_run", str(tmp_path / "a")])
     assert not (tmp_path / "a").exists()
 
 

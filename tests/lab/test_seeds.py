@@ -33,7 +33,7 @@ def write(folder, content):
 
 
 def test_mean_and_deviation(folders, tmp_path, figures, capsys):
-    write_seeds.main([*map(str, folders), "--output-dir", str(tmp_path / "out"), "--baseline", "dense"])
+    write_seeds.main([*map(str, folders), "--output_dir", str(tmp_path / "out"), "--baseline", "dense"])
     table = capsys.readouterr().out
     assert lines_of(table)[2:] == [["sparse", "63.0 ± 3.6 (+12.0 ± 6.6)"], ["dense", "51.0 ± 1.0"]]
     text = (tmp_path / "out" / "seeds.md").read_text()
