@@ -308,7 +308,7 @@ def names(card, model, row):
     """R@1 of each seed, seconds, multiply-adds of use."""
     (tasks,) = json.loads((CARDS / card / "seeds.json").read_text(encoding="utf-8"))[model].values()
     recalls = [50 * (seed["image_to_text_recall@1"] + seed["text_to_image_recall@1"]) for seed in tasks]
-    page = (ROOT / "benchmarks" / "results" / "names_training_cpu.md").read_text(encoding="utf-8")
+    page = (ROOT / "lab" / "speed" / "results" / "names_training_cpu.md").read_text(encoding="utf-8")
     cells = next(line for line in page.splitlines() if line.startswith(f"| {row} ")).strip("|").split("|")
     return dict(enumerate(recalls)), float(cells[3]), int(cells[5].replace(",", ""))
 

@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from small_evaluation import plain_embedding
 from tiny_runs import same_weights
 
-from clip_moe.app import app, commands
+from clip_moe.app import commands, page
 from clip_moe.app.page import ImageSearch, patch_map, sparse_layers
 from clip_moe.data import symbols
 from clip_moe.data.images import decode_image
@@ -25,7 +25,7 @@ from clip_moe.evaluation.ensemble import open_model
 from clip_moe.evaluation.preferences import route_images
 
 # The pictures that the Space of this repository offers
-NAMES = sorted(path.stem for path in (ROOT / "examples" / "pictures").iterdir())
+NAMES = sorted(path.stem for path in (ROOT / "app" / "pictures").iterdir())
 dense, sparse = small_evaluation.dense, small_evaluation.sparse
 
 
@@ -67,7 +67,7 @@ def test_search(dense, sparse, images, caplog, tmp_path, monkeypatch):
     embed = plain_embedding(dense)
     by_hand = sorted(search.captions, key=lambda path: -embed(PIL.Image.open(path)) @ embed("a red circle"))
     assert search.find("dense", "a red circle") == by_hand
-    monkeypatch.setattr(app, "NUM_FOUND", 2)
+    monkeypatch.setattr(page, "NUM_FOUND", 2)
     assert len(search.find("sparse", "a red circle")) == 2
     with pytest.raises(ValueError, match="there is nothing to search for"):
         search.find("dense", " ")
@@ -84,25 +84,25 @@ def test_space(sparse, images, tmp_path, monkeypatch):
         (model / name).write_text("{}")
     versions = {"torch": "2.13.0+cpu", "gradio": "6.31.0"}
     monkeypatch.setattr(commands, "find_spec", lambda name: True)
-    monkeypatch.setattr(app.metadata, "version", lambda name: versions.get(name, "1.2.3"))
+    monkeypatch.setattr(page.metadata, "version", lambda name: versions.get(name, "1.2.3"))
     arguments = [str(model), "--baseline", "user/dense", "--images", str(images)]
     arguments += ["--examples", "app/pictures", "--space", str(tmp_path / "space")]
     commands.app.main(arguments)
     space = tmp_path / "space"
     called = f"app.main(['model/clip_moe', '--baseline', 'user/dense', '--images', 'images/{images.name}', "
-    called += "'--examples', 'app/pictures'])"
-    assert (space / "app.py").read_text() == f"from examples.commands import app\n\n{called}\n"
+    called += "'--examples', 'examples/pictures'])"
+    assert (space / "app.py").read_text() == f"from clip_moe.app.commands import app\n\n{called}\n"
     header = yaml.safe_load((space / "README.md").read_text().split("---")[1])
     assert (header["sdk"], header["sdk_version"], header["app_file"]) == ("gradio", "6.31.0", "app.py")
     assert header["models"] == ["user/dense"]
-    assert list(app.captioned(space / "examples" / "pictures").values()) == NAMES
+    assert list(page.captioned(space / "examples" / "pictures").values()) == NAMES
     packages = [Requirement(line) for line in (space / "requirements.txt").read_text().splitlines()]
-    assert {package.name for package in packages} == set(app.REQUIREMENTS) and "torch==2.13.0" in map(str, packages)
+    assert {package.name for package in packages} == set(page.REQUIREMENTS) and "torch==2.13.0" in map(str, packages)
     copy = space / "model" / "clip_moe"
     assert not beside & {path.name for path in copy.iterdir()} and same_weights(copy, sparse)
     found = {path.relative_to(space / "images" / images.name).as_posix() for path in space.glob("images/*/**/*.*")}
     assert found == {"a.png.png", "below/b.JPG.png", "c.png.png", "metadata.jsonl"}
-    assert (space / "examples" / "app.py").is_file() and not list(space.rglob("__pycache__"))
+    assert (space / "clip_moe" / "app" / "page.py").is_file() and not list(space.rglob("__pycache__"))
     with pytest.raises(SystemExit, match="already exists"):
         commands.app.main(arguments)
 
@@ -128,7 +128,7 @@ def test_a_space_gets_pixels_alone(tmp_path, caplog):
     picture.save(images / "d.pdf")
     for name in ("f.eps", "g.png"):
         (images / name).write_text("a secret")
-    app._copy_images(images, tmp_path / "space")
+    page._copy_images(images, tmp_path / "space")
     files = {path.relative_to(tmp_path / "space").as_posix(): path for path in (tmp_path / "space").rglob("*.png")}
     assert set(files) == {f"{name}.png" for name in ("a.jpg", "b.webp", "c.png")}
     assert "2 of 5 images" in caplog.text and "photo.png (it is a link)" in caplog.text and "g.png" in caplog.text
@@ -138,12 +138,12 @@ def test_a_space_gets_pixels_alone(tmp_path, caplog):
             assert np.array_equal(image, decode_image(str(images / name.removesuffix(".png"))))
         assert b"secret" not in path.read_bytes()
     with pytest.raises(ValueError, match="elsewhere/below has no image that can be read, links not counted"):
-        app._copy_images(elsewhere / "below", tmp_path / "nothing")
+        page._copy_images(elsewhere / "below", tmp_path / "nothing")
 
 
 def test_without_gradio(dense, monkeypatch):
     monkeypatch.setitem(sys.modules, "gradio", None)
     with pytest.raises(SystemExit, match="error: clip-moe app needs gradio, .* `make app` .*: .venv-app/bin"):
         commands.app.main([str(dense)])
-    assert app._names(["runs/a/clip_moe", "user/dense"]) == ["clip_moe", "dense"]
-    assert app._names(["runs/a/model", "runs/b/model"]) == ["runs/a/model", "runs/b/model"]
+    assert page._names(["runs/a/clip_moe", "user/dense"]) == ["clip_moe", "dense"]
+    assert page._names(["runs/a/model", "runs/b/model"]) == ["runs/a/model", "runs/b/model"]

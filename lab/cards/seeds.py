@@ -11,6 +11,7 @@ training of a model did not leave chance, or collapsed, are counted and left out
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from clip_moe.evaluation.page import write_page
 from clip_moe.evaluation.report import (
@@ -174,12 +175,20 @@ def _require_different_seeds(folders: Sequence[Path]) -> None:
             raise ValueError(f"{other} and {folder} are of one seed, {record.seed}: a spread needs a seed each")
         for row, name in record.stage.get("models", {}).items():
             if (made := folder.parent / name).joinpath(MANIFEST).is_file():
-                other, stage = of_row.setdefault(row, (made, Record.read(made).stage))
-                if changed := [key for key, value in Record.read(made).stage.items() if stage.get(key) != value]:
+                settings = _without_seeds(Record.read(made).stage)
+                other, expected = of_row.setdefault(row, (made, settings))
+                if changed := [key for key, value in settings.items() if expected.get(key) != value]:
                     raise ValueError(
                         f"{other} and {made} differ in more than the seed, in {join_names(changed)}: such scores "
                         "cannot be averaged"
                     )
+
+
+def _without_seeds(settings: Any) -> Any:
+    """Settings without the seeds that a recipe hands on to its data and tasks."""
+    if isinstance(settings, dict):
+        return {key: _without_seeds(value) for key, value in settings.items() if key not in ("seed", "test_seed")}
+    return list(map(_without_seeds, settings)) if isinstance(settings, list) else settings
 
 
 def _took(folder: Path) -> str | None:
