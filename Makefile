@@ -82,11 +82,12 @@ $(LOWEST)/installed: setup.py constraints.txt constraints-lowest.txt
 test-lowest: $(LOWEST)/installed  ## the tests of make test, on the lowest versions that setup.py allows
 	$(LOWEST)/bin/python -m pytest --numprocesses 2 --dist loadfile
 
-check: $(STAMP)  ## read only: style, which room imports which, and promises
+check: $(STAMP)  ## read only: style, which room imports which, promises, and lines a room
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/python tests/promises.py
+	$(BIN)/python tests/room_lines.py
 
 style: $(STAMP)  ## repair what can be repaired
 	$(BIN)/ruff check --fix .
