@@ -41,12 +41,12 @@ def test_a_card_tells_whether_the_experts_do_anything(run):
 def test_a_card_names_the_method():
     clusters = {"stage": "upcycle", "preset": "clip_up", "expert_init": {"kind": "clusters"}, "text_config": {}}
     relu = clusters | {"expert_init": {"kind": "copies"}, "text_config": {"scoring_func": "relu"}}
-    taught = {"stage": "train", "max_steps": 9, "teacher": "seed", "coupling": None, "frozen_until": {"router": 0.1}}
+    taught = {"stage": "train", "max_steps": 9, "lora": None, "frozen_until": {"router": 0.1}}
     found = [_stage_row(Record(stage=stage))[1] for stage in (clusters, relu, taught)]
     assert found == [
         "preset clip_up, expert_init clusters (arXiv:2604.13508)",
         "preset clip_up, text_config {scoring_func: relu}",
-        "max_steps 9, teacher seed (arXiv:2604.21330), frozen_until {router: 0.1}",
+        "max_steps 9, frozen_until {router: 0.1}",
     ]
 
 

@@ -47,7 +47,7 @@ def idle_parts(model, trainable, caplog, **settings):
     """What is named as getting no gradient, and what gets none of the logits, up to rounding."""
     caplog.clear()
     set_trainable(model, trainable)
-    stage = SimpleNamespace(name="routed", **{"teacher": None, "coupling": None} | settings)
+    stage = SimpleNamespace(name="routed", **{"teaches_routers": False} | settings)
     warn_of_equal_experts(stage, model)
     named = {name for text in caplog.messages for name in re.findall(r"(\w+_model\.\S+?),? ", text)}
     model.zero_grad()
@@ -74,8 +74,8 @@ def test_routers_between_equal_experts_are_named(caplog):
     ]
     for model, trainable in learns:
         assert idle_parts(model, trainable, caplog) == (set(), set())
-    for trainable, teacher in ((r"\.router\.", "dense"), (r"\.(router|experts)\.", None)):  # experts soon differ
-        assert idle_parts(equal_experts(), trainable, caplog, teacher=teacher)[0] == set()
+    for trainable, teaches in ((r"\.router\.", True), (r"\.(router|experts)\.", False)):  # experts soon differ
+        assert idle_parts(equal_experts(), trainable, caplog, teaches_routers=teaches)[0] == set()
 
 
 def test_fusion_gates_between_equal_experts_are_named(caplog):

@@ -75,8 +75,6 @@ RESUMED = {
     "parts of batches": (4, {"mini_batch_size": 4}),
     "biases of experts": (5, {"change": set_towers(use_expert_bias=True), "expert_bias_rate": 1e-4}),
     "begins to train": (5, {"frozen_until": {"^(?!.*router)": 0.5, "text_model.*router": 0.75}}),
-    "a teacher of routers": (3, {"teacher": "dense"}),
-    "other losses": (5, {"coupling": {}, "distillation": {"decay": 0.9}}),
     "relu": (5, {"change": relu}),
     "buffers and averaged weights": (5, {"change": balance, "ema_decay": 0.5}),
 }
@@ -135,11 +133,7 @@ def test_two_processes_train_as_one(whole, tmp_path):
     torch.testing.assert_close(weights(two), weights(whole(**settings)), atol=1e-3, rtol=0)
 
 
-# Without the coupling, whose noise is another for each part
-MORE_LOSSES = {"teacher": "dense", "distillation": {}}
-
-
-@pytest.mark.parametrize("losses_of", [{}, MORE_LOSSES, {"change": relu}], ids=["plain", "more losses", "relu"])
+@pytest.mark.parametrize("losses_of", [{}, {"change": relu}], ids=["plain", "relu"])
 @pytest.mark.parametrize("settings", [{"gradient_checkpointing": True}, {"mini_batch_size": 4}], ids=str)
 def test_what_saves_memory_changes_nothing(whole, settings, losses_of):
     """But the last digits; capacity is in groups of 4 of the 8 pairs."""

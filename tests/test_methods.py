@@ -43,10 +43,8 @@ METHODS = PUBLISHED | {
     "noise": (upcycled(expert_init={"kind": "noise"}), {}, None),
     "drop-upcycling": (upcycled(expert_init={"kind": "drop_upcycling"}), {}, None),
     "random": (upcycled(expert_init={"kind": "random"}), {}, None),
-    "cluster-aware": (CLUSTERS, {"distillation": {}}, "distillation_loss"),
+    "clusters": (CLUSTERS, {}, None),
     "expert upcycling": (upcycled(), {}, None),
-    "teacher": (upcycled(), {"teacher": "dense"}, "router_divergence"),
-    "coupling": (upcycled(), {"coupling": {}}, "coupling_loss"),
     "routers first": (upcycled(expert_init={"kind": "drop_upcycling"}), {"frozen_until": {"^(?!.*router)": 0.1}}, None),
 }
 # Needs peft: run by tests/integration/test_training_settings.py

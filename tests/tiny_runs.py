@@ -62,6 +62,11 @@ def relu(recipe):
     set_towers(scoring_func="relu", norm_topk_prob=False, capacity_factor=None)(recipe)
 
 
+def as_stage(name):
+    """A change of the recipe: another class of the stage that trains."""
+    return lambda recipe: recipe["stages"][2].update(stage=name)
+
+
 def run_stages(folder, stages, overrides=None, **keys):
     """Runs stages below `folder / "out"`, with settings of theirs overridden by `STAGE.KEY`. Returns that folder.
 

@@ -32,19 +32,10 @@ def problems_of_training(stage: Any, config: PreTrainedConfig, batch_size: int) 
     for setting in ("augmentation", "patch_dropout"):
         if getattr(stage, setting) is not None and family.naflex:
             yield f"{setting}: it goes with images of one size, but this model takes any shape: leave it out"
-    for setting in ("teacher", "coupling", "distillation"):
-        if getattr(stage, setting) is not None and not sparse:
-            yield f"{setting}: it goes with a sparse model, but {stage.model} is dense"
     towers = [getattr(config, name) for name in ("text_config", "vision_config")]
     towers = [tower for tower in towers if getattr(tower, "moe_layers", ())]
-    if stage.coupling is not None and any(tower.num_experts == 1 for tower in towers):
-        yield "coupling: it takes several experts, but a tower has one: leave it out"
     if stage.balance_top_k is not None and any(tower.scoring_func == "relu" for tower in towers):
         yield "balance_top_k: all positive scores of a router with ReLU are choices: leave it out"
-    if stage.coupling is not None and stage.lora is not None:
-        yield "coupling: it takes weights, which lora replaces by adapters: drop one"
-    if stage.teacher is not None and stage.patch_dropout is not None:
-        yield "teacher: it sees whole images, of which patch_dropout leaves out a part: drop one"
     if stage.patch_dropout is not None and not family.naflex:
         patches = (config.vision_config.image_size // config.vision_config.patch_size) ** 2
         if round(patches * stage.patch_dropout) == patches:
@@ -108,8 +99,8 @@ def problems_of_routers(stage: Any, model: PreTrainedModel) -> Iterator[str]:
 def warn_of_equal_experts(stage: Any, model: PreTrainedModel) -> None:
     """Warn of routers and fusion gates that train between equal experts that do not, as after upcycling: whatever they
     choose, the model computes the same, so the contrastive loss gives them no gradient."""
-    if stage.teacher is not None or stage.coupling is not None:
-        return  # from which routers learn
+    if stage.teaches_routers:
+        return
     idle = []
     for name, block in model.named_modules():
         if not isinstance(block, CLIPMoESparseMoeBlock) or not isinstance(block.experts, CLIPMoEExperts):

@@ -13,7 +13,7 @@ from clip_moe.evaluation.own_task import OwnTask
 from clip_moe.training.recipe import Recipe
 from clip_moe.training.setting_help import docstring, settings_of
 from clip_moe.training.stages import KINDS, stage_of_kind
-from clip_moe.training.train_settings import CouplingSettings, DistillationSettings, Evaluation, LoraSettings
+from clip_moe.training.train_settings import Evaluation, LoraSettings
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
 # Classes that are no stages, and the titles of their sections
@@ -25,8 +25,6 @@ OTHERS = {
     Evaluation: "Evaluation while training",
     LoraSettings: "LoRA",
     ExpertInit: "How experts start",
-    CouplingSettings: "Coupling",
-    DistillationSettings: "Distillation",
     Recipe: "The recipe",
 }
 

@@ -117,27 +117,6 @@ class RouterSettings:
 
 
 @dataclass(config=STRICT, kw_only=True)
-class CouplingSettings:
-    """The loss that ties experts to rows of their router."""
-
-    # Its weight.
-    coef: float = Field(default=1.0, gt=0)
-    # The answers of other experts to a row, and of an expert to other rows, have to stay below the expert's answer to
-    # its own row times this. The paper has 1 for 64 experts, 0.5 for 256.
-    alpha: float = Field(default=1.0, gt=0, le=1)
-
-
-@dataclass(config=STRICT, kw_only=True)
-class DistillationSettings:
-    """What draws sparse layers to an average of themselves."""
-
-    # Its weight.
-    coef: float = Field(default=1.0, gt=0)
-    # Of the average, a step.
-    decay: float = Field(default=0.999, gt=0, lt=1)
-
-
-@dataclass(config=STRICT, kw_only=True)
 class LoraSettings:
     """Which weights get adapters, and how large these are. The names are those of peft's LoraConfig."""
 

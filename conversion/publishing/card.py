@@ -47,9 +47,6 @@ METHODS = {
     "expert_init": {"drop_upcycling": "2502.19261", "clusters": "2604.13508"},
     "num_experts": {"add_experts": "2604.19835"},
     "lora": "2106.09685",
-    "teacher": "2604.21330",
-    "coupling": "2512.23447",
-    "distillation": "2604.13508",
     "frozen_until": None,
 }
 

@@ -14,7 +14,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from safetensors.torch import load_file, save_file
 from several_processes import run_processes
 from tiny_clip import moved
-from tiny_runs import launch_two, read_log, relu, same_weights, train, weights
+from tiny_runs import as_stage, launch_two, read_log, relu, same_weights, train, weights
 from transformers import AutoProcessor, CLIPConfig, CLIPModel
 from transformers.distributed import DistributedConfig
 
@@ -212,8 +212,13 @@ def finished(name, recipe, output, *more):
     return error if process.returncode else ""
 
 
+TAUGHT = {"change": as_stage("lab.methods.router_teacher:TaughtStage"), "teacher": "dense"}
 FSDP2 = {
-    "a teacher, frozen": {"teacher": "dense", "frozen_until": {"text_model.*router": 0.75}},
+    "a teacher, frozen": {
+        "change": as_stage("lab.methods.router_teacher:TaughtStage"),
+        "teacher": "dense",
+        "frozen_until": {"text_model.*router": 0.75},
+    },
     "relu": {"change": relu},
 }
 
@@ -228,7 +233,7 @@ def test_fsdp2(settings, tmp_path):
 
 
 def test_fsdp2_refuses_losses_of_whole_weights(recipe, tmp_path):
-    refused = finished("fsdp2", recipe, tmp_path, "--tuned.coupling.alpha", "1")
+    refused = finished("fsdp2", recipe, tmp_path, "--tuned.stage", "lab.methods.coupling:CoupledStage")
     assert "error: tuned: RouterExpertCoupling reads whole weights" in refused
 
 

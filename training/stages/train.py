@@ -17,12 +17,10 @@ from pydantic.dataclasses import dataclass
 from clip_moe.data.arguments import Augmentation
 from clip_moe.training.context import Context
 from clip_moe.training.settings import STRICT
-from clip_moe.training.stages.base import Model, Trained, named_errors
+from clip_moe.training.stages.base import Trained, named_errors
 from clip_moe.training.stages.steps import REHEARSED_STEPS, StepsStage
 from clip_moe.training.train_settings import (
     REHEARSED_ROWS,
-    CouplingSettings,
-    DistillationSettings,
     Evaluation,
     LoraSettings,
     RouterSettings,
@@ -53,6 +51,8 @@ class TrainStage(RouterSettings, StepsStage):
 
     kind: ClassVar[str] = "train"
     samples: ClassVar[str] = "pairs"
+    # Whether routers learn from a loss of its own, also between equal experts
+    teaches_routers: ClassVar[bool] = False
 
     # Regular expression, matched anywhere in a parameter's name; everything else is frozen.
     trainable: str = "."
@@ -96,17 +96,6 @@ class TrainStage(RouterSettings, StepsStage):
     # stage without, which brings the model back to whole images. None: all patches are seen.
     patch_dropout: float | None = Field(default=None, gt=0, lt=1)
 
-    # The dense model whose layers teach the routers in the first half of the steps, as the one that was upcycled
-    # (TGR-MoE, arXiv:2604.21330); None: none.
-    teacher: Model | None = None
-    # The weight of what it teaches. Only with teacher.
-    teacher_coef: float = Field(default=5.0, gt=0)
-    # A loss that ties each expert to its row of the router (ERC, arXiv:2512.23447); None: none.
-    coupling: CouplingSettings | None = None
-    # Distill each sparse layer from a moving average of itself in which all experts compute every token (Cluster-aware
-    # Upcycling, arXiv:2604.13508); None: no distillation.
-    distillation: DistillationSettings | None = None
-
     # Scores while it trains; None: none.
     evaluation: Evaluation | None = None
 
@@ -116,10 +105,6 @@ class TrainStage(RouterSettings, StepsStage):
             raise ValueError(f"trainable {self.trainable!r}: with lora, lora.trainable says what trains besides")
         if self.lora is not None and self.ema_decay is not None:
             raise ValueError("ema_decay: the average of an adapter's factors is not that of weights: leave out one")
-        if self.lora is not None and self.distillation is not None:
-            raise ValueError("distillation: the average of an adapter's factors is not that of weights: leave out lora")
-        if self.teacher is None and self.teacher_coef != 5:
-            raise ValueError("teacher_coef: it goes with a teacher. Set that, or leave this out")
         if self.caption_weights is not None and abs(sum(self.caption_weights) - 1) > 1e-6:
             raise ValueError(f"caption_weights {self.caption_weights} sum to {sum(self.caption_weights):g}, not to 1")
         if self.caption_weights is not None and self.data.streaming:
@@ -204,26 +189,10 @@ class TrainStage(RouterSettings, StepsStage):
 
     def auxiliary_losses(self, model: "PreTrainedModel", inputs: SimpleNamespace) -> "list[AuxiliaryLoss]":
         """Losses that see model, outputs and batch, beside those of the routers."""
-        import torch
+        from clip_moe.conversion.checkpoints import is_sparse
+        from clip_moe.training.auxiliary_losses import AdaptiveSparsity
 
-        from clip_moe.conversion.checkpoints import is_sparse, load_dense
-        from clip_moe.training.auxiliary_losses import (
-            AdaptiveSparsity,
-            DenseTeacher,
-            RouterExpertCoupling,
-            RouterTeacher,
-        )
-
-        losses = []
-        if self.teacher is not None:
-            losses.append(RouterTeacher(model, load_dense(inputs.teacher, torch.float32), self.teacher_coef))
-        if self.coupling is not None:
-            losses.append(RouterExpertCoupling(model, **vars(self.coupling)))
-        if self.distillation is not None:
-            losses.append(DenseTeacher(model, **vars(self.distillation)))
-        if is_sparse(model.config) and (sparsity := AdaptiveSparsity(model)).aims:
-            losses.append(sparsity)
-        return losses
+        return [sparsity] if is_sparse(model.config) and (sparsity := AdaptiveSparsity(model)).aims else []
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> Trained | None:
         import torch

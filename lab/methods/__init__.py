@@ -1,0 +1,1 @@
+"""Methods on trial: each one file, through the doors that every user has."""
