@@ -223,7 +223,7 @@ def test_any_text_is_only_text_outside_of_reports(text):
     page = html_page("\n\n".join(parts), {}, text)
     body = page[page.index("<body>") :]
     assert set(re.findall(r"<(\w+)", body)) <= set("body p strong em code table thead tbody tr th td ul li".split())
-    assert body.count("<p>") == 5 and body.count("<li>") == 1
+    assert body.count("<p>") == 6 and body.count("<li>") == 1
     shown = one_line(text)
     assert body.endswith(f"<p>{html.escape(shown, quote=False).replace(chr(34), '&quot;')}</p>\n</body>\n</html>\n")
     assert f"<code>{html.escape(shown.replace('`', chr(39)), quote=False)}</code>" in body
