@@ -7,6 +7,7 @@ from test_invariants import relu
 from tiny_runs import losses, read_log, train
 
 
+@pytest.mark.slow
 def test_the_weight_of_relu_routers_follows_their_number_of_experts(tmp_path):
     log = read_log(train(tmp_path, change=relu, max_steps=100, learning_rate=3e-3))
     for tower in ("text", "vision"):

@@ -46,6 +46,7 @@ def without_kernels():
     torch.compiler.set_default_backend("inductor")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_kernels")
 @pytest.mark.parametrize("make", [clip_up, clip_fmoe, dense])
 def test_layers_compute_the_same_and_share_what_is_compiled(make):
@@ -68,6 +69,7 @@ def test_layers_compute_the_same_and_share_what_is_compiled(make):
     assert graphs[0] == graphs[1] and graphs[0][1] == 0
 
 
+@pytest.mark.slow
 def test_fused_passes_are_compiled_for_each_width_and_any_number_of_tokens(monkeypatch):
     """What a GPU has, on a CPU: kernels whose widths are variables take up to four times as long."""
     torch.compiler.reset()

@@ -33,6 +33,7 @@ def error_of(*arguments, **options):
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_every_built_in_task(sparse, tmp_path):
     results = evaluate_model(sparse, TASKS, tmp_path, name="a model/x")
     for result in results:

@@ -44,6 +44,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_run_whose_data_change_and_go(folder, capsys):
     """The stage is done once, and no longer taken for done where its data are others. Other stages do not need them."""
     out = run_stages(folder, stages(folder))

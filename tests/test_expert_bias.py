@@ -44,6 +44,7 @@ def test_biases_of_routers_that_do_not_train_stay():
     assert not ExpertBiases(tiny_model(), 1e-3).routers
 
 
+@pytest.mark.slow
 def test_biases_balance(whole):
     """Without a loss for that, 40 steps of the same batches."""
     violations = []

@@ -62,6 +62,7 @@ def test_experts_of_a_shared_encoder_are_drawn_once(dense):
     assert (changed.sum(1) == changed.shape[1] // 2).all()
 
 
+@pytest.mark.slow
 def test_a_recipe_chooses_and_repeats_it(tmp_path, capsys):
     """Only copies are compared with the dense model."""
     run_stages(tmp_path / "copies", [DENSE, SPARSE])

@@ -14,6 +14,7 @@ from clip_moe.training.runner import run_recipe
 from modeling_clip_moe.families import FAMILY_OF_TYPE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["siglip", "altclip", "siglip2"])
 def test_a_clip_moe_of_a_folder_has_experts_in_its_sparse_towers(model_type, tmp_path):
     """CLIP-MoE's recipe, in parts of batches, with the dropout of AltCLIP's released text towers."""

@@ -52,6 +52,7 @@ def test_all_unknown_names_are_told_at_once():
     assert list(find_tasks(["symbols_pairs", "symbols_zero_shot"])) == ["symbols_pairs", "symbols_zero_shot"]
 
 
+@pytest.mark.slow
 def test_another_seed_has_other_pictures_of_the_same_kinds():
     for name, task in TASKS.items():
         other = find_tasks([name], seed=7)[name]
@@ -138,6 +139,7 @@ def test_templates_have_one_place_for_a_name(tmp_path, template):
         zero_shot_task(labeled(tmp_path, ["a", "b"]), [template] if template else [])
 
 
+@pytest.mark.slow
 def test_a_model_is_asked_by_its_own_template(tmp_path):
     """The bundled one was trained on names alone; what its processor is saved as says so, too."""
     towns = names.load("test", "web", 4)

@@ -214,6 +214,7 @@ def test_a_recipe_without_a_fault_is_rehearsed_whole(path, capsys):
         rehearse(recipe, stages)
 
 
+@pytest.mark.slow
 def test_a_rehearsal_measures_what_a_run_takes(tmp_path):
     """Here only roughly: `lab.speed.runs rehearsal` has the numbers. Also with a batch of another size."""
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tiny_recipe() | {"output_dir": str(tmp_path / "out")}))

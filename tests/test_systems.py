@@ -225,6 +225,7 @@ def test_a_base_in_half_precision(system):
 # CLIP-FMoE
 
 
+@pytest.mark.slow
 def test_no_backward_goes_below_the_first_layer_that_trains(system):
     fused = AutoModel.from_pretrained(system("clip_fmoe").whole / "fused")
     set_trainable(fused.train(), r"\.(experts|fusion_gate)\.")

@@ -45,6 +45,7 @@ assert not {"app", "data"} & set(vars(sys.modules["clip_moe.training.recipe"])) 
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [1, -1], ids=["own_first", "ours_first"])
 @pytest.mark.parametrize("place", ["checkout", "editable", "wheel"])
 def test_own_modules_and_ours_have_their_names(place, order, installed, tmp_path):
