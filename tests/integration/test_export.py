@@ -88,7 +88,6 @@ OTHER_MODELS = {
 }
 
 
-@both_backbones
 @pytest.mark.parametrize("name", OTHER_MODELS)
 def test_onnx_of_other_routers_and_experts(backbone, batch, tmp_path, name):
     changes, routing = OTHER_MODELS[name]
