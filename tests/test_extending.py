@@ -173,7 +173,7 @@ class Diamond(OtherLoss, TrainRouterStage):
     [
         ("nowhere:Stage", "cannot be imported: ModuleNotFoundError: No module named 'nowhere'$"),
         ("my_method.stages:Nothing", "module 'my_method.stages' has no attribute 'Nothing'$"),
-        ("my_method.stages:MixedBatchSampler", "is no stage: its class must be a subclass of training"),
+        ("my_method.stages:MixedBatchSampler", "is no stage: its class must be a subclass of clip_moe.training"),
         ("wrong.raises:Stage", r"RuntimeError: no license \(.*raises.py, line 3\)$"),
         ("wrong.stages:Bare", r"must be decorated with pydantic's @dataclass\(config=STRICT, kw_only=True\)"),
         ("wrong.stages:Diamond", "would not get its setting balance_top_k from TrainRouterStage, but from a class"),
@@ -220,7 +220,7 @@ def test_what_a_stage_imports_of_its_own_is_recorded(tmp_path, monkeypatch):
     (tmp_path / "wrong" / "unused.py").write_text("")
     (tmp_path / "wrong" / "later.py").write_text("raise RuntimeError\n")
     (tmp_path / "wrong" / "stages.py").write_text(
-        "import losses\nfrom transformers import TrainerCallback\nfrom training.stages.train import TrainStage\n"
+        "import losses\nfrom transformers import TrainerCallback\nfrom clip_moe.training.stages.train import TrainStage\n"
         "from wrong import deep\n\nclass Mine(TrainStage, TrainerCallback):\n    def run(self, context):\n"
         "        from wrong.later import value\n"
     )

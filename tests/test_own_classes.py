@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from documents import ROOT
 
 import clip_moe
 from clip_moe.conversion.own_classes import import_models
@@ -40,7 +41,7 @@ def test_a_class_of_ones_own_in_every_command(tmp_path):
         sys.executable,
         "-I",
         "-c",
-        LOAD.format(root=str(clip_moe.Path(clip_moe.__file__).parent), folder=str(tmp_path / "there")),
+        LOAD.format(root=str(ROOT), folder=str(tmp_path / "there")),
     ]
     loaded = subprocess.run(elsewhere, check=True, capture_output=True, text=True, cwd=tmp_path).stdout
     assert loaded.split() == ["NoisyCLIPModel", "NoisyRouter", "False"]

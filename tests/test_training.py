@@ -121,7 +121,7 @@ def test_two_processes_warn_once_and_fail_with_one_line(tmp_path):
     script = tmp_path / "upcycle.py"
     script.write_text(
         "import os\n"
-        "from training import commands, engine\n"
+        "from clip_moe.training import commands, engine\n"
         "if os.environ['RANK'] == '1':\n"
         "    def fail(*_):\n"
         "        raise FloatingPointError('the loss of the second process')\n"
