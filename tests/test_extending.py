@@ -220,7 +220,8 @@ def test_what_a_stage_imports_of_its_own_is_recorded(tmp_path, monkeypatch):
     (tmp_path / "wrong" / "unused.py").write_text("")
     (tmp_path / "wrong" / "later.py").write_text("raise RuntimeError\n")
     (tmp_path / "wrong" / "stages.py").write_text(
-        "import losses\nfrom transformers import TrainerCallback\nfrom clip_moe.training.stages.train import TrainStage\n"
+        "import losses\nfrom transformers import TrainerCallback\n"
+        "from clip_moe.training.stages.train import TrainStage\n"
         "from wrong import deep\n\nclass Mine(TrainStage, TrainerCallback):\n    def run(self, context):\n"
         "        from wrong.later import value\n"
     )
