@@ -28,7 +28,8 @@ def place(repository, tmp_path_factory):
     with_77_positions(CLIPMoEModel.from_pretrained(repository)).save_pretrained(made)
     AutoProcessor.from_pretrained(repository).save_pretrained(made)
     save_benchmark(place / "my" / "wds_kinds")
-    (place / "training").symlink_to(ROOT / "training")
+    for folder in ("training", "lab"):
+        (place / folder).symlink_to(ROOT / folder)
     return place
 
 
