@@ -58,7 +58,7 @@ def decode_image(value: Any) -> PIL.Image.Image:
                 return decode_image(value.filename)
             _require_size(value)
             return _rgb(PIL.ImageOps.exif_transpose(value), _Depth(value))
-        # By an open file: of a path, Pillow maps a plain TIFF into memory as if it were turned already
+        # Pillow scrambles a turned, uncompressed TIFF that it opens by its path, but not one that is open
         with _open(value) as file, PIL.Image.open(file, formats=FORMATS) as image:
             _require_size(image)
             box, pixel_range = map(value.get, ("box", "pixel_range")) if isinstance(value, dict) else (None, None)

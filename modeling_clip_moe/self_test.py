@@ -21,7 +21,7 @@ TOLERANCE = 1e-4  # relative difference, in float32 on a CPU: only the order of 
 WEIGHT_SUMS, SUM_TOLERANCE = "sums of embeddings and routers", 1e-9  # in float64
 # The last one is padded, the others may be cut
 TEXTS = ["A photo of 2 cats, a red car and Zoë's umbrella: déjà vu!", "snow " * 100, "a"]
-# Of image processors: what brings a picture of another size to the model's
+# Settings of an image processor that decide how it brings a picture to the model's size
 RESIZING = ("max_num_patches", "do_resize", "size", "resample", "do_center_crop", "crop_size")
 
 

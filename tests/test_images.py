@@ -165,8 +165,8 @@ def png_of_16_bits(values, kind, transparent=b""):
 def test_transparency_of_few_bits(bits):
     levels = 2**bits - 1
     gray = (np.arange(16).reshape(2, 8) % (levels + 1)).astype(np.uint8)
-    of_pixels = np.unpackbits(gray[..., None], axis=2)[..., -bits:].reshape(2, -1)
-    image = decode_image(png_of(bits, 0, [np.packbits(row).tobytes() for row in of_pixels], 8, b"\0\1"))
+    bit_rows = np.unpackbits(gray[..., None], axis=2)[..., -bits:].reshape(2, -1)
+    image = decode_image(png_of(bits, 0, [np.packbits(row).tobytes() for row in bit_rows], 8, b"\0\1"))
     assert np.array_equal(np.asarray(image)[..., 0], np.where(gray == 1, 255, gray * (255 // levels)))
 
 

@@ -240,10 +240,10 @@ def _spelled(raw: dict[str, Any], key: str) -> str:
     if head == "defaults" and rest:
         kind = _same_name(rest[0], KINDS)
         names, rest = [head, kind], rest[1:]
-    of_stage = None
-    with suppress(ValueError):  # an unknown kind, which is told where the stage is read
-        of_stage = kind and stage_class(kind)
-    return ".".join([*names, *spelled(rest, of_stage)])
+    settings = None
+    with suppress(ValueError):  # `load_recipe` reports an unknown kind
+        settings = kind and stage_class(kind)
+    return ".".join([*names, *spelled(rest, settings)])
 
 
 def _same_name(name: str, known: Iterable[str]) -> str:

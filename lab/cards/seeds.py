@@ -168,18 +168,18 @@ def _require_different_weights(tables: Sequence[Table], folders: Sequence[Path])
 
 def _require_different_seeds(folders: Sequence[Path]) -> None:
     """As far as there are records, runs have seeds of their own and train each model alike."""
-    of_seed, of_row = {}, {}
+    folder_of_seed, first_of_row = {}, {}
     for folder in (folder for folder in folders if (folder / MANIFEST).is_file()):
         record = Record.read(folder)
-        if (other := of_seed.setdefault(record.seed, folder)) is not folder:
+        if (other := folder_of_seed.setdefault(record.seed, folder)) is not folder:
             raise ValueError(f"{other} and {folder} are of one seed, {record.seed}: a spread needs a seed each")
         for row, name in record.stage.get("models", {}).items():
-            if (made := folder.parent / name).joinpath(MANIFEST).is_file():
-                settings = _without_seeds(Record.read(made).stage)
-                other, expected = of_row.setdefault(row, (made, settings))
-                if changed := [key for key, value in settings.items() if expected.get(key) != value]:
+            if (model := folder.parent / name).joinpath(MANIFEST).is_file():
+                settings = _without_seeds(Record.read(model).stage)
+                other, expected = first_of_row.setdefault(row, (model, settings))
+                if changed := [key for key in settings | expected if settings.get(key) != expected.get(key)]:
                     raise ValueError(
-                        f"{other} and {made} differ in more than the seed, in {join_names(changed)}: such scores "
+                        f"{other} and {model} differ in more than the seed, in {join_names(changed)}: such scores "
                         "cannot be averaged"
                     )
 

@@ -26,7 +26,7 @@ class DistilledStage(TrainStage):
 
     # The weight of the loss.
     distillation_coef: float = Field(default=1.0, gt=0)
-    # Of the average, a step.
+    # The share of the average that each step keeps.
     distillation_decay: float = Field(default=0.999, gt=0, lt=1)
 
     def auxiliary_losses(self, model, inputs):
@@ -47,7 +47,7 @@ class DenseTeacher(AuxiliaryLoss):
     The paper's distance, weight and decay could not be read: these are ours.
 
     Args:
-        decay: of the average, a step.
+        decay: the share of the average that each step keeps.
     """
 
     def __init__(self, model: PreTrainedModel, coef: float, decay: float):

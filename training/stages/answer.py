@@ -71,7 +71,8 @@ class AnswerStage(EvaluateStage):
         """Hashes of the test's pictures, too, which the split only names."""
         from clip_moe.evaluation.own_data import own_fingerprint
 
-        return super().fingerprints(inputs) | {LEARNED: own_fingerprint(self._learned(inputs))}
+        learned = own_fingerprint(self._learned(inputs))
+        return super().fingerprints(inputs) | ({} if learned is None else {LEARNED: learned})
 
     def _learned(self, inputs: SimpleNamespace) -> OwnTask:
         return OwnTask(task="retrieval", dataset=inputs.split, name=LEARNED, title="own pictures")

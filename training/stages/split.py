@@ -50,16 +50,16 @@ class SplitStage(Stage):
         """A hash of what a table names as its test, since `data` is what it names for training."""
         from clip_moe.data.annotations import NoSplit
         from clip_moe.data.identity import identity
-        from clip_moe.data.local_data import is_table
+        from clip_moe.data.local_data import is_here, is_table
         from clip_moe.records.digests import value_digest
 
-        if not is_table(inputs.data.source):
+        if not is_table(inputs.data.source) or not is_here(inputs.data.source):
             return {}
         try:
             test = identity(dataclasses.replace(inputs.data, split=self.test_split, skip=None, num_samples=None))
         except NoSplit:
             return {}
-        return {"test_split": value_digest(test)}
+        return {} if test is None else {"test_split": value_digest(test)}  # None: its pictures are gone
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         import datasets
