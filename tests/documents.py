@@ -49,7 +49,7 @@ SMALLER = {
     "--stages initialized,seed_model,dense,evaluation --evaluation.tasks [names_256] --evaluation.max_rows 64 "
     "--evaluation.baseline seed "
     "--evaluation.models '{seed: seed_model, dense: dense}'",
-    "--config training/recipes/clip_moe_symbols.yaml": STEP + PAIRS + "4 --defaults.features.data.num_samples 32 "
+    "--config lab/recipes/clip_moe_symbols.yaml": STEP + PAIRS + "4 --defaults.features.data.num_samples 32 "
     "--long_clip.num_components 2 --stages features_0,clusters_1,expert_1",
     "--config training/recipes/clip_fmoe_symbols.yaml": STEP + "--defaults.train.global_batch_size 4 "
     "--captions.data.num_samples 32 --direct_2x.num_epochs null --clusters.num_image_clusters 2 "

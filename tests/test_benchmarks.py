@@ -27,10 +27,12 @@ from clip_moe.training.stages.evaluate import EvaluateStage
 from clip_moe.training.train_settings import MeasuredTasks
 
 dense = small_evaluation.dense
-RECIPES = (Path(__file__).parents[1] / "training" / "recipes").glob("*.yaml")
 # LLaVA-1.5's benchmarks are lmms-eval's
 AT_THE_PAPERS_SIZE = sorted(
-    path for path in RECIPES if not re.search("symbol|icons|names|worlds|demo|llava|own_|finetune", path.stem)
+    path
+    for folder in ("training", "lab")
+    for path in (Path(__file__).parents[1] / folder / "recipes").glob("*.yaml")
+    if not re.search("symbol|icons|names|worlds|demo|llava|own_|finetune", path.stem)
 )
 # Groups whose tables have other columns than those of the kind of task -> the titles of the columns
 RECALLS = [f"R@{k} {way}" for k in (1, 5, 10) for way in ("image→text", "text→image")]

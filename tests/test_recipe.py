@@ -45,10 +45,6 @@ def recipe(tmp_path):
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
 def test_recipes_of_the_project_load(path):
-    if "icons" in path.name:
-        pytest.importorskip("resvg_py", reason="the icons extra is not installed")
-    if "worlds" in path.name:
-        pytest.importorskip("rdkit", reason="the molecules extra is not installed")
     recipe = load_recipe(path)
     assert len({stage.name for stage in recipe.stages}) == len(recipe.stages)
 

@@ -171,9 +171,8 @@ def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
     """
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(
-            f"no recipe at {path}; the project's are in training/recipes, where `clip-moe recipes` puts them"
-        )
+        place = next(Path().glob(f"*/recipes/{path.name}"), "training/recipes, where `clip-moe recipes` puts them")
+        raise FileNotFoundError(f"no recipe at {path}; see {place}")
     text, changes = read_text(path), {}
     written = validated(RecipeFile, read_yaml(text, str(path)), path)
     for key, value in (overrides or {}).items():

@@ -142,7 +142,7 @@ def print_case(
         rate: times the rule's
     """
     case = Case(world, facts, width, exposures, experts, experts_per_token, budget_width, seed, rate)
-    config = ["--config", "training/recipes/clip_up_worlds.yaml", "--output_dir", f"runs/law/{case.name}"]
+    config = ["--config", "lab/recipes/clip_up_worlds.yaml", "--output_dir", f"runs/law/{case.name}"]
     return shlex.join(["clip-moe", "run", *config, *arguments(case)])
 
 

@@ -32,10 +32,9 @@ from clip_moe.training.recipe import Recipe, load_recipe, wanted_stages
 from clip_moe.training.rehearsal import Measured, measure_stages
 from clip_moe.training.runner import run_recipe
 from clip_moe.training.stages.steps import StepsStage
+from lab import ROOT, recipe_file
 from lab.speed.page import Output, Rounds, machine, page, table
 
-ROOT = Path(__file__).parents[2]
-RECIPES = ROOT / "training" / "recipes"
 TIMED = {
     "CLIP-MoE": {
         "clusters": ["features"]
@@ -102,7 +101,7 @@ ABOUT = """Each stage was rehearsed, then run, in processes of their own. {}."""
 
 def stage_seconds(folder: Path) -> dict[str, float]:
     """Seconds of every stage, in a new folder."""
-    recipe = load_recipe(RECIPES / "clip_fmoe_symbols.yaml", {"output_dir": str(folder)})
+    recipe = load_recipe(recipe_file("clip_fmoe_symbols"), {"output_dir": str(folder)})
     wanted = {name for parts in TIMED.values() for names in parts.values() for name in names}
     wanted |= {"captions", "copied", "copied_for_clip_moe", "fused"}
     clock, seconds = time.perf_counter if torch.accelerator.is_available() else time.process_time, {}
@@ -149,7 +148,7 @@ def step_costs() -> dict[str, tuple[float, int]]:
     for steps in (MORE_STEPS, FEW_STEPS):
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
             of_stages = {f"{stage}.max_steps": steps for stage in trained}
-            recipe = load_recipe(RECIPES / "clip_up_names_long.yaml", {"output_dir": folder, **short, **of_stages})
+            recipe = load_recipe(recipe_file("clip_up_names_long"), {"output_dir": folder, **short, **of_stages})
             for stage in wanted_stages(recipe, [*UNTRAINED, *trained], None):
                 started = time.process_time()
                 run_recipe(recipe, only=[stage.name])
@@ -168,7 +167,7 @@ def time_names(*, output: Output = None, rounds: Rounds = 3) -> str:
     step = {stage: min(of_round[stage][0] for of_round in costs) for stage in costs[0]}
     rows, reference = [], None
     for row, (name, *stages) in FRONT_PAGE.items():
-        steps = {of.name: of.max_steps for of in load_recipe(RECIPES / f"{name}.yaml").stages if of.name in stages}
+        steps = {of.name: of.max_steps for of in load_recipe(recipe_file(name)).stages if of.name in stages}
         uses = {stage: costs[0][stage][1] for stage in stages}
         training = sum(steps[stage] * uses[stage] for stage in stages)
         reference = reference or training
@@ -188,7 +187,7 @@ def short_recipe(system: str, output: Path) -> tuple[Path, dict[str, Any], Recip
     """The file of a system's shortened recipe beside its output, what overrides it, and the recipe."""
     name, stages, overrides = SYSTEMS[system]
     path = output.with_suffix(".yaml")
-    raw = read_yaml((RECIPES / f"{name}.yaml").read_text(encoding="utf-8"), name)
+    raw = read_yaml(recipe_file(name).read_text(encoding="utf-8"), name)
     raw["stages"] = [stage for stage in raw["stages"] if stage["name"] in stages.split()]
     path.write_text(yaml.safe_dump(raw))
     return path, overrides, load_recipe(path, overrides | {"output_dir": str(output)})

@@ -426,9 +426,10 @@ def recipe_step(
     left out. Perhaps with `kernels`, a table of the ten that took longest in one more step."""
     from clip_moe.training.optimizers import set_trainable
     from clip_moe.training.recipe import load_recipe
+    from lab import recipe_file
 
     row = RECIPES[name]
-    stages = load_recipe(Path(__file__).parents[2] / "training" / "recipes" / f"{row.recipe}.yaml").stages
+    stages = load_recipe(recipe_file(row.recipe)).stages
     settings = {
         "global_batch_size": pairs,
         "gradient_accumulation_steps": 1,

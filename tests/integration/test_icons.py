@@ -95,7 +95,7 @@ def test_the_guide_for_own_pictures_runs(tmp_path, monkeypatch):
 
 
 def test_the_recipe_runs(tmp_path, capsys):
-    settings = {"config": ROOT / "training/recipes/clip_up_icons.yaml", "output-dir": tmp_path / "out"}
+    settings = {"config": ROOT / "lab/recipes/clip_up_icons.yaml", "output-dir": tmp_path / "out"}
     settings |= {f"{stage}.max_steps": 2 for stage in ("defaults.train", "seed_model", "dense_same_multiply_adds")}
     settings |= {"defaults.train.data.num_samples": 64, "defaults.train.global_batch_size": 32}
     settings |= {"evaluation.tasks": "[icons_brands, icons_other_artists]"}

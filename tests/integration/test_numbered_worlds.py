@@ -82,7 +82,7 @@ def test_the_recipe_runs(name, tmp_path, capsys):
     """As a case of lab/law/README.md, in few steps."""
     case = Case(name, 1024, 8, 1, experts=4)
     few = {"seed_steps": 2, "dense_steps": 2, "sparse_steps": 2, "num_samples": 64, "batch_size": 32}
-    run_of = {"config": ROOT / "training/recipes/clip_up_worlds.yaml", "output-dir": tmp_path / "out"}
+    run_of = {"config": ROOT / "lab/recipes/clip_up_worlds.yaml", "output-dir": tmp_path / "out"}
     flags = [*arguments(case), *(word for key, value in (few | run_of).items() for word in (f"--{key}", value))]
     values = dict(zip(flags[::2], flags[1::2], strict=True))
     run.main([str(word) for pair in values.items() for word in pair])

@@ -12,11 +12,11 @@ import yaml
 from PIL import Image
 
 from clip_moe.records.intervals import paired_interval
+from lab import recipe_file
 from lab.cards.claims import write_claims
 from lab.cards.verdicts import HOLDS, INCONCLUSIVE, Claim, measure_claim, read_claims
 
 CARDS = Path(__file__).parents[2] / "model_cards"
-RECIPES = CARDS.parent / "training" / "recipes"
 CLAIMS = [claim for paper in read_claims(CARDS / "claims.yaml").values() for claim in paper.claims]
 
 
@@ -61,7 +61,7 @@ MoDE-4 above one model, samples of all experts | 102,400 | mode_symbols | dense_
 
 
 def read_recipe(recipe):
-    return yaml.safe_load((RECIPES / f"{recipe}.yaml").read_text(encoding="utf-8"))
+    return yaml.safe_load(recipe_file(recipe).read_text(encoding="utf-8"))
 
 
 def test_budgets_are_those_of_the_recipes():
