@@ -5,12 +5,10 @@ import csv
 import functools
 import io
 import json
-import struct
 
 import datasets
 import numpy as np
 import PIL.Image
-from scipy.io import savemat
 from tiny_sources import write_shard
 
 NUMBER, STEP = 14, 18  # images, and by how much brighter each is than the one before
@@ -101,43 +99,31 @@ def caption_shards(folder):
     return [(number, captions_of(number)) for number in range(NUMBER)]
 
 
-# ---- authors' layouts of classes
+# ---- folders of classes
 
 
-def food101(folder):
-    names = [f"{WORDS[number % 7]}_food/{number}" for number in range(NUMBER)]
-    for number, name in enumerate(names):
-        write_image(folder / "images" / f"{name}.jpg", number)
-    write_lines(folder / "meta" / "train.txt", names[:1])
-    write_lines(folder / "meta" / "test.txt", names[1:])
+def birds(folder):
+    """Folders with a number before the name, as CUB has them."""
+    for number in range(NUMBER):
+        name = f"{number % 7 + 1:03}.{WORDS[number % 7].title()}_bird"
+        write_image(folder / "test" / name / f"{number:02}.jpg", number)
     write_templates(folder)
-    order = sorted(range(1, NUMBER), key=lambda number: (f"{WORDS[number % 7]}_food", str(number)))
-    return [(number, f"{WORDS[number % 7]} food") for number in order]
+    return [(number, f"{WORDS[number % 7].title()} bird") for number in BY_CLASS]
 
 
-def cub200(folder):
-    names = [f"{n % 7 + 1:03}.{WORDS[n % 7].title()}_bird/{WORDS[n % 7].title()}_Bird_{n:04}" for n in range(NUMBER)]
-    for number, name in enumerate(names):
-        write_image(folder / "images" / f"{name}.jpg", number)
-    write_lines(folder / "images.txt", [f"{number} {name}.jpg" for number, name in enumerate(names, 1)])
-    write_lines(folder / "train_test_split.txt", [f"{number} {int(number == 1)}" for number in range(1, NUMBER + 1)])
-    write_templates(folder)
-    return [(number, f"{WORDS[number % 7].title()} bird") for number in BY_CLASS if number]
+def memes(folder):
+    for number in range(NUMBER):
+        write_image(folder / "dev" / str(number % 2) / f"{number:05}.png", number)
+    return named(folder, sorted(range(NUMBER), key=lambda number: number % 2), ["kind", "mean"])
 
 
 def frames(folder, split):
+    """Named as the videos of UCF-101 are."""
     for number in range(NUMBER):
         name = f"Do{number % 7}{WORDS[number % 7].title()}Things"
         write_image(folder / split / name / f"v_{name}_g{number:02}.jpg", number)
     write_templates(folder)
     return [(number, f"Do{number % 7}{WORDS[number % 7].title()} Things") for number in BY_CLASS]
-
-
-def hateful_memes(folder, file):
-    write_images(folder / "img", "{:05}.png")
-    entries = [{"id": n, "img": f"img/{n:05}.png", "label": n % 2, "text": "words"} for n in range(NUMBER)]
-    write_lines(folder / file, entries)
-    return named(folder, classes=["kind", "mean"])
 
 
 # ---- ImageNet and its variants
@@ -149,25 +135,6 @@ def in_folders(folder, *places, first=1440764, form="n{:08}"):
         for place in places:
             write_image(folder / place / form.format(first + number % 7) / f"val_{number:08}.JPEG", number)
     return named(folder, BY_CLASS)
-
-
-def kaggle(folder):
-    write_images(folder / "ILSVRC" / "Data" / "CLS-LOC" / "val", "ILSVRC2012_val_{:08}.JPEG")
-    lines = [f"ILSVRC2012_val_{n:08},n{n % 7:08} 1 2 3 4 n00000009 5 6 7 8 " for n in range(NUMBER)]
-    write_lines(folder / "LOC_val_solution.csv", ["ImageId,PredictionString", *lines])
-    return named(folder)
-
-
-def devkit(folder):
-    """Its numbers of classes are in another order than the ids."""
-    for number in range(NUMBER):
-        write_image(folder / "val" / f"ILSVRC2012_val_{number + 1:08}.JPEG", number)
-    kit = folder / "ILSVRC2012_devkit_t12" / "data"
-    write_lines(kit / "ILSVRC2012_validation_ground_truth.txt", [str(7 - number % 7) for number in range(NUMBER)])
-    synsets = [(number, f"n{8 - number:08}", "words") for number in range(1, 8)]
-    fields = [("ILSVRC2012_ID", object), ("WNID", object), ("words", object)]
-    savemat(kit / "meta.mat", {"synsets": np.array(synsets, dtype=fields)})
-    return named(folder)
 
 
 def babel_imagenet(folder):
@@ -182,7 +149,7 @@ def babel_imagenet(folder):
     return [(number % NUMBER, names.get(number, "none")) for number in range(1000)]
 
 
-# ---- what torchvision downloads
+# ---- CIFAR, and several classes an image
 
 
 def cifar(folder, labels, file, names):
@@ -193,86 +160,9 @@ def cifar(folder, labels, file, names):
     return [(number, [*WORDS[:6], "aquarium fish"][number % 7]) for number in range(NUMBER)]
 
 
-def mnist(folder):
-    images = struct.pack(">4i", 2051, NUMBER, 28, 28) + b"".join(bytes([STEP * n] * 784) for n in range(NUMBER))
-    (folder / "t10k-images-idx3-ubyte").write_bytes(images)
-    labels = struct.pack(">2i", 2049, NUMBER) + bytes(number % 7 for number in range(NUMBER))
-    (folder / "t10k-labels-idx1-ubyte").write_bytes(labels)
-    return named(folder)
-
-
-def stl10(folder):
-    (folder / "test_X.bin").write_bytes(b"".join(bytes([STEP * number] * 27648) for number in range(NUMBER)))
-    (folder / "test_y.bin").write_bytes(bytes(number % 7 + 1 for number in range(NUMBER)))
-    write_lines(folder / "class_names.txt", WORDS)
-    return named(folder)
-
-
-def flowers(folder):
-    """All images but the first are of the test split, the last ones first."""
-    for number in range(NUMBER):
-        write_image(folder / "jpg" / f"image_{number + 1:05}.jpg", number)
-    savemat(folder / "imagelabels.mat", {"labels": [[n % 7 + 1 for n in range(NUMBER)]]}, do_compression=True)
-    savemat(folder / "setid.mat", {"trnid": [[1]], "valid": [[1]], "tstid": [[*range(NUMBER, 1, -1)]]})
-    return named(folder, range(NUMBER - 1, 0, -1))
-
-
-def cars(folder):
-    entries = []
-    for number in range(NUMBER):
-        write_image(folder / "cars_test" / f"{number + 1:05}.jpg", number)
-        entries.append((1, 9, number % 7 + 1, f"{number + 1:05}.jpg"))
-    fields = [(name, object) for name in ("bbox_x1", "bbox_x2", "class", "fname")]
-    savemat(folder / "cars_test_annos_withlabels.mat", {"annotations": np.array([entries], dtype=fields)})
-    return named(folder)
-
-
-def svhn(folder):
-    images = np.broadcast_to(STEP * np.arange(NUMBER, dtype=np.uint8), (32, 32, 3, NUMBER))
-    labels = [[number % 7 or 10] for number in range(NUMBER)]
-    savemat(folder / "test_32x32.mat", {"X": images, "y": np.array(labels, np.uint8)}, do_compression=True)
-    return named(folder)
-
-
-def listed(folder, file, images, image, line, suffix=".jpg", header=()):
-    """A list of images with their classes, or the numbers of these from 1 on."""
-    lines = []
-    for number in range(NUMBER):
-        values = {"number": number, "word": WORDS[number % 7], "label": number % 7 + 1}
-        write_image(folder / images / f"{image.format(**values)}{suffix}", number)
-        lines.append(line.format(image=image.format(**values), **values))
-    write_lines(folder / file, [*header, *lines])
-    write_names(folder, WORDS if "{label}" in line else sorted(WORDS))
-    return [(number, WORDS[number % 7]) for number in range(NUMBER)]
-
-
-def gtsrb(folder):
-    header = ["Filename;Width;Height;Roi.X1;Roi.Y1;Roi.X2;Roi.Y2;ClassId"]
-    line = "{image};53;54;6;5;48;49;{label}"
-    return listed(folder, "GT-final_test.csv", "GTSRB/Final_Test/Images", "{number:05}.ppm", line, "", header)
-
-
-def sentiment(folder):
-    for number in range(NUMBER):
-        write_image(folder / "test" / ["negative", "positive"][number % 2] / f"{number:02}.png", number)
-    write_templates(folder, "the {c}.")
-    return [(number, name) for label, name in enumerate(["negative", "positive"]) for number in range(label, NUMBER, 2)]
-
-
 def classes_of(number):
     """The first class is in no image alone."""
     return [WORDS[0], WORDS[number % 7]] if number % 7 else [WORDS[1]]
-
-
-def voc(folder):
-    write_images(folder / "JPEGImages", "{:06}.jpg")
-    for word in WORDS:
-        values = ["-1" if word not in classes_of(number) else str(number % 2) for number in range(NUMBER)]
-        lines = [f"{number:06} {value:>2}" for number, value in enumerate(values)]
-        write_lines(folder / "ImageSets" / "Main" / f"{word}_test.txt", lines)
-        write_lines(folder / "ImageSets" / "Main" / f"{word}_trainval.txt", lines[:1])
-    write_templates(folder)
-    return [(number, ", ".join(sorted(classes_of(number)))) for number in range(NUMBER)]
 
 
 def several_class_shards(folder):
@@ -395,7 +285,7 @@ def wrong_captions(number):
     return [f"a {WORDS[number % 7]} thing", f"a thing {WORDS[number % 7]}"]
 
 
-def sugar_crepe(folder, place):
+def sugar_crepe(folder):
     expected, names = [], "add_att add_obj replace_att replace_obj replace_rel swap_att swap_obj".split()
     for part, name in enumerate(names):
         entries = {}
@@ -405,7 +295,7 @@ def sugar_crepe(folder, place):
             texts = {"caption": caption, "negative_caption": negative}
             entries[str(number)] = {"filename": f"{number:012}.jpg", **texts}
             expected.append((number, [caption, negative]))
-        write(folder / place / f"{name}.json", entries)
+        write(folder / "data" / f"{name}.json", entries)
     return expected
 
 
@@ -452,25 +342,13 @@ TAGS = ["Object", "Relation", "Both"]
 WINOGROUND = [(2 * pair + side, f"a {WORDS[(pair + side) % 7]} thing") for pair in range(7) for side in range(2)]
 
 
-def winoground_parquet(folder):
+def winoground(folder):
     columns = {"id": list(range(7)), "collapsed_tag": [TAGS[pair % 3] for pair in range(7)], "tag": ["x"] * 7}
     for side in range(2):
         of_side = WINOGROUND[side::2]
         columns[f"image_{side}"] = [{"bytes": png(number), "path": None} for number, _ in of_side]
         columns[f"caption_{side}"] = [caption for _, caption in of_side]
     write_parquet(folder, columns)
-    return WINOGROUND
-
-
-def winoground_lines(folder):
-    entries = []
-    for pair in range(7):
-        entry = {"id": pair, "collapsed_tag": TAGS[pair % 3], "tag": "x", "secondary_tag": "", "num_main_preds": 1}
-        for side, (number, caption) in enumerate(WINOGROUND[2 * pair : 2 * pair + 2]):
-            entry |= {f"image_{side}": f"ex_{pair}_img_{side}", f"caption_{side}": caption}
-            write_image(folder / "data" / "images" / f"ex_{pair}_img_{side}.png", number)
-        entries.append(entry)
-    write_lines(folder / "data" / "examples.jsonl", entries)
     return WINOGROUND
 
 
@@ -507,8 +385,6 @@ for folder in WEBDATASETS:
 for benchmark, folder, make, *arguments in (
     ("imagenet1k", "imagenet", in_folders, "val"),
     ("imagenet1k", "ILSVRC2012", in_folders, "validation"),
-    ("imagenet1k", "imagenet", devkit),
-    ("imagenet1k", "imagenet-1k", kaggle),
     ("imagenet1k_linear_probe", "wds_imagenet1k", probe_shards),
     ("imagenet1k_linear_probe", "imagenet", in_folders, "val", "train"),
     ("imagenet1k_linear_probe", "imagenet", in_folders, "validation", "train"),
@@ -517,34 +393,19 @@ for benchmark, folder, make, *arguments in (
     *((f"imagenet_{letter}", f"imagenet-{letter}", in_folders, "") for letter in "aor"),
     ("cifar10", "cifar-10-batches-bin", cifar, 1, "test_batch.bin", "batches.meta.txt"),
     ("cifar100", "cifar-100-binary", cifar, 2, "test.bin", "fine_label_names.txt"),
-    ("mnist", "MNIST/raw", mnist),
-    ("flowers", "flowers-102", flowers),
-    ("cars", "stanford_cars", cars),
-    ("svhn", "svhn", svhn),
-    ("country211", "country211", functools.partial(in_folders, first=65, form="{:c}Z"), "test"),
-    ("stl10", "stl10_binary", stl10),
-    ("fgvc_aircraft", "fgvc-aircraft-2013b", listed, "data/images_variant_test.txt", "data/images", "{number:07}",
-     "{image} {word}"),
-    ("dtd", "dtd/dtd", listed, "labels/test1.txt", "images", "{word}/{word}_{number:04}.jpg", "{image}", ""),
-    ("pets", "oxford-iiit-pet", listed, "annotations/test.txt", "images", "{word}_{number}", "{image} {label} 1 1"),
-    ("gtsrb", "gtsrb", gtsrb),
-    ("renderedsst2", "rendered-sst2", sentiment),
-    ("voc2007_multilabel", "VOCdevkit/VOC2007", voc),
-    ("food101", "food-101", food101),
+    ("food101", "food-101", frames, "test"),
     ("food101", "wds_food101", class_shards),
-    ("cub200", "CUB_200_2011", cub200),
+    ("cub200", "CUB_200_2011", birds),
     ("cub200", "wds_cub200", class_shards),
     ("ucf101", "ucf101", frames, "test"),
     ("ucf101", "wds_ucf101", class_shards),
     ("kinetics700", "kinetics700", frames, "val"),
     ("kinetics700", "wds_kinetics700", class_shards, "val"),
-    ("hateful_memes", "hateful_memes", hateful_memes, "dev.jsonl"),
-    ("hateful_memes", "hateful_memes", hateful_memes, "dev_seen.jsonl"),
+    ("hateful_memes", "hateful_memes", memes),
     ("hateful_memes", "wds_hateful_memes", class_shards, "dev", ["kind", "mean"]),
     ("flickr30k", "flickr30k", karpathy),
     ("flickr30k_all", "flickr30k", flickr30k_token),
     ("mscoco_val2017", "coco", coco),
-    ("urban1k", "Urban1k", flair, "annotations/annotations.json", "images"),
     ("urban1k", "Urban1k", urban1k),
     ("dci", "densely_captioned_images", dci),
     ("docci_long", "docci", docci),
@@ -552,10 +413,8 @@ for benchmark, folder, make, *arguments in (
     ("iiw_long", "imageinwords", iiw),
     ("iiw", "imageinwords", flair, "finegrained_annotations.json", ".", "docci_aar/"),
     ("mmvp_vlm", "MMVP_VLM", mmvp),
-    ("sugar_crepe", "sugar-crepe", sugar_crepe, "data"),
-    ("sugar_crepe", "sugar_crepe", sugar_crepe, ""),
-    ("winoground", "winoground", winoground_parquet),
-    ("winoground", "winoground", winoground_lines),
+    ("sugar_crepe", "sugar-crepe", sugar_crepe),
+    ("winoground", "winoground", winoground),
     ("aro_vg_relation", "aro", aro, "visual_genome_relation.json",
      lambda number: {"relation_name": ["on", "under"][number > 3]}),
     ("aro_vg_attribution", "aro", aro, "visual_genome_attribution.json",

@@ -1,7 +1,6 @@
-"""Layouts of images with right and wrong captions: ARO, SugarCrepe, Winoground, MMVP-VLM."""
+"""Layouts of images with right and wrong captions: ARO, SugarCrepe, MMVP-VLM."""
 
 import csv
-import json
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -50,25 +49,6 @@ class Choices(Records):
                 columns["attribute"].append(attribute if isinstance(attribute, str) else "_".join(attribute))
         times = Counter(columns["attribute"])
         columns["attribute"] = [name if times[name] >= self.least else None for name in columns["attribute"]]
-        return Dataset.from_dict(columns)
-
-
-@dataclass(frozen=True, kw_only=True)
-class WinogroundLines(Layout):
-    """Winoground's examples, an object a line, with its unpacked images."""
-
-    files: Sequence[str] = ("data/examples.jsonl",)
-    images: str = "data/images"
-    content: ClassVar[str] = "the keys image_0, image_1, caption_0, caption_1, collapsed_tag in a line"
-
-    def rows(self, folder: Path, split: str) -> Dataset:
-        columns = defaultdict(list)
-        for file in self.annotations(folder, split):
-            for entry in map(json.loads, filter(str.strip, read_text(file).split("\n"))):
-                for side in range(2):
-                    columns[f"image_{side}"].append(str(folder / self.images / f"{entry[f'image_{side}']}.png"))
-                    columns[f"caption_{side}"].append(entry[f"caption_{side}"])
-                columns["attribute"].append(entry["collapsed_tag"])
         return Dataset.from_dict(columns)
 
 

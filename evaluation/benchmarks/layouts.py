@@ -1,4 +1,4 @@
-"""How the data of benchmarks lie: a class a layout, each of which gives rows.
+"""Layouts of benchmarks on disk: one class each, which gives rows.
 
 Rows have a column `image`, and `label` (the number of the class, -1 where it is none of the task's, or a 1 or 0 for
 each class) or `caption` (a list of texts); pairs have `image_0`, `image_1`, `caption_0`, `caption_1` and `attribute`;
@@ -9,7 +9,6 @@ import csv
 import glob
 import json
 import re
-import zlib
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,8 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any, ClassVar, Literal
 
-from datasets import Dataset
-from scipy.io.matlab import MatReadError
+import numpy as np
+import PIL.Image
+from datasets import Dataset, Image
 
 from clip_moe.data.annotations import NoSplit, read_tables
 from clip_moe.data.image_folders import PICTURES
@@ -32,11 +32,8 @@ from clip_moe.records.files import files_in, read_json, read_text
 # Beside the data, as CLIP_benchmark has them
 CLASSES, TEMPLATES = "classnames.txt", "zeroshot_classification_templates.txt"
 SHARD_IMAGES = ("webp", "png", "jpg", "jpeg")  # suffixes of images in CLIP_benchmark's shards
-# What a copy that is not as it should be may raise
-FAULTS = (
-    *(ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError, OSError),
-    *(csv.Error, zlib.error, MatReadError),
-)
+# Errors that a damaged copy may raise
+FAULTS = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError, OSError, csv.Error)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,13 +44,11 @@ class Layout(ABC):
         files: patterns of the files that say what a split holds, with SPLIT for its name.
         images: the folder of the images.
         test: what the test split is called in it.
-        codes: whether classes are called by codes of their own, which say nothing to a model.
     """
 
     files: Sequence[str] = ()
     images: str = ""
     test: str = "test"
-    codes: bool = False
     content: ClassVar[str] = ""  # of the files, in words
 
     @property
@@ -119,27 +114,6 @@ def images_in(folder: Path) -> list[Path]:
     return sorted(folder / path for path in files_in(folder) if PurePath(path).suffix.lower() in PICTURES)
 
 
-def _without_contradiction(pairs: Iterable[tuple[str, Any]], place: Path) -> dict[str, Any]:
-    """A dictionary of pairs, which may be repeated. Raises a ValueError if a key has two values."""
-    values: dict[str, Any] = {}
-    for key, value in pairs:
-        if values.setdefault(key, value) != value:
-            raise ValueError(f"{place} has two entries for {key}, {values[key]} and {value}: one of them must go")
-    return values
-
-
-def by_name(images: Iterable[Path], folder: Path) -> dict[str, Path]:
-    """The images of a folder by their names in it, without suffixes."""
-    named = ((image.relative_to(folder).with_suffix("").as_posix(), image) for image in images)
-    return _without_contradiction(named, folder)
-
-
-def _value_of_word(file: Path) -> dict[str, str]:
-    """The first word of each line -> its second and last one."""
-    words = read_text(file).split()
-    return _without_contradiction(zip(words[::2], words[1::2], strict=True), file)
-
-
 def _captioned(folder: Path, captions: dict[str, list[str]]) -> Dataset:
     """Rows of images in a folder, by their names."""
     images = [str(folder / name) for name in captions]
@@ -186,22 +160,16 @@ class Shards(Layout):
 @dataclass(frozen=True, kw_only=True)
 class ClassFolders(Layout):
     """A folder of images for each class, all within `images`, called by the class or its id, such as WordNet's. Classes
-    have the numbers of their folders in order.
-
-    `files` list the images of a split. Without any, all images count. A single one has CLASS/NAME in each line. CUB has
-    two: `images.txt` has NUMBER CLASS/NAME.jpg in each line, `train_test_split.txt` NUMBER 1 for what is trained on,
-    else NUMBER 0.
-    """
+    have the numbers of their folders in order."""
 
     images: str = "SPLIT"
 
     @property
     def shape(self) -> str:
-        lists = "".join(f" and {name}" for name in self.files)
-        return f"{self.images and f'{self.images}/'}CLASS/NAME.jpg{lists} (classes in the order of their folders)"
+        return f"{self.images and f'{self.images}/'}CLASS/NAME.jpg (classes in the order of their folders)"
 
     def fits(self, folder: Path, split: str) -> bool:
-        return bool(self._classes(folder, split)) and super().fits(folder, split)
+        return bool(self._classes(folder, split))
 
     def _classes(self, folder: Path, split: str) -> list[Path]:
         root = folder / self.of_split(self.images, split)
@@ -217,84 +185,45 @@ class ClassFolders(Layout):
         return (image for path in self._classes(folder, split) for image in images_in(path))
 
     def rows(self, folder: Path, split: str) -> Dataset:
-        label_of = {}  # the number of each image's class
+        images, labels = [], []
         for label, path in enumerate(self._classes(folder, split)):
-            images = images_in(path)
-            if not images:
+            of_class = images_in(path)
+            if not of_class:
                 raise ValueError(f"{path} has no images: a folder in {path.parent} must hold those of a class")
-            label_of |= dict.fromkeys(images, label)
-        if self.files:
-            listed, root = self._listed(folder, split), folder / self.of_split(self.images, split)
-            of_name = by_name(label_of, root)
-            missing = sorted(listed - of_name.keys())
-            if missing:
-                raise ValueError(f"{len(missing)} images of the split {split} are not in {folder}; one is {missing[0]}")
-            label_of = {image: label_of[image] for name, image in of_name.items() if name in listed}
-        return Dataset.from_dict({"image": list(map(str, label_of)), "label": list(label_of.values())})
-
-    def _listed(self, folder: Path, split: str) -> set[str]:
-        """CLASS/NAME of the images of a split, without suffixes."""
-        files = self.annotations(folder, split)
-        if len(files) == 1:
-            return set(read_text(files[0]).split())
-        names, is_train = map(_value_of_word, files)
-        wanted = "1" if split == "train" else "0"
-        return {str(Path(name).with_suffix("")) for number, name in names.items() if is_train[number] == wanted}
+            images += map(str, of_class)
+            labels += [label] * len(of_class)
+        return Dataset.from_dict({"image": images, "label": labels})
 
 
 @dataclass(frozen=True, kw_only=True)
-class LabelLines(Layout):
-    """A line for each image, with its class or the id of that. Classes have the numbers of their labels in order.
+class CIFAR(Layout):
+    """CIFAR's binary version: images as bytes one after another in a file.
 
     Args:
-        line: regular expression of a line, with the groups `name`, of the image, and `label`, or of a header, without
-            them.
-        suffix: ending of image files, where names have none.
+        names: the file of the names of the classes, one a line.
+        labels: bytes before an image, the last of which is the number of its class.
     """
 
-    line: str = ""
-    suffix: str = ""
-    content: ClassVar[str] = "the name of an image and its class"
+    files: Sequence[str] = ("SPLIT_batch.bin",)
+    names: str = "batches.meta.txt"
+    labels: int = 1
 
-    def labels(self, folder: Path, split: str) -> dict[str, str]:
-        """Name of an image -> its label."""
+    @property
+    def shape(self) -> str:
+        return f"{self.files[0]} and {self.names} of the binary version (Python's has pickles, which are not read)"
+
+    def other_files(self, folder: Path, split: str) -> Iterable[Path]:
+        return [folder / self.names]
+
+    def class_names(self, folder: Path, split: str) -> list[str]:
+        return list(filter(None, read_text(folder / self.names).replace("_", " ").split("\n")))
+
+    def rows(self, folder: Path, split: str) -> Dataset:
         (file,) = self.annotations(folder, split)
-        lines = [line.strip() for line in read_text(file).split("\n")]
-        matches = [re.fullmatch(self.line, line) for line in lines]
-        bad = [number for number, line in enumerate(lines) if line and not matches[number]]
-        if bad:
-            raise ValueError(f"line {bad[0] + 1} of {file} needs {self.content}, but is {lines[bad[0]][:60]!r}")
-        named = (match for match in matches if match and match["name"])
-        return _without_contradiction(((match["name"] + self.suffix, match["label"]) for match in named), file)
-
-    def class_names(self, folder: Path, split: str) -> list[str]:
-        return in_order(set(self.labels(folder, split).values()))
-
-    def rows(self, folder: Path, split: str) -> Dataset:
-        labels, classes = self.labels(folder, split), self.class_names(folder, split)
-        images = [str(folder / self.of_split(self.images, split) / name) for name in labels]
-        return Dataset.from_dict({"image": images, "label": [classes.index(label) for label in labels.values()]})
-
-
-@dataclass(frozen=True, kw_only=True)
-class VOCLists(Layout):
-    """A list for each class, which says of every image whether it is in it: 1, -1, or 0 where it is hard to see (VOC
-    2007, as clip_benchmark/datasets/voc2007.py takes the latter)."""
-
-    files: Sequence[str] = ("ImageSets/Main/*_SPLIT.txt",)
-    images: str = "JPEGImages"
-    content: ClassVar[str] = "an image and 1, 0 or -1 in each line"
-
-    def class_names(self, folder: Path, split: str) -> list[str]:
-        return [file.stem.removesuffix(f"_{split}") for file in self.annotations(folder, split)]
-
-    def rows(self, folder: Path, split: str) -> Dataset:
-        labels = defaultdict(list)
-        for file in self.annotations(folder, split):
-            for name, value in _value_of_word(file).items():
-                labels[name].append(float(value != "-1"))
-        images = [str(folder / self.images / f"{name}.jpg") for name in labels]
-        return Dataset.from_dict({"image": images, "label": list(labels.values())})
+        images = np.fromfile(file, np.uint8).reshape(-1, self.labels + 3 * 32 * 32)
+        pixels = images[:, self.labels :].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+        columns = {"image": list(map(PIL.Image.fromarray, pixels)), "label": images[:, self.labels - 1].tolist()}
+        return Dataset.from_dict(columns).cast_column("image", Image(decode=False))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,7 +234,6 @@ class Records(Layout):
     Args:
         image: key of the name of the image.
         texts: keys of captions.
-        label: key of the number of the class, in place of captions.
         entries: key of the list within a file.
         split_key: whose value is the split; None: all is.
         suffix: ending of image files, where names have none.
@@ -314,7 +242,6 @@ class Records(Layout):
 
     image: str = "image"
     texts: Sequence[str] = ()
-    label: str | None = None
     entries: str | None = None
     split_key: str | None = None
     suffix: str = ""
@@ -322,20 +249,15 @@ class Records(Layout):
 
     @property
     def content(self) -> str:
-        return f"the keys {', '.join(filter(None, [self.image, *self.texts, self.label, self.split_key]))} in an entry"
+        return f"the keys {', '.join(filter(None, [self.image, *self.texts, self.split_key]))} in an entry"
 
     def rows(self, folder: Path, split: str) -> Dataset:
-        captions, labels = defaultdict(list), {}
+        captions = defaultdict(list)
         for file in self.annotations(folder, split):
             for entry in self._entries(file):
                 if self.split_key is None or entry[self.split_key] == split:
-                    name = entry[self.image] + self.suffix
-                    label = entry[self.label] if self.label else None
-                    if labels.setdefault(name, label) != label:
-                        raise ValueError(f"{file} has two entries for {name}, {labels[name]} and {label}: one must go")
-                    captions[name] += [] if self.label else self._captions(entry)
-        rows = _captioned(folder / self.images, captions)
-        return rows.remove_columns("caption").add_column("label", list(labels.values())) if self.label else rows
+                    captions[entry[self.image] + self.suffix] += self._captions(entry)
+        return _captioned(folder / self.images, captions)
 
     def _entries(self, file: Path) -> list[dict[str, Any]]:
         if file.suffix != ".json":
@@ -404,7 +326,7 @@ class CaptionFiles(Layout):
 
     def rows(self, folder: Path, split: str) -> Dataset:
         texts = {file.stem: read_text(file).partition("\n")[0].strip() for file in self.annotations(folder, split)}
-        images = by_name(images_in(folder / self.images), folder / self.images)
+        images = {image.stem: image for image in images_in(folder / self.images)}
         alone = sorted(images.keys() ^ texts.keys())
         if alone:
             raise ValueError(f"{len(alone)} images in {folder} have no caption or captions no image; one is {alone[0]}")
@@ -457,5 +379,5 @@ class XM3600(Layout):
     def rows(self, folder: Path, split: str) -> Dataset:
         (file,) = self.annotations(folder, split)
         entries = list(map(json.loads, filter(str.strip, read_text(file).split("\n"))))
-        captions = ((f"{entry['image/key']}.jpg", entry[self.language]["caption"]) for entry in entries)
-        return _captioned(folder / self.images, _without_contradiction(captions, file))
+        captions = {f"{entry['image/key']}.jpg": entry[self.language]["caption"] for entry in entries}
+        return _captioned(folder / self.images, captions)

@@ -85,7 +85,10 @@ def _find(benchmark: Benchmark, data_root: str | Path | None) -> tuple[Path | No
                 if all(layout.fits(folder, split) for split in benchmark.splits):
                     return folder, layout
         if folders:
-            raise ValueError(f"{folders[0]} is no copy of {benchmark.name}: there must be {benchmark.shapes}")
+            elsewhere = "" if benchmark.hub is None else "; or move it away, and it is read from the Hub"
+            raise ValueError(
+                f"{folders[0]} is no copy of {benchmark.name}: there must be {benchmark.shapes}{elsewhere}"
+            )
     if benchmark.hub is None:
         where = f"{Path(data_root or 'DATA_ROOT') / benchmark.name} (data_root), with {benchmark.shapes}"
         raise ValueError(f"{benchmark.name} is not read from the Hub: put it into {where}")
@@ -112,7 +115,7 @@ def _from_hub(benchmark: Benchmark, patterns: Sequence[str], way_out: str = "") 
 def _class_names(benchmark: Benchmark, folder: Path, layout: Layout) -> list[str]:
     """By the number of the class: of a file beside the data, of the data themselves, or of the copy on the Hub."""
     of_data = layout.class_names(folder, benchmark.split)
-    if of_data and not (layout.codes or are_ids(of_data) or (folder / CLASSES).is_file()):
+    if of_data and not (are_ids(of_data) or (folder / CLASSES).is_file()):
         return of_data
     file = _text_file(benchmark, folder, CLASSES)
     names = read_classes(file)
