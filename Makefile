@@ -94,7 +94,7 @@ style: $(STAMP)  ## repair what can be repaired
 	$(BIN)/ruff format .
 
 docs: $(STAMP)  ## docs/settings.md, from the classes of the settings
-	$(BIN)/python -m clip_moe.training.settings_page
+	$(BIN)/python -m clip_moe.app.settings_page
 
 # With a python that has torch for the GPU and this package: python3 -m pip install --editable '.[test]'
 GPU_PYTHON ?= python3

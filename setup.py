@@ -12,7 +12,7 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 REPOSITORY = "https://github.com/OWNER/clip-moe"
-ROOMS = ("records", "data", "conversion", "evaluation", "training", "app")
+ROOMS = ("engine", "data", "conversion", "evaluation", "training", "app")
 FILES = ("LICENSE", "model_cards/template.md", "model_cards/citations.yaml")  # of `clip-moe publish`
 training = [
     "accelerate>=1.15",

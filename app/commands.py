@@ -3,7 +3,7 @@
 from importlib.util import find_spec
 from pathlib import Path
 
-from clip_moe.records.command_line import Folder, command
+from clip_moe.engine.command_line import Folder, command
 
 
 @command

@@ -24,13 +24,13 @@ from clip_moe.conversion.publishing.bundle import copy_model
 from clip_moe.data.image_folders import open_folder
 from clip_moe.data.images import FORMATS, decode_image
 from clip_moe.data.pairs import present_captions
+from clip_moe.engine.files import new_folder
+from clip_moe.engine.messages import join_names
 from clip_moe.evaluation.embedder import Embedder, usable_device
 from clip_moe.evaluation.ensemble import Ensemble, open_model
 from clip_moe.evaluation.own_data import is_template
 from clip_moe.evaluation.preferences import route_images
 from clip_moe.evaluation.routing_pictures import expert_colors
-from clip_moe.records.files import new_folder
-from clip_moe.records.messages import join_names
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ SCROLL = """() => {
 }"""
 SECONDS_KEPT = 3600  # what visitors upload
 # What a Space needs: folders of this repository that the page runs on, and packages
-ROOMS = ("records", "data", "conversion", "evaluation", "app")
+ROOMS = ("engine", "data", "conversion", "evaluation", "app")
 REQUIREMENTS = """
 accelerate cyclopts datasets filelock huggingface_hub markdown-it-py matplotlib pillow psutil pydantic pyyaml
 safetensors scikit-learn threadpoolctl torch tqdm transformers

@@ -20,8 +20,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 FUNCTIONS = {
     "PRESETS": "clip_moe.conversion.presets",
     "upcycle": "clip_moe.conversion.upcycle",
-    "load_recipe": "clip_moe.training.recipe",
-    "run_recipe": "clip_moe.training.runner",
+    "load_recipe": "clip_moe.engine.recipe",
+    "run_recipe": "clip_moe.engine.runner",
     "find_tasks": "clip_moe.evaluation.tasks",
     "evaluate_model": "clip_moe.evaluation.evaluate",
 }
@@ -44,12 +44,12 @@ def main(arguments: list[str] | None = None) -> None:
         given = with_own_classes(given)
         if arguments is None:
             sys.argv[1:] = given
-        from clip_moe.training.stages import KINDS
+        from clip_moe.engine.kinds import KINDS
 
         kind = given[0].replace("-", "_") if given else ""
         if kind in KINDS:  # whose help needs its own file alone
-            from clip_moe.records.program import end
-            from clip_moe.training.stage_command import run_command
+            from clip_moe.engine.program import end
+            from clip_moe.engine.stage_command import run_command
 
             return end(lambda: run_command(kind, given[1:]), is_all=arguments is None)
         line = _command_line()
@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> None:
             f"error: {error}: the commands need more than the models: in a checkout, pip install -c constraints.txt -e "
             '".[training]"; elsewhere, pip install "clip-moe[training] @ git+https://github.com/OWNER/clip-moe"'
         )
-    from clip_moe.records.command_line import run
+    from clip_moe.engine.command_line import run
 
     run(line, None if arguments is None else given)
 
@@ -68,7 +68,7 @@ def with_own_classes(arguments: list[str]) -> list[str]:
     if not any(argument.partition("=")[0] == "--import" for argument in arguments):
         return arguments
     from clip_moe.conversion.own_classes import import_own_classes
-    from clip_moe.records.program import one_line_errors
+    from clip_moe.engine.program import one_line_errors
 
     with one_line_errors():
         return import_own_classes(arguments)
@@ -78,11 +78,11 @@ def _command_line() -> "App":
     """All commands."""
     from clip_moe.app import commands as app
     from clip_moe.conversion import commands as conversion
+    from clip_moe.engine.command_line import command_line
+    from clip_moe.engine.help_text import in_lines
+    from clip_moe.engine.kinds import PURPOSES
     from clip_moe.evaluation import commands as evaluation
-    from clip_moe.records.command_line import command_line
-    from clip_moe.records.help_text import in_lines
     from clip_moe.training import commands as training
-    from clip_moe.training.stages import PURPOSES
 
     kinds = (in_lines(f"{what}: {', '.join(of).replace('_', '-')}", 6, "  ") for what, of in PURPOSES.items())
     line = command_line(
@@ -98,6 +98,6 @@ def _command_line() -> "App":
     for number, function in enumerate(commands):
         line.command(function, sort_key=number, help_epilogue="")
     # Beside `report`; `main` runs it, as all kinds
-    evaluate = "clip_moe.training.stages.evaluate:EvaluateStage"
+    evaluate = "clip_moe.evaluation.stages.evaluate:EvaluateStage"
     line.command(evaluate, name="evaluate", help="Models side by side on evaluation tasks, with a report.", sort_key=2)
     return line

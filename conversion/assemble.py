@@ -9,7 +9,7 @@ import torch
 from clip_moe.conversion.checkpoints import load_clip, load_config, load_mixture
 from clip_moe.conversion.processors import copy_processor, require_same
 from clip_moe.conversion.verification import check_equal, sample_inputs
-from clip_moe.records.files import save
+from clip_moe.engine.files import save
 from modeling_clip_moe import CLIPMoDEModel
 from modeling_clip_moe.families import family_of
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from clip_moe.conversion.checkpoints import load_clip, load_model
 from clip_moe.conversion.processors import copy_processor, require_same
 from clip_moe.conversion.upcycle import architecture, sparse_blocks
-from clip_moe.records.files import save
+from clip_moe.engine.files import save
 from modeling_clip_moe.families import TOWER_CONFIGS
 
 logger = logging.getLogger(__name__)

@@ -21,8 +21,8 @@ from transformers import (
 from transformers.utils import cached_file, logging
 
 from clip_moe.conversion.own_classes import import_handed_on
-from clip_moe.records.hub import hub_options
-from clip_moe.records.messages import join_names, one_line
+from clip_moe.engine.hub import hub_options
+from clip_moe.engine.messages import join_names, one_line
 from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel, CLIPMoETextModel, CLIPMoETextModelWithProjection
 from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
 from modeling_clip_moe.families import FAMILY_OF_TYPE, Family, family_of, is_clip, model_class

@@ -6,8 +6,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from clip_moe.records.command_line import Folder, command
-from clip_moe.records.files import new_folder
+from clip_moe.engine.command_line import Folder, command
+from clip_moe.engine.files import new_folder
 
 
 @command

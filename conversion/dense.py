@@ -25,9 +25,9 @@ from clip_moe.conversion.upcycle import (
     towers_of,
 )
 from clip_moe.conversion.verification import TOLERANCE, compare
-from clip_moe.records.files import read_record, save
-from clip_moe.records.messages import join_names
-from clip_moe.records.provenance import weights_fingerprint
+from clip_moe.engine.files import read_record, save
+from clip_moe.engine.messages import join_names
+from clip_moe.engine.provenance import weights_fingerprint
 from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
 from modeling_clip_moe.dispatch import dispatch
 from modeling_clip_moe.families import family_of

@@ -10,7 +10,7 @@ from transformers import MODEL_MAPPING, LlavaConfig, LlavaForConditionalGenerati
 from clip_moe.conversion.checkpoints import HINTS, has_file, load_config, load_model, load_weights
 from clip_moe.conversion.processors import IMAGE_PROCESSOR_FILES, load_image_processor, load_processor, require_fit
 from clip_moe.conversion.verification import check_equal
-from clip_moe.records.files import save
+from clip_moe.engine.files import save
 from modeling_clip_moe.configuration_clip_moe import CLIPMoETowerConfig
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from clip_moe.conversion.checkpoints import load_whole_or_tower
 from clip_moe.conversion.processors import copy_processor
 from clip_moe.conversion.verification import check_equal, sample_inputs
-from clip_moe.records.files import save
+from clip_moe.engine.files import save
 from modeling_clip_moe.families import pooled_token
 
 KEPT_POSITIONS = 20

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from clip_moe.conversion.checkpoints import load_sparse
 from clip_moe.conversion.processors import copy_processor
 from clip_moe.conversion.upcycle import check_memory, experts_of_ffn, sparse_blocks, sparse_ffns
-from clip_moe.records.files import save
+from clip_moe.engine.files import save
 
 # Name of a sparse block -> (E,), how much each expert matters
 Importance = Mapping[str, Tensor]

@@ -6,7 +6,7 @@ from typing import Any
 from transformers import CLIPConfig
 
 from clip_moe.conversion.checkpoints import loading
-from clip_moe.records.files import read_json
+from clip_moe.engine.files import read_json
 from modeling_clip_moe.families import dense_types
 
 FILE = "open_clip_config.json"

@@ -23,9 +23,9 @@ from clip_moe.conversion.open_clip import FILE, read_configuration
 from clip_moe.conversion.processors import copy_processor
 from clip_moe.conversion.rules import Rule, apply_rules, renaming
 from clip_moe.conversion.verification import check_equal, sample_inputs
-from clip_moe.records.digests import file_digest
-from clip_moe.records.files import save
-from clip_moe.records.messages import join_names
+from clip_moe.engine.digests import file_digest
+from clip_moe.engine.files import save
+from clip_moe.engine.messages import join_names
 from modeling_clip_moe.families import dense_types
 
 # From the download addresses in https://github.com/openai/CLIP/blob/main/clip/clip.py

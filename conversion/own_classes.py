@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 import modeling_clip_moe
-from clip_moe.records.own_modules import code_of, watching
+from clip_moe.engine.own_modules import code_of, watching
 from modeling_clip_moe.own_code import OWN_CLASSES
 from modeling_clip_moe.sparse_moe import SparseMoEMixin
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
-from clip_moe.records.messages import did_you_mean
+from clip_moe.engine.messages import did_you_mean
 
 TOWERS = ("text", "vision")
 # Choices of sparse layers, by name: a function from the number of layers to those that are sparse, from 0

@@ -22,9 +22,9 @@ from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from clip_moe.conversion.checkpoints import has_file, loading, model_configs
-from clip_moe.records.files import save
-from clip_moe.records.hub import hub_options
-from clip_moe.records.messages import warn_once
+from clip_moe.engine.files import save
+from clip_moe.engine.hub import hub_options
+from clip_moe.engine.messages import warn_once
 from modeling_clip_moe.families import family_of, longest_text, pooled_token, pools_highest
 
 logger = logging.getLogger(__name__)

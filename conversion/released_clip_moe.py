@@ -30,7 +30,7 @@ from clip_moe.conversion.openai import verify as verify_archive
 from clip_moe.conversion.presets import PRESETS
 from clip_moe.conversion.rules import Rule, apply_rules, renaming
 from clip_moe.conversion.upcycle import architecture
-from clip_moe.records.files import new_file, writing
+from clip_moe.engine.files import new_file, writing
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
 
 EXPERT = re.compile(r"(visual\.)?transformer\.resblocks\.(\d+)\.experts\.(\d+)\..*")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from clip_moe.records.messages import NAMES_PER_ERROR, join_names
+from clip_moe.engine.messages import NAMES_PER_ERROR, join_names
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from clip_moe.conversion.processors import copy_processor, require_same
 from clip_moe.conversion.rules import Rule, apply_rules
 from clip_moe.conversion.upcycle import FFN_TO_EXPERTS, build_sparse, sparse_config, sparse_ffns, upcycling_rules
 from clip_moe.conversion.verification import compare
-from clip_moe.records.files import save
-from clip_moe.records.messages import join_names
+from clip_moe.engine.files import save
+from clip_moe.engine.messages import join_names
 from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
 
 # The parts of a sparse FFN with one expert that stage 1 of CLIP-FMoE may train: a regular expression

@@ -18,7 +18,7 @@ from clip_moe.conversion.presets import TOWERS, Preset, sparse_layers
 from clip_moe.conversion.processors import copy_processor
 from clip_moe.conversion.rules import Rule, apply_rules
 from clip_moe.conversion.verification import compare
-from clip_moe.records.files import save
+from clip_moe.engine.files import save
 from modeling_clip_moe.configuration_clip_moe import CLIPMoEConfig, CLIPMoETowerConfig, SparseMoEConfig
 from modeling_clip_moe.families import Family, family_of
 from modeling_clip_moe.sparse_moe import CLIPMoESparseMoeBlock

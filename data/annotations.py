@@ -20,8 +20,8 @@ import datasets
 import numpy as np
 
 from clip_moe.data.local_data import TABLES, suffix_of
-from clip_moe.records.files import read_json
-from clip_moe.records.messages import join_names, shortened, warn_once
+from clip_moe.engine.files import read_json
+from clip_moe.engine.messages import join_names, shortened, warn_once
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from PIL import Image as PILImage
 from PIL import ImageFont
 
 from clip_moe.data.drawing import SPLITS, choose, drawn_rows, kind_order, some_kinds, stamp
-from clip_moe.records.digests import file_digests
+from clip_moe.engine.digests import file_digests
 
 if TYPE_CHECKING:
     from transformers import CLIPTokenizer

@@ -11,8 +11,8 @@ from clip_moe.data.annotations import NoSplit
 from clip_moe.data.pairs import load_pairs, readable_pairs
 from clip_moe.data.sources import DataArguments, reading
 from clip_moe.data.worlds import WORLDS
-from clip_moe.records.files import read_json
-from clip_moe.records.messages import shortened
+from clip_moe.engine.files import read_json
+from clip_moe.engine.messages import shortened
 
 # How LLaVA's files mark the image in a question
 IMAGE = "<image>"

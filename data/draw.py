@@ -12,8 +12,8 @@ from typing import Literal
 from clip_moe.data.contact_sheet import grid
 from clip_moe.data.drawing import SPLITS
 from clip_moe.data.worlds import WORLDS, world
-from clip_moe.records.command_line import Folder, command
-from clip_moe.records.files import new_folder
+from clip_moe.engine.command_line import Folder, command
+from clip_moe.engine.files import new_folder
 
 
 @command

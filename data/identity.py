@@ -19,10 +19,10 @@ from clip_moe.data.local_data import BUILDERS, file_in, is_here, is_table, suffi
 from clip_moe.data.shards import MEMBER, file_of, read_member
 from clip_moe.data.sources import is_cache, is_saved, is_text, matching, named_images, of_splits, reading
 from clip_moe.data.worlds import INSTALLED, WORLDS, world
-from clip_moe.records.digests import FILES_AT_ONCE, DigestCache, file_digests, file_stamp, value_digest
-from clip_moe.records.files import files_in
-from clip_moe.records.hub import hub_commit
-from clip_moe.records.provenance import MANIFEST
+from clip_moe.engine.digests import FILES_AT_ONCE, DigestCache, file_digests, file_stamp, value_digest
+from clip_moe.engine.files import files_in
+from clip_moe.engine.hub import hub_commit
+from clip_moe.engine.provenance import MANIFEST
 
 # Errors about a fingerprint that is not that of the pairs say this
 OTHER_DATA = "another dataset, another order or other images of the same names"

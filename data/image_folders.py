@@ -17,9 +17,9 @@ import pyarrow.parquet
 
 from clip_moe.data.annotations import SPLIT_OF_NAME, read_tables, split_column, text_of
 from clip_moe.data.images import FORMATS, decode_image
-from clip_moe.records.digests import file_stamp
-from clip_moe.records.files import files_in, is_hidden
-from clip_moe.records.messages import join_names, warn_once
+from clip_moe.engine.digests import file_stamp
+from clip_moe.engine.files import files_in, is_hidden
+from clip_moe.engine.messages import join_names, warn_once
 
 logger = logging.getLogger(__name__)
 

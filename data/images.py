@@ -14,7 +14,7 @@ import PIL.ImageOps
 
 from clip_moe.data import shards
 from clip_moe.data.shards import MEMBER, read_member
-from clip_moe.records.digests import file_digests, value_digest
+from clip_moe.engine.digests import file_digests, value_digest
 
 PIL.Image.init()
 # Formats of pictures that Pillow decodes itself; EPS, for one, would start Ghostscript. TGA comes last: its

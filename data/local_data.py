@@ -7,7 +7,7 @@ import unicodedata
 from pathlib import Path
 
 from clip_moe.data.worlds import WORLDS
-from clip_moe.records.local_names import is_hub_name, similar_path
+from clip_moe.engine.local_names import is_hub_name, similar_path
 
 # Endings of shards
 SUFFIXES = (".tar", ".tar.gz", ".tgz")

@@ -14,8 +14,8 @@ from tqdm.auto import trange
 
 from clip_moe.data.identity import image_digests
 from clip_moe.data.images import decode_image, decoding_code
-from clip_moe.records.digests import DigestCache
-from clip_moe.records.messages import warn_once
+from clip_moe.engine.digests import DigestCache
+from clip_moe.engine.messages import warn_once
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from clip_moe.data.pairs import plain_words, present_captions
 from clip_moe.data.tokenizer import read_texts
-from clip_moe.records.messages import shortened
+from clip_moe.engine.messages import shortened
 
 # A caption of more than this share of the pairs dominates
 DOMINANT = 0.1

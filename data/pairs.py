@@ -35,8 +35,8 @@ from clip_moe.data.sources import (
     reading,
 )
 from clip_moe.data.worlds import WORLDS, world
-from clip_moe.records.messages import join_names, shortened, warn_once
-from clip_moe.records.processes import is_first_process
+from clip_moe.engine.messages import join_names, shortened, warn_once
+from clip_moe.engine.processes import is_first_process
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ import datasets
 import numpy as np
 
 from clip_moe.data.annotations import text_of
-from clip_moe.records.messages import join_names, warn_once
+from clip_moe.engine.messages import join_names, warn_once
 
 logger = logging.getLogger(__name__)
 

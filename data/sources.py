@@ -22,10 +22,10 @@ from clip_moe.data.arguments import DataArguments
 from clip_moe.data.image_folders import METADATA, is_picture, open_folder, warn_of_unread
 from clip_moe.data.local_data import BUILDERS, TABLES, is_table, suffix_of, without_braces
 from clip_moe.data.shards import open_shards
-from clip_moe.records.digests import file_stamp
-from clip_moe.records.files import files_in
-from clip_moe.records.hub import hub_options
-from clip_moe.records.messages import one_line
+from clip_moe.engine.digests import file_stamp
+from clip_moe.engine.files import files_in
+from clip_moe.engine.hub import hub_options
+from clip_moe.engine.messages import one_line
 
 # Workers and processes that share rows in memory as a stream
 READERS = 64

@@ -6,10 +6,10 @@ from statistics import mean
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from clip_moe.engine.intervals import LEVEL, Reach, mean_reach, score_difference_reach
+from clip_moe.engine.markdown import code, escape
+from clip_moe.engine.outcome import Training
 from clip_moe.evaluation.report import arrange
-from clip_moe.records.intervals import LEVEL, Reach, mean_reach, score_difference_reach
-from clip_moe.records.markdown import code, escape
-from clip_moe.records.outcome import Training
 
 # What results call the models that are compared. `dense` and `sparse` lie half way between a model and its fine-tuned
 # weights, which may be there, too

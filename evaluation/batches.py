@@ -18,7 +18,7 @@ from clip_moe.data.preparation import Preparation
 from clip_moe.data.shards import MEMBER, size_of
 from clip_moe.data.tokenizer import tokenize
 from clip_moe.data.workers import errors_of_workers
-from clip_moe.records.digests import value_digest
+from clip_moe.engine.digests import value_digest
 
 # Encoded images of a dataset, in bytes, above which workers save more time than it takes to start them
 WORTH_WORKERS = 32 * 2**20

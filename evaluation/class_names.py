@@ -11,7 +11,7 @@ from datasets import ClassLabel, Dataset, Value
 
 from clip_moe.data.pairs import select_columns, trimmed
 from clip_moe.data.sources import DataArguments, open_rows
-from clip_moe.records.messages import join_names
+from clip_moe.engine.messages import join_names
 
 # Names of classes that say nothing to a model: WordNet's ids of synsets, and numbers
 SYNSET, NUMBER = re.compile(r"n\d{8}\b", re.IGNORECASE), re.compile(r"[-+]?\d+(\.\d+)?")

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal
 
-from clip_moe.records.command_line import Folder, command
+from clip_moe.engine.command_line import Folder, command
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 

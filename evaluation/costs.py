@@ -13,7 +13,7 @@ from transformers import CLIPConfig, MetaClip2Config, PreTrainedConfig, PreTrain
 
 from clip_moe.conversion.presets import PRESETS
 from clip_moe.conversion.upcycle import sparse_config
-from clip_moe.records.messages import did_you_mean
+from clip_moe.engine.messages import did_you_mean
 from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
 from modeling_clip_moe.families import longest_text, model_class
 

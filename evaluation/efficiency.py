@@ -9,14 +9,14 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 
 from clip_moe.conversion.checkpoints import clip_class, config_of, has_file, loading
 from clip_moe.conversion.processors import most_patches
+from clip_moe.engine.files import refuse_to_overwrite
+from clip_moe.engine.markdown import escape, markdown_table
+from clip_moe.engine.messages import did_you_mean
+from clip_moe.engine.provenance import device_name, environment, weights_fingerprint
 from clip_moe.evaluation.costs import count_multiply_adds, count_parameters, meta_model, paper_config
 from clip_moe.evaluation.embedder import usable_device
 from clip_moe.evaluation.page import write_page
 from clip_moe.evaluation.speed import ROUNDS, measure_memory, measure_speed
-from clip_moe.records.files import refuse_to_overwrite
-from clip_moe.records.markdown import escape, markdown_table
-from clip_moe.records.messages import did_you_mean
-from clip_moe.records.provenance import device_name, environment, weights_fingerprint
 
 WEIGHT_FILES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 

@@ -16,9 +16,9 @@ from accelerate import PartialState
 from clip_moe.data.pairs import load_pairs, present_captions, rename_columns, select_columns, with_class_names
 from clip_moe.data.sources import DataArguments, open_rows
 from clip_moe.data.worlds import WORLDS
+from clip_moe.engine.files import new_file, write_text, writing
+from clip_moe.engine.messages import join_names
 from clip_moe.evaluation.embedder import Embedder
-from clip_moe.records.files import new_file, write_text, writing
-from clip_moe.records.messages import join_names
 
 logger = logging.getLogger(__name__)
 

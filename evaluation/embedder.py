@@ -21,12 +21,12 @@ from clip_moe.conversion.checkpoints import load_clip
 from clip_moe.conversion.own_classes import own_code
 from clip_moe.conversion.processors import load_processor
 from clip_moe.data import images, preparation, shards, tokenizer
+from clip_moe.engine.digests import file_digests, value_digest
+from clip_moe.engine.provenance import PROCESSOR, WEIGHTS, environment, model_fingerprint
 from clip_moe.evaluation import batches as reading
 from clip_moe.evaluation.batches import Batches, ImageBatches, TextBatches, read_batches
 from clip_moe.evaluation.feature_store import Compute, FeatureStore
 from clip_moe.evaluation.progress import progress
-from clip_moe.records.digests import file_digests, value_digest
-from clip_moe.records.provenance import PROCESSOR, WEIGHTS, environment, model_fingerprint
 from modeling_clip_moe import CLIPMoEModel
 
 # Batches that are written together: what a run that is killed loses

@@ -16,10 +16,10 @@ from huggingface_hub.errors import StrictDataclassError
 
 from clip_moe.conversion.assemble import ENCODER
 from clip_moe.conversion.checkpoints import clip_class, config_of, load_config, load_mixture
+from clip_moe.engine.hub import hub_options
+from clip_moe.engine.messages import one_line
 from clip_moe.evaluation.embedder import Embedder
 from clip_moe.evaluation.sentence_encoders import SentenceEncoder, load_encoder
-from clip_moe.records.hub import hub_options
-from clip_moe.records.messages import one_line
 from modeling_clip_moe import CLIPMoDEConfig
 from modeling_clip_moe.modeling_clip_mode import side_by_side
 

@@ -10,14 +10,14 @@ from accelerate.utils import set_seed
 
 from clip_moe.conversion.checkpoints import model_configs
 from clip_moe.conversion.own_classes import own_code
+from clip_moe.engine.files import output_folder
+from clip_moe.engine.local_names import paths_here
+from clip_moe.engine.provenance import environment, weights_fingerprint
 from clip_moe.evaluation.embedder import usable_device
 from clip_moe.evaluation.ensemble import open_model
 from clip_moe.evaluation.measures import measure
 from clip_moe.evaluation.results import write_result
 from clip_moe.evaluation.task import Task
-from clip_moe.records.files import output_folder
-from clip_moe.records.local_names import paths_here
-from clip_moe.records.provenance import environment, weights_fingerprint
 from modeling_clip_moe.families import TOWER_CONFIGS
 
 

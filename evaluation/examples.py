@@ -10,10 +10,10 @@ import PIL.Image
 
 from clip_moe.data.images import decode_image
 from clip_moe.data.pairs import present_captions
+from clip_moe.engine.markdown import escape
 from clip_moe.evaluation.measures import Embeds
 from clip_moe.evaluation.retrieval import TIE
 from clip_moe.evaluation.task import Task
-from clip_moe.records.markdown import escape
 
 # Of each, hits and misses; and pixels of the longer side
 NUM_SHOWN, SIDE = 3, 192

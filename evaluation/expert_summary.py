@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from clip_moe.engine.intervals import score_difference_reach
+from clip_moe.engine.result_schema import Collapse, ExpertSummary, Spread
 from clip_moe.evaluation.report import primary_columns
 from clip_moe.evaluation.task import Task
-from clip_moe.records.intervals import score_difference_reach
-from clip_moe.records.result_schema import Collapse, ExpertSummary, Spread
 
 # Columns of the table; an expert's number follows
 ROUTED, EXPERT, MEAN = "routed", "expert", "mean of experts"

@@ -15,6 +15,7 @@ from clip_moe.conversion.own_classes import own_code
 from clip_moe.conversion.presets import TOWERS
 from clip_moe.conversion.upcycle import counted_as_one
 from clip_moe.data.images import decode_image
+from clip_moe.engine.provenance import environment, weights_fingerprint
 from clip_moe.evaluation.embedder import Embedder, usable_device
 from clip_moe.evaluation.expert_summary import EXPERT, MEAN, ROUTED, agreement, summarize
 from clip_moe.evaluation.experts_page import page_beginning, page_of
@@ -41,7 +42,6 @@ from clip_moe.evaluation.routing_pictures import (
     draw_shares,
 )
 from clip_moe.evaluation.tasks import Task, loaded_once
-from clip_moe.records.provenance import environment, weights_fingerprint
 from modeling_clip_moe import CLIPMoEConfig
 from modeling_clip_moe.configuration_clip_moe import CLIPMoETowerConfig
 from modeling_clip_moe.families import family_of
@@ -141,7 +141,7 @@ def analyze_experts(
     device: str | torch.device | None = None,
 ) -> str:
     """Measure every expert alone and the routed model, and count where the routers send the tokens of all tasks. For
-    the other arguments, see `training.stages.analyze.AnalyzeStage`.
+    the other arguments, see `evaluation.stages.analyze.AnalyzeStage`.
 
     Args:
         layers: tower -> the sparse layer whose patches or words are drawn; default: the last one.

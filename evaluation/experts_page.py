@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
+from clip_moe.engine.markdown import item, markdown_table
+from clip_moe.engine.result_schema import ExpertSummary
 from clip_moe.evaluation.expert_summary import EXPERT, MEAN, ROUTED
 from clip_moe.evaluation.routing import POOLED_TOKEN
-from clip_moe.records.markdown import item, markdown_table
-from clip_moe.records.result_schema import ExpertSummary
 
 ALT_TEXTS = {
     "routing.png": "share of the tokens that each expert computes",

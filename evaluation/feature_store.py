@@ -16,8 +16,8 @@ from accelerate import Accelerator, PartialState
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from clip_moe.engine.files import new_file, output_folder, read_record, write_text, writing
 from clip_moe.evaluation.progress import progress
-from clip_moe.records.files import new_file, output_folder, read_record, write_text, writing
 
 INDEX = "index.json"
 # The one array of whole numbers that is read as rows; all others are of features

@@ -12,6 +12,8 @@ from clip_moe.conversion.processors import own_template
 from clip_moe.data.overview import ceilings
 from clip_moe.data.pairs import present_captions
 from clip_moe.data.tokenizer import ReadTexts, read_texts
+from clip_moe.engine.provenance import trainings
+from clip_moe.engine.result_schema import TextCounts
 from clip_moe.evaluation.embedder import Embedder
 from clip_moe.evaluation.ensemble import Ensemble
 from clip_moe.evaluation.linear_probe import linear_probe_metrics
@@ -20,8 +22,6 @@ from clip_moe.evaluation.retrieval import batch_loss, retrieval_metrics
 from clip_moe.evaluation.task import INFORMATION, Task
 from clip_moe.evaluation.texts import count_texts, require_told_apart
 from clip_moe.evaluation.zero_shot import class_embeddings, zero_shot_metrics
-from clip_moe.records.provenance import trainings
-from clip_moe.records.result_schema import TextCounts
 
 Embeds = Embedder | Ensemble
 # Metrics; the weights of an ensemble's experts, by what they weigh; what the tokenizer made of the texts, None without

@@ -23,12 +23,12 @@ from clip_moe.data.pairs import (
 from clip_moe.data.sources import DataArguments, Rows, open_rows
 from clip_moe.data.splits import common_rows, named_split
 from clip_moe.data.worlds import WORLDS
+from clip_moe.engine.digests import file_digests, short_digest
+from clip_moe.engine.files import read_text
+from clip_moe.engine.local_names import paths_here, without_paths
 from clip_moe.evaluation.class_names import labeled_rows, require_different_names
 from clip_moe.evaluation.own_task import OwnTask
 from clip_moe.evaluation.task import Task
-from clip_moe.records.digests import file_digests, short_digest
-from clip_moe.records.files import read_text
-from clip_moe.records.local_names import paths_here, without_paths
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from pydantic.dataclasses import dataclass
 
 from clip_moe.data.arguments import DataArguments
 from clip_moe.data.worlds import WORLDS
-from clip_moe.records.messages import in_one_line
+from clip_moe.engine.messages import in_one_line
 
 OwnKind = Literal["retrieval", "zero_shot", "linear_probe", "pairs"]
 

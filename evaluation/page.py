@@ -11,7 +11,7 @@ from typing import Any
 
 from markdown_it import MarkdownIt
 
-from clip_moe.records.files import locked, new_file, output_folder
+from clip_moe.engine.files import locked, new_file, output_folder
 
 # A score with its difference to a baseline, as `evaluation.report` and `lab.cards.seeds` write it
 DIFFERENCE = re.compile(r"[\d.]+%?(?: ± [\d.]+)? \((?P<mean>[+-][\d.]+)(?: ± (?P<error>[\d.]+))?\)")

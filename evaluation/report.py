@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from clip_moe.engine.intervals import LEVEL, Reach, mean_reach, score_difference_reach, score_reach
+from clip_moe.engine.markdown import escape, item, markdown_table, one_line
+from clip_moe.engine.result_schema import TextCounts, read_result, require_result, results_mark
 from clip_moe.evaluation.benchmarks.specs import BENCHMARKS, means_of
 from clip_moe.evaluation.figures import plot_text, plt, save
 from clip_moe.evaluation.page import write_page
 from clip_moe.evaluation.results import same_data
-from clip_moe.records.intervals import LEVEL, Reach, mean_reach, score_difference_reach, score_reach
-from clip_moe.records.markdown import escape, item, markdown_table, one_line
-from clip_moe.records.result_schema import TextCounts, read_result, require_result, results_mark
 
 Results = Sequence[dict[str, Any] | str | Path]
 # Results of one task must agree in these to stand in one column.

@@ -1,4 +1,4 @@
-"""Files of results, and the names of these and of tasks; `records.result_schema` says what is in one."""
+"""Files of results, and the names of these and of tasks; `engine.result_schema` says what is in one."""
 
 import json
 import re
@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from clip_moe.data.splits import named_split
-from clip_moe.records.digests import short_digest
-from clip_moe.records.files import write_text
+from clip_moe.engine.digests import short_digest
+from clip_moe.engine.files import write_text
 
 # Characters of a longer text that the name of a file keeps
 LONGEST_SLUG = 60

@@ -17,13 +17,13 @@ from safetensors.numpy import load_file, save_file
 
 from clip_moe.conversion.checkpoints import has_file, load_clip, load_config, loading
 from clip_moe.conversion.processors import load_processor, load_tokenizer, mark_padding, require_fit
+from clip_moe.engine.digests import short_digest
+from clip_moe.engine.files import save, writing
+from clip_moe.engine.hub import hub_commit, hub_options, pin_commit
+from clip_moe.engine.local_names import is_hub_name
+from clip_moe.engine.provenance import weights_fingerprint
 from clip_moe.evaluation.batches import ImageBatches, TextBatches
 from clip_moe.evaluation.embedder import embed
-from clip_moe.records.digests import short_digest
-from clip_moe.records.files import save, writing
-from clip_moe.records.hub import hub_commit, hub_options, pin_commit
-from clip_moe.records.local_names import is_hub_name
-from clip_moe.records.provenance import weights_fingerprint
 from modeling_clip_moe.families import is_clip
 
 SETTINGS_FILE, TFIDF_WEIGHTS = "encoder.json", "tfidf.safetensors"

@@ -17,7 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from clip_moe.conversion.checkpoints import load_clip
 from clip_moe.conversion.verification import sample_inputs
-from clip_moe.records.memory import peak_memory
+from clip_moe.engine.memory import peak_memory
 
 Key = TypeVar("Key", bound=Hashable)
 Result = TypeVar("Result")

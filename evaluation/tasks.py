@@ -12,6 +12,8 @@ from datasets import Dataset
 
 from clip_moe.data.sources import opened_once
 from clip_moe.data.worlds import INSTALLED, world
+from clip_moe.engine.digests import short_digest
+from clip_moe.engine.messages import most_similar
 from clip_moe.evaluation.benchmarks.loading import benchmark_task
 from clip_moe.evaluation.benchmarks.specs import ALIASES, BENCHMARKS, GROUPS, expand
 from clip_moe.evaluation.built_in_tasks import icon_tasks, name_tasks, numbered_tasks, symbol_tasks
@@ -19,8 +21,6 @@ from clip_moe.evaluation.own_data import make_task, own_fingerprint
 from clip_moe.evaluation.own_task import OwnKind, OwnTask, Wanted
 from clip_moe.evaluation.results import task_name
 from clip_moe.evaluation.task import Task
-from clip_moe.records.digests import short_digest
-from clip_moe.records.messages import most_similar
 
 TASKS = icon_tasks() | numbered_tasks() | name_tasks() | symbol_tasks()
 # Tasks on a dataset that is given by its columns

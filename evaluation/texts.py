@@ -6,9 +6,9 @@ from collections.abc import Hashable, Sequence
 from typing import Literal
 
 from clip_moe.data.tokenizer import ReadTexts
+from clip_moe.engine.messages import warn_once
+from clip_moe.engine.result_schema import TextCounts
 from clip_moe.evaluation.task import Task
-from clip_moe.records.messages import warn_once
-from clip_moe.records.result_schema import TextCounts
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from clip_moe.conversion.checkpoints import load_clip
 from clip_moe.conversion.processors import load_processor
 from clip_moe.data.images import decode_image
 from clip_moe.data.tokenizer import tokenize
+from clip_moe.engine.provenance import weights_fingerprint
 from clip_moe.evaluation.embedder import usable_device
-from clip_moe.records.provenance import weights_fingerprint
 
 
 class CLIPEncoder(AbsEncoder):

@@ -42,14 +42,14 @@ from clip_moe.data.images import decode_image
 from clip_moe.data.preparation import Preparation
 from clip_moe.data.workers import errors_of_workers, worker_options
 from clip_moe.data.worlds import WORLDS
-from clip_moe.records.files import save
-from clip_moe.records.messages import join_names, suggestion
-from clip_moe.training.context import Context
+from clip_moe.engine.context import Context
+from clip_moe.engine.files import save
+from clip_moe.engine.messages import join_names, suggestion
+from clip_moe.engine.settings import STRICT
+from clip_moe.engine.stage import Model, NumberedData, Stage
 from clip_moe.training.losses import all_reduce_sum
 from clip_moe.training.optimizers import set_trainable
 from clip_moe.training.samplers import GlobalBatchSampler, Share
-from clip_moe.training.settings import STRICT
-from clip_moe.training.stages.base import Model, NumberedData, Stage
 from clip_moe.training.stages.steps import StepsStage
 
 Prompt = Literal["plain", "chat"]

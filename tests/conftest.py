@@ -42,7 +42,7 @@ def go_online(monkeypatch, online=True):
     import datasets
     import huggingface_hub
 
-    from clip_moe.records import hub
+    from clip_moe.engine import hub
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "0" if online else "1")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", not online)

@@ -12,9 +12,9 @@ from tiny_clip import change_json, change_weights
 
 from clip_moe.conversion.publishing.card import render
 from clip_moe.conversion.publishing.lineage import Lineage
-from clip_moe.records.provenance import weights_fingerprint
-from clip_moe.training.recipe import load_recipe
-from clip_moe.training.runner import run_recipe
+from clip_moe.engine.provenance import weights_fingerprint
+from clip_moe.engine.recipe import load_recipe
+from clip_moe.engine.runner import run_recipe
 from modeling_clip_moe import CLIPMoEConfig
 
 BASE = Path(__file__).parents[1] / "training" / "symbol_clip"

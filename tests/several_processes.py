@@ -15,9 +15,9 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 
 # What takes seconds to import: a server does it once, and each process is a copy of the server
 PRELOADED = [
-    "clip_moe.training.runner",
-    "clip_moe.training.plan",
-    "clip_moe.training.stages",
+    "clip_moe.engine.runner",
+    "clip_moe.engine.plan",
+    "clip_moe.engine.kinds",
     "clip_moe.evaluation.evaluate",
 ]
 

@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from tiny_clip_moe import gradients
 
 from clip_moe.training.contrastive_task import ContrastiveTask
-from clip_moe.training.engine import FirstFault, _compute_gradient
+from clip_moe.training.loop import FirstFault, _compute_gradient
 from clip_moe.training.losses import contrastive_loss, router_losses
 from clip_moe.training.stages.train import TrainStage
 from clip_moe.training.train_settings import LoopSettings

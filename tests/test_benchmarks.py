@@ -17,13 +17,13 @@ from test_metrics import random_unit
 
 from clip_moe.data import symbols
 from clip_moe.data.images import decode_image
+from clip_moe.engine.recipe import load_recipe
 from clip_moe.evaluation.benchmarks.loading import CLASSES, TEMPLATES, benchmark_task
 from clip_moe.evaluation.benchmarks.specs import BENCHMARKS, GROUPS
 from clip_moe.evaluation.evaluate import evaluate_model
+from clip_moe.evaluation.stages.evaluate import EvaluateStage
 from clip_moe.evaluation.tasks import find_tasks, task_fingerprints
 from clip_moe.evaluation.zero_shot import zero_shot_metrics
-from clip_moe.training.recipe import load_recipe
-from clip_moe.training.stages.evaluate import EvaluateStage
 from clip_moe.training.train_settings import MeasuredTasks
 
 dense = small_evaluation.dense

@@ -10,7 +10,7 @@ from clip_moe.conversion.publishing.card import _stage_row
 from clip_moe.conversion.publishing.lineage import WORLDS, DataOrigin, Lineage
 from clip_moe.data import names
 from clip_moe.data.symbols import KINDS
-from clip_moe.records.provenance import Record
+from clip_moe.engine.provenance import Record
 
 pytestmark = pytest.mark.slow
 

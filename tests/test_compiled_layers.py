@@ -9,7 +9,7 @@ from torch._dynamo.utils import counters
 from transformers import CLIPConfig, CLIPModel
 
 from clip_moe.training.contrastive_task import ContrastiveTask
-from clip_moe.training.engine import checkpoint_layers, compile_layers
+from clip_moe.training.loop import checkpoint_layers, compile_layers
 from modeling_clip_moe import experts
 
 

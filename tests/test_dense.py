@@ -11,7 +11,7 @@ import clip_moe
 from clip_moe.conversion.dense import extract, verify
 from clip_moe.conversion.presets import PRESETS
 from clip_moe.conversion.upcycle import upcycle
-from clip_moe.records.provenance import Record, weights_fingerprint
+from clip_moe.engine.provenance import Record, weights_fingerprint
 
 CHOICES = [(name, expert) for name, preset in PRESETS.items() for expert in range(preset.num_experts)]
 SCALES = {"text": {"1": 0.3, "3": 0.4}, "vision": {"1": 0.5, "3": 0.6}}

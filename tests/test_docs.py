@@ -26,15 +26,15 @@ from documents import (
 )
 
 import clip_moe
+from clip_moe.app import settings_page
 from clip_moe.conversion.own_classes import OPTION
 from clip_moe.conversion.publishing import bundle
+from clip_moe.engine.intervals import paired_interval
+from clip_moe.engine.kinds import KINDS
+from clip_moe.engine.recipe import load_recipe
+from clip_moe.engine.stage_command import read_command
+from clip_moe.engine.yaml_files import read_yaml
 from clip_moe.evaluation.benchmarks.specs import BENCHMARKS
-from clip_moe.records.intervals import paired_interval
-from clip_moe.records.yaml_files import read_yaml
-from clip_moe.training import settings_page
-from clip_moe.training.recipe import load_recipe
-from clip_moe.training.stage_command import read_command
-from clip_moe.training.stages import KINDS
 from lab.law.cases import Case
 from lab.law.fit import read_points
 from lab.law.outcomes import points_of
@@ -150,7 +150,7 @@ def read(arguments):
         read_command(kind, arguments[1:])
         return
     parse = {"print_error": False, "exit_on_error": False}
-    with mock.patch("clip_moe.records.command_line.run", lambda line, given: line.parse_args(given, **parse)):
+    with mock.patch("clip_moe.engine.command_line.run", lambda line, given: line.parse_args(given, **parse)):
         clip_moe.main(arguments)
     if kind == "run" and arguments[2].startswith("training/"):
         options = dict(zip(arguments[1::2], arguments[2::2], strict=False))
@@ -202,7 +202,7 @@ def test_the_index_of_papers_names_what_is_there():
 
 
 def test_settings_are_those_of_the_code():
-    """docs/settings.md is what `python -m clip_moe.training.settings_page` writes; each setting has a meaning."""
+    """docs/settings.md is what `python -m clip_moe.app.settings_page` writes; each setting has a meaning."""
     assert settings_page.settings_page() == TEXT[settings_page.PAGE]
     rows = re.findall(r"^\| `(\w+)` \|.*\| (.*) \|$", TEXT[settings_page.PAGE], re.MULTILINE)
     assert len(rows) > 100 and [name for name, meaning in rows if not meaning] == []

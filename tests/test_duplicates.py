@@ -17,7 +17,7 @@ from tiny_runs import DENSE, TUNED, losses, run_stages
 from transformers import AutoTokenizer
 
 from clip_moe.data.tokenizer import tokenize
-from clip_moe.records.provenance import Record
+from clip_moe.engine.provenance import Record
 from clip_moe.training import duplicates as duplicates_module
 from clip_moe.training.duplicates import Duplicates, streamed_image_key, text_keys, token_keys
 from clip_moe.training.losses import Pairing

@@ -19,12 +19,12 @@ from clip_moe.conversion.processors import load_processor
 from clip_moe.data import images as image_code
 from clip_moe.data import preparation, symbols
 from clip_moe.data import tokenizer as tokenizer_code
+from clip_moe.engine.provenance import model_fingerprint
 from clip_moe.evaluation import batches, embedder
 from clip_moe.evaluation.built_in_tasks import symbol_tasks
 from clip_moe.evaluation.embedder import Embedder, code_digest, usable_device
 from clip_moe.evaluation.evaluate import evaluate_model
 from clip_moe.evaluation.tasks import TASKS, find_tasks
-from clip_moe.records.provenance import model_fingerprint
 
 dense, sparse, small_tasks = small_evaluation.dense, small_evaluation.sparse, small_evaluation.small_tasks
 
@@ -143,7 +143,7 @@ def test_images_that_are_known_are_neither_read_nor_decoded_again(dense, tmp_pat
     files = datasets.Dataset.from_dict({"image": names, "caption": names})
     first, of_pictures = embedder.images(files), embedder.images(pictures)
     with monkeypatch.context() as patch:
-        patch.setattr("clip_moe.records.digests.file_digest", lambda path: pytest.fail(f"{path} is read"))
+        patch.setattr("clip_moe.engine.digests.file_digest", lambda path: pytest.fail(f"{path} is read"))
         patch.setattr(preparation, "decode_image", lambda value: pytest.fail(f"{value} is decoded"))
         assert np.array_equal(embedder.images(files), first)
         assert np.array_equal(embedder.images(pictures), of_pictures)

@@ -9,10 +9,10 @@ from benchmark_folders import make_copy
 from tiny_runs import DENSE, SPARSE, run_stages
 
 from clip_moe.data import symbols
+from clip_moe.engine.recipe import load_recipe
+from clip_moe.engine.runner import run_recipe
 from clip_moe.evaluation.benchmarks.specs import BENCHMARKS
 from clip_moe.evaluation.tasks import TASKS, symbol_tasks
-from clip_moe.training.recipe import load_recipe
-from clip_moe.training.runner import run_recipe
 
 
 def stages(folder):

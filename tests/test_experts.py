@@ -15,13 +15,13 @@ from clip_moe.conversion.dense import convert, extract, force_expert, read_scale
 from clip_moe.conversion.presets import PRESETS
 from clip_moe.conversion.upcycle import upcycle
 from clip_moe.data import symbols
+from clip_moe.engine.intervals import difference_reach
 from clip_moe.evaluation.embedder import Embedder
 from clip_moe.evaluation.expert_summary import agreement, linear_cka, summarize
 from clip_moe.evaluation.experts import analyze_experts
 from clip_moe.evaluation.measures import measure
 from clip_moe.evaluation.routing import count_tokens
 from clip_moe.evaluation.tasks import Task
-from clip_moe.records.intervals import difference_reach
 
 slow = pytest.mark.slow
 TASKS = {

@@ -16,10 +16,10 @@ from tiny_runs import read_log, run_stages, weights
 
 from clip_moe.conversion.commands import publish
 from clip_moe.conversion.publishing import bundle
+from clip_moe.engine.own_stage import own_stage
+from clip_moe.engine.recipe import load_recipe, stage_class
 from clip_moe.training.commands import run
 from clip_moe.training.losses import Pairing
-from clip_moe.training.recipe import load_recipe, stage_class
-from clip_moe.training.stages.custom import own_stage
 
 pytestmark = pytest.mark.slow
 
@@ -151,7 +151,7 @@ def test_the_loss_is_siglips(own, monkeypatch):
 
 WRONG = """
 from pydantic.dataclasses import dataclass
-from clip_moe.training.settings import STRICT
+from clip_moe.engine.settings import STRICT
 from clip_moe.training.stages.train import TrainStage
 from clip_moe.training.stages.train_router import TrainRouterStage
 

@@ -9,8 +9,8 @@ from tiny_families import saved, tiny_dense
 from tiny_runs import weights
 
 from clip_moe.conversion.checkpoints import load_sparse
-from clip_moe.training.recipe import load_recipe
-from clip_moe.training.runner import run_recipe
+from clip_moe.engine.recipe import load_recipe
+from clip_moe.engine.runner import run_recipe
 from modeling_clip_moe.families import FAMILY_OF_TYPE
 
 

@@ -1,4 +1,4 @@
-"""records: one process in a folder at a time, nothing half-written, errors in one line, and nothing heavy imported."""
+"""engine: one process in a folder at a time, nothing half-written, errors in one line, and nothing heavy imported."""
 
 import os
 import signal
@@ -15,15 +15,15 @@ from safetensors.torch import save_file
 from tiny_clip import tiny_clip
 from tiny_runs import full_disk
 
-from clip_moe.records.files import locked, new_file, new_folder, refuse_to_overwrite, respect_umask, write_text
-from clip_moe.records.program import INTERRUPTED, one_line_errors
+from clip_moe.engine.files import locked, new_file, new_folder, refuse_to_overwrite, respect_umask, write_text
+from clip_moe.engine.program import INTERRUPTED, one_line_errors
 
 HOLD = """
 import os, sys, time
 from pathlib import Path
 import filelock  # before the folder of packages may be closed to another user
-from clip_moe.records import files
-from clip_moe.records.program import one_line_errors
+from clip_moe.engine import files
+from clip_moe.engine.program import one_line_errors
 if len(sys.argv) > 3 and os.getuid() == 0:
     os.setuid(int(sys.argv[3]))  # root may write anywhere
 with one_line_errors(), getattr(files, sys.argv[2])(Path(sys.argv[1])):
@@ -33,7 +33,7 @@ with one_line_errors(), getattr(files, sys.argv[2])(Path(sys.argv[1])):
 sources  # noqa: B018, a fixture
 # What reads no weights
 NAMES = ("provenance", "digests", "files", "yaml_files", "messages", "markdown")
-LIGHT = [f"clip_moe.records.{name}" for name in NAMES]
+LIGHT = [f"clip_moe.engine.{name}" for name in NAMES]
 LIGHT += ["clip_moe.conversion.publishing.lineage", "clip_moe.conversion.presets"]
 SIGNALS = pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 
@@ -43,7 +43,7 @@ SIGNALS = pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (sig
     [
         pytest.param(LIGHT, {"torch", "transformers", "numpy"}, id="what reads no weights"),
         pytest.param(
-            ["clip_moe.training.runner"], {"matplotlib", "sklearn", "scipy.stats"}, id="a run", marks=pytest.mark.slow
+            ["clip_moe.engine.runner"], {"matplotlib", "sklearn", "scipy.stats"}, id="a run", marks=pytest.mark.slow
         ),
     ],
 )

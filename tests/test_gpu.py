@@ -10,8 +10,8 @@ from steps import LOSSES, steps_of
 from tiny_clip_moe import IMPLEMENTATIONS, assert_same_gradients, inputs, tiny_block, tiny_model
 
 from clip_moe.training.contrastive_task import ContrastiveTask
-from clip_moe.training.engine import checkpoint_layers, compile_layers
 from clip_moe.training.gradient_cache import cached_gradient
+from clip_moe.training.loop import checkpoint_layers, compile_layers
 from clip_moe.training.optimizers import make_optimizer
 from clip_moe.training.train_settings import OptimizerSettings
 from modeling_clip_moe import CLIPMoEModel

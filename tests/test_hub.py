@@ -20,12 +20,12 @@ from clip_moe.conversion.processors import load_processor
 from clip_moe.data.arguments import DataArguments
 from clip_moe.data.identity import identity
 from clip_moe.data.sources import open_rows
+from clip_moe.engine.hub import hub_commit
+from clip_moe.engine.provenance import Record, model_fingerprint, named_files
+from clip_moe.engine.runner import GO_ON
 from clip_moe.evaluation.benchmarks.loading import benchmark_task
 from clip_moe.evaluation.benchmarks.specs import BENCHMARKS
 from clip_moe.evaluation.sentence_encoders import load_encoder, open_encoder
-from clip_moe.records.hub import hub_commit
-from clip_moe.records.provenance import Record, model_fingerprint, named_files
-from clip_moe.training.runner import GO_ON
 
 B32 = "openai/clip-vit-base-patch32"
 UPCYCLED = SPARSE | {"model": B32}

@@ -17,10 +17,10 @@ from tiny_sources import CAPTIONS, image_folder, rows, sharegpt4v, write_picture
 from clip_moe.data.identity import data_fingerprint, identity
 from clip_moe.data.pairs import load_pairs
 from clip_moe.data.sources import DataArguments
-from clip_moe.records import digests
-from clip_moe.records.digests import file_digests
-from clip_moe.records.provenance import model_fingerprint
-from clip_moe.training import engine
+from clip_moe.engine import digests
+from clip_moe.engine.digests import file_digests
+from clip_moe.engine.provenance import model_fingerprint
+from clip_moe.training import loop
 
 
 @pytest.fixture(autouse=True)
@@ -247,14 +247,14 @@ def test_a_damaged_record_of_a_saved_dataset_is_named(tmp_path, text):
 
 
 def test_data_that_change_while_a_stage_reads_them_or_after_it_was_killed(tmp_path, train, monkeypatch):
-    data, original = layout("parquet", tmp_path / "a"), engine.train
+    data, original = layout("parquet", tmp_path / "a"), loop.train
 
     def train_and_change(*args, **kwargs):
         original(*args, **kwargs)
         layout("parquet", tmp_path / "a", first=100)
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "train", train_and_change)
+        patch.setattr(loop, "train", train_and_change)
         with pytest.raises(ValueError, match=r"data\.parquet changed while the stage read it: put back"):
             train(data)
     assert not (tmp_path / "out" / "tuned").exists()

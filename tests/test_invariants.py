@@ -17,11 +17,11 @@ from safetensors.torch import load_file, save_file
 from several_processes import kill_at_a_checkpoint, run_processes, train_recipe
 from tiny_runs import losses, read_log, relu, same_weights, set_towers, train, weights
 
-from clip_moe.records.provenance import Record
-from clip_moe.training import engine
-from clip_moe.training.context import choose_precision, make_accelerator
+from clip_moe.engine.context import choose_precision, make_accelerator
+from clip_moe.engine.provenance import Record
+from clip_moe.engine.settings import STRICT
+from clip_moe.training import loop
 from clip_moe.training.contrastive_task import ContrastiveTask
-from clip_moe.training.settings import STRICT
 from clip_moe.training.stages.train import TrainStage
 from modeling_clip_moe import CLIPMoEModel
 
@@ -150,7 +150,7 @@ def test_what_saves_memory_changes_nothing(whole, settings, losses_of):
 
 def test_accumulation_averages_gradients(whole, tmp_path, monkeypatch):
     """Twice the same batch, accumulated, is that batch's own step."""
-    plain, original = whole(global_batch_size=4), engine.train
+    plain, original = whole(global_batch_size=4), loop.train
 
     def repeat(accelerator, model, batches, *rest):
         def twice(start):
@@ -159,7 +159,7 @@ def test_accumulation_averages_gradients(whole, tmp_path, monkeypatch):
 
         return original(accelerator, model, twice, *rest)
 
-    monkeypatch.setattr(engine, "train", repeat)
+    monkeypatch.setattr(loop, "train", repeat)
     accumulated = train(tmp_path, gradient_accumulation_steps=2)
     torch.testing.assert_close(losses(accumulated), losses(plain), atol=1e-5, rtol=0)
 
@@ -188,14 +188,14 @@ def test_compiled_models_train_the_same_and_are_saved_by_their_own_names(whole, 
 
 
 def test_the_average_of_the_weights(tmp_path, monkeypatch):
-    steps, original = [], engine._take_step
+    steps, original = [], loop._take_step
 
     def take_step(optimizer, scheduler, model, *others):
         steps or steps.append({name: value.detach().clone() for name, value in model.named_parameters()})
         original(optimizer, scheduler, model, *others)
         steps.append({name: value.detach().clone() for name, value in model.named_parameters()})
 
-    monkeypatch.setattr(engine, "_take_step", take_step)
+    monkeypatch.setattr(loop, "_take_step", take_step)
     averaged, expected = weights(train(tmp_path, ema_decay=0.7)), dict(steps[0])
     for step in steps[1:]:
         expected = {name: 0.7 * expected[name] + 0.3 * step[name] for name in expected}

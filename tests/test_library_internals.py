@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from clip_moe.records.library_internals import NAMES
+from clip_moe.engine.library_internals import NAMES
 
 ROOT = Path(__file__).parents[1]
-ROOMS = "modeling_clip_moe records data conversion evaluation training app examples lab".split()
+ROOMS = "modeling_clip_moe engine data conversion evaluation training app examples lab".split()
 
 
 def is_private(name):

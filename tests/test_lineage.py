@@ -30,9 +30,9 @@ from transformers.pipelines import PIPELINE_REGISTRY
 
 from clip_moe.conversion.commands import publish
 from clip_moe.conversion.publishing import bundle
-from clip_moe.records.files import read_json
-from clip_moe.records.provenance import ANSWER, Record
-from clip_moe.records.result_schema import results_mark
+from clip_moe.engine.files import read_json
+from clip_moe.engine.provenance import ANSWER, Record
+from clip_moe.engine.result_schema import results_mark
 
 made, run  # noqa: B018, fixtures
 

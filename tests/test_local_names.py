@@ -2,7 +2,7 @@
 
 import pytest
 
-from clip_moe.records.local_names import is_hub_name, without_paths
+from clip_moe.engine.local_names import is_hub_name, without_paths
 
 
 @pytest.fixture(autouse=True)

@@ -12,10 +12,10 @@ from transformers import CLIPModel
 
 import clip_moe
 from clip_moe.conversion.checkpoints import load_sparse
+from clip_moe.engine.recipe import load_recipe
+from clip_moe.engine.runner import run_recipe
 from clip_moe.evaluation.built_in_tasks import symbol_tasks
 from clip_moe.evaluation.tasks import TASKS
-from clip_moe.training.recipe import load_recipe
-from clip_moe.training.runner import run_recipe
 
 DATA = {"source": "symbols", "num_samples": 64, "in_memory": True}
 TRAINED = {"global_batch_size": 8, "max_steps": 40, "learning_rate": 1e-3, "save_steps": 2, "logging_steps": 2}

@@ -11,10 +11,10 @@ from tiny_runs import DENSE, SPARSE, run_stages, weights
 from transformers import AutoModel
 
 from clip_moe.conversion import assemble
+from clip_moe.conversion.stages.initialize import InitializeStage
 from clip_moe.conversion.upcycle import ROUTING_FIELDS
 from clip_moe.conversion.verification import require_loadable
-from clip_moe.records.provenance import weights_fingerprint
-from clip_moe.training.stages.initialize import InitializeStage
+from clip_moe.engine.provenance import weights_fingerprint
 from clip_moe.training.stages.upcycle import UpcycleStage
 
 

@@ -15,11 +15,11 @@ from tiny_sources import saved_pairs
 
 import clip_moe
 from clip_moe.conversion.publishing.card import _stage_row
+from clip_moe.engine.outcome import COLLAPSED, DID_NOT_LEAVE_CHANCE, MEMORIZED, VANISHED, Training
+from clip_moe.engine.provenance import Record, trainings
 from clip_moe.evaluation.answer import answer
 from clip_moe.evaluation.retrieval import batch_loss
 from clip_moe.evaluation.task import INFORMATION
-from clip_moe.records.outcome import COLLAPSED, DID_NOT_LEAVE_CHANCE, MEMORIZED, VANISHED, Training
-from clip_moe.records.provenance import Record, trainings
 from clip_moe.training.contrastive_task import ContrastiveTask
 from clip_moe.training.losses import Pairing, contrastive_loss
 from lab.cards.knowledge import read_knowledge

@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from clip_moe.records import own_modules
-from clip_moe.records.provenance import Record
-from clip_moe.training.recipe import Recipe, validated
-from clip_moe.training.runner import run_recipe
+from clip_moe.engine import own_modules
+from clip_moe.engine.provenance import Record
+from clip_moe.engine.recipe import Recipe, validated
+from clip_moe.engine.runner import run_recipe
 
 BASE = str(Path(__file__).parents[1] / "training" / "symbol_clip")
 STAGE = """
 import importlib
 from pathlib import Path
 from pydantic.dataclasses import dataclass
-from clip_moe.training.settings import STRICT
-from clip_moe.training.stages.base import Stage
+from clip_moe.engine.settings import STRICT
+from clip_moe.engine.stage import Stage
 
 @dataclass(config=STRICT, kw_only=True)
 class Mine(Stage):

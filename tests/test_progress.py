@@ -34,7 +34,7 @@ def test_a_log_has_a_line_now_and_then(capsys, monkeypatch):
 @pytest.mark.parametrize("command", [["clip_moe.training.upcycle"], ["clip_moe", "evaluate"]])
 def test_a_module_called_data_is_not_taken_for_ours(tmp_path, command):
     """A user's own folder may have modules of the names of ours."""
-    for name in ("data", "records"):
+    for name in ("data", "engine"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('not ours')\n")
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
     command = [sys.executable, "-m", *command, "--help"]

@@ -10,10 +10,10 @@ import yaml
 from documents import ROOT
 
 from clip_moe.data.arguments import Augmentation, CaptionPolicy, DataArguments
+from clip_moe.engine.kinds import KINDS, stage_of_kind
+from clip_moe.engine.recipe import Recipe, RecipeError, load_recipe, validated, wanted_stages
+from clip_moe.engine.settings import dump
 from clip_moe.evaluation.own_task import OwnTask
-from clip_moe.training.recipe import Recipe, RecipeError, load_recipe, validated, wanted_stages
-from clip_moe.training.settings import dump
-from clip_moe.training.stages import KINDS, stage_of_kind
 from clip_moe.training.train_settings import Evaluation, LoraSettings
 
 RECIPES = sorted((Path(__file__).parents[1] / "training" / "recipes").glob("*.yaml"))

@@ -18,15 +18,15 @@ from tiny_runs import recipe as tiny_recipe
 from transformers import BertConfig
 
 from clip_moe.data import symbols
-from clip_moe.records.files import locked
-from clip_moe.records.memory import peak_memory
-from clip_moe.training import rehearsal
-from clip_moe.training.checks import require_sound
-from clip_moe.training.plan import aligned, plan
-from clip_moe.training.recipe import Recipe, RecipeError, load_recipe, wanted_stages
-from clip_moe.training.rehearsal import measure_stages, rehearse
-from clip_moe.training.runner import run_recipe
-from clip_moe.training.stage_command import read_command, run_command
+from clip_moe.engine import rehearsal
+from clip_moe.engine.checks import require_sound
+from clip_moe.engine.files import locked
+from clip_moe.engine.memory import peak_memory
+from clip_moe.engine.plan import aligned, plan
+from clip_moe.engine.recipe import Recipe, RecipeError, load_recipe, wanted_stages
+from clip_moe.engine.rehearsal import measure_stages, rehearse
+from clip_moe.engine.runner import run_recipe
+from clip_moe.engine.stage_command import read_command, run_command
 
 STEPS = {"global_batch_size": 8, "learning_rate": 1e-3}
 EVERY = ROOT / "tests" / "recipes" / "every_stage.yaml"

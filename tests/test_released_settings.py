@@ -14,9 +14,9 @@ from transformers import AutoModel, AutoProcessor
 
 from clip_moe.data.pairs import load_pairs
 from clip_moe.data.sources import DataArguments
+from clip_moe.engine.recipe import load_recipe
 from clip_moe.training.contrastive_task import drop_activations
 from clip_moe.training.loader import PairLoader
-from clip_moe.training.recipe import load_recipe
 from modeling_clip_moe.experts import CLIPMoEExperts
 
 SYMBOLS = {"source": "symbols", "num_samples": 40, "in_memory": True}

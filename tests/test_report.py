@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import small_evaluation
 
+from clip_moe.engine.intervals import difference_reach, score_reach, share_reach
+from clip_moe.engine.markdown import escape, item, one_line
 from clip_moe.evaluation.answer import COMPARED, answer
 from clip_moe.evaluation.benchmarks.specs import GROUPS
 from clip_moe.evaluation.commands import report
 from clip_moe.evaluation.figures import plot_text
 from clip_moe.evaluation.page import html_page
 from clip_moe.evaluation.report import _scores, arrange, best_of, write_report
-from clip_moe.records.intervals import difference_reach, score_reach, share_reach
-from clip_moe.records.markdown import escape, item, one_line
 from lab.law.estimate import CountedCaptions
 
 figures = small_evaluation.figures

@@ -12,14 +12,14 @@ from tiny_clip import error_of
 from tiny_runs import full_disk, recipe, recorded, same_weights, train, weights
 
 from clip_moe.data import symbols
-from clip_moe.records.files import locked
-from clip_moe.records.provenance import CHECKPOINTS, Record
+from clip_moe.engine.checks import comparable
+from clip_moe.engine.files import locked
+from clip_moe.engine.plan import plan
+from clip_moe.engine.provenance import CHECKPOINTS, Record
+from clip_moe.engine.recipe import load_recipe
+from clip_moe.engine.rehearsal import rehearse
+from clip_moe.engine.runner import Runner, run_recipe, stage_errors
 from clip_moe.training import commands
-from clip_moe.training.checks import comparable
-from clip_moe.training.plan import plan
-from clip_moe.training.recipe import load_recipe
-from clip_moe.training.rehearsal import rehearse
-from clip_moe.training.runner import Runner, run_recipe, stage_errors
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_a_kill_just_after_a_stage_has_its_name_changes_no_record(write, monkeyp
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("clip_moe.training.runner._tidy", killed)
+        patch.setattr("clip_moe.engine.runner._tidy", killed)
         run_recipe(load_recipe(path), only=["dense"])
     run_recipe(load_recipe(path), only=["sparse"])
     run_recipe(load_recipe(path))

@@ -9,11 +9,11 @@ from several_processes import run_processes, train_recipe
 from tiny_runs import ended_by_a_checkpoint, read_log, same_weights, train
 
 from clip_moe.data import symbols
+from clip_moe.engine.provenance import weights_fingerprint
 from clip_moe.evaluation import tasks
 from clip_moe.evaluation.benchmarks.specs import BENCHMARKS
 from clip_moe.evaluation.evaluate import evaluate_model
 from clip_moe.evaluation.tasks import Task
-from clip_moe.records.provenance import weights_fingerprint
 
 KINDS = symbols.KIND_SETS["digit"]
 SCORE = "kinds/accuracy_top5"

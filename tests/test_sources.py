@@ -19,8 +19,8 @@ from clip_moe.data.identity import data_fingerprint, identity, image_digests
 from clip_moe.data.images import decode_image, decoding_code
 from clip_moe.data.pairs import load_pairs, present_captions, read_pair, select_columns
 from clip_moe.data.sources import DataArguments
+from clip_moe.data.stages.mixture import MixtureStage
 from clip_moe.training.loader import PairLoader
-from clip_moe.training.stages.mixture import MixtureStage
 
 STREAMING = pytest.mark.parametrize("streaming", [False, True], ids=["loaded", "streamed"])
 TAR = {"image_column": "png", "caption_column": "txt"}

@@ -10,10 +10,10 @@ from documents import ROOT
 from tiny_runs import run_stages
 
 import clip_moe
-from clip_moe.records.provenance import Record
-from clip_moe.training.setting_help import docstring, settings_of
-from clip_moe.training.stage_command import help_text, read_command
-from clip_moe.training.stages import KINDS, stage_of_kind
+from clip_moe.engine.kinds import KINDS, stage_of_kind
+from clip_moe.engine.provenance import Record
+from clip_moe.engine.setting_help import docstring, settings_of
+from clip_moe.engine.stage_command import help_text, read_command
 
 MODEL = str(ROOT / "training" / "symbol_clip")
 

@@ -30,19 +30,20 @@ from clip_moe.data.identity import data_fingerprint
 from clip_moe.data.images import decode_image
 from clip_moe.data.pairs import load_pairs
 from clip_moe.data.sources import DataArguments
+from clip_moe.engine import runner
+from clip_moe.engine.recipe import load_recipe
+from clip_moe.engine.runner import run_recipe
 from clip_moe.evaluation.built_in_tasks import symbol_tasks
 from clip_moe.evaluation.ensemble import open_model
 from clip_moe.evaluation.measures import measure
 from clip_moe.evaluation.report import best_of
 from clip_moe.evaluation.sentence_encoders import load_encoder
 from clip_moe.evaluation.tasks import TASKS, Task
-from clip_moe.training import engine, runner
+from clip_moe.training import loop
 from clip_moe.training.clusters import FeatureClusters, load_clusters
-from clip_moe.training.engine import checkpoint_layers
 from clip_moe.training.loader import PairLoader
+from clip_moe.training.loop import checkpoint_layers
 from clip_moe.training.optimizers import set_trainable
-from clip_moe.training.recipe import load_recipe
-from clip_moe.training.runner import run_recipe
 from modeling_clip_moe import CLIPMoDEModel
 
 CLIP_MOE = "dense features_0 clusters_1 expert_1 features_1 clusters_2 expert_2 unified clip_moe".split()
@@ -166,7 +167,7 @@ def test_stopped_at_the_end_of_a_stage(system, monkeypatch, place):
     run, output = system("clip_moe"), system("clip_moe").folder / place
     shutil.copytree(run.whole, output)
     shutil.rmtree(output / "expert_2")
-    replace, rmtree, step, count = os.replace, shutil.rmtree, engine._take_step, itertools.count()
+    replace, rmtree, step, count = os.replace, shutil.rmtree, loop._take_step, itertools.count()
 
     def stop_before_rename(old, new):
         if Path(new) == output / "expert_2":
@@ -185,7 +186,7 @@ def test_stopped_at_the_end_of_a_stage(system, monkeypatch, place):
         else:
             patch.setattr(runner.shutil, "rmtree", stop_in_between)
         run(output, only=["expert_2"])
-    monkeypatch.setattr(engine, "_take_step", lambda *args: next(count) and None or step(*args))
+    monkeypatch.setattr(loop, "_take_step", lambda *args: next(count) and None or step(*args))
     run(output, only=["expert_2"])
     assert next(count) == (2 if place == "before the rename" else 0)  # from the checkpoint of step 4, and not at all
     assert not (output / "expert_2" / "checkpoints").exists()

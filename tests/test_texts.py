@@ -11,15 +11,15 @@ from small_evaluation import with_captions
 
 from clip_moe.data import symbols, tokenizer
 from clip_moe.data.tokenizer import learn_tokenizer, read_texts
+from clip_moe.engine.messages import warn_once
+from clip_moe.engine.result_schema import TextCounts
+from clip_moe.engine.stage_command import run_command
 from clip_moe.evaluation.embedder import Embedder
 from clip_moe.evaluation.evaluate import evaluate_model
 from clip_moe.evaluation.measures import measure
 from clip_moe.evaluation.report import write_report
 from clip_moe.evaluation.task import Task
 from clip_moe.evaluation.texts import count_texts
-from clip_moe.records.messages import warn_once
-from clip_moe.records.result_schema import TextCounts
-from clip_moe.training.stage_command import run_command
 
 dense = small_evaluation.dense
 LONG = "a small red star on a white ground with a blue ring around it " * 2

@@ -13,7 +13,7 @@ from tiny_sources import saved_pairs
 from transformers import AutoModel, AutoProcessor, AutoTokenizer, CLIPImageProcessorPil, CLIPTokenizer
 
 from clip_moe.data.tokenizer import learn_tokenizer, pieces_per_word
-from clip_moe.records.provenance import input_fingerprint
+from clip_moe.engine.provenance import input_fingerprint
 
 
 def test_a_learned_tokenizer_is_clip_s(tmp_path):

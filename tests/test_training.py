@@ -33,10 +33,10 @@ from transformers import AutoModel, AutoProcessor
 
 from clip_moe.data import symbols
 from clip_moe.data.tokenizer import pieces_per_word
+from clip_moe.engine.context import require_no_accumulation
+from clip_moe.engine.recipe import load_recipe
 from clip_moe.evaluation.built_in_tasks import symbol_tasks
 from clip_moe.evaluation.tasks import TASKS
-from clip_moe.training.context import require_no_accumulation
-from clip_moe.training.recipe import load_recipe
 from modeling_clip_moe import CLIPMoEModel
 
 ROOT = Path(__file__).parents[1]
@@ -66,7 +66,7 @@ def test_parts_of_a_recipe_make_the_whole(whole, tmp_path, capsys):
 
 OWN_LOSS = """
 from pydantic.dataclasses import dataclass
-from clip_moe.training.settings import STRICT
+from clip_moe.engine.settings import STRICT
 from clip_moe.training.stages.train import TrainStage
 
 @dataclass(config=STRICT, kw_only=True)
@@ -121,7 +121,7 @@ def test_two_processes_warn_once_and_fail_with_one_line(tmp_path):
     script = tmp_path / "upcycle.py"
     script.write_text(
         "import os\n"
-        "from clip_moe.training import commands, engine\n"
+        "from clip_moe.training import commands, loop\n"
         "if os.environ['RANK'] == '1':\n"
         "    def fail(*_):\n"
         "        raise FloatingPointError('the loss of the second process')\n"

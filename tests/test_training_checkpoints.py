@@ -17,8 +17,8 @@ from accelerate.utils import DistributedType
 from safetensors.torch import load_file, save_file
 from tiny_runs import losses, same_weights, train
 
-from clip_moe.records.digests import file_digest
-from clip_moe.training import engine, training_state
+from clip_moe.engine.digests import file_digest
+from clip_moe.training import loop, training_state
 from clip_moe.training.stages.train import TrainStage
 from clip_moe.training.training_state import (
     latest_checkpoint,
@@ -151,7 +151,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(whole, tmp_path, monkeypatch):
 @pytest.mark.parametrize(("last", "left"), [(5, ["step-00000004"]), (3, ["step-00000002"])])
 def test_weights_that_overflow_are_no_result_and_no_checkpoint(tmp_path, monkeypatch, last, left):
     """Loss and gradient are finite: only the weights tell."""
-    original, count = engine._take_step, iter(range(100))
+    original, count = loop._take_step, iter(range(100))
 
     def take_step(optimizer, *others):
         original(optimizer, *others)
@@ -159,7 +159,7 @@ def test_weights_that_overflow_are_no_result_and_no_checkpoint(tmp_path, monkeyp
             with torch.no_grad():
                 optimizer.param_groups[0]["params"][0].view(-1)[0] = float("inf")
 
-    monkeypatch.setattr(engine, "_take_step", take_step)
+    monkeypatch.setattr(loop, "_take_step", take_step)
     with pytest.raises(FloatingPointError, match=f"step {last + 1}: .* is not finite after the step"):
         train(tmp_path)
     checkpoints = tmp_path / "out" / "tuned.partial" / "checkpoints"

@@ -7,7 +7,7 @@ from tiny_clip_moe import inputs, tiny_model
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from clip_moe.training.contrastive_task import ContrastiveTask
-from clip_moe.training.engine import FirstFault
+from clip_moe.training.loop import FirstFault
 
 
 @pytest.mark.parametrize(

@@ -31,17 +31,17 @@ def test_each_file_that_code_reads_is_in_it_and_no_package_is_called_training(in
 
 def own_names(folder):
     """A user's modules, with names of our rooms."""
-    for room in ("data", "training", "evaluation", "records", "app"):
+    for room in ("data", "training", "evaluation", "engine", "app"):
         (folder / f"{room}.py").write_text("OWN = True\n")
     (folder / "conversion").mkdir()
     (folder / "conversion" / "__init__.py").write_text("OWN = True\n")
 
 
-IMPORTS = ["import app, conversion, data, evaluation, records, training", "from clip_moe import load_recipe, upcycle"]
+IMPORTS = ["import app, conversion, data, engine, evaluation, training", "from clip_moe import load_recipe, upcycle"]
 OWN_AND_OURS = """
-assert all(module.OWN for module in (app, conversion, data, evaluation, records, training))
-assert upcycle.__module__ == "clip_moe.conversion.upcycle" and load_recipe.__module__ == "clip_moe.training.recipe"
-assert not {"app", "data"} & set(vars(sys.modules["clip_moe.training.recipe"])) and sys.path[1:] == before
+assert all(module.OWN for module in (app, conversion, data, engine, evaluation, training))
+assert upcycle.__module__ == "clip_moe.conversion.upcycle" and load_recipe.__module__ == "clip_moe.engine.recipe"
+assert not {"app", "data"} & set(vars(sys.modules["clip_moe.engine.recipe"])) and sys.path[1:] == before
 """
 
 

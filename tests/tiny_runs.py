@@ -16,11 +16,11 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from clip_moe.engine.provenance import Record, weights_fingerprint
+from clip_moe.engine.recipe import load_recipe
+from clip_moe.engine.runner import run_recipe
 from clip_moe.evaluation.feature_store import FeatureStore
-from clip_moe.records.provenance import Record, weights_fingerprint
-from clip_moe.training import engine
-from clip_moe.training.recipe import load_recipe
-from clip_moe.training.runner import run_recipe
+from clip_moe.training import loop
 
 # What the first two stages of `recipe` make, once a process for all recipes that begin alike
 BEGINNINGS = {}
@@ -103,7 +103,7 @@ def train(folder, stop=None, change=None, overrides=None, only=None, **training)
         shutil.copytree(BEGINNINGS[beginning].name, output, ignore=shutil.ignore_patterns("recipe.yaml"))
     if stop is None:
         return run_recipe(loaded, only) / "tuned"
-    count, original = iter(range(stop)), engine._take_step
+    count, original = iter(range(stop)), loop._take_step
 
     def take_step(*arguments):
         if next(count, None) is None:
@@ -111,7 +111,7 @@ def train(folder, stop=None, change=None, overrides=None, only=None, **training)
         original(*arguments)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(engine, "_take_step", take_step)
+        patch.setattr(loop, "_take_step", take_step)
         run_recipe(loaded, only)
     return output / "tuned.partial"
 
@@ -129,14 +129,14 @@ def launch_two(recipe, *arguments, script="training/upcycle.py", options=("--mul
 @contextlib.contextmanager
 def ended_by_a_checkpoint():
     """Ends a run when it has saved a checkpoint."""
-    save = engine.save_checkpoint
+    save = loop.save_checkpoint
 
     def save_and_end(*arguments):
         save(*arguments)
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(engine, "save_checkpoint", save_and_end)
+        patch.setattr(loop, "save_checkpoint", save_and_end)
         yield
 
 

@@ -9,11 +9,11 @@ import numpy as np
 from clip_moe.data.arguments import DataArguments
 from clip_moe.data.contact_sheet import contact_sheet
 from clip_moe.data.pairs import first_caption
+from clip_moe.engine.context import Context
+from clip_moe.engine.settings import dump
 from clip_moe.evaluation.feature_store import Compute, FeatureStore
 from clip_moe.evaluation.sentence_encoders import SentenceEncoder
 from clip_moe.training.clusters import CaptionClusters, center_ranges, save_clusters
-from clip_moe.training.context import Context
-from clip_moe.training.settings import dump
 
 # The folder of the encoder of captions, in that of an embed_captions stage
 ENCODER = "encoder"

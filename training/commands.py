@@ -10,9 +10,9 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from clip_moe.records.command_line import Folder, command
-from clip_moe.records.files import new_folder
-from clip_moe.records.yaml_files import read_yaml
+from clip_moe.engine.command_line import Folder, command
+from clip_moe.engine.files import new_folder
+from clip_moe.engine.yaml_files import read_yaml
 
 RECIPES = Path(__file__).parent / "recipes"
 
@@ -45,8 +45,8 @@ def run(
         rehearse: run two steps of each stage on few samples, keep nothing, and print what a run will take
         rehearse_batch: rehearse with so many samples in the batch of a process
     """
-    from clip_moe.training.recipe import load_recipe, wanted_stages
-    from clip_moe.training.stage_command import read_flags, read_value
+    from clip_moe.engine.recipe import load_recipe, wanted_stages
+    from clip_moe.engine.stage_command import read_flags, read_value
 
     changed = {key: read_value(key, values) for key, values in read_flags(overrides).items()}
     if output_dir is not None:
@@ -57,14 +57,14 @@ def run(
         raise ValueError(f"--experts takes numbers, such as 1,2, not {experts!r}")
     recipe = load_recipe(config, changed)
     if plan:
-        from clip_moe.training.plan import plan as plan_of
+        from clip_moe.engine.plan import plan as plan_of
 
         return plan_of(recipe, wanted_stages(recipe, only, numbers))
     if rehearse or rehearse_batch is not None:
-        from clip_moe.training.rehearsal import rehearse as rehearsal_of
+        from clip_moe.engine.rehearsal import rehearse as rehearsal_of
 
         return rehearsal_of(recipe, wanted_stages(recipe, only, numbers), rehearse_batch)
-    from clip_moe.training.runner import loading_hint, run_recipe
+    from clip_moe.engine.runner import loading_hint, run_recipe
 
     run_recipe(recipe, only, numbers)
     return loading_hint(recipe, only)

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from clip_moe.conversion.checkpoints import is_sparse
-from clip_moe.records.messages import join_names
+from clip_moe.engine.messages import join_names
 from modeling_clip_moe import CLIPMoEConfig
 from modeling_clip_moe.experts import CLIPMoEExperts
 from modeling_clip_moe.families import family_of

@@ -20,7 +20,7 @@ from clip_moe.data.sources import DataArguments, Rows, named_files_hash, reading
 from clip_moe.data.tokenizer import SAMPLE, pieces_per_word, read_texts, tokenize
 from clip_moe.data.workers import errors_of_workers, worker_options
 from clip_moe.data.worlds import WORLDS
-from clip_moe.records.messages import shortened
+from clip_moe.engine.messages import shortened
 from clip_moe.training.duplicates import streamed_image_key, token_keys
 from clip_moe.training.samplers import ClusterBatchSampler, GlobalBatchSampler
 

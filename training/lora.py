@@ -8,8 +8,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.siglip2.modeling_siglip2 import Siglip2VisionEmbeddings
 
+from clip_moe.engine.messages import join_names, one_line, warn_once
 from clip_moe.evaluation.costs import meta_model
-from clip_moe.records.messages import join_names, one_line, warn_once
 from clip_moe.training.optimizers import set_trainable
 from clip_moe.training.train_settings import LoraSettings
 

@@ -11,12 +11,12 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedModel, ProcessorMixin
 
+from clip_moe.engine.files import read_json, save, write_text
+from clip_moe.engine.messages import join_names
+from clip_moe.engine.provenance import weights_fingerprint
 from clip_moe.evaluation.evaluate import evaluate_model
 from clip_moe.evaluation.measures import METRICS
 from clip_moe.evaluation.task import Task
-from clip_moe.records.files import read_json, save, write_text
-from clip_moe.records.messages import join_names
-from clip_moe.records.provenance import weights_fingerprint
 from clip_moe.training.train_settings import Evaluation
 from clip_moe.training.training_state import kept_random_states
 

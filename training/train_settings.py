@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
+from clip_moe.engine.messages import join_names
+from clip_moe.engine.settings import STRICT
 from clip_moe.evaluation.own_task import Wanted
-from clip_moe.records.messages import join_names
-from clip_moe.training.settings import STRICT
 
 if TYPE_CHECKING:
     from clip_moe.evaluation.task import Task

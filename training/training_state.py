@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from clip_moe.records.digests import file_digest, value_digest
+from clip_moe.engine.digests import file_digest, value_digest
 from clip_moe.training.optimizers import WeightAverage, make_states
 
 

@@ -32,8 +32,8 @@ from clip_moe.conversion.publishing.trusted_code import (
     trusted_copy,
 )
 from clip_moe.conversion.verification import sample_inputs
-from clip_moe.records.files import read_json, save, write_text, writing
-from clip_moe.records.local_names import is_hub_name
+from clip_moe.engine.files import read_json, save, write_text, writing
+from clip_moe.engine.local_names import is_hub_name
 from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel
 from modeling_clip_moe.self_test import FILE as SELF_TEST
 from modeling_clip_moe.self_test import compute, enlarged

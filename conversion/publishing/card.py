@@ -12,11 +12,11 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import PreTrainedConfig
 
 from clip_moe.conversion.publishing.lineage import PICTURES, TASK_TYPES, WORLDS, Lineage
-from clip_moe.records.intervals import score_reach
-from clip_moe.records.markdown import code, escape, one_line
-from clip_moe.records.messages import did_you_mean
-from clip_moe.records.provenance import Record, duplicates_line
-from clip_moe.records.result_schema import ExpertSummary
+from clip_moe.engine.intervals import score_reach
+from clip_moe.engine.markdown import code, escape, one_line
+from clip_moe.engine.messages import did_you_mean
+from clip_moe.engine.provenance import Record, duplicates_line
+from clip_moe.engine.result_schema import ExpertSummary
 from modeling_clip_moe import CLIPMoDEConfig
 from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
 from modeling_clip_moe.families import family_of, longest_text

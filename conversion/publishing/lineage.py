@@ -6,11 +6,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from clip_moe.records.digests import value_digest
-from clip_moe.records.files import damaged, read_json, read_record
-from clip_moe.records.local_names import is_hub_name, is_url, without_paths
-from clip_moe.records.messages import join_names
-from clip_moe.records.provenance import (
+from clip_moe.engine.digests import value_digest
+from clip_moe.engine.files import damaged, read_json, read_record
+from clip_moe.engine.local_names import is_hub_name, is_url, without_paths
+from clip_moe.engine.messages import join_names
+from clip_moe.engine.provenance import (
     ANSWER,
     MANIFEST,
     RECIPE,
@@ -21,8 +21,8 @@ from clip_moe.records.provenance import (
     stage_folder,
     weights_fingerprint,
 )
-from clip_moe.records.result_schema import ExpertSummary, require_result, require_summary, results_mark
-from clip_moe.records.yaml_files import read_yaml
+from clip_moe.engine.result_schema import ExpertSummary, require_result, require_summary, results_mark
+from clip_moe.engine.yaml_files import read_yaml
 
 # Pictures of results -> their titles
 PICTURES = {"report.svg": "scores", "routing.png": "routing"}
@@ -269,7 +269,7 @@ def _inputs(folder: Path, of_weights: bool = False) -> Iterator[tuple[str, Path 
     for reference, recorded in Record.read(folder).inputs.items():
         if of_weights and reference not in models:
             continue
-        if recorded.startswith(f"{reference}@"):  # see records.provenance.model_fingerprint
+        if recorded.startswith(f"{reference}@"):  # see engine.provenance.model_fingerprint
             yield reference, None, False
             continue
         origin = stage_folder(folder, reference)

@@ -16,7 +16,7 @@ from typing import Any
 
 import modeling_clip_moe
 from clip_moe.conversion.checkpoints import KERNELS
-from clip_moe.records.files import files_in, read_json
+from clip_moe.engine.files import files_in, read_json
 from modeling_clip_moe import CLIPMoDEConfig
 from modeling_clip_moe.families import FAMILY_OF_TYPE
 from modeling_clip_moe.own_code import OWN_CLASSES, with_relative_imports

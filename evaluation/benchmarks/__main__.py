@@ -5,10 +5,10 @@ python -m clip_moe.evaluation.benchmarks
 
 from collections.abc import Sequence
 
+from clip_moe.engine.command_line import command
+from clip_moe.engine.markdown import item, markdown_table
 from clip_moe.evaluation.benchmarks.specs import BENCHMARKS, GROUPS, Benchmark
 from clip_moe.evaluation.task import METRIC_TITLES, PRIMARY_METRICS
-from clip_moe.records.command_line import command
-from clip_moe.records.markdown import item, markdown_table
 
 
 def metrics_of(benchmark: Benchmark) -> str:

@@ -8,10 +8,10 @@ from typing import ClassVar
 from datasets import Dataset
 
 from clip_moe.data.sources import once
+from clip_moe.engine.digests import short_digest
+from clip_moe.engine.files import read_json
 from clip_moe.evaluation.benchmarks.layouts import Layout
 from clip_moe.evaluation.class_names import are_ids
-from clip_moe.records.digests import short_digest
-from clip_moe.records.files import read_json
 
 PROMPTS = "nllb_dist13b_prompts.json"
 

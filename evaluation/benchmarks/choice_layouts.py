@@ -9,8 +9,8 @@ from typing import ClassVar
 
 from datasets import Dataset
 
+from clip_moe.engine.files import read_json, read_text
 from clip_moe.evaluation.benchmarks.layouts import Layout, Records
-from clip_moe.records.files import read_json, read_text
 
 
 @dataclass(frozen=True, kw_only=True)

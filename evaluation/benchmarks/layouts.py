@@ -25,9 +25,9 @@ from clip_moe.data.annotations import NoSplit, read_tables
 from clip_moe.data.image_folders import PICTURES
 from clip_moe.data.pairs import rename_columns, select_columns
 from clip_moe.data.sources import DataArguments, open_rows
+from clip_moe.engine.digests import file_digests, short_digest
+from clip_moe.engine.files import files_in, read_json, read_text
 from clip_moe.evaluation.class_names import in_order
-from clip_moe.records.digests import file_digests, short_digest
-from clip_moe.records.files import files_in, read_json, read_text
 
 # Beside the data, as CLIP_benchmark has them
 CLASSES, TEMPLATES = "classnames.txt", "zeroshot_classification_templates.txt"

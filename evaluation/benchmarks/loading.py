@@ -12,14 +12,14 @@ from huggingface_hub import snapshot_download
 
 from clip_moe.data.pairs import readable_pairs
 from clip_moe.data.sources import DataArguments
+from clip_moe.engine.digests import short_digest
+from clip_moe.engine.hub import hub_options
+from clip_moe.engine.messages import shortened
 from clip_moe.evaluation.benchmarks.layouts import CLASSES, TEMPLATES, Layout
 from clip_moe.evaluation.benchmarks.specs import Benchmark
 from clip_moe.evaluation.class_names import SYNSET, are_ids, names_after_ids
 from clip_moe.evaluation.own_data import read_classes, read_templates, readable_image_pairs
 from clip_moe.evaluation.task import Task
-from clip_moe.records.digests import short_digest
-from clip_moe.records.hub import hub_options
-from clip_moe.records.messages import shortened
 
 
 def benchmark_task(benchmark: Benchmark, data_root: str | Path | None = None, num_workers: int | None = None) -> Task:

@@ -15,11 +15,11 @@ from pathlib import Path
 
 from matplotlib.lines import Line2D
 
+from clip_moe.engine.command_line import Folder, command
+from clip_moe.engine.intervals import LEVEL
+from clip_moe.engine.markdown import escape, one_line
 from clip_moe.evaluation.figures import plot_text, plt, save
 from clip_moe.evaluation.page import write_page
-from clip_moe.records.command_line import Folder, command
-from clip_moe.records.intervals import LEVEL
-from clip_moe.records.markdown import escape, one_line
 from lab.cards.verdicts import (
     DOES_NOT_HOLD,
     HOLDS,

@@ -21,15 +21,15 @@ import numpy as np
 
 from clip_moe.conversion.checkpoints import clip_class, config_of
 from clip_moe.data.names import COUNTRIES
+from clip_moe.engine.command_line import Folder, command
+from clip_moe.engine.markdown import markdown_table
+from clip_moe.engine.provenance import trainings
 from clip_moe.evaluation.costs import count_parameters, meta_model
 from clip_moe.evaluation.figures import plot_text, plt, save
 from clip_moe.evaluation.page import write_page
 from clip_moe.evaluation.report import SAME_FOR_TASK, arrange, differ
 from clip_moe.evaluation.results import without_seed
 from clip_moe.evaluation.task import INFORMATION
-from clip_moe.records.command_line import Folder, command
-from clip_moe.records.markdown import markdown_table
-from clip_moe.records.provenance import trainings
 
 # Bits of each that need no memory: of a town its country, which the tint and the name's ending tell
 TOLD = {"names": math.log2(len(COUNTRIES))}

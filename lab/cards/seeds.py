@@ -13,6 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from clip_moe.engine.command_line import Folder, command
+from clip_moe.engine.intervals import LEVEL, with_interval
+from clip_moe.engine.markdown import escape, item, markdown_table
+from clip_moe.engine.messages import join_names
+from clip_moe.engine.provenance import MANIFEST, Record, trainings
 from clip_moe.evaluation.page import write_page
 from clip_moe.evaluation.report import (
     SAME_FOR_TASK,
@@ -24,11 +29,6 @@ from clip_moe.evaluation.report import (
     require_whole,
 )
 from clip_moe.evaluation.results import without_seed
-from clip_moe.records.command_line import Folder, command
-from clip_moe.records.intervals import LEVEL, with_interval
-from clip_moe.records.markdown import escape, item, markdown_table
-from clip_moe.records.messages import join_names
-from clip_moe.records.provenance import MANIFEST, Record, trainings
 
 # Runs must agree in these for each model and task: else their spread is not the seed's alone. Test pictures are the
 # seed's, as a recipe measures.

@@ -16,13 +16,13 @@ from pathlib import Path
 
 import numpy as np
 
+from clip_moe.engine.command_line import command
+from clip_moe.engine.files import read_json
+from clip_moe.engine.intervals import LEVEL, with_interval
+from clip_moe.engine.markdown import markdown_table
 from clip_moe.evaluation.figures import plot_text, plt, save
 from clip_moe.evaluation.page import write_page
 from clip_moe.evaluation.task import PRIMARY_METRICS
-from clip_moe.records.command_line import command
-from clip_moe.records.files import read_json
-from clip_moe.records.intervals import LEVEL, with_interval
-from clip_moe.records.markdown import markdown_table
 
 OF_LINE = re.compile(r"(.+), (\d+(?:\.\d+)?) %")
 Point = tuple[float, float]  # what a model kept, and what it learned, in percent

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from pydantic import BaseModel, TypeAdapter
 
-from clip_moe.records.files import read_json
-from clip_moe.records.intervals import paired_interval
-from clip_moe.records.yaml_files import read_yaml
+from clip_moe.engine.files import read_json
+from clip_moe.engine.intervals import paired_interval
+from clip_moe.engine.yaml_files import read_yaml
 
 LEAST_SEEDS = 3
 HOLDS, DOES_NOT_HOLD, INCONCLUSIVE, NOT_MEASURED = "holds", "does not hold", "inconclusive", "not measured"

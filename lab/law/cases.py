@@ -16,8 +16,8 @@ from transformers import CLIPConfig
 
 from clip_moe.conversion.presets import PRESETS
 from clip_moe.conversion.upcycle import sparse_config
+from clip_moe.engine.command_line import command
 from clip_moe.evaluation.costs import count_multiply_adds, count_parameters, meta_model
-from clip_moe.records.command_line import command
 
 BATCH = 512
 RATE = 0.256  # over the width

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import numpy as np
 
+from clip_moe.engine.command_line import Folder, command
+from clip_moe.engine.intervals import LEVEL
+from clip_moe.engine.markdown import markdown_table
 from clip_moe.evaluation.figures import grid, save
 from clip_moe.evaluation.page import write_page
-from clip_moe.records.command_line import Folder, command
-from clip_moe.records.intervals import LEVEL
-from clip_moe.records.markdown import markdown_table
 from lab.law.cases import Case
 from lab.law.fit import known, model_of_case, of_rule, pairs, read_points, seed_reach
 from lab.law.law import LEVEL as LAW_LEVEL

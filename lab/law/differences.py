@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from clip_moe.engine.command_line import Folder, command
+from clip_moe.engine.intervals import with_interval
+from clip_moe.engine.markdown import markdown_table
 from clip_moe.evaluation.page import write_page
-from clip_moe.records.command_line import Folder, command
-from clip_moe.records.intervals import with_interval
-from clip_moe.records.markdown import markdown_table
 from lab.law.cases import Case
 from lab.law.fit import read_points
 from lab.law.outcomes import points_of

@@ -16,8 +16,8 @@ from clip_moe.conversion.upcycle import shared_config
 from clip_moe.data.arguments import DataArguments
 from clip_moe.data.pairs import load_pairs, present_captions, same_words
 from clip_moe.data.tokenizer import read_texts
+from clip_moe.engine.markdown import escape
 from clip_moe.evaluation.costs import count_multiply_adds, count_parameters, meta_model, paper_config
-from clip_moe.records.markdown import escape
 from lab.law.law import LEVEL, Facts, Law, TrainedModel, fitted_law, interval, probability
 
 CAVEAT = (

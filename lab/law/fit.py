@@ -16,11 +16,11 @@ import numpy as np
 from scipy import stats
 from scipy.optimize import least_squares, minimize
 
-from clip_moe.records.command_line import command
-from clip_moe.records.files import read_text, refuse_to_overwrite
-from clip_moe.records.intervals import LEVEL as INTERVAL_LEVEL
-from clip_moe.records.markdown import markdown_table
-from clip_moe.records.yaml_files import read_yaml
+from clip_moe.engine.command_line import command
+from clip_moe.engine.files import read_text, refuse_to_overwrite
+from clip_moe.engine.intervals import LEVEL as INTERVAL_LEVEL
+from clip_moe.engine.markdown import markdown_table
+from clip_moe.engine.yaml_files import read_yaml
 from lab.law.cases import RATE, Case, batch_size, costs, steps
 from lab.law.law import LEVEL, Errors, Law, TrainedModel, interval, known_share, probability
 from lab.law.points import Point

@@ -20,9 +20,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from clip_moe.engine.command_line import Folder, command
+from clip_moe.engine.markdown import markdown_table
 from clip_moe.evaluation.page import write_page
-from clip_moe.records.command_line import Folder, command
-from clip_moe.records.markdown import markdown_table
 from lab.law.cases import Case, batch_size, steps
 from lab.law.fit import known, model_of_case, of_rule, pairs, read_points, seed_error, seed_reach
 from lab.law.law import FITTED, TOLD, Facts

@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from clip_moe.conversion.checkpoints import clip_class, config_of
+from clip_moe.engine.command_line import command
+from clip_moe.engine.provenance import Record, trainings
 from clip_moe.evaluation.costs import count_multiply_adds, count_parameters, meta_model
 from clip_moe.evaluation.task import INFORMATION, PRIMARY_METRICS
-from clip_moe.records.command_line import command
-from clip_moe.records.provenance import Record, trainings
 
 # Of a model's folder and of its score's, in a run of the recipe
 STAGES = {"dense": "dense_score", "clip_up": "sparse_score"}

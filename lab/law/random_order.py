@@ -3,8 +3,8 @@
 import numpy as np
 from pydantic.dataclasses import dataclass
 
+from clip_moe.engine.settings import STRICT
 from clip_moe.training.samplers import GlobalBatchSampler
-from clip_moe.training.settings import STRICT
 from clip_moe.training.stages.train import TrainStage
 
 

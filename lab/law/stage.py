@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
-from clip_moe.records.provenance import MANIFEST, Record, trainings
-from clip_moe.training.context import Context
-from clip_moe.training.settings import STRICT
-from clip_moe.training.stages.evaluate import EvaluateStage
+from clip_moe.engine.context import Context
+from clip_moe.engine.provenance import MANIFEST, Record, trainings
+from clip_moe.engine.settings import STRICT
+from clip_moe.evaluation.stages.evaluate import EvaluateStage
 
 if TYPE_CHECKING:
     from clip_moe.data.arguments import DataArguments

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from clip_moe.conversion.checkpoints import is_sparse
 from clip_moe.conversion.upcycle import sparse_blocks
+from clip_moe.engine.settings import STRICT
 from clip_moe.training.auxiliary_losses import AuxiliaryLoss, mean_over_parts
-from clip_moe.training.settings import STRICT
 from clip_moe.training.stages.train import TrainStage
 
 

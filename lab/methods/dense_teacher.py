@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 
 from clip_moe.conversion.checkpoints import is_sparse
 from clip_moe.conversion.upcycle import sparse_blocks
+from clip_moe.engine.settings import STRICT
 from clip_moe.training.auxiliary_losses import TOWERS, AuxiliaryLoss
 from clip_moe.training.losses import all_reduce_sum
-from clip_moe.training.settings import STRICT
 from clip_moe.training.stages.train import TrainStage
 from modeling_clip_moe.sparse_moe import CLIPMoESparseMoeBlock, mean_over_tokens
 

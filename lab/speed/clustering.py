@@ -10,8 +10,8 @@ from functools import partial
 
 import numpy as np
 
+from clip_moe.engine.command_line import command
 from clip_moe.evaluation.speed import in_turn
-from clip_moe.records.command_line import command
 from clip_moe.training.clusters import Method, import_faiss, kmeans
 from lab.speed.page import Output, cost, machine, mib, page, table
 

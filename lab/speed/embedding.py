@@ -26,10 +26,10 @@ from clip_moe.conversion.presets import PRESETS
 from clip_moe.conversion.upcycle import sparse_config
 from clip_moe.data.arguments import DataArguments
 from clip_moe.data.worlds import build_processor
+from clip_moe.engine.command_line import command
 from clip_moe.evaluation.costs import count_multiply_adds, meta_model, paper_config
 from clip_moe.evaluation.embed import write_embeddings
 from clip_moe.evaluation.speed import in_turn
-from clip_moe.records.command_line import command
 from lab.speed.loader import photo
 from lab.speed.page import Output, Rounds, cost, machine, page, table
 from modeling_clip_moe import CLIPMoEModel

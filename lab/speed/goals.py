@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from tqdm.auto import tqdm
 
-from clip_moe.records.command_line import command
+from clip_moe.engine.command_line import command
 from lab.speed import clustering, loader, steps
 from lab.speed.page import Output, Rounds, cost, machine, median_of, median_ratio, page, table
 

@@ -23,8 +23,8 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from clip_moe.data.arguments import Augmentation, DataArguments
 from clip_moe.data.pairs import load_pairs
 from clip_moe.data.worlds import build_processor
+from clip_moe.engine.command_line import command
 from clip_moe.evaluation.speed import in_turn
-from clip_moe.records.command_line import command
 from clip_moe.training.loader import PairLoader
 from lab.speed.page import Output, Rounds, machine, page, table
 

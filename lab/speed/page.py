@@ -10,11 +10,11 @@ import torch
 import transformers
 from cyclopts import Parameter
 
+from clip_moe.engine.files import write_text
+from clip_moe.engine.markdown import markdown_table
+from clip_moe.engine.memory import peak_memory, reset_peak_memory
+from clip_moe.engine.provenance import device_name
 from clip_moe.evaluation.speed import in_own_process, wait_for
-from clip_moe.records.files import write_text
-from clip_moe.records.markdown import markdown_table
-from clip_moe.records.memory import peak_memory, reset_peak_memory
-from clip_moe.records.provenance import device_name
 
 CPU = torch.device("cpu")
 # Options of all benchmarks

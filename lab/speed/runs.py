@@ -22,15 +22,15 @@ import yaml
 from safetensors import safe_open
 
 from clip_moe.conversion.checkpoints import clip_class, config_of
+from clip_moe.engine.command_line import command_line, run
+from clip_moe.engine.memory import in_words, peak_memory
+from clip_moe.engine.provenance import LOG
+from clip_moe.engine.recipe import Recipe, load_recipe, wanted_stages
+from clip_moe.engine.rehearsal import Measured, measure_stages
+from clip_moe.engine.runner import run_recipe
+from clip_moe.engine.yaml_files import read_yaml
 from clip_moe.evaluation.costs import count_multiply_adds, meta_model
 from clip_moe.evaluation.speed import in_own_process
-from clip_moe.records.command_line import command_line, run
-from clip_moe.records.memory import in_words, peak_memory
-from clip_moe.records.provenance import LOG
-from clip_moe.records.yaml_files import read_yaml
-from clip_moe.training.recipe import Recipe, load_recipe, wanted_stages
-from clip_moe.training.rehearsal import Measured, measure_stages
-from clip_moe.training.runner import run_recipe
 from clip_moe.training.stages.steps import StepsStage
 from lab import ROOT, recipe_file
 from lab.speed.page import Output, Rounds, machine, page, table

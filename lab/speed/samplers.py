@@ -10,8 +10,8 @@ from functools import partial
 
 import numpy as np
 
+from clip_moe.engine.command_line import command
 from clip_moe.evaluation.speed import in_turn
-from clip_moe.records.command_line import command
 from clip_moe.training.duplicates import Duplicates
 from clip_moe.training.samplers import GlobalBatchSampler
 from lab.speed.page import Output, Rounds, cost, machine, median_of, median_ratio, mib, page, table

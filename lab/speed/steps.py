@@ -23,20 +23,20 @@ from transformers.models.clip.modeling_clip import CLIPMLP
 
 from clip_moe.conversion.presets import PRESETS
 from clip_moe.conversion.upcycle import sparse_config
+from clip_moe.engine.command_line import command_line, run
 from clip_moe.evaluation.costs import (
     count_multiply_adds,
     meta_model,
     paper_config,
 )
 from clip_moe.evaluation.speed import in_turn, wait_for
-from clip_moe.records.command_line import command_line, run
 from clip_moe.training.losses import contrastive_loss
 from lab.speed.page import Output, Rounds, cost, machine, median_of, median_ratio, page, seconds, table
 from modeling_clip_moe import CLIPMoEModel, CLIPMoEVisionConfig
 from modeling_clip_moe.sparse_moe import CLIPMoESparseMoeBlock
 
 if TYPE_CHECKING:
-    from clip_moe.training.engine import FirstFault
+    from clip_moe.training.loop import FirstFault
     from clip_moe.training.stages.train import TrainStage
 
 # Forward and backward, of which only the input has a gradient, or also the weights
@@ -208,7 +208,7 @@ def towers(
     rounds: Rounds = 5,
 ) -> str:
     """Whole vision towers over the dense one, which a GPU computes compiled, as they are: forward, and training."""
-    from clip_moe.training.engine import compile_layers
+    from clip_moe.training.loop import compile_layers
 
     torch.manual_seed(0)
     dense = paper_config(size)
@@ -265,7 +265,7 @@ def inference(
 ) -> str:
     """Images per second of vision towers: as they are, with compiled layers, and on a GPU also as a CUDA graph, which
     is launched as a whole."""
-    from clip_moe.training.engine import compile_layers
+    from clip_moe.training.loop import compile_layers
 
     torch.manual_seed(0)
     dense = paper_config(size)
@@ -381,16 +381,16 @@ def training_step(
 ) -> tuple[Callable[[dict[str, torch.Tensor]], None], "FirstFault"]:
     """A function that takes a step of the training loop on a batch, without log and checkpoints, and what of its losses
     and gradients was not finite."""
-    from clip_moe.training import engine
+    from clip_moe.training import loop
 
     task = settings.task(model, SimpleNamespace())
-    task, optimizer, scheduler, average = engine._prepare(accelerator, task, settings, 0, WARM_UP + TIMED)
-    finite = engine.FirstFault(settings.name, Path("nowhere"))
+    task, optimizer, scheduler, average = loop._prepare(accelerator, task, settings, 0, WARM_UP + TIMED)
+    finite = loop.FirstFault(settings.name, Path("nowhere"))
 
     def step(batch: dict[str, torch.Tensor]) -> None:
-        engine._compute_gradient(accelerator, task, iter([batch]), settings, 0, finite)
-        engine._clip_gradient(accelerator, task, settings, 0, finite)
-        engine._take_step(optimizer, scheduler, model, settings, average)
+        loop._compute_gradient(accelerator, task, iter([batch]), settings, 0, finite)
+        loop._clip_gradient(accelerator, task, settings, 0, finite)
+        loop._take_step(optimizer, scheduler, model, settings, average)
 
     return step, finite
 
@@ -424,8 +424,8 @@ def recipe_step(
     """Takes `WARM_UP` steps of a recipe, and times those that follow: `seconds` is their median, `first` those of the
     first, and `flops` what a step computes, its backward as twice its forward; None where weights are frozen or patches
     left out. Perhaps with `kernels`, a table of the ten that took longest in one more step."""
+    from clip_moe.engine.recipe import load_recipe
     from clip_moe.training.optimizers import set_trainable
-    from clip_moe.training.recipe import load_recipe
     from lab import recipe_file
 
     row = RECIPES[name]

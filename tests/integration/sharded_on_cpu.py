@@ -12,9 +12,10 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType, InitProcessGroupKwargs
 
-from clip_moe.training import context, engine, runner
+from clip_moe.engine import context, runner
+from clip_moe.training import loop
 
-make_accelerator, save_checkpoint = context.make_accelerator, engine.save_checkpoint
+make_accelerator, save_checkpoint = context.make_accelerator, loop.save_checkpoint
 
 
 def with_fsdp2(*arguments) -> Accelerator:
@@ -43,5 +44,5 @@ make = with_zero3 if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" else w
 context.make_accelerator = runner.make_accelerator = make
 if "--interrupt" in sys.argv:
     sys.argv.remove("--interrupt")
-    engine.save_checkpoint = save_and_fail
+    loop.save_checkpoint = save_and_fail
 run.main(sys.argv[1:])

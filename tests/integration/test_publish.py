@@ -22,7 +22,7 @@ from clip_moe.conversion.publish import upload
 from clip_moe.conversion.publishing import bundle
 from clip_moe.conversion.publishing.lineage import Lineage
 from clip_moe.conversion.upcycle import sparse_blocks, upcycle
-from clip_moe.records.provenance import ANSWER, Record
+from clip_moe.engine.provenance import ANSWER, Record
 from modeling_clip_moe.self_test import SUM_TOLERANCE, TOLERANCE, every_expert, weight_sums
 
 ROOT = Path(__file__).parents[2]

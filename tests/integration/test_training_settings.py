@@ -9,7 +9,7 @@ from tiny_runs import same_weights, train, weights
 from transformers import AutoModel
 
 from clip_moe.conversion.verification import sample_inputs
-from clip_moe.records.messages import warn_once
+from clip_moe.engine.messages import warn_once
 from clip_moe.training.lora import LoraSettings, add_adapters, merge_adapters
 from modeling_clip_moe import CLIPMoEModel
 from modeling_clip_moe.families import FAMILIES

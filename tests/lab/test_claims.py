@@ -11,7 +11,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from clip_moe.records.intervals import paired_interval
+from clip_moe.engine.intervals import paired_interval
 from lab import recipe_file
 from lab.cards.claims import write_claims
 from lab.cards.verdicts import HOLDS, INCONCLUSIVE, Claim, measure_claim, read_claims

@@ -9,7 +9,7 @@ import pytest
 from documents import ROOT
 
 from clip_moe.data.arguments import DataArguments
-from clip_moe.records.yaml_files import read_yaml
+from clip_moe.engine.yaml_files import read_yaml
 from lab.cards.frontier import at_best_rate, of_budget
 from lab.law.cases import Case, arguments, batch_size, costs, steps
 from lab.law.differences import write_differences

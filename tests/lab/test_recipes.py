@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from clip_moe.training.recipe import load_recipe
+from clip_moe.engine.recipe import load_recipe
 from lab import ROOT
 
 RECIPES = sorted((ROOT / "lab" / "recipes").glob("*.yaml"))

@@ -9,7 +9,7 @@ from transformers import CLIPConfig
 
 from clip_moe.conversion.presets import PRESETS
 from clip_moe.conversion.upcycle import sparse_config
-from clip_moe.records.provenance import Record
+from clip_moe.engine.provenance import Record
 from lab.cards.knowledge import Knowledge, equal_dense, read_knowledge, write_knowledge
 from lab.cards.seeds import write_seeds
 from lab.cards.tradeoff import above_line, write_tradeoff

@@ -13,7 +13,7 @@ def tiny(monkeypatch):
     text, vision = {**tower, "vocab_size": 50, "bos_token_id": 48, "eos_token_id": 49}, {**tower, "patch_size": 8}
     config = CLIPConfig(text_config=text, vision_config=vision | {"image_size": 32}, projection_dim=8)
     monkeypatch.setattr(steps, "paper_config", lambda size: config)
-    monkeypatch.setattr("clip_moe.training.engine.compile_layers", lambda tower: None)  # which takes a minute
+    monkeypatch.setattr("clip_moe.training.loop.compile_layers", lambda tower: None)  # which takes a minute
 
 
 @pytest.mark.parametrize("name", steps.RECIPES)

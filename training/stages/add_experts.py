@@ -8,9 +8,9 @@ from typing import ClassVar
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from clip_moe.training.context import Context
-from clip_moe.training.settings import STRICT
-from clip_moe.training.stages.base import Model, NumberedData, Stage
+from clip_moe.engine.context import Context
+from clip_moe.engine.settings import STRICT
+from clip_moe.engine.stage import Model, NumberedData, Stage
 
 if typing.TYPE_CHECKING:
     from clip_moe.conversion.more_experts import Importance

@@ -7,9 +7,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from clip_moe.training.context import Context
-from clip_moe.training.settings import STRICT, Reads
-from clip_moe.training.stages.base import Model, Stage
+from clip_moe.engine.context import Context
+from clip_moe.engine.settings import STRICT, Reads
+from clip_moe.engine.stage import Model, Stage
 
 
 @dataclass(config=STRICT, kw_only=True)

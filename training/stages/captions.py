@@ -8,9 +8,9 @@ from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from clip_moe.data.arguments import CaptionPolicy
-from clip_moe.training.context import Context
-from clip_moe.training.settings import STRICT
-from clip_moe.training.stages.base import Model, NumberedData, Stage
+from clip_moe.engine.context import Context
+from clip_moe.engine.settings import STRICT
+from clip_moe.engine.stage import Model, NumberedData, Stage
 
 
 @dataclass(config=STRICT, kw_only=True)

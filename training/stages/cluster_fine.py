@@ -10,9 +10,9 @@ from typing import Annotated, ClassVar
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from clip_moe.training.context import Context
-from clip_moe.training.settings import STRICT, Reads
-from clip_moe.training.stages.base import NumberedData, Stage
+from clip_moe.engine.context import Context
+from clip_moe.engine.settings import STRICT, Reads
+from clip_moe.engine.stage import NumberedData, Stage
 
 if typing.TYPE_CHECKING:
     from clip_moe.evaluation.feature_store import FeatureStore

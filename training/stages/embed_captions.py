@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from clip_moe.training.context import Context
-from clip_moe.training.settings import STRICT, Reads
-from clip_moe.training.stages.base import NumberedData, Stage
+from clip_moe.engine.context import Context
+from clip_moe.engine.settings import STRICT, Reads
+from clip_moe.engine.stage import NumberedData, Stage
 
 if TYPE_CHECKING:
     import datasets
@@ -68,8 +68,8 @@ class EmbedCaptionsStage(Stage):
         store.write(accelerator, "embeddings", compute)
 
     def _keep_encoder(self, source: str, rows: "datasets.Dataset", seed: int, folder: Path) -> None:
+        from clip_moe.engine.files import new_folder
         from clip_moe.evaluation.sentence_encoders import TfidfEncoder, open_encoder
-        from clip_moe.records.files import new_folder
         from clip_moe.training.caption_clusters import ENCODER, captions_of
 
         with new_folder(folder) as partial:

@@ -7,9 +7,9 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from clip_moe.training.context import Context
-from clip_moe.training.settings import STRICT, Reads
-from clip_moe.training.stages.base import Stage
+from clip_moe.engine.context import Context
+from clip_moe.engine.settings import STRICT, Reads
+from clip_moe.engine.stage import Stage
 
 
 @dataclass(config=STRICT, kw_only=True)

@@ -9,9 +9,9 @@ from typing import ClassVar
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from clip_moe.training.context import Context
-from clip_moe.training.settings import STRICT
-from clip_moe.training.stages.base import Model, NumberedData, Stage
+from clip_moe.engine.context import Context
+from clip_moe.engine.settings import STRICT
+from clip_moe.engine.stage import Model, NumberedData, Stage
 
 # What a split's folder holds beside its rows: what the captions allow, a sentence a line
 OVERVIEW = "overview.txt"
@@ -51,7 +51,7 @@ class SplitStage(Stage):
         from clip_moe.data.annotations import NoSplit
         from clip_moe.data.identity import identity
         from clip_moe.data.local_data import is_here, is_table
-        from clip_moe.records.digests import value_digest
+        from clip_moe.engine.digests import value_digest
 
         if not is_table(inputs.data.source) or not is_here(inputs.data.source):
             return {}
@@ -72,9 +72,9 @@ class SplitStage(Stage):
         from clip_moe.data.overview import look_at
         from clip_moe.data.pairs import one_row_an_image
         from clip_moe.data.splits import has_split
+        from clip_moe.engine.files import write_text
+        from clip_moe.engine.messages import join_names
         from clip_moe.evaluation.class_names import are_ids
-        from clip_moe.records.files import write_text
-        from clip_moe.records.messages import join_names
 
         data, tokenizer = inputs.data, load_processor(inputs.model).tokenizer
         # What cannot be read is judged here, over all pairs, and not by what trains and measures

@@ -1,4 +1,4 @@
-"""What stages that train with the loop of `training.engine` have in common."""
+"""What stages that train with the loop of `training.loop` have in common."""
 
 import dataclasses
 import shutil
@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from clip_moe.training.context import Context
-from clip_moe.training.settings import STRICT
-from clip_moe.training.stages.base import Data, Model, Stage
+from clip_moe.engine.context import Context
+from clip_moe.engine.settings import STRICT
+from clip_moe.engine.stage import Data, Model, Stage
 from clip_moe.training.train_settings import Evaluation, LoopSettings
 
 if typing.TYPE_CHECKING:
@@ -27,7 +27,7 @@ REHEARSED_STEPS = 2
 
 @dataclass(config=STRICT, kw_only=True)
 class StepsStage(LoopSettings, Stage):
-    """A stage that trains with the loop of `training.engine`. A kind of it has `run`, which calls `train_model`."""
+    """A stage that trains with the loop of `training.loop`. A kind of it has `run`, which calls `train_model`."""
 
     makes_model: ClassVar[bool] = True
     # What its data are made of, as it is printed
@@ -76,9 +76,9 @@ class StepsStage(LoopSettings, Stage):
         """
         from accelerate.utils import set_seed
 
-        from clip_moe.records.files import save
-        from clip_moe.records.provenance import CHECKPOINTS, LOG
-        from clip_moe.training.engine import train
+        from clip_moe.engine.files import save
+        from clip_moe.engine.provenance import CHECKPOINTS, LOG
+        from clip_moe.training.loop import train
         from clip_moe.training.scores import Scores
 
         model = task.model

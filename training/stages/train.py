@@ -15,9 +15,9 @@ from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from clip_moe.data.arguments import Augmentation
-from clip_moe.training.context import Context
-from clip_moe.training.settings import STRICT
-from clip_moe.training.stages.base import Trained, named_errors
+from clip_moe.engine.context import Context
+from clip_moe.engine.settings import STRICT
+from clip_moe.engine.stage import Trained, named_errors
 from clip_moe.training.stages.steps import REHEARSED_STEPS, StepsStage
 from clip_moe.training.train_settings import (
     REHEARSED_ROWS,
@@ -200,7 +200,7 @@ class TrainStage(RouterSettings, StepsStage):
         from clip_moe.conversion.checkpoints import load_clip
         from clip_moe.conversion.processors import load_processor
         from clip_moe.data.sources import reading
-        from clip_moe.records.provenance import MANIFEST, Record, duplicates_line
+        from clip_moe.engine.provenance import MANIFEST, Record, duplicates_line
         from clip_moe.training.loader import PairLoader
 
         model, processor = load_clip(inputs.model, dtype=torch.float32), load_processor(inputs.model)

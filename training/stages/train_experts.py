@@ -9,9 +9,9 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from clip_moe.training.context import Context
-from clip_moe.training.settings import STRICT, Reads
-from clip_moe.training.stages.base import NumberedData
+from clip_moe.engine.context import Context
+from clip_moe.engine.settings import STRICT, Reads
+from clip_moe.engine.stage import NumberedData
 from clip_moe.training.stages.train import TrainStage
 
 if typing.TYPE_CHECKING:

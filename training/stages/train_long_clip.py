@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from clip_moe.training.context import Context
-from clip_moe.training.settings import STRICT
+from clip_moe.engine.context import Context
+from clip_moe.engine.settings import STRICT
 from clip_moe.training.stages.train import TrainStage
 
 if TYPE_CHECKING:

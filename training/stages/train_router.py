@@ -5,7 +5,7 @@ from typing import ClassVar
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from clip_moe.training.settings import STRICT
+from clip_moe.engine.settings import STRICT
 from clip_moe.training.stages.train import TrainStage
 from clip_moe.training.train_settings import BalanceMean
 

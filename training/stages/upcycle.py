@@ -9,9 +9,9 @@ from pydantic import Field, JsonValue, model_validator
 from pydantic.dataclasses import dataclass
 
 from clip_moe.conversion.presets import PRESETS, ExpertInit, Preset, changed_preset
-from clip_moe.training.context import Context
-from clip_moe.training.settings import STRICT
-from clip_moe.training.stages.base import Model, NumberedData, Stage, named_errors
+from clip_moe.engine.context import Context
+from clip_moe.engine.settings import STRICT
+from clip_moe.engine.stage import Model, NumberedData, Stage, named_errors
 
 if typing.TYPE_CHECKING:
     import torch

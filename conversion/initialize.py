@@ -1,0 +1,211 @@
+"""A random CLIP and the processor that goes with it, to train from scratch."""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+from torch.nn import init
+from transformers import (
+    CLIPImageProcessorPil,
+    CLIPProcessor,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.tokenization_utils_base import LARGE_INTEGER
+
+from clip_moe.conversion.checkpoints import has_file
+from clip_moe.conversion.processors import (
+    IMAGE_PROCESSOR_FILES,
+    TOKENIZER_FILES,
+    forget_last_call,
+    load_image_processor,
+    load_tokenizer,
+    mark_padding,
+    require_fit,
+)
+from clip_moe.conversion.upcycle import ROUTING_FIELDS, check_memory
+from clip_moe.data.drawing import build_image_processor
+from clip_moe.data.worlds import WORLDS, world
+from clip_moe.engine.messages import join_names, suggestion
+from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
+from modeling_clip_moe.families import FAMILY_OF_TYPE, model_class
+from modeling_clip_moe.sparse_moe import CLIPMoESparseMoeBlock
+
+SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token")
+
+
+@contextlib.contextmanager
+def _as_value_errors() -> Iterator[None]:
+    """What transformers raises where settings make no model becomes a `ValueError`."""
+    try:
+        yield
+    except (ArithmeticError, LookupError, RuntimeError, StrictDataclassError, TypeError) as error:
+        raise ValueError(f"text_config and vision_config make no CLIP: {type(error).__name__}: {error}") from error
+
+
+@_as_value_errors()
+@torch.no_grad()
+def random_clip(config: PreTrainedConfig, openai_weights: bool = False) -> PreTrainedModel:
+    """A dense or sparse CLIP with random weights, drawn by transformers or as OpenAI's code does: `draw_as_openai`."""
+    if isinstance(config, SparseMoEConfig):
+        check_memory(config)
+    model = model_class(config)(config)
+    if openai_weights:
+        draw_as_openai(model)
+    if hasattr(model, "logit_bias"):  # the starting point of SigLIP (arXiv:2303.15343, section 3.2)
+        model.logit_scale.fill_(math.log(10.0))
+        model.logit_bias.fill_(-10.0)
+    return model.eval()
+
+
+@torch.no_grad()
+def draw_as_openai(model: PreTrainedModel) -> None:
+    """Draw the weights of both towers anew as OpenAI's code does (clip/model.py: `VisionTransformer`, and
+    `initialize_parameters` of `CLIP` for texts); those of a shared encoder as for texts, each expert as an FFN, and not
+    those of routers and fusion gates.
+
+    transformers draws queries, keys and values sqrt(2 * layers) times smaller, and positions of patches as a ninth of
+    patches of 8 x 8 pixels where OpenAI's are a fourth: both towers begin nearly blind to order and place.
+    """
+    for tower in (model.text_model, model.vision_model):
+        for layer in tower.encoder.layers:
+            for ffn in _ffns(layer):
+                for weight, bias in ffn:  # torch's default of linear layers
+                    bound = weight.shape[-1] ** -0.5
+                    init.uniform_(weight, -bound, bound)
+                    init.uniform_(bias, -bound, bound)
+            layer.self_attn.out_proj.reset_parameters()
+            for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
+                bound = (6 / (4 * projection.in_features)) ** 0.5  # Xavier's, of all three in one matrix
+                init.uniform_(projection.weight, -bound, bound)
+                init.zeros_(projection.bias)
+            init.zeros_(layer.self_attn.out_proj.bias)
+
+    text, width = model.text_model, model.text_model.config.hidden_size
+    init.normal_(text.embeddings.token_embedding.weight, std=0.02)
+    init.normal_(text.embeddings.position_embedding.weight, std=0.01)
+    added = width**-0.5 * (2 * len(text.encoder.layers)) ** -0.5  # of projections that add to the residual stream
+    for layer in text.encoder.layers:
+        for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
+            init.normal_(projection.weight, std=width**-0.5)
+        init.normal_(layer.self_attn.out_proj.weight, std=added)
+        for (up, _), (down, _) in _ffns(layer):
+            init.normal_(down, std=added)
+            init.normal_(up, std=(2 * width) ** -0.5)
+
+    embeddings = model.vision_model.embeddings
+    embeddings.patch_embedding.reset_parameters()
+    for name in ("class_embedding", "position_embedding.weight"):
+        if (table := dict(embeddings.named_parameters()).get(name)) is not None:  # SigLIP has no class token
+            init.normal_(table, std=embeddings.embed_dim**-0.5)
+
+
+def _ffns(layer: nn.Module) -> list[tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]]:
+    """The weights and biases of the two linear maps of a layer's FFN, of all its experts, or of both."""
+    mlp = layer.mlp
+    dense = (mlp.base, mlp.shared_experts) if isinstance(mlp, CLIPMoESparseMoeBlock) else (mlp,)
+    ffns = [tuple((linear.weight, linear.bias) for linear in (ffn.fc1, ffn.fc2)) for ffn in dense if ffn is not None]
+    if isinstance(mlp, CLIPMoESparseMoeBlock):
+        experts = mlp.experts
+        ffns.append(((experts.up_proj, experts.up_proj_bias), (experts.down_proj, experts.down_proj_bias)))
+    return ffns
+
+
+@_as_value_errors()
+def clip_config(
+    text_config: dict[str, Any],
+    vision_config: dict[str, Any],
+    projection_dim: int,
+    processor: str | None = None,
+    tokenizer: str | None = None,
+    family: str = "clip",
+) -> tuple[PreTrainedConfig, CLIPProcessor]:
+    """The configuration of a dense CLIP, and the processor that goes with it.
+
+    Args:
+        text_config, vision_config: fields of the family's text and vision configurations.
+        projection_dim: size of the embeddings. Those of a SigLIP's images are as wide as its vision tower.
+        processor: a folder or hub name, or the name of a built-in world; None: CLIP's own image processor.
+        tokenizer: a folder or hub name; None: the processor's.
+        family: the type of the dense model, see `modeling_clip_moe.families`.
+    """
+    config_class = FAMILY_OF_TYPE[family].dense.config_class
+    # The special tokens come from the tokenizer
+    text = config_class.sub_configs["text_config"](**{"bos_token_id": None, "eos_token_id": None} | text_config)
+    vision = config_class.sub_configs["vision_config"](**vision_config)
+    given, source = processor, tokenizer or processor
+    processor = _processor(given, tokenizer, text.max_position_embeddings, vision.image_size)
+    numbers = {f"{name}_id": getattr(processor.tokenizer, f"{name}_id") for name in SPECIAL_TOKENS}
+    missing = [name for name in SPECIAL_TOKENS if numbers[f"{name}_id"] is None]
+    if missing:
+        raise ValueError(f"the tokenizer of {source} has no {', '.join(missing)}: set them in tokenizer_config.json")
+    text_config = {"vocab_size": max(processor.tokenizer.get_vocab().values()) + 1} | numbers | text_config
+    if FAMILY_OF_TYPE[family].sigmoid:
+        text_config = {"projection_size": projection_dim} | text_config
+        config = config_class(text_config=text_config, vision_config=vision_config)
+        if vision.hidden_size != projection_dim:
+            raise ValueError(
+                f"projection_dim is {projection_dim}, but the images of a SigLIP have no projection: it must be the "
+                f"hidden_size of vision_config, {vision.hidden_size}"
+            )
+    else:
+        width = {"projection_dim": projection_dim}
+        config = config_class(text_config=width | text_config, vision_config=width | vision_config, **width)
+    require_fit(config, "the new model", source, processor.tokenizer)
+    require_fit(config, "the new model", given or "CLIP", image_processor=processor.image_processor)
+    mark_padding(config, processor.tokenizer)
+    forget_last_call(processor.tokenizer)
+    return config, processor
+
+
+def split_routing(
+    family: str, text_config: Mapping[str, Any], vision_config: Mapping[str, Any], is_sparse: bool
+) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
+    """The fields of dense towers, text first, and those that say how tokens are routed, by `text_config` and
+    `vision_config`."""
+    config_class = FAMILY_OF_TYPE[family].dense.config_class
+    routing_fields = ROUTING_FIELDS - {"attention_dropout"}  # which a dense tower has, too
+    dense, routing = [], {}
+    for tower, settings in {"text_config": text_config, "vision_config": vision_config}.items():
+        of_tower = config_class.sub_configs[tower]
+        names = {field.name for field in dataclasses.fields(of_tower)} | ROUTING_FIELDS
+        if unknown := sorted(set(settings) - names):
+            hint = suggestion(unknown[0], names)
+            raise ValueError(f"{tower}: {of_tower.__name__} has no field {', '.join(map(repr, unknown))}: {hint}")
+        dense.append({name: value for name, value in settings.items() if name not in routing_fields})
+        routing[tower] = {name: value for name, value in settings.items() if name in routing_fields}
+        if routing[tower] and not is_sparse:
+            raise ValueError(f"{tower}: {join_names(sorted(routing[tower]))}: of sparse models alone; set preset")
+    return dense, routing
+
+
+def _processor(processor: str | None, tokenizer: str | None, context_length: int, image_size: int) -> CLIPProcessor:
+    """Those of `clip_config`; what is made here has the model's sizes."""
+    if processor is None:
+        square = {"height": image_size, "width": image_size}
+        images = CLIPImageProcessorPil(size={"shortest_edge": image_size}, crop_size=square)
+    elif processor in WORLDS:
+        images = build_image_processor(image_size)
+    else:
+        _require_half(processor, "image processor", IMAGE_PROCESSOR_FILES)
+        images = load_image_processor(processor)
+    if tokenizer is None and processor in WORLDS:
+        texts = world(processor).build_tokenizer(context_length)
+    else:
+        source = processor if tokenizer is None else tokenizer
+        _require_half(source, "tokenizer", TOKENIZER_FILES)
+        texts = load_tokenizer(source)
+        if texts.model_max_length >= LARGE_INTEGER:  # it says none
+            texts.model_max_length = context_length
+    return CLIPProcessor(image_processor=images, tokenizer=texts)
+
+
+def _require_half(source: str, half: str, files: tuple[str, ...]) -> None:
+    """A folder or hub name has this half of a processor, which transformers would make up."""
+    if not has_file(source, files):
+        raise FileNotFoundError(f"{source} has no {half} ({' or '.join(files)})")

@@ -1,0 +1,44 @@
+"""The stage that takes one expert out of a model."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from clip_moe.engine.context import Context
+from clip_moe.engine.settings import STRICT, Reads
+from clip_moe.engine.stage import Model, Stage
+
+
+@dataclass(config=STRICT, kw_only=True)
+class DenseStage(Stage):
+    """One expert of a CLIP-MoE as a dense CLIP: every token goes through that expert.
+
+    Routers and fusion gates are left out, so right after upcycling every expert gives back the original model bit for
+    bit (with scale 1, where one is needed). The saved model is loaded again and compared in float32 with the sparse
+    model in which the chosen FFN has taken the place of all others.
+
+        clip-moe dense runs/expert --model training/name_clip_moe --take 1
+    """
+
+    kind: ClassVar[str] = "dense"
+    makes_model: ClassVar[bool] = True
+    main_process_only: ClassVar[bool] = True
+
+    # An earlier stage, a folder or a hub name: a sparse model.
+    model: Model
+    # The number of the expert, from 0; or base, the FFN that stays beside the experts where there are fusion gates.
+    take: Annotated[int, Field(ge=0)] | Literal["base"]
+    # Where the weights of a token's experts do not sum to 1, as in CLIP-UP: what the expert's output is multiplied by,
+    # a number or an analyze stage of the model.
+    scale: float | Annotated[str, Reads("analyze")] | None = None
+
+    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
+        from clip_moe.conversion.dense import convert, read_scale
+
+        scale = inputs.scale
+        if isinstance(scale, str):
+            scale = read_scale(scale, inputs.model)
+        convert(inputs.model, directory, self.take, scale)

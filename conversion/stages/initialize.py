@@ -1,0 +1,89 @@
+"""The stage that makes a model from nothing."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, JsonValue, model_validator
+from pydantic.dataclasses import dataclass
+
+from clip_moe.conversion.presets import PRESETS, changed_preset
+from clip_moe.data.worlds import WORLDS
+from clip_moe.engine.context import Context
+from clip_moe.engine.settings import STRICT, Reads
+from clip_moe.engine.stage import Stage, named_errors
+
+
+@dataclass(config=STRICT, kw_only=True)
+class InitializeStage(Stage):
+    """A randomly initialized CLIP, dense or sparse, to be trained from scratch.
+
+    For example:
+
+        clip-moe initialize runs/new --processor names --projection_dim 64 --text_config.num_hidden_layers 2 \\
+            --vision_config.num_hidden_layers 2
+    """
+
+    kind: ClassVar[str] = "initialize"
+    makes_model: ClassVar[bool] = True
+    main_process_only: ClassVar[bool] = True
+
+    # The family of the model: SigLIP has the sigmoid loss.
+    family: Literal["clip", "metaclip_2", "siglip"] = "clip"
+    # Fields of the family's text configuration in transformers; the vocabulary's come from the tokenizer. With a
+    # preset, also what an upcycle stage takes there.
+    text_config: dict[str, JsonValue]
+    # The same for images.
+    vision_config: dict[str, JsonValue]
+    # Size of the embeddings that images and texts share.
+    projection_dim: int = Field(gt=0)
+    # A folder or hub name with a processor, or a built-in world, such as "symbols": its tokenizer and image processor.
+    # None: CLIP's own image processor, at the model's image size.
+    processor: str | None = None
+    # In place of the processor's tokenizer: a tokenizer stage, a folder or a hub name.
+    tokenizer: Annotated[str, Reads("tokenizer", outside=False)] | None = None
+    # Whether both towers have the same layers (LIMoE; CLIP-UP Table 1).
+    shared_encoder: bool = False
+    # The paper whose sparse layers it gets; None: a dense model.
+    preset: Literal[tuple(PRESETS)] | None = None
+    # Which towers become sparse.
+    towers: list[Literal["text", "vision"]] = Field(default_factory=lambda: ["text", "vision"], min_length=1)
+    # Fields of the preset to change, as of an upcycle stage.
+    changes: dict[str, Any] = Field(default_factory=dict)
+    # Draw the towers' weights as OpenAI's code does. As transformers draws them, small models may never learn where
+    # things are.
+    openai_weights: bool = False
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.processor is None and self.tokenizer is None:
+            raise ValueError("a processor or a tokenizer must be given")
+        sparse = [*self.changes, *(["towers"] if set(self.towers) != {"text", "vision"} else [])]
+        if self.preset is None and sparse:
+            raise ValueError(f"{', '.join(sorted(sparse))}: of sparse models alone; set preset")
+        return self
+
+    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
+        from clip_moe.conversion.initialize import clip_config, random_clip, split_routing
+        from clip_moe.conversion.upcycle import change_routing, shared_config, sparse_config
+        from clip_moe.engine.files import save
+
+        towers = self.text_config, self.vision_config
+        dense, routing = split_routing(self.family, *towers, is_sparse=self.preset is not None)
+        config, processor = clip_config(*dense, self.projection_dim, self.processor, inputs.tokenizer, self.family)
+        if self.shared_encoder:
+            with named_errors(self, "shared_encoder"):
+                config = shared_config(config)
+        if self.preset is not None:
+            with named_errors(self, "changes" if self.changes else "preset"):
+                sparse = sparse_config(config, changed_preset(self.preset, self.changes), self.towers)
+            sparse.dtype = config.dtype
+            config = change_routing(sparse, routing)
+        save(random_clip(config, self.openai_weights), directory)
+        save(processor, directory)
+
+    def fingerprints(self, inputs: SimpleNamespace) -> dict[str, str]:
+        from clip_moe.engine.provenance import named_files
+
+        folders = [self.processor, self.tokenizer if inputs.tokenizer == self.tokenizer else None]
+        return named_files([], [folder for folder in folders if folder not in WORLDS])

@@ -1,0 +1,38 @@
+"""The stage that puts a sparse tower into a LLaVA."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
+
+from pydantic.dataclasses import dataclass
+
+from clip_moe.engine.context import Context
+from clip_moe.engine.settings import STRICT
+from clip_moe.engine.stage import Model, Stage
+
+
+@dataclass(config=STRICT, kw_only=True)
+class LlavaStage(Stage):
+    """A LLaVA of transformers with a CLIP-MoE in place of its vision tower.
+
+    The language model and the projector stay as they are: a tower upcycled from the CLIP that the LLaVA was trained
+    with fits at once, any other one of the same width needs the projector trained again. The saved model is loaded
+    again: its image features must be the projected hidden states of the tower, and its language model must compute what
+    it computed. No two LLaVAs are in memory at a time. To load the result, `import modeling_clip_moe` first.
+
+        clip-moe llava llava-moe --model llava-hf/llava-1.5-7b-hf --tower clip-moe-l14-336
+    """
+
+    kind: ClassVar[str] = "llava"
+    makes_model: ClassVar[bool] = True
+    main_process_only: ClassVar[bool] = True
+
+    # A LlavaForConditionalGeneration: an earlier stage, a folder or a hub name.
+    model: Model
+    # A sparse model, or its vision tower alone: an earlier stage, a folder or a hub name.
+    tower: Model
+
+    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
+        from clip_moe.conversion.llava import convert
+
+        convert(inputs.model, inputs.tower, directory)

@@ -1,0 +1,54 @@
+"""The stage that reads OpenAI's and open_clip's weights."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from clip_moe.engine.context import Context
+from clip_moe.engine.settings import STRICT
+from clip_moe.engine.stage import Stage
+
+
+@dataclass(config=STRICT, kw_only=True)
+class OpenAIStage(Stage):
+    """OpenAI's CLIP weights, and open_clip's and Long-CLIP's of their architecture, as transformers' `CLIPModel`.
+
+    Weights become float32. The saved model is loaded again and compared with the original.
+
+        clip-moe openai clip-vit-large-patch14 --archive ViT-L-14.pt --processor openai/clip-vit-large-patch14
+    """
+
+    kind: ClassVar[str] = "openai"
+    makes_model: ClassVar[bool] = True
+    main_process_only: ClassVar[bool] = True
+
+    # The TorchScript archive that OpenAI publishes (loading TorchScript can run code, so it must be one of the
+    # published ones, by its sha256); or a state dict, saved with torch.save or as .safetensors, also within an
+    # open_clip training checkpoint. If open_clip_config.json lies beside it, as on the Hub, it tells the activation,
+    # the heads, and how the processor prepares images.
+    archive: str = Field(min_length=1)
+    # None: quick_gelu, with a warning if the file is not one of OpenAI's own.
+    activation: Literal["quick_gelu", "gelu"] | None = None
+    # Attention heads of the image encoder. None: width / 64, wider ones from 1280 on as open_clip.
+    vision_heads: int | None = Field(default=None, gt=0)
+    # Attention heads of the text encoder. None: width / 64.
+    text_heads: int | None = Field(default=None, gt=0)
+    # Folder or hub name whose processor is saved with the model.
+    processor: str | None = None
+    # Load a TorchScript archive that OpenAI did not publish.
+    trust_archive: bool = False
+
+    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
+        from clip_moe.conversion.openai import write_model
+
+        archive, options = Path(self.archive), (self.activation, self.vision_heads, self.text_heads)
+        write_model(archive, directory, *options, self.processor, self.trust_archive)
+
+    def fingerprints(self, inputs: SimpleNamespace) -> dict[str, str]:
+        from clip_moe.engine.provenance import named_files
+
+        settings = Path(self.archive).with_name("open_clip_config.json")
+        return named_files([self.archive, str(settings)], [self.processor])

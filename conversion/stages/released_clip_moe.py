@@ -1,0 +1,44 @@
+"""The stage that reads and writes the checkpoints of CLIP-MoE's authors."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from clip_moe.engine.context import Context
+from clip_moe.engine.settings import STRICT
+from clip_moe.engine.stage import Stage
+
+
+@dataclass(config=STRICT, kw_only=True)
+class ReleasedCLIPMoEStage(Stage):
+    """The checkpoints that CLIP-MoE's authors released (https://arxiv.org/abs/2409.19291) as a CLIP-MoE.
+
+    Which layers are sparse and how many experts they have follows from the tensors; how many experts compute a token
+    does not. The saved model is read again and compared with the source.
+
+        clip-moe released-clip-moe clip-moe --checkpoint clip-moe-4-2.pt --processor openai/clip-vit-large-patch14
+    """
+
+    kind: ClassVar[str] = "released_clip_moe"
+    makes_model: ClassVar[bool] = True
+    main_process_only: ClassVar[bool] = True
+
+    # A state dict, saved with torch.save or as .safetensors.
+    checkpoint: str = Field(min_length=1)
+    # Experts that compute each token, K.
+    num_experts_per_tok: int = Field(default=2, gt=0)
+    # Folder or hub name whose processor is saved with the model.
+    processor: str | None = None
+
+    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
+        from clip_moe.conversion.released_clip_moe import write_model
+
+        write_model(Path(self.checkpoint), directory, self.num_experts_per_tok, self.processor)
+
+    def fingerprints(self, inputs: SimpleNamespace) -> dict[str, str]:
+        from clip_moe.engine.provenance import named_files
+
+        return named_files([self.checkpoint], [self.processor])

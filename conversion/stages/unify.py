@@ -1,0 +1,69 @@
+"""The stage that makes one model of a base and its experts."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from clip_moe.conversion.presets import PRESETS, changed_preset
+from clip_moe.engine.context import Context
+from clip_moe.engine.settings import STRICT
+from clip_moe.engine.stage import Model, Stage, named_errors
+
+
+@dataclass(config=STRICT, kw_only=True)
+class UnifyStage(Stage):
+    """A CLIP and the experts trained from it as one sparse model.
+
+    CLIP-MoE (Diversified Multiplet Upcycling, https://arxiv.org/abs/2409.19291, section 4): `model` and all experts are
+    dense and differ in the FFNs alone. The FFNs of `model` become expert 0 and those of the others experts 1, 2, ... of
+    the sparse layers; routers are new.
+
+    CLIP-FMoE (section 4.3): all have one expert and a fusion gate in each sparse layer. The experts are stacked and
+    their gates averaged, the FFNs of `model` stay beside them; routers are new.
+
+    The saved model is loaded again, and with every token sent through expert i it is compared with what expert i was
+    made of.
+
+        clip-moe unify runs/clip_moe --model training/symbol_clip --experts runs/expert_1
+    """
+
+    kind: ClassVar[str] = "unify"
+    makes_model: ClassVar[bool] = True
+    main_process_only: ClassVar[bool] = True
+
+    # What the experts were trained from.
+    model: Model
+    # Earlier stages, folders or hub names: dense models, or as `model` sparse ones of one expert in each sparse layer.
+    experts: list[Model] = Field(min_length=1)
+    # Which layers are sparse, if they are not yet, and how they route. Fusion gates that the experts have are averaged.
+    preset: Literal[tuple(PRESETS)] = "clip_moe"
+    # Whether the FFNs of `model` are expert 0. With a fusion gate they stay beside the experts instead.
+    base_expert: bool = True
+    # Which towers become sparse, if they are not yet.
+    towers: list[Literal["text", "vision"]] = Field(default_factory=lambda: ["text", "vision"])
+    # Fields of the preset to change, as of an upcycle stage; the number of experts is that of `experts`. Of what is
+    # sparse already, num_experts_per_tok and fusion_gate alone.
+    changes: dict[str, Any] = Field(default_factory=dict)
+
+    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
+        from clip_moe.conversion.checkpoints import is_sparse, load_config
+        from clip_moe.conversion.unify import convert
+
+        with named_errors(self, "changes"):
+            preset = changed_preset(
+                self.preset, self.changes, ["num_experts", "moe_intermediate_size", "num_shared_experts"]
+            )
+        base = load_config(inputs.model)
+        if is_sparse(base):
+            ignored = sorted(set(self.changes) - {"num_experts_per_tok", "fusion_gate"})
+            if ignored or set(self.towers) != {"text", "vision"}:
+                raise ValueError(
+                    f"{self.model} is sparse already, which settles {', '.join(ignored) or 'towers'}; only "
+                    "num_experts_per_tok and fusion_gate can change"
+                )
+            if self.changes.get("fusion_gate") is False and base.vision_config.fusion_gate:
+                raise ValueError("the experts were trained with fusion gates, which cannot be left out now")
+        convert(inputs.model, inputs.experts, directory, preset, self.towers, context.seed, self.base_expert)

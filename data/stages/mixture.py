@@ -1,0 +1,62 @@
+"""The stage that mixes several datasets."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from clip_moe.engine.context import Context
+from clip_moe.engine.settings import STRICT
+from clip_moe.engine.stage import NumberedData, Stage
+
+
+@dataclass(config=STRICT, kw_only=True)
+class MixtureStage(Stage):
+    """Pairs of several datasets, drawn by weights; others use it as their `data.source`.
+
+    Images in files of their own and those of `indexed` shards stay where they are; others are copied. Nothing is
+    decoded: what reads the mixture skips what cannot be read, or with `data.indexed` replaces it.
+
+        clip-moe mixture runs/mixture --sources '{source: runs/pictures}' '{source: runs/pictures, split: test}' \\
+            --weights 3 1
+    """
+
+    kind: ClassVar[str] = "mixture"
+    main_process_only: ClassVar[bool] = True
+
+    # The datasets, each as `data` of other stages.
+    sources: list[NumberedData] = Field(min_length=2)
+    # Relative weight of each dataset in the draw of the next pair.
+    weights: list[Annotated[float, Field(gt=0)]]
+    # When an epoch ends. "all_exhausted": when each pair of all was there, some several times; "first_exhausted": when
+    # each pair of one of them was there.
+    stopping_strategy: Literal["all_exhausted", "first_exhausted"] = "all_exhausted"
+
+    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
+        import datasets
+
+        from clip_moe.data.mixture import pairs_with_images, with_lists
+        from clip_moe.data.pairs import RANGED
+
+        parts = [pairs_with_images(arguments) for arguments in inputs.sources]
+        if len({str(part.features["caption"]) for part in parts}) > 1:
+            parts = [with_lists(part) for part in parts]
+        if any("pixel_range" in part.features["image"] for part in parts):
+            parts = [part.cast_column("image", RANGED) for part in parts]
+        shares = [weight / max(self.weights) for weight in self.weights]
+        probabilities = [share / sum(shares) for share in shares]
+        mixture = datasets.interleave_datasets(
+            parts, probabilities, seed=context.seed, stopping_strategy=self.stopping_strategy
+        )
+        mixture.save_to_disk(directory)
+        sizes = ", ".join(f"{len(part)} of {source.source}" for part, source in zip(parts, self.sources, strict=True))
+        print(f"{self.name}: {len(mixture)} pairs, drawn from {sizes}")
+
+    def fingerprints(self, inputs: SimpleNamespace) -> dict[str, str]:
+        from clip_moe.data.identity import identity
+        from clip_moe.engine.digests import value_digest
+
+        identities = {f"sources.{number}": identity(source) for number, source in enumerate(inputs.sources)}
+        return {setting: value_digest(what) for setting, what in identities.items() if what is not None}

@@ -1,0 +1,1 @@
+"""The ground floor: records, files, stages, recipes and their runs, and the command line."""

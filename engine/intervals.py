@@ -1,0 +1,97 @@
+"""How sure a difference between two models is."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from clip_moe.engine.result_schema import parts_of_mean
+
+LEVEL = 0.95
+# How far an interval reaches below and above what it is the interval of
+Reach = tuple[float, float]
+
+
+def paired_interval(better: Sequence[float], worse: Sequence[float], comparisons: int = 1) -> tuple[float, float]:
+    """An interval for the mean difference of two models' scores, which belong together seed by seed (Student's t).
+
+    It covers what a seed changes: first weights, the pictures that a world draws, the order of batches. It does not
+    cover which samples were chosen as the test, which all seeds have in common.
+
+    Args:
+        better, worse: the scores of each seed, at least two.
+        comparisons: how many intervals have to be right together (Bonferroni): each is that much wider.
+
+    Returns:
+        The lower and the upper end.
+    """
+    from scipy import stats
+
+    differences = np.subtract(better, worse, dtype=float)
+    error = differences.std(ddof=1) / np.sqrt(len(differences))
+    reach = stats.t.ppf(1 - (1 - LEVEL) / 2 / comparisons, df=len(differences) - 1) * error
+    mean = differences.mean()
+    return float(mean - reach), float(mean + reach)
+
+
+def with_interval(differences: Sequence[float]) -> str:
+    """The mean of differences that belong to a seed each, and half its `paired_interval`, to a decimal place."""
+    low, high = paired_interval(differences, np.zeros(len(differences)))
+    return f"{np.mean(differences):+.1f} ± {(high - low) / 2:.1f}"
+
+
+def share_reach(share: float, number: int) -> Reach:
+    """Wilson's score interval of a share of test samples, from one run. It covers which samples were chosen as the
+    test, and nothing that a seed changes.
+
+    Args:
+        share: from 0 to 1, a mean over the samples.
+        number: how many samples there are.
+    """
+    from scipy import stats
+
+    interval = stats.binomtest(round(share * number), number).proportion_ci(LEVEL, method="wilson")
+    return share - interval.low, interval.high - share
+
+
+def mean_reach(reaches: Sequence[Reach], independent: bool = True) -> Reach:
+    """The interval of a mean of scores, from the intervals of these (Zou and Donner's method of variance estimates
+    recovery, Statistics in Medicine 27, 2008, pages 1693 to 1702, as Newcombe's is for a difference).
+
+    Args:
+        independent: whether no two scores have samples in common. Else the mean of the reaches is the reach, which is
+            right if the scores rise and fall together, and wider than it need be otherwise.
+    """
+    below, above = np.linalg.norm(reaches, axis=0) / len(reaches) if independent else np.mean(reaches, axis=0)
+    return float(below), float(above)
+
+
+def difference_reach(share: float, other: float, number: int) -> Reach:
+    """Newcombe's hybrid score interval of the difference between two models' shares of the same test samples, which
+    has a width where shares are 0 or 1, too (Statistics in Medicine 17, 1998, pages 2635 to 2650, method 10).
+
+    Two models mostly fail at the same samples. How often they do is not known here and taken as by chance (the
+    method's phi is 0), so that the interval is wider than it need be.
+
+    Args:
+        share, other, number: see `share_reach`.
+    """
+    below, above = share_reach(share, number)
+    other_below, other_above = share_reach(other, number)
+    return math.hypot(below, other_above), math.hypot(above, other_below)
+
+
+def score_reach(result: dict[str, Any], metric: str) -> Reach | None:
+    """How far a score's interval over test samples reaches; None: see `parts_of_mean`."""
+    parts = parts_of_mean(result, metric)
+    return parts and mean_reach([share_reach(*part) for part in parts])
+
+
+def score_difference_reach(result: dict[str, Any], other: dict[str, Any], metric: str) -> Reach | None:
+    """How far the interval of the difference between two models' scores reaches; None: see `parts_of_mean`."""
+    parts, others = parts_of_mean(result, metric), parts_of_mean(other, metric)
+    if parts is None or others is None:
+        return None
+    pairs = zip(parts, others, strict=True)
+    return mean_reach([difference_reach(share, of_other, size) for (share, size), (of_other, _) in pairs])

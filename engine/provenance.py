@@ -1,0 +1,301 @@
+"""The origin of a folder: the record of a stage, `manifest.json`, and the fingerprints of models.
+
+Imports nothing heavy: commands that only read records start at once.
+"""
+
+import hashlib
+import platform
+import re
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from fnmatch import fnmatch
+from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
+
+from clip_moe.engine.digests import file_digest, file_digests, value_digest
+from clip_moe.engine.files import damaged, files_in, read_record, write_text
+from clip_moe.engine.hub import hub_commit
+from clip_moe.engine.messages import in_one_line
+from clip_moe.engine.outcome import Training
+
+# In the folder of a stage, and of a run
+MANIFEST, RECIPE = "manifest.json", "recipe.yaml"
+LOG = "log.jsonl"  # of a stage that trains
+ANSWER = "answer.json"  # of a stage that compares models: its verdict, and which to use
+CHECKPOINTS = "checkpoints"  # its folder of these, until it has finished
+LOGS = "logs"  # the folder of the trackers
+
+EVERYTHING = ("**/*.bin", "**/*.json", "**/*.model", "**/*.safetensors", "**/*.txt")
+# Files that embeddings depend on: an expert's are the same in its own folder and in that of a mixture.
+WEIGHTS = ("config.json", "*.bin", "*.safetensors", "*.index.json")
+PROCESSOR = ("*token*.json", "vocab.json", "vocab.txt", "merges.txt", "*.model", "*processor_config.json")
+
+
+# A commit of the Hub
+COMMIT = "[0-9a-f]{40}"
+
+
+class Attempt(BaseModel):
+    """One attempt at a stage: where it ran; `seconds` is None while it has not ended."""
+
+    model_config = ConfigDict(strict=True, defer_build=True)
+
+    device: str
+    num_processes: int = Field(ge=1)
+    commit: str | None
+    versions: dict[str, str] = Field(default_factory=dict)
+    seconds: FiniteFloat | None
+
+
+class OwnStage(BaseModel):
+    """A stage of a user's own, as a card shows it: the first sentence of its docstring, and the names of its
+    settings."""
+
+    model_config = ConfigDict(strict=True, defer_build=True)
+
+    does: str
+    settings: list[str]
+
+
+class Record(BaseModel):
+    """The origin of the folder of a stage."""
+
+    model_config = ConfigDict(strict=True, validate_assignment=True, defer_build=True)
+
+    format: Literal[1] = 1
+    # What made it: settings that change what is computed, hashes of a user's own modules, inputs with digests, data
+    stage: dict[str, Any]
+    seed: int = 0
+    mixed_precision: str = "no"
+    code: dict[str, str] = Field(default_factory=dict)
+    # What these reached while they ran: other modules, and files beside them
+    reached: dict[str, str] = Field(default_factory=dict)
+    inputs: dict[str, str] = Field(default_factory=dict)
+    # See `data.identity.identity`
+    data: dict[str, Any] | None = None
+    # What came out: the digest of a model, how many pairs a stage trained on, and which share of them had another one
+    # with an equal text or image in its batch, or would have had in `shuffled` ones
+    weights: str | None = None
+    pairs: int | None = None
+    duplicates: dict[Literal["shuffled", "left"], FiniteFloat] | None = None
+    # Not part of the digest: losses are means over logged steps
+    training: Training | None = None
+    own: OwnStage | None = None
+    # What in the recipe is a path on the machine that ran it
+    local: list[str] = Field(default_factory=list)
+    attempts: list[Attempt] = Field(default_factory=list)
+
+    @classmethod
+    def read(cls, folder: Path) -> "Record":
+        """Raises a ValueError where the manifest of a folder is damaged."""
+        path = folder / MANIFEST
+        content = read_record(path, dict)
+        try:
+            return cls.model_validate(content)
+        except ValidationError as error:
+            raise damaged(path, in_one_line(error.errors()[:1])) from error
+
+    def write(self, folder: Path) -> None:
+        write_text(folder / MANIFEST, self.model_dump_json(indent=2))
+
+    @property
+    def digest(self) -> str:
+        """Hash of the record, without machine, time and losses; later stages store it."""
+        return value_digest(self.model_dump(mode="json", exclude={"attempts", "local", "own", "training"}))
+
+    def is_of(self, folder: Path) -> bool:
+        """Whether the model in a folder is what the stage wrote, as far as the record tells."""
+        return self.weights is None or self.weights == weights_fingerprint(folder)
+
+    def require_same(self, folder: Path) -> list[Attempt]:
+        """The attempts at a folder, which was made as this record says. Raises a ValueError where it was not."""
+        before = Record.read(folder)
+        differences = before.differences(self)
+        if not differences:
+            return before.attempts
+        differing = "; ".join(f"{key}: {how}" for key, how in differences.items())
+        kinds = {key.split(".")[0] for key in differences}
+        is_commit = [re.search(f"{COMMIT}'$", how) is not None for how in differences.values()]
+        what = "data" if kinds == {"data"} else "code" if kinds <= {"code", "reached"} else "settings"
+        what = "commits of the Hub" if all(is_commit) else what
+        more = ", or set HF_HUB_OFFLINE=1 to go on with the commit that was downloaded before" if any(is_commit) else ""
+        raise ValueError(
+            f"{folder} was made with other {what} ({differing}). Delete it to make it anew, or choose another output "
+            f"folder{more}"
+        )
+
+    def differences(self, other: "Record") -> dict[str, str]:
+        """Key -> how it differs, of what made two folders. Inputs and data that one of them lacks count as the same:
+        they may be gone where the other one is looked at, and settings name them."""
+        keys = "stage", "seed", "code", "reached", "data"
+        before, after = ({key: getattr(one, key) for key in keys} for one in (self, other))
+        before["mixed_precision"], after["mixed_precision"] = self.mixed_precision, other.mixed_precision
+        both = self.inputs.keys() & other.inputs
+        before["inputs"], after["inputs"] = ({key: one.inputs[key] for key in both} for one in (self, other))
+        if None in (self.data, other.data):
+            del before["data"], after["data"]
+        before, after = flatten(before), flatten(after)
+        keys = sorted(key for key in {*before, *after} if before.get(key) != after.get(key))
+        return {key: f"{_shown(before.get(key))} -> {_shown(after.get(key))}" for key in keys}
+
+
+def model_references(stage: Mapping[str, Any]) -> list[str]:
+    """The models that a stage starts from, as its settings name them."""
+    lists = [stage[key] for key in ("models", "experts") if isinstance(stage.get(key), list)]
+    return [name for name in (stage.get("model"), *chain(*lists)) if isinstance(name, str)]
+
+
+def stage_folder(folder: Path, reference: str) -> Path:
+    """The folder that a stage names: of a stage beside it, or a path."""
+    beside = folder.parent / reference
+    return beside if (beside / MANIFEST).is_file() else Path(reference).absolute()
+
+
+def trainings(folder: Path) -> dict[Path, Training]:
+    """Folder of a stage -> its training, for the last training of a model's weights; several where it combines models.
+    Empty where no record has one."""
+    if not (folder / MANIFEST).is_file():
+        return {}
+    record = Record.read(folder)
+    if record.training is not None or (folder / LOG).is_file():
+        return {folder: record.training} if record.training else {}
+    folders = [stage_folder(folder, reference) for reference in model_references(record.stage)]
+    return {stage: training for origin in folders for stage, training in trainings(origin).items()}
+
+
+def has_work(partial: Path) -> bool:
+    """Whether an unfinished stage left work to resume. Its manifest, its log and a best model without a checkpoint do
+    not count."""
+    paths = [*partial.glob("*"), *partial.glob(f"{CHECKPOINTS}/step-*")]
+    no_work = (MANIFEST, LOG, CHECKPOINTS)
+    return any(path.name not in no_work and path.suffix not in (".partial", ".tmp") for path in paths)
+
+
+def flatten(settings: dict, prefix: str = "") -> dict[str, Any]:
+    """Nested settings under dotted keys."""
+    flat = {}
+    for key, value in settings.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _shown(value: Any) -> str:
+    """A setting, or the beginning of a hash."""
+    is_hash = isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value)
+    return repr(value[:12] if is_hash else value)
+
+
+def model_fingerprint(model: str | Path, patterns: Sequence[str] = EVERYTHING) -> str:
+    """The identity of a model: the digest of its files for a folder, the commit for a hub repository.
+
+    Args:
+        patterns: which files count.
+    """
+    path = Path(model)
+    if not path.is_dir():
+        return f"{model}@{hub_commit(str(model))}"
+    names = (Path(name) for name in files_in(path, hidden=True) if (path / name).is_file())
+    files = sorted(path / name for name in names if any(_matches(name, pattern) for pattern in patterns))
+    files = [file for file in files if path / CHECKPOINTS not in file.parents]
+    combined = hashlib.sha256()
+    for file, digest in zip(files, file_digests(files), strict=True):
+        combined.update(file.relative_to(path).as_posix().encode())
+        combined.update(bytes.fromhex(digest))
+    return combined.hexdigest()
+
+
+def _matches(name: Path, pattern: str) -> bool:
+    """Whether a path below a folder matches: `**/*.bin` in any folder, `*.bin` in this one alone."""
+    return fnmatch(name.name, pattern.removeprefix("**/")) and (pattern.startswith("**/") or name.name == str(name))
+
+
+def named_files(files: Iterable[str], processors: Iterable[str | None]) -> dict[str, str]:
+    """Digests of files, and of processors in folders or on the Hub, by the names that settings have for them. Those
+    that do not exist are left out."""
+    digests = {file: file_digest(Path(file)) for file in files if Path(file).is_file()}
+    for source in filter(None, processors):
+        with suppress(FileNotFoundError, ConnectionError):
+            digests[source] = model_fingerprint(source, PROCESSOR)
+    return digests
+
+
+def weights_fingerprint(model: str | Path) -> str:
+    """The identity of a model's weights, which its scores store: see `model_fingerprint`.
+
+    The processor counts, and of a mixture all experts and the encoder of metadata.
+    """
+    of_encoder = "encoder.json", "modules.json", "sentence_bert_config.json"
+    return model_fingerprint(model, tuple(f"**/{pattern}" for pattern in (*WEIGHTS, *PROCESSOR, *of_encoder)))
+
+
+def input_fingerprint(model: str | Path) -> str:
+    """The identity of a stage's input: the digest of its record, or else `model_fingerprint`."""
+    folder = Path(model)
+    if not (folder / MANIFEST).is_file():
+        return model_fingerprint(model)
+    record = Record.read(folder)
+    if not record.is_of(folder):
+        raise ValueError(
+            f"the model in {folder} was changed after its stage had finished: delete the folder to make it anew, or "
+            f"copy it elsewhere without {MANIFEST} and name that folder"
+        )
+    return record.digest
+
+
+def device_name(device: Any) -> str:
+    """What a `torch.device` is: an accelerator's name, or the type of the device and of the machine."""
+    import torch
+
+    name_of = getattr(getattr(torch, device.type, None), "get_device_name", None)
+    return name_of(device) if name_of else f"{device.type} ({platform.machine()})"
+
+
+def environment() -> dict:
+    """The commit of this checkout, or the tag of this release, and the versions of what numbers depend on."""
+    import accelerate
+    import numpy
+    import torch
+    import transformers
+
+    root, commit = Path(__file__).resolve().parents[1], None
+    with suppress(OSError, subprocess.CalledProcessError, PackageNotFoundError):
+        if (root / ".git").exists():  # not of a user's repository, in which a wheel is installed
+            git = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]
+            commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+        else:
+            commit = f"v{version('clip-moe')}"
+    versions = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "accelerate": accelerate.__version__,
+        "numpy": numpy.__version__,
+    }
+    # Clusters and digits; the fonts of the symbols; pictures; the icons and molecules, and what draws them
+    for name in ("scikit-learn", "matplotlib", "pillow", "mkdocs-material", "resvg-py", "chemicals", "rdkit"):
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return {"commit": commit, "versions": versions}
+
+
+def duplicates_line(shares: Mapping[str, float] | None, setting: str, what: str = "text or image") -> str:
+    """What became of pairs that have the same text or image; `what` of these was compared.
+
+    Args:
+        shares: see `Record.duplicates`; None for a stream, whose pairs are not counted.
+        setting: the stage's `duplicates`.
+    """
+    met = "negatives of each other" if setting == "negative" else "positives of each other"
+    if shares is None:
+        return f"a stream: pairs of a batch with the same {what} are {met}"
+    shuffled, left = shares["shuffled"], shares["left"]
+    if not shuffled and not left:
+        return f"no two pairs of a batch have the same {what}"
+    if left < shuffled:  # equal where a sampler ignores them
+        met = "kept apart" + f" but for {left:.1%}, {met}" * (left > 0)
+    return f"in shuffled batches, {shuffled:.1%} of the pairs share a {what}: {met}"

@@ -1,0 +1,314 @@
+"""A recipe: the stages of a run and their settings, read from YAML, overridden from the command line.
+
+Unknown keys, wrong types and contradictions raise a `RecipeError` that names the key as it stands in the recipe.
+"""
+
+import copy
+import functools
+import re
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, NotRequired
+
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SkipValidation,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic.dataclasses import dataclass
+from typing_extensions import TypedDict
+
+from clip_moe.data.arguments import DataArguments
+from clip_moe.data.worlds import WORLDS
+from clip_moe.engine.files import read_text
+from clip_moe.engine.kinds import KINDS, stage_of_kind
+from clip_moe.engine.messages import Faults, did_you_mean, fault_text, fault_value, one_line, suggestion
+from clip_moe.engine.provenance import LOGS
+from clip_moe.engine.setting_help import settings_within, spelled
+from clip_moe.engine.settings import STRICT
+from clip_moe.engine.stage import Stage, each_setting, kinds, references
+from clip_moe.engine.yaml_files import read_yaml
+from clip_moe.training.train_settings import MeasuredTasks
+
+
+class RecipeError(Faults):
+    """The faults of a recipe, with their settings: a first line that counts them, then a line for each.
+
+    One alone stands in the first line.
+
+    Args:
+        faults: `stage.setting: what is wrong`. What is wrong in several stages alike, as by defaults, is one fault.
+    """
+
+    @classmethod
+    def of(cls, recipe: str | Path, faults: Iterable[str]) -> "RecipeError":
+        settings: dict[str, list[str]] = {}
+        for fault in dict.fromkeys(faults):
+            setting, _, what = one_line(fault).partition(": ")
+            settings.setdefault(what, []).append(setting)
+        lines = [f"{', '.join(alike)}: {what}" for what, alike in settings.items()]
+        several = "\n  ".join([f"{recipe} has {len(lines)} faults:", *lines])
+        return cls(several if len(lines) > 1 else f"{recipe} has a fault: {lines[0]}")
+
+
+def stage_class(stage: str) -> type[Stage]:
+    """The class of a kind of stage, or one's own: `package.module:Class`, see `import_stage`."""
+    if ":" in stage:
+        from clip_moe.engine.own_stage import import_stage
+
+        return import_stage(stage)
+    if stage not in KINDS:
+        raise ValueError(f"there is no kind of stage {stage!r}: {suggestion(stage, KINDS)}")
+    return stage_of_kind(stage)
+
+
+def read_stage(settings: Any) -> Stage:
+    """A stage as an object of its class."""
+    if isinstance(settings, Stage):
+        return settings
+    return TypeAdapter(stage_class(settings["stage"])).validate_python(settings)
+
+
+@dataclass(config=STRICT, kw_only=True)
+class Recipe:
+    """A run: its stages, in order."""
+
+    # The folder in which each stage has a folder.
+    output_dir: str = Field(min_length=1)
+    # Stages of any kind, or classes of your own: `package.module:Class`.
+    stages: list[Annotated[SkipValidation[Stage], BeforeValidator(read_stage)]]
+    # Seed of all that is random, unless a stage has its own.
+    seed: int = Field(default=0, ge=0, lt=2**32)
+    # "no" is float32. None: what `accelerate launch` or its configuration says; where that is "no", bf16 on GPUs that
+    # compute in it.
+    mixed_precision: Literal["no", "fp16", "bf16"] | None = None
+    # Any of Accelerate's trackers: tensorboard, wandb, ...
+    trackers: list[str] = Field(default_factory=list)
+    # Stage -> hub repository that its model is uploaded to once all stages are done.
+    push_to_hub: dict[str, str] = Field(default_factory=dict)
+    # What errors call it: the file that it was read from
+    title: ClassVar[str] = "the recipe"
+
+    @field_validator("mixed_precision", mode="before")
+    @classmethod
+    def _read_no(cls, value):
+        return "no" if value is False else value  # YAML's no
+
+    @property
+    def stage_names(self) -> frozenset[str]:
+        """Names by which settings refer to stages. A stage alone can only refer to folders, also to one of its name."""
+        return frozenset(stage.name for stage in self.stages if len(self.stages) > 1)
+
+    @field_validator("stages")
+    @classmethod
+    def _check_stages(cls, stages):
+        names = [stage.name for stage in stages]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"the stage name {name!r} is used twice")
+            if name.endswith(".partial"):
+                raise ValueError(f"{name!r} cannot name a stage: .partial ends the name of a folder that is not whole")
+            if name in {*_recipe_keys(), LOGS}:
+                raise ValueError(f"{name!r} cannot name a stage: it is a key of the recipe, or a folder of the run")
+        return stages
+
+    @model_validator(mode="after")
+    def _hand_on_seed(self):
+        for stage in self.stages:
+            for _, value in [("", stage), *each_setting(stage)]:
+                if isinstance(value, DataArguments) and value.source in WORLDS and value.seed is None:
+                    value.seed = self.seed
+                if isinstance(value, MeasuredTasks) and value.test_seed is None:
+                    value.test_seed = self.seed
+        return self
+
+    @model_validator(mode="after")
+    def _check_push(self):
+        unknown = sorted(set(self.push_to_hub) - {stage.name for stage in self.stages})
+        if unknown:
+            raise ValueError(f"push_to_hub names stages that the recipe does not have: {', '.join(unknown)}")
+        return self
+
+
+def _recipe_keys() -> list[str]:
+    return [*(field.name for field in fields(Recipe)), "defaults"]
+
+
+class NamedStage(TypedDict):
+    """A stage before its own class reads it."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")
+    name: Annotated[str, Field(pattern=r"^\w[\w -]*$", max_length=200)]
+    stage: str
+
+
+class RecipeFile(TypedDict):
+    """What overrides and defaults have to find in a recipe."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")
+    stages: Annotated[list[NamedStage], Field(min_length=1)]
+    defaults: NotRequired[dict[str, dict[str, Any]] | None]
+    inputs: NotRequired[dict[str, Any] | None]
+
+
+def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Recipe:
+    """Read a recipe.
+
+    Args:
+        path: a YAML file with the keys of `Recipe`. Its extra key `defaults` maps a stage type (`train`, ...) to
+            settings that all stages of that type share unless they set them themselves. Those of `train` hold for
+            all kinds made of it (`train_experts`, `train_router`, ...), and those of any kind for your own classes
+            of that kind. Its extra key `inputs` maps names to values that an alias puts where they are used.
+        overrides: dotted key -> value, applied last. A key starts with the name of a stage (`clip_up.max_steps`), or
+            is one of the recipe's own (`seed`, `defaults.train.max_steps`) or one of its inputs.
+    """
+    path = Path(path)
+    if not path.is_file():
+        place = next(Path().glob(f"*/recipes/{path.name}"), "training/recipes, where `clip-moe recipes` puts them")
+        raise FileNotFoundError(f"no recipe at {path}; see {place}")
+    text, changes = read_text(path), {}
+    written = validated(RecipeFile, read_yaml(text, str(path)), path)
+    for key, value in (overrides or {}).items():
+        name = _spelled(written, key)
+        if name in changes:
+            raise ValueError(f"--{key} is given twice, with - and with _")
+        changes[name] = value
+    raw = read_yaml(text, str(path), changes)
+    inputs = raw.pop("inputs", None) or {}
+    for key, value in changes.items():
+        if key not in inputs:
+            _override(raw, key, value)
+    validated(RecipeFile, raw, path)
+    defaults, used = raw.pop("defaults", None) or {}, set()
+    for number, settings in enumerate(raw["stages"]):
+        try:
+            of_stage = stage_class(settings["stage"])
+        except ValueError as error:
+            raise RecipeError.of(path, [f"{settings['name']}.stage: {error}"]) from error
+        keys = dict.fromkeys([*(kind for kind in kinds(of_stage) if kind != "model"), settings["stage"]])
+        used |= set(keys)
+        shared = functools.reduce(_merge, (defaults.get(key, {}) for key in keys), {})
+        raw["stages"][number] = _merge(shared, settings)
+    if unused := sorted(set(defaults) - used):
+        faults = [f"defaults.{key}: no stage uses them: {suggestion(key, used)}" for key in unused]
+        raise RecipeError.of(path, faults)
+    recipe = validated(Recipe, raw, path)
+    recipe.title = str(path)
+    return recipe
+
+
+def validated(kind: type, settings: Any, path: str | Path) -> Any:
+    """Settings as an object of their class. Raises RecipeError with a line for each that is wrong."""
+    try:
+        return TypeAdapter(kind).validate_python(settings)
+    except ValidationError as error:
+        raise RecipeError.of(path, (_fault(wrong, kind, settings) for wrong in error.errors())) from error
+
+
+def _fault(error: dict[str, Any], kind: type, settings: Any) -> str:
+    """What is wrong with a setting, with the choice or the name that may be meant instead."""
+    place, message = [*error["loc"]], fault_text(error)
+    if kind is Recipe and place[:1] == ["stages"] and len(place) > 1:
+        stage = settings["stages"][place[1]]
+        if isinstance(stage, dict):
+            kind, place = stage_class(stage["stage"]), [stage["name"], *place[2:]]
+    if error["type"] == "literal_error":
+        choices = re.findall(r"'([^']+)'", error["ctx"]["expected"])
+        message += did_you_mean(str(error["input"]), choices)
+    elif error["type"] == "unexpected_keyword_argument":
+        for part in place[:-1]:
+            if part in kind.__pydantic_fields__:
+                kind = settings_within(kind.__pydantic_fields__[part].annotation)
+        message = f"there is no such key: {suggestion(place[-1], kind.__pydantic_fields__)}"
+    return f"{'.'.join(map(str, place)) or 'recipe'}: {message}{fault_value(error)}"
+
+
+def _spelled(raw: dict[str, Any], key: str) -> str:
+    """A key on the command line as the recipe and its stages spell it: `-` and `_` read alike."""
+    head, *rest = key.split(".")
+    kind_of = {stage["name"]: stage["stage"] for stage in raw["stages"]}
+    head = _same_name(head, [*kind_of, *_recipe_keys(), *(raw.get("inputs") or {})])
+    names, kind = [head], kind_of.get(head)
+    if head == "defaults" and rest:
+        kind = _same_name(rest[0], KINDS)
+        names, rest = [head, kind], rest[1:]
+    settings = None
+    with suppress(ValueError):  # `load_recipe` reports an unknown kind
+        settings = kind and stage_class(kind)
+    return ".".join([*names, *spelled(rest, settings)])
+
+
+def _same_name(name: str, known: Iterable[str]) -> str:
+    """The known name, or else the first that differs in `-` and `_` alone, or else this one."""
+    known = list(known)
+    alike = [other for other in known if other.replace("-", "_") == name.replace("-", "_")]
+    return name if name in known or not alike else alike[0]
+
+
+def _override(raw: dict, key: str, value: Any) -> None:
+    head, *rest = key.split(".")
+    target = next((stage for stage in raw["stages"] if stage["name"] == head), None)
+    if target is None and head in {*_recipe_keys()}:
+        target, rest = raw, [head, *rest]
+    if target is None or not rest:
+        names = [stage["name"] for stage in raw["stages"]]
+        raise ValueError(
+            f"--{key}: {head!r} is neither an option (--help has them), nor a key or an input of the recipe, nor a "
+            f"setting of one of its stages {names}, which is written --STAGE.KEY"
+        )
+    for part in rest[:-1]:
+        if target.get(part) is None:
+            target[part] = {}
+        target = target[part]
+        if not isinstance(target, dict):
+            what = "is a list, which is given whole, as '[...]'" if isinstance(target, list) else "has no keys"
+            raise ValueError(f"--{key}: {part!r} {what}")
+    target[rest[-1]] = value
+
+
+def _merge(defaults: dict, settings: dict) -> dict:
+    merged = copy.deepcopy(defaults)
+    for key, value in settings.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if both else value
+    return merged
+
+
+def wanted_stages(recipe: Recipe, only: Iterable[str] | None, experts: Iterable[int] | None) -> list[Stage]:
+    """The stages to run, in their order."""
+    names = [stage.name for stage in recipe.stages]
+    unknown = sorted(set(only or ()) - set(names))
+    if unknown:
+        raise ValueError(f"the recipe has no stage {', '.join(unknown)}; its stages are {', '.join(names)}")
+    numbers = [number for number in map(expert_number, recipe.stages) if number is not None]
+    unknown = sorted(set(experts or ()) - set(numbers), key=str)
+    if unknown:
+        raise ValueError(f"the recipe trains no expert {unknown}; its experts are {numbers}")
+    wanted = set(names) if experts is None else _needed_by(recipe, set(experts))
+    return [stage for stage in recipe.stages if stage.name in wanted and (only is None or stage.name in only)]
+
+
+def expert_number(stage: Stage) -> int | None:
+    """The number of the expert that a stage trains, its setting `expert`, by which --experts chooses it."""
+    number = getattr(stage, "expert", None)
+    return number if isinstance(number, int) else None
+
+
+def _needed_by(recipe: Recipe, experts: set[int]) -> set[str]:
+    """The names of the stages that train these experts, and of all that they need but other experts."""
+    stages = {stage.name: stage for stage in recipe.stages}
+    ours = [stage.name for stage in recipe.stages if expert_number(stage) in experts]
+    needed, open_ = set(), list(ours)
+    while open_:
+        name = open_.pop()
+        if name not in needed and name in stages and (name in ours or expert_number(stages[name]) is None):
+            needed.add(name)
+            open_ += [reference.value for reference in references(stages[name])]
+    return needed

@@ -1,0 +1,350 @@
+"""Runs the stages of a recipe: each writes one folder of its own, whole or not at all.
+
+A stage works in `NAME.partial`, which is renamed to `NAME` when all of it is there. `manifest.json` in the folder
+holds what made it: the settings, the seed and the hashes of its inputs. A finished stage whose manifest matches is
+skipped, an unfinished one goes on from its last checkpoint, and one that was made with other settings is left alone,
+with an error.
+"""
+
+import functools
+import gc
+import json
+import os
+import shutil
+import time
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from datetime import datetime
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import yaml
+from accelerate.utils import set_seed
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+
+from clip_moe.conversion import publish
+from clip_moe.conversion.checkpoints import load_config
+from clip_moe.conversion.own_classes import own_code
+from clip_moe.conversion.verification import require_loadable
+from clip_moe.engine.checks import comparable, require_sound
+from clip_moe.engine.context import Context, make_accelerator
+from clip_moe.engine.files import locked, read_log, read_text, refuse_to_overwrite, respect_umask, write_text
+from clip_moe.engine.local_names import paths_here
+from clip_moe.engine.outcome import Training
+from clip_moe.engine.own_modules import found_again, reached_code, watching
+from clip_moe.engine.own_stage import own_stage
+from clip_moe.engine.provenance import (
+    CHECKPOINTS,
+    LOG,
+    MANIFEST,
+    RECIPE,
+    Attempt,
+    Record,
+    device_name,
+    environment,
+    has_work,
+    input_fingerprint,
+    weights_fingerprint,
+)
+from clip_moe.engine.recipe import Recipe, wanted_stages
+from clip_moe.engine.settings import dump
+from clip_moe.engine.stage import Stage, references, resolve
+from clip_moe.engine.yaml_files import read_yaml
+
+GO_ON = "What is done is kept: run the same command again to go on from there"
+
+
+def run_recipe(recipe: Recipe, only: Iterable[str] | None = None, experts: Iterable[int] | None = None) -> Path:
+    """Run the stages of a recipe in order, and return the output folder.
+
+    Args:
+        only: names of the stages to run; None: all.
+        experts: numbers of the experts to train, with the stages that they need and nothing else; None: everything.
+    """
+    stages = wanted_stages(recipe, only, experts)
+    require_sound(recipe, stages)
+    runner, output_dir = Runner(recipe), Path(recipe.output_dir)
+    is_main = runner.context.accelerator.is_main_process
+    with locked(output_dir) if is_main else nullcontext():
+        for stage in recipe.stages:  # recipe.yaml tells how those that do not run now were made, too
+            final, partial = runner.folders(stage)
+            is_done, is_wanted = (final / MANIFEST).is_file(), stage in stages
+            if is_done or (is_wanted and (final.exists() or partial.exists())):
+                with stage_errors(stage):
+                    runner.prepare(stage, settings_alone=not is_wanted)
+        _require_no_others(output_dir, [stage.name for stage in recipe.stages])
+        if is_main:
+            output_dir.mkdir(parents=True, exist_ok=True)
+            write_text(output_dir / RECIPE, yaml.safe_dump(runner.settings, sort_keys=False))
+        for stage in stages:
+            with stage_errors(stage):
+                runner.run_stage(stage)
+        if is_main and only is None and experts is None:
+            for name, repository in recipe.push_to_hub.items():
+                print(f"{name} is at {publish.publish(output_dir / name, repository)}")
+    _end(runner)
+    return output_dir
+
+
+def run_alone(recipe: Recipe) -> None:
+    """Run a recipe of one stage, whose folder is all that it leaves."""
+    (stage,) = recipe.stages
+    require_sound(recipe, [stage])
+    runner = Runner(recipe)
+    with stage_errors(stage):
+        runner.run_stage(stage)
+    _end(runner)
+
+
+def _end(runner: "Runner") -> None:
+    # A DDP module that outlives the process group destroys it while it holds the GIL, for which the group's own thread
+    # may wait: a deadlock at the very end.
+    gc.collect()
+    runner.context.accelerator.end_training()
+
+
+def loading_hint(recipe: Recipe, only: Collection[str] | None = None) -> str | None:
+    """How to load the last model that the stages `only` of a recipe have made; None: there is none."""
+    models = [stage.name for stage in recipe.stages if stage.makes_model and (only is None or stage.name in only)]
+    finished = [folder for name in models if (folder := Path(recipe.output_dir) / name).is_dir()]
+    if not finished:
+        return None
+    config = load_config(finished[-1])
+    auto = "AutoModelForImageTextToText" if config.model_type == "llava" else "AutoModel"
+    module = type(config).__module__  # of a model of one's own, what --import named
+    module = "modeling_clip_moe" if module.startswith(("modeling_clip_moe.", "transformers.")) else module
+    return (
+        "\nLoad the model with\n\n"
+        f"    import {module}\n"
+        f"    from transformers import {auto}\n"
+        f'    model = {auto}.from_pretrained("{finished[-1]}")\n'
+    )
+
+
+@contextmanager
+def stage_errors(stage: Stage) -> Iterator[None]:
+    """Errors that a user can cause name the stage, and how to go on where that is to run it again."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        more = "lower mini_batch_size, batch_size or global_batch_size, or set gradient_checkpointing"
+        raise ValueError(f"{stage.name}: out of memory: {str(error).splitlines()[0]} {more}") from error
+    except SafetensorError as error:  # safetensors raises its own error, not OSError, when a write fails
+        raise OSError(f"{stage.name}: weights could not be written or read: {error}. {GO_ON}") from error
+    except (FloatingPointError, OSError, OverflowError, MemoryError, ValueError, StrictDataclassError) as error:
+        kinds = (FileNotFoundError, FloatingPointError, OSError, ValueError)
+        kind = next((kind for kind in kinds if isinstance(error, kind)), ValueError)
+        named = str(error).startswith((f"{stage.name}.", f"stage {stage.name}"))
+        message = str(error) if named else f"{stage.name}: {error}"
+        if kind is OSError and GO_ON not in message:
+            message = f"{message}. {GO_ON}"
+        raise kind(message) from error
+
+
+class Runner:
+    """Runs stages, and checks their folders against their records."""
+
+    def __init__(self, recipe: Recipe, rehearses: bool = False):
+        output_dir, trackers = Path(recipe.output_dir), tuple(recipe.trackers)
+        self.context = Context(
+            output_dir,
+            make_accelerator(output_dir, recipe.mixed_precision, trackers),
+            recipe.stage_names,
+            recipe.seed,
+            recipe.mixed_precision,
+            trackers,
+            rehearses=rehearses,
+        )
+        self.settings = dump(recipe)
+        self._local = paths_here(self.settings)
+
+    def run_stage(self, stage: Stage) -> int:
+        """Run one stage, unless its folder is there and was made by the same settings, seed, inputs and data. Another
+        run, or the stage's own command, may not write its folder meanwhile.
+
+        Returns:
+            Bytes that its folder had when it ended, checkpoints included; 0 where it was done before.
+        """
+        final, _ = self.folders(stage)
+        with locked(final) if self.context.accelerator.is_main_process else nullcontext():
+            return self._run_locked(stage)
+
+    def _run_locked(self, stage: Stage) -> int:
+        context, accelerator = self.context, self.context.accelerator
+        final, partial = self.folders(stage)
+        say = functools.partial(accelerator.on_main_process(print), flush=True)
+        inputs, record = self.prepare(stage)
+        if (final / MANIFEST).is_file():
+            say(f"{stage.name}: done before, skipped{_report_of(final)}")
+            if accelerator.is_main_process:
+                _tidy(final)  # a kill may have come before that
+            accelerator.wait_for_everyone()
+            return 0
+        say(f"{stage.name}: begins, {datetime.now():%Y-%m-%d %H:%M:%S}")
+        attempt = Attempt(
+            device=device_name(accelerator.device),
+            num_processes=accelerator.num_processes,
+            **environment(),
+            seconds=None,  # not known until it has ended
+        )
+        record.attempts.append(attempt)
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            if not _goes_on(stage, partial):  # what is there is of an attempt that failed, perhaps for its settings
+                _require_own(stage, partial)
+                shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True, exist_ok=True)
+            record.write(partial)
+        accelerator.wait_for_everyone()
+        set_seed(context.seed, device_specific=True)
+        started = time.perf_counter()
+        if accelerator.is_main_process or not stage.main_process_only:
+            try:
+                with watching() if record.code else nullcontext():
+                    shared = context.without_others() if stage.main_process_only else context
+                    trained = stage.run(inputs, shared, partial)
+            except BaseException:
+                if accelerator.is_main_process and not _goes_on(stage, partial):
+                    shutil.rmtree(partial, ignore_errors=True)
+                raise
+            if trained is not None:
+                record.pairs, record.duplicates = trained
+        accelerator.wait_for_everyone()
+        self._require_unchanged(stage, inputs, record, partial)
+        if record.code:
+            record.reached = reached_code(
+                [*self._local, partial, *(context.output_dir / name for name in context.stages)]
+            )
+        size = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
+        accelerator.wait_for_everyone()
+        attempt.seconds = round(time.perf_counter() - started, 1)
+        if accelerator.is_main_process:
+            record.training = _training(stage, partial / LOG)
+            _finish(stage, record, partial, final)
+            if record.training is not None:
+                say(f"{stage.name}: {record.training}")
+        say(f"{stage.name}: done in {attempt.seconds:g} s{_report_of(final)}")
+        accelerator.wait_for_everyone()
+        return size
+
+    def prepare(self, stage: Stage, settings_alone: bool = False) -> tuple[SimpleNamespace, Record]:
+        """What a stage reads, and the record of what makes its folder, with the attempts before. Writes nothing.
+
+        If an input of a finished stage was deleted, everything else is still compared.
+
+        Args:
+            settings_alone: whether inputs and data are left out of the record, and so not compared.
+
+        Raises:
+            ValueError: its folder was made by something else.
+        """
+        final, partial = self.folders(stage)
+        is_done = (final / MANIFEST).is_file()
+        if not is_done:
+            refuse_to_overwrite(final)
+        context, data = self.context, getattr(stage, "data", None)
+        inputs, read = resolve(stage, context), references(stage)
+        own = own_stage(type(stage))
+        record = Record(
+            stage=comparable(dump(stage)),
+            seed=context.seed,
+            mixed_precision=context.accelerator.mixed_precision,
+            local=self._local,
+            code=own_code() | own.get("code", {}),
+            own=own.get("own"),
+        )
+        if not settings_alone:
+            names = dict.fromkeys(value for _, value, reads in read if reads.outside or value in context.stages)
+            there = filter(context.is_there, names)
+            record.inputs = {name: input_fingerprint(context.folder(name)) for name in there}
+            record.inputs |= stage.fingerprints(inputs)
+            if data is not None and context.is_there(data.source):
+                record.data = context.identity(data)
+        if is_done or _goes_on(stage, partial):
+            if record.code:
+                record.reached = found_again(Record.read(final if is_done else partial).reached)
+            record.attempts = record.require_same(final if is_done else partial)
+        return inputs, record
+
+    def folders(self, stage: Stage) -> tuple[Path, Path]:
+        """A stage's folder, and the one in which it works."""
+        output_dir = self.context.output_dir
+        return output_dir / stage.name, output_dir / f"{stage.name}.partial"
+
+    def _require_unchanged(self, stage: Stage, inputs: SimpleNamespace, record: Record, partial: Path) -> None:
+        """Raise a ValueError if inputs or data changed while the stage read them. Deleted data are not checked."""
+        now = stage.fingerprints(inputs)
+        changed = [key for key in now.keys() & record.inputs if now[key] != record.inputs[key]]
+        self.context.forget_identities()
+        if record.data and "commit" not in record.data and self.context.identity(stage.data) not in (None, record.data):
+            changed.append(stage.data.source)
+        if changed:
+            raise ValueError(
+                f"{changed[0]} changed while the stage read it: put back what was there, or delete {partial}, and run "
+                "it again"
+            )
+
+
+def _training(stage: Stage, log: Path) -> Training | None:
+    """The losses in a stage's log, whose last line then has their outcome, if there is one."""
+    if not log.is_file():
+        return None
+    batch_size = stage.global_batch_size // stage.gradient_accumulation_steps
+    training = Training.of_log(read_log(log), batch_size)
+    if training is not None and training.outcome:
+        with log.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": training.steps, "outcome": training.outcome}) + "\n")
+    return training
+
+
+def _require_no_others(output_dir: Path, stages: Collection[str]) -> None:
+    """Raises a ValueError where finished stages are of the recipe that was run there before, and not of this one:
+    recipe.yaml would no longer describe them."""
+    path = output_dir / RECIPE
+    try:
+        before = [stage["name"] for stage in read_yaml(read_text(path), str(path))["stages"]] if path.is_file() else []
+    except (TypeError, LookupError):
+        raise ValueError(f"{path} is no recipe: choose another output_dir, or move it away") from None
+    others = sorted(name for name in {*before} - {*stages} if (output_dir / name / MANIFEST).is_file())
+    if others:
+        raise ValueError(
+            f"{output_dir} has stages of another recipe, {', '.join(others)}: choose another output_dir, or move them"
+        )
+
+
+def _require_own(stage: Stage, partial: Path) -> None:
+    """Raises a ValueError if the folder in which a stage works is not what an attempt at it has left."""
+    is_own = (partial / MANIFEST).is_file() and Record.read(partial).stage.get("name") == stage.name
+    if partial.is_symlink() or (partial.exists() and not is_own and any(partial.iterdir())):
+        raise ValueError(f"{partial}, where this stage works, holds something else: move it away")
+
+
+def _goes_on(stage: Stage, partial: Path) -> bool:
+    """Whether a stage that has not finished goes on from what it left; one of the main process alone begins anew."""
+    return not stage.main_process_only and has_work(partial)
+
+
+def _report_of(folder: Path) -> str:
+    """Where the report of a stage is, if it wrote one."""
+    return f"; its report is {folder / 'report.md'}" if (folder / "report.md").is_file() else ""
+
+
+def _finish(stage: Stage, record: Record, partial: Path, final: Path) -> None:
+    """Give the folder of a stage that has run its name."""
+    if stage.makes_model:
+        require_loadable(partial)
+    for leftover in partial.rglob("*.partial"):  # of attempts that were killed
+        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+    if stage.makes_model:
+        record.weights = weights_fingerprint(str(partial))
+    record.write(partial)
+    respect_umask(partial)
+    os.replace(partial, final)
+    _tidy(final)
+
+
+def _tidy(final: Path) -> None:
+    """Delete the checkpoints of a finished stage. Until the folder has its name, a killed run resumes from them."""
+    shutil.rmtree(final / CHECKPOINTS, ignore_errors=True)

@@ -1,0 +1,132 @@
+"""What the settings of a class are, in words: for `--help` and docs/settings.md."""
+
+import dataclasses
+import inspect
+import re
+import types
+from collections.abc import Callable, Iterable, Sequence
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from clip_moe.engine.settings import Reads
+
+BASIC = {str: "text", int: "whole number", float: "number", bool: "true or false", Any: "any"}
+BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """A setting of a class.
+
+    Args:
+        default: as YAML writes it; None: it must be given.
+        field: pydantic's.
+    """
+
+    name: str
+    default: str | None
+    meaning: str
+    field: FieldInfo
+
+    def type(self, link: Callable[[str], str] = str, titles: dict[type, str] | None = None) -> str:
+        """Its type in words, with the bounds of a number.
+
+        Args:
+            link: makes a link of the title of a kind or a class.
+            titles: class of settings -> title.
+        """
+        return _words(self.field.annotation, self.field.metadata, link, titles or {})
+
+
+def settings_of(cls: type) -> list[Setting]:
+    """The settings of a class, those that must be given first."""
+    meanings: dict[str, str] = {}
+    for base in reversed(cls.__mro__[:-1]):
+        meanings |= {name: text for name, text in _comments_above(base).items() if text}
+    fields = sorted(cls.__pydantic_fields__.items(), key=lambda item: not item[1].is_required())
+    return [Setting(name, _default(field), meanings.get(name, ""), field) for name, field in fields]
+
+
+def settings_within(hint: Any) -> type | None:
+    """The class of settings that a setting holds, itself or in a list; None: it holds none."""
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return hint
+    return next(filter(None, map(settings_within, get_args(hint))), None)
+
+
+def spelled(path: Sequence[str], settings: type | None) -> list[str]:
+    """The keys of a flag as a class of settings and those within it spell them: `-` and `_` read alike. Keys that are
+    no settings, such as names of models, stay."""
+    keys = []
+    for key in path:
+        fields, name = getattr(settings, "__pydantic_fields__", {}), key.replace("-", "_")
+        keys.append(name if name in fields else key)
+        settings = settings_within(fields[name].annotation) if name in fields else None
+    return keys
+
+
+def is_list(hint: Any) -> bool:
+    """Whether a setting takes a list, perhaps among other things."""
+    if get_origin(hint) in (Annotated, Union, types.UnionType):
+        return any(map(is_list, get_args(hint)))
+    return get_origin(hint) is list
+
+
+def docstring(cls: type) -> str:
+    """Its paragraphs, each on one line; lines of code stay."""
+    paragraphs = inspect.getdoc(cls).split("\n\n")
+    return "\n\n".join(text if text.startswith("    ") else " ".join(text.split()) for text in paragraphs)
+
+
+def _comments_above(cls: type) -> dict[str, str]:
+    """Field of a class -> the comment lines above it, as one text."""
+    meanings, comment = {}, []
+    for line in inspect.getsource(cls).splitlines():
+        field = re.match(r"    (\w+): ", line)
+        if line.startswith("    # "):
+            comment.append(line[6:])
+        elif field:
+            meanings[field[1]] = " ".join(comment)
+            comment = []
+        else:
+            comment = []
+    return meanings
+
+
+def _default(field: FieldInfo) -> str | None:
+    return None if field.is_required() else in_yaml(field.get_default(call_default_factory=True))
+
+
+def _words(kind: Any, metadata: Iterable[Any], link: Callable[[str], str], titles: dict[type, str]) -> str:
+    arguments = [argument for argument in get_args(kind) if argument is not types.NoneType]
+    origin = get_origin(kind)
+    if origin in (Union, types.UnionType):
+        words = " or ".join(_words(argument, (), link, titles) for argument in arguments)
+    elif origin is Literal:
+        words = ", ".join(f"`{in_yaml(argument)}`" for argument in arguments)
+    elif origin is Annotated:
+        words = _words(arguments[0], arguments[1:], link, titles)
+    elif origin is list:
+        words = f"list ({_words(arguments[0], (), link, titles)})"
+    elif origin is dict:
+        words = "keys and values"
+    elif isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        words = link(titles[kind]) if kind in titles else "keys and values"
+    else:
+        reads = next((fact for fact in metadata if isinstance(fact, Reads)), None)
+        words = BASIC[kind] if reads is None else _readable(reads, link)
+    # A Field(...) within Annotated holds several facts
+    facts = [part for fact in metadata for part in getattr(fact, "metadata", [fact])]
+    bounds = [f"{sign} {getattr(fact, key):,}" for fact in facts for key, sign in BOUNDS.items() if hasattr(fact, key)]
+    return " ".join([words, ", ".join(bounds)]).strip()
+
+
+def _readable(reads: Reads, link: Callable[[str], str]) -> str:
+    kinds = " or ".join(kind if kind == "model" else link(kind) for kind in reads.kinds)
+    return "a model" if kinds == "model" else f"{kinds} stage"
+
+
+def in_yaml(value: Any) -> str:
+    words = {None: "null", True: "true", False: "false"}
+    return words[value] if value is None or isinstance(value, bool) else str(value).replace("'", "")

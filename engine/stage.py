@@ -1,0 +1,187 @@
+"""A stage: its settings, its inputs, and its run. Importing one imports nothing heavy."""
+
+import dataclasses
+import typing
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Annotated, Any, ClassVar
+
+from pydantic import AfterValidator
+from pydantic.dataclasses import dataclass
+
+from clip_moe.data.arguments import DataArguments
+from clip_moe.engine.context import Context
+from clip_moe.engine.settings import STRICT, Reads
+
+
+class Trained(typing.NamedTuple):
+    """The pairs that a stage trained on.
+
+    Args:
+        pairs: their number.
+        duplicates: the shares of them that had another pair with an equal text or image in their batch in the first
+            epoch: `left`, and `shuffled`, had it been shuffled.
+    """
+
+    pairs: int
+    duplicates: dict[str, float]
+
+
+@dataclass(config=STRICT, kw_only=True)
+class Stage:
+    """One stage of a recipe: it reads folders and writes one folder of its own.
+
+    A kind of stage is a subclass. Its fields are its settings, and the comment above a field is its help. One that
+    names what the stage reads says so in its type: `Annotated[str, Reads("cluster")]`. Settings that contradict each
+    other raise a ValueError in a `pydantic.model_validator`; all else is checked by `run`, where it is used.
+    """
+
+    # What a recipe calls it: `stage: KIND`
+    kind: ClassVar[str] = ""
+    # Whether its folder is a model, which other stages may read as one
+    makes_model: ClassVar[bool] = False
+    # Whether `run` is for the main process alone, while the others wait
+    main_process_only: ClassVar[bool] = False
+    # Whether its folder has a row for each pair of its data, so that what reads it needs the same pairs
+    has_rows_of_pairs: ClassVar[bool] = False
+
+    # The name of the stage, and of its folder.
+    name: str
+    # The kind of stage, or a class of your own as `package.module:Class`.
+    stage: str
+
+    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> Trained | None:
+        """Do it.
+
+        Args:
+            inputs: the settings with `Reads`, by name. A stage is replaced by its finished folder; in `data`, only
+                the source is.
+            context: what the stages of a run share.
+            directory: where all of it is written. It is renamed when `run` has returned on all processes. What an
+                attempt that was killed left there is still there, unless the stage is for the main process alone.
+
+        Returns:
+            What it trained on, for its record and a card. None: nothing, or it is not known.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no run")
+
+    def rehearsed(self, num_samples: int) -> typing.Self:
+        """The same stage with small numbers, for `engine.rehearsal`: of its data, the first `num_samples` pairs."""
+        few = {field.name: _few(getattr(self, field.name), num_samples) for field in dataclasses.fields(self)}
+        return dataclasses.replace(self, **{name: value for name, value in few.items() if value is not None})
+
+    def fingerprints(self, inputs: SimpleNamespace) -> dict[str, str]:
+        """Hashes of inputs that no setting with `Reads` names. If one changes, the finished folder is refused."""
+        return {}
+
+
+def _few(value: Any, num_samples: int) -> Any:
+    """Settings of data, or several, cut to their first pairs; None: it is something else."""
+    if isinstance(value, list) and value and isinstance(value[0], DataArguments):
+        return [_few(one, num_samples) for one in value]
+    return value.first(num_samples) if isinstance(value, DataArguments) else None
+
+
+# An earlier stage, a folder or a hub name
+Model = Annotated[str, Reads("model")]
+# The source may be a stage that makes a dataset
+Data = Annotated[DataArguments, Reads("captions", "mixture", "split", outside=False)]
+
+
+def require_numbered(data: DataArguments) -> DataArguments:
+    if data.streaming:
+        raise ValueError("streaming: a stream has no numbered samples and no length, which are needed: leave it out")
+    return data
+
+
+# Data with a length: labels and features belong to the numbers of their samples
+NumberedData = Annotated[Data, AfterValidator(require_numbered)]
+
+
+class Reference(typing.NamedTuple):
+    """A setting of a stage that names what it reads.
+
+    Args:
+        setting: its name; where it holds several, with the position or key.
+        value: what it names: a stage, a folder or a hub name.
+    """
+
+    setting: str
+    value: str
+    reads: Reads
+
+
+@contextmanager
+def named_errors(stage: Stage, setting: str) -> Iterator[None]:
+    """Errors name the setting that causes them."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    try:
+        yield
+    except (ValueError, TypeError, StrictDataclassError) as error:
+        raise ValueError(f"{stage.name}.{setting}: {error}") from error
+
+
+def references(stage: Stage) -> list[Reference]:
+    """All that a stage names to be read, in the order of its settings."""
+    found = []
+    for setting, reads in _reading_settings(type(stage)):
+        for key, value in _each_value(setting, getattr(stage, setting)):
+            if isinstance(value, DataArguments):
+                found.append(Reference(f"{key}.source", value.source, reads))
+            elif isinstance(value, str) and value not in reads.literals:
+                found.append(Reference(key, value, reads))
+    return found
+
+
+def each_setting(stage: Stage) -> Iterator[tuple[str, Any]]:
+    """The settings of a stage with their values; of a list or dictionary each value, under the name of the setting with
+    position or key."""
+    for setting, value in vars(stage).items():
+        yield from _each_value(setting, value)
+
+
+def _each_value(setting: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict | list):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        yield from ((f"{setting}.{key}", item) for key, item in items)
+    else:
+        yield setting, value
+
+
+def resolve(stage: Stage, context: Context) -> SimpleNamespace:
+    """What `Stage.run` gets: the values of all settings with `Reads`, with folders in place of stages."""
+
+    def look_up(value: Any, reads: Reads) -> Any:
+        if isinstance(value, dict):
+            return {key: look_up(item, reads) for key, item in value.items()}
+        if isinstance(value, list):
+            return [look_up(item, reads) for item in value]
+        if isinstance(value, DataArguments):
+            return context.resolve(value)
+        return context.folder(value) if isinstance(value, str) and value not in reads.literals else value
+
+    settings = _reading_settings(type(stage))
+    return SimpleNamespace(**{setting: look_up(getattr(stage, setting), reads) for setting, reads in settings})
+
+
+def kinds(stage: type[Stage]) -> list[str]:
+    """What a class of stages is, the most general first: with those that it is a subclass of, and "model"."""
+    names = [vars(parent).get("kind") for parent in reversed(stage.__mro__)]
+    return [kind for kind in names if kind] + (["model"] if stage.makes_model else [])
+
+
+def _reading_settings(stage: type[Stage]) -> Iterator[tuple[str, Reads]]:
+    hints = typing.get_type_hints(stage, include_extras=True)
+    for field in dataclasses.fields(stage):
+        reads = _find_reads(hints[field.name])
+        if reads is not None:
+            yield field.name, reads
+
+
+def _find_reads(hint: Any) -> Reads | None:
+    """The `Reads` in an annotation such as `list[Annotated[str, Reads("model")]] | None`."""
+    inside = [*getattr(hint, "__metadata__", ()), *map(_find_reads, typing.get_args(hint))]
+    return next((reads for reads in inside if isinstance(reads, Reads)), None)

@@ -1,0 +1,114 @@
+"""The stage that says what fine-tuning came to."""
+
+import dataclasses
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from pydantic import Field, model_validator
+from pydantic.dataclasses import dataclass
+
+from clip_moe.engine.markdown import escape
+from clip_moe.engine.provenance import ANSWER, trainings
+from clip_moe.engine.settings import STRICT, Reads
+from clip_moe.evaluation.own_task import OwnTask, Wanted
+from clip_moe.evaluation.stages.evaluate import EvaluateStage
+from clip_moe.training.stages.split import OVERVIEW
+
+if TYPE_CHECKING:
+    from clip_moe.evaluation.task import Task
+
+# Name of the task on what was to be learned
+LEARNED = "learned"
+# Folder of bundled models -> tasks on what they know
+KNOWN = {Path(__file__).parents[1] / "symbol_clip": ["symbols_zero_shot"]}
+
+
+@dataclass(config=STRICT, kw_only=True)
+class AnswerStage(EvaluateStage):
+    """Says what fine-tuning a dense and a sparse model from one base came to: what was learned, what was kept, whether
+    experts helped, and which folder to use. Below that stands the report of an `evaluate` stage.
+
+    It compares the rows `base`, `dense` and `sparse`. Other rows appear only in the report.
+
+        clip-moe answer runs/answer --split runs/pictures --models.base training/symbol_clip --models.dense \\
+            runs/tuned --models.sparse runs/sparse
+    """
+
+    kind: ClassVar[str] = "answer"
+    title: ClassVar[str] = "Did the model learn your pictures, and did experts help?"
+    held_out: ClassVar[str | None] = LEARNED
+
+    # What was to be learned: a `split` stage, whose test is measured.
+    split: Annotated[str, Reads("split")]
+    # What the models should still know, as the tasks of an `evaluate` stage. Empty: of a bundled model, what it knows;
+    # of others, nothing is measured.
+    tasks: list[Wanted] = Field(default_factory=list)
+    # The row that the others are compared with.
+    baseline: str | None = "base"
+
+    @model_validator(mode="after")
+    def _check_rows(self):
+        if missing := [row for row in ("base", "dense", "sparse") if row not in self.models]:
+            raise ValueError(f"models needs the rows base, dense and sparse, and has no {', '.join(missing)}")
+        return self
+
+    def tasks_of(self, inputs: SimpleNamespace) -> "dict[str, Task]":
+        from datasets import load_from_disk
+
+        from clip_moe.evaluation.tasks import find_tasks, loaded_once
+
+        learned = self._learned(inputs)
+        if "label" in load_from_disk(inputs.split)["test"].column_names:  # classes, as they were in training
+            learned = dataclasses.replace(learned, task="zero_shot", templates=["{}"])
+        base = Path(inputs.models["base"]).resolve()
+        kept = self.tasks or [task for folder, tasks in KNOWN.items() if base.is_relative_to(folder) for task in tasks]
+        found = find_tasks([learned, *kept], self.data_root, seed=self.test_seed or 0, max_rows=self.max_rows)
+        return loaded_once(found, self.max_rows)
+
+    def fingerprints(self, inputs: SimpleNamespace) -> dict[str, str]:
+        """Hashes of the test's pictures, too, which the split only names."""
+        from clip_moe.evaluation.own_data import own_fingerprint
+
+        learned = own_fingerprint(self._learned(inputs))
+        return super().fingerprints(inputs) | ({} if learned is None else {LEARNED: learned})
+
+    def _learned(self, inputs: SimpleNamespace) -> OwnTask:
+        return OwnTask(task="retrieval", dataset=inputs.split, name=LEARNED, title="own pictures")
+
+    def head(
+        self, results: list[dict[str, Any]], inputs: SimpleNamespace, directory: Path, device: Any
+    ) -> tuple[str, dict]:
+        import torch
+
+        from clip_moe.engine.files import read_text, write_text
+        from clip_moe.evaluation.answer import answer
+        from clip_moe.evaluation.ensemble import open_model
+        from clip_moe.evaluation.examples import examples_table, find_examples
+
+        ends = self.trainings(results, inputs)
+        of_models = {
+            row: {folder.name: ends[folder] for folder in trainings(Path(model))}
+            for row, model in inputs.models.items()
+        }
+        answered = answer(results, [LEARNED], inputs.models, of_models)
+        write_text(directory / ANSWER, json.dumps({"verdict": answered.verdict, "use": answered.use}))
+        task = self.tasks_of(inputs)[LEARNED]
+        options = self.batch_size, device, getattr(torch, self.dtype)
+        model = open_model(inputs.models[answered.use], directory / "embeddings", *options)
+        examples = find_examples(task, model)
+        table, pictures = examples_table(examples)
+        hits = sum(example.is_hit for example in examples)
+        seen = (
+            f"Test pictures drawn at random, {hits} that {answered.use} names right and {len(examples) - hits} wrong:"
+        )
+        sentences = read_text(Path(inputs.split) / OVERVIEW).splitlines()
+        parts = (
+            f"**{answered.verdict}** {answered.advice}",
+            seen,
+            table,
+            answered.details,
+            " ".join(map(escape, sentences)),
+        )
+        return "\n\n".join(parts), pictures

@@ -1,0 +1,162 @@
+"""The stage that measures models."""
+
+import dataclasses
+import typing
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar, Literal
+
+from pydantic import Field, model_validator
+from pydantic.dataclasses import dataclass
+
+from clip_moe.engine.context import Context
+from clip_moe.engine.markdown import escape
+from clip_moe.engine.outcome import Training
+from clip_moe.engine.provenance import MANIFEST, Record, trainings
+from clip_moe.engine.settings import STRICT
+from clip_moe.engine.stage import Model, Stage
+from clip_moe.training.train_settings import REHEARSED_ROWS, MeasuredTasks
+
+if typing.TYPE_CHECKING:
+    from clip_moe.evaluation.task import Task
+
+
+@dataclass(config=STRICT, kw_only=True)
+class EvaluateStage(MeasuredTasks, Stage):
+    """Models side by side on evaluation tasks, with a report.
+
+    Embeddings are computed once for every model and dataset. Several processes share the work.
+
+        clip-moe evaluate scores --models.bundled training/symbol_clip --tasks symbols_pairs
+        clip-moe evaluate scores --models.mine FOLDER --tasks clip_moe_table_5 --data_root DATA
+        clip-moe evaluate scores --models.mine FOLDER --tasks "{task: retrieval, dataset: my/photos, split: test}"
+        accelerate launch -m clip_moe evaluate scores --models.mine FOLDER --tasks imagenet1k
+    """
+
+    kind: ClassVar[str] = "evaluate"
+    # Of the report
+    title: ClassVar[str] = "Evaluation"
+    # Name of the task whose pairs were held out of training; None: there is none
+    held_out: ClassVar[str | None] = None
+
+    # Row title -> an earlier stage, a folder or a hub name.
+    models: dict[str, Model] = Field(min_length=1)
+    # Row title -> what its mixture is measured with in place of its own configuration, as {routing: released}; see
+    # docs/evaluation.md. So one mixture can stand in several rows.
+    changes: dict[str, dict[str, str | float | bool]] = Field(default_factory=dict)
+    # Images or texts that are embedded at a time.
+    batch_size: int = Field(default=64, gt=0)
+    # Of the computation.
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    # Processes that read images. None: none for a few small ones, else up to 8.
+    num_workers: int | None = Field(default=None, ge=0)
+    # The row that the others are compared with.
+    baseline: str | None = None
+    # Row title -> rows: for each task it shows the best score of these rows, an upper bound: choosing the row needs
+    # the answers.
+    oracles: dict[str, list[str]] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _check(self):
+        for title, rows in self.oracles.items():
+            unknown = sorted(set(rows) - set(self.models))
+            if unknown or not rows or title in self.models:
+                raise ValueError(f"oracles.{title} needs rows of the models, and a title of its own, not {unknown}")
+        for title in self.changes:
+            if title not in self.models:
+                raise ValueError(f"changes.{title} is none of the models {sorted(self.models)}")
+        if self.baseline is not None and self.baseline not in {*self.models, *self.oracles}:
+            raise ValueError(f"baseline {self.baseline!r} is none of the rows {sorted({*self.models, *self.oracles})}")
+        return self
+
+    def rehearsed(self, num_samples: int) -> typing.Self:
+        """On few rows of each task."""
+        return dataclasses.replace(super().rehearsed(num_samples), max_rows=REHEARSED_ROWS)
+
+    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
+        import torch
+        from accelerate import PartialState
+
+        from clip_moe.evaluation.ensemble import is_mixture
+        from clip_moe.evaluation.evaluate import evaluate_model
+        from clip_moe.evaluation.report import best_of, write_report
+        from clip_moe.evaluation.results import write_result
+
+        accelerator, results = context.accelerator, []
+        for model in inputs.models.values():
+            is_mixture(model)  # raises before any data are read
+        tasks = self.tasks_of(inputs)
+        for title, model in inputs.models.items():
+            results += evaluate_model(
+                model,
+                tasks,
+                directory,
+                name=title,
+                batch_size=self.batch_size,
+                device=accelerator.device,
+                dtype=getattr(torch, self.dtype),
+                changes=self.changes.get(title),
+                num_workers=self.num_workers,
+                state=PartialState() if accelerator.num_processes > 1 else None,
+            )
+        if not accelerator.is_main_process:
+            return
+        oracles = [result for title, rows in self.oracles.items() for result in best_of(results, title, rows)]
+        for result in oracles:
+            write_result(result, directory)
+        losses = [f"- `{folder.name}`: {training}" for folder, training in self.trainings(results, inputs).items()]
+        head, pictures = self.head(results, inputs, directory, accelerator.device)
+        head = "\n\n".join(filter(None, [head, training_seconds(inputs.models), "\n".join(losses)]))
+        print(write_report(results + oracles, directory, self.baseline, head, self.title, pictures))
+
+    def tasks_of(self, inputs: SimpleNamespace) -> "dict[str, Task]":
+        """Name in results -> task."""
+        return self.open_tasks()
+
+    def trainings(self, results: "list[dict[str, typing.Any]]", inputs: SimpleNamespace) -> dict[Path, Training]:
+        """Folder of a stage -> its training, for all that trained the models; with the loss of held-out pairs."""
+        ends = {folder: end for model in inputs.models.values() for folder, end in trainings(Path(model)).items()}
+        for result in results:
+            folder = Path(inputs.models[result["model"]])
+            if result["task"] == self.held_out and "batch_loss" in result and folder in ends:
+                ends[folder] = ends[folder].with_test(**result["batch_loss"])
+        return ends
+
+    def head(
+        self, results: "list[dict[str, typing.Any]]", inputs: SimpleNamespace, directory: Path, device: typing.Any
+    ) -> "tuple[str, Mapping[str, Callable[[Path], None]]]":
+        """Markdown above the report's table, and its pictures: name -> what draws it.
+
+        Args:
+            directory: where embeddings are kept.
+        """
+        from clip_moe.data.overview import recalls
+
+        best: dict[str, dict[str, float]] = {}
+        for result in results:
+            of_model = (result.get("texts") or {}).get("best", {})  # a linear probe has no texts
+            of_task = best.setdefault(result["title"], dict(of_model))
+            # Each model has its tokenizer
+            of_task |= {way: max(share, of_task[way]) for way, share in of_model.items()}
+        sentences = (
+            f"The captions of {escape(title)} allow no model more than R@1 {recalls(of_task)}."
+            for title, of_task in best.items()
+            if min(of_task.values(), default=1) < 1
+        )
+        return "\n\n".join(sentences), {}
+
+
+def training_seconds(models: Mapping[str, str]) -> str:
+    """What the stage that trained each model took, by its record, as one line; empty where none has one. Seconds are no
+    ratio of multiply-adds: small products run at a smaller share of a machine's speed."""
+    took = []
+    for title, model in models.items():
+        if (Path(model) / MANIFEST).is_file():
+            record = Record.read(Path(model))
+            seconds = [attempt.seconds for attempt in record.attempts]  # None: of one that was killed
+            if record.stage["stage"].startswith("train") and seconds and None not in seconds:
+                where = escape(" and ".join(dict.fromkeys(attempt.device for attempt in record.attempts)))
+                took.append(f"{escape(title)} {sum(seconds):,.0f} s on {where}")
+    clock = "by the clock of a machine that may do other work, too"
+    return f"The stage that trained each model took: {'; '.join(took)}, {clock}." if took else ""

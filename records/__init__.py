@@ -1,1 +1,0 @@
-"""The ground floor: files, what made them, and the words of errors."""

@@ -1,0 +1,412 @@
+"""The one training loop: step, clip, schedule, log, checkpoint, resume."""
+
+import json
+import logging
+import math
+import re
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.tracking import GeneralTracker
+from accelerate.utils import DistributedType, send_to_device
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from clip_moe.engine.files import new_file, read_log
+from clip_moe.engine.memory import in_words, peak_memory
+from clip_moe.engine.messages import join_names, one_line
+from clip_moe.engine.provenance import CHECKPOINTS, LOG, flatten
+from clip_moe.engine.settings import dump
+from clip_moe.evaluation.progress import Progress
+from clip_moe.training.expert_bias import ExpertBiases
+from clip_moe.training.gradient_cache import cached_gradient
+from clip_moe.training.lora import merge_adapters
+from clip_moe.training.optimizers import WeightAverage, frozen_steps, make_optimizer
+from clip_moe.training.scores import Scores
+from clip_moe.training.train_settings import LoopSettings
+from clip_moe.training.training_state import (
+    after_not_finite,
+    finished_steps,
+    latest_checkpoint,
+    load_checkpoint,
+    plain_name,
+    require_finite_weights,
+    require_support,
+    save_checkpoint,
+)
+from modeling_clip_moe.experts import RECOMPILE_LIMIT
+from modeling_clip_moe.sparse_moe import SparseEncoderLayer
+
+logger = logging.getLogger(__name__)
+
+
+def checkpoint_layers(model: PreTrainedModel) -> None:
+    """Turn gradient checkpointing on, without a backward pass through layers that lie below all that trains."""
+    # The name before transformers 5.23
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    # Reentrant checkpointing would lose the gradient of the router losses without a word.
+    enable({"use_reentrant": False})
+    # transformers makes the embeddings' output require a gradient, for the reentrant kind. The other needs none.
+    model.disable_input_require_grads()
+
+
+def compile_layers(model: PreTrainedModel) -> None:
+    """Compile the encoder layers of a dense or sparse CLIP, one by one: all of a kind share what is compiled."""
+    torch.compiler.reset()  # few kinds are kept: those of models before are forgotten
+    torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
+    for module in model.modules():
+        if isinstance(module, SparseEncoderLayer):
+            module.compile_parts()
+        elif isinstance(module, GradientCheckpointingLayer):
+            module.compile()
+
+
+def train(
+    accelerator: Accelerator,
+    task: nn.Module,
+    batches: Callable[[int], Iterator[dict[str, torch.Tensor]]],
+    settings: LoopSettings,
+    total_steps: int,
+    directory: Path,
+    scores: Scores | None = None,
+) -> dict[str, torch.Tensor]:
+    """Train a model, from its last checkpoint in `directory` if there is one.
+
+    Args:
+        accelerator: a fresh one: what was prepared with it before would enter the checkpoints.
+        task: the model, as its attribute `model`, with its loss. If it has `progress`, that is set to the share of the
+            steps that are done; if it has `after_step`, that is called.
+        batches: `batches(start)` yields this process's batches for ever, from batch number `start` of the run.
+        total_steps: optimizer steps of the whole run.
+        directory: gets `checkpoints/`, which the caller deletes, and `log.jsonl`.
+        scores: measures the model now and then.
+
+    Returns:
+        The trained model's state dict, gathered from all processes; empty on those that do not save it.
+
+    Raises:
+        FloatingPointError: the loss, the gradient or a trained weight is not finite. The checkpoints stay.
+    """
+    start_trackers(accelerator, settings)
+    checkpoints = directory / CHECKPOINTS
+    latest = latest_checkpoint(checkpoints)
+    if settings.save_steps:
+        require_support(accelerator)
+    step = 0 if latest is None else finished_steps(latest)
+    model = task.model
+    scale = getattr(model, "logit_scale", None)  # of a CLIP
+    task, optimizer, scheduler, average = _prepare(accelerator, task, settings, step, total_steps)
+    plain_task = accelerator.unwrap_model(task)
+    biases = ExpertBiases(model, settings.expert_bias_rate)
+    frozen = frozen_steps(model, settings.frozen_until, total_steps)
+    if frozen:
+        accelerator.on_main_process(print)(
+            f"{settings.name}: {len(frozen)} weight tensors start frozen, the last until step {max(frozen.values())}"
+        )
+    if latest is not None:
+        load_checkpoint(accelerator, task, optimizer, latest, average)
+        accelerator.on_main_process(print)(f"{settings.name}: goes on from step {step}")
+    finite = FirstFault(settings.name, checkpoints)
+    log = Log(directory / LOG, step, settings.global_batch_size, accelerator, settings.name)
+    stream = batches(step * settings.gradient_accumulation_steps)
+    weights = partial(_gather_weights, accelerator, task, model, settings, scale, average)
+
+    def measure() -> None:
+        """Log what the model scores, if it is time to."""
+        if scores is not None and scores.due(step, total_steps):
+            with log.paused():
+                if values := scores.measure(step, weights()):
+                    log.write(step, values)
+
+    if step == 0:
+        measure()
+    first, since_logged = step, []
+    progress = Progress(settings.name, total_steps, step, accelerator.is_main_process)
+    while step < total_steps:
+        plain_task.progress = step / total_steps
+        metrics = _compute_gradient(accelerator, task, stream, settings, step, finite)
+        if step == first:
+            _warn_without_gradient(accelerator, plain_task, settings.name)
+        still_frozen = {parameter for parameter, until in frozen.items() if step < until}
+        for parameter in still_frozen:
+            parameter.grad = None  # optimizers skip parameters without a gradient
+        grad_norm = _clip_gradient(accelerator, task, settings, step, finite)
+        learning_rate = max(scheduler.get_last_lr())
+        biases.move(accelerator, still_frozen)
+        _take_step(optimizer, scheduler, model, settings, average, still_frozen)
+        if hasattr(plain_task, "after_step"):
+            plain_task.after_step(accelerator)
+        step += 1
+        since_logged.append(metrics)
+        is_saved = bool(settings.save_steps) and step % settings.save_steps == 0 and step < total_steps
+        # Logged means begin after a checkpoint, so that a resumed run has the same
+        is_logged = step == 1 or step % settings.logging_steps == 0 or is_saved or step == total_steps
+        if is_logged or (scores is not None and scores.due(step, total_steps)):
+            finite.require()
+        if is_logged:
+            biases.require_bounded(settings.name, step)
+            values = {name: accelerator.reduce(value, "mean").item() for name, value in _mean(since_logged).items()}
+            since_logged.clear()
+            values |= {"grad_norm": grad_norm.item(), "learning_rate": float(learning_rate)}
+            speed = log.images_per_second(step)
+            log.write(step, values | {"images_per_second": speed})
+        progress.update(_summary(values, speed) if is_logged else "")
+        measure()
+        if is_saved:
+            with log.paused():
+                save_checkpoint(accelerator, task, optimizer, checkpoints, step, settings.save_total_limit, average)
+        if step == first + 1:
+            memory = in_words(peak_memory(accelerator.device))
+            accelerator.on_main_process(print)(
+                f"{settings.name}: {memory} of memory at most, after one step", flush=True
+            )
+    progress.close()
+    call_trackers(accelerator, lambda tracker: tracker.finish())
+    state_dict = weights()
+    buffers = dict(model.named_buffers())
+    trained = {name: tensor for name, tensor in state_dict.items() if name not in buffers}
+    require_finite_weights(trained, f"stage {settings.name}, step {step}", checkpoints)
+    return state_dict
+
+
+def _prepare(
+    accelerator: Accelerator, task: nn.Module, settings: LoopSettings, step: int, total_steps: int
+) -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, WeightAverage | None]:
+    """The model with its loss and the optimizer, as Accelerate wraps them, the schedule, and the weights' average."""
+    model = task.model
+    if accelerator.distributed_type is DistributedType.FSDP and getattr(model.config, "shared_encoder", False):
+        raise ValueError("FSDP cannot split an encoder that both towers have. Train it with DDP")
+    auxiliary_losses = getattr(task, "auxiliary_losses", ())
+    if accelerator.distributed_type is DistributedType.DEEPSPEED and len(auxiliary_losses):
+        raise ValueError("DeepSpeed has no auxiliary losses, such as that of relu. Take DDP")
+    if accelerator.distributed_type is DistributedType.FSDP:
+        for loss in auxiliary_losses:
+            if loss.READS_WEIGHTS:
+                raise ValueError(f"{type(loss).__name__} reads whole weights, which FSDP2 splits. Take DDP")
+    if settings.gradient_checkpointing:
+        checkpoint_layers(model)
+    if settings.torch_compile is True or settings.torch_compile == "auto" and accelerator.device.type == "cuda":
+        compile_layers(model)
+    scale = getattr(model, "logit_scale", None)
+    if scale is not None:  # FSDP2 and ZeRO-3 split no scalar, which that of a dense CLIP is
+        model.logit_scale = nn.Parameter(scale.detach().reshape(1), requires_grad=scale.requires_grad)
+    task.train()
+    optimizer = make_optimizer(task, settings, accelerator.device)
+    warmup = settings.warmup_steps if settings.warmup_steps >= 1 else settings.warmup_steps * total_steps
+    for group in optimizer.param_groups:
+        group["initial_lr"] = float(group["lr"])  # which a schedule that does not start at 0 looks for
+    # Not prepared: Accelerate would step the schedule once for every process.
+    scheduler = get_cosine_schedule_with_warmup(optimizer, round(warmup), total_steps, last_epoch=step - 1)
+    if accelerator.distributed_type is DistributedType.DEEPSPEED:
+        for setting in ("mini_batch_size", "ema_decay", "frozen_until"):
+            if getattr(settings, setting):
+                raise ValueError(f"{settings.name}.{setting}: DeepSpeed has none. Take DDP or FSDP2")
+        # It clips by itself, and wants to know the batch, which it does not use
+        config = accelerator.deepspeed_plugin.deepspeed_config
+        config["train_micro_batch_size_per_gpu"] = 1
+        config["gradient_clipping"] = settings.max_grad_norm or 0.0
+    task, optimizer = accelerator.prepare(task, optimizer)
+    average = None
+    if settings.ema_decay is not None:
+        parameters = accelerator.unwrap_model(task).named_parameters()
+        average = WeightAverage({plain_name(name): parameter for name, parameter in parameters}, settings.ema_decay)
+    return task, optimizer, scheduler, average
+
+
+def _compute_gradient(
+    accelerator: Accelerator,
+    task: nn.Module,
+    stream: Iterator[dict[str, torch.Tensor]],
+    settings: LoopSettings,
+    step: int,
+    finite: "FirstFault",
+) -> dict[str, torch.Tensor]:
+    """Add up the gradients of the batches of a step, and return the mean of what they log."""
+    accumulation, logged = settings.gradient_accumulation_steps, []
+    size = settings.mini_batch_size
+    for micro_step in range(accumulation):
+        batch = next(stream)
+        # DeepSpeed takes its step within `backward`, when this is set
+        last = accelerator.sync_gradients = micro_step == accumulation - 1
+        if size is not None:
+            loss, metrics = cached_gradient(accelerator, task, batch, size, 1 / accumulation, last)
+        else:
+            # Gradients are averaged over the processes once a step.
+            with nullcontext() if last else accelerator.no_sync(task):
+                loss, metrics = task(send_to_device(batch, accelerator.device, non_blocking=True))
+                accelerator.backward(loss / accumulation)
+        finite.note("the loss", loss, step + 1)
+        logged.append(metrics)
+    return _mean(logged)
+
+
+def _mean(metrics: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: torch.stack([values[name].float() for values in metrics]).mean(dim=0) for name in metrics[-1]}
+
+
+def _warn_without_gradient(accelerator: Accelerator, task: nn.Module, stage: str) -> None:
+    """Warn of trainable weights that no loss depends on: they stay as they are."""
+    if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP):
+        return  # gradients are elsewhere, or split
+    trainable = {plain_name(name).removeprefix("model."): p for name, p in task.named_parameters() if p.requires_grad}
+    without = [name for name, parameter in trainable.items() if parameter.grad is None]
+    if without and accelerator.is_main_process:
+        message = "%s: %d of %d trainable weights got no gradient and stay as they are: %s"
+        logger.warning(message, stage, len(without), len(trainable), join_names(without))
+
+
+def _clip_gradient(
+    accelerator: Accelerator, task: nn.Module, settings: LoopSettings, step: int, finite: "FirstFault"
+) -> torch.Tensor:
+    """The norm that the gradient had."""
+    parameters = [p for p in task.parameters() if p.requires_grad]
+    grad_norm = torch.as_tensor(accelerator.clip_grad_norm_(parameters, settings.max_grad_norm or math.inf))
+    if isinstance(grad_norm, DTensor):  # of FSDP2
+        grad_norm = grad_norm.full_tensor()
+    if accelerator.scaler is None:
+        # With a loss scaler an overflowing gradient is normal: the scaler skips the step and lowers its scale.
+        finite.note("the gradient", grad_norm, step + 1)
+    return grad_norm
+
+
+def _take_step(
+    optimizer: torch.optim.Optimizer,
+    scheduler: torch.optim.lr_scheduler.LRScheduler,
+    model: PreTrainedModel,
+    settings: LoopSettings,
+    average: WeightAverage | None,
+    frozen: Collection[nn.Parameter] = (),
+) -> None:
+    optimizer.step()
+    scheduler.step()
+    optimizer.zero_grad()
+    if hasattr(model, "logit_scale") and model.logit_scale.requires_grad and model.logit_scale not in frozen:
+        clamp_(model.logit_scale, torch.tensor(settings.max_logit_scale).log().item())
+    if average is not None:
+        average.update()
+
+
+def _gather_weights(
+    accelerator: Accelerator,
+    task: nn.Module,
+    model: PreTrainedModel,
+    settings: LoopSettings,
+    scale: nn.Parameter | None,
+    average: WeightAverage | None,
+) -> dict[str, torch.Tensor]:
+    """The state dict of the model in a task, without adapters, and with `logit_scale` in the shape that it had before
+    training."""
+    with nullcontext() if average is None else average.in_place():
+        state_dict = accelerator.get_state_dict(task) or {}  # what is gathered is often on the main process alone
+        if average is not None:  # on one process these are the parameters themselves
+            state_dict = {name: value.clone() for name, value in state_dict.items()}
+    named = ((plain_name(name), value) for name, value in state_dict.items())
+    # Others are what a loss keeps
+    state_dict = {name.removeprefix("model."): value for name, value in named if name.startswith("model.")}
+    if settings.lora is not None and state_dict:
+        state_dict = merge_adapters(model, settings.lora, state_dict)
+    if "logit_scale" in state_dict:
+        state_dict["logit_scale"] = state_dict["logit_scale"].view(scale.shape)
+    return state_dict
+
+
+@torch.no_grad()
+def clamp_(parameter: nn.Parameter, maximum: float) -> None:
+    """Clamp a parameter, or what this process has of it."""
+    parameter.clamp_(max=maximum)
+    if hasattr(parameter, "ds_id"):  # ZeRO-3 splits it, and trains a copy in float32
+        from deepspeed.utils import safe_get_local_fp32_param, safe_set_local_fp32_param
+
+        parameter.ds_tensor.clamp_(max=maximum)
+        safe_set_local_fp32_param(parameter, safe_get_local_fp32_param(parameter).clamp(max=maximum))
+
+
+def start_trackers(accelerator: Accelerator, settings: LoopSettings) -> None:
+    """Start the trackers that the recipe names, if any."""
+    flat = flatten(dump(settings))
+    try:
+        plain = {key: str(value) if isinstance(value, list) else value for key, value in flat.items()}
+        accelerator.init_trackers("clip_moe", config=plain)
+    except Exception as error:  # every tracker raises its own
+        raise ValueError(f"trackers: {', '.join(map(str, accelerator.log_with))} cannot start: {error}") from error
+
+
+def call_trackers(accelerator: Accelerator, call: Callable[[GeneralTracker], None]) -> None:
+    """Call every tracker. One that fails is left out from then on: `log.jsonl` holds what it lacks."""
+    for tracker in list(accelerator.trackers) if accelerator.is_main_process else ():
+        try:
+            call(tracker)
+        except Exception as error:  # every tracker raises its own
+            accelerator.trackers.remove(tracker)
+            reason = one_line(f"{type(error).__name__}: {error}")
+            message = "the tracker %s failed, and training goes on without it (log.jsonl holds all): %.300s"
+            logger.warning(message, tracker.name, reason)
+
+
+class Log:
+    """`log.jsonl`, one line a logged step, and the trackers."""
+
+    def __init__(self, path: Path, step: int, batch_size: int, accelerator: Accelerator, stage: str):
+        self.path, self.accelerator, self.stage = path, accelerator, stage
+        self.first, self.batch_size, self.started = step, batch_size, time.perf_counter()
+        if accelerator.is_main_process:
+            # A run that was killed may have logged steps after its last checkpoint, which are about to be done again.
+            lines = read_log(path) if step and path.exists() else []
+            kept = [f"{json.dumps(line)}\n" for line in lines if line["step"] <= step]
+            with new_file(path) as partial:
+                partial.write_text("".join(kept), encoding="utf-8")
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """No image is trained on meanwhile, and the time does not count."""
+        started = time.perf_counter()
+        yield
+        self.started += time.perf_counter() - started
+
+    def images_per_second(self, step: int) -> float:
+        """The speed since the beginning of this attempt, without the time of scores and checkpoints."""
+        return float(f"{(step - self.first) * self.batch_size / (time.perf_counter() - self.started):.8g}")
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """Log the values of a step, or what the model scores after it."""
+        if self.accelerator.is_main_process:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": step, **values}) + "\n")
+        # MLflow takes no other signs: `recall@1` is `recall_1` in all trackers
+        named = {re.sub(r"[^\w./ -]", "_", f"{self.stage}/{name}"): value for name, value in values.items()}
+        call_trackers(self.accelerator, lambda tracker: tracker.log(named, step=step))
+
+
+def _summary(values: dict[str, float], images_per_second: float) -> str:
+    parts = [f"loss {values['loss']:.3f}"]
+    if "balance_loss" in values:
+        parts += [f"balance {values['balance_loss']:.2f}", f"dropped {values['dropped_tokens']:.1%}"]
+    return ", ".join([*parts, f"{images_per_second:.0f} images/s"])
+
+
+class FirstFault:
+    """The first loss or gradient of a run that is not finite. Values stay on the device, which nothing waits for, until
+    something is to be kept: a line of the log, a score or a checkpoint."""
+
+    def __init__(self, stage: str, checkpoints: Path):
+        self.stage, self.checkpoints = stage, checkpoints
+        self.noted: list[tuple[str, torch.Tensor]] = []
+
+    def note(self, what: str, value: torch.Tensor, step: int) -> None:
+        self.noted.append((f"step {step}: {what}", value.detach()))
+
+    def require(self) -> None:
+        """Raises a FloatingPointError with the first fault, if there is one."""
+        values = torch.stack([value.float().reshape(()) for _, value in self.noted]).tolist()
+        for (what, _), value in zip(self.noted, values, strict=True):
+            if not math.isfinite(value):
+                advice = after_not_finite(self.checkpoints)
+                raise FloatingPointError(f"stage {self.stage}, {what} is {value}. {advice}")
+        self.noted.clear()
