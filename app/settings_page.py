@@ -7,7 +7,6 @@ import inspect
 import re
 from pathlib import Path
 
-from clip_moe.conversion.presets import ExpertInit
 from clip_moe.data.arguments import Augmentation, CaptionPolicy, DataArguments
 from clip_moe.engine.kinds import KINDS, stage_of_kind
 from clip_moe.engine.recipe import Recipe
@@ -24,7 +23,6 @@ OTHERS = {
     OwnTask: "Tasks on own data",
     Evaluation: "Evaluation while training",
     LoraSettings: "LoRA",
-    ExpertInit: "How experts start",
     Recipe: "The recipe",
 }
 

@@ -3,10 +3,7 @@
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
-
-from pydantic import ConfigDict, Field, model_validator
-from pydantic.dataclasses import dataclass as pydantic_dataclass
+from typing import Any
 
 from clip_moe.engine.messages import did_you_mean
 
@@ -80,34 +77,3 @@ def sparse_layers(chosen: SparseLayers, tower: str, num_layers: int) -> list[int
             f"of layers, of the {num_layers} that the tower has"
         )
     return sorted(layers)
-
-
-@pydantic_dataclass(config=ConfigDict(extra="forbid"), kw_only=True)
-class ExpertInit:
-    """How the experts of an upcycled model start."""
-
-    # `copies` of the dense FFN; `noise`: copies with normal noise; `drop_upcycling`: copies of which a share of the
-    # hidden units is drawn anew, with the mean and deviation of what they replace (arXiv:2502.19261); `random`: every
-    # weight is; `clusters`: each expert is the FFN's best approximation of low rank for one of E spherical clusters of
-    # what the FFN reads of `data`, and the routers are their centers (Cluster-aware Upcycling,
-    # arXiv:2604.13508).
-    kind: Literal["copies", "noise", "drop_upcycling", "random", "clusters"] = "copies"
-    # Standard deviation of the noise, relative to that of each tensor.
-    noise: float = Field(default=0.01, gt=0)
-    # The share of the hidden units that `drop_upcycling` draws anew.
-    ratio: float = Field(default=0.5, gt=0, le=1)
-    # Which those are: the same in all tensors of an `expert`, as the paper has it, or others in each `tensor`, as its
-    # released code does.
-    units: Literal["expert", "tensor"] = "expert"
-    # The rank of an expert of `clusters` is the least that keeps this share of the squared outputs of its matrices. The
-    # paper's could not be read.
-    energy: float = Field(default=0.99, gt=0, le=1)
-
-    @model_validator(mode="after")
-    def _check(self):
-        takes = {"noise": {"noise"}, "drop_upcycling": {"ratio", "units"}, "clusters": {"energy"}}
-        takes = takes.get(self.kind, set())
-        for name, field in type(self).__pydantic_fields__.items():
-            if name not in {"kind", *takes} and getattr(self, name) != field.default:
-                raise ValueError(f"{name}: {self.kind} takes none")
-        return self

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from transformers import CLIPConfig, PreTrainedConfig, PreTrainedModel
 
 from clip_moe.conversion.checkpoints import load_dense, load_sparse
-from clip_moe.conversion.expert_init import ExpertInit, init_by_clusters, init_experts
 from clip_moe.conversion.presets import TOWERS, Preset, sparse_layers
 from clip_moe.conversion.processors import copy_processor
 from clip_moe.conversion.rules import Rule, apply_rules
@@ -251,8 +250,6 @@ def upcycle(
     towers: Sequence[str] = TOWERS,
     seed: int = 0,
     routing: Mapping[str, Mapping[str, Any]] | None = None,
-    expert_init: ExpertInit | None = None,
-    read: Mapping[tuple[str, int], Tensor] | None = None,
 ) -> PreTrainedModel:
     """Makes a dense model sparse: experts (and base FFN) are copies of its FFNs, routers and fusion gates are new.
 
@@ -262,8 +259,6 @@ def upcycle(
         towers: "text", "vision" or both; the other tower stays dense (CLIP-UP, appendix B.1).
         seed: draws the new weights, see `build_sparse`.
         routing: see `change_routing`.
-        expert_init: how the experts begin, drawn by the seed; None: as copies.
-        read: only for the kind "clusters", see `init_by_clusters`.
 
     Returns:
         The model in evaluation mode and the dense model's dtype.
@@ -275,19 +270,7 @@ def upcycle(
         if is_shared and "routed_scaling_factor" not in (routing or {}).get(tower.base_config_key, {}):
             tower.routed_scaling_factor = float(of_ffn)
     rules = upcycling_rules(config)
-    sparse = build_sparse(config, dense.state_dict(), rules, dense.dtype, seed)
-    init = expert_init or ExpertInit()
-    if init.kind == "clusters":
-        if getattr(config, "shared_encoder", False):
-            raise ValueError("expert_init: clusters are of one tower's tokens, but this model has a shared encoder")
-        if any(experts_of_ffn(tower) > 1 or tower.num_shared_experts for tower in sparse_ffns(config).values()):
-            raise ValueError(
-                "expert_init: clusters makes whole FFNs: leave out moe_intermediate_size and shared experts"
-            )
-        init_by_clusters(sparse, init, read, seed)
-    else:
-        init_experts(sparse, init, seed)
-    return sparse
+    return build_sparse(config, dense.state_dict(), rules, dense.dtype, seed)
 
 
 def change_routing(config: SparseMoEConfig, routing: Mapping[str, Mapping[str, Any]]) -> SparseMoEConfig:
@@ -337,12 +320,8 @@ def convert(
     towers: Sequence[str] = TOWERS,
     seed: int = 0,
     routing: Mapping[str, Mapping[str, Any]] | None = None,
-    expert_init: ExpertInit | None = None,
-    read: Mapping[tuple[str, int], Tensor] | None = None,
 ) -> None:
     """Save a dense CLIP as a sparse one, with its processor, and verify it; for the other arguments see `upcycle`."""
-    model = upcycle(load_dense(source), preset, towers, seed, routing, expert_init, read)
-    save(model, folder)
+    save(upcycle(load_dense(source), preset, towers, seed, routing), folder)
     copy_processor(source, folder)
-    if expert_init is None or expert_init.kind == "copies":
-        verify(source, folder)
+    verify(source, folder)

@@ -12,8 +12,7 @@ PURPOSES = {
     "models made of models": {
         "initialize": "conversion",
         "long_context": "conversion",
-        "upcycle": "training",
-        "add_experts": "training",
+        "upcycle": "conversion",
         "unify": "conversion",
         "assemble": "training",
         "average": "conversion",

@@ -39,14 +39,12 @@ def test_a_card_tells_whether_the_experts_do_anything(run):
 
 
 def test_a_card_names_the_method():
-    clusters = {"stage": "upcycle", "preset": "clip_up", "expert_init": {"kind": "clusters"}, "text_config": {}}
-    relu = clusters | {"expert_init": {"kind": "copies"}, "text_config": {"scoring_func": "relu"}}
-    taught = {"stage": "train", "max_steps": 9, "lora": None, "frozen_until": {"router": 0.1}}
-    found = [_stage_row(Record(stage=stage))[1] for stage in (clusters, relu, taught)]
+    sigmoid = {"stage": "upcycle", "preset": "clip_up", "changes": {}, "text_config": {"scoring_func": "sigmoid"}}
+    adapted = {"stage": "train", "max_steps": 9, "lora": {"r": 2}, "frozen_until": {"router": 0.1}}
+    found = [_stage_row(Record(stage=stage))[1] for stage in (sigmoid, adapted)]
     assert found == [
-        "preset clip_up, expert_init clusters (arXiv:2604.13508)",
-        "preset clip_up, text_config {scoring_func: relu}",
-        "max_steps 9, frozen_until {router: 0.1}",
+        "preset clip_up, text_config {scoring_func: sigmoid}",
+        "max_steps 9, lora {r: 2} (arXiv:2106.09685), frozen_until {router: 0.1}",
     ]
 
 

@@ -30,8 +30,7 @@ def upcycled(towers=None, **settings):
     return {"changes": changes, **towers, **settings}
 
 
-CLUSTERS = upcycled(expert_init={"kind": "clusters"}, data=DATA)
-# What makes a model, what trains it, and what its log then has
+# Settings that make a model, perhaps a stage that changes it, settings that train it, and a value of its log
 PUBLISHED = {
     "sigmoid, scaled, biases": (upcycled(BIASES, changes={"router_aux_loss_coef": 0}), {}, "max_violation"),
     "relu": (upcycled({"scoring_func": "relu"}, changes={"norm_topk_prob": False}), {}, "text_experts_per_token"),
@@ -40,12 +39,7 @@ PUBLISHED = {
     "shared": (upcycled(changes={"num_experts": 6, "moe_intermediate_size": 8, "num_shared_experts": 2}), {}, None),
 }
 METHODS = PUBLISHED | {
-    "noise": (upcycled(expert_init={"kind": "noise"}), {}, None),
-    "drop-upcycling": (upcycled(expert_init={"kind": "drop_upcycling"}), {}, None),
-    "random": (upcycled(expert_init={"kind": "random"}), {}, None),
-    "clusters": (CLUSTERS, {}, None),
-    "expert upcycling": (upcycled(), {}, None),
-    "routers first": (upcycled(expert_init={"kind": "drop_upcycling"}), {"frozen_until": {"^(?!.*router)": 0.1}}, None),
+    "routers first": (upcycled(), {"frozen_until": {"^(?!.*router)": 0.1}}, None),
 }
 # Needs peft: run by tests/integration/test_training_settings.py
 ADAPTERS = {
@@ -58,10 +52,9 @@ ADAPTERS = {
 def test_the_whole_way(tmp_path, name, monkeypatch, capsys):
     for task_name, task in symbol_tasks(50, 20, 20).items():
         monkeypatch.setitem(TASKS, task_name, task)
-    made, trained, logged = (METHODS | ADAPTERS)[name]
+    made, *more, trained, logged = (METHODS | ADAPTERS)[name]
     stages = [DENSE, {"name": "sparse", "stage": "upcycle", "model": "dense", "preset": "clip_up", **made}]
-    if name == "expert upcycling":
-        stages.append({"name": "more", "stage": "add_experts", "model": "sparse", "num_experts": 8, "data": DATA})
+    stages += [{"name": "more", "model": "sparse", **changed} for changed in more]
     stages += [
         {"name": "tuned", "stage": "train", "model": stages[-1]["name"], "data": DATA, **TRAINED, **trained},
         {"name": "experts", "stage": "analyze", "model": "tuned", "tasks": ["symbols_pairs"]},

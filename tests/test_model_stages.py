@@ -12,10 +12,10 @@ from transformers import AutoModel
 
 from clip_moe.conversion import assemble
 from clip_moe.conversion.stages.initialize import InitializeStage
+from clip_moe.conversion.stages.upcycle import UpcycleStage
 from clip_moe.conversion.upcycle import ROUTING_FIELDS
 from clip_moe.conversion.verification import require_loadable
 from clip_moe.engine.provenance import weights_fingerprint
-from clip_moe.training.stages.upcycle import UpcycleStage
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 import functools
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +44,6 @@ METHODS = {
     "changes": None,
     "text_config": None,
     "vision_config": None,
-    "expert_init": {"drop_upcycling": "2502.19261", "clusters": "2604.13508"},
-    "num_experts": {"add_experts": "2604.19835"},
     "lora": "2106.09685",
     "frozen_until": None,
 }
@@ -208,23 +206,15 @@ def _stage_row(record: Record) -> tuple[str, str]:
     what = f"{stage.get('stage')}: {own.does}" if own and own.does else str(stage.get("stage"))
     names = dict.fromkeys([*SHOWN_SETTINGS, *(own.settings if own else [])])
     settings = [f"{name} {stage[name]}" for name in names if stage.get(name) is not None]
-    settings += [_method(name, stage) for name in METHODS if stage.get(name) not in (None, {})]
+    for name, paper in METHODS.items():
+        if stage.get(name) not in (None, {}):
+            shown = yaml.safe_dump(stage[name], default_flow_style=True, width=math.inf).removesuffix("\n...\n").strip()
+            settings.append(f"{name} {shown}" + (f" (arXiv:{paper})" if paper else ""))
     if record.duplicates and record.duplicates["shuffled"]:
         settings.append(duplicates_line(record.duplicates, stage["duplicates"]))
     if record.training and record.training.outcome:
         settings.append(record.training.outcome)
     return what, ", ".join(filter(None, settings))
-
-
-def _method(name: str, stage: Mapping[str, Any]) -> str:
-    """A setting of `METHODS`; nothing for experts that start as copies."""
-    value, paper = stage[name], METHODS[name]
-    if name == "expert_init" and (value := value["kind"]) == "copies":
-        return ""
-    if isinstance(paper, dict):
-        paper = paper.get(value if name == "expert_init" else stage["stage"])
-    shown = yaml.safe_dump(value, default_flow_style=True, width=math.inf).removesuffix("\n...\n").strip()
-    return f"{name} {shown}" + (f" (arXiv:{paper})" if paper else "")
 
 
 def _interval(result: dict[str, Any], metric: str) -> str:

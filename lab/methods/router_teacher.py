@@ -17,9 +17,9 @@ from clip_moe.conversion.upcycle import sparse_blocks
 from clip_moe.engine.settings import STRICT
 from clip_moe.engine.stage import Model
 from clip_moe.training.auxiliary_losses import TOWERS, AuxiliaryLoss, logits_and_mask
-from clip_moe.training.ffn_inputs import ffn_inputs
 from clip_moe.training.losses import all_reduce_sum
 from clip_moe.training.stages.train import TrainStage
+from lab.methods.ffn_inputs import ffn_inputs
 from modeling_clip_moe.sparse_moe import mean_over_tokens
 
 

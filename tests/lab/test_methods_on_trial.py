@@ -6,7 +6,7 @@ import pytest
 import test_methods
 import torch
 from several_processes import run_processes, train_recipe
-from test_methods import CLUSTERS, upcycled
+from test_methods import DATA, upcycled
 from tiny_clip import moved, tiny_clip
 from tiny_runs import as_stage, losses, read_log, same_weights, train
 
@@ -127,6 +127,14 @@ DISTILLED = "lab.methods.dense_teacher:DistilledStage"
 
 
 taught, coupled, distilled = map(as_stage, (TAUGHT, COUPLED, DISTILLED))
+STARTS = {
+    **{
+        how: {"stage": "lab.methods.expert_starts:RedrawnStage", "how": how}
+        for how in ("noise", "drop_upcycling", "random")
+    },
+    "clusters": {"stage": "lab.methods.expert_starts:ClustersStage", "dense": "dense", "data": DATA},
+    "more experts": {"stage": "lab.methods.more_experts:MoreExpertsStage", "num_experts": 8, "data": DATA},
+}
 # What is logged; settings
 METHODS = {
     TAUGHT: ("router_divergence", {"change": taught, "teacher": "dense"}),
@@ -161,12 +169,13 @@ def test_two_processes_have_the_losses_of_one(whole, tmp_path, method):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, *STARTS])
 def test_the_whole_way(tmp_path, method, monkeypatch, capsys):
-    logged, settings = METHODS[method]
-    trained = {"stage": method} | {name: value for name, value in settings.items() if name != "change"}
-    made = CLUSTERS if method == DISTILLED else upcycled()
-    monkeypatch.setitem(test_methods.METHODS, method, (made, trained, logged))
+    logged, settings = METHODS.get(method, (None, {}))
+    trained = {name: value for name, value in settings.items() if name != "change"}
+    trained |= {"stage": method} if settings else {}
+    starts = [STARTS["clusters" if method == DISTILLED else method]] if method in (DISTILLED, *STARTS) else []
+    monkeypatch.setitem(test_methods.METHODS, method, (upcycled(), *starts, trained, logged))
     test_methods.test_the_whole_way(tmp_path, method, monkeypatch, capsys)
 
 

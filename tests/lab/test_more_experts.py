@@ -1,4 +1,4 @@
-"""conversion/more_experts.py: who is copied, and what the copies are."""
+"""Experts that are copied: which ones, and their rows of the router."""
 
 import pytest
 import torch
@@ -7,10 +7,12 @@ from tiny_runs import DENSE, SPARSE, run_stages
 from tiny_sources import saved_pairs
 
 from clip_moe.conversion.checkpoints import load_sparse
-from clip_moe.conversion.more_experts import add_experts, copied
 from clip_moe.conversion.presets import PRESETS
 from clip_moe.conversion.upcycle import shared_config, sparse_blocks, upcycle
+from lab.methods.more_experts import add_experts, copied
 from modeling_clip_moe import CLIPMoEModel
+
+MORE = {"name": "more", "stage": "lab.methods.more_experts:MoreExpertsStage", "model": "sparse", "num_experts": 6}
 
 
 def test_who_is_copied():
@@ -37,11 +39,8 @@ def test_copies_and_their_rows():
 
 def test_a_shared_encoder_has_the_same_copies_and_biases_keep_their_digits():
     shared = CLIPMoEModel(shared_config(tiny_clip().config)).eval()
-    preset, routing = (
-        PRESETS["clip_moe"],
-        {f"{tower}_config": {"use_expert_bias": True} for tower in ("text", "vision")},
-    )
-    sparse = upcycle(shared, preset, routing=routing).bfloat16()
+    routing = {f"{tower}_config": {"use_expert_bias": True} for tower in ("text", "vision")}
+    sparse = upcycle(shared, PRESETS["clip_moe"], routing=routing).bfloat16()
     for block in sparse_blocks(sparse).values():
         block.router.expert_bias.copy_(torch.tensor([0.1234567, 0.3, 0.0, -0.7]))
     more = add_experts(sparse, 6)
@@ -60,14 +59,7 @@ def test_its_stage_copies_the_experts_that_the_loss_asks_for(tmp_path):
     model.save_pretrained(sparse)
     (sparse / "manifest.json").unlink()  # which says that it was not changed
     data = {"source": "symbols", "num_samples": 16}
-    more = {
-        "name": "more",
-        "stage": "add_experts",
-        "model": str(sparse),
-        "num_experts": 8,
-        "data": data,
-        "batch_size": 8,
-    }
+    more = MORE | {"model": str(sparse), "num_experts": 8, "data": data, "batch_size": 8}
     folder = run_stages(tmp_path / "again", [more])
     for name, block in sparse_blocks(load_sparse(folder / "more")).items():
         before = sparse_blocks(model)[name].router.weight
@@ -79,7 +71,7 @@ def test_its_stage_copies_the_experts_that_the_loss_asks_for(tmp_path):
 def test_equal_captions_are_no_negatives(tmp_path):
     """Where all are equal there is nothing to learn."""
     data = saved_pairs(tmp_path / "pairs", ["a harbour"] * 8)
-    more = {"name": "more", "stage": "add_experts", "model": "sparse", "num_experts": 6, "data": data, "batch_size": 4}
+    more = MORE | {"data": data, "batch_size": 4}
     with pytest.raises(ValueError, match="more.data: the loss of its batches has no gradient"):
         run_stages(tmp_path, [DENSE, SPARSE, more])
 
@@ -88,11 +80,11 @@ def test_equal_captions_are_no_negatives(tmp_path):
     ("settings", "message"),
     [
         ({"num_experts": 4}, "num_experts: 4 are no more than the 4 that there are"),
-        ({"num_experts": 6, "model": "dense"}, "it is dense"),
+        ({"model": "dense"}, "it is dense"),
         ({"num_experts": 10**9}, "1000000000 experts a layer need .* choose a smaller num_experts"),
-        ({"num_experts": 6, "data": {"source": "symbols", "num_samples": 8}}, "batch_size: 64 of 8 pairs"),
+        ({"data": {"source": "symbols", "num_samples": 8}}, "batch_size: 64 of 8 pairs"),
     ],
 )
 def test_what_cannot_be(tmp_path, settings, message):
     with pytest.raises(ValueError, match=message):
-        run_stages(tmp_path, [DENSE, SPARSE, {"name": "more", "stage": "add_experts", "model": "sparse"} | settings])
+        run_stages(tmp_path, [DENSE, SPARSE, MORE | settings])

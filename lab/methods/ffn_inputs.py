@@ -1,4 +1,4 @@
-"""What the FFNs of a dense CLIP read."""
+"""Inputs of the FFNs of a dense CLIP."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ import torch
 from accelerate.utils import send_to_device
 from transformers import PreTrainedModel
 
-# Of a batch, what an image tower takes
+# The entries of a batch for an image tower
 IMAGES = ("pixel_values", "pixel_attention_mask", "spatial_shapes")
 
 
@@ -16,22 +16,22 @@ def ffn_inputs(
     model: PreTrainedModel, batch: Mapping[str, torch.Tensor], layers: Mapping[str, Sequence[int]]
 ) -> dict[str, list[torch.Tensor]]:
     """Tower, "text" or "vision" -> (B, S, D) of each of its `layers`, in their order, of a batch of a `PairLoader`."""
-    read = {}
+    inputs = {}
     if layers.get("text"):
-        with _recorded(model.text_model, layers["text"]) as read["text"]:
+        with _recorded(model.text_model, layers["text"]) as inputs["text"]:
             model.get_text_features(batch["input_ids"], batch["attention_mask"])
     if layers.get("vision"):
-        with _recorded(model.vision_model, layers["vision"]) as read["vision"]:
+        with _recorded(model.vision_model, layers["vision"]) as inputs["vision"]:
             model.get_image_features(**{name: batch[name] for name in IMAGES if name in batch})
-    return read
+    return inputs
 
 
 @contextmanager
 def _recorded(tower: torch.nn.Module, layers: Sequence[int]) -> Iterator[list[torch.Tensor]]:
-    read, ffns = [], [tower.encoder.layers[layer].mlp for layer in layers]
-    hooks = [ffn.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0])) for ffn in ffns]
+    recorded, ffns = [], [tower.encoder.layers[layer].mlp for layer in layers]
+    hooks = [ffn.register_forward_pre_hook(lambda _, inputs: recorded.append(inputs[0])) for ffn in ffns]
     try:
-        yield read
+        yield recorded
     finally:
         for hook in hooks:
             hook.remove()

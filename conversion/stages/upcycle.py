@@ -1,23 +1,16 @@
 """The stage that makes a dense model sparse."""
 
-import typing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, JsonValue
 from pydantic.dataclasses import dataclass
 
-from clip_moe.conversion.presets import PRESETS, ExpertInit, Preset, changed_preset
+from clip_moe.conversion.presets import PRESETS, changed_preset
 from clip_moe.engine.context import Context
 from clip_moe.engine.settings import STRICT
-from clip_moe.engine.stage import Model, NumberedData, Stage, named_errors
-
-if typing.TYPE_CHECKING:
-    import torch
-
-# Pairs that are computed at a time
-CALIBRATION_BATCH = 64
+from clip_moe.engine.stage import Model, Stage, named_errors
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -53,20 +46,6 @@ class UpcycleStage(Stage):
     text_config: dict[str, JsonValue] = Field(default_factory=dict)
     # The same for the image tower.
     vision_config: dict[str, JsonValue] = Field(default_factory=dict)
-    # How the experts start. Only copies equal the dense model, so only they are compared with it.
-    expert_init: ExpertInit = Field(default_factory=ExpertInit)
-    # Calibration pairs. Only with `expert_init.kind: clusters`.
-    data: NumberedData | None = None
-
-    @model_validator(mode="after")
-    def _check_data(self):
-        if (self.expert_init.kind == "clusters") != (self.data is not None):
-            raise ValueError("data: pairs for expert_init.kind: clusters, and for no other")
-        return self
-
-    def rehearsed(self, num_samples: int) -> typing.Self:
-        """With all pairs, which are few: fewer have too few tokens for a cluster."""
-        return self
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         from clip_moe.conversion.upcycle import convert
@@ -74,24 +53,4 @@ class UpcycleStage(Stage):
         with named_errors(self, "changes"):
             preset = changed_preset(self.preset, self.changes)
         routing = {"text_config": self.text_config, "vision_config": self.vision_config}
-        read = None if self.data is None else self._read(inputs, context, preset)
-        convert(inputs.model, directory, preset, self.towers, context.seed, routing, self.expert_init, read)
-
-    def _read(self, inputs: SimpleNamespace, context: Context, preset: Preset) -> "dict[tuple[str, int], torch.Tensor]":
-        """Tower and sparse layer -> what its dense FFN reads."""
-        import torch
-
-        from clip_moe.conversion.checkpoints import load_dense
-        from clip_moe.conversion.processors import load_processor
-        from clip_moe.conversion.upcycle import sparse_config
-        from clip_moe.training.ffn_inputs import ffn_inputs_of_tokens
-        from clip_moe.training.loader import PairLoader
-
-        model, processor = load_dense(inputs.model, torch.float32), load_processor(inputs.model)
-        config = sparse_config(model.config, preset, self.towers)
-        if not config.sub_configs:
-            raise ValueError(f"{self.name}.data: pairs are for a CLIP, not for an image tower alone")
-        layers = {tower: getattr(config, f"{tower}_config").moe_layers for tower in self.towers}
-        rows = context.pairs(inputs.data)
-        batches = PairLoader(rows, processor, self.data, min(CALIBRATION_BATCH, len(rows))).in_order()
-        return ffn_inputs_of_tokens(model.to(context.accelerator.device), batches, layers)
+        convert(inputs.model, directory, preset, self.towers, context.seed, routing)

@@ -3,16 +3,18 @@
 import pytest
 import torch
 from tiny_clip import tiny_clip
-from tiny_runs import DENSE, SPARSE, run_stages
-from transformers import AutoModel
+from tiny_runs import DENSE, SPARSE, run_stages, same_weights
 
 from clip_moe.conversion.checkpoints import load_dense, load_sparse
-from clip_moe.conversion.expert_init import low_rank, spherical_clusters
-from clip_moe.conversion.presets import PRESETS, ExpertInit
+from clip_moe.conversion.presets import PRESETS
 from clip_moe.conversion.upcycle import shared_config, upcycle
 from clip_moe.conversion.verification import compare
+from lab.methods.expert_starts import RedrawnStage, low_rank, redraw, spherical_clusters
 from modeling_clip_moe import CLIPMoEModel
 from modeling_clip_moe.experts import CLIPMoEExperts
+
+REDRAWN = {"name": "start", "stage": "lab.methods.expert_starts:RedrawnStage", "model": "sparse"}
+CLUSTERS = {"stage": "lab.methods.expert_starts:ClustersStage", "model": "sparse", "dense": "dense"}
 
 
 @pytest.fixture(scope="module")
@@ -21,14 +23,16 @@ def dense():
 
 
 def experts_of(dense, **how):
-    sparse = upcycle(dense, PRESETS["clip_moe"], seed=1, expert_init=ExpertInit(**how))
+    sparse = upcycle(dense, PRESETS["clip_moe"], seed=1)
+    if how:
+        redraw(sparse, RedrawnStage(name="start", stage="here", model="sparse", **how), seed=1)
     return [module for module in sparse.modules() if isinstance(module, CLIPMoEExperts)]
 
 
 @pytest.mark.parametrize("units", ["expert", "tensor"])
 def test_half_of_the_hidden_units_are_drawn_anew(dense, units):
     copies = experts_of(dense)
-    for experts, before in zip(experts_of(dense, kind="drop_upcycling", units=units), copies, strict=True):
+    for experts, before in zip(experts_of(dense, how="drop_upcycling", units=units), copies, strict=True):
         changed = {}
         for name, axis in {"up_proj": 2, "down_proj": 1}.items():  # over the other axis
             differs = getattr(experts, name) != getattr(before, name)
@@ -47,7 +51,7 @@ def test_half_of_the_hidden_units_are_drawn_anew(dense, units):
 def test_noise_is_relative_and_random_keeps_nothing(dense):
     copies = experts_of(dense)
     for noisy, random, before in zip(
-        experts_of(dense, kind="noise", noise=0.1), experts_of(dense, kind="random"), copies, strict=True
+        experts_of(dense, how="noise", noise=0.1), experts_of(dense, how="random"), copies, strict=True
     ):
         noise = noisy.up_proj - before.up_proj
         assert noise.std().item() == pytest.approx(0.1 * before.up_proj.std().item(), rel=0.1)
@@ -57,35 +61,16 @@ def test_noise_is_relative_and_random_keeps_nothing(dense):
 
 def test_experts_of_a_shared_encoder_are_drawn_once(dense):
     shared = CLIPMoEModel(shared_config(dense.config)).eval()
-    copies, experts = (experts_of(shared, **init) for init in ({}, {"kind": "drop_upcycling"}))
+    copies, experts = (experts_of(shared, **init) for init in ({}, {"how": "drop_upcycling"}))
     changed = (experts[0].up_proj != copies[0].up_proj).any(-1)
     assert (changed.sum(1) == changed.shape[1] // 2).all()
 
 
 @pytest.mark.slow
-def test_a_recipe_chooses_and_repeats_it(tmp_path, capsys):
-    """Only copies are compared with the dense model."""
-    run_stages(tmp_path / "copies", [DENSE, SPARSE])
-    assert "largest difference" in capsys.readouterr().out
-    stage = {**SPARSE, "expert_init": {"kind": "drop_upcycling"}}
-    first, again = (run_stages(tmp_path / name, [DENSE, stage]) / "sparse" for name in ("first", "again"))
-    assert "largest difference" not in capsys.readouterr().out
-    for one, other in zip(*(AutoModel.from_pretrained(folder).parameters() for folder in (first, again)), strict=True):
-        assert torch.equal(one, other)
-
-
-REFUSED = {
-    "sparse.expert_init: noise: copies takes none": {"noise": 0.1},
-    "expert_init.ratio: Input should be greater than 0": {"kind": "drop_upcycling", "ratio": 0},
-    "expert_init.kind: Input should be 'copies', 'noise', 'drop_upcycling', 'random' or 'clusters'": {"kind": "svd"},
-    "sparse.expert_init.rate: there is no such key: did you mean 'ratio'": {"kind": "noise", "rate": 1},
-}
-
-
-@pytest.mark.parametrize(("message", "init"), REFUSED.items(), ids=[*map(str, REFUSED.values())])
-def test_what_makes_no_sense_is_one_line(tmp_path, message, init):
-    with pytest.raises(ValueError, match=message):
-        run_stages(tmp_path, [DENSE, {**SPARSE, "expert_init": init}])
+def test_a_recipe_repeats_it(tmp_path):
+    stages = [DENSE, SPARSE, REDRAWN | {"how": "drop_upcycling"}]
+    first, again = (run_stages(tmp_path / name, stages) / "start" for name in ("first", "again"))
+    assert same_weights(first, again) and not same_weights(first, first.with_name("sparse"))
 
 
 def test_low_rank_keeps_most_of_what_the_data_make():
@@ -114,13 +99,10 @@ def test_spherical_clusters_are_by_direction():
 
 def test_experts_of_clusters_by_their_stage(tmp_path):
     """With all of the energy, experts are the FFN; with less, each is one of low rank, for its router's cluster."""
-    data = {"source": "symbols", "num_samples": 64}
-    clusters = SPARSE | {"changes": {"num_experts": 2, "norm_topk_prob": True, "capacity_factor": None}}
-    clusters |= {"data": data}
-    stages = [DENSE]
-    for name, energy in (("all", 1.0), ("most", 0.9)):
-        stages.append(clusters | {"name": name, "expert_init": {"kind": "clusters", "energy": energy}})
-    folder = run_stages(tmp_path, stages)
+    sparse = SPARSE | {"changes": {"num_experts": 2, "norm_topk_prob": True, "capacity_factor": None}}
+    clusters = CLUSTERS | {"data": {"source": "symbols", "num_samples": 64}}
+    all_energy, most = clusters | {"name": "all", "energy": 1.0}, clusters | {"name": "most", "energy": 0.9}
+    folder = run_stages(tmp_path, [DENSE, sparse, all_energy, most])
     compare(load_dense(folder / "dense"), load_sparse(folder / "all"), tolerance=1e-4)
     mlp = load_sparse(folder / "most").vision_model.encoder.layers[1].mlp
     torch.testing.assert_close(mlp.router.weight.norm(dim=-1), torch.ones(2))
@@ -129,17 +111,14 @@ def test_experts_of_clusters_by_their_stage(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("changes", "message"),
     [
-        ({"data": None}, "data: pairs for expert_init.kind: clusters"),
-        ({"expert_init": {"kind": "copies"}}, "data: pairs for expert_init.kind: clusters"),
-        ({"changes": {"num_experts": 30}}, "of the calibration data has .* tokens, fewer than the 32 inputs"),
-        ({"changes": {"num_experts": 4000}}, "tokens of calibration data cannot make 4000 clusters"),
-        ({"changes": {"moe_intermediate_size": 16}}, "clusters makes whole FFNs"),
+        ({"num_experts": 30}, "of the calibration data has .* tokens, fewer than the 32 inputs"),
+        ({"num_experts": 4000}, "tokens of calibration data cannot make 4000 clusters"),
+        ({"moe_intermediate_size": 16}, "start.model: clusters make whole FFNs"),
     ],
 )
-def test_clusters_that_cannot_be(tmp_path, change, message):
-    data = {"source": "symbols", "num_samples": 16}
-    stage = SPARSE | {"expert_init": {"kind": "clusters"}, "data": data} | change
+def test_clusters_that_cannot_be(tmp_path, changes, message):
+    clusters = CLUSTERS | {"name": "start", "data": {"source": "symbols", "num_samples": 16}}
     with pytest.raises(ValueError, match=message):
-        run_stages(tmp_path, [DENSE, stage])
+        run_stages(tmp_path, [DENSE, SPARSE | {"changes": changes}, clusters])
