@@ -1,6 +1,6 @@
-"""What each expert of a sparse model knows, and which tokens it gets."""
+"""The scores of each expert of a sparse model, and the tokens that it gets."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +21,10 @@ from clip_moe.evaluation.expert_summary import EXPERT, MEAN, ROUTED, agreement, 
 from clip_moe.evaluation.experts_page import page_beginning, page_of
 from clip_moe.evaluation.measures import measure
 from clip_moe.evaluation.page import write_page
-from clip_moe.evaluation.preferences import (
-    NUM_IMAGES,
-    NUM_TEXTS,
-    dropped_patches,
-    route_images,
-    route_texts,
-    top_captions,
-    word_shares,
-    word_text,
-)
+from clip_moe.evaluation.preferences import NUM_IMAGES, NUM_TEXTS, route_images, route_texts, word_shares, word_text
 from clip_moe.evaluation.progress import Progress
 from clip_moe.evaluation.routing import averaged_experts, chosen_experts, count_tokens
-from clip_moe.evaluation.routing_pictures import (
-    draw_agreement,
-    draw_dropped,
-    draw_expert,
-    draw_expert_patches,
-    draw_patches,
-    draw_shares,
-)
+from clip_moe.evaluation.routing_pictures import draw_agreement, draw_expert_patches, draw_patches, draw_shares
 from clip_moe.evaluation.tasks import Task, loaded_once
 from modeling_clip_moe import CLIPMoEConfig
 from modeling_clip_moe.configuration_clip_moe import CLIPMoETowerConfig
@@ -112,13 +96,13 @@ def _sparse_towers(
         ValueError: a model, tasks or layers that cannot be analyzed.
     """
     towers = {tower: getattr(config, f"{tower}_config") for tower in TOWERS}
-    sparse = {tower: of_tower for tower, of_tower in towers.items() if getattr(of_tower, "moe_layers", ())}
+    sparse = {tower: config for tower, config in towers.items() if getattr(config, "moe_layers", ())}
     wrong = [(tower, layer) for tower, layer in layers.items() if layer not in getattr(towers[tower], "moe_layers", ())]
     if not sparse:
         fault = "a dense CLIP has no experts to analyze"
     elif family_of(config).sigmoid:
         fault = "a SigLIP has no class token, which the pictures of experts need"
-    elif len({(of_tower.num_experts, counted_as_one(of_tower)) for of_tower in sparse.values()}) > 1:
+    elif len({(config.num_experts, counted_as_one(config)) for config in sparse.values()}) > 1:
         fault = "its towers have different numbers of experts"
     elif "text" in sparse and set(kinds) == {"linear_probe"}:
         fault = "no text of a linear probe reaches the sparse text tower: add a task such as retrieval"
@@ -136,7 +120,6 @@ def analyze_experts(
     *,
     num_experts_per_tok: Sequence[int] = (),
     layers: Mapping[str, int] | None = None,
-    shown_expert: int | None = None,
     batch_size: int = 64,
     device: str | torch.device | None = None,
 ) -> str:
@@ -153,33 +136,21 @@ def analyze_experts(
     tasks, kinds = loaded_once(tasks), {task.kind for task in tasks.values()}
     embedder = _Witness(model, None, batch_size, usable_device(device))
     sparse = _sparse_towers(model, embedder.model.config, kinds, layers or {})
-    of_tower = next(iter(sparse.values()))
-    num_experts, of_ffn = of_tower.num_experts, counted_as_one(of_tower)
-    if shown_expert is not None and not 0 <= shown_expert < num_experts:
-        raise ValueError(f"{model}: shown_expert: {shown_expert}, but the experts are 0 to {num_experts - 1}")
-    if num_experts_per_tok and of_tower.scoring_func == "relu":
+    config = next(iter(sparse.values()))
+    num_experts, narrow = config.num_experts, counted_as_one(config)
+    if num_experts_per_tok and config.scoring_func == "relu":
         raise ValueError(f"{model}: num_experts_per_tok: routers with ReLU choose as many as have a positive score")
     if max(num_experts_per_tok, default=1) > num_experts:
         raise ValueError(f"{model}: num_experts_per_tok: {max(num_experts_per_tok)} of {num_experts} experts")
-    layers = {tower: (layers or {}).get(tower, max(of_tower.moe_layers)) for tower, of_tower in sparse.items()}
-    settings = {
-        "source": str(model),
-        "weights": weights_fingerprint(model),
-        "protocols": {name: task.protocol for name, task in tasks.items()},
-        "data": {name: task.data for name, task in tasks.items()},
-        "layers": layers,
-        "batch_size": batch_size,
-        "num_experts_per_tok": list(num_experts_per_tok),
-        "drawn_expert": shown_expert,
-    }
+    layers = {tower: (layers or {}).get(tower, max(config.moe_layers)) for tower, config in sparse.items()}
 
-    num_alone = num_experts // of_ffn  # narrow experts of an FFN count as one
-    counted = Progress(f"measuring {num_alone} experts", num_alone + len(num_experts_per_tok) + 2, leave=False)
+    num_alone = num_experts // narrow  # narrow experts of an FFN count as one
+    progress = Progress(f"measuring {num_alone} experts", num_alone + len(num_experts_per_tok) + 2, leave=False)
 
     def measured() -> ByTask:
-        of_tasks = {name: measure(task, embedder) for name, task in tasks.items()}
-        counted.update()
-        return of_tasks
+        by_task = {name: measure(task, embedder) for name, task in tasks.items()}
+        progress.update()
+        return by_task
 
     results: dict[str, ByTask] = {}
     embeds: dict[str, dict[str, np.ndarray]] = {}
@@ -196,36 +167,42 @@ def analyze_experts(
     embedder.forget()
     with count_tokens(embedder.model) as counts:
         results[ROUTED] = measured()
-    counted.close()
+    progress.close()
     embeds[ROUTED] = embedder.embeds()
     routing = {
-        tower: {layer: {kind: of.means() for kind, of in of_layer.items()} for layer, of_layer in of_tower.items()}
-        for tower, of_tower in counts.items()
+        tower: {layer: {kind: count.means() for kind, count in kinds.items()} for layer, kinds in counted.items()}
+        for tower, counted in counts.items()
     }
-    agreements = {what: agreement({column: of[what] for column, of in embeds.items()}) for what in embeds[ROUTED]}
-    preferences, pictures = _drawn(embedder, layers, shown_expert)
-    entropy = {tower: {n: of["all"]["entropy"] for n, of in of_tower.items()} for tower, of_tower in routing.items()}
+    agreements = {kind: agreement({name: arrays[kind] for name, arrays in embeds.items()}) for kind in embeds[ROUTED]}
+    entropy = {tower: {layer: kinds["all"]["entropy"] for layer, kinds in of.items()} for tower, of in routing.items()}
+    summary = summarize(tasks, results[ROUTED], results[MEAN], entropy, agreements, num_experts, narrow)
+    words, pictures = _preferences(embedder, layers)
     result = {
-        "summary": summarize(
-            tasks, results[ROUTED], results[MEAN], entropy, agreements, num_experts, of_ffn
-        ).model_dump(),
+        "source": str(model),
+        "weights": weights_fingerprint(model),
+        "protocols": {name: task.protocol for name, task in tasks.items()},
+        "data": {name: task.data for name, task in tasks.items()},
+        "layers": layers,
+        "batch_size": batch_size,
+        "num_experts_per_tok": list(num_experts_per_tok),
+        "summary": summary.model_dump(),
         "expert_protocol": EXPERT_PROTOCOL,
-        "metrics": {task: {col: of[task]["metrics"] for col, of in results.items()} for task in results[ROUTED]},
+        "metrics": {task: {name: of[task]["metrics"] for name, of in results.items()} for task in tasks},
         "routing": routing,
         "scales": {
-            tower: {layer: of["all"]["weight"] for layer, of in layers.items()}
-            for tower, layers in routing.items()
+            tower: {layer: kinds["all"]["weight"] for layer, kinds in of.items()}
+            for tower, of in routing.items()
             if not sparse[tower].norm_topk_prob
         },
         "agreement": agreements,
-        "num_embeddings": {what: len(of_routed) for what, of_routed in embeds[ROUTED].items()},
+        "num_embeddings": {kind: len(array) for kind, array in embeds[ROUTED].items()},
         # tower -> how many images or texts share the capacity of training, in batches of this size
         "capacity_groups": {
             tower: min(config.capacity_group_size or batch_size, batch_size)
             for tower, config in sparse.items()
             if config.capacity_factor is not None
         },
-        **preferences,
+        "words": words,
         "code": own_code(),
         **environment(),
     }
@@ -234,40 +211,25 @@ def analyze_experts(
         "routing.png": lambda file: draw_shares(routing, file, title),
         "agreement.png": lambda file: draw_agreement(agreements, file),
     } | pictures
-    result = settings | result
     write_page(Path(output_dir) / "experts", page_of(result, list(pictures)), pictures, result)
     return page_beginning(result)
 
 
-def _drawn(embedder: _Witness, layers: Mapping[str, int], expert: int | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Words and patches that the experts of these layers take, for the JSON and as pictures."""
-    images, texts = embedder.some_images(), embedder.some_texts()
-    config, preferences, pictures = embedder.model.config.vision_config, {}, {}
+def _preferences(
+    embedder: _Witness, layers: Mapping[str, int]
+) -> tuple[list[dict[str, Any]], dict[str, Callable[[Path], None]]]:
+    """The words that each expert of a text layer prefers, and pictures of the patches of a vision layer."""
+    images, texts, preferred, pictures = embedder.some_images(), embedder.some_texts(), [], {}
     if "text" in layers and texts:
-        tokenizer, routed = embedder.processor.tokenizer, route_texts(embedder, texts, layers["text"])
-        words = word_shares(routed, tokenizer)
+        tokenizer = embedder.processor.tokenizer
+        words = word_shares(route_texts(embedder, texts, layers["text"]), tokenizer)
         names = [word_text(tokenizer, token) for token in words.ids.tolist()]
-        preferences["words"] = [
-            {
-                "chance": chance,
-                "words": [
-                    (names[row], words.shares[row, of].item(), words.occurrences[row].item())
-                    for row in words.preferred(of)
-                ],
-            }
-            for of, chance in enumerate(words.chance.tolist())
-        ]
-        preferences["captions"] = top_captions(routed, words, tokenizer) if tokenizer.is_fast else []
+        for expert, chance in enumerate(words.chance.tolist()):
+            rows = words.preferred(expert)
+            shares = [(names[row], words.shares[row, expert].item(), words.occurrences[row].item()) for row in rows]
+            preferred.append({"chance": chance, "words": shares})
     if "vision" in layers and images:
-        of_images = route_images(embedder, images, layers["vision"])
-        pictures["patches.png"] = lambda file: draw_patches(of_images, file)
-        pictures["expert_patches.png"] = lambda file: draw_expert_patches(of_images, file)
-        if config.capacity_factor is not None:
-            factors = config.capacity_factor, 2 * config.capacity_factor
-            group = min(config.capacity_group_size or embedder.batch_size, embedder.batch_size)
-            dropped = {factor: dropped_patches(of_images, group, config, factor) for factor in factors}
-            preferences["dropped_patches"] = {factor: of_factor.mean().item() for factor, of_factor in dropped.items()}
-            pictures["dropped.png"] = lambda file: draw_dropped(of_images, dropped, file)
-        if expert is not None:
-            pictures["expert.png"] = lambda file: draw_expert(expert, of_images, file)
-    return preferences, pictures
+        routed = route_images(embedder, images, layers["vision"])
+        pictures["patches.png"] = lambda file: draw_patches(routed, file)
+        pictures["expert_patches.png"] = lambda file: draw_expert_patches(routed, file)
+    return preferred, pictures

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from clip_moe.engine.markdown import item, markdown_table
+from clip_moe.engine.markdown import markdown_table
 from clip_moe.engine.result_schema import ExpertSummary
 from clip_moe.evaluation.expert_summary import EXPERT, MEAN, ROUTED
 from clip_moe.evaluation.routing import POOLED_TOKEN
@@ -15,8 +15,6 @@ ALT_TEXTS = {
     "agreement.png": "linear CKA of every two experts",
     "patches.png": "the expert of each patch of some images",
     "expert_patches.png": "the patches that each expert is surest to get",
-    "dropped.png": "the patches that capacity drops",
-    "expert.png": "what one expert computes of some images",
 }
 
 
@@ -58,7 +56,7 @@ def page_of(result: Mapping[str, Any], pictures: Sequence[str]) -> str:
     sections += ["## Routing", *shown("routing.png"), *_layers(result)]
     if result["scales"]:
         sections.append("`clip-moe dense --scale` with this folder multiplies an expert's last layer by its weight.")
-    if "words" in result:
+    if result["words"]:
         sections.append(f"## Words, layer {result['layers']['text']} of the text tower")
         rows = [
             [
@@ -69,19 +67,9 @@ def page_of(result: Mapping[str, Any], pictures: Sequence[str]) -> str:
             for expert, of in enumerate(result["words"])
         ]
         sections.append(markdown_table(["expert", "of all words", "more often than by chance"], rows))
-        for expert, captions in enumerate(result["captions"]):
-            if captions:
-                sections += [f"Expert {expert} computes what stands in ⟦ ⟧:", "\n".join(map(item, captions))]
     if "patches.png" in pictures:
         sections += [f"## Patches, layer {result['layers']['vision']} of the vision tower"]
-        sections += shown("patches.png", "expert_patches.png", "expert.png", "dropped.png")
-        sections.append(
-            "Dropped are patches that no expert computes, because all experts that the router chose for them are full. "
-            "Who comes first has room first, so that the last images of a batch lose most. The layers below are as at "
-            "inference."
-            if "dropped.png" in pictures
-            else "The patches that capacity would drop are not drawn: the vision tower has no capacity factor."
-        )
+        sections += shown("patches.png", "expert_patches.png")
     return "\n\n".join(sections)
 
 

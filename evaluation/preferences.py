@@ -1,8 +1,7 @@
-"""Which patches of images and which words of texts the experts of one layer take, and which patches none of them."""
+"""The patches of images and the words of texts that the experts of one layer prefer."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 import numpy as np
 import PIL.Image
@@ -12,12 +11,10 @@ from transformers import PreTrainedTokenizerBase
 from clip_moe.data.preparation import Preparation
 from clip_moe.data.tokenizer import tokenize
 from clip_moe.evaluation.embedder import Embedder
-from modeling_clip_moe import expert_capacity_mask
-from modeling_clip_moe.configuration_clip_moe import CLIPMoETowerConfig
 from modeling_clip_moe.sparse_moe import router_probabilities
 
-# Images and texts that are looked at; patches and words, and texts, that are shown of an expert
-NUM_IMAGES, NUM_TEXTS, NUM_SHOWN, NUM_CAPTIONS = 128, 2000, 10, 4
+# Images and texts that are looked at; patches and words that are shown of an expert
+NUM_IMAGES, NUM_TEXTS, NUM_SHOWN = 128, 2000, 10
 # A word counts as preferred if it occurs as often, and its share is so many standard errors above chance
 LEAST_OCCURRENCES, LEAST_ERRORS = 5, 3.0
 
@@ -29,14 +26,11 @@ class RoutedTokens:
     Args:
         probabilities: (n, S, E), the router's distribution.
         computed: (n, S, E), whether an expert computed a token. None does where it is padding.
-        scores, choices: (n, S, K), what the router chose, before capacity drops any: `CLIPMoERouter.choose`.
     """
 
     layer: int
     probabilities: np.ndarray
     computed: np.ndarray
-    scores: np.ndarray
-    choices: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -56,10 +50,9 @@ class RoutedImages(RoutedTokens):
 
 @dataclass(frozen=True)
 class RoutedTexts(RoutedTokens):
-    """Also the ids (n, S) of the tokens, and the texts."""
+    """Also the ids (n, S) of the tokens."""
 
     ids: np.ndarray
-    texts: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -77,14 +70,14 @@ class WordShares:
     shares: np.ndarray
     chance: np.ndarray
 
-    def preferred(self, expert: int, number: int = NUM_SHOWN) -> list[int]:
+    def preferred(self, expert: int) -> list[int]:
         """The rows of the words that an expert computes more often than by chance, the surest first."""
         chance = self.chance[expert]
         if not 0 < chance < 1:
             return []
         errors = (self.shares[:, expert] - chance) / np.sqrt(chance * (1 - chance) / self.occurrences)
         sure = (errors >= LEAST_ERRORS) & (self.occurrences >= LEAST_OCCURRENCES)
-        return [int(row) for row in np.lexsort((-self.occurrences, -errors)) if sure[row]][:number]
+        return [int(row) for row in np.lexsort((-self.occurrences, -errors)) if sure[row]][:NUM_SHOWN]
 
 
 def route_images(embedder: Embedder, images: Sequence[PIL.Image.Image], layer: int) -> RoutedImages:
@@ -94,32 +87,32 @@ def route_images(embedder: Embedder, images: Sequence[PIL.Image.Image], layer: i
     inputs = torch.stack([prepare(image)["pixel_values"] for image in images])
     mean, std = (torch.tensor(values)[:, None, None] for values in (processor.image_mean, processor.image_std))
     pixels = (inputs * std + mean if processor.do_normalize else inputs).permute(0, 2, 3, 1).clamp(0, 1).numpy()
-    routed = _route(embedder, "vision", layer, {"pixel_values": inputs.to(embedder.dtype)})
-    return RoutedImages(layer, *routed, pixels, embedder.model.config.vision_config.patch_size)
+    probabilities, computed = _route(embedder, "vision", layer, {"pixel_values": inputs.to(embedder.dtype)})
+    return RoutedImages(layer, probabilities, computed, pixels, embedder.model.config.vision_config.patch_size)
 
 
 def route_texts(embedder: Embedder, texts: Sequence[str], layer: int) -> RoutedTexts:
     """Send texts through a sparse layer of the text tower."""
     inputs = tokenize(embedder.processor.tokenizer, list(texts))
-    return RoutedTexts(layer, *_route(embedder, "text", layer, inputs), inputs["input_ids"].numpy(), texts)
+    probabilities, computed = _route(embedder, "text", layer, inputs)
+    return RoutedTexts(layer, probabilities, computed, inputs["input_ids"].numpy())
 
 
-def _route(embedder: Embedder, tower: str, layer: int, inputs: Mapping[str, torch.Tensor]) -> tuple[np.ndarray, ...]:
-    """What a layer's router did: see `RoutedTokens`."""
+def _route(
+    embedder: Embedder, tower: str, layer: int, inputs: Mapping[str, torch.Tensor]
+) -> tuple[np.ndarray, np.ndarray]:
+    """The `probabilities` and `computed` of `RoutedTokens`."""
     config, model = getattr(embedder.model.config, f"{tower}_config"), getattr(embedder.model, f"{tower}_model")
-    number, router = sorted(config.moe_layers).index(layer), model.encoder.layers[layer].mlp.router
-    parts_of_all = []
+    number, all_probabilities, all_computed = sorted(config.moe_layers).index(layer), [], []
     for parts in zip(*(tensor.split(embedder.batch_size) for tensor in inputs.values()), strict=True):
         batch = {name: part.to(embedder.device) for name, part in zip(inputs, parts, strict=True)}
         with torch.no_grad():
             outputs = model(**batch, output_router_logits=True, output_expert_ids=True)
-        logits = outputs.router_logits[number]
-        probabilities = router_probabilities(logits, config.scoring_func).float()
+        probabilities = router_probabilities(outputs.router_logits[number], config.scoring_func)
+        all_probabilities.append(probabilities.float().cpu().numpy())
         ids = torch.nn.functional.one_hot(outputs.expert_ids[number], config.num_experts + 1)
-        computed = ids[..., : config.num_experts].sum(dim=2).bool()
-        of_batch = probabilities, computed, *router.choose(router.score(logits))
-        parts_of_all.append([tensor.cpu().numpy() for tensor in of_batch])
-    return tuple(map(np.concatenate, zip(*parts_of_all, strict=True)))
+        all_computed.append(ids[..., : config.num_experts].sum(dim=2).bool().cpu().numpy())
+    return np.concatenate(all_probabilities), np.concatenate(all_computed)
 
 
 def top_patches(routed: RoutedImages) -> list[list[tuple[int, int]]]:
@@ -136,17 +129,6 @@ def top_patches(routed: RoutedImages) -> list[list[tuple[int, int]]]:
     ]
 
 
-def dropped_patches(
-    routed: RoutedImages, num_images: int, config: CLIPMoETowerConfig, capacity_factor: float
-) -> np.ndarray:
-    """(n, S - 1), whether none of a patch's choices finds room at its expert, where the first `num_images` images, or
-    all, share the capacity in their order (CLIP-UP Figure 7). The layers below did what they do at inference."""
-    scores, ids = (torch.from_numpy(of_all[:num_images]) for of_all in (routed.scores, routed.choices))  # (n, S, K)
-    priorities = scores if config.token_drop_policy == "probs" else None
-    kept = expert_capacity_mask(ids, config.num_experts, capacity_factor, priorities=priorities)
-    return ~kept.any(dim=-1)[:, 1:].numpy()
-
-
 def word_shares(routed: RoutedTexts, tokenizer: PreTrainedTokenizerBase) -> WordShares:
     """How much of each word of the texts the experts compute."""
     is_word = routed.computed.any(axis=-1) & ~np.isin(routed.ids, tokenizer.all_special_ids)
@@ -154,34 +136,6 @@ def word_shares(routed: RoutedTexts, tokenizer: PreTrainedTokenizerBase) -> Word
     computed = np.zeros((len(ids), routed.computed.shape[-1]))
     np.add.at(computed, places, routed.computed[is_word])
     return WordShares(ids, occurrences, computed / occurrences[:, None], computed.sum(axis=0) / occurrences.sum())
-
-
-def top_captions(routed: RoutedTexts, words: WordShares, tokenizer: PreTrainedTokenizerBase) -> list[list[str]]:
-    """For each expert and each of its preferred words, the text in which the router is surest to give it this word,
-    with ⟦ ⟧ around all that the expert computes of it (CLIP-UP Figure 11). An expert has no text twice. The tokenizer
-    is a fast one."""
-    options = {"padding": True, "truncation": True, "return_offsets_mapping": True, "return_tensors": "np"}
-    spans = tokenizer(list(routed.texts), **options)["offset_mapping"]  # (n, S, 2)
-    captions: list[list[str]] = []
-    for expert in range(len(words.chance)):
-        sure = np.where(routed.computed[..., expert], routed.probabilities[..., expert], 0)
-        captions.append([])
-        for word in words.preferred(expert, NUM_CAPTIONS):
-            row, place = np.unravel_index(np.where(routed.ids == words.ids[word], sure, 0).argmax(), sure.shape)
-            if sure[row, place] > 0:
-                computed = np.zeros(len(routed.texts[row]), bool)
-                for start, end in spans[row, routed.computed[row, :, expert]]:
-                    computed[start:end] = True
-                captions[-1].append(_marked(routed.texts[row], computed))
-                sure[row] = 0
-    return captions
-
-
-def _marked(text: str, computed: np.ndarray) -> str:
-    """A text with its computed characters between ⟦ and ⟧."""
-    runs = groupby(zip(text, computed, strict=True), lambda character: character[1])
-    parts = [(is_computed, "".join(character for character, _ in run)) for is_computed, run in runs]
-    return "".join(f"⟦{part}⟧" if is_computed else part for is_computed, part in parts).replace("⟧ ⟦", " ")
 
 
 def word_text(tokenizer: PreTrainedTokenizerBase, token: int) -> str:

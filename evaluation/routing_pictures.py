@@ -114,39 +114,3 @@ def draw_expert_patches(routed: RoutedImages, path: Path) -> None:
         f"Vision tower, layer {routed.layer}: the patches (red) that each expert is surest to get, and how sure"
     )
     save(figure, path)
-
-
-def draw_dropped(routed: RoutedImages, dropped: Mapping[float, np.ndarray], path: Path) -> None:
-    """Images that share a capacity, with a line for each capacity factor, and in red the patches that it drops (CLIP-UP
-    Figure 7). `dropped`: factor -> what `evaluation.preferences.dropped_patches` gives."""
-    num_images = len(next(iter(dropped.values())))
-    chosen = _some(num_images)
-    figure, axes = grid(len(dropped) * len(chosen), len(chosen), 1.7, 2.2)
-    for line, (factor, of_factor) in zip(axes, dropped.items(), strict=True):
-        for axis, image in zip(line, chosen, strict=True):
-            _show(axis, routed.pixels[image])
-            for patch in np.flatnonzero(of_factor[image]):
-                _mark(axis, routed, patch, facecolor=(1, 0, 0, 0.6), edgecolor="red")
-            axis.set(xlabel=f"image {image + 1}: {of_factor[image].mean():.0%}")
-        line[0].set_ylabel(f"capacity factor {factor:g}:\n{of_factor.mean():.1%} dropped")
-    figure.suptitle(
-        f"Vision tower, layer {routed.layer}: the patches (red) that find no room at any expert\n"
-        f"{num_images} images share the capacity, in the order of their numbers"
-    )
-    save(figure, path)
-
-
-def draw_expert(expert: int, routed: RoutedImages, path: Path) -> None:
-    """One expert large: all that it computes (framed) of the images of its top patches (CLIP-UP Figure 11)."""
-    images = [image for image, _ in top_patches(routed)[expert]]
-    figure, axes = grid(max(1, len(images)), 5, 2.6, 2.6)
-    axes.flat[0].set_axis_off()
-    for axis, image in zip(axes.flat, images, strict=False):
-        _show(axis, routed.pixels[image])
-        for patch, computed in enumerate(routed.computed[image, 1:, expert]):
-            style = {"fill": False, "edgecolor": "red", "linewidth": 2}
-            _mark(axis, routed, patch, **(style if computed else {"facecolor": (1, 1, 1, 0.75), "linewidth": 0}))
-    figure.suptitle(
-        f"Vision tower, layer {routed.layer}: what expert {expert} computes (framed){': nothing' * (not images)}"
-    )
-    save(figure, path)

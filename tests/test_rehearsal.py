@@ -159,8 +159,8 @@ FOUND = {
     "not a clip": ("scores", {"scores.models": {"trained": "bert"}}, "scores: cannot load bert: a model of type"),
     "expert to analyze": (
         "looked",
-        {"looked.shown_expert": 4},
-        "looked: trained: shown_expert: 4, but the experts are 0 to 1",
+        {"looked.num_experts_per_tok": [4]},
+        "looked: trained: num_experts_per_tok: 4 of 2 experts",
     ),
     "expert of another base": (
         "expert,unified",

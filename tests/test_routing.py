@@ -173,24 +173,9 @@ def test_top_patches_by_hand():
     """Two images of a class token and two patches, three experts; the last computes nothing."""
     first = np.array([[0.9, 0.6, 0.3], [0.9, 0.8, 0.7]])
     probabilities = np.stack([first, 1 - first, 0 * first], axis=-1)
-    routed = preferences.RoutedImages(0, probabilities, probabilities > 0.5, None, None, np.zeros((2, 1, 2, 3)), 1)
+    routed = preferences.RoutedImages(0, probabilities, probabilities > 0.5, np.zeros((2, 1, 2, 3)), 1)
     assert routed.grid == (1, 2)
     assert preferences.top_patches(routed) == [[(1, 0), (0, 0)], [(0, 1)], []]
-
-
-@pytest.mark.parametrize("biased", [False, True], ids=["", "biased"])
-@pytest.mark.parametrize("policy", ["position", "probs"])
-def test_the_dropped_patches_are_those_that_the_model_drops(embedder, policy, biased, monkeypatch):
-    """In the first sparse layer, into which the same goes with and without capacity."""
-    images, config = list(symbols.load("test", "web", 4)["image"]), embedder.model.config.vision_config
-    monkeypatch.setattr(config, "token_drop_policy", policy)
-    router = embedder.model.vision_model.encoder.layers[0].mlp.router
-    bias = torch.linspace(0.05, -0.05, config.num_experts)
-    monkeypatch.setitem(router._buffers, "expert_bias", bias if biased else None)
-    dropped = preferences.dropped_patches(preferences.route_images(embedder, images, layer=0), 4, config, 0.75)
-    monkeypatch.setattr(config, "eval_capacity_factor", 0.75)
-    computed = preferences.route_images(embedder, images, layer=0).computed
-    assert np.array_equal(dropped, ~computed.any(axis=-1)[:, 1:]) and dropped.any() and not dropped.all()
 
 
 def test_words_against_chance_by_hand(embedder):
@@ -205,9 +190,7 @@ def test_words_against_chance_by_hand(embedder):
     for number, (row, place) in enumerate(stars):
         computed[row, place, number % 2] = True
     computed[:, 0, 1] = True  # begins the text, and is no word
-    words = preferences.word_shares(
-        preferences.RoutedTexts(0, computed / 2, computed, None, None, ids, texts), tokenizer
-    )
+    words = preferences.word_shares(preferences.RoutedTexts(0, computed / 2, computed, ids), tokenizer)
     assert dict(zip(words.ids, words.occurrences, strict=True)) == {red: 9, blue: 9, star: 18, heart: 4}
     assert words.chance.tolist() == [22 / 40, 18 / 40]
     shares = {red: [1, 0], blue: [0, 1], star: [0.5, 0.5], heart: [1, 0]}
@@ -217,23 +200,6 @@ def test_words_against_chance_by_hand(embedder):
     more = preferences.WordShares(words.ids, 2 * words.occurrences, words.shares, words.chance)
     assert [more.ids[row] for row in more.preferred(0)] == [red]
     assert preferences.WordShares(words.ids, words.occurrences, words.shares, np.array([0.0, 1.0])).preferred(1) == []
-
-
-def test_captions_show_the_tokens_of_an_expert(embedder):
-    tokenizer = embedder.processor.tokenizer
-    texts = ["Red  star"] * 20 + ["a blue star"] + ["a heart a"] * 20
-    ids = tokenizer(texts, padding=True, return_tensors="np")["input_ids"]
-    red, blue, star, heart = (tokenizer(word)["input_ids"][1] for word in ("red", "blue", "star", "heart"))
-    computed = np.zeros((*ids.shape, 3), bool)
-    computed[ids == red, 0] = computed[ids == blue, 0] = computed[ids == star, 1] = computed[ids == heart, 2] = True
-    computed[20, ids[20] == blue, 1] = True
-    computed[:, 0, 0] = True  # begins the text
-    probabilities = 0.5 * computed
-    probabilities[20] = 0.9 * computed[20]  # of the stars, the surest is that of this text
-    routed = preferences.RoutedTexts(0, probabilities, computed, None, None, ids, texts)
-    # "blue" is too rare to be preferred
-    expected = [["⟦Red⟧  star"], ["a ⟦blue star⟧"], ["a ⟦heart⟧ a"]]
-    assert preferences.top_captions(routed, preferences.word_shares(routed, tokenizer), tokenizer) == expected
 
 
 def test_heat_maps_name_their_numbers(tmp_path, figures):

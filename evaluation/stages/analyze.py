@@ -40,8 +40,6 @@ class AnalyzeStage(MeasuredTasks, Stage):
     num_experts_per_tok: list[int] = Field(default_factory=list)
     # `text` or `vision`: the sparse layer whose words or patches are drawn; the last one where a tower is left out.
     layers: dict[Literal["text", "vision"], int] = Field(default_factory=dict)
-    # The expert that has a picture of its own, of the patches and captions that it takes.
-    shown_expert: int | None = Field(default=None, ge=0)
     # Images or texts that are computed at a time.
     batch_size: int = Field(default=64, gt=0)
 
@@ -52,6 +50,12 @@ class AnalyzeStage(MeasuredTasks, Stage):
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         from clip_moe.evaluation.experts import analyze_experts
 
-        names = ("num_experts_per_tok", "layers", "shown_expert", "batch_size")
-        options = {name: getattr(self, name) for name in names}
-        print(analyze_experts(inputs.model, self.open_tasks(), directory, **options))
+        beginning = analyze_experts(
+            inputs.model,
+            self.open_tasks(),
+            directory,
+            num_experts_per_tok=self.num_experts_per_tok,
+            layers=self.layers,
+            batch_size=self.batch_size,
+        )
+        print(beginning)
