@@ -1,0 +1,252 @@
+"""The tables of docs/results.md and of the front page, from the committed results.
+
+    python -m lab.cards.findings
+
+writes their rows below their headers. A gain is the mean difference over the seeds, in points of R@1, with its paired
+95 % interval.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from statistics import mean, stdev
+
+from clip_moe.engine.command_line import command
+from clip_moe.engine.intervals import paired_interval
+from lab import ROOT
+from lab.law.cases import Case
+from lab.law.fit import read_points
+from lab.law.outcomes import points_of
+from lab.law.points import Point
+
+CARDS = ROOT / "model_cards"
+LONG, TABLES, SIGLIP = "clip_up_names_long", "clip_up_tables_names", "siglip_names"
+EQUAL = "dense, same multiply-adds"
+
+Recalls = Mapping[int, float]  # seed -> R@1 in percent, the mean of both directions
+Price = tuple[Recalls, float, int]  # with seconds of training and multiply-adds of a picture and a text
+
+
+def recall_of_seeds(card: str, model: str) -> Recalls:
+    """The only retrieval task of a card."""
+    tasks = json.loads((CARDS / card / "seeds.json").read_text(encoding="utf-8"))[model]
+    (results,) = (results for task, results in tasks.items() if task != "names_countries")
+    recalls = [50 * (result["image_to_text_recall@1"] + result["text_to_image_recall@1"]) for result in results]
+    return dict(enumerate(recalls))
+
+
+def points(*case, **more) -> Mapping[int, Point]:
+    return points_of(Case(*case, **more), read_points(CARDS / "law/points.json", CARDS / "law/outcome_points.json"))
+
+
+def recall_of_case(*case, **more) -> Recalls:
+    return {seed: 100 * point.recall for seed, point in points(*case, **more).items()}
+
+
+def price_of_case(*case, **more) -> Price:
+    first, *others = points(*case, **more).values()
+    return recall_of_case(*case, **more), mean(p.seconds for p in (first, *others)), first.multiply_adds
+
+
+def price_of_recipe(card: str, model: str, timed: str) -> Price:
+    """Seconds and multiply-adds are those of the row `timed` of lab/speed/results/names_training_cpu.md."""
+    page = (ROOT / "lab" / "speed" / "results" / "names_training_cpu.md").read_text(encoding="utf-8")
+    cells = next(line for line in page.splitlines() if line.startswith(f"| {timed} ")).strip("|").split("|")
+    return recall_of_seeds(card, model), float(cells[3]), int(cells[5].replace(",", ""))
+
+
+def score(recalls: Recalls) -> str:
+    spread = f" ± {stdev(recalls.values()):.1f}" if len(recalls) > 1 else ""
+    return f"{mean(recalls.values()):.1f}{spread}"
+
+
+def gain(recalls: Recalls, rival: Recalls) -> str:
+    seeds = sorted(recalls.keys() & rival.keys())
+    ours, theirs = ([scores[seed] for seed in seeds] for scores in (recalls, rival))
+    difference = f"{mean(ours) - mean(theirs):+.1f}"
+    if len(seeds) == 1:
+        return difference
+    low, high = paired_interval(ours, theirs)
+    return f"{difference} ({low:.1f} to {high:.1f})"
+
+
+def row(*cells: object) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def pair_row(title: str, sparse: Recalls, dense: Recalls, *more: str) -> str:
+    return row(title, *more, score(dense), score(sparse), gain(sparse, dense), len(sparse.keys() & dense.keys()))
+
+
+def room() -> Iterator[str]:
+    dense, sparse = "dense, 16 wide", "CLIP-UP, 16 wide, 8 experts"
+    for number, bits, card in ((256, "0.10", "clip_up_names_256"), (1024, "0.55", "clip_up_names_1024")):
+        yield pair_row(f"{number:,}", recall_of_seeds(card, sparse), recall_of_seeds(card, dense), bits)
+    yield pair_row("2,048", recall_of_seeds("demo", "CLIP-UP, 8 experts"), recall_of_seeds("demo", EQUAL), "1.2")
+    yield pair_row("4,096", recall_of_seeds(LONG, sparse), recall_of_seeds(LONG, dense), "2.8")
+
+
+def shapes() -> Iterator[str]:
+    sparse = recall_of_seeds(LONG, "CLIP-UP, 16 wide, 8 experts")
+    for model in ("dense, 16 wide", "dense, 16 wide, wider FFNs", "dense, 26 wide", "dense, 30 wide"):
+        rival = recall_of_seeds(LONG, model)
+        yield row(model, score(rival), gain(sparse, rival))
+    longer = recall_of_seeds(TABLES, "dense, 30 wide")
+    yield row("dense, 30 wide, trained longer: fewer seconds", score(longer), gain(sparse, longer))
+
+
+def real_pictures() -> Iterator[str]:
+    card = "clip_up_icons"
+    yield pair_row("3,369 logos, 16 wide", recall_of_seeds(card, "CLIP-UP, 8 experts"), recall_of_seeds(card, EQUAL))
+    for world, number, width, exposures in (
+        ("icons", 2048, 16, 640),
+        ("icons", 2048, 24, 320),
+        ("icons", 1024, 16, 1280),
+        ("icons", 512, 12, 640),
+        ("icons", 512, 24, 320),
+        ("icons", 512, 32, 640),
+        ("characters", 2048, 24, 320),
+        ("characters", 1024, 24, 320),
+        ("characters", 512, 24, 320),
+        ("characters", 512, 32, 640),
+        ("molecules", 512, 32, 640),
+        ("molecules", 512, 24, 640),
+    ):
+        sparse, dense = (recall_of_case(world, number, width, exposures, experts=experts) for experts in (8, 0))
+        pictures = "logos" if world == "icons" else world
+        yield pair_row(f"{number:,} {pictures}, {width} wide, {exposures:,} exposures", sparse, dense)
+
+
+def sigmoid_loss() -> Iterator[str]:
+    dense = recall_of_seeds(SIGLIP, EQUAL)
+    for experts in (8, 32):
+        yield pair_row(f"{experts} experts", recall_of_seeds(SIGLIP, f"CLIP-UP, {experts} experts"), dense)
+
+
+def capacity() -> Iterator[str]:
+    dense = recall_of_seeds(TABLES, f"separated, {EQUAL}")
+    for model, title in {
+        "separated, upcycled": "2 in both towers, as in the paper",
+        "image capacity 4": "4 for images, 2 for texts",
+        "no capacity": "none",
+        "no capacity, scratch, same multiply-adds": "none, from scratch",
+    }.items():
+        recalls = recall_of_seeds(TABLES, model)
+        yield row(title, score(recalls), gain(recalls, dense))
+
+
+def recalls_of_arms() -> Mapping[str, list[float]]:
+    """Arm -> R@1 from image to text in each of three seeds, of a dense model 30 wide."""
+    arms = json.loads((CARDS / "duplicates_order" / "seeds.json").read_text(encoding="utf-8"))
+    long = json.loads((CARDS / LONG / "seeds.json").read_text(encoding="utf-8"))
+    arms["together, negatives"] = long["dense, 30 wide, plain shuffles"]
+    arms["apart, evenly spaced"] = long["dense, 30 wide"]
+    names = "together, negatives", "together, positives", "apart, random order", "apart, evenly spaced"
+    return {arm: [100 * seed["image_to_text_recall@1"] for seed in arms[arm]["names_4096"][:3]] for arm in names}
+
+
+def duplicates() -> Iterator[str]:
+    return (row(arm, *(f"{recall:.1f}" for recall in recalls)) for arm, recalls in recalls_of_arms().items())
+
+
+def methods() -> Iterator[str]:
+    names, icons, again = "router_teacher_names", "router_teacher_icons", "sparse_methods_again"
+    for model, card, has_logos in (
+        ("dense teacher of routers", names, True),
+        ("dense teacher of routers, biases", names, True),
+        ("biases, no balance loss", names, True),
+        ("no biases, no balance loss", names, False),
+        ("experts of clusters", again, False),
+        ("16 experts from 8", again, False),
+    ):
+        logos = gain(recall_of_seeds(icons, model), recall_of_seeds(icons, "CLIP-UP")) if has_logos else "not run"
+        recalls = recall_of_seeds(card, model)
+        yield row(model, gain(recalls, recall_of_seeds(card, "CLIP-UP")), len(recalls), logos)
+
+
+def kept() -> Iterator[str]:
+    """Learned, kept, and above the line of dense models, from the card's trade-off."""
+    titles = {"base": "nothing: the base", "dense, 100 %": "all weights, dense", "CLIP-UP, 100 %": "CLIP-UP"}
+    titles |= {name: name for name in ("CLIP-MoE", "CLIP-FMoE", "MoDE")}
+    for line in (CARDS / "symbols_kept" / "tradeoff.md").read_text(encoding="utf-8").splitlines():
+        title, *cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if title in titles:
+            yield row(titles[title], *cells[:3])
+
+
+def prices(task: str, models: Mapping[str, Price]) -> Iterator[str]:
+    """Rows of a sparse model, which comes first, and of its rivals."""
+    sparse, _, sparse_use = next(iter(models.values()))
+    for number, (title, (recalls, seconds, use)) in enumerate(models.items()):
+        price = f"{seconds:.0f}", f"{use / sparse_use:.2f}"
+        cells = score(recalls), len(recalls), *price, gain(sparse, recalls) if number else ""
+        yield row("" if number else task, title, *cells)
+
+
+def front_page() -> Iterator[str]:
+    """Every gain beside its strongest dense rival in fewer seconds and the price of use."""
+    sparse, strongest = "CLIP-UP, 16 wide, 8 experts", "strongest dense in fewer seconds"
+    yield from prices(
+        "4,096 names",
+        {
+            "**16 wide, 8 experts**": price_of_recipe(LONG, sparse, sparse),
+            "best dense of six, equal training: 30 wide": price_of_recipe(LONG, "dense, 30 wide", "dense, 30 wide"),
+            f"{strongest}: 30 wide, trained longer": price_of_recipe(
+                TABLES, "dense, 30 wide", "dense, 30 wide, longer"
+            ),
+        },
+    )
+    yield from prices(
+        "4,096 names, less training",
+        {
+            "**20 wide, 32 experts**": price_of_case("names", 4096, 20, 640, experts=32, budget_width=16),
+            "best dense of four, equal training: 20 wide": price_of_case("names", 4096, 20, 640, budget_width=16),
+            f"{strongest}: 32 wide": price_of_case("names", 4096, 32, 400),
+        },
+    )
+    yield from prices(
+        "2,048 logos",
+        {
+            "**16 wide, 8 experts**": price_of_case("icons", 2048, 16, 640, experts=8),
+            "best dense of three, equal training, fewer seconds: 16 wide": price_of_case("icons", 2048, 16, 640),
+        },
+    )
+
+
+FRONT_PAGE, RESULTS = ROOT / "README.md", ROOT / "docs" / "results.md"
+# Page and header of a table -> its rows
+FINDINGS = {
+    (FRONT_PAGE, "| task | model |"): front_page,
+    (RESULTS, "| names |"): room,
+    (RESULTS, "| model | R@1 | gain of 8 experts |"): shapes,
+    (RESULTS, "| pictures |"): real_pictures,
+    (RESULTS, "| CLIP-UP with |"): sigmoid_loss,
+    (RESULTS, "| capacity |"): capacity,
+    (RESULTS, "| equal names of a batch |"): duplicates,
+    (RESULTS, "| method |"): methods,
+    (RESULTS, "| trained on the symbols |"): kept,
+}
+
+
+def written(path: Path) -> str:
+    """The page with the rows of its tables as the results have them."""
+    text = path.read_text(encoding="utf-8")
+    for (page, header), rows in FINDINGS.items():
+        if page == path:
+            before, found, table = text.partition(f"\n{header}")
+            head, _, rest = table.partition("|\n|---")
+            ruler, _, rest = rest.partition("\n")
+            _, end, after = rest.partition("\n\n")
+            text = f"{before}{found}{head}|\n|---{ruler}\n" + "\n".join(rows()) + end + after
+    return text
+
+
+@command
+def write_findings() -> None:
+    """Write the rows of all tables."""
+    for path in (FRONT_PAGE, RESULTS):
+        path.write_text(written(path), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write_findings.main()
