@@ -73,6 +73,14 @@ def test_other_words_and_other_tests_keep_a_promise(edit):
     assert len(edit("| Another promise. | `tests/test_a.py::test_kept` |")) == 1
 
 
+def test_a_promise_may_move_to_the_other_page(edit, tmp_path):
+    edit(KEPT, OTHER)
+    (tmp_path / "docs" / "reliability_data.md").write_text(f"| promise | test |\n|---|---|\n{OTHER}\n")
+    assert edit(KEPT) == []
+    (tmp_path / "docs" / "reliability_data.md").unlink()
+    assert len(edit(KEPT)) == 1
+
+
 @pytest.mark.parametrize("history", ["none", "shallow"])
 def test_without_history_only_tests_are_looked_up(history, edit, tmp_path, capsys):
     edit(KEPT, OTHER)
