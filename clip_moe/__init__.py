@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> None:
         given = with_own_classes(given)
         if arguments is None:
             sys.argv[1:] = given
-        from clip_moe.engine.kinds import KINDS
+        from clip_moe.engine.kinds import FORMER, KINDS
 
         kind = given[0].replace("-", "_") if given else ""
         if kind in KINDS:  # whose help needs its own file alone
@@ -52,6 +52,8 @@ def main(arguments: list[str] | None = None) -> None:
             from clip_moe.engine.stage_command import run_command
 
             return end(lambda: run_command(kind, given[1:]), is_all=arguments is None)
+        if kind in FORMER:
+            sys.exit(f"error: there is no command {given[0]!r}: did you mean {FORMER[kind]!r}?")
         line = _command_line()
     except ModuleNotFoundError as error:
         sys.exit(

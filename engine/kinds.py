@@ -26,13 +26,15 @@ PURPOSES = {
         "features": "training",
         "cluster": "training",
     },
-    "data experts": dict.fromkeys(("embed_captions", "cluster_fine", "cluster_coarse", "select"), "training"),
+    "data experts": {"embed_captions": "training"},
     "training": dict.fromkeys(
         ("train", "train_long_clip", "train_experts", "train_data_expert", "train_router"), "training"
     ),
     "measures": dict.fromkeys(("evaluate", "answer", "analyze", "embed"), "evaluation"),
 }
 KINDS = {kind: room for kinds in PURPOSES.values() for kind, room in kinds.items()}
+# Former kinds -> the kind that has their settings
+FORMER = dict.fromkeys(("cluster_fine", "cluster_coarse", "select"), "cluster")
 
 
 def stage_of_kind(kind: str) -> "type[Stage]":

@@ -28,7 +28,7 @@ from typing_extensions import TypedDict
 from clip_moe.data.arguments import DataArguments
 from clip_moe.data.worlds import WORLDS
 from clip_moe.engine.files import read_text
-from clip_moe.engine.kinds import KINDS, stage_of_kind
+from clip_moe.engine.kinds import FORMER, KINDS, stage_of_kind
 from clip_moe.engine.messages import Faults, did_you_mean, fault_text, fault_value, one_line, suggestion
 from clip_moe.engine.provenance import LOGS
 from clip_moe.engine.setting_help import settings_within, spelled
@@ -65,7 +65,7 @@ def stage_class(stage: str) -> type[Stage]:
 
         return import_stage(stage)
     if stage not in KINDS:
-        raise ValueError(f"there is no kind of stage {stage!r}: {suggestion(stage, KINDS)}")
+        raise ValueError(f"there is no kind of stage {stage!r}: {suggestion(FORMER.get(stage, stage), KINDS)}")
     return stage_of_kind(stage)
 
 

@@ -57,7 +57,7 @@ SMALLER = {
     "--stages captions,fused,features,clusters,sub_clusters,clip_fmoe_1",
     "--config training/recipes/mode_symbols.yaml": STEP + "--defaults.train.global_batch_size 4 "
     "--defaults.train.data.num_samples 160 --defaults.embed_captions.data.num_samples 160 "
-    "--stages captions,fine,clusters,expert_1,expert_2,expert_3,expert_4,mode",
+    "--stages captions,clusters,expert_1,expert_2,expert_3,expert_4,mode",
     "--config lab/recipes/llava_symbols.yaml": "--projector.max_steps 2 --instructed.max_steps 2 "
     "--defaults.train_llava.data.num_samples 64",
     "data.draw symbols": "--number 64",

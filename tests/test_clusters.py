@@ -15,7 +15,7 @@ from threadpoolctl import threadpool_limits
 from clip_moe.data import symbols
 from clip_moe.data.identity import data_fingerprint
 from clip_moe.training import clusters as module
-from clip_moe.training.clusters import CaptionClusters, Method, accumulate, balanced_kmeans, kmeans, load_clusters
+from clip_moe.training.clusters import Clusters, Method, accumulate, balanced_kmeans, kmeans, load_clusters
 
 CORNERS = np.array([[1, 0], [0, 1], [-1, 0]], dtype=np.float32)
 BY_SCIKIT_LEARN, BY_FAISS = Method(), Method("faiss", n_init=1)
@@ -212,7 +212,7 @@ def test_experts_are_numbered_by_range():
 def test_labels_know_their_data(tmp_path):
     rows = symbols.load("train", "detailed", 30)
     of_features = accumulate(np.arange(30) % 4, [noise(30, 3)])
-    of_captions = CaptionClusters(np.array([0, -1]), np.eye(3), np.array([0, 1, -1]), np.eye(2, 3))
+    of_centers = Clusters(np.array([0, -1]), np.eye(2, 3), np.array([[0], [1]]), np.eye(3), np.array([0, 1, -1]))
     encoded = list(rows.cast_column("image", Image(decode=False))["image"])
     others = [
         rows.select([1, 0, *range(2, 30)]),
@@ -222,10 +222,10 @@ def test_labels_know_their_data(tmp_path):
         # The same captions with other images, which have no names
         rows.remove_columns("image").add_column("image", encoded[::-1]),
     ]
-    for clusters in (of_features, of_captions):
+    for clusters in (of_features, of_centers):
         module.save_clusters(tmp_path, clusters, dataset_fingerprint=data_fingerprint(rows), pairs="readable")
         loaded, about = load_clusters(tmp_path, data_fingerprint(symbols.load("train", "detailed", 30)))
-        assert type(loaded) is type(clusters) and about["pairs"] == "readable"
+        assert about["pairs"] == "readable"
         assert all(np.array_equal(getattr(loaded, name), array) for name, array in vars(clusters).items())
     for other in others:
         with pytest.raises(ValueError, match="belong to another dataset, another order"):
@@ -234,5 +234,5 @@ def test_labels_know_their_data(tmp_path):
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(ValueError, match="is damaged"):
         load_clusters(tmp_path)
-    with pytest.raises(FileNotFoundError, match=f"{file.name} is not there: .* not the folder of a stage"):
+    with pytest.raises(FileNotFoundError, match=f"{file.name} is not there: .* not the folder of a cluster stage"):
         load_clusters(tmp_path / "other")

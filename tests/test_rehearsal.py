@@ -57,6 +57,10 @@ def said_at_once(path, overrides, only=None):
 
 
 AT_ONCE = {
+    "former kind": (
+        {"coarse.stage": "cluster_coarse"},
+        "coarse.stage: there is no kind of stage 'cluster_coarse': did you mean 'cluster'?",
+    ),
     "kind": ({"trained.stage": "trian"}, "trained.stage: there is no kind of stage 'trian': did you mean 'train'?"),
     "key": ({"trained.learning_rte": 1}, "trained.learning_rte: there is no such key.* did you mean 'learning_rate'"),
     "key within": ({"several.captions": [{"polcy": 1}]}, "several.captions.0.polcy: .*did you mean 'policy'"),

@@ -40,7 +40,7 @@ from clip_moe.evaluation.report import best_of
 from clip_moe.evaluation.sentence_encoders import load_encoder
 from clip_moe.evaluation.tasks import TASKS, Task
 from clip_moe.training import loop
-from clip_moe.training.clusters import FeatureClusters, load_clusters
+from clip_moe.training.clusters import Clusters, load_clusters
 from clip_moe.training.loader import PairLoader
 from clip_moe.training.loop import checkpoint_layers
 from clip_moe.training.optimizers import set_trainable
@@ -51,7 +51,7 @@ STAGES = {
     "clip_moe": CLIP_MOE,
     "clip_fmoe": ["dense", "captions", "fused", "features", "clusters", "sub_clusters"]
     + ["expert_1", "expert_2", "unified", "clip_fmoe"],
-    "mode": "dense captions fine coarse expert_1 expert_2 mode".split(),
+    "mode": "dense captions coarse expert_1 expert_2 mode".split(),
 }
 DATA = {"source": "symbols", "num_samples": 160, "captions": "web", "in_memory": True}
 RECIPES = Path(__file__).parent / "recipes"
@@ -145,7 +145,7 @@ def test_experts_in_separate_runs_end_in_the_same_bits(system, name):
     [
         ("clip_moe", "features_1 clusters_2 expert_2 unified clip_moe", True),
         ("clip_fmoe", "captions features clip_fmoe", False),
-        ("mode", "captions fine coarse expert_2", False),
+        ("mode", "captions coarse expert_2", False),
     ],
 )
 def test_two_processes_end_in_the_same_models(system, name, stages, is_killed):
@@ -248,7 +248,7 @@ def test_every_expert_has_its_own_cluster(system):
     sizes = np.bincount(found["labels"])
     for number, name in enumerate(("expert_1", "expert_2")):
         (stage,) = (stage for stage in load_recipe(whole / "recipe.yaml").stages if stage.name == name)
-        labels = stage.labels(FeatureClusters(**found), 8)
+        labels = stage.labels(Clusters(**found), 8)
         assert ((labels >= 0) == (first_level == number)).all()
         assert len(losses(whole / name)) == 2 * sum(size // 8 for size in sizes[2 * number : 2 * number + 2])
 
@@ -296,15 +296,15 @@ def nearest(embeds, centers):
 def test_captions_are_embedded_and_every_pair_belongs_to_the_expert_of_its_center(out, rows, tmp_path):
     embeds, encoder = stored(out / "captions", "embeddings"), load_encoder(out / "captions" / "encoder")
     np.testing.assert_allclose(embeds, encoder.encode(rows["caption"]), atol=1e-6)
-    centers, fine = load_arrays(out / "fine" / "centers.safetensors")["centers"], stored(out / "fine", "labels")
+    centers, fine = load_arrays(out / "coarse" / "centers.safetensors")["centers"], stored(out / "coarse", "labels")
     assert centers.shape == (8, 16) and np.array_equal(fine, nearest(embeds, centers))
     clusters, metadata = load_clusters(out / "coarse")
     fingerprint = data_fingerprint(rows, images=False)
     of_stages = (load_clusters(out / name, fingerprint)[0].labels for name in ("coarse", "random", "selected"))
     labels, random, selected = of_stages
-    assert np.array_equal(labels, clusters.expert_of_center[fine]) and metadata["encoder"].startswith("tfidf-")
+    assert np.array_equal(labels, clusters.cluster_of_center[fine]) and metadata["encoder"].startswith("tfidf-")
     assert set(labels) == {0, 1}
-    assert np.array_equal(np.bincount(clusters.expert_of_center), [4, 4])
+    assert np.array_equal(np.bincount(clusters.cluster_of_center), [4, 4])
     assert np.array_equal(np.bincount(random), np.bincount(labels)) and not np.array_equal(random, labels)
     contact_sheet(tmp_path / "sheet.png", rows, np.array([f"expert {label}" for label in labels]), seed=0)
     assert (out / "coarse" / "clusters.png").read_bytes() == (tmp_path / "sheet.png").read_bytes()
@@ -328,10 +328,10 @@ def test_assembled_and_averaged_models(out):
     names = ("mode", "by_coarse", "equal", "first")
     mode, coarse, equal, first = (CLIPMoDEModel.from_pretrained(out / name) for name in names)
     clusters, _ = load_clusters(out / "coarse")
-    assert np.array_equal(mode.centers.numpy(), clusters.centers)
-    assert np.array_equal(mode.expert_of_center.numpy(), clusters.expert_of_center)
-    assert np.array_equal(coarse.centers.numpy(), clusters.coarse_centers) and equal.centers is None
-    assert np.array_equal(first.centers.numpy(), clusters.centers[clusters.expert_of_center == 0])
+    assert np.array_equal(mode.centers.numpy(), clusters.fine_centers)
+    assert np.array_equal(mode.expert_of_center.numpy(), clusters.cluster_of_center)
+    assert np.array_equal(coarse.centers.numpy(), clusters.centers) and equal.centers is None
+    assert np.array_equal(first.centers.numpy(), clusters.fine_centers[clusters.cluster_of_center == 0])
     one, two = (CLIPModel.from_pretrained(out / f"expert_{number}").state_dict() for number in (1, 2))
     for number, expert in enumerate((one, two)):
         assert all(torch.equal(expert[name], tensor) for name, tensor in mode.expert(number).state_dict().items())
@@ -373,18 +373,18 @@ def test_other_pairs_are_embedded_while_they_are_assigned(system, out):
             shutil.rmtree(output / name, ignore_errors=True)
 
     of_readers = {f"{name}.data": more for name in readers}
-    target = remade(system("mode"), ["fine", "coarse"], {"fine.data": more} | of_readers, without_readers)
+    target = remade(system("mode"), ["coarse"], {"coarse.data": more} | of_readers, without_readers)
     rows = load_pairs(DataArguments(**more))
     embeds = load_encoder(target / "captions" / "encoder").encode(rows["caption"])
-    centers = load_arrays(out / "fine" / "centers.safetensors")["centers"]
-    assert np.array_equal(stored(target / "fine", "labels"), nearest(embeds, centers))
+    centers = load_arrays(out / "coarse" / "centers.safetensors")["centers"]
+    assert np.array_equal(stored(target / "coarse", "labels"), nearest(embeds, centers))
     assert len(load_clusters(target / "coarse", data_fingerprint(rows, images=False))[0].labels) == 300
 
 
 def test_centers_of_another_encoder_are_refused(system, out):
     with pytest.raises(ValueError, match="made with tfidf-.*, not with dense-"):
-        centers = {"fine.num_centers": None, "fine.centers": str(out / "fine")}
-        remade(system("mode"), ["captions", "fine"], {"captions.encoder": "dense"} | centers)
+        centers = {"coarse.num_centers": None, "coarse.centers": str(out / "coarse")}
+        remade(system("mode"), ["captions", "coarse"], {"captions.encoder": "dense"} | centers)
 
 
 # MoDE's comparisons: clusters of images, averages that are trained on, embeddings that are summed
@@ -395,8 +395,8 @@ def test_images_are_clustered_and_averages_trained_on(system, rows):
     out = system("mode_images").whole
     expected = image_embeds(out / "dense", rows["image"])
     np.testing.assert_allclose(stored(out / "images", "embeddings"), expected, atol=1e-5)
-    centers = load_arrays(out / "fine" / "centers.safetensors")["centers"]
-    assert np.array_equal(stored(out / "fine", "labels"), nearest(expected, centers))
+    centers = load_arrays(out / "coarse" / "centers.safetensors")["centers"]
+    assert np.array_equal(stored(out / "coarse", "labels"), nearest(expected, centers))
     # The mean of the experts is where the training of one model begins: three steps of AdamW, with a decay
     mean, tuned = (weights(out / name) for name in ("mean", "tuned"))
     assert 0 < max((tuned[name] - mean[name]).abs().max() for name in mean) < 3 * 0.011
@@ -415,7 +415,7 @@ def test_every_image_routes_itself_by_all_centers(system):
     processor, weights_, right = AutoProcessor.from_pretrained(out / "mode"), [], []
     texts = processor.tokenizer(classes, padding=True, return_tensors="pt")
     for row, embed in zip(test, metadata, strict=True):
-        weights_.append(in_a_loop([embed], clusters.centers, clusters.expert_of_center, 2, 0.2, False, "paper"))
+        weights_.append(in_a_loop([embed], clusters.fine_centers, clusters.cluster_of_center, 2, 0.2, False, "paper"))
         images = processor.image_processor([row["image"]], return_tensors="pt")
         with torch.no_grad():
             logits = [model.expert(number)(**texts, **images).logits_per_image for number in range(2)]

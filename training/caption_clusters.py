@@ -1,4 +1,4 @@
-"""The embeddings of captions, their clusters, and the data experts that these make (MoDE), as stages keep them."""
+"""The embeddings of captions by a sentence encoder, as stages keep them (MoDE)."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,20 +7,15 @@ import datasets
 import numpy as np
 
 from clip_moe.data.arguments import DataArguments
-from clip_moe.data.contact_sheet import contact_sheet
 from clip_moe.data.pairs import first_caption
 from clip_moe.engine.context import Context
 from clip_moe.engine.settings import dump
 from clip_moe.evaluation.feature_store import Compute, FeatureStore
 from clip_moe.evaluation.sentence_encoders import SentenceEncoder
-from clip_moe.training.clusters import CaptionClusters, center_ranges, save_clusters
+from clip_moe.training.clusters import CAPTIONED, READABLE
 
 # The folder of the encoder of captions, in that of an embed_captions stage
 ENCODER = "encoder"
-# Pairs that the samples in pictures are drawn from
-SAMPLES_DRAWN_FROM = 20_000
-# Which pairs of the data have features and labels: those with a readable image, or with a caption
-READABLE, CAPTIONED = "readable", "captioned"
 # Batches that are written together: what a run that is killed loses, and what is in memory at a time
 BATCHES_PER_SHARD = 128
 
@@ -43,46 +38,6 @@ def caption_store(
 def open_store(folder: Path, maker: str) -> FeatureStore:
     """What `caption_store` made. Raises see `FeatureStore.open`."""
     return FeatureStore.open(folder, maker, {"encoder": str, "data": dict, "dataset_fingerprint": str, "pairs": str})
-
-
-def save_experts(
-    name: str,
-    fine: Path,
-    context: Context,
-    directory: Path,
-    centers: tuple[np.ndarray, np.ndarray, np.ndarray],
-    at_random: bool = False,
-) -> None:
-    """Keep the clusters and the expert of every pair, and draw some pairs of each.
-
-    Args:
-        name: the stage that keeps them.
-        fine: the folder of the fine-grained clusters.
-        centers: the fields of `CaptionClusters` without the labels.
-        at_random: give every expert as many pairs as its clusters have, but any.
-    """
-    store = open_store(fine, "a cluster_fine stage")
-    about = {key: store.about[key] for key in ("encoder", "dataset_fingerprint", "pairs")}
-    images = about["pairs"] == READABLE
-    rows = context.pairs(DataArguments(**store.about["data"]), images)
-    if context.data_fingerprint(rows, images) != about["dataset_fingerprint"]:
-        raise ValueError(f"the pairs have changed since {fine} was made; delete it to assign them anew")
-    fine_centers, expert_of_center, coarse_centers = centers
-    labels = expert_of_center[store["labels"][:]].astype(np.int16)
-    if at_random:
-        labels = np.random.default_rng(context.seed).permutation(labels)
-    if not (labels >= 0).any():
-        raise ValueError("no pair belongs to the centers that the metadata retrieve: name more of them")
-    clusters = CaptionClusters(labels, fine_centers, expert_of_center, coarse_centers)
-    save_clusters(directory, clusters, **about)
-    drawn = np.random.default_rng(context.seed).permutation(np.flatnonzero(labels >= 0))[:SAMPLES_DRAWN_FROM]
-    drawn = np.sort(drawn)
-    titles = np.array([f"expert {label}" for label in labels[drawn]])
-    contact_sheet(directory / "clusters.png", rows.select(drawn), titles, context.seed)
-    sizes = np.bincount(labels[labels >= 0], minlength=len(clusters.coarse_centers))
-    ranges = zip(sizes, center_ranges(fine_centers, expert_of_center, coarse_centers), strict=True)
-    sizes = ", ".join(f"{size} pairs (range {r:.2f})" for size, r in ranges)
-    print(f"{name}: {sizes}; look at {context.output_dir / name / 'clusters.png'}")
 
 
 def encoder_features(

@@ -1,5 +1,5 @@
-"""Clusters by which experts are told apart: of the features of images and captions (CLIP-MoE, CLIP-FMoE), and of
-fine-grained centers of captions (MoDE)."""
+"""Clusters of a dataset, by which experts are told apart: K-means of the features of images and captions (CLIP-MoE,
+CLIP-FMoE), or fine-grained centers that are grouped (MoDE)."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -24,8 +24,10 @@ SAMPLES_PER_CLUSTER, FEWEST_SAMPLES = 256, 65_536
 CHUNK, DISTANCES_CHUNK = 4096, 8192
 # Rows that balanced K-means chooses its first centers from, for each center
 ROWS_PER_CENTER = 20
-# The files of clusters and of fine-grained centers
+# The files of clusters, and of the fine-grained centers that they are made of
 CLUSTERS, CENTERS = "clusters.safetensors", "centers.safetensors"
+# Which pairs of the data have labels: those with a readable image, or with a caption
+READABLE, CAPTIONED = "readable", "captioned"
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,7 @@ def import_faiss():
 
 
 def balanced_kmeans(
-    features: np.ndarray, num_clusters: int, seed: int, iterations: int = 20, device: str | torch.device = "cpu"
+    features: np.ndarray, num_clusters: int, seed: int, device: str | torch.device = "cpu", iterations: int = 20
 ) -> tuple[np.ndarray, np.ndarray]:
     """K-means whose clusters have at most ceil(n / k) of the n samples each.
 
@@ -215,18 +217,22 @@ def nearest_centers(features: np.ndarray, centers: torch.Tensor) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class FeatureClusters:
-    """The accumulated clusters of a dataset: every sample has a tuple of labels, one label a stage so far.
+class Clusters:
+    """The clusters of a dataset's pairs.
 
     Args:
-        labels: (samples,), the cluster of each sample, a row of `tuples`.
-        tuples: (C, stages), the labels that make up each cluster; sorted.
-        centers: (C, D), the mean features of each.
+        labels: (samples,), the cluster of each pair, or -1.
+        centers: (C, D), the mean features of each cluster, or the mean of its fine-grained centers.
+        tuples: (C, stages), the labels that make up each cluster, one label for each stage so far; sorted.
+        fine_centers: (m, D), the fine-grained centers; None: there are none.
+        cluster_of_center: (m,), the cluster of each, or -1.
     """
 
     labels: np.ndarray
-    tuples: np.ndarray
     centers: np.ndarray
+    tuples: np.ndarray
+    fine_centers: np.ndarray | None = None
+    cluster_of_center: np.ndarray | None = None
 
 
 def split(
@@ -266,9 +272,7 @@ def split(
     return labels
 
 
-def accumulate(
-    labels: np.ndarray, features: Sequence[np.ndarray | Rows], previous: FeatureClusters | None = None
-) -> FeatureClusters:
+def accumulate(labels: np.ndarray, features: Sequence[np.ndarray | Rows], previous: Clusters | None = None) -> Clusters:
     """The clusters of samples that agree in this stage's label and in those of all stages before (CLIP-MoE section 3).
 
     Args:
@@ -281,7 +285,7 @@ def accumulate(
     combinations, accumulated = np.unique(before * number + labels, return_inverse=True)
     tuples = np.concatenate([tuples[combinations // number], combinations[:, None] % number], axis=1)
     centers = np.concatenate([_means(of_one, accumulated, len(tuples)) for of_one in features], axis=1)
-    return FeatureClusters(accumulated, tuples, centers)
+    return Clusters(accumulated, centers, tuples)
 
 
 def combine(columns: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -304,56 +308,46 @@ def _means(features: np.ndarray | Rows, labels: np.ndarray, number: int) -> np.n
     return (sums / np.bincount(labels)[:, None]).astype(features.dtype)
 
 
-@dataclass(frozen=True)
-class CaptionClusters:
-    """The clusters of a dataset's captions.
-
-    Args:
-        labels: (samples,), the expert of each sample, or -1.
-        centers: (m, d), the fine-grained cluster centers.
-        expert_of_center: (m,), the expert that each belongs to, or -1.
-        coarse_centers: (n, d), the mean of the centers of each expert.
-    """
-
-    labels: np.ndarray
-    centers: np.ndarray
-    expert_of_center: np.ndarray
-    coarse_centers: np.ndarray
-
-
-def group_centers(centers: np.ndarray, num_experts: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """The centers (m, d) grouped into experts by balanced K-means (MoDE eq. 2). Experts are numbered by the range of
+def group_centers(fine_centers: np.ndarray, num_clusters: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """The fine-grained centers (m, d) grouped by balanced K-means (MoDE eq. 2). Clusters are numbered by the range of
     their centers, the largest first: the order of training where there is no time for all (MoDE section 5.5).
 
     Returns:
-        (m,) the expert of each center, and (n, d) the mean of each expert's centers.
+        (m,) the cluster of each center, and (n, d) the mean of each cluster's centers.
     """
-    coarse_centers, labels = balanced_kmeans(centers, num_experts, seed)
-    order = np.argsort(-center_ranges(centers, labels, coarse_centers), kind="stable")
-    return np.argsort(order)[labels], coarse_centers[order]
+    centers, labels = balanced_kmeans(fine_centers, num_clusters, seed)
+    order = np.argsort(-center_ranges(fine_centers, labels, centers), kind="stable")
+    return np.argsort(order)[labels], centers[order]
 
 
-def center_ranges(centers: np.ndarray, labels: np.ndarray, coarse_centers: np.ndarray) -> np.ndarray:
-    """(n,) the mean distance between the centers (m, d) of each label and its coarse center (n, d)."""
+def select_centers(fine_centers: np.ndarray, queries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """One cluster of the fine-grained centers (m, d) that are nearest to queries (n, d) (MoDE section 5.5), as
+    `group_centers` returns it: the other centers belong to cluster -1."""
+    nearest = np.unique(nearest_centers(queries, torch.as_tensor(fine_centers)))
+    cluster_of_center = np.where(np.isin(np.arange(len(fine_centers)), nearest), 0, -1)
+    return cluster_of_center, fine_centers[nearest].mean(axis=0, keepdims=True)
+
+
+def center_ranges(fine_centers: np.ndarray, labels: np.ndarray, centers: np.ndarray) -> np.ndarray:
+    """(n,) the mean distance between the fine-grained centers (m, d) of each label and its center (n, d)."""
     return np.array(
-        [np.linalg.norm(centers[labels == i] - center, axis=1).mean() for i, center in enumerate(coarse_centers)]
+        [np.linalg.norm(fine_centers[labels == i] - center, axis=1).mean() for i, center in enumerate(centers)]
     )
 
 
-def save_clusters(directory: Path, clusters: FeatureClusters | CaptionClusters, **about: str) -> None:
-    """Keep clusters, with the `dataset_fingerprint` of their samples, and what else is to be known of them."""
-    save_arrays(directory / CLUSTERS, vars(clusters), about)
+def save_clusters(directory: Path, clusters: Clusters, **about: str) -> None:
+    """Keep clusters, with the `dataset_fingerprint` of their `pairs`, and more about them."""
+    arrays = {name: array for name, array in vars(clusters).items() if array is not None}
+    save_arrays(directory / CLUSTERS, arrays, about)
 
 
-def load_clusters(
-    directory: Path, dataset_fingerprint: str | None = None
-) -> tuple[FeatureClusters | CaptionClusters, dict[str, str]]:
-    """The clusters of a stage, and what was kept of them.
+def load_clusters(directory: Path, dataset_fingerprint: str | None = None) -> tuple[Clusters, dict[str, str]]:
+    """The clusters of a stage, and what was kept about them.
 
     Args:
         dataset_fingerprint: `data.identity.data_fingerprint` of the samples they are to be used for; None: of none.
     """
-    with open_arrays(directory / CLUSTERS, "a stage of clusters") as file:
+    with open_arrays(directory / CLUSTERS, "a cluster stage") as file:
         about, arrays = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     fingerprint = about["dataset_fingerprint"]
     if dataset_fingerprint not in (None, fingerprint):
@@ -361,21 +355,17 @@ def load_clusters(
             f"the labels in {directory} belong to {OTHER_DATA} (fingerprint {fingerprint[:12]}, not "
             f"{dataset_fingerprint[:12]}): use the same data settings in all stages, or embed and cluster these data"
         )
-    return (FeatureClusters if "tuples" in arrays else CaptionClusters)(**arrays), about
+    return Clusters(**arrays), about
 
 
-def save_centers(directory: Path, centers: np.ndarray, encoder: str) -> None:
+def save_centers(directory: Path, fine_centers: np.ndarray, encoder: str) -> None:
     """Keep fine-grained centers (m, d) and the name of the encoder that they were made with."""
-    save_arrays(directory / CENTERS, {"centers": centers}, {"encoder": encoder})
+    save_arrays(directory / CENTERS, {"centers": fine_centers}, {"encoder": encoder})
 
 
-def load_centers(directory: Path, encoder: str | None = None) -> np.ndarray:
-    """The centers (m, d) of a cluster_fine stage.
-
-    Args:
-        encoder: the name of the encoder of the features to compare them with; None: they are compared with nothing.
-    """
-    with open_arrays(directory / CENTERS, "a cluster_fine stage") as file:
-        if encoder not in (None, made_by := file.metadata()["encoder"]):
+def load_centers(directory: Path, encoder: str) -> np.ndarray:
+    """The fine-grained centers (m, d) of a cluster stage, to compare with features of this encoder."""
+    with open_arrays(directory / CENTERS, "a cluster stage with num_centers") as file:
+        if encoder != (made_by := file.metadata()["encoder"]):
             raise ValueError(f"the centers in {directory} were made with {made_by}, not with {encoder}")
         return file.get_tensor("centers")

@@ -71,7 +71,7 @@ SYSTEMS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "MoDE": (
         "mode_symbols",
-        "captions fine clusters expert_1 expert_2 mode soup",
+        "captions clusters expert_1 expert_2 mode soup",
         TRAINED
         | {
             "defaults.embed_captions.data.num_samples": 2048,

@@ -28,8 +28,9 @@ class AssembleStage(Stage):
     # Earlier stages, folders or hub names, in the order of the clusters 0, 1, ... Fewer than there are clusters make a
     # model that others can be added to.
     experts: list[Model] = Field(min_length=1)
-    # A cluster_coarse stage and the embed_captions stage that it goes back to. None: all experts have the same weight.
-    clusters: Annotated[str, Reads("cluster_coarse", "select")] | None = None
+    # A cluster stage with fine-grained centers, and the embed_captions stage that it goes back to. None: all experts
+    # have the same weight.
+    clusters: Annotated[str, Reads("cluster")] | None = None
     # An embed_captions stage of its encoder.
     captions: Annotated[str, Reads("embed_captions")] | None = None
     # What a task's metadata are compared with: the fine-grained centers, or to compare with (MoDE section 5.2) one
@@ -73,7 +74,9 @@ class AssembleStage(Stage):
         clusters, metadata = load_clusters(Path(inputs.clusters))
         folder = Path(inputs.captions) / ENCODER
         encoder = load_encoder(folder)
-        number, known = len(experts), len(clusters.coarse_centers)
+        number, known = len(experts), len(clusters.centers)
+        if clusters.fine_centers is None:
+            raise ValueError(f"{self.name}.clusters: {self.clusters} has no fine-grained centers: set its num_centers")
         if number > known:
             raise ValueError(f"{self.name}.experts: {number} experts, but {self.clusters} has {known} clusters")
         if encoder.name != metadata["encoder"]:
@@ -81,10 +84,10 @@ class AssembleStage(Stage):
                 f"{self.captions} was embedded by {encoder.name}, {self.clusters} goes back to {metadata['encoder']}"
             )
         if self.centers == "coarse":
-            centers, expert_of_center = clusters.coarse_centers[:number], np.arange(number)
+            centers, expert_of_center = clusters.centers[:number], np.arange(number)
         else:
-            ours = (clusters.expert_of_center >= 0) & (clusters.expert_of_center < number)
-            centers, expert_of_center = clusters.centers[ours], clusters.expert_of_center[ours]
+            ours = (clusters.cluster_of_center >= 0) & (clusters.cluster_of_center < number)
+            centers, expert_of_center = clusters.fine_centers[ours], clusters.cluster_of_center[ours]
         centers, expert_of_center = torch.as_tensor(centers), torch.as_tensor(expert_of_center)
         config |= {"routing_temperature": self.routing_temperature, "routing": self.routing}
         config |= {"metadata_modality": encoder.modality, "nearest_center_only": encoder.modality == "text"}

@@ -1,4 +1,4 @@
-"""The stage that clusters the features of a dataset."""
+"""The stage that clusters a dataset."""
 
 import dataclasses
 import typing
@@ -10,66 +10,134 @@ from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from clip_moe.engine.context import Context
+from clip_moe.engine.messages import join_names
 from clip_moe.engine.settings import STRICT, Reads
-from clip_moe.engine.stage import Stage
+from clip_moe.engine.stage import NumberedData, Stage
+
+if typing.TYPE_CHECKING:
+    import numpy as np
+
+    from clip_moe.evaluation.feature_store import FeatureStore
+
+# Embeddings that fine-grained centers are learned from, unless num_samples says: 6 GB in float32 of size 768
+CENTER_SAMPLES = 2_000_000
+# Settings of one of the two ways alone
+OF_KMEANS = "num_image_clusters", "num_text_clusters", "num_random_clusters", "previous", "within", "method"
+OF_CENTERS = "random", "data"
+# Pairs that the pictures are drawn from
+SAMPLES_DRAWN_FROM = 20_000
 
 
 @dataclass(config=STRICT, kw_only=True)
 class ClusterStage(Stage):
-    """Clusters of a dataset: K-means of image features, of text features or of both, whose labels are then combined.
+    """Clusters of a dataset: K-means of image features, of text features or of both, or groups of fine-grained centers.
 
     CLIP-MoE: 3 image and 3 text clusters a stage, with the labels of the stages before as `previous`.
     CLIP-FMoE: 4 image clusters, then 64 image clusters `within` each.
+    MoDE: 1,024 fine-grained centers of captions by balanced K-means (eq. 1), grouped into 4 clusters (eq. 2), each for
+    a data expert. Every pair belongs to the cluster of its nearest center (section 3.3). Cluster 0 has the largest
+    range, and is to be trained first where there is no time for all.
 
         clip-moe cluster runs/clusters --features runs/features --num_image_clusters 2
+        clip-moe cluster runs/coarse --features runs/sentences --num_centers 4 --num_clusters 2
     """
 
     kind: ClassVar[str] = "cluster"
     has_rows_of_pairs: ClassVar[bool] = True
-    main_process_only: ClassVar[bool] = True
 
-    # A features stage.
-    features: Annotated[str, Reads("features")]
-    # The cluster stage that these refine: a cluster is then a combination of both labels.
-    previous: Annotated[str, Reads("cluster")] | None = None
-    # Whether the samples of each previous cluster are clustered by themselves, instead of all together.
-    within: bool = False
+    # A features stage; for num_centers and centers, an embed_captions stage.
+    features: Annotated[str, Reads("features", "embed_captions")]
     # Clusters of the image features. With 1, images do not count.
     num_image_clusters: int = Field(default=1, gt=0)
     # The same for text features.
     num_text_clusters: int = Field(default=1, gt=0)
     # Parts of a random permutation, to compare with (CLIP-FMoE appendix D).
     num_random_clusters: int = Field(default=1, gt=0)
+    # The cluster stage that these refine: a cluster is then a combination of both labels.
+    previous: Annotated[str, Reads("cluster")] | None = None
+    # Whether the samples of each previous cluster are clustered by themselves, instead of all together.
+    within: bool = False
     # What computes K-means. faiss (pip install faiss-cpu) learns centers from num_samples features and assigns all in
     # chunks, so that they need not fit into memory. None: scikit-learn up to 100,000 features, the best of ten starts;
     # faiss above, of one.
     method: Literal["scikit-learn", "faiss"] | None = None
-    # Features that faiss learns the centers of each K-means from, drawn at random. They are in memory at once. None:
-    # 256 for each cluster, and at least 65,536.
+    # Features that the centers of faiss, or fine-grained ones, are learned from, drawn at random. They are in memory at
+    # once. None: for faiss 256 for each cluster, and at least 65,536; for fine-grained centers 2 million.
     num_samples: int | None = Field(default=None, gt=0)
+
+    # Fine-grained centers that are learned from the captions' embeddings (MoDE).
+    num_centers: int | None = Field(default=None, gt=0)
+    # In place of num_centers, a cluster stage whose fine-grained centers and pairs are used again.
+    centers: Annotated[str, Reads("cluster")] | None = None
+    # Clusters that the fine-grained centers are grouped into.
+    num_clusters: int | None = Field(default=None, gt=0)
+    # In place of num_clusters: class names, queries or captions of tasks that are known before training. The centers
+    # nearest to them are cluster 0, and all others belong to none (MoDE section 5.5, retrieval-enhanced).
+    metadata: list[str] | None = Field(default=None, min_length=1)
+    # Give the pairs to these clusters at random, as many to each as it has: to compare with (MoDE section 5.1).
+    random: bool = False
+    # Assign these pairs to the centers. Their captions are embedded on the fly and not stored, for datasets too large
+    # to store. None: those of `features`, or of `centers`.
+    data: NumberedData | None = None
+    # Captions of `data` that are embedded at a time, by one process.
+    batch_size: int = Field(default=256, gt=0)
 
     @model_validator(mode="after")
     def _check(self):
         if self.within and self.previous is None:
             raise ValueError("within needs the clusters of a previous stage")
+        given = [
+            name for name in ("num_centers", "centers", "num_clusters", "metadata") if getattr(self, name) is not None
+        ]
+        if given and (len(given) != 2 or len({*given} & {"num_centers", "centers"}) != 1):
+            raise ValueError(
+                "fine-grained centers need one of num_centers and centers, and one of num_clusters and metadata, not "
+                f"{join_names(given)}"
+            )
+        defaults = type(self).__pydantic_fields__
+        others = [
+            name for name in (OF_KMEANS if given else OF_CENTERS) if getattr(self, name) != defaults[name].default
+        ]
+        if others:
+            raise ValueError(f"{join_names(others)}: only {'without' if given else 'with'} num_centers or centers")
         return self
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
+        """K-means is for the main process; any number of processes find the nearest of fine-grained centers."""
+        is_fine = self.num_clusters is not None or self.metadata is not None
+        store = self._assign(inputs, context, directory) if is_fine else None
+        if context.accelerator.is_main_process and is_fine:
+            self._group(store, inputs, context.without_others(), directory)
+        elif context.accelerator.is_main_process:
+            self._split(inputs, context.without_others(), directory)
+
+    def rehearsed(self, num_samples: int) -> typing.Self:
+        """As many clusters as few samples have."""
+        names = ("num_image_clusters", "num_text_clusters", "num_random_clusters")
+        few = {name: min(getattr(self, name), max(1, num_samples // 64)) for name in names}
+        few["num_centers"] = self.num_centers and min(self.num_centers, num_samples // 4)
+        return dataclasses.replace(super().rehearsed(num_samples), **few)
+
+    def _split(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
+        """K-means of features, by modality."""
         import numpy as np
 
-        from clip_moe.data.arguments import DataArguments
         from clip_moe.data.contact_sheet import contact_sheet
         from clip_moe.evaluation.feature_store import FeatureStore
-        from clip_moe.training.clusters import accumulate, choose_method, combine, load_clusters, save_clusters, split
+        from clip_moe.training.clusters import (
+            READABLE,
+            accumulate,
+            choose_method,
+            combine,
+            load_clusters,
+            save_clusters,
+            split,
+        )
 
-        source = Path(inputs.features)
-        features = FeatureStore.open(source, "a features stage", {"data": dict, "dataset_fingerprint": str})
-        data, fingerprint = DataArguments(**features.about["data"]), features.about["dataset_fingerprint"]
-        rows = context.pairs(data)
-        if context.data_fingerprint(rows) != fingerprint:
-            raise ValueError(f"{data.source} has changed since {source} was made; delete it to embed it anew")
+        store = FeatureStore.open(Path(inputs.features), "a features stage", {"data": dict, "dataset_fingerprint": str})
+        rows, fingerprint = _pairs_of(store, context), store.about["dataset_fingerprint"]
         previous = None if inputs.previous is None else load_clusters(Path(inputs.previous), fingerprint)[0]
-        features = {name: features[name] for name in ("image", "text")}
+        features = {name: store[name] for name in ("image", "text")}
         method = choose_method(len(rows), self.method, self.num_samples)
         numbers = {"image": self.num_image_clusters, "text": self.num_text_clusters, "random": self.num_random_clusters}
         has_kmeans = self.num_image_clusters * self.num_text_clusters > 1
@@ -80,7 +148,7 @@ class ClusterStage(Stage):
         columns = split(features, numbers, context.seed, groups, method, stage)  # the labels by each modality
         labels = np.ravel_multi_index(tuple(columns.values()), [numbers[name] for name in columns])
         clusters = accumulate(labels, [features["image"], features["text"]], previous)
-        save_clusters(directory, clusters, dataset_fingerprint=fingerprint, method=method_text)
+        save_clusters(directory, clusters, dataset_fingerprint=fingerprint, pairs=READABLE, method=method_text)
         # Labels that were found within a cluster mean nothing outside of it.
         columns = {"cluster": previous.labels, **columns} if self.within else columns
         labels, names = combine(columns)
@@ -95,8 +163,105 @@ class ClusterStage(Stage):
             f"look at {context.output_dir / self.name / 'clusters.png'}"
         )
 
-    def rehearsed(self, num_samples: int) -> typing.Self:
-        """As many clusters as few samples have."""
-        names = ("num_image_clusters", "num_text_clusters", "num_random_clusters")
-        few = {name: min(getattr(self, name), max(1, num_samples // 64)) for name in names}
-        return dataclasses.replace(super().rehearsed(num_samples), **few)
+    def _assign(self, inputs: SimpleNamespace, context: Context, directory: Path) -> "FeatureStore":
+        """Keep the fine-grained centers, and return the store of the nearest one of every pair (`labels`)."""
+        import torch
+
+        from clip_moe.evaluation.feature_store import FeatureStore
+        from clip_moe.evaluation.sentence_encoders import load_encoder
+        from clip_moe.training.caption_clusters import ENCODER, caption_store, encoder_features, open_store
+        from clip_moe.training.clusters import CENTERS, load_centers, nearest_centers, save_centers
+
+        accelerator, captions = context.accelerator, open_store(Path(inputs.features), "an embed_captions stage")
+        encoder_name = captions.about["encoder"]
+        if accelerator.is_main_process and not (directory / CENTERS).is_file():
+            save_centers(directory, self._fine_centers(inputs.centers, captions, context), encoder_name)
+        accelerator.wait_for_everyone()
+        if self.data is None and self.centers is not None:
+            return open_store(Path(inputs.centers), "a cluster stage with num_centers")
+        centers = torch.as_tensor(load_centers(directory, encoder_name), device=accelerator.device)
+        if self.data is None:
+            store = FeatureStore(directory, captions.num_rows, captions.shard_size, captions.about)
+            features = captions["embeddings"]
+
+            def batches(shards: list[range]) -> "typing.Iterator[dict[str, np.ndarray]]":
+                return ({"embeddings": features[pairs.start : pairs.stop]} for pairs in shards)
+
+        else:
+            encoder = load_encoder(Path(inputs.features) / ENCODER, accelerator.device)
+            rows = context.pairs(inputs.data, encoder.modality == "image")
+            store = caption_store(directory, rows, self.data, self.batch_size, encoder, context)
+            batches = encoder_features(encoder, rows, self.batch_size)
+
+        def compute(shards: list[range]) -> "typing.Iterator[dict[str, np.ndarray]]":
+            return ({"labels": nearest_centers(batch["embeddings"], centers)} for batch in batches(shards))
+
+        store.write(accelerator, "labels", compute)
+        return store
+
+    def _fine_centers(self, other: str | None, captions: "FeatureStore", context: Context) -> "np.ndarray":
+        """(m, d) centers of another stage, or by balanced K-means of the captions' embeddings."""
+        from clip_moe.training.clusters import balanced_kmeans, load_centers
+
+        if other is not None:
+            return load_centers(Path(other), captions.about["encoder"])
+        sample = captions["embeddings"].sample(self.num_samples or CENTER_SAMPLES, context.seed)
+        return balanced_kmeans(sample, self.num_centers, context.seed, context.accelerator.device)[0]
+
+    def _group(self, store: "FeatureStore", inputs: SimpleNamespace, context: Context, directory: Path) -> None:
+        """Group the fine-grained centers, and give each pair the cluster of its center."""
+        import numpy as np
+
+        from clip_moe.data.contact_sheet import contact_sheet
+        from clip_moe.training.clusters import (
+            Clusters,
+            center_ranges,
+            group_centers,
+            load_centers,
+            save_clusters,
+            select_centers,
+        )
+
+        about = {key: store.about[key] for key in ("encoder", "dataset_fingerprint", "pairs")}
+        fine_centers, rows = load_centers(directory, about["encoder"]), _pairs_of(store, context)
+        if self.metadata is None:
+            cluster_of_center, centers = group_centers(fine_centers, self.num_clusters, context.seed)
+        else:
+            cluster_of_center, centers = select_centers(fine_centers, self._queries(inputs.features))
+        labels = cluster_of_center[store["labels"][:]].astype(np.int16)
+        if self.random:
+            labels = np.random.default_rng(context.seed).permutation(labels)
+        if not (labels >= 0).any():
+            raise ValueError("no pair belongs to the centers that the metadata retrieve: name more of them")
+        tuples = np.arange(len(centers))[:, None]
+        save_clusters(directory, Clusters(labels, centers, tuples, fine_centers, cluster_of_center), **about)
+        drawn = np.random.default_rng(context.seed).permutation(np.flatnonzero(labels >= 0))[:SAMPLES_DRAWN_FROM]
+        drawn = np.sort(drawn)
+        titles = np.array([f"expert {label}" for label in labels[drawn]])
+        contact_sheet(directory / "clusters.png", rows.select(drawn), titles, context.seed)
+        sizes = np.bincount(labels[labels >= 0], minlength=len(centers))
+        ranges = center_ranges(fine_centers, cluster_of_center, centers)
+        sizes = ", ".join(f"{size} pairs (range {r:.2f})" for size, r in zip(sizes, ranges, strict=True))
+        print(f"{self.name}: {sizes}; look at {context.output_dir / self.name / 'clusters.png'}")
+
+    def _queries(self, captions: str) -> "np.ndarray":
+        """(n, d) the embeddings of the metadata, by the encoder of the captions."""
+        from clip_moe.evaluation.sentence_encoders import encode_metadata, load_encoder
+        from clip_moe.training.caption_clusters import ENCODER
+
+        encoder = load_encoder(Path(captions) / ENCODER)
+        if encoder.modality != "text":
+            raise ValueError(f"metadata are texts, but {self.features} embedded images")
+        return encode_metadata(encoder, self.metadata)
+
+
+def _pairs_of(store: "FeatureStore", context: Context) -> typing.Any:
+    """The pairs whose features or labels a store has. Raises ValueError if these changed since."""
+    from clip_moe.data.arguments import DataArguments
+    from clip_moe.training.clusters import READABLE
+
+    data, has_images = DataArguments(**store.about["data"]), store.about.get("pairs", READABLE) == READABLE
+    rows = context.pairs(data, has_images)
+    if context.data_fingerprint(rows, has_images) != store.about["dataset_fingerprint"]:
+        raise ValueError(f"{data.source} has changed since {store.folder} was made; delete it to make it anew")
+    return rows

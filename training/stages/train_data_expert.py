@@ -34,8 +34,8 @@ class TrainDataExpertStage(TrainStage):
     data: NumberedData
     # The number by which --experts chooses it.
     expert: int = Field(gt=0)
-    # A cluster_coarse or select stage, and which of its clusters.
-    clusters: Annotated[str, Reads("cluster_coarse", "select")]
+    # A cluster stage.
+    clusters: Annotated[str, Reads("cluster")]
     # The number of the cluster.
     cluster: int = Field(ge=0)
 
@@ -67,7 +67,6 @@ class TrainDataExpertStage(TrainStage):
 
 def _of_images(clusters: Path) -> bool:
     """Whether only pairs with a readable image have labels."""
-    from clip_moe.training.caption_clusters import READABLE
-    from clip_moe.training.clusters import load_clusters
+    from clip_moe.training.clusters import READABLE, load_clusters
 
     return load_clusters(clusters)[1]["pairs"] == READABLE

@@ -18,7 +18,7 @@ if typing.TYPE_CHECKING:
     import numpy as np
 
     from clip_moe.data.sources import Rows
-    from clip_moe.training.clusters import FeatureClusters
+    from clip_moe.training.clusters import Clusters
     from clip_moe.training.samplers import ClusterBatchSampler, Share
 
 
@@ -74,7 +74,7 @@ class TrainExpertsStage(TrainStage):
         )
         return ClusterBatchSampler(labels, *share, self.order)
 
-    def labels(self, clusters: "FeatureClusters", batch_size: int) -> "np.ndarray":
+    def labels(self, clusters: "Clusters", batch_size: int) -> "np.ndarray":
         """(samples,) the cluster of each sample whose batches train this expert, or -1."""
         from clip_moe.training.samplers import merge_small_clusters
 
