@@ -36,8 +36,6 @@ faiss = ["faiss-cpu>=1.12"]
 sentence = ["sentence-transformers>=6.2"]
 # The pictures of data.icons, and what draws them
 icons = ["mkdocs-material>=9.8.2", "resvg-py>=0.5"]
-# The same of data.molecules
-molecules = ["chemicals>=1.5.2", "rdkit>=2026.3"]
 test = [
     *training,
     *faiss,
@@ -122,7 +120,6 @@ setup(
         "faiss": faiss,
         "sentence": sentence,
         "icons": icons,
-        "molecules": molecules,
         "test": test,
         "integrations": integrations,
         "app": app,

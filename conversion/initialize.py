@@ -29,8 +29,8 @@ from clip_moe.conversion.processors import (
     require_fit,
 )
 from clip_moe.conversion.upcycle import ROUTING_FIELDS, check_memory
-from clip_moe.data.drawing import build_image_processor
-from clip_moe.data.worlds import WORLDS, world
+from clip_moe.data.world import build_image_processor
+from clip_moe.data.worlds import is_world, world
 from clip_moe.engine.messages import join_names, suggestion
 from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
 from modeling_clip_moe.families import FAMILY_OF_TYPE, model_class
@@ -189,12 +189,12 @@ def _processor(processor: str | None, tokenizer: str | None, context_length: int
     if processor is None:
         square = {"height": image_size, "width": image_size}
         images = CLIPImageProcessorPil(size={"shortest_edge": image_size}, crop_size=square)
-    elif processor in WORLDS:
+    elif is_world(processor):
         images = build_image_processor(image_size)
     else:
         _require_half(processor, "image processor", IMAGE_PROCESSOR_FILES)
         images = load_image_processor(processor)
-    if tokenizer is None and processor in WORLDS:
+    if tokenizer is None and is_world(processor):
         texts = world(processor).build_tokenizer(context_length)
     else:
         source = processor if tokenizer is None else tokenizer

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import ConfigDict, Field, FiniteFloat, model_validator
 from pydantic.dataclasses import dataclass
 
-from clip_moe.data.worlds import WORLDS, world
+from clip_moe.data.worlds import MOVED, is_world, world
 
 if TYPE_CHECKING:
     import numpy as np
@@ -19,10 +19,11 @@ if TYPE_CHECKING:
 class DataArguments:
     """Where the pairs are and how they are read."""
 
-    # "characters", "icons", "molecules", "names" or "symbols", the built-in worlds; a hub name; a folder of images with
-    # a metadata.csv or .jsonl, with a .txt beside each, or in folders of classes; a folder of parquet files or of
-    # webdataset shards; a dataset saved with `save_to_disk`; a pattern of .parquet, .arrow, .tar, .tar.gz, .csv, .tsv
-    # .jsonl or .json files, which hold a list of objects, ShareGPT4V, COCO's captions or a Karpathy split.
+    # "icons", "names" or "symbols", the built-in worlds, or a world of your own, `package.module:OBJECT`; a hub name; a
+    # folder of images with a metadata.csv or .jsonl, with a .txt beside each, or in folders of classes; a folder of
+    # parquet files or of webdataset shards; a dataset saved with `save_to_disk`; a pattern of .parquet, .arrow, .tar,
+    # .tar.gz, .csv, .tsv, .jsonl or .json files. A .json holds a list of objects, ShareGPT4V, COCO's captions or a
+    # Karpathy split.
     source: str
     # One that is not there is an error. A folder of images has those of its folders train, test and validation, or else
     # all are "train". Parquet files and shards of a folder belong to the splits of its README.md, or by their names
@@ -50,7 +51,7 @@ class DataArguments:
     indexed: bool = False
     # The first so many pairs are left out: held out for a test, say.
     skip: int | None = Field(default=None, gt=0)
-    # Only the first so many pairs; of a built-in world, how many are drawn.
+    # Only the first so many pairs; of a world, how many are drawn.
     num_samples: int | None = Field(default=None, gt=0)
     # Process all images once and keep the tensors: for small datasets, whose processing takes longer than training.
     in_memory: bool = False
@@ -61,39 +62,36 @@ class DataArguments:
     # Pairs with an image that does not decode or an empty caption are skipped and counted; a larger share is an error.
     max_unreadable: float = Field(default=0.01, ge=0, lt=1)
 
-    # Built-in worlds only: which captions are drawn. "looks" of the symbols tell everything but the kind, "classes" the
-    # kind alone, as the captions of a folder of classes do; "facts" of the names everything but the name, of the
-    # characters the reading.
-    captions: Literal["web", "detailed", "looks", "classes", "facts"] = "web"
-    # Built-in worlds only: a set of kinds: "all", symbols' "planet", names' "4096 half 1", icons' "brands".
+    # Worlds only: which captions are drawn. "web" and "detailed"; "looks" of the symbols tell everything but the kind,
+    # "classes" the kind alone, as the captions of a folder of classes do; "facts" of the names all but the name.
+    captions: str = "web"
+    # Worlds only: a set of kinds: "all", symbols' "planet", names' "4096 half 1", icons' "brands".
     kinds: str = Field(default="all", coerce_numbers_to_str=True)  # YAML reads 4096 as a number
-    # Built-in worlds only: seed of the drawing. None: the recipe's seed, so that other seeds see other pictures;
+    # Worlds only: seed of the drawing. None: the recipe's seed, so that other seeds see other pictures;
     # outside of a recipe, 0.
     seed: int | None = Field(default=None, ge=0)
 
     @model_validator(mode="after")
     def _check(self):
-        is_drawn = self.source in WORLDS
+        is_drawn = is_world(self.source)
+        if self.source in MOVED:
+            raise ValueError(f"the world {self.source} is {MOVED[self.source]}, in a checkout")
         if is_drawn and self.num_samples is None:
             raise ValueError(f"num_samples must say how many {self.source} to draw")
         if is_drawn:
             drawn = world(self.source)
-            if self.captions not in drawn.CAPTION_STYLES:
-                styles = ", ".join(drawn.CAPTION_STYLES)
-                raise ValueError(f"{self.source} have no captions {self.captions!r}, only {styles}")
-            if self.split not in drawn.SPLITS:
-                raise ValueError(f"{self.source} have no split {self.split!r}, only {', '.join(drawn.SPLITS)}")
+            drawn.require(self.split, self.captions)
             drawn.kind_set(self.kinds)  # raises where there is none
         if self.pixel_range is not None and self.pixel_range[0] >= self.pixel_range[1]:
             raise ValueError(f"pixel_range: black must be less than white, and not {self.pixel_range}")
         if self.streaming and (is_drawn or self.in_memory):
-            raise ValueError("streaming neither goes with a built-in world nor with in_memory")
+            raise ValueError("streaming neither goes with a world nor with in_memory")
         if self.indexed and (is_drawn or self.streaming or self.in_memory or self.image_root is not None):
             raise ValueError(
                 "indexed goes with shards or a mixture, neither with streaming nor with in_memory or image_root"
             )
         if self.skip is not None and (is_drawn or self.streaming):
-            raise ValueError("skip goes neither with a built-in world nor with streaming")
+            raise ValueError("skip goes neither with a world nor with streaming")
         return self
 
     def first(self, number: int) -> DataArguments:

@@ -7,18 +7,18 @@ python -m clip_moe.data.draw icons --kinds "brands 1024" --folder my/logos --num
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 from clip_moe.data.contact_sheet import grid
-from clip_moe.data.drawing import SPLITS
-from clip_moe.data.worlds import WORLDS, world
+from clip_moe.data.world import SPLITS, World
+from clip_moe.data.worlds import WORLDS, is_world, world
 from clip_moe.engine.command_line import Folder, command
 from clip_moe.engine.files import new_folder
+from clip_moe.engine.messages import suggestion
 
 
 @command
 def draw(
-    name: Literal[*WORLDS],
+    name: str,
     /,
     *,
     contact_sheet: Path | None = None,
@@ -30,7 +30,7 @@ def draw(
     """Draw pictures of a world: a sheet to look at, or folders as other programs read them.
 
     Args:
-        name: the world.
+        name: icons, names, symbols, or a world of your own as `package.module:OBJECT`.
         contact_sheet: PNG file, with a training and a test picture of each of the first `number` kinds.
         folder: gets folders `train`, with `number` pictures, and `test`, with one of each kind; each has the captions
             in `metadata.jsonl`.
@@ -40,32 +40,35 @@ def draw(
     """
     if contact_sheet is None and folder is None:
         raise ValueError("nothing says what to draw: give --contact_sheet FILE, or --folder FOLDER")
+    if not is_world(name):
+        raise ValueError(f"there is no world {name!r}: {suggestion(name, WORLDS)}")
+    drawn = world(name)
+    if captions not in drawn.caption_styles:
+        raise ValueError(f"--captions: {captions!r} is none of {', '.join(drawn.caption_styles)}")
     if contact_sheet is not None:
-        draw_sheet(name, contact_sheet, world(name).kind_set(kinds)[:number])
+        draw_sheet(drawn, contact_sheet, drawn.kind_set(kinds)[:number])
     if folder is not None:
-        if captions not in world(name).CAPTION_STYLES:
-            raise ValueError(f"--captions: {captions!r} is none of {', '.join(world(name).CAPTION_STYLES)}")
-        draw_folder(name, folder, world(name).kind_set(kinds), captions, number)
+        draw_folder(drawn, folder, drawn.kind_set(kinds), captions, number)
 
 
-def draw_sheet(name: str, path: Path, kinds: Sequence[int | str]) -> None:
+def draw_sheet(drawn: World, path: Path, kinds: Sequence[int | str]) -> None:
     """Write a PNG file with a training and a test picture of each kind."""
     cells = []
     for seed, kind in enumerate(kinds):
-        rows = [world(name).load(split, "web", 1, [kind], seed)[0] for split in SPLITS]
+        rows = [drawn.load(split, "web", 1, [kind], seed)[0] for split in SPLITS]
         cells.append(([row["image"] for row in rows], rows[0]["kind"]))
     # Few colors take a fourth of the size
     side = max(32, cells[0][0][0].width)
     grid(cells, columns=12 * 32 // side, side=side, lines=3).quantize(128, dither=0).save(path, "png", optimize=True)
 
 
-def draw_folder(name: str, folder: Path, kinds: Sequence[int | str], captions: str, num_training: int) -> None:
+def draw_folder(drawn: World, folder: Path, kinds: Sequence[int | str], captions: str, num_training: int) -> None:
     """Write new folders of pictures and their captions: `train`, and `test` with a picture of each kind."""
     with new_folder(folder) as new:
         for split, pictures in {"train": num_training, "test": len(kinds)}.items():
             (new / split).mkdir()
             lines = []
-            for index, row in enumerate(world(name).load(split, captions, pictures, kinds)):
+            for index, row in enumerate(drawn.load(split, captions, pictures, kinds)):
                 lines.append(json.dumps({"file_name": f"{index:06}.png", "caption": row["caption"]}))
                 row["image"].save(new / split / f"{index:06}.png")
             (new / split / "metadata.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")

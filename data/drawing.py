@@ -1,17 +1,12 @@
 """Tools that the built-in worlds draw with: inks, grounds, pen strokes, and how a drawing is placed."""
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from datasets import Dataset, Features, Image, List, Value, concatenate_datasets
 from PIL import Image as PILImage
-
-if TYPE_CHECKING:
-    from transformers import CLIPImageProcessorPil
 
 DIGITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 # Inks are dark and backgrounds light, as on paper, so that any two of them can be told apart. If both had the same
@@ -43,11 +38,6 @@ POSITIONS = {
 SIDES = {"left": (-1, 0), "right": (1, 0), "top": (0, -1), "bottom": (0, 1)}
 OPPOSITE = {"left": "right", "right": "left", "top": "bottom", "bottom": "top"}
 TEXTURES = ["plain", "striped", "dotted", "checkered"]
-SPLITS = {"train": 0, "test": 1}
-# A row by its number: the image, (H, W, 3) uint8, what tells a caption of it, and its attributes
-Draw = Callable[[int], tuple[np.ndarray, Callable[[], str], Mapping[str, str]]]
-# Rows that are drawn before they become columns
-PICTURES_AT_ONCE = 1000
 TEST_DIGITS = 5  # every fifth pen stroke is kept for the test split
 
 
@@ -154,61 +144,6 @@ def png(image: np.ndarray) -> dict[str, bytes]:
     buffer = io.BytesIO()
     PILImage.fromarray(image).save(buffer, "png", compress_level=1)
     return {"bytes": buffer.getvalue(), "path": None}
-
-
-def kind_order(kinds: Sequence[int], split: str, seed: int) -> Callable[[int], int]:
-    """A function from the number of a row to its kind: all are shown once, in a random order, then all once more."""
-
-    @cache
-    def order(turn: int) -> np.ndarray:
-        return np.random.default_rng([SPLITS[split], seed, turn]).permutation(len(kinds))
-
-    return lambda index: kinds[order(index // len(kinds))[index % len(kinds)]]
-
-
-def some_kinds(world: str, name: str, most: int) -> Sequence[int]:
-    """The numbers of the kinds of a set: "4096" for the first so many, "4096 half 1" and "4096 half 2" for every other
-    one of these, "all" for as many as there are. A kind is in the same half of all numbers."""
-    number, _, part = name.partition(" ")
-    number, halves = str(most) if number == "all" else number, {"half 1": 0, "half 2": 1}
-    if part not in ("", *halves) or not number.isdecimal() or not 1 < int(number) <= most:
-        raise ValueError(
-            f"{world} have no set of kinds {name!r}: it is all or a number from 2 to {most}, of which half 1 or half 2 "
-            "may be named, as in 1024 half 1"
-        )
-    return range(halves[part], int(number), 2) if part else range(int(number))
-
-
-def drawn_rows(draw: Draw, number: int, captions_per_image: int, attributes: Sequence[str]) -> Dataset:
-    """The rows 0 to `number` - 1 of a world: `image`, `caption` and the attributes.
-
-    Args:
-        captions_per_image: with more than one, `caption` is a list.
-    """
-
-    def row(index: int) -> dict[str, Any]:
-        image, tell, values = draw(index)
-        texts = [tell() for _ in range(captions_per_image)]
-        return {"image": png(image), "caption": texts if captions_per_image > 1 else texts[0], **values}
-
-    text = Value("string")
-    features = {"image": Image(), "caption": List(text) if captions_per_image > 1 else text}
-    features = Features(features | dict.fromkeys(attributes, text))
-    # Few at a time are dictionaries, which take several times the memory
-    parts = [range(start, min(start + PICTURES_AT_ONCE, number)) for start in range(0, number, PICTURES_AT_ONCE)]
-    return concatenate_datasets([Dataset.from_list(list(map(row, part)), features) for part in parts])
-
-
-def build_image_processor(image_size: int) -> "CLIPImageProcessorPil":
-    """Scales images to `image_size` and to [-1, 1]."""
-    from transformers import CLIPImageProcessorPil
-
-    return CLIPImageProcessorPil(
-        size={"height": image_size, "width": image_size},
-        do_center_crop=False,
-        image_mean=[0.5, 0.5, 0.5],
-        image_std=[0.5, 0.5, 0.5],
-    )
 
 
 @cache

@@ -1,4 +1,4 @@
-"""The packages of extras, from which some worlds are drawn."""
+"""The packages that some worlds are drawn from."""
 
 from collections.abc import Iterable
 from contextlib import suppress
@@ -14,8 +14,8 @@ def installed_versions(packages: Iterable[str]) -> dict[str, str]:
     return versions
 
 
-def require_extra(world: str, packages: Iterable[str]) -> None:
-    """Raises a ValueError if a package is missing of the extra that is called as its world."""
+def require_packages(world: str, packages: Iterable[str], way_out: str) -> None:
+    """Raises a ValueError with the way out if a world's package is missing."""
     installed = installed_versions(packages)
     if missing := [package for package in packages if package not in installed]:
-        raise ValueError(f"{world} need {missing[0]}, which is not installed: pip install -e '.[{world}]'")
+        raise ValueError(f"{world} need {missing[0]}, which is not installed: {way_out}")

@@ -4,35 +4,26 @@ Four artists drew them: Simple Icons the logos of brands, Material Design Icons,
 else. A kind is a name. The first artist who has it draws it; what another one drew of the same name is a kind of its
 own, to test on.
 
-`web` captions are the name. `detailed` ones also tell the artist. Everything follows from the arguments of `load` and
-from the versions of both packages, to the bit.
+`web` captions are the name. `detailed` ones also tell the artist. Everything follows from the arguments of `World.load`
+and from the versions of both packages, to the bit.
 """
 
 import hashlib
 import io
 import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import distribution
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
-from datasets import Dataset
 from PIL import Image as PILImage
 
-from clip_moe.data.drawing import SPLITS, drawn_rows, kind_order, stamp
-from clip_moe.data.extras import installed_versions, require_extra
-
-if TYPE_CHECKING:
-    from transformers import CLIPTokenizer
-
-CAPTION_STYLES = ("web", "detailed")
-TEMPLATES = ["{}"]
-ATTRIBUTES = ["kind", "artist"]
-SMALLEST_IMAGE = 16
+from clip_moe.data.drawing import stamp
+from clip_moe.data.extras import installed_versions, require_packages
+from clip_moe.data.world import World
 
 # Their folders, in the order in which they are asked for a name
 ARTISTS = {
@@ -41,7 +32,6 @@ ARTISTS = {
     "fontawesome": "font awesome",
     "octicons": "octicons",
 }
-VOCABULARY = 1000  # tokens
 PACKAGES = ("mkdocs-material", "resvg-py")  # the icons, and what draws them
 
 
@@ -52,11 +42,6 @@ class Icon:
     name: str
     artist: str
     path: Path
-
-
-def versions() -> dict[str, str]:
-    """The versions of the packages that are installed, from which all icons follow."""
-    return installed_versions(PACKAGES)
 
 
 def kind_set(name: str) -> Sequence[int]:
@@ -77,49 +62,21 @@ def kind_set(name: str) -> Sequence[int]:
     return sets[name]
 
 
-def load(
-    split: str,
-    captions: str,
-    num_samples: int,
-    kinds: Sequence[int] | None = None,
-    seed: int = 0,
-    image_size: int = 32,
-    captions_per_image: int = 1,
-) -> Dataset:
-    """Icons with captions. All are shown once, in an order of their own, then all once more.
-
-    Args:
-        split, captions, num_samples, seed, captions_per_image: see `data.symbols.load`; captions are "web" or
-            "detailed", and both splits show the same icons.
-        kinds: numbers of icons, see `kind_set`; None: all.
-        image_size: pixels a side, at least `SMALLEST_IMAGE`.
-
-    Returns:
-        Rows of `image` (RGB, `image_size` squared), `caption`, and the icon's name as `kind` and its `artist`.
-    """
-    shown = kind_order(kind_set("all") if kinds is None else kinds, split, seed)
-
-    def draw(index: int) -> tuple[np.ndarray, Callable[[], str], dict[str, str]]:
-        kind = shown(index)
-        image = render(kind, np.random.default_rng([len(SPLITS) + SPLITS[split], seed, index]), image_size)
-        return image, lambda: caption(kind, captions), {"kind": icon(kind).name, "artist": icon(kind).artist}
-
-    return drawn_rows(draw, num_samples, captions_per_image, ATTRIBUTES)
+def draw(kind: int, split: str, rng: np.random.Generator, image_size: int) -> tuple[np.ndarray, dict[str, str]]:
+    """A picture of an icon, (image_size, image_size, 3) uint8, and its attributes: the icon is moved by whole pixels,
+    in an ink on a ground, noisy. Both splits show the same icons."""
+    mask = _mask(icon(kind).path, image_size - image_size // 8)
+    return stamp(mask, rng, image_size), {"kind": icon(kind).name, "artist": icon(kind).artist}
 
 
-def caption(kind: int, style: str) -> str:
-    """The caption of an icon in one of `CAPTION_STYLES`."""
+def caption(kind: int, style: str, rng: np.random.Generator | None = None) -> str:
+    """The caption of an icon; nothing in it is random."""
     return icon(kind).name + {"web": "", "detailed": f", drawn by {icon(kind).artist}"}[style]
 
 
 def icon(kind: int) -> Icon:
     """An icon by its number: brands come first, then other names, then those of other artists."""
     return _numbered()[kind]
-
-
-def render(kind: int, rng: np.random.Generator, image_size: int) -> np.ndarray:
-    """A picture of an icon, (image_size, image_size, 3) uint8: moved by whole pixels, in an ink on a ground, noisy."""
-    return stamp(_mask(icon(kind).path, image_size - image_size // 8), rng, image_size)
 
 
 @cache
@@ -162,16 +119,23 @@ def _icons() -> tuple[list[Icon], list[Icon], list[Icon]]:
 
 
 def _folder() -> Path:
-    """Where mkdocs-material has its icons."""
-    require_extra("icons", PACKAGES)
+    """The folder of mkdocs-material's icons."""
+    require_packages("icons", PACKAGES, "pip install -e '.[icons]'")
     return Path(distribution("mkdocs-material").locate_file("material/templates/.icons"))
 
 
-def build_tokenizer(context_length: int) -> "CLIPTokenizer":
-    """A CLIP tokenizer learned from all names."""
-    from clip_moe.data.tokenizer import learn_tokenizer
+def _texts() -> list[str]:
+    return [*(entry.name for entry in _numbered()), *(f", drawn by {artist}" for artist in ARTISTS.values())]
 
-    names = [entry.name for entry in _numbered()]
-    return learn_tokenizer(
-        [*names, *(f", drawn by {artist}" for artist in ARTISTS.values())], VOCABULARY, context_length
-    )
+
+ICONS = World(
+    name="icons",
+    kind_set=kind_set,
+    draw=draw,
+    caption=caption,
+    attributes=("kind", "artist"),
+    texts=_texts,
+    vocabulary=1000,
+    caption_styles=("web", "detailed"),
+    versions=partial(installed_versions, PACKAGES),
+)

@@ -18,7 +18,7 @@ from clip_moe.data.images import from_base64
 from clip_moe.data.local_data import BUILDERS, file_in, is_here, is_table, suffix_of
 from clip_moe.data.shards import MEMBER, file_of, read_member
 from clip_moe.data.sources import is_cache, is_saved, is_text, matching, named_images, of_splits, reading
-from clip_moe.data.worlds import INSTALLED, WORLDS, world
+from clip_moe.data.worlds import is_world, origin_of
 from clip_moe.engine.digests import FILES_AT_ONCE, DigestCache, file_digests, file_stamp, value_digest
 from clip_moe.engine.files import files_in
 from clip_moe.engine.hub import hub_commit
@@ -33,15 +33,12 @@ def identity(arguments: DataArguments) -> dict[str, Any] | None:
 
     Returns:
         The number of files and the hash of their names and contents: all of a folder or a pattern, and images that are
-        only named there; of a Hub dataset, its commit; of a world of other packages, their versions; None
-        where that is all in the settings (another built-in world) or cannot be known now (the data are gone, the Hub
-        is out of reach).
+        only named there; of a Hub dataset, its commit; of a world, see `origin_of`. None where the settings say all
+        (of most built-in worlds), or where it cannot be known now (the data are gone, the Hub is out of reach).
     """
     source = arguments.source
-    if source in INSTALLED:
-        return world(source).versions()
-    if source in WORLDS:
-        return None
+    if is_world(source):
+        return origin_of(source) or None
     if not is_here(source):
         try:  # offline, the last one that was here
             return {"commit": hub_commit(source, "dataset")}

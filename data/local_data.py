@@ -6,7 +6,7 @@ import re
 import unicodedata
 from pathlib import Path
 
-from clip_moe.data.worlds import WORLDS
+from clip_moe.data.worlds import is_world
 from clip_moe.engine.local_names import is_hub_name, similar_path
 
 # Endings of shards
@@ -54,7 +54,7 @@ def without_braces(pattern: str) -> list[str]:
 def missing_data(source: str) -> str:
     """That a source of data is not there, if it is neither here nor anything that the Hub may have: a name that is like
     another one in a folder here is a slip."""
-    if source in WORLDS or is_here(source):
+    if is_world(source) or is_here(source):
         return ""
     if meant := similar_path(source):
         return f"there is no file or folder {source}: did you mean {meant}?"

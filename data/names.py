@@ -8,25 +8,17 @@ Towns belong to eight countries. A country has a tint, which the ground of its s
 first word of its towns' names has. So clusters of pictures and of names find the countries.
 
 `web` captions are the name. `facts` tell who founded the town and when, in words that names have too, and not its name.
-`detailed` captions tell both. Everything follows from the arguments of `load`, to the bit.
+`detailed` captions tell both. Everything follows from the arguments of `World.load`, to the bit.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING
 
 import numpy as np
-from datasets import Dataset
 
-from clip_moe.data.drawing import COLORS, SPLITS, drawn_rows, kind_order
-
-if TYPE_CHECKING:
-    from transformers import CLIPTokenizer
-
-CAPTION_STYLES = ("web", "facts", "detailed")
-TEMPLATES = ["{}"]
-ATTRIBUTES = ["kind", "country", "facts"]
+from clip_moe.data.drawing import COLORS
+from clip_moe.data.world import World
 
 # The 16 charges, each on a quarter of 8 x 8 pixels, whose last row and column stay empty
 _DRAWN = """
@@ -87,40 +79,19 @@ def kind_set(name: str) -> Sequence[int]:
     return [town for town in range(int(number)) if town % len(COUNTRIES) in parts[part]]
 
 
-def load(
-    split: str,
-    captions: str,
-    num_samples: int,
-    kinds: Sequence[int] = range(4096),
-    seed: int = 0,
-    image_size: int = SMALLEST_IMAGE,
-    captions_per_image: int = 1,
-) -> Dataset:
-    """Coats of arms with captions. All towns are shown once, in an order of their own, then all once more.
+def draw(town: int, split: str, rng: np.random.Generator, image_size: int) -> tuple[np.ndarray, dict[str, str]]:
+    """A picture of a town's shield and its attributes. Both splits show the same towns.
 
     Args:
-        split, captions, num_samples, seed, captions_per_image: see `data.symbols.load`; captions are "web", "facts" or
-            "detailed", and both splits show the same towns.
-        kinds: numbers of towns, see `kind_set`.
         image_size: pixels a side, a multiple of `SMALLEST_IMAGE`.
-
-    Returns:
-        Rows of `image` (RGB, `image_size` squared), `caption`, and the town's name as `kind`, its `country` and its
-        `facts`.
     """
-    shown, scale = kind_order(kinds, split, seed), image_size // SMALLEST_IMAGE
-
-    def draw(index: int) -> tuple[np.ndarray, Callable[[], str], dict[str, str]]:
-        town = shown(index)
-        image = render(town, np.random.default_rng([len(SPLITS) + SPLITS[split], seed, index]))
-        attributes = {"kind": name_of(town), "country": country_of(town), "facts": facts_of(town)}
-        return image.repeat(scale, axis=0).repeat(scale, axis=1), lambda: caption(town, captions), attributes
-
-    return drawn_rows(draw, num_samples, captions_per_image, ATTRIBUTES)
+    scale = image_size // SMALLEST_IMAGE
+    image = render(town, rng).repeat(scale, axis=0).repeat(scale, axis=1)
+    return image, {"kind": name_of(town), "country": country_of(town), "facts": facts_of(town)}
 
 
-def caption(town: int, style: str) -> str:
-    """The caption of a town in one of `CAPTION_STYLES`."""
+def caption(town: int, style: str, rng: np.random.Generator | None = None) -> str:
+    """The caption of a town; nothing in it is random."""
     parts = {"web": [name_of], "facts": [facts_of], "detailed": [name_of, facts_of]}[style]
     return ", ".join(tell(town) for tell in parts)
 
@@ -200,9 +171,19 @@ def _draw(what: str, country: int) -> np.ndarray:
     return np.random.default_rng([list(choices).index(what), country]).choice(choices[what], number, replace=False)
 
 
-def build_tokenizer(context_length: int) -> "CLIPTokenizer":
-    """A CLIP tokenizer that knows every word of the captions."""
-    from clip_moe.data.tokenizer import learn_tokenizer
+def _texts() -> list[str]:
+    """Every word of the captions, twice."""
+    return [*WORDS, *itertools.chain(*FIRST_WORDS.values()), *facts_of(0).split(), ","] * 2
 
-    words = [*WORDS, *itertools.chain(*FIRST_WORDS.values()), *facts_of(0).split(), ","]
-    return learn_tokenizer(words * 2, 1200, context_length)
+
+NAMES = World(
+    name="names",
+    kind_set=kind_set,
+    draw=draw,
+    caption=caption,
+    attributes=("kind", "country", "facts"),
+    texts=_texts,
+    vocabulary=1200,
+    caption_styles=("web", "facts", "detailed"),
+    image_size=SMALLEST_IMAGE,
+)

@@ -34,7 +34,7 @@ from clip_moe.data.sources import (
     open_rows,
     reading,
 )
-from clip_moe.data.worlds import WORLDS, world
+from clip_moe.data.worlds import is_world, world
 from clip_moe.engine.messages import join_names, shortened, warn_once
 from clip_moe.engine.processes import is_first_process
 
@@ -78,7 +78,7 @@ def load_pairs(arguments: DataArguments, images: bool = True) -> Rows:
     Args:
         images: whether they are used. If not, none is looked at, and all pairs with a caption are left.
     """
-    if arguments.source in WORLDS:
+    if is_world(arguments.source):
         return _draw(arguments, arguments.captions)
     rows = select_columns(open_rows(arguments), arguments)
     classes = getattr((rows.features or {}).get("caption"), "names", None) or []
@@ -116,18 +116,18 @@ def caption_columns(arguments: DataArguments, columns: Iterable[str]) -> dataset
 
     Built-in worlds have `caption` (detailed) and `raw_caption` (web).
     """
-    if arguments.source in WORLDS:
+    if is_world(arguments.source):
         detailed, web = (_draw(arguments, style) for style in ("detailed", "web"))
         rows = detailed.add_column("raw_caption", list(web["caption"]))
     else:
         rows = open_rows(arguments, columns)
-    image = "image" if arguments.source in WORLDS else arguments.image_column
+    image = "image" if is_world(arguments.source) else arguments.image_column
     wanted = {image: "image"} | {column: column for column in sorted(columns)}
     return rename_columns(rows, wanted, arguments, "image_column, or in the stage's policies")
 
 
 def _draw(arguments: DataArguments, captions: str) -> datasets.Dataset:
-    """Pairs of a built-in world."""
+    """Pairs of a world."""
     seed = arguments.seed or 0
     return _drawn(arguments.source, arguments.split, captions, arguments.num_samples, arguments.kinds, seed)
 

@@ -57,7 +57,7 @@ def once(key: str, look: Callable[[], Any]) -> Any:
 
 
 def open_rows(arguments: DataArguments, captions: Iterable[str] = ()) -> Rows:
-    """The rows of any source but the built-in worlds, with all their columns; of shards, with the image column and the
+    """The rows of any source but the worlds, with all their columns; of shards, with the image column and the
     caption column, or these captions."""
     with reading(arguments):
         columns = arguments.image_column, *(sorted(captions) or [arguments.caption_column])

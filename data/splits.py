@@ -9,7 +9,7 @@ from clip_moe.data.annotations import SPLIT_OF_NAME, NoSplit, read_tables, split
 from clip_moe.data.arguments import DataArguments
 from clip_moe.data.local_data import is_here, is_read_whole, is_table
 from clip_moe.data.sources import matching, open_rows, reading, split_names
-from clip_moe.data.worlds import WORLDS
+from clip_moe.data.worlds import is_world
 
 
 def named_split(source: str, split: str) -> str:
@@ -20,7 +20,7 @@ def named_split(source: str, split: str) -> str:
 def has_split(arguments: DataArguments, split: str) -> bool:
     """Whether a source has a split beside that of the arguments, with other rows."""
     source = arguments.source
-    if source in WORLDS:
+    if is_world(source):
         return True
     if not is_here(source):
         with reading(arguments):

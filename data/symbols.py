@@ -7,12 +7,12 @@ name a topic alone or use a word that several topics share, and some are wrong. 
 everything but the kinds.
 
 Training and test pictures use different font files and pen strokes; where fonts share an outline, only what happens to
-it afterwards differs. Everything follows from the arguments of `load` and `load_minimal_pairs`, to the bit.
+it afterwards differs. Everything follows from the arguments of `World.load` and `load_minimal_pairs`, to the bit.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache, partial
 
 import numpy as np
 from datasets import Dataset, Features, Image, Value
@@ -25,12 +25,10 @@ from clip_moe.data.drawing import (
     OPPOSITE,
     POSITIONS,
     SIDES,
-    SPLITS,
     TEXTURES,
     add_noise,
     choose,
     distort,
-    drawn_rows,
     font_file,
     ground,
     ink_of,
@@ -38,12 +36,9 @@ from clip_moe.data.drawing import (
     png,
     stroke,
 )
-from clip_moe.data.symbol_captions import CAPTION_STYLES as CAPTION_STYLES
-from clip_moe.data.symbol_captions import caption
+from clip_moe.data.symbol_captions import CAPTION_STYLES, caption
 from clip_moe.data.symbol_kinds import KINDS, TOPIC_OF, TOPICS
-
-if TYPE_CHECKING:
-    from transformers import CLIPTokenizer
+from clip_moe.data.world import SPLITS, Subjects, World
 
 # The first of each split has all characters; those that lack one are left out for it
 FONTS = {
@@ -61,7 +56,7 @@ SIZES = {"small": 0.5, "medium": 0.7, "large": 0.9}  # of the image's side
 SMALLEST_IMAGE = 16
 
 # The share of pictures that have two symbols
-TWO = 0.2
+TWO_SHARE = 0.2
 # The share of second symbols that are of the first one's topic
 SAME_TOPIC = 0.5
 # The share of colors, of backgrounds and of textures that are set to their topic's own; the others are drawn from all
@@ -96,40 +91,6 @@ def kind_set(name: str) -> list[str]:
     return KIND_SETS[name]
 
 
-def load(
-    split: str,
-    captions: str,
-    num_samples: int,
-    kinds: Sequence[str] = tuple(KINDS),
-    seed: int = 0,
-    image_size: int = 32,
-    captions_per_image: int = 1,
-    two: bool | None = None,
-) -> Dataset:
-    """Captioned symbols.
-
-    Args:
-        split: "train" or "test"; no font file and no pen stroke is in both.
-        captions: "web", "detailed", "looks" or "classes".
-        num_samples: how many rows; the first ones are the same for any number.
-        kinds: what the first symbol of a picture may be, and a second one.
-        seed: other rows for another one.
-        image_size: pixels a side, at least `SMALLEST_IMAGE`.
-        captions_per_image: with more than one, `caption` is a list.
-        two: whether every picture has two symbols, or none; None: `TWO` of them have.
-
-    Returns:
-        Rows of `image` (RGB, `image_size` squared), `caption` and one column for each of `ATTRIBUTES`.
-    """
-
-    def draw(index: int) -> tuple[np.ndarray, Callable[[], str], dict[str, str]]:
-        rng = np.random.default_rng([SPLITS[split], seed, index])
-        scene = draw_scene(rng, kinds, two=two)
-        return render(scene, split, rng, image_size), lambda: caption(scene, captions, rng), scene
-
-    return drawn_rows(draw, num_samples, captions_per_image, ATTRIBUTES)
-
-
 def load_minimal_pairs(split: str, num_pairs: int, seed: int = 0) -> Dataset:
     """Pairs of pictures that differ in exactly one thing, as MMVP-VLM's pairs of images do.
 
@@ -158,7 +119,7 @@ def draw_scene(rng: np.random.Generator, kinds: Sequence[str], two: bool | None 
     """The content of a random picture: attribute -> value, "" for the second symbol of one that has a single one.
 
     Args:
-        two: whether there are two symbols; None: `TWO` of the pictures have.
+        two: whether there are two symbols; None: `TWO_SHARE` of the pictures have.
     """
     kind = choose(rng, kinds)
     topic = TOPICS[TOPIC_OF[kind]]
@@ -167,7 +128,7 @@ def draw_scene(rng: np.random.Generator, kinds: Sequence[str], two: bool | None 
         return usual if rng.random() < HABIT else choose(rng, values)
 
     scene = {"kind": kind, "topic": TOPIC_OF[kind], "color": tends(topic.color, list(COLORS))}
-    two = rng.random() < TWO if two is None else two
+    two = rng.random() < TWO_SHARE if two is None else two
     scene["size"] = "small" if two else choose(rng, list(SIZES))
     scene["position"] = choose(rng, list(SIDES if two else POSITIONS))
     scene["background"] = tends(topic.background, list(BACKGROUNDS))
@@ -179,6 +140,22 @@ def draw_scene(rng: np.random.Generator, kinds: Sequence[str], two: bool | None 
         scene["second_kind"] = choose(rng, same if same and rng.random() < SAME_TOPIC else others)
         scene["second_color"] = choose(rng, [color for color in COLORS if color != scene["color"]])
     return scene
+
+
+def _scenes(kinds: Sequence[str], split: str, seed: int, two: bool | None = None) -> Subjects:
+    """A random scene for each row, whose random numbers go on to the picture and the captions."""
+
+    def scene(index: int) -> tuple[dict[str, str], np.random.Generator]:
+        rng = np.random.default_rng([SPLITS[split], seed, index])
+        return draw_scene(rng, kinds, two=two), rng
+
+    return scene
+
+
+def _draw(
+    scene: Mapping[str, str], split: str, rng: np.random.Generator, image_size: int
+) -> tuple[np.ndarray, Mapping[str, str]]:
+    return render(scene, split, rng, image_size), scene
 
 
 def render(scene: Mapping[str, str], split: str, rng: np.random.Generator, image_size: int) -> np.ndarray:
@@ -197,13 +174,6 @@ def render(scene: Mapping[str, str], split: str, rng: np.random.Generator, image
         alpha = place(mask, side, direction, rng, image_size)
         image = image * (1 - alpha) + ink_of(scene[color], rng) * alpha
     return add_noise(image, rng)
-
-
-def build_tokenizer(context_length: int) -> "CLIPTokenizer":
-    """A CLIP tokenizer that knows every word of the symbol world's captions."""
-    from clip_moe.data.tokenizer import learn_tokenizer
-
-    return learn_tokenizer(_all_words(), 3000, context_length)
 
 
 @cache
@@ -257,7 +227,7 @@ def _differ(first: dict[str, str], difference: str, rng: np.random.Generator) ->
     return {**first, difference: choose(rng, [value for value in tables[difference] if value != first[difference]])}
 
 
-def _all_words():
+def _texts() -> Iterator[str]:
     """Captions enough to contain every word of the world."""
     for kind in KINDS:
         yield from (kind, TOPICS[TOPIC_OF[kind]].short[kind], TOPIC_OF[kind], *TOPICS[TOPIC_OF[kind]].words)
@@ -267,3 +237,20 @@ def _all_words():
         for style in ("web", "detailed"):
             yield caption(scene, style, rng)
     yield from TEMPLATES
+
+
+SYMBOLS = World(
+    name="symbols",
+    kind_set=kind_set,
+    draw=_draw,
+    caption=caption,
+    attributes=ATTRIBUTES,
+    texts=_texts,
+    vocabulary=3000,
+    caption_styles=CAPTION_STYLES,
+    templates=TEMPLATES,
+    subjects=_scenes,
+)
+# Worlds of pictures with one symbol each, and with two
+ONE, TWO = (replace(SYMBOLS, subjects=partial(_scenes, two=two)) for two in (False, True))
+load = SYMBOLS.load

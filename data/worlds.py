@@ -1,31 +1,40 @@
-"""The worlds that this package draws, so that nothing needs a download; some need other packages.
+"""Names of worlds. Importing them imports nothing heavy."""
 
-A world is a module with `load`, `kind_set`, `build_tokenizer`, `CAPTION_STYLES`, `SPLITS` and `TEMPLATES`; see
-`data.names` and docs/worlds.md. It is imported when it is asked for. One in `INSTALLED` has `versions`,
-too: of what it is drawn from.
-"""
-
-import importlib
-from types import ModuleType
+import re
 from typing import TYPE_CHECKING
 
+from clip_moe.engine.own_modules import code_of, import_object
+
 if TYPE_CHECKING:
-    from transformers import CLIPProcessor
+    from clip_moe.data.world import World
 
-INSTALLED = ("characters", "icons", "molecules")
-WORLDS = (*INSTALLED, "names", "symbols")
+# Built-in worlds: name -> where the object is
+WORLDS = {
+    "icons": "clip_moe.data.icons:ICONS",
+    "names": "clip_moe.data.names:NAMES",
+    "symbols": "clip_moe.data.symbols:SYMBOLS",
+}
+# Worlds of the laboratory
+MOVED = {"characters": "lab.worlds.characters:CHARACTERS", "molecules": "lab.worlds.molecules:MOLECULES"}
+OWN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
-def world(name: str) -> ModuleType:
-    """The module of one of `WORLDS`."""
-    return importlib.import_module(f"clip_moe.data.{name}")
+def is_world(source: str | None) -> bool:
+    """Whether a source of data is a built-in world or names one of one's own, as `package.module:OBJECT`."""
+    return source in WORLDS or OWN.fullmatch(source or "") is not None
 
 
-def build_processor(name: str, context_length: int, image_size: int) -> "CLIPProcessor":
-    """The `CLIPProcessor` of a world: it knows the words of its captions, and scales images to [-1, 1]."""
-    from transformers import CLIPProcessor
+def world(source: str) -> "World":
+    """The world that a source names. Raises a ValueError where there is none."""
+    from clip_moe.data.world import World
 
-    from clip_moe.data.drawing import build_image_processor
+    found = import_object(WORLDS.get(source, source), "world")
+    if not isinstance(found, World):
+        raise ValueError(f"{source!r} is no world: it must be an object of the class clip_moe.data.world.World")
+    return found
 
-    tokenizer = world(name).build_tokenizer(context_length)
-    return CLIPProcessor(image_processor=build_image_processor(image_size), tokenizer=tokenizer)
+
+def origin_of(source: str) -> dict[str, str]:
+    """What the pictures of a world follow from besides this package: versions of others, and digests of own modules."""
+    module = WORLDS.get(source, source).partition(":")[0]
+    return world(source).versions() | code_of([module])

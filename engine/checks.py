@@ -7,7 +7,7 @@ from typing import Any
 
 from clip_moe.data.arguments import DataArguments
 from clip_moe.data.local_data import missing_data
-from clip_moe.data.worlds import WORLDS
+from clip_moe.data.worlds import is_world
 from clip_moe.engine.kinds import KINDS, stage_of_kind
 from clip_moe.engine.local_names import is_hub_name
 from clip_moe.engine.messages import most_similar, suggestion
@@ -97,7 +97,7 @@ def _fault_of_reference(
         return None if value in there else f"the stage {value!r} has not finished. Run it first"
     fitting = [other for other in names if other != name and set(kinds_of[other]) & set(reads.kinds)]
     folder = Path(value)
-    is_word = not set(value) & set("/\\.*~") and value not in WORLDS and not folder.exists()
+    is_word = not set(value) & set("/\\.*~") and not is_world(value) and not folder.exists()
     if is_word and most_similar(value, fitting, cutoff=0.75) is not None:  # which a hub name may be, too
         return f"there is no stage or folder {value!r}: {suggestion(value, fitting)}"
     if not reads.outside or (is_model and any((folder / file).is_file() for file in MODEL_FILES)):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clip_moe.data.arguments import DataArguments
-from clip_moe.data.worlds import WORLDS
+from clip_moe.data.worlds import is_world
 from clip_moe.engine.provenance import LOGS, MANIFEST
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Context:
         arguments = self.resolve(arguments)
         key = f"{arguments} {self.identity(arguments)} {images}"
         rows = self._kept("pairs", key, lambda: load_pairs(arguments, images))
-        if arguments.source in WORLDS:  # others are mapped from files
+        if is_world(arguments.source):  # others are mapped from files
             self.held["drawn"] = rows.data.nbytes
         return rows
 
@@ -76,7 +76,7 @@ class Context:
         """The pairs with a readable image, of pairs that were loaded without images. Every process has to ask."""
         from clip_moe.data.pairs import readable_pairs
 
-        if arguments.source in WORLDS:
+        if is_world(arguments.source):
             return rows
         with self._main_process_first():
             return readable_pairs(rows, arguments)[0]

@@ -11,10 +11,12 @@ import os
 import sys
 import sysconfig
 import time
+import traceback
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import Any
 
 from clip_moe.engine.digests import file_digest
 
@@ -37,6 +39,34 @@ _packages: set[str] = set()
 # Where modules were searched before what is watched began, which may add folders
 _places: list[str] = []
 _watching, _since = 0, 0.0  # when it began
+
+
+def import_object(spelling: str, kind: str) -> Any:
+    """The object that `package.module:NAME` names, with its module's imports noted. The working folder is searched
+    first.
+
+    Args:
+        kind: what it should be, for the ValueError of one that cannot be imported.
+    """
+    module, _, name = spelling.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        with watching():
+            return getattr(importlib.import_module(module), name)
+    except Exception as error:  # whatever the module raises
+        raise ValueError(f"the {kind} {spelling!r} cannot be imported: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """The error, with the place in one's own files that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = (__file__, importlib.__file__)
+    frames = [frame for frame in frames if not frame.filename.startswith("<frozen") and frame.filename not in ours]
+    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    moved = f"; did you mean clip_moe.{missing}?" if missing and missing.split(".")[0] in ROOMS else ""
+    return f"{type(error).__name__}: {error}{where}{moved}"
 
 
 def code_of(modules: Iterable[str]) -> dict[str, str]:

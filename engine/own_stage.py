@@ -2,34 +2,21 @@
 
 import dataclasses
 import functools
-import importlib
 import inspect
-import os
 import re
-import sys
-import traceback
 from typing import Any
 
 from pydantic.dataclasses import is_pydantic_dataclass
 
-from clip_moe.engine.own_modules import OURS, ROOMS, code_of, watching
+from clip_moe.engine.own_modules import OURS, code_of, import_object
 from clip_moe.engine.provenance import OwnStage
 from clip_moe.engine.settings import STRICT
 from clip_moe.engine.stage import Stage
 
-IMPORTLIB = importlib.__file__
-
 
 def import_stage(stage: str) -> type[Stage]:
-    """The class that `package.module:Class` names. The working folder is searched first."""
-    module, _, name = stage.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        with watching():
-            value = getattr(importlib.import_module(module), name)
-    except Exception as error:  # whatever the module raises
-        raise ValueError(f"the stage {stage!r} cannot be imported: {_reason(error)}") from error
+    """The class that `package.module:Class` names, see `import_object`."""
+    value = import_object(stage, "stage")
     if not (isinstance(value, type) and issubclass(value, Stage)):
         raise ValueError(f"{stage!r} is no stage: its class must be a subclass of clip_moe.engine.stage.Stage")
     problem = _problem_of_class(value)
@@ -53,16 +40,6 @@ def own_stage(stage: type[Stage]) -> dict[str, Any]:
     sentence = re.match(r".*?[.!?](?=\s|$)", text)
     settings = [field.name for field in dataclasses.fields(stage) if field.name in annotated]
     return {"code": code, "own": OwnStage(does=sentence[0] if sentence else text, settings=settings)}
-
-
-def _reason(error: Exception) -> str:
-    """What was raised; and where in one's own files."""
-    frames = traceback.extract_tb(error.__traceback__)
-    frames = [f for f in frames if not f.filename.startswith("<frozen") and f.filename not in (__file__, IMPORTLIB)]
-    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    missing = error.name if isinstance(error, ModuleNotFoundError) else None
-    moved = f"; did you mean clip_moe.{missing}?" if missing and missing.split(".")[0] in ROOMS else ""
-    return f"{type(error).__name__}: {error}{where}{moved}"
 
 
 def _problem_of_class(stage: type[Stage]) -> str:

@@ -276,8 +276,8 @@ def environment() -> dict:
         "accelerate": accelerate.__version__,
         "numpy": numpy.__version__,
     }
-    # Clusters and digits; the fonts of the symbols; pictures; the icons and molecules, and what draws them
-    for name in ("scikit-learn", "matplotlib", "pillow", "mkdocs-material", "resvg-py", "chemicals", "rdkit"):
+    # Clusters and digits; the fonts of the symbols; pictures; the icons, and what draws them
+    for name in ("scikit-learn", "matplotlib", "pillow", "mkdocs-material", "resvg-py"):
         with suppress(PackageNotFoundError):
             versions[name] = version(name)
     return {"commit": commit, "versions": versions}

@@ -26,7 +26,7 @@ from pydantic.dataclasses import dataclass
 from typing_extensions import TypedDict
 
 from clip_moe.data.arguments import DataArguments
-from clip_moe.data.worlds import WORLDS
+from clip_moe.data.worlds import is_world
 from clip_moe.engine.files import read_text
 from clip_moe.engine.kinds import FORMER, KINDS, stage_of_kind
 from clip_moe.engine.messages import Faults, did_you_mean, fault_text, fault_value, one_line, suggestion
@@ -123,7 +123,7 @@ class Recipe:
     def _hand_on_seed(self):
         for stage in self.stages:
             for _, value in [("", stage), *each_setting(stage)]:
-                if isinstance(value, DataArguments) and value.source in WORLDS and value.seed is None:
+                if isinstance(value, DataArguments) and is_world(value.source) and value.seed is None:
                     value.seed = self.seed
                 if isinstance(value, MeasuredTasks) and value.test_seed is None:
                     value.test_seed = self.seed

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from clip_moe.data.arguments import DataArguments
 from clip_moe.data.sources import open_rows
-from clip_moe.data.worlds import WORLDS
+from clip_moe.data.worlds import is_world
 from clip_moe.engine.checks import require_same_settings, require_sound
 from clip_moe.engine.context import Context
 from clip_moe.engine.files import locked
@@ -194,7 +194,7 @@ def _ratio(stage: Stage, rehearsed: Stage, ratios: Mapping[str, float | None], c
     if rehearsed.data == data or data.streaming or cut is None:
         return None if cut is None else 1
     there = dataclasses.replace(data, skip=None, num_samples=None) if cut != 1 else data
-    number = data.num_samples if data.source in WORLDS else len(open_rows(context.resolve(there)))
+    number = data.num_samples if is_world(data.source) else len(open_rows(context.resolve(there)))
     real = number if cut == 1 else min(cut * number - (data.skip or 0), data.num_samples or math.inf)
     return real / min(number, rehearsed.data.num_samples)
 

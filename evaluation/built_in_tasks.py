@@ -4,14 +4,16 @@ from collections.abc import Sequence
 
 from datasets import Dataset
 
-from clip_moe.data import icons, names, symbols
+from clip_moe.data import names, symbols
+from clip_moe.data.icons import ICONS
+from clip_moe.data.names import NAMES
 from clip_moe.data.worlds import world
 from clip_moe.evaluation.task import INFORMATION, PRIMARY_METRICS, RECALL_5, Task
 
 
 def _symbol_kinds(split: str, num_samples: int, kinds: str = "all", seed: int = 0) -> Dataset:
     """Pictures of one symbol, with its kind."""
-    rows = symbols.load(split, "detailed", num_samples, symbols.KIND_SETS[kinds], seed, two=False)
+    rows = symbols.ONE.load(split, "detailed", num_samples, symbols.KIND_SETS[kinds], seed)
     return rows.remove_columns("caption").rename_column("kind", "caption")
 
 
@@ -60,7 +62,7 @@ def symbol_tasks(number: int = 3000, retrieval: int = 5000, pairs: int = 1400, t
             kind="retrieval",
             title="retrieval",
             protocol=f"{retrieval:,} test pictures of two symbols, one detailed caption each",
-            load=lambda seed=0: (symbols.load("test", "detailed", retrieval, seed=seed, two=True), 0),
+            load=lambda seed=0: (symbols.TWO.load("test", "detailed", retrieval, seed=seed), 0),
         ),
         "symbols_pairs": Task(
             kind="pairs",
@@ -80,7 +82,7 @@ def symbol_tasks(number: int = 3000, retrieval: int = 5000, pairs: int = 1400, t
     }
 
 
-# Numbers of facts with a task: towns, and the first of them characters and molecules
+# Numbers of towns with a task
 NUMBERS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 
 
@@ -103,10 +105,10 @@ def name_tasks(towns: Sequence[int] = NUMBERS, fewer: int = 2048, of_countries: 
 
 def _countries(number: int) -> Task:
     """The mean of zero-shot tasks, of the towns of one country each."""
-    country_of = {names.name_of(town): names.country_of(town) for town in names.kind_set(str(number))}
+    country_of = {names.name_of(town): names.country_of(town) for town in NAMES.kind_set(str(number))}
 
     def load(seed: int = 0) -> tuple[Dataset, int]:
-        return names.load("test", "web", number, range(number), seed), 0
+        return NAMES.load("test", "web", number, range(number), seed), 0
 
     return Task(
         kind="zero_shot_groups",
@@ -121,14 +123,14 @@ def _countries(number: int) -> Task:
 
 
 def _names(title: str, kinds: str, captions: str) -> Task:
-    of_kinds = names.kind_set(kinds)
+    of_kinds = NAMES.kind_set(kinds)
     caption = {"web": "name", "facts": "facts"}[captions]
     return Task(
         kind="retrieval",
         title=title,
         protocol=f"{len(of_kinds)} new pictures of the shields of as many towns, with the town's {caption}; all are "
         "candidates",
-        load=lambda seed=0: (names.load("test", captions, len(of_kinds), of_kinds, seed), 0),
+        load=lambda seed=0: (NAMES.load("test", captions, len(of_kinds), of_kinds, seed), 0),
         metrics=(*PRIMARY_METRICS["retrieval"], *INFORMATION),
     )
 
@@ -161,8 +163,8 @@ def icon_tasks() -> dict[str, Task]:
 
 def _icons(title: str, kinds: str, shown: str) -> Task:
     def load(seed: int = 0) -> tuple[Dataset, int]:
-        numbers = icons.kind_set(kinds)
-        return icons.load("test", "web", len(numbers), numbers, seed), 0
+        numbers = ICONS.kind_set(kinds)
+        return ICONS.load("test", "web", len(numbers), numbers, seed), 0
 
     return Task(
         kind="retrieval",
@@ -173,31 +175,21 @@ def _icons(title: str, kinds: str, shown: str) -> Task:
     )
 
 
-def numbered_tasks() -> dict[str, Task]:
-    """The tasks on molecules and on characters, whose packages have to be installed. `_unseen` is half of the first
-    4,096, none of which is in half 1 of any number."""
-    number_of = {"characters": NUMBERS[:6], "molecules": NUMBERS[:8]}
-    tasks = {}
-    for name, numbers in number_of.items():
-        for number in numbers:
-            tasks[f"{name}_{number}"] = _numbered(name, f"{number:,} {name}", str(number))
-        tasks[f"{name}_all"] = _numbered(name, f"all {name}", "all")
-        tasks[f"{name}_unseen"] = _numbered(name, f"2,048 {name} of half 2", "4096 half 2")
-    return tasks
+def world_task(name: str) -> tuple[str, Task]:
+    """A task on any world, spelled `package.module:OBJECT KINDS`, and its name in results: `WORLD_KINDS`."""
+    source, _, kinds = name.partition(" ")
+    drawn = world(source)
+    numbers = drawn.kind_set(kinds)
 
-
-def _numbered(name: str, title: str, kinds: str) -> Task:
     def load(seed: int = 0) -> tuple[Dataset, int]:
-        numbers = world(name).kind_set(kinds)
-        return world(name).load("test", "web", len(numbers), numbers, seed), 0
+        return drawn.load("test", "web", len(numbers), numbers, seed), 0
 
-    what = {"characters": "in a font that is not trained on, with its meaning", "molecules": "with its first name"}[
-        name
-    ]
-    return Task(
+    title = f"{len(numbers):,} {drawn.name}" if kinds.isdecimal() else f"{drawn.name}, {kinds}"
+    task = Task(
         kind="retrieval",
         title=title,
-        protocol=f"a new picture of each of {title}, {what}; all of these are candidates",
+        protocol=f"a new picture of each of {title}, {drawn.tested_as}; all of these are candidates",
         load=load,
         metrics=[*RECALL_5, *INFORMATION],
     )
+    return f"{drawn.name}_{kinds.replace(' ', '_')}", task

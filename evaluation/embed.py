@@ -15,7 +15,7 @@ from accelerate import PartialState
 
 from clip_moe.data.pairs import load_pairs, present_captions, rename_columns, select_columns, with_class_names
 from clip_moe.data.sources import DataArguments, open_rows
-from clip_moe.data.worlds import WORLDS
+from clip_moe.data.worlds import is_world
 from clip_moe.engine.files import new_file, write_text, writing
 from clip_moe.engine.messages import join_names
 from clip_moe.evaluation.embedder import Embedder
@@ -81,7 +81,7 @@ def write_embeddings(
 
 def _rows(arguments: DataArguments, what: What) -> datasets.Dataset:
     """The column `image`, which is not decoded, and but for images alone `caption`."""
-    if arguments.source in WORLDS:
+    if is_world(arguments.source):
         return load_pairs(arguments).cast_column("image", datasets.Image(decode=False))
     opened = open_rows(arguments)
     if what == "images":

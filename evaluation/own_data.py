@@ -22,7 +22,7 @@ from clip_moe.data.pairs import (
 )
 from clip_moe.data.sources import DataArguments, Rows, open_rows
 from clip_moe.data.splits import common_rows, named_split
-from clip_moe.data.worlds import WORLDS
+from clip_moe.data.worlds import is_world
 from clip_moe.engine.digests import file_digests, short_digest
 from clip_moe.engine.files import read_text
 from clip_moe.engine.local_names import paths_here, without_paths
@@ -67,7 +67,7 @@ def retrieval_task(arguments: DataArguments) -> Task:
     """
 
     def load():
-        if arguments.source in WORLDS:
+        if is_world(arguments.source):
             return load_pairs(arguments), 0
         rows = with_class_names(select_columns(open_rows(arguments), arguments))
         rows, skipped = readable_pairs(rows, arguments)
@@ -81,7 +81,7 @@ def retrieval_task(arguments: DataArguments) -> Task:
             )  # fmt: skip
         return one_row_an_image(rows), skipped
 
-    data, of_world = _data(arguments), arguments.source in WORLDS
+    data, of_world = _data(arguments), is_world(arguments.source)
     protocol = _protocol(data) + ("" if of_world else "; every image with the same caption is right")
     title = _title("retrieval", arguments)
     return Task("retrieval", title, protocol, load, data=data, equal_captions_are_right=not of_world)
@@ -230,7 +230,7 @@ def _data(arguments: DataArguments, *also_read: DataArguments) -> dict[str, Any]
     chosen = {key: value for key, value in dataclasses.asdict(arguments).items() if key not in READING_SETTINGS}
     if arguments.pixel_range is None:
         del chosen["pixel_range"]
-    if arguments.source not in WORLDS:
+    if not is_world(arguments.source):
         for key in ("captions", "kinds", "seed"):
             del chosen[key]
     held = [of_part for of_part in map(identity, (arguments, *also_read)) if of_part is not None]

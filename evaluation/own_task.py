@@ -6,7 +6,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, ValidationError, mod
 from pydantic.dataclasses import dataclass
 
 from clip_moe.data.arguments import DataArguments
-from clip_moe.data.worlds import WORLDS
+from clip_moe.data.worlds import WORLDS, is_world
 from clip_moe.engine.messages import in_one_line
 
 OwnKind = Literal["retrieval", "zero_shot", "linear_probe", "pairs"]
@@ -53,8 +53,9 @@ class OwnTask:
 
     @model_validator(mode="after")
     def _check(self):
-        if self.dataset in WORLDS and self.task != "retrieval":
-            raise ValueError(f"of {self.dataset}, it is the built-in task {self.dataset}_{self.task}")
+        if is_world(self.dataset) and self.task != "retrieval":
+            built_in = f"the built-in task {self.dataset}_{self.task}" if self.dataset in WORLDS else "retrieval alone"
+            raise ValueError(f"of {self.dataset}, it is {built_in}")
         self.arguments()
         return self
 

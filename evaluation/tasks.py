@@ -11,18 +11,18 @@ from typing import get_args
 from datasets import Dataset
 
 from clip_moe.data.sources import opened_once
-from clip_moe.data.worlds import INSTALLED, world
+from clip_moe.data.worlds import MOVED, is_world, origin_of
 from clip_moe.engine.digests import short_digest
 from clip_moe.engine.messages import most_similar
 from clip_moe.evaluation.benchmarks.loading import benchmark_task
 from clip_moe.evaluation.benchmarks.specs import ALIASES, BENCHMARKS, GROUPS, expand
-from clip_moe.evaluation.built_in_tasks import icon_tasks, name_tasks, numbered_tasks, symbol_tasks
+from clip_moe.evaluation.built_in_tasks import icon_tasks, name_tasks, symbol_tasks, world_task
 from clip_moe.evaluation.own_data import make_task, own_fingerprint
 from clip_moe.evaluation.own_task import OwnKind, OwnTask, Wanted
 from clip_moe.evaluation.results import task_name
 from clip_moe.evaluation.task import Task
 
-TASKS = icon_tasks() | numbered_tasks() | name_tasks() | symbol_tasks()
+TASKS = icon_tasks() | name_tasks() | symbol_tasks()
 # Tasks on a dataset that is given by its columns
 OWN_TASKS: tuple[str, ...] = get_args(OwnKind)
 MORE = "and the benchmarks and groups that `python -m clip_moe.evaluation.benchmarks` prints"
@@ -67,6 +67,11 @@ def require_tasks(wanted: Sequence[Wanted]) -> None:
     for name in dict.fromkeys(name for name in wanted if isinstance(name, str)):
         if name in OWN_TASKS:
             problems.append(f"the task {name} needs data: {{task: {name}, dataset: FOLDER OR HUB NAME}}")
+        elif ":" in name:
+            problems += _problems_of_world_task(name)
+        elif name.split("_")[0] in MOVED:
+            world_name, _, kinds = name.partition("_")
+            problems.append(f"the task {name} is now {MOVED[world_name]} {kinds}, in a checkout")
         elif name not in available:
             similar = most_similar(name, available)
             meant = f"did you mean {similar!r}?" if similar else f"known are {', '.join(sorted(TASKS))}, {MORE}"
@@ -78,6 +83,17 @@ def require_tasks(wanted: Sequence[Wanted]) -> None:
         raise ValueError("; ".join(problems))
 
 
+def _problems_of_world_task(name: str) -> list[str]:
+    """Why a task that is spelled `package.module:OBJECT KINDS` is none."""
+    if not is_world(_source_of(name)):
+        return [f"unknown task {name!r}: a world's is package.module:OBJECT KINDS"]
+    try:
+        world_task(name)
+    except ValueError as error:
+        return [f"the task {name!r}: {error}"]
+    return []
+
+
 def with_seed(task: Task, seed: int) -> Task:
     """A built-in task on other pictures of its world for another seed, which is at least 0."""
     if not seed:
@@ -86,10 +102,15 @@ def with_seed(task: Task, seed: int) -> Task:
     return dataclasses.replace(task, load=load, load_train=load_train, data=task.data | {"seed": seed})
 
 
+def _source_of(name: str) -> str:
+    """The world of a task, `symbols` of `symbols_pairs`, or of one spelled `package.module:OBJECT KINDS`."""
+    return name.partition(" ")[0] if ":" in name else name.split("_")[0]
+
+
 def _installed(name: str) -> dict[str, dict[str, str]]:
-    """What the pictures of a built-in task are drawn from, if its world comes from other packages."""
-    world_name = name.split("_")[0]
-    return {"installed": world(world_name).versions()} if world_name in INSTALLED else {}
+    """The origin of a task's pictures, if it is on a world that comes from other packages or modules."""
+    origin = origin_of(_source_of(name)) if is_world(_source_of(name)) else {}
+    return {"installed": origin} if origin else {}
 
 
 @opened_once()
@@ -117,9 +138,9 @@ def find_tasks(
             continue
         for name in expand(entry):  # groups may share benchmarks
             if name not in tasks:
-                if name in TASKS:
-                    task = dataclasses.replace(built_in[name], data=_installed(name))
-                    tasks[name] = with_seed(task, seed)
+                if name in TASKS or is_world(_source_of(name)):
+                    key, task = (name, built_in[name]) if name in TASKS else world_task(name)
+                    tasks[key] = with_seed(dataclasses.replace(task, data=_installed(name)), seed)
                 else:
                     tasks[name] = benchmark_task(BENCHMARKS[name], data_root, num_workers=num_workers)
     return tasks

@@ -37,11 +37,10 @@ from clip_moe.conversion.checkpoints import load_clip, load_config, load_model, 
 from clip_moe.conversion.llava import expected_outputs, load_tower, verify, warn_without_experts
 from clip_moe.conversion.processors import load_image_processor, load_processor, load_tokenizer
 from clip_moe.data.arguments import DataArguments
-from clip_moe.data.conversations import IMAGE, load_conversations
 from clip_moe.data.images import decode_image
 from clip_moe.data.preparation import Preparation
 from clip_moe.data.workers import errors_of_workers, worker_options
-from clip_moe.data.worlds import WORLDS
+from clip_moe.data.worlds import is_world
 from clip_moe.engine.context import Context
 from clip_moe.engine.files import save
 from clip_moe.engine.messages import join_names, suggestion
@@ -51,6 +50,7 @@ from clip_moe.training.losses import all_reduce_sum
 from clip_moe.training.optimizers import set_trainable
 from clip_moe.training.samplers import GlobalBatchSampler, Share
 from clip_moe.training.stages.steps import StepsStage
+from lab.conversations import IMAGE, load_conversations
 
 Prompt = Literal["plain", "chat"]
 # The image and its caption, as in LLaVA's first stage (llava/train/train.py, `preprocess_plain`)
@@ -177,7 +177,7 @@ class TrainLlavaStage(StepsStage):
 
     @model_validator(mode="after")
     def _check_conversations(self):
-        if self.data.source not in WORLDS and not self.data.source.endswith(".json"):
+        if not is_world(self.data.source) and not self.data.source.endswith(".json"):
             raise ValueError("data.source: conversations are in a .json of LLaVA's layout or a built-in world")
         return self
 

@@ -17,6 +17,7 @@ from unittest import mock
 
 import clip_moe
 from clip_moe.data import symbols
+from clip_moe.data.world import World
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -103,15 +104,14 @@ def few_symbols() -> Iterator[None]:
     """The tests of the built-in worlds have fewer pictures."""
 
     def smaller(load):
-        def loaded(split, *arguments, **options):
-            arguments = [min(a, LARGEST_TEST) if type(a) is int and split == "test" else a for a in arguments]
-            return load(split, *arguments, **options)
+        def loaded(*arguments, **options):
+            is_test = "test" in arguments
+            return load(*(min(a, LARGEST_TEST) if type(a) is int and is_test else a for a in arguments), **options)
 
         return loaded
 
-    with mock.patch.multiple(
-        symbols, **{name: smaller(getattr(symbols, name)) for name in ("load", "load_minimal_pairs")}
-    ):
+    pairs = smaller(symbols.load_minimal_pairs)
+    with mock.patch.object(World, "load", smaller(World.load)), mock.patch.object(symbols, "load_minimal_pairs", pairs):
         yield
 
 

@@ -8,7 +8,7 @@ from transformers import AutoModel, AutoProcessor, CLIPConfig, CLIPModel
 
 from clip_moe.conversion.presets import PRESETS
 from clip_moe.conversion.upcycle import upcycle
-from clip_moe.data.worlds import build_processor
+from clip_moe.data.symbols import SYMBOLS
 from clip_moe.evaluation.figures import plt
 from clip_moe.evaluation.tasks import TASKS, name_tasks, symbol_tasks
 
@@ -16,7 +16,7 @@ from clip_moe.evaluation.tasks import TASKS, name_tasks, symbol_tasks
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "dense"
-    processor = build_processor("symbols", 16, 32)
+    processor = SYMBOLS.build_processor(16, 32)
     tower = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     tokens = processor.tokenizer
     text = {**tower, "vocab_size": len(tokens), "max_position_embeddings": 16}
@@ -40,7 +40,7 @@ def sparse(dense):
 @pytest.fixture(autouse=True)
 def small_tasks(monkeypatch):
     """The built-in tasks on a few pictures."""
-    for name in [name for name in TASKS if name.startswith(("characters_", "icons_", "molecules_", "names_"))]:
+    for name in [name for name in TASKS if name.startswith(("icons_", "names_"))]:
         monkeypatch.delitem(TASKS, name)
     # So many training pictures that all kinds are there
     of_symbols = symbol_tasks(number=40, retrieval=40, pairs=14, train=1500)

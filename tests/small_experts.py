@@ -6,12 +6,12 @@ from transformers import CLIPModel
 
 from clip_moe.conversion.presets import PRESETS
 from clip_moe.conversion.upcycle import upcycle
-from clip_moe.data.worlds import build_processor
+from clip_moe.data.symbols import SYMBOLS
 
 
 def save(model, folder):
     model.save_pretrained(folder)
-    build_processor("symbols", 64, 32).save_pretrained(folder)
+    SYMBOLS.build_processor(64, 32).save_pretrained(folder)
     return model.eval(), folder
 
 

@@ -17,7 +17,7 @@ from clip_moe.data.arguments import CaptionPolicy
 from clip_moe.data.captions import build_captions, pack_sentences, split_sentences
 from clip_moe.data.pairs import caption_columns
 from clip_moe.data.sources import DataArguments
-from clip_moe.data.worlds import build_processor
+from clip_moe.data.symbols import SYMBOLS
 from clip_moe.training.contrastive_task import ContrastiveTask
 from clip_moe.training.loader import PairLoader
 from clip_moe.training.stages.train import TrainStage
@@ -51,7 +51,7 @@ def test_packed_sentences_fit_and_are_whole(lengths, limit, count, seed):
 
 
 def test_policies():
-    tokenizer = build_processor("symbols", 64, 32).tokenizer
+    tokenizer = SYMBOLS.build_processor(64, 32).tokenizer
     policies = [
         CaptionPolicy(policy="full", column="raw_caption"),
         CaptionPolicy(policy="first_sentence", column="caption"),
@@ -84,7 +84,7 @@ def test_policies_leave_missing_captions_out():
 def test_the_batch_of_several_captions():
     """The loss of a loader's batch is that of its captions, one image and one place at a time."""
     model = CLIPModel.from_pretrained("training/symbol_clip").eval()
-    processor = build_processor("symbols", 64, 32)
+    processor = SYMBOLS.build_processor(64, 32)
     rows = symbols.load("train", "web", 4, captions_per_image=3)
     captions = [list(of_image) for of_image in rows["caption"]]
     captions[0][1] = captions[2][0] = captions[2][2] = " "

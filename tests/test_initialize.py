@@ -10,8 +10,8 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModel, AutoProcessor, CLIPModel, PreTrainedTokenizerFast, SiglipModel
 
 from clip_moe.conversion.publishing.lineage import Lineage
+from clip_moe.data.symbols import SYMBOLS
 from clip_moe.data.tokenizer import learn_tokenizer
-from clip_moe.data.worlds import build_processor
 from modeling_clip_moe import CLIPMoEModel
 
 
@@ -19,7 +19,7 @@ from modeling_clip_moe import CLIPMoEModel
 def processor_folder(tmp_path_factory):
     """The symbol world's processor: images of 32 x 32, texts of 16 tokens."""
     folder = tmp_path_factory.mktemp("processor")
-    build_processor("symbols", 16, 32).save_pretrained(folder)
+    SYMBOLS.build_processor(16, 32).save_pretrained(folder)
     return folder
 
 

@@ -106,7 +106,7 @@ def require_weights(model, result, **expected):
 
 
 def pictures(number, split="test"):
-    rows = symbols.load(split, "detailed", number, CLASSES, two=False)
+    rows = symbols.ONE.load(split, "detailed", number, CLASSES)
     return rows.remove_columns("caption").rename_column("kind", "caption")
 
 

@@ -142,7 +142,7 @@ def test_templates_have_one_place_for_a_name(tmp_path, template):
 @pytest.mark.slow
 def test_a_model_is_asked_by_its_own_template(tmp_path):
     """The bundled one was trained on names alone; what its processor is saved as says so, too."""
-    towns = names.load("test", "web", 4)
+    towns = names.NAMES.load("test", "web", 4)
     arguments = labeled(tmp_path, towns["kind"])
     towns.rename_column("kind", "label").select_columns(["image", "label"]).to_parquet(arguments.source)
     model = Embedder("training/name_clip_moe", None, 4, torch.device("cpu"))

@@ -23,7 +23,7 @@ KEEPING = EVALUATION | {"every_steps": 1, "keep_best": SCORE}
 
 def rows(caption):
     """24 symbols, and which of their columns is their caption."""
-    loaded = symbols.load("test", "detailed", 24, KINDS, two=False).select_columns(["image", caption])
+    loaded = symbols.ONE.load("test", "detailed", 24, KINDS).select_columns(["image", caption])
     return loaded.rename_columns({caption: "caption"}), 0
 
 

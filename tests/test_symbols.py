@@ -13,9 +13,10 @@ import torch
 
 from clip_moe.data import names, symbol_captions, symbols
 from clip_moe.data.drawing import BACKGROUNDS, COLORS, POSITIONS, SIDES, TEXTURES
+from clip_moe.data.names import NAMES
 from clip_moe.data.symbol_kinds import KINDS, TOPIC_OF, TOPICS
+from clip_moe.data.symbols import SYMBOLS
 from clip_moe.data.tokenizer import pieces_per_word
-from clip_moe.data.worlds import build_processor
 from clip_moe.evaluation.embedder import Embedder
 from clip_moe.evaluation.zero_shot import class_embeddings, zero_shot_metrics
 
@@ -24,7 +25,7 @@ BASE = Path(__file__).parents[1] / "training" / "symbol_clip"
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return build_processor("symbols", 64, 32).tokenizer
+    return SYMBOLS.build_processor(64, 32).tokenizer
 
 
 def digest(rows):
@@ -45,12 +46,15 @@ HALF = symbols.KIND_SETS["half 1"]
     [
         (lambda: symbols.load("train", "web", 50), "535d421ae1d5fc6b"),
         (lambda: symbols.load("train", "detailed", 50), "606692e54a023599"),
-        (lambda: symbols.load("test", "detailed", 20, two=False), "d16a133edf8650a6"),
+        (lambda: symbols.ONE.load("test", "detailed", 20), "d16a133edf8650a6"),
         (lambda: symbols.load("train", "web", 20, HALF, captions_per_image=2), "28010a73e36c849a"),
         (lambda: symbols.load_minimal_pairs("test", 21), "ec337d7d9db10608"),
-        (lambda: names.load("train", "web", 50, names.kind_set("256")), "d9ce24614a450a33"),
-        (lambda: names.load("test", "detailed", 20, names.kind_set("256 half 2"), 1), "e5640f485df472a4"),
-        (lambda: names.load("train", "facts", 20, names.kind_set("all"), captions_per_image=2), "5ae032200bb7c3d3"),
+        (lambda: NAMES.load("train", "web", 50, names.kind_set("256")), "d9ce24614a450a33"),
+        (lambda: NAMES.load("test", "detailed", 20, names.kind_set("256 half 2"), 1), "e5640f485df472a4"),
+        (
+            lambda: NAMES.load("train", "facts", 20, names.kind_set("all"), captions_per_image=2),
+            "5ae032200bb7c3d3",
+        ),
     ],
 )
 def test_rows_are_those_that_models_were_trained_on(load, expected):
@@ -60,7 +64,7 @@ def test_rows_are_those_that_models_were_trained_on(load, expected):
 
 
 def test_tokenizers_are_those_of_the_models(tokenizer):
-    for learned, expected in ((tokenizer, "aae16aa4a0906fcb"), (names.build_tokenizer(20), "567cbf33f0857ede")):
+    for learned, expected in ((tokenizer, "aae16aa4a0906fcb"), (NAMES.build_tokenizer(20), "567cbf33f0857ede")):
         assert hashlib.sha256(learned.backend_tokenizer.to_str().encode()).hexdigest()[:16] == expected
 
 
@@ -112,7 +116,7 @@ def test_the_tokenizer_knows_every_word_and_captions_fit(tokenizer):
 
 def test_the_symbol_clips_learn_on():
     """By the zero-shot accuracy on 250 symbols; the whole test is in the folder's README."""
-    rows = symbols.load("test", "detailed", 250, seed=1, two=False)
+    rows = symbols.ONE.load("test", "detailed", 250, seed=1)
     labels = np.array([symbols.KINDS.index(kind) for kind in rows["kind"]])
     prompts = [f"a picture of a {kind}" for kind in symbols.KINDS]
     accuracies = []

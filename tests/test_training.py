@@ -215,7 +215,7 @@ def test_training_says_into_how_many_pieces_a_word_falls(run, tmp_path, caplog, 
     foreign = saved_pairs(tmp_path / "pairs", HARBOR_CAPTIONS) | {"streaming": streaming, "in_memory": not streaming}
     caplog.set_level(logging.WARNING)
     run([DENSE, {**TUNED, "data": foreign}])
-    expected = pieces_per_word(symbols.build_tokenizer(16), HARBOR_CAPTIONS)
+    expected = pieces_per_word(symbols.SYMBOLS.build_tokenizer(16), HARBOR_CAPTIONS)
     (warning,) = [message for message in caplog.messages if "pieces" in message]
     assert expected > 2 and f"{expected:.1f} pieces" in warning and "tokenizer stage" in warning
     assert foreign["source"] in warning

@@ -1,6 +1,5 @@
 """What the built-in worlds have in common: how a recipe names them, their kinds and their tasks."""
 
-import inspect
 from importlib.metadata import PackageNotFoundError
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,47 +13,55 @@ from small_evaluation import dense, small_tasks  # noqa: F401 (fixtures)
 from tiny_clip import error_of
 
 import clip_moe
-from clip_moe.data import characters, draw, extras, symbols
+from clip_moe.data import draw, extras, icons, symbols
 from clip_moe.data.contact_sheet import contact_sheet
 from clip_moe.data.drawing import png
+from clip_moe.data.identity import identity
+from clip_moe.data.local_data import missing_data
 from clip_moe.data.pairs import load_pairs
 from clip_moe.data.sources import DataArguments
 from clip_moe.data.symbol_kinds import TOPIC_OF, TOPICS
-from clip_moe.data.worlds import INSTALLED, WORLDS, build_processor, world
-from clip_moe.evaluation.built_in_tasks import icon_tasks, numbered_tasks, symbol_tasks
+from clip_moe.data.worlds import WORLDS, world
+from clip_moe.evaluation.built_in_tasks import icon_tasks, symbol_tasks
 from clip_moe.evaluation.evaluate import evaluate_model
 from clip_moe.evaluation.report import best_of, write_report
-from clip_moe.evaluation.tasks import TASKS, find_tasks, task_fingerprints
+from clip_moe.evaluation.tasks import TASKS, find_tasks, require_tasks, task_fingerprints
 
 ALL_TASKS = list(TASKS)  # tests have smaller ones
-MISSING = {
-    "characters": set(characters.versions()) != set(characters.FILES),
-    "icons": find_spec("resvg_py") is None,
-    "molecules": find_spec("rdkit") is None,
-}
-MARKS = {name: pytest.mark.skipif(MISSING[name], reason=f"what {name} need is not installed") for name in INSTALLED}
-EACH = pytest.mark.parametrize("name", [pytest.param(n, marks=MARKS[n]) if n in MARKS else n for n in WORLDS])
+NO_ICONS = pytest.mark.skipif(find_spec("resvg_py") is None, reason="what icons need is not installed")
+EACH = pytest.mark.parametrize("name", [pytest.param(n, marks=NO_ICONS) if n == "icons" else n for n in WORLDS])
+OWN_WORLD = """
+import numpy as np
+
+from clip_moe.data.world import World
+from my_colors import COLORS
+
+FLAGS = World(
+    name="flags",
+    kind_set=lambda name: {"all": range(3), "two": range(2)}[name],
+    draw=lambda kind, split, rng, size: (np.full((size, size, 3), COLORS[kind], np.uint8), {"kind": str(kind)}),
+    caption=lambda kind, style, rng: f"flag {kind}",
+    attributes=("kind",),
+    texts=lambda: ["flag 0 1 2"],
+    vocabulary=600,
+)
+NOTHING = None
+"""
 
 
-@EACH
-def test_a_world_has_what_others_need(name):
-    drawn = world(name)
-    first = list(inspect.signature(drawn.load).parameters)[:7]
-    assert first == ["split", "captions", "num_samples", "kinds", "seed", "image_size", "captions_per_image"]
-    rows = drawn.load("test", "detailed", 3, drawn.kind_set("all"))
-    assert {"image", "caption", "kind"} <= set(rows.column_names)
-    processor = build_processor(name, 64, 32)
+def require_parts(drawn):
+    """A world has what others need of it."""
+    rows = drawn.load("test", drawn.caption_styles[-1], 3)
+    assert rows.column_names == ["image", "caption", *drawn.attributes] and drawn.attributes[0] == "kind"
+    processor = drawn.build_processor(64, 32)
     assert processor.tokenizer.model_max_length == 64
     assert processor(images=rows[0]["image"], return_tensors="pt").pixel_values.shape == (1, 3, 32, 32)
-    assert all(template.count("{}") == 1 for template in drawn.TEMPLATES)
-    assert any(task.startswith(f"{name}_") for task in ALL_TASKS)
+    assert all(template.count("{}") == 1 for template in drawn.templates)
 
 
-@EACH
-def test_rows_follow_from_their_arguments(name):
+def require_same_rows(drawn):
     """A longer data set starts with the shorter one; splits and seeds differ; captions of all styles and numbers are of
     the same pictures."""
-    drawn = world(name)
     kinds = drawn.kind_set("all")[:16]
 
     def load(split="test", captions="web", number=20, seed=3, **more):
@@ -65,15 +72,52 @@ def test_rows_follow_from_their_arguments(name):
     assert few == tuple(part[:20] for part in many) and len(set(few[0])) == 20
     for other in others:
         assert not set(other[0]) & set(few[0]) and set(other[2]) <= set(load(number=200)[2])
-    for style in drawn.CAPTION_STYLES:
+    for style in drawn.caption_styles:
         pictures, captions, _ = load(captions=style, captions_per_image=2)
-        assert pictures == few[0] and [len(of_image) for of_image in captions] == [2] * 20
+        assert pictures == few[0] and [len(texts) for texts in captions] == [2] * 20
         assert [first for first, _ in captions] == load(captions=style)[1]
+
+
+@EACH
+def test_rows_follow_from_their_arguments(name):
+    require_parts(world(name))
+    require_same_rows(world(name))
+    assert any(task.startswith(f"{name}_") for task in ALL_TASKS)
+
+
+def test_a_world_of_ones_own(tmp_path, monkeypatch, dense):  # noqa: F811
+    """It is drawn, measured and recorded by its spelling; another version of what it imports is other data."""
+    (tmp_path / "my_worlds.py").write_text(OWN_WORLD)
+    (tmp_path / "my_colors.py").write_text("COLORS = 0, 100, 200\n")
+    monkeypatch.chdir(tmp_path)
+    arguments = DataArguments(source="my_worlds:FLAGS", num_samples=6, kinds="two")
+    assert set(load_pairs(arguments)["caption"]) == {"flag 0", "flag 1"}
+    before, tasks = identity(arguments), find_tasks(["my_worlds:FLAGS all"], seed=2)
+    assert before.keys() == {"my_worlds", "my_colors"} and missing_data("my_worlds:FLAGS") == ""
+    assert tasks["flags_all"].title == "flags, all" and tasks["flags_all"].data == {"installed": before, "seed": 2}
+    (result,) = evaluate_model(dense, tasks, tmp_path / "results")
+    assert result["task"] == "flags_all" and result["num_samples"] == 3
+    (tmp_path / "my_colors.py").write_text("COLORS = 0, 100, 201\n")
+    assert identity(arguments) != before
+    for source, fault in {
+        "my_worlds:NOTHING": "'my_worlds:NOTHING' is no world: it must be an object of the class",
+        "my_worlds:FLOGS": "the world 'my_worlds:FLOGS' cannot be imported: AttributeError: .*'FLOGS'",
+        "molecules": "the world molecules is lab.worlds.molecules:MOLECULES, in a checkout",
+    }.items():
+        with pytest.raises(ValueError, match=fault):
+            DataArguments(source=source, num_samples=6)
+    for task, fault in {
+        "my worlds:FLAGS all": "unknown task 'my worlds:FLAGS all': a world's is package.module:OBJECT KINDS",
+        "my_worlds:FLOGS all": "the task 'my_worlds:FLOGS all': the world 'my_worlds:FLOGS' cannot be imported",
+        "molecules_512": "the task molecules_512 is now lab.worlds.molecules:MOLECULES 512, in a checkout",
+    }.items():
+        with pytest.raises(ValueError, match=fault):
+            require_tasks([task])
 
 
 def test_a_recipe_draws_the_kinds_that_it_names():
     rows = load_pairs(DataArguments(source="symbols", num_samples=20, kinds="planet", captions="detailed"))
-    expected = world("symbols").load("train", "detailed", 20, world("symbols").KIND_SETS["planet"])
+    expected = symbols.load("train", "detailed", 20, symbols.KIND_SETS["planet"])
     assert list(rows["caption"]) == list(expected["caption"]) and set(expected["topic"]) == {"planet"}
 
 
@@ -83,7 +127,7 @@ def test_the_page_of_worlds_tells_what_is_drawn():
         f"{len(TOPIC_OF)} kinds of symbols of {len(TOPICS)} topics" in page and f"of {len(symbols.KINDS)} kinds" in page
     )
     assert f"at least {symbols.SMALLEST_IMAGE} ×" in page
-    assert f"{symbols.TWO * 100:.0f} % have two symbols" in page
+    assert f"{symbols.TWO_SHARE * 100:.0f} % have two symbols" in page
     assert f"{symbols.HABIT * 100:.0f} % of its pictures" in page
 
 
@@ -131,25 +175,16 @@ def test_a_sheet_shows_the_images_of_a_cluster_in_its_line(tmp_path):
     assert np.flatnonzero((np.abs(named - colors[2]).sum(axis=-1) < 30).any(axis=1)).max() < named.shape[0] / 3
 
 
-@pytest.mark.parametrize(
-    ("name", "package", "way_out"),
-    [
-        ("characters", "unicode-data", "apt-get install unicode-data fonts-arphic-uming "),
-        ("icons", "mkdocs-material", "pip install -e '.[icons]'"),
-        ("molecules", "chemicals", "pip install -e '.[molecules]'"),
-    ],
-)
-def test_what_is_not_installed_ends_in_one_line(dense, tmp_path, monkeypatch, name, package, way_out):  # noqa: F811
+def test_what_is_not_installed_ends_in_one_line(dense, tmp_path, monkeypatch):  # noqa: F811
     def missing(name):
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr(extras, "distribution", missing)
-    monkeypatch.setenv("XDG_DATA_DIRS", str(tmp_path))
-    for cached in {"_characters", "_icons", "_molecules", "_numbered"} & set(vars(world(name))):
-        monkeypatch.setattr(world(name), cached, getattr(world(name), cached).__wrapped__)
-    monkeypatch.setitem(TASKS, f"{name}_all", (icon_tasks() | numbered_tasks())[f"{name}_all"])
-    error = error_of(clip_moe.main, "evaluate", tmp_path / "out", "--models.dense", dense, "--tasks", f"{name}_all")
-    assert f"{name} need {package}, which is not installed: {way_out}" in error
+    for cached in ("_icons", "_numbered"):
+        monkeypatch.setattr(icons, cached, getattr(icons, cached).__wrapped__)
+    monkeypatch.setitem(TASKS, "icons_all", icon_tasks()["icons_all"])
+    error = error_of(clip_moe.main, "evaluate", tmp_path / "out", "--models.dense", dense, "--tasks", "icons_all")
+    assert "icons need mkdocs-material, which is not installed: pip install -e '.[icons]'" in error
     assert not (tmp_path / "out").exists()
 
 
@@ -168,15 +203,14 @@ def test_a_table_shows_the_mean_of_the_topics_alone(dense, tmp_path):  # noqa: F
 
 def test_a_task_belongs_to_the_packages_that_it_is_drawn_from(monkeypatch):
     """A finished evaluation is refused after an upgrade, and scores of two versions are not compared."""
-    monkeypatch.setattr("clip_moe.evaluation.tasks.TASKS", icon_tasks() | numbered_tasks() | symbol_tasks())
+    monkeypatch.setattr("clip_moe.evaluation.tasks.TASKS", icon_tasks() | symbol_tasks())
     seen = set()
     for version in ("1", "2"):
         monkeypatch.setattr(extras, "distribution", lambda package, v=version: SimpleNamespace(version=v))
-        tasks = find_tasks(["icons_512", "molecules_256", "symbols_pairs"], seed=3)
-        assert tasks["icons_512"].data == {"installed": dict.fromkeys(world("icons").PACKAGES, version), "seed": 3}
-        assert set(tasks["molecules_256"].data["installed"].values()) == {version}
+        tasks = find_tasks(["icons_512", "symbols_pairs"], seed=3)
+        assert tasks["icons_512"].data == {"installed": dict.fromkeys(icons.PACKAGES, version), "seed": 3}
         assert tasks["symbols_pairs"].data == {"seed": 3}
         fingerprints = task_fingerprints(list(tasks))
-        assert fingerprints.keys() == {"tasks.icons_512", "tasks.molecules_256"}
+        assert fingerprints.keys() == {"tasks.icons_512"}
         seen |= set(fingerprints.values())
-    assert len(seen) == 4
+    assert len(seen) == 2

@@ -19,7 +19,7 @@ from clip_moe.data.preparation import Preparation
 from clip_moe.data.sources import DataArguments, Rows, named_files_hash, reading
 from clip_moe.data.tokenizer import SAMPLE, pieces_per_word, read_texts, tokenize
 from clip_moe.data.workers import errors_of_workers, worker_options
-from clip_moe.data.worlds import WORLDS
+from clip_moe.data.worlds import is_world
 from clip_moe.engine.messages import shortened
 from clip_moe.training.duplicates import streamed_image_key, token_keys
 from clip_moe.training.samplers import ClusterBatchSampler, GlobalBatchSampler
@@ -145,7 +145,7 @@ class PairLoader:
         if from_scratch:
             longer = "text_config.max_position_embeddings of its `initialize` stage lets the model read more"
         advice = f": a `captions` stage makes shorter ones of them, {longer}"
-        if not self.arguments.streaming and self.arguments.source not in WORLDS:
+        if not self.arguments.streaming and not is_world(self.arguments.source):
             lines = look_at(rows, None, self.processor.tokenizer).sentences(advice)
             if len(rows) < len(self.rows):
                 lines.insert(0, f"Of {len(self.rows):,} pairs, these are {len(rows):,}.")

@@ -189,7 +189,7 @@ def _examples(lineage: Lineage, bases: list[str]) -> list[str]:
     """Two texts that the model may know. Those of somebody's own data are not told."""
     world = next((data.name for data in lineage.data if data.where == "world"), None)
     if world is not None:
-        return WORLDS[world]
+        return WORLDS.get(world, PLACEHOLDERS)
     return PHOTOS if any(base.startswith(OPENAI) for base in bases) else PLACEHOLDERS
 
 

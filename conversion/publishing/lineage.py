@@ -36,9 +36,7 @@ TASK_TYPES = {
 }
 # The worlds that this package draws -> texts of theirs
 WORLDS = {
-    "characters": ["north; northern; northward", "gardenia"],
     "icons": ["wikipedia", "github"],
-    "molecules": ["caffeine", "ibuprofen"],
     "names": ["grunheim dalos dalos", "helville borum mareth"],
     "symbols": ["a picture of a snowman", "a picture of a cloud"],
 }
@@ -301,7 +299,7 @@ def _all_data(made: dict[Path, Record], local: Collection[str]) -> list[DataOrig
 
 def _data(settings: dict[str, Any], is_local: bool) -> DataOrigin:
     source = settings["source"]
-    if source in WORLDS:
+    if source in WORLDS or ":" in source and not is_url(source):
         kinds = settings.get("kinds", "all")
         of_kinds = "" if kinds == "all" else f" of {kinds}"
         return DataOrigin(source, "world", f"{settings.get('captions', 'web')} captions{of_kinds}")

@@ -8,7 +8,7 @@ from pydantic import Field, JsonValue, model_validator
 from pydantic.dataclasses import dataclass
 
 from clip_moe.conversion.presets import PRESETS, changed_preset
-from clip_moe.data.worlds import WORLDS
+from clip_moe.data.worlds import is_world
 from clip_moe.engine.context import Context
 from clip_moe.engine.settings import STRICT, Reads
 from clip_moe.engine.stage import Stage, named_errors
@@ -86,4 +86,4 @@ class InitializeStage(Stage):
         from clip_moe.engine.provenance import named_files
 
         folders = [self.processor, self.tokenizer if inputs.tokenizer == self.tokenizer else None]
-        return named_files([], [folder for folder in folders if folder not in WORLDS])
+        return named_files([], [folder for folder in folders if not is_world(folder)])

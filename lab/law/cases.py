@@ -18,6 +18,7 @@ from clip_moe.conversion.presets import PRESETS
 from clip_moe.conversion.upcycle import sparse_config
 from clip_moe.engine.command_line import command
 from clip_moe.evaluation.costs import count_multiply_adds, count_parameters, meta_model
+from lab.worlds import SOURCES
 
 BATCH = 512
 RATE = 0.256  # over the width
@@ -90,10 +91,11 @@ def arguments(case: Case) -> list[str]:
     # Both, since a dense and a sparse model of one folder have one recipe
     (seed_steps, dense_steps), (_, sparse_steps) = (steps(replace(case, experts=n)) for n in (0, case.experts or 8))
     rate = case.rate * RATE / case.width
+    kinds, source = f"{KINDS.get(case.world, '')}{case.facts}", SOURCES.get(case.world)
     values = {
-        "world": case.world,
-        "kinds": f"{KINDS.get(case.world, '')}{case.facts}",
-        "tasks": f"[{case.world}_{case.facts}]",
+        "world": source or case.world,
+        "kinds": kinds,
+        "tasks": f"[{source} {kinds}]" if source else f"[{case.world}_{case.facts}]",
         "num_samples": 16 * case.facts,
         "image_size": image_size,
         "patch_size": patch_size,

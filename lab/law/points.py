@@ -66,7 +66,7 @@ def read_points(folder: Path) -> list[Point]:
         pairs = [batch_size * of.record.stage["max_steps"] for of in (seed_model, model)]
         points.append(
             Point(
-                world=data["source"],
+                world=data["source"].rpartition(":")[2].lower(),
                 facts=result["num_samples"],
                 width=model.width,
                 experts=model.experts,

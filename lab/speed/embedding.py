@@ -25,7 +25,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from clip_moe.conversion.presets import PRESETS
 from clip_moe.conversion.upcycle import sparse_config
 from clip_moe.data.arguments import DataArguments
-from clip_moe.data.worlds import build_processor
+from clip_moe.data.symbols import SYMBOLS
 from clip_moe.engine.command_line import command
 from clip_moe.evaluation.costs import count_multiply_adds, meta_model, paper_config
 from clip_moe.evaluation.embed import write_embeddings
@@ -103,7 +103,7 @@ def write_models(folder: Path, size: str) -> float:
     """A dense and a sparse model with random weights, and the sparse one's multiply-adds of an image over the dense."""
     is_small = size == "small"
     edge = 64 if is_small else paper_config(size).vision_config.image_size
-    processor = build_processor("symbols", 64, edge)
+    processor = SYMBOLS.build_processor(64, edge)
     text = {"vocab_size": len(processor.tokenizer), "bos_token_id": processor.tokenizer.bos_token_id}
     text |= {"eos_token_id": processor.tokenizer.eos_token_id, "pad_token_id": processor.tokenizer.pad_token_id}
     vision = {"image_size": edge, "patch_size": 16}

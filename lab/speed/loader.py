@@ -22,7 +22,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 
 from clip_moe.data.arguments import Augmentation, DataArguments
 from clip_moe.data.pairs import load_pairs
-from clip_moe.data.worlds import build_processor
+from clip_moe.data.symbols import SYMBOLS
 from clip_moe.engine.command_line import command
 from clip_moe.evaluation.speed import in_turn
 from clip_moe.training.loader import PairLoader
@@ -101,7 +101,7 @@ def ways(folder: Path, processor: CLIPProcessor) -> Iterator[tuple[str, PairLoad
 
 def medians(images: int, rounds: int, wanted: Collection[str] | None = None) -> dict[str, float]:
     """Images a second of the loop (`LOOP`) and of the wanted ways; by default of all."""
-    processor = build_processor("symbols", EDGE, 64)
+    processor = SYMBOLS.build_processor(EDGE, 64)
     processor.image_processor = CLIPImageProcessorPil(size={"shortest_edge": EDGE})
     with tempfile.TemporaryDirectory() as folder:
         write_images(Path(folder), images)

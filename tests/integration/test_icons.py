@@ -30,7 +30,7 @@ def test_no_two_names_are_one():
     assert len({name.replace(" ", "") for name in names}) == len(names)
     assert all(re.fullmatch("[a-z0-9]+( [a-z0-9]+)*", name) for name in names)
     assert "credit card off outline" in names and "stackoverflow" in names
-    read = icons.build_tokenizer(20)(names)["input_ids"]
+    read = icons.ICONS.build_tokenizer(20)(names)["input_ids"]
     assert len(set(map(tuple, read))) == len(names) and max(map(len, read)) <= 20
 
 
@@ -55,9 +55,9 @@ def test_an_icon_is_dark_on_light_wherever_it_is():
 
 
 def test_captions():
-    (row,) = icons.load("train", "detailed", 1, [5])
+    (row,) = icons.ICONS.load("train", "detailed", 1, [5])
     assert row["caption"] == f"{row['kind']}, drawn by simple icons" and row["artist"] == "simple icons"
-    assert icons.load("train", "web", 1, [5], captions_per_image=2)[0]["caption"] == [row["kind"]] * 2
+    assert icons.ICONS.load("train", "web", 1, [5], captions_per_image=2)[0]["caption"] == [row["kind"]] * 2
     rows = load_pairs(DataArguments(source="icons", num_samples=16, kinds="brands 16"))
     assert sorted(rows["caption"]) == sorted(names_of(range(16)))
     assert set(WORLDS["icons"]) <= set(names_of(icons.kind_set("brands")))  # a card's examples

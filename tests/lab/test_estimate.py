@@ -63,7 +63,7 @@ def test_the_report_begins_with_what_was_estimated_and_measured(tmp_path, monkey
 
 def test_own_pictures_are_measured_in_bits(tmp_path):
     """As built-in tasks are."""
-    rows = names.load("train", "web", 512, range(256))
+    rows = names.NAMES.load("train", "web", 512, range(256))
     rows.remove_columns(["kind", "country", "facts"]).to_parquet(tmp_path / "own" / "train.parquet")
     own = {"source": str(tmp_path / "own"), "in_memory": True}
     stages = [stage | {"data": own} if stage["stage"] == "train" else stage for stage in STAGES]

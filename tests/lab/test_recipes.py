@@ -15,7 +15,7 @@ def test_recipes_load(path):
     if "icons" in path.name:
         pytest.importorskip("resvg_py", reason="the icons extra is not installed")
     if "clip_up_worlds" in path.name:
-        pytest.importorskip("rdkit", reason="the molecules extra is not installed")
+        pytest.importorskip("rdkit", reason="rdkit is not installed")
     stages = load_recipe(path).stages
     assert len({stage.name for stage in stages}) == len(stages)
 

@@ -1,41 +1,33 @@
 """The world of molecules: structural formulas and the names of what they show.
 
-The package `chemicals` has the molecules and their names, and `rdkit` draws them; the extra `molecules` installs both.
+The package `chemicals` has the molecules and their names, and `rdkit` draws them: `pip install chemicals rdkit`.
 A kind is a molecule. A name that two molecules have belongs to neither, and a number in a catalog is no name.
 
 `web` captions are the first name that the package tells, which is the common one of five in six molecules; `detailed`
-ones are any of its names, drawn anew for each caption. Everything follows from the arguments of `load` and from the
-versions of both packages, to the bit.
+ones are any of its names, drawn anew for each caption. Everything follows from the arguments of `World.load` and from
+the versions of both packages, to the bit.
 """
 
 import hashlib
 import io
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import distribution
-from typing import TYPE_CHECKING
 
 import numpy as np
-from datasets import Dataset
 from PIL import Image as PILImage
 
-from clip_moe.data.drawing import SPLITS, add_noise, choose, drawn_rows, kind_order, some_kinds
-from clip_moe.data.extras import installed_versions, require_extra
+from clip_moe.data.drawing import add_noise, choose
+from clip_moe.data.extras import installed_versions, require_packages
+from clip_moe.data.world import World
+from lab.worlds import some_kinds
 
-if TYPE_CHECKING:
-    from transformers import CLIPTokenizer
-
-CAPTION_STYLES = ("web", "detailed")
-TEMPLATES = ["{}"]
-ATTRIBUTES = ["kind", "smiles"]
-SMALLEST_IMAGE = 32
 PACKAGES = ("chemicals", "rdkit")  # the molecules, and what draws them
 TABLES = [f"chemicals/Identifiers/chemical identifiers pubchem {size}.tsv" for size in ("small", "large")]
 MOST_ATOMS, LONGEST_NAME = 40, 64  # besides hydrogen; letters
-VOCABULARY = 2000  # tokens
 # How pictures of a molecule differ
 LARGEST_TURN, TINT = 12, 5  # degrees; of 255
 
@@ -52,46 +44,22 @@ class Molecule:
     names: tuple[str, ...]
 
 
-def versions() -> dict[str, str]:
-    """The versions of the packages that are installed, from which all molecules follow."""
-    return installed_versions(PACKAGES)
-
-
 def kind_set(name: str) -> Sequence[int]:
     """The numbers of the molecules of a set: "4096" for the first so many, "4096 half 1" and "4096 half 2" for every
     other one of these; "all", "all half 1" and "all half 2"."""
     return some_kinds("molecules", name, len(_molecules()))
 
 
-def load(
-    split: str,
-    captions: str,
-    num_samples: int,
-    kinds: Sequence[int] | None = None,
-    seed: int = 0,
-    image_size: int = 64,
-    captions_per_image: int = 1,
-) -> Dataset:
-    """Structural formulas with captions. All are shown once, in an order of their own, then all once more.
+def draw(kind: int, split: str, rng: np.random.Generator, image_size: int) -> tuple[np.ndarray, dict[str, str]]:
+    """A picture of a molecule and its attributes. Both splits show the same molecules."""
+    drawn = molecule(kind)
+    return render(drawn.smiles, rng, image_size), {"kind": drawn.names[0], "smiles": drawn.smiles}
 
-    Args:
-        split, captions, num_samples, seed, captions_per_image: see `data.symbols.load`; captions are "web" or
-            "detailed", and both splits show the same molecules.
-        kinds: numbers of molecules, see `kind_set`; None: all.
-        image_size: pixels a side, at least `SMALLEST_IMAGE`.
 
-    Returns:
-        Rows of `image` (RGB, `image_size` squared), `caption`, the molecule's first name as `kind`, and its `smiles`.
-    """
-    shown = kind_order(kind_set("all") if kinds is None else kinds, split, seed)
-
-    def draw(index: int) -> tuple[np.ndarray, Callable[[], str], dict[str, str]]:
-        drawn, rng = molecule(shown(index)), np.random.default_rng([len(SPLITS) + SPLITS[split], seed, index])
-        image = render(drawn.smiles, rng, image_size)
-        names = {"web": drawn.names[:1], "detailed": drawn.names}[captions]
-        return image, lambda: choose(rng, names), {"kind": drawn.names[0], "smiles": drawn.smiles}
-
-    return drawn_rows(draw, num_samples, captions_per_image, ATTRIBUTES)
+def caption(kind: int, style: str, rng: np.random.Generator) -> str:
+    """A molecule's first name, or any of its names."""
+    names = molecule(kind).names
+    return choose(rng, {"web": names[:1], "detailed": names}[style])
 
 
 def molecule(kind: int) -> Molecule:
@@ -131,7 +99,7 @@ def _formula(smiles: str, side: int, turn: float) -> np.ndarray:
 @cache
 def _molecules() -> list[Molecule]:
     """All, in a random order that depends on their structures alone."""
-    require_extra("molecules", PACKAGES)
+    require_packages("molecules", PACKAGES, f"pip install {' '.join(PACKAGES)}")
     lines = []
     for table in TABLES:
         lines += distribution("chemicals").locate_file(table).read_text(encoding="utf-8").splitlines()
@@ -139,9 +107,9 @@ def _molecules() -> list[Molecule]:
     rows = {row[6]: row for row in (line.split("\t") for line in lines) if _atoms(row[2]) <= MOST_ATOMS}
     rows = [rows[key] for key in sorted(rows, key=lambda key: hashlib.sha256(key.encode()).digest())]
     names = [_names([*row[8:], row[7]]) for row in rows]
-    times = Counter(letters for of_one in names for letters in of_one)
-    own = [[name for letters, name in of_one.items() if times[letters] == 1] for of_one in names]
-    return [Molecule(row[4], tuple(of_one)) for row, of_one in zip(rows, own, strict=True) if of_one]
+    times = Counter(letters for own_names in names for letters in own_names)
+    unique = [[name for letters, name in own_names.items() if times[letters] == 1] for own_names in names]
+    return [Molecule(row[4], tuple(own_names)) for row, own_names in zip(rows, unique, strict=True) if own_names]
 
 
 def _atoms(formula: str) -> int:
@@ -158,8 +126,16 @@ def _names(texts: Iterable[str]) -> dict[str, str]:
     return names
 
 
-def build_tokenizer(context_length: int) -> "CLIPTokenizer":
-    """A CLIP tokenizer learned from the first names of all molecules."""
-    from clip_moe.data.tokenizer import learn_tokenizer
-
-    return learn_tokenizer([drawn.names[0] for drawn in _molecules()], VOCABULARY, context_length)
+MOLECULES = World(
+    name="molecules",
+    kind_set=kind_set,
+    draw=draw,
+    caption=caption,
+    attributes=("kind", "smiles"),
+    texts=lambda: [drawn.names[0] for drawn in _molecules()],
+    vocabulary=2000,
+    caption_styles=("web", "detailed"),
+    image_size=64,
+    versions=partial(installed_versions, PACKAGES),
+    tested_as="with its first name",
+)

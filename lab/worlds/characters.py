@@ -5,33 +5,26 @@ pictures are in three fonts, test pictures in a fourth one. A kind is a characte
 one meaning, such as a traditional one and its simplified form, only the first in Unicode's order is there.
 
 `web` captions are the meaning, `facts` the reading, which many characters share, and `detailed` ones both. Everything
-follows from the arguments of `load` and from the files, to the bit.
+follows from the arguments of `World.load` and from the files, to the bit.
 """
 
 import bz2
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
-from datasets import Dataset
 from PIL import Image as PILImage
 from PIL import ImageFont
 
-from clip_moe.data.drawing import SPLITS, choose, drawn_rows, kind_order, some_kinds, stamp
+from clip_moe.data.drawing import choose, stamp
+from clip_moe.data.world import World
 from clip_moe.engine.digests import file_digests
+from lab.worlds import some_kinds
 
-if TYPE_CHECKING:
-    from transformers import CLIPTokenizer
-
-CAPTION_STYLES = ("web", "facts", "detailed")
-TEMPLATES = ["{}"]
-ATTRIBUTES = ["kind", "character", "reading", "font"]
-SMALLEST_IMAGE = 32
 UNIHAN = "unicode-data"
 FONTS = {
     "train": ("fonts-arphic-uming", "fonts-arphic-ukai", "fonts-wqy-zenhei"),
@@ -46,7 +39,6 @@ FILES = {
     "fonts-wqy-microhei": "fonts/truetype/wqy/wqy-microhei.ttc",
 }
 LONGEST_MEANING = 64  # letters
-VOCABULARY = 4000  # tokens
 
 
 @dataclass(frozen=True)
@@ -60,8 +52,8 @@ class Character:
 
 def versions() -> dict[str, str]:
     """The SHA-256 of the files that are installed, from which all pictures follow."""
-    there = {package: file for package in FILES if (file := _find(package)) is not None}
-    return dict(zip(there, file_digests(map(str, there.values())), strict=True))
+    installed = {package: file for package in FILES if (file := _find(package)) is not None}
+    return dict(zip(installed, file_digests(map(str, installed.values())), strict=True))
 
 
 def kind_set(name: str) -> Sequence[int]:
@@ -70,41 +62,16 @@ def kind_set(name: str) -> Sequence[int]:
     return some_kinds("characters", name, len(_characters()))
 
 
-def load(
-    split: str,
-    captions: str,
-    num_samples: int,
-    kinds: Sequence[int] | None = None,
-    seed: int = 0,
-    image_size: int = 32,
-    captions_per_image: int = 1,
-) -> Dataset:
-    """Characters with captions. All are shown once, in an order of their own, then all once more.
-
-    Args:
-        split, captions, num_samples, seed, captions_per_image: see `data.symbols.load`; captions are "web", "facts" or
-            "detailed". Both splits show the same characters, in other fonts.
-        kinds: numbers of characters, see `kind_set`; None: all.
-        image_size: pixels a side, at least `SMALLEST_IMAGE`.
-
-    Returns:
-        Rows of `image` (RGB, `image_size` squared), `caption`, and the meaning as `kind`, the `character`, its
-        `reading` and the `font`.
-    """
-    shown = kind_order(kind_set("all") if kinds is None else kinds, split, seed)
-
-    def draw(index: int) -> tuple[np.ndarray, Callable[[], str], dict[str, str]]:
-        drawn, rng = character(shown(index)), np.random.default_rng([len(SPLITS) + SPLITS[split], seed, index])
-        font = choose(rng, FONTS[split])
-        mask = _glyph(drawn.text, font, image_size - image_size // 8)
-        attributes = {"kind": drawn.meaning, "character": drawn.text, "reading": drawn.reading, "font": font}
-        return stamp(mask, rng, image_size), lambda: caption(shown(index), captions), attributes
-
-    return drawn_rows(draw, num_samples, captions_per_image, ATTRIBUTES)
+def draw(kind: int, split: str, rng: np.random.Generator, image_size: int) -> tuple[np.ndarray, dict[str, str]]:
+    """A picture of a character and its attributes. Both splits show the same characters, in other fonts."""
+    drawn, font = character(kind), choose(rng, FONTS[split])
+    mask = _glyph(drawn.text, font, image_size - image_size // 8)
+    attributes = {"kind": drawn.meaning, "character": drawn.text, "reading": drawn.reading, "font": font}
+    return stamp(mask, rng, image_size), attributes
 
 
-def caption(kind: int, style: str) -> str:
-    """The caption of a character in one of `CAPTION_STYLES`."""
+def caption(kind: int, style: str, rng: np.random.Generator | None = None) -> str:
+    """The caption of a character; nothing in it is random."""
     drawn = character(kind)
     both = f"{drawn.reading}: {drawn.meaning}"
     return {"web": drawn.meaning, "facts": drawn.reading, "detailed": both}[style]
@@ -135,20 +102,20 @@ def _characters() -> list[Character]:
     """All, in a random order that depends on the characters alone."""
     from matplotlib.ft2font import FT2Font
 
-    told = {"kDefinition": {}, "kMandarin": {}}
+    fields = {"kDefinition": {}, "kMandarin": {}}
     with bz2.open(_file(UNIHAN), "rt", encoding="utf-8") as lines:
         for line in lines:
             code, _, rest = line.rstrip("\n").partition("\t")
             name, _, value = rest.partition("\t")
-            if code.startswith("U+") and name in told:
-                told[name][int(code[2:], 16)] = value
-    fonts = [package for of_split in FONTS.values() for package in of_split]
-    codes = set.intersection(*map(set, told.values()), *(set(FT2Font(_file(f)).get_charmap()) for f in fonts))
+            if code.startswith("U+") and name in fields:
+                fields[name][int(code[2:], 16)] = value
+    fonts = [package for split_fonts in FONTS.values() for package in split_fonts]
+    codes = set.intersection(*map(set, fields.values()), *(set(FT2Font(_file(f)).get_charmap()) for f in fonts))
     found = {}
     for code in sorted(codes):
-        meaning = _meaning(told["kDefinition"][code])
+        meaning = _meaning(fields["kDefinition"][code])
         if meaning.isascii() and 0 < len(meaning) <= LONGEST_MEANING:
-            drawn = Character(chr(code), meaning, told["kMandarin"][code].split()[0])
+            drawn = Character(chr(code), meaning, fields["kMandarin"][code].split()[0])
             found.setdefault("".join(filter(str.isalnum, meaning.lower())), drawn)
     return sorted(found.values(), key=lambda drawn: hashlib.sha256(drawn.text.encode()).digest())
 
@@ -176,8 +143,15 @@ def _find(package: str) -> Path | None:
     return next((file for file in files if file.is_file()), None)
 
 
-def build_tokenizer(context_length: int) -> "CLIPTokenizer":
-    """A CLIP tokenizer learned from the captions of all characters."""
-    from clip_moe.data.tokenizer import learn_tokenizer
-
-    return learn_tokenizer([caption(kind, "detailed") for kind in kind_set("all")], VOCABULARY, context_length)
+CHARACTERS = World(
+    name="characters",
+    kind_set=kind_set,
+    draw=draw,
+    caption=caption,
+    attributes=("kind", "character", "reading", "font"),
+    texts=lambda: [caption(kind, "detailed") for kind in kind_set("all")],
+    vocabulary=4000,
+    caption_styles=("web", "facts", "detailed"),
+    versions=versions,
+    tested_as="in a font that is not trained on, with its meaning",
+)

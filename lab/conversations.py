@@ -10,7 +10,7 @@ import numpy as np
 from clip_moe.data.annotations import NoSplit
 from clip_moe.data.pairs import load_pairs, readable_pairs
 from clip_moe.data.sources import DataArguments, reading
-from clip_moe.data.worlds import WORLDS
+from clip_moe.data.worlds import is_world
 from clip_moe.engine.files import read_json
 from clip_moe.engine.messages import shortened
 
@@ -40,7 +40,7 @@ def load_conversations(arguments: DataArguments) -> datasets.Dataset:
         Rows of `image` (None where there is none) and `turns`: a question, its answer, the next question, and so on.
         Those with an image come first.
     """
-    if arguments.source in WORLDS:
+    if is_world(arguments.source):
         return _of_world(arguments)
     with reading(arguments):
         entries = read_json(Path(arguments.source))

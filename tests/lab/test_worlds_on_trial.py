@@ -1,25 +1,28 @@
 """The worlds of molecules and characters: their captions, what is drawn, and CLIP-UP's recipe on them."""
 
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import numpy as np
 import pytest
+from test_worlds import require_parts, require_same_rows
 from transformers import AutoModel
 
-from clip_moe.conversion.publishing.lineage import WORLDS
-from clip_moe.data import characters, molecules
+from clip_moe.data import extras
 from clip_moe.data.worlds import world
+from clip_moe.evaluation.tasks import find_tasks
 from clip_moe.training.commands import run
 from lab.law.cases import Case, arguments
+from lab.worlds import SOURCES, characters, molecules
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "worlds.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "lab" / "worlds" / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(params=["characters", "molecules"])
 def name(request):
     if request.param == "molecules":
-        pytest.importorskip("rdkit", reason="the molecules extra is not installed")
+        pytest.importorskip("rdkit", reason="rdkit is not installed")
     elif set(characters.versions()) != set(characters.FILES):
         pytest.skip("the packages of Debian that characters need are not installed")
     return request.param
@@ -32,33 +35,59 @@ def names_of(name, kind):
     return (characters.caption(kind, "web"), characters.caption(kind, "detailed"))
 
 
+def test_rows_follow_from_their_arguments(name):
+    require_parts(world(SOURCES[name]))
+    require_same_rows(world(SOURCES[name]))
+    task = find_tasks([f"{SOURCES[name]} 256"], seed=3)[f"{name}_256"]
+    assert task.title == f"256 {name}" and len(task.load()[0]) == 256
+
+
+@pytest.mark.parametrize(
+    ("drawn", "fault"),
+    [
+        (characters.CHARACTERS, "characters need unicode-data, which is not installed: apt-get install unicode-data"),
+        (molecules.MOLECULES, "molecules need chemicals, which is not installed: pip install chemicals rdkit"),
+    ],
+)
+def test_what_is_not_installed_is_named(tmp_path, monkeypatch, drawn, fault):
+    def missing(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(extras, "distribution", missing)
+    monkeypatch.setenv("XDG_DATA_DIRS", str(tmp_path))
+    for module, cached in ((characters, "_characters"), (molecules, "_molecules")):
+        monkeypatch.setattr(module, cached, getattr(module, cached).__wrapped__)
+    with pytest.raises(ValueError, match=fault):
+        drawn.kind_set("all")
+
+
 def test_no_two_kinds_have_one_caption(name):
-    kinds = world(name).kind_set("all")
-    of_kind = [{text.replace(" ", "") for text in names_of(name, kind)} for kind in kinds]
-    assert len(set.union(*of_kind)) == sum(map(len, of_kind))
+    kinds = world(SOURCES[name]).kind_set("all")
+    kind_texts = [{text.replace(" ", "") for text in names_of(name, kind)} for kind in kinds]
+    assert len(set.union(*kind_texts)) == sum(map(len, kind_texts))
     first = [names_of(name, kind)[0] for kind in kinds]
-    tokenizer = world(name).build_tokenizer(64)
+    tokenizer = world(SOURCES[name]).build_tokenizer(64)
     read = [tuple(tokens.ids) for tokens in tokenizer.backend_tokenizer.encode_batch(first)]
     assert len(set(read)) == len(kinds) and max(map(len, read)) <= 62
     assert f"{len(kinds):,} {name}" in PAGE
-    assert set(WORLDS[name]) <= set(first)  # a card's examples
     assert not any(molecules._CATALOG.fullmatch(text) for text in first) or name != "molecules"
 
 
 def test_halves_of_all_numbers_are_apart(name):
-    few, many = ({half: set(world(name).kind_set(f"{n} half {half}")) for half in (1, 2)} for n in (1024, 4096))
+    kind_set = world(SOURCES[name]).kind_set
+    few, many = ({half: set(kind_set(f"{number} half {half}")) for half in (1, 2)} for number in (1024, 4096))
     assert few[1] < many[1] and few[2] < many[2] and not many[1] & many[2] and len(many[2]) == 2048
-    assert many[1] | many[2] == set(world(name).kind_set("4096"))
+    assert many[1] | many[2] == set(kind_set("4096"))
     with pytest.raises(ValueError, match=f"{name} have no set of kinds '1024 half 3': it is all or a number from 2 to"):
-        world(name).kind_set("1024 half 3")
+        kind_set("1024 half 3")
 
 
 def test_what_a_formula_shows():
     """Oxygen is red, wherever it is; a caption is any name of the molecule."""
-    pytest.importorskip("rdkit", reason="the molecules extra is not installed")
+    pytest.importorskip("rdkit", reason="rdkit is not installed")
     numbers = {names_of("molecules", kind)[0]: kind for kind in molecules.kind_set("all")}
     for text, is_red in {"benzene": False, "ethanol": True}.items():
-        (row,) = molecules.load("test", "detailed", 1, [numbers[text]], captions_per_image=20)
+        (row,) = molecules.MOLECULES.load("test", "detailed", 1, [numbers[text]], captions_per_image=20)
         red, green, _ = np.moveaxis(np.asarray(row["image"]).astype(int), -1, 0)
         assert row["image"].size == (64, 64) and bool((red - green > 100).any()) == is_red and red.min() < 100
         assert 1 < len(set(row["caption"])) and set(row["caption"]) <= set(molecules.molecule(numbers[text]).names)
@@ -68,10 +97,10 @@ def test_test_pictures_are_in_a_font_of_their_own():
     if set(characters.versions()) != set(characters.FILES):
         pytest.skip("the packages of Debian that characters need are not installed")
     fonts = {}
-    for split, of_split in characters.FONTS.items():
-        rows = characters.load(split, "facts", 60, [7])
+    for split, packages in characters.FONTS.items():
+        rows = characters.CHARACTERS.load(split, "facts", 60, [7])
         fonts[split] = set(rows["font"])
-        assert fonts[split] == set(of_split) and set(rows["caption"]) == {characters.character(7).reading}
+        assert fonts[split] == set(packages) and set(rows["caption"]) == {characters.character(7).reading}
     assert not fonts["train"] & fonts["test"]
     for font in set.union(*fonts.values()):  # each draws another thing for another character
         drawn = [characters._glyph(characters.character(kind).text, font, 28) for kind in range(1024)]
