@@ -38,11 +38,11 @@ def efficiency(
     dtype: Dtype = "float32",
     device: str | None = None,
 ) -> str:
-    """What models cost, dense beside sparse: parameters, multiply-adds, speed and memory.
+    """The costs of models, dense beside sparse: parameters, multiply-adds and speed.
 
-    Parameters and multiply-adds are counted without computing anything. Where there are weights, speed and memory are
-    measured, too: in rounds, in each of which all models have their turn. In brackets: the ratio to the first model, or
-    to --baseline.
+    Parameters and multiply-adds are counted without computing anything. Where there are weights, speed is measured,
+    too: in rounds, in each of which all models have their turn. In brackets: the ratio to the first model, or to
+    --baseline.
 
         clip-moe efficiency training/symbol_clip training/name_clip_moe
 

@@ -1,4 +1,4 @@
-"""What models cost, dense beside sparse: parameters, multiply-adds, speed and memory."""
+"""The costs of models, dense beside sparse: parameters, multiply-adds and speed."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ from clip_moe.engine.provenance import device_name, environment, weights_fingerp
 from clip_moe.evaluation.costs import count_multiply_adds, count_parameters, meta_model, paper_config
 from clip_moe.evaluation.embedder import usable_device
 from clip_moe.evaluation.page import write_page
-from clip_moe.evaluation.speed import ROUNDS, measure_memory, measure_speed
+from clip_moe.evaluation.speed import ROUNDS, measure_speed
 
 WEIGHT_FILES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 
@@ -54,10 +54,8 @@ def compare_models(
     if output_dir is not None:
         refuse_to_overwrite(output_dir / "efficiency.json")
     with_weights = [name for name in models if paper_config(name) is None and has_file(name, WEIGHT_FILES)]
-    for name in with_weights:  # before all of them are in memory
-        costs[name]["measured"] = measure_memory(name, batch_size, device, dtype)
     for name, speed in measure_speed(with_weights, batch_size, device, dtype).items():
-        costs[name]["measured"] |= speed
+        costs[name]["measured"] = speed
     made_with = environment()
     page = _page(costs, baseline, settings | made_with)
     if output_dir is not None:
@@ -98,9 +96,7 @@ def _multiply_adds(costs: Mapping[str, Any]) -> dict[str, float]:
 
 def _measured(costs: Mapping[str, Any]) -> dict[str, float]:
     measured = costs["measured"]
-    peak, before = (measured.get(name, 0) / 2**20 for name in ("peak_memory", "memory_before"))
-    speed = {"images/s": measured["images_per_second"], "captions/s": measured["texts_per_second"]}
-    return speed | {"peak MiB": peak, "peak MiB above start": peak - before}
+    return {"images/s": measured["images_per_second"], "captions/s": measured["texts_per_second"]}
 
 
 def _page(costs: Mapping[str, Any], baseline: str, how: Mapping[str, Any]) -> str:
@@ -113,13 +109,11 @@ def _page(costs: Mapping[str, Any], baseline: str, how: Mapping[str, Any]) -> st
         f"a FLOP count is twice as much. In brackets: times {escape(baseline)}.",
     ]
     if measured:
-        of_process = any("memory_before" in of_model["measured"] for of_model in measured.values())  # on a CPU
-        memory = "the process, which starts with its libraries," if of_process else "the accelerator"
         sections += [
             _table(measured, _measured, baseline),
             f"Medians of {ROUNDS} rounds, in each of which all models have their turn, after one that warms up. Random "
             f"images and texts of full length, {how['batch_size']} at a time, {how['dtype']}; without reading, "
-            f"decoding and tokenizing. Memory: of {memory} for one model alone.",
+            "decoding and tokenizing.",
         ]
     versions = ", ".join(f"{name} {version}" for name, version in how["versions"].items())
     sections.append(f"{how['device']}, {how['threads']} threads, commit {how['commit']}, {versions}.")

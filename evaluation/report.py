@@ -137,17 +137,6 @@ def arrange(results: Results) -> dict[str, dict[str, dict[str, Any]]]:
     return {model: {task: row[task] for task in first if task in row} for model, row in table.items()}
 
 
-def require_whole(table: dict[str, dict[str, dict[str, Any]]]) -> None:
-    """Raises a ValueError if a model of `arrange` lacks a task."""
-    tasks = {task for row in table.values() for task in row}
-    for model, row in table.items():
-        missing = sorted(tasks - set(row))
-        if missing:
-            raise ValueError(
-                f"{model!r} has no result on {', '.join(missing)}: measure it, or leave out these tasks or this model"
-            )
-
-
 def of_tasks(table: dict[str, dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
     """task -> the result of the first model that has one, for what all results of a task share."""
     first: dict[str, dict[str, Any]] = {}

@@ -31,12 +31,6 @@ def task_name(kind: str, data: dict[str, Any]) -> str:
     return f"{_plain('-'.join(filter(None, words)))}-{short_digest(same_data(data))}"
 
 
-def without_seed(result: dict[str, Any]) -> dict[str, Any]:
-    """The result without the seed that drew the pictures of its task."""
-    data = result.get("data") or {}
-    return result | {"data": {key: value for key, value in data.items() if key != "seed"}}
-
-
 def slug(text: str) -> str:
     """A text as part of a file's name. If that changes it, a hash keeps it apart from others that become the same."""
     plain = _plain(text, 2 * LONGEST_SLUG)

@@ -1,23 +1,17 @@
-"""How fast models embed, and how much memory that takes."""
+"""How fast models embed."""
 
 import math
 import statistics
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
-from multiprocessing import active_children, get_context
 from typing import Any, TypeVar
 
 import torch
-from huggingface_hub.utils import are_progress_bars_disabled
 from transformers import BatchFeature
-from transformers.utils.logging import disable_progress_bar
 
 from clip_moe.conversion.checkpoints import load_clip
 from clip_moe.conversion.verification import sample_inputs
-from clip_moe.engine.memory import peak_memory
 
 Key = TypeVar("Key", bound=Hashable)
 Result = TypeVar("Result")
@@ -43,9 +37,12 @@ def measure_speed(
 ) -> dict[str, dict[str, float]]:
     """Model -> `images_per_second` and `texts_per_second`, by the clock: medians of rounds in each of which all models
     have their turn. All are in memory at a time.
+
+    Raises:
+        ValueError: torch cannot compute it, perhaps for want of memory.
     """
-    with _too_little_memory(models, batch_size, device, dtype):
-        turns = {}
+    turns = {}
+    try:
         for name in models:
             calls = _calls(name, batch_size, device, dtype)
             for unit, call in zip(("images_per_second", "texts_per_second"), calls, strict=True):
@@ -53,52 +50,13 @@ def measure_speed(
                 repeats = math.ceil(SECONDS_OF_A_TURN / _seconds(call, 1, device))
                 turns[name, unit] = partial(_seconds, call, repeats, device)
         seconds = in_turn(turns, ROUNDS)
-    rates = {key: batch_size / statistics.median(of_key) for key, of_key in seconds.items()}
-    return {name: {unit: rate for (of, unit), rate in rates.items() if of == name} for name in models}
-
-
-@contextmanager
-def _too_little_memory(
-    models: Sequence[str], batch_size: int, device: torch.device, dtype: torch.dtype
-) -> Iterator[None]:
-    """Turn what torch raises into a ValueError that names the models."""
-    try:
-        yield
-    except RuntimeError as error:  # of torch, or a process was ended
+    except RuntimeError as error:
         raise ValueError(
             f"{', '.join(models)} cannot embed {batch_size} at a time in {str(dtype).removeprefix('torch.')} on "
             f"{device}, for want of memory? {str(error).splitlines()[0]}"
         ) from error
-
-
-def measure_memory(model: str, batch_size: int, device: torch.device, dtype: torch.dtype) -> dict[str, int]:
-    """`peak_memory` in bytes: of a process of its own that embeds a batch of images and one of texts, on a CPU all of
-    it, with the libraries; else what it takes of the accelerator. On a CPU also `memory_before` the model is loaded.
-    """
-    with _too_little_memory([model], batch_size, device, dtype):
-        return in_own_process(_memory, model, batch_size, str(device), dtype)
-
-
-def in_own_process(function: Callable[..., Result], *arguments: Any) -> Result:
-    """Call a function in a new process, which has its own memory. It draws no bars where this one draws none."""
-    quiet = disable_progress_bar if are_progress_bars_disabled() else None
-    # A fork of a process that has used OpenMP would wait for threads that are not there
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=quiet) as process:
-        others = set(active_children())
-        try:
-            return process.submit(function, *arguments).result()
-        except BaseException:  # also Ctrl-C: it may compute for long
-            for child in set(active_children()) - others:
-                child.kill()
-            raise
-
-
-def _memory(model: str, batch_size: int, device: str, dtype: torch.dtype) -> dict[str, int]:
-    device = torch.device(device)
-    before = peak_memory(torch.device("cpu"))
-    for call in _calls(model, batch_size, device, dtype):
-        call()
-    return {"peak_memory": peak_memory(device)} | ({"memory_before": before} if device.type == "cpu" else {})
+    rates = {key: batch_size / statistics.median(of_key) for key, of_key in seconds.items()}
+    return {name: {unit: rate for (of, unit), rate in rates.items() if of == name} for name in models}
 
 
 def _calls(name: str, batch_size: int, device: torch.device, dtype: torch.dtype) -> tuple[Callable, Callable]:

@@ -28,8 +28,8 @@ from clip_moe.evaluation.costs import count_parameters, meta_model
 from clip_moe.evaluation.figures import plot_text, plt, save
 from clip_moe.evaluation.page import write_page
 from clip_moe.evaluation.report import SAME_FOR_TASK, arrange, differ
-from clip_moe.evaluation.results import without_seed
 from clip_moe.evaluation.task import INFORMATION
+from lab.cards.seeds import without_seed
 
 # Bits of each that need no memory: of a town its country, which the tint and the name's ending tell
 TOLD = {"names": math.log2(len(COUNTRIES))}

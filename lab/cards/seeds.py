@@ -26,9 +26,7 @@ from clip_moe.evaluation.report import (
     differ,
     draw_scores,
     primary_columns,
-    require_whole,
 )
-from clip_moe.evaluation.results import without_seed
 
 # Runs must agree in these for each model and task: else their spread is not the seed's alone. Test pictures are the
 # seed's, as a recipe measures.
@@ -182,6 +180,23 @@ def _require_different_seeds(folders: Sequence[Path]) -> None:
                         f"{other} and {model} differ in more than the seed, in {join_names(changed)}: such scores "
                         "cannot be averaged"
                     )
+
+
+def require_whole(table: dict[str, dict[str, dict[str, Any]]]) -> None:
+    """Raises a ValueError if a model of `arrange` lacks a task."""
+    tasks = {task for row in table.values() for task in row}
+    for model, row in table.items():
+        missing = sorted(tasks - set(row))
+        if missing:
+            raise ValueError(
+                f"{model!r} has no result on {', '.join(missing)}: measure it, or leave out these tasks or this model"
+            )
+
+
+def without_seed(result: dict[str, Any]) -> dict[str, Any]:
+    """The result without the seed that drew the pictures of its task."""
+    data = result.get("data") or {}
+    return result | {"data": {key: value for key, value in data.items() if key != "seed"}}
 
 
 def _without_seeds(settings: Any) -> Any:

@@ -3,19 +3,24 @@
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import active_children, get_context
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import torch
 import transformers
 from cyclopts import Parameter
+from huggingface_hub.utils import are_progress_bars_disabled
+from transformers.utils.logging import disable_progress_bar
 
 from clip_moe.engine.files import write_text
 from clip_moe.engine.markdown import markdown_table
 from clip_moe.engine.memory import peak_memory, reset_peak_memory
 from clip_moe.engine.provenance import device_name
-from clip_moe.evaluation.speed import in_own_process, wait_for
+from clip_moe.evaluation.speed import wait_for
 
+Result = TypeVar("Result")
 CPU = torch.device("cpu")
 # Options of all benchmarks
 Output = Annotated[Path | None, Parameter(help="markdown file to write besides printing")]
@@ -46,6 +51,20 @@ def cost(prepare: Callable[..., Callable[[], Any]], *arguments: object) -> dict[
     seconds of the processor, bytes that the process held `before` and of `memory` that came on top at most (on a GPU,
     all that was allocated there), and the `result`."""
     return in_own_process(_cost, prepare, arguments)
+
+
+def in_own_process(function: Callable[..., Result], *arguments: Any) -> Result:
+    """Call a function in a new process, which has its own memory. It draws no bars where this one draws none."""
+    quiet = disable_progress_bar if are_progress_bars_disabled() else None
+    # A fork of a process that has used OpenMP would wait for threads that are not there
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=quiet) as process:
+        others = set(active_children())
+        try:
+            return process.submit(function, *arguments).result()
+        except BaseException:  # also Ctrl-C: it may compute for long
+            for child in set(active_children()) - others:
+                child.kill()
+            raise
 
 
 def _cost(prepare: Callable[..., Callable[[], Any]], arguments: tuple) -> dict[str, Any]:
