@@ -307,8 +307,6 @@ def verify(source: str | Path, folder: Path) -> None:
                 f"{tower}: routing weights do not sum to {scale:g}, so the model starts unlike the dense one. With "
                 "weights that do:"
             )
-            if tower_config.scoring_func == "relu":  # of which a token may have none
-                tower_config.scoring_func = "softmax"
             tower_config.norm_topk_prob, tower_config.routed_scaling_factor = True, scale
     compare(load_dense(source, torch.float32), sparse)
 

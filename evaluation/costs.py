@@ -75,9 +75,6 @@ def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
     # One product for each token and chosen expert, so that counts do not depend on the data
     experts = {"experts_implementation": "batched_mm"} if isinstance(config, SparseMoEConfig) else {}
     config = copy.deepcopy(config)  # transformers writes the implementations into it
-    for tower in config.sub_configs:
-        if getattr(getattr(config, tower), "scoring_func", None) == "relu":  # on average, as many as are aimed at
-            getattr(config, tower).scoring_func = "softmax"
     with torch.device("meta"):
         return model_class(config)._from_config(config, attn_implementation="eager", **experts).eval()
 

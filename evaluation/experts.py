@@ -138,8 +138,6 @@ def analyze_experts(
     sparse = _sparse_towers(model, embedder.model.config, kinds, layers or {})
     config = next(iter(sparse.values()))
     num_experts, narrow = config.num_experts, counted_as_one(config)
-    if num_experts_per_tok and config.scoring_func == "relu":
-        raise ValueError(f"{model}: num_experts_per_tok: routers with ReLU choose as many as have a positive score")
     if max(num_experts_per_tok, default=1) > num_experts:
         raise ValueError(f"{model}: num_experts_per_tok: {max(num_experts_per_tok)} of {num_experts} experts")
     layers = {tower: (layers or {}).get(tower, max(config.moe_layers)) for tower, config in sparse.items()}

@@ -45,16 +45,15 @@ class LayerCounts:
         expert_ids: torch.Tensor,
         mask: torch.Tensor | None,
         gate: torch.Tensor | None = None,
-        chooses_k: bool = True,
     ) -> None:
-        """Count one call of a router: its probabilities (B, S, E), weights and ids, `mask` (B, S), 0 for padding, the
-        fusion gate (B, S, D), and whether each token makes K choices, or as many as there are positive scores."""
+        """Count one call of a router: its probabilities (B, S, E), weights and ids, `mask` (B, S), 0 for padding, and
+        the fusion gate (B, S, D)."""
         mask = torch.ones_like(expert_ids[..., 0]) if mask is None else mask
         num_experts, num_tokens = len(self.pairs), int(mask.sum())
         chosen = F.one_hot(expert_ids, num_experts + 1)[..., :num_experts].sum(dim=2).flatten(0, 1)  # (T, E)
         self.pairs += (chosen.double().T @ chosen.double()).long().cpu().numpy()
         self.num_tokens += num_tokens
-        self.num_choices += num_tokens * expert_ids.shape[-1] if chooses_k else int(chosen.sum())
+        self.num_choices += num_tokens * expert_ids.shape[-1]
         self.weight += weights.sum(dtype=torch.float64).item()
         entropies = torch.special.entr(probabilities).sum(dim=-1) / math.log(2)
         self.entropy += (entropies * mask).sum().item()
@@ -65,8 +64,7 @@ class LayerCounts:
         """Means over tokens.
 
         Returns:
-            `shares` (E,) of the tokens that each expert computed, which sum to K, or to the mean number of experts
-            with a positive score, where nothing is dropped;
+            `shares` (E,) of the tokens that each expert computed, which sum to K where nothing is dropped;
             `share_entropy` in bits, log2(E) where all experts compute as many tokens; `coactivation` (E, E), the share
             that two experts both computed; `entropy` of the router's distribution in bits, 0 where it is sure of every
             token; `weight`, that of a token's experts together; the shares of the choices that were `dropped`, and
@@ -117,9 +115,8 @@ def count_tokens(model: CLIPMoEModel) -> Iterator[Counts]:
                 gate = None if fusion_gate is None else fusion_gate.proj(inputs[0]).sigmoid()
                 probabilities = router_probabilities(outputs[0].double(), router.config.scoring_func)
                 values = (probabilities, *outputs[1:3], inputs[1], gate)
-                chooses_k = router.config.scoring_func != "relu"
-                of_layer["all"].add(*values, chooses_k)
-                of_layer["output"].add(*(at_output(tower, value) for value in values), chooses_k)
+                of_layer["all"].add(*values)
+                of_layer["output"].add(*(at_output(tower, value) for value in values))
                 of_layer["all"].num_overflowing += _num_overflowing(router, outputs[0], inputs[1])
 
             hooks.append(layer.mlp.router.register_forward_hook(count))

@@ -58,9 +58,8 @@ class CLIPMoETowerConfig(PublishedConfig):
             `intermediate_size`, that of the dense FFN.
         num_shared_experts (`int`): experts as wide as the others that compute every token, without a router
             (DeepSeekMoE).
-        scoring_func (`str`): how a router scores the experts: `"softmax"`; `"sigmoid"`, each expert on its own
-            (DeepSeek-V3); or `"relu"`, where a token meets all experts of a positive score, and `num_experts_per_tok`
-            is how many these should be on average (ReMoE, arXiv:2412.14711).
+        scoring_func (`str`): how a router scores the experts: `"softmax"`, or `"sigmoid"`, each expert on its own
+            (DeepSeek-V3).
         use_expert_bias (`bool`): whether a bias, which training moves towards balance, adds to the scores that choose
             the experts, and not to their weights (arXiv:2408.15664).
         norm_topk_prob (`bool`): whether the weights of a token's experts are scaled to sum to 1 (CLIP-MoE,
@@ -107,7 +106,7 @@ class CLIPMoETowerConfig(PublishedConfig):
     moe_layers: list[int] = field(default_factory=list)
     moe_intermediate_size: int | None = None
     num_shared_experts: int = 0
-    scoring_func: Literal["softmax", "sigmoid", "relu"] = "softmax"
+    scoring_func: Literal["softmax", "sigmoid"] = "softmax"
     use_expert_bias: bool = False
     norm_topk_prob: bool = True
     norm_before_capacity: bool = False
@@ -165,12 +164,6 @@ class CLIPMoETowerConfig(PublishedConfig):
             raise ValueError(
                 f"moe_layers must be between 0 and {self.num_hidden_layers - 1} (num_hidden_layers is "
                 f"{self.num_hidden_layers}), got {self.moe_layers}."
-            )
-        of_others = ("norm_topk_prob", "use_expert_bias", "capacity_factor", "eval_capacity_factor")
-        if self.scoring_func == "relu" and (wrong := [name for name in of_others if getattr(self, name)]):
-            raise ValueError(
-                f"scoring_func='relu' goes without {', '.join(wrong)}: its scores are the weights, and all experts of "
-                "a positive score compute. Set norm_topk_prob and use_expert_bias to false and both capacities to null"
             )
         if self.norm_before_capacity and not self.norm_topk_prob:
             raise ValueError("norm_before_capacity=True needs norm_topk_prob=True: it says when that happens.")

@@ -23,7 +23,6 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -85,14 +84,10 @@ def _top_k(probabilities: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch
     return probabilities.gather(-1, ids), ids
 
 
-softmax = partial(torch.softmax, dim=-1)
-
-
 def router_scores(logits: torch.Tensor, scoring_func: str) -> torch.Tensor:
-    """The scores of experts, of the same shape as their logits. Those of "softmax" sum to 1; those of "sigmoid" lie
-    between 0 and 1, each on its own (DeepSeek-V3, arXiv:2412.19437, eq. 15); those of "relu" are at or above 0 (ReMoE,
-    arXiv:2412.14711, eq. 5)."""
-    return {"sigmoid": torch.sigmoid, "relu": torch.relu}.get(scoring_func, softmax)(logits)
+    """The scores of experts, in the shape of their logits: "softmax" sums to 1, "sigmoid" is between 0 and 1 for each
+    expert on its own (DeepSeek-V3, arXiv:2412.19437, eq. 15)."""
+    return logits.sigmoid() if scoring_func == "sigmoid" else logits.softmax(dim=-1)
 
 
 def router_probabilities(logits: torch.Tensor, scoring_func: str) -> torch.Tensor:
@@ -130,8 +125,7 @@ def load_balancing_loss(
     P_e the mean probability of expert e (CLIP-UP eq. 5).
 
     It is 1 at perfect balance, for every K. transformers' `load_balancing_loss_func`, and CLIP-FMoE eq. 3 as printed,
-    are K there: multiply a coefficient meant for them by K. Choices count before capacity drops any. Of "relu", all
-    positive scores are choices, and P_e is the mean score: that is ReMoE's load-weighted L1 (arXiv:2412.14711, eq. 9).
+    are K there: multiply a coefficient meant for them by K. Choices count before capacity drops any.
 
     Args:
         router_logits: one tensor (B, S, E) or (T, E) a layer. The loss is the mean of the layers' (CLIP-UP, CLIP-MoE);
@@ -145,14 +139,9 @@ def load_balancing_loss(
     Returns:
         `torch.Tensor`: a scalar.
     """
-    logits = _stack_layers(router_logits)
-    if scoring_func == "relu":
-        probabilities = router_scores(logits, scoring_func)
-        choices = (probabilities > 0).long()
-    else:
-        probabilities = router_probabilities(logits, scoring_func)  # (L, T, E)
-        choices = _one_hot(_top_k(probabilities, top_k)[1], logits.shape[-1]).sum(dim=-2)  # (L, T, E)
-    num_experts = logits.shape[-1]
+    probabilities = router_probabilities(_stack_layers(router_logits), scoring_func)  # (L, T, E)
+    num_experts = probabilities.shape[-1]
+    choices = _one_hot(_top_k(probabilities, top_k)[1], num_experts).sum(dim=-2)  # (L, T, E)
     means = mean_over_tokens(torch.cat([choices, probabilities], dim=-1), mask, reduce)  # (L, 2 * E)
     chosen, probability = means.split(num_experts, dim=-1)
     return (num_experts / top_k * chosen * probability).sum(dim=-1).mean()
@@ -281,10 +270,7 @@ class CLIPMoERouter(nn.Module):
 
     def choose(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The scores of the K experts of each token, and their ids, (B, S, K), best first. A bias counts only for which
-        they are (arXiv:2408.15664, eq. 3). Of "relu", K is E, and the id of a score of 0 is E."""
-        if self.config.scoring_func == "relu":
-            scores, ids = scores.sort(dim=-1, descending=True, stable=True)
-            return scores, ids.masked_fill(scores == 0, self.config.num_experts)
+        they are (arXiv:2408.15664, eq. 3)."""
         if self.expert_bias is None:
             return _top_k(scores, self.config.num_experts_per_tok)
         ids = _top_k(scores + self.expert_bias.float(), self.config.num_experts_per_tok)[1]
@@ -526,11 +512,10 @@ def router_losses(
     losses = []
     for tower, (router_logits, mask) in towers.items():
         if router_logits:
-            of_tower = getattr(config, f"{tower}_config")
-            top_k, scoring_func = of_tower.num_experts_per_tok, of_tower.scoring_func
+            tower_config = getattr(config, f"{tower}_config")
+            top_k, scoring_func = tower_config.num_experts_per_tok, tower_config.scoring_func
             balance = load_balancing_loss(router_logits, top_k, mask, scoring_func=scoring_func)
-            # Of "relu", logits below 0 are zeros, which a z-loss would make all be
-            z = 0.0 if scoring_func == "relu" else router_z_loss(router_logits, mask)
+            z = router_z_loss(router_logits, mask)
             losses.append((config.router_aux_loss_coef * balance + config.router_z_loss_coef * z).to(device))
     return sum(losses) if losses else None
 

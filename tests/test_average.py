@@ -15,7 +15,6 @@ MODELS = {
     "sigmoid_with_biases": ({"scoring_func": "sigmoid", "use_expert_bias": True}, ""),
     "base_and_gate": ({"fusion_gate": True}, ""),
     "shared_experts": ({"num_shared_experts": 1}, ""),
-    "relu": ({"scoring_func": "relu", "norm_topk_prob": False}, ""),
     "many": ({"num_experts": 9, "num_experts_per_tok": 3}, ""),
 }
 

@@ -69,7 +69,6 @@ def test_routers_between_equal_experts_are_named(caplog):
         (tiny_model([1]), r"\.router\."),
         (equal_experts(), "logit_scale"),  # a frozen router
         (equal_experts(norm_topk_prob=False), r"\.router\."),
-        (equal_experts(scoring_func="relu", norm_topk_prob=False), r"\.router\."),
         (equal_experts(norm_before_capacity=True, capacity_factor=0.5), r"\.router\."),
     ]
     for model, trainable in learns:

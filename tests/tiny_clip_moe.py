@@ -70,9 +70,7 @@ def plain_block(block, hidden_states, mask, capacity_factor, group_size):
     """The sparse block as a loop over tokens, and its number of dropped choices."""
     config, experts = block.router.config, block.experts
     logits = hidden_states @ block.router.weight.T
-    scores = {"sigmoid": lambda x: 1 / (1 + (-x).exp()), "relu": lambda x: x * (x > 0)}
-    probabilities = scores.get(config.scoring_func, lambda x: x.softmax(dim=-1))(logits)
-    top_k = config.num_experts if config.scoring_func == "relu" else config.num_experts_per_tok
+    probabilities = 1 / (1 + (-logits).exp()) if config.scoring_func == "sigmoid" else logits.softmax(dim=-1)
     order = probabilities if block.router.expert_bias is None else probabilities + block.router.expert_bias
     output, num_dropped = torch.zeros_like(hidden_states), 0
     for start in range(0, len(hidden_states), group_size):
@@ -81,11 +79,9 @@ def plain_block(block, hidden_states, mask, capacity_factor, group_size):
         if capacity_factor is not None:
             capacity = math.ceil(len(tokens) * capacity_factor / config.num_experts)
         load, kept = [0] * config.num_experts, {token: [] for token in tokens}
-        for choice in range(top_k):
+        for choice in range(config.num_experts_per_tok):
             for token in tokens:
                 expert = order[token].argsort(descending=True)[choice].item()
-                if config.scoring_func == "relu" and order[token][expert] == 0:
-                    continue
                 if load[expert] < capacity:
                     load[expert] += 1
                     kept[token].append(expert)

@@ -58,10 +58,6 @@ def set_towers(**fields):
     return lambda recipe: [recipe["stages"][1][f"{tower}_config"].update(fields) for tower in ("text", "vision")]
 
 
-def relu(recipe):
-    set_towers(scoring_func="relu", norm_topk_prob=False, capacity_factor=None)(recipe)
-
-
 def as_stage(name):
     """A change of the recipe: another class of the stage that trains."""
     return lambda recipe: recipe["stages"][2].update(stage=name)

@@ -32,10 +32,6 @@ def problems_of_training(stage: Any, config: PreTrainedConfig, batch_size: int) 
     for setting in ("augmentation", "patch_dropout"):
         if getattr(stage, setting) is not None and family.naflex:
             yield f"{setting}: it goes with images of one size, but this model takes any shape: leave it out"
-    towers = [getattr(config, name) for name in ("text_config", "vision_config")]
-    towers = [tower for tower in towers if getattr(tower, "moe_layers", ())]
-    if stage.balance_top_k is not None and any(tower.scoring_func == "relu" for tower in towers):
-        yield "balance_top_k: all positive scores of a router with ReLU are choices: leave it out"
     if stage.patch_dropout is not None and not family.naflex:
         patches = (config.vision_config.image_size // config.vision_config.patch_size) ** 2
         if round(patches * stage.patch_dropout) == patches:

@@ -185,7 +185,7 @@ def _prepare(
         raise ValueError("FSDP cannot split an encoder that both towers have. Train it with DDP")
     auxiliary_losses = getattr(task, "auxiliary_losses", ())
     if accelerator.distributed_type is DistributedType.DEEPSPEED and len(auxiliary_losses):
-        raise ValueError("DeepSpeed has no auxiliary losses, such as that of relu. Take DDP")
+        raise ValueError("DeepSpeed has no auxiliary losses. Take DDP")
     if accelerator.distributed_type is DistributedType.FSDP:
         for loss in auxiliary_losses:
             if loss.READS_WEIGHTS:

@@ -228,10 +228,6 @@ def router_losses(
         balances.append(load_balancing_loss(router_logits, balance_top_k or top_k, mask, **options))
         z_losses.append(router_z_loss(router_logits, mask, reduce=all_reduce_sum))
         losses = config.router_aux_loss_coef * balances[-1] + config.router_z_loss_coef * z_losses[-1]
-        if (
-            tower.scoring_func == "relu"
-        ):  # `training.auxiliary_losses.AdaptiveSparsity` has the only loss of its routers
-            losses = 0.0 * losses
         total = total + weight * losses
     dropped, violations = [], []
     for tower, _, expert_ids, mask in towers:

@@ -14,7 +14,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from safetensors.torch import load_file, save_file
 from several_processes import run_processes
 from tiny_clip import moved
-from tiny_runs import as_stage, launch_two, read_log, relu, same_weights, train, weights
+from tiny_runs import as_stage, launch_two, read_log, same_weights, train, weights
 from transformers import AutoProcessor, CLIPConfig, CLIPModel
 from transformers.distributed import DistributedConfig
 
@@ -219,7 +219,6 @@ FSDP2 = {
         "teacher": "dense",
         "frozen_until": {"text_model.*router": 0.75},
     },
-    "relu": {"change": relu},
 }
 
 

@@ -80,7 +80,6 @@ def test_onnx_of_the_whole_model(fused, batch, tmp_path, name):
 
 
 OTHER_MODELS = {
-    "relu": ({"norm_topk_prob": False, "capacity_factor": None}, {"scoring_func": "relu"}),
     "narrow, shared, biases": (
         {"moe_intermediate_size": 128, "num_shared_experts": 1, "norm_topk_prob": True, "capacity_factor": None},
         {"scoring_func": "sigmoid", "use_expert_bias": True},

@@ -189,10 +189,7 @@ class TrainStage(RouterSettings, StepsStage):
 
     def auxiliary_losses(self, model: "PreTrainedModel", inputs: SimpleNamespace) -> "list[AuxiliaryLoss]":
         """Losses that see model, outputs and batch, beside those of the routers."""
-        from clip_moe.conversion.checkpoints import is_sparse
-        from clip_moe.training.auxiliary_losses import AdaptiveSparsity
-
-        return [sparsity] if is_sparse(model.config) and (sparsity := AdaptiveSparsity(model)).aims else []
+        return []
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> Trained | None:
         import torch
