@@ -23,7 +23,7 @@ from clip_moe.conversion.processors import own_template
 from clip_moe.conversion.publishing.bundle import copy_model
 from clip_moe.data.image_folders import open_folder
 from clip_moe.data.images import FORMATS, decode_image
-from clip_moe.data.pairs import present_captions
+from clip_moe.data.texts import present_captions
 from clip_moe.engine.files import new_folder
 from clip_moe.engine.messages import join_names
 from clip_moe.evaluation.embedder import Embedder, usable_device

@@ -57,8 +57,6 @@ class DataArguments:
     in_memory: bool = False
     # Processes that read; 0: the one that trains.
     num_workers: int = Field(default=0, ge=0)
-    # Batches that each of them reads ahead, also beyond the end of an epoch.
-    prefetch_factor: int = Field(default=2, gt=0)
     # Pairs with an image that does not decode or an empty caption are skipped and counted; a larger share is an error.
     max_unreadable: float = Field(default=0.01, ge=0, lt=1)
 

@@ -10,7 +10,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from clip_moe.data.drawing import font_file
 from clip_moe.data.images import decode_image
-from clip_moe.data.pairs import first_caption
+from clip_moe.data.texts import first_caption
 
 FONT, LETTER, LINE = "DejaVuSans", 6, 12  # the width of a letter and the height of a line, in pixels
 # The largest clusters are drawn, so many at most, with so many images each

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from clip_moe.data.near_copies import Copies, find_copies
 from clip_moe.data.overview import are_classes
-from clip_moe.data.pairs import plain_words, present_captions
+from clip_moe.data.texts import plain_words, present_captions
 from clip_moe.data.tokenizer import read_texts
 
 

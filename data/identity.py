@@ -17,7 +17,7 @@ from clip_moe.data.arguments import DataArguments
 from clip_moe.data.images import from_base64
 from clip_moe.data.local_data import BUILDERS, file_in, is_here, is_table, suffix_of
 from clip_moe.data.shards import MEMBER, file_of, read_member
-from clip_moe.data.sources import is_cache, is_saved, is_text, matching, named_images, of_splits, reading
+from clip_moe.data.sources import is_cache, is_saved, is_text, matching, of_splits, reading
 from clip_moe.data.worlds import is_world, origin_of
 from clip_moe.engine.digests import FILES_AT_ONCE, DigestCache, file_digests, file_stamp, value_digest
 from clip_moe.engine.files import files_in
@@ -94,6 +94,20 @@ def _named(column: pyarrow.ChunkedArray | None, file: str) -> Iterator[str]:
         yield os.path.abspath(file)
 
 
+def named_images(column: pyarrow.ChunkedArray) -> list[str]:
+    """The files of images that a column only names: as texts, or as paths without bytes, which are not read here."""
+    names = []
+    for chunk in column.chunks:
+        if pyarrow.types.is_struct(chunk.type):
+            if chunk.type.get_field_index("path") < 0:
+                continue
+            chunk = chunk.field("path").filter(chunk.field("bytes").is_null())
+        elif not is_text(chunk.type):
+            continue
+        names += filter(None, chunk.to_pylist())
+    return names
+
+
 def _parquet_columns(path: str, column: str) -> Iterator[pyarrow.ChunkedArray | None]:
     """A column by row groups; None for those in which every image has bytes, which are not read."""
     with pyarrow.parquet.ParquetFile(path) as file:
@@ -114,6 +128,12 @@ def _arrow_columns(path: str, column: str) -> Iterator[pyarrow.ChunkedArray]:
             table = pyarrow.ipc.open_file(file).read_all()
         if column in table.column_names:
             yield table[column]
+
+
+def named_files_stamp(rows: datasets.Dataset) -> str:
+    """A stamp of the files that rows only name, as they are now: neither their names nor the rows tell."""
+    paths = named_images(rows.data.column("image"))
+    return datasets.fingerprint.Hasher.hash([os.path.isfile(path) and file_stamp(path) for path in paths])
 
 
 def data_fingerprint(rows: datasets.Dataset, images: bool = True) -> str:

@@ -3,7 +3,8 @@
 import datasets
 
 from clip_moe.data.arguments import DataArguments
-from clip_moe.data.pairs import IMAGE, load_pairs, mapped
+from clip_moe.data.pairs import IMAGE, load_pairs
+from clip_moe.data.sources import mapped
 
 
 def pairs_with_images(arguments: DataArguments, decode: bool = False) -> datasets.Dataset:

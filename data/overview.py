@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import datasets
 from transformers import PreTrainedTokenizerBase
 
-from clip_moe.data.pairs import plain_words, present_captions
+from clip_moe.data.texts import plain_words, present_captions
 from clip_moe.data.tokenizer import read_texts
 from clip_moe.engine.messages import shortened
 
@@ -35,7 +35,7 @@ class Overview:
         test_images: images in the test; 0 without one.
         test_captions: different captions in the test.
         unseen: those of them that no caption in training is alike to.
-        reworded: of the unseen, those that say the same as a caption in training (`data.pairs.plain_words`).
+        reworded: of the unseen, those that say the same as a caption in training (`data.texts.plain_words`).
         best: the greatest recall at 1 by direction, `image_to_text` and `text_to_image`, in the test, or without one in
             training.
         by_memory: the same in the test for a model that knows only captions of training.

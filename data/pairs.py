@@ -1,53 +1,30 @@
-"""Pairs of an image and a caption: the rows of any source, and which of them can be used."""
+"""Pairs of an image and a caption: the rows of any source, with columns of one name and images of one form."""
 
-import ast
-import html
-import io
-import json
 import logging
-import re
-import sys
-import textwrap
-import tokenize
-import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import datasets
-import numpy as np
-import PIL.Image
 import pyarrow
 import pyarrow.compute
 
+from clip_moe.data.arguments import DataArguments
 from clip_moe.data.identity import image_digests
-from clip_moe.data.images import decode_image, decoding_code, from_base64
+from clip_moe.data.images import from_base64
 from clip_moe.data.local_data import file_in
-from clip_moe.data.sources import (
-    DataArguments,
-    Rows,
-    first_rows,
-    is_text,
-    named_files_hash,
-    no_column,
-    open_rows,
-    reading,
-)
+from clip_moe.data.readable import readable_pairs
+from clip_moe.data.sources import Rows, first_rows, is_text, mapped, no_column, open_rows, reading
+from clip_moe.data.texts import listed, present_captions, present_texts, same_words, structure
 from clip_moe.data.worlds import is_world, world
-from clip_moe.engine.messages import join_names, shortened, warn_once
-from clip_moe.engine.processes import is_first_process
+from clip_moe.engine.messages import shortened, warn_once
 
 logger = logging.getLogger(__name__)
 
-# Samples that one reader sees before it judges the share of unreadable ones.
-STREAM_TRIAL = 1000
 # By which columns are named, in a recipe and as options of a command
 COLUMN_SETTINGS = "image_column and caption_column or label_column"
 # Columns that hold images, by the names that they get here
 IMAGES = ("image", "image_0", "image_1")
-# Fewer rows are read in no time
-MANY = 1000
 # Captions of a stream that tell whether they are lists
 LISTS_LOOKED_AT = 100
 TEXTS = datasets.List(datasets.Value("string"))
@@ -57,15 +34,8 @@ RANGED = IMAGE | {"pixel_range": datasets.List(datasets.Value("float64"))}
 UNDECODED = datasets.Image(decode=False)
 # Features of images that need not be made whole
 KNOWN = dict | datasets.Image | None
-# Characters that are written alike, or not seen; and what is around a text
-ALIKE = str.maketrans("‘’‚‛“”„«»–—_", "'" * 4 + '"' * 5 + "-- ", "\u200b\u200c\u200d\u00ad\ufeff")
-AROUND = " '`.,;:!?。、" + '"'
 # Columns of images as plain bytes
 BYTES = [datasets.Value(kind) for kind in ("binary", "large_binary")]
-# What a look at a pair finds: see `read_pair`, and `decode_image` on pixels
-LOOK = datasets.Features({"problem": datasets.Value("string"), "pixels": datasets.List(datasets.Value("float64"))})
-# What stands for a missing caption, as pandas reads a table
-MISSING = {"NA", "N/A", "n/a", "NULL", "null", "None", "NaN", "nan", "-nan", "-NaN", "<NA>", "#N/A", "#NA"}
 
 
 def load_pairs(arguments: DataArguments, images: bool = True) -> Rows:
@@ -138,59 +108,6 @@ def _drawn(source: str, split: str, captions: str, num_samples: int, kinds: str,
     return drawn.load(split, captions, num_samples, drawn.kind_set(kinds), seed)
 
 
-def present_captions(captions: Any) -> list[str]:
-    """The caption or captions of an image without what surrounds them, and without those that are missing: blank, a
-    word for what is missing, or no text."""
-    captions = captions if isinstance(captions, list) else [captions]
-    texts = map(trimmed, (caption for caption in captions if isinstance(caption, str)))
-    return [text for text in texts if text and text not in MISSING]
-
-
-def trimmed(text: str) -> str:
-    """A text without white space and marks of byte order at its ends."""
-    return text.strip().strip("\ufeff\u200b\0").strip()
-
-
-def same_words(text: str) -> str:
-    """Equal for texts that differ only in case and white space, as most tokenizers read them."""
-    return " ".join(text.lower().split())
-
-
-def plain_words(text: str) -> str:
-    """Equal for texts that say the same: also for those that differ in HTML entities, forms of Unicode, kinds of
-    quotes, and quotes and punctuation around them."""
-    text = unicodedata.normalize("NFKC", html.unescape(html.unescape(text))).translate(ALIKE)
-    words = same_words(text.casefold())
-    return words.strip(AROUND) or words
-
-
-def present_texts(captions: Any) -> list[str]:
-    """As `present_captions`; raises a ValueError where one is neither a text nor missing, or a text that holds objects
-    or lists of lists."""
-    for caption in captions if isinstance(captions, list) else [captions]:
-        content = _structure(caption)
-        if isinstance(content, dict):
-            keys = join_names(map(str, content)) or "none"
-            raise ValueError(f"its caption is an object with the keys {keys}: set caption_column to COLUMN.KEY")
-        if isinstance(content, list) and any(isinstance(item, dict | list) for item in content):
-            raise ValueError(f"its caption is a list of objects or lists: {shortened(caption)}")
-        if not isinstance(caption, str | None) and caption == caption:  # NaN is missing
-            raise ValueError(f"its caption is no text but {shortened(caption)}")
-    return present_captions(captions)
-
-
-def first_caption(captions: str | Sequence[str | None]) -> str:
-    """The caption of an image, or the first of several that is not missing."""
-    return present_captions(captions)[0]
-
-
-def all_captions(rows: Rows) -> Iterator[str]:
-    """All captions of rows but those that are missing."""
-    for batch in rows.select_columns("caption").iter(100):
-        for captions in batch["caption"]:
-            yield from present_captions(captions)
-
-
 def select_columns(rows: Rows, arguments: DataArguments) -> Rows:
     """The image and the caption column alone, under those names; images are not decoded yet."""
     rows = rename_columns(rows, {arguments.image_column: "image", arguments.caption_column: "caption"}, arguments)
@@ -240,7 +157,7 @@ def _with_keys(rows: Rows, bases: dict[str, str], arguments: DataArguments) -> R
     def value(row: dict[str, Any], column: str) -> str | list[str] | None:
         content = row[bases[column]]
         for key in column.split(".")[1:]:
-            content = _structure(content)
+            content = structure(content)
             content = content.get(key) if isinstance(content, dict) else None
         return present_captions(content) if isinstance(content, list) else content
 
@@ -249,7 +166,7 @@ def _with_keys(rows: Rows, bases: dict[str, str], arguments: DataArguments) -> R
         head = list(_head(rows.select_columns(base)))
         kind = next((type(found) for found in (value(row, column) for row in head) if found is not None), None)
         if kind is None:
-            keys = dict.fromkeys(f"{base}.{key}" for row in head for key in _structure(row[base]) or ())
+            keys = dict.fromkeys(f"{base}.{key}" for row in head for key in structure(row[base]) or ())
             raise ValueError(no_column(arguments.source, [column], [base, *keys]))
         features[column] = TEXTS if kind is list else datasets.Value("string")
 
@@ -356,114 +273,6 @@ def _with_captions(rows: Rows, function: Callable[[dict[str, Any]], dict[str, An
     return datasets.concatenate_datasets([rows.select_columns("image"), texts], axis=1)  # without copying images
 
 
-def listed(caption: Any) -> list[str] | None:
-    """The texts of a list that JSON, Python or numpy, which has no commas, wrote into a text; None: it is no list."""
-    if not isinstance(caption, str) or not re.fullmatch(r"\s*\[.*\]\s*", caption, re.DOTALL):
-        return None
-    try:
-        texts = json.loads(caption)
-    except (ValueError, RecursionError):
-        texts = _python_list(caption)
-    if not isinstance(texts, list) or not all(isinstance(text, str | None) or text != text for text in texts):
-        return None
-    return [text for text in texts if isinstance(text, str)]
-
-
-def _structure(value: Any) -> dict[str, Any] | list[Any] | None:
-    """An object or a list, perhaps one that JSON or Python wrote into a text; None: it is neither."""
-    if not isinstance(value, str) or not re.match(r"\s*[\[{]", value):
-        return value if isinstance(value, dict | list) else None
-    for read in (json.loads, ast.literal_eval):
-        try:
-            content = read(value.strip())
-        except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
-            continue
-        return content if isinstance(content, dict | list) else None
-    return None
-
-
-def _python_list(caption: str) -> list[Any] | None:
-    try:
-        tokens = list(tokenize.generate_tokens(io.StringIO(caption.strip()).readline))
-        words = [token.string for token in tokens if token.string.strip() and token.string not in "[],"]
-        return [None if word == "nan" else ast.literal_eval(word) for word in words]
-    except (ValueError, SyntaxError, tokenize.TokenError):
-        return None
-
-
-def read_pair(
-    row: dict[str, Any], arguments: DataArguments, is_label: bool = False
-) -> tuple[str, PIL.Image.Image | None]:
-    """The problem that keeps a pair from being used, empty if there is none; and its image.
-
-    Args:
-        is_label: whether its caption is the name of a class, which may be "NA" or "None".
-        row: without an `image`, only the caption counts. The image of an indexed shard has to be there, and is not
-            decoded.
-    """
-    try:
-        if not (row["caption"].strip() if is_label else present_texts(row["caption"])):
-            return "its caption is empty", None
-    except ValueError as error:
-        return str(error), None
-    if "image" not in row:
-        return "", None
-    if arguments.indexed:
-        return "" if _is_there(row["image"]) else "it has no image", None
-    try:
-        return "", decode_image(row["image"])
-    except OSError as error:
-        return f"its image cannot be read: {error}", None
-
-
-def readable_pairs(
-    rows: datasets.Dataset, arguments: DataArguments, images: bool = True, are_labels: bool = False
-) -> tuple[datasets.Dataset, int]:
-    """The rows of `select_columns` without the unreadable ones, and how many those were.
-
-    Args:
-        are_labels: see `read_pair`.
-        images: see `load_pairs`. Every image is decoded, or none.
-    """
-
-    def look(row: dict[str, Any], files: str) -> dict[str, Any]:
-        problem, image = read_pair(row, arguments, are_labels)
-        return {"problem": problem, "pixels": image and image.info.get("pixels")}
-
-    nothing = f"{arguments.source} has no pairs in split {arguments.split}"
-    if len(rows) == 0:
-        raise ValueError(nothing)
-    what = f"reading all {len(rows)} {'images' if images else 'captions'}"
-    if len(rows) >= MANY and datasets.are_progress_bars_disabled() and is_first_process():
-        print(f"{what} of {arguments.source}, split {arguments.split}", file=sys.stderr, flush=True)
-    with reading(arguments):
-        files = named_files_hash(rows) if images else ""
-        looked_at = rows if images else rows.select_columns("caption")
-        looks = mapped(
-            looked_at,
-            look,
-            fn_kwargs={"files": files + decoding_code(__file__)},  # part of what the result is cached under
-            is_kept=True,
-            remove_columns=looked_at.column_names,
-            features=LOOK,
-            num_proc=arguments.num_workers or None,
-            desc=what,
-        )
-    report_pixels(looks["pixels"], arguments)
-    problems = list(looks["problem"])
-    bad = [index for index, problem in enumerate(problems) if problem]
-    if bad:
-        judge(len(bad), len(rows), f"pair {bad[0]} ({_where(rows[bad[0]])}): {problems[bad[0]]}", arguments)
-        rows = rows.select([index for index, problem in enumerate(problems) if not problem])
-    if len(rows) == 0:
-        raise ValueError(nothing)
-    return rows, len(bad)
-
-
-def _is_there(image: str | dict[str, Any] | None) -> bool:
-    return bool(image.get("bytes") or image.get("path")) if isinstance(image, dict) else bool(image)
-
-
 def one_row_an_image(rows: datasets.Dataset) -> datasets.Dataset:
     """Rows of the same image as one with all their captions, where the first of them is: apart, they would tie."""
     batches = rows.select_columns("image").iter(1000)
@@ -479,95 +288,3 @@ def one_row_an_image(rows: datasets.Dataset) -> datasets.Dataset:
     feature = datasets.List(datasets.Value("string"))
     rows = rows.remove_columns("caption").add_column("caption", merged, feature=feature)
     return rows.select([numbers[0] for numbers in numbers_of.values()])
-
-
-def mapped(rows: Rows, function: Callable, is_kept: bool = False, **options: Any) -> Rows:
-    """As `rows.map`, whose result is kept where `datasets` keeps its own, and not beside rows that the user saved.
-
-    Args:
-        is_kept: whether it is kept for rows in memory, too.
-    """
-    folder = Path(datasets.config.HF_DATASETS_CACHE).absolute()
-    if isinstance(rows, datasets.IterableDataset):
-        return rows.map(function, **options)
-    is_saved = any(folder not in Path(file["filename"]).absolute().parents for file in rows.cache_files)
-    if is_saved or is_kept and not rows.cache_files:
-        try:
-            (folder / "looks").mkdir(parents=True, exist_ok=True)
-        except OSError:  # a cache that cannot be written
-            return rows.map(function, keep_in_memory=True, **options)
-        key = datasets.fingerprint.Hasher.hash([rows._fingerprint, function, options])
-        options["cache_file_name"] = str(folder / "looks" / f"{key}.arrow")
-    return rows.map(function, **options)
-
-
-class StreamReport:
-    """Counts the pairs of a stream that cannot be used, and judges their share. Every worker has its own."""
-
-    def __init__(self, arguments: DataArguments, quiet: bool):
-        self.arguments, self.quiet = arguments, quiet
-        self.seen, self.bad, self.first, self.pixels = 0, 0, "", []
-
-    def add(self, row: dict[str, Any], problem: str, image: PIL.Image.Image | None = None) -> None:
-        self.seen += 1
-        if image is not None and image.info.get("pixels"):
-            self.pixels.append(image.info["pixels"])
-        if not problem:
-            return
-        self.bad += 1
-        self.first = self.first or f"pair {self.seen - 1} in the order of the stream ({_where(row)}): {problem}"
-        if self.seen >= STREAM_TRIAL:
-            self._judge()
-        elif not self.quiet:
-            logger.warning(
-                "%s: %d of %d pairs skipped so far, now %s: %s",
-                self.arguments.source, self.bad, self.seen, _where(row), problem,
-            )  # fmt: skip
-
-    def end_of_epoch(self, readers: int) -> None:
-        """A short stream is judged as a whole; one reader's share of it only if nothing is left of it, or if it has
-        more bad pairs than all shares together may have."""
-        if not self.quiet:
-            report_pixels(self.pixels, self.arguments)
-        too_many = self.bad > self.arguments.max_unreadable * self.seen * readers
-        if self.bad and (readers == 1 or self.bad == self.seen or too_many):
-            self._judge()
-
-    def _judge(self) -> None:
-        judge(self.bad, self.seen, self.first, self.arguments, self.quiet)
-
-
-def report_pixels(pixels: Iterable[list[float] | None], arguments: DataArguments) -> None:
-    """Warns of the gaps in pictures of more than 8 bits, and of a range that they leave or hardly use."""
-    deep = np.array([facts for facts in pixels if facts]).reshape(-1, 5)
-    gaps, low, high, black, white = deep.T
-    beyond, start = (low < black) | (high > white), f"{arguments.source}: of {len(deep)} pictures of more than 8 bits,"
-    if gaps.any():
-        share = f"on average {gaps[gaps > 0].mean():.2%} of their pixels, which are black"
-        logger.warning(f"{start} {(gaps > 0).sum()} have gaps (NaN, infinite or no-data values), {share}")
-    if beyond.any():
-        values = f"from {low.min():g} to {high.max():g}, which are black or white"
-        logger.warning(f"{start} {beyond.sum()} have values beyond pixel_range, {values}")
-    elif len(deep) and high.max() < ((black + white) / 2).min():
-        top = 2 ** np.ceil(np.log2(high.max() + 1)) - 1 if white.max() > 1 else high.max()
-        advice = f"if the sensor gives no more, set pixel_range, such as [{black.min():g}, {top:g}]"
-        logger.warning(f"{start} none has a value above {high.max():g} of {white.max():g}: {advice}")
-
-
-def judge(bad: int, total: int, first: str, arguments: DataArguments, quiet: bool = False) -> None:
-    """Report skipped pairs, or refuse them."""
-    share = f"{bad} of {total} pairs of {arguments.source} cannot be used; the first is {' '.join(first.split())}"
-    if bad > arguments.max_unreadable * total:
-        raise ValueError(
-            f"{share}. More than max_unreadable = {arguments.max_unreadable:.0%} is an error: mend or remove them, or "
-            "for training raise data.max_unreadable"
-        )
-    if not quiet:
-        logger.warning("%s. They are skipped", share)
-
-
-def _where(row: dict[str, Any]) -> str:
-    """The file of a pair's image, or else its caption."""
-    image = row["image"]
-    path = image if isinstance(image, str) else image.get("path") if isinstance(image, dict) else None
-    return path[:1000] if path else textwrap.shorten(f"no path; caption: {row['caption']}", 90)  # base64 is longer

@@ -5,7 +5,6 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -32,38 +31,13 @@ READERS = 64
 
 Rows = datasets.Dataset | datasets.IterableDataset
 
-_CACHE: ContextVar[dict[str, Any] | None] = ContextVar("_CACHE", default=None)
-
-
-@contextmanager
-def opened_once() -> Iterator[None]:
-    """A cache for one look at a recipe or at tasks, in which `once` computes each key once. Data may change between two
-    looks."""
-    token = _CACHE.set({})
-    try:
-        yield
-    finally:
-        _CACHE.reset(token)
-
-
-def once(key: str, look: Callable[[], Any]) -> Any:
-    """The result of `look`, cached under a key within `opened_once`."""
-    cache = _CACHE.get()
-    if cache is None:
-        return look()
-    if key not in cache:
-        cache[key] = look()
-    return cache[key]
-
 
 def open_rows(arguments: DataArguments, captions: Iterable[str] = ()) -> Rows:
     """The rows of any source but the worlds, with all their columns; of shards, with the image column and the
     caption column, or these captions."""
     with reading(arguments):
         columns = arguments.image_column, *(sorted(captions) or [arguments.caption_column])
-        key = arguments.source, arguments.split, arguments.streaming, arguments.indexed
-        by_columns = columns if os.path.isdir(arguments.source) or suffix_of(arguments.source) == ".tar" else ()
-        rows = once(f"rows {key} {by_columns}", lambda: _open(arguments, columns))
+        rows = _open(arguments, columns)
         if arguments.skip is not None:
             if not arguments.streaming and arguments.skip >= len(rows):
                 raise ValueError(f"skip: {arguments.skip} leaves no pair of {arguments.source}, which has {len(rows)}")
@@ -76,6 +50,26 @@ def first_rows(rows: Rows, number: int) -> Rows:
     return (
         rows.take(number) if isinstance(rows, datasets.IterableDataset) else rows.select(range(min(number, len(rows))))
     )
+
+
+def mapped(rows: Rows, function: Callable, is_kept: bool = False, **options: Any) -> Rows:
+    """As `rows.map`, whose result is kept where `datasets` keeps its own, and not beside rows that the user saved.
+
+    Args:
+        is_kept: whether it is kept for rows in memory, too.
+    """
+    folder = Path(datasets.config.HF_DATASETS_CACHE).absolute()
+    if isinstance(rows, datasets.IterableDataset):
+        return rows.map(function, **options)
+    is_saved = any(folder not in Path(file["filename"]).absolute().parents for file in rows.cache_files)
+    if is_saved or is_kept and not rows.cache_files:
+        try:
+            (folder / "looks").mkdir(parents=True, exist_ok=True)
+        except OSError:  # a cache that cannot be written
+            return rows.map(function, keep_in_memory=True, **options)
+        key = datasets.fingerprint.Hasher.hash([rows._fingerprint, function, options])
+        options["cache_file_name"] = str(folder / "looks" / f"{key}.arrow")
+    return rows.map(function, **options)
 
 
 def is_saved(source: str) -> bool:
@@ -181,29 +175,9 @@ def no_column(source: str, missing: Iterable[str], columns: Iterable[str]) -> st
     return f"{source} has no column {missing}; its columns are {columns}"
 
 
-def named_images(column: pyarrow.ChunkedArray) -> list[str]:
-    """The files of images that a column only names: as texts, or as paths without bytes, which are not read here."""
-    names = []
-    for chunk in column.chunks:
-        if pyarrow.types.is_struct(chunk.type):
-            if chunk.type.get_field_index("path") < 0:
-                continue
-            chunk = chunk.field("path").filter(chunk.field("bytes").is_null())
-        elif not is_text(chunk.type):
-            continue
-        names += filter(None, chunk.to_pylist())
-    return names
-
-
 def is_text(kind: pyarrow.DataType) -> bool:
     kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
     return pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind) or pyarrow.types.is_string_view(kind)
-
-
-def named_files_hash(rows: datasets.Dataset) -> str:
-    """The hash of what the files that rows only name are now: neither their names nor the rows tell."""
-    paths = named_images(rows.data.column("image"))
-    return datasets.fingerprint.Hasher.hash([os.path.isfile(path) and file_stamp(path) for path in paths])
 
 
 def split_names(split: str) -> list[str]:

@@ -18,7 +18,6 @@ def worker_options(arguments: DataArguments, seed: int) -> dict[str, Any]:
     """
     return {
         "num_workers": arguments.num_workers,
-        "prefetch_factor": arguments.prefetch_factor if arguments.num_workers else None,
         "pin_memory": torch.accelerator.is_available(),
         # Without a generator, every DataLoader that begins draws from the global one, of which dropout and the router's
         # noise draw: what a resumed run draws would depend on where it was interrupted

@@ -74,7 +74,7 @@ class Context:
 
     def readable(self, rows: datasets.Dataset, arguments: DataArguments) -> datasets.Dataset:
         """The pairs with a readable image, of pairs that were loaded without images. Every process has to ask."""
-        from clip_moe.data.pairs import readable_pairs
+        from clip_moe.data.readable import readable_pairs
 
         if is_world(arguments.source):
             return rows
@@ -92,11 +92,11 @@ class Context:
         """See `training.duplicates.Duplicates.of`. Every process has to ask, as one reads while the others wait."""
         from datasets.fingerprint import Hasher
 
-        from clip_moe.data.sources import named_files_hash
+        from clip_moe.data.identity import named_files_stamp
         from clip_moe.training.duplicates import Duplicates
 
         key = Hasher.hash(
-            [rows._fingerprint, rows.column_names, named_files_hash(rows) if "image" in rows.column_names else ""]
+            [rows._fingerprint, rows.column_names, named_files_stamp(rows) if "image" in rows.column_names else ""]
             + [sorted(tokenizer.get_vocab().items()), tokenizer.model_max_length]
         )
         return self._kept("duplicates", key, lambda: Duplicates.of(rows, tokenizer))

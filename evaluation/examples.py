@@ -9,7 +9,7 @@ import numpy as np
 import PIL.Image
 
 from clip_moe.data.images import decode_image
-from clip_moe.data.pairs import present_captions
+from clip_moe.data.texts import present_captions
 from clip_moe.engine.markdown import escape
 from clip_moe.evaluation.measures import Embeds
 from clip_moe.evaluation.retrieval import TIE

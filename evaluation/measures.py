@@ -10,7 +10,7 @@ from datasets import Dataset
 
 from clip_moe.conversion.processors import own_template
 from clip_moe.data.overview import ceilings
-from clip_moe.data.pairs import present_captions
+from clip_moe.data.texts import present_captions
 from clip_moe.data.tokenizer import ReadTexts, read_texts
 from clip_moe.engine.provenance import trainings
 from clip_moe.engine.result_schema import TextCounts

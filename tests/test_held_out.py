@@ -8,7 +8,7 @@ from test_near_copies import LOSSLESS, NEARLY, PICTURES, saved
 
 from clip_moe.data.held_out import class_names, hold_out
 from clip_moe.data.near_copies import find_copies
-from clip_moe.data.pairs import plain_words
+from clip_moe.data.texts import plain_words
 from clip_moe.data.tokenizer import learn_tokenizer
 
 TOKENIZER, WHOLE = (learn_tokenizer(["a dog"], 600, length) for length in (8, 77))

@@ -45,7 +45,7 @@ def test_a_stream_skips_and_judges(tmp_path, processor, caplog, monkeypatch):
     strict = dataclasses.replace(arguments, max_unreadable=0.01)
     with pytest.raises(ValueError, match=r"4 of 200 .*the first is pair \d+ in the order of the stream \(.*More than"):
         batches(loader_of(strict, processor), 0, 197)
-    monkeypatch.setattr("clip_moe.data.pairs.STREAM_TRIAL", 10)
+    monkeypatch.setattr("clip_moe.data.readable.STREAM_TRIAL", 10)
     with pytest.raises(ValueError, match="More than max_unreadable"):
         batches(loader_of(strict, processor), 0, 196)
 

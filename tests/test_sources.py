@@ -17,9 +17,11 @@ from tiny_sources import damaged, images_and_texts, png, rows, saved_pairs, writ
 
 from clip_moe.data.identity import data_fingerprint, identity, image_digests
 from clip_moe.data.images import decode_image, decoding_code
-from clip_moe.data.pairs import load_pairs, present_captions, read_pair, select_columns
+from clip_moe.data.pairs import load_pairs, select_columns
+from clip_moe.data.readable import read_pair
 from clip_moe.data.sources import DataArguments
 from clip_moe.data.stages.mixture import MixtureStage
+from clip_moe.data.texts import present_captions
 from clip_moe.training.loader import PairLoader
 
 STREAMING = pytest.mark.parametrize("streaming", [False, True], ids=["loaded", "streamed"])
@@ -28,7 +30,7 @@ TAR = {"image_column": "png", "caption_column": "txt"}
 
 def test_pairs_without_images_are_all_that_have_a_caption(tmp_path, monkeypatch):
     arguments = DataArguments(**damaged(tmp_path, 0.02), max_unreadable=0.05)
-    monkeypatch.setattr("clip_moe.data.pairs.decode_image", None)  # calling it would fail
+    monkeypatch.setattr("clip_moe.data.readable.decode_image", None)  # calling it would fail
     assert len(load_pairs(arguments, images=False)) == 199  # three images cannot be read, a caption is empty
     with pytest.raises(ValueError, match="1 of 200 pairs .*: its caption is empty. More than max_unreadable = 0%"):
         load_pairs(dataclasses.replace(arguments, max_unreadable=0.0), images=False)

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from clip_moe.data.identity import image_digests
-from clip_moe.data.pairs import present_captions, same_words
+from clip_moe.data.texts import present_captions, same_words
 from clip_moe.data.tokenizer import tokenize
 
 # More texts are compared word by word in lower case: to tokenize them would take minutes

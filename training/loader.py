@@ -12,11 +12,13 @@ from datasets.distributed import split_dataset_by_node
 from torch.utils.data import DataLoader, default_collate, get_worker_info
 from transformers import CLIPProcessor
 
-from clip_moe.data.arguments import Augmentation
+from clip_moe.data.arguments import Augmentation, DataArguments
+from clip_moe.data.identity import named_files_stamp
 from clip_moe.data.overview import look_at
-from clip_moe.data.pairs import STREAM_TRIAL, StreamReport, first_caption, judge, present_captions, read_pair
 from clip_moe.data.preparation import Preparation
-from clip_moe.data.sources import DataArguments, Rows, named_files_hash, reading
+from clip_moe.data.readable import STREAM_TRIAL, StreamReport, judge, read_pair
+from clip_moe.data.sources import Rows, reading
+from clip_moe.data.texts import first_caption, present_captions
 from clip_moe.data.tokenizer import SAMPLE, pieces_per_word, read_texts, tokenize
 from clip_moe.data.workers import errors_of_workers, worker_options
 from clip_moe.data.worlds import is_world
@@ -320,7 +322,7 @@ _PREPARED: dict[tuple[str, str, str], dict[str, torch.Tensor]] = {}
 
 def _prepared(rows: datasets.Dataset, prepare: Preparation) -> dict[str, torch.Tensor]:
     """What a model takes of all images: names -> (rows, ...)."""
-    key = rows._fingerprint, named_files_hash(rows), prepare.processor.to_json_string()
+    key = rows._fingerprint, named_files_stamp(rows), prepare.processor.to_json_string()
     if key not in _PREPARED:
         _PREPARED.clear()
         first = prepare.read(rows[0]["image"])

@@ -2,18 +2,29 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import ClassVar
 
 from datasets import Dataset
 
-from clip_moe.data.sources import once
-from clip_moe.engine.digests import short_digest
+from clip_moe.engine.digests import file_stamp, short_digest
 from clip_moe.engine.files import read_json
 from clip_moe.evaluation.benchmarks.layouts import Layout
 from clip_moe.evaluation.class_names import are_ids
 
 PROMPTS = "nllb_dist13b_prompts.json"
+
+
+@cache
+def stamp_of_images(layout: Layout, folder: Path, split: str) -> str:
+    """One look at the images for the tasks of all languages; `find_tasks` clears it, as images may change later."""
+    return layout.stamp(folder, split)
+
+
+@lru_cache(maxsize=2)
+def _content(file: Path, stamp: str) -> dict[str, list]:
+    return read_json(file)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +54,7 @@ class BabelImageNet(Layout):
         return super().fits(folder, split) and any(layout.fits(folder, split) for layout in self.imagenet)
 
     def stamp(self, folder: Path, split: str) -> str:
-        images = once(f"stamp of {folder}, {split}", lambda: self._layout(folder, split).stamp(folder, split))
+        images = stamp_of_images(self._layout(folder, split), folder, split)
         return short_digest([images, [*self._names(folder, split)], *self.names_and_templates(folder, split)])
 
     def names_and_templates(self, folder: Path, split: str) -> tuple[list[str], list[str]]:
@@ -75,7 +86,7 @@ class BabelImageNet(Layout):
     def _names(self, folder: Path, split: str) -> dict[int, str]:
         """Number of a class -> its name."""
         files, language = self.annotations(folder, split), self.language.upper()
-        contents = {file: once(str(file), lambda file=file: read_json(file)) for file in files}
+        contents = {file: _content(file, file_stamp(file)) for file in files}
         for content in contents.values():
             if language in content:
                 numbers, names = content[language]

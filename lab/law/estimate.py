@@ -14,7 +14,8 @@ from clip_moe.conversion.dense import dense_config
 from clip_moe.conversion.processors import load_processor
 from clip_moe.conversion.upcycle import shared_config
 from clip_moe.data.arguments import DataArguments
-from clip_moe.data.pairs import load_pairs, present_captions, same_words
+from clip_moe.data.pairs import load_pairs
+from clip_moe.data.texts import present_captions, same_words
 from clip_moe.data.tokenizer import read_texts
 from clip_moe.engine.markdown import escape
 from clip_moe.evaluation.costs import count_multiply_adds, count_parameters, meta_model, paper_config

@@ -48,7 +48,7 @@ class TrainLongCLIPStage(TrainStage):
 
     def choose_pairs(self, rows: "Rows", inputs: SimpleNamespace, context: Context) -> "Rows":
         """All pairs. Each must have both captions."""
-        from clip_moe.data.pairs import present_captions
+        from clip_moe.data.texts import present_captions
 
         for index, captions in enumerate(rows["caption"]):
             if isinstance(captions, str) or len(captions) != 2 or len(present_captions(captions)) != 2:
