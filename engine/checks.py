@@ -23,7 +23,7 @@ MODEL_FILES = ("config.json", "modules.json")
 
 
 # How often something is logged or saved, how data is read ahead and what is compiled do not change what is computed.
-NOT_COMPARED = {"logging_steps", "save_steps", "save_total_limit", "num_workers", "prefetch_factor", "torch_compile"}
+NOT_COMPARED = {"logging_steps", "save_steps", "save_total_limit", "num_workers", "torch_compile"}
 
 
 def require_same_settings(recipe: Recipe) -> None:
