@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from clip_moe.data.sources import DataArguments
+from clip_moe.data.arguments import DataArguments
 
 
 def worker_options(arguments: DataArguments, seed: int) -> dict[str, Any]:

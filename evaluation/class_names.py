@@ -9,8 +9,9 @@ from typing import Any
 
 from datasets import ClassLabel, Dataset, Value
 
+from clip_moe.data.arguments import DataArguments
 from clip_moe.data.pairs import select_columns
-from clip_moe.data.sources import DataArguments, open_rows
+from clip_moe.data.sources import open_rows
 from clip_moe.data.texts import trimmed
 from clip_moe.engine.messages import join_names
 

@@ -13,8 +13,9 @@ import pyarrow.parquet
 import torch
 from accelerate import PartialState
 
+from clip_moe.data.arguments import DataArguments
 from clip_moe.data.pairs import load_pairs, rename_columns, select_columns, with_class_names
-from clip_moe.data.sources import DataArguments, open_rows
+from clip_moe.data.sources import open_rows
 from clip_moe.data.texts import present_captions
 from clip_moe.data.worlds import is_world
 from clip_moe.engine.files import new_file, write_text, writing

@@ -10,11 +10,12 @@ from typing import Any
 
 from datasets import ClassLabel, Dataset, List, Value
 
+from clip_moe.data.arguments import DataArguments
 from clip_moe.data.identity import identity
 from clip_moe.data.image_folders import NO_PICTURE
 from clip_moe.data.pairs import load_pairs, one_row_an_image, rename_columns, select_columns, with_class_names
 from clip_moe.data.readable import readable_pairs
-from clip_moe.data.sources import DataArguments, Rows, open_rows
+from clip_moe.data.sources import Rows, open_rows
 from clip_moe.data.splits import common_rows, named_split
 from clip_moe.data.worlds import is_world
 from clip_moe.engine.digests import file_digests, short_digest

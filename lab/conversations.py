@@ -8,9 +8,10 @@ import datasets
 import numpy as np
 
 from clip_moe.data.annotations import NoSplit
+from clip_moe.data.arguments import DataArguments
 from clip_moe.data.pairs import load_pairs
 from clip_moe.data.readable import readable_pairs
-from clip_moe.data.sources import DataArguments, reading
+from clip_moe.data.sources import reading
 from clip_moe.data.worlds import is_world
 from clip_moe.engine.files import read_json
 from clip_moe.engine.messages import shortened

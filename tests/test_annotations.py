@@ -11,11 +11,12 @@ import pyarrow.parquet
 import pytest
 from tiny_sources import CAPTIONS, picture, png, write_pictures, write_shard
 
+from clip_moe.data.arguments import DataArguments
 from clip_moe.data.identity import identity
 from clip_moe.data.images import decode_image
 from clip_moe.data.pairs import load_pairs
 from clip_moe.data.readable import read_pair
-from clip_moe.data.sources import DataArguments, open_rows
+from clip_moe.data.sources import open_rows
 from clip_moe.data.splits import common_rows
 from clip_moe.data.texts import present_captions, present_texts
 

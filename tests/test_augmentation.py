@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from clip_moe.data import symbols
-from clip_moe.data.arguments import Augmentation
+from clip_moe.data.arguments import Augmentation, DataArguments
 from clip_moe.data.augmentation import RATIOS, crop_box
 from clip_moe.data.images import decode_image
-from clip_moe.data.sources import DataArguments
 from clip_moe.training.loader import PairLoader
 
 CROPPED = Augmentation(random_resized_crop=[0.5, 1.0])

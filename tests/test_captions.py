@@ -13,10 +13,9 @@ from torch import nn
 from transformers import CLIPModel
 
 from clip_moe.data import symbols
-from clip_moe.data.arguments import CaptionPolicy
+from clip_moe.data.arguments import CaptionPolicy, DataArguments
 from clip_moe.data.captions import build_captions, pack_sentences, split_sentences
 from clip_moe.data.pairs import caption_columns
-from clip_moe.data.sources import DataArguments
 from clip_moe.data.symbols import SYMBOLS
 from clip_moe.training.contrastive_task import ContrastiveTask
 from clip_moe.training.loader import PairLoader

@@ -12,8 +12,8 @@ from several_processes import run_processes
 from tiny_sources import png
 
 import clip_moe
+from clip_moe.data.arguments import DataArguments
 from clip_moe.data.pairs import load_pairs
-from clip_moe.data.sources import DataArguments
 from clip_moe.evaluation.embed import PARTS, write_embeddings
 from clip_moe.evaluation.embedder import Embedder
 

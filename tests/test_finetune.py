@@ -14,8 +14,8 @@ from tiny_runs import DENSE, run_stages
 from tiny_sources import picture
 
 import clip_moe
+from clip_moe.data.arguments import DataArguments
 from clip_moe.data.pairs import load_pairs
-from clip_moe.data.sources import DataArguments
 from clip_moe.engine.recipe import load_recipe
 from clip_moe.evaluation.answer import answer as answer_of
 from clip_moe.evaluation.results import slug

@@ -15,8 +15,9 @@ from safetensors.torch import load, save
 from test_annotations import coco, karpathy, table
 from tiny_sources import saved_to_disk, sharegpt4v
 
+from clip_moe.data.arguments import DataArguments
 from clip_moe.data.pairs import load_pairs
-from clip_moe.data.sources import DataArguments, reading
+from clip_moe.data.sources import reading
 from clip_moe.evaluation.benchmarks.loading import benchmark_task
 from clip_moe.evaluation.benchmarks.specs import BENCHMARKS
 

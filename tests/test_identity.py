@@ -14,9 +14,9 @@ import tiny_runs
 from tiny_runs import ended_by_a_checkpoint
 from tiny_sources import CAPTIONS, image_folder, rows, sharegpt4v, write_pictures
 
+from clip_moe.data.arguments import DataArguments
 from clip_moe.data.identity import data_fingerprint, identity
 from clip_moe.data.pairs import load_pairs
-from clip_moe.data.sources import DataArguments
 from clip_moe.engine import digests
 from clip_moe.engine.digests import file_digests
 from clip_moe.engine.provenance import model_fingerprint

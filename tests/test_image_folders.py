@@ -10,9 +10,10 @@ from datasets import ClassLabel, Dataset
 from PIL import Image
 from tiny_sources import png
 
+from clip_moe.data.arguments import DataArguments
 from clip_moe.data.image_folders import open_folder
 from clip_moe.data.pairs import load_pairs, with_class_names
-from clip_moe.data.sources import DataArguments, open_rows
+from clip_moe.data.sources import open_rows
 from clip_moe.evaluation.own_data import zero_shot_task
 
 

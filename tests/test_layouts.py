@@ -16,8 +16,9 @@ import tiny_sources
 import torch
 from tiny_sources import images_and_texts, png, write_shard
 
+from clip_moe.data.arguments import DataArguments
 from clip_moe.data.pairs import load_pairs
-from clip_moe.data.sources import DataArguments, open_rows
+from clip_moe.data.sources import open_rows
 from clip_moe.evaluation.ensemble import open_model
 from clip_moe.evaluation.measures import measure
 from clip_moe.evaluation.own_data import retrieval_task

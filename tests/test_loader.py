@@ -13,8 +13,8 @@ from tiny_sources import SOURCES, damaged, parquet, png, saved_pairs, sharegpt4v
 from tiny_sources import rows as rows_of
 
 from clip_moe.data import symbols
+from clip_moe.data.arguments import DataArguments
 from clip_moe.data.pairs import load_pairs
-from clip_moe.data.sources import DataArguments
 from clip_moe.evaluation.batches import read_batches
 from clip_moe.training.gradient_cache import split_batch
 from clip_moe.training.loader import PairLoader

@@ -16,10 +16,10 @@ from tiny_sources import (
     write_shard,
 )
 
+from clip_moe.data.arguments import DataArguments
 from clip_moe.data.identity import data_fingerprint, identity
 from clip_moe.data.images import decode_image
 from clip_moe.data.pairs import load_pairs
-from clip_moe.data.sources import DataArguments
 
 SEVERAL = [[f"{caption}, first", f"{caption}, second"] for caption in CAPTIONS]
 

@@ -15,8 +15,8 @@ from clip_moe.conversion.checkpoints import load_config, load_sparse
 from clip_moe.conversion.presets import PRESETS
 from clip_moe.conversion.processors import load_processor
 from clip_moe.conversion.upcycle import upcycle
+from clip_moe.data.arguments import DataArguments
 from clip_moe.data.pairs import load_pairs
-from clip_moe.data.sources import DataArguments
 from clip_moe.evaluation.embedder import Embedder
 from clip_moe.evaluation.sentence_encoders import ClipEncoder
 from clip_moe.training.fit import problems_of_training

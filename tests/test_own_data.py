@@ -14,7 +14,7 @@ from transformers import AutoProcessor
 
 from clip_moe.conversion.processors import own_template
 from clip_moe.data import names, symbols
-from clip_moe.data.sources import DataArguments
+from clip_moe.data.arguments import DataArguments
 from clip_moe.evaluation.embedder import Embedder
 from clip_moe.evaluation.evaluate import evaluate_model
 from clip_moe.evaluation.measures import measure

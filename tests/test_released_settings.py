@@ -12,8 +12,8 @@ from tiny_runs import DENSE, TUNED, losses, run_stages, weights
 from tiny_sources import CAPTIONS, SOURCES
 from transformers import AutoModel, AutoProcessor
 
+from clip_moe.data.arguments import DataArguments
 from clip_moe.data.pairs import load_pairs
-from clip_moe.data.sources import DataArguments
 from clip_moe.engine.recipe import load_recipe
 from clip_moe.training.contrastive_task import drop_activations
 from clip_moe.training.loader import PairLoader

@@ -11,10 +11,11 @@ from datasets import Dataset
 from tiny_sources import images_and_texts, png, write_shard
 
 from clip_moe.data import images
+from clip_moe.data.arguments import DataArguments
 from clip_moe.data.identity import data_fingerprint
 from clip_moe.data.pairs import load_pairs
 from clip_moe.data.shards import read_member
-from clip_moe.data.sources import DataArguments, open_rows
+from clip_moe.data.sources import open_rows
 from clip_moe.training import loader as loader_module
 from clip_moe.training.loader import PairLoader
 

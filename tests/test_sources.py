@@ -15,11 +15,11 @@ import pytest
 import tiny_sources
 from tiny_sources import damaged, images_and_texts, png, rows, saved_pairs, write_shard
 
+from clip_moe.data.arguments import DataArguments
 from clip_moe.data.identity import data_fingerprint, identity, image_digests
 from clip_moe.data.images import decode_image, decoding_code
 from clip_moe.data.pairs import load_pairs, select_columns
 from clip_moe.data.readable import read_pair
-from clip_moe.data.sources import DataArguments
 from clip_moe.data.stages.mixture import MixtureStage
 from clip_moe.data.texts import present_captions
 from clip_moe.training.loader import PairLoader

@@ -25,11 +25,11 @@ from clip_moe.conversion import assemble, average
 from clip_moe.conversion.processors import copy_processor
 from clip_moe.conversion.verification import sample_inputs
 from clip_moe.data import symbols
+from clip_moe.data.arguments import DataArguments
 from clip_moe.data.contact_sheet import contact_sheet
 from clip_moe.data.identity import data_fingerprint
 from clip_moe.data.images import decode_image
 from clip_moe.data.pairs import load_pairs
-from clip_moe.data.sources import DataArguments
 from clip_moe.engine import runner
 from clip_moe.engine.recipe import load_recipe
 from clip_moe.engine.runner import run_recipe

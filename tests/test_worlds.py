@@ -14,12 +14,12 @@ from tiny_clip import error_of
 
 import clip_moe
 from clip_moe.data import draw, extras, icons, symbols
+from clip_moe.data.arguments import DataArguments
 from clip_moe.data.contact_sheet import contact_sheet
 from clip_moe.data.drawing import png
 from clip_moe.data.identity import identity
 from clip_moe.data.local_data import missing_data
 from clip_moe.data.pairs import load_pairs
-from clip_moe.data.sources import DataArguments
 from clip_moe.data.symbol_kinds import TOPIC_OF, TOPICS
 from clip_moe.data.worlds import WORLDS, world
 from clip_moe.evaluation.built_in_tasks import icon_tasks, symbol_tasks

@@ -22,9 +22,10 @@ import PIL.Image
 from datasets import Dataset, Image
 
 from clip_moe.data.annotations import NoSplit, read_tables
+from clip_moe.data.arguments import DataArguments
 from clip_moe.data.image_folders import PICTURES
 from clip_moe.data.pairs import rename_columns, select_columns
-from clip_moe.data.sources import DataArguments, open_rows
+from clip_moe.data.sources import open_rows
 from clip_moe.engine.digests import file_digests, short_digest
 from clip_moe.engine.files import files_in, read_json, read_text
 from clip_moe.evaluation.class_names import in_order

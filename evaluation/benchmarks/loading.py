@@ -10,8 +10,8 @@ import numpy as np
 from datasets import Dataset
 from huggingface_hub import snapshot_download
 
+from clip_moe.data.arguments import DataArguments
 from clip_moe.data.readable import readable_pairs
-from clip_moe.data.sources import DataArguments
 from clip_moe.engine.digests import short_digest
 from clip_moe.engine.hub import hub_options
 from clip_moe.engine.messages import shortened

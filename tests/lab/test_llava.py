@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from clip_moe.conversion.llava import warn_without_experts
-from clip_moe.data.sources import DataArguments
+from clip_moe.data.arguments import DataArguments
 from clip_moe.training.samplers import Share
 from lab.conversations import load_conversations
 from lab.llava import IGNORED, ConversationLoader, LlavaTask, build
