@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import modeling_clip_moe
 from clip_moe.engine.own_modules import code_of, watching
+from modeling_clip_moe.loading import SparseMoEMixin
 from modeling_clip_moe.own_code import OWN_CLASSES
-from modeling_clip_moe.sparse_moe import SparseMoEMixin
 
 OPTION = "--import"
 # What a process hands on to those that it starts

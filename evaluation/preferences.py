@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from clip_moe.data.preparation import Preparation
 from clip_moe.data.tokenizer import tokenize
 from clip_moe.evaluation.embedder import Embedder
-from modeling_clip_moe.sparse_moe import router_probabilities
+from modeling_clip_moe.router_losses import router_probabilities
 
 # Images and texts that are looked at; patches and words that are shown of an expert
 NUM_IMAGES, NUM_TEXTS, NUM_SHOWN = 128, 2000, 10

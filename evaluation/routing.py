@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from clip_moe.conversion.presets import TOWERS
 from clip_moe.conversion.upcycle import counted_as_one, sparse_blocks
 from modeling_clip_moe import CLIPMoEModel
-from modeling_clip_moe.dispatch import expert_capacity_mask
-from modeling_clip_moe.sparse_moe import CLIPMoERouter, router_probabilities
+from modeling_clip_moe.dispatch import as_fraction, dispatch_within_capacity
+from modeling_clip_moe.router_losses import router_probabilities
+from modeling_clip_moe.sparse_moe import CLIPMoERouter
 
 # The token whose last hidden state a tower's output is made of
 POOLED_TOKEN = {"text": "end token", "vision": "class token"}
@@ -134,13 +135,13 @@ def _num_overflowing(router: CLIPMoERouter, logits: torch.Tensor, mask: torch.Te
     if config.capacity_factor is None:
         return 0
     _, ids = router.choose(router.score(logits))
-    mask = torch.ones_like(ids[..., 0]) if mask is None else mask
-    groups = (tensor.split(config.capacity_group_size or len(ids)) for tensor in (ids, mask))
-    computed = sum(
-        int(expert_capacity_mask(of_group, config.num_experts, config.capacity_factor, mask_of_group).sum())
-        for of_group, mask_of_group in zip(*groups, strict=True)
-    )
-    return int(mask.sum()) * ids.shape[-1] - computed
+    if mask is not None:
+        ids = ids.masked_fill(~mask.bool()[..., None], config.num_experts)
+    factor, num_overflowing = as_fraction(config.capacity_factor), 0
+    for group in ids.split(config.capacity_group_size or len(ids)):
+        kept = dispatch_within_capacity(group.flatten(0, 1), config.num_experts, factor)[1]
+        num_overflowing += int((group < config.num_experts).sum() - kept.sum())
+    return num_overflowing
 
 
 @contextmanager

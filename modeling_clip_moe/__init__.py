@@ -18,23 +18,9 @@ from transformers.utils import is_torchvision_available, is_vision_available
 
 from .configuration_clip_mode import CLIPMoDEConfig
 from .configuration_clip_moe import CLIPMoEConfig, CLIPMoETextConfig, CLIPMoEVisionConfig
-from .configuration_metaclip_2_moe import MetaClip2MoEConfig, MetaClip2MoETextConfig
-from .configuration_siglip_moe import (
-    Siglip2MoEConfig,
-    Siglip2MoETextConfig,
-    Siglip2MoEVisionConfig,
-    SiglipMoEConfig,
-    SiglipMoETextConfig,
-    SiglipMoEVisionConfig,
-)
-from .configuration_vision_moe import (
-    AltCLIPMoEConfig,
-    AltCLIPMoETextConfig,
-    ChineseCLIPMoEConfig,
-    ChineseCLIPMoETextConfig,
-    MLCDMoEVisionConfig,
-)
-from .dispatch import expert_capacity_mask
+from .configuration_metaclip_2_moe import MetaClip2MoEConfig
+from .configuration_siglip_moe import Siglip2MoEConfig, SiglipMoEConfig
+from .configuration_vision_moe import AltCLIPMoEConfig, ChineseCLIPMoEConfig, MLCDMoEVisionConfig
 from .families import FAMILIES, IMAGE_TOWERS, Family, add_family
 from .modeling_clip_mode import CLIPMoDEModel, routing_weights
 from .modeling_clip_moe import (
@@ -46,23 +32,10 @@ from .modeling_clip_moe import (
     CLIPMoEVisionModel,
     CLIPMoEVisionModelWithProjection,
 )
-from .modeling_metaclip_2_moe import MetaClip2MoEModel, MetaClip2MoETextModel
-from .modeling_siglip_moe import (
-    Siglip2MoEModel,
-    Siglip2MoETextModel,
-    Siglip2MoEVisionModel,
-    SiglipMoEModel,
-    SiglipMoETextModel,
-    SiglipMoEVisionModel,
-)
-from .modeling_vision_moe import (
-    AltCLIPMoEModel,
-    AltCLIPMoETextModel,
-    ChineseCLIPMoEModel,
-    ChineseCLIPMoETextModel,
-    MLCDMoEVisionModel,
-)
-from .sparse_moe import (
+from .modeling_metaclip_2_moe import MetaClip2MoEModel
+from .modeling_siglip_moe import Siglip2MoEModel, SiglipMoEModel
+from .modeling_vision_moe import AltCLIPMoEModel, ChineseCLIPMoEModel, MLCDMoEVisionModel
+from .router_losses import (
     global_entropy_loss,
     load_balancing_loss,
     local_entropy_loss,

@@ -76,9 +76,6 @@ class CLIPMoETowerConfig(PublishedConfig):
             on the rest of its batch.
         capacity_group_size (`int`, *optional*): how many consecutive sequences of a batch share a capacity. None: the
             whole batch of a process.
-        token_drop_policy (`str`): which choices an expert drops beyond its capacity: `"position"`, those that come
-            last, second choices behind first ones (CLIP-UP), or `"probs"`, those of the lowest probability (Megatron's
-            `moe_token_drop_policy`).
         router_jitter_noise (`float`): in training, the router sees its input times random numbers between 1 - noise
             and 1 + noise.
     """
@@ -115,7 +112,6 @@ class CLIPMoETowerConfig(PublishedConfig):
     capacity_factor: float | int | None = None
     eval_capacity_factor: float | int | None = None
     capacity_group_size: int | None = None
-    token_drop_policy: Literal["position", "probs"] = "position"
     router_jitter_noise: float | int = 0.0
 
     def __post_init__(self, **kwargs):

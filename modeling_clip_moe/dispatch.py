@@ -60,7 +60,6 @@ def dispatch_within_capacity(
     num_experts: int,
     capacity_factor: tuple[int, int],
     num_groups: int = 1,
-    priorities: torch.Tensor | None = None,
 ) -> tuple[Dispatch, torch.Tensor]:
     """
     The rows of the choices that find room at their expert. Of a group with N tokens that are not padding, an expert
@@ -72,13 +71,12 @@ def dispatch_within_capacity(
         num_experts: E.
         capacity_factor: C, as of `as_fraction`. With K choices a token and perfect balance, C = K drops nothing.
         num_groups: how many groups of consecutive tokens, each of the same length, have a capacity of their own.
-        priorities: (T, K), by which an expert takes the largest first; ties are in the order above. None: that order.
 
     Returns:
         The rows, and which choices they are: (T, K) of bool, False for a choice that is dropped and for padding.
     """
     num_tokens, top_k = expert_ids.shape
-    order, queue, counts = _sort(expert_ids, num_experts, num_groups, priorities)
+    order, queue, counts = _sort(expert_ids, num_experts, num_groups)
     tokens = (expert_ids[:, 0] < num_experts).view(num_groups, -1).sum(dim=-1)
     numerator, denominator = capacity_factor
     divisor = denominator * num_experts
@@ -99,32 +97,6 @@ def dispatch_within_capacity(
     return moved, _put(kept, order).view(top_k, num_tokens).T
 
 
-def expert_capacity_mask(
-    top_k_index: torch.Tensor,
-    num_experts: int,
-    capacity_factor: float,
-    mask: torch.Tensor | None = None,
-    num_groups: int = 1,
-    priorities: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """
-    Which choices find room at their expert: see `dispatch_within_capacity`.
-
-    Args:
-        top_k_index: (B, S, K), the experts of each token, best first.
-        mask: (B, S), 1 for a token and 0 for padding, which takes no room.
-        priorities: (B, S, K).
-
-    Returns:
-        `torch.Tensor`: (B, S, K) of bool, False for a choice that is dropped and for padding.
-    """
-    ids = top_k_index if mask is None else top_k_index.masked_fill(~mask.bool()[..., None], num_experts)
-    priorities = None if priorities is None else priorities.flatten(0, 1)
-    factor = as_fraction(capacity_factor)
-    _, kept = dispatch_within_capacity(ids.flatten(0, 1), num_experts, factor, num_groups, priorities)
-    return kept.view_as(ids)
-
-
 def as_fraction(capacity_factor: float) -> tuple[int, int]:
     """Numerator and denominator. A compiled function takes other ints as they come, but cannot read another float."""
     factor = Fraction(str(capacity_factor)).limit_denominator(10**6)  # of 4 / 3, products of more digits overflow
@@ -132,7 +104,7 @@ def as_fraction(capacity_factor: float) -> tuple[int, int]:
 
 
 def _sort(
-    expert_ids: torch.Tensor, num_experts: int, num_groups: int = 1, priorities: torch.Tensor | None = None
+    expert_ids: torch.Tensor, num_experts: int, num_groups: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """
     Order, the queue of each row and the counts (E + 1, groups) of the queues. An expert has one for each group, with
@@ -144,15 +116,11 @@ def _sort(
     # The fewer digits, the less time. An exported program may become ONNX, whose runtime sorts no bytes
     is_small = counts.shape[0] <= 256 and not torch.compiler.is_exporting()
     keys = queue.to(torch.uint8 if is_small else torch.int32)
-    if torch.onnx.is_in_onnx_export() and priorities is None:  # whose older exporter knows no stable sort
+    if torch.onnx.is_in_onnx_export():  # whose older exporter knows no stable sort
         order = (queue * queue.shape[0] + torch.arange(queue.shape[0], device=queue.device)).argsort()
         queue = queue[order]
-    elif priorities is None:
-        queue, order = keys.sort(stable=True)
     else:
-        first = priorities.T.flatten().argsort(descending=True, stable=True)
-        queue, place = keys[first].sort(stable=True)
-        order = first[place]
+        queue, order = keys.sort(stable=True)
     # An index of bytes would be read as a mask
     return order, queue.int(), counts.view(num_experts + 1, num_groups)
 

@@ -2,27 +2,23 @@
 The experts of a sparse layer, and their implementations: a loop, one grouped product for all, and what a tool records.
 
 Axes of the tensors, as used in the comments:
-    T  tokens                  K  experts per token     N  rows, T * K
+    T  tokens                  K  experts per token
     D  hidden size             E  experts of a layer    I  intermediate size of an expert
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache, wraps
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers.activations import ACT2FN
-from transformers.utils import logging
 
 from .configuration_clip_moe import CLIPMoETowerConfig
 from .dispatch import Dispatch, dispatch
-from .transformers_internals import ALL_EXPERTS_FUNCTIONS, _grouped_linear, use_experts_implementation
-
-logger = logging.get_logger(__name__)
+from .kernels import GroupedFFNs, grouped_ffns, has_no_data, is_recorded
+from .transformers_internals import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
 
 # Implementations that take the rows which the router sorted. Those of transformers sort for themselves
 TAKE_ROWS = ("eager", "grouped", "by_device")
@@ -97,171 +93,6 @@ class CLIPMoEExperts(nn.Module):
         return combined.to(hidden_states.dtype)
 
 
-# How often a function may be compiled anew, for other widths, lengths and frozen weights
-RECOMPILE_LIMIT = 64
-
-
-@cache
-def compiled(function: Callable) -> Callable:
-    """A function under `torch.compile`, whose compiler takes seconds to import: only where something is compiled."""
-    torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
-    return torch.compile(function)
-
-
-@cache
-def _can_fuse() -> bool:
-    """Whether functions can be compiled for the GPU. One is, since besides Triton it takes a C compiler, the headers of
-    Python and a folder to write to."""
-    try:
-        compiled(torch.square)(torch.ones(1, device="cuda"))
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # of Triton, of the C compiler, of the file system: there is no class that they share
-        logger.warning(f"Experts run slower on this GPU, for which nothing can be compiled: {error}")
-        return False
-    return True
-
-
-def fused(function: Callable) -> Callable:
-    """On a GPU, few kernels in place of many that each read and write all rows."""
-
-    @wraps(function)
-    def run(*arguments):
-        if not _is_fused(arguments[0]):
-            return function(*arguments)
-        for tensor in arguments:
-            # The towers' widths differ. As variables they would make the kernels up to four times slower
-            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.ndim > 1:
-                torch._dynamo.mark_static(tensor, tensor.ndim - 1)
-        return compiled(function)(*arguments)
-
-    return run
-
-
-def _is_fused(tensor: torch.Tensor) -> bool:
-    is_eager = not torch.compiler.is_compiling() and not _get_current_dispatch_mode_stack()
-    return tensor.is_cuda and is_eager and not is_recorded(tensor) and _can_fuse()
-
-
-@fused
-def _activate(rows: torch.Tensor, bias: torch.Tensor, expert_ids: torch.Tensor, act_fn: Callable) -> torch.Tensor:
-    """(N, I), of the first product and its bias, added in float32 as a linear layer adds it."""
-    return act_fn(rows.float() + bias[expert_ids].float()).to(rows.dtype)
-
-
-@fused
-def _activate_backward(
-    rows: torch.Tensor,
-    bias: torch.Tensor,
-    expert_ids: torch.Tensor,
-    act_fn: Callable,
-    is_computed: torch.Tensor,
-    gradient: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `_activate` gave, computed again, and the gradient of its rows."""
-    activated, pull = torch.func.vjp(act_fn, rows.float() + bias[expert_ids].float())
-    return activated.to(rows.dtype), torch.where(is_computed, pull(gradient.float())[0], 0).to(rows.dtype)
-
-
-@fused
-def _combine(
-    rows: torch.Tensor, bias: torch.Tensor, expert_ids: torch.Tensor, rank: torch.Tensor, weights: torch.Tensor
-) -> torch.Tensor:
-    """(T, D), the weighted sum over the K experts of each token. A row of weight 0 may hold anything."""
-    choices = weights.T  # (K, T)
-    values = (rows.float() + bias[expert_ids].float())[rank].unflatten(0, choices.shape) * choices[..., None]
-    return values.masked_fill(choices[..., None] == 0, 0).sum(dim=0).to(rows.dtype)
-
-
-@fused
-def _gather_backward(rows: torch.Tensor, rank: torch.Tensor, is_computed: torch.Tensor, top_k: int) -> torch.Tensor:
-    """(T, D), the sum over the K rows of each token."""
-    return torch.where(is_computed, rows, 0)[rank].unflatten(0, (top_k, -1)).sum(dim=0)
-
-
-@fused
-def _combine_backward(
-    rows: torch.Tensor,
-    bias: torch.Tensor,
-    expert_ids: torch.Tensor,
-    order: torch.Tensor,
-    weights: torch.Tensor,
-    is_computed: torch.Tensor,
-    gradient: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of the rows (N, D), and of each row's weight (N,)."""
-    of_rows = torch.where(is_computed, gradient[order % weights.shape[0]].to(weights.dtype), 0)
-    of_weights = torch.where(is_computed, of_rows * (rows.float() + bias[expert_ids].float()), 0).sum(dim=-1)
-    return (of_rows * weights.T.flatten()[order][:, None]).to(rows.dtype), of_weights
-
-
-class _GroupedFFNs(torch.autograd.Function):
-    """
-    The FFNs of all experts on sorted rows, with few passes over them. It keeps the two products, but neither the rows
-    nor what the activation makes of them, which is computed again.
-
-    Where a row goes is known both ways. So the gradient of a gather is a gather and a sum over K, and never an addition
-    at an index, which is slow on a GPU.
-    """
-
-    @staticmethod
-    def forward(ctx, hidden_states, weights, up_proj, up_bias, down_proj, down_bias, rows, act_fn):
-        (order, counts), rank = rows, rows.rank()
-        ends = counts.cumsum(dim=0, dtype=torch.int32)
-        numbers = torch.arange(order.shape[0], device=order.device, dtype=torch.int32)
-        expert_ids = torch.searchsorted(ends, numbers, right=True).clamp(max=counts.shape[0] - 1)
-
-        up = F.grouped_mm(hidden_states[order % weights.shape[0]], up_proj.transpose(-2, -1), offs=ends)
-        activated = _activate(up, up_bias, expert_ids, act_fn)
-        down = F.grouped_mm(activated, down_proj.transpose(-2, -1), offs=ends)
-        ctx.save_for_backward(
-            hidden_states, weights, up_proj, up_bias, down_proj, down_bias, up, down, order, rank, ends, expert_ids
-        )
-        ctx.act_fn = act_fn
-        return _combine(down, down_bias, expert_ids, rank, weights)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # for a gradient of the gradient
-            *inputs, _, _, order, _, ends, _ = ctx.saved_tensors
-            # Of aliases: of the inputs themselves, a gradient would also go by one that was computed of another
-            inputs = [tensor.view_as(tensor) for tensor in inputs]
-            rows = Dispatch(order, ends.diff(prepend=ends.new_zeros(1)))
-            outputs = _grouped_ffns(*inputs, rows, ctx.act_fn).to(gradient.dtype)
-            needed = [i for i in range(len(inputs)) if ctx.needs_input_grad[i]]
-            found = torch.autograd.grad(outputs, [inputs[i] for i in needed], gradient, create_graph=True)
-            found = dict(zip(needed, found, strict=True))
-            return *(found.get(i) for i in range(len(inputs))), None, None
-        hidden_states, weights, up_proj, up_bias, down_proj, down_bias, up, down, order, rank, ends, expert_ids = (
-            ctx.saved_tensors
-        )
-        # Products leave the rows of no expert, at the end, as they were in memory
-        is_computed = (torch.arange(order.shape[0], device=order.device) < ends[-1])[:, None]
-        # As many experts as a multiple of 8, for which a product is faster. Those beyond E have no row
-        experts = torch.arange(-(-ends.shape[0] // 8) * 8, device=order.device)
-        chosen = ((expert_ids[:, None] == experts) & is_computed).T.to(up.dtype)  # (E rounded up, N)
-
-        of_down, of_weights = _combine_backward(down, down_bias, expert_ids, order, weights, is_computed, gradient)
-        needed, gradients = ctx.needs_input_grad, [None] * 8
-        if any(needed[i] for i in (0, 2, 3, 4)):
-            of_activated = F.grouped_mm(of_down, down_proj, offs=ends)
-            activated, of_up = _activate_backward(up, up_bias, expert_ids, ctx.act_fn, is_computed, of_activated)
-        if needed[0]:
-            of_rows = F.grouped_mm(of_up, up_proj, offs=ends)
-            gradients[0] = _gather_backward(of_rows, rank, is_computed, weights.shape[1])
-        gradients[1] = of_weights[rank].view(weights.T.shape).T
-        if needed[2]:
-            gradients[2] = F.grouped_mm(of_up.T, hidden_states[order % weights.shape[0]], offs=ends)
-        if needed[3]:
-            # A product adds in float32, and on a GPU not one row after another
-            gradients[3] = (chosen @ of_up)[: ends.shape[0]]
-        if needed[4]:
-            gradients[4] = F.grouped_mm(of_down.T, activated, offs=ends)
-        if needed[5]:
-            gradients[5] = (chosen @ of_down)[: ends.shape[0]]
-        return tuple(gradients)
-
-
 # Rows of an expert on a CPU, below which grouped products train faster than the loop, which stacks the gradients of all
 # experts' weights (measured with transformers' `grouped_mm`: lab/speed/results/experts_few_rows_cpu.md)
 FEW_ROWS = 160
@@ -295,7 +126,7 @@ def experts_forward_grouped(
         # torch's compiler knows grouped products in bfloat16 alone; transformers has others
         is_plain = torch.compiler.is_compiling() and (dtype != torch.bfloat16 or torch.compiler.is_exporting())
         is_plain = is_plain or torch.jit.is_tracing() or not _is_fixed(experts.act_fn)
-        return (_grouped_ffns if is_plain else _GroupedFFNs.apply)(*arguments).to(output_dtype)
+        return (grouped_ffns if is_plain else GroupedFFNs.apply)(*arguments).to(output_dtype)
 
 
 def _fits_grouped_products(experts: CLIPMoEExperts, dtype: torch.dtype) -> bool:
@@ -317,31 +148,6 @@ def _is_fixed(act_fn: nn.Module) -> bool:
     return not is_random and next(act_fn.parameters(), None) is None
 
 
-def _grouped_ffns(hidden_states, weights, up_proj, up_bias, down_proj, down_bias, rows, act_fn) -> torch.Tensor:
-    """As `_GroupedFFNs`, of operations that any compiled or exported program may have."""
-    (order, counts), rank = rows, rows.rank()
-    ends = counts.cumsum(dim=0, dtype=torch.int32)
-    numbers = torch.arange(order.shape[0], device=order.device)
-    is_computed = (numbers < ends[-1])[:, None]
-    if torch.compiler.is_exporting():
-        # It may become ONNX, whose product leaves no row out: the last expert computes those of no expert
-        ends = torch.cat([ends[:-1], torch.full_like(ends[-1:], order.shape[0])])
-    expert_ids = (numbers[:, None] >= ends[:-1]).sum(dim=-1)
-    chosen = (expert_ids[:, None] == torch.arange(ends.shape[0], device=order.device)).to(up_bias.dtype)
-
-    def linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        # The biases by a product, too, whose gradient adds rows in float32
-        outputs = torch.addmm(_grouped_linear(rows, weight, ends), chosen, bias)
-        return torch.where(is_computed, outputs, 0)
-
-    # The gradient of rows that no product computes may be anything, too
-    # Not by a remainder, which the exporter to ONNX does not take of a size that it does not know
-    token_ids = torch.arange(weights.shape[0], device=order.device).repeat(weights.shape[1])[order]
-    inputs = torch.where(is_computed, hidden_states[token_ids], 0)
-    outputs = linear(act_fn(linear(inputs, up_proj, up_bias)), down_proj, down_bias)
-    return (outputs[rank].unflatten(0, weights.T.shape) * weights.T[..., None]).sum(dim=0)
-
-
 def experts_forward_all(
     experts: CLIPMoEExperts, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
@@ -359,30 +165,6 @@ def experts_forward_all(
         outputs = F.linear(intermediate, down_proj, down_proj_bias) * weight
         combined = combined + outputs.masked_fill(weight == 0, 0)  # also where an output is not finite
     return combined.to(hidden_states.dtype)
-
-
-def is_recorded(hidden_states: torch.Tensor) -> bool:
-    """
-    Whether a tool records, transforms or only shapes this run, to repeat it with other data: `torch.jit.trace`,
-    `make_fx`, `torch.onnx`, `torch.func.vmap`, tensors without data.
-    """
-    return (
-        torch.jit.is_tracing()
-        or torch.onnx.is_in_onnx_export()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or _has_no_data(hidden_states)
-        or any(_records(mode) for mode in _get_current_dispatch_mode_stack())
-        or torch._ops._len_torch_dispatch_stack_pre_dispatch() > 0
-    )
-
-
-def _has_no_data(tensor: torch.Tensor) -> bool:
-    return tensor.is_meta or isinstance(tensor, FakeTensor)
-
-
-def _records(mode: TorchDispatchMode) -> bool:
-    """Whether a mode makes a program: proxies, functional or fake tensors."""
-    return getattr(mode, "_mode_key", None) is not None
 
 
 def _is_counted() -> bool:
@@ -414,7 +196,7 @@ def experts_forward_by_device(
     arguments = experts, hidden_states, top_k_index, top_k_weights
     if torch.compiler.is_compiling() and not torch.onnx.is_in_onnx_export():
         return experts_forward_grouped(*arguments, rows)
-    if _has_no_data(hidden_states) and _is_counted():
+    if has_no_data(hidden_states) and _is_counted():
         return ALL_EXPERTS_FUNCTIONS["batched_mm"](*arguments)
     if is_recorded(hidden_states):
         return experts_forward_all(*arguments)

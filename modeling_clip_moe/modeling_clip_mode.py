@@ -29,10 +29,10 @@ from transformers.utils import ModelOutput, cached_file
 
 from .configuration_clip_mode import DEFAULT_ROUTING, ROUTINGS, CLIPMoDEConfig
 from .configuration_clip_moe import embedding_size
-from .experts import is_recorded
 from .families import CLASS_OF_TYPE, pooled_token
+from .kernels import is_recorded
+from .loading import EncodeMixin
 from .modeling_siglip_moe import require_padded
-from .sparse_moe import EncodeMixin
 from .transformers_internals import can_return_tuple, image_text_contrastive_loss
 
 # This file lies beside config.json and holds the centers and the expert of each

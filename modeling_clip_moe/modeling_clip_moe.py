@@ -28,18 +28,12 @@ from transformers.utils import TransformersKwargs
 from .configuration_clip_moe import CLIPMoEConfig, CLIPMoETextConfig, CLIPMoEVisionConfig
 from .dispatch import dispatch  # noqa: F401  diffusers copies the modules that a text encoder's own names
 from .experts import CLIPMoEExperts  # noqa: F401
+from .kernels import compiled  # noqa: F401
+from .loading import EncodeMixin, SparseMoEMixin, require_one_encoder
 from .own_code import write_own_code  # noqa: F401
+from .router_losses import router_losses
 from .self_test import self_test  # noqa: F401
-from .sparse_moe import (
-    ROUTER_OUTPUTS,
-    EncodeMixin,
-    RouterFields,
-    RouterLossFields,
-    SparseEncoderLayer,
-    SparseMoEMixin,
-    require_one_encoder,
-    router_losses,
-)
+from .sparse_moe import ROUTER_OUTPUTS, RouterFields, RouterLossFields, SparseEncoderLayer
 from .transformers_internals import (
     _get_vector_norm,
     can_return_tuple,

@@ -34,7 +34,9 @@ from .configuration_siglip_moe import (
     SiglipMoEVisionConfig,
 )
 from .experts import CLIPMoEExperts
-from .sparse_moe import ROUTER_OUTPUTS, EncodeMixin, RouterLossFields, SparseEncoderLayer, SparseMoEMixin, router_losses
+from .loading import EncodeMixin, SparseMoEMixin
+from .router_losses import router_losses
+from .sparse_moe import ROUTER_OUTPUTS, RouterLossFields, SparseEncoderLayer
 from .transformers_internals import can_return_tuple
 
 

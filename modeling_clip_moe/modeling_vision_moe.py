@@ -12,8 +12,9 @@ from .configuration_vision_moe import (
     ChineseCLIPMoETextConfig,
     MLCDMoEVisionConfig,
 )
+from .loading import SparseMoEMixin
 from .modeling_clip_moe import CLIPMoEModel, CLIPMoEModelOutputWithPooling
-from .sparse_moe import ROUTER_OUTPUTS, SparseEncoderLayer, SparseMoEMixin
+from .sparse_moe import ROUTER_OUTPUTS, SparseEncoderLayer
 from .transformers_internals import can_return_tuple
 
 

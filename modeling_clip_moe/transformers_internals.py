@@ -29,20 +29,3 @@ from transformers.utils.generic import can_return_tuple, maybe_autocast
 
 # Router logits are recorded by hooks, and not passed through the layers
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
-
-__all__ = [
-    "ALL_EXPERTS_FUNCTIONS",
-    "ConversionOps",
-    "OutputRecorder",
-    "PrefixChange",
-    "WeightConverter",
-    "_get_vector_norm",
-    "_grouped_linear",
-    "can_return_tuple",
-    "capture_outputs",
-    "create_causal_mask",
-    "image_text_contrastive_loss",
-    "maybe_autocast",
-    "register_checkpoint_conversion_mapping",
-    "use_experts_implementation",
-]

@@ -10,7 +10,7 @@ from transformers import CLIPConfig, CLIPModel
 
 from clip_moe.training.contrastive_task import ContrastiveTask
 from clip_moe.training.loop import checkpoint_layers, compile_layers
-from modeling_clip_moe import experts
+from modeling_clip_moe import kernels
 
 
 def clip_up(**towers):
@@ -73,8 +73,8 @@ def test_layers_compute_the_same_and_share_what_is_compiled(make):
 def test_fused_passes_are_compiled_for_each_width_and_any_number_of_tokens(monkeypatch):
     """What a GPU has, on a CPU: kernels whose widths are variables take up to four times as long."""
     torch.compiler.reset()
-    monkeypatch.setattr(experts, "_is_fused", lambda tensor: not torch.compiler.is_compiling())
-    monkeypatch.setattr(experts, "compiled", cache(lambda function: torch.compile(function, backend="aot_eager")))
+    monkeypatch.setattr(kernels, "_is_fused", lambda tensor: not torch.compiler.is_compiling())
+    monkeypatch.setattr(kernels, "compiled", cache(lambda function: torch.compile(function, backend="aot_eager")))
     sizes = [{"hidden_size": width, "intermediate_size": 3 * width} for width in (16, 32)]
     blocks = [tiny_block(**size, capacity_factor=1 + size["hidden_size"] / 64) for size in sizes]
     graphs = []
@@ -97,6 +97,6 @@ def test_fused_passes_are_compiled_for_each_width_and_any_number_of_tokens(monke
 
 
 def test_without_a_gpu_nothing_is_fused(caplog):
-    experts.logger.addHandler(caplog.handler)
-    assert not experts._can_fuse.__wrapped__() and "Experts run slower" in caplog.text
-    experts.logger.removeHandler(caplog.handler)
+    kernels.logger.addHandler(caplog.handler)
+    assert not kernels._can_fuse.__wrapped__() and "Experts run slower" in caplog.text
+    kernels.logger.removeHandler(caplog.handler)

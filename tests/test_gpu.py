@@ -15,7 +15,7 @@ from clip_moe.training.loop import checkpoint_layers, compile_layers
 from clip_moe.training.optimizers import make_optimizer
 from clip_moe.training.train_settings import OptimizerSettings
 from modeling_clip_moe import CLIPMoEModel
-from modeling_clip_moe.sparse_moe import _top_k
+from modeling_clip_moe.router_losses import choose_top_k
 
 pytestmark = [
     pytest.mark.gpu,
@@ -66,9 +66,9 @@ def test_experts_compute_what_they_do_on_a_cpu(implementation, dtype):
 
 def test_the_chosen_experts_are_those_of_topk():
     probabilities = torch.randn(500, 8, device=CUDA).softmax(dim=-1)
-    for found, expected in zip(_top_k(probabilities, 3), probabilities.topk(3), strict=True):
+    for found, expected in zip(choose_top_k(probabilities, 3), probabilities.topk(3), strict=True):
         assert torch.equal(found, expected)
-    assert _top_k(torch.ones(1, 4, device=CUDA), 2)[1].tolist() == [[0, 1]]  # of equal ones, the first
+    assert choose_top_k(torch.ones(1, 4, device=CUDA), 2)[1].tolist() == [[0, 1]]  # of equal ones, the first
 
 
 @pytest.mark.parametrize("train", [False, True])

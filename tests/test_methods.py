@@ -33,7 +33,7 @@ def upcycled(towers=None, **settings):
 # Settings that make a model, perhaps a stage that changes it, settings that train it, and a value of its log
 PUBLISHED = {
     "sigmoid, scaled, biases": (upcycled(BIASES, changes={"router_aux_loss_coef": 0}), {}, "max_violation"),
-    "capacity by probability": (upcycled({"token_drop_policy": "probs"}, changes={"capacity_factor": 1}), {}, None),
+    "capacity": (upcycled(changes={"capacity_factor": 1}), {}, None),
     "narrow": (upcycled(changes={"num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 16}), {}, None),
     "shared": (upcycled(changes={"num_experts": 6, "moe_intermediate_size": 8, "num_shared_experts": 2}), {}, None),
 }

@@ -26,7 +26,7 @@ def dense_folder(tmp_path_factory):
 def test_all_of_routing_can_be_set(run):
     settings = {"attention_dropout": 0.1, "capacity_factor": 3.0, "capacity_group_size": 4, "num_experts_per_tok": 1}
     settings |= {"eval_capacity_factor": 2.0, "router_jitter_noise": 0.1}
-    settings |= {"norm_before_capacity": True, "norm_topk_prob": True, "token_drop_policy": "probs"}
+    settings |= {"norm_before_capacity": True, "norm_topk_prob": True}
     settings |= {"scoring_func": "sigmoid", "use_expert_bias": True, "routed_scaling_factor": 2.5}
     assert set(settings) == ROUTING_FIELDS
     output = run([DENSE, {**SPARSE, "vision_config": settings}])

@@ -14,7 +14,7 @@ from modeling_clip_moe import global_entropy_loss, load_balancing_loss, local_en
 def test_losses_are_means_for_a_trainer():
     """It would divide or multiply a loss that it takes for a sum."""
     models = [value for value in vars(modeling_clip_moe).values() if hasattr(value, "accepts_loss_kwargs")]
-    assert len(models) > 15 and not any(model.accepts_loss_kwargs for model in models)
+    assert len(models) > 12 and not any(model.accepts_loss_kwargs for model in models)
 
 
 # Probabilities of three tokens over two experts: 0.8 / 0.2, 0.6 / 0.4, 0.5+ / 0.5-

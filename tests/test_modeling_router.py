@@ -1,17 +1,19 @@
 """The router and its capacity, each against an obvious computation."""
 
-import itertools
-import math
-
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from tiny_clip_moe import plain_block, tiny_block
 
-from modeling_clip_moe import expert_capacity_mask
-from modeling_clip_moe.experts import experts_forward_all
+from modeling_clip_moe.dispatch import as_fraction, dispatch_within_capacity
 from modeling_clip_moe.sparse_moe import CLIPMoERouter
+
+
+def kept_choices(ids, num_experts, factor, mask=None, num_groups=1):
+    """(B, S, K) of bool, which choices find room at their expert."""
+    ids = ids if mask is None else ids.masked_fill(~mask.bool()[..., None], num_experts)
+    return dispatch_within_capacity(ids.flatten(0, 1), num_experts, as_fraction(factor), num_groups)[1].view_as(ids)
 
 
 def test_jitter_is_for_the_router_in_training_alone():
@@ -49,38 +51,7 @@ def test_router_computes_in_float32(dtype):
 def test_capacity_is_not_rounded_up_by_rounding(tokens, factor, num_experts, capacity):
     """25 x 1.2 / 2 is 15, and a little more in float32; 10 x 1.1 a little more than 11 in float64."""
     ids = torch.zeros(1, tokens, 1, dtype=torch.long)
-    assert expert_capacity_mask(ids, num_experts, factor).sum() == capacity
-
-
-def test_choices_of_the_lowest_probability_are_dropped():
-    """Equal ones in the order of their places. Padding takes no room, and each group has its own."""
-    generator = torch.Generator().manual_seed(0)
-    probabilities, ids = torch.randint(1, 5, (6, 5, 3), generator=generator).double().topk(2)
-    mask = torch.rand(6, 5, generator=generator) < 0.8
-    expected = torch.zeros(6, 5, 2, dtype=torch.bool)
-    for group in range(0, 6, 2):
-        capacity = math.ceil(mask[group : group + 2].sum().item() * 0.75 / 3)
-        for expert in range(3):
-            places = itertools.product(range(2), range(group, group + 2), range(5))
-            queue = [(row, token, k) for k, row, token in places if mask[row, token] and ids[row, token, k] == expert]
-            queue.sort(key=lambda place: -probabilities[place])
-            for place in queue[:capacity]:
-                expected[place] = True
-    kept = expert_capacity_mask(ids, 3, 0.75, mask, num_groups=3, priorities=probabilities)
-    assert torch.equal(kept, expected)
-    assert not torch.equal(kept, expert_capacity_mask(ids, 3, 0.75, mask, num_groups=3))
-
-
-def test_a_model_drops_by_its_policy():
-    """Its rows are those of the choices that stay, as where every expert computes every token."""
-    block, hidden_states = tiny_block(capacity_factor=0.5, token_drop_policy="probs"), torch.randn(3, 6, 16)
-    _, weights, ids, _ = block.train().router(hidden_states)
-    first = block.router.config.num_experts_per_tok
-    best, chosen = block.router(hidden_states)[0].softmax(dim=-1).topk(first)
-    kept = expert_capacity_mask(chosen, block.num_experts, 0.5, priorities=best)
-    assert torch.equal(ids, chosen.masked_fill(~kept, block.num_experts)) and not kept.all()
-    arguments = hidden_states.flatten(0, 1), ids.flatten(0, 1), weights.flatten(0, 1)
-    torch.testing.assert_close(block(hidden_states).flatten(0, 1), experts_forward_all(block.experts, *arguments))
+    assert kept_choices(ids, num_experts, factor).sum() == capacity
 
 
 def plain_mask(ids, num_experts, factor, mask, num_groups):
@@ -102,12 +73,12 @@ def test_a_sort_keeps_what_counting_keeps():
         logits = torch.randint(0, 3, (num_groups * in_group, length, num_experts)).float()  # many are equal
         mask = torch.rand(logits.shape[:2]) < rng.choice([0.3, 0.8, 1.0])
         arguments = logits.topk(top_k).indices, num_experts, factor, mask, num_groups
-        assert torch.equal(expert_capacity_mask(*arguments), plain_mask(*arguments)), case
+        assert torch.equal(kept_choices(*arguments), plain_mask(*arguments)), case
 
 
 def test_a_mask_may_be_a_slice():
     mask = torch.ones(2, 4).long()[:, :3]
-    assert expert_capacity_mask(torch.zeros(2, 3, 1, dtype=torch.long), 2, 1.0, mask).sum() == 3
+    assert kept_choices(torch.zeros(2, 3, 1, dtype=torch.long), 2, 1.0, mask).sum() == 3
 
 
 SCORES = {

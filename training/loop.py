@@ -41,7 +41,7 @@ from clip_moe.training.training_state import (
     require_support,
     save_checkpoint,
 )
-from modeling_clip_moe.experts import RECOMPILE_LIMIT
+from modeling_clip_moe.kernels import RECOMPILE_LIMIT
 from modeling_clip_moe.sparse_moe import SparseEncoderLayer
 
 logger = logging.getLogger(__name__)

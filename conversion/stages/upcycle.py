@@ -42,7 +42,7 @@ class UpcycleStage(Stage):
     changes: dict[str, Any] = Field(default_factory=dict)
     # What routing takes besides, of the text tower: num_experts_per_tok, scoring_func, use_expert_bias, norm_topk_prob,
     # norm_before_capacity, routed_scaling_factor, capacity_factor, eval_capacity_factor, capacity_group_size,
-    # token_drop_policy, router_jitter_noise, attention_dropout.
+    # router_jitter_noise, attention_dropout.
     text_config: dict[str, JsonValue] = Field(default_factory=dict)
     # The same for the image tower.
     vision_config: dict[str, JsonValue] = Field(default_factory=dict)

@@ -14,7 +14,7 @@ from clip_moe.engine.settings import STRICT
 from clip_moe.training.auxiliary_losses import TOWERS, AuxiliaryLoss, logits_and_mask
 from clip_moe.training.losses import all_reduce_sum
 from clip_moe.training.stages.train import TrainStage
-from modeling_clip_moe.sparse_moe import mean_over_tokens
+from modeling_clip_moe.router_losses import mean_over_tokens
 
 
 @dataclass(config=STRICT, kw_only=True)

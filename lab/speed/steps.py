@@ -75,7 +75,6 @@ CLIP_UP, ONE_EXPERT = ("clip_up", "clip_up", "clip_up"), {"num_experts": 1, "num
 RECIPES = {
     "dense, all weights": Row("mode_metaclip_400m", "expert_0"),
     "CLIP-UP": Row(*CLIP_UP),
-    "CLIP-UP, the least probable dropped": Row(*CLIP_UP, routing={"token_drop_policy": "probs"}),
     "CLIP-UP, half of the patches": Row(*CLIP_UP, settings={"patch_dropout": 0.5}),
     "CLIP-UP, texts of 24 tokens": Row(*CLIP_UP, tokens=24),
     "CLIP-UP, rates by layer": Row(*CLIP_UP, settings={"layer_decay": 0.75}),

@@ -1,0 +1,277 @@
+"""Loading and saving of sparse models: nothing is drawn at random in silence, and files have the names of CLIP's."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import __version__ as transformers_version
+from transformers import initialization as init
+from transformers.utils import logging
+
+from .experts import CLIPMoEExperts
+from .own_code import OWN_CLASSES, write_own_code
+from .self_test import self_test
+from .sparse_moe import CLIPMoERouter, CLIPMoESparseMoeBlock, SparseEncoderLayer
+from .transformers_internals import ConversionOps, PrefixChange, WeightConverter, register_checkpoint_conversion_mapping
+
+logger = logging.get_logger(__name__)
+
+# In files, every sparse block has an empty tensor of this name. CLIP's own classes, which look for their FFN there,
+# would take a random one and at most warn if there was nothing; this is an error
+SPARSE_LAYER_MARK = "fc1.weight"
+# What the names of a whole model's weights start with in files; a tower's own classes ignore the rest
+PARTS = ("text_model.", "vision_model.", "text_projection.", "visual_projection.", "classifier.", "logit_")
+
+
+def require_one_encoder(state_dict: Mapping[str, torch.Tensor], tied: Mapping[str, str], prefix: str = "") -> None:
+    """Raises ValueError if weights that are one tensor in a model (`tied`: name -> name) differ in a state dict."""
+    pairs = [(f"{prefix}{name}", f"{prefix}{source}") for name, source in tied.items()]
+    differing = [
+        name
+        for name, source in pairs
+        if name in state_dict
+        and source in state_dict
+        and state_dict[name].device.type != "meta"
+        and not torch.equal(state_dict[name], state_dict[source])
+    ]
+    if differing:
+        raise ValueError(
+            f"A model with shared_encoder=True has one encoder, but the towers differ in {_abbreviate(differing)}. "
+            "Tie them with model.tie_weights(), which keeps the text tower's, or set shared_encoder to False."
+        )
+
+
+def _abbreviate(keys: list[str]) -> str:
+    shown, more = keys[:8], len(keys) - 8
+    return ", ".join(shown) + (f", ... ({more} more)" if more > 0 else "")
+
+
+def _warn_unquantized(model: nn.Module, name: str) -> None:
+    """Warn of experts that a quantization left as they are, as those that only look for `nn.Linear` do."""
+    experts = [module for module in model.modules() if isinstance(module, CLIPMoEExperts)]
+    weights = [weight for module in experts for weight in (module.up_proj, module.down_proj)]
+    if any(type(weight) is nn.Parameter and weight.is_floating_point() for weight in weights):
+        logger.warning(
+            f"{name}: the quantization left the experts as they are. Name their weights, experts.up_proj and "
+            "experts.down_proj, to quantize them, too."
+        )
+
+
+class EncodeMixin:
+    """What whole models have: embeddings as tensors, where `get_text_features` and `get_image_features` give outputs of
+    transformers, and the self-test of a published folder."""
+
+    # What CLIP's files hold without an axis
+    _scalars = ("logit_scale",)
+
+    def self_test(self, revision: str | None = None) -> dict[str, float]:
+        """Raises ValueError where this does not compute what it did when it was published; see `self_test.py`."""
+        return self_test(self, revision=revision)
+
+    def encode_text(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Embeddings (B, D) of texts (B, S), see `get_text_features`."""
+        return self.get_text_features(input_ids, attention_mask, return_dict=True).pooler_output
+
+    def encode_image(self, pixel_values: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+        """Embeddings (B, D) of images, see `get_image_features`."""
+        return self.get_image_features(pixel_values, return_dict=True, **kwargs).pooler_output
+
+
+class OneAxis(ConversionOps):
+    """Gives a scalar one axis: CLIP's files hold `logit_scale` without one."""
+
+    def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
+        (tensor,) = input_dict.values()
+        tensor = tensor[0] if isinstance(tensor, list) else tensor
+        return {target_patterns[0]: tensor.reshape(-1)}
+
+    @property
+    def reverse_op(self):
+        return self
+
+
+class SparseMoEMixin:
+    """
+    What the sparse models of all families share: the initialization of experts, and loading that refuses incomplete
+    checkpoints. It stands before a family's own subclass of `PreTrainedModel`.
+    """
+
+    _auto_class = "AutoModel"
+    # Otherwise looked up in the class that is built first, and remembered for its subclasses
+    _can_set_experts_implementation_cached_value = True
+    # Losses are means over the batch, whatever else a `Trainer` passes: it divides them by the accumulation steps
+    accepts_loss_kwargs = False
+    _scalars = ()
+    # Weights that a checkpoint may lack
+    _optional_weights = ()
+    # What the names of a tower's weights start with in files
+    _tower_prefix = ""
+    # Of a subclass of a family's own tower, which builds dense layers: what they become before weights are drawn
+    layer_class: type[SparseEncoderLayer] | None = None
+
+    def __init__(self, config, *args, **kwargs):
+        super().__init__(config, *args, **kwargs)
+        self._register_conversions()
+
+    def post_init(self):
+        if self.layer_class is not None and hasattr(self, "encoder"):
+            layers = range(self.config.num_hidden_layers)
+            self.encoder.layers = nn.ModuleList([self.layer_class(self.config, i) for i in layers])
+        super().post_init()
+        if any(name.endswith("expert_bias") for name, _ in self.named_buffers()):
+            # It moves by steps that lower precision would lose
+            self._keep_in_fp32_modules_strict = {*(self._keep_in_fp32_modules_strict or ()), "expert_bias"}
+        # Not those of its towers, which transformers adds: each ignores the other one
+        ignored = type(self)._keys_to_ignore_on_load_unexpected or []
+        if self._tower_prefix:
+            ignored = [f"^{re.escape(part)}" for part in PARTS if part != self._tower_prefix]
+        self._keys_to_ignore_on_load_unexpected = {*ignored, rf"\.mlp\.{re.escape(SPARSE_LAYER_MARK)}$"}
+
+    def _register_conversions(self):
+        # transformers looks conversions up by class name: without this, a subclass would load random weights. Not when
+        # a class is made, since the first registration builds the table of all models
+        changes = self._prefix_changes()
+        changes += [WeightConverter([name], [name], [OneAxis()]) for name in self._scalars]
+        register_checkpoint_conversion_mapping(type(self).__name__, changes, overwrite=True)
+
+    def _prefix_changes(self) -> list[PrefixChange]:
+        """How this class's weights differ from those in a file."""
+        return [PrefixChange(prefix_to_remove=self._tower_prefix[:-1])] if self._tower_prefix else []
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, output_loading_info=False, **kwargs):
+        """
+        Loads a model as `PreTrainedModel.from_pretrained` does, but never a partly random one.
+
+        Raises:
+            ValueError: if the checkpoint lacks weights of this model or holds weights that are no part of a CLIP; if
+                it is split in a way that this transformers gets wrong; if it is to have a shared encoder, but its
+                towers differ or it is split, over processes or by a device map.
+        """
+        split = kwargs.get("distributed_config")
+        if getattr(split, "enable_expert_parallel", False) and not hasattr(split, "ep_size"):
+            raise ValueError(
+                f"transformers {transformers_version} splits experts in a way of its own. Leave out "
+                "enable_expert_parallel, or use transformers 5.19 or newer."
+            )
+        splits_experts = min(getattr(split, "fsdp_size", None) or 1, getattr(split, "ep_size", None) or 1) > 1
+        if splits_experts and [int(part) for part in transformers_version.split(".")[:2]] < [5, 23]:
+            raise ValueError(
+                f"transformers {transformers_version} computes wrong gradients of experts where fsdp_size="
+                f"{split.fsdp_size} meets ep_size={split.ep_size}. Use one of them, or transformers 5.23 or newer."
+            )
+        try:
+            model, info = super().from_pretrained(
+                pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
+            )
+        except (IndexError, RuntimeError) as error:  # of accelerate and torch, where a device map splits tied weights
+            known = {name: kwargs[name] for name in ("revision", "subfolder", "cache_dir", "token") if name in kwargs}
+            config = kwargs.get("config") or cls.config_class.from_pretrained(pretrained_model_name_or_path, **known)
+            if kwargs.get("device_map") is None or not getattr(config, "shared_encoder", False):
+                raise
+            raise ValueError(
+                f"{pretrained_model_name_or_path} has shared_encoder=True, which has to fit into one device, but "
+                f"device_map={kwargs['device_map']!r} failed ({type(error).__name__}). Raise max_memory, or name one "
+                "device."
+            ) from error
+        if split is not None and getattr(model.config, "shared_encoder", False):
+            raise ValueError(
+                f"{pretrained_model_name_or_path} has shared_encoder=True: such a model cannot be split over "
+                "processes. Leave distributed_config out."
+            )
+        if untied := sorted(model.get_expanded_tied_weights_keys().keys() - model.all_tied_weights_keys.keys()):
+            raise ValueError(
+                f"{pretrained_model_name_or_path} has shared_encoder=True in its configuration, but its towers differ "
+                f"in {_abbreviate(untied)}. Is it a model of two encoders? Then set shared_encoder to False."
+            )
+        missing = sorted(key for key in info["missing_keys"] if not key.startswith(cls._optional_weights))
+        left_over = sorted(info["unexpected_keys"])
+        if missing or left_over:
+            raise ValueError(
+                f"{pretrained_model_name_or_path} does not hold the weights of this {cls.__name__}. "
+                f"Missing: {_abbreviate(missing) or 'none'}. Left over: {_abbreviate(left_over) or 'none'}."
+            )
+        if getattr(model, "hf_quantizer", None) is not None:
+            _warn_unquantized(model, pretrained_model_name_or_path)
+        return (model, info) if output_loading_info else model
+
+    def save_pretrained(self, save_directory, *args, **kwargs):
+        """As transformers', and writes the code of a registered class so that it loads without this package."""
+        super().save_pretrained(save_directory, *args, **kwargs)
+        own = next((OWN_CLASSES[parent] for parent in type(self).__mro__ if parent in OWN_CLASSES), None)
+        if own is not None and kwargs.get("is_main_process", True):
+            write_own_code(own, Path(save_directory))
+
+    def gather_sharded_state_dict_for_save(self, model_to_save, state_dict, *args, **kwargs):
+        """
+        Part of `save_pretrained`: gives the weights of a tower the names that they have in files of a whole model, and
+        adds the marks that make CLIP's own classes refuse the checkpoint.
+        """
+        self._register_conversions()  # of a model that came out of a pickle
+        # By itself, transformers adds a prefix only to what had one when it was loaded
+        if self._tower_prefix:
+            used = getattr(self, "_weight_conversions", None) or []
+            used = [conversion for conversion in used if not isinstance(conversion, PrefixChange)]
+            self._weight_conversions = [*used, *self._prefix_changes()]
+        state_dict = dict(super().gather_sharded_state_dict_for_save(model_to_save, state_dict, *args, **kwargs))
+        only_adapters = getattr(self, "_hf_peft_config_loaded", False)
+        if state_dict and not only_adapters:  # empty: another process saves
+            # A shared encoder is there twice, under CLIP's names, so that each tower loads alone
+            tied = self.get_expanded_tied_weights_keys()
+            require_one_encoder(state_dict, tied)
+            state_dict |= {name: state_dict[source].clone() for name, source in tied.items() if source in state_dict}
+            for name, module in model_to_save.named_modules():
+                if isinstance(module, CLIPMoESparseMoeBlock):
+                    state_dict[f"{name}.{SPARSE_LAYER_MARK}"] = torch.empty(0, dtype=self.dtype)
+        return state_dict
+
+    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
+        # transformers' Trainer loads the files of its checkpoints as they are
+        for name in [
+            name for name in state_dict if name.endswith(f".mlp.{SPARSE_LAYER_MARK}") and state_dict[name].numel() == 0
+        ]:
+            del state_dict[name]
+        in_file = f"{prefix}{self._tower_prefix}"
+        for name in [name for name in state_dict if name.startswith(in_file) and in_file != prefix]:
+            state_dict[prefix + name.removeprefix(in_file)] = state_dict.pop(name)
+        for name in (f"{prefix}{scalar}" for scalar in self._scalars):
+            if name in state_dict:
+                state_dict[name] = state_dict[name].reshape(-1)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        # In custom code, transformers does not call `_init_weights` on modules without weights of their own, such as
+        # a family's FFN, lest it overwrite loaded weights. Ours respects them: it uses `transformers.initialization`
+        return False
+
+    def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
+        return super().get_correct_experts_implementation(requested_experts or "by_device")
+
+    def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=None, **kwargs):
+        if enable and gradient_checkpointing_func.keywords.get("use_reentrant") is not False:
+            raise ValueError(
+                "Reentrant gradient checkpointing loses the gradient of the router losses. Pass "
+                '{"use_reentrant": False}, or no arguments.'
+            )
+        super()._set_gradient_checkpointing(enable, gradient_checkpointing_func, **kwargs)
+
+    @torch.no_grad()
+    def _init_weights(self, module):
+        super()._init_weights(module)
+        factor = getattr(self.config, "initializer_factor", 1.0)
+        if isinstance(module, CLIPMoERouter):
+            init.normal_(module.weight, std=module.config.hidden_size**-0.5 * factor)
+            if module.expert_bias is not None:
+                init.zeros_(module.expert_bias)
+        elif isinstance(module, CLIPMoEExperts):
+            # As `CLIPMLP`
+            config = module.config
+            init.normal_(module.up_proj, std=(2 * config.hidden_size) ** -0.5 * factor)
+            init.normal_(
+                module.down_proj, std=config.hidden_size**-0.5 * (2 * config.num_hidden_layers) ** -0.5 * factor
+            )
+            init.zeros_(module.up_proj_bias)
+            init.zeros_(module.down_proj_bias)

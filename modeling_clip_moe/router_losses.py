@@ -1,0 +1,195 @@
+"""
+Scores of routers, and the losses of what they choose.
+
+Axes of the tensors, as used in the comments:
+    B  sequences of the batch (an image or a text)      E  experts of a layer
+    S  tokens of a sequence, with its padding           K  experts per token
+    T  all tokens, B * S                                L  sparse layers of a tower
+
+The papers are named in `sparse_moe`.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from transformers import PreTrainedConfig
+
+Reduce = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _stack_layers(router_logits: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Router logits of the L layers, each (B, S, E) or (T, E), as one float32 tensor (L, T, E)."""
+    device = router_logits[0].device
+    return torch.stack([logits.flatten(0, -2).to(device) for logits in router_logits]).float()
+
+
+def _one_hot(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """As torch's, but for its look at the values, which a recorded program cannot have."""
+    return (ids[..., None] == torch.arange(num_experts, device=ids.device)).long()
+
+
+def choose_top_k(probabilities: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest of the last axis, best first, and where they are."""
+    if not probabilities.is_cuda:
+        return probabilities.topk(top_k, dim=-1)
+    # torch's kernel takes as long as the router's product; this becomes a part of the pass that has the probabilities.
+    # The balance loss chooses here, too, so that it counts the same choices
+    left, ids = probabilities.detach(), []
+    for _ in range(top_k):
+        ids.append(left.argmax(dim=-1, keepdim=True))
+        left = left.masked_fill(torch.arange(left.shape[-1], device=left.device) == ids[-1], -math.inf)
+    ids = torch.cat(ids, dim=-1)
+    return probabilities.gather(-1, ids), ids
+
+
+def router_scores(logits: torch.Tensor, scoring_func: str) -> torch.Tensor:
+    """The scores of experts, in the shape of their logits: "softmax" sums to 1, "sigmoid" is between 0 and 1 for each
+    expert on its own (DeepSeek-V3, arXiv:2412.19437, eq. 15)."""
+    return logits.sigmoid() if scoring_func == "sigmoid" else logits.softmax(dim=-1)
+
+
+def router_probabilities(logits: torch.Tensor, scoring_func: str) -> torch.Tensor:
+    """The scores, divided by their sum (DeepSeek-V3 eq. 18)."""
+    scores = router_scores(logits, scoring_func)
+    return scores if scoring_func == "softmax" else normalized(scores)
+
+
+def normalized(weights: torch.Tensor) -> torch.Tensor:
+    """Weights whose last axis sums to 1, or is 0 as before."""
+    total = weights.sum(dim=-1, keepdim=True)
+    return weights / total.masked_fill(total == 0, 1.0)
+
+
+def mean_over_tokens(values: torch.Tensor, mask: torch.Tensor | None, reduce: Reduce | None) -> torch.Tensor:
+    """Mean (L, N) of `values` (L, T, N) over all tokens but padding, of all processes if `reduce` sums over them."""
+    num_layers, num_tokens, num_values = values.shape
+    mask = values.new_ones(num_tokens) if mask is None else mask.flatten().to(values)
+    sums = (values * mask[:, None]).sum(dim=1)
+    sums = torch.cat([sums.flatten(), mask.sum(dim=0, keepdim=True)])
+    if reduce is not None:
+        sums = reduce(sums)
+    return sums[:-1].view(num_layers, num_values) / sums[-1]
+
+
+def load_balancing_loss(
+    router_logits: tuple[torch.Tensor, ...],
+    top_k: int,
+    mask: torch.Tensor | None = None,
+    reduce: Reduce | None = None,
+    scoring_func: str = "softmax",
+) -> torch.Tensor:
+    """
+    Load balancing loss: sum over the experts of R_e * P_e, with R_e = E / (K * T) * (tokens that choose expert e) and
+    P_e the mean probability of expert e (CLIP-UP eq. 5).
+
+    It is 1 at perfect balance, for every K. transformers' `load_balancing_loss_func`, and CLIP-FMoE eq. 3 as printed,
+    are K there: multiply a coefficient meant for them by K. Choices count before capacity drops any.
+
+    Args:
+        router_logits: one tensor (B, S, E) or (T, E) a layer. The loss is the mean of the layers' (CLIP-UP, CLIP-MoE);
+            for the loss of all layers' tokens together (CLIP-FMoE), give those as one layer.
+        top_k: how many choices of a token count: K (CLIP-UP, CLIP-FMoE), or 1 for the argmax alone (CLIP-MoE eq. 7).
+        mask: (B, S) or (T,), 1 for a token and 0 for padding.
+        reduce: maps a vector of this process's sums (choices, probabilities, number of tokens) to the sums over all
+            processes, differentiably. None: the loss of this process's tokens.
+        scoring_func: of the routers, see `router_probabilities`.
+
+    Returns:
+        `torch.Tensor`: a scalar.
+    """
+    probabilities = router_probabilities(_stack_layers(router_logits), scoring_func)  # (L, T, E)
+    num_experts = probabilities.shape[-1]
+    choices = _one_hot(choose_top_k(probabilities, top_k)[1], num_experts).sum(dim=-2)  # (L, T, E)
+    means = mean_over_tokens(torch.cat([choices, probabilities], dim=-1), mask, reduce)  # (L, 2 * E)
+    chosen, probability = means.split(num_experts, dim=-1)
+    return (num_experts / top_k * chosen * probability).sum(dim=-1).mean()
+
+
+def router_z_loss(
+    router_logits: tuple[torch.Tensor, ...], mask: torch.Tensor | None = None, reduce: Reduce | None = None
+) -> torch.Tensor:
+    """
+    Router z-loss: mean over tokens and layers of logsumexp(logits)^2, which keeps the logits small (CLIP-UP eq. 6,
+    where G means the logits).
+
+    Args:
+        router_logits, mask, reduce: see `load_balancing_loss`.
+
+    Returns:
+        `torch.Tensor`: a scalar.
+    """
+    z = _stack_layers(router_logits).logsumexp(dim=-1, keepdim=True)  # (L, T, 1)
+    return mean_over_tokens(z.square(), mask, reduce).mean()
+
+
+def _entropy(probabilities: torch.Tensor, logarithms: torch.Tensor) -> torch.Tensor:
+    """Entropy of the last axis, which stays with size 1. Its gradient is finite where a probability is 0."""
+    finite = logarithms.clamp(min=torch.finfo(logarithms.dtype).min)
+    return -(probabilities * finite).sum(dim=-1, keepdim=True)
+
+
+def local_entropy_loss(
+    router_logits: tuple[torch.Tensor, ...], mask: torch.Tensor | None = None, reduce: Reduce | None = None
+) -> torch.Tensor:
+    """
+    LIMoE's local loss: mean over tokens and layers of the entropy of a token's probabilities (CLIP-UP eq. 8). Low when
+    the router is sure of every token.
+
+    Args:
+        router_logits, mask, reduce: see `load_balancing_loss`.
+
+    Returns:
+        `torch.Tensor`: a scalar between 0 and log(E).
+    """
+    logits = _stack_layers(router_logits)
+    entropy = _entropy(logits.softmax(dim=-1), logits.log_softmax(dim=-1))  # (L, T, 1)
+    return mean_over_tokens(entropy, mask, reduce).mean()
+
+
+def global_entropy_loss(
+    router_logits: tuple[torch.Tensor, ...],
+    min_experts: float,
+    mask: torch.Tensor | None = None,
+    reduce: Reduce | None = None,
+) -> torch.Tensor:
+    """
+    LIMoE's thresholded global loss: mean over layers of max(0, log(m) - entropy of the mean probabilities) (CLIP-UP
+    eq. 9 and 10). Zero once a layer spreads its tokens over m experts or more.
+
+    CLIP-UP eq. 9 prints the entropy itself; only its negative, as in LIMoE, is smallest when many experts are in use.
+
+    Args:
+        router_logits, mask, reduce: see `load_balancing_loss`.
+        min_experts: m, how many experts in use are enough (CLIP-UP: 6).
+
+    Returns:
+        `torch.Tensor`: a scalar.
+    """
+    probabilities = mean_over_tokens(_stack_layers(router_logits).softmax(dim=-1), mask, reduce)  # (L, E)
+    logarithms = probabilities.clamp(min=torch.finfo(probabilities.dtype).tiny).log()
+    return (math.log(min_experts) - _entropy(probabilities, logarithms)).clamp(min=0).mean()
+
+
+def router_losses(
+    config: PreTrainedConfig,
+    device: torch.device,
+    **towers: tuple[tuple[torch.Tensor, ...] | None, torch.Tensor | None],
+) -> torch.Tensor | None:
+    """
+    The weighted router losses of all towers together, or None if no router was recorded.
+
+    Args:
+        config: configuration of the whole model.
+        device: where the result lies.
+        towers: by name, "text" or "vision": router logits of each layer, and the mask of padding.
+    """
+    losses = []
+    for tower, (router_logits, mask) in towers.items():
+        if router_logits:
+            tower_config = getattr(config, f"{tower}_config")
+            top_k, scoring_func = tower_config.num_experts_per_tok, tower_config.scoring_func
+            balance = load_balancing_loss(router_logits, top_k, mask, scoring_func=scoring_func)
+            z = router_z_loss(router_logits, mask)
+            losses.append((config.router_aux_loss_coef * balance + config.router_z_loss_coef * z).to(device))
+    return sum(losses) if losses else None
