@@ -80,7 +80,7 @@ def read_tables(paths: Sequence[str]) -> Columns:
             lines, (first, *_) = join_names(map(str, faults)), faults.values()
             kind = "entries" if suffix_of(path) == ".json" else "lines"
             warn_once(logger, f"{path}: unreadable {kind} count as missing: {lines}; the first: {first}")
-    return {name: _of_one_kind(values) for name, values in columns.items()}
+    return {name: _one_kind(values) for name, values in columns.items()}
 
 
 def _add_lines(columns: Columns, path: str, faults: dict[int | str, object]) -> None:
@@ -102,7 +102,7 @@ def _add_lines(columns: Columns, path: str, faults: dict[int | str, object]) -> 
             columns[name].append(cell if cell.strip() else None)
 
 
-def _of_one_kind(values: list[Any]) -> list[Any]:
+def _one_kind(values: list[Any]) -> list[Any]:
     """Values as one column can hold them: all as lists if one is a list, and nothing else beside texts."""
     if any(isinstance(value, list) for value in values):
         values = [value if isinstance(value, list | None) else [value] for value in values]
@@ -167,7 +167,7 @@ def _entries(path: Path, faults: dict[int | str, object]) -> Iterator[tuple[int,
         _require_own_captions(path, ids, captions)
     for number, image in enumerate(images):
         try:
-            entry = _of_image(image, captions)
+            entry = _coco_or_karpathy(image, captions)
         except (KeyError, TypeError, AttributeError) as error:
             faults[number], entry = _fault(error, image), {}
         # COCO has images without captions; an empty one is counted later
@@ -224,7 +224,7 @@ class NoSplit(ValueError):
         super().__init__(f"{source} has no split {split!r}, only {', '.join(map(str, splits))}: set split")
 
 
-def _of_image(image: dict[str, Any], captions: Mapping[Any, list[Any]]) -> dict[str, Any]:
+def _coco_or_karpathy(image: dict[str, Any], captions: Mapping[Any, list[Any]]) -> dict[str, Any]:
     if _is_coco(image):
         return {"image": image["file_name"], "caption": captions.get(image["id"], [])}
     name = "/".join(filter(None, [image.get("filepath"), image["filename"]]))
@@ -244,12 +244,12 @@ def _require_own_captions(path: Path, ids: Mapping[Any, int], captions: Mapping[
     twice = next((key for key, count in ids.items() if count > 1), None)
     if twice is not None:
         raise ValueError(f"{path}: {ids[twice]} images have the id {twice!r}, hence the same captions: make ids unique")
-    lost = [key for key in captions if key not in ids]
+    unmatched = [key for key in captions if key not in ids]
     by_text = {str(key): key for key in ids}
-    wrong = next((key for key in lost if len(lost) == len(captions) or str(key) in by_text), None)
+    wrong = next((key for key in unmatched if len(unmatched) == len(captions) or str(key) in by_text), None)
     if wrong is not None:
         like = by_text.get(str(wrong), next(iter(ids)))
         raise ValueError(f"{path}: no image has the id {wrong!r} of an annotation, only as {like!r}: make them agree")
-    if lost:
-        number = sum(len(captions[key]) for key in lost)
-        logger.warning(f"{path}: {number} annotations have the image_id of no image, such as {shortened(lost[0])}")
+    if unmatched:
+        number, example = sum(len(captions[key]) for key in unmatched), shortened(unmatched[0])
+        logger.warning(f"{path}: {number} annotations have the image_id of no image, such as {example}")

@@ -36,17 +36,17 @@ def hold_out(
         ValueError: captions or images tie too many of them together.
     """
     copies = copies or find_copies(rows)
-    pictures: list[list[str]] = [[f"pixels {pixels}"] for pixels in copies.pixels]
-    for one, other in copies.near.tolist():
-        pictures[other].append(pictures[one][0])
+    image_keys = [[f"pixels {pixels}"] for pixels in copies.pixels]
+    for first, second in copies.near.tolist():
+        image_keys[second].append(image_keys[first][0])
     names, rng = class_names(rows["caption"], tokenizer), np.random.default_rng(seed)
     if names is None:
-        captions = _caption_keys(rows["caption"], tokenizer)
-        parts = _components([[*of_image, *of_row] for of_image, of_row in zip(pictures, captions, strict=True)])
+        caption_keys = _caption_keys(rows["caption"], tokenizer)
+        parts = _components([images + captions for images, captions in zip(image_keys, caption_keys, strict=True)])
         sizes = np.bincount(parts)
         order = rng.permutation(len(sizes))
     else:
-        parts = _components(pictures)
+        parts = _components(image_keys)
         sizes, (_, first) = np.bincount(parts), np.unique(parts, return_index=True)
         order = _spread([names[row] for row in first], rng)
     # A part that is larger than the test would leave little to train on
@@ -64,11 +64,15 @@ def hold_out(
 
 def _spread(classes: Sequence[str], rng: np.random.Generator) -> np.ndarray:
     """Order parts so that any first n of them have about the same share of each class. The last part of a class is left
-    out, so that training has one. `classes`: of each part."""
-    of_class: dict[str, list[int]] = defaultdict(list)
+    out, so that training has one.
+
+    Args:
+        classes: the class of each part.
+    """
+    parts_of: dict[str, list[int]] = defaultdict(list)
     for part in rng.permutation(len(classes)):
-        of_class[classes[part]].append(part)
-    several = [parts for parts in of_class.values() if len(parts) > 1]
+        parts_of[classes[part]].append(part)
+    several = [parts for parts in parts_of.values() if len(parts) > 1]
     place = {part: (rank + rng.random()) / len(parts) for parts in several for rank, part in enumerate(parts)}
     return np.array(sorted((part for parts in several for part in parts[:-1]), key=place.get), int)
 
@@ -76,8 +80,8 @@ def _spread(classes: Sequence[str], rng: np.random.Generator) -> np.ndarray:
 def class_names(captions: Iterable[str | list[str]], tokenizer: PreTrainedTokenizerBase) -> list[str] | None:
     """The class of each row, called by the most frequent of the captions that are alike, with blanks for underscores;
     None: captions do not repeat as classes do."""
-    texts = [present_captions(of_image) for of_image in captions]
-    if any(len(of_image) != 1 for of_image in texts):
+    texts = [present_captions(image_captions) for image_captions in captions]
+    if any(len(image_texts) != 1 for image_texts in texts):
         return None
     parts = _components(_caption_keys(texts, tokenizer))
     if not are_classes(np.bincount(parts)):
@@ -85,25 +89,25 @@ def class_names(captions: Iterable[str | list[str]], tokenizer: PreTrainedTokeni
     counts: dict[int, Counter[str]] = defaultdict(Counter)
     for part, [text] in zip(parts.tolist(), texts, strict=True):
         counts[part][text] += 1
-    names = {part: of_part.most_common(1)[0][0].replace("_", " ") for part, of_part in counts.items()}
+    names = {part: texts.most_common(1)[0][0].replace("_", " ") for part, texts in counts.items()}
     return [names[part] for part in parts.tolist()]
 
 
 def _caption_keys(captions: Iterable[str | list[str]], tokenizer: PreTrainedTokenizerBase) -> list[list[str]]:
-    """Of each row, a key for the words and one for the tokens of each caption: a tokenizer that heeds case reads other
-    tokens of the same words."""
-    texts = [present_captions(of_image) for of_image in captions]
-    tokens = iter(read_texts(tokenizer, list(itertools.chain(*texts))).digests)
+    """Keys of each row: the words and the tokens of each caption. A tokenizer that heeds case reads other tokens of the
+    same words."""
+    texts = [present_captions(image_captions) for image_captions in captions]
+    tokens = iter(read_texts(tokenizer, list(itertools.chain.from_iterable(texts))).digests)
     return [
-        [key for text in of_row for key in (f"words {plain_words(text)}", f"tokens {next(tokens).hex()}")]
-        for of_row in texts
+        [key for text in row_texts for key in (f"words {plain_words(text)}", f"tokens {next(tokens).hex()}")]
+        for row_texts in texts
     ]
 
 
 def _components(keys: Sequence[Sequence[str]]) -> np.ndarray:
     """(rows,) The number of each row's part: rows with a key in common are of one."""
     numbers = np.repeat(np.arange(len(keys)), list(map(len, keys)))
-    places = np.unique(list(itertools.chain(*keys)), return_inverse=True)[1] + len(keys)
+    places = np.unique(list(itertools.chain.from_iterable(keys)), return_inverse=True)[1] + len(keys)
     size = places.max() + 1
     graph = coo_array((np.ones(len(numbers), bool), (numbers, places)), shape=(size, size))
     return np.unique(connected_components(graph, directed=False)[1][: len(keys)], return_inverse=True)[1]

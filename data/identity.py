@@ -17,7 +17,7 @@ from clip_moe.data.arguments import DataArguments
 from clip_moe.data.images import from_base64
 from clip_moe.data.local_data import BUILDERS, file_in, is_here, is_table, suffix_of
 from clip_moe.data.shards import MEMBER, file_of, read_member
-from clip_moe.data.sources import is_cache, is_saved, is_text, matching, of_splits, reading
+from clip_moe.data.sources import is_cache, is_saved, is_text, matching, reading, rows_of_splits
 from clip_moe.data.worlds import is_world, origin_of
 from clip_moe.engine.digests import FILES_AT_ONCE, DigestCache, file_digests, file_stamp, value_digest
 from clip_moe.engine.files import files_in
@@ -54,13 +54,14 @@ def identity(arguments: DataArguments) -> dict[str, Any] | None:
         folder = os.path.dirname(files[0])
         names = [os.path.relpath(file, folder or ".") for file in files]
     with reading(arguments):
-        named = _named_images(arguments, files)
-        named = dict.fromkeys(name for name in named if isinstance(name, str) and name and not from_base64(name))
-    named = [file_in(arguments.image_root or "", name) for name in named]
-    held, images = set(map(os.path.abspath, files)), [image for image in named if os.path.isfile(image)]
-    if not files or named and not images:
+        references = dict.fromkeys(_named_images(arguments, files))
+        references = [name for name in references if isinstance(name, str) and name and not from_base64(name)]
+    images = [file_in(arguments.image_root or "", name) for name in references]
+    images = [image for image in images if os.path.isfile(image)]
+    if not files or references and not images:
         return None
-    images = [image for image in images if image not in held]
+    inside = set(map(os.path.abspath, files))
+    images = [image for image in images if image not in inside]
     names = [Path(name).as_posix() for name in names] + [os.path.basename(image) for image in images]
     return {"files": len(names), "sha256": value_digest([names, file_digests([*files, *images])])}
 
@@ -70,7 +71,7 @@ def _named_images(arguments: DataArguments, files: list[str]) -> Iterator[str]:
     of parquet and Arrow files."""
     source, split, column = arguments.source, arguments.split, arguments.image_column
     if is_table(source):
-        rows = of_splits(open_tables(files, split), split, source)
+        rows = rows_of_splits(open_tables(files, split), split, source)
         yield from rows[column][arguments.taken_rows] if column in rows.column_names else ()
     elif is_saved(source):
         rows = datasets.load_from_disk(source)
@@ -79,10 +80,10 @@ def _named_images(arguments: DataArguments, files: list[str]) -> Iterator[str]:
                 yield from _named(part.data.column(column), files[0])
     else:
         suffix = next((suffix for suffix in BUILDERS if suffix in map(suffix_of, files)), None)
-        read = {".parquet": _parquet_columns, ".arrow": _arrow_columns}.get(suffix)
-        for file in files if read else ():
+        columns_of = {".parquet": _parquet_columns, ".arrow": _arrow_columns}.get(suffix)
+        for file in files if columns_of else ():
             if suffix_of(file) == suffix:
-                for part in read(file, column):
+                for part in columns_of(file, column):
                     yield from _named(part, file)
 
 
@@ -147,40 +148,49 @@ def data_fingerprint(rows: datasets.Dataset, images: bool = True) -> str:
         rows: columns `image` and `caption`.
         images: whether they are used. If not, only the captions count, and no image is read.
     """
-    cache = DigestCache()
-    key, stamp = f"rows {images} {rows._fingerprint}", " ".join(file_stamp(of["filename"]) for of in rows.cache_files)
+    cache, key = DigestCache(), f"rows {images} {rows._fingerprint}"
+    stamp = " ".join(file_stamp(file["filename"]) for file in rows.cache_files)
     if rows.cache_files and key in (digests := cache.get({key: stamp})):
         return digests[key]
-    digest, in_files = hashlib.sha256(), False
+    digest, has_named_images = hashlib.sha256(), False
     rows = rows.select_columns(["image", "caption"] if images else ["caption"])
     if isinstance(rows.features.get("image"), datasets.Image):
         rows = rows.cast_column("image", datasets.Image(decode=False))
     for batch in rows.iter(FILES_AT_ONCE):
-        held = [{"path": image, "bytes": None} if isinstance(image, str) else image for image in batch.get("image", [])]
-        paths = [image["path"] for image in held if image["bytes"] is None]
-        in_files = in_files or bool(paths)  # which may change while the rows stay
-        of_files = file_digests(map(file_of, paths))
-        of_bytes = [hashlib.sha256(image["bytes"]).hexdigest() for image in held if image["bytes"] is not None]
-        names = [path and os.path.relpath(path, os.path.dirname(file_of(path))) for path in (i["path"] for i in held)]
-        in_rows = [image["bytes"] is not None for image in held]
-        ranges = [image["pixel_range"] for image in held if image.get("pixel_range") is not None]
-        digest.update(value_digest([names, in_rows, of_files, of_bytes, batch["caption"], *ranges]).encode())
-    if rows.cache_files and not in_files:
+        entries = [_entry(image) for image in batch.get("image", [])]
+        paths = [entry["path"] for entry in entries]
+        has_bytes = [entry["bytes"] is not None for entry in entries]
+        named = [path for path, is_whole in zip(paths, has_bytes, strict=True) if not is_whole]
+        has_named_images = has_named_images or bool(named)  # which may change while the rows stay
+        file_hashes = file_digests(map(file_of, named))
+        byte_hashes = [hashlib.sha256(entry["bytes"]).hexdigest() for entry in entries if entry["bytes"] is not None]
+        names = [path and os.path.relpath(path, os.path.dirname(file_of(path))) for path in paths]
+        ranges = [entry["pixel_range"] for entry in entries if entry.get("pixel_range") is not None]
+        digest.update(value_digest([names, has_bytes, file_hashes, byte_hashes, batch["caption"], *ranges]).encode())
+    if rows.cache_files and not has_named_images:
         cache.put({key: (stamp, digest.hexdigest())})
     return digest.hexdigest()
 
 
+def _entry(image: str | dict[str, Any]) -> dict[str, Any]:
+    """An image of a column with its `bytes` and `path`."""
+    return {"path": image, "bytes": None} if isinstance(image, str) else image
+
+
 def image_digests(images: Iterable[str | dict[str, Any]]) -> list[str]:
     """The hashes of images, each a path or with `bytes` or a `path`, which may have a `box` and a `pixel_range`."""
-    images = [{"path": image} if isinstance(image, str) else image for image in images]
+    entries = list(map(_entry, images))
     contents = [
-        read_member(image["path"]) if not image.get("bytes") and MEMBER.fullmatch(image["path"]) else image.get("bytes")
-        for image in images
+        read_member(entry["path"]) if not entry.get("bytes") and MEMBER.fullmatch(entry["path"]) else entry.get("bytes")
+        for entry in entries
     ]
-    in_files = iter(file_digests(image["path"] for image, content in zip(images, contents, strict=True) if not content))
-    digests = [hashlib.sha256(content).hexdigest() if content else next(in_files) for content in contents]
-    for number, image in enumerate(images):
-        for part in (image.get("box"), image.get("pixel_range")):
+    paths = [entry["path"] for entry, content in zip(entries, contents, strict=True) if not content]
+    file_hashes = iter(file_digests(paths))
+    digests = []
+    for entry, content in zip(entries, contents, strict=True):
+        digest = hashlib.sha256(content).hexdigest() if content else next(file_hashes)
+        for part in (entry.get("box"), entry.get("pixel_range")):
             if part is not None:
-                digests[number] = hashlib.sha256(f"{digests[number]} {part}".encode()).hexdigest()
+                digest = hashlib.sha256(f"{digest} {part}".encode()).hexdigest()
+        digests.append(digest)
     return digests

@@ -1,4 +1,4 @@
-"""Folders of pictures: which split a picture belongs to, and what is said of it beside it."""
+"""Folders of pictures: the split of a picture, and its caption or class, which are beside it."""
 
 import functools
 import logging
@@ -23,7 +23,7 @@ from clip_moe.engine.messages import join_names, warn_once
 
 logger = logging.getLogger(__name__)
 
-# Tables of what is said of pictures, by their column `file_name`
+# Tables with a line for each picture, by their column `file_name`
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 # Endings of pictures, and of files of texts beside them
 PICTURES = {ending for ending, name in PIL.Image.registered_extensions().items() if name in FORMATS}
@@ -33,8 +33,8 @@ NO_PICTURE = "without a picture that can be read"
 
 
 def open_folder(folder: str) -> dict[str, datasets.Dataset]:
-    """The pictures of a folder by split, as a column `image` of paths in their order, and what is said of them. Links
-    are followed. Hidden files are not read, and a warning counts the pictures among them.
+    """The pictures of a folder by split, as a column `image` of paths in their order, with columns of their captions or
+    classes. Links are followed. Hidden files are not read, and a warning counts the pictures among them.
 
     Folders `train`, `test`, `validation` and the like at the top are splits if there are no others with pictures, or if
     `train` and another split, or such as `train_imgs`, are among them; else everything is "train", and a folder `test`
@@ -50,9 +50,27 @@ def open_folder(folder: str) -> dict[str, datasets.Dataset]:
     pictures = [path for path in paths if is_picture(os.path.join(folder, path))]
     if not pictures:
         raise ValueError(f"{folder} has no pictures of the formats {', '.join(FORMATS)}")
-    split_of = {path: _split_of(path.partition("/")[0]) if "/" in path else None for path in paths}
     _warn_of_hidden(folder, pictures)
-    splits = [name for name in dict.fromkeys(SPLIT_OF_NAME.values()) if name in {split_of[path] for path in pictures}]
+    split_of = {path: _split_of(path.partition("/")[0]) if "/" in path else None for path in paths}
+    splits = _splits(folder, pictures, split_of)
+    by_split = {name: [path for path in pictures if split_of[path] == name] for name in splits} or {"train": pictures}
+    labels = _labels([path for part in by_split.values() for path in part], bool(splits), paths)
+    labels, no_classes = _readable_classes(folder, labels, bool(splits))
+    parts, used = {}, set()
+    for name, part in by_split.items():
+        beside = [path for path in paths if not splits or "/" not in path or split_of[path] == name]
+        elsewhere = {os.path.join(folder, path) for path in set(pictures).difference(part)}
+        parts[name], files = _read(folder, part, beside, elsewhere, labels)
+        parts[name].info.description = no_classes if "label" in parts[name].column_names else ""
+        used |= files
+    warn_of_unread(folder, [path for path in paths if os.path.join(folder, path) not in used])
+    return parts if splits else _by_column(parts["train"], folder)
+
+
+def _splits(folder: str, pictures: list[str], split_of: Mapping[str, str | None]) -> list[str]:
+    """The splits that folders at the top are, as `open_folder` says; none if they are classes."""
+    present = {split_of[path] for path in pictures}
+    splits = [name for name in dict.fromkeys(SPLIT_OF_NAME.values()) if name in present]
     below = next((path for path in pictures if any(map(_split_of, path.split("/")[1:-1]))), None)
     if not splits and below is not None:
         warn_once(
@@ -65,27 +83,16 @@ def open_folder(folder: str) -> dict[str, datasets.Dataset]:
             f"{folder} has a folder train, which is a split, and pictures in {', '.join(others[:3])}, which would be "
             "left out: name train otherwise, or move these into it"
         )
-    # Beside train_imgs, test is one; beside dog, it is none
-    if splits and "train" not in splits and others and not any(_names_a_split(name) for name in others):
-        words = sorted({path.partition("/")[0] for path in pictures if split_of[path]})
-        warn_once(
-            logger,
-            f"{folder}: read as classes and not as splits: {join_names(words)}, beside {join_names(others)}. If they "
-            "are splits, move the other folders into a folder train",
-        )
-        splits = []
-    own = {name: [path for path in pictures if split_of[path] == name] for name in splits} or {"train": pictures}
-    labels = _labels([path for of_split in own.values() for path in of_split], bool(splits), paths)
-    labels, no_classes = _readable_classes(folder, labels, bool(splits))
-    parts, read = {}, set()
-    for name, of_split in own.items():
-        within = [path for path in paths if not splits or "/" not in path or split_of[path] == name]
-        elsewhere = {os.path.join(folder, path) for path in set(pictures).difference(of_split)}
-        parts[name], files = _read(folder, of_split, within, elsewhere, labels)
-        parts[name].info.description = no_classes if "label" in parts[name].column_names else ""
-        read |= files
-    warn_of_unread(folder, [path for path in paths if os.path.join(folder, path) not in read])
-    return parts if splits else _by_column(parts["train"], folder)
+    # Beside train_imgs, test is a split; beside dog, it is a class
+    if not splits or "train" in splits or not others or any(map(_names_a_split, others)):
+        return splits
+    words = sorted({path.partition("/")[0] for path in pictures if split_of[path]})
+    warn_once(
+        logger,
+        f"{folder}: read as classes and not as splits: {join_names(words)}, beside {join_names(others)}. If they are "
+        "splits, move the other folders into a folder train",
+    )
+    return []
 
 
 def warn_of_unread(folder: str, paths: list[str]) -> None:
@@ -101,8 +108,8 @@ def _warn_of_hidden(folder: str, pictures: list[str]) -> None:
     """Warns of the pictures in hidden folders, as thumbnails, unless links lead to them."""
     paths = [path for path in sorted(files_in(folder, hidden=True)) if any(map(is_hidden, path.split("/")))]
     files = {path: file for path in paths if is_picture(file := os.path.join(folder, path))}
-    read = {os.path.realpath(os.path.join(folder, path)) for path in pictures} if files else set()
-    if hidden := [path for path, file in files.items() if os.path.realpath(file) not in read]:
+    targets = {os.path.realpath(os.path.join(folder, path)) for path in pictures} if files else set()
+    if hidden := [path for path, file in files.items() if os.path.realpath(file) not in targets]:
         number = "1 hidden picture is" if len(hidden) == 1 else f"{len(hidden)} hidden pictures are"
         warn_once(logger, f"{folder}: {number} passed over, such as {hidden[0]}")
 
@@ -147,13 +154,13 @@ def _readable_classes(folder: str, labels: dict[str, str], has_splits: bool) -> 
         file = os.path.join(folder, path)
         readable[label] = readable.get(label, False) or _can_be_read(file, file_stamp(file))
     names = {label for label in readable if not readable[label]}
-    of_paths = any("/" in label for label in readable)
+    are_paths = any("/" in label for label in readable)
     for above in {os.path.dirname(os.path.dirname(path)) for path in labels}:
         for entry in os.scandir(os.path.join(folder, above)):
             if entry.is_dir() and not is_hidden(entry.name):
                 path = os.path.join(above, entry.name)
                 below = path.partition("/")[2] if has_splits else path
-                names |= {_same(below if of_paths else entry.name)} - readable.keys()
+                names |= {_same(below if are_paths else entry.name)} - readable.keys()
     if not names:
         return labels, ""
     are = "is no class" if len(names) == 1 else "are no classes"
@@ -250,5 +257,5 @@ def _of_tables(tables: list[str], pictures: list[str], elsewhere: set[str]) -> t
             raise ValueError(f"a line of {tables[0]} names pictures of two splits: {[row[image] for image in images]}")
     rows = [row for row in rows if elsewhere.isdisjoint(row[image] for image in images)]
     rows.sort(key=lambda row: row[images[0]] or "")
-    found = set(pictures).intersection(row[image] for row in rows for image in images)
-    return {name: [row[name] for row in rows] for name in names}, found
+    named_pictures = set(pictures).intersection(row[image] for row in rows for image in images)
+    return {name: [row[name] for row in rows] for name in names}, named_pictures

@@ -42,10 +42,11 @@ class Copies(NamedTuple):
     of_a_kind: int = 0
 
     def in_training(self, num_training: int) -> tuple[int, int]:
-        """How many of the pictures after the first ones, those of training, are among these, and how many nearly."""
+        """How many pictures after the first ones, those of training, have the same pixels as one of these, and how many
+        others are nearly the same."""
         training, test = set(self.pixels[:num_training]), self.pixels[num_training:]
-        both = [*self.near.tolist(), *self.near[:, ::-1].tolist()]
-        near = {self.pixels[other] for one, other in both if self.pixels[one] in training} - training
+        both_ways = [*self.near.tolist(), *self.near[:, ::-1].tolist()]
+        near = {self.pixels[second] for first, second in both_ways if self.pixels[first] in training} - training
         return sum(pixels in training for pixels in test), sum(pixels in near for pixels in test)
 
 
@@ -56,12 +57,12 @@ def find_copies(rows: datasets.Dataset) -> Copies:
     for start in trange(0, len(rows), AT_ONCE, desc=f"comparing {len(rows)} images", delay=5, disable=None):
         images = rows.select(range(start, min(start + AT_ONCE, len(rows))))["image"]
         keys = [f"look {digest}" for digest in image_digests(images)]
-        known = cache.get(dict.fromkeys(keys, code))
-        missing = {key: image for key, image in zip(keys, images, strict=True) if key not in known}
+        cached = cache.get(dict.fromkeys(keys, code))
+        missing = {key: image for key, image in zip(keys, images, strict=True) if key not in cached}
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             computed = dict(zip(missing, pool.map(_look, missing.values()), strict=True))
         cache.put({key: (code, look) for key, look in computed.items()})
-        looks += [{**known, **computed}[key].split() for key in keys]
+        looks += [(cached | computed)[key].split() for key in keys]
     pixels = [look[0] for look in looks]
     different = np.sort(np.unique(pixels, return_index=True)[1])
     different = different[np.array([int(looks[row][1]) for row in different], int) >= LEAST_SIDE]
@@ -98,13 +99,13 @@ def _near(sides: np.ndarray, grids: np.ndarray) -> np.ndarray:
     for start in range(0, len(grids), ROWS):
         are_like = coarse[start : start + ROWS] @ coarse[start:].T >= CORRELATION
         for row in np.flatnonzero(np.triu(are_like, 1).any(axis=1)):
-            one, others = start + row, start + row + 1 + np.flatnonzero(are_like[row, row + 1 :])
-            others = others[vectors[others] @ vectors[one] >= CORRELATION]
-            difference = np.abs(grids[others].astype(int) - grids[one]).max(axis=1)
-            limit = SHARE * np.minimum(ranges[others], ranges[one])
-            limit = np.minimum(limit, PLAIN + FINE / np.minimum(sides[others], sides[one]))
-            others = others[difference <= limit]
-            pairs.append(np.column_stack([np.full(len(others), one), others]))
+            picture, candidates = start + row, start + row + 1 + np.flatnonzero(are_like[row, row + 1 :])
+            candidates = candidates[vectors[candidates] @ vectors[picture] >= CORRELATION]
+            difference = np.abs(grids[candidates].astype(int) - grids[picture]).max(axis=1)
+            limit = SHARE * np.minimum(ranges[candidates], ranges[picture])
+            limit = np.minimum(limit, PLAIN + FINE / np.minimum(sides[candidates], sides[picture]))
+            copies = candidates[difference <= limit]
+            pairs.append(np.column_stack([np.full(len(copies), picture), copies]))
     return np.concatenate(pairs)
 
 

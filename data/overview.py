@@ -3,7 +3,6 @@
 import html
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 import datasets
 from transformers import PreTrainedTokenizerBase
@@ -18,84 +17,62 @@ DOMINANT = 0.1
 CLASS_SIZE, CLASS_SHARE = 5, 0.9
 
 
-@dataclass(frozen=True)
-class Overview:
-    """What captions are like, and the scores that they allow. Captions that a tokenizer reads as the same tokens are
-    equal to every model: "alike".
+def look_at(
+    train: datasets.Dataset, test: datasets.Dataset | None, tokenizer: PreTrainedTokenizerBase, advice: str = ""
+) -> list[str]:
+    """Sentences about captions that a person should know before the scores.
 
     Args:
-        pairs: captions of images in training, each with its image.
-        captions: different ones among them.
-        most_frequent, most_frequent_count: the caption of most pairs in training, and of how many.
-        are_classes: whether captions of training repeat as classes do.
-        entities: pairs in training whose caption has an HTML entity, such as &amp;.
-        max_length: tokens that the tokenizer reads of a caption.
-        cut: different captions, of training and test, that are longer.
-        alike: different captions, of training and test, that are alike to another one.
-        test_images: images in the test; 0 without one.
-        test_captions: different captions in the test.
-        unseen: those of them that no caption in training is alike to.
-        reworded: of the unseen, those that say the same as a caption in training (`data.texts.plain_words`).
-        best: the greatest recall at 1 by direction, `image_to_text` and `text_to_image`, in the test, or without one in
-            training.
-        by_memory: the same in the test for a model that knows only captions of training.
+        train, test: a column `caption`, a text or a list of texts an image. No two rows of the test have the same
+            image; those of training, where there is no test, count as images.
+        tokenizer: captions that it reads as the same tokens are equal to every model.
+        advice: on captions that are cut.
     """
-
-    pairs: int
-    captions: int
-    most_frequent: str
-    most_frequent_count: int
-    are_classes: bool
-    entities: int
-    max_length: int
-    cut: int
-    alike: int
-    test_images: int
-    test_captions: int
-    unseen: int
-    reworded: int
-    best: dict[str, float]
-    by_memory: dict[str, float]
-
-    def sentences(self, advice: str = "") -> list[str]:
-        """What a person should know before the scores.
-
-        Args:
-            advice: on captions that are cut.
-        """
-        share = self.most_frequent_count / self.pairs
-        both, memory = recalls(self.best), recalls(self.by_memory)
-        lines = [
-            f"Training has {self.pairs:,} pairs with {self.captions:,} different captions; the most frequent, "
-            f"{shortened(self.most_frequent)}, belongs to {self.most_frequent_count:,} ({share:.1%}).",
-        ]
-        if self.test_images:
-            lines += [
-                f"The test has {self.test_images:,} images with {self.test_captions:,} different captions, "
-                f"{self.unseen:,} of which training never sees.",
-            ]
-            if self.reworded:
-                lines.append(
-                    f"{self.reworded:,} of these are in training with other punctuation, quotes, case or HTML."
-                )
-        if not self.are_classes:
-            memory = f"; with the captions of training alone, {memory}" * bool(self.test_images)
-            lines.append(f"The greatest R@1 that these captions allow is {both}{memory}.")
-        if self.cut:
-            lines.append(f"{self.cut:,} captions are longer than {self.max_length} tokens, and are cut{advice}.")
-        if self.alike:
-            lines.append(
-                f"The tokenizer reads {self.alike:,} captions as it reads another one: they differ in case, spaces, "
-                "or behind the cut."
-            )
-        if self.entities:
-            lines.append(f"{self.entities:,} pairs have HTML in their caption, such as `&amp;`: write the character.")
-        if share > DOMINANT and self.captions > 1 and not self.are_classes:
-            lines.append(
-                f"A caption of {share:.0%} of the pairs tells them from others, but not from each other: caption them "
-                "one by one, or leave most of them out."
-            )
-        return lines
+    train_images = [present_captions(captions) for captions in train["caption"]]
+    test_images = [] if test is None else [present_captions(captions) for captions in test["caption"]]
+    pairs = [caption for captions in train_images for caption in captions]
+    counts, test_captions = Counter(pairs), {caption for captions in test_images for caption in captions}
+    captions = list(dict.fromkeys([*pairs, *(caption for captions in test_images for caption in captions)]))
+    texts = read_texts(tokenizer, captions)
+    key_of = dict(zip(captions, texts.digests, strict=True))
+    trained_keys = {key_of[caption] for caption in counts}
+    has_classes = len(pairs) == len(train_images) and are_classes(counts.values())
+    [(most_frequent, number)] = counts.most_common(1)
+    share = number / len(pairs)
+    lines = [
+        f"Training has {len(pairs):,} pairs with {len(counts):,} different captions; the most frequent, "
+        f"{shortened(most_frequent)}, belongs to {number:,} ({share:.1%})."
+    ]
+    if test_images:
+        unseen = [caption for caption in test_captions if key_of[caption] not in trained_keys]
+        lines.append(
+            f"The test has {len(test_images):,} images with {len(test_captions):,} different captions, "
+            f"{len(unseen):,} of which training never sees."
+        )
+        trained_words = set(map(plain_words, counts)) if unseen else set()
+        if reworded := sum(plain_words(caption) in trained_words for caption in unseen):
+            lines.append(f"{reworded:,} of these are in training with other punctuation, quotes, case or HTML.")
+    if not has_classes:
+        memory = recalls(ceilings(test_images, key_of, trained_keys)) if test_images else ""
+        memory = memory and f"; with the captions of training alone, {memory}"
+        best = recalls(ceilings(test_images or train_images, key_of))
+        lines.append(f"The greatest R@1 that these captions allow is {best}{memory}.")
+    if cut := sum(texts.is_cut):
+        lines.append(f"{cut:,} captions are longer than {texts.max_length} tokens, and are cut{advice}.")
+    key_counts = Counter(texts.digests)
+    if alike := sum(key_counts[key] > 1 for key in texts.digests):
+        lines.append(
+            f"The tokenizer reads {alike:,} captions as it reads another one: they differ in case, spaces, or behind "
+            "the cut."
+        )
+    if entities := sum((html.unescape(caption) != caption) * count for caption, count in counts.items()):
+        lines.append(f"{entities:,} pairs have HTML in their caption, such as `&amp;`: write the character.")
+    if share > DOMINANT and len(counts) > 1 and not has_classes:
+        lines.append(
+            f"A caption of {share:.0%} of the pairs tells them from others, but not from each other: caption them one "
+            "by one, or leave most of them out."
+        )
+    return lines
 
 
 def are_classes(sizes: Collection[int]) -> bool:
@@ -104,47 +81,9 @@ def are_classes(sizes: Collection[int]) -> bool:
     return len(large) > 1 and sum(large) >= CLASS_SHARE * sum(sizes)
 
 
-def recalls(of_ways: Mapping[str, float]) -> str:
+def recalls(by_way: Mapping[str, float]) -> str:
     """As "image→text 66.7% and text→image 75.0%"."""
-    return " and ".join(f"{way.replace('_to_', '→')} {value:.1%}" for way, value in of_ways.items())
-
-
-def look_at(train: datasets.Dataset, test: datasets.Dataset | None, tokenizer: PreTrainedTokenizerBase) -> Overview:
-    """What captions are like, as a tokenizer reads them.
-
-    Args:
-        train, test: a column `caption`, a text or a list of texts an image. No two rows of the test have the same
-            image; those of training, where there is no test, count as images.
-    """
-    of_rows = [present_captions(of_image) for of_image in train["caption"]]
-    of_train = [caption for of_image in of_rows for caption in of_image]
-    of_test = [] if test is None else [present_captions(of_image) for of_image in test["caption"]]
-    different = list(dict.fromkeys([*of_train, *(caption for of_image in of_test for caption in of_image)]))
-    read = read_texts(tokenizer, different)
-    key_of = dict(zip(different, read.digests, strict=True))
-    known = {key_of[caption] for caption in of_train}
-    texts = {caption for of_image in of_test for caption in of_image}
-    counts, with_key = Counter(of_train), Counter(read.digests)
-    unseen = [caption for caption in texts if key_of[caption] not in known]
-    words = set(map(plain_words, counts)) if unseen else set()
-    [(most_frequent, most_frequent_count)] = counts.most_common(1)
-    return Overview(
-        pairs=len(of_train),
-        captions=len(counts),
-        most_frequent=most_frequent,
-        most_frequent_count=most_frequent_count,
-        are_classes=len(of_train) == len(of_rows) and are_classes(counts.values()),
-        entities=sum((html.unescape(caption) != caption) * number for caption, number in counts.items()),
-        max_length=read.max_length,
-        cut=sum(read.is_cut),
-        alike=sum(with_key[key] > 1 for key in read.digests),
-        test_images=len(of_test),
-        test_captions=len(texts),
-        unseen=len(unseen),
-        reworded=sum(plain_words(caption) in words for caption in unseen),
-        best=ceilings(of_test or of_rows, key_of),
-        by_memory={} if test is None else ceilings(of_test, key_of, known),
-    )
+    return " and ".join(f"{way.replace('_to_', '→')} {value:.1%}" for way, value in by_way.items())
 
 
 def ceilings(
@@ -158,17 +97,19 @@ def ceilings(
         key_of: equal for captions that the model cannot tell apart.
         known: keys of the captions that the model has learned; None: it may know all.
     """
-    with_key: dict[bytes, set[str]] = defaultdict(set)
-    images_with_key: dict[bytes, Counter[int]] = defaultdict(Counter)
-    for image, of_image in enumerate(map(set, captions)):
-        for caption in of_image:
-            with_key[key_of[caption]].add(caption)
-            images_with_key[key_of[caption]][image] += 1  # captions of the key that the image has
-    known = with_key.keys() if known is None else known
-    named = sum(
-        any(with_key[key] <= set(of_image) for key in known & {*map(key_of.get, of_image)}) for of_image in captions
+    captions_of_key: dict[bytes, set[str]] = defaultdict(set)
+    images_of_key: dict[bytes, Counter[int]] = defaultdict(Counter)
+    for image, image_captions in enumerate(map(set, captions)):
+        for caption in image_captions:
+            captions_of_key[key_of[caption]].add(caption)
+            images_of_key[key_of[caption]][image] += 1  # captions of the key that the image has
+    known = captions_of_key.keys() if known is None else known
+    # An image finds a caption of its own if no other image has one of the same key
+    right_images = sum(
+        any(captions_of_key[key] <= set(image_captions) for key in known & set(map(key_of.get, image_captions)))
+        for image_captions in captions
     )
     # Captions of one key find the same image first: at best, the one that most of them are right for
-    found = sum(max(of_key.values()) for key, of_key in images_with_key.items() if key in known)
-    number = sum(map(len, with_key.values()))
-    return {"image_to_text": named / len(captions), "text_to_image": found / number}
+    right_captions = sum(max(images.values()) for key, images in images_of_key.items() if key in known)
+    number = sum(map(len, captions_of_key.values()))
+    return {"image_to_text": right_images / len(captions), "text_to_image": right_captions / number}

@@ -33,8 +33,8 @@ Rows = datasets.Dataset | datasets.IterableDataset
 
 
 def open_rows(arguments: DataArguments, captions: Iterable[str] = ()) -> Rows:
-    """The rows of any source but the worlds, with all their columns; of shards, with the image column and the
-    caption column, or these captions."""
+    """The rows of any source but a world, with all their columns; of shards, with the image column and the caption
+    column, or these captions."""
     with reading(arguments):
         columns = arguments.image_column, *(sorted(captions) or [arguments.caption_column])
         rows = _open(arguments, columns)
@@ -47,9 +47,9 @@ def open_rows(arguments: DataArguments, captions: Iterable[str] = ()) -> Rows:
 
 def first_rows(rows: Rows, number: int) -> Rows:
     """At most so many rows: `take` of datasets 5.0 fails where there are fewer."""
-    return (
-        rows.take(number) if isinstance(rows, datasets.IterableDataset) else rows.select(range(min(number, len(rows))))
-    )
+    if isinstance(rows, datasets.IterableDataset):
+        return rows.take(number)
+    return rows.select(range(min(number, len(rows))))
 
 
 def mapped(rows: Rows, function: Callable, is_kept: bool = False, **options: Any) -> Rows:
@@ -104,9 +104,9 @@ def _open(arguments: DataArguments, columns: Sequence[str]) -> Rows:
         by_split = _files_of_folder(arguments, builder) if is_folder else {split_names(split)[0]: matching(source)}
         return _open_files(builder, by_split, arguments, columns)
     elif is_folder:
-        rows = of_splits(open_folder(source), split, source)
+        rows = rows_of_splits(open_folder(source), split, source)
     elif is_table(source):
-        rows = of_splits(open_tables(matching(source), split), split, source)
+        rows = rows_of_splits(open_tables(matching(source), split), split, source)
     elif os.path.isfile(source):
         raise ValueError(
             f"{source} is a file that holds no pairs: name a folder, a dataset on the Hub, or files that end in "
@@ -144,7 +144,7 @@ def _open_files(
         # kept: any setting is in their key
         patterns = {name: [glob.escape(file) for file in files] for name, files in by_split.items()}
         stamps = datasets.fingerprint.Hasher.hash([file_stamp(file) for files in by_split.values() for file in files])
-        for file in chain(*by_split.values()) if builder == "parquet" else ():
+        for file in chain.from_iterable(by_split.values()) if builder == "parquet" else ():
             if "split" in pyarrow.parquet.read_schema(file).names:
                 _require_one_split(pyarrow.parquet.read_table(file, columns=["split"])["split"], file)
         return datasets.load_dataset(builder, data_files=patterns, description=stamps, split=split, streaming=streaming)
@@ -153,7 +153,7 @@ def _open_files(
     parts = {
         name: open_shards(files, columns, list(map(file_stamp, files)), streaming) for name, files in by_split.items()
     }
-    return parts[split] if split in parts else of_splits(parts, split, arguments.source)
+    return parts[split] if split in parts else rows_of_splits(parts, split, arguments.source)
 
 
 def matching(source: str) -> list[str]:
@@ -197,7 +197,7 @@ def builder_of(folder: str, image_column: str) -> str | None:
     return builder
 
 
-def of_splits(parts: Mapping[str, datasets.Dataset], split: str, source: str) -> datasets.Dataset:
+def rows_of_splits(parts: Mapping[str, datasets.Dataset], split: str, source: str) -> datasets.Dataset:
     """The rows of a split, of a slice as `train[:10%]`, or of several as `train+test`."""
     if not parts.keys() >= set(split_names(split)):
         raise NoSplit(source, split, parts)
@@ -255,21 +255,30 @@ def _of_readme(folder: str) -> dict[str, list[str]] | None:
     if name is None or "data_files" not in configs[name]:
         return None
     patterns = sanitize_patterns(configs[name]["data_files"])
-    found = {split: DataFilesList.from_patterns(of, base_path=glob.escape(folder)) for split, of in patterns.items()}
-    return {str(split): [os.path.relpath(file, folder) for file in files] for split, files in found.items()}
+    by_split = {
+        str(split): DataFilesList.from_patterns(names, base_path=glob.escape(folder))
+        for split, names in patterns.items()
+    }
+    return {split: [os.path.relpath(file, folder) for file in files] for split, files in by_split.items()}
 
 
 def _by_name(paths: Sequence[str]) -> dict[str, list[str]]:
     """The files of each split: by names as `train-00000-of-00002`, or else by words of folders, or else of files."""
-    names = [os.path.basename(path) for path in paths]
-    of_shards = [re.findall(r"^(\w+(?:\.\w+)*)-\d{5}-of-\d{5}\b", name) for name in names]
-    of_folders = [_splits_in(os.path.dirname(path)) for path in paths]
-    for found in (of_shards, of_folders, list(map(_splits_in, names))):
-        splits = {split for of_file in found for split in of_file}
+    for splits_in in (_shard_split, lambda path: _splits_in(os.path.dirname(path)), _splits_of_file):
+        splits_of = {path: splits_in(path) for path in paths}
+        splits = {split for path_splits in splits_of.values() for split in path_splits}
         if splits:
             ordered = sorted(splits, key=lambda split: (split != "train", split))
-            return {split: [path for path, of in zip(paths, found, strict=True) if split in of] for split in ordered}
+            return {split: [path for path in paths if split in splits_of[path]] for split in ordered}
     return {}
+
+
+def _shard_split(path: str) -> list[str]:
+    return re.findall(r"^(\w+(?:\.\w+)*)-\d{5}-of-\d{5}\b", os.path.basename(path))
+
+
+def _splits_of_file(path: str) -> set[str]:
+    return _splits_in(os.path.basename(path))
 
 
 def _splits_in(name: str) -> set[str]:
@@ -280,7 +289,7 @@ def _open_saved(arguments: DataArguments) -> datasets.Dataset:
     """A dataset of `save_to_disk`, which may know its split, or several by split."""
     rows = datasets.load_from_disk(arguments.source)
     if isinstance(rows, dict):
-        rows = of_splits(rows, arguments.split, arguments.source)
+        rows = rows_of_splits(rows, arguments.split, arguments.source)
     elif str(rows.split or arguments.split) != arguments.split or set("[+") & set(arguments.split):
         raise NoSplit(arguments.source, arguments.split, [rows.split or "a whole one"])
     if "split" in rows.column_names:

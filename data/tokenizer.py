@@ -110,16 +110,15 @@ class ReadTexts:
 
 
 def read_texts(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> ReadTexts:
-    read = ReadTexts(texts, tokenizer.model_max_length, [], [])
+    result, end = ReadTexts(texts, tokenizer.model_max_length, [], []), tokenizer.eos_token_id
     for start in range(0, len(texts), TEXTS_AT_ONCE):
         part = texts[start : start + TEXTS_AT_ONCE]
-        ids = tokenizer(part, verbose=False)["input_ids"]
-        is_cut = [len(of_text) > read.max_length for of_text in ids]
+        token_ids = tokenizer(part, verbose=False)["input_ids"]
+        is_cut = [len(ids) > result.max_length for ids in token_ids]
         if any(is_cut):
             shorter = iter(tokenizer(list(itertools.compress(part, is_cut)), truncation=True)["input_ids"])
-            ids = [next(shorter) if cut else of_text for of_text, cut in zip(ids, is_cut, strict=True)]
-        end = tokenizer.eos_token_id
-        ids = [of_text[: of_text.index(end) + 1] if end in of_text else of_text for of_text in ids]
-        read.digests.extend(hashlib.blake2b(json.dumps(of_text).encode(), digest_size=16).digest() for of_text in ids)
-        read.is_cut.extend(is_cut)
-    return read
+            token_ids = [next(shorter) if cut else ids for ids, cut in zip(token_ids, is_cut, strict=True)]
+        token_ids = [ids[: ids.index(end) + 1] if end in ids else ids for ids in token_ids]
+        result.digests.extend(hashlib.blake2b(json.dumps(ids).encode(), digest_size=16).digest() for ids in token_ids)
+        result.is_cut.extend(is_cut)
+    return result

@@ -148,7 +148,7 @@ class PairLoader:
             longer = "text_config.max_position_embeddings of its `initialize` stage lets the model read more"
         advice = f": a `captions` stage makes shorter ones of them, {longer}"
         if not self.arguments.streaming and not is_world(self.arguments.source):
-            lines = look_at(rows, None, self.processor.tokenizer).sentences(advice)
+            lines = look_at(rows, None, self.processor.tokenizer, advice)
             if len(rows) < len(self.rows):
                 lines.insert(0, f"Of {len(self.rows):,} pairs, these are {len(rows):,}.")
             print("\n".join(f"{name}: {line}" for line in lines))

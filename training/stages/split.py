@@ -130,6 +130,6 @@ class SplitStage(Stage):
                 f"test_split: {self.test_split} of {data.source} has one image, and needs two to choose from"
             )
         datasets.DatasetDict(train=train, test=test).save_to_disk(directory)
-        lines += look_at(train, test, tokenizer).sentences()
+        lines += look_at(train, test, tokenizer)
         write_text(directory / OVERVIEW, "\n".join(lines) + "\n")
         print("\n".join(f"{self.name}: {line}" for line in lines))
