@@ -1,15 +1,13 @@
 """`--import MODULE` of every command: classes of models of one's own."""
 
-import functools
 import importlib
 import os
 import sys
 from collections.abc import Sequence
 
 import modeling_clip_moe
-from clip_moe.engine.own_modules import code_of, watching
+from clip_moe.engine.own_modules import code_of_models, watching
 from modeling_clip_moe.loading import SparseMoEMixin
-from modeling_clip_moe.own_code import OWN_CLASSES
 
 OPTION = "--import"
 # What a process hands on to those that it starts
@@ -62,15 +60,4 @@ def import_models(module: str) -> None:
         raise ValueError(f"{OPTION} {module}: it has no subclass of a whole sparse model, such as CLIPMoEModel")
     for model in models:
         modeling_clip_moe.register_model(model)
-    own_code()
-
-
-def own_code() -> dict[str, str]:
-    """The modules of registered models of one's own, and what they import -> the digests of their files, as they were
-    when this was first asked for."""
-    return _code_of(*OWN_CLASSES)
-
-
-@functools.cache
-def _code_of(*models: type) -> dict[str, str]:
-    return code_of({model.__module__ for model in models})
+    code_of_models()

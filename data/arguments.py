@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, FiniteFloat, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, FiniteFloat, model_validator
 from pydantic.dataclasses import dataclass
 
 from clip_moe.data.worlds import MOVED, is_world, world
+from clip_moe.engine.settings import Reads, Source
 
 if TYPE_CHECKING:
     import numpy as np
@@ -16,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(config=ConfigDict(extra="forbid", defer_build=True), kw_only=True)
-class DataArguments:
+class DataArguments(Source):
     """Where the pairs are and how they are read."""
 
     # "icons", "names" or "symbols", the built-in worlds, or a world of your own, `package.module:OBJECT`; a hub name; a
@@ -92,17 +96,72 @@ class DataArguments:
             raise ValueError("skip goes neither with a world nor with streaming")
         return self
 
-    def first(self, number: int) -> DataArguments:
+    @property
+    def is_built_in(self) -> bool:
+        return is_world(self.source)
+
+    @property
+    def incidental(self) -> Collection[str]:
+        """How data are read ahead; but the workers of a stream settle its order."""
+        return ("prefetch_factor",) if self.streaming else ("num_workers", "prefetch_factor")
+
+    def take_seed(self, seed: int) -> None:
+        if self.is_built_in and self.seed is None:
+            self.seed = seed
+
+    def faults(self, output_dir: Path) -> Iterator[tuple[str, str | None]]:
+        from clip_moe.data.local_data import missing_data
+
+        if self.image_root is not None and not Path(self.image_root).is_dir():
+            yield "image_root", f"there is no folder {self.image_root}"
+        yield "source", missing_data(self.source)
+        if Path(self.source).is_dir() and output_dir.resolve().is_relative_to(Path(self.source).resolve()):
+            inside = f"{output_dir} lies inside {self.source}, all of whose files are the data: choose another output"
+            yield "source", inside
+
+    def identity(self) -> dict[str, Any] | None:
+        from clip_moe.data.identity import identity
+
+        return identity(self)
+
+    def first(self, number: int, skips: bool = True) -> DataArguments:
         """The first pairs alone; a stream stays as it is."""
         if self.streaming:
             return self
-        return replace(self, num_samples=min(number, self.num_samples or number))
+        skip = self.skip if skips else None
+        return replace(self, skip=skip, num_samples=min(number, self.num_samples or number))
+
+    def count(self, ratio: float = 1) -> float | None:
+        from clip_moe.data.sources import open_rows
+
+        if self.streaming:
+            return None
+        if self.is_built_in:
+            return self.num_samples
+        if ratio == 1:
+            return len(open_rows(self))
+        whole = len(open_rows(replace(self, skip=None, num_samples=None)))
+        return min(ratio * whole - (self.skip or 0), self.num_samples or math.inf)
 
     @property
     def taken_rows(self) -> slice:
         """The rows of a source that `skip` and `num_samples` leave."""
         start = self.skip or 0
         return slice(start, None if self.num_samples is None else start + self.num_samples)
+
+
+# The source may be a stage that makes a dataset
+Data = Annotated[DataArguments, Reads("captions", "mixture", "split", outside=False)]
+
+
+def require_numbered(data: DataArguments) -> DataArguments:
+    if data.streaming:
+        raise ValueError("streaming: a stream has no numbered samples and no length, which are needed: leave it out")
+    return data
+
+
+# Data with a length: labels and features belong to the numbers of their samples
+NumberedData = Annotated[Data, AfterValidator(require_numbered)]
 
 
 @dataclass(config=ConfigDict(extra="forbid", defer_build=True), kw_only=True)

@@ -3,17 +3,18 @@
 `identity` is that of a source that is not opened yet, `data_fingerprint` that of opened pairs in their order.
 """
 
+from __future__ import annotations
+
 import hashlib
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import datasets
 import pyarrow.parquet
 
 from clip_moe.data.annotations import open_tables
-from clip_moe.data.arguments import DataArguments
 from clip_moe.data.images import from_base64
 from clip_moe.data.local_data import BUILDERS, file_in, is_here, is_table, suffix_of
 from clip_moe.data.shards import MEMBER, file_of, read_member
@@ -23,6 +24,9 @@ from clip_moe.engine.digests import FILES_AT_ONCE, DigestCache, file_digests, fi
 from clip_moe.engine.files import files_in
 from clip_moe.engine.hub import hub_commit
 from clip_moe.engine.provenance import MANIFEST
+
+if TYPE_CHECKING:
+    from clip_moe.data.arguments import DataArguments
 
 # Errors about a fingerprint that is not that of the pairs say this
 OTHER_DATA = "another dataset, another order or other images of the same names"

@@ -1,5 +1,7 @@
 """Where pairs of images and captions lie, and their rows as they lie there."""
 
+from __future__ import annotations
+
 import glob
 import os
 import re
@@ -7,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import datasets
 import pyarrow
@@ -17,7 +19,6 @@ from datasets.utils.metadata import MetadataConfigs
 from huggingface_hub import DatasetCard
 
 from clip_moe.data.annotations import SPLIT_OF_NAME, NoSplit, open_tables
-from clip_moe.data.arguments import DataArguments
 from clip_moe.data.image_folders import METADATA, is_picture, open_folder, warn_of_unread
 from clip_moe.data.local_data import BUILDERS, TABLES, is_table, suffix_of, without_braces
 from clip_moe.data.shards import open_shards
@@ -25,6 +26,9 @@ from clip_moe.engine.digests import file_stamp
 from clip_moe.engine.files import files_in
 from clip_moe.engine.hub import hub_options
 from clip_moe.engine.messages import one_line
+
+if TYPE_CHECKING:
+    from clip_moe.data.arguments import DataArguments
 
 # Workers and processes that share rows in memory as a stream
 READERS = 64

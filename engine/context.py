@@ -1,32 +1,27 @@
-"""What the stages of one run share: processes, seed, data, and where stages lie. Importing it imports nothing heavy."""
+"""Shared by the stages of one run: processes, seed, and the folders of stages. Importing it imports nothing heavy."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clip_moe.data.arguments import DataArguments
-from clip_moe.data.worlds import is_world
 from clip_moe.engine.provenance import LOGS, MANIFEST
+from clip_moe.engine.settings import Source
 
 if TYPE_CHECKING:
-    import datasets
     from accelerate import Accelerator
     from accelerate.utils import DeepSpeedPlugin
-    from transformers import PreTrainedTokenizerBase
-
-    from clip_moe.training.duplicates import Duplicates
 
 
 @dataclass(frozen=True)
 class Context:
-    """What the stages of one run share.
+    """Shared by the stages of one run.
 
     Args:
         stages: names by which settings refer to stages, see `Recipe.stage_names`.
@@ -44,7 +39,7 @@ class Context:
     rehearses: bool = False
     # Bytes of samples that the running stage holds in memory, by kind
     held: dict[str, int] = field(default_factory=dict)
-    # The last pairs and the last duplicates that were asked for, by their keys: most stages of a recipe use the same
+    # See `kept`: kind -> key and thing
     _last: dict[str, tuple[str, Any]] = field(default_factory=dict)
     # Identities of the data of the stage that runs: data may change between two stages
     _identities: dict[str, dict[str, Any] | None] = field(default_factory=dict)
@@ -57,64 +52,35 @@ class Context:
         """Whether what a setting names is no stage, or one that has finished."""
         return reference not in self.stages or (self.output_dir / reference / MANIFEST).is_file()
 
-    def resolve(self, arguments: DataArguments) -> DataArguments:
-        """With the folder as the source where that is a stage."""
-        return dataclasses.replace(arguments, source=self.folder(arguments.source))
+    def resolve(self, source: Source) -> Source:
+        """Samples with the folder as their source where that is a stage."""
+        return source if source.is_built_in else dataclasses.replace(source, source=self.folder(source.source))
 
-    def pairs(self, arguments: DataArguments, images: bool = True) -> datasets.Dataset | datasets.IterableDataset:
-        """See `data.pairs.load_pairs`; the source may be a captions stage. Every process has to ask."""
-        from clip_moe.data.pairs import load_pairs
-
-        arguments = self.resolve(arguments)
-        key = f"{arguments} {self.identity(arguments)} {images}"
-        rows = self._kept("pairs", key, lambda: load_pairs(arguments, images))
-        if is_world(arguments.source):  # others are mapped from files
-            self.held["drawn"] = rows.data.nbytes
-        return rows
-
-    def readable(self, rows: datasets.Dataset, arguments: DataArguments) -> datasets.Dataset:
-        """The pairs with a readable image, of pairs that were loaded without images. Every process has to ask."""
-        from clip_moe.data.readable import readable_pairs
-
-        if is_world(arguments.source):
-            return rows
-        with self._main_process_first():
-            return readable_pairs(rows, arguments)[0]
-
-    def data_fingerprint(self, rows: datasets.Dataset, images: bool = True) -> str:
-        """See `data.identity.data_fingerprint`. Every process has to ask, as one reads while the others wait."""
-        from clip_moe.data.identity import data_fingerprint
-
-        with self._main_process_first():
-            return data_fingerprint(rows, images)
-
-    def duplicates(self, rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase) -> Duplicates:
-        """See `training.duplicates.Duplicates.of`. Every process has to ask, as one reads while the others wait."""
-        from datasets.fingerprint import Hasher
-
-        from clip_moe.data.identity import named_files_stamp
-        from clip_moe.training.duplicates import Duplicates
-
-        key = Hasher.hash(
-            [rows._fingerprint, rows.column_names, named_files_stamp(rows) if "image" in rows.column_names else ""]
-            + [sorted(tokenizer.get_vocab().items()), tokenizer.model_max_length]
-        )
-        return self._kept("duplicates", key, lambda: Duplicates.of(rows, tokenizer))
-
-    def identity(self, arguments: DataArguments) -> dict[str, Any] | None:
-        """See `data.identity.identity`. Every process has to ask."""
-        from clip_moe.data.identity import identity
-
-        arguments = self.resolve(arguments)
-        key = str(arguments)
+    def identity(self, source: Source) -> dict[str, Any] | None:
+        """`Source.identity`, computed once for a stage. Every process has to ask."""
+        source = self.resolve(source)
+        key = str(source)
         if key not in self._identities:
-            with self._main_process_first():
-                self._identities[key] = identity(arguments)
+            with self.main_process_first():
+                self._identities[key] = source.identity()
         return self._identities[key]
 
     def forget_identities(self) -> None:
         """Data may have changed since they were looked at."""
         self._identities.clear()
+
+    def kept(self, kind: str, key: str, make: Callable[[], Any]) -> Any:
+        """The last thing of a kind, or a new one where that had another key: most stages of a recipe use the same.
+        Every process has to ask."""
+        if kind not in self._last or self._last[kind][0] != key:
+            self._last.pop(kind, None)  # before there are two in memory
+            with self.main_process_first():
+                self._last[kind] = key, make()
+        return self._last[kind][1]
+
+    def main_process_first(self) -> AbstractContextManager:
+        """The main process fills the caches that the others read."""
+        return nullcontext() if self.alone else self.accelerator.main_process_first()
 
     def without_others(self) -> Context:
         """A copy for the main process while the others wait. Its caches are its own: the others have not read yet."""
@@ -123,18 +89,6 @@ class Context:
     def new_accelerator(self) -> Accelerator:
         """Another `Accelerator` of the same processes: what was prepared with one enters its checkpoints."""
         return make_accelerator(self.output_dir, self.mixed_precision, self.trackers)
-
-    def _kept(self, what: str, key: str, make: Callable[[], Any]) -> Any:
-        """What was asked for last, or is made now."""
-        if what not in self._last or self._last[what][0] != key:
-            self._last.pop(what, None)  # before there are two in memory
-            with self._main_process_first():
-                self._last[what] = key, make()
-        return self._last[what][1]
-
-    def _main_process_first(self):
-        """The main process fills the caches that the others read."""
-        return nullcontext() if self.alone else self.accelerator.main_process_first()
 
 
 def choose_precision(mixed_precision: str | None) -> str | None:

@@ -75,6 +75,17 @@ def code_of(modules: Iterable[str]) -> dict[str, str]:
     return {name: file_digest(files[name]) for name in sorted(files)}
 
 
+def code_of_models() -> dict[str, str]:
+    """`code_of` the modules whose models a user has registered, as they were when this was first asked for."""
+    own = sys.modules.get("modeling_clip_moe.own_code")  # where it was never imported, nothing is registered
+    return _code_of_models(tuple(dict.fromkeys(model.__module__ for model in own.OWN_CLASSES)) if own else ())
+
+
+@functools.cache
+def _code_of_models(modules: tuple[str, ...]) -> dict[str, str]:
+    return code_of(modules)
+
+
 def imported_files(modules: Iterable[str]) -> dict[str, Path]:
     """Module -> file, for these modules and all of the user's own that they import, directly or not. A module of an
     installed package has its file alone. Nothing is imported: stages import heavy packages late."""

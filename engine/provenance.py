@@ -27,6 +27,7 @@ from clip_moe.engine.outcome import Training
 MANIFEST, RECIPE = "manifest.json", "recipe.yaml"
 LOG = "log.jsonl"  # of a stage that trains
 ANSWER = "answer.json"  # of a stage that compares models: its verdict, and which to use
+OVERVIEW = "overview.txt"  # of a stage that splits data: a sentence a line
 CHECKPOINTS = "checkpoints"  # its folder of these, until it has finished
 LOGS = "logs"  # the folder of the trackers
 

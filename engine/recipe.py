@@ -25,17 +25,14 @@ from pydantic import (
 from pydantic.dataclasses import dataclass
 from typing_extensions import TypedDict
 
-from clip_moe.data.arguments import DataArguments
-from clip_moe.data.worlds import is_world
 from clip_moe.engine.files import read_text
 from clip_moe.engine.kinds import FORMER, KINDS, stage_of_kind
 from clip_moe.engine.messages import Faults, did_you_mean, fault_text, fault_value, one_line, suggestion
 from clip_moe.engine.provenance import LOGS
 from clip_moe.engine.setting_help import settings_within, spelled
-from clip_moe.engine.settings import STRICT
+from clip_moe.engine.settings import STRICT, Settings
 from clip_moe.engine.stage import Stage, each_setting, kinds, references
 from clip_moe.engine.yaml_files import read_yaml
-from clip_moe.training.train_settings import MeasuredTasks
 
 
 class RecipeError(Faults):
@@ -123,10 +120,8 @@ class Recipe:
     def _hand_on_seed(self):
         for stage in self.stages:
             for _, value in [("", stage), *each_setting(stage)]:
-                if isinstance(value, DataArguments) and is_world(value.source) and value.seed is None:
-                    value.seed = self.seed
-                if isinstance(value, MeasuredTasks) and value.test_seed is None:
-                    value.test_seed = self.seed
+                if isinstance(value, Settings):
+                    value.take_seed(self.seed)
         return self
 
     @model_validator(mode="after")
@@ -134,6 +129,9 @@ class Recipe:
         unknown = sorted(set(self.push_to_hub) - {stage.name for stage in self.stages})
         if unknown:
             raise ValueError(f"push_to_hub names stages that the recipe does not have: {', '.join(unknown)}")
+        for stage in self.stages:
+            if stage.name in self.push_to_hub and "model" not in kinds(type(stage)):
+                raise ValueError(f"push_to_hub: {stage.name} makes no model")
         return self
 
 

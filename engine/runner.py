@@ -8,7 +8,6 @@ with an error.
 
 import functools
 import gc
-import json
 import os
 import shutil
 import time
@@ -24,20 +23,14 @@ from accelerate.utils import set_seed
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
-from clip_moe.conversion import publish
-from clip_moe.conversion.checkpoints import load_config
-from clip_moe.conversion.own_classes import own_code
-from clip_moe.conversion.verification import require_loadable
-from clip_moe.engine.checks import comparable, require_sound
+from clip_moe.engine.checks import require_sound
 from clip_moe.engine.context import Context, make_accelerator
-from clip_moe.engine.files import locked, read_log, read_text, refuse_to_overwrite, respect_umask, write_text
+from clip_moe.engine.files import locked, read_text, refuse_to_overwrite, respect_umask, write_text
 from clip_moe.engine.local_names import paths_here
-from clip_moe.engine.outcome import Training
-from clip_moe.engine.own_modules import found_again, reached_code, watching
+from clip_moe.engine.own_modules import code_of_models, found_again, reached_code, watching
 from clip_moe.engine.own_stage import own_stage
 from clip_moe.engine.provenance import (
     CHECKPOINTS,
-    LOG,
     MANIFEST,
     RECIPE,
     Attempt,
@@ -46,7 +39,6 @@ from clip_moe.engine.provenance import (
     environment,
     has_work,
     input_fingerprint,
-    weights_fingerprint,
 )
 from clip_moe.engine.recipe import Recipe, wanted_stages
 from clip_moe.engine.settings import dump
@@ -82,8 +74,10 @@ def run_recipe(recipe: Recipe, only: Iterable[str] | None = None, experts: Itera
             with stage_errors(stage):
                 runner.run_stage(stage)
         if is_main and only is None and experts is None:
-            for name, repository in recipe.push_to_hub.items():
-                print(f"{name} is at {publish.publish(output_dir / name, repository)}")
+            for stage in recipe.stages:
+                if stage.name in recipe.push_to_hub:
+                    address = stage.publish(output_dir / stage.name, recipe.push_to_hub[stage.name])
+                    print(f"{stage.name} is at {address}")
     _end(runner)
     return output_dir
 
@@ -105,22 +99,15 @@ def _end(runner: "Runner") -> None:
     runner.context.accelerator.end_training()
 
 
-def loading_hint(recipe: Recipe, only: Collection[str] | None = None) -> str | None:
-    """How to load the last model that the stages `only` of a recipe have made; None: there is none."""
-    models = [stage.name for stage in recipe.stages if stage.makes_model and (only is None or stage.name in only)]
-    finished = [folder for name in models if (folder := Path(recipe.output_dir) / name).is_dir()]
-    if not finished:
-        return None
-    config = load_config(finished[-1])
-    auto = "AutoModelForImageTextToText" if config.model_type == "llava" else "AutoModel"
-    module = type(config).__module__  # of a model of one's own, what --import named
-    module = "modeling_clip_moe" if module.startswith(("modeling_clip_moe.", "transformers.")) else module
-    return (
-        "\nLoad the model with\n\n"
-        f"    import {module}\n"
-        f"    from transformers import {auto}\n"
-        f'    model = {auto}.from_pretrained("{finished[-1]}")\n'
-    )
+def usage_hint(recipe: Recipe, only: Collection[str] | None = None) -> str | None:
+    """How to use the last model that the stages `only` of a recipe have made; None: there is none."""
+    output_dir = Path(recipe.output_dir)
+    for stage in reversed(recipe.stages):
+        if (only is None or stage.name in only) and (output_dir / stage.name).is_dir():
+            hint = stage.usage(output_dir / stage.name)
+            if hint is not None:
+                return hint
+    return None
 
 
 @contextmanager
@@ -221,7 +208,7 @@ class Runner:
         accelerator.wait_for_everyone()
         attempt.seconds = round(time.perf_counter() - started, 1)
         if accelerator.is_main_process:
-            record.training = _training(stage, partial / LOG)
+            record.training = stage.training(partial)
             _finish(stage, record, partial, final)
             if record.training is not None:
                 say(f"{stage.name}: {record.training}")
@@ -244,21 +231,22 @@ class Runner:
         is_done = (final / MANIFEST).is_file()
         if not is_done:
             refuse_to_overwrite(final)
-        context, data = self.context, getattr(stage, "data", None)
-        inputs, read = resolve(stage, context), references(stage)
+        context, data = self.context, stage.source
+        inputs = resolve(stage, context)
         own = own_stage(type(stage))
         record = Record(
-            stage=comparable(dump(stage)),
+            stage=stage.compared(),
             seed=context.seed,
             mixed_precision=context.accelerator.mixed_precision,
             local=self._local,
-            code=own_code() | own.get("code", {}),
+            code=code_of_models() | own.get("code", {}),
             own=own.get("own"),
         )
         if not settings_alone:
-            names = dict.fromkeys(value for _, value, reads in read if reads.outside or value in context.stages)
-            there = filter(context.is_there, names)
-            record.inputs = {name: input_fingerprint(context.folder(name)) for name in there}
+            for reference in references(stage):
+                name = reference.value
+                if (reference.reads.outside or name in context.stages) and context.is_there(name):
+                    record.inputs[name] = input_fingerprint(context.folder(name))
             record.inputs |= stage.fingerprints(inputs)
             if data is not None and context.is_there(data.source):
                 record.data = context.identity(data)
@@ -278,25 +266,14 @@ class Runner:
         now = stage.fingerprints(inputs)
         changed = [key for key in now.keys() & record.inputs if now[key] != record.inputs[key]]
         self.context.forget_identities()
-        if record.data and "commit" not in record.data and self.context.identity(stage.data) not in (None, record.data):
-            changed.append(stage.data.source)
+        if record.data and "commit" not in record.data:
+            if self.context.identity(stage.source) not in (None, record.data):
+                changed.append(stage.source.source)
         if changed:
             raise ValueError(
                 f"{changed[0]} changed while the stage read it: put back what was there, or delete {partial}, and run "
                 "it again"
             )
-
-
-def _training(stage: Stage, log: Path) -> Training | None:
-    """The losses in a stage's log, whose last line then has their outcome, if there is one."""
-    if not log.is_file():
-        return None
-    batch_size = stage.global_batch_size // stage.gradient_accumulation_steps
-    training = Training.of_log(read_log(log), batch_size)
-    if training is not None and training.outcome:
-        with log.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": training.steps, "outcome": training.outcome}) + "\n")
-    return training
 
 
 def _require_no_others(output_dir: Path, stages: Collection[str]) -> None:
@@ -333,12 +310,9 @@ def _report_of(folder: Path) -> str:
 
 def _finish(stage: Stage, record: Record, partial: Path, final: Path) -> None:
     """Give the folder of a stage that has run its name."""
-    if stage.makes_model:
-        require_loadable(partial)
     for leftover in partial.rglob("*.partial"):  # of attempts that were killed
         shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-    if stage.makes_model:
-        record.weights = weights_fingerprint(str(partial))
+    record.weights = stage.complete(partial)
     record.write(partial)
     respect_umask(partial)
     os.replace(partial, final)

@@ -1,7 +1,10 @@
-"""What all settings have in common: unknown keys are errors, and what they read is part of their type."""
+"""Settings of stages: unknown keys are errors, and what a setting reads is part of its type."""
 
-from collections.abc import Iterable
-from typing import Any
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
 from pydantic import ConfigDict, TypeAdapter
 
@@ -22,6 +25,64 @@ class Reads:
 
     def __repr__(self) -> str:
         return " or ".join(self.kinds)
+
+
+class Settings:
+    """A class of settings: a stage, or a group within one. It answers what a run asks of all settings alike."""
+
+    # Settings that do not change what is computed: how often something is saved, how data are read ahead
+    incidental: ClassVar[Collection[str]] = ()
+
+    def take_seed(self, seed: int) -> None:
+        """Take the recipe's seed, where it has none of its own."""
+
+    def faults(self, output_dir: Path) -> Iterator[tuple[str, str | None]]:
+        """Settings with what is wrong with them, as far as local folders tell; None: nothing.
+
+        Args:
+            output_dir: the run's.
+        """
+        yield from ()
+
+    def compared(self) -> dict[str, Any]:
+        """Settings that change what is computed, as a record holds them."""
+        settings = dump(self)
+        for name, value in vars(self).items():
+            if name in self.incidental:
+                del settings[name]
+            elif isinstance(value, Settings):
+                settings[name] = value.compared()
+            elif isinstance(value, list) and value and isinstance(value[0], Settings):
+                settings[name] = [part.compared() for part in value]
+        return settings
+
+
+class Source(Settings):
+    """Settings of samples that a stage reads. `source` names a stage, a folder or a Hub dataset."""
+
+    source: str
+
+    @property
+    def is_built_in(self) -> bool:
+        """Whether the samples are drawn, so that `source` names nothing that is read."""
+        return False
+
+    def identity(self) -> dict[str, Any] | None:
+        """The samples by name and content, for the record of a stage; None: the settings tell all, or it is not known.
+        A `commit` is the Hub's."""
+        raise NotImplementedError
+
+    def first(self, number: int, skips: bool = True) -> Self:
+        """The first samples alone.
+
+        Args:
+            skips: whether those that the settings skip are there to be skipped.
+        """
+        raise NotImplementedError
+
+    def count(self, ratio: float = 1) -> float | None:
+        """The number of samples if its source had `ratio` times as many; None: not known."""
+        raise NotImplementedError
 
 
 def dump(settings: Any) -> dict[str, Any]:

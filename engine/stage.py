@@ -8,12 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator
 from pydantic.dataclasses import dataclass
 
-from clip_moe.data.arguments import DataArguments
 from clip_moe.engine.context import Context
-from clip_moe.engine.settings import STRICT, Reads
+from clip_moe.engine.outcome import Training
+from clip_moe.engine.settings import STRICT, Reads, Settings, Source
 
 
 class Trained(typing.NamedTuple):
@@ -29,8 +28,28 @@ class Trained(typing.NamedTuple):
     duplicates: dict[str, float]
 
 
+class Cost(typing.NamedTuple):
+    """An estimate of a stage; None: not known.
+
+    Args:
+        seconds: all of it.
+        step: seconds of a step, where it takes any.
+        steps: how many.
+        disk: bytes of its folder.
+    """
+
+    seconds: float | None = None
+    step: float | None = None
+    steps: int | None = None
+    disk: int | None = None
+
+
+# Endings of files that hold rows, in folders that are no model
+ROWS = (".npy", ".arrow", ".safetensors", ".parquet", ".jsonl")
+
+
 @dataclass(config=STRICT, kw_only=True)
-class Stage:
+class Stage(Settings):
     """One stage of a recipe: it reads folders and writes one folder of its own.
 
     A kind of stage is a subclass. Its fields are its settings, and the comment above a field is its help. One that
@@ -40,8 +59,6 @@ class Stage:
 
     # What a recipe calls it: `stage: KIND`
     kind: ClassVar[str] = ""
-    # Whether its folder is a model, which other stages may read as one
-    makes_model: ClassVar[bool] = False
     # Whether `run` is for the main process alone, while the others wait
     main_process_only: ClassVar[bool] = False
     # Whether its folder has a row for each pair of its data, so that what reads it needs the same pairs
@@ -67,37 +84,80 @@ class Stage:
         """
         raise NotImplementedError(f"{type(self).__name__} has no run")
 
-    def rehearsed(self, num_samples: int) -> typing.Self:
-        """The same stage with small numbers, for `engine.rehearsal`: of its data, the first `num_samples` pairs."""
-        few = {field.name: _few(getattr(self, field.name), num_samples) for field in dataclasses.fields(self)}
-        return dataclasses.replace(self, **{name: value for name, value in few.items() if value is not None})
-
     def fingerprints(self, inputs: SimpleNamespace) -> dict[str, str]:
         """Hashes of inputs that no setting with `Reads` names. If one changes, the finished folder is refused."""
         return {}
 
+    @property
+    def least_samples(self) -> int:
+        """The number of samples that a rehearsal needs at least."""
+        return 0
+
+    def rehearsed(self, num_samples: int) -> typing.Self:
+        """The same stage with small numbers: by default, with the first samples of all that it reads."""
+        few = {name: _few(value, num_samples) for name, value in vars(self).items()}
+        return dataclasses.replace(self, **{name: value for name, value in few.items() if value is not None})
+
+    def with_batch(self, batch_size: int, num_processes: int) -> typing.Self:
+        """The same stage with so many samples in the batch of a process, if it has batches."""
+        return self
+
+    def cost(self, rehearsed: typing.Self, directory: Path, seconds: float, disk: int, ratio: float | None) -> Cost:
+        """Estimate the stage from its rehearsal: by default, all grows with the samples.
+
+        Args:
+            rehearsed: what `rehearsed` returned.
+            directory: what it wrote.
+            seconds: what it took.
+            disk: bytes of its folder when it ended, checkpoints included.
+            ratio: how many times more samples the stage reads; None: not known.
+        """
+        data = {} if self.source is None else {"data": self.source}
+        if ratio is None or dataclasses.replace(rehearsed, **data) != self:
+            return Cost()
+        return Cost(seconds=seconds * ratio, disk=_disk(directory, ratio))
+
+    def complete(self, directory: Path) -> str | None:
+        """Check what `run` wrote, on the main process.
+
+        Returns:
+            The digest of the model in the folder; None: it is no model.
+        """
+        return None
+
+    def usage(self, directory: Path) -> str | None:
+        """How to use what the folder holds, for the end of a run; None: it needs no word."""
+        return None
+
+    def publish(self, directory: Path, repository: str) -> str:
+        """Upload the folder to the Hub, and return its address."""
+        raise ValueError(f"push_to_hub: {self.name} makes no model")
+
+    def training(self, directory: Path) -> Training | None:
+        """The losses that `run` logged; None: it does not train, or they have no chance to compare with."""
+        return None
+
+    @property
+    def source(self) -> Source | None:
+        """The samples that it reads, its setting `data`; None: it has none."""
+        return vars(self).get("data")
+
 
 def _few(value: Any, num_samples: int) -> Any:
-    """Settings of data, or several, cut to their first pairs; None: it is something else."""
-    if isinstance(value, list) and value and isinstance(value[0], DataArguments):
-        return [_few(one, num_samples) for one in value]
-    return value.first(num_samples) if isinstance(value, DataArguments) else None
+    """Settings of samples, or several, cut to the first ones; None: it is something else."""
+    if isinstance(value, list) and value and isinstance(value[0], Source):
+        return [source.first(num_samples) for source in value]
+    return value.first(num_samples) if isinstance(value, Source) else None
+
+
+def _disk(directory: Path, ratio: float) -> int:
+    """Bytes of the folder with `ratio` times as many samples; only files with rows grow."""
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    return round(sum(path.stat().st_size * (ratio if path.suffix in ROWS else 1) for path in files))
 
 
 # An earlier stage, a folder or a hub name
 Model = Annotated[str, Reads("model")]
-# The source may be a stage that makes a dataset
-Data = Annotated[DataArguments, Reads("captions", "mixture", "split", outside=False)]
-
-
-def require_numbered(data: DataArguments) -> DataArguments:
-    if data.streaming:
-        raise ValueError("streaming: a stream has no numbered samples and no length, which are needed: leave it out")
-    return data
-
-
-# Data with a length: labels and features belong to the numbers of their samples
-NumberedData = Annotated[Data, AfterValidator(require_numbered)]
 
 
 class Reference(typing.NamedTuple):
@@ -105,12 +165,13 @@ class Reference(typing.NamedTuple):
 
     Args:
         setting: its name; where it holds several, with the position or key.
-        value: what it names: a stage, a folder or a hub name.
+        value: a stage, a folder or a hub name, or samples that are built in.
     """
 
     setting: str
     value: str
     reads: Reads
+    is_built_in: bool = False
 
 
 @contextmanager
@@ -129,8 +190,8 @@ def references(stage: Stage) -> list[Reference]:
     found = []
     for setting, reads in _reading_settings(type(stage)):
         for key, value in _each_value(setting, getattr(stage, setting)):
-            if isinstance(value, DataArguments):
-                found.append(Reference(f"{key}.source", value.source, reads))
+            if isinstance(value, Source):
+                found.append(Reference(f"{key}.source", value.source, reads, value.is_built_in))
             elif isinstance(value, str) and value not in reads.literals:
                 found.append(Reference(key, value, reads))
     return found
@@ -159,7 +220,7 @@ def resolve(stage: Stage, context: Context) -> SimpleNamespace:
             return {key: look_up(item, reads) for key, item in value.items()}
         if isinstance(value, list):
             return [look_up(item, reads) for item in value]
-        if isinstance(value, DataArguments):
+        if isinstance(value, Source):
             return context.resolve(value)
         return context.folder(value) if isinstance(value, str) and value not in reads.literals else value
 
@@ -168,9 +229,9 @@ def resolve(stage: Stage, context: Context) -> SimpleNamespace:
 
 
 def kinds(stage: type[Stage]) -> list[str]:
-    """What a class of stages is, the most general first: with those that it is a subclass of, and "model"."""
+    """The kinds of a class of stages, the most general first: with those that it is a subclass of, such as "model"."""
     names = [vars(parent).get("kind") for parent in reversed(stage.__mro__)]
-    return [kind for kind in names if kind] + (["model"] if stage.makes_model else [])
+    return [kind for kind in names if kind]
 
 
 def _reading_settings(stage: type[Stage]) -> Iterator[tuple[str, Reads]]:

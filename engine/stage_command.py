@@ -25,10 +25,10 @@ def run_command(kind: str, arguments: Sequence[str]) -> str | None:
         from clip_moe.engine.rehearsal import rehearse
 
         return rehearse(recipe, recipe.stages, **rehearsal)
-    from clip_moe.engine.runner import loading_hint, run_alone
+    from clip_moe.engine.runner import run_alone, usage_hint
 
     run_alone(recipe)
-    return loading_hint(recipe)
+    return usage_hint(recipe)
 
 
 def read_command(kind: str, arguments: Sequence[str]) -> tuple[Recipe, dict[str, Any] | None]:

@@ -18,10 +18,10 @@ from transformers import BatchFeature, CLIPModel, PreTrainedModel, PreTrainedTok
 import modeling_clip_moe
 from clip_moe.conversion import checkpoints, processors
 from clip_moe.conversion.checkpoints import load_clip
-from clip_moe.conversion.own_classes import own_code
 from clip_moe.conversion.processors import load_processor
 from clip_moe.data import images, preparation, shards, tokenizer
 from clip_moe.engine.digests import file_digests, value_digest
+from clip_moe.engine.own_modules import code_of_models
 from clip_moe.engine.provenance import PROCESSOR, WEIGHTS, environment, model_fingerprint
 from clip_moe.evaluation import batches as reading
 from clip_moe.evaluation.batches import Batches, ImageBatches, TextBatches, read_batches
@@ -218,4 +218,4 @@ def code_digest() -> str:
     model_code = sorted(Path(modeling_clip_moe.__file__).parent.glob("*.py"))
     read_by = reading, images, preparation, shards, tokenizer, processors, checkpoints
     files = [*model_code, Path(__file__), *(Path(module.__file__) for module in read_by)]
-    return value_digest([file_digests(files), own_code()])
+    return value_digest([file_digests(files), code_of_models()])

@@ -9,9 +9,9 @@ from accelerate import PartialState
 from accelerate.utils import set_seed
 
 from clip_moe.conversion.checkpoints import model_configs
-from clip_moe.conversion.own_classes import own_code
 from clip_moe.engine.files import output_folder
 from clip_moe.engine.local_names import paths_here
+from clip_moe.engine.own_modules import code_of_models
 from clip_moe.engine.provenance import environment, weights_fingerprint
 from clip_moe.evaluation.embedder import usable_device
 from clip_moe.evaluation.ensemble import open_model
@@ -55,7 +55,7 @@ def evaluate_model(
     of_model = {
         "source": str(model),
         "weights": weights_fingerprint(model),
-        "code": own_code(),
+        "code": code_of_models(),
         "dtype": str(dtype).removeprefix("torch."),
         "device": device.type,
         "batch_size": batch_size,

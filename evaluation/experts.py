@@ -11,10 +11,10 @@ from datasets import Dataset
 from transformers import CLIPConfig
 
 from clip_moe.conversion.dense import force_expert
-from clip_moe.conversion.own_classes import own_code
 from clip_moe.conversion.presets import TOWERS
 from clip_moe.conversion.upcycle import counted_as_one
 from clip_moe.data.images import decode_image
+from clip_moe.engine.own_modules import code_of_models
 from clip_moe.engine.provenance import environment, weights_fingerprint
 from clip_moe.evaluation.embedder import Embedder, usable_device
 from clip_moe.evaluation.expert_summary import EXPERT, MEAN, ROUTED, agreement, summarize
@@ -201,7 +201,7 @@ def analyze_experts(
             if config.capacity_factor is not None
         },
         "words": words,
-        "code": own_code(),
+        "code": code_of_models(),
         **environment(),
     }
     title = f"% of the tokens computed by each expert: {', '.join(tasks)}"

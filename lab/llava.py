@@ -35,8 +35,9 @@ from transformers import (
 
 from clip_moe.conversion.checkpoints import load_clip, load_config, load_model, load_weights
 from clip_moe.conversion.llava import expected_outputs, load_tower, verify, warn_without_experts
+from clip_moe.conversion.model_stage import ModelStage
 from clip_moe.conversion.processors import load_image_processor, load_processor, load_tokenizer
-from clip_moe.data.arguments import DataArguments
+from clip_moe.data.arguments import DataArguments, NumberedData
 from clip_moe.data.images import decode_image
 from clip_moe.data.preparation import Preparation
 from clip_moe.data.workers import errors_of_workers, worker_options
@@ -45,7 +46,7 @@ from clip_moe.engine.context import Context
 from clip_moe.engine.files import save
 from clip_moe.engine.messages import join_names, suggestion
 from clip_moe.engine.settings import STRICT
-from clip_moe.engine.stage import Model, NumberedData, Stage
+from clip_moe.engine.stage import Model
 from clip_moe.training.losses import all_reduce_sum
 from clip_moe.training.optimizers import set_trainable
 from clip_moe.training.samplers import GlobalBatchSampler, Share
@@ -78,11 +79,10 @@ CHAT_TEMPLATE = (
 
 
 @dataclass(config=STRICT, kw_only=True)
-class LlavaStage(Stage):
+class LlavaStage(ModelStage):
     """A LLaVA of a vision tower and a language model, with a new projector between them, and its processor."""
 
     kind: ClassVar[str] = "new_llava"
-    makes_model: ClassVar[bool] = True
     main_process_only: ClassVar[bool] = True
 
     # An earlier stage, a folder or a hub name: a CLIP, of which the vision tower is taken.

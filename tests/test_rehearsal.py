@@ -202,7 +202,7 @@ def test_what_reads_labels_that_are_there_reads_all_their_pairs(path, finished, 
     for name in ("dense", "pre", "features", "clusters"):
         (output_dir / name).symlink_to(finished / name)
     recipe = load_recipe(path)
-    assert measure_stages(recipe, wanted_stages(recipe, ["expert"], None))["expert"].steps == 1
+    assert measure_stages(recipe, wanted_stages(recipe, ["expert"], None))["expert"].cost.steps == 1
 
 
 @pytest.mark.slow
@@ -224,17 +224,17 @@ def test_a_rehearsal_measures_what_a_run_takes(tmp_path):
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tiny_recipe() | {"output_dir": str(tmp_path / "out")}))
     recipe = load_recipe(tmp_path / "recipe.yaml")
     measured = measure_stages(recipe, recipe.stages)
-    assert measured["tuned"].steps == 6 and measured["sparse"].step is None
-    assert measured["tuned"].whole == 6 * measured["tuned"].step
+    assert measured["tuned"].cost.steps == 6 and measured["sparse"].cost.step is None
+    assert measured["tuned"].cost.seconds == 6 * measured["tuned"].cost.step
     folder = run_recipe(recipe) / "tuned"
     seconds = 8 / read_log(folder)[-1]["images_per_second"]
-    assert 0.1 < measured["tuned"].step / seconds < 10
+    assert 0.1 < measured["tuned"].cost.step / seconds < 10
     weights = (folder / "model.safetensors").stat().st_size
-    assert 3 * weights < measured["tuned"].disk < 6 * weights  # with a checkpoint: weights and two moments
+    assert 3 * weights < measured["tuned"].cost.disk < 6 * weights  # with a checkpoint: weights and two moments
     assert measured["tuned"].memory > 4 * weights
     shutil.rmtree(folder)
     small = measure_stages(recipe, recipe.stages, 4)["tuned"]
-    assert (small.steps, small.whole) == (6, None) and small.step > 0
+    assert (small.cost.steps, small.cost.seconds) == (6, None) and small.cost.step > 0
 
 
 @pytest.mark.parametrize("batch_size", [0, -1, True, 2.0])
@@ -280,9 +280,9 @@ def test_steps_of_pairs_that_other_stages_cut_or_mix(tmp_path):
     ]
     recipe = Recipe(output_dir=str(tmp_path / "out"), stages=stages)
     measured = measure_stages(recipe, recipe.stages)
-    steps = {name: measured[name].steps for name in ("first", "last", "mix")}
+    steps = {name: measured[name].cost.steps for name in ("first", "last", "mix")}
     assert steps == {"first": 2 * (100 // 8), "last": 2 * (100 // 8), "mix": None}
-    assert measured["mixed"].disk is None and measured["mix"].whole is None
+    assert measured["mixed"].cost.disk is None and measured["mix"].cost.seconds is None
 
 
 def test_rows_and_time_grow_with_the_pairs_alone(tmp_path, finished, monkeypatch):
@@ -294,7 +294,7 @@ def test_rows_and_time_grow_with_the_pairs_alone(tmp_path, finished, monkeypatch
     clusters = {"name": "clusters", "stage": "cluster", "features": "features", "num_image_clusters": 64}
     recipe = Recipe(output_dir="out", stages=[features, clusters])
     measured = measure_stages(recipe, recipe.stages)
-    assert measured["features"].disk > 1000 * 2 * 16 * 4 and measured["clusters"].whole is None
+    assert measured["features"].cost.disk > 1000 * 2 * 16 * 4 and measured["clusters"].cost.seconds is None
     monkeypatch.setattr(rehearsal, "FEW", 8)
     read = {"model": finished / "pre", "clusters": finished / "clusters", "expert": 1, "data.source": "symbols"}
     settings = read | {"data.num_samples": 40, "num_epochs": 1, **STEPS}
@@ -327,6 +327,6 @@ def test_steps_are_those_of_the_pairs_that_a_split_leaves_to_train_on(tmp_path):
     tuned = {"name": "tuned", "stage": "train", "model": "dense", "data": {"source": "pairs"}, "num_epochs": 2}
     stages = [DENSE, split, tuned | {"global_batch_size": 8, "learning_rate": 1e-3}]
     recipe = Recipe(output_dir=str(tmp_path / "out"), stages=stages)
-    measured = measure_stages(recipe, recipe.stages)["tuned"].steps
+    measured = measure_stages(recipe, recipe.stages)["tuned"].cost.steps
     train = datasets.load_from_disk(str(run_recipe(recipe, ["dense", "pairs"]) / "pairs"))["train"]
     assert 256 < len(train) < 280 and measured == 2 * (len(train) // 8)

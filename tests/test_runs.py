@@ -12,11 +12,11 @@ from tiny_clip import error_of
 from tiny_runs import full_disk, recipe, recorded, same_weights, train, weights
 
 from clip_moe.data import symbols
-from clip_moe.engine.checks import comparable
+from clip_moe.data.arguments import DataArguments
 from clip_moe.engine.files import locked
 from clip_moe.engine.plan import plan
 from clip_moe.engine.provenance import CHECKPOINTS, Record
-from clip_moe.engine.recipe import load_recipe
+from clip_moe.engine.recipe import load_recipe, read_stage
 from clip_moe.engine.rehearsal import rehearse
 from clip_moe.engine.runner import Runner, run_recipe, stage_errors
 from clip_moe.training import commands
@@ -91,8 +91,9 @@ def test_a_model_that_was_changed_after_its_stage_is_not_read(write, tmp_path, c
 
 
 def test_models_may_be_called_as_settings_that_are_not_compared():
-    settings = {"models": {"evaluation": "a", "num_workers": "b"}, "num_workers": 2, "data": {"num_workers": 1}}
-    assert comparable(settings) == {"models": settings["models"], "data": {}}
+    models = {"evaluation": "a", "num_workers": "b"}
+    stage = read_stage({"stage": "evaluate", "name": "a", "models": models, "tasks": ["names_256"], "num_workers": 2})
+    assert stage.compared()["models"] == models and "num_workers" not in stage.compared()
 
 
 def test_a_kill_just_after_a_stage_has_its_name_changes_no_record(write, monkeypatch, capsys):
@@ -263,5 +264,5 @@ def test_a_gpu_that_is_full_is_one_line(write):
 
 def test_workers_of_a_stream_are_compared():
     """They settle its order."""
-    compared = [comparable({"data": {"streaming": streaming, "num_workers": 2}}) for streaming in (True, False)]
-    assert compared == [{"data": {"streaming": True, "num_workers": 2}}, {"data": {"streaming": False}}]
+    streamed, loaded = (DataArguments(source="a", streaming=streaming, num_workers=2) for streaming in (True, False))
+    assert streamed.compared()["num_workers"] == 2 and "num_workers" not in loaded.compared()

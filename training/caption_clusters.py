@@ -7,6 +7,7 @@ import datasets
 import numpy as np
 
 from clip_moe.data.arguments import DataArguments
+from clip_moe.data.shared_rows import shared_fingerprint
 from clip_moe.data.texts import first_caption
 from clip_moe.engine.context import Context
 from clip_moe.engine.settings import dump
@@ -31,7 +32,7 @@ def caption_store(
     """A store of what is computed of the pairs `rows` of `data`, in parts of a number of batches."""
     images = encoder.modality == "image"
     about = {"encoder": encoder.name, "data": dump(data), "pairs": READABLE if images else CAPTIONED}
-    about["dataset_fingerprint"] = context.data_fingerprint(rows, images)
+    about["dataset_fingerprint"] = shared_fingerprint(context, rows, images)
     return FeatureStore(directory, len(rows), batch_size * BATCHES_PER_SHARD, about)
 
 

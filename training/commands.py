@@ -64,10 +64,10 @@ def run(
         from clip_moe.engine.rehearsal import rehearse as rehearsal_of
 
         return rehearsal_of(recipe, wanted_stages(recipe, only, numbers), rehearse_batch)
-    from clip_moe.engine.runner import loading_hint, run_recipe
+    from clip_moe.engine.runner import run_recipe, usage_hint
 
     run_recipe(recipe, only, numbers)
-    return loading_hint(recipe, only)
+    return usage_hint(recipe, only)
 
 
 @command

@@ -12,11 +12,13 @@ from typing import Any
 import datasets
 import numpy as np
 import torch
+from datasets.fingerprint import Hasher
 from transformers import PreTrainedTokenizerBase
 
-from clip_moe.data.identity import image_digests
+from clip_moe.data.identity import image_digests, named_files_stamp
 from clip_moe.data.texts import present_captions, same_words
 from clip_moe.data.tokenizer import tokenize
+from clip_moe.engine.context import Context
 
 # More texts are compared word by word in lower case: to tokenize them would take minutes
 TOKENIZED = 1_000_000
@@ -198,3 +200,11 @@ def ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
 
 def _starts(sizes: np.ndarray) -> np.ndarray:
     return np.cumsum(sizes) - sizes
+
+
+def shared_duplicates(context: Context, rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase) -> Duplicates:
+    """`Duplicates.of`, with the last ones kept. Every process has to ask, as one reads while the others wait."""
+    files = named_files_stamp(rows) if "image" in rows.column_names else ""
+    key = [rows._fingerprint, rows.column_names, files, sorted(tokenizer.get_vocab().items())]
+    key = Hasher.hash([*key, tokenizer.model_max_length])
+    return context.kept("duplicates", key, lambda: Duplicates.of(rows, tokenizer))

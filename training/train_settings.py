@@ -1,22 +1,17 @@
 """Settings that stages that train share: the optimizer, the loop, routers, adapters, and what is measured meanwhile.
 Importing them imports nothing heavy."""
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from clip_moe.engine.messages import join_names
 from clip_moe.engine.settings import STRICT
-from clip_moe.evaluation.own_task import Wanted
-
-if TYPE_CHECKING:
-    from clip_moe.evaluation.task import Task
+from clip_moe.evaluation.measured_tasks import MeasuredTasks
 
 BalanceMean = Literal["tower", "layer", "token", "tower_token", "shared"]
 Tower = Literal["text", "vision"]
-# Rows of each task that a rehearsal measures
-REHEARSED_ROWS = 64
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
@@ -132,34 +127,6 @@ class LoraSettings:
     target_parameters: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
     # Regular expression, matched anywhere in a parameter's name: what trains besides, whole; None: nothing.
     trainable: str | None = None
-
-
-@dataclass(config=STRICT, kw_only=True)
-class MeasuredTasks:
-    """The tasks of stages that measure."""
-
-    # Names of built-in tasks, benchmarks and groups of benchmarks, which docs/evaluation.md lists; and
-    # [tasks on own data](#tasks-on-own-data).
-    tasks: list[Wanted] = Field(min_length=1)
-    # Folder with copies of benchmarks, each in a folder of its name. What is not there comes from the Hub.
-    data_root: str | None = None
-    # Seed of the pictures of built-in tasks. None: the recipe's, so that other seeds are measured on other pictures.
-    test_seed: int | None = Field(default=None, ge=0)
-    # Only the first so many rows of each task, for a first look; None: all.
-    max_rows: int | None = Field(default=None, gt=0)
-
-    def open_tasks(self) -> dict[str, "Task"]:
-        """Name in results -> task, whose rows are loaded once; raises as `evaluation.tasks.find_tasks`."""
-        from clip_moe.evaluation.tasks import find_tasks, loaded_once
-
-        seed, most = self.test_seed or 0, self.max_rows
-        return loaded_once(find_tasks(self.tasks, self.data_root, seed=seed, max_rows=most), most)
-
-    def fingerprints(self, inputs: Any = None) -> dict[str, str]:
-        """Hashes of own data, and of benchmarks."""
-        from clip_moe.evaluation.tasks import task_fingerprints
-
-        return task_fingerprints(self.tasks, self.data_root)
 
 
 @dataclass(config=STRICT, kw_only=True)

@@ -311,12 +311,12 @@ def _data(settings: dict[str, Any], is_local: bool) -> DataOrigin:
 def _results_of_weights(pattern: str, folder: Path, weights: str) -> Iterator[tuple[Path, dict[str, Any]]]:
     """The results in a run, oldest first, that are of the weights in a folder as they are now. Warns of those that only
     share its name."""
-    from clip_moe.conversion.own_classes import own_code  # with torch, which records alone do not need
+    from clip_moe.engine.own_modules import code_of_models  # with torch, which records alone do not need
 
     others = []
     for path in sorted(folder.parent.glob(pattern), key=lambda path: path.stat().st_mtime):
         result = read_record(path, dict)
-        is_same_code = (result.get("code") or {}) == own_code()
+        is_same_code = (result.get("code") or {}) == code_of_models()
         if result.get("weights") == weights and is_same_code and not result.get("changes"):
             yield path, result
         elif Path(str(result.get("source"))).name == folder.name:

@@ -7,13 +7,14 @@ from typing import ClassVar
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from clip_moe.conversion.model_stage import ModelStage
 from clip_moe.engine.context import Context
 from clip_moe.engine.settings import STRICT
-from clip_moe.engine.stage import Model, Stage
+from clip_moe.engine.stage import Model
 
 
 @dataclass(config=STRICT, kw_only=True)
-class AverageStage(Stage):
+class AverageStage(ModelStage):
     """One model with the weighted mean of the parameters of several.
 
     Equal weights give a start for fine-tuning (MoDE appendix D). Between a model and what fine-tuning made of it lies a
@@ -23,7 +24,6 @@ class AverageStage(Stage):
     """
 
     kind: ClassVar[str] = "average"
-    makes_model: ClassVar[bool] = True
     main_process_only: ClassVar[bool] = True
 
     # Earlier stages, folders or hub names.

@@ -7,13 +7,14 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from clip_moe.conversion.model_stage import ModelStage
 from clip_moe.engine.context import Context
 from clip_moe.engine.settings import STRICT, Reads
-from clip_moe.engine.stage import Model, Stage
+from clip_moe.engine.stage import Model
 
 
 @dataclass(config=STRICT, kw_only=True)
-class DenseStage(Stage):
+class DenseStage(ModelStage):
     """One expert of a CLIP-MoE as a dense CLIP: every token goes through that expert.
 
     Routers and fusion gates are left out, so right after upcycling every expert gives back the original model bit for
@@ -24,7 +25,6 @@ class DenseStage(Stage):
     """
 
     kind: ClassVar[str] = "dense"
-    makes_model: ClassVar[bool] = True
     main_process_only: ClassVar[bool] = True
 
     # An earlier stage, a folder or a hub name: a sparse model.

@@ -7,15 +7,16 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, JsonValue, model_validator
 from pydantic.dataclasses import dataclass
 
+from clip_moe.conversion.model_stage import ModelStage
 from clip_moe.conversion.presets import PRESETS, changed_preset
 from clip_moe.data.worlds import is_world
 from clip_moe.engine.context import Context
 from clip_moe.engine.settings import STRICT, Reads
-from clip_moe.engine.stage import Stage, named_errors
+from clip_moe.engine.stage import named_errors
 
 
 @dataclass(config=STRICT, kw_only=True)
-class InitializeStage(Stage):
+class InitializeStage(ModelStage):
     """A randomly initialized CLIP, dense or sparse, to be trained from scratch.
 
     For example:
@@ -25,7 +26,6 @@ class InitializeStage(Stage):
     """
 
     kind: ClassVar[str] = "initialize"
-    makes_model: ClassVar[bool] = True
     main_process_only: ClassVar[bool] = True
 
     # The family of the model: SigLIP has the sigmoid loss.

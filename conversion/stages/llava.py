@@ -6,13 +6,14 @@ from typing import ClassVar
 
 from pydantic.dataclasses import dataclass
 
+from clip_moe.conversion.model_stage import ModelStage
 from clip_moe.engine.context import Context
 from clip_moe.engine.settings import STRICT
-from clip_moe.engine.stage import Model, Stage
+from clip_moe.engine.stage import Model
 
 
 @dataclass(config=STRICT, kw_only=True)
-class LlavaStage(Stage):
+class LlavaStage(ModelStage):
     """A LLaVA of transformers with a CLIP-MoE in place of its vision tower.
 
     The language model and the projector stay as they are: a tower upcycled from the CLIP that the LLaVA was trained
@@ -24,7 +25,6 @@ class LlavaStage(Stage):
     """
 
     kind: ClassVar[str] = "llava"
-    makes_model: ClassVar[bool] = True
     main_process_only: ClassVar[bool] = True
 
     # A LlavaForConditionalGeneration: an earlier stage, a folder or a hub name.

@@ -7,13 +7,14 @@ from typing import ClassVar
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from clip_moe.conversion.model_stage import ModelStage
 from clip_moe.engine.context import Context
 from clip_moe.engine.settings import STRICT
-from clip_moe.engine.stage import Model, Stage
+from clip_moe.engine.stage import Model
 
 
 @dataclass(config=STRICT, kw_only=True)
-class LongContextStage(Stage):
+class LongContextStage(ModelStage):
     """A CLIP, dense or sparse, with a longer text context, as Long-CLIP (https://arxiv.org/abs/2403.15378) makes it.
 
     The first rows of the position table, which most captions of CLIP's training reach, stay as they are. Between every
@@ -24,7 +25,6 @@ class LongContextStage(Stage):
     """
 
     kind: ClassVar[str] = "long_context"
-    makes_model: ClassVar[bool] = True
     main_process_only: ClassVar[bool] = True
 
     # An earlier stage, a folder or a hub name.

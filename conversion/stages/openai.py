@@ -7,13 +7,13 @@ from typing import ClassVar, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from clip_moe.conversion.model_stage import ModelStage
 from clip_moe.engine.context import Context
 from clip_moe.engine.settings import STRICT
-from clip_moe.engine.stage import Stage
 
 
 @dataclass(config=STRICT, kw_only=True)
-class OpenAIStage(Stage):
+class OpenAIStage(ModelStage):
     """OpenAI's CLIP weights, and open_clip's and Long-CLIP's of their architecture, as transformers' `CLIPModel`.
 
     Weights become float32. The saved model is loaded again and compared with the original.
@@ -22,7 +22,6 @@ class OpenAIStage(Stage):
     """
 
     kind: ClassVar[str] = "openai"
-    makes_model: ClassVar[bool] = True
     main_process_only: ClassVar[bool] = True
 
     # The TorchScript archive that OpenAI publishes (loading TorchScript can run code, so it must be one of the

@@ -7,13 +7,13 @@ from typing import ClassVar
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from clip_moe.conversion.model_stage import ModelStage
 from clip_moe.engine.context import Context
 from clip_moe.engine.settings import STRICT
-from clip_moe.engine.stage import Stage
 
 
 @dataclass(config=STRICT, kw_only=True)
-class ReleasedCLIPMoEStage(Stage):
+class ReleasedCLIPMoEStage(ModelStage):
     """The checkpoints that CLIP-MoE's authors released (https://arxiv.org/abs/2409.19291) as a CLIP-MoE.
 
     Which layers are sparse and how many experts they have follows from the tensors; how many experts compute a token
@@ -23,7 +23,6 @@ class ReleasedCLIPMoEStage(Stage):
     """
 
     kind: ClassVar[str] = "released_clip_moe"
-    makes_model: ClassVar[bool] = True
     main_process_only: ClassVar[bool] = True
 
     # A state dict, saved with torch.save or as .safetensors.

@@ -7,14 +7,15 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from clip_moe.conversion.model_stage import ModelStage
 from clip_moe.conversion.presets import PRESETS, changed_preset
 from clip_moe.engine.context import Context
 from clip_moe.engine.settings import STRICT
-from clip_moe.engine.stage import Model, Stage, named_errors
+from clip_moe.engine.stage import Model, named_errors
 
 
 @dataclass(config=STRICT, kw_only=True)
-class UnifyStage(Stage):
+class UnifyStage(ModelStage):
     """A CLIP and the experts trained from it as one sparse model.
 
     CLIP-MoE (Diversified Multiplet Upcycling, https://arxiv.org/abs/2409.19291, section 4): `model` and all experts are
@@ -31,7 +32,6 @@ class UnifyStage(Stage):
     """
 
     kind: ClassVar[str] = "unify"
-    makes_model: ClassVar[bool] = True
     main_process_only: ClassVar[bool] = True
 
     # What the experts were trained from.

@@ -7,14 +7,15 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, JsonValue
 from pydantic.dataclasses import dataclass
 
+from clip_moe.conversion.model_stage import ModelStage
 from clip_moe.conversion.presets import PRESETS, changed_preset
 from clip_moe.engine.context import Context
 from clip_moe.engine.settings import STRICT
-from clip_moe.engine.stage import Model, Stage, named_errors
+from clip_moe.engine.stage import Model, named_errors
 
 
 @dataclass(config=STRICT, kw_only=True)
-class UpcycleStage(Stage):
+class UpcycleStage(ModelStage):
     """Sparse upcycling: a dense CLIP becomes a CLIP-MoE whose experts are copies of its FFNs.
 
     Experts are copies of the dense FFN (Komatsuzaki et al., 2023, https://arxiv.org/abs/2212.05055), routers and fusion
@@ -26,7 +27,6 @@ class UpcycleStage(Stage):
     """
 
     kind: ClassVar[str] = "upcycle"
-    makes_model: ClassVar[bool] = True
     main_process_only: ClassVar[bool] = True
 
     # A dense CLIP: an earlier stage, a folder or a hub name.

@@ -8,9 +8,10 @@ from typing import ClassVar
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from clip_moe.data.arguments import NumberedData
 from clip_moe.engine.context import Context
 from clip_moe.engine.settings import STRICT
-from clip_moe.engine.stage import NumberedData, Stage
+from clip_moe.engine.stage import Stage
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -34,11 +35,12 @@ class TokenizerStage(Stage):
     max_length: int | None = Field(default=None, ge=3)
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
+        from clip_moe.data.shared_rows import shared_pairs
         from clip_moe.data.texts import all_captions
         from clip_moe.data.tokenizer import SAMPLE, learn_tokenizer, pieces_per_word
         from clip_moe.engine.files import save
 
-        rows = context.pairs(inputs.data, images=False)
+        rows = shared_pairs(context, inputs.data, images=False)
         print(f"{self.name}: learns at most {self.vocab_size} tokens from {len(rows)} pairs", flush=True)
         tokenizer = learn_tokenizer(all_captions(rows), self.vocab_size, self.max_length)
         save(tokenizer, directory)

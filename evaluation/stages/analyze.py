@@ -12,7 +12,7 @@ from pydantic.dataclasses import dataclass
 from clip_moe.engine.context import Context
 from clip_moe.engine.settings import STRICT
 from clip_moe.engine.stage import Model, Stage
-from clip_moe.training.train_settings import REHEARSED_ROWS, MeasuredTasks
+from clip_moe.evaluation.measured_tasks import REHEARSED_ROWS, MeasuredTasks
 
 
 @dataclass(config=STRICT, kw_only=True)

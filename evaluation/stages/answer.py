@@ -10,11 +10,10 @@ from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from clip_moe.engine.markdown import escape
-from clip_moe.engine.provenance import ANSWER, trainings
+from clip_moe.engine.provenance import ANSWER, OVERVIEW, trainings
 from clip_moe.engine.settings import STRICT, Reads
 from clip_moe.evaluation.own_task import OwnTask, Wanted
 from clip_moe.evaluation.stages.evaluate import EvaluateStage
-from clip_moe.training.stages.split import OVERVIEW
 
 if TYPE_CHECKING:
     from clip_moe.evaluation.task import Task

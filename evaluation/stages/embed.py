@@ -7,9 +7,10 @@ from typing import ClassVar, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from clip_moe.data.arguments import NumberedData
 from clip_moe.engine.context import Context
 from clip_moe.engine.settings import STRICT
-from clip_moe.engine.stage import Model, NumberedData, Stage
+from clip_moe.engine.stage import Model, Stage
 
 
 @dataclass(config=STRICT, kw_only=True)

@@ -16,7 +16,7 @@ from clip_moe.engine.outcome import Training
 from clip_moe.engine.provenance import MANIFEST, Record, trainings
 from clip_moe.engine.settings import STRICT
 from clip_moe.engine.stage import Model, Stage
-from clip_moe.training.train_settings import REHEARSED_ROWS, MeasuredTasks
+from clip_moe.evaluation.measured_tasks import REHEARSED_ROWS, MeasuredTasks
 
 if typing.TYPE_CHECKING:
     from clip_moe.evaluation.task import Task
@@ -35,6 +35,7 @@ class EvaluateStage(MeasuredTasks, Stage):
     """
 
     kind: ClassVar[str] = "evaluate"
+    incidental: ClassVar[tuple[str, ...]] = ("num_workers",)
     # Of the report
     title: ClassVar[str] = "Evaluation"
     # Name of the task whose pairs were held out of training; None: there is none

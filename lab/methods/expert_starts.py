@@ -16,11 +16,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from clip_moe.conversion.checkpoints import load_dense, load_sparse
+from clip_moe.conversion.model_stage import ModelStage
 from clip_moe.conversion.processors import copy_processor, load_processor
 from clip_moe.conversion.upcycle import experts_of_ffn, sparse_blocks, sparse_ffns
+from clip_moe.data.arguments import NumberedData
+from clip_moe.data.shared_rows import shared_pairs
 from clip_moe.engine.files import save
 from clip_moe.engine.settings import STRICT
-from clip_moe.engine.stage import Model, NumberedData, Stage
+from clip_moe.engine.stage import Model
 from clip_moe.training.loader import PairLoader
 from lab.methods.ffn_inputs import ffn_inputs_of_tokens
 
@@ -33,10 +36,9 @@ CALIBRATION_BATCH = 64
 
 
 @dataclass(config=STRICT, kw_only=True)
-class RedrawnStage(Stage):
+class RedrawnStage(ModelStage):
     """Experts that are copies with noise, or partly or wholly random."""
 
-    makes_model: ClassVar[bool] = True
     main_process_only: ClassVar[bool] = True
 
     # An upcycled model, whose experts are equal copies.
@@ -95,13 +97,12 @@ def _drawn_like(values: Tensor, generator: torch.Generator) -> Tensor:
 
 
 @dataclass(config=STRICT, kw_only=True)
-class ClustersStage(Stage):
+class ClustersStage(ModelStage):
     """Experts for clusters of tokens, whose centers are the routers (Cluster-aware Upcycling, arXiv:2604.13508).
 
     Each expert is the FFN's best approximation of low rank for one of E spherical clusters of what the FFN reads.
     """
 
-    makes_model: ClassVar[bool] = True
     main_process_only: ClassVar[bool] = True
 
     # An upcycled model, whose experts are equal copies of whole FFNs.
@@ -128,7 +129,7 @@ class ClustersStage(Stage):
                 f"{self.name}.model: clusters make whole FFNs: leave out moe_intermediate_size and shared experts"
             )
         layers = {tower: getattr(model.config, f"{tower}_config").moe_layers for tower in ("text", "vision")}
-        rows, processor = context.pairs(inputs.data), load_processor(inputs.dense)
+        rows, processor = shared_pairs(context, inputs.data), load_processor(inputs.dense)
         batches = PairLoader(rows, processor, self.data, min(CALIBRATION_BATCH, len(rows))).in_order()
         ffn_inputs = ffn_inputs_of_tokens(dense.to(context.accelerator.device), batches, layers)
         experts_of_clusters(model, ffn_inputs, self.energy, context.seed)

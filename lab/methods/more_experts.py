@@ -16,12 +16,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from clip_moe.conversion.checkpoints import load_sparse
+from clip_moe.conversion.model_stage import ModelStage
 from clip_moe.conversion.processors import copy_processor, load_processor
 from clip_moe.conversion.upcycle import check_memory, experts_of_ffn, sparse_blocks, sparse_ffns
+from clip_moe.data.arguments import NumberedData
+from clip_moe.data.shared_rows import shared_pairs
 from clip_moe.engine.context import Context
 from clip_moe.engine.files import save
 from clip_moe.engine.settings import STRICT
-from clip_moe.engine.stage import Model, NumberedData, Stage
+from clip_moe.engine.stage import Model
+from clip_moe.training.duplicates import shared_duplicates
 from clip_moe.training.loader import PairLoader
 from clip_moe.training.losses import Pairing, contrastive_loss
 
@@ -30,12 +34,11 @@ Importance = Mapping[str, Tensor]
 
 
 @dataclass(config=STRICT, kw_only=True)
-class MoreExpertsStage(Stage):
+class MoreExpertsStage(ModelStage):
     """More experts from fewer: experts are copied, and the router has a row for each copy. As many compute each token
     as before, so that a use costs the same.
     """
 
-    makes_model: ClassVar[bool] = True
     main_process_only: ClassVar[bool] = True
 
     # A sparse CLIP: an earlier stage, a folder or a hub name.
@@ -58,7 +61,7 @@ class MoreExpertsStage(Stage):
 
     def _importance(self, inputs: SimpleNamespace, context: Context) -> Importance:
         """Name of a sparse block -> (E,), the squared norm of the gradients of each expert, summed over the batches."""
-        device, rows = context.accelerator.device, context.pairs(inputs.data).shuffle(seed=context.seed)
+        device, rows = context.accelerator.device, shared_pairs(context, inputs.data).shuffle(seed=context.seed)
         model = load_sparse(inputs.model, torch.float32).to(device)
         if len(rows) < self.batch_size:
             raise ValueError(
@@ -66,8 +69,8 @@ class MoreExpertsStage(Stage):
             )
         processor = load_processor(inputs.model)
         # Comparing the images of shards would read them all
-        duplicates = context.duplicates(
-            rows.remove_columns("image") if self.data.indexed else rows, processor.tokenizer
+        duplicates = shared_duplicates(
+            context, rows.remove_columns("image") if self.data.indexed else rows, processor.tokenizer
         )
         loader = PairLoader(rows, processor, self.data, self.batch_size, with_keys=True, image_keys=duplicates.images)
         batches, importance = loader.in_order(), {}

@@ -233,7 +233,9 @@ def compare_rehearsals(*, output: Output = None, systems: Sequence[System] = tup
                 foretold = in_own_process(rehearsed, *settings, stage.name)
                 step, memory = in_own_process(taken, *settings, stage.name)
                 seconds = (
-                    [f"{foretold.step:.3g} s", f"{step:.3g} s", f"{foretold.step / step:.2f}"] if step else [""] * 3
+                    [f"{foretold.cost.step:.3g} s", f"{step:.3g} s", f"{foretold.cost.step / step:.2f}"]
+                    if step
+                    else [""] * 3
                 )
                 sizes = in_words(foretold.memory), in_words(memory), f"{foretold.memory / memory:.2f}"
                 rows.append([stage.name, *seconds, *sizes])

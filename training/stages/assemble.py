@@ -7,13 +7,14 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
+from clip_moe.conversion.model_stage import ModelStage
 from clip_moe.engine.context import Context
 from clip_moe.engine.settings import STRICT, Reads
-from clip_moe.engine.stage import Model, Stage
+from clip_moe.engine.stage import Model
 
 
 @dataclass(config=STRICT, kw_only=True)
-class AssembleStage(Stage):
+class AssembleStage(ModelStage):
     """Data experts as one CLIPMoDEModel: `conversion.assemble`.
 
     For example:
@@ -22,7 +23,6 @@ class AssembleStage(Stage):
     """
 
     kind: ClassVar[str] = "assemble"
-    makes_model: ClassVar[bool] = True
     main_process_only: ClassVar[bool] = True
 
     # Earlier stages, folders or hub names, in the order of the clusters 0, 1, ... Fewer than there are clusters make a

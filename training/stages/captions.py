@@ -7,10 +7,10 @@ from typing import ClassVar
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from clip_moe.data.arguments import CaptionPolicy
+from clip_moe.data.arguments import CaptionPolicy, NumberedData
 from clip_moe.engine.context import Context
 from clip_moe.engine.settings import STRICT
-from clip_moe.engine.stage import Model, NumberedData, Stage
+from clip_moe.engine.stage import Model, Stage
 
 
 @dataclass(config=STRICT, kw_only=True)

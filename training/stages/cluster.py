@@ -188,8 +188,10 @@ class ClusterStage(Stage):
                 return ({"embeddings": features[pairs.start : pairs.stop]} for pairs in shards)
 
         else:
+            from clip_moe.data.shared_rows import shared_pairs
+
             encoder = load_encoder(Path(inputs.features) / ENCODER, accelerator.device)
-            rows = context.pairs(inputs.data, encoder.modality == "image")
+            rows = shared_pairs(context, inputs.data, encoder.modality == "image")
             store = caption_store(directory, rows, self.data, self.batch_size, encoder, context)
             batches = encoder_features(encoder, rows, self.batch_size)
 
@@ -258,10 +260,11 @@ class ClusterStage(Stage):
 def _pairs_of(store: "FeatureStore", context: Context) -> typing.Any:
     """The pairs whose features or labels a store has. Raises ValueError if these changed since."""
     from clip_moe.data.arguments import DataArguments
+    from clip_moe.data.shared_rows import shared_fingerprint, shared_pairs
     from clip_moe.training.clusters import READABLE
 
     data, has_images = DataArguments(**store.about["data"]), store.about.get("pairs", READABLE) == READABLE
-    rows = context.pairs(data, has_images)
-    if context.data_fingerprint(rows, has_images) != store.about["dataset_fingerprint"]:
+    rows = shared_pairs(context, data, has_images)
+    if shared_fingerprint(context, rows, has_images) != store.about["dataset_fingerprint"]:
         raise ValueError(f"{data.source} has changed since {store.folder} was made; delete it to make it anew")
     return rows

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from clip_moe.data.arguments import NumberedData
 from clip_moe.engine.context import Context
 from clip_moe.engine.settings import STRICT, Reads
-from clip_moe.engine.stage import NumberedData, Stage
+from clip_moe.engine.stage import Stage
 
 if TYPE_CHECKING:
     import datasets
@@ -50,12 +51,13 @@ class EmbedCaptionsStage(Stage):
     dtype: Literal["float32", "float16"] = "float32"
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
+        from clip_moe.data.shared_rows import shared_pairs
         from clip_moe.evaluation.sentence_encoders import load_encoder
         from clip_moe.training.caption_clusters import ENCODER, caption_store, encoder_features
 
         accelerator, folder = context.accelerator, directory / ENCODER
         images = self.modality == "image"
-        rows = context.pairs(inputs.data, images)
+        rows = shared_pairs(context, inputs.data, images)
         if accelerator.is_main_process and not folder.is_dir():
             self._keep_encoder(inputs.encoder, rows, context.seed, folder)
         accelerator.wait_for_everyone()

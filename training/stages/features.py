@@ -7,9 +7,10 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from clip_moe.data.arguments import NumberedData
 from clip_moe.engine.context import Context
 from clip_moe.engine.settings import STRICT, dump
-from clip_moe.engine.stage import Model, NumberedData, Stage
+from clip_moe.engine.stage import Model, Stage
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -35,15 +36,16 @@ class FeaturesStage(Stage):
     caption_weights: list[Annotated[float, Field(ge=0)]] | None = Field(default=None, min_length=1)
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
+        from clip_moe.data.shared_rows import shared_fingerprint, shared_pairs
         from clip_moe.evaluation.embedder import BATCHES_PER_SHARD, Embedder
         from clip_moe.evaluation.feature_store import FeatureStore
         from clip_moe.training.loader import PairLoader
 
-        accelerator, rows = context.accelerator, context.pairs(inputs.data)
+        accelerator, rows = context.accelerator, shared_pairs(context, inputs.data)
         batch_size, weights = min(self.batch_size, len(rows)), self.caption_weights
         embedder = Embedder(inputs.model, None, batch_size, accelerator.device, state=accelerator)
         loader = PairLoader(rows, embedder.processor, self.data, batch_size, caption_weights=weights)
         context.held["images"] = loader.bytes_in_memory
-        about = {"data": dump(self.data), "dataset_fingerprint": context.data_fingerprint(rows)}
+        about = {"data": dump(self.data), "dataset_fingerprint": shared_fingerprint(context, rows)}
         store = FeatureStore(directory, len(rows), batch_size * BATCHES_PER_SHARD, about)
         store.write(accelerator, "features", embedder.compute(loader.in_order()))

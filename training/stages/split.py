@@ -9,12 +9,11 @@ from typing import ClassVar
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from clip_moe.data.arguments import NumberedData
 from clip_moe.engine.context import Context
+from clip_moe.engine.provenance import OVERVIEW
 from clip_moe.engine.settings import STRICT
-from clip_moe.engine.stage import Model, NumberedData, Stage
-
-# What a split's folder holds beside its rows: what the captions allow, a sentence a line
-OVERVIEW = "overview.txt"
+from clip_moe.engine.stage import Model, Stage
 
 
 @dataclass(config=STRICT, kw_only=True)

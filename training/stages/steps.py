@@ -1,17 +1,23 @@
-"""What stages that train with the loop of `training.loop` have in common."""
+"""The base of stages that train with the loop of `training.loop`."""
 
 import dataclasses
+import json
+import math
 import shutil
 import typing
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
+from clip_moe.conversion.model_stage import ModelStage
+from clip_moe.data.arguments import Data
 from clip_moe.engine.context import Context
+from clip_moe.engine.outcome import Training
 from clip_moe.engine.settings import STRICT
-from clip_moe.engine.stage import Data, Model, Stage
+from clip_moe.engine.stage import Cost, Model
 from clip_moe.training.train_settings import Evaluation, LoopSettings
 
 if typing.TYPE_CHECKING:
@@ -26,12 +32,12 @@ REHEARSED_STEPS = 2
 
 
 @dataclass(config=STRICT, kw_only=True)
-class StepsStage(LoopSettings, Stage):
+class StepsStage(LoopSettings, ModelStage):
     """A stage that trains with the loop of `training.loop`. A kind of it has `run`, which calls `train_model`."""
 
-    makes_model: ClassVar[bool] = True
-    # What its data are made of, as it is printed
+    # A unit of its data, as it is printed
     samples: ClassVar[str] = "samples"
+    incidental: ClassVar[Collection[str]] = ("logging_steps", "save_steps", "save_total_limit", "torch_compile")
 
     # An earlier stage, a folder or a hub name.
     model: Model
@@ -109,6 +115,53 @@ class StepsStage(LoopSettings, Stage):
         save_steps = None if self.save_steps is None else 1
         few = dataclasses.replace(super().rehearsed(num_samples), num_epochs=None, max_steps=REHEARSED_STEPS)
         return dataclasses.replace(few, logging_steps=1, save_steps=save_steps)
+
+    @property
+    def least_samples(self) -> int:
+        return REHEARSED_STEPS * self.global_batch_size
+
+    def with_batch(self, batch_size: int, num_processes: int) -> typing.Self:
+        changes = {"global_batch_size": batch_size * num_processes * self.gradient_accumulation_steps}
+        if self.mini_batch_size is not None:
+            changes["mini_batch_size"] = math.gcd(self.mini_batch_size, batch_size)
+        return dataclasses.replace(self, **changes)
+
+    def cost(self, rehearsed: typing.Self, directory: Path, seconds: float, disk: int, ratio: float | None) -> Cost:
+        """The steps, each as long as the second one of the rehearsal, which logged each."""
+        from clip_moe.engine.files import read_log
+        from clip_moe.engine.provenance import LOG
+
+        speeds = [line["images_per_second"] for line in read_log(directory / LOG) if "images_per_second" in line]
+        first, second = [rehearsed.global_batch_size / speed for speed in speeds]
+        step, steps = 2 * second - first, self.steps_of_all(directory, ratio)
+        # A step of another batch does not tell the time of the real one
+        is_real = rehearsed.global_batch_size == self.global_batch_size
+        whole = steps * step if is_real and steps is not None else None
+        return Cost(whole, step, steps, disk)
+
+    def steps_of_all(self, directory: Path, ratio: float | None) -> int | None:
+        """The number of steps of the real stage, whose data have `ratio` times as many pairs as those in a folder;
+        None: not known."""
+        from clip_moe.engine.provenance import Record
+
+        pairs = Record.read(directory).pairs
+        if self.max_steps is not None or None in (pairs, ratio):
+            return self.max_steps
+        return self.num_epochs * (round(pairs * ratio) // self.global_batch_size)
+
+    def training(self, directory: Path) -> Training | None:
+        """The losses in the log, whose last line then has their outcome, if there is one."""
+        from clip_moe.engine.files import read_log
+        from clip_moe.engine.provenance import LOG
+
+        if not (directory / LOG).is_file():
+            return None
+        batch_size = self.global_batch_size // self.gradient_accumulation_steps
+        training = Training.of_log(read_log(directory / LOG), batch_size)
+        if training is not None and training.outcome:
+            with (directory / LOG).open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": training.steps, "outcome": training.outcome}) + "\n")
+        return training
 
     def share(self, accelerator: "Accelerator", context: Context) -> "Share":
         """How large the batches of this process are. Raises ValueError where processes cannot share a batch."""

@@ -6,7 +6,7 @@ Another kind is a subclass of `TrainStage`. It overrides a method for each thing
 
 import dataclasses
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, ClassVar, Literal
@@ -18,9 +18,9 @@ from clip_moe.data.arguments import Augmentation
 from clip_moe.engine.context import Context
 from clip_moe.engine.settings import STRICT
 from clip_moe.engine.stage import Trained, named_errors
+from clip_moe.evaluation.measured_tasks import REHEARSED_ROWS
 from clip_moe.training.stages.steps import REHEARSED_STEPS, StepsStage
 from clip_moe.training.train_settings import (
-    REHEARSED_ROWS,
     Evaluation,
     LoraSettings,
     RouterSettings,
@@ -123,7 +123,9 @@ class TrainStage(RouterSettings, StepsStage):
 
     def load_pairs(self, inputs: SimpleNamespace, context: Context) -> "Rows":
         """The pairs to train on, whose images can be read."""
-        return self.choose_pairs(context.pairs(inputs.data), inputs, context)
+        from clip_moe.data.shared_rows import shared_pairs
+
+        return self.choose_pairs(shared_pairs(context, inputs.data), inputs, context)
 
     def choose_pairs(self, rows: "Rows", inputs: SimpleNamespace, context: Context) -> "Rows":
         """The pairs to train on, of all that the data have: here all."""
@@ -198,6 +200,7 @@ class TrainStage(RouterSettings, StepsStage):
         from clip_moe.conversion.processors import load_processor
         from clip_moe.data.sources import reading
         from clip_moe.engine.provenance import MANIFEST, Record, duplicates_line
+        from clip_moe.training.duplicates import shared_duplicates
         from clip_moe.training.loader import PairLoader
 
         model, processor = load_clip(inputs.model, dtype=torch.float32), load_processor(inputs.model)
@@ -211,7 +214,8 @@ class TrainStage(RouterSettings, StepsStage):
         # Images are read only where they matter, and not of shards at whose images nobody is to look
         texts_alone = is_negative or self.data.indexed
         if not self.data.streaming:
-            duplicates = context.duplicates(rows.remove_columns("image") if texts_alone else rows, processor.tokenizer)
+            compared = rows.remove_columns("image") if texts_alone else rows
+            duplicates = shared_duplicates(context, compared, processor.tokenizer)
             sampler = self.batch_sampler(rows, share, inputs, context)
             shares = self._keep_apart(duplicates, sampler)
             # Of shards, another pair stands in for one that cannot be read
@@ -240,6 +244,12 @@ class TrainStage(RouterSettings, StepsStage):
             )
         self.train_model(self.task(model, inputs), processor, loader, accelerator, context, directory, self.evaluation)
         return None if shares is None else Trained(len(rows), shares)
+
+    @property
+    def incidental(self) -> Collection[str]:
+        """Scores while training change nothing, unless they settle which model is kept."""
+        is_kept = self.evaluation is not None and self.evaluation.keep_best is not None
+        return super().incidental if is_kept else (*super().incidental, "evaluation")
 
     def rehearsed(self, num_samples: int) -> typing.Self:
         """Also measured once, on few rows."""

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from clip_moe.data.arguments import NumberedData
 from clip_moe.engine.context import Context
 from clip_moe.engine.settings import STRICT, Reads
-from clip_moe.engine.stage import NumberedData
 from clip_moe.training.stages.steps import REHEARSED_STEPS
 from clip_moe.training.stages.train import TrainStage
 
@@ -39,20 +39,27 @@ class TrainDataExpertStage(TrainStage):
     # The number of the cluster.
     cluster: int = Field(ge=0)
 
+    def steps_of_all(self, directory: Path, ratio: float | None) -> int | None:
+        """Few pairs do not tell how many a cluster has."""
+        return self.max_steps
+
     def load_pairs(self, inputs: SimpleNamespace, context: Context) -> "Rows":
         """Where pairs were clustered by captions alone, the images of the cluster are looked at now."""
+        from clip_moe.data.shared_rows import shared_pairs, shared_readable
+
         images = _of_images(Path(inputs.clusters))
-        rows = self.choose_pairs(context.pairs(inputs.data, images), inputs, context)
-        return rows if images else context.readable(rows, inputs.data)
+        rows = self.choose_pairs(shared_pairs(context, inputs.data, images), inputs, context)
+        return rows if images else shared_readable(context, rows, inputs.data)
 
     def choose_pairs(self, rows: "Rows", inputs: SimpleNamespace, context: Context) -> "Rows":
         """The pairs of one cluster."""
         import numpy as np
 
+        from clip_moe.data.shared_rows import shared_fingerprint
         from clip_moe.training.clusters import load_clusters
 
         folder = Path(inputs.clusters)
-        fingerprint = context.data_fingerprint(rows, _of_images(folder))
+        fingerprint = shared_fingerprint(context, rows, _of_images(folder))
         chosen = np.flatnonzero(load_clusters(folder, fingerprint)[0].labels == self.cluster)
         if context.rehearses and len(chosen) < REHEARSED_STEPS * self.global_batch_size:
             chosen = np.arange(len(rows))  # few pairs leave fewer than a batch to a cluster

@@ -9,9 +9,9 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from clip_moe.data.arguments import NumberedData
 from clip_moe.engine.context import Context
 from clip_moe.engine.settings import STRICT, Reads
-from clip_moe.engine.stage import NumberedData
 from clip_moe.training.stages.train import TrainStage
 
 if typing.TYPE_CHECKING:
@@ -49,6 +49,10 @@ class TrainExpertsStage(TrainStage):
     # other cluster.
     small_clusters: Literal["drop", "merge"] = "drop"
 
+    def steps_of_all(self, directory: Path, ratio: float | None) -> int | None:
+        """Few pairs do not tell how many a cluster has."""
+        return self.max_steps
+
     def rehearsed(self, num_samples: int) -> typing.Self:
         """Few pairs fill no batch of a small cluster, so these are merged."""
         return dataclasses.replace(super().rehearsed(num_samples), cluster=None, small_clusters="merge")
@@ -59,10 +63,11 @@ class TrainExpertsStage(TrainStage):
         """Batches of one cluster each."""
         import numpy as np
 
+        from clip_moe.data.shared_rows import shared_fingerprint
         from clip_moe.training.clusters import load_clusters
         from clip_moe.training.samplers import ClusterBatchSampler
 
-        clusters, _ = load_clusters(Path(inputs.clusters), context.data_fingerprint(rows))
+        clusters, _ = load_clusters(Path(inputs.clusters), shared_fingerprint(context, rows))
         batch_size = share.batch_size * share.world_size
         labels = self.labels(clusters, batch_size)
         sizes = np.unique(labels[labels >= 0], return_counts=True)[1]

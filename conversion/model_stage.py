@@ -1,0 +1,42 @@
+"""A stage that makes a model. Importing it imports nothing heavy."""
+
+from pathlib import Path
+from typing import ClassVar
+
+from pydantic.dataclasses import dataclass
+
+from clip_moe.engine.settings import STRICT
+from clip_moe.engine.stage import Stage
+
+
+@dataclass(config=STRICT, kw_only=True)
+class ModelStage(Stage):
+    """A stage whose folder is a model, which other stages may read as one."""
+
+    kind: ClassVar[str] = "model"
+
+    def complete(self, directory: Path) -> str:
+        from clip_moe.conversion.verification import require_loadable
+        from clip_moe.engine.provenance import weights_fingerprint
+
+        require_loadable(directory)
+        return weights_fingerprint(str(directory))
+
+    def usage(self, directory: Path) -> str:
+        from clip_moe.conversion.checkpoints import load_config
+
+        config = load_config(directory)
+        auto = "AutoModelForImageTextToText" if config.model_type == "llava" else "AutoModel"
+        module = type(config).__module__  # of a model of one's own, what --import named
+        module = "modeling_clip_moe" if module.startswith(("modeling_clip_moe.", "transformers.")) else module
+        return (
+            "\nLoad the model with\n\n"
+            f"    import {module}\n"
+            f"    from transformers import {auto}\n"
+            f'    model = {auto}.from_pretrained("{directory}")\n'
+        )
+
+    def publish(self, directory: Path, repository: str) -> str:
+        from clip_moe.conversion.publish import publish
+
+        return publish(directory, repository)
