@@ -30,10 +30,9 @@ from clip_moe.engine.rehearsal import Measured, measure_stages
 from clip_moe.engine.runner import run_recipe
 from clip_moe.engine.yaml_files import read_yaml
 from clip_moe.evaluation.costs import count_multiply_adds, meta_model
-from clip_moe.evaluation.speed import in_own_process
 from clip_moe.training.stages.steps import StepsStage
 from lab import ROOT, recipe_file
-from lab.speed.page import Output, Rounds, machine, page, table
+from lab.speed.page import Output, Rounds, in_own_process, machine, page, table
 
 TIMED = {
     "CLIP-MoE": {

@@ -9,10 +9,11 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
+from clip_moe.data.arguments import NumberedData
 from clip_moe.engine.context import Context
 from clip_moe.engine.messages import join_names
 from clip_moe.engine.settings import STRICT, Reads
-from clip_moe.engine.stage import NumberedData, Stage
+from clip_moe.engine.stage import Stage
 
 if typing.TYPE_CHECKING:
     import numpy as np
