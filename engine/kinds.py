@@ -23,18 +23,18 @@ PURPOSES = {
         "tokenizer": "data",
         "mixture": "data",
         "captions": "training",
-        "features": "training",
+        "embed": "training",
         "cluster": "training",
     },
-    "data experts": {"embed_captions": "training"},
     "training": dict.fromkeys(
         ("train", "train_long_clip", "train_experts", "train_data_expert", "train_router"), "training"
     ),
-    "measures": dict.fromkeys(("evaluate", "answer", "analyze", "embed"), "evaluation"),
+    "measures": dict.fromkeys(("evaluate", "answer", "analyze"), "evaluation"),
 }
 KINDS = {kind: room for kinds in PURPOSES.values() for kind, room in kinds.items()}
 # Former kinds -> the kind that has their settings
 FORMER = dict.fromkeys(("cluster_fine", "cluster_coarse", "select"), "cluster")
+FORMER |= dict.fromkeys(("features", "embed_captions"), "embed")
 
 
 def stage_of_kind(kind: str) -> "type[Stage]":

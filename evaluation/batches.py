@@ -6,14 +6,12 @@ from itertools import chain
 from typing import Any
 
 import datasets
-import PIL.Image
 import torch
 from datasets import Image
 from torch.utils.data import DataLoader, Dataset, default_collate
 from transformers import BaseImageProcessor, PreTrainedTokenizerBase
 
 from clip_moe.data.identity import image_digests
-from clip_moe.data.images import decode_image
 from clip_moe.data.preparation import Preparation
 from clip_moe.data.shards import MEMBER, size_of
 from clip_moe.data.tokenizer import tokenize
@@ -31,8 +29,6 @@ DIGESTED_AT_ONCE = 1000
 
 class TextBatches(Dataset):
     """The inputs of consecutive texts, cut at the tokenizer's `model_max_length`."""
-
-    may_skip = False
 
     def __init__(self, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, batch_size: int):
         self.items, self.tokenizer, self.batch_size = texts, tokenizer, batch_size
@@ -55,48 +51,26 @@ class TextBatches(Dataset):
 
 class ImageBatches(Dataset):
     """The inputs of consecutive images of a column. Of an image in a file of its own, the digest is kept
-    (`data.identity.image_digests`): the file is not read for it again.
+    (`data.identity.image_digests`): the file is not read for it again."""
 
-    Args:
-        may_skip: whether a black image stands for one that cannot be read, which `unreadable` tells.
-    """
-
-    def __init__(
-        self,
-        rows: datasets.Dataset,
-        column: str,
-        image_processor: BaseImageProcessor,
-        batch_size: int,
-        may_skip: bool = False,
-    ):
+    def __init__(self, rows: datasets.Dataset, column: str, image_processor: BaseImageProcessor, batch_size: int):
         rows = rows.select_columns(column)
         if isinstance(rows.features[column], Image):
             rows = rows.cast_column(column, Image(decode=False))
         self.items, self.batch_size = rows, batch_size
-        self.column, self.prepare, self.may_skip = column, Preparation(image_processor), may_skip
+        self.column, self.prepare = column, Preparation(image_processor)
 
     def __len__(self) -> int:
         return -(-len(self.items) // self.batch_size)
 
     def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
         images = self._read(number * self.batch_size, (number + 1) * self.batch_size)
-        if not self.may_skip:
-            return default_collate([self.prepare.read(value) for value in images])
-        images = [_decoded(value) for value in images]
-        unreadable = torch.tensor([image is None for image in images])
-        images = [image or PIL.Image.new("RGB", (32, 32)) for image in images]
-        return {**default_collate(list(map(self.prepare, images))), "unreadable": unreadable}
+        return default_collate([self.prepare.read(value) for value in images])
 
     def digest(self) -> str:
-        parts = (self._digests(start) for start in range(0, len(self.items), DIGESTED_AT_ONCE))
+        starts = range(0, len(self.items), DIGESTED_AT_ONCE)
+        parts = (image_digests(self._read(start, start + DIGESTED_AT_ONCE)) for start in starts)
         return value_digest(["images", *chain.from_iterable(parts)])
-
-    def _digests(self, start: int) -> list[str]:
-        images = self._read(start, start + DIGESTED_AT_ONCE)
-        # A missing file counts by its name
-        missing = {n for n, image in enumerate(images) if self.may_skip and _is_missing(image)}
-        there = iter(image_digests([image for n, image in enumerate(images) if n not in missing]))
-        return [str(image["path"]) if n in missing else next(there) for n, image in enumerate(images)]
 
     def num_workers(self, num_processes: int) -> int:
         first = [image for image in self._read(0, LOOKED_AT) if not _is_missing(image)]
@@ -113,13 +87,6 @@ class ImageBatches(Dataset):
 def _is_missing(image: dict[str, Any]) -> bool:
     path = image.get("path")
     return not image.get("bytes") and (path is None or MEMBER.fullmatch(path) is None and not os.path.isfile(path))
-
-
-def _decoded(value: dict[str, Any]) -> PIL.Image.Image | None:
-    try:
-        return decode_image(value)
-    except OSError:
-        return None
 
 
 Batches = TextBatches | ImageBatches

@@ -126,10 +126,9 @@ class Embedder:
             raise ValueError(f"{self.source} was changed while it was measured: start again")
         return model.to(self.device)
 
-    def images(self, rows: Dataset, column: str = "image", skip_unreadable: bool = False) -> np.ndarray:
-        """(rows, D) of the images of a column; of one that cannot be read zeros, if these are skipped."""
-        batches = ImageBatches(rows, column, self.processor.image_processor, self.batch_size, skip_unreadable)
-        return self._kept("image", batches)
+    def images(self, rows: Dataset, column: str = "image") -> np.ndarray:
+        """(rows, D) of the images of a column."""
+        return self._kept("image", ImageBatches(rows, column, self.processor.image_processor, self.batch_size))
 
     def texts(self, texts: Sequence[str]) -> np.ndarray:
         """(texts, D) of texts, cut at the tokenizer's `model_max_length`."""
@@ -166,17 +165,14 @@ class Embedder:
         store.write(self.state, f"embeddings of {what}", compute)
         embeds = store[name][:]
         lengths = np.linalg.norm(embeds, axis=-1)
-        if embeds.ndim != 2 or not np.all(np.isclose(lengths, 1, atol=1e-3) | (batches.may_skip & (lengths == 0))):
+        if embeds.ndim != 2 or not np.all(np.isclose(lengths, 1, atol=1e-3)):
             raise ValueError(f"{folder} is damaged; delete it, and it is computed again: lengths of embeddings are 1")
         return embeds
 
     def _embed(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        extra = ("unreadable", "caption_mask", "caption_weights")
-        unreadable, mask, weights = (inputs.pop(name, None) for name in extra)
+        mask, weights = (inputs.pop(name, None) for name in ("caption_mask", "caption_weights"))
         with getattr(self.state, "autocast", nullcontext)():
             embeds = embed(self.model, inputs)
-        if unreadable is not None:
-            embeds["image"].masked_fill_(unreadable[:, None], 0)
         if mask is not None:
             embeds["text"] = mean_of_captions(embeds["text"], mask, weights)
         return embeds

@@ -195,8 +195,8 @@ def load_encoder(folder: str | Path, device: str | torch.device = "cpu") -> Sent
     folder = Path(folder)
     if not (folder / SETTINGS_FILE).is_file():
         raise FileNotFoundError(
-            f"{folder} holds no sentence encoder. An embed_captions stage has it in encoder/, a mixture in "
-            "metadata_encoder/: copy the one that the cluster centers were made with"
+            f"{folder} holds no sentence encoder. An embed stage of captions or images has it in encoder/, a mixture "
+            "in metadata_encoder/: copy the one that the cluster centers were made with"
         )
     with loading(folder):
         settings = json.loads((folder / SETTINGS_FILE).read_text(encoding="utf-8"))

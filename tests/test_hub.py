@@ -134,7 +134,7 @@ COMMANDS = {
     "evaluate": "evaluate {out} --models.a {dense} --models.b {sparse} --tasks symbols_pairs --max_rows 4",
     "analyze": "analyze {out} --model {sparse} --tasks symbols_pairs --max_rows 4",
     "embed": "embed {out} --model {sparse} --data.source symbols --data.num_samples 4",
-    "embed-captions": "embed-captions {out} --encoder {dense} --data.source symbols --data.num_samples 4",
+    "embed captions": "embed {out} --model {dense} --what captions --data.source symbols --data.num_samples 4",
     "efficiency": "efficiency {dense} {sparse} --batch_size 2 --output_dir {out}",
     "train": "train {out} --model {sparse} --data.source symbols --data.num_samples 8 --global_batch_size 4 "
     "--max_steps 1 --learning_rate 1e-3",
@@ -144,9 +144,6 @@ COMMANDS = {
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_take_hub_names(command, clip, tmp_path, monkeypatch):
     """Offline, too. What they leave names the commits, and nothing asks for a conversion of weights."""
-    monkeypatch.setattr(
-        "clip_moe.evaluation.efficiency.measure_memory", lambda *_: {"peak_memory": 1, "memory_before": 0}
-    )
     monkeypatch.setattr("clip_moe.evaluation.speed.SECONDS_OF_A_TURN", 0.01)
     names = {"dense": B32, "sparse": "user/clip-moe"}
     for number in range(2):
@@ -178,7 +175,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("command", ["upcycle", "evaluate", "embed-captions", "efficiency"])
+@pytest.mark.parametrize("command", ["upcycle", "evaluate", "embed captions", "efficiency"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_cannot_be_read_is_one_line(fault, command, hub, models, tmp_path, monkeypatch):
     """After a request or three, not after the retries of a library."""

@@ -274,7 +274,7 @@ def test_nothing_of_this_machine_is_published(run, tmp_path, monkeypatch):
     data.mkdir()
     change_stage(run, data={"source": str(data), "image_root": str(data)})
     change_record(run, weights=None)  # so that the settings below may be changed
-    encoder = {"name": "other", "stage": "embed_captions", "encoder": "~/private/encoder"}
+    encoder = {"name": "other", "stage": "embed", "what": "captions", "model": "~/private/encoder"}
     change_recipe(run, lambda stages: stages.append(encoder))
     here = {"_name_or_path": str(run), "name_or_path": str(run), "tokenizer_file": str(run / "tokenizer.json")}
     for name in ("config.json", "tokenizer_config.json"):

@@ -49,9 +49,9 @@ COMMANDS = {
     "unify": "unify OUT --model FOLDER --experts FOLDER",
     "assemble": "assemble OUT --experts FOLDER FOLDER",
     "train": f"train OUT --model FOLDER {DATA} --global_batch_size 2 --max_steps 1 --learning_rate 1e-3",
-    "features": f"features OUT --model FOLDER {DATA}",
-    "embed captions": f"embed-captions OUT --encoder FOLDER {DATA}",
-    "embed images": f"embed-captions OUT --encoder FOLDER {DATA} --modality image",
+    "embed": f"embed OUT --model FOLDER {DATA}",
+    "embed captions": f"embed OUT --model FOLDER {DATA} --what captions",
+    "embed images": f"embed OUT --model FOLDER {DATA} --what images",
     "publish": "publish FOLDER user/name --dry_run OUT --license mit",
 }
 

@@ -75,7 +75,7 @@ AT_ONCE = {
     "itself": ({"sparse.model": "sparse"}, "sparse.model: sparse is this stage itself"),
     "another kind": (
         {"expert.clusters": "features"},
-        "features is a stage of type features, not cluster",
+        "features is a stage of type embed, not cluster",
     ),
     "folder of another kind": (
         {"expert.clusters": "./captions"},
@@ -290,7 +290,7 @@ def test_rows_and_time_grow_with_the_pairs_alone(tmp_path, finished, monkeypatch
     another recipe's clusters, experts read all of their pairs. The output has no parent folder."""
     monkeypatch.chdir(tmp_path)
     data = {"source": "symbols", "num_samples": 1000}
-    features = {"name": "features", "stage": "features", "model": str(finished / "dense"), "data": data}
+    features = {"name": "features", "stage": "embed", "model": str(finished / "dense"), "data": data}
     clusters = {"name": "clusters", "stage": "cluster", "features": "features", "num_image_clusters": 64}
     recipe = Recipe(output_dir="out", stages=[features, clusters])
     measured = measure_stages(recipe, recipe.stages)

@@ -139,7 +139,7 @@ def test_full_disks_end_in_one_line_and_lose_nothing(write, tmp_path, monkeypatc
     path = write(3, save_steps=None)
     settings = yaml.safe_load(path.read_text())
     data = {"source": "symbols", "num_samples": 8}
-    settings["stages"].append({"name": "features", "stage": "features", "model": "dense", "data": data})
+    settings["stages"].append({"name": "features", "stage": "embed", "model": "dense", "data": data})
     settings["stages"].append({"name": "words", "stage": "tokenizer", "data": data})
     path.write_text(yaml.safe_dump(settings))
     kinds = {stage.name: type(stage) for stage in load_recipe(path).stages}

@@ -294,7 +294,7 @@ def nearest(embeds, centers):
 
 
 def test_captions_are_embedded_and_every_pair_belongs_to_the_expert_of_its_center(out, rows, tmp_path):
-    embeds, encoder = stored(out / "captions", "embeddings"), load_encoder(out / "captions" / "encoder")
+    embeds, encoder = stored(out / "captions", "text"), load_encoder(out / "captions" / "encoder")
     np.testing.assert_allclose(embeds, encoder.encode(rows["caption"]), atol=1e-6)
     centers, fine = load_arrays(out / "coarse" / "centers.safetensors")["centers"], stored(out / "coarse", "labels")
     assert centers.shape == (8, 16) and np.array_equal(fine, nearest(embeds, centers))
@@ -384,7 +384,7 @@ def test_other_pairs_are_embedded_while_they_are_assigned(system, out):
 def test_centers_of_another_encoder_are_refused(system, out):
     with pytest.raises(ValueError, match="made with tfidf-.*, not with dense-"):
         centers = {"coarse.num_centers": None, "coarse.centers": str(out / "coarse")}
-        remade(system("mode"), ["captions", "coarse"], {"captions.encoder": "dense"} | centers)
+        remade(system("mode"), ["captions", "coarse"], {"captions.model": "dense"} | centers)
 
 
 # MoDE's comparisons: clusters of images, averages that are trained on, embeddings that are summed
@@ -394,7 +394,7 @@ def test_centers_of_another_encoder_are_refused(system, out):
 def test_images_are_clustered_and_averages_trained_on(system, rows):
     out = system("mode_images").whole
     expected = image_embeds(out / "dense", rows["image"])
-    np.testing.assert_allclose(stored(out / "images", "embeddings"), expected, atol=1e-5)
+    np.testing.assert_allclose(stored(out / "images", "image"), expected, atol=1e-5)
     centers = load_arrays(out / "coarse" / "centers.safetensors")["centers"]
     assert np.array_equal(stored(out / "coarse", "labels"), nearest(expected, centers))
     # The mean of the experts is where the training of one model begins: three steps of AdamW, with a decay

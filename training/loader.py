@@ -298,8 +298,6 @@ class _Pairs(torch.utils.data.Dataset):
 class PairBatches(torch.utils.data.Dataset):
     """Pairs in their order, for `evaluation.embedder.Embedder`."""
 
-    may_skip = False
-
     def __init__(self, loader: PairLoader):
         self.loader, self.items, self.batch_size = loader, loader.pairs, loader.batch_size
         weights = loader.caption_weights

@@ -55,7 +55,7 @@ SYSTEMS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "CLIP-MoE": (
         "clip_moe_symbols",
         "features_0 clusters_1 expert_1 features_1 clusters_2 expert_2 unified clip_moe",
-        TRAINED | {"defaults.features.data.num_samples": 2048, "unified.experts": ["expert_1", "expert_2"]},
+        TRAINED | {"defaults.embed.data.num_samples": 2048, "unified.experts": ["expert_1", "expert_2"]},
     ),
     "CLIP-FMoE": (
         "clip_fmoe_symbols",
@@ -73,7 +73,7 @@ SYSTEMS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "captions clusters expert_1 expert_2 mode soup",
         TRAINED
         | {
-            "defaults.embed_captions.data.num_samples": 2048,
+            "defaults.embed.data.num_samples": 2048,
             "defaults.train.max_steps": None,
             "defaults.train.num_epochs": 1,
             "clusters.num_experts": 2,

@@ -28,11 +28,11 @@ class AssembleStage(ModelStage):
     # Earlier stages, folders or hub names, in the order of the clusters 0, 1, ... Fewer than there are clusters make a
     # model that others can be added to.
     experts: list[Model] = Field(min_length=1)
-    # A cluster stage with fine-grained centers, and the embed_captions stage that it goes back to. None: all experts
-    # have the same weight.
+    # A cluster stage with fine-grained centers, and the embed stage that it goes back to. None: all experts have the
+    # same weight.
     clusters: Annotated[str, Reads("cluster")] | None = None
-    # An embed_captions stage of its encoder.
-    captions: Annotated[str, Reads("embed_captions")] | None = None
+    # An embed stage of captions or images with its encoder.
+    captions: Annotated[str, Reads("embed")] | None = None
     # What a task's metadata are compared with: the fine-grained centers, or to compare with (MoDE section 5.2) one
     # coarse center for each expert.
     centers: Literal["fine", "coarse"] = "fine"
@@ -63,8 +63,8 @@ class AssembleStage(ModelStage):
 
         from clip_moe.conversion import assemble
         from clip_moe.evaluation.sentence_encoders import load_encoder
-        from clip_moe.training.caption_clusters import ENCODER
         from clip_moe.training.clusters import load_clusters
+        from clip_moe.training.pair_features import ENCODER
 
         experts = inputs.experts
         config: dict[str, Any] = {"feature_ensemble": self.feature_ensemble}

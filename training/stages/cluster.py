@@ -39,15 +39,15 @@ class ClusterStage(Stage):
     a data expert. Every pair belongs to the cluster of its nearest center (section 3.3). Cluster 0 has the largest
     range, and is to be trained first where there is no time for all.
 
-        clip-moe cluster runs/clusters --features runs/features --num_image_clusters 2
+        clip-moe cluster runs/clusters --features runs/embeddings --num_image_clusters 2
         clip-moe cluster runs/coarse --features runs/sentences --num_centers 4 --num_clusters 2
     """
 
     kind: ClassVar[str] = "cluster"
     has_rows_of_pairs: ClassVar[bool] = True
 
-    # A features stage; for num_centers and centers, an embed_captions stage.
-    features: Annotated[str, Reads("features", "embed_captions")]
+    # An embed stage of both images and captions; for num_centers and centers, of captions or images alone.
+    features: Annotated[str, Reads("embed")]
     # Clusters of the image features. With 1, images do not count.
     num_image_clusters: int = Field(default=1, gt=0)
     # The same for text features.
@@ -124,7 +124,6 @@ class ClusterStage(Stage):
         import numpy as np
 
         from clip_moe.data.contact_sheet import contact_sheet
-        from clip_moe.evaluation.feature_store import FeatureStore
         from clip_moe.training.clusters import (
             READABLE,
             accumulate,
@@ -134,9 +133,10 @@ class ClusterStage(Stage):
             save_clusters,
             split,
         )
+        from clip_moe.training.pair_features import open_store, pairs_of
 
-        store = FeatureStore.open(Path(inputs.features), "a features stage", {"data": dict, "dataset_fingerprint": str})
-        rows, fingerprint = _pairs_of(store, context), store.about["dataset_fingerprint"]
+        store = open_store(Path(inputs.features), "an embed stage", by_encoder=False)
+        rows, fingerprint = pairs_of(store, context), store.about["dataset_fingerprint"]
         previous = None if inputs.previous is None else load_clusters(Path(inputs.previous), fingerprint)[0]
         features = {name: store[name] for name in ("image", "text")}
         method = choose_method(len(rows), self.method, self.num_samples)
@@ -170,45 +170,48 @@ class ClusterStage(Stage):
 
         from clip_moe.evaluation.feature_store import FeatureStore
         from clip_moe.evaluation.sentence_encoders import load_encoder
-        from clip_moe.training.caption_clusters import ENCODER, caption_store, encoder_features, open_store
-        from clip_moe.training.clusters import CENTERS, load_centers, nearest_centers, save_centers
+        from clip_moe.training.clusters import CENTERS, READABLE, load_centers, nearest_centers, save_centers
+        from clip_moe.training.pair_features import BATCHES_PER_SHARD, ENCODER, encode_pairs, new_store, open_store
 
-        accelerator, captions = context.accelerator, open_store(Path(inputs.features), "an embed_captions stage")
-        encoder_name = captions.about["encoder"]
+        accelerator = context.accelerator
+        captions = open_store(Path(inputs.features), "an embed stage", by_encoder=True)
+        encoder_name, images = captions.about["encoder"], captions.about["pairs"] == READABLE
+        modality = "image" if images else "text"
         if accelerator.is_main_process and not (directory / CENTERS).is_file():
             save_centers(directory, self._fine_centers(inputs.centers, captions, context), encoder_name)
         accelerator.wait_for_everyone()
         if self.data is None and self.centers is not None:
-            return open_store(Path(inputs.centers), "a cluster stage with num_centers")
+            return open_store(Path(inputs.centers), "a cluster stage with num_centers", by_encoder=True)
         centers = torch.as_tensor(load_centers(directory, encoder_name), device=accelerator.device)
         if self.data is None:
             store = FeatureStore(directory, captions.num_rows, captions.shard_size, captions.about)
-            features = captions["embeddings"]
+            features = captions[modality]
 
             def batches(shards: list[range]) -> "typing.Iterator[dict[str, np.ndarray]]":
-                return ({"embeddings": features[pairs.start : pairs.stop]} for pairs in shards)
+                return ({modality: features[pairs.start : pairs.stop]} for pairs in shards)
 
         else:
             from clip_moe.data.shared_rows import shared_pairs
 
             encoder = load_encoder(Path(inputs.features) / ENCODER, accelerator.device)
-            rows = shared_pairs(context, inputs.data, encoder.modality == "image")
-            store = caption_store(directory, rows, self.data, self.batch_size, encoder, context)
-            batches = encoder_features(encoder, rows, self.batch_size)
+            rows, shard_size = shared_pairs(context, inputs.data, images), self.batch_size * BATCHES_PER_SHARD
+            store = new_store(directory, rows, self.data, shard_size, context, images, encoder_name)
+            batches = encode_pairs(encoder, rows, self.batch_size)
 
         def compute(shards: list[range]) -> "typing.Iterator[dict[str, np.ndarray]]":
-            return ({"labels": nearest_centers(batch["embeddings"], centers)} for batch in batches(shards))
+            return ({"labels": nearest_centers(batch[modality], centers)} for batch in batches(shards))
 
         store.write(accelerator, "labels", compute)
         return store
 
     def _fine_centers(self, other: str | None, captions: "FeatureStore", context: Context) -> "np.ndarray":
         """(m, d) centers of another stage, or by balanced K-means of the captions' embeddings."""
-        from clip_moe.training.clusters import balanced_kmeans, load_centers
+        from clip_moe.training.clusters import READABLE, balanced_kmeans, load_centers
 
         if other is not None:
             return load_centers(Path(other), captions.about["encoder"])
-        sample = captions["embeddings"].sample(self.num_samples or CENTER_SAMPLES, context.seed)
+        features = captions["image" if captions.about["pairs"] == READABLE else "text"]
+        sample = features.sample(self.num_samples or CENTER_SAMPLES, context.seed)
         return balanced_kmeans(sample, self.num_centers, context.seed, context.accelerator.device)[0]
 
     def _group(self, store: "FeatureStore", inputs: SimpleNamespace, context: Context, directory: Path) -> None:
@@ -224,9 +227,10 @@ class ClusterStage(Stage):
             save_clusters,
             select_centers,
         )
+        from clip_moe.training.pair_features import pairs_of
 
         about = {key: store.about[key] for key in ("encoder", "dataset_fingerprint", "pairs")}
-        fine_centers, rows = load_centers(directory, about["encoder"]), _pairs_of(store, context)
+        fine_centers, rows = load_centers(directory, about["encoder"]), pairs_of(store, context)
         if self.metadata is None:
             cluster_of_center, centers = group_centers(fine_centers, self.num_clusters, context.seed)
         else:
@@ -250,22 +254,9 @@ class ClusterStage(Stage):
     def _queries(self, captions: str) -> "np.ndarray":
         """(n, d) the embeddings of the metadata, by the encoder of the captions."""
         from clip_moe.evaluation.sentence_encoders import encode_metadata, load_encoder
-        from clip_moe.training.caption_clusters import ENCODER
+        from clip_moe.training.pair_features import ENCODER
 
         encoder = load_encoder(Path(captions) / ENCODER)
         if encoder.modality != "text":
             raise ValueError(f"metadata are texts, but {self.features} embedded images")
         return encode_metadata(encoder, self.metadata)
-
-
-def _pairs_of(store: "FeatureStore", context: Context) -> typing.Any:
-    """The pairs whose features or labels a store has. Raises ValueError if these changed since."""
-    from clip_moe.data.arguments import DataArguments
-    from clip_moe.data.shared_rows import shared_fingerprint, shared_pairs
-    from clip_moe.training.clusters import READABLE
-
-    data, has_images = DataArguments(**store.about["data"]), store.about.get("pairs", READABLE) == READABLE
-    rows = shared_pairs(context, data, has_images)
-    if shared_fingerprint(context, rows, has_images) != store.about["dataset_fingerprint"]:
-        raise ValueError(f"{data.source} has changed since {store.folder} was made; delete it to make it anew")
-    return rows

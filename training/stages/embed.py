@@ -1,0 +1,137 @@
+"""The stage that embeds a dataset."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import Field, model_validator
+from pydantic.dataclasses import dataclass
+
+from clip_moe.data.arguments import NumberedData
+from clip_moe.engine.context import Context
+from clip_moe.engine.settings import STRICT, Reads
+from clip_moe.engine.stage import Stage
+
+if TYPE_CHECKING:
+    import datasets
+    import numpy as np
+
+    from clip_moe.evaluation.sentence_encoders import SentenceEncoder
+
+
+@dataclass(config=STRICT, kw_only=True)
+class EmbedStage(Stage):
+    """Normalized embeddings of a dataset's images, captions or both, to cluster it and for other programs.
+
+    The folder gets arrays `image`, `text` or both (pairs, size), in the order of the data, in files of safetensors that
+    are named by their first row. Any number of processes share the work. Pairs that cannot be read are left out.
+
+        clip-moe embed runs/embeddings --model training/symbol_clip --data.source symbols --data.num_samples 64
+        clip-moe embed runs/sentences --model tfidf --what captions --data.source symbols --data.num_samples 64
+    """
+
+    kind: ClassVar[str] = "embed"
+    has_rows_of_pairs: ClassVar[bool] = True
+
+    # A CLIP: an earlier stage, a folder or a hub name. For captions alone (MoDE section 3.2) also a sentence encoder: a
+    # model of sentence-transformers, a text model of transformers, "tfidf", which is fitted to these captions, or an
+    # earlier embed stage, whose encoder is used again.
+    model: Annotated[str, Reads("model", "embed", literals=["tfidf"])]
+    # The pairs to embed.
+    data: NumberedData
+    # What to embed. The encoder of images or captions alone is kept in the folder: a mixture routes tasks by it (MoDE),
+    # or by that of images (section 5.3, to compare with) every test image.
+    what: Literal["both", "images", "captions"] = "both"
+    # Pairs that one process embeds at a time.
+    batch_size: int = Field(default=256, gt=0)
+    # In which precision embeddings are kept.
+    dtype: Literal["float32", "float16"] = "float32"
+    # Also write rows.jsonl: the path of the image and the captions of each row.
+    list_rows: bool = False
+    # The weights of the L captions of an image, as in the stages that train on them: its text embedding is their
+    # weighted mean. None: the first caption that is not missing.
+    caption_weights: list[Annotated[float, Field(ge=0)]] | None = Field(default=None, min_length=1)
+    # How a text model of transformers makes one embedding: the mean over its tokens, the first one (unsupervised
+    # SimCSE), or the model's own pooler on the first one (supervised SimCSE).
+    pooling: Literal["mean", "cls", "pooler"] = "mean"
+    # Size of the embeddings of tfidf.
+    dim: int = Field(default=64, gt=0)
+    # tfidf leaves out words that a larger share of the captions has; what is said of everything hides topics.
+    max_df: float = Field(default=1.0, gt=0, le=1)
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.model == "tfidf" and self.what != "captions":
+            raise ValueError("tfidf embeds captions alone: set what: captions")
+        if self.caption_weights is not None and self.what != "both":
+            raise ValueError(f"caption_weights go with what: both, not {self.what}")
+        return self
+
+    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
+        from clip_moe.data.shared_rows import shared_pairs
+        from clip_moe.evaluation import embedder
+        from clip_moe.training.loader import PairLoader
+        from clip_moe.training.pair_features import BATCHES_PER_SHARD, ENCODER, encode_pairs, new_store
+
+        accelerator, images = context.accelerator, self.what != "captions"
+        rows = shared_pairs(context, inputs.data, images)
+        if self.what == "both":
+            batch_size = min(self.batch_size, len(rows))
+            clip = embedder.Embedder(inputs.model, None, batch_size, accelerator.device, state=accelerator)
+            loader = PairLoader(rows, clip.processor, self.data, batch_size, caption_weights=self.caption_weights)
+            context.held["images"] = loader.bytes_in_memory
+            compute, shard_size = clip.compute(loader.in_order()), batch_size * embedder.BATCHES_PER_SHARD
+            encoder_name = None
+        else:
+            encoder = self._kept_encoder(inputs.model, rows, context, directory / ENCODER)
+            compute = encode_pairs(encoder, rows, self.batch_size)
+            shard_size, encoder_name = self.batch_size * BATCHES_PER_SHARD, encoder.name
+
+        def in_precision(shards: list[range]) -> "Iterator[dict[str, np.ndarray]]":
+            for arrays in compute(shards):
+                yield {name: array.astype(self.dtype, copy=False) for name, array in arrays.items()}
+
+        store = new_store(directory, rows, self.data, shard_size, context, images, encoder_name)
+        store.write(accelerator, f"embeddings of {self.what}", in_precision)
+        if self.list_rows and accelerator.is_main_process:
+            _list_rows(rows, directory / "rows.jsonl")
+
+    def _kept_encoder(self, source: str, rows: "datasets.Dataset", context: Context, folder: Path) -> "SentenceEncoder":
+        """The encoder, which the main process keeps in this folder."""
+        from clip_moe.engine.files import new_folder
+        from clip_moe.evaluation.sentence_encoders import TfidfEncoder, load_encoder, open_encoder
+        from clip_moe.training.pair_features import first_captions
+
+        modality = "image" if self.what == "images" else "text"
+        if context.accelerator.is_main_process and not folder.is_dir():
+            with new_folder(folder) as partial:
+                if source == "tfidf":
+                    TfidfEncoder.fit(first_captions(rows), self.dim, context.seed, self.max_df).save(partial)
+                elif (Path(source) / folder.name).is_dir():
+                    shutil.copytree(Path(source) / folder.name, partial, dirs_exist_ok=True)
+                else:
+                    open_encoder(source, self.pooling, modality=modality).save(partial)
+        context.accelerator.wait_for_everyone()
+        encoder = load_encoder(folder, context.accelerator.device)
+        if encoder.modality != modality:
+            raise ValueError(f"what: {self.what}, but the encoder {encoder.name} is of the other")
+        return encoder
+
+
+def _list_rows(rows: "datasets.Dataset", path: Path) -> None:
+    """Write a line for each row: `image`, a path or None, and the list `captions`."""
+    import datasets
+
+    from clip_moe.data.texts import present_captions
+    from clip_moe.engine.files import new_file
+
+    if isinstance(rows.features["image"], datasets.Image):
+        rows = rows.cast_column("image", datasets.Image(decode=False))
+    with new_file(path) as partial, open(partial, "w", encoding="utf-8") as file:
+        for row in rows:
+            image = row["image"]["path"] if isinstance(row["image"], dict) else row["image"]
+            line = {"image": image, "captions": present_captions(row["caption"])}
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
