@@ -51,19 +51,24 @@ def load_pairs(arguments: DataArguments, images: bool = True) -> Rows:
     if is_world(arguments.source):
         return _draw(arguments, arguments.captions)
     rows = select_columns(open_rows(arguments), arguments)
-    classes = getattr((rows.features or {}).get("caption"), "names", None) or []
-    if lost := [name for name in classes if not present_captions(name.replace("_", " "))]:
-        raise ValueError(
-            f"{arguments.source}: a class called {lost[0]!r} reads as a missing caption: rename it, such as no_object"
-        )
-    last = {same_words(name.replace("_", " ")): name for name in classes}
-    if both := [(name, last[words]) for name in classes if last[words := same_words(name.replace("_", " "))] != name]:
-        names = " and ".join(map(repr, both[0]))
-        warn_once(logger, f"{arguments.source}: the classes {names} have one caption, and count as one")
+    _check_class_names(rows, arguments.source)
     rows = with_class_names(rows)
-    if arguments.streaming:
-        return rows
-    return readable_pairs(rows, arguments, images)[0]
+    return rows if arguments.streaming else readable_pairs(rows, arguments, images)[0]
+
+
+def _check_class_names(rows: Rows, source: str) -> None:
+    """Raises a ValueError of a class whose name reads as a missing caption; warns of two whose names say the same."""
+    feature = (rows.features or {}).get("caption")
+    names = feature.names if isinstance(feature, datasets.ClassLabel) else []
+    captions = {name: name.replace("_", " ") for name in names}
+    if missing := [name for name in names if not present_captions(captions[name])]:
+        raise ValueError(
+            f"{source}: a class called {missing[0]!r} reads as a missing caption: rename it, such as no_object"
+        )
+    last = {same_words(captions[name]): name for name in names}
+    if alike := [(name, other) for name in names if (other := last[same_words(captions[name])]) != name]:
+        both = " and ".join(map(repr, alike[0]))
+        warn_once(logger, f"{source}: the classes {both} have one caption, and count as one")
 
 
 def with_class_names(rows: Rows) -> Rows:
@@ -164,24 +169,20 @@ def _with_keys(rows: Rows, bases: dict[str, str], arguments: DataArguments) -> R
     features = datasets.Features()
     for column, base in bases.items():
         head = list(_head(rows.select_columns(base)))
-        kind = next((type(found) for found in (value(row, column) for row in head) if found is not None), None)
+        kind = next((type(text) for text in (value(row, column) for row in head) if text is not None), None)
         if kind is None:
             keys = dict.fromkeys(f"{base}.{key}" for row in head for key in structure(row[base]) or ())
             raise ValueError(no_column(arguments.source, [column], [base, *keys]))
         features[column] = TEXTS if kind is list else datasets.Value("string")
 
     def values(row: dict[str, Any]) -> dict[str, Any]:
-        found = {column: value(row, column) for column in bases}
+        contents = {column: value(row, column) for column in bases}
         return {
             column: present_captions(text) if features[column] == TEXTS else text if isinstance(text, str) else None
-            for column, text in found.items()
+            for column, text in contents.items()
         }
 
-    if isinstance(rows, datasets.IterableDataset):
-        return rows.map(values, features=rows.features and datasets.Features(rows.features | features))
-    held = sorted(set(bases.values()))
-    texts = mapped(rows.select_columns(held), values, features=features, remove_columns=held)
-    return datasets.concatenate_datasets([rows, texts], axis=1)  # without copying images
+    return _with_columns(rows, sorted(set(bases.values())), values, features)
 
 
 def _head(rows: Rows) -> Rows:
@@ -266,11 +267,21 @@ def _with_lists(rows: Rows, source: str) -> Rows:
 
 def _with_captions(rows: Rows, function: Callable[[dict[str, Any]], dict[str, Any]], feature: Any = TEXTS) -> Rows:
     """Rows with other captions."""
-    captions = datasets.Features({"caption": feature})
+    return _with_columns(rows, ["caption"], function, datasets.Features({"caption": feature}))
+
+
+def _with_columns(
+    rows: Rows,
+    sources: list[str],
+    function: Callable[[dict[str, Any]], dict[str, Any]],
+    features: datasets.Features,
+) -> Rows:
+    """Rows with the columns that a function computes from others, perhaps of the same names; images are not copied."""
     if isinstance(rows, datasets.IterableDataset):
-        return rows.map(function, features=rows.features and datasets.Features(rows.features | captions))
-    texts = mapped(rows.select_columns("caption"), function, features=captions)
-    return datasets.concatenate_datasets([rows.select_columns("image"), texts], axis=1)  # without copying images
+        return rows.map(function, features=rows.features and datasets.Features(rows.features | features))
+    columns = mapped(rows.select_columns(sources), function, features=features, remove_columns=sources)
+    replaced = [name for name in features if name in rows.column_names]
+    return datasets.concatenate_datasets([rows.remove_columns(replaced), columns], axis=1)
 
 
 def one_row_an_image(rows: datasets.Dataset) -> datasets.Dataset:

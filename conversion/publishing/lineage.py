@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from clip_moe.data.worlds import is_world
 from clip_moe.engine.digests import value_digest
 from clip_moe.engine.files import damaged, read_json, read_record
 from clip_moe.engine.local_names import is_hub_name, is_url, without_paths
@@ -299,7 +300,7 @@ def _all_data(made: dict[Path, Record], local: Collection[str]) -> list[DataOrig
 
 def _data(settings: dict[str, Any], is_local: bool) -> DataOrigin:
     source = settings["source"]
-    if source in WORLDS or ":" in source and not is_url(source):
+    if is_world(source):
         kinds = settings.get("kinds", "all")
         of_kinds = "" if kinds == "all" else f" of {kinds}"
         return DataOrigin(source, "world", f"{settings.get('captions', 'web')} captions{of_kinds}")
