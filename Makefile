@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/installed
 INTEGRATIONS := .venv/installed-integrations
 # Their requirements are many or old, and what we use of them needs none.
-WITHOUT_REQUIREMENTS := clip-benchmark==1.6.2 llava-torch==1.2.2.post1
+WITHOUT_REQUIREMENTS := clip-benchmark==1.6.2
 # What clip-benchmark's command imports, in a folder of its own: with torchvision, transformers would prepare images by
 # it, and the one on PyPI does not go with a CPU build of torch. With NumPy 2.4, its top-5 accuracy fails.
 FOR_CLIP_BENCHMARK := braceexpand==0.1.7 ftfy==6.3.1 numpy==2.3.5 open_clip_torch==3.3.0 pycocoevalcap==1.2 pycocotools==2.0.11 \

@@ -51,7 +51,7 @@ test = [
 ]
 # The page of `clip-moe app`. gradio takes no Pillow 13: see the Makefile
 app = [*training, "gradio>=6.31"]
-# clip-benchmark and llava-torch come without their own requirements: see the Makefile
+# clip-benchmark comes without its own requirements: see the Makefile
 integrations = [
     *test,
     *icons,

@@ -11,14 +11,12 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from clip_moe.conversion.checkpoints import load_clip, load_model
-from clip_moe.conversion.processors import copy_processor, require_same
 from clip_moe.conversion.upcycle import architecture, sparse_blocks
-from clip_moe.engine.files import save
 from modeling_clip_moe.families import TOWER_CONFIGS
 
 logger = logging.getLogger(__name__)
 
-# Of squared distances, by the squared norms of what is compared
+# Share of the squared norms below which a squared distance is rounding
 ROUNDING = 1e-12
 
 
@@ -62,12 +60,12 @@ def match_experts(model: PreTrainedModel, other: PreTrainedModel, name: str) -> 
     closer to that of `other` in squared distance of router rows and experts (Git Re-Basin, arXiv:2209.04836).
 
     Args:
-        name: what the model is called where its experts are renumbered.
+        name: of the model, for the warning that its experts are renumbered.
     """
     changed = []
     for (layer, block), reference in zip(sparse_blocks(model).items(), sparse_blocks(other).values(), strict=True):
         costs, scale = torch.zeros(block.num_experts, block.num_experts, dtype=torch.float64), 0.0
-        for own, wanted in zip(_of_experts(block), _of_experts(reference), strict=True):
+        for own, wanted in zip(_expert_tensors(block), _expert_tensors(reference), strict=True):
             own, wanted = (tensor.double().reshape(len(tensor), -1) for tensor in (own, wanted))
             squares = wanted.square().sum(1)[:, None] + own.square().sum(1)
             costs += squares - 2 * wanted @ own.T
@@ -75,13 +73,13 @@ def match_experts(model: PreTrainedModel, other: PreTrainedModel, name: str) -> 
         order = torch.from_numpy(linear_sum_assignment(costs.numpy())[1])
         if costs.trace() - costs.gather(1, order[:, None]).sum() > ROUNDING * scale:
             changed.append(layer)
-            for tensor in _of_experts(block):
+            for tensor in _expert_tensors(block):
                 tensor.copy_(tensor[order])
     if changed:
         logger.warning("the experts of %s are averaged in another order in %s", name, ", ".join(map(str, changed)))
 
 
-def _of_experts(block: nn.Module) -> list[torch.Tensor]:
+def _expert_tensors(block: nn.Module) -> list[torch.Tensor]:
     """The tensors of a sparse block whose first axis is that of its experts."""
     parts = (block.router, block.experts)
     tensors = [tensor for part in parts for tensor in (*part.parameters(), *part.buffers())]
@@ -91,10 +89,3 @@ def _of_experts(block: nn.Module) -> list[torch.Tensor]:
 def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_parameters()
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(".expert_bias"))
-
-
-def convert(sources: Sequence[str | Path], folder: Path, weights: Sequence[float] | None = None) -> None:
-    """Saves the mean of models and the processor of the first."""
-    require_same(sources)
-    save(average(sources, weights), folder)
-    copy_processor(sources[0], folder)

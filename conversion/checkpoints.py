@@ -36,7 +36,7 @@ MISSING_IS_NONE |= {"_raise_exceptions_for_connection_errors": False}
 TEXT_TOWERS = (CLIPTextModel, CLIPTextModelWithProjection, CLIPMoETextModel, CLIPMoETextModelWithProjection)
 # "auto": the stored one
 Dtype = torch.dtype | Literal["auto"]
-# By the type of a model that is not taken: what it is, and what to do
+# Type of a model that is not accepted -> its kind and the way out
 DENSE_HINT = " (it is dense: clip-moe upcycle makes it sparse)"
 SPARSE_HINT = " (it is already sparse: clip-moe dense takes one expert out)"
 HINTS = {

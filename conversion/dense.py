@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from clip_moe.conversion.checkpoints import load_dense, load_sparse
-from clip_moe.conversion.processors import copy_processor
 from clip_moe.conversion.rules import Rule, apply_rules
 from clip_moe.conversion.upcycle import (
     FFN_TO_EXPERTS,
@@ -25,7 +24,7 @@ from clip_moe.conversion.upcycle import (
     towers_of,
 )
 from clip_moe.conversion.verification import TOLERANCE, compare
-from clip_moe.engine.files import read_record, save
+from clip_moe.engine.files import read_record
 from clip_moe.engine.messages import join_names
 from clip_moe.engine.provenance import weights_fingerprint
 from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
@@ -40,8 +39,8 @@ def dense_config(config: SparseMoEConfig) -> PreTrainedConfig:
     config_class = family_of(config).dense.config_class
     fields = architecture(config, config_class)
     for name in config.sub_configs:
-        of_tower = architecture(getattr(config, name), type(getattr(config, name)))
-        fields[name] = {field: value for field, value in of_tower.items() if field not in SPARSE_FIELDS}
+        tower_fields = architecture(getattr(config, name), type(getattr(config, name)))
+        fields[name] = {field: value for field, value in tower_fields.items() if field not in SPARSE_FIELDS}
     return config_class(**fields)
 
 
@@ -76,7 +75,7 @@ def layer_scales(config: SparseMoEConfig, expert: int | str, scale: Scale | None
 def extraction_rules(config: SparseMoEConfig, expert: int | str, scale: Scale | None = None) -> list[Rule]:
     """Rules from a sparse model to the dense one that keep one expert, or the base FFN, of every sparse layer."""
     rules = kept_rules(config, family_of(config).logit_scale_shape)
-    for ffn, of_layer in layer_scales(config, expert, scale).items():
+    for ffn, layer_scale in layer_scales(config, expert, scale).items():
         rules.append(Rule(rf"{ffn}\.(router|fusion_gate)\..*", (), reason="a dense FFN has no routing"))
         if expert == BASE:
             rules.append(Rule(rf"({ffn})\.base\.(.*)", r"\1.\2"))
@@ -84,10 +83,10 @@ def extraction_rules(config: SparseMoEConfig, expert: int | str, scale: Scale | 
             continue
         rules.append(Rule(rf"{ffn}\.base\..*", (), reason="an expert was chosen"))
         (tower,) = (tower for prefix, tower in towers_of(config).values() if ffn.startswith(prefix))
-        of_ffn = experts_of_ffn(tower)
-        chosen = slice(expert * of_ffn, (expert + 1) * of_ffn)
+        experts_per_ffn = experts_of_ffn(tower)
+        chosen = slice(expert * experts_per_ffn, (expert + 1) * experts_per_ffn)
         for name, expert_tensor in FFN_TO_EXPERTS.items():
-            factor = of_layer / of_ffn if name.startswith("fc2.") else 1.0
+            factor = layer_scale / experts_per_ffn if name.startswith("fc2.") else 1.0
             join = functools.partial(_whole_ffn, name, chosen, factor)
             sources = rf"({ffn})\.(?:experts\.{expert_tensor}|shared_experts\.{re.escape(name)})"
             rules.append(Rule(sources, rf"\1.{name}", join, merges=True))
@@ -158,16 +157,16 @@ def force_expert(sparse: PreTrainedModel, expert: int, scale: float | Sequence[f
     def force(router, inputs, outputs, weight):
         config = router.config
         logits, (_, mask) = outputs[0], inputs
-        of_ffn = counted_as_one(config)
-        ids = torch.arange(expert * of_ffn, (expert + 1) * of_ffn, device=logits.device)
-        ids = ids.expand(*logits.shape[:2], of_ffn)
+        experts_per_ffn = counted_as_one(config)
+        ids = torch.arange(expert * experts_per_ffn, (expert + 1) * experts_per_ffn, device=logits.device)
+        ids = ids.expand(*logits.shape[:2], experts_per_ffn)
         if mask is not None:
             ids = ids.masked_fill(~mask.bool()[..., None], config.num_experts)
         if weight is None:
             weights = router.weigh(*router.choose(router.score(logits))).sum(dim=-1, keepdim=True)
         else:
             weights = torch.full_like(logits[..., :1], weight)
-        weights = weights / of_ffn
+        weights = weights / experts_per_ffn
         return logits, weights * (ids < config.num_experts), ids, dispatch(ids.flatten(0, 1), config.num_experts)
 
     with contextlib.ExitStack() as hooks:
@@ -190,15 +189,8 @@ def verify(source: str | Path, folder: Path, expert: int | str, scale: Scale | N
         compare(sparse, dense.float(), tolerance=max(TOLERANCE, rounding))
 
 
-def convert(source: str | Path, folder: Path, expert: int | str, scale: Scale | None = None) -> None:
-    """Saves one expert of a folder or hub name, and the processor, into `folder`, and verifies it."""
-    save(extract(load_sparse(source), expert, scale), folder)
-    copy_processor(source, folder)
-    verify(source, folder, expert, scale)
-
-
 def read_scale(analysis: str | Path, source: str | Path) -> Scale:
-    """What the folder of an analyze stage says of the model `source`."""
+    """The scales that an analyze stage measured of the model `source`."""
     file = Path(analysis) / "experts.json"
     result = read_record(file, dict, {"weights": str, "scales": dict})
     if result["weights"] != weights_fingerprint(source):

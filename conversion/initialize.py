@@ -41,7 +41,7 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token")
 
 @contextlib.contextmanager
 def _as_value_errors() -> Iterator[None]:
-    """What transformers raises where settings make no model becomes a `ValueError`."""
+    """Errors of transformers about settings that make no model become a `ValueError`."""
     try:
         yield
     except (ArithmeticError, LookupError, RuntimeError, StrictDataclassError, TypeError) as error:
@@ -172,11 +172,11 @@ def split_routing(
     routing_fields = ROUTING_FIELDS - {"attention_dropout"}  # which a dense tower has, too
     dense, routing = [], {}
     for tower, settings in {"text_config": text_config, "vision_config": vision_config}.items():
-        of_tower = config_class.sub_configs[tower]
-        names = {field.name for field in dataclasses.fields(of_tower)} | ROUTING_FIELDS
+        tower_class = config_class.sub_configs[tower]
+        names = {field.name for field in dataclasses.fields(tower_class)} | ROUTING_FIELDS
         if unknown := sorted(set(settings) - names):
             hint = suggestion(unknown[0], names)
-            raise ValueError(f"{tower}: {of_tower.__name__} has no field {', '.join(map(repr, unknown))}: {hint}")
+            raise ValueError(f"{tower}: {tower_class.__name__} has no field {', '.join(map(repr, unknown))}: {hint}")
         dense.append({name: value for name, value in settings.items() if name not in routing_fields})
         routing[tower] = {name: value for name, value in settings.items() if name in routing_fields}
         if routing[tower] and not is_sparse:

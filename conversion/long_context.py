@@ -8,9 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from clip_moe.conversion.checkpoints import load_whole_or_tower
-from clip_moe.conversion.processors import copy_processor
 from clip_moe.conversion.verification import check_equal, sample_inputs
-from clip_moe.engine.files import save
 from modeling_clip_moe.families import pooled_token
 
 KEPT_POSITIONS = 20
@@ -75,10 +73,3 @@ def verify(source: str | Path, folder: Path, keep: int = KEPT_POSITIONS) -> None
     # A whole model has the first two, a text tower the last, with its projection also the first
     names = [name for name in ("text_embeds", "image_embeds", "last_hidden_state") if name in expected]
     check_equal({name: expected[name] for name in names}, {name: converted[name] for name in names})
-
-
-def convert(source: str | Path, folder: Path, length: int, keep: int = KEPT_POSITIONS) -> None:
-    """Saves the lengthened model of `source`, and its processor, which cuts texts at the new length."""
-    save(lengthen(load_whole_or_tower(source), length, keep), folder)
-    copy_processor(source, folder, length=length)
-    verify(source, folder, keep)

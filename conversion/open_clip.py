@@ -26,7 +26,7 @@ RESAMPLINGS = {"bilinear": 2, "bicubic": 3, "random": 3}
 
 
 def read_configuration(archive: Path, weights: CLIPConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The settings that the configuration beside an archive gives to `conversion.openai.convert`, and those of the
+    """The settings that the configuration beside an archive gives to `conversion.openai.build`, and those of the
     image processor. Both are empty where there is none.
 
     Args:

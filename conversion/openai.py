@@ -224,7 +224,9 @@ def tower_sizes(state: Mapping[str, Tensor], prefix: str, heads: int | None, hea
     layers = {int(match[1]) for key in state if (match := re.fullmatch(block, key))}
     intermediate_size, width = state[f"{prefix}transformer.resblocks.0.mlp.c_fc.weight"].shape
     if heads is None and width % head_width:
-        raise ValueError(f"a width of {width} is no multiple of {head_width}: give --vision_heads and --text_heads")
+        raise ValueError(
+            f"a width of {width} is no multiple of {head_width}: put the {FILE} that tells the heads beside the weights"
+        )
     return {
         "hidden_size": width,
         "intermediate_size": intermediate_size,
@@ -233,7 +235,7 @@ def tower_sizes(state: Mapping[str, Tensor], prefix: str, heads: int | None, hea
     }
 
 
-def convert(
+def build(
     state: Mapping[str, Tensor],
     activation: str = "quick_gelu",
     vision_heads: int | None = None,
@@ -270,7 +272,7 @@ def original_outputs(
     Args:
         pixel_values: (B, 3, H, W).
         input_ids: (B, T), pooled at the highest id.
-        ffn: what stands in a block for its FFN.
+        ffn: computes the FFN of a block.
     """
     patches = F.conv2d(pixel_values, state["visual.conv1.weight"], stride=config.vision_config.patch_size)
     patches = patches.flatten(2).transpose(1, 2)  # (B, patches, D)
@@ -324,22 +326,6 @@ def layer_norm(state: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
     return F.layer_norm(x, x.shape[-1:], state[f"{name}.weight"], state[f"{name}.bias"])
 
 
-def write(
-    model: PreTrainedModel,
-    folder: Path,
-    processor: str | None,
-    archive: Path,
-    images: Mapping[str, Any] | None = None,
-) -> None:
-    """Saves the model of an archive, and the processor of a folder or hub name, with these settings for images."""
-    save(model, folder)
-    if processor is None:
-        print("warning: the result has no processor: give one with --processor", file=sys.stderr)
-    else:
-        length = model.config.text_config.max_position_embeddings
-        copy_processor(processor, folder, required=True, length=length, model=archive, images=images)
-
-
 @torch.no_grad()
 def verify(state: Mapping[str, Tensor], model: PreTrainedModel, ffn: Callable[..., Tensor] = dense_ffn) -> None:
     """Compares an archive with a float32 model; for `ffn` see `original_outputs`."""
@@ -355,30 +341,44 @@ def verify(state: Mapping[str, Tensor], model: PreTrainedModel, ffn: Callable[..
     )
 
 
-def write_model(
+def convert(
     archive: Path,
     folder: Path,
     activation: str | None = None,
-    vision_heads: int | None = None,
-    text_heads: int | None = None,
     processor: str | None = None,
     trust_archive: bool = False,
 ) -> None:
-    """Write the model of an archive into a folder, and verify it."""
+    """Write the model of an archive into a folder, and verify it; for the arguments see the stage `openai`."""
     state = read_state_dict(archive, trust_archive)
     from_openai = all(key in state for key in OPENAI_SETTINGS) or "positional_embedding_res" in state
     state = one_position_table(state)
     settings, images = {}, {}
     if not from_openai:  # whose own files say enough: one of open_clip's beside them is that of another model
         settings, images = read_configuration(archive, infer_config(state, vision_heads=1, text_heads=1))
-    options = {"activation": activation, "vision_heads": vision_heads, "text_heads": text_heads}
-    settings |= {name: value for name, value in options.items() if value is not None}
-    if "activation" not in settings and not from_openai:
+    if activation is not None:
+        settings["activation"] = activation
+    elif "activation" not in settings and not from_openai:
         print(
             f"warning: neither the file nor an {FILE} beside it says which activation the model was "
             "trained with: took OpenAI's quick_gelu; models trained with open_clip need --activation gelu unless "
             "named -quickgelu",
             file=sys.stderr,
         )
-    write(convert(state, **settings), folder, processor, archive, images)
+    write(build(state, **settings), folder, processor, archive, images)
     verify(state, load_model(CLIPModel, folder))
+
+
+def write(
+    model: PreTrainedModel,
+    folder: Path,
+    processor: str | None,
+    archive: Path,
+    images: Mapping[str, Any] | None = None,
+) -> None:
+    """Saves the model of an archive, and the processor of a folder or hub name, with these settings for images."""
+    save(model, folder)
+    if processor is None:
+        print("warning: the result has no processor: give one with --processor", file=sys.stderr)
+    else:
+        length = model.config.text_config.max_position_embeddings
+        copy_processor(processor, folder, required=True, length=length, model=archive, images=images)

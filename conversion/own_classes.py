@@ -10,7 +10,7 @@ from clip_moe.engine.own_modules import code_of_models, watching
 from modeling_clip_moe.loading import SparseMoEMixin
 
 OPTION = "--import"
-# What a process hands on to those that it starts
+# Environment variable that a process hands on to those that it starts
 MODULES = "CLIP_MOE_IMPORT"
 
 

@@ -119,8 +119,8 @@ def require_fit(
 
     Args:
         config: configuration of a CLIP, a tower alone, or a LLaVA.
-        model: what the configuration was loaded from, for errors.
-        source: what the processor was loaded from, for errors.
+        model: source of the configuration, for errors.
+        source: source of the processor, for errors.
 
     Raises:
         ValueError: the tokenizer has tokens that the model does not know, cuts texts at a length that it does not take,
@@ -148,7 +148,7 @@ def require_fit(
 
 
 def _text_faults(text: PreTrainedConfig, model: str | Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    """What of a tokenizer does not fit a text tower, which pools a short and a long text, tokenized together, at their
+    """Faults of a tokenizer for a text tower, which pools a short and a long text, tokenized together, at their
     own last token whatever their words, or else at their first one, or at the last of their places."""
     number, pooled = max(tokenizer.get_vocab().values(), default=-1) + 1, pooled_token(text)
     longest, length = longest_text(text), tokenizer.model_max_length
@@ -258,7 +258,7 @@ def copy_processor(
 
     Args:
         length: at which the copy cuts texts; None: where the source does.
-        model: what the model in `folder` was made of, for errors; None: `source`.
+        model: source of the model in `folder`, for errors; None: `source`.
         images: settings that the image processor of the copy has in place of its own.
     """
     copy, tokenizer, image_processor = load_halves(source)

@@ -99,7 +99,7 @@ def infer_sparse_config(state: Mapping[str, Tensor], num_experts_per_tok: int = 
     return CLIPMoEConfig(**towers, projection_dim=dense.projection_dim, router_aux_loss_coef=coefficient)
 
 
-def convert(state: Mapping[str, Tensor], num_experts_per_tok: int = 2) -> CLIPMoEModel:
+def build(state: Mapping[str, Tensor], num_experts_per_tok: int = 2) -> CLIPMoEModel:
     """Builds the float32 model of a checkpoint in the authors' layout."""
     state = {key: tensor.float() for key, tensor in normalize(state).items()}
     model = CLIPMoEModel(infer_sparse_config(state, num_experts_per_tok))
@@ -152,10 +152,10 @@ def verify(state: Mapping[str, Tensor], model: CLIPMoEModel) -> None:
     verify_archive(normalize(state), model, mixture_ffn)
 
 
-def write_model(checkpoint: Path, folder: Path, num_experts_per_tok: int, processor: str | None) -> None:
+def convert(checkpoint: Path, folder: Path, num_experts_per_tok: int, processor: str | None) -> None:
     """Writes the model of a released checkpoint into a folder, and verifies it."""
     state = read_state_dict(checkpoint)
-    write(convert(state, num_experts_per_tok), folder, processor, checkpoint)
+    write(build(state, num_experts_per_tok), folder, processor, checkpoint)
     verify(state, load_model(CLIPMoEModel, folder, dtype=torch.float32))
 
 

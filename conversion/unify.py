@@ -10,14 +10,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from clip_moe.conversion.checkpoints import is_sparse, load_clip, load_model, load_sparse
+from clip_moe.conversion.checkpoints import is_sparse, load_clip, load_sparse
 from clip_moe.conversion.dense import ONLY_EXPERTS, force_expert, set_fusion_gates
 from clip_moe.conversion.presets import PRESETS, TOWERS, Preset
-from clip_moe.conversion.processors import copy_processor, require_same
 from clip_moe.conversion.rules import Rule, apply_rules
 from clip_moe.conversion.upcycle import FFN_TO_EXPERTS, build_sparse, sparse_config, sparse_ffns, upcycling_rules
 from clip_moe.conversion.verification import compare
-from clip_moe.engine.files import save
 from clip_moe.engine.messages import join_names
 from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
 
@@ -146,21 +144,3 @@ def verify(base: str | Path, experts: Sequence[str | Path], folder: Path) -> Non
             set_fusion_gates(model, ONLY_EXPERTS)
         with force_expert(sparse, number, scale=1.0):
             compare(model, sparse, f"expert {number}: ")
-
-
-def convert(
-    base: str | Path,
-    experts: Sequence[str | Path],
-    folder: Path,
-    preset: Preset = PRESETS["clip_moe"],
-    towers: Sequence[str] = TOWERS,
-    seed: int = 0,
-    base_expert: bool = True,
-) -> None:
-    """Saves the unified model of folders or hub names, and the base's processor, into `folder`, and verifies it."""
-    require_same([base, *experts])
-    start = load_clip(base)
-    models = [load_model(type(start), expert) for expert in experts]
-    save(unify(start, models, preset, towers, seed, base_expert), folder)
-    copy_processor(base, folder)
-    verify(base, experts, folder)

@@ -14,10 +14,8 @@ from transformers import CLIPConfig, PreTrainedConfig, PreTrainedModel
 
 from clip_moe.conversion.checkpoints import load_dense, load_sparse
 from clip_moe.conversion.presets import TOWERS, Preset, sparse_layers
-from clip_moe.conversion.processors import copy_processor
 from clip_moe.conversion.rules import Rule, apply_rules
 from clip_moe.conversion.verification import compare
-from clip_moe.engine.files import save
 from modeling_clip_moe.configuration_clip_moe import CLIPMoEConfig, CLIPMoETowerConfig, SparseMoEConfig
 from modeling_clip_moe.families import Family, family_of
 from modeling_clip_moe.sparse_moe import CLIPMoESparseMoeBlock
@@ -29,11 +27,11 @@ FFN_TO_EXPERTS = {
     "fc2.weight": "down_proj",
     "fc2.bias": "down_proj_bias",
 }
-# What the configuration of a sparse tower has beside that of a dense one
+# Fields of a sparse tower beside those of a dense one
 SPARSE_FIELDS = {field.name for field in dataclasses.fields(CLIPMoETowerConfig)} - {
     field.name for field in dataclasses.fields(PreTrainedConfig)
 }
-# What can be set of an upcycled tower's configuration: how tokens are routed, and a setting of training. All other
+# Fields of an upcycled tower that can be set: how tokens are routed, and a setting of training. All other
 # fields follow from the dense model and the preset
 STRUCTURE = {"num_experts", "moe_layers", "moe_intermediate_size", "num_shared_experts", "fusion_gate"}
 ROUTING_FIELDS = SPARSE_FIELDS - STRUCTURE | {"attention_dropout"}
@@ -171,16 +169,26 @@ def upcycling_rules(config: SparseMoEConfig, single: bool = False) -> list[Rule]
     """
     rules = kept_rules(config)
     for ffn, tower in sparse_ffns(config).items():
-        has_base, of_ffn = tower.fusion_gate and not single, 1 if single else experts_of_ffn(tower)
-        copies, shared = (1, 0) if single else (tower.num_experts // of_ffn, tower.num_shared_experts)
+        has_base, experts_per_ffn = tower.fusion_gate and not single, 1 if single else experts_of_ffn(tower)
+        copies, shared = (1, 0) if single else (tower.num_experts // experts_per_ffn, tower.num_shared_experts)
 
-        def cut(name, tensor, of_ffn=of_ffn, copies=copies, shared=shared * tower.expert_size, has_base=has_base):
+        def cut(
+            name,
+            tensor,
+            experts_per_ffn=experts_per_ffn,
+            copies=copies,
+            shared=shared * tower.expert_size,
+            has_base=has_base,
+        ):
             if name == "fc2.bias":  # the shared experts have it, else each expert its part
-                common, parts = tensor, (torch.zeros_like(tensor) if shared else tensor / of_ffn).expand(of_ffn, -1)
+                common, parts = (
+                    tensor,
+                    (torch.zeros_like(tensor) if shared else tensor / experts_per_ffn).expand(experts_per_ffn, -1),
+                )
             else:
                 axis = 1 if name == "fc2.weight" else 0
                 common, rest = tensor.split([shared, tensor.shape[axis] - shared], dim=axis)
-                parts = torch.stack(rest.chunk(of_ffn, dim=axis))
+                parts = torch.stack(rest.chunk(experts_per_ffn, dim=axis))
             experts = parts.repeat(copies, *[1] * (parts.ndim - 1))
             return (experts, *([common] if shared else []), *([tensor] if has_base else []))
 
@@ -236,9 +244,9 @@ def build_sparse(
         if key.endswith(".expert_bias"):  # 0 before training
             continue
         tensor.normal_(std=std, generator=generator)
-        for ffn, of_ffn in copies.items():
+        for ffn, experts_per_ffn in copies.items():
             if re.match(rf"{ffn}\.router\.weight", key):  # the experts of an FFN are chosen together
-                tensor.copy_(tensor[: len(tensor) // of_ffn].repeat_interleave(of_ffn, dim=0))
+                tensor.copy_(tensor[: len(tensor) // experts_per_ffn].repeat_interleave(experts_per_ffn, dim=0))
     shapes = {key: tensor.shape for key, tensor in state.items() if key not in new}
     sparse.load_state_dict(new | apply_rules(source, shapes, rules))
     return sparse.to(dtype).eval()
@@ -265,10 +273,10 @@ def upcycle(
     """
     config = change_routing(sparse_config(dense.config, preset, towers), routing or {})
     for tower in sparse_ffns(config).values():
-        of_ffn, is_shared = experts_of_ffn(tower), tower.norm_topk_prob or tower.scoring_func == "softmax"
+        experts_per_ffn, is_shared = experts_of_ffn(tower), tower.norm_topk_prob or tower.scoring_func == "softmax"
         # Weights that sum to 1 are shared out among the experts of an FFN, which have to sum to it
         if is_shared and "routed_scaling_factor" not in (routing or {}).get(tower.base_config_key, {}):
-            tower.routed_scaling_factor = float(of_ffn)
+            tower.routed_scaling_factor = float(experts_per_ffn)
     rules = upcycling_rules(config)
     return build_sparse(config, dense.state_dict(), rules, dense.dtype, seed)
 
@@ -309,17 +317,3 @@ def verify(source: str | Path, folder: Path) -> None:
             )
             tower_config.norm_topk_prob, tower_config.routed_scaling_factor = True, scale
     compare(load_dense(source, torch.float32), sparse)
-
-
-def convert(
-    source: str | Path,
-    folder: Path,
-    preset: Preset,
-    towers: Sequence[str] = TOWERS,
-    seed: int = 0,
-    routing: Mapping[str, Mapping[str, Any]] | None = None,
-) -> None:
-    """Save a dense CLIP as a sparse one, with its processor, and verify it; for the other arguments see `upcycle`."""
-    save(upcycle(load_dense(source), preset, towers, seed, routing), folder)
-    copy_processor(source, folder)
-    verify(source, folder)

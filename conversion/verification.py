@@ -77,7 +77,7 @@ def compare(
     """Holds the outputs of a model to those of another one, on random inputs; see `check_equal`."""
     inputs = sample_inputs(converted.config)
     outputs = model_outputs(expected, inputs), model_outputs(converted, inputs)
-    expected, converted = ({f"{name}{part}": tensor for part, tensor in of_model.items()} for of_model in outputs)
+    expected, converted = ({f"{name}{part}": tensor for part, tensor in parts.items()} for parts in outputs)
     check_equal(expected, converted, tolerance)
 
 

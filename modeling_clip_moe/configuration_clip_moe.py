@@ -9,7 +9,7 @@ from transformers import CLIPTextConfig, CLIPVisionConfig, PreTrainedConfig
 from transformers.distributed import DistributedConfig
 
 _LAYERS = "encoder.layers.*"
-# What the weights of a tower's layers depend on
+# Fields on which the weights of a tower's layers depend
 _LAYER_FIELDS = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "hidden_act", "layer_norm_eps"),
     *("moe_layers", "num_experts", "moe_intermediate_size", "num_shared_experts", "fusion_gate", "use_expert_bias"),
@@ -67,7 +67,7 @@ class CLIPMoETowerConfig(PublishedConfig):
         norm_before_capacity (`bool`): with `norm_topk_prob`, whether that happens before capacity drops choices, whose
             weight is then lost, or after it, so that what is left sums to 1 (CLIP-UP B.3, whose "before routing" is
             `norm_topk_prob=False`).
-        routed_scaling_factor (`float`): what the weights are multiplied by in the end.
+        routed_scaling_factor (`float`): the factor of the final weights.
         fusion_gate (`bool`): whether the dense FFN stays beside the experts and a learned gate mixes the two
             (CLIP-FMoE).
         capacity_factor (`float`, *optional*): C, in training: an expert takes at most ceil(T * C / E) of T tokens
@@ -80,7 +80,7 @@ class CLIPMoETowerConfig(PublishedConfig):
             and 1 + noise.
     """
 
-    # What transformers' `DistributedConfig` splits over processes: the experts (EP, before 5.19 in a way that takes
+    # Splits by transformers' `DistributedConfig` over processes: the experts (EP, before 5.19 in a way that takes
     # another router) or every layer (FSDP2); heads and dense FFNs (TP) by `base_model_tp_plan`
     base_model_ep_plan = (
         {}
@@ -94,7 +94,7 @@ class CLIPMoETowerConfig(PublishedConfig):
         }
     )
     base_model_fsdp_plan = {"embeddings": "free_full_weight", _LAYERS: "free_full_weight"}
-    # Of a configuration of one's own: classes that stand for `CLIPMoERouter` and `CLIPMoEExperts`
+    # A custom configuration may name classes in place of `CLIPMoERouter` and `CLIPMoEExperts`
     router_class: ClassVar[type | None] = None
     experts_class: ClassVar[type | None] = None
 

@@ -127,7 +127,7 @@ FAMILY_OF_TEXT = {
 def add_family(model: type[PreTrainedModel]) -> Family:
     """The family of a custom model class, see `modeling_clip_moe.register_model`."""
     config, base = model.config_class, next((one for one in FAMILIES if issubclass(model, one.sparse)), None)
-    names = {tower: of_tower.model_type for tower, of_tower in config.sub_configs.items()}
+    names = {tower: tower_config.model_type for tower, tower_config in config.sub_configs.items()}
     if base is None:
         raise ValueError(f"{model.__name__} is a subclass of no sparse model, such as CLIPMoEModel")
     if CLASS_OF_TYPE.get(config.model_type, model) is not model:

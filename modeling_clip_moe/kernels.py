@@ -81,7 +81,7 @@ def _activate_backward(
     is_computed: torch.Tensor,
     gradient: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `_activate` gave, computed again, and the gradient of its rows."""
+    """The output of `_activate`, computed again, and the gradient of its rows."""
     activated, pull = torch.func.vjp(act_fn, rows.float() + bias[expert_ids].float())
     return activated.to(rows.dtype), torch.where(is_computed, pull(gradient.float())[0], 0).to(rows.dtype)
 
@@ -113,9 +113,11 @@ def _combine_backward(
     gradient: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradients of the rows (N, D), and of each row's weight (N,)."""
-    of_rows = torch.where(is_computed, gradient[order % weights.shape[0]].to(weights.dtype), 0)
-    of_weights = torch.where(is_computed, of_rows * (rows.float() + bias[expert_ids].float()), 0).sum(dim=-1)
-    return (of_rows * weights.T.flatten()[order][:, None]).to(rows.dtype), of_weights
+    rows_gradient = torch.where(is_computed, gradient[order % weights.shape[0]].to(weights.dtype), 0)
+    weights_gradient = torch.where(is_computed, rows_gradient * (rows.float() + bias[expert_ids].float()), 0).sum(
+        dim=-1
+    )
+    return (rows_gradient * weights.T.flatten()[order][:, None]).to(rows.dtype), weights_gradient
 
 
 class GroupedFFNs(torch.autograd.Function):
@@ -147,7 +149,7 @@ class GroupedFFNs(torch.autograd.Function):
     def backward(ctx, gradient):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # for a gradient of the gradient
             *inputs, _, _, order, _, ends, _ = ctx.saved_tensors
-            # Of aliases: of the inputs themselves, a gradient would also go by one that was computed of another
+            # Aliases: between the inputs themselves, a gradient would also flow from one to another computed from it
             inputs = [tensor.view_as(tensor) for tensor in inputs]
             rows = Dispatch(order, ends.diff(prepend=ends.new_zeros(1)))
             outputs = grouped_ffns(*inputs, rows, ctx.act_fn).to(gradient.dtype)
@@ -164,24 +166,28 @@ class GroupedFFNs(torch.autograd.Function):
         experts = torch.arange(-(-ends.shape[0] // 8) * 8, device=order.device)
         chosen = ((expert_ids[:, None] == experts) & is_computed).T.to(up.dtype)  # (E rounded up, N)
 
-        of_down, of_weights = _combine_backward(down, down_bias, expert_ids, order, weights, is_computed, gradient)
+        down_gradient, weights_gradient = _combine_backward(
+            down, down_bias, expert_ids, order, weights, is_computed, gradient
+        )
         needed, gradients = ctx.needs_input_grad, [None] * 8
         if any(needed[i] for i in (0, 2, 3, 4)):
-            of_activated = F.grouped_mm(of_down, down_proj, offs=ends)
-            activated, of_up = _activate_backward(up, up_bias, expert_ids, ctx.act_fn, is_computed, of_activated)
+            activated_gradient = F.grouped_mm(down_gradient, down_proj, offs=ends)
+            activated, up_gradient = _activate_backward(
+                up, up_bias, expert_ids, ctx.act_fn, is_computed, activated_gradient
+            )
         if needed[0]:
-            of_rows = F.grouped_mm(of_up, up_proj, offs=ends)
-            gradients[0] = _gather_backward(of_rows, rank, is_computed, weights.shape[1])
-        gradients[1] = of_weights[rank].view(weights.T.shape).T
+            rows_gradient = F.grouped_mm(up_gradient, up_proj, offs=ends)
+            gradients[0] = _gather_backward(rows_gradient, rank, is_computed, weights.shape[1])
+        gradients[1] = weights_gradient[rank].view(weights.T.shape).T
         if needed[2]:
-            gradients[2] = F.grouped_mm(of_up.T, hidden_states[order % weights.shape[0]], offs=ends)
+            gradients[2] = F.grouped_mm(up_gradient.T, hidden_states[order % weights.shape[0]], offs=ends)
         if needed[3]:
             # A product adds in float32, and on a GPU not one row after another
-            gradients[3] = (chosen @ of_up)[: ends.shape[0]]
+            gradients[3] = (chosen @ up_gradient)[: ends.shape[0]]
         if needed[4]:
-            gradients[4] = F.grouped_mm(of_down.T, activated, offs=ends)
+            gradients[4] = F.grouped_mm(down_gradient.T, activated, offs=ends)
         if needed[5]:
-            gradients[5] = (chosen @ of_down)[: ends.shape[0]]
+            gradients[5] = (chosen @ down_gradient)[: ends.shape[0]]
         return tuple(gradients)
 
 

@@ -21,7 +21,7 @@ logger = logging.get_logger(__name__)
 # In files, every sparse block has an empty tensor of this name. CLIP's own classes, which look for their FFN there,
 # would take a random one and at most warn if there was nothing; this is an error
 SPARSE_LAYER_MARK = "fc1.weight"
-# What the names of a whole model's weights start with in files; a tower's own classes ignore the rest
+# First parts of the names of a whole model's weights in files; a tower's own classes ignore the other ones
 PARTS = ("text_model.", "vision_model.", "text_projection.", "visual_projection.", "classifier.", "logit_")
 
 
@@ -60,10 +60,10 @@ def _warn_unquantized(model: nn.Module, name: str) -> None:
 
 
 class EncodeMixin:
-    """What whole models have: embeddings as tensors, where `get_text_features` and `get_image_features` give outputs of
-    transformers, and the self-test of a published folder."""
+    """Methods of whole models: embeddings as tensors, not as outputs of transformers, and the self-test of a published
+    folder."""
 
-    # What CLIP's files hold without an axis
+    # Parameters that CLIP's files hold without an axis
     _scalars = ("logit_scale",)
 
     def self_test(self, revision: str | None = None) -> dict[str, float]:
@@ -106,9 +106,9 @@ class SparseMoEMixin:
     _scalars = ()
     # Weights that a checkpoint may lack
     _optional_weights = ()
-    # What the names of a tower's weights start with in files
+    # The first part of the names of a tower's weights in files
     _tower_prefix = ""
-    # Of a subclass of a family's own tower, which builds dense layers: what they become before weights are drawn
+    # The class of layers that replaces those of a family's own tower, which builds dense ones, before weights are drawn
     layer_class: type[SparseEncoderLayer] | None = None
 
     def __init__(self, config, *args, **kwargs):

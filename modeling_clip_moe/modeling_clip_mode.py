@@ -132,7 +132,7 @@ def _similarity(squared_distances: torch.Tensor, length: int, temperature: float
 def side_by_side(embeds: Sequence[torch.Tensor], weights: torch.Tensor | None = None) -> torch.Tensor:
     """
     (..., n * D), the embeddings (..., D) of n experts one after the other, each times its weight (..., n) if there are
-    weights. The product of two such rows, of which one has weights, is the weighted sum of the experts' similarities
+    weights. The product of a row with weights and one without is the weighted sum of the experts' similarities
     (MoDE eq. 4).
     """
     if weights is not None:
@@ -217,7 +217,7 @@ class CLIPMoDEModel(EncodeMixin, PreTrainedModel):
         Args:
             centers: (m, d), the fine-grained cluster centers. None: all experts always have the same weight.
             expert_of_center: (m,), the expert that each belongs to.
-            metadata_encoder: what the centers were made with.
+            metadata_encoder: name of the encoder that made the centers.
             config: other fields of `CLIPMoDEConfig`.
         """
         sizes = {embedding_size(expert.config) for expert in experts}
@@ -356,7 +356,7 @@ class CLIPMoDEModel(EncodeMixin, PreTrainedModel):
         Args:
             centers: (m, d), the fine-grained cluster centers.
             expert_of_center: (m,), the expert that each belongs to.
-            metadata_encoder: what they were made with.
+            metadata_encoder: name of the encoder that made them.
         """
         idle = sorted(set(range(self.num_experts)) ^ set(expert_of_center.tolist()))
         if idle:
@@ -374,7 +374,7 @@ class CLIPMoDEModel(EncodeMixin, PreTrainedModel):
 
         Args:
             metadata_embeds: (L, d) of one task, (tasks, L, d) of several, see `routing_weights`.
-            metadata_encoder: what made them, if it shall be compared with what made the centers.
+            metadata_encoder: the encoder that made them, compared with that of the centers. None: not compared.
 
         Returns:
             (n,) or (tasks, n).

@@ -94,7 +94,7 @@ class CLIPMoEEncoder(nn.Module):
 
 
 class CLIPMoEPreTrainedModel(SparseMoEMixin, CLIPPreTrainedModel):
-    """What all models share: initialization, what can be recorded, and loading that refuses incomplete checkpoints."""
+    """Base of all models: initialization, recorded outputs, and loading that refuses incomplete checkpoints."""
 
     config: CLIPMoEConfig
     base_model_prefix = "clip_moe"
@@ -170,7 +170,7 @@ class CLIPMoETextModel(CLIPMoEPreTrainedModel):
         return CLIPMoEModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=pooled)
 
     def _causal_mask(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor | None:
-        """What the attention implementation takes."""
+        """The mask in the form of the attention implementation."""
         is_sdpa = self.config._attn_implementation == "sdpa" and not torch.compiler.is_compiling()
         if is_sdpa and attention_mask is not None and attention_mask.is_cuda:
             # transformers would look whether there is padding, for which it waits for the GPU

@@ -54,7 +54,7 @@ class Siglip2MoEEncoderLayer(SparseEncoderLayer, Siglip2EncoderLayer):
 
 
 class _SiglipMoEMixin(SparseMoEMixin):
-    """What sparse SigLIP and SigLIP 2 share, whose code in transformers is the same but for names and patches."""
+    """Shared by sparse SigLIP and SigLIP 2, whose code in transformers differs in names and patches alone."""
 
     @torch.no_grad()
     def _init_weights(self, module):
@@ -114,7 +114,7 @@ class _SiglipMoEModel(EncodeMixin):
         self.post_init()
 
     def _forward_with_router_losses(self, output_router_logits: bool | None, **inputs) -> SiglipMoEOutput:
-        """What the dense model computes of `inputs`, with the routers' losses. The `forward` of each family names
+        """The dense model's outputs for `inputs`, with the routers' losses. The `forward` of each family names
         its arguments, since transformers' Trainer drops columns that no argument is called like."""
         if output_router_logits is None:
             output_router_logits = self.config.output_router_logits
@@ -137,7 +137,7 @@ class _SiglipMoEModel(EncodeMixin):
 
 
 class SiglipMoEPreTrainedModel(_SiglipMoEMixin, SiglipPreTrainedModel):
-    """What the models of this family share."""
+    """Base of this family's models."""
 
     config: SiglipMoEConfig
     base_model_prefix = "siglip_moe"
@@ -201,7 +201,7 @@ class SiglipMoEModel(_SiglipMoEModel, SiglipMoEPreTrainedModel, SiglipModel):
 
 
 class Siglip2MoEPreTrainedModel(_SiglipMoEMixin, Siglip2PreTrainedModel):
-    """What the models of this family share."""
+    """Base of this family's models."""
 
     config: Siglip2MoEConfig
     base_model_prefix = "siglip2_moe"

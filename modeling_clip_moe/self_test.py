@@ -32,8 +32,8 @@ def waves(length: int, number: int = 1) -> torch.Tensor:
 
 def features(model: PreTrainedModel, inputs: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """The embeddings (B, D) of texts and of images. `inputs`: one dictionary, or of a mixture one for each expert."""
-    of_text = ("input_ids", "attention_mask")
-    texts = [{name: tensor for name, tensor in part.items() if name in of_text} for part in inputs]
+    text_inputs = ("input_ids", "attention_mask")
+    texts = [{name: tensor for name, tensor in part.items() if name in text_inputs} for part in inputs]
     images = [{name: tensor for name, tensor in part.items() if "pixel" in name or "shapes" in name} for part in inputs]
     texts, images = ({"expert_inputs": parts} if len(parts) > 1 else parts[0] for parts in (texts, images))
     return {
@@ -54,7 +54,7 @@ def processed(processor: ProcessorMixin, picture: torch.Tensor) -> dict[str, tor
 
 
 def resizing(processor: ProcessorMixin) -> torch.Tensor:
-    """(letters,) The settings that bring a picture to the model's size: what comes out differs between libraries."""
+    """(letters,) The settings that bring a picture to the model's size: its result differs between libraries."""
     values = {name: getattr(processor.image_processor, name, None) for name in RESIZING}
     unused = [] if values["do_resize"] else ["size", "resample"]
     unused += [] if values["do_center_crop"] else ["crop_size"]
@@ -64,7 +64,7 @@ def resizing(processor: ProcessorMixin) -> torch.Tensor:
 
 
 def every_expert(model: PreTrainedModel) -> torch.Tensor:
-    """(rows, 4): what each expert of each sparse layer makes of one vector, whatever the router prefers."""
+    """(rows, 4): outputs of each expert of each sparse layer for one vector, whatever the router prefers."""
     rows = []
     for _, block in sorted(model.named_modules(), key=lambda module: module[0]):
         if hasattr(block, "router") and hasattr(block, "experts"):
@@ -76,7 +76,7 @@ def every_expert(model: PreTrainedModel) -> torch.Tensor:
 
 
 def weight_sums(model: PreTrainedModel) -> torch.Tensor:
-    """(tables, 1), sorted: sums of all rows of embeddings and routers, of which an input reaches few."""
+    """(tables, 1), sorted: sums of all rows of embeddings and routers; an input reaches few of them."""
     parts = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     parts += [module.router for module in model.modules() if hasattr(module, "router")]
     tensors = [tensor for part in parts for tensor in (*part.parameters(), *part.buffers()) if tensor.ndim]

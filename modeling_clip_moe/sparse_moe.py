@@ -206,7 +206,7 @@ class CLIPMoESparseMoeBlock(nn.Module):
 @dataclass
 class RouterFields:
     """
-    What the outputs of towers have beside those of dense ones.
+    Outputs of towers beside those of dense ones.
 
     Args:
         router_logits: with `output_router_logits=True`, one tensor (B, S, E) a sparse layer.
@@ -221,7 +221,7 @@ class RouterFields:
 @dataclass
 class RouterLossFields:
     """
-    What the outputs of whole models have beside those of dense ones, with `output_router_logits=True`.
+    Outputs of whole models beside those of dense ones, with `output_router_logits=True`.
 
     Args:
         aux_loss: scalar, the weighted router losses of all towers with sparse layers, which `loss` includes.
@@ -236,7 +236,7 @@ class RouterLossFields:
 class SparseEncoderLayer:
     """An encoder layer of a family, with a sparse block instead of the FFN in the layers of `config.moe_layers`.
 
-    It stands before the family's own layer, of which it takes the attention, the norms and the FFN of dense layers.
+    It stands before the family's own layer and takes its attention, norms and the FFN of dense layers.
     """
 
     # Set by `compile_parts`
@@ -270,7 +270,7 @@ class SparseEncoderLayer:
         """
         Args:
             hidden_states: (B, S, D).
-            attention_mask: what the attention implementation takes.
+            attention_mask: in the form of the attention implementation.
             mask: (B, S), 1 for a token and 0 for padding, which no expert computes.
         """
         part = _attend if self.is_sparse else _dense_layer
@@ -284,7 +284,7 @@ class SparseEncoderLayer:
 def _attend(
     layer: SparseEncoderLayer, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A layer up to its FFN: what that is added to, and what it takes. Layers share the compiled function."""
+    """A layer up to its FFN: the residual and the input of the FFN. Layers share the compiled function."""
     has_weights = layer.self_attn.config._attn_implementation == "eager"
     attention = layer.self_attn.forward if layer.is_compiled and not has_weights else layer.self_attn
     update, _ = attention(hidden_states=layer.layer_norm1(hidden_states), attention_mask=attention_mask, **kwargs)
@@ -297,7 +297,7 @@ def _dense_layer(layer: SparseEncoderLayer, *inputs: torch.Tensor | None, **kwar
     return hidden_states + layer.mlp(normed)
 
 
-# What else a model with routers can output
+# Further outputs of a model with routers
 ROUTER_OUTPUTS = {
     "router_logits": OutputRecorder(CLIPMoERouter, index=0),
     "expert_ids": OutputRecorder(CLIPMoERouter, index=2),

@@ -53,7 +53,7 @@ def make_sources(folder):
     state["vocab_size"] = torch.tensor(40)
     save_file(state, folder / "openai.safetensors")
     save_file(as_released(state), folder / "released.safetensors")
-    released_clip_moe.convert(as_released(state)).save_pretrained(folder / "heads_of_64")
+    released_clip_moe.build(as_released(state)).save_pretrained(folder / "heads_of_64")
 
     vision = model.config.vision_config
     whole = tiny_llava(vision, 40, 37)

@@ -11,7 +11,8 @@ import small_experts
 import torch
 from transformers import AutoModel, CLIPModel
 
-from clip_moe.conversion.dense import convert, extract, force_expert, read_scale
+from clip_moe.conversion.checkpoints import load_sparse
+from clip_moe.conversion.dense import extract, force_expert, read_scale, verify
 from clip_moe.conversion.presets import PRESETS
 from clip_moe.conversion.upcycle import upcycle
 from clip_moe.data import symbols
@@ -144,7 +145,9 @@ def test_scales_are_what_dense_takes(unnormalized, analyses, tmp_path):
         for layer, scale in layers.items():
             assert scale == result["routing"][tower][layer]["all"]["weight"] and 0.26 < scale < 0.9
     assert f"{scales['text']['1']:.3f}" in page
-    convert(folder, tmp_path, 3, read_scale(out, folder))  # and verifies
+    scale = read_scale(out, folder)
+    extract(load_sparse(folder), 3, scale).save_pretrained(tmp_path)
+    verify(folder, tmp_path, 3, scale)
 
 
 @slow

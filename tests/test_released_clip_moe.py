@@ -9,7 +9,7 @@ from transformers import AutoModel, AutoProcessor
 import clip_moe
 from clip_moe.conversion import released_clip_moe
 from clip_moe.conversion.presets import PRESETS
-from clip_moe.conversion.released_clip_moe import convert, export
+from clip_moe.conversion.released_clip_moe import build, export
 from clip_moe.conversion.upcycle import upcycle
 from modeling_clip_moe import CLIPMoEModel
 
@@ -28,7 +28,7 @@ def state():
     [((0, 1), (0, 1, 2), 2, ""), ((), (1, 2), 2, "mlp."), ((0, 1), (2,), 1, "")],
 )
 def test_computes_what_the_layout_says(text_sparse, vision_sparse, top_k, inside):
-    model = convert(released_state_dict(text_sparse, vision_sparse, inside), top_k)
+    model = build(released_state_dict(text_sparse, vision_sparse, inside), top_k)
     sparse = model.config.text_config.moe_layers, model.config.vision_config.moe_layers
     assert sparse == (list(text_sparse), list(vision_sparse))
     assert model.config.text_config.eos_token_id == 2 and model.config.router_aux_loss_coef == 0.01
@@ -37,24 +37,24 @@ def test_computes_what_the_layout_says(text_sparse, vision_sparse, top_k, inside
 
 def test_all_positions(state):
     """The last of 248 tokens sees the last row of the second table."""
-    released_clip_moe.verify(state, convert(state))
+    released_clip_moe.verify(state, build(state))
     ids = torch.full((1, POSITIONS), 3).index_fill(1, torch.tensor([POSITIONS - 1]), VOCABULARY - 1)
     tables = {key: state[key].clone() for key in USED}
     with torch.no_grad():
-        before = convert(state).encode_text(ids)
+        before = build(state).encode_text(ids)
         tables["positional_embedding"][20:] *= 2  # rows that are not used
         tables["positional_embedding_res"][:20] *= 2
-        torch.testing.assert_close(convert(state | tables).encode_text(ids), before)
+        torch.testing.assert_close(build(state | tables).encode_text(ids), before)
         tables["positional_embedding_res"][-1] *= 2
-        assert not torch.allclose(convert(state | tables).encode_text(ids), before)
+        assert not torch.allclose(build(state | tables).encode_text(ids), before)
     whole = torch.cat([state["positional_embedding"][:20], state["positional_embedding_res"][20:]])
     alone = {key: whole if key in USED else tensor for key, tensor in state.items() if "_res" not in key}
-    assert torch.equal(convert(alone).encode_text(ids), before)
+    assert torch.equal(build(alone).encode_text(ids), before)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_round_trips_bit_for_bit(state, dtype):
-    model = convert({key: tensor.to(dtype) for key, tensor in state.items()})
+    model = build({key: tensor.to(dtype) for key, tensor in state.items()})
     assert model.dtype == torch.float32
     back = export(model.to(dtype))
     assert back.keys() == state.keys()
@@ -62,8 +62,8 @@ def test_round_trips_bit_for_bit(state, dtype):
         rows = USED.get(key, ...)
         assert back[key].dtype == dtype and torch.equal(back[key][rows], tensor.to(dtype)[rows]), key
     assert torch.equal(back["positional_embedding"], back["positional_embedding_res"])  # both whole
-    again = convert(back)
-    assert again.config.to_dict() == convert(state).config.to_dict()
+    again = build(back)
+    assert again.config.to_dict() == build(state).config.to_dict()
     assert all(torch.equal(tensor, again.state_dict()[key].to(dtype)) for key, tensor in model.state_dict().items())
 
 
@@ -77,11 +77,11 @@ def test_round_trips_bit_for_bit(state, dtype):
 )
 def test_what_is_no_checkpoint(state, without, message):
     with pytest.raises(ValueError, match=message):
-        convert({key: tensor for key, tensor in state.items() if without not in key})
+        build({key: tensor for key, tensor in state.items() if without not in key})
 
 
 def test_what_the_layout_cannot_express(state):
-    model = convert(state)
+    model = build(state)
     model.config.vision_config.norm_topk_prob, model.config.text_config.eos_token_id = False, VOCABULARY - 2
     with pytest.raises(ValueError, match="this model: texts must be pooled at the highest .*; norm_topk_prob must be"):
         export(model)
@@ -108,7 +108,7 @@ def test_commands_there_and_back(state, tmp_path, capsys):
 
 
 def test_a_wrong_checkpoint_never_gets_its_name(state, tmp_path, monkeypatch):
-    convert(state).save_pretrained(tmp_path / "model")
+    build(state).save_pretrained(tmp_path / "model")
     name = "visual.transformer.resblocks.1.experts.2.c_fc.bias"
     monkeypatch.setattr(released_clip_moe, "export", lambda model: (state := export(model)) | {name: -10 * state[name]})
     error = error_of(clip_moe.main, "export-clip-moe", tmp_path / "back", "--model", tmp_path / "model")

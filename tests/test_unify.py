@@ -9,7 +9,7 @@ from transformers import AutoModel, AutoProcessor
 
 from clip_moe.conversion.dense import ONLY_EXPERTS, extract, force_expert, set_fusion_gates
 from clip_moe.conversion.presets import PRESETS
-from clip_moe.conversion.unify import convert, unify, verify
+from clip_moe.conversion.unify import unify, verify
 from clip_moe.conversion.upcycle import upcycle
 from clip_moe.conversion.verification import compare
 
@@ -130,5 +130,5 @@ def test_command(make, tmp_path, capsys):
     with pytest.raises(ValueError, match="does not compute what the source does: see expert [01]: "):
         verify(base, experts[::-1], tmp_path / "out")
     preset = dataclasses.replace(PLAIN, norm_topk_prob=False)  # weights need not sum to 1
-    (tmp_path / "other").mkdir()
-    convert(base, experts, tmp_path / "other", preset)  # and verifies
+    other = saved(tmp_path / "other", unify(make(None), [make(1), make(2)], preset))
+    verify(base, experts, other)

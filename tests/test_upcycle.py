@@ -11,7 +11,6 @@ from tiny_clip import command, error_of, moved, processor, saved, tiny_clip
 from transformers import AutoModel, AutoProcessor, BertConfig, BertModel
 
 import clip_moe
-from clip_moe.conversion.dense import convert as convert_dense
 from clip_moe.conversion.dense import extract
 from clip_moe.conversion.presets import PRESETS
 from clip_moe.conversion.upcycle import upcycle
@@ -80,7 +79,9 @@ def test_narrow_and_shared_experts_equal_the_dense_model_and_give_it_back(dense,
         torch.testing.assert_close(back.state_dict()[name], tensor, rtol=0, atol=1e-6)
     moved(sparse, (".experts.", ".shared_experts.", ".router."), 1, 1.0)
     folder = saved(tmp_path / "sparse", sparse)
-    convert_dense(folder, tmp_path / "expert", 1)  # and compares with the experts of one FFN, forced
+    command(
+        "dense", tmp_path / "expert", "--model", folder, "--take", 1
+    )  # and compares with the experts of one FFN, forced
 
 
 @pytest.mark.parametrize("scoring_func", ["softmax", "sigmoid"])

@@ -1,1 +1,1 @@
-"""What is published beside the weights: the code that may be trusted, how a model came to be, its card."""
+"""Publishing beside the weights: code that may be trusted, the lineage of a model, its card."""

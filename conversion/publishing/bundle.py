@@ -43,7 +43,7 @@ LOCAL_KEYS = {"is_local", "local_files_only", "name_or_path", "_name_or_path"}
 LOCAL_KEYS |= {"tokenizer_file", "vocab_file", "merges_file", "special_tokens_map_file"}
 SHARD = "5GB"  # the largest file of weights
 LICENSE = Path(__file__).resolve().parents[2] / "LICENSE"
-# Of the self-test's two images: the most stored pixels a side, and the patches of those of any shape
+# The self-test's two images: the most stored pixels a side, and the patches of images of any shape
 SELF_TEST_SIZE, SELF_TEST_PATCHES = 48, 9
 
 

@@ -1,4 +1,4 @@
-"""Model cards: what a run left behind, told by `model_cards/template.md`."""
+"""Model cards: the records and results of a run in `model_cards/template.md`."""
 
 import functools
 import math

@@ -1,4 +1,4 @@
-"""How a model came to be: the stages of the runs that made it, and what was measured of its weights."""
+"""The lineage of a model: the stages of the runs that made it, and the results of its weights."""
 
 import sys
 from collections.abc import Collection, Iterator
@@ -203,7 +203,7 @@ def _measured(folder: Path) -> Lineage:
     for path, result in _results_of_weights("*/*--*.json", folder, weights):
         require_result(result, str(path))
         data = value_digest([result.get("data"), result["batch_size"] if result.get("depends_on_batch") else None])
-        # Of two results that differ only in their scores, the later one
+        # Where results differ only in their scores, the later one counts
         latest[result["task"], result["protocol"], result["dtype"], data] = path, result
     # A look at some rows of a task (`max_rows`) counts where the whole task has no score
     whole = {result["task"] for _, result in latest.values() if not _is_look(result)}
@@ -227,7 +227,7 @@ def _is_look(result: dict[str, Any]) -> bool:
 
 
 def _baseline(evaluation: Path, result: dict[str, Any]) -> dict[str, Any] | None:
-    """What an evaluation measured of its baseline on the task of a result; None if it has none, or this is its own."""
+    """The result of an evaluation's baseline on the same task; None if there is none, or this is its own."""
     name = Record.read(evaluation).stage.get("baseline") if (evaluation / MANIFEST).is_file() else None
     if name in (None, result["model"]):
         return None
@@ -248,25 +248,25 @@ def _is_stage(folder: Path) -> bool:
     return (folder / MANIFEST).is_file() and (folder.parent / RECIPE).is_file()
 
 
-def _stages_before(folder: Path, of_weights: bool = False) -> dict[Path, None]:
+def _stages_before(folder: Path, only_weights: bool = False) -> dict[Path, None]:
     """The unchanged ancestors of a stage, oldest first, then the stage."""
     ancestors: dict[Path, None] = {}
-    for _, origin, is_known in _inputs(folder, of_weights):
+    for _, origin, is_known in _inputs(folder, only_weights):
         if is_known:
-            ancestors |= _stages_before(origin, of_weights)
+            ancestors |= _stages_before(origin, only_weights)
     return ancestors | {folder: None}
 
 
-def _inputs(folder: Path, of_weights: bool = False) -> Iterator[tuple[str, Path | None, bool]]:
+def _inputs(folder: Path, only_weights: bool = False) -> Iterator[tuple[str, Path | None, bool]]:
     """(reference, folder, whether that is a stage which has not changed since) of what a stage was made of; the folder
     is None for a name on the Hub.
 
     Args:
-        of_weights: only those whose weights it continues, not those that embedded or clustered its data.
+        only_weights: only those whose weights it continues, not those that embedded or clustered its data.
     """
     models = model_references(Record.read(folder).stage)
     for reference, recorded in Record.read(folder).inputs.items():
-        if of_weights and reference not in models:
+        if only_weights and reference not in models:
             continue
         if recorded.startswith(f"{reference}@"):  # see engine.provenance.model_fingerprint
             yield reference, None, False
@@ -291,8 +291,8 @@ def _all_data(made: dict[Path, Record], local: Collection[str]) -> list[DataOrig
         source = _source(record)
         inputs = {name: is_known for name, _, is_known in _inputs(origin)}
         if source is not None and not inputs.get(source):
-            of_hub = "commit" in (record.data or {}) or is_hub_name(source)
-            one = source, _data(record.stage["data"], source in local or source in inputs or not of_hub)
+            is_on_hub = "commit" in (record.data or {}) or is_hub_name(source)
+            one = source, _data(record.stage["data"], source in local or source in inputs or not is_on_hub)
             pairs = record.pairs if record.stage.get("cluster") is None else None
             pairs_of[one] = max(pairs_of.get(one) or 0, pairs or 0) or None
     return sorted((replace(one, pairs=pairs) for (_, one), pairs in pairs_of.items()), key=str)
@@ -302,8 +302,8 @@ def _data(settings: dict[str, Any], is_local: bool) -> DataOrigin:
     source = settings["source"]
     if is_world(source):
         kinds = settings.get("kinds", "all")
-        of_kinds = "" if kinds == "all" else f" of {kinds}"
-        return DataOrigin(source, "world", f"{settings.get('captions', 'web')} captions{of_kinds}")
+        kinds_shown = "" if kinds == "all" else f" of {kinds}"
+        return DataOrigin(source, "world", f"{settings.get('captions', 'web')} captions{kinds_shown}")
     details = f"columns {settings.get('image_column', 'image')} and {settings.get('caption_column', 'caption')}"
     where = "web" if is_url(source) else "local" if is_local else "hub"
     return DataOrigin(without_paths(source, [source]) if where == "local" else source, where, details)
@@ -330,10 +330,10 @@ def _results_of_weights(pattern: str, folder: Path, weights: str) -> Iterator[tu
         )
 
 
-def _pictures(of_results: set[Path], of_analyses: set[Path]) -> dict[str, Path]:
+def _pictures(result_folders: set[Path], analysis_folders: set[Path]) -> dict[str, Path]:
     """Name -> file of the pictures in folders of results, which show these and no earlier ones, and of analyses."""
-    pictures = [folder / "routing.png" for folder in sorted(of_analyses)]
-    for folder in sorted(of_results):
+    pictures = [folder / "routing.png" for folder in sorted(analysis_folders)]
+    for folder in sorted(result_folders):
         picture, results = folder / "report.svg", [read_json(path) for path in folder.glob("*--*.json")]
         if picture.is_file() and results_mark(results) in picture.read_text(encoding="utf-8"):
             pictures.append(picture)

@@ -1,4 +1,4 @@
-"""What configurations name as code: files of `modeling_clip_moe`, nothing else.
+"""Code that configurations name: files of `modeling_clip_moe`, nothing else.
 
 transformers runs what a configuration names, in this folder or on the Hub, for everybody who loads it with
 `trust_remote_code=True`. So a model is loaded from a copy of its source that names no other code than ours, and what is
@@ -131,9 +131,9 @@ def _own_auto_map(settings: dict) -> dict[str, str]:
     """Those of a class of this package, or of one that was registered."""
     models = {CLIPMoDEConfig: None, **{family.sparse.config_class: None for family in FAMILY_OF_TYPE.values()}}
     configs = [one for whole in models for one in (whole, *whole.sub_configs.values())]
-    of_type = {config.model_type: config for config in configs}
+    config_of_type = {config.model_type: config for config in configs}
     model_type = settings.get("model_type")
-    config = of_type.get(model_type) if isinstance(model_type, str) else None
+    config = config_of_type.get(model_type) if isinstance(model_type, str) else None
     return dict(getattr(config, "auto_classes", {}))
 
 

@@ -32,6 +32,10 @@ class AverageStage(ModelStage):
     weights: list[float] | None = None
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
-        from clip_moe.conversion.average import convert
+        from clip_moe.conversion.average import average
+        from clip_moe.conversion.processors import copy_processor, require_same
+        from clip_moe.engine.files import save
 
-        convert(inputs.models, directory, self.weights)
+        require_same(inputs.models)
+        save(average(inputs.models, self.weights), directory)
+        copy_processor(inputs.models[0], directory)

@@ -31,14 +31,17 @@ class DenseStage(ModelStage):
     model: Model
     # The number of the expert, from 0; or base, the FFN that stays beside the experts where there are fusion gates.
     take: Annotated[int, Field(ge=0)] | Literal["base"]
-    # Where the weights of a token's experts do not sum to 1, as in CLIP-UP: what the expert's output is multiplied by,
+    # Where the weights of a token's experts do not sum to 1, as in CLIP-UP: the factor of the expert's output,
     # a number or an analyze stage of the model.
     scale: float | Annotated[str, Reads("analyze")] | None = None
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
-        from clip_moe.conversion.dense import convert, read_scale
+        from clip_moe.conversion.checkpoints import load_sparse
+        from clip_moe.conversion.dense import extract, read_scale, verify
+        from clip_moe.conversion.processors import copy_processor
+        from clip_moe.engine.files import save
 
-        scale = inputs.scale
-        if isinstance(scale, str):
-            scale = read_scale(scale, inputs.model)
-        convert(inputs.model, directory, self.take, scale)
+        scale = read_scale(inputs.scale, inputs.model) if isinstance(inputs.scale, str) else inputs.scale
+        save(extract(load_sparse(inputs.model), self.take, scale), directory)
+        copy_processor(inputs.model, directory)
+        verify(inputs.model, directory, self.take, scale)

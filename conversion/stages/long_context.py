@@ -35,6 +35,11 @@ class LongContextStage(ModelStage):
     keep: int = Field(default=20, gt=0)
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
-        from clip_moe.conversion.long_context import convert
+        from clip_moe.conversion.checkpoints import load_whole_or_tower
+        from clip_moe.conversion.long_context import lengthen, verify
+        from clip_moe.conversion.processors import copy_processor
+        from clip_moe.engine.files import save
 
-        convert(inputs.model, directory, self.length, self.keep)
+        save(lengthen(load_whole_or_tower(inputs.model), self.length, self.keep), directory)
+        copy_processor(inputs.model, directory, length=self.length)
+        verify(inputs.model, directory, self.keep)

@@ -26,25 +26,20 @@ class OpenAIStage(ModelStage):
 
     # The TorchScript archive that OpenAI publishes (loading TorchScript can run code, so it must be one of the
     # published ones, by its sha256); or a state dict, saved with torch.save or as .safetensors, also within an
-    # open_clip training checkpoint. If open_clip_config.json lies beside it, as on the Hub, it tells the activation,
-    # the heads, and how the processor prepares images.
+    # open_clip training checkpoint. An open_clip_config.json beside it, as on the Hub, tells the activation, the heads
+    # (else 64 wide, and wider ones from a width of 1,280 on, as open_clip's), and how the processor prepares images.
     archive: str = Field(min_length=1)
     # None: quick_gelu, with a warning if the file is not one of OpenAI's own.
     activation: Literal["quick_gelu", "gelu"] | None = None
-    # Attention heads of the image encoder. None: width / 64, wider ones from 1280 on as open_clip.
-    vision_heads: int | None = Field(default=None, gt=0)
-    # Attention heads of the text encoder. None: width / 64.
-    text_heads: int | None = Field(default=None, gt=0)
     # Folder or hub name whose processor is saved with the model.
     processor: str | None = None
     # Load a TorchScript archive that OpenAI did not publish.
     trust_archive: bool = False
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
-        from clip_moe.conversion.openai import write_model
+        from clip_moe.conversion.openai import convert
 
-        archive, options = Path(self.archive), (self.activation, self.vision_heads, self.text_heads)
-        write_model(archive, directory, *options, self.processor, self.trust_archive)
+        convert(Path(self.archive), directory, self.activation, self.processor, self.trust_archive)
 
     def fingerprints(self, inputs: SimpleNamespace) -> dict[str, str]:
         from clip_moe.engine.provenance import named_files

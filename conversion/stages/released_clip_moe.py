@@ -33,9 +33,9 @@ class ReleasedCLIPMoEStage(ModelStage):
     processor: str | None = None
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
-        from clip_moe.conversion.released_clip_moe import write_model
+        from clip_moe.conversion.released_clip_moe import convert
 
-        write_model(Path(self.checkpoint), directory, self.num_experts_per_tok, self.processor)
+        convert(Path(self.checkpoint), directory, self.num_experts_per_tok, self.processor)
 
     def fingerprints(self, inputs: SimpleNamespace) -> dict[str, str]:
         from clip_moe.engine.provenance import named_files

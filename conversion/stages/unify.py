@@ -34,7 +34,7 @@ class UnifyStage(ModelStage):
     kind: ClassVar[str] = "unify"
     main_process_only: ClassVar[bool] = True
 
-    # What the experts were trained from.
+    # The model that the experts were trained from.
     model: Model
     # Earlier stages, folders or hub names: dense models, or as `model` sparse ones of one expert in each sparse layer.
     experts: list[Model] = Field(min_length=1)
@@ -49,21 +49,27 @@ class UnifyStage(ModelStage):
     changes: dict[str, Any] = Field(default_factory=dict)
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
-        from clip_moe.conversion.checkpoints import is_sparse, load_config
-        from clip_moe.conversion.unify import convert
+        from clip_moe.conversion.checkpoints import is_sparse, load_clip, load_model
+        from clip_moe.conversion.processors import copy_processor, require_same
+        from clip_moe.conversion.unify import unify, verify
+        from clip_moe.engine.files import save
 
         with named_errors(self, "changes"):
             preset = changed_preset(
                 self.preset, self.changes, ["num_experts", "moe_intermediate_size", "num_shared_experts"]
             )
-        base = load_config(inputs.model)
-        if is_sparse(base):
+        require_same([inputs.model, *inputs.experts])
+        base = load_clip(inputs.model)
+        if is_sparse(base.config):
             ignored = sorted(set(self.changes) - {"num_experts_per_tok", "fusion_gate"})
             if ignored or set(self.towers) != {"text", "vision"}:
                 raise ValueError(
                     f"{self.model} is sparse already, which settles {', '.join(ignored) or 'towers'}; only "
                     "num_experts_per_tok and fusion_gate can change"
                 )
-            if self.changes.get("fusion_gate") is False and base.vision_config.fusion_gate:
+            if self.changes.get("fusion_gate") is False and base.config.vision_config.fusion_gate:
                 raise ValueError("the experts were trained with fusion gates, which cannot be left out now")
-        convert(inputs.model, inputs.experts, directory, preset, self.towers, context.seed, self.base_expert)
+        experts = [load_model(type(base), expert) for expert in inputs.experts]
+        save(unify(base, experts, preset, self.towers, context.seed, self.base_expert), directory)
+        copy_processor(inputs.model, directory)
+        verify(inputs.model, inputs.experts, directory)

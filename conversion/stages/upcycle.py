@@ -40,7 +40,7 @@ class UpcycleStage(ModelStage):
     # moe_intermediate_size (or one for each tower), num_shared_experts, norm_topk_prob, fusion_gate, capacity_factor,
     # router_aux_loss_coef, router_z_loss_coef. Narrow experts are cut out of the dense FFN.
     changes: dict[str, Any] = Field(default_factory=dict)
-    # What routing takes besides, of the text tower: num_experts_per_tok, scoring_func, use_expert_bias, norm_topk_prob,
+    # Further routing fields of the text tower: num_experts_per_tok, scoring_func, use_expert_bias, norm_topk_prob,
     # norm_before_capacity, routed_scaling_factor, capacity_factor, eval_capacity_factor, capacity_group_size,
     # router_jitter_noise, attention_dropout.
     text_config: dict[str, JsonValue] = Field(default_factory=dict)
@@ -48,9 +48,14 @@ class UpcycleStage(ModelStage):
     vision_config: dict[str, JsonValue] = Field(default_factory=dict)
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
-        from clip_moe.conversion.upcycle import convert
+        from clip_moe.conversion.checkpoints import load_dense
+        from clip_moe.conversion.processors import copy_processor
+        from clip_moe.conversion.upcycle import upcycle, verify
+        from clip_moe.engine.files import save
 
         with named_errors(self, "changes"):
             preset = changed_preset(self.preset, self.changes)
         routing = {"text_config": self.text_config, "vision_config": self.vision_config}
-        convert(inputs.model, directory, preset, self.towers, context.seed, routing)
+        save(upcycle(load_dense(inputs.model), preset, self.towers, context.seed, routing), directory)
+        copy_processor(inputs.model, directory)
+        verify(inputs.model, directory)

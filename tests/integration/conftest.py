@@ -15,7 +15,7 @@ from clip_moe.conversion.upcycle import upcycle
 from modeling_clip_moe import CLIPMoEModel
 
 PACKAGES = """
-accelerate clip-benchmark diffusers huggingface_hub llava-torch mkdocs-material mteb numpy onnxruntime peft
+accelerate clip-benchmark diffusers huggingface_hub mkdocs-material mteb numpy onnxruntime peft
 resvg_py sentence-transformers torch torchao transformers wandb
 """.split()
 

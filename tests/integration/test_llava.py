@@ -1,14 +1,10 @@
-"""The vision tower in transformers' LLaVA, swapped into an existing LLaVA, and in the original LLaVA's code."""
-
-from types import SimpleNamespace
+"""The vision tower swapped into an existing LLaVA of transformers."""
 
 import pytest
 import torch
-from llava.model import llava_arch
-from llava.model.multimodal_encoder import builder
 from PIL import Image
 from stand_ins import IMAGE_TOKEN, save_llava
-from transformers import AutoProcessor, CLIPImageProcessorPil, CLIPModel, LlavaForConditionalGeneration
+from transformers import AutoProcessor, CLIPModel, LlavaForConditionalGeneration
 
 import clip_moe
 from clip_moe.conversion.presets import PRESETS
@@ -23,11 +19,6 @@ def dense_llava(tmp_path_factory):
     folder = tmp_path_factory.mktemp("llava") / "dense"
     save_llava(folder)
     return folder
-
-
-@pytest.fixture
-def tower(repository):
-    return CLIPMoEVisionModel.from_pretrained(repository).eval()
 
 
 def swap(output, whole, tower):
@@ -66,53 +57,3 @@ def test_a_tower_of_another_width_and_other_models_are_refused(dense_llava, tmp_
         with pytest.raises(SystemExit, match=f"error: out: {message}"):
             swap(tmp_path / "out", whole, tower)
     assert not (tmp_path / "out").exists()
-
-
-def settings(folder, **fields):
-    """Of the original LLaVA: what its builder reads."""
-    return SimpleNamespace(mm_vision_tower=str(folder), mm_vision_select_layer=-2, **fields)
-
-
-@pytest.fixture
-def patched(monkeypatch):
-    from modeling_clip_moe.llava_vision_tower import patch_llava
-
-    monkeypatch.setattr(builder, "build_vision_tower", builder.build_vision_tower)  # restored after the test
-    monkeypatch.setattr(llava_arch, "build_vision_tower", llava_arch.build_vision_tower)
-    patch_llava()
-
-
-@pytest.fixture(params=["whole", "alone"])
-def folder(request, repository, tower, tmp_path):
-    """Of the whole model, or of its tower alone."""
-    if request.param == "whole":
-        return repository
-    tower.save_pretrained(tmp_path)
-    CLIPImageProcessorPil.from_pretrained(BASE).save_pretrained(tmp_path)
-    return tmp_path
-
-
-def test_the_original_builder_refuses_what_it_would_load_without_experts(folder):
-    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
-        builder.build_vision_tower(settings(folder))
-
-
-def test_the_original_code_with_our_tower(patched, folder, tower, image):
-    built = llava_arch.build_vision_tower(settings(folder), delay_load=True)
-    assert not built.is_loaded and built.hidden_size == tower.config.hidden_size
-    built.load_model()
-    loaded = built.vision_tower
-    built.load_model()
-    assert built.vision_tower is loaded
-    assert not any(parameter.requires_grad for parameter in built.parameters())
-    images = built.image_processor(Image.open(image), return_tensors="pt").pixel_values
-    with torch.no_grad():
-        expected = tower(images, output_hidden_states=True).hidden_states[-2][:, 1:]
-    torch.testing.assert_close(built(images), expected)
-    torch.testing.assert_close(built(list(images))[0], expected)
-    assert built.num_patches == expected.shape[1] and built.dummy_feature.shape == (1, expected.shape[2])
-
-
-def test_several_scales_are_refused(patched, repository):
-    with pytest.raises(ValueError, match="s2=True"):
-        builder.build_vision_tower(settings(repository, s2=True))
