@@ -162,7 +162,7 @@ def test_keeps_the_sources_dtype(tmp_path, capsys):
     assert len(differences) == 3 and all(float(difference) < 1e-5 for difference in differences)
     assert "has no tokenizer and no image processor: the result has none either" in printed.err
     suffixes = sorted(path.suffix for path in (tmp_path / "out").iterdir())
-    assert suffixes == [*[".json"] * 2, *[".py"] * 8, ".safetensors"]
+    assert suffixes == [*[".json"] * 2, *[".py"] * 11, ".safetensors"]
 
 
 def test_command_carries_the_processor_over_and_reports_differences(whole, tmp_path, capsys):
