@@ -75,38 +75,39 @@ class DataArguments(Source):
 
     @model_validator(mode="after")
     def _check(self):
-        is_drawn = is_world(self.source)
         if self.source in MOVED:
             raise ValueError(f"the world {self.source} is {MOVED[self.source]}, in a checkout")
-        if is_drawn and self.num_samples is None:
+        if self.is_drawn and self.num_samples is None:
             raise ValueError(f"num_samples must say how many {self.source} to draw")
-        if is_drawn:
+        if self.is_drawn:
             drawn = world(self.source)
             drawn.require(self.split, self.captions)
             drawn.kind_set(self.kinds)  # raises where there is none
         if self.pixel_range is not None and self.pixel_range[0] >= self.pixel_range[1]:
             raise ValueError(f"pixel_range: black must be less than white, and not {self.pixel_range}")
-        if self.streaming and (is_drawn or self.in_memory):
+        if self.streaming and (self.is_drawn or self.in_memory):
             raise ValueError("streaming neither goes with a world nor with in_memory")
-        if self.indexed and (is_drawn or self.streaming or self.in_memory or self.image_root is not None):
+        if self.indexed and (self.is_drawn or self.streaming or self.in_memory or self.image_root is not None):
             raise ValueError(
                 "indexed goes with shards or a mixture, neither with streaming nor with in_memory or image_root"
             )
-        if self.skip is not None and (is_drawn or self.streaming):
+        if self.skip is not None and (self.is_drawn or self.streaming):
             raise ValueError("skip goes neither with a world nor with streaming")
         return self
 
     @property
-    def is_built_in(self) -> bool:
+    def is_drawn(self) -> bool:
+        """Whether the source is a world."""
         return is_world(self.source)
 
     @property
     def incidental(self) -> Collection[str]:
         """How data are read ahead; but the workers of a stream settle its order."""
-        return ("prefetch_factor",) if self.streaming else ("num_workers", "prefetch_factor")
+        return () if self.streaming else ("num_workers",)
 
     def take_seed(self, seed: int) -> None:
-        if self.is_built_in and self.seed is None:
+        """Draw a world with the recipe's seed, unless it has its own."""
+        if self.is_drawn and self.seed is None:
             self.seed = seed
 
     def faults(self, output_dir: Path) -> Iterator[tuple[str, str | None]]:
@@ -132,11 +133,12 @@ class DataArguments(Source):
         return replace(self, skip=skip, num_samples=min(number, self.num_samples or number))
 
     def count(self, ratio: float = 1) -> float | None:
+        """The number of pairs, of a split that has `ratio` of the rows; None for a stream."""
         from clip_moe.data.sources import open_rows
 
         if self.streaming:
             return None
-        if self.is_built_in:
+        if self.is_drawn:
             return self.num_samples
         if ratio == 1:
             return len(open_rows(self))

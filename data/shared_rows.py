@@ -19,14 +19,14 @@ def shared_pairs(
     arguments = context.resolve(arguments)
     key = f"{arguments} {context.identity(arguments)} {images}"
     rows = context.kept("pairs", key, lambda: load_pairs(arguments, images))
-    if arguments.is_built_in:  # others are mapped from files
+    if arguments.is_drawn:  # others are mapped from files
         context.held["drawn"] = rows.data.nbytes
     return rows
 
 
 def shared_readable(context: Context, rows: datasets.Dataset, arguments: DataArguments) -> datasets.Dataset:
     """The pairs with a readable image, of pairs that were loaded without images."""
-    if arguments.is_built_in:
+    if arguments.is_drawn:
         return rows
     with context.main_process_first():
         return readable_pairs(rows, arguments)[0]

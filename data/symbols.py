@@ -253,4 +253,3 @@ SYMBOLS = World(
 )
 # Worlds of pictures with one symbol each, and with two
 ONE, TWO = (replace(SYMBOLS, subjects=partial(_scenes, two=two)) for two in (False, True))
-load = SYMBOLS.load

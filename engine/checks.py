@@ -36,11 +36,11 @@ def require_sound(recipe: Recipe, stages: Collection[Stage]) -> None:
         (f"{stage.name}.{reference.setting}", _fault_of_reference(stage.name, reference, kinds_of, there))
         for stage in to_do
         for reference in references(stage)
-        if not reference.is_built_in
+        if not reference.is_drawn
     ]
     for stage in to_do:
         for setting, value in [("", stage), *each_setting(stage)]:
-            if isinstance(value, Source) and value.is_built_in and value.source in kinds_of:
+            if isinstance(value, Source) and value.is_drawn and value.source in kinds_of:
                 faults.append(
                     (f"{stage.name}.{setting}.source", f"{value.source} is built in: name the stage otherwise")
                 )

@@ -54,7 +54,7 @@ class Context:
 
     def resolve(self, source: Source) -> Source:
         """Samples with the folder as their source where that is a stage."""
-        return source if source.is_built_in else dataclasses.replace(source, source=self.folder(source.source))
+        return source if source.is_drawn else dataclasses.replace(source, source=self.folder(source.source))
 
     def identity(self, source: Source) -> dict[str, Any] | None:
         """`Source.identity`, computed once for a stage. Every process has to ask."""

@@ -63,7 +63,7 @@ class Source(Settings):
     source: str
 
     @property
-    def is_built_in(self) -> bool:
+    def is_drawn(self) -> bool:
         """Whether the samples are drawn, so that `source` names nothing that is read."""
         return False
 

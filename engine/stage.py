@@ -171,7 +171,7 @@ class Reference(typing.NamedTuple):
     setting: str
     value: str
     reads: Reads
-    is_built_in: bool = False
+    is_drawn: bool = False
 
 
 @contextmanager
@@ -191,7 +191,7 @@ def references(stage: Stage) -> list[Reference]:
     for setting, reads in _reading_settings(type(stage)):
         for key, value in _each_value(setting, getattr(stage, setting)):
             if isinstance(value, Source):
-                found.append(Reference(f"{key}.source", value.source, reads, value.is_built_in))
+                found.append(Reference(f"{key}.source", value.source, reads, value.is_drawn))
             elif isinstance(value, str) and value not in reads.literals:
                 found.append(Reference(key, value, reads))
     return found

@@ -28,7 +28,7 @@ from transformers import (
 from clip_moe.conversion.long_context import POSITIONS
 from clip_moe.conversion.presets import PRESETS
 from clip_moe.conversion.upcycle import upcycle
-from clip_moe.data import symbols
+from clip_moe.data.symbols import SYMBOLS
 from clip_moe.evaluation.benchmarks.specs import BENCHMARKS
 from modeling_clip_moe.families import FAMILY_OF_TYPE
 
@@ -76,7 +76,7 @@ def save_images(folder: Path, count: int = 8) -> None:
     """A folder of images, with captions and labels in a file beside them."""
     lines = []
     folder.mkdir()
-    for number, row in enumerate(symbols.load("train", "detailed", count)):
+    for number, row in enumerate(SYMBOLS.load("train", "detailed", count)):
         name = f"{number:04}.png"
         row["image"].save(folder / name)
         lines.append(json.dumps({"file_name": name, "caption": row["caption"], "label": row["kind"]}))
@@ -163,7 +163,7 @@ ON_HUB = {
 }
 # Name of anything else in a page -> what makes it
 STAND_INS = {
-    "image.png": lambda file: symbols.load("test", "detailed", 1)[0]["image"].save(file),
+    "image.png": lambda file: SYMBOLS.load("test", "detailed", 1)[0]["image"].save(file),
     "expert-1": save_clip,
     "expert-2": save_clip,
     "expert-3": save_clip,

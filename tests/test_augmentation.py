@@ -5,10 +5,10 @@ import PIL.Image
 import pytest
 import torch
 
-from clip_moe.data import symbols
 from clip_moe.data.arguments import Augmentation, DataArguments
 from clip_moe.data.augmentation import RATIOS, crop_box
 from clip_moe.data.images import decode_image
+from clip_moe.data.symbols import SYMBOLS
 from clip_moe.training.loader import PairLoader
 
 CROPPED = Augmentation(random_resized_crop=[0.5, 1.0])
@@ -16,7 +16,7 @@ CROPPED = Augmentation(random_resized_crop=[0.5, 1.0])
 
 @pytest.fixture(scope="module")
 def rows():
-    return symbols.load("train", "web", 20)
+    return SYMBOLS.load("train", "web", 20)
 
 
 def batches(rows, processor, start, number, augmentation=CROPPED, share=(8,), **settings):

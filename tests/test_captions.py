@@ -12,7 +12,6 @@ from tiny_runs import TUNED
 from torch import nn
 from transformers import CLIPModel
 
-from clip_moe.data import symbols
 from clip_moe.data.arguments import CaptionPolicy, DataArguments
 from clip_moe.data.captions import build_captions, pack_sentences, split_sentences
 from clip_moe.data.pairs import caption_columns
@@ -58,7 +57,7 @@ def test_policies():
         CaptionPolicy(policy="packed", column="caption", count=3, max_tokens=26),
     ]
     arguments = DataArguments(source="symbols", captions="detailed", num_samples=40)
-    rows, web = caption_columns(arguments, ["caption", "raw_caption"]), symbols.load("train", "web", 40)
+    rows, web = caption_columns(arguments, ["caption", "raw_caption"]), SYMBOLS.load("train", "web", 40)
     captions, again, other = (build_captions(rows, policies, tokenizer, seed=seed) for seed in (0, 0, 1))
     assert len(captions) == 40 and captions.column_names == ["image", "caption"]
     for row, raw, made in zip(rows, web["caption"], captions, strict=True):
@@ -75,7 +74,7 @@ def test_policies():
 
 def test_policies_leave_missing_captions_out():
     captions = [["One.", None], [None, "Two. Three."], [None, ""]]
-    rows = with_captions(symbols.load("train", "web", 3), captions)
+    rows = with_captions(SYMBOLS.load("train", "web", 3), captions)
     built = build_captions(rows, [CaptionPolicy(policy="full", column="caption")], None, seed=0)
     assert list(built["caption"]) == [["One."], ["Two. Three."], [""]]
 
@@ -84,7 +83,7 @@ def test_the_batch_of_several_captions():
     """The loss of a loader's batch is that of its captions, one image and one place at a time."""
     model = CLIPModel.from_pretrained("training/symbol_clip").eval()
     processor = SYMBOLS.build_processor(64, 32)
-    rows = symbols.load("train", "web", 4, captions_per_image=3)
+    rows = SYMBOLS.load("train", "web", 4, captions_per_image=3)
     captions = [list(of_image) for of_image in rows["caption"]]
     captions[0][1] = captions[2][0] = captions[2][2] = " "
     weights, arguments = [0.2, 0.3, 0.5], DataArguments(source="symbols", num_samples=4)

@@ -12,8 +12,8 @@ from sklearn.cluster import KMeans
 from sklearn.metrics import pairwise_distances
 from threadpoolctl import threadpool_limits
 
-from clip_moe.data import symbols
 from clip_moe.data.identity import data_fingerprint
+from clip_moe.data.symbols import SYMBOLS
 from clip_moe.training import clusters as module
 from clip_moe.training.clusters import Clusters, Method, accumulate, balanced_kmeans, kmeans, load_clusters
 
@@ -210,21 +210,21 @@ def test_experts_are_numbered_by_range():
 
 
 def test_labels_know_their_data(tmp_path):
-    rows = symbols.load("train", "detailed", 30)
+    rows = SYMBOLS.load("train", "detailed", 30)
     of_features = accumulate(np.arange(30) % 4, [noise(30, 3)])
     of_centers = Clusters(np.array([0, -1]), np.eye(2, 3), np.array([[0], [1]]), np.eye(3), np.array([0, 1, -1]))
     encoded = list(rows.cast_column("image", Image(decode=False))["image"])
     others = [
         rows.select([1, 0, *range(2, 30)]),
         rows.select(range(29)),
-        symbols.load("train", "detailed", 30, seed=1),
-        symbols.load("train", "web", 30),
+        SYMBOLS.load("train", "detailed", 30, seed=1),
+        SYMBOLS.load("train", "web", 30),
         # The same captions with other images, which have no names
         rows.remove_columns("image").add_column("image", encoded[::-1]),
     ]
     for clusters in (of_features, of_centers):
         module.save_clusters(tmp_path, clusters, dataset_fingerprint=data_fingerprint(rows), pairs="readable")
-        loaded, about = load_clusters(tmp_path, data_fingerprint(symbols.load("train", "detailed", 30)))
+        loaded, about = load_clusters(tmp_path, data_fingerprint(SYMBOLS.load("train", "detailed", 30)))
         assert about["pairs"] == "readable"
         assert all(np.array_equal(getattr(loaded, name), array) for name, array in vars(clusters).items())
     for other in others:

@@ -17,8 +17,9 @@ from transformers import CLIPImageProcessorPil, CLIPModel
 import modeling_clip_moe
 from clip_moe.conversion.processors import load_processor
 from clip_moe.data import images as image_code
-from clip_moe.data import preparation, symbols
+from clip_moe.data import preparation
 from clip_moe.data import tokenizer as tokenizer_code
+from clip_moe.data.symbols import SYMBOLS
 from clip_moe.engine.provenance import model_fingerprint
 from clip_moe.evaluation import batches, embedder
 from clip_moe.evaluation.built_in_tasks import symbol_tasks
@@ -121,7 +122,7 @@ def test_an_evaluation_by_two_processes_scores_as_one(dense, tmp_path):
 
 
 def test_workers_give_the_same(dense, tmp_path, monkeypatch):
-    rows = symbols.load("test", "web", 11)
+    rows = SYMBOLS.load("test", "web", 11)
     alone, helped = (Embedder(dense, None, 4, torch.device("cpu"), num_workers=number) for number in (0, 2))
     state = torch.get_rng_state()
     assert np.array_equal(alone.images(rows), helped.images(rows))
@@ -135,7 +136,7 @@ def test_workers_give_the_same(dense, tmp_path, monkeypatch):
 
 def test_images_that_are_known_are_neither_read_nor_decoded_again(dense, tmp_path, monkeypatch):
     """Rows have images, or name files, which nobody has written for a while."""
-    embedder, pictures = Embedder(dense, tmp_path / "kept", 4, torch.device("cpu")), symbols.load("test", "web", 9)
+    embedder, pictures = Embedder(dense, tmp_path / "kept", 4, torch.device("cpu")), SYMBOLS.load("test", "web", 9)
     names = [str(tmp_path / f"{number}.png") for number in range(9)]
     for name, image in zip(names, pictures["image"], strict=True):
         image.save(name)

@@ -11,7 +11,7 @@ import torch
 from tiny_clip import change_weights
 
 from clip_moe.conversion import assemble
-from clip_moe.data import symbols
+from clip_moe.data.symbols import SYMBOLS
 from clip_moe.evaluation import evaluate, feature_store
 from clip_moe.evaluation.evaluate import evaluate_model
 from clip_moe.evaluation.own_data import make_task
@@ -72,7 +72,7 @@ def test_results_of_other_data_are_kept_apart(tmp_path, monkeypatch, task, chang
     monkeypatch.chdir(tmp_path)
     Path("classes.txt").write_text("one\ntwo\n")
     for split in ("train", "test"):
-        rows = symbols.load(split, "web", 8).add_column("number", [0, 1] * 4)
+        rows = SYMBOLS.load(split, "web", 8).add_column("number", [0, 1] * 4)
         for source in ("one", "two"):
             Path(source).mkdir(exist_ok=True)
             rows.to_parquet(f"{source}/{split}.parquet")

@@ -9,6 +9,7 @@ from benchmark_folders import make_copy
 from tiny_runs import DENSE, SPARSE, run_stages
 
 from clip_moe.data import symbols
+from clip_moe.data.symbols import SYMBOLS
 from clip_moe.engine.recipe import load_recipe
 from clip_moe.engine.runner import run_recipe
 from clip_moe.evaluation.benchmarks.specs import BENCHMARKS
@@ -37,7 +38,7 @@ def folder(tmp_path, monkeypatch):
         make_copy(BENCHMARKS[name], BENCHMARKS[name].layouts[0], tmp_path / "copies" / name)
     (tmp_path / "own").mkdir()
     for split in ("train", "test"):
-        symbols.load(split, "web", 12).to_parquet(tmp_path / "own" / f"{split}.parquet")
+        SYMBOLS.load(split, "web", 12).to_parquet(tmp_path / "own" / f"{split}.parquet")
     (tmp_path / "pairs").mkdir()
     symbols.load_minimal_pairs("test", 6).to_parquet(tmp_path / "pairs" / "test.parquet")
     monkeypatch.setitem(TASKS, "symbols_small", symbol_tasks(retrieval=8)["symbols_retrieval"])
@@ -69,10 +70,10 @@ def test_run_whose_data_change_and_go(folder, capsys):
     with pytest.raises(ValueError, match="scores was made with other settings .inputs.tasks.urban1k"):
         run_stages(folder, stages(folder))
     annotations.write_text(before)
-    symbols.load("test", "web", 13).to_parquet(folder / "own" / "test.parquet")
+    SYMBOLS.load("test", "web", 13).to_parquet(folder / "own" / "test.parquet")
     with pytest.raises(ValueError, match="scores was made with other settings .inputs.tasks.3"):
         run_stages(folder, stages(folder))
-    symbols.load("test", "web", 12).to_parquet(folder / "own" / "test.parquet")
+    SYMBOLS.load("test", "web", 12).to_parquet(folder / "own" / "test.parquet")
     shutil.rmtree(folder / "copies")
     run_stages(folder, stages(folder))  # done is done
     shutil.rmtree(out / "scores")

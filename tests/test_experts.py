@@ -16,6 +16,7 @@ from clip_moe.conversion.dense import extract, force_expert, read_scale, verify
 from clip_moe.conversion.presets import PRESETS
 from clip_moe.conversion.upcycle import upcycle
 from clip_moe.data import symbols
+from clip_moe.data.symbols import SYMBOLS
 from clip_moe.engine.intervals import difference_reach
 from clip_moe.evaluation.embedder import Embedder
 from clip_moe.evaluation.expert_summary import agreement, linear_cka, summarize
@@ -27,7 +28,7 @@ from clip_moe.evaluation.tasks import Task
 slow = pytest.mark.slow
 TASKS = {
     "pairs": Task("pairs", "pairs", "42 pairs", lambda: (symbols.load_minimal_pairs("test", 42), 0)),
-    "retrieval": Task("retrieval", "retrieval", "24", lambda: (symbols.load("test", "detailed", 24), 0)),
+    "retrieval": Task("retrieval", "retrieval", "24", lambda: (SYMBOLS.load("test", "detailed", 24), 0)),
 }
 RETRIEVAL = {"retrieval": TASKS["retrieval"]}
 sparse, unnormalized, gated = small_experts.sparse, small_experts.unnormalized, small_experts.gated

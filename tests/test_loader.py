@@ -12,9 +12,9 @@ import torch
 from tiny_sources import SOURCES, damaged, parquet, png, saved_pairs, sharegpt4v
 from tiny_sources import rows as rows_of
 
-from clip_moe.data import symbols
 from clip_moe.data.arguments import DataArguments
 from clip_moe.data.pairs import load_pairs
+from clip_moe.data.symbols import SYMBOLS
 from clip_moe.evaluation.batches import read_batches
 from clip_moe.training.gradient_cache import split_batch
 from clip_moe.training.loader import PairLoader
@@ -153,7 +153,7 @@ def test_captions_that_are_cut_are_reported(tmp_path, processor, caplog, capsys,
 
 @pytest.fixture(scope="module")
 def rows():
-    return symbols.load("train", "web", 20, captions_per_image=3)
+    return SYMBOLS.load("train", "web", 20, captions_per_image=3)
 
 
 def make(rows, processor, **settings):

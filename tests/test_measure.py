@@ -16,6 +16,7 @@ from transformers import AutoProcessor, CLIPModel
 from clip_moe.app.page import label_scores
 from clip_moe.conversion import assemble
 from clip_moe.data import symbols
+from clip_moe.data.symbols import SYMBOLS
 from clip_moe.evaluation.ensemble import Ensemble, open_model
 from clip_moe.evaluation.linear_probe import linear_probe_metrics
 from clip_moe.evaluation.measures import METRICS, measure
@@ -41,7 +42,7 @@ def mixture(tmp_path_factory):
         model.logit_scale.add_(0.5)
     model.save_pretrained(folder / "damaged")
     AutoProcessor.from_pretrained(BASE).save_pretrained(folder / "damaged")
-    captions = [list(symbols.load("train", "detailed", 60, kinds)["caption"]) for kinds in (DIGITS, TOOLS)]
+    captions = [list(SYMBOLS.load("train", "detailed", 60, kinds)["caption"]) for kinds in (DIGITS, TOOLS)]
     encoder = TfidfEncoder.fit(sum(captions, []), 20, seed=0)
     (folder / "encoder").mkdir()
     encoder.save(folder / "encoder")
@@ -160,7 +161,7 @@ def test_zero_shot_groups(model):
 def test_retrieval(model):
     """Images with one to three captions, of which a blank one is none. Captions are found with the weights of all of
     them, images with those of the caption that asks."""
-    rows = symbols.load("test", "detailed", 40, captions_per_image=3)
+    rows = SYMBOLS.load("test", "detailed", 40, captions_per_image=3)
     captions = [of_image[: 1 + number % 3] for number, of_image in enumerate(rows["caption"])]
     texts = [(number, text) for number, of_image in enumerate(captions) for text in of_image]
     of_corpus = model.weights([text for _, text in texts])
@@ -211,7 +212,7 @@ def test_linear_probe(model):
 
 def test_scores_of_a_typed_list(model, tmp_path):
     """On the page of `app.page`: the softmax of the summed logits, with the experts' own temperatures."""
-    image, labels = symbols.load("test", "web", 1)["image"][0], ["seven", "four", TOOLS[0]]
+    image, labels = SYMBOLS.load("test", "web", 1)["image"][0], ["seven", "four", TOOLS[0]]
     image.save(tmp_path / "image.png")
     scores = label_scores(model.measured, tmp_path / "image.png", "\n".join(labels), "a {}")
     logits = [similarity(model, model.weights(labels), image, f"a {label}") for label in labels]
@@ -259,7 +260,7 @@ def test_weights_that_are_not_finite_give_no_score(mixture, tmp_path):
     options, pairs = {"classes": CLASSES, "templates": TEMPLATES}, symbols.load_minimal_pairs("test", 14)
     for task in (
         Task("zero_shot", "", "", lambda: (pictures(4), 0), **options),
-        Task("retrieval", "", "", lambda: (symbols.load("test", "detailed", 4), 0)),
+        Task("retrieval", "", "", lambda: (SYMBOLS.load("test", "detailed", 4), 0)),
         Task("pairs", "", "", lambda: (pairs, 0)),
     ):
         with pytest.raises(ValueError, match="mixture: the weights of its experts are not finite: its centers, "):

@@ -15,6 +15,7 @@ from transformers import AutoProcessor
 from clip_moe.conversion.processors import own_template
 from clip_moe.data import names, symbols
 from clip_moe.data.arguments import DataArguments
+from clip_moe.data.symbols import SYMBOLS
 from clip_moe.evaluation.embedder import Embedder
 from clip_moe.evaluation.evaluate import evaluate_model
 from clip_moe.evaluation.measures import measure
@@ -235,7 +236,7 @@ def scores_of(dense, folder, *arguments):
 
 
 def test_one_row_a_caption_scores_as_one_row_an_image(dense, tmp_path):
-    rows = symbols.load("test", "web", 8, captions_per_image=3).cast_column("image", datasets.Image(decode=False))
+    rows = SYMBOLS.load("test", "web", 8, captions_per_image=3).cast_column("image", datasets.Image(decode=False))
     lists = [{"image": row["image"], "caption": row["caption"]} for row in rows]
     apart = [{**row, "caption": row["caption"][number]} for number in range(3) for row in lists]
     one, other = scores_of(dense, tmp_path, save_rows(tmp_path, "lists", lists), save_rows(tmp_path, "apart", apart))
@@ -260,7 +261,7 @@ def test_data_that_were_changed_in_place_are_other_data(tmp_path):
 
 
 def test_what_is_missing_is_left_out_and_counted(dense, tmp_path):
-    rows = symbols.load("test", "web", 5).cast_column("image", datasets.Image(decode=False)).to_list()
+    rows = SYMBOLS.load("test", "web", 5).cast_column("image", datasets.Image(decode=False)).to_list()
     rows[4]["image"]["bytes"] = rows[4]["image"]["bytes"][:40]
     captions = [["a", None], ["b", " "], ["", "c"], ["d", "e"], ["f", "g"]]
     rows = [{"image": row["image"], "caption": texts} for row, texts in zip(rows, captions, strict=True)]

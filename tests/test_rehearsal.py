@@ -17,7 +17,7 @@ from tiny_runs import DENSE, STEP, read_log
 from tiny_runs import recipe as tiny_recipe
 from transformers import BertConfig
 
-from clip_moe.data import symbols
+from clip_moe.data.symbols import SYMBOLS
 from clip_moe.engine import rehearsal
 from clip_moe.engine.checks import require_sound
 from clip_moe.engine.files import locked
@@ -262,7 +262,7 @@ def test_memory_of_a_stage_is_its_own(tmp_path):
 def test_steps_of_pairs_that_other_stages_cut_or_mix(tmp_path):
     """A cut stage of 600 pairs, of which the rehearsal has 256: 100 pairs left of them, and all but 500. A mixture has
     as many pairs as its settings say, which few pairs of its sources do not tell."""
-    symbols.load("train", "detailed", 600).save_to_disk(tmp_path / "data")
+    SYMBOLS.load("train", "detailed", 600).save_to_disk(tmp_path / "data")
     data = {"source": str(tmp_path / "data")}
     full = [{"policy": "full", "column": "caption"}]
     stages = [
@@ -322,7 +322,7 @@ def test_a_stage_alone_may_be_called_like_what_it_reads(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_steps_are_those_of_the_pairs_that_a_split_leaves_to_train_on(tmp_path):
     """A rehearsal reads 256 of the 300 pairs."""
-    symbols.load("train", "detailed", 300).save_to_disk(tmp_path / "data")
+    SYMBOLS.load("train", "detailed", 300).save_to_disk(tmp_path / "data")
     split = {"name": "pairs", "stage": "split", "data": {"source": str(tmp_path / "data")}, "model": "dense"}
     tuned = {"name": "tuned", "stage": "train", "model": "dense", "data": {"source": "pairs"}, "num_epochs": 2}
     stages = [DENSE, split, tuned | {"global_batch_size": 8, "learning_rate": 1e-3}]

@@ -8,7 +8,7 @@ import small_experts
 import torch
 from matplotlib import cbook
 
-from clip_moe.data import symbols
+from clip_moe.data.symbols import SYMBOLS
 from clip_moe.evaluation import preferences
 from clip_moe.evaluation.embedder import Embedder
 from clip_moe.evaluation.routing import LayerCounts, averaged_experts, chosen_experts, count_tokens
@@ -147,7 +147,7 @@ def test_changes_of_the_model_end_with_the_block(gated):
 
 def test_tokens_are_routed_as_the_model_records_it(sparse, embedder):
     model, _ = sparse
-    images = list(symbols.load("test", "web", 6)["image"])
+    images = list(SYMBOLS.load("test", "web", 6)["image"])
     texts = ["a seven", "a small red star on a gray background", "a heart", "a zero", "a purple disc"]
     of_images = preferences.route_images(embedder, images, layer=2)
     of_texts = preferences.route_texts(embedder, texts, layer=2)

@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from tiny_clip import error_of
 from tiny_runs import full_disk, recipe, recorded, same_weights, train, weights
 
-from clip_moe.data import symbols
 from clip_moe.data.arguments import DataArguments
+from clip_moe.data.symbols import SYMBOLS
 from clip_moe.engine.files import locked
 from clip_moe.engine.plan import plan
 from clip_moe.engine.provenance import CHECKPOINTS, Record
@@ -208,11 +208,11 @@ def test_a_folder_with_stages_of_another_recipe_is_refused(write):
 
 def test_what_only_stages_that_do_not_run_now_have_read_may_change(write, tmp_path, capsys):
     """Also what a kill left of a finished stage goes, although it is skipped."""
-    symbols.load("train", "web", 8).save_to_disk(tmp_path / "data")
+    SYMBOLS.load("train", "web", 8).save_to_disk(tmp_path / "data")
     path = write(3, data={"source": str(tmp_path / "data")}, max_steps=1)
     output = run_recipe(load_recipe(path))
     shutil.rmtree(tmp_path / "data")
-    symbols.load("train", "web", 8, seed=1).save_to_disk(tmp_path / "data")
+    SYMBOLS.load("train", "web", 8, seed=1).save_to_disk(tmp_path / "data")
     (output / "sparse" / CHECKPOINTS / "step-1").mkdir(parents=True)
     run_recipe(load_recipe(path), ["dense", "sparse"])
     assert capsys.readouterr().out.count("done before, skipped") == 2

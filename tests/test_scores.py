@@ -9,6 +9,7 @@ from several_processes import run_processes, train_recipe
 from tiny_runs import ended_by_a_checkpoint, read_log, same_weights, train
 
 from clip_moe.data import symbols
+from clip_moe.data.symbols import SYMBOLS
 from clip_moe.engine.provenance import weights_fingerprint
 from clip_moe.evaluation import tasks
 from clip_moe.evaluation.benchmarks.specs import BENCHMARKS
@@ -161,7 +162,7 @@ def test_scores_of_own_data_and_benchmarks(tmp_path):
     """What is kept best may be named by the kind of task; other data under the same name make the stage anew."""
     make_copy(BENCHMARKS["urban1k"], BENCHMARKS["urban1k"].layouts[0], tmp_path / "copies" / "urban1k")
     (tmp_path / "own").mkdir()
-    symbols.load("test", "web", 12).to_parquet(tmp_path / "own" / "test.parquet")
+    SYMBOLS.load("test", "web", 12).to_parquet(tmp_path / "own" / "test.parquet")
     own = {"task": "zero_shot", "dataset": str(tmp_path / "own"), "label_column": "kind"}
     retrieval = {"task": "retrieval", "dataset": str(tmp_path / "own")}
     tasks = ["urban1k", own, own | {"templates": ["a {}"]}, retrieval]
@@ -175,6 +176,6 @@ def test_scores_of_own_data_and_benchmarks(tmp_path):
     assert "urban1k/image_to_text_recall@1" in record
     best = json.loads((folder / "best.json").read_text())
     assert best["score"].startswith("retrieval-own-test-caption-") and record[best["score"]] == best["value"]
-    symbols.load("test", "web", 13).to_parquet(tmp_path / "own" / "test.parquet")
+    SYMBOLS.load("test", "web", 13).to_parquet(tmp_path / "own" / "test.parquet")
     with pytest.raises(ValueError, match="tuned was made with other settings .inputs.evaluation.tasks.1"):
         run(tmp_path, evaluation, max_steps=1)

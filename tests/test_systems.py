@@ -30,6 +30,7 @@ from clip_moe.data.contact_sheet import contact_sheet
 from clip_moe.data.identity import data_fingerprint
 from clip_moe.data.images import decode_image
 from clip_moe.data.pairs import load_pairs
+from clip_moe.data.symbols import SYMBOLS
 from clip_moe.engine import runner
 from clip_moe.engine.recipe import load_recipe
 from clip_moe.engine.runner import run_recipe
@@ -410,7 +411,7 @@ def test_every_image_routes_itself_by_all_centers(system):
     config, (clusters, _) = model.config, load_clusters(out / "coarse")
     assert config.metadata_modality == "image" and not config.nearest_center_only
     assert load_encoder(out / "mode" / assemble.ENCODER).name == config.metadata_encoder
-    test = symbols.load("test", "detailed", 40).remove_columns("caption").rename_column("kind", "caption")
+    test = SYMBOLS.load("test", "detailed", 40).remove_columns("caption").rename_column("kind", "caption")
     classes, metadata = list(symbols.KINDS), image_embeds(out / "dense", test["image"])
     processor, weights_, right = AutoProcessor.from_pretrained(out / "mode"), [], []
     texts = processor.tokenizer(classes, padding=True, return_tensors="pt")

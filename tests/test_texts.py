@@ -10,6 +10,7 @@ import torch
 from small_evaluation import with_captions
 
 from clip_moe.data import symbols, tokenizer
+from clip_moe.data.symbols import SYMBOLS
 from clip_moe.data.tokenizer import learn_tokenizer, read_texts
 from clip_moe.engine.messages import warn_once
 from clip_moe.engine.result_schema import TextCounts
@@ -91,7 +92,7 @@ def test_recall_where_most_captions_are_repeated_is_told(captions, told, warning
 
 
 def test_captions_that_differ_after_the_cut_are_told_once(dense, embedder, warnings, tmp_path):
-    rows = symbols.load("test", "web", 8)
+    rows = SYMBOLS.load("test", "web", 8)
     captions = [LONG + "one", LONG + "two", "a Star", "a star", "a moon", "a moon", "a ring", "a dot"]
     task = task_on(with_captions(rows, captions))
     result = measure(task, embedder)
@@ -108,7 +109,7 @@ def test_captions_that_differ_after_the_cut_are_told_once(dense, embedder, warni
 
 def test_a_report_begins_with_what_captions_allow(dense, tmp_path, capsys):
     """Of three images, the first two have captions that the tokenizer reads alike: both tie, and find one image."""
-    rows = with_captions(symbols.load("test", "web", 3), ["a Star", "a star", "a moon"])
+    rows = with_captions(SYMBOLS.load("test", "web", 3), ["a Star", "a star", "a moon"])
     rows.save_to_disk(tmp_path / "rows")
     tasks = [f"{{task: retrieval, dataset: {tmp_path / 'rows'}}}", "symbols_zero_shot"]
     run_command("evaluate", [str(tmp_path / "out"), "--models.m", str(dense), "--tasks", *tasks, "--max_rows", "3"])
@@ -119,7 +120,7 @@ def test_a_report_begins_with_what_captions_allow(dense, tmp_path, capsys):
 
 
 def test_captions_of_one_image_need_not_be_told_apart_and_those_of_a_pair_do(embedder, warnings):
-    rows = with_captions(symbols.load("test", "web", 2), [["a Star", "a star", "a star"], ["a moon", "A moon"]])
+    rows = with_captions(SYMBOLS.load("test", "web", 2), [["a Star", "a star", "a star"], ["a moon", "A moon"]])
     counts = measure(task_on(rows), embedder)["texts"]
     assert (counts["number"], counts["alike"], counts["repeated"]) == (5, 0, 0) and not warnings.records
     rows = symbols.load_minimal_pairs("test", 3)
@@ -139,7 +140,7 @@ def test_captions_of_one_image_need_not_be_told_apart_and_those_of_a_pair_do(emb
 )
 def test_classes_of_equal_prompts_are_an_error(embedder, names, why):
     with pytest.raises(ValueError) as error:
-        measure(classes_of(symbols.load("test", "web", 6), names, ("{}", "a picture of a {}")), embedder)
+        measure(classes_of(SYMBOLS.load("test", "web", 6), names, ("{}", "a picture of a {}")), embedder)
     assert f"title: the model cannot tell the classes {names[-2]!r} and {names[-1]!r} apart: {why}" in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -147,7 +148,7 @@ def test_classes_of_equal_prompts_are_an_error(embedder, names, why):
 def test_classes_that_may_have_equal_prompts(embedder, warnings):
     """Where one template or their groups tell them apart, or a benchmark's authors gave two classes one name, as
     ImageNet's did (rows then have the numbers of the classes)."""
-    rows = symbols.load("test", "web", 6)
+    rows = SYMBOLS.load("test", "web", 6)
     counts = measure(classes_of(rows, ["star", "moon"], ("{}", LONG + "{}")), embedder)["texts"]
     assert [counts[key] for key in ("kind", "number", "cut", "alike")] == ["prompts", 4, 2, 2]
     assert "title: of 4 prompts, 2 longer than the 16 tokens" in warnings.text

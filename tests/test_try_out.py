@@ -19,8 +19,8 @@ from tiny_runs import same_weights
 
 from clip_moe.app import commands, page
 from clip_moe.app.page import ImageSearch, patch_map, sparse_layers
-from clip_moe.data import symbols
 from clip_moe.data.images import decode_image
+from clip_moe.data.symbols import SYMBOLS
 from clip_moe.evaluation.ensemble import open_model
 from clip_moe.evaluation.preferences import route_images
 
@@ -34,7 +34,7 @@ def images(tmp_path_factory):
     """A folder with three images, one of them below, and two files that are none."""
     folder = tmp_path_factory.mktemp("images")
     (folder / "below").mkdir()
-    pictures = symbols.load("test", "web", 3)["image"]
+    pictures = SYMBOLS.load("test", "web", 3)["image"]
     for picture, name in zip(pictures, ("a.png", "below/b.JPG", "c.png"), strict=True):
         picture.save(folder / name)
     for name in ("broken.png", "notes.txt"):

@@ -21,6 +21,7 @@ from clip_moe.data.identity import identity
 from clip_moe.data.local_data import missing_data
 from clip_moe.data.pairs import load_pairs
 from clip_moe.data.symbol_kinds import TOPIC_OF, TOPICS
+from clip_moe.data.symbols import SYMBOLS
 from clip_moe.data.worlds import WORLDS, world
 from clip_moe.evaluation.built_in_tasks import icon_tasks, symbol_tasks
 from clip_moe.evaluation.evaluate import evaluate_model
@@ -117,7 +118,7 @@ def test_a_world_of_ones_own(tmp_path, monkeypatch, dense):  # noqa: F811
 
 def test_a_recipe_draws_the_kinds_that_it_names():
     rows = load_pairs(DataArguments(source="symbols", num_samples=20, kinds="planet", captions="detailed"))
-    expected = symbols.load("train", "detailed", 20, symbols.KIND_SETS["planet"])
+    expected = SYMBOLS.load("train", "detailed", 20, symbols.KIND_SETS["planet"])
     assert list(rows["caption"]) == list(expected["caption"]) and set(expected["topic"]) == {"planet"}
 
 

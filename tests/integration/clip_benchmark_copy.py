@@ -8,13 +8,14 @@ from pathlib import Path
 from tiny_sources import write_shard
 
 from clip_moe.data import symbols
+from clip_moe.data.symbols import SYMBOLS
 
 
 def save_benchmark(folder, captions=False):
     """A data set in CLIP_benchmark's layout: 60 symbols with their kinds, or with two captions each, in two shards."""
     (folder / "test").mkdir(parents=True)
-    rows = symbols.load("test", "detailed", 60)
-    web = symbols.load("test", "web", 60)["caption"]
+    rows = SYMBOLS.load("test", "detailed", 60)
+    web = SYMBOLS.load("test", "web", 60)["caption"]
     for shard in range(2):
         members = []
         for number in range(shard * 30, shard * 30 + 30):

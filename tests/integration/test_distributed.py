@@ -20,7 +20,7 @@ from transformers.distributed import DistributedConfig
 
 from clip_moe.conversion.presets import PRESETS
 from clip_moe.conversion.upcycle import upcycle
-from clip_moe.data import symbols
+from clip_moe.data.symbols import SYMBOLS
 from modeling_clip_moe import CLIPMoEModel, CLIPMoEVisionModelWithProjection, sparse_moe
 
 ROOT = Path(__file__).parents[2]
@@ -103,7 +103,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("distributed")
     for name, preset in PRESET.items():  # no bias is zero, no two experts are the same
         moved(upcycle(random_dense(), preset, seed=0), "mlp", 0, scale=0.01).save_pretrained(folder / name)
-    rows = symbols.load("test", "detailed", 8)
+    rows = SYMBOLS.load("test", "detailed", 8)
     texts, images = list(rows["caption"]), list(rows["image"])
     batch = AutoProcessor.from_pretrained(BASE)(text=texts, images=images, padding=True, return_tensors="pt")
     assert batch["attention_mask"].min() == 0

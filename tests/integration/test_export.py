@@ -13,7 +13,7 @@ from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
 
 from clip_moe.conversion.presets import PRESETS
 from clip_moe.conversion.upcycle import upcycle
-from clip_moe.data import symbols
+from clip_moe.data.symbols import SYMBOLS
 from modeling_clip_moe import CLIPMoEModel, CLIPMoETextModelWithProjection, CLIPMoEVisionModelWithProjection
 
 TOWERS = {"text": CLIPMoETextModelWithProjection, "vision": CLIPMoEVisionModelWithProjection}
@@ -31,7 +31,7 @@ def batch(processor):
     """Makes the inputs of a part of the model, with captions of different lengths."""
 
     def make(size, part="whole"):
-        rows = symbols.load("test", "web", size, seed=size)
+        rows = SYMBOLS.load("test", "web", size, seed=size)
         arguments = {
             "text": {"text": list(rows["caption"])},
             "vision": {"images": list(rows["image"])},

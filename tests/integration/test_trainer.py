@@ -5,13 +5,13 @@ import torch
 from tiny_clip import assert_same_weights
 from transformers import Trainer, TrainingArguments
 
-from clip_moe.data import symbols
+from clip_moe.data.symbols import SYMBOLS
 from modeling_clip_moe import CLIPMoEModel
 
 
 @pytest.fixture(scope="module")
 def data():
-    return symbols.load("train", "detailed", 96), symbols.load("test", "detailed", 32)
+    return SYMBOLS.load("train", "detailed", 96), SYMBOLS.load("test", "detailed", 32)
 
 
 @pytest.fixture(scope="module")

@@ -11,13 +11,13 @@ from diffusers import (
 from stand_ins import SHORT
 from transformers import AutoTokenizer
 
-from clip_moe.data import symbols
+from clip_moe.data.symbols import SYMBOLS
 
 BASE = "training/symbol_clip"
 
 
 def symbol_inputs(processor, split, number):
-    rows = symbols.load(split, "detailed", number)
+    rows = SYMBOLS.load(split, "detailed", number)
     texts, images = list(rows["caption"]), list(rows["image"])
     return dict(processor(text=texts, images=images, padding=True, truncation=True, return_tensors="pt"))
 
