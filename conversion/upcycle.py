@@ -50,25 +50,20 @@ def architecture(config: PreTrainedConfig, config_class: type[PreTrainedConfig])
 def sparse_config(dense: PreTrainedConfig, preset: Preset, towers: Sequence[str] = TOWERS) -> SparseMoEConfig:
     """The config of the upcycled model; a tower not in `towers`, or that the family has dense alone, stays dense."""
     depths = {tower: config.num_hidden_layers for tower, (_, config) in towers_of(dense).items()}
-    family, chosen = family_of(dense), preset.sparse_layers
+    family, width = family_of(dense), preset.moe_intermediate_size
     towers = [tower for tower in towers if tower in family.towers]
     if not towers:
         raise ValueError(f"of a {family.name} only the {' and '.join(family.towers)} tower becomes sparse: name it")
-    if isinstance(chosen, Mapping) and set(chosen) != set(towers):
-        raise ValueError(
-            f"sparse_layers names layers of {', '.join(map(str, chosen)) or 'no tower'}, but the towers to make sparse "
-            f"are {', '.join(towers)}: name layers of each, or change towers"
-        )
+    for name, value in (("sparse_layers", preset.sparse_layers), ("moe_intermediate_size", width)):
+        if isinstance(value, Mapping) and set(value) != set(towers):
+            raise ValueError(
+                f"{name} names {', '.join(map(str, value)) or 'no tower'}, but the towers to make sparse are "
+                f"{', '.join(towers)}: name each of them, or change towers"
+            )
     routing = {name: value for name, value in vars(preset).items() if name in SPARSE_FIELDS}
-    width = preset.moe_intermediate_size
-    if isinstance(width, Mapping) and set(width) != set(towers):
-        raise ValueError(
-            f"moe_intermediate_size names {', '.join(map(str, width)) or 'no tower'}, but the towers to make sparse "
-            f"are {', '.join(towers)}: name a width of each"
-        )
     changes = {
         tower: routing
-        | {"moe_layers": sparse_layers(chosen, tower, depths[tower])}
+        | {"moe_layers": sparse_layers(preset.sparse_layers, tower, depths[tower])}
         | {"moe_intermediate_size": width[tower] if isinstance(width, Mapping) else width}
         for tower in towers
     }

@@ -21,7 +21,7 @@ from clip_moe.engine.messages import one_line
 from clip_moe.evaluation.embedder import Embedder
 from clip_moe.evaluation.sentence_encoders import SentenceEncoder, load_encoder
 from modeling_clip_moe import CLIPMoDEConfig
-from modeling_clip_moe.modeling_clip_mode import side_by_side
+from modeling_clip_moe.mode_routing import side_by_side
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,8 @@ from .configuration_metaclip_2_moe import MetaClip2MoEConfig
 from .configuration_siglip_moe import Siglip2MoEConfig, SiglipMoEConfig
 from .configuration_vision_moe import AltCLIPMoEConfig, ChineseCLIPMoEConfig, MLCDMoEVisionConfig
 from .families import FAMILIES, IMAGE_TOWERS, Family, add_family
-from .modeling_clip_mode import CLIPMoDEModel, routing_weights
+from .mode_routing import routing_weights
+from .modeling_clip_mode import CLIPMoDEModel
 from .modeling_clip_moe import (
     CLIPMoEForImageClassification,
     CLIPMoEModel,

@@ -45,7 +45,7 @@ def test_presets_that_no_model_fits():
     unknown = changed_preset("clip_moe", {"sparse_layers": "every_secnd"})
     with pytest.raises(ValueError, match=r"\(did you mean 'every_second'\?\): .*, of the 24 that"):
         sparse_config(DENSE, unknown, ["vision"])
-    with pytest.raises(ValueError, match="layers of text, but .* are text, vision"):
+    with pytest.raises(ValueError, match="sparse_layers names text, but .* are text, vision"):
         sparse_config(DENSE, changed_preset("clip_moe", {"sparse_layers": {"text": "all"}}), TOWERS)
 
 
