@@ -24,7 +24,7 @@ from clip_moe.evaluation.page import write_page
 from clip_moe.evaluation.preferences import NUM_IMAGES, NUM_TEXTS, route_images, route_texts, word_shares, word_text
 from clip_moe.evaluation.progress import Progress
 from clip_moe.evaluation.routing import averaged_experts, chosen_experts, count_tokens
-from clip_moe.evaluation.routing_pictures import draw_agreement, draw_expert_patches, draw_patches, draw_shares
+from clip_moe.evaluation.routing_pictures import draw_expert_patches, draw_patches, draw_shares
 from clip_moe.evaluation.tasks import Task, loaded_once
 from modeling_clip_moe import CLIPMoEConfig
 from modeling_clip_moe.configuration_clip_moe import CLIPMoETowerConfig
@@ -205,10 +205,7 @@ def analyze_experts(
         **environment(),
     }
     title = f"% of the tokens computed by each expert: {', '.join(tasks)}"
-    pictures = {
-        "routing.png": lambda file: draw_shares(routing, file, title),
-        "agreement.png": lambda file: draw_agreement(agreements, file),
-    } | pictures
+    pictures = {"routing.png": lambda file: draw_shares(routing, file, title)} | pictures
     write_page(Path(output_dir) / "experts", page_of(result, list(pictures)), pictures, result)
     return page_beginning(result)
 

@@ -3,8 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from clip_moe.engine.markdown import markdown_table
 from clip_moe.engine.result_schema import ExpertSummary
 from clip_moe.evaluation.expert_summary import EXPERT, MEAN, ROUTED
@@ -12,7 +10,6 @@ from clip_moe.evaluation.routing import POOLED_TOKEN
 
 ALT_TEXTS = {
     "routing.png": "share of the tokens that each expert computes",
-    "agreement.png": "linear CKA of every two experts",
     "patches.png": "the expert of each patch of some images",
     "expert_patches.png": "the patches that each expert is surest to get",
 }
@@ -48,11 +45,7 @@ def page_of(result: Mapping[str, Any], pictures: Sequence[str]) -> str:
     def shown(*names: str) -> list[str]:
         return [f"![{ALT_TEXTS[name]}]({name})" for name in names if name in pictures]
 
-    num = result["num_embeddings"]
-    alike = (
-        f"Linear CKA of what experts alone make of the same {' and '.join(f'{n} {what}' for what, n in num.items())}"
-    )
-    sections = ["# Experts", page_beginning(result), "## Agreement", f"{alike}, 1 for alike:", *shown("agreement.png")]
+    sections = ["# Experts", page_beginning(result), "## Agreement", _agreement(result)]
     sections += ["## Routing", *shown("routing.png"), *_layers(result)]
     if result["scales"]:
         sections.append("`clip-moe dense --scale` with this folder multiplies an expert's last layer by its weight.")
@@ -73,6 +66,20 @@ def page_of(result: Mapping[str, Any], pictures: Sequence[str]) -> str:
     return "\n\n".join(sections)
 
 
+def _agreement(result: Mapping[str, Any]) -> str:
+    """A table of the linear CKA of every two experts alone and the routed model, for images and for texts."""
+    counts = " and ".join(f"{number} {kind}" for kind, number in result["num_embeddings"].items())
+    tables = [
+        markdown_table([kind, *rows], [[name, *map(_cka, row.values())] for name, row in rows.items()])
+        for kind, rows in result["agreement"].items()
+    ]
+    return "\n\n".join([f"Linear CKA of the embeddings of {counts}, 1 for alike:", *tables])
+
+
+def _cka(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
 def _layers(result: Mapping[str, Any]) -> list[str]:
     """A table with a row for all tokens of a layer and one for those at the output. Columns that say nothing are left
     out."""
@@ -80,12 +87,11 @@ def _layers(result: Mapping[str, Any]) -> list[str]:
     for tower, layers in result["routing"].items():
         for layer, kinds in layers.items():
             for kind, of in kinds.items():
-                pair, limit = _most_together(of), result["capacity_groups"].get(tower)
+                limit = result["capacity_groups"].get(tower)
                 row = {"tower": tower, "layer": str(layer)}
                 row["tokens"] = "all" if kind == "all" else POOLED_TOKEN[tower]
                 row["entropy of the shares"] = f"{of['share_entropy']:.2f}"
                 row["entropy of a token's distribution"] = f"{of['entropy']:.2f}"
-                row["most often together"] = pair
                 row["choices dropped"] = f"{of['dropped']:.1%}" * (of["dropped"] > 0)
                 training = kind == "all" and limit is not None
                 row["with the capacity of training"] = f"{of['overflowing']:.1%} (shared by {limit})" * training
@@ -95,18 +101,6 @@ def _layers(result: Mapping[str, Any]) -> list[str]:
     columns = [column for column in rows[0] if any(row[column] for row in rows)]
     note = (
         f"Entropies are in bits: {result['summary']['most_entropy']:.2f} where all experts have the same share, 0 "
-        "where one has all. That of a token's distribution says how sure the router is of a token. Together: the two "
-        "experts that compute the same tokens most often, compared with chance."
+        "where one has all. That of a token's distribution says how sure the router is of a token."
     )
     return [markdown_table(columns, [[row[column] for column in columns] for row in rows]), note]
-
-
-def _most_together(of: Mapping[str, Any]) -> str:
-    """The two experts that compute the same tokens most often, beyond what their shares alone would make."""
-    shares, pairs = np.array(of["shares"]), np.triu(of["coactivation"], 1)
-    chance = np.triu(np.outer(shares, shares), 1)
-    if not pairs.any():
-        return ""
-    chance *= pairs.sum() / chance.sum()
-    one, other = np.unravel_index((pairs - chance).argmax(), pairs.shape)
-    return f"{one} and {other}: {pairs[one, other]:.1%} (chance: {chance[one, other]:.1%})"

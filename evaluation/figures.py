@@ -59,20 +59,14 @@ def grid(number: int, columns: int, width: float, height: float) -> tuple[Figure
 
 
 def heat_map(
-    axis: Axes,
-    values: np.ndarray,
-    lines: Sequence[object],
-    columns: Sequence[object],
-    form: str = "{:.0f}",
-    limits: tuple[float, float] = (0, 1),
+    axis: Axes, values: np.ndarray, lines: Sequence[object], columns: Sequence[object], highest: float
 ) -> None:
-    """A matrix (lines, columns) with its numbers in it, but NaN."""
-    image = axis.imshow(values, vmin=limits[0], vmax=limits[1], aspect="auto")
+    """A matrix (lines, columns) with its numbers in it, the brightest `highest`."""
+    image = axis.imshow(values, vmin=0, vmax=highest, aspect="auto")
     for (line, column), value in np.ndenumerate(values):
-        if np.isfinite(value):
-            bright = np.mean(image.cmap(image.norm(value))[:3]) > 0.5
-            color = "black" if bright else "white"
-            axis.text(column, line, form.format(value), ha="center", va="center", color=color, fontsize=8)
+        bright = np.mean(image.cmap(image.norm(value))[:3]) > 0.5
+        color = "black" if bright else "white"
+        axis.text(column, line, f"{value:.0f}", ha="center", va="center", color=color, fontsize=8)
     axis.set_xticks(range(len(columns)), columns)
     axis.set_yticks(range(len(lines)), lines)
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from clip_moe.conversion.presets import TOWERS
 from clip_moe.conversion.upcycle import counted_as_one, sparse_blocks
@@ -21,11 +20,10 @@ POOLED_TOKEN = {"text": "end token", "vision": "class token"}
 
 
 class LayerCounts:
-    """What a sparse layer did with the tokens it saw, without padding.
+    """Counts of the tokens that a sparse layer saw, without padding.
 
     Args:
-        pairs: (E, E), the tokens that two experts both computed, as any of their K choices; on the diagonal, those that
-            an expert computed.
+        computed: (E,), the tokens that each expert computed, as any of their K choices.
         num_choices: K for each token, in all.
         num_overflowing: the choices that the capacity of training would have dropped, in the batches as they came.
         weight: the sum of all weights of all choices.
@@ -34,7 +32,7 @@ class LayerCounts:
     """
 
     def __init__(self, num_experts: int):
-        self.pairs = np.zeros((num_experts, num_experts), dtype=np.int64)
+        self.computed = np.zeros(num_experts, dtype=np.int64)
         self.num_tokens = self.num_choices = self.num_overflowing = 0
         self.weight, self.entropy = 0.0, 0.0
         self.gate: float | None = None
@@ -50,9 +48,8 @@ class LayerCounts:
         """Count one call of a router: its probabilities (B, S, E), weights and ids, `mask` (B, S), 0 for padding, and
         the fusion gate (B, S, D)."""
         mask = torch.ones_like(expert_ids[..., 0]) if mask is None else mask
-        num_experts, num_tokens = len(self.pairs), int(mask.sum())
-        chosen = F.one_hot(expert_ids, num_experts + 1)[..., :num_experts].sum(dim=2).flatten(0, 1)  # (T, E)
-        self.pairs += (chosen.double().T @ chosen.double()).long().cpu().numpy()
+        num_experts, num_tokens = len(self.computed), int(mask.sum())
+        self.computed += torch.bincount(expert_ids.flatten(), minlength=num_experts + 1)[:num_experts].cpu().numpy()
         self.num_tokens += num_tokens
         self.num_choices += num_tokens * expert_ids.shape[-1]
         self.weight += weights.sum(dtype=torch.float64).item()
@@ -66,20 +63,19 @@ class LayerCounts:
 
         Returns:
             `shares` (E,) of the tokens that each expert computed, which sum to K where nothing is dropped;
-            `share_entropy` in bits, log2(E) where all experts compute as many tokens; `coactivation` (E, E), the share
-            that two experts both computed; `entropy` of the router's distribution in bits, 0 where it is sure of every
-            token; `weight`, that of a token's experts together; the shares of the choices that were `dropped`, and
-            `overflowing`, that the capacity of training would have dropped; and the `gate`.
+            `share_entropy` in bits, log2(E) where all experts compute as many tokens; `entropy` of the router's
+            distribution in bits, 0 where it is sure of every token; `weight`, that of a token's experts together; the
+            shares of the choices that were `dropped`, and `overflowing`, that the capacity of training would have
+            dropped; and the `gate`.
         """
-        computed = self.pairs.diagonal()
-        of_computed = torch.from_numpy(computed / max(computed.sum(), 1))
+        num_computed = int(self.computed.sum())
+        shares = torch.from_numpy(self.computed / max(num_computed, 1))
         return {
-            "shares": (computed / self.num_tokens).tolist(),
-            "share_entropy": torch.special.entr(of_computed).sum().item() / math.log(2),
-            "coactivation": (self.pairs / self.num_tokens).tolist(),
+            "shares": (self.computed / self.num_tokens).tolist(),
+            "share_entropy": torch.special.entr(shares).sum().item() / math.log(2),
             "entropy": self.entropy / self.num_tokens,
             "weight": self.weight / self.num_tokens,
-            "dropped": 1 - int(computed.sum()) / self.num_choices,
+            "dropped": 1 - num_computed / self.num_choices,
             "overflowing": self.num_overflowing / self.num_choices,
             "gate": None if self.gate is None else self.gate / self.num_tokens,
         }

@@ -26,23 +26,10 @@ def draw_shares(routing: Mapping[str, Mapping[int, Mapping[str, Any]]], path: Pa
     figure, axes = grid(len(maps), len(routing), width, 1.2 + 0.42 * height)
     highest = max(values.max() for values in maps.values())
     for axis, ((kind, tower), values) in zip(axes.flat, maps.items(), strict=True):
-        heat_map(axis, values, list(routing[tower]), range(values.shape[1]), limits=(0, highest))
+        heat_map(axis, values, list(routing[tower]), range(values.shape[1]), highest)
         tokens = "all tokens" if kind == "all" else POOLED_TOKEN[tower]
         axis.set(xlabel="expert", ylabel="layer", title=f"{tower} tower, {tokens}")
     figure.suptitle(plot_text(title, 120))
-    save(figure, path)
-
-
-def draw_agreement(agreement: Mapping[str, Mapping[str, Mapping[str, float | None]]], path: Path) -> None:
-    """For images and texts, the linear CKA of the embeddings of each two columns: experts alone, and all routed."""
-    side = 2.2 + 0.6 * max(len(of) for of in agreement.values())
-    figure, axes = grid(len(agreement), len(agreement), side, side)
-    for axis, (what, of) in zip(axes.flat, agreement.items(), strict=True):
-        matrix = np.array([[np.nan if value is None else value for value in row.values()] for row in of.values()])
-        heat_map(axis, matrix, list(of), list(of), "{:.2f}")
-        axis.tick_params(axis="x", rotation=45)
-        axis.set(title=f"embeddings of {what}")
-    figure.suptitle("Do experts embed alike? Linear CKA, 1 for alike")
     save(figure, path)
 
 

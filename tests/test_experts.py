@@ -165,7 +165,7 @@ def test_other_numbers_of_experts(gated, analyses, tmp_path):
 @slow
 def test_the_page_shows_all_pictures_and_the_chosen_layers(analyses):
     out, page, result = analyses["sparse"]
-    pictures = {"routing", "agreement", "patches", "expert_patches"}
+    pictures = {"routing", "patches", "expert_patches"}
     kinds = {f"experts.{kind}" for kind in ("md", "json", "html")}
     assert {path.name for path in out.iterdir()} == kinds | {f"{name}.png" for name in pictures}
     assert set(re.findall(r"\]\((\w+)\.png\)", page)) == pictures
@@ -182,7 +182,7 @@ def test_what_a_model_lacks_is_not_drawn(tmp_path):
     with pytest.raises(ValueError, match="model: layers.vision: 1 is no sparse layer"):
         analyze_experts(tmp_path / "model", RETRIEVAL, tmp_path / "out", layers={"vision": 1})
     analyze_experts(tmp_path / "model", RETRIEVAL, tmp_path / "out")
-    assert {path.stem for path in (tmp_path / "out").glob("*.png")} == {"routing", "agreement"}
+    assert {path.stem for path in (tmp_path / "out").glob("*.png")} == {"routing"}
     page, result = ((tmp_path / "out" / f"experts.{kind}").read_text() for kind in ("md", "json"))
     dropped = json.loads(result)["routing"]["text"]["1"]["all"]["overflowing"]
     assert f"| {dropped:.1%} (shared by 32) " in page and dropped > 0

@@ -12,7 +12,7 @@ from clip_moe.data.symbols import SYMBOLS
 from clip_moe.evaluation import preferences
 from clip_moe.evaluation.embedder import Embedder
 from clip_moe.evaluation.routing import LayerCounts, averaged_experts, chosen_experts, count_tokens
-from clip_moe.evaluation.routing_pictures import draw_agreement, draw_shares
+from clip_moe.evaluation.routing_pictures import draw_shares
 
 sparse, unnormalized, gated = small_experts.sparse, small_experts.unnormalized, small_experts.gated
 figures = small_evaluation.figures
@@ -40,7 +40,7 @@ def test_counts_by_hand():
     gate = torch.tensor([[[0.5, 0.75], [1, 0.5]], [[0.25, 0.25], [9, 9]]])
     ids, mask = torch.tensor([[[0, 1], [0, 3]], [[2, 0], [3, 3]]]), torch.tensor([[1, 1], [1, 0]])
     counts.add(probabilities, weights, ids, mask, gate)
-    assert counts.pairs.tolist() == [[3, 1, 1], [1, 1, 0], [1, 0, 1]]
+    assert counts.computed.tolist() == [3, 1, 1]
     means = counts.means()
     assert means["dropped"] == pytest.approx(1 / 6) and means["gate"] == pytest.approx(3.25 / 6)
     assert means["entropy"] == pytest.approx((1.5 + 1 + np.log2(3)) / 3)
@@ -48,7 +48,6 @@ def test_counts_by_hand():
     counts.add(torch.tensor([[half]]), torch.tensor([[[0.5, 0.125]]]), torch.tensor([[[1, 2]]]), None)
     means = counts.means()
     assert means["shares"] == [3 / 4, 2 / 4, 2 / 4] and means["weight"] == (0.75 + 0.5 + 0.625 + 0.625) / 4
-    np.testing.assert_allclose(means["coactivation"], np.array([[3, 1, 1], [1, 2, 1], [1, 1, 2]]) / 4)
     one = LayerCounts(2)
     one.add(torch.tensor([[[1.0, 0.0]]]), torch.ones(1, 1, 1), torch.tensor([[[0]]]), None)
     assert one.means()["share_entropy"] == 0 == pytest.approx(one.means()["entropy"], abs=1e-12)
@@ -78,9 +77,7 @@ def test_counts_are_those_the_model_records(sparse, eos_token_id, monkeypatch):
             for kind, of_tokens in at_tokens.items():
                 of = counts[tower][layer][kind]
                 # Padding has the id of no expert
-                computed = [(of_tokens == expert).any(dim=-1) for expert in range(4)]
-                pairs = [[calls * int((one & other).sum()) for other in computed] for one in computed]
-                assert of.pairs.tolist() == pairs
+                assert of.computed.tolist() == [calls * int((of_tokens == expert).sum()) for expert in range(4)]
                 assert of.num_tokens == calls * int((of_tokens < 4).any(dim=-1).sum())
                 assert of.means()["weight"] == pytest.approx(1)
     with torch.no_grad():
@@ -214,8 +211,7 @@ def test_heat_maps_name_their_numbers(tmp_path, figures):
     text = {0: of([0.1, 0.9], [0.4, 0.6]), 2: of([0.2, 0.8], [0.5, 0.5])}
     routing = {"text": text, "vision": {1: of([0.3, 0.7], [1, 0])}}
     draw_shares(routing, tmp_path / "shares.png", r"costs $\frac$ a token")
-    draw_agreement({"images": {"a": {"a": 1.0, "b": None}, "b": {"a": None, "b": 1.0}}}, tmp_path / "agreement.png")
-    shares, agreement = figures
+    (shares,) = figures
     assert {axis.get_title(): texts_in(axis) for axis in shares.axes} == {
         "text tower, all tokens": ["10", "90", "20", "80"],
         "vision tower, all tokens": ["30", "70"],
@@ -224,4 +220,3 @@ def test_heat_maps_name_their_numbers(tmp_path, figures):
     }
     title = shares._suptitle.get_text()
     assert title == r"costs \$\frac\$ a token" and not cbook.is_math_text(title)
-    assert texts_in(agreement.axes[0]) == ["1.00", "1.00"]
