@@ -103,7 +103,7 @@ def _add_lines(columns: Columns, path: str, faults: dict[int | str, object]) -> 
 
 
 def _one_kind(values: list[Any]) -> list[Any]:
-    """Values as one column can hold them: all as lists if one is a list, and nothing else beside texts."""
+    """Values of one kind for a column: all lists if one is a list, and None in place of other kinds among texts."""
     if any(isinstance(value, list) for value in values):
         values = [value if isinstance(value, list | None) else [value] for value in values]
         return [value and [text if isinstance(text, str) else None for text in value] for value in values]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(config=ConfigDict(extra="forbid", defer_build=True), kw_only=True)
 class DataArguments(Source):
-    """Where the pairs are and how they are read."""
+    """The source of pairs, and the way to read them."""
 
     # "icons", "names" or "symbols", the built-in worlds, or a world of your own, `package.module:OBJECT`; a hub name; a
     # folder of images with a metadata.csv or .jsonl, with a .txt beside each, or in folders of classes; a folder of
@@ -102,7 +102,7 @@ class DataArguments(Source):
 
     @property
     def incidental(self) -> Collection[str]:
-        """How data are read ahead; but the workers of a stream settle its order."""
+        """Settings of reading ahead. The workers of a stream are none: they settle its order."""
         return () if self.streaming else ("num_workers",)
 
     def take_seed(self, seed: int) -> None:
@@ -168,10 +168,10 @@ NumberedData = Annotated[Data, AfterValidator(require_numbered)]
 
 @dataclass(config=ConfigDict(extra="forbid", defer_build=True), kw_only=True)
 class Augmentation:
-    """How training images are changed, at random and anew in every epoch."""
+    """Random changes to training images, drawn anew in every epoch."""
 
-    # Share of the image's area that a random crop has, the least and the most, such as open_clip's [0.9, 1.0]: the crop
-    # is resized to the model's size.
+    # Least and greatest share of the image's area in a random crop, such as open_clip's [0.9, 1.0]. The crop is resized
+    # to the model's size.
     random_resized_crop: list[Annotated[float, Field(gt=0, le=1)]] = Field(min_length=2, max_length=2)
 
     def __call__(self, image: PIL.Image.Image, size: tuple[int, int], rng: np.random.Generator) -> PIL.Image.Image:
@@ -186,7 +186,7 @@ class Augmentation:
 
 @dataclass(config=ConfigDict(extra="forbid", defer_build=True), kw_only=True)
 class CaptionPolicy:
-    """How one or more captions of an image come from a column of text."""
+    """A rule that makes one or more captions of an image from a column of text."""
 
     # full: the text. first_sentence: its first one. packed: random combinations of its sentences that fit `max_tokens`,
     # none cut, no two alike.

@@ -15,7 +15,7 @@ from clip_moe.data.texts import first_caption
 FONT, LETTER, LINE = "DejaVuSans", 6, 12  # the width of a letter and the height of a line, in pixels
 # The largest clusters are drawn, so many at most, with so many images each
 MAX_LINES, COLUMNS = 32, 8
-# A red square stands for an image that cannot be read
+# Drawn for an image that cannot be read
 UNREADABLE = Image.new("RGB", (8, 8), "red")
 
 
@@ -30,7 +30,7 @@ def grid(cells: Sequence[tuple[Sequence[Image.Image], str]], columns: int, side:
     for number, (pictures, text) in enumerate(cells):
         x, y = number % columns * width, number // columns * height
         for picture in pictures:
-            size = [max(1, round(side * of_picture / max(picture.size))) for of_picture in picture.size]
+            size = [max(1, round(side * length / max(picture.size))) for length in picture.size]
             enlarged = picture.resize(size, Image.Resampling.NEAREST if size[0] > picture.width else None)
             sheet.paste(enlarged, (x, y + side - size[1]))
             x += side + 2

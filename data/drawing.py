@@ -47,7 +47,7 @@ def choose(rng: np.random.Generator, values: Sequence):
 
 
 def font_file(name: str) -> str:
-    """Where matplotlib keeps a font."""
+    """The path of a font of matplotlib."""
     import matplotlib
 
     return str(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / f"{name}.ttf")
@@ -82,11 +82,11 @@ def distort(mask: PILImage.Image, rng: np.random.Generator) -> PILImage.Image:
 def place(
     mask: PILImage.Image, side: int, direction: Sequence[float], rng: np.random.Generator, image_size: int
 ) -> np.ndarray:
-    """How much ink covers each pixel, (image_size, image_size, 1) from 0 to 1.
+    """The share of each pixel that ink covers, (image_size, image_size, 1) from 0 to 1.
 
     Args:
         side: width and height of the drawing, in pixels.
-        direction: where its center lies from the image's, in x and y: 1 is 0.8 of the way to the border.
+        direction: from the image's center to the drawing's, in x and y; 1 is 0.8 of the way to the border.
     """
     mask = mask.resize((side, side), PILImage.Resampling.BOX)
     free = image_size - side
@@ -123,7 +123,7 @@ def stamp(mask: np.ndarray, rng: np.random.Generator, image_size: int) -> np.nda
     """A drawing moved by whole pixels, in an ink on a ground, noisy: (image_size, image_size, 3) uint8.
 
     Args:
-        mask: (side, side), how much of each pixel it covers, from 0 to 1.
+        mask: (side, side), the share of each pixel that it covers, from 0 to 1.
     """
     side = len(mask)
     y, x = rng.integers(image_size - side + 1, size=2)

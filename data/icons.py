@@ -4,7 +4,7 @@ Four artists drew them: Simple Icons the logos of brands, Material Design Icons,
 else. A kind is a name. The first artist who has it draws it; what another one drew of the same name is a kind of its
 own, to test on.
 
-`web` captions are the name. `detailed` ones also tell the artist. Everything follows from the arguments of `World.load`
+`web` captions are the name. `detailed` captions add the artist. Everything follows from the arguments of `World.load`
 and from the versions of both packages, to the bit.
 """
 
@@ -81,7 +81,7 @@ def icon(kind: int) -> Icon:
 
 @cache
 def _mask(path: Path, side: int) -> np.ndarray:
-    """How much of each pixel an icon covers, (side, side) from 0 to 1; one that is no square is in the middle."""
+    """The share of each pixel that an icon covers, (side, side) from 0 to 1; an oblong one is centered."""
     import resvg_py
 
     svg = path.read_text(encoding="utf-8")

@@ -31,7 +31,7 @@ NO_DATA = (-9999, -32768, float(np.finfo(np.float32).min), float(np.finfo(np.flo
 # Tags of a TIFF
 BITS, PHOTOMETRIC, SAMPLE_FORMAT, GDAL_NO_DATA = 258, 262, 339, 42113
 SIGNED = 2  # of SAMPLE_FORMAT
-# First bytes of images, and the least that one has, by which base64 is told from a path
+# Fewest bytes of an image, and its first ones: base64 of anything else is a path
 SMALLEST = 32
 BEGINNINGS = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF8", b"RIFF", b"BM", b"II*\0", b"MM\0*")
 # The longer side by the shorter one. Processors resize the shorter side to the model's (3 x 20,000 pixels become
@@ -121,7 +121,7 @@ def _require_size(image: PIL.Image.Image) -> None:
 
 
 class _Depth:
-    """Facts of an image's file that tell what its values mean, and that Pillow drops when it turns or crops."""
+    """The meaning of an image's values: facts of its file, which Pillow drops when it turns or crops."""
 
     def __init__(self, image: PIL.Image.Image, pixel_range: Sequence[float] | None = None):
         tags = getattr(image, "tag_v2", {}) if image.format == "TIFF" else {}
@@ -166,7 +166,7 @@ def _rgb(image: PIL.Image.Image, depth: _Depth) -> PIL.Image.Image:
     if is_gray:
         image, pixels = _eight_bits(image, depth)
     elif depth.is_deep_color:
-        highest = max(of_band[1] for of_band in image.convert("RGB").getextrema())
+        highest = max(high for _, high in image.convert("RGB").getextrema())
         pixels = [0.0, 0.0, highest * 257.0, 0.0, 65535.0]
     if depth.transparency is not None:
         image.info["transparency"] = depth.transparency

@@ -1,4 +1,4 @@
-"""Names of data: files, patterns and folders on this machine, and what may be on the Hub."""
+"""Names of data: files, patterns and folders on this machine, or names on the Hub."""
 
 import glob
 import os
@@ -18,7 +18,7 @@ BUILDERS = {".tar": "webdataset", ".parquet": "parquet", ".arrow": "arrow"}
 
 
 def is_here(source: str) -> bool:
-    """Whether a source of data lies on this machine, or a pattern that matches something."""
+    """Whether a source is a path on this machine, or a pattern that matches files."""
     if os.path.exists(source) or suffix_of(source) not in {*BUILDERS, *TABLES}:
         return os.path.exists(source)
     return any(glob.glob(pattern, recursive=True) for pattern in without_braces(source))
@@ -40,7 +40,7 @@ def suffix_of(name: str) -> str:
 
 
 def without_braces(pattern: str) -> list[str]:
-    """The patterns that one with {000..012} or {a,b} stands for, as open_clip and a shell read it."""
+    """Expands {000..012} and {a,b} in a pattern, as open_clip and a shell do."""
     braces = re.search(r"\{(?:(\d+)\.\.(\d+)|([^{}]*,[^{}]*))\}", pattern)
     if braces is None:
         return [pattern]
@@ -52,8 +52,8 @@ def without_braces(pattern: str) -> list[str]:
 
 
 def missing_data(source: str) -> str:
-    """That a source of data is not there, if it is neither here nor anything that the Hub may have: a name that is like
-    another one in a folder here is a slip."""
+    """The fault of a source that is neither on this machine nor a possible name on the Hub; empty if there is none. A
+    name similar to one in a local folder counts as a slip."""
     if is_world(source) or is_here(source):
         return ""
     if meant := similar_path(source):

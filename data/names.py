@@ -156,19 +156,19 @@ def country_of(town: int) -> str:
     return list(COUNTRIES)[town % len(COUNTRIES)]
 
 
-def _drawn(town: int, what: str) -> int:
-    """Which of all possible names, shields or facts a town has. No two towns of a country have the same name or shield,
-    and no two towns the same facts."""
-    if what == "facts":
-        return int(_draw(what, 0)[town])
-    return int(_draw(what, town % len(COUNTRIES))[town // len(COUNTRIES)])
+def _drawn(town: int, part: str) -> int:
+    """The number of a town's name, shield or facts among all possible ones. No two towns of a country share a name or a
+    shield, and no two towns share facts."""
+    if part == "facts":
+        return int(_draw(part, 0)[town])
+    return int(_draw(part, town % len(COUNTRIES))[town // len(COUNTRIES)])
 
 
 @cache
-def _draw(what: str, country: int) -> np.ndarray:
+def _draw(part: str, country: int) -> np.ndarray:
     choices = {"name": len(_STEMS) * len(WORDS) ** 2, "charges": len(_charges()) ** 4, "facts": len(WORDS) ** 3}
-    number = MOST if what == "facts" else MOST // len(COUNTRIES)
-    return np.random.default_rng([list(choices).index(what), country]).choice(choices[what], number, replace=False)
+    number = MOST if part == "facts" else MOST // len(COUNTRIES)
+    return np.random.default_rng([list(choices).index(part), country]).choice(choices[part], number, replace=False)
 
 
 def _texts() -> list[str]:

@@ -34,8 +34,13 @@ LEAST_RANGE = 8
 
 
 class Copies(NamedTuple):
-    """Which pictures are the same, (pictures,) a digest of the pixels of each; which are nearly, (pairs, 2); and how
-    many look so much like more than `MOST_ALIKE` others that they count as different."""
+    """Equal and nearly equal pictures.
+
+    Args:
+        pixels: (pictures,), a digest of the pixels of each.
+        near: (pairs, 2), the numbers of near copies.
+        of_a_kind: pictures that look like more than `MOST_ALIKE` others, and count as different.
+    """
 
     pixels: list[str]
     near: np.ndarray

@@ -82,7 +82,7 @@ def are_classes(sizes: Collection[int]) -> bool:
 
 
 def recalls(by_way: Mapping[str, float]) -> str:
-    """As "image→text 66.7% and text→image 75.0%"."""
+    """Recalls in words: "image→text 66.7% and text→image 75.0%"."""
     return " and ".join(f"{way.replace('_to_', '→')} {value:.1%}" for way, value in by_way.items())
 
 

@@ -31,18 +31,18 @@ class Preparation:
         self.size = None if augmentation is None else crop_size(processor)
         if _resizes_and_crops(processor):
             ramp = PIL.Image.fromarray(np.arange(256, dtype=np.uint8)[None, :, None].repeat(3, axis=2))
-            made = self._by_processor(ramp, do_resize=False, do_center_crop=False)
-            self.table = made["pixel_values"][:, 0]  # (3, 256)
+            inputs = self._by_processor(ramp, do_resize=False, do_center_crop=False)
+            self.table = inputs["pixel_values"][:, 0]  # (3, 256)
             if not all(self._is_equal(size) for size in PROBES):
                 self.table = None
 
     def read(self, value: Any, rng: np.random.Generator | None = None) -> dict[str, torch.Tensor]:
-        """What a model takes of a value of an image column: see `data.images.decode_image`, whose errors it raises."""
+        """Decodes and prepares a value of an image column; raises the errors of `data.images.decode_image`."""
         return self(decode_image(value), rng)
 
     def __call__(self, image: PIL.Image.Image, rng: np.random.Generator | None = None) -> dict[str, torch.Tensor]:
-        """What a model takes of one image: `pixel_values` (C, H, W) in float32; of an image of any shape (NaFlex),
-        those of its patches (S, C * P * P), with `pixel_attention_mask` (S,) and `spatial_shapes` (2,).
+        """A model's inputs of one image: `pixel_values` (C, H, W) in float32; of an image of any shape (NaFlex), those
+        of its patches (S, C * P * P), with `pixel_attention_mask` (S,) and `spatial_shapes` (2,).
 
         Args:
             image: RGB.
@@ -52,14 +52,14 @@ class Preparation:
         if is_resized:
             image = self.augmentation(image, self.size, rng)
         if self.table is None:
-            made = self._by_processor(image, **({"do_resize": False} if is_resized else {}))
+            inputs = self._by_processor(image, **({"do_resize": False} if is_resized else {}))
         else:
-            made = {"pixel_values": self._by_table(image, is_resized)}
-        return {name: torch.as_tensor(array) for name, array in made.items()}
+            inputs = {"pixel_values": self._by_table(image, is_resized)}
+        return {name: torch.as_tensor(array) for name, array in inputs.items()}
 
     def _by_processor(self, image: PIL.Image.Image, **options) -> dict[str, np.ndarray]:
-        made = self.processor([image], return_tensors="np", **options)
-        return {name: np.asarray(of_images[0]) for name, of_images in made.items()}
+        inputs = self.processor([image], return_tensors="np", **options)
+        return {name: np.asarray(arrays[0]) for name, arrays in inputs.items()}
 
     def _by_table(self, image: PIL.Image.Image, is_resized: bool = False) -> np.ndarray:
         if not is_resized:
@@ -67,7 +67,7 @@ class Preparation:
         values = np.asarray(image)
         if self.processor.do_center_crop:
             crop = self.processor.crop_size["height"], self.processor.crop_size["width"]
-            top, left = ((side - of_crop) // 2 for side, of_crop in zip(values.shape[:2], crop, strict=True))
+            top, left = (values.shape[0] - crop[0]) // 2, (values.shape[1] - crop[1]) // 2
             values = values[top : top + crop[0], left : left + crop[1]]
         pixels = np.empty((3, *values.shape[:2]), np.float32)
         for channel in range(3):

@@ -1,4 +1,4 @@
-"""Which pairs can be used: every image is decoded once, and what cannot be read is counted, named and judged."""
+"""Usable pairs: every image is decoded once, and unreadable ones are counted, named and judged."""
 
 import logging
 import sys
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 STREAM_TRIAL = 1000
 # Fewer rows are read in no time
 MANY = 1000
-# What a look at a pair finds: see `read_pair`, and `decode_image` on pixels
+# The outcome of a look at a pair: see `read_pair`, and `decode_image` on pixels
 LOOK = datasets.Features({"problem": datasets.Value("string"), "pixels": datasets.List(datasets.Value("float64"))})
 
 
@@ -73,9 +73,9 @@ def readable_pairs(
     nothing = f"{arguments.source} has no pairs in split {arguments.split}"
     if len(rows) == 0:
         raise ValueError(nothing)
-    what = f"reading all {len(rows)} {'images' if images else 'captions'}"
+    description = f"reading all {len(rows)} {'images' if images else 'captions'}"
     if len(rows) >= MANY and datasets.are_progress_bars_disabled() and is_first_process():
-        print(f"{what} of {arguments.source}, split {arguments.split}", file=sys.stderr, flush=True)
+        print(f"{description} of {arguments.source}, split {arguments.split}", file=sys.stderr, flush=True)
     with reading(arguments):
         files = named_files_stamp(rows) if images else ""
         looked_at = rows if images else rows.select_columns("caption")
@@ -87,7 +87,7 @@ def readable_pairs(
             remove_columns=looked_at.column_names,
             features=LOOK,
             num_proc=arguments.num_workers or None,
-            desc=what,
+            desc=description,
         )
     report_pixels(looks["pixels"], arguments)
     problems = list(looks["problem"])

@@ -50,15 +50,15 @@ def open_shards(files: Sequence[str], columns: Sequence[str], stamps: Sequence[s
     files = list(map(os.path.abspath, files))  # which a cached index has, too
     for file in files if streaming else ():  # others as they are indexed
         require_end(file)
-    there = _endings(files[0])
-    columns = ["json" if column.startswith("json.") and column not in there else column for column in columns]
-    missing = [column for column in columns if there.isdisjoint(column.split(";"))]
+    endings = _endings(files[0])
+    columns = ["json" if column.startswith("json.") and column not in endings else column for column in columns]
+    missing = [column for column in columns if endings.isdisjoint(column.split(";"))]
     for file in files[1:]:
         if missing:
             missing = [column for column in missing if _endings(file).isdisjoint(column.split(";"))]
     if missing:
-        held = f"in {files[0]} are {join_names(sorted(there)) or 'no files'}"
-        raise ValueError(f"the shards have no column {join_names(missing)}; {held}")
+        content = f"in {files[0]} are {join_names(sorted(endings)) or 'no files'}"
+        raise ValueError(f"the shards have no column {join_names(missing)}; {content}")
     names = list(dict.fromkeys(columns))
     features = datasets.Features({"__key__": datasets.Value("string")} | {name: _feature(name) for name in names})
     # A list would be shared by the readers of a stream, as that of the files is
@@ -141,8 +141,11 @@ def _samples(
 
 def _columns(key: str, sample: Mapping[str, Any], columns: Sequence[str]) -> dict[str, Any]:
     """A row: of each column, the first ending that the sample has."""
-    there = {column: [ending for ending in column.split(";") if ending in sample] for column in columns}
-    return {"__key__": key} | {column: sample[endings[0]] if endings else None for column, endings in there.items()}
+    row: dict[str, Any] = {"__key__": key}
+    for column in columns:
+        ending = next((ending for ending in column.split(";") if ending in sample), None)
+        row[column] = sample.get(ending)
+    return row
 
 
 def _value(

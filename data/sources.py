@@ -1,4 +1,4 @@
-"""Where pairs of images and captions lie, and their rows as they lie there."""
+"""The rows of any source of pairs, with their own columns."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def first_rows(rows: Rows, number: int) -> Rows:
 
 
 def mapped(rows: Rows, function: Callable, is_kept: bool = False, **options: Any) -> Rows:
-    """As `rows.map`, whose result is kept where `datasets` keeps its own, and not beside rows that the user saved.
+    """`rows.map`, with its result in the cache of `datasets` and never beside rows that the user saved.
 
     Args:
         is_kept: whether it is kept for rows in memory, too.
@@ -190,8 +190,8 @@ def split_names(split: str) -> list[str]:
 
 
 def builder_of(folder: str, image_column: str) -> str | None:
-    """The builder of `datasets` for the files of a folder; None: pictures, beside which img2dataset leaves parquet
-    files without images."""
+    """The builder of `datasets` for the files of a folder; None for pictures, also where img2dataset left parquet files
+    without images beside them."""
     files = [os.path.join(folder, path) for path in files_in(folder) if os.path.basename(path) not in METADATA]
     suffixes = set(map(suffix_of, files))
     builder = next((name for suffix, name in BUILDERS.items() if suffix in suffixes), None)
@@ -211,7 +211,7 @@ def rows_of_splits(parts: Mapping[str, datasets.Dataset], split: str, source: st
 
 
 def _require_one_split(column: pyarrow.ChunkedArray, source: str) -> None:
-    """Refuse a column `split` that tells training from test: only those of tables and metadata are read."""
+    """Raises a ValueError of a column `split` with training and test: only those of tables and metadata are read."""
     names = {str(name).strip().lower() for name in column.unique().to_pylist()}
     if len(names) > 1 and names <= SPLIT_OF_NAME.keys():
         raise ValueError(
@@ -223,7 +223,7 @@ def _require_one_split(column: pyarrow.ChunkedArray, source: str) -> None:
 
 def _files_of_folder(arguments: DataArguments, builder: str) -> dict[str, list[str]]:
     """The files of each split that is asked for: as the folder's README.md has them, or by their names, as `datasets`
-    reads these. What is not read is counted and told."""
+    reads these. A warning counts the files that are not read."""
     folder, names = os.path.abspath(arguments.source), split_names(arguments.split)
     paths = sorted(files_in(folder))
     files = [path for path in paths if BUILDERS.get(suffix_of(path)) == builder and not is_cache(path)]
@@ -242,7 +242,7 @@ def _files_of_folder(arguments: DataArguments, builder: str) -> dict[str, list[s
 
 
 def is_cache(path: str) -> bool:
-    """Whether `datasets` wrote a file beside the data."""
+    """Whether a file is a cache of `datasets`."""
     return os.path.basename(path).startswith("cache-") and path.endswith(".arrow")
 
 

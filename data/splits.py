@@ -18,7 +18,7 @@ def named_split(source: str, split: str) -> str:
 
 
 def has_split(arguments: DataArguments, split: str) -> bool:
-    """Whether a source has a split beside that of the arguments, with other rows."""
+    """Whether a source has this split, with other rows than that of the arguments."""
     source = arguments.source
     if is_world(source):
         return True

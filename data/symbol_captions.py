@@ -1,4 +1,4 @@
-"""The captions of the symbol world: what the web and what a careful person says of a scene, and how it looks."""
+"""The captions of the symbol world: in the words of the web, of a careful person, or by looks alone."""
 
 from collections.abc import Mapping
 
@@ -11,7 +11,7 @@ CAPTION_STYLES = ("web", "detailed", "looks", "classes")
 # The share of web captions whose kind or color is drawn anew, among the kinds of their topic or all colors. Fewer are
 # wrong: the new one may be the old one, and not every caption names it
 WRONG_SHARE = 0.05
-# The share of web captions that tell all that there is to see, in few words
+# The share of web captions that name everything in few words
 COMPLETE = 0.3
 # Nouns of the web captions that do not name a symbol
 ANYTHING = ["symbol", "icon", "drawing", "something"]
@@ -31,7 +31,7 @@ def _looks_caption(scene: Mapping[str, str], rng: np.random.Generator) -> str:
 
 
 def _everything(scene: Mapping[str, str], noun: str, second: str) -> str:
-    """All that there is to see, in few words."""
+    """Everything that the picture shows, in few words."""
     text = f"{scene['size']} {scene['color']} {noun} {_place(scene)}"
     if scene["second_kind"]:
         text += f" and {scene['second_color']} {second} at the {OPPOSITE[scene['position']]}"

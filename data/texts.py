@@ -14,7 +14,7 @@ from typing import Any
 from clip_moe.data.sources import Rows
 from clip_moe.engine.messages import join_names, shortened
 
-# What stands for a missing caption, as pandas reads a table
+# Words for a missing caption, as pandas reads a table
 MISSING = {"NA", "N/A", "n/a", "NULL", "null", "None", "NaN", "nan", "-nan", "-NaN", "<NA>", "#N/A", "#NA"}
 # Characters that are written alike, or not seen; and what is around a text
 ALIKE = str.maketrans("‘’‚‛“”„«»–—_", "'" * 4 + '"' * 5 + "-- ", "\u200b\u200c\u200d\u00ad\ufeff")
@@ -22,7 +22,7 @@ AROUND = " '`.,;:!?。、" + '"'
 
 
 def present_captions(captions: Any) -> list[str]:
-    """The caption or captions of an image without what surrounds them, and without those that are missing: blank, a
+    """The caption or captions of an image without white space around them, and without those that are missing: blank, a
     word for what is missing, or no text."""
     captions = captions if isinstance(captions, list) else [captions]
     texts = map(trimmed, (caption for caption in captions if isinstance(caption, str)))
@@ -30,8 +30,8 @@ def present_captions(captions: Any) -> list[str]:
 
 
 def present_texts(captions: Any) -> list[str]:
-    """As `present_captions`; raises a ValueError where one is neither a text nor missing, or a text that holds objects
-    or lists of lists."""
+    """`present_captions`, with a ValueError of a caption that is neither a text nor missing, or that holds objects or
+    lists of lists."""
     for caption in captions if isinstance(captions, list) else [captions]:
         content = structure(caption)
         if isinstance(content, dict):

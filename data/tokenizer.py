@@ -1,4 +1,4 @@
-"""CLIP tokenizers: learned from captions, how well one knows the words of others, and what one makes of texts."""
+"""CLIP tokenizers: learning one from captions, counting the pieces of words, and reading texts with one."""
 
 import hashlib
 import itertools
@@ -60,7 +60,7 @@ def learn_tokenizer(captions: Iterable[str], vocab_size: int, max_length: int | 
 
 
 def pieces_per_word(tokenizer: PreTrainedTokenizerBase, captions: Iterable[str]) -> float:
-    """Into how many tokens a word falls on average; numbers and runs of signs count as words."""
+    """The average number of tokens of a word; a digit and a run of signs count as words."""
     pieces = words = 0
     for caption in captions:
         pieces += len(tokenizer(caption, add_special_tokens=False, verbose=False)["input_ids"])
@@ -77,7 +77,7 @@ def tokenize(
     `model_max_length`, and padding counts as tokens: so was SigLIP trained.
 
     Args:
-        ids: in place of the texts, their tokens, cut already.
+        ids: the tokens of the texts, already cut; instead of `texts`.
 
     Returns:
         `input_ids` and `attention_mask`, (B, S) of int64.
@@ -99,7 +99,7 @@ class ReadTexts:
     Args:
         max_length: the tokenizer's `model_max_length`.
         digests: for each text's token ids, cut at that length and after the first end token, at which a model reads a
-            text's features. No model tells texts of one digest apart.
+            text's features. To every model, texts of one digest are equal.
         is_cut: whether each text has more tokens than that.
     """
 
@@ -110,6 +110,7 @@ class ReadTexts:
 
 
 def read_texts(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> ReadTexts:
+    """Texts as a tokenizer reads them, in parts that fit into memory."""
     result, end = ReadTexts(texts, tokenizer.model_max_length, [], []), tokenizer.eos_token_id
     for start in range(0, len(texts), TEXTS_AT_ONCE):
         part = texts[start : start + TEXTS_AT_ONCE]

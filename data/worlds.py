@@ -28,13 +28,13 @@ def world(source: str) -> "World":
     """The world that a source names. Raises a ValueError where there is none."""
     from clip_moe.data.world import World
 
-    found = import_object(WORLDS.get(source, source), "world")
-    if not isinstance(found, World):
+    named = import_object(WORLDS.get(source, source), "world")
+    if not isinstance(named, World):
         raise ValueError(f"{source!r} is no world: it must be an object of the class clip_moe.data.world.World")
-    return found
+    return named
 
 
 def origin_of(source: str) -> dict[str, str]:
-    """What the pictures of a world follow from besides this package: versions of others, and digests of own modules."""
+    """Versions of other packages, and digests of modules of one's own, that the pictures of a world follow from."""
     module = WORLDS.get(source, source).partition(":")[0]
     return world(source).versions() | code_of([module])

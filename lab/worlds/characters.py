@@ -83,7 +83,7 @@ def character(kind: int) -> Character:
 
 
 def _glyph(text: str, package: str, side: int) -> np.ndarray:
-    """How much of each pixel a character covers, (side, side) from 0 to 1; it is in the middle."""
+    """The share of each pixel that a centered character covers, (side, side) from 0 to 1."""
     mask = PILImage.new("L", (side, side))
     glyph, _ = _font(package, side).getmask2(text, "L")
     drawn = PILImage.frombytes("L", glyph.size, bytes(glyph))
@@ -121,7 +121,7 @@ def _characters() -> list[Character]:
 
 
 def _meaning(definition: str) -> str:
-    """As many of the senses, which semicolons part, as are short enough together; at least the first."""
+    """The first of the senses, which semicolons separate, and as many more as fit within `LONGEST_MEANING`."""
     first, *others = definition.split("; ")
     for sense in others:
         if len(f"{first}; {sense}") > LONGEST_MEANING:

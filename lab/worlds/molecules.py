@@ -118,7 +118,7 @@ def _atoms(formula: str) -> int:
 
 
 def _names(texts: Iterable[str]) -> dict[str, str]:
-    """Those that are names, by their letters: "2, 5-xylidine" and "2,5-xylidine" are one name, as for a tokenizer."""
+    """Letters -> name, for texts that are names. A tokenizer, too, reads "2, 5-xylidine" and "2,5-xylidine" alike."""
     names = {}
     for text in texts:
         if len(text) <= LONGEST_NAME and _WORD.search(text) and not _CATALOG.fullmatch(text):

@@ -76,7 +76,8 @@ class SplitStage(Stage):
         from clip_moe.evaluation.class_names import are_ids
 
         data, tokenizer = inputs.data, load_processor(inputs.model).tokenizer
-        # What cannot be read is judged here, over all pairs, and not by what trains and measures
+        # Unreadable pairs are judged here, over all of them, not by what trains and measures. `find_copies` decodes
+        # again: no other stage needs its digests and grids, while all of them share the first look
         train = pairs_with_images(data, decode=True)
         is_given = has_split(data, self.test_split)
         if is_given:
