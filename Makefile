@@ -106,8 +106,8 @@ bench-gpu:  ## speed on a GPU: GPU_PYTHON=python3 make bench-gpu RESULTS=lab/spe
 	mkdir -p $(RESULTS)
 	-$(GPU_PYTHON) -m lab.speed.steps block --sizes ViT-B/16 ViT-L/14 --images 1 64 256 --dtype bfloat16 --output $(RESULTS)/block_gpu.md
 	-$(GPU_PYTHON) -m lab.speed.steps inference --output $(RESULTS)/inference_gpu.md
-	-$(GPU_PYTHON) -m lab.speed.steps recipes --size ViT-B/16 --batch 256 --dtype bfloat16 --no_gradient_checkpointing --output $(RESULTS)/real_steps_b16_gpu.md
-	-$(GPU_PYTHON) -m lab.speed.steps recipes --size ViT-L/14 --batch 192 --dtype bfloat16 --no_gradient_checkpointing --output $(RESULTS)/real_steps_l14_gpu.md
+	-$(GPU_PYTHON) -m lab.speed.steps recipes --size ViT-B/16 --batch 256 --dtype bfloat16 --gradient_checkpointing false --output $(RESULTS)/real_steps_b16_gpu.md
+	-$(GPU_PYTHON) -m lab.speed.steps recipes --size ViT-L/14 --batch 192 --dtype bfloat16 --gradient_checkpointing false --output $(RESULTS)/real_steps_l14_gpu.md
 
 bench: $(STAMP)  ## the goals for speed and memory, and what is measured
 	mkdir -p $(RESULTS)

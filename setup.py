@@ -16,7 +16,6 @@ ROOMS = ("engine", "data", "conversion", "evaluation", "training", "app")
 FILES = ("LICENSE", "model_cards/template.md", "model_cards/citations.yaml")  # of `clip-moe publish`
 training = [
     "accelerate>=1.15",
-    "cyclopts>=5.5",
     "datasets>=5.0.1",  # file names in metadata cannot leave their folder
     "filelock>=4.0",
     "markdown-it-py>=4.0",

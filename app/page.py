@@ -57,7 +57,7 @@ SECONDS_KEPT = 3600  # what visitors upload
 # What a Space needs: folders of this repository that the page runs on, and packages
 ROOMS = ("engine", "data", "conversion", "evaluation", "app")
 REQUIREMENTS = """
-accelerate cyclopts datasets filelock huggingface_hub markdown-it-py matplotlib pillow psutil pydantic pyyaml
+accelerate datasets filelock huggingface_hub markdown-it-py matplotlib pillow psutil pydantic pyyaml
 safetensors scikit-learn threadpoolctl torch tqdm transformers
 """.split()
 

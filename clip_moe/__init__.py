@@ -8,10 +8,8 @@ beside this one.
 import importlib
 import os
 import sys
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from cyclopts import App
+from collections.abc import Callable
+from typing import Any
 
 # Threads that wait do not spin: on shared cores, spinning costs several times the time. Read when torch is imported
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -44,25 +42,24 @@ def main(arguments: list[str] | None = None) -> None:
         given = with_own_classes(given)
         if arguments is None:
             sys.argv[1:] = given
+        from clip_moe.engine.command_line import run_one, run_stage
         from clip_moe.engine.kinds import FORMER, KINDS
+        from clip_moe.engine.program import end
 
         kind = given[0].replace("-", "_") if given else ""
         if kind in KINDS:  # whose help needs its own file alone
-            from clip_moe.engine.program import end
-            from clip_moe.engine.stage_command import run_command
-
-            return end(lambda: run_command(kind, given[1:]), is_all=arguments is None)
+            return end(lambda: run_stage(kind, given[1:]), is_all=arguments is None)
         if kind in FORMER:
             sys.exit(f"error: there is no command {given[0]!r}: did you mean {FORMER[kind]!r}?")
-        line = _command_line()
+        commands = _commands()
     except ModuleNotFoundError as error:
         sys.exit(
             f"error: {error}: the commands need more than the models: in a checkout, pip install -c constraints.txt -e "
             '".[training]"; elsewhere, pip install "clip-moe[training] @ git+https://github.com/OWNER/clip-moe"'
         )
-    from clip_moe.engine.command_line import run
-
-    run(line, None if arguments is None else given)
+    about = "Turns a dense CLIP into a sparse Mixture-of-Experts CLIP, trains, measures and publishes it. "
+    about += "--import MODULE makes any command know models of your own."
+    end(lambda: run_one("clip-moe", about, commands, given, _kinds()), is_all=arguments is None)
 
 
 def with_own_classes(arguments: list[str]) -> list[str]:
@@ -76,30 +73,33 @@ def with_own_classes(arguments: list[str]) -> list[str]:
         return import_own_classes(arguments)
 
 
-def _command_line() -> "App":
-    """All commands."""
-    from clip_moe.app import commands as app
-    from clip_moe.conversion import commands as conversion
-    from clip_moe.engine.command_line import command_line
+def _commands() -> dict[str, Callable[..., str | None]]:
+    """The commands of an overview, in the order of a user's day."""
+    from clip_moe.app.commands import app
+    from clip_moe.conversion.commands import publish
+    from clip_moe.evaluation.commands import efficiency, report
+    from clip_moe.evaluation.stages.evaluate import EvaluateStage
+    from clip_moe.training.commands import finetune, recipes, run
+
+    # `main` runs `evaluate`, as all kinds of stages; here it stands beside `report`
+    return dict(
+        finetune=finetune,
+        run=run,
+        app=app,
+        evaluate=EvaluateStage,
+        report=report,
+        efficiency=efficiency,
+        publish=publish,
+        recipes=recipes,
+    )
+
+
+def _kinds() -> str:
+    """The kinds of stages, for an overview."""
     from clip_moe.engine.help_text import in_lines
     from clip_moe.engine.kinds import PURPOSES
-    from clip_moe.evaluation import commands as evaluation
-    from clip_moe.training import commands as training
 
-    kinds = (in_lines(f"{what}: {', '.join(of).replace('_', '-')}", 6, "  ") for what, of in PURPOSES.items())
-    line = command_line(
-        "clip-moe",
-        help="Turns a dense CLIP into a sparse Mixture-of-Experts CLIP, trains, measures and publishes it. "
-        "clip-moe COMMAND --help says more; --import MODULE makes any command know models of your own.",
-        help_epilogue="\n".join(["Kinds of stages, each a command, clip-moe KIND OUTPUT:", *kinds]),
-    )
-    commands = (  # in the order of a user's day
-        *(training.finetune, training.run, app.app, evaluation.report, evaluation.efficiency),
-        *(conversion.publish, training.recipes),
-    )
-    for number, function in enumerate(commands):
-        line.command(function, sort_key=number, help_epilogue="")
-    # Beside `report`; `main` runs it, as all kinds
-    evaluate = "clip_moe.evaluation.stages.evaluate:EvaluateStage"
-    line.command(evaluate, name="evaluate", help="Models side by side on evaluation tasks, with a report.", sort_key=2)
-    return line
+    lines = [
+        in_lines(f"{purpose}: {', '.join(kinds)}".replace("_", "-"), 6, "  ") for purpose, kinds in PURPOSES.items()
+    ]
+    return "\n".join(["", "Kinds of stages, each a command, clip-moe KIND OUTPUT:", *lines])

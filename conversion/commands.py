@@ -2,9 +2,6 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
-
-from cyclopts import Parameter
 
 from clip_moe.engine.command_line import Folder, command
 from clip_moe.engine.files import new_folder
@@ -19,10 +16,10 @@ def publish(
     dry_run: Folder | None = None,
     private: bool | None = None,
     revision: str | None = None,
-    pull_request: Annotated[bool, Parameter(negative=())] = False,
+    pull_request: bool = False,
     license: str | None = None,
     base_model: str | None = None,
-    yes: Annotated[bool, Parameter(negative=())] = False,
+    yes: bool = False,
 ) -> str:
     """A model on the Hub: a folder that loads by itself, with its code, its processor, its card and its scores.
 

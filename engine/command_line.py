@@ -1,130 +1,283 @@
-"""Commands: the signature and the docstring of a function are its command line.
+"""Commands: the settings of a stage, or the parameters of a function, as `--NAME VALUE`.
 
-The functions of a room's `commands.py` import what they call in their bodies, so that `--help` and a mistyped option
-need no torch.
+A stage's command is a recipe of that stage alone, whose folder is its first argument. The functions of a room's
+`commands.py` import what they call in their bodies, so that `--help` and a mistyped option need no torch.
 """
 
+import inspect
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import field, make_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any, get_type_hints
 
-from cyclopts import App, CycloptsError, Parameter, Token
+from pydantic import BeforeValidator
+from pydantic.dataclasses import dataclass
 
 from clip_moe.engine.help_text import in_lines
-from clip_moe.engine.messages import one_line
+from clip_moe.engine.kinds import stage_of_kind
+from clip_moe.engine.messages import suggestion
 from clip_moe.engine.program import end
+from clip_moe.engine.recipe import Recipe, validated
+from clip_moe.engine.setting_help import (
+    Setting,
+    docstring,
+    is_list,
+    parameter_meanings,
+    settings_of,
+    settings_within,
+    spelled,
+    takes_text_alone,
+)
+from clip_moe.engine.settings import STRICT
+from clip_moe.engine.yaml_files import read_yaml
 
-if TYPE_CHECKING:
-    from cyclopts.help import HelpPanel
-    from rich.console import Console, ConsoleOptions, RenderableType
-
-# Of the name of a command, before what it does
-NAME_WIDTH = 14
-
-
-class Help:
-    """Plain help in lines that are broken once. The formatters of cyclopts break them at the terminal's width, then put
-    names before them and break them again."""
-
-    def render_usage(self, console: "Console", options: "ConsoleOptions", usage: "RenderableType") -> None:
-        self._print(console, in_lines(f"Usage: {self._text(console, usage)}") + "\n")
-
-    def render_description(self, console: "Console", options: "ConsoleOptions", text: "RenderableType") -> None:
-        self._print(console, in_lines(self._text(console, text)))
-
-    def __call__(self, console: "Console", options: "ConsoleOptions", panel: "HelpPanel") -> None:
-        if not panel.entries:
-            return
-        self._print(console, f"\n{panel.title}:")
-        for entry in panel.entries:
-            text = self._text(console, entry.description)
-            if panel.format == "command":
-                names = ", ".join((*entry.positive_names, *entry.positive_shorts))
-                self._print(console, in_lines(text, NAME_WIDTH, f"  {names}".ljust(NAME_WIDTH)))
-                continue
-            facts = [" or ".join(entry.choices or ()), "required" if entry.required else ""]
-            facts += [f"default {entry.default}" if entry.default not in (None, "False") else ""]
-            names = ", ".join(filter(None, [" ".join(entry.display_labels_with_metavar), *facts]))
-            self._print(console, in_lines(names, 10, "  ") + "\n" + in_lines(text, 6))
-
-    @staticmethod
-    def _text(console: "Console", text: "RenderableType") -> str:
-        unbroken = console.options.update(width=100_000)
-        return "".join(segment.text for segment in console.render(text, unbroken)).rstrip()
-
-    @staticmethod
-    def _print(console: "Console", text: str) -> None:
-        console.print(text, soft_wrap=True, highlight=False, markup=False, emoji=False)
+Function = Callable[..., str | None]
+# Settings of the run, which the command of every stage has
+OF_RUN = ("seed", "mixed_precision", "trackers")
+# Column in which an overview says what a command does
+PURPOSE_COLUMN = 14
+# What YAML 1.1 takes for another number: octal and base 60
+ODD_NUMBER = re.compile(r"[+-]?0\d+|[+-]?\d+(:\d+)+(\.\d*)?")
+# Patterns of files, which YAML takes for an alias and a dictionary
+PATTERN = re.compile(r"\*|\{\d+\.\.\d+\}")
 
 
-def command_line(name: str, **options: object) -> App:
-    """An empty command line, with plain help, in which an option may take several values one after another."""
-    return App(
-        name=name,
-        help_format="plaintext",
-        help_formatter=Help(),
-        version_flags=(),
-        default_parameter=Parameter(
-            name_transform=str,  # as settings are called: --batch_size
-            negative_bool="no_",
-            consume_multiple=True,
-            negative_iterable=(),
-            allow_repeating=True,
-        ),
-        **options,
-    )
+def _require_name(path: Any) -> Any:
+    if isinstance(path, str) and not path.strip():
+        raise ValueError("a folder needs a name")  # `Path` would make the current folder of it
+    return path
 
 
-def command(function: Callable[..., str | None]) -> Callable[..., str | None]:
-    """Gives a function a command line, `function.main(arguments)`: parameters before a `/` are arguments, the others
-    options. Markdown that it returns is printed."""
+# A parameter that names a folder
+Folder = Annotated[Path, BeforeValidator(_require_name)]
+
+
+def command(function: Function) -> Function:
+    """Gives a function a command line, `function.main(arguments)`. Parameters before a `/` are arguments, the others
+    options, and `*overrides` takes options that the function does not know. A text that it returns is printed."""
 
     def main(arguments: Sequence[str] | None = None) -> None:
-        line = command_line(f"python -m {_module(function)}")
-        line.default(function)
-        run(line, arguments)
+        given = sys.argv[1:] if arguments is None else list(arguments)
+        end(lambda: call(function, f"python -m {_module(function)}", given), is_all=arguments is None)
 
     function.main = main
     return function
 
 
-def run(line: App, arguments: Sequence[str] | None = None) -> None:
-    """Run what a command line says. What a user can cause ends in one line on stderr.
+def run_program(name: str, about: str, functions: Mapping[str, Function], footer: str = "") -> None:
+    """Run the one of several functions that the first argument of this program names."""
+    end(lambda: run_one(name, about, functions, sys.argv[1:], footer), is_all=True)
+
+
+def run_one(
+    name: str, about: str, functions: Mapping[str, Function], arguments: Sequence[str], footer: str = ""
+) -> str | None:
+    """The result of the function that the first argument names, or an overview of all."""
+    if not arguments or arguments[0] in ("--help", "-h"):
+        rows = [
+            in_lines(docstring(function).split("\n\n")[0], PURPOSE_COLUMN, f"  {title}".ljust(PURPOSE_COLUMN))
+            for title, function in functions.items()
+        ]
+        head = [in_lines(f"Usage: {name} COMMAND"), "", in_lines(about), "", "Commands, each with --help:"]
+        return "\n".join([*head, *rows, *filter(None, [footer])])
+    if arguments[0] not in functions:
+        raise ValueError(f"there is no command {arguments[0]!r}: {suggestion(arguments[0], functions)}")
+    return call(functions[arguments[0]], f"{name} {arguments[0]}", arguments[1:])
+
+
+def call(function: Function, title: str, arguments: Sequence[str]) -> str | None:
+    """Call a function with the arguments of a command line, or return its help."""
+    if "--help" in arguments or "-h" in arguments:
+        return function_help(function, title)
+    positional, overrides, options = read_arguments(function, title, arguments)
+    return function(*positional, *overrides, **options)
+
+
+def read_arguments(
+    function: Function, title: str, arguments: Sequence[str]
+) -> tuple[list[Any], list[str], dict[str, Any]]:
+    """The positional arguments of a function, options that it does not know, as they are, and options by name."""
+    parameters = inspect.signature(function).parameters.values()
+    before = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_ONLY]
+    takes_others = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
+    settings_class = _settings_class(function)
+    number = next((at for at, word in enumerate(arguments) if word.startswith("--")), len(arguments))
+    values, words = _positional(settings_class, before, arguments[:number], title), []
+    for key, texts in read_flags(arguments[number:]).items():
+        name = key.replace("-", "_")
+        if takes_others and name not in settings_class.__pydantic_fields__:
+            words += [f"--{key}", *texts]
+        elif name in values:
+            raise ValueError(f"--{key} is given twice, with - and with _")
+        else:
+            values[name] = read_value(key, texts, _hint(settings_class, [name]))
+    read = vars(validated(settings_class, values, title))
+    return [read.pop(name) for name in before], words, read
+
+
+def _positional(settings_class: type, names: Sequence[str], words: Sequence[str], title: str) -> dict[str, Any]:
+    """Parameter -> its argument. The last one takes all that are left if it is a list."""
+    values: dict[str, Any] = dict(zip(names, words, strict=False))
+    if names and len(words) >= len(names) and is_list(_hint(settings_class, names[-1:])):
+        values[names[-1]] = list(words[len(names) - 1 :])
+    elif len(words) > len(names):
+        usage = " ".join([title, *map(str.upper, names), "--SETTING VALUE"])
+        raise ValueError(f"{words[len(names)]!r} is no setting: {usage}")
+    return values
+
+
+def _settings_class(function: Function) -> type:
+    """The parameters of a function as a class of settings."""
+    hints, fields = get_type_hints(function, include_extras=True), []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is not parameter.VAR_POSITIONAL:
+            default = field() if parameter.default is parameter.empty else field(default=parameter.default)
+            fields.append((parameter.name, hints[parameter.name], default))
+    return dataclass(config=STRICT, kw_only=True)(make_dataclass(function.__name__, fields, kw_only=True))
+
+
+def function_help(function: Function, title: str) -> str:
+    """Usage of a function's command, its purpose, and its parameters."""
+    positional = {p.name for p in inspect.signature(function).parameters.values() if p.kind is p.POSITIONAL_ONLY}
+    settings = settings_of(_settings_class(function), parameter_meanings(function))
+    arguments = [setting for setting in settings if setting.name in positional]
+    rows = [in_lines(setting.meaning, 6, f"  {setting.name.upper()}  ") for setting in arguments]
+    rows += [line for setting in settings if setting.name not in positional for line in _help_lines(setting)]
+    return _help(title, [argument.name for argument in arguments], settings, docstring(function), rows)
+
+
+def run_stage(kind: str, arguments: Sequence[str]) -> str | None:
+    """Run the command of a stage, and return what is to be printed."""
+    if not arguments or "--help" in arguments or "-h" in arguments:
+        return stage_help(kind)
+    recipe, rehearsal = read_stage_command(kind, arguments)
+    if rehearsal is not None:
+        from clip_moe.engine.rehearsal import rehearse
+
+        return rehearse(recipe, recipe.stages, **rehearsal)
+    from clip_moe.engine.runner import run_alone, usage_hint
+
+    run_alone(recipe)
+    return usage_hint(recipe)
+
+
+def read_stage_command(kind: str, arguments: Sequence[str]) -> tuple[Recipe, dict[str, Any] | None]:
+    """The recipe of a stage's command line; and where it is to be rehearsed, the options of `rehearse`."""
+    stage, title = stage_of_kind(kind), f"clip-moe {kind.replace('_', '-')}"
+    output, *rest = arguments
+    if output.startswith("--") or not Path(output).name:
+        raise ValueError(f"{title} OUTPUT --SETTING VALUE: the first argument is the folder to make, not {output!r}")
+    settings: dict[str, Any] = {}
+    for key, values in read_flags(rest).items():
+        first, *within = key.split(".")
+        first = first.replace("-", "_")
+        settings_class = Recipe if first in OF_RUN else stage
+        path = spelled([first, *within], settings_class)
+        target = settings
+        for part in path[:-1]:
+            target = target.setdefault(part, {})
+            if not isinstance(target, dict):
+                raise ValueError(f"--{key}: {part} has a value already")
+        if path[-1] in target:
+            raise ValueError(f"--{key} is given twice, with - and with _")
+        target[path[-1]] = read_value(key, values, bool if key == "rehearse" else _hint(settings_class, path))
+    batch_size = settings.pop("rehearse_batch", None)
+    is_rehearsal = settings.pop("rehearse", batch_size is not None)
+    if not isinstance(is_rehearsal, bool):
+        raise ValueError(f"--rehearse takes true or false, not {is_rehearsal!r}")
+    run_settings = {name: settings.pop(name) for name in OF_RUN if name in settings}
+    alone = validated(stage, {"name": Path(output).name, "stage": kind} | settings, title)
+    recipe = validated(Recipe, {"output_dir": str(Path(output).parent), "stages": [alone]} | run_settings, title)
+    recipe.title = title
+    return recipe, {"batch_size": batch_size} if is_rehearsal else None
+
+
+def stage_help(kind: str) -> str:
+    """Usage of a stage's command, its purpose, and its settings."""
+    stage = stage_of_kind(kind)
+    settings = [setting for setting in settings_of(stage) if setting.name not in ("name", "stage")]
+    run_settings = [setting for setting in settings_of(Recipe) if setting.name in OF_RUN]
+    own = [setting for setting in settings if setting.name not in OF_RUN]
+    rows = ["Settings, whose values are read as YAML; several values make a list:", ""]
+    rows = [*map(in_lines, rows), *(line for setting in own + run_settings for line in _help_lines(setting))]
+    rows.append("  --rehearse [--rehearse_batch N]")
+    rows.append(in_lines("Run two steps on few samples, with N of them a batch, and tell what a run takes.", 6))
+    return _help(f"clip-moe {kind.replace('_', '-')}", ["output"], settings, docstring(stage), rows)
+
+
+def _help(title: str, arguments: Sequence[str], settings: Sequence[Setting], about: str, rows: Sequence[str]) -> str:
+    required = [f"--{s.name} {s.name.upper()}" for s in settings if s.default is None and s.name not in arguments]
+    usage = " ".join([title, *map(str.upper, arguments), *required, "[--SETTING VALUE ...]"])
+    return "\n".join([in_lines(usage, 7, "Usage: "), "", in_lines(about), "", *rows])
+
+
+def _help_lines(setting: Setting, prefix: str = "") -> list[str]:
+    name, within = f"{prefix}{setting.name}", settings_within(setting.field.annotation)
+    default = "" if setting.default in (None, "null") else f", default {setting.default}"
+    lines = [in_lines(setting.type() + ("" if within else default), 10, f"  --{name}  "), in_lines(setting.meaning, 6)]
+    if within is None or is_list(setting.field.annotation) or prefix:
+        return lines
+    return lines + [line for inner in settings_of(within) for line in _help_lines(inner, f"{name}.")]
+
+
+def read_flags(arguments: Sequence[str]) -> dict[str, list[str]]:
+    """`--a.b 1 --c=2 3` as {"a.b": ["1"], "c": ["2", "3"]}."""
+    flags: dict[str, list[str]] = {}
+    values = None
+    for argument in arguments:
+        if argument.startswith("--"):
+            key, equals, value = argument[2:].partition("=")
+            values = flags.setdefault(key, [])  # one that is repeated has all its values
+            values += [value] * bool(equals)
+        elif values is not None:
+            values.append(argument)
+        else:
+            raise ValueError(f"{argument!r} is no setting: write --SETTING VALUE")
+    return flags
+
+
+def read_value(key: str, values: list[str], hint: Any = None) -> Any:
+    """The value of a flag, each of whose values is read as YAML.
 
     Args:
-        arguments: default: those of this program, which then ends, before its module imports what it needs when others
-            import it.
+        hint: the type of its setting, which makes a list of one value, True of none, and texts of numbers.
     """
-    given = sys.argv[1:] if arguments is None else list(arguments)
-    try:
-        function, bound, _ = line.parse_args(list(map(_spelled, given)), print_error=False, exit_on_error=False)
-    except CycloptsError as error:
-        sys.exit(f"error: {one_line(error)}")
-    end(lambda: function(*bound.args, **bound.kwargs), is_all=arguments is None)
+    read = [_read(value, f"--{key}", takes_text_alone(hint)) for value in values]
+    if not read and hint is bool:
+        return True
+    if not read:
+        raise ValueError(f"--{key} has no value")
+    if len(read) > 1 and hint not in (None, Any) and not is_list(hint):
+        raise ValueError(f"--{key} takes one value, not {' '.join(values)}")
+    return read if len(read) > 1 or (is_list(hint) and not isinstance(read[0], list)) else read[0]
 
 
-def _spelled(argument: str) -> str:
-    """An option with `_` for `-`, which read alike. A key of several parts is a setting's, whose class spells it."""
-    name, equals, value = argument.partition("=")
-    if not re.fullmatch(r"--[a-z][\w-]*", name):
-        return argument
-    return f"--{name[2:].replace('-', '_')}{equals}{value}"
+def _read(text: str, flag: str, is_text: bool) -> Any:
+    """A value as YAML, but for texts that YAML would cut at a comment (` #`) or not take for a text."""
+    if PATTERN.match(text):
+        return text
+    if ODD_NUMBER.fullmatch(text) and not is_text:
+        raise ValueError(
+            f"{flag}: YAML takes {text} for another number: write it in plain digits, or in quotes as text"
+        )
+    value = read_yaml(text, flag)
+    if is_text and not isinstance(value, str | list | None):
+        return text
+    return text if " #" in text and isinstance(value, str | None) and text[0] not in "\"'" else value
 
 
-def _module(command: Callable) -> str:
-    """The name by which `python -m` runs the module that holds the command."""
+def _hint(settings: type, path: Sequence[str]) -> Any:
+    """The type of a setting, by its name and the names within; None: it is not known."""
+    setting = settings.__pydantic_fields__.get(path[0])
+    if setting is None or len(path) == 1:
+        return setting and setting.annotation
+    within = settings_within(setting.annotation)
+    return within and _hint(within, path[1:])
+
+
+def _module(function: Function) -> str:
+    """The name by which `python -m` runs the module that holds a function."""
     spec = sys.modules["__main__"].__spec__
-    return spec.name.removesuffix(".__main__") if spec else command.__module__
-
-
-def _folder(kind: type, tokens: Sequence[Token]) -> Path:
-    """A path. `Path` would make the current folder of an empty name."""
-    if not tokens[0].value.strip():
-        raise ValueError("a folder needs a name")
-    return Path(tokens[0].value)
-
-
-# An option that names a folder
-Folder = Annotated[Path, Parameter(converter=_folder)]
+    return spec.name.removesuffix(".__main__") if spec else function.__module__

@@ -1,17 +1,18 @@
-"""What the settings of a class are, in words: for `--help` and docs/settings.md."""
+"""Settings of a class, and parameters of a function, in words: for `--help` and docs/settings.md."""
 
 import dataclasses
 import inspect
 import re
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
 from clip_moe.engine.settings import Reads
 
-BASIC = {str: "text", int: "whole number", float: "number", bool: "true or false", Any: "any"}
+BASIC = {str: "text", Path: "path", int: "whole number", float: "number", bool: "true or false", Any: "any"}
 BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 
@@ -39,11 +40,16 @@ class Setting:
         return _words(self.field.annotation, self.field.metadata, link, titles or {})
 
 
-def settings_of(cls: type) -> list[Setting]:
-    """The settings of a class, those that must be given first."""
-    meanings: dict[str, str] = {}
-    for base in reversed(cls.__mro__[:-1]):
-        meanings |= {name: text for name, text in _comments_above(base).items() if text}
+def settings_of(cls: type, meanings: Mapping[str, str] | None = None) -> list[Setting]:
+    """The settings of a class, those that must be given first.
+
+    Args:
+        meanings: by name; None: the comments above the fields.
+    """
+    if meanings is None:
+        meanings = {}
+        for base in reversed(cls.__mro__[:-1]):
+            meanings |= {name: text for name, text in _comments_above(base).items() if text}
     fields = sorted(cls.__pydantic_fields__.items(), key=lambda item: not item[1].is_required())
     return [Setting(name, _default(field), meanings.get(name, ""), field) for name, field in fields]
 
@@ -73,9 +79,26 @@ def is_list(hint: Any) -> bool:
     return get_origin(hint) is list
 
 
-def docstring(cls: type) -> str:
-    """Its paragraphs, each on one line; lines of code stay."""
-    paragraphs = inspect.getdoc(cls).split("\n\n")
+def takes_text_alone(hint: Any) -> bool:
+    """Whether a setting takes texts, paths or lists of them, and nothing else but None."""
+    if get_origin(hint) is Annotated:
+        return takes_text_alone(get_args(hint)[0])
+    if get_origin(hint) is Literal:
+        return all(isinstance(choice, str) for choice in get_args(hint))
+    inner = [part for part in get_args(hint) if part is not types.NoneType]
+    return hint in (str, Path) or bool(inner) and get_origin(hint) is not dict and all(map(takes_text_alone, inner))
+
+
+def parameter_meanings(function: Callable) -> dict[str, str]:
+    """Parameter of a function -> its entry under `Args:` in the docstring, on one line."""
+    entries = re.split(r"\n    (?=\w+: )", inspect.getdoc(function).partition("Args:")[2])[1:]
+    pairs = (entry.partition(": ") for entry in entries)
+    return {name: " ".join(meaning.split()) for name, _, meaning in pairs}
+
+
+def docstring(source: type | Callable) -> str:
+    """Paragraphs of a docstring before `Args:`, each on one line; lines of code stay."""
+    paragraphs = inspect.getdoc(source).partition("\n\nArgs:")[0].split("\n\n")
     return "\n\n".join(text if text.startswith("    ") else " ".join(text.split()) for text in paragraphs)
 
 

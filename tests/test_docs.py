@@ -26,9 +26,9 @@ import clip_moe
 from clip_moe.app import settings_page
 from clip_moe.conversion.own_classes import OPTION
 from clip_moe.conversion.publishing import bundle
+from clip_moe.engine.command_line import read_arguments, read_stage_command
 from clip_moe.engine.kinds import KINDS
 from clip_moe.engine.recipe import load_recipe
-from clip_moe.engine.stage_command import read_command
 from clip_moe.engine.yaml_files import read_yaml
 from clip_moe.evaluation.benchmarks.specs import BENCHMARKS
 
@@ -124,10 +124,9 @@ def read(arguments):
         arguments = [*arguments[:place], *arguments[place + 2 :]]
     kind = arguments[0].replace("-", "_")
     if kind in KINDS:
-        read_command(kind, arguments[1:])
+        read_stage_command(kind, arguments[1:])
         return
-    parse = {"print_error": False, "exit_on_error": False}
-    with mock.patch("clip_moe.engine.command_line.run", lambda line, given: line.parse_args(given, **parse)):
+    with mock.patch("clip_moe.engine.command_line.call", lambda *given: read_arguments(*given) and None):
         clip_moe.main(arguments)
     if kind == "run" and arguments[2].startswith("training/"):
         options = dict(zip(arguments[1::2], arguments[2::2], strict=False))

@@ -377,5 +377,5 @@ def test_a_picture_that_cannot_be_read_is_left_out_before_the_test_is_held_out(t
 def test_a_step_of_one_pair_is_refused(tmp_path, base):
     data = pictures(tmp_path / "data", [f"number {number}" for number in range(40)])
     with pytest.raises(SystemExit, match="a step of one pair has no negatives"):
-        finetune(data, tmp_path / "out", base, "--global_batch_size", "1")
+        clip_moe.main(["finetune", str(data), str(tmp_path / "out"), "--model", str(base), "--global_batch_size", "1"])
     assert not (tmp_path / "out").exists()

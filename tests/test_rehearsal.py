@@ -20,13 +20,13 @@ from transformers import BertConfig
 from clip_moe.data.symbols import SYMBOLS
 from clip_moe.engine import rehearsal
 from clip_moe.engine.checks import require_sound
+from clip_moe.engine.command_line import read_stage_command, run_stage
 from clip_moe.engine.files import locked
 from clip_moe.engine.memory import peak_memory
 from clip_moe.engine.plan import aligned, plan
 from clip_moe.engine.recipe import Recipe, RecipeError, load_recipe, wanted_stages
 from clip_moe.engine.rehearsal import measure_stages, rehearse
 from clip_moe.engine.runner import run_recipe
-from clip_moe.engine.stage_command import read_command, run_command
 
 STEPS = {"global_batch_size": 8, "learning_rate": 1e-3}
 EVERY = ROOT / "tests" / "recipes" / "every_stage.yaml"
@@ -299,19 +299,19 @@ def test_rows_and_time_grow_with_the_pairs_alone(tmp_path, finished, monkeypatch
     read = {"model": finished / "pre", "clusters": finished / "clusters", "expert": 1, "data.source": "symbols"}
     settings = read | {"data.num_samples": 40, "num_epochs": 1, **STEPS}
     arguments = [text for name, value in settings.items() for text in (f"--{name}", str(value))]
-    assert "alone" in run_command("train_experts", ["alone", *arguments, "--rehearse"])
+    assert "alone" in run_stage("train_experts", ["alone", *arguments, "--rehearse"])
 
 
 def test_a_stage_alone_may_be_called_like_what_it_reads(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    recipe, _ = read_command(
+    recipe, _ = read_stage_command(
         "split",
         ["out/symbols", "--data.source", "symbols", "--data.num_samples", "40"]
         + ["--model", str(ROOT / "training" / "symbol_clip"), "--trackers", "tensorboard"],
     )
     assert recipe.trackers == ["tensorboard"]
     require_sound(recipe, recipe.stages)
-    run_command(
+    run_stage(
         "split",
         ["out/symbols", "--data.source", "symbols", "--data.num_samples", "40"]
         + ["--model", str(ROOT / "training" / "symbol_clip")],

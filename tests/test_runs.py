@@ -178,9 +178,9 @@ def test_every_model_says_how_to_load_it_and_every_error_names_its_stage(write, 
 
 
 ARGUMENTS = {
-    "--config nowhere.yaml": "no recipe at nowhere.yaml",
+    "nowhere.yaml": "--config takes one value",
     "--seed": "--seed has no value",
-    "seed 1": "'seed' is no setting",
+    "--config nowhere.yaml": "--config takes one value",
     "--sede 1": "'sede' is neither an option",
     "--seed [": "--seed is not valid YAML",
     "--stages.0.name x": "'stages' is a list, which is given whole",

@@ -12,9 +12,9 @@ from small_evaluation import with_captions
 from clip_moe.data import symbols, tokenizer
 from clip_moe.data.symbols import SYMBOLS
 from clip_moe.data.tokenizer import learn_tokenizer, read_texts
+from clip_moe.engine.command_line import run_stage
 from clip_moe.engine.messages import warn_once
 from clip_moe.engine.result_schema import TextCounts
-from clip_moe.engine.stage_command import run_command
 from clip_moe.evaluation.embedder import Embedder
 from clip_moe.evaluation.evaluate import evaluate_model
 from clip_moe.evaluation.measures import measure
@@ -112,7 +112,7 @@ def test_a_report_begins_with_what_captions_allow(dense, tmp_path, capsys):
     rows = with_captions(SYMBOLS.load("test", "web", 3), ["a Star", "a star", "a moon"])
     rows.save_to_disk(tmp_path / "rows")
     tasks = [f"{{task: retrieval, dataset: {tmp_path / 'rows'}}}", "symbols_zero_shot"]
-    run_command("evaluate", [str(tmp_path / "out"), "--models.m", str(dense), "--tasks", *tasks, "--max_rows", "3"])
+    run_stage("evaluate", [str(tmp_path / "out"), "--models.m", str(dense), "--tasks", *tasks, "--max_rows", "3"])
     assert f"its report is {tmp_path / 'out' / 'report.md'}" in capsys.readouterr().out
     report = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
     allowed = "allow no model more than R@1 image→text 33.3% and text→image 66.7%."

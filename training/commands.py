@@ -6,9 +6,6 @@ Of several processes: `accelerate launch -m clip_moe run`, or `accelerate launch
 import json
 import shutil
 from pathlib import Path
-from typing import Annotated
-
-from cyclopts import Parameter
 
 from clip_moe.engine.command_line import Folder, command
 from clip_moe.engine.files import new_folder
@@ -19,13 +16,13 @@ RECIPES = Path(__file__).parent / "recipes"
 
 @command
 def run(
-    *overrides: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)],
-    config: Annotated[Path, Parameter(show_default=False)] = RECIPES / "demo.yaml",
+    *overrides: str,
+    config: Path | None = None,
     output_dir: Folder | None = None,
     stages: str | None = None,
     experts: str | None = None,
-    plan: Annotated[bool, Parameter(negative=())] = False,
-    rehearse: Annotated[bool, Parameter(negative=())] = False,
+    plan: bool = False,
+    rehearse: bool = False,
     rehearse_batch: int | None = None,
 ) -> str | None:
     """Run the stages of a recipe. A stage that is done is skipped, one that was interrupted goes on where it stopped.
@@ -45,8 +42,8 @@ def run(
         rehearse: run two steps of each stage on few samples, keep nothing, and print what a run will take
         rehearse_batch: rehearse with so many samples in the batch of a process
     """
+    from clip_moe.engine.command_line import read_flags, read_value
     from clip_moe.engine.recipe import load_recipe, wanted_stages
-    from clip_moe.engine.stage_command import read_flags, read_value
 
     changed = {key: read_value(key, values) for key, values in read_flags(overrides).items()}
     if output_dir is not None:
@@ -55,7 +52,7 @@ def run(
     numbers = None if experts is None else read_yaml(f"[{experts}]", "--experts")
     if numbers is not None and not (numbers and all(type(number) is int for number in numbers)):
         raise ValueError(f"--experts takes numbers, such as 1,2, not {experts!r}")
-    recipe = load_recipe(config, changed)
+    recipe = load_recipe(config or RECIPES / "demo.yaml", changed)
     if plan:
         from clip_moe.engine.plan import plan as plan_of
 
@@ -75,14 +72,14 @@ def finetune(
     data: str,
     output: Folder,
     /,
-    *overrides: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)],
+    *overrides: str,
     model: str | None = None,
     caption_column: str | None = None,
     learning_rate: float | None = None,
     global_batch_size: int | None = None,
     keep_tasks: list[str] | None = None,
-    plan: Annotated[bool, Parameter(negative=())] = False,
-    rehearse: Annotated[bool, Parameter(negative=())] = False,
+    plan: bool = False,
+    rehearse: bool = False,
     rehearse_batch: int | None = None,
 ) -> str | None:
     """Fine-tune a dense CLIP on captioned pictures, as it is and with experts, and say whether the experts helped.

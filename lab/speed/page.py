@@ -10,8 +10,8 @@ from typing import Annotated, Any, TypeVar
 
 import torch
 import transformers
-from cyclopts import Parameter
 from huggingface_hub.utils import are_progress_bars_disabled
+from pydantic import Field
 from transformers.utils.logging import disable_progress_bar
 
 from clip_moe.engine.files import write_text
@@ -23,8 +23,8 @@ from clip_moe.evaluation.speed import wait_for
 Result = TypeVar("Result")
 CPU = torch.device("cpu")
 # Options of all benchmarks
-Output = Annotated[Path | None, Parameter(help="markdown file to write besides printing")]
-Rounds = Annotated[int, Parameter(help="in each of which every case has its turn")]
+Output = Annotated[Path | None, Field(description="markdown file to write besides printing")]
+Rounds = Annotated[int, Field(description="in each of which every case has its turn")]
 
 
 def median_ratio(numbers: Iterable[float], reference: Iterable[float]) -> float:

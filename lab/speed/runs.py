@@ -22,7 +22,7 @@ import yaml
 from safetensors import safe_open
 
 from clip_moe.conversion.checkpoints import clip_class, config_of
-from clip_moe.engine.command_line import command_line, run
+from clip_moe.engine.command_line import run_program
 from clip_moe.engine.memory import in_words, peak_memory
 from clip_moe.engine.provenance import LOG
 from clip_moe.engine.recipe import Recipe, load_recipe, wanted_stages
@@ -94,7 +94,6 @@ UNTRAINED = ("initialized", "upcycled_8", "upcycled_32", "initialized_30")
 # Steps of two runs, whose difference is that of the steps alone
 FEW_STEPS, MORE_STEPS = 2, 42
 System = Literal[*SYSTEMS]
-line = command_line("python -m lab.speed.runs", help=__doc__)
 ABOUT = """Each stage was rehearsed, then run, in processes of their own. {}."""
 
 
@@ -113,7 +112,6 @@ def stage_seconds(folder: Path) -> dict[str, float]:
     return seconds
 
 
-@line.command(name="time")
 def compare_times(*, output: Output = None) -> str:
     """CLIP-FMoE against CLIP-MoE on the same data, captions, batch and epochs a stage.
 
@@ -159,7 +157,6 @@ def step_costs() -> dict[str, tuple[float, int]]:
     return {stage: (more[stage] / (MORE_STEPS - FEW_STEPS), uses[stage]) for stage in trained}
 
 
-@line.command(name="names")
 def time_names(*, output: Output = None, rounds: Rounds = 3) -> str:
     """Seconds and multiply-adds of the models of the front page's table: steps of each kind, timed in turn."""
     costs = [step_costs() for _ in range(rounds)]
@@ -219,7 +216,6 @@ def taken(path: Path, overrides: Mapping[str, Any], name: str) -> tuple[float | 
     return stage.global_batch_size / [speed for speed in speeds if speed][-1], peak_memory(device)
 
 
-@line.command(name="rehearsal")
 def compare_rehearsals(*, output: Output = None, systems: Sequence[System] = tuple(SYSTEMS)) -> str:
     """One recipe of each system, shortened: each stage is rehearsed and run."""
     parts, columns = [], ["stage", "a step, rehearsed", "run", "ratio", "memory, rehearsed", "run", "ratio"]
@@ -284,7 +280,6 @@ def require_equal(whole: Path, killed: Path) -> None:
         sys.exit(f"{len(different)} files differ from those of a run that nobody killed: {sorted(different)[:10]}")
 
 
-@line.command(name="kills")
 def kill_runs(
     *, output: Output = None, systems: Sequence[System] = tuple(SYSTEMS), kills: int = 20, seed: int | None = None
 ) -> str:
@@ -321,4 +316,8 @@ def kill_runs(
 
 
 if __name__ == "__main__":
-    run(line)
+    run_program(
+        "python -m lab.speed.runs",
+        __doc__,
+        {"time": compare_times, "names": time_names, "rehearsal": compare_rehearsals, "kills": kill_runs},
+    )

@@ -23,7 +23,7 @@ from transformers.models.clip.modeling_clip import CLIPMLP
 
 from clip_moe.conversion.presets import PRESETS
 from clip_moe.conversion.upcycle import sparse_config
-from clip_moe.engine.command_line import command_line, run
+from clip_moe.engine.command_line import run_program
 from clip_moe.evaluation.costs import (
     count_multiply_adds,
     meta_model,
@@ -87,7 +87,6 @@ RECIPES = {
 DIMENSIONS = 768
 Size, Dtype = Literal["ViT-B/32", "ViT-B/16", "ViT-L/14"], Literal["float32", "bfloat16"]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-line = command_line("python -m lab.speed.steps", help=__doc__)
 
 
 def block_ratios(
@@ -163,7 +162,6 @@ def block_ratios(
     return ratios
 
 
-@line.command
 def block(
     *,
     output: Output = None,
@@ -195,7 +193,6 @@ def block(
     )
 
 
-@line.command
 def towers(
     *,
     output: Output = None,
@@ -251,7 +248,6 @@ def towers(
     )
 
 
-@line.command
 def inference(
     *,
     output: Output = None,
@@ -483,7 +479,6 @@ def _kernels(call: Callable[[], None]) -> str:
     return profile.key_averages().table(sort_by=by, row_limit=10, max_name_column_width=60)
 
 
-@line.command
 def recipes(
     *,
     output: Output = None,
@@ -540,4 +535,8 @@ def recipes(
 
 
 if __name__ == "__main__":
-    run(line)
+    run_program(
+        "python -m lab.speed.steps",
+        __doc__,
+        {"block": block, "towers": towers, "inference": inference, "recipes": recipes},
+    )
