@@ -82,7 +82,7 @@ class DataArguments(Source):
         if self.is_drawn:
             drawn = world(self.source)
             drawn.require(self.split, self.captions)
-            drawn.kind_set(self.kinds)  # raises where there is none
+            drawn.kinds(self.kinds)  # raises where there is none
         if self.pixel_range is not None and self.pixel_range[0] >= self.pixel_range[1]:
             raise ValueError(f"pixel_range: black must be less than white, and not {self.pixel_range}")
         if self.streaming and (self.is_drawn or self.in_memory):

@@ -46,9 +46,9 @@ def draw(
     if captions not in drawn.caption_styles:
         raise ValueError(f"--captions: {captions!r} is none of {', '.join(drawn.caption_styles)}")
     if contact_sheet is not None:
-        draw_sheet(drawn, contact_sheet, drawn.kind_set(kinds)[:number])
+        draw_sheet(drawn, contact_sheet, drawn.kinds(kinds)[:number])
     if folder is not None:
-        draw_folder(drawn, folder, drawn.kind_set(kinds), captions, number)
+        draw_folder(drawn, folder, drawn.kinds(kinds), captions, number)
 
 
 def draw_sheet(drawn: World, path: Path, kinds: Sequence[int | str]) -> None:

@@ -110,7 +110,7 @@ def _draw(arguments: DataArguments, captions: str) -> datasets.Dataset:
 @lru_cache(maxsize=2)  # for the next stages of a recipe
 def _drawn(source: str, split: str, captions: str, num_samples: int, kinds: str, seed: int) -> datasets.Dataset:
     drawn = world(source)
-    return drawn.load(split, captions, num_samples, drawn.kind_set(kinds), seed)
+    return drawn.load(split, captions, num_samples, drawn.kinds(kinds), seed)
 
 
 def select_columns(rows: Rows, arguments: DataArguments) -> Rows:

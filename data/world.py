@@ -41,7 +41,7 @@ class World:
 
     Args:
         name: of the pictures, as errors and titles have it, such as "icons".
-        kind_set: name of a set -> its kinds; "all" has to be one. Raises a ValueError for other names.
+        kind_set: name of a set -> its kinds; "all" has to be one. Raises a ValueError or a KeyError for other names.
         draw: (subject, split, random numbers, image_size) -> picture, (image_size, image_size, 3) uint8, and its
             attributes.
         caption: (subject, style, random numbers) -> a caption.
@@ -70,6 +70,13 @@ class World:
     tested_as: str = "with its caption"
     subjects: Callable[[Sequence[Any], str, int], Subjects] = each_in_turn
 
+    def kinds(self, name: str) -> Sequence[Any]:
+        """The kinds of a set. Raises a ValueError where there is none of this name."""
+        try:
+            return self.kind_set(name)
+        except KeyError as error:
+            raise ValueError(f"{self.name} have no set of kinds {name!r}") from error
+
     def require(self, split: str, captions: str) -> None:
         """Raises a ValueError of a split or a style of captions that the world does not have."""
         for setting, value, known in (("split", split, SPLITS), ("captions", captions, self.caption_styles)):
@@ -92,7 +99,7 @@ class World:
             split: "train" or "test".
             captions: one of `caption_styles`.
             num_samples: how many rows; the first ones are the same for any number.
-            kinds: see `kind_set`; None: all.
+            kinds: as `kinds` gives them; None: all.
             seed: other rows for another one.
             image_size: pixels a side; None: the world's own.
             captions_per_image: with more than one, `caption` is a list.
@@ -101,7 +108,7 @@ class World:
             Rows of `image` (RGB, `image_size` squared), `caption` and one column for each of `attributes`.
         """
         self.require(split, captions)
-        subject_of = self.subjects(self.kind_set("all") if kinds is None else kinds, split, seed)
+        subject_of = self.subjects(self.kinds("all") if kinds is None else kinds, split, seed)
 
         def row(index: int) -> dict[str, Any]:
             subject, rng = subject_of(index)

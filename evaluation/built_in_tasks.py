@@ -105,7 +105,7 @@ def name_tasks(towns: Sequence[int] = NUMBERS, fewer: int = 2048, of_countries: 
 
 def _countries(number: int) -> Task:
     """The mean of zero-shot tasks, of the towns of one country each."""
-    country_of = {names.name_of(town): names.country_of(town) for town in NAMES.kind_set(str(number))}
+    country_of = {names.name_of(town): names.country_of(town) for town in NAMES.kinds(str(number))}
 
     def load(seed: int = 0) -> tuple[Dataset, int]:
         return NAMES.load("test", "web", number, range(number), seed), 0
@@ -123,7 +123,7 @@ def _countries(number: int) -> Task:
 
 
 def _names(title: str, kinds: str, captions: str) -> Task:
-    of_kinds = NAMES.kind_set(kinds)
+    of_kinds = NAMES.kinds(kinds)
     caption = {"web": "name", "facts": "facts"}[captions]
     return Task(
         kind="retrieval",
@@ -163,7 +163,7 @@ def icon_tasks() -> dict[str, Task]:
 
 def _icons(title: str, kinds: str, shown: str) -> Task:
     def load(seed: int = 0) -> tuple[Dataset, int]:
-        numbers = ICONS.kind_set(kinds)
+        numbers = ICONS.kinds(kinds)
         return ICONS.load("test", "web", len(numbers), numbers, seed), 0
 
     return Task(
@@ -179,7 +179,7 @@ def world_task(name: str) -> tuple[str, Task]:
     """A task on any world, spelled `package.module:OBJECT KINDS`, and its name in results: `WORLD_KINDS`."""
     source, _, kinds = name.partition(" ")
     drawn = world(source)
-    numbers = drawn.kind_set(kinds)
+    numbers = drawn.kinds(kinds)
 
     def load(seed: int = 0) -> tuple[Dataset, int]:
         return drawn.load("test", "web", len(numbers), numbers, seed), 0

@@ -1,5 +1,7 @@
 """What the built-in worlds have in common: how a recipe names them, their kinds and their tasks."""
 
+import dataclasses
+import sys
 from importlib.metadata import PackageNotFoundError
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,6 +11,7 @@ import datasets
 import numpy as np
 import PIL.Image
 import pytest
+from documents import blocks
 from small_evaluation import dense, small_tasks  # noqa: F401 (fixtures)
 from tiny_clip import error_of
 
@@ -28,26 +31,10 @@ from clip_moe.evaluation.evaluate import evaluate_model
 from clip_moe.evaluation.report import best_of, write_report
 from clip_moe.evaluation.tasks import TASKS, find_tasks, require_tasks, task_fingerprints
 
+PAGE = Path(__file__).parents[1] / "docs" / "worlds.md"
 ALL_TASKS = list(TASKS)  # tests have smaller ones
 NO_ICONS = pytest.mark.skipif(find_spec("resvg_py") is None, reason="what icons need is not installed")
 EACH = pytest.mark.parametrize("name", [pytest.param(n, marks=NO_ICONS) if n == "icons" else n for n in WORLDS])
-OWN_WORLD = """
-import numpy as np
-
-from clip_moe.data.world import World
-from my_colors import COLORS
-
-FLAGS = World(
-    name="flags",
-    kind_set=lambda name: {"all": range(3), "two": range(2)}[name],
-    draw=lambda kind, split, rng, size: (np.full((size, size, 3), COLORS[kind], np.uint8), {"kind": str(kind)}),
-    caption=lambda kind, style, rng: f"flag {kind}",
-    attributes=("kind",),
-    texts=lambda: ["flag 0 1 2"],
-    vocabulary=600,
-)
-NOTHING = None
-"""
 
 
 def require_parts(drawn):
@@ -87,33 +74,57 @@ def test_rows_follow_from_their_arguments(name):
 
 
 def test_a_world_of_ones_own(tmp_path, monkeypatch, dense):  # noqa: F811
-    """It is drawn, measured and recorded by its spelling; another version of what it imports is other data."""
-    (tmp_path / "my_worlds.py").write_text(OWN_WORLD)
-    (tmp_path / "my_colors.py").write_text("COLORS = 0, 100, 200\n")
+    """That of the page is drawn, measured and recorded by its spelling; what it imports belongs to its data."""
+    (block,) = (block.text for block in blocks(PAGE) if block.text.startswith("# my_worlds.py"))
+    (tmp_path / "my_worlds.py").write_text(f"{block}\nimport my_inks\nNOTHING = None\n")
+    (tmp_path / "my_inks.py").write_text("")
     monkeypatch.chdir(tmp_path)
-    arguments = DataArguments(source="my_worlds:FLAGS", num_samples=6, kinds="two")
-    assert set(load_pairs(arguments)["caption"]) == {"flag 0", "flag 1"}
-    before, tasks = identity(arguments), find_tasks(["my_worlds:FLAGS all"], seed=2)
-    assert before.keys() == {"my_worlds", "my_colors"} and missing_data("my_worlds:FLAGS") == ""
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    for module in ("my_worlds", "my_inks"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    arguments = DataArguments(source="my_worlds:WORLD", num_samples=6, kinds="with green")
+    assert set(load_pairs(arguments)["caption"]) == {"the flag of Ireland", "the flag of Italy"}
+    require_parts(world("my_worlds:WORLD"))
+    before, tasks = identity(arguments), find_tasks(["my_worlds:WORLD all"], seed=2)
+    assert before.keys() == {"my_worlds", "my_inks"} and missing_data("my_worlds:WORLD") == ""
     assert tasks["flags_all"].title == "flags, all" and tasks["flags_all"].data == {"installed": before, "seed": 2}
     (result,) = evaluate_model(dense, tasks, tmp_path / "results")
     assert result["task"] == "flags_all" and result["num_samples"] == 3
-    (tmp_path / "my_colors.py").write_text("COLORS = 0, 100, 201\n")
+    (tmp_path / "my_inks.py").write_text("RED = 200, 20, 41\n")
     assert identity(arguments) != before
-    for source, fault in {
-        "my_worlds:NOTHING": "'my_worlds:NOTHING' is no world: it must be an object of the class",
-        "my_worlds:FLOGS": "the world 'my_worlds:FLOGS' cannot be imported: AttributeError: .*'FLOGS'",
-        "molecules": "the world molecules is lab.worlds.molecules:MOLECULES, in a checkout",
-    }.items():
-        with pytest.raises(ValueError, match=fault):
-            DataArguments(source=source, num_samples=6)
-    for task, fault in {
-        "my worlds:FLAGS all": "unknown task 'my worlds:FLAGS all': a world's is package.module:OBJECT KINDS",
-        "my_worlds:FLOGS all": "the task 'my_worlds:FLOGS all': the world 'my_worlds:FLOGS' cannot be imported",
-        "molecules_512": "the task molecules_512 is now lab.worlds.molecules:MOLECULES 512, in a checkout",
-    }.items():
-        with pytest.raises(ValueError, match=fault):
-            require_tasks([task])
+
+
+@pytest.mark.parametrize(
+    ("settings", "fault"),
+    [
+        ({"source": "my.worlds:WORLD"}, "the world 'my.worlds:WORLD' cannot be imported: ModuleNotFoundError"),
+        ({"source": "clip_moe.data.worlds:WORLDS"}, "'clip_moe.data.worlds:WORLDS' is no world: it must be an object"),
+        ({"source": "molecules"}, "the world molecules is lab.worlds.molecules:MOLECULES, in a checkout"),
+        ({"source": "symbols", "split": "val"}, "symbols have no split 'val', only train, test"),
+    ],
+)
+def test_worlds_that_are_none(settings, fault):
+    with pytest.raises(ValueError, match=fault):
+        DataArguments(num_samples=6, **settings)
+
+
+@pytest.mark.parametrize(
+    ("task", "fault"),
+    [
+        ("my worlds:WORLD all", "unknown task 'my worlds:WORLD all': a world's is package.module:OBJECT KINDS"),
+        ("my.worlds:WORLD all", "the task 'my.worlds:WORLD all': the world 'my.worlds:WORLD' cannot be imported"),
+        ("clip_moe.data.symbols:SYMBOLS x", "the task .*: symbols have no set of kinds 'x', only all, letter"),
+        ("molecules_512", "the task molecules_512 is now lab.worlds.molecules:MOLECULES 512, in a checkout"),
+    ],
+)
+def test_tasks_of_worlds_that_are_none(task, fault):
+    with pytest.raises(ValueError, match=fault):
+        require_tasks([task])
+
+
+def test_a_set_that_a_dictionary_lacks_is_named():
+    with pytest.raises(ValueError, match="symbols have no set of kinds 'x'"):
+        dataclasses.replace(symbols.SYMBOLS, kind_set={}.__getitem__).kinds("x")
 
 
 def test_a_recipe_draws_the_kinds_that_it_names():
@@ -123,7 +134,7 @@ def test_a_recipe_draws_the_kinds_that_it_names():
 
 
 def test_the_page_of_worlds_tells_what_is_drawn():
-    page = Path(__file__).parents[1].joinpath("docs", "worlds.md").read_text(encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8")
     assert (
         f"{len(TOPIC_OF)} kinds of symbols of {len(TOPICS)} topics" in page and f"of {len(symbols.KINDS)} kinds" in page
     )
