@@ -39,9 +39,6 @@ STEP = "--defaults.train.num_epochs null --defaults.train.max_steps 1 --defaults
 PAIRS = "--defaults.train.data.num_samples 32 --defaults.train.global_batch_size "
 SMALL = STEP + PAIRS + "4 --defaults.embed.data.num_samples 32 --direct.max_steps 1 --direct.warmup_steps 0 "
 SMALL += "--evaluation.tasks [symbols_pairs,symbols_retrieval] "
-# But the analysis of its experts, which evaluation.md shows
-MADE = "direct,averaged,features_0,clusters_1,expert_1,features_1,clusters_2,expert_2,features_2,clusters_3,expert_3,"
-CLIP_MOE_DEMO = f"--config training/recipes/clip_moe_demo.yaml {SMALL} --stages {MADE}unified,clip_moe,evaluation"
 SMALLER = {
     "--config training/recipes/clip_moe_demo.yaml": SMALL,
     "--clip_moe.max_steps 50": "--stages direct,averaged,features_0,clusters_1,expert_1",
@@ -50,8 +47,6 @@ SMALLER = {
     "--stages initialized,seed_model,dense,evaluation --evaluation.tasks [names_256] --evaluation.max_rows 64 "
     "--evaluation.baseline seed "
     "--evaluation.models '{seed: seed_model, dense: dense}'",
-    "--config lab/recipes/clip_moe_symbols.yaml": STEP + PAIRS + "4 --defaults.embed.data.num_samples 32 "
-    "--long_clip.num_components 2 --stages features_0,clusters_1,expert_1",
     "--config training/recipes/clip_fmoe_symbols.yaml": STEP + "--defaults.train.global_batch_size 4 "
     "--captions.data.num_samples 32 --direct_2x.num_epochs null --clusters.num_image_clusters 2 "
     "--sub_clusters.num_image_clusters 1 --sub_clusters.num_text_clusters 2 "

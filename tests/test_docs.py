@@ -8,7 +8,6 @@ import pytest
 import stand_ins
 from benchmark_folders import make_copy
 from documents import (
-    CLIP_MOE_DEMO,
     ELSEWHERE,
     PAGES,
     ROOT,
@@ -42,13 +41,10 @@ def name_of(page):
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
-    """A folder in which everything lies that the pages name, and the CLIP-MoE of the symbols is made."""
+    """A folder with everything that the pages name."""
     folder = tmp_path_factory.mktemp("docs") / "checkout"
     stand_ins.make_folder(folder)
     with few_symbols():
-        with pytest.MonkeyPatch.context() as inside:
-            inside.chdir(folder)
-            clip_moe.main(["run", *CLIP_MOE_DEMO.split()])
         yield folder
 
 
@@ -58,7 +54,8 @@ def test_examples_run(page, checkout, hub, login, tmp_path, monkeypatch):
     """A page that names a repository of the Hub runs online and then offline."""
     if page.name != "publishing.md":  # the copy is tried in a process of its own, for seconds
         monkeypatch.setattr(bundle, "verify", lambda folder: None)
-    for place in stand_ins.on_and_offline(hub, TEXT[page] if page.name != "publishing.md" else ""):
+    code = "".join(block.text for block in blocks(page))
+    for place in stand_ins.on_and_offline(hub, code if page.name != "publishing.md" else ""):
         shutil.copytree(checkout, tmp_path / place, symlinks=True)
         monkeypatch.chdir(tmp_path / place)
         run_page(page)

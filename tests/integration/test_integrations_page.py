@@ -8,11 +8,7 @@ import stand_ins
 from clip_benchmark_copy import clip_benchmark_path, save_benchmark
 from documents import ROOT, SHOWN, blocks, run_block
 from programs import run_program
-from stand_ins import with_77_positions
-from transformers import AutoProcessor
 from transformers.exporters import base as exporters
-
-from modeling_clip_moe import CLIPMoEModel
 
 # Section -> its blocks, which go together
 SECTIONS = {
@@ -22,11 +18,8 @@ SECTIONS = {
 
 
 @pytest.fixture(scope="module")
-def place(repository, tmp_path_factory):
+def place(tmp_path_factory):
     place = tmp_path_factory.mktemp("page")
-    made = place / "runs/clip_moe_demo/clip_moe"
-    with_77_positions(CLIPMoEModel.from_pretrained(repository)).save_pretrained(made)
-    AutoProcessor.from_pretrained(repository).save_pretrained(made)
     save_benchmark(place / "my" / "wds_kinds")
     for folder in ("training", "lab"):
         (place / folder).symlink_to(ROOT / folder)
