@@ -43,6 +43,7 @@ SMALLER = {
     "--config training/recipes/clip_moe_demo.yaml": SMALL,
     "--clip_moe.max_steps 50": "--stages direct,averaged,features_0,clusters_1,expert_1",
     "clip-moe analyze": "--max_rows 8",
+    "--tasks names_4096": "--max_rows 64",
     "run --seed": STEP + PAIRS + "4 --seed_model.max_steps 1 --defaults.train.warmup_steps 0 "
     "--stages initialized,seed_model,dense,evaluation --evaluation.tasks [names_256] --evaluation.max_rows 64 "
     "--evaluation.baseline seed "
