@@ -152,12 +152,6 @@ def _scenes(kinds: Sequence[str], split: str, seed: int, two: bool | None = None
     return scene
 
 
-def _draw(
-    scene: Mapping[str, str], split: str, rng: np.random.Generator, image_size: int
-) -> tuple[np.ndarray, Mapping[str, str]]:
-    return render(scene, split, rng, image_size), scene
-
-
 def render(scene: Mapping[str, str], split: str, rng: np.random.Generator, image_size: int) -> np.ndarray:
     """The picture of a scene, (image_size, image_size, 3) uint8."""
     image = ground(scene, rng, image_size)
@@ -242,7 +236,7 @@ def _texts() -> Iterator[str]:
 SYMBOLS = World(
     name="symbols",
     kind_set=kind_set,
-    draw=_draw,
+    draw=lambda scene, split, rng, image_size: (render(scene, split, rng, image_size), scene),
     caption=caption,
     attributes=ATTRIBUTES,
     texts=_texts,

@@ -215,7 +215,7 @@ class ConversationLoader(torch.utils.data.Dataset):
     """The batches of one process, for ever, from any batch on.
 
     Args:
-        rows: of `data.conversations.load_conversations`.
+        rows: of `lab.conversations.load_conversations`.
         config: of the model: how many tokens an image has.
         share: how large the batches are and which part of them is this process's.
         prompt: "plain", the image and the first answer; "chat", all turns by the processor's chat template.
