@@ -23,7 +23,7 @@ ROUNDING = 1e-12
 def shape(config: PreTrainedConfig) -> list[dict[str, Any]]:
     """The part of a configuration that must be equal for parameters to be averaged."""
     parts = (config, config.text_config, config.vision_config)
-    return [{k: v for k, v in architecture(one, type(one)).items() if k not in TOWER_CONFIGS} for one in parts]
+    return [{k: v for k, v in architecture(part, type(part)).items() if k not in TOWER_CONFIGS} for part in parts]
 
 
 @torch.no_grad()

@@ -142,7 +142,7 @@ def load_weights(model_class: type[PreTrainedModel], source: str | Path, dtype: 
         "of the wrong shape": [f"{key} {tuple(old)}, not {tuple(new)}" for key, old, new in info["mismatched_keys"]],
         "not finite": [name for name, parameter in model.named_parameters() if not parameter.isfinite().all()],
     }
-    if faults := [f"{what}: {join_names(sorted(names))}" for what, names in problems.items() if names]:
+    if faults := [f"{fault}: {join_names(sorted(names))}" for fault, names in problems.items() if names]:
         raise ValueError(f"{source} does not fit: {'; '.join(faults)}")
     return model.eval()
 

@@ -54,7 +54,7 @@ def import_models(module: str) -> None:
         raise ValueError(f"{OPTION} {module}: {type(error).__name__}: {error}") from error
     classes = [value for value in vars(imported).values() if isinstance(value, type) and value.__module__ == module]
     models = [
-        one for one in classes if issubclass(one, SparseMoEMixin) and getattr(one.config_class, "is_whole", False)
+        own for own in classes if issubclass(own, SparseMoEMixin) and getattr(own.config_class, "is_whole", False)
     ]
     if not models:
         raise ValueError(f"{OPTION} {module}: it has no subclass of a whole sparse model, such as CLIPMoEModel")

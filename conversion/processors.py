@@ -73,9 +73,9 @@ def _load(auto_class: Any, source: str | Path, **kwargs) -> Any:
 
 def load_processor(source: str | Path) -> ProcessorMixin:
     """The processor of a folder or hub name, which fits the model that is there."""
-    for what, names in (("tokenizer", TOKENIZER_FILES), ("image processor", IMAGE_PROCESSOR_FILES)):
+    for half, names in (("tokenizer", TOKENIZER_FILES), ("image processor", IMAGE_PROCESSOR_FILES)):
         if not has_file(source, names):
-            raise FileNotFoundError(f"{source} has no {what}; copy the one it was trained with there")
+            raise FileNotFoundError(f"{source} has no {half}; copy the one it was trained with there")
     processor = _load(AutoProcessor, source)
     if has_file(source, ["config.json"]):
         for config in model_configs(source):
@@ -136,14 +136,16 @@ def require_fit(
         # Not square, since no rule tells for all image processors what they make of such an image
         shape = tuple(_pixels(image_processor, size or COMPARED_SIDE).shape)
         if size is None:
-            what, field, made, taken = "patches", "patch_size", shape[2:], (vision.num_channels * vision.patch_size**2,)
+            unit, field, shape = "patches", "patch_size", shape[2:]
+            expected = (vision.num_channels * vision.patch_size**2,)
         else:
-            what, field, made, taken = "images", "image_size", shape[-3:], (vision.num_channels, size, size)
-        if made != taken:
-            made, taken = (" x ".join(map(str, shape)) for shape in (made, taken))
+            unit, field, shape = "images", "image_size", shape[-3:]
+            expected = (vision.num_channels, size, size)
+        if shape != expected:
+            shape, expected = (" x ".join(map(str, sizes)) for sizes in (shape, expected))
             raise ValueError(
-                f"the image processor of {source} makes {what} of {made}, but by num_channels and {field} {model} "
-                f"takes {taken}: take the image processor that belongs to the model"
+                f"the image processor of {source} makes {unit} of {shape}, but by num_channels and {field} {model} "
+                f"takes {expected}: take the image processor that belongs to the model"
             )
 
 
@@ -265,7 +267,7 @@ def copy_processor(
     if copy is None and required:
         raise FileNotFoundError(f"{source} has neither a tokenizer nor an image processor")
     halves = {"tokenizer": tokenizer, "image processor": image_processor}
-    if missing := " and no ".join(what for what, half in halves.items() if half is None):
+    if missing := " and no ".join(name for name, half in halves.items() if half is None):
         print(f"warning: {source} has no {missing}: the result has none either", file=sys.stderr)
     if copy is None:
         return

@@ -50,7 +50,7 @@ def renaming(source: str, target: str | tuple[str, ...], *transform, **options) 
     """A rule that renames, with `{placeholders}`. Without a transform, swapping the names gives its inverse."""
     pattern = re.sub(r"\\{(\w+)\\}", lambda match: f"(?P<{match[1]}>{PLACEHOLDERS[match[1]]})", re.escape(source))
     targets = (target,) if isinstance(target, str) else target
-    return Rule(pattern, tuple(re.sub(r"\{(\w+)\}", r"\\g<\1>", one) for one in targets), *transform, **options)
+    return Rule(pattern, tuple(re.sub(r"\{(\w+)\}", r"\\g<\1>", name) for name in targets), *transform, **options)
 
 
 def apply_rules(

@@ -7,7 +7,6 @@ Axes of the tensors, as used in the comments:
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -116,17 +115,25 @@ def experts_forward_grouped(
         dtype = output_dtype = torch.get_autocast_dtype(device.type)
     is_unknown = torch.onnx.is_in_onnx_export() or torch._C._functorch.peek_interpreter_stack() is not None
     if is_unknown or _is_counted() or not _fits_grouped_products(experts, dtype):
-        arguments = experts, hidden_states, top_k_index, top_k_weights
-        return experts_forward_all(*arguments) if torch.compiler.is_compiling() else _loop(*arguments, rows)
+        if torch.compiler.is_compiling():
+            return experts_forward_all(experts, hidden_states, top_k_index, top_k_weights)
+        return _loop(experts, hidden_states, top_k_index, top_k_weights, rows)
     rows = rows or dispatch(top_k_index, experts.num_experts)
-    weights = (experts.up_proj, experts.up_proj_bias, experts.down_proj, experts.down_proj_bias)
-    weights = (weight.to(dtype) for weight in weights)
     with torch.autocast(device.type, enabled=False):
-        arguments = hidden_states.to(dtype), top_k_weights, *weights, rows, experts.act_fn
         # torch's compiler knows grouped products in bfloat16 alone; transformers has others
         is_plain = torch.compiler.is_compiling() and (dtype != torch.bfloat16 or torch.compiler.is_exporting())
         is_plain = is_plain or torch.jit.is_tracing() or not _is_fixed(experts.act_fn)
-        return (grouped_ffns if is_plain else GroupedFFNs.apply)(*arguments).to(output_dtype)
+        outputs = (grouped_ffns if is_plain else GroupedFFNs.apply)(
+            hidden_states.to(dtype),
+            top_k_weights,
+            experts.up_proj.to(dtype),
+            experts.up_proj_bias.to(dtype),
+            experts.down_proj.to(dtype),
+            experts.down_proj_bias.to(dtype),
+            rows,
+            experts.act_fn,
+        )
+        return outputs.to(output_dtype)
 
 
 def _fits_grouped_products(experts: CLIPMoEExperts, dtype: torch.dtype) -> bool:
@@ -193,20 +200,20 @@ def experts_forward_by_device(
     On one core in float32, the loop takes 0.94 to 1.09 times K dense FFNs on 8 images, and 1.34 to 2.12 times in a
     training step of one image, where transformers' `grouped_mm` takes 1.16 to 1.46 (lab/speed/results/experts_cpu.md).
     """
-    arguments = experts, hidden_states, top_k_index, top_k_weights
     if torch.compiler.is_compiling() and not torch.onnx.is_in_onnx_export():
-        return experts_forward_grouped(*arguments, rows)
+        return experts_forward_grouped(experts, hidden_states, top_k_index, top_k_weights, rows)
     if has_no_data(hidden_states) and _is_counted():
-        return ALL_EXPERTS_FUNCTIONS["batched_mm"](*arguments)
+        return ALL_EXPERTS_FUNCTIONS["batched_mm"](experts, hidden_states, top_k_index, top_k_weights)
     if is_recorded(hidden_states):
-        return experts_forward_all(*arguments)
+        return experts_forward_all(experts, hidden_states, top_k_index, top_k_weights)
     if hidden_states.is_cuda or _train_with_few_rows(experts, top_k_index):
-        return experts_forward_grouped(*arguments, rows)
-    return _loop(*arguments, rows)
+        return experts_forward_grouped(experts, hidden_states, top_k_index, top_k_weights, rows)
+    return _loop(experts, hidden_states, top_k_index, top_k_weights, rows)
 
 
-def _loop(experts: CLIPMoEExperts, *arguments: Any) -> torch.Tensor:
-    return CLIPMoEExperts.forward.__wrapped__(experts, *arguments)  # what the decorator replaced
+def _loop(experts, hidden_states, top_k_index, top_k_weights, rows) -> torch.Tensor:
+    """The function that the decorator replaced."""
+    return CLIPMoEExperts.forward.__wrapped__(experts, hidden_states, top_k_index, top_k_weights, rows)
 
 
 def _train_with_few_rows(experts: CLIPMoEExperts, top_k_index: torch.Tensor) -> bool:

@@ -126,7 +126,7 @@ FAMILY_OF_TEXT = {
 
 def add_family(model: type[PreTrainedModel]) -> Family:
     """The family of a custom model class, see `modeling_clip_moe.register_model`."""
-    config, base = model.config_class, next((one for one in FAMILIES if issubclass(model, one.sparse)), None)
+    config, base = model.config_class, next((known for known in FAMILIES if issubclass(model, known.sparse)), None)
     names = {tower: tower_config.model_type for tower, tower_config in config.sub_configs.items()}
     if base is None:
         raise ValueError(f"{model.__name__} is a subclass of no sparse model, such as CLIPMoEModel")

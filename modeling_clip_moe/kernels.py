@@ -154,9 +154,9 @@ class GroupedFFNs(torch.autograd.Function):
             rows = Dispatch(order, ends.diff(prepend=ends.new_zeros(1)))
             outputs = grouped_ffns(*inputs, rows, ctx.act_fn).to(gradient.dtype)
             needed = [i for i in range(len(inputs)) if ctx.needs_input_grad[i]]
-            found = torch.autograd.grad(outputs, [inputs[i] for i in needed], gradient, create_graph=True)
-            found = dict(zip(needed, found, strict=True))
-            return *(found.get(i) for i in range(len(inputs))), None, None
+            gradients = torch.autograd.grad(outputs, [inputs[i] for i in needed], gradient, create_graph=True)
+            gradients = dict(zip(needed, gradients, strict=True))
+            return *(gradients.get(i) for i in range(len(inputs))), None, None
         hidden_states, weights, up_proj, up_bias, down_proj, down_bias, up, down, order, rank, ends, expert_ids = (
             ctx.saved_tensors
         )

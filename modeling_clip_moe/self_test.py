@@ -96,13 +96,13 @@ def compute(
     computed = features(model, inputs)
     if hasattr(model, "logit_scale"):  # the logits of a mixture depend on a task
         computed["logits"] = model(**inputs[0]).logits_per_image
-    read = [processed(*pair) for pair in zip(processors, pictures, strict=True)]
+    tokenized = [processed(processor, picture) for processor, picture in zip(processors, pictures, strict=True)]
     for number, processor in enumerate(processors):
         tokens = "\n".join(map(str, processor.tokenizer.convert_ids_to_tokens(range(len(processor.tokenizer)))))
         computed[f"vocabulary {number}"] = torch.tensor(list(hashlib.sha256(tokens.encode()).digest()))
-        computed[f"tokens {number}"] = read[number]["input_ids"]
+        computed[f"tokens {number}"] = tokenized[number]["input_ids"]
         computed[f"resizing {number}"] = resizing(processor)
-    computed |= {f"{name} through the processor": tensor for name, tensor in features(model, read).items()}
+    computed |= {f"{name} through the processor": tensor for name, tensor in features(model, tokenized).items()}
     if any(hasattr(module, "router") for module in model.modules()):
         computed["outputs of every expert"] = every_expert(model)
     computed[WEIGHT_SUMS] = weight_sums(model)

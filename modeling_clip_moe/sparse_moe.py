@@ -191,10 +191,11 @@ class CLIPMoESparseMoeBlock(nn.Module):
             # any expert will do: a different one for each
             anywhere = torch.arange(ids.numel(), device=ids.device).view_as(ids) % num_experts
             ids, rows = torch.where(ids < num_experts, ids, anywhere), None
-        arguments = hidden_states.flatten(0, 1), ids.flatten(0, 1), weights.flatten(0, 1)
+        tokens, ids, weights = hidden_states.flatten(0, 1), ids.flatten(0, 1), weights.flatten(0, 1)
         if rows is not None and self.config._experts_implementation in TAKE_ROWS:
-            arguments += (rows,)
-        output = self.experts(*arguments)
+            output = self.experts(tokens, ids, weights, rows)
+        else:
+            output = self.experts(tokens, ids, weights)
         output = output.view_as(hidden_states)
         if self.shared_experts is not None:
             output = output + self.shared_experts(hidden_states)

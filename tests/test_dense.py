@@ -26,13 +26,13 @@ def differing_keys(first, second):
 
 def assert_is_expert(dense, sparse, expert, scales):
     for tower, layers in scales.items():
-        for layer, of_layer in layers.items():
+        for layer, scale in layers.items():
             name = f"{tower}_model.encoder.layers.{layer}.mlp"
             ffn, experts = dense.get_submodule(name), sparse.get_submodule(name).experts
             assert torch.equal(ffn.fc1.weight, experts.up_proj[expert])
             assert torch.equal(ffn.fc1.bias, experts.up_proj_bias[expert])
-            assert torch.equal(ffn.fc2.weight, experts.down_proj[expert] * of_layer)
-            assert torch.equal(ffn.fc2.bias, experts.down_proj_bias[expert] * of_layer)
+            assert torch.equal(ffn.fc2.weight, experts.down_proj[expert] * scale)
+            assert torch.equal(ffn.fc2.bias, experts.down_proj_bias[expert] * scale)
 
 
 def taken(source, output, expert, *options):

@@ -140,8 +140,8 @@ def test_hidden_states_and_attentions_are_the_dense_models(family, tmp_path):
         masks["vision_model_output"] = inputs["pixel_attention_mask"].bool()
 
     def tokens(outputs, tower):
-        of_layers = [*outputs[tower].hidden_states, *(layer.transpose(1, 2) for layer in outputs[tower].attentions)]
-        return [of_layer[masks[tower]] for of_layer in of_layers]
+        layers = [*outputs[tower].hidden_states, *(layer.transpose(1, 2) for layer in outputs[tower].attentions)]
+        return [layer_tokens[masks[tower]] for layer_tokens in layers]
 
     sparse = family.sparse.from_pretrained(tmp_path, attn_implementation="eager")
     outputs = sparse(**inputs, output_hidden_states=True, output_attentions=True)
@@ -161,9 +161,9 @@ def test_half_precision_and_more_words(family, tmp_path):
     expected = sparse(**inputs)
     half = family.sparse.from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
-    of_half = half(**inputs | {"pixel_values": inputs["pixel_values"].bfloat16()})
+    half_outputs = half(**inputs | {"pixel_values": inputs["pixel_values"].bfloat16()})
     for name in ("image_embeds", "text_embeds"):
-        assert torch.cosine_similarity(of_half[name].float(), expected[name]).min() > 0.99
+        assert torch.cosine_similarity(half_outputs[name].float(), expected[name]).min() > 0.99
     sparse.resize_token_embeddings(50)
     assert sparse.config.text_config.vocab_size == len(sparse.get_input_embeddings().weight) == 50
     assert_same(sparse(**inputs), expected)

@@ -128,9 +128,9 @@ def test_experts_from_scratch_differ_and_have_the_size_of_an_ffn(run):
     pairs = {"up_proj": "fc1.weight", "down_proj": "fc2.weight", "up_proj_bias": "fc1.bias"}
     for tower in ("text_model", "vision_model"):
         name = f"{tower}.encoder.layers.1.mlp"
-        for of_experts, of_ffn in pairs.items():
-            found = scratch.get_parameter(f"{name}.experts.{of_experts}").std().item()
-            assert found == pytest.approx(dense.get_parameter(f"{name}.{of_ffn}").std().item(), rel=0.25)
+        for expert_weights, ffn_weights in pairs.items():
+            found = scratch.get_parameter(f"{name}.experts.{expert_weights}").std().item()
+            assert found == pytest.approx(dense.get_parameter(f"{name}.{ffn_weights}").std().item(), rel=0.25)
     assert scratch.config.router_z_loss_coef == 0.001  # of the preset
     assert scratch.config.text_config.eval_capacity_factor == 2.0
 

@@ -113,10 +113,10 @@ def test_scores_by_other_code_of_ones_own_are_left_out(run, capsys):
 
 def test_a_baseline_is_shown_beside_the_scores(run):
     write_result(run)
-    of_dense = {"model": "dense, 30 wide", "weights": "1" * 64, "source": str(BASE), "metrics": {"group": 0.5}}
-    write_result(run, name="symbols_pairs--dense.json", **of_dense)
+    dense_result = {"model": "dense, 30 wide", "weights": "1" * 64, "source": str(BASE), "metrics": {"group": 0.5}}
+    write_result(run, name="symbols_pairs--dense.json", **dense_result)
     write_result(
-        run, name="symbols_pairs--fewer.json", **of_dense | {"protocol": "12 pairs", "metrics": {"group": 0.1}}
+        run, name="symbols_pairs--fewer.json", **dense_result | {"protocol": "12 pairs", "metrics": {"group": 0.1}}
     )
     assert "No baseline was measured beside it." in card_of(lineage_of(run)).text
     for baseline, cell in (("dense, 30 wide", " 50.0 (dense, 30 wide) |"), ("a", "")):  # "a" is the model itself

@@ -78,8 +78,8 @@ def test_the_whole_way(tmp_path, name, monkeypatch, capsys):
     assert scores["num_samples"] == 20
     block = load_sparse(tuned).vision_model.encoder.layers[1].mlp
     ffn = CLIPModel.from_pretrained(tmp_path / "whole" / "expert").vision_model.encoder.layers[1].mlp
-    of_expert = block.experts.up_proj[0]
-    assert torch.equal(ffn.fc1.weight[: len(of_expert)], of_expert) or "shared" in name
+    up_proj = block.experts.up_proj[0]
+    assert torch.equal(ffn.fc1.weight[: len(up_proj)], up_proj) or "shared" in name
     if name not in PUBLISHED:
         return
     clip_moe.main(["efficiency", str(tmp_path / "whole" / "dense"), str(tuned)])

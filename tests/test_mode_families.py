@@ -58,7 +58,7 @@ def test_a_mixture_scores_with_the_mean_of_its_experts(family, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def of_two_families(tmp_path_factory):
+def two_families(tmp_path_factory):
     """Two experts, a CLIP and a sparse SigLIP, and the folder of their mixture."""
     folder = tmp_path_factory.mktemp("families")
     clip, _, siglip, *_ = FAMILIES
@@ -68,8 +68,8 @@ def of_two_families(tmp_path_factory):
 
 
 @torch.no_grad()
-def test_experts_of_two_families_read_by_their_own_processors(of_two_families):
-    experts, folder = of_two_families
+def test_experts_of_two_families_read_by_their_own_processors(two_families):
+    experts, folder = two_families
     texts, images = ["ab", "ba c"], pictures(3)
     cosines, logits, inputs = [], [], []
     for number, expert in enumerate(experts):
@@ -89,8 +89,8 @@ def test_experts_of_two_families_read_by_their_own_processors(of_two_families):
     torch.testing.assert_close(torch.tensor(scores), expected)
 
 
-def test_a_mixture_of_two_families_says_what_it_needs(of_two_families, tmp_path):
-    experts, folder = of_two_families
+def test_a_mixture_of_two_families_says_what_it_needs(two_families, tmp_path):
+    experts, folder = two_families
     inputs = sample_inputs(experts[0].config)
     mixture = AutoModel.from_pretrained(folder)
     for call in (lambda: mixture(**inputs), lambda: mixture.get_image_features(inputs["pixel_values"])):
@@ -104,8 +104,8 @@ def test_a_mixture_of_two_families_says_what_it_needs(of_two_families, tmp_path)
 
 
 @pytest.mark.slow
-def test_a_mixture_of_two_families_is_published_with_both_processors(of_two_families, tmp_path):
-    build(of_two_families[1], tmp_path / "published", "user/mixture")
+def test_a_mixture_of_two_families_is_published_with_both_processors(two_families, tmp_path):
+    build(two_families[1], tmp_path / "published", "user/mixture")
     card = (tmp_path / "published" / "README.md").read_text()
     assert "A mixture of 2 models (CLIP, SigLIP)" in card
     code = card.split("```python")[1].split("```")[0].replace("user/mixture", str(tmp_path / "published"))
@@ -128,23 +128,23 @@ def test_texts_that_are_not_padded_are_refused():
             call(ids)
 
 
-def test_a_first_expert_of_another_size_and_precision(of_two_families, tmp_path):
+def test_a_first_expert_of_another_size_and_precision(two_families, tmp_path):
     """The others lose no digits to it, and a sum of embeddings of several sizes is refused before it is measured."""
     config = tiny_dense(FAMILIES[0]).config
     config.projection_dim = 16
     small = saved(FAMILIES[0], moved(CLIPModel(config), "", seed=0).bfloat16(), tmp_path / "small")
-    mixture = mix(tmp_path / "mixture", small, of_two_families[1].parent / "siglip")
-    before, after = of_two_families[0][1].state_dict(), AutoModel.from_pretrained(mixture).expert(1).state_dict()
+    mixture = mix(tmp_path / "mixture", small, two_families[1].parent / "siglip")
+    before, after = two_families[0][1].state_dict(), AutoModel.from_pretrained(mixture).expert(1).state_dict()
     torch.testing.assert_close(after, before, atol=0, rtol=0)
     with pytest.raises(ValueError, match="sum needs embeddings of one size"):
         open_model(mixture, None, 2, torch.device("cpu"), changes={"feature_ensemble": "sum"})
 
 
 @pytest.fixture(scope="module")
-def of_images(of_two_families, tmp_path_factory):
+def routed_by_images(two_families, tmp_path_factory):
     """A mixture in which every image is its own metadata, and a SigLIP's bias is far from a CLIP's 0."""
-    (clip, siglip), first = of_two_families
-    folder, siglip = tmp_path_factory.mktemp("of_images"), copy.deepcopy(siglip)
+    (clip, siglip), first = two_families
+    folder, siglip = tmp_path_factory.mktemp("routed_by_images"), copy.deepcopy(siglip)
     siglip.logit_bias.data.fill_(-9.0)
     saved(FAMILIES[2], siglip, folder / "siglip")
     encoder = ClipEncoder(str(first.parent / "clip"), "image")
@@ -165,12 +165,12 @@ def pictures(number):
 
 
 @torch.no_grad()
-def test_images_that_route_themselves_are_ranked_as_the_mixture_scores_them(of_images):
+def test_images_that_route_themselves_are_ranked_as_the_mixture_scores_them(routed_by_images):
     images, captions = pictures(9), ["ab", "ba c", "c", "aab", "cab", "a c", "bb", "ac b", "cc a"]
-    mixture, ensemble = load_mixture(of_images), Ensemble(of_images, None, 4, torch.device("cpu"))
+    mixture, ensemble = load_mixture(routed_by_images), Ensemble(routed_by_images, None, 4, torch.device("cpu"))
     inputs = []
     for name in mixture.config.experts:
-        processor = load_processor(of_images / name)
+        processor = load_processor(routed_by_images / name)
         pixels = processor.image_processor(images, return_tensors="pt")
         inputs.append({**tokenize(processor.tokenizer, captions), **pixels})
     weights = mixture.route(torch.as_tensor(ensemble.encoder.encode(Dataset.from_dict({"image": images})))[:, None])
@@ -182,10 +182,10 @@ def test_images_that_route_themselves_are_ranked_as_the_mixture_scores_them(of_i
     assert measure(task, ensemble)["metrics"] == {"mean_average_precision": 1}
 
 
-def test_texts_are_cut_where_any_expert_cuts_them(of_two_families, tmp_path):
+def test_texts_are_cut_where_any_expert_cuts_them(two_families, tmp_path):
     _, _, siglip, *_ = FAMILIES
     short = saved(siglip, tiny_dense(siglip, 5), tmp_path / "short", 5)
-    mixture = mix(tmp_path / "mixture", of_two_families[1].parent / "clip", short)
+    mixture = mix(tmp_path / "mixture", two_families[1].parent / "clip", short)
     ensemble = Ensemble(mixture, None, 4, torch.device("cpu"))
     rows = Dataset.from_dict({"image": pictures(2), "caption": ["reda b", "reda c"]})
     texts = measure(Task("retrieval", "", "", lambda: (rows, 0)), ensemble)["texts"]

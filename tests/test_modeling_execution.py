@@ -149,8 +149,8 @@ def test_a_recorded_program_follows_its_data(name, implementation):
     module.model.set_experts_implementation(implementation)
     example, other = _examples(), _examples()
     with torch.no_grad():
-        expected, of_example = module(*other), module(*example)
-        assert (expected[1] - of_example[1]).abs().max() > 0.1
+        expected, example_outputs = module(*other), module(*example)
+        assert (expected[1] - example_outputs[1]).abs().max() > 0.1
         torch.testing.assert_close(RECORDERS[name](module, *example)(*other), expected)
 
 

@@ -52,9 +52,9 @@ def test_a_forced_expert_takes_a_given_scale(norm_topk_prob):
     """One for each sparse layer, text tower first, does what it does in the expert's last layer."""
     model = tiny_model(num_experts=3, norm_topk_prob=norm_topk_prob)
     batch, scale, scaled = inputs(), [0.3, 0.5, 0.7, 1.2], copy.deepcopy(model)
-    for module, of_layer in zip(experts_of(scaled), scale, strict=True):
-        module.down_proj[1] *= of_layer
-        module.down_proj_bias[1] *= of_layer
+    for module, layer_scale in zip(experts_of(scaled), scale, strict=True):
+        module.down_proj[1] *= layer_scale
+        module.down_proj_bias[1] *= layer_scale
     with force_expert(model, 1, scale), force_expert(scaled, 1, 1.0):
         forced = model(**batch)
         assert_same_embeds(forced, scaled(**batch))

@@ -69,8 +69,8 @@ def test_incomplete_and_foreign_checkpoints_are_refused(saved, tmp_path):
         kept = {name: tensor for name, tensor in weights.items() if name not in without}
         save_file(kept | more, tmp_path / "model.safetensors", metadata={"format": "pt"})
 
-    of_experts = "vision_model.encoder.layers.1.mlp.experts.up_proj", "text_model.encoder.layers.2.mlp.router.weight"
-    for name in (*of_experts, "logit_scale"):
+    expert_names = "vision_model.encoder.layers.1.mlp.experts.up_proj", "text_model.encoder.layers.2.mlp.router.weight"
+    for name in (*expert_names, "logit_scale"):
         write([name])
         with pytest.raises(ValueError, match=rf"CLIPMoEModel. Missing: {name}. Left over: none."):
             CLIPMoEModel.from_pretrained(tmp_path)
@@ -117,16 +117,16 @@ def test_names_in_files_stay_and_are_clips_own(tmp_path, model_class, clips):
 
     for moe_layers in ([1, 2], []):
         tiny_model(moe_layers).save_pretrained(tmp_path / "whole")
-        of_whole = model_class.from_pretrained(tmp_path / "whole")
-        expected = names(of_whole)
-        new = model_class(of_whole.config)
+        whole_outputs = model_class.from_pretrained(tmp_path / "whole")
+        expected = names(whole_outputs)
+        new = model_class(whole_outputs.config)
         assert names(new) == expected
         weights = {name: tensor.clone() for name, tensor in new.state_dict().items()}
         loaded = model_class.from_pretrained(tmp_path / "again")
         assert names(loaded) == expected
         # As transformers' Trainer goes on
-        of_whole.load_state_dict(load_file(tmp_path / "again" / "model.safetensors"))
-        for model in (loaded, of_whole):
+        whole_outputs.load_state_dict(load_file(tmp_path / "again" / "model.safetensors"))
+        for model in (loaded, whole_outputs):
             assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
         for folder in ("whole", "again") if moe_layers else ():
             with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):

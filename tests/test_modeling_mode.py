@@ -31,17 +31,21 @@ def test_texts_that_the_encoder_does_not_know_route_nothing():
 def test_logits_are_the_weighted_sum():
     """Of one task, and where each text, or each image, is a task of its own."""
     model, queries = mixture(), unit(3, 1, 6, seed=3)
-    of_task = model.set_task(unit(5, 6, seed=3))
-    of_texts = torch.stack([model.route(query) for query in queries])
-    of_images = torch.tensor([[0.7, 0.1, 0.1, 0.1], [0.1, 0.2, 0.3, 0.4]])
-    assert of_task.shape == (4,) and of_task.min() > 0
-    torch.testing.assert_close(model.route(queries), of_texts)
+    task_weights = model.set_task(unit(5, 6, seed=3))
+    text_weights = torch.stack([model.route(query) for query in queries])
+    image_weights = torch.tensor([[0.7, 0.1, 0.1, 0.1], [0.1, 0.2, 0.3, 0.4]])
+    assert task_weights.shape == (4,) and task_weights.min() > 0
+    torch.testing.assert_close(model.route(queries), text_weights)
     alone = torch.stack([model.expert(i)(**INPUTS).logits_per_image for i in range(4)], dim=-1)
-    for weights, by_pair in ((None, of_task), (of_texts, of_texts), (of_images[:, None], of_images[:, None])):
+    for weights, by_pair in (
+        (None, task_weights),
+        (text_weights, text_weights),
+        (image_weights[:, None], image_weights[:, None]),
+    ):
         outputs = model(**INPUTS, routing_weights=weights)
         torch.testing.assert_close(outputs.logits_per_image, (alone * by_pair).sum(dim=-1))
         torch.testing.assert_close(outputs.logits_per_text, outputs.logits_per_image.t())
-        assert weights is not None or torch.equal(outputs.routing_weights, of_task)
+        assert weights is not None or torch.equal(outputs.routing_weights, task_weights)
 
 
 def test_features_stand_side_by_side_and_give_the_logits():

@@ -55,8 +55,8 @@ def test_the_released_router_loss():
     coefficient = 0.01 * 2 / 8
     config, outputs, batch = routed(tuple(text), tuple(vision), 2, router_aux_loss_coef=coefficient)
 
-    def balance(of_tower):
-        probabilities = of_tower.flatten(0, -2).softmax(dim=-1)
+    def balance(tower_logits):
+        probabilities = tower_logits.flatten(0, -2).softmax(dim=-1)
         choices = F.one_hot(probabilities.topk(2).indices, 4).float()  # (T, K, E)
         return 4 * (choices.mean(dim=0) * probabilities.mean(dim=0)).sum()
 

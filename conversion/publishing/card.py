@@ -203,7 +203,7 @@ def _labels(texts: list[str], template: str) -> tuple[list[str], str]:
 def _stage_row(record: Record) -> tuple[str, str]:
     """The kind of a stage, with the docstring of a user's own class, and its settings."""
     stage, own = record.stage, record.own
-    what = f"{stage.get('stage')}: {own.does}" if own and own.does else str(stage.get("stage"))
+    kind = f"{stage.get('stage')}: {own.does}" if own and own.does else str(stage.get("stage"))
     names = dict.fromkeys([*SHOWN_SETTINGS, *(own.settings if own else [])])
     settings = [f"{name} {stage[name]}" for name in names if stage.get(name) is not None]
     for name, paper in METHODS.items():
@@ -214,7 +214,7 @@ def _stage_row(record: Record) -> tuple[str, str]:
         settings.append(duplicates_line(record.duplicates, stage["duplicates"]))
     if record.training and record.training.outcome:
         settings.append(record.training.outcome)
-    return what, ", ".join(filter(None, settings))
+    return kind, ", ".join(filter(None, settings))
 
 
 def _interval(result: dict[str, Any], metric: str) -> str:

@@ -137,12 +137,12 @@ class Lineage:
         if not Record.read(folder).is_of(folder):
             print(f"warning: {folder.name} was changed after its stage had finished: how is not known", file=sys.stderr)
             return replace(measured, unknown=[folder.name])
-        made = {origin: Record.read(origin) for origin in _stages_before(folder)}
+        records = {origin: Record.read(origin) for origin in _stages_before(folder)}
         starts = [start for origin in _stages_before(folder, True) for start in _inputs(origin, True) if not start[2]]
         recipe = read_yaml((folder.parent / RECIPE).read_text(encoding="utf-8"), str(folder.parent / RECIPE))
-        inputs = [reference for origin in made for reference, start, _ in _inputs(origin) if start is not None]
-        files = (_source(record) for record in made.values() if "files" in (record.data or {}))
-        manifests = {path for origin in made for path in origin.parent.glob(f"*/{MANIFEST}")}
+        inputs = [reference for origin in records for reference, start, _ in _inputs(origin) if start is not None]
+        files = (_source(record) for record in records.values() if "files" in (record.data or {}))
+        manifests = {path for origin in records for path in origin.parent.glob(f"*/{MANIFEST}")}
         local = {
             *inputs,
             str(recipe.get("output_dir")),
@@ -156,11 +156,11 @@ class Lineage:
                 origin.name if origin.parent == folder.parent else f"{origin.parent.name}/{origin.name}": (
                     _published_record(record, local)
                 )
-                for origin, record in made.items()
+                for origin, record in records.items()
             },
             bases=sorted({reference for reference, start, _ in starts if start is None}),
             unknown=sorted({start.name for _, start, _ in starts if start is not None}),
-            data=_all_data(made, local),
+            data=_all_data(records, local),
             verdict=Verdict.of(folder),
         )
 
@@ -231,9 +231,9 @@ def _baseline(evaluation: Path, result: dict[str, Any]) -> dict[str, Any] | None
     name = Record.read(evaluation).stage.get("baseline") if (evaluation / MANIFEST).is_file() else None
     if name in (None, result["model"]):
         return None
-    wanted = {key: result.get(key) for key in ("task", "protocol", "dtype", "data")} | {"model": name}
+    same = {key: result.get(key) for key in ("task", "protocol", "dtype", "data")} | {"model": name}
     others = (read_json(path) for path in sorted(evaluation.glob("*--*.json")))
-    found = next((other for other in others if all(other.get(key) == value for key, value in wanted.items())), None)
+    found = next((other for other in others if all(other.get(key) == value for key, value in same.items())), None)
     return found and without_paths(require_result(found, str(evaluation)), found.pop("local", []))
 
 
@@ -283,19 +283,19 @@ def _source(record: Record) -> str | None:
     return source if isinstance(source, str) else None
 
 
-def _all_data(made: dict[Path, Record], local: Collection[str]) -> list[DataOrigin]:
+def _all_data(records: dict[Path, Record], local: Collection[str]) -> list[DataOrigin]:
     """The data of stages that no stage made; what several read stands once, with the most pairs that one trained on. A
     stage of one cluster does not tell how many pairs its data have."""
     pairs_of: dict[tuple[str, DataOrigin], int | None] = {}
-    for origin, record in made.items():
+    for origin, record in records.items():
         source = _source(record)
         inputs = {name: is_known for name, _, is_known in _inputs(origin)}
         if source is not None and not inputs.get(source):
             is_on_hub = "commit" in (record.data or {}) or is_hub_name(source)
-            one = source, _data(record.stage["data"], source in local or source in inputs or not is_on_hub)
+            data = source, _data(record.stage["data"], source in local or source in inputs or not is_on_hub)
             pairs = record.pairs if record.stage.get("cluster") is None else None
-            pairs_of[one] = max(pairs_of.get(one) or 0, pairs or 0) or None
-    return sorted((replace(one, pairs=pairs) for (_, one), pairs in pairs_of.items()), key=str)
+            pairs_of[data] = max(pairs_of.get(data) or 0, pairs or 0) or None
+    return sorted((replace(data, pairs=pairs) for (_, data), pairs in pairs_of.items()), key=str)
 
 
 def _data(settings: dict[str, Any], is_local: bool) -> DataOrigin:

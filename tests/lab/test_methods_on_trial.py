@@ -180,11 +180,11 @@ def test_the_whole_way(tmp_path, method, monkeypatch, capsys):
 
 
 def test_what_they_do_not_go_with(tmp_path):
-    def of_dense(change):
+    def with_dense_model(change):
         return lambda recipe: [change(recipe), recipe["stages"][2].update(model="dense")]
 
     for number, (_, settings) in enumerate(METHODS.values()):
         with pytest.raises(ValueError, match="goes with a sparse model"):
-            train(tmp_path / str(number), **settings | {"change": of_dense(settings["change"])})
+            train(tmp_path / str(number), **settings | {"change": with_dense_model(settings["change"])})
     with pytest.raises(ValueError, match="teacher: it sees whole images"):
         train(tmp_path / "patches", change=taught, teacher="dense", patch_dropout=0.5)
