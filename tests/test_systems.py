@@ -436,5 +436,5 @@ def test_every_image_routes_itself_by_all_centers(system):
 
 @pytest.mark.slow
 def test_an_encoder_of_images_embeds_no_texts(system):
-    with pytest.raises(ValueError, match="again: modality text, but the encoder .*:image is of the other"):
-        remade(system("mode_images"), ["again"], {"again.modality": "text"})
+    with pytest.raises(ValueError, match="again: what: captions, but the encoder .*:image is of the other"):
+        remade(system("mode_images"), ["again"], {"again.what": "captions"})
