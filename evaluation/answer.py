@@ -1,4 +1,4 @@
-"""What fine-tuning a dense and a sparse model from one base came to, in a few sentences: the head of its report."""
+"""The outcome of fine-tuning a dense and a sparse model from one base, in a few sentences: the head of its report."""
 
 import itertools
 from collections.abc import Collection, Mapping, Sequence
@@ -23,7 +23,7 @@ Gain = tuple[float, Reach | None]
 
 
 class Answer(NamedTuple):
-    """What fine-tuning came to, as markdown: whether experts helped, which folder to use, and what that rests on; and
+    """The outcome of fine-tuning, as markdown: whether experts helped, which folder to use, and the evidence; and
     the model to use, as results call it."""
 
     verdict: str
@@ -38,7 +38,7 @@ def answer(
     folders: Mapping[str, str],
     trainings: Mapping[str, Mapping[str, Training]] = MappingProxyType({}),
 ) -> Answer:
-    """What was learned, what was kept, whether experts helped, and which folder to use.
+    """The sentences on what was learned, what was kept, whether experts helped, and which folder to use.
 
     Compares the means of weights before and after fine-tuning. If the dense one learned less than its fine-tuned
     weights and did not keep more, as far from the base, compares the fine-tuned weights.
@@ -55,10 +55,10 @@ def answer(
     """
     table = arrange(results)
     kept = [task for task in table[BASE] if task not in learned]
-    of_goals = {goal: tasks for goal, tasks in (("learned", learned), ("kept", kept)) if tasks}
+    tasks_of_goal = {goal: tasks for goal, tasks in (("learned", learned), ("kept", kept)) if tasks}
     way, tuned = None, ""
     if DENSE + TUNED in table:
-        half = {goal: _gain(table[DENSE], table[DENSE + TUNED], tasks) for goal, tasks in of_goals.items()}
+        half = {goal: _gain(table[DENSE], table[DENSE + TUNED], tasks) for goal, tasks in tasks_of_goal.items()}
         way = ", ".join(f"{goal} {_points(gain)}" for goal, gain in half.items())
         way = (
             "*Half way*: `dense` and `sparse` are means of the weights before and after fine-tuning. The dense mean "
@@ -68,7 +68,7 @@ def answer(
             table = {**table, **{model: table[model + TUNED] for model in (DENSE, SPARSE)}}
             folders, tuned = {**folders, **{model: folders[model + TUNED] for model in (DENSE, SPARSE)}}, TUNED
             way += " So the fine-tuned weights are compared here."
-    between = {goal: _gain(table[SPARSE], table[DENSE], tasks) for goal, tasks in of_goals.items()}
+    between = {goal: _gain(table[SPARSE], table[DENSE], tasks) for goal, tasks in tasks_of_goal.items()}
     helped, why = _verdict(**between)
     best = SPARSE if helped else DENSE
     ended = {
@@ -80,7 +80,7 @@ def answer(
         why, best = "No verdict on experts.", next((row for row in (DENSE, SPARSE) if row not in dead), DENSE)
     outcomes = dict.fromkeys(f"{code(name)} {end.outcome}." for ends in ended.values() for name, end in ends.items())
     why = " ".join([*outcomes, why])
-    gains = {goal: _gain(table[best], table[BASE], tasks) for goal, tasks in of_goals.items()}
+    gains = {goal: _gain(table[best], table[BASE], tasks) for goal, tasks in tasks_of_goal.items()}
     folders = {model: code(folder) for model, folder in folders.items()}
     use, used = f"Use {folders[best]}, the {best} model.", best + tuned
     change = "; ".join(end.advice for end in ended[best].values())
@@ -100,7 +100,7 @@ def answer(
     if dead:
         use += f" To train again: {'; '.join(dict.fromkeys(end.advice for end in dead.values()))}."
     lines = []
-    for goal, tasks in of_goals.items():
+    for goal, tasks in tasks_of_goal.items():
         lines.append(f"*{goal.capitalize()}*, {best} against base: {_points(gains[goal])}. {_scores(table, tasks)}")
     if not kept:
         lines.append("*Kept* was not measured: name benchmarks by `--keep_tasks`.")
@@ -143,8 +143,8 @@ def _pictures_needed(rows: Rows, others: Rows, tasks: Collection[str]) -> int:
     """How many test pictures would give scores like these an interval that reaches `FINE`: 50, or twice as many, ..."""
     for number in (50 * 2**doublings for doublings in itertools.count()):
         size = {"num_samples": number, "num_captions": number}
-        of_size = [{task: {**of_model[task], **size} for task in tasks} for of_model in (rows, others)]
-        if max(_gain(*of_size, tasks)[1]) <= FINE:
+        rows_of_size = [{task: {**results[task], **size} for task in tasks} for results in (rows, others)]
+        if max(_gain(*rows_of_size, tasks)[1]) <= FINE:
             return number
 
 

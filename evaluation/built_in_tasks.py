@@ -86,13 +86,13 @@ def symbol_tasks(number: int = 3000, retrieval: int = 5000, pairs: int = 1400, t
 NUMBERS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 
 
-def name_tasks(towns: Sequence[int] = NUMBERS, fewer: int = 2048, of_countries: int = 4096) -> dict[str, Task]:
+def name_tasks(towns: Sequence[int] = NUMBERS, fewer: int = 2048, num_country_towns: int = 4096) -> dict[str, Task]:
     """The tasks on names: which of all shields, and which of all names, belong together.
 
     Args:
         towns: how many, of a task of their own each.
         fewer: how many of whose halves some learn facts while the names of the others are kept.
-        of_countries: how many whose names are told apart country by country.
+        num_country_towns: how many whose names are told apart country by country.
     """
     all_names = {f"names_{number}": (f"{number:,} names", str(number), "web") for number in towns}
     halves = {
@@ -100,7 +100,7 @@ def name_tasks(towns: Sequence[int] = NUMBERS, fewer: int = 2048, of_countries: 
         "names_kept": ("names kept", f"{fewer} half 2", "web"),
     }
     tasks = {name: _names(title, kinds, captions) for name, (title, kinds, captions) in (all_names | halves).items()}
-    return tasks | {"names_countries": _countries(of_countries)}
+    return tasks | {"names_countries": _countries(num_country_towns)}
 
 
 def _countries(number: int) -> Task:

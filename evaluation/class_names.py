@@ -37,26 +37,26 @@ def labeled_rows(
     labels = [trimmed(label) if isinstance(label, str) else label for label in rows["caption"]]
     lines = classes or ()
     has_ids = as_prompts or any(map(MAPPED.fullmatch, lines)) or any(map(NUMBERED.fullmatch, lines))
-    of_ids = names_after_ids(lines, "classes") if has_ids else {}
-    if as_prompts and are_ids(names := list(of_ids.values()) or lines):
+    names_by_id = names_after_ids(lines, "classes") if has_ids else {}
+    if as_prompts and are_ids(names := list(names_by_id.values()) or lines):
         label = next(filter(NUMBER.fullmatch, names), names[0])
         raise ValueError(
             f"classes names a class {label!r}, which says nothing to a model and is a label rather than a name: give "
             "a file of names in the order of the labels, such as tench, or 3 objects"
         )
     own = _own_names(rows, arguments)
-    if of_ids and not own and all(map(str.isdecimal, of_ids)):
-        labels, own = list(map(str, labels)), list(of_ids)
+    if names_by_id and not own and all(map(str.isdecimal, names_by_id)):
+        labels, own = list(map(str, labels)), list(names_by_id)
     if classes is None and not own:
         raise ValueError(f"column {column} holds no names: give them as classes")
     if (as_prompts or lines) and are_ids(own) and set(own).isdisjoint(lines):
-        name_of = of_ids or _names_of_ids(own, classes, arguments.source)
+        name_of = names_by_id or _names_of_ids(own, classes, arguments.source)
         if missing := sorted(set(own) - name_of.keys()):
             raise ValueError(f"the file of names (classes) has none for {len(missing)} classes, such as {missing[0]}")
-        classes = [name_of[name] for name in own] if of_ids else classes
+        classes = [name_of[name] for name in own] if names_by_id else classes
         names = [name_of.get(label, label) for label in _named_labels(labels, feature, column, own)]
     else:
-        classes = own if classes is None else list(of_ids.values()) or classes
+        classes = own if classes is None else list(names_by_id.values()) or classes
         names = _named_labels(labels, feature, column, classes)
     if as_prompts:  # of folders, red_circle
         names, classes = ([name.replace("_", " ") for name in of] for of in (names, classes))
@@ -98,14 +98,14 @@ def names_after_ids(lines: Sequence[str], place: str) -> dict[str, str]:
             f"{len(name_of)} of {len(lines)} classes have a number of their own before their name, and {other!r} has "
             f"none: number all or none ({place})"
         )
-    of_ids = dict(match.groups() for match in map(MAPPED.fullmatch, lines) if match)
+    names_by_id = dict(match.groups() for match in map(MAPPED.fullmatch, lines) if match)
     synset = next(filter(SYNSET.match, lines), None)
-    if synset is not None and len(of_ids) < len(lines):
+    if synset is not None and len(names_by_id) < len(lines):
         raise ValueError(
             f"the class {synset!r} is WordNet's id, which says nothing to a model: give names ({place}), one a line, "
             "as tench, or each after its own id, as n01440764 tench"
         )
-    return of_ids
+    return names_by_id
 
 
 def _names_of_ids(ids: Sequence[str], classes: Sequence[str] | None, source: str) -> dict[str, str]:

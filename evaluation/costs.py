@@ -1,4 +1,4 @@
-"""What models cost without computing anything: parameters and multiply-adds, at a paper's size or of any model."""
+"""Costs of models without computing anything: parameters and multiply-adds, at a paper's size or of any model."""
 
 import copy
 import dataclasses

@@ -100,7 +100,7 @@ def _measured(costs: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _page(costs: Mapping[str, Any], baseline: str, how: Mapping[str, Any]) -> str:
-    measured = {name: of_model for name, of_model in costs.items() if "measured" in of_model}
+    measured = {name: model_costs for name, model_costs in costs.items() if "measured" in model_costs}
     sections = [
         "# Efficiency",
         _table(costs, _counted, baseline),
@@ -121,7 +121,7 @@ def _page(costs: Mapping[str, Any], baseline: str, how: Mapping[str, Any]) -> st
 
 
 def _table(costs: Mapping[str, Any], row_of: Callable[[Mapping[str, Any]], dict[str, float]], baseline: str) -> str:
-    rows = {name: row_of(of_model) for name, of_model in costs.items()}
+    rows = {name: row_of(model_costs) for name, model_costs in costs.items()}
     columns, reference = [*next(iter(rows.values()))], rows.get(baseline, {})
 
     def cell(name: str, column: str) -> str:

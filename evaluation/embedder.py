@@ -135,16 +135,16 @@ class Embedder:
         return self._kept("text", TextBatches(texts, self.processor.tokenizer, self.batch_size))
 
     def compute(self, batches: Batches) -> Compute:
-        """What `FeatureStore.write` takes: `image`, `text` or both of the batches. The batches, hence the embeddings to
-        the bit, do not depend on the number of processes."""
+        """A function for `FeatureStore.write`: `image`, `text` or both of the batches. The batches, hence the
+        embeddings to the bit, do not depend on the number of processes."""
 
         def compute(shards: list[range]) -> Iterator[dict[str, np.ndarray]]:
             size, processes = batches.batch_size, 1 if self.state is None else self.state.num_processes
             numbers = [range(rows.start // size, -(-rows.stop // size)) for rows in shards]
             num_workers = batches.num_workers(processes) if self.num_workers is None else self.num_workers
             inputs = read_batches(batches, list(chain(*numbers)), num_workers)
-            for of_shard in numbers:
-                embeds = [self._embed(next(inputs)) for _ in of_shard]
+            for batch_numbers in numbers:
+                embeds = [self._embed(next(inputs)) for _ in batch_numbers]
                 yield {name: torch.cat([batch[name] for batch in embeds]).numpy() for name in embeds[0]}
 
         return compute

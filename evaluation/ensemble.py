@@ -84,10 +84,12 @@ class Ensemble:
         else:
             templates = templates if self.mixture.config.routing == "released" else ("{}",)
             prompts = {text: [t.format(text) for t in templates] for texts in metadata for text in texts}
-            unknown = sorted({prompt for of_text in prompts.values() for prompt in of_text} - set(self._embeds))
+            unknown = sorted(
+                {prompt for text_prompts in prompts.values() for prompt in text_prompts} - set(self._embeds)
+            )
             if unknown:
                 self._embeds |= dict(zip(unknown, self.encoder.encode(unknown), strict=True))
-            means = {text: _mean([self._embeds[p] for p in of_text]) for text, of_text in prompts.items()}
+            means = {text: _mean([self._embeds[p] for p in text_prompts]) for text, text_prompts in prompts.items()}
             embeds = np.stack([[means[text] for text in texts] for texts in metadata])
             if number := int((~embeds.any(axis=-1)).sum()):
                 message = "%s: the encoder knows no word of %d texts; metadata of such alone give equal weights"

@@ -52,7 +52,7 @@ def evaluate_model(
     output_dir, device = Path(output_dir), usable_device(device)
     kept = output_dir / "embeddings"
     opened = open_model(model, kept, batch_size, device, dtype, changes=changes, num_workers=num_workers, state=state)
-    of_model = {
+    about_model = {
         "source": str(model),
         "weights": weights_fingerprint(model),
         "code": code_of_models(),
@@ -62,15 +62,15 @@ def evaluate_model(
         "seed": 0,
     }
     if _depends_on_batch(model):
-        of_model["depends_on_batch"] = True
+        about_model["depends_on_batch"] = True
     if changes:
-        of_model["changes"] = dict(changes)
+        about_model["changes"] = dict(changes)
     results = []
     with output_folder(output_dir):
         for key, task in tasks.items():
             result = {"model": name, "task": key, "protocol": task.protocol, "title": task.title, "data": task.data}
             result |= measure(task, opened)
-            result |= {"primary": task.primary, **of_model, **environment(), "local": paths_here(task.data)}
+            result |= {"primary": task.primary, **about_model, **environment(), "local": paths_here(task.data)}
             if state is None or state.is_main_process:
                 write_result(result, output_dir)
             results.append(result)

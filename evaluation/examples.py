@@ -41,7 +41,7 @@ def find_examples(task: Task, model: Embeds) -> list[Example]:
     """
     rows, _ = task.load()
     captions = [present_captions(caption) for caption in rows["caption"]]
-    names = list(task.classes) or list(dict.fromkeys(text for of_image in captions for text in of_image))
+    names = list(task.classes) or list(dict.fromkeys(text for image_captions in captions for text in image_captions))
     (template,) = task.templates or ["{}"]
     texts = [template.format(name) for name in names]
     images, candidates = zip(*model.map(lambda e: (e.images(rows), e.texts(texts))), strict=True)

@@ -45,7 +45,7 @@ def summarize(
     entropy: Mapping[str, Mapping[int, float]],
     agreement: Mapping[str, Mapping[str, Mapping[str, float | None]]],
     num_experts: int,
-    of_ffn: int = 1,
+    experts_per_ffn: int = 1,
 ) -> ExpertSummary:
     """The collapse test, the entropy of the routers and how alike the experts are.
 
@@ -56,7 +56,7 @@ def summarize(
         entropy: tower -> sparse layer -> bits.
         agreement: "images" or "texts" -> "expert N" -> "expert N" -> linear CKA; other columns do not count.
         num_experts: those that a router has to choose from.
-        of_ffn: how many of them count as one, see `conversion.upcycle.experts_of_ffn`.
+        experts_per_ffn: how many of them count as one, see `conversion.upcycle.experts_of_ffn`.
     """
     rows = {name: {"title": task.title, "primary": task.primary} for name, task in tasks.items()}
     collapse = []
@@ -65,7 +65,7 @@ def summarize(
         reach = score_difference_reach(routed[task], mean[task], metric)
         error = None if reach is None else max(reach)
         collapse.append(Collapse(title=title, routed=scores[0], mean=scores[1], error=error))
-    experts = [f"{EXPERT} {number}" for number in range(num_experts // of_ffn)]
+    experts = [f"{EXPERT} {number}" for number in range(num_experts // experts_per_ffn)]
     # A dense tower makes the same for all experts
     pairs = [
         agreement[EMBEDDED[tower]][first][other]
@@ -75,7 +75,7 @@ def summarize(
     values = [value for value in pairs if value is not None]
     return ExpertSummary(
         collapse=collapse,
-        entropy=Spread.of(value for of_tower in entropy.values() for value in of_tower.values()),
+        entropy=Spread.of(value for layers in entropy.values() for value in layers.values()),
         most_entropy=math.log2(num_experts),
         agreement=Spread.of(values) if values else None,
     )

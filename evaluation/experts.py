@@ -66,8 +66,8 @@ class _Witness(Embedder):
 
     def embeds(self) -> dict[str, np.ndarray]:
         """Embeddings (rows, D) of images and of texts, if there are some, from all parts of what was seen."""
-        whole = {what: np.concatenate(parts) for what, parts in self._embeds.items() if parts}
-        return {what: embeds[_spread(range(len(embeds)), MOST_EMBEDDINGS)] for what, embeds in whole.items()}
+        whole = {kind: np.concatenate(parts) for kind, parts in self._embeds.items() if parts}
+        return {kind: embeds[_spread(range(len(embeds)), MOST_EMBEDDINGS)] for kind, embeds in whole.items()}
 
     def some_images(self) -> list:
         """From all parts of what was seen."""

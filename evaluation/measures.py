@@ -37,16 +37,16 @@ def measure(task: Task, model: Embeds) -> dict[str, Any]:
     Raises:
         ValueError: the model cannot tell two classes apart, whose names are no benchmark's.
     """
-    of_model = {}
+    own = {}
     if task.kind == "zero_shot" and not task.templates:
-        of_model["template"] = own_template(model.tokenizers[0])
-        task = replace(task, templates=[of_model["template"]])
+        own["template"] = own_template(model.tokenizers[0])
+        task = replace(task, templates=[own["template"]])
     loaded = [load() for load in (task.load, task.load_train) if load is not None]
     rows, num_skipped = loaded[0][0], sum(skipped for _, skipped in loaded)
     metrics, weights, texts, *more = MEASURES[task.kind](task, model, *(of_split for of_split, _ in loaded))
-    result = {"metrics": metrics, "num_samples": int(_counted(rows).sum()), **of_model}
-    for of_retrieval in more:
-        result |= of_retrieval
+    result = {"metrics": metrics, "num_samples": int(_counted(rows).sum()), **own}
+    for extra in more:
+        result |= extra
     if task.group_of_class:
         groups = Counter(task.group_of_class[task.classes[label]] for label in _labels(task, rows))
         result["group_samples"] = dict(groups)
@@ -54,10 +54,10 @@ def measure(task: Task, model: Embeds) -> dict[str, Any]:
     if texts is not None:
         result["texts"] = texts.model_dump()
     if isinstance(model, Ensemble):
-        of_images = weights.pop("images", None)
-        if of_images is not None:  # texts then have no weights but the experts' temperatures
-            weights = {"images": of_images.reshape(-1, of_images.shape[-1])}
-        result["routing_weights"] = {name: of_tasks.mean(axis=0).tolist() for name, of_tasks in weights.items()}
+        image_weights = weights.pop("images", None)
+        if image_weights is not None:  # texts then have no weights but the experts' temperatures
+            weights = {"images": image_weights.reshape(-1, image_weights.shape[-1])}
+        result["routing_weights"] = {name: array.mean(axis=0).tolist() for name, array in weights.items()}
     return result
 
 
@@ -65,11 +65,11 @@ def measure_zero_shot(task: Task, model: Embeds, rows: Dataset) -> Measured:
     """Each image against the names of all classes."""
     texts, images, classes = _zero_shot_embeds(task, rows, model)
     counted, weights = _counted(rows), model.weights([list(task.classes)], task.templates)
-    of_images = model.image_weights(rows)
-    of_images = None if of_images is None else of_images[counted]
-    embeds = model.image_side([part[counted] for part in images], of_images), model.text_side(classes, weights)
+    image_weights = model.image_weights(rows)
+    image_weights = None if image_weights is None else image_weights[counted]
+    embeds = model.image_side([part[counted] for part in images], image_weights), model.text_side(classes, weights)
     metrics = zero_shot_metrics(*embeds, _labels(task, rows)[counted], task.metrics)
-    return metrics, {"classes": weights, "images": of_images}, texts
+    return metrics, {"classes": weights, "images": image_weights}, texts
 
 
 def measure_zero_shot_groups(task: Task, model: Embeds, rows: Dataset) -> Measured:
@@ -77,20 +77,22 @@ def measure_zero_shot_groups(task: Task, model: Embeds, rows: Dataset) -> Measur
     routed. `accuracy` is the mean over the groups that have images."""
     texts, images, classes = _zero_shot_embeds(task, rows, model)
     labels, group_of_class = _labels(task, rows), np.array([task.group_of_class[name] for name in task.classes])
-    of_images = model.image_weights(rows)
+    image_weights = model.image_weights(rows)
     accuracies, weights = {}, []
     for group in dict.fromkeys(group_of_class[labels].tolist()):
         members = np.flatnonzero(group_of_class == group)
         chosen = np.isin(labels, members)
         weights.append(model.weights([[task.classes[member] for member in members]], task.templates)[0])
         metrics = zero_shot_metrics(
-            model.image_side([part[chosen] for part in images], None if of_images is None else of_images[chosen]),
+            model.image_side(
+                [part[chosen] for part in images], None if image_weights is None else image_weights[chosen]
+            ),
             model.text_side([part[members] for part in classes], weights[-1][None]),
             np.searchsorted(members, labels[chosen]),
         )
         accuracies[f"accuracy/{group}"] = metrics["accuracy"]
     metrics = {"accuracy": float(np.mean(list(accuracies.values()))), **accuracies}
-    return metrics, {"classes": np.array(weights), "images": of_images}, texts
+    return metrics, {"classes": np.array(weights), "images": image_weights}, texts
 
 
 def _zero_shot_embeds(
@@ -98,24 +100,24 @@ def _zero_shot_embeds(
 ) -> tuple[TextCounts, tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
     """The counts of the prompts; and of each expert, the images (rows, D) and the classes (classes, D)."""
     prompts = [template.format(name) for name in task.classes for template in task.templates]
-    read = _read_texts(model, prompts)
+    tokenized = _read_texts(model, prompts)
     if "label" not in rows.column_names:  # ImageNet's authors call two classes "sunglasses"
-        require_told_apart(task, read)
+        require_told_apart(task, tokenized)
     owners = np.repeat(np.arange(len(task.classes)), len(task.templates)).tolist()
     groups = [task.group_of_class.get(name) for name in task.classes for _ in task.templates]
-    texts = count_texts(task, "prompts", read, owners, groups)
+    texts = count_texts(task, "prompts", tokenized, owners, groups)
     shape = (len(task.classes), len(task.templates), -1)
     embeds = model.map(lambda e: (e.images(rows), class_embeddings(e.texts(prompts).reshape(shape))))
     return texts, *zip(*embeds, strict=True)
 
 
 def _read_texts(model: Embeds, texts: list[str]) -> ReadTexts:
-    """What the tokenizer makes of texts. Where experts of a mixture have one each, those texts are told apart that any
+    """The tokens of texts. Where experts of a mixture have one each, those texts are told apart that any
     of them tells apart, and those are cut that any of them cuts."""
     first, *others = [read_texts(tokenizer, texts) for tokenizer in model.tokenizers]
     for other in others:
-        first.digests[:] = [one + another for one, another in zip(first.digests, other.digests, strict=True)]
-        first.is_cut[:] = [one or another for one, another in zip(first.is_cut, other.is_cut, strict=True)]
+        first.digests[:] = [mine + its for mine, its in zip(first.digests, other.digests, strict=True)]
+        first.is_cut[:] = [mine or its for mine, its in zip(first.is_cut, other.is_cut, strict=True)]
     return replace(first, max_length=min(read.max_length for read in (first, *others)))
 
 
@@ -129,10 +131,10 @@ def measure_retrieval(task: Task, model: Embeds, rows: Dataset) -> Measured:
         pairs = dict.fromkeys(zip(owners, map(number_of.get, corpus), strict=True))  # an image may repeat a caption
         image_of_text, text_of_pair = map(list, zip(*pairs, strict=True))
         corpus, owners = list(number_of), list(number_of.values())
-    read = _read_texts(model, corpus)
-    counts = count_texts(task, "captions", read, owners)
+    tokenized = _read_texts(model, corpus)
+    counts = count_texts(task, "captions", tokenized, owners)
     if task.equal_captions_are_right:
-        counts.best = ceilings(captions, dict(zip(corpus, read.digests, strict=True)))
+        counts.best = ceilings(captions, dict(zip(corpus, tokenized.digests, strict=True)))
     images, texts = zip(*model.map(lambda e: (e.images(rows), e.texts(corpus))), strict=True)
     # A query is routed by itself, candidates are routed together (MoDE eq. 7)
     weights = {"corpus": model.weights([corpus]), "queries": model.weights([[text] for text in corpus])}
@@ -148,7 +150,7 @@ def measure_retrieval(task: Task, model: Embeds, rows: Dataset) -> Measured:
     more = {"num_captions": counts.number}
     if isinstance(model, Embedder) and (training := trainings(Path(model.source)).get(Path(model.source))):
         row_of = {text: row for row, text in enumerate(corpus)}
-        first = [row_of[of_image[0]] for of_image in captions]
+        first = [row_of[image_captions[0]] for image_captions in captions]
         more["batch_loss"] = batch_loss(images[0], texts[0][first], first, training.batch_size)
     return metrics, weights, counts, more
 
@@ -156,9 +158,9 @@ def measure_retrieval(task: Task, model: Embeds, rows: Dataset) -> Measured:
 def measure_pairs(task: Task, model: Embeds, rows: Dataset) -> Measured:
     """The two images of a pair against its two captions."""
     captions = [list(rows[f"caption_{side}"]) for side in range(2)]
-    of_side, of_pair = np.divmod(np.arange(2 * len(rows)), len(rows))
-    read = _read_texts(model, [*captions[0], *captions[1]])
-    counts = count_texts(task, "captions", read, of_side.tolist(), of_pair.tolist())
+    sides_of_texts, pairs_of_texts = np.divmod(np.arange(2 * len(rows)), len(rows))
+    tokenized = _read_texts(model, [*captions[0], *captions[1]])
+    counts = count_texts(task, "captions", tokenized, sides_of_texts.tolist(), pairs_of_texts.tolist())
 
     def embed(e: Embedder) -> tuple[np.ndarray, np.ndarray]:
         images, texts = [e.images(rows, f"image_{side}") for side in range(2)], [e.texts(part) for part in captions]
@@ -167,11 +169,11 @@ def measure_pairs(task: Task, model: Embeds, rows: Dataset) -> Measured:
     images, texts = zip(*model.map(embed), strict=True)
     weights = model.weights(list(zip(*captions, strict=True)))
     sides = [model.image_weights(rows, f"image_{side}") for side in range(2)]
-    of_images = None if sides[0] is None else np.stack(sides, axis=1)
-    embeds = model.image_side(images, of_images), model.text_side(texts, weights[:, None])
+    image_weights = None if sides[0] is None else np.stack(sides, axis=1)
+    embeds = model.image_side(images, image_weights), model.text_side(texts, weights[:, None])
     attributes = list(rows["attribute"]) if "attribute" in rows.column_names else None
     metrics = pair_metrics(*embeds, attributes, score=next(iter(task.primary)))
-    return metrics, {"pairs": weights, "images": of_images}, counts
+    return metrics, {"pairs": weights, "images": image_weights}, counts
 
 
 def measure_choice(task: Task, model: Embeds, rows: Dataset) -> Measured:
@@ -182,11 +184,11 @@ def measure_choice(task: Task, model: Embeds, rows: Dataset) -> Measured:
     corpus = [text for texts in different for text in texts]
     counts = count_texts(task, "captions", _read_texts(model, corpus), range(len(corpus)), image_of_text.tolist())
     images, texts = zip(*model.map(lambda e: (e.images(rows), e.texts(corpus))), strict=True)
-    weights, of_images = model.weights(choices), model.image_weights(rows)
-    embeds = model.image_side(images, of_images), model.text_side(texts, weights[image_of_text])
+    weights, image_weights = model.weights(choices), model.image_weights(rows)
+    embeds = model.image_side(images, image_weights), model.text_side(texts, weights[image_of_text])
     attributes = list(rows["attribute"]) if "attribute" in rows.column_names else None
     metrics = choice_metrics(*embeds, image_of_text, attributes)
-    return metrics, {"choices": weights, "images": of_images}, counts
+    return metrics, {"choices": weights, "images": image_weights}, counts
 
 
 def measure_linear_probe(task: Task, model: Embeds, rows: Dataset, train_rows: Dataset) -> Measured:

@@ -51,9 +51,9 @@ def own_fingerprint(own: OwnTask) -> str | None:
     splits = [own.split, *([own.train_split] if own.task == "linear_probe" else [])]
     columns = [own.image_column] if own.task != "pairs" else [f"{own.image_column}_{side}" for side in range(2)]
     changes = [{"split": split, "image_column": column} for split in splits for column in columns]
-    held = [identity(dataclasses.replace(own.arguments(), **change)) for change in changes]
+    identities = [identity(dataclasses.replace(own.arguments(), **change)) for change in changes]
     files = [name for name in filter(None, [own.classes, *(own.templates or [])]) if os.path.isfile(name)]
-    return None if None in held else short_digest([held, file_digests(files)])
+    return None if None in identities else short_digest([identities, file_digests(files)])
 
 
 def retrieval_task(arguments: DataArguments) -> Task:
@@ -76,10 +76,10 @@ def retrieval_task(arguments: DataArguments) -> Task:
             )  # fmt: skip
         return one_row_an_image(rows), skipped
 
-    data, of_world = _data(arguments), is_world(arguments.source)
-    protocol = _protocol(data) + ("" if of_world else "; every image with the same caption is right")
+    data, from_world = _data(arguments), is_world(arguments.source)
+    protocol = _protocol(data) + ("" if from_world else "; every image with the same caption is right")
     title = _title("retrieval", arguments)
-    return Task("retrieval", title, protocol, load, data=data, equal_captions_are_right=not of_world)
+    return Task("retrieval", title, protocol, load, data=data, equal_captions_are_right=not from_world)
 
 
 def zero_shot_task(
@@ -220,7 +220,7 @@ def is_template(text: str) -> bool:
 
 
 def _data(arguments: DataArguments, *also_read: DataArguments) -> dict[str, Any]:
-    """What identifies the data of a task: the settings, and the identity of the files that they name, so that rows
+    """The identity of the data of a task: the settings, and the identity of the files that they name, so that rows
     changed in place are other data."""
     chosen = {key: value for key, value in dataclasses.asdict(arguments).items() if key not in READING_SETTINGS}
     if arguments.pixel_range is None:
@@ -228,12 +228,12 @@ def _data(arguments: DataArguments, *also_read: DataArguments) -> dict[str, Any]
     if not is_world(arguments.source):
         for key in ("captions", "kinds", "seed"):
             del chosen[key]
-    held = [of_part for of_part in map(identity, (arguments, *also_read)) if of_part is not None]
-    return chosen | ({"identity": held} if held else {})
+    identities = [part for part in map(identity, (arguments, *also_read)) if part is not None]
+    return chosen | ({"identity": identities} if identities else {})
 
 
 def _no_classes(rows: Dataset) -> str:
-    """Which folders are no classes, in brackets (`data.image_folders.open_folder`)."""
+    """The folders that are no classes, in brackets (`data.image_folders.open_folder`)."""
     return f" ({rows.info.description})" if rows.info.description.startswith(NO_PICTURE) else ""
 
 
@@ -246,7 +246,7 @@ def _title(measure: str, arguments: DataArguments) -> str:
 
 
 def _known_as(source: str) -> str:
-    """What a reader knows data by: a name on the Hub or a URL, or the last part of a path."""
+    """The name that a reader knows data by: a name on the Hub or a URL, or the last part of a path."""
     return without_paths(source, paths_here(source))
 
 

@@ -61,7 +61,7 @@ class OwnTask:
 
     def arguments(self) -> DataArguments:
         """Settings of the rows that are measured."""
-        of_captions = self.task in ("retrieval", "pairs")
+        has_captions = self.task in ("retrieval", "pairs")
         try:
             return DataArguments(
                 source=self.dataset,
@@ -70,7 +70,7 @@ class OwnTask:
                 image_column=self.image_column,
                 image_root=self.image_root,
                 pixel_range=self.pixel_range,
-                caption_column=self.caption_column if of_captions else self.label_column,
+                caption_column=self.caption_column if has_captions else self.label_column,
                 captions_per_line=self.captions_per_line and self.task == "retrieval",
                 seed=0,  # of a world: all models are measured on the same pictures
             )

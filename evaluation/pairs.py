@@ -63,7 +63,7 @@ def choice_metrics(
     similarity[first] = -np.inf
     right = own > np.maximum.reduceat(similarity, first) + TIE
     metrics, attributes = {"accuracy": float(right.mean())}, np.array([] if attributes is None else attributes)
-    of_attribute = {name: float(right[attributes == name].mean()) for name in sorted({*attributes} - {None})}
-    if of_attribute:
-        metrics["mean_per_attribute"] = float(np.mean(list(of_attribute.values())))
-    return metrics | {f"mean_per_attribute/{name}": value for name, value in of_attribute.items()}
+    accuracies = {name: float(right[attributes == name].mean()) for name in sorted({*attributes} - {None})}
+    if accuracies:
+        metrics["mean_per_attribute"] = float(np.mean(list(accuracies.values())))
+    return metrics | {f"mean_per_attribute/{name}": value for name, value in accuracies.items()}

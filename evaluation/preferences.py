@@ -122,10 +122,10 @@ def top_patches(routed: RoutedImages) -> list[list[tuple[int, int]]]:
     return [
         [
             (image, places[image, expert])
-            for image in np.argsort(-of_expert, kind="stable")[:NUM_SHOWN]
-            if of_expert[image] > 0
+            for image in np.argsort(-probabilities, kind="stable")[:NUM_SHOWN]
+            if probabilities[image] > 0
         ]
-        for expert, of_expert in enumerate(best.T)
+        for expert, probabilities in enumerate(best.T)
     ]
 
 

@@ -90,9 +90,9 @@ def write_report(
         "## How it was measured",
         _protocols(table),
     ]
-    of_models = {model: [of_models.get(model) for of_models in scores.values()] for model in table}
-    values = {model: [score and score.value for score in row] for model, row in of_models.items()}
-    reaches = {model: [score and score.reach for score in row] for model, row in of_models.items()}
+    model_scores = {model: [column.get(model) for column in scores.values()] for model in table}
+    values = {model: [score and score.value for score in row] for model, row in model_scores.items()}
+    reaches = {model: [score and score.reach for score in row] for model, row in model_scores.items()}
 
     def draw(path: Path) -> None:
         draw_scores(list(scores), values, path, reaches)
@@ -137,7 +137,7 @@ def arrange(results: Results) -> dict[str, dict[str, dict[str, Any]]]:
     return {model: {task: row[task] for task in first if task in row} for model, row in table.items()}
 
 
-def of_tasks(table: dict[str, dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+def first_results(table: dict[str, dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
     """task -> the result of the first model that has one, for what all results of a task share."""
     first: dict[str, dict[str, Any]] = {}
     for row in table.values():
@@ -190,20 +190,20 @@ def primary_columns(row: dict[str, dict[str, Any]]) -> dict[tuple[str, str], str
 def _scores(table, baseline: str | None) -> dict[str, dict[str, Score]]:
     """Title of a task's primary metric, or of a mean -> model -> score."""
     scores: dict[str, dict[str, Score]] = {}
-    of_task: dict[str, dict[str, dict[str, Score]]] = {}
-    for (task, metric), title in primary_columns(of_tasks(table)).items():
+    task_scores: dict[str, dict[str, dict[str, Score]]] = {}
+    for (task, metric), title in primary_columns(first_results(table)).items():
         scores[title] = {}
-        of_task.setdefault(task, {})[metric] = scores[title]
+        task_scores.setdefault(task, {})[metric] = scores[title]
         for model, row in table.items():
             if task in row:
                 value, reach = row[task]["metrics"][metric], score_reach(row[task], metric)
                 scores[title][model] = Score(value, reach)
                 if baseline not in (None, model) and task in table[baseline]:
                     other = table[baseline][task]
-                    of_both = score_difference_reach(row[task], other, metric)
-                    scores[title][model] = Score(value, reach, value - other["metrics"][metric], of_both)
-    for title, metrics in means_of(of_task).items():
-        parts = [of_task[task][metric] for task, metric in metrics.items()]
+                    difference_reach = score_difference_reach(row[task], other, metric)
+                    scores[title][model] = Score(value, reach, value - other["metrics"][metric], difference_reach)
+    for title, metrics in means_of(task_scores).items():
+        parts = [task_scores[task][metric] for task, metric in metrics.items()]
         models = [model for model in table if all(model in part for part in parts)]
         independent = not any(BENCHMARKS[task].language for task in metrics)  # languages share their images
         scores[title] = {model: _mean_score([part[model] for part in parts], independent) for model in models}
@@ -216,24 +216,24 @@ def _mean_score(scores: Sequence[Score], independent: bool) -> Score:
     def mean_or_none(values: Sequence[float | None]) -> float | None:
         return None if None in values else mean(values)
 
-    def of_mean(reaches: Sequence[Reach | None]) -> Reach | None:
+    def reach_of_mean(reaches: Sequence[Reach | None]) -> Reach | None:
         return None if None in reaches else mean_reach(reaches, independent)
 
     return Score(
         mean(score.value for score in scores),
-        of_mean([score.reach for score in scores]),
+        reach_of_mean([score.reach for score in scores]),
         mean_or_none([score.difference for score in scores]),
-        of_mean([score.difference_reach for score in scores]),
+        reach_of_mean([score.difference_reach for score in scores]),
     )
 
 
 def _summary(models: Sequence[str], scores: Mapping[str, Mapping[str, Score]]) -> str:
-    cells = [[str(of_models.get(model, "")) for of_models in scores.values()] for model in models]
+    cells = [[str(column.get(model, "")) for column in scores.values()] for model in models]
     if len(scores) > max(len(models), MOST_COLUMNS):
-        rows = [[title, *of_title] for title, *of_title in zip(scores, *cells, strict=True)]
+        rows = [[title, *title_cells] for title, *title_cells in zip(scores, *cells, strict=True)]
         return markdown_table(["task", *models], rows)
     return markdown_table(
-        ["model", *scores], [[model, *of_model] for model, of_model in zip(models, cells, strict=True)]
+        ["model", *scores], [[model, *model_cells] for model, model_cells in zip(models, cells, strict=True)]
     )
 
 
@@ -246,7 +246,9 @@ def _brackets(baseline: str) -> str:
 
 def _all_metrics(table) -> str:
     rows = []
-    for task, metric in ((task, metric) for task, result in of_tasks(table).items() for metric in result["metrics"]):
+    for task, metric in (
+        (task, metric) for task, result in first_results(table).items() for metric in result["metrics"]
+    ):
         values = (f"{row[task]['metrics'][metric]:.1%}" if task in row else "" for row in table.values())
         rows.append([f"{task}: {metric}", *values])
     return markdown_table(["metric", *table], rows)
@@ -255,7 +257,7 @@ def _all_metrics(table) -> str:
 def _protocols(table) -> str:
     lines = [
         f"{task}: {result['protocol']} ({result['num_samples']} samples, {result['num_skipped']} skipped)"
-        for task, result in of_tasks(table).items()
+        for task, result in first_results(table).items()
     ]
     made: dict[str, list[str]] = {}
     for model, results in table.items():
@@ -287,7 +289,7 @@ def draw_scores(
         reaches: model -> how far each score's error bar reaches.
     """
     values = 100 * np.array([list(scores[model]) for model in scores], dtype=float)
-    reach = 100 * np.array([[of_score or (0, 0) for of_score in reaches[model]] for model in scores])
+    reach = 100 * np.array([[pair or (0, 0) for pair in reaches[model]] for model in scores])
     lines, series = list(scores), list(columns)
     if len(columns) > len(scores):
         lines, series, values, reach = series, lines, values.T, reach.swapaxes(0, 1)

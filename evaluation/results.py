@@ -20,7 +20,7 @@ def write_result(result: dict[str, Any], output_dir: Path) -> None:
 
 
 def same_data(data: dict[str, Any]) -> dict[str, Any]:
-    """What tells the data of a result: not where they lie, if what they hold is known."""
+    """The keys by which the data of two results are compared: not their place, if their contents are known."""
     return {key: value for key, value in data.items() if key not in ("source", "image_root") or "identity" not in data}
 
 

@@ -114,18 +114,18 @@ def information(search: Search) -> float:
     """
 
     def loss(chunks: Iterable[Chunk], scale: float) -> float:
-        def of_chunk(chunk: Chunk) -> np.ndarray:
+        def chunk_losses(chunk: Chunk) -> np.ndarray:
             right = np.logaddexp.reduceat(scale * chunk.similarities[chunk.rows, chunk.columns], chunk.starts)
             return logsumexp(scale * chunk.similarities, axis=1) - right
 
-        return float(np.concatenate(list(map(of_chunk, chunks))).mean())
+        return float(np.concatenate(list(map(chunk_losses, chunks))).mean())
 
-    of_all, num_candidates = range(len(search.queries)), len(search.candidates)
-    step = max(-(-len(of_all) // FITTED), -(-len(of_all) * num_candidates // SCORES_AT_ONCE))
-    fitted = list(search.chunks(of_all[::step]))
+    all_queries, num_candidates = range(len(search.queries)), len(search.candidates)
+    step = max(-(-len(all_queries) // FITTED), -(-len(all_queries) * num_candidates // SCORES_AT_ONCE))
+    fitted = list(search.chunks(all_queries[::step]))
     best = minimize_scalar(lambda log_scale: loss(fitted, np.exp(log_scale)), bounds=SCALES, method="bounded")
     chance = np.log(num_candidates / np.bincount(search.right_queries)).mean()
-    lacking = loss(search.chunks(of_all), np.exp(best.x))
+    lacking = loss(search.chunks(all_queries), np.exp(best.x))
     return max(0.0, float(1 - lacking / chance)) if chance else 1.0  # each candidate is right: nothing to tell
 
 

@@ -1,4 +1,4 @@
-"""Which tokens the routers of a sparse model send where, and what its fusion gates keep of the base FFN."""
+"""The tokens that the routers of a sparse model send to each expert, and the share of its base FFN that gates keep."""
 
 import math
 from collections.abc import Iterator
@@ -105,16 +105,18 @@ def count_tokens(model: CLIPMoEModel) -> Iterator[Counts]:
     for tower in TOWERS:
         for number in sorted(getattr(model.config, f"{tower}_config").moe_layers):
             layer = getattr(model, f"{tower}_model").encoder.layers[number]
-            of_layer = {kind: LayerCounts(layer.mlp.router.config.num_experts) for kind in ("all", "output")}
-            counts.setdefault(tower, {})[number] = of_layer
+            layer_counts = {kind: LayerCounts(layer.mlp.router.config.num_experts) for kind in ("all", "output")}
+            counts.setdefault(tower, {})[number] = layer_counts
 
-            def count(router, inputs, outputs, tower=tower, fusion_gate=layer.mlp.fusion_gate, of_layer=of_layer):
+            def count(
+                router, inputs, outputs, tower=tower, fusion_gate=layer.mlp.fusion_gate, layer_counts=layer_counts
+            ):
                 gate = None if fusion_gate is None else fusion_gate.proj(inputs[0]).sigmoid()
                 probabilities = router_probabilities(outputs[0].double(), router.config.scoring_func)
                 values = (probabilities, *outputs[1:3], inputs[1], gate)
-                of_layer["all"].add(*values)
-                of_layer["output"].add(*(at_output(tower, value) for value in values))
-                of_layer["all"].num_overflowing += _num_overflowing(router, outputs[0], inputs[1])
+                layer_counts["all"].add(*values)
+                layer_counts["output"].add(*(at_output(tower, value) for value in values))
+                layer_counts["all"].num_overflowing += _num_overflowing(router, outputs[0], inputs[1])
 
             hooks.append(layer.mlp.router.register_forward_hook(count))
     try:
@@ -160,12 +162,14 @@ def averaged_experts(model: CLIPMoEModel) -> Iterator[None]:
     """Within the block, every expert is the mean of its layer's experts, of narrow ones of those in the same place of
     their FFN: what is then lost is what the experts know apart from each other."""
     blocks = sparse_blocks(model).values()
-    of_ffns = [(tensor, counted_as_one(block.config)) for block in blocks for tensor in block.experts.parameters()]
-    tensors = [tensor for tensor, _ in of_ffns]
+    tensors_with_sizes = [
+        (tensor, counted_as_one(block.config)) for block in blocks for tensor in block.experts.parameters()
+    ]
+    tensors = [tensor for tensor, _ in tensors_with_sizes]
     before = [tensor.clone() for tensor in tensors]
     try:
-        for tensor, of_ffn in of_ffns:
-            copies = tensor.unflatten(0, (-1, of_ffn))
+        for tensor, experts_per_ffn in tensors_with_sizes:
+            copies = tensor.unflatten(0, (-1, experts_per_ffn))
             tensor.copy_(copies.mean(dim=0).repeat(len(copies), *[1] * (tensor.ndim - 1)))
         yield
     finally:

@@ -17,7 +17,7 @@ def draw_shares(routing: Mapping[str, Mapping[int, Mapping[str, Any]]], path: Pa
     """Heat maps of the share of tokens per expert and layer, a column for each tower (CLIP-MoE Figure 3): of all
     tokens, and below of those that are pooled. `routing`: tower -> layer -> "all" or "output" -> means."""
     maps = {
-        (kind, tower): 100 * np.array([of_layer[kind]["shares"] for of_layer in layers.values()])
+        (kind, tower): 100 * np.array([kinds[kind]["shares"] for kinds in layers.values()])
         for kind in ("all", "output")
         for tower, layers in routing.items()
     }

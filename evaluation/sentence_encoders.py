@@ -123,10 +123,12 @@ class TextEncoder:
 def _modules(source: str, pooling: Pooling, hub: dict[str, Any]) -> list[torch.nn.Module]:
     from sentence_transformers.sentence_transformer import modules
 
-    output, made = ("pooler_output", "sentence_embedding") if pooling == "pooler" else ("last_hidden_state", TOKENS)
+    output, output_name = (
+        ("pooler_output", "sentence_embedding") if pooling == "pooler" else ("last_hidden_state", TOKENS)
+    )
     method = {"text": {"method": "forward", "method_output_name": output}}
     hub_kwargs = {f"{part}_kwargs": dict(hub) for part in ("model", "processor", "config")}
-    transformer = modules.Transformer(source, modality_config=method, module_output_name=made, **hub_kwargs)
+    transformer = modules.Transformer(source, modality_config=method, module_output_name=output_name, **hub_kwargs)
     if pooling == "pooler":
         if getattr(transformer.model, "pooler", None) is None:
             raise ValueError(f"{source} has no pooler: use pooling mean or cls")
@@ -196,7 +198,7 @@ def load_encoder(folder: str | Path, device: str | torch.device = "cpu") -> Sent
     if not (folder / SETTINGS_FILE).is_file():
         raise FileNotFoundError(
             f"{folder} holds no sentence encoder. An embed stage of captions or images has it in encoder/, a mixture "
-            "in metadata_encoder/: copy the one that the cluster centers were made with"
+            "in metadata_encoder/: copy the one that the cluster centers were output_name with"
         )
     with loading(folder):
         settings = json.loads((folder / SETTINGS_FILE).read_text(encoding="utf-8"))

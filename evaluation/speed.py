@@ -21,7 +21,7 @@ SECONDS_OF_A_TURN = 0.2
 
 
 def in_turn(calls: Mapping[Key, Callable[[], Any]], rounds: int, warm_up: int = 0) -> dict[Key, list]:
-    """What each call returned in each round; in a round every call has its turn, so that whatever slows the machine
+    """The results of each call in each round; in a round every call has its turn, so that whatever slows the machine
     slows all of them. The first `warm_up` rounds do not count."""
     results = {name: [] for name in calls}
     for turn in range(warm_up + rounds):
@@ -55,7 +55,7 @@ def measure_speed(
             f"{', '.join(models)} cannot embed {batch_size} at a time in {str(dtype).removeprefix('torch.')} on "
             f"{device}, for want of memory? {str(error).splitlines()[0]}"
         ) from error
-    rates = {key: batch_size / statistics.median(of_key) for key, of_key in seconds.items()}
+    rates = {key: batch_size / statistics.median(measured) for key, measured in seconds.items()}
     return {name: {unit: rate for (of, unit), rate in rates.items() if of == name} for name in models}
 
 

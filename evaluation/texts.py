@@ -1,4 +1,4 @@
-"""Which texts of a task a model does not read to the end, and which it cannot tell apart: its tokenizer knows."""
+"""Texts of a task that a tokenizer cuts, and texts that it makes equal."""
 
 import logging
 from collections import Counter
@@ -57,13 +57,15 @@ def require_told_apart(task: Task, read: ReadTexts) -> None:
     Args:
         read: the prompts of all templates, one class after the other.
     """
-    of_class = [slice(start, start + len(task.templates)) for start in range(0, len(read.texts), len(task.templates))]
+    prompts_of_class = [
+        slice(start, start + len(task.templates)) for start in range(0, len(read.texts), len(task.templates))
+    ]
     first: dict[Hashable, int] = {}
     for number, name in enumerate(task.classes):
-        other = first.setdefault((task.group_of_class.get(name), *read.digests[of_class[number]]), number)
+        other = first.setdefault((task.group_of_class.get(name), *read.digests[prompts_of_class[number]]), number)
         if other == number:
             continue
-        are_cut = zip(read.is_cut[of_class[other]], read.is_cut[of_class[number]], strict=True)
+        are_cut = zip(read.is_cut[prompts_of_class[other]], read.is_cut[prompts_of_class[number]], strict=True)
         if all(any(pair) for pair in are_cut):
             why = f"all prompts are cut at {read.max_length} tokens, before they differ: shorten names or templates"
         else:

@@ -65,11 +65,11 @@ class BabelImageNet(Layout):
     def rows(self, folder: Path, split: str) -> Dataset:
         """All images, so that they are embedded once for all languages; the label of those without a name is -1."""
         layout, names = self._layout(folder, split), self._names(folder, split)
-        of_data = layout.class_names(folder, split)
-        if of_data and not are_ids(of_data):
+        folder_names = layout.class_names(folder, split)
+        if folder_names and not are_ids(folder_names):
             raise ValueError(
-                f"{folder} calls classes {of_data[0]!r} and the like, but Babel-ImageNet's numbers have the order of "
-                "WordNet's ids: call each folder by its own, such as n01440764"
+                f"{folder} calls classes {folder_names[0]!r} and the like, but Babel-ImageNet's numbers have the order "
+                "of WordNet's ids: call each folder by its own, such as n01440764"
             )
         rows = layout.rows(folder, split)
         number = len(set(rows["label"]))

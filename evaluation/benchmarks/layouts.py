@@ -76,7 +76,7 @@ class Layout(ABC):
         return short_digest([[file.relative_to(folder).as_posix() for file in files], file_digests(files)])
 
     def other_files(self, folder: Path, split: str) -> Iterable[Path]:
-        """What a split holds beside its annotations: its images."""
+        """The files of a split beside its annotations: its images."""
         try:
             rows = self.rows(folder, split)
         except FAULTS:  # told when it is loaded
@@ -188,11 +188,11 @@ class ClassFolders(Layout):
     def rows(self, folder: Path, split: str) -> Dataset:
         images, labels = [], []
         for label, path in enumerate(self._classes(folder, split)):
-            of_class = images_in(path)
-            if not of_class:
+            class_images = images_in(path)
+            if not class_images:
                 raise ValueError(f"{path} has no images: a folder in {path.parent} must hold those of a class")
-            images += map(str, of_class)
-            labels += [label] * len(of_class)
+            images += map(str, class_images)
+            labels += [label] * len(class_images)
         return Dataset.from_dict({"image": images, "label": labels})
 
 

@@ -113,22 +113,22 @@ def _from_hub(benchmark: Benchmark, patterns: Sequence[str], way_out: str = "") 
 
 def _class_names(benchmark: Benchmark, folder: Path, layout: Layout) -> list[str]:
     """By the number of the class: of a file beside the data, of the data themselves, or of the copy on the Hub."""
-    of_data = layout.class_names(folder, benchmark.split)
-    if of_data and not (are_ids(of_data) or (folder / CLASSES).is_file()):
-        return of_data
+    data_names = layout.class_names(folder, benchmark.split)
+    if data_names and not (are_ids(data_names) or (folder / CLASSES).is_file()):
+        return data_names
     file = _text_file(benchmark, folder, CLASSES)
     names = read_classes(file)
-    of_ids = names_after_ids(names, str(file))
-    if of_ids and any(map(SYNSET.match, of_data or ())):
-        alone = sorted(of_ids.keys() ^ set(of_data))
+    names_by_id = names_after_ids(names, str(file))
+    if names_by_id and any(map(SYNSET.match, data_names or ())):
+        alone = sorted(names_by_id.keys() ^ set(data_names))
         if alone:
             raise ValueError(f"{folder} needs images of all classes in {file}, but {alone[0]} is in one of both alone")
-        return [of_ids[synset] for synset in of_data]
-    names = list(of_ids.values()) or names
+        return [names_by_id[synset] for synset in data_names]
+    names = list(names_by_id.values()) or names
     if are_ids(names) and not benchmark.numbers:
         raise ValueError(f"{file} calls classes {', '.join(names[:3])}, which says nothing to a model: write names")
-    if of_data:
-        _require_order(names, of_data, file, folder)
+    if data_names:
+        _require_order(names, data_names, file, folder)
     return names
 
 
@@ -144,19 +144,19 @@ def _text_file(benchmark: Benchmark, folder: Path, name: str) -> Path:
     return _from_hub(benchmark, ["*.txt"], way_out=way_out) / name
 
 
-def _require_order(names: Sequence[str], of_data: Sequence[str], file: Path, folder: Path) -> None:
+def _require_order(names: Sequence[str], data_names: Sequence[str], file: Path, folder: Path) -> None:
     """Raises a ValueError if there is not one name for each class of the data, or a name belongs to another class."""
-    if len(of_data) != len(names):
+    if len(data_names) != len(names):
         raise ValueError(
-            f"{folder} needs images of all {len(names)} classes in {file}, but has {len(of_data)} classes, from "
-            f"{of_data[0]} to {of_data[-1]}"
+            f"{folder} needs images of all {len(names)} classes in {file}, but has {len(data_names)} classes, from "
+            f"{data_names[0]} to {data_names[-1]}"
         )
-    plain, wanted = ([re.sub(r"[\W_]+", "", name).lower() for name in some] for some in (names, of_data))
+    plain, wanted = ([re.sub(r"[\W_]+", "", name).lower() for name in some] for some in (names, data_names))
     for number, name in enumerate(plain):
         if name != wanted[number] and name in wanted:
             raise ValueError(
                 f"line {number + 1} of {file} is {names[number]!r}, but the folder with this number is "
-                f"{of_data[number]!r}: put the names into the order of the folders"
+                f"{data_names[number]!r}: put the names into the order of the folders"
             )
 
 

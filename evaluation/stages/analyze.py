@@ -17,7 +17,7 @@ from clip_moe.evaluation.measured_tasks import REHEARSED_ROWS, MeasuredTasks
 
 @dataclass(config=STRICT, kw_only=True)
 class AnalyzeStage(MeasuredTasks, Stage):
-    """What each expert of a sparse model knows, and which tokens it gets, as a page with pictures.
+    """The scores of each expert of a sparse model, and the tokens that it gets, as a page with pictures.
 
     Do the experts do anything? First comes the collapse test: every task is measured with the routers, and with every
     layer's experts replaced by their mean; if that costs nothing, the experts do nothing apart from each other. Beside

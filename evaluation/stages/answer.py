@@ -87,11 +87,11 @@ class AnswerStage(EvaluateStage):
         from clip_moe.evaluation.examples import examples_table, find_examples
 
         ends = self.trainings(results, inputs)
-        of_models = {
+        trainings_of_rows = {
             row: {folder.name: ends[folder] for folder in trainings(Path(model))}
             for row, model in inputs.models.items()
         }
-        answered = answer(results, [LEARNED], inputs.models, of_models)
+        answered = answer(results, [LEARNED], inputs.models, trainings_of_rows)
         write_text(directory / ANSWER, json.dumps({"verdict": answered.verdict, "use": answered.use}))
         task = self.tasks_of(inputs)[LEARNED]
         options = self.batch_size, device, getattr(torch, self.dtype)

@@ -136,21 +136,21 @@ class EvaluateStage(MeasuredTasks, Stage):
 
         best: dict[str, dict[str, float]] = {}
         for result in results:
-            of_model = (result.get("texts") or {}).get("best", {})  # a linear probe has no texts
-            of_task = best.setdefault(result["title"], dict(of_model))
+            model_ceilings = (result.get("texts") or {}).get("best", {})  # a linear probe has no texts
+            ceilings = best.setdefault(result["title"], dict(model_ceilings))
             # Each model has its tokenizer
-            of_task |= {way: max(share, of_task[way]) for way, share in of_model.items()}
+            ceilings |= {way: max(share, ceilings[way]) for way, share in model_ceilings.items()}
         sentences = (
-            f"The captions of {escape(title)} allow no model more than R@1 {recalls(of_task)}."
-            for title, of_task in best.items()
-            if min(of_task.values(), default=1) < 1
+            f"The captions of {escape(title)} allow no model more than R@1 {recalls(ceilings)}."
+            for title, ceilings in best.items()
+            if min(ceilings.values(), default=1) < 1
         )
         return "\n\n".join(sentences), {}
 
 
 def training_seconds(models: Mapping[str, str]) -> str:
-    """What the stage that trained each model took, by its record, as one line; empty where none has one. Seconds are no
-    ratio of multiply-adds: small products run at a smaller share of a machine's speed."""
+    """The seconds that the training of each model took, by its record, as one line; empty where none has one. Seconds
+    are no ratio of multiply-adds: small products run at a smaller share of a machine's speed."""
     took = []
     for title, model in models.items():
         if (Path(model) / MANIFEST).is_file():
