@@ -16,6 +16,7 @@ from small_evaluation import dense, small_tasks  # noqa: F401 (fixtures)
 from tiny_clip import error_of
 
 import clip_moe
+from clip_moe.conversion.stages.initialize import InitializeStage
 from clip_moe.data import draw, extras, icons, symbols
 from clip_moe.data.arguments import DataArguments
 from clip_moe.data.contact_sheet import contact_sheet
@@ -90,8 +91,11 @@ def test_a_world_of_ones_own(tmp_path, monkeypatch, dense):  # noqa: F811
     assert tasks["flags_all"].title == "flags, all" and tasks["flags_all"].data == {"installed": before, "seed": 2}
     (result,) = evaluate_model(dense, tasks, tmp_path / "results")
     assert result["task"] == "flags_all" and result["num_samples"] == 3
+    tower, inputs = {"text_config": {}, "vision_config": {}, "projection_dim": 8}, SimpleNamespace(tokenizer=None)
+    stage = InitializeStage(stage="initialize", name="new", processor="my_worlds:WORLD", **tower)
+    digests = stage.fingerprints(inputs)
     (tmp_path / "my_inks.py").write_text("RED = 200, 20, 41\n")
-    assert identity(arguments) != before
+    assert identity(arguments) != before and stage.fingerprints(inputs)["processor"] != digests["processor"]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pydantic.dataclasses import dataclass
 
 from clip_moe.conversion.model_stage import ModelStage
 from clip_moe.conversion.presets import PRESETS, changed_preset
-from clip_moe.data.worlds import is_world
+from clip_moe.data.worlds import is_world, origin_of
 from clip_moe.engine.context import Context
 from clip_moe.engine.settings import STRICT, Reads
 from clip_moe.engine.stage import named_errors
@@ -83,7 +83,10 @@ class InitializeStage(ModelStage):
         save(processor, directory)
 
     def fingerprints(self, inputs: SimpleNamespace) -> dict[str, str]:
+        from clip_moe.engine.digests import value_digest
         from clip_moe.engine.provenance import named_files
 
-        folders = [self.processor, self.tokenizer if inputs.tokenizer == self.tokenizer else None]
-        return named_files([], [folder for folder in folders if not is_world(folder)])
+        origin = origin_of(self.processor) if is_world(self.processor) else {}
+        folders = [None if is_world(self.processor) else self.processor]
+        folders += [self.tokenizer] if inputs.tokenizer == self.tokenizer else []
+        return named_files([], folders) | ({"processor": value_digest(origin)} if origin else {})
