@@ -18,7 +18,6 @@ from transformers import (
 )
 from transformers.tokenization_utils_base import LARGE_INTEGER
 
-from clip_moe.conversion.checkpoints import has_file
 from clip_moe.conversion.processors import (
     IMAGE_PROCESSOR_FILES,
     TOKENIZER_FILES,
@@ -27,6 +26,7 @@ from clip_moe.conversion.processors import (
     load_tokenizer,
     mark_padding,
     require_fit,
+    require_half,
 )
 from clip_moe.conversion.upcycle import ROUTING_FIELDS, check_memory
 from clip_moe.data.world import build_image_processor
@@ -192,20 +192,14 @@ def _processor(processor: str | None, tokenizer: str | None, context_length: int
     elif is_world(processor):
         images = build_image_processor(image_size)
     else:
-        _require_half(processor, "image processor", IMAGE_PROCESSOR_FILES)
+        require_half(processor, "image processor", IMAGE_PROCESSOR_FILES)
         images = load_image_processor(processor)
     if tokenizer is None and is_world(processor):
         texts = world(processor).build_tokenizer(context_length)
     else:
         source = processor if tokenizer is None else tokenizer
-        _require_half(source, "tokenizer", TOKENIZER_FILES)
+        require_half(source, "tokenizer", TOKENIZER_FILES)
         texts = load_tokenizer(source)
         if texts.model_max_length >= LARGE_INTEGER:  # it says none
             texts.model_max_length = context_length
     return CLIPProcessor(image_processor=images, tokenizer=texts)
-
-
-def _require_half(source: str, half: str, files: tuple[str, ...]) -> None:
-    """A folder or hub name has this half of a processor, which transformers would make up."""
-    if not has_file(source, files):
-        raise FileNotFoundError(f"{source} has no {half} ({' or '.join(files)})")

@@ -71,11 +71,18 @@ def _load(auto_class: Any, source: str | Path, **kwargs) -> Any:
     return loaded
 
 
+def require_half(source: str | Path, half: str, files: Sequence[str]) -> None:
+    """Refuses a folder or hub name without this half of a processor, which transformers would make up."""
+    if not has_file(source, files):
+        raise FileNotFoundError(
+            f"{source} has no {half} ({' or '.join(files)}): copy the one it was trained with there"
+        )
+
+
 def load_processor(source: str | Path) -> ProcessorMixin:
     """The processor of a folder or hub name, which fits the model that is there."""
-    for half, names in (("tokenizer", TOKENIZER_FILES), ("image processor", IMAGE_PROCESSOR_FILES)):
-        if not has_file(source, names):
-            raise FileNotFoundError(f"{source} has no {half}; copy the one it was trained with there")
+    require_half(source, "tokenizer", TOKENIZER_FILES)
+    require_half(source, "image processor", IMAGE_PROCESSOR_FILES)
     processor = _load(AutoProcessor, source)
     if has_file(source, ["config.json"]):
         for config in model_configs(source):
