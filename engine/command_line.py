@@ -12,14 +12,14 @@ from dataclasses import field, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
 from clip_moe.engine.help_text import in_lines
 from clip_moe.engine.kinds import stage_of_kind
 from clip_moe.engine.messages import suggestion
 from clip_moe.engine.program import end
-from clip_moe.engine.recipe import Recipe, validated
+from clip_moe.engine.recipe import MixedPrecision, Recipe, validated
 from clip_moe.engine.setting_help import (
     Setting,
     docstring,
@@ -34,14 +34,32 @@ from clip_moe.engine.settings import STRICT
 from clip_moe.engine.yaml_files import read_yaml
 
 Function = Callable[..., str | None]
-# Settings of the run, which the command of every stage has
-OF_RUN = ("seed", "mixed_precision", "trackers")
 # Column in which an overview says what a command does
 PURPOSE_COLUMN = 14
 # What YAML 1.1 takes for another number: octal and base 60
 ODD_NUMBER = re.compile(r"[+-]?0\d+|[+-]?\d+(:\d+)+(\.\d*)?")
 # Patterns of files, which YAML takes for an alias and a dictionary
 PATTERN = re.compile(r"\*|\{\d+\.\.\d+\}")
+
+
+# Samples in the batch of a process in a rehearsal
+RehearsedBatch = Annotated[int, Field(gt=0, strict=True)]
+
+
+@dataclass(config=STRICT, kw_only=True)
+class RunSettings:
+    """Settings that the command of every stage has beside those of the stage."""
+
+    # As in a recipe.
+    seed: int = Field(default=0, ge=0, lt=2**32)
+    # As in a recipe: no (float32), fp16 or bf16.
+    mixed_precision: MixedPrecision = None
+    # As in a recipe: Accelerate's trackers.
+    trackers: list[str] = Field(default_factory=list)
+    # Run two steps on few samples, and print what a run takes.
+    rehearse: bool = False
+    # Rehearse with so many samples in the batch of a process.
+    rehearse_batch: RehearsedBatch | None = None
 
 
 def _require_name(path: Any) -> Any:
@@ -105,14 +123,11 @@ def read_arguments(
     settings_class = _settings_class(function)
     number = next((at for at, word in enumerate(arguments) if word.startswith("--")), len(arguments))
     values, words = _positional(settings_class, before, arguments[:number], title), []
-    for key, texts in read_flags(arguments[number:]).items():
-        name = key.replace("-", "_")
+    for name, texts in read_flags(arguments[number:], lambda key: spelled([key], settings_class)[0]).items():
         if takes_others and name not in settings_class.__pydantic_fields__:
-            words += [f"--{key}", *texts]
-        elif name in values:
-            raise ValueError(f"--{key} is given twice, with - and with _")
+            words += [f"--{name}", *texts]
         else:
-            values[name] = read_value(key, texts, _hint(settings_class, [name]))
+            values[name] = read_value(name, texts, _hint(settings_class, [name]))
     read = vars(validated(settings_class, values, title))
     return [read.pop(name) for name in before], words, read
 
@@ -152,58 +167,49 @@ def run_stage(kind: str, arguments: Sequence[str]) -> str | None:
     """Run the command of a stage, and return what is to be printed."""
     if not arguments or "--help" in arguments or "-h" in arguments:
         return stage_help(kind)
-    recipe, rehearsal = read_stage_command(kind, arguments)
-    if rehearsal is not None:
+    recipe, options = read_stage_command(kind, arguments)
+    if options.rehearse or options.rehearse_batch:
         from clip_moe.engine.rehearsal import rehearse
 
-        return rehearse(recipe, recipe.stages, **rehearsal)
+        return rehearse(recipe, recipe.stages, options.rehearse_batch)
     from clip_moe.engine.runner import run_alone, usage_hint
 
     run_alone(recipe)
     return usage_hint(recipe)
 
 
-def read_stage_command(kind: str, arguments: Sequence[str]) -> tuple[Recipe, dict[str, Any] | None]:
-    """The recipe of a stage's command line; and where it is to be rehearsed, the options of `rehearse`."""
+def read_stage_command(kind: str, arguments: Sequence[str]) -> tuple[Recipe, RunSettings]:
+    """The recipe of a stage's command line, and how to run it."""
     stage, title = stage_of_kind(kind), f"clip-moe {kind.replace('_', '-')}"
     output, *rest = arguments
     if output.startswith("--") or not Path(output).name:
         raise ValueError(f"{title} OUTPUT --SETTING VALUE: the first argument is the folder to make, not {output!r}")
-    settings: dict[str, Any] = {}
-    for key, values in read_flags(rest).items():
-        first, *within = key.split(".")
-        first = first.replace("-", "_")
-        settings_class = Recipe if first in OF_RUN else stage
-        path = spelled([first, *within], settings_class)
-        target = settings
-        for part in path[:-1]:
+    settings: dict[str, Any] = {"name": Path(output).name, "stage": kind}
+    run_settings: dict[str, Any] = {}
+    for key, values in read_flags(rest, lambda key: ".".join(spelled(key.split("."), stage, RunSettings))).items():
+        is_own = key.partition(".")[0] not in RunSettings.__pydantic_fields__
+        *outer, name = path = key.split(".")
+        target = settings if is_own else run_settings
+        for part in outer:
             target = target.setdefault(part, {})
             if not isinstance(target, dict):
                 raise ValueError(f"--{key}: {part} has a value already")
-        if path[-1] in target:
-            raise ValueError(f"--{key} is given twice, with - and with _")
-        target[path[-1]] = read_value(key, values, bool if key == "rehearse" else _hint(settings_class, path))
-    batch_size = settings.pop("rehearse_batch", None)
-    is_rehearsal = settings.pop("rehearse", batch_size is not None)
-    if not isinstance(is_rehearsal, bool):
-        raise ValueError(f"--rehearse takes true or false, not {is_rehearsal!r}")
-    run_settings = {name: settings.pop(name) for name in OF_RUN if name in settings}
-    alone = validated(stage, {"name": Path(output).name, "stage": kind} | settings, title)
-    recipe = validated(Recipe, {"output_dir": str(Path(output).parent), "stages": [alone]} | run_settings, title)
+        target[name] = read_value(key, values, _hint(stage if is_own else RunSettings, path))
+    options, alone = validated(RunSettings, run_settings, title), validated(stage, settings, title)
+    run = {"seed": options.seed, "mixed_precision": options.mixed_precision, "trackers": options.trackers}
+    recipe = validated(Recipe, {"output_dir": str(Path(output).parent), "stages": [alone]} | run, title)
     recipe.title = title
-    return recipe, {"batch_size": batch_size} if is_rehearsal else None
+    return recipe, options
 
 
 def stage_help(kind: str) -> str:
     """Usage of a stage's command, its purpose, and its settings."""
     stage = stage_of_kind(kind)
-    settings = [setting for setting in settings_of(stage) if setting.name not in ("name", "stage")]
-    run_settings = [setting for setting in settings_of(Recipe) if setting.name in OF_RUN]
-    own = [setting for setting in settings if setting.name not in OF_RUN]
-    rows = ["Settings, whose values are read as YAML; several values make a list:", ""]
-    rows = [*map(in_lines, rows), *(line for setting in own + run_settings for line in _help_lines(setting))]
-    rows.append("  --rehearse [--rehearse_batch N]")
-    rows.append(in_lines("Run two steps on few samples, with N of them a batch, and tell what a run takes.", 6))
+    shared = settings_of(RunSettings)
+    left_out = {"name", "stage", *(setting.name for setting in shared)}
+    settings = [setting for setting in settings_of(stage) if setting.name not in left_out]
+    rows = [in_lines("Settings, whose values are read as YAML; several values make a list:"), ""]
+    rows += [line for setting in settings + shared for line in _help_lines(setting)]
     return _help(f"clip-moe {kind.replace('_', '-')}", ["output"], settings, docstring(stage), rows)
 
 
@@ -222,14 +228,18 @@ def _help_lines(setting: Setting, prefix: str = "") -> list[str]:
     return lines + [line for inner in settings_of(within) for line in _help_lines(inner, f"{name}.")]
 
 
-def read_flags(arguments: Sequence[str]) -> dict[str, list[str]]:
-    """`--a.b 1 --c=2 3` as {"a.b": ["1"], "c": ["2", "3"]}."""
+def read_flags(arguments: Sequence[str], spell: Callable[[str], str] = str) -> dict[str, list[str]]:
+    """`--a.b 1 --c=2 3` as {"a.b": ["1"], "c": ["2", "3"]}. One that is repeated has all its values.
+
+    Args:
+        spell: the name of a flag as its settings spell it.
+    """
     flags: dict[str, list[str]] = {}
     values = None
     for argument in arguments:
         if argument.startswith("--"):
             key, equals, value = argument[2:].partition("=")
-            values = flags.setdefault(key, [])  # one that is repeated has all its values
+            values = flags.setdefault(spell(key), [])
             values += [value] * bool(equals)
         elif values is not None:
             values.append(argument)

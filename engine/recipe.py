@@ -73,6 +73,12 @@ def read_stage(settings: Any) -> Stage:
     return TypeAdapter(stage_class(settings["stage"])).validate_python(settings)
 
 
+# Where "no" is what YAML reads as false
+MixedPrecision = Annotated[
+    Literal["no", "fp16", "bf16"] | None, BeforeValidator(lambda value: "no" if value is False else value)
+]
+
+
 @dataclass(config=STRICT, kw_only=True)
 class Recipe:
     """A run: its stages, in order."""
@@ -85,18 +91,13 @@ class Recipe:
     seed: int = Field(default=0, ge=0, lt=2**32)
     # "no" is float32. None: what `accelerate launch` or its configuration says; where that is "no", bf16 on GPUs that
     # compute in it.
-    mixed_precision: Literal["no", "fp16", "bf16"] | None = None
+    mixed_precision: MixedPrecision = None
     # Any of Accelerate's trackers: tensorboard, wandb, ...
     trackers: list[str] = Field(default_factory=list)
     # Stage -> hub repository that its model is uploaded to once all stages are done.
     push_to_hub: dict[str, str] = Field(default_factory=dict)
     # What errors call it: the file that it was read from
     title: ClassVar[str] = "the recipe"
-
-    @field_validator("mixed_precision", mode="before")
-    @classmethod
-    def _read_no(cls, value):
-        return "no" if value is False else value  # YAML's no
 
     @property
     def stage_names(self) -> frozenset[str]:
@@ -126,12 +127,10 @@ class Recipe:
 
     @model_validator(mode="after")
     def _check_push(self):
-        unknown = sorted(set(self.push_to_hub) - {stage.name for stage in self.stages})
+        models = {stage.name for stage in self.stages if "model" in kinds(type(stage))}
+        unknown = sorted(set(self.push_to_hub) - models)
         if unknown:
-            raise ValueError(f"push_to_hub names stages that the recipe does not have: {', '.join(unknown)}")
-        for stage in self.stages:
-            if stage.name in self.push_to_hub and "model" not in kinds(type(stage)):
-                raise ValueError(f"push_to_hub: {stage.name} makes no model")
+            raise ValueError(f"push_to_hub: no stage of the recipe makes a model {', '.join(unknown)}")
         return self
 
 
@@ -237,10 +236,10 @@ def _spelled(raw: dict[str, Any], key: str) -> str:
     if head == "defaults" and rest:
         kind = _same_name(rest[0], KINDS)
         names, rest = [head, kind], rest[1:]
-    settings = None
+    classes = []
     with suppress(ValueError):  # `load_recipe` reports an unknown kind
-        settings = kind and stage_class(kind)
-    return ".".join([*names, *spelled(rest, settings)])
+        classes += [stage_class(kind)] if kind else []
+    return ".".join([*names, *(spelled(rest, *classes) if rest else ())])
 
 
 def _same_name(name: str, known: Iterable[str]) -> str:

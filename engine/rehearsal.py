@@ -55,8 +55,6 @@ def rehearse(recipe: Recipe, stages: Collection[Stage], batch_size: int | None =
     Raises:
         The error of a stage, with its name. Nothing is kept.
     """
-    if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
-        raise ValueError(f"--rehearse_batch takes a number of samples, not {batch_size!r}")
     measured = measure_stages(recipe, stages, batch_size)
     rows = [["stage", "rehearsed in", "a step", "steps", "memory", "disk", "time"]]
     for name, stage in measured.items():

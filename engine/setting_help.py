@@ -61,15 +61,15 @@ def settings_within(hint: Any) -> type | None:
     return next(filter(None, map(settings_within, get_args(hint))), None)
 
 
-def spelled(path: Sequence[str], settings: type | None) -> list[str]:
-    """The keys of a flag as a class of settings and those within it spell them: `-` and `_` read alike. Keys that are
-    no settings, such as names of models, stay."""
-    keys = []
-    for key in path:
-        fields, name = getattr(settings, "__pydantic_fields__", {}), key.replace("-", "_")
-        keys.append(name if name in fields else key)
-        settings = settings_within(fields[name].annotation) if name in fields else None
-    return keys
+def spelled(path: Sequence[str], *classes: type) -> list[str]:
+    """The keys of a flag as one of several classes of settings and those within it spell them: `-` and `_` read alike.
+    Keys that are no settings, such as names of models, stay."""
+    name = path[0].replace("-", "_")
+    field = next((c.__pydantic_fields__[name] for c in classes if name in c.__pydantic_fields__), None)
+    if field is None:
+        return list(path)
+    within = settings_within(field.annotation)
+    return [name, *(spelled(path[1:], *filter(None, [within])) if path[1:] else ())]
 
 
 def is_list(hint: Any) -> bool:

@@ -131,7 +131,7 @@ class Stage(Settings):
 
     def publish(self, directory: Path, repository: str) -> str:
         """Upload the folder to the Hub, and return its address."""
-        raise ValueError(f"push_to_hub: {self.name} makes no model")
+        raise NotImplementedError(f"{type(self).__name__} makes no model")
 
     def training(self, directory: Path) -> Training | None:
         """The losses that `run` logged; None: it does not train, or they have no chance to compare with."""

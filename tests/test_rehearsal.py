@@ -17,6 +17,7 @@ from tiny_runs import DENSE, STEP, read_log
 from tiny_runs import recipe as tiny_recipe
 from transformers import BertConfig
 
+import clip_moe
 from clip_moe.data.symbols import SYMBOLS
 from clip_moe.engine import rehearsal
 from clip_moe.engine.checks import require_sound
@@ -237,11 +238,11 @@ def test_a_rehearsal_measures_what_a_run_takes(tmp_path):
     assert (small.cost.steps, small.cost.seconds) == (6, None) and small.cost.step > 0
 
 
-@pytest.mark.parametrize("batch_size", [0, -1, True, 2.0])
+@pytest.mark.parametrize("batch_size", ["0", "-1", "true", "2.0"])
 def test_a_rehearsed_batch_is_a_number_of_samples(path, batch_size):
-    recipe = load_recipe(path)
-    with pytest.raises(ValueError, match="--rehearse_batch takes a number of samples, not "):
-        rehearse(recipe, recipe.stages, batch_size)
+    for command in (["run", "--config", str(path)], ["upcycle", "out/sparse", "--model", "x", "--preset", "clip_up"]):
+        with pytest.raises(SystemExit, match="rehearse_batch: Input should be "):
+            clip_moe.main([*command, "--rehearse_batch", batch_size])
 
 
 def test_memory_of_a_stage_is_its_own(tmp_path):

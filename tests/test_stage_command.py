@@ -126,8 +126,8 @@ WRONG = {
     "missing": (["out", "--model", "x"], "data: Field required"),
     "octal": (["out", "--model", "x", "--seed", "010"], "--seed: YAML takes 010 for another number"),
     "base 60": (["out", "--model", "x", "--seed", "1:30"], "--seed: YAML takes 1:30 for another number"),
-    "two spellings": (["out", "--batch-size", "2", "--batch_size", "3"], "--batch_size is given twice, with - and"),
-    "rehearse": (["out", "--model", "x", "--rehearse="], "--rehearse takes true or false, not None"),
+    "two spellings": (["out", "--batch-size", "2", "--batch_size", "3"], "--batch_size takes one value, not 2 3"),
+    "rehearse": (["out", "--model", "x", "--rehearse="], r"rehearse: Input should be a valid boolean \(got None\)"),
     "value and keys": (["out", "--data", "x", "--data.source", "y"], "--data.source: data has a value already"),
 }
 

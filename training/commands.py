@@ -7,7 +7,7 @@ import json
 import shutil
 from pathlib import Path
 
-from clip_moe.engine.command_line import Folder, command
+from clip_moe.engine.command_line import Folder, RehearsedBatch, command
 from clip_moe.engine.files import new_folder
 from clip_moe.engine.yaml_files import read_yaml
 
@@ -23,7 +23,7 @@ def run(
     experts: str | None = None,
     plan: bool = False,
     rehearse: bool = False,
-    rehearse_batch: int | None = None,
+    rehearse_batch: RehearsedBatch | None = None,
 ) -> str | None:
     """Run the stages of a recipe. A stage that is done is skipped, one that was interrupted goes on where it stopped.
 
@@ -80,7 +80,7 @@ def finetune(
     keep_tasks: list[str] | None = None,
     plan: bool = False,
     rehearse: bool = False,
-    rehearse_batch: int | None = None,
+    rehearse_batch: RehearsedBatch | None = None,
 ) -> str | None:
     """Fine-tune a dense CLIP on captioned pictures, as it is and with experts, and say whether the experts helped.
 
