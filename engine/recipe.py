@@ -62,7 +62,8 @@ def stage_class(stage: str) -> type[Stage]:
 
         return import_stage(stage)
     if stage not in KINDS:
-        raise ValueError(f"there is no kind of stage {stage!r}: {suggestion(FORMER.get(stage, stage), KINDS)}")
+        hint = f"did you mean {FORMER[stage]!r}?" if stage in FORMER else suggestion(stage, KINDS)
+        raise ValueError(f"there is no kind of stage {stage!r}: {hint}")
     return stage_of_kind(stage)
 
 
