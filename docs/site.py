@@ -1,5 +1,5 @@
-"""The README is the first page of the site, links to what is no page of it lead to the repository, and a picture with
-a `_dark` one beside it gives way to that one in the dark scheme."""
+"""Makes the README the first page of the site, points links to other files to the repository, and shows a picture's
+`_dark` variant in the dark scheme."""
 
 import re
 from pathlib import Path
@@ -19,7 +19,7 @@ def on_page_markdown(markdown, page, config, files):
 
     def link(match):
         path = (folder / match[1]).resolve()
-        if not path.exists():  # which mkdocs says, if it is a link
+        if not path.exists():  # mkdocs reports broken links
             return match[0]
         if path == README:
             return "](index.md"
@@ -28,10 +28,11 @@ def on_page_markdown(markdown, page, config, files):
         kind = "raw" if path.suffix == ".png" else "blob"  # a picture is shown, other files have a page
         return f"]({config.repo_url}/{kind}/main/{path.relative_to(README.parent).as_posix()}"
 
-    def of_scheme(match):
-        dark = f"{match[2]}_dark{match[3]}"
-        of_dark = f"![{match[1]}]({dark}#only-dark)"
-        return f"![{match[1]}]({match[2]}{match[3]}#only-light){of_dark}" if (folder / dark).exists() else match[0]
+    def in_both_schemes(match):
+        title, dark = match[1], f"{match[2]}_dark{match[3]}"
+        if not (folder / dark).exists():
+            return match[0]
+        return f"![{title}]({match[2]}{match[3]}#only-light)![{title}]({dark}#only-dark)"
 
-    markdown = re.sub(r"!\[([^]]*)\]\(([^)#\s]+)(\.\w+)\)", of_scheme, markdown)
+    markdown = re.sub(r"!\[([^]]*)\]\(([^)#\s]+)(\.\w+)\)", in_both_schemes, markdown)
     return re.sub(r"\]\((?!https?://|#)([^)#\s]+)", link, markdown)

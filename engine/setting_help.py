@@ -76,7 +76,7 @@ def is_list(hint: Any) -> bool:
     """Whether a setting takes a list, perhaps among other things."""
     if get_origin(hint) in (Annotated, Union, types.UnionType):
         return any(map(is_list, get_args(hint)))
-    return get_origin(hint) is list
+    return get_origin(hint) in (list, Sequence)
 
 
 def takes_text_alone(hint: Any) -> bool:

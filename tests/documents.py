@@ -30,11 +30,11 @@ ELSEWHERE = {
 }
 RUN, SHOWN = ("bash", "python", "yaml"), ("text", "bibtex", "json")
 
-LARGEST_TEST = 24  # pictures that a benchmark of symbols has here
-# Installing, which tests do not
+LARGEST_TEST = 24  # pictures in a test of a built-in world
+# Tests do not install
 NOT_RUN = ("git", "cd", "make", ".", "pip", "apt-get", "for", "export")
 
-# What a command of a page gets in addition, so that it takes seconds: text in the command -> arguments.
+# Arguments that make a page's command take seconds: text in the command -> arguments.
 STEP = "--defaults.train.num_epochs null --defaults.train.max_steps 1 --defaults.train.save_steps null "
 PAIRS = "--defaults.train.data.num_samples 32 --defaults.train.global_batch_size "
 SMALL = STEP + PAIRS + "4 --defaults.embed.data.num_samples 32 --direct.max_steps 1 --direct.warmup_steps 0 "

@@ -1,6 +1,5 @@
-"""What the pages of README and docs name and this machine lacks, under the same names and small: checkpoints, images,
-and repositories of the Hub. `make_folder` makes a folder that looks like a checkout in which the files lie,
-`put_on_hub` puts the repositories on the local Hub."""
+"""Small stand-ins for the checkpoints, images and Hub repositories that README and docs name. `make_folder` makes a
+folder with all files, like a checkout; `on_and_offline` puts the repositories on the local Hub."""
 
 import functools
 import json
@@ -147,7 +146,7 @@ def save_benchmark(folder: Path) -> None:
     make_copy(benchmark, benchmark.layouts[0], folder)
 
 
-# Name of a repository in a page -> what makes its files
+# Name of a repository in a page -> the function that makes its files
 ON_HUB = {
     "openai/clip-vit-base-patch16": save_clip,
     "openai/clip-vit-base-patch32": save_old_clip,
@@ -161,7 +160,7 @@ ON_HUB = {
     "user/clip-moe-l14": save_sparse,
     "user/clip-moe-l14-336": save_sparse,
 }
-# Name of anything else in a page -> what makes it
+# Name of anything else in a page -> the function that makes it
 STAND_INS = {
     "image.png": lambda file: SYMBOLS.load("test", "detailed", 1)[0]["image"].save(file),
     "expert-1": save_clip,

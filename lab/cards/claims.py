@@ -73,7 +73,7 @@ class Judged:
 
 
 @command
-def write_claims(claims: Path, output: Folder) -> str:
+def write_claims(claims: Path, /, output: Folder) -> str:
     """Write the page of all claims, and their picture beside it.
 
     Args:

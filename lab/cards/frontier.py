@@ -78,7 +78,7 @@ class Budget:
 
 @command
 def write_frontier(
-    points: Sequence[Path], world: str, facts: int, width: int, exposures: Sequence[int], output_dir: Folder
+    points: Sequence[Path], /, world: str, facts: int, width: int, exposures: Sequence[int], output_dir: Folder
 ) -> str:
     """Write `frontier.md`, `frontier.png`, `frontier.json`, and `seeds.json` for claims: scores of the models that have
     as many seeds as the best dense one, of the budget with most models. Returns the table.

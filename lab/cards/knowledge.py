@@ -114,7 +114,7 @@ def equal_dense(entry: Knowledge, others: Sequence[Knowledge]) -> float | None:
 
 
 @command
-def write_knowledge(folders: Sequence[Path], output_dir: Folder) -> str:
+def write_knowledge(folders: Sequence[Path], /, output_dir: Folder) -> str:
     """Write `knowledge.md`, `knowledge.png` and `knowledge.json`. Returns the table.
 
     Args:

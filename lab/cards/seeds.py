@@ -36,7 +36,7 @@ Table = dict[str, dict[str, dict]]
 
 
 @command
-def write_seeds(folders: Sequence[Path], output_dir: Folder, baseline: str | None = None) -> str:
+def write_seeds(folders: Sequence[Path], /, output_dir: Folder, baseline: str | None = None) -> str:
     """Write `seeds.md`, `seeds.svg`, `seeds.html` and `seeds.json`.
 
     Args:

@@ -44,7 +44,7 @@ def above_line(point: Point, line: Sequence[Point]) -> float:
 
 
 @command
-def write_tradeoff(folder: Path, learned: str, kept: str, base: str) -> str:
+def write_tradeoff(folder: Path, /, learned: str, kept: str, base: str) -> str:
     """Write `tradeoff.md` and `tradeoff.png`.
 
     Args:

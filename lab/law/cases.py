@@ -123,6 +123,7 @@ def print_case(
     facts: int,
     width: int,
     exposures: int,
+    /,
     *,
     experts: int = 0,
     experts_per_token: int = 2,

@@ -56,7 +56,7 @@ def gains_of(points: Sequence[Point], world: str) -> dict[int, dict[int, float]]
 
 
 @command
-def draw_curves(predictions: Path, points: Path, outcome_points: Path, output_dir: Folder) -> str:
+def draw_curves(predictions: Path, points: Path, outcome_points: Path, /, output_dir: Folder) -> str:
     """Write `curves.md` and `curves.png`.
 
     Args:

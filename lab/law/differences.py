@@ -38,7 +38,7 @@ COMPARED = {
 
 
 @command
-def write_differences(points: Sequence[Path], output_dir: Folder) -> str:
+def write_differences(points: Sequence[Path], /, output_dir: Folder) -> str:
     """Write `differences.md`. Returns its table.
 
     Args:

@@ -219,7 +219,7 @@ def read_points(*files: Path, dead: bool = False) -> list[Point]:
 
 
 @command
-def write_predictions(points: Path, cases: Path, output: Path) -> str:
+def write_predictions(points: Path, cases: Path, output: Path, /) -> str:
     """Fit the law to points, and write it and what it says of cases as JSON.
 
     Args:

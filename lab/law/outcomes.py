@@ -126,7 +126,7 @@ def bits_a_parameter(case: dict[str, Any]) -> float:
 
 
 @command
-def write_outcomes(predictions: Path, points: Sequence[Path], output_dir: Folder) -> str:
+def write_outcomes(predictions: Path, points: Sequence[Path], /, output_dir: Folder) -> str:
     """Write `outcomes.md` and `outcomes.json`, and `lab/law/law.json`: the law of the predictions, and all cases.
 
     Args:

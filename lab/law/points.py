@@ -115,7 +115,7 @@ def _trained(folder: Path) -> _Trained:
 
 
 @command
-def collect(folders: Sequence[Path], output: Path) -> str:
+def collect(folders: Sequence[Path], /, output: Path) -> str:
     """Write the points of runs, which are added to those that OUTPUT has, as JSON.
 
     Args:
