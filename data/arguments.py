@@ -29,12 +29,10 @@ class DataArguments(Source):
     # .tar.gz, .csv, .tsv, .jsonl or .json files. A .json holds a list of objects, ShareGPT4V, COCO's captions or a
     # Karpathy split.
     source: str
-    # One that is not there is an error. A folder of images has those of its folders train, test and validation, or else
-    # all are "train". Parquet files and shards of a folder belong to the splits of its README.md, or by their names
-    # (`test/0.tar`, `test-00000.parquet`; all are "train" if no name says anything). Tables have those of their column
-    # `split`. Any other file or pattern is all that it names, whatever the split is called. A dataset saved to disk has
-    # the split it was saved with, or any if that is not known; a Karpathy split has those it names,
-    # also several: "train+restval".
+    # One that is not there is an error. A folder of images has those of its folders train, test and validation; parquet
+    # files and shards those of their README.md or names (`test/0.tar`, `test-00000.parquet`); tables those of their
+    # column `split`; a dataset saved to disk its own; all others are "train". A pattern is all that it names. A
+    # Karpathy split may have several: "train+restval".
     split: str = "train"
     # Images, or paths of images. Of shards, the ending of their files, or several: `jpg;png`.
     image_column: str = "image"

@@ -22,14 +22,13 @@ REHEARSED_ROWS = 64
 class MeasuredTasks(Settings):
     """The tasks of stages that measure."""
 
-    # Names of built-in tasks, benchmarks and groups of benchmarks, which docs/evaluation.md lists; and
-    # [tasks on own data](#tasks-on-own-data).
+    # Built-in tasks, benchmarks and groups of docs/evaluation.md, and [tasks on own data](#tasks-on-own-data).
     tasks: list[Wanted] = Field(min_length=1)
-    # Folder with copies of benchmarks, each in a folder of its name. What is not there comes from the Hub.
+    # Folder with a folder for each benchmark; others come from the Hub.
     data_root: str | None = None
-    # Seed of the pictures of built-in tasks. None: the recipe's, so that other seeds are measured on other pictures.
+    # Seed of the pictures of built-in tasks; None: the recipe's.
     test_seed: int | None = Field(default=None, ge=0)
-    # Only the first so many rows of each task, for a first look; None: all.
+    # Only the first so many rows of each task; None: all.
     max_rows: int | None = Field(default=None, gt=0)
 
     def take_seed(self, seed: int) -> None:

@@ -37,9 +37,7 @@ from .modeling_metaclip_2_moe import MetaClip2MoEModel
 from .modeling_siglip_moe import Siglip2MoEModel, SiglipMoEModel
 from .modeling_vision_moe import AltCLIPMoEModel, ChineseCLIPMoEModel, MLCDMoEVisionModel
 from .router_losses import (
-    global_entropy_loss,
     load_balancing_loss,
-    local_entropy_loss,
     router_z_loss,
 )
 

@@ -123,54 +123,6 @@ def router_z_loss(
     return mean_over_tokens(z.square(), mask, reduce).mean()
 
 
-def _entropy(probabilities: torch.Tensor, logarithms: torch.Tensor) -> torch.Tensor:
-    """Entropy of the last axis, which stays with size 1. Its gradient is finite where a probability is 0."""
-    finite = logarithms.clamp(min=torch.finfo(logarithms.dtype).min)
-    return -(probabilities * finite).sum(dim=-1, keepdim=True)
-
-
-def local_entropy_loss(
-    router_logits: tuple[torch.Tensor, ...], mask: torch.Tensor | None = None, reduce: Reduce | None = None
-) -> torch.Tensor:
-    """
-    LIMoE's local loss: mean over tokens and layers of the entropy of a token's probabilities (CLIP-UP eq. 8). Low when
-    the router is sure of every token.
-
-    Args:
-        router_logits, mask, reduce: see `load_balancing_loss`.
-
-    Returns:
-        `torch.Tensor`: a scalar between 0 and log(E).
-    """
-    logits = _stack_layers(router_logits)
-    entropy = _entropy(logits.softmax(dim=-1), logits.log_softmax(dim=-1))  # (L, T, 1)
-    return mean_over_tokens(entropy, mask, reduce).mean()
-
-
-def global_entropy_loss(
-    router_logits: tuple[torch.Tensor, ...],
-    min_experts: float,
-    mask: torch.Tensor | None = None,
-    reduce: Reduce | None = None,
-) -> torch.Tensor:
-    """
-    LIMoE's thresholded global loss: mean over layers of max(0, log(m) - entropy of the mean probabilities) (CLIP-UP
-    eq. 9 and 10). Zero once a layer spreads its tokens over m experts or more.
-
-    CLIP-UP eq. 9 prints the entropy itself; only its negative, as in LIMoE, is smallest when many experts are in use.
-
-    Args:
-        router_logits, mask, reduce: see `load_balancing_loss`.
-        min_experts: m, how many experts in use are enough (CLIP-UP: 6).
-
-    Returns:
-        `torch.Tensor`: a scalar.
-    """
-    probabilities = mean_over_tokens(_stack_layers(router_logits).softmax(dim=-1), mask, reduce)  # (L, E)
-    logarithms = probabilities.clamp(min=torch.finfo(probabilities.dtype).tiny).log()
-    return (math.log(min_experts) - _entropy(probabilities, logarithms)).clamp(min=0).mean()
-
-
 def router_losses(
     config: PreTrainedConfig,
     device: torch.device,

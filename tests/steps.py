@@ -11,6 +11,7 @@ from clip_moe.training.contrastive_task import ContrastiveTask
 from clip_moe.training.loop import FirstFault, _compute_gradient
 from clip_moe.training.losses import contrastive_loss, router_losses
 from clip_moe.training.stages.train import TrainStage
+from clip_moe.training.stages.train_router import TrainRouterStage
 from clip_moe.training.train_settings import LoopSettings
 from lab.speed.steps import training_step
 
@@ -30,14 +31,17 @@ def steps_of(model, **settings):
 
 def train_stage(batch_size, **settings):
     settings |= {"global_batch_size": batch_size, "max_steps": 1, "learning_rate": 1e-3}
-    data = {"source": "symbols", "num_samples": 1}
-    return TrainStage(name="tuned", stage="train", model="x", data=data, **settings)
+    settings |= {"model": "x", "data": {"source": "symbols", "num_samples": 1}}
+    if {"balance_top_k", "balance_mean", "text_router_weight"} & settings.keys():
+        settings = {"balance_top_k": None, "balance_mean": "tower", "trainable": "."} | settings
+        return TrainRouterStage(name="tuned", stage="train_router", **settings)
+    return TrainStage(name="tuned", stage="train", **settings)
 
 
 def gradient_of(model, stage, batch, accelerator=None):
     """What is logged of a batch of this process, and the gradients."""
     accelerator = accelerator or Accelerator(cpu=True)
-    task = accelerator.prepare(ContrastiveTask(model.train(), stage))
+    task = accelerator.prepare(stage.task(model.train(), SimpleNamespace()))
     metrics = _compute_gradient(accelerator, task, iter([batch]), stage, 0, FirstFault("tuned", Path("nowhere")))
     metrics = {name: accelerator.reduce(value, "mean") for name, value in metrics.items()}
     return metrics, {name: gradient.clone() for name, gradient in gradients(model).items() if gradient is not None}

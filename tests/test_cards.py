@@ -40,11 +40,11 @@ def test_a_card_tells_whether_the_experts_do_anything(run):
 
 def test_a_card_names_the_method():
     sigmoid = {"stage": "upcycle", "preset": "clip_up", "changes": {}, "text_config": {"scoring_func": "sigmoid"}}
-    adapted = {"stage": "train", "max_steps": 9, "lora": {"r": 2}, "frozen_until": {"router": 0.1}}
+    adapted = {"stage": "train", "max_steps": 9, "lora": {"r": 2}}
     found = [_stage_row(Record(stage=stage))[1] for stage in (sigmoid, adapted)]
     assert found == [
         "preset clip_up, text_config {scoring_func: sigmoid}",
-        "max_steps 9, lora {r: 2} (arXiv:2106.09685), frozen_until {router: 0.1}",
+        "max_steps 9, lora {r: 2} (arXiv:2106.09685)",
     ]
 
 

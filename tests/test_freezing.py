@@ -2,7 +2,6 @@
 
 import re
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +9,8 @@ from tiny_clip_moe import inputs, tiny_model
 from tiny_families import tiny_dense
 from torch import nn
 
-from clip_moe.training.fit import warn_of_equal_experts
-from clip_moe.training.optimizers import frozen_steps, make_optimizer, parameter_groups, set_trainable
+from clip_moe.training.fit import warn_of_idle_parts
+from clip_moe.training.optimizers import make_optimizer, parameter_groups, set_trainable
 from clip_moe.training.train_settings import OptimizerSettings
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
 from modeling_clip_moe.experts import CLIPMoEExperts
@@ -43,12 +42,11 @@ def equal_experts(**moe):
     return model
 
 
-def idle_parts(model, trainable, caplog, **settings):
+def idle_parts(model, trainable, caplog):
     """What is named as getting no gradient, and what gets none of the logits, up to rounding."""
     caplog.clear()
     set_trainable(model, trainable)
-    stage = SimpleNamespace(name="routed", **{"teaches_routers": False} | settings)
-    warn_of_equal_experts(stage, model)
+    warn_of_idle_parts("routed", model)
     named = {name for text in caplog.messages for name in re.findall(r"(\w+_model\.\S+?),? ", text)}
     model.zero_grad()
     model.train()(**inputs()).logits_per_image.square().sum().backward()
@@ -73,8 +71,7 @@ def test_routers_between_equal_experts_are_named(caplog):
     ]
     for model, trainable in learns:
         assert idle_parts(model, trainable, caplog) == (set(), set())
-    for trainable, teaches in ((r"\.router\.", True), (r"\.(router|experts)\.", False)):  # experts soon differ
-        assert idle_parts(equal_experts(), trainable, caplog, teaches_routers=teaches)[0] == set()
+    assert idle_parts(equal_experts(), r"\.(router|experts)\.", caplog)[0] == set()  # experts soon differ
 
 
 def test_fusion_gates_between_equal_experts_are_named(caplog):
@@ -95,21 +92,6 @@ def test_bad_patterns(model):
     for pattern, message in (("rooter", "'rooter' is found in no"), ("(", "not a regular")):
         with pytest.raises(ValueError, match=message):
             set_trainable(model, pattern)
-
-
-def test_what_begins_to_train_later(model):
-    set_trainable(model, r"router|experts|logit_scale")
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    steps = frozen_steps(model, {r"^(?!.*router)": 0.3, "vision.*experts": 0.55}, 10)
-    steps = {names[parameter]: number for parameter, number in steps.items()}
-    assert len(steps) == 9 and steps == {name: 6 if name.startswith("vision") else 3 for name in steps}
-    for until, message in (
-        ({".": 0.2}, "nothing would train at first"),
-        ({"rooter": 0.2}, "'rooter' is found in no"),
-        ({"embeddings": 0.2}, "'embeddings' matches only parameters that never train"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            frozen_steps(model, until, 10)
 
 
 def test_decay_is_for_matrices(model):

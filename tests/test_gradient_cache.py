@@ -14,23 +14,17 @@ from modeling_clip_moe import SiglipMoEConfig, SiglipMoEModel
 
 BATCH = 12
 LIMIT = {"capacity_factor": 1.0, "capacity_group_size": 2}
-LIMOE = {
-    "local_entropy_coef": {"text": 0.3},
-    "global_entropy_coef": {"text": 0.5, "vision": 0.5},
-    "global_entropy_min_experts": {"text": 3.9, "vision": 3.9},
-}
 # Fields of the towers, settings of the stage
 CASES = {
     "no capacity": ({}, {}),
     "capacity": ({**LIMIT, "norm_topk_prob": True}, {"balance_mean": "layer", "balance_top_k": 1}),
     "mean of all tokens": (LIMIT, {"balance_mean": "token"}),
     "fusion gates": ({"fusion_gate": True}, {"balance_mean": "tower_token", "text_router_weight": 0.5}),
-    "entropies": ({}, LIMOE),
     "chunks": ({}, {"loss_chunk_size": 5, "label_smoothing": 0.1}),
     "captions": ({}, {"caption_weights": [0.1, 0.6, 0.3]}),
     "sigmoid": ({"family": "siglip"}, {"loss_chunk_size": 5, "loss": "sigmoid"}),
 }
-ON_PROCESSES = ("capacity", "mean of all tokens", "entropies", "sigmoid")
+ON_PROCESSES = ("capacity", "mean of all tokens", "sigmoid")
 
 
 def whole_batch(settings):
@@ -120,7 +114,7 @@ def test_several_processes_have_the_gradient_of_one(tmp_path):
 
 @pytest.mark.parametrize("group", [None, 3])
 def test_capacity_over_a_whole_batch_is_refused(group):
-    config = sparse({"capacity_factor": 1.0, "capacity_group_size": group}).config
-    problems = problems_of_training(train_stage(BATCH, mini_batch_size=4), config, BATCH)
+    model = sparse({"capacity_factor": 1.0, "capacity_group_size": group})
+    problems = problems_of_training(train_stage(BATCH, mini_batch_size=4), model, BATCH)
     for tower, problem in zip(("text", "vision"), problems, strict=True):
         assert problem.startswith(f"mini_batch_size: {tower}_config.capacity_group_size is {group}, and 4 sequences")

@@ -109,8 +109,6 @@ SCRATCH = {
 }
 TRAIN = {"stage": "train", "data": {"source": "symbols", "num_samples": 40, "in_memory": True}}
 TRAIN |= {"global_batch_size": 8, "max_steps": 4, "learning_rate": 1e-2, "logging_steps": 1}
-ENTROPY = {"local_entropy_coef": {"text": 0.1}, "global_entropy_coef": {"text": 0.1, "vision": 0.1}}
-ENTROPY["global_entropy_min_experts"] = {"text": 2, "vision": 4}
 
 
 def test_experts_from_scratch_differ_and_have_the_size_of_an_ffn(run):
@@ -135,13 +133,16 @@ def test_experts_from_scratch_differ_and_have_the_size_of_an_ffn(run):
     assert scratch.config.text_config.eval_capacity_factor == 2.0
 
 
+SHARED = {"balance_top_k": None, "balance_mean": "shared"}
+
+
 def test_a_shared_encoder_is_trained_upcycled_and_trained_on(run):
     """Dense from scratch, then sparse."""
     stages = [
         {**DENSE, "shared_encoder": True, "openai_weights": True},
         {**TRAIN, "name": "grown", "model": "dense"},
         {"name": "sparse", "stage": "upcycle", "model": "grown", **FOUR},
-        {**TRAIN, "name": "tuned", "model": "sparse", "balance_mean": "shared", **ENTROPY},
+        {**TRAIN, "name": "tuned", "stage": "train_router", "model": "sparse", "trainable": ".", **SHARED},
     ]
     output = run(stages)
     for name in ("dense", "grown", "sparse", "tuned"):

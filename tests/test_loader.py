@@ -16,7 +16,6 @@ from clip_moe.data.arguments import DataArguments
 from clip_moe.data.pairs import load_pairs
 from clip_moe.data.symbols import SYMBOLS
 from clip_moe.evaluation.batches import read_batches
-from clip_moe.training.gradient_cache import split_batch
 from clip_moe.training.loader import PairLoader
 
 
@@ -197,17 +196,3 @@ def test_pairs_in_order_have_their_first_captions(rows, processor, settings):
 def test_batches_on_a_machine_with_a_gpu_are_pinned(rows, processor, num_workers):
     batch = next(make(rows, processor, num_workers=num_workers).batches(0))
     assert all(tensor.is_pinned() for tensor in batch.values())
-
-
-def test_a_batch_may_be_in_the_order_of_its_texts(rows, processor):
-    arguments, keys = DataArguments(source="symbols", num_samples=20), {"with_keys": True, "image_keys": np.arange(20)}
-    loaders = [PairLoader(rows, processor, arguments, 18, group_by_length=by, **keys) for by in (False, True)]
-    plain, ordered = (next(loader.batches(0)) for loader in loaders)
-    lengths = ordered["attention_mask"].sum(dim=1)
-    assert lengths.unique().numel() > 1 and (lengths.diff() >= 0).all()
-    among = {key: number for number, key in enumerate(ordered["image_keys"].tolist())}
-    place = torch.tensor([among[key] for key in plain["image_keys"].tolist()])
-    for name, value in plain.items():
-        assert torch.equal(ordered[name][place], value), name
-    parts = split_batch(ordered, 6)
-    assert [part["input_ids"].shape[1] for part in parts] == lengths[5::6].tolist()

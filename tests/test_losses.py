@@ -1,6 +1,5 @@
 """Losses against obvious loops, value and gradient, in one process and in several."""
 
-import math
 import operator
 from functools import partial
 from types import SimpleNamespace
@@ -16,7 +15,6 @@ from clip_moe.training.losses import (
     Pairing,
     all_reduce_sum,
     contrastive_loss,
-    entropy_losses,
     multi_positive_loss,
     router_losses,
 )
@@ -350,22 +348,6 @@ def test_router_losses_by_hand(balance_top_k, balance_mean):
 
     by_hand = sum(sum(map(violation, of_tower)) / len(of_tower) for of_tower in (of_text, of_vision)) / 2
     torch.testing.assert_close(metrics["max_violation"], by_hand)
-
-
-def test_entropy_losses_by_hand_on_both_sides_of_the_threshold():
-    """Texts spread over two of four experts, images over one: 1 bit and 0 of entropy in the mean."""
-    text = torch.tensor([[[0.5, 0.5, 0, 0], [0.5, 0.5, 0, 0]]]).log()
-    vision = torch.tensor([[[0, 0, 1.0, 0], [0, 0, 1.0, 0], [0, 0, 1.0, 0]]]).log()
-    config, outputs, batch = routed((text,), (vision,))
-    enough = {"text": 2, "vision": 2}
-    loss, metrics = entropy_losses(config, outputs, batch, {"text": 0.5}, {"text": 3.0, "vision": 2.0}, enough)
-    # 0.5 * local of texts, + 3 * max(0, log 2 - log 2) + 2 * max(0, log 2 - 0)
-    torch.testing.assert_close(loss, torch.tensor(0.5 * math.log(2) + 0 + 2 * math.log(2)))
-    expected = {"local_entropy_text": 1, "global_entropy_text": 0, "global_entropy_vision": 1}  # bits
-    assert {name: value.item() for name, value in metrics.items()} == pytest.approx(expected)
-    loss, _ = entropy_losses(config, outputs, batch, {}, {"text": 3.0}, {"text": 4})
-    torch.testing.assert_close(loss, torch.tensor(3 * (math.log(4) - math.log(2))))
-    assert entropy_losses(config, outputs, batch, {}, {}, {}) == (0.0, {})
 
 
 def test_float32_under_autocast():

@@ -37,9 +37,6 @@ PUBLISHED = {
     "narrow": (upcycled(changes={"num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 16}), {}, None),
     "shared": (upcycled(changes={"num_experts": 6, "moe_intermediate_size": 8, "num_shared_experts": 2}), {}, None),
 }
-METHODS = PUBLISHED | {
-    "routers first": (upcycled(), {"frozen_until": {"^(?!.*router)": 0.1}}, None),
-}
 # Needs peft: run by tests/integration/test_training_settings.py
 ADAPTERS = {
     "adapters": (upcycled(), {"lora": {"r": 2, "target_parameters": ["experts.up_proj", "experts.down_proj"]}}, None)
@@ -47,11 +44,11 @@ ADAPTERS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_the_whole_way(tmp_path, name, monkeypatch, capsys):
     for task_name, task in symbol_tasks(50, 20, 20).items():
         monkeypatch.setitem(TASKS, task_name, task)
-    made, *more, trained, logged = (METHODS | ADAPTERS)[name]
+    made, *more, trained, logged = (PUBLISHED | ADAPTERS)[name]
     stages = [DENSE, {"name": "sparse", "stage": "upcycle", "model": "dense", "preset": "clip_up", **made}]
     stages += [{"name": "more", "model": "sparse", **changed} for changed in more]
     stages += [

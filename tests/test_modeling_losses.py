@@ -8,7 +8,7 @@ import torch
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 import modeling_clip_moe
-from modeling_clip_moe import global_entropy_loss, load_balancing_loss, local_entropy_loss, router_z_loss
+from modeling_clip_moe import load_balancing_loss, router_z_loss
 
 
 def test_losses_are_means_for_a_trainer():
@@ -54,31 +54,12 @@ def test_router_z_loss_by_hand():
     torch.testing.assert_close(router_z_loss((logits,), mask), torch.tensor(expected))
 
 
-def test_entropy_losses_by_hand():
-    probabilities = torch.tensor([[0.5, 0.5, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0], [1.0, 0.0, 0.0, 0.0]])
-    logits, mask = (probabilities.log(),), torch.tensor([1, 1, 0])
-    torch.testing.assert_close(local_entropy_loss(logits, mask), torch.tensor(math.log(2) / 2))
-    # Mean of the first two: 1/4, 1/4, 0, 1/2, of entropy 1.5 log 2
-    torch.testing.assert_close(global_entropy_loss(logits, 4, mask), torch.tensor(0.5 * math.log(2)))
-    assert global_entropy_loss(logits, 2, mask) == 0
-
-
-def test_entropy_losses_of_a_router_that_is_sure_have_a_gradient():
-    logits = torch.tensor([[300.0, 0.0, 0.0, 0.0], [300.0, 0.0, 0.0, 0.0]], requires_grad=True)
-    loss = local_entropy_loss((logits,)) + global_entropy_loss((logits,), 2)
-    torch.testing.assert_close(loss, torch.tensor(math.log(2)))
-    loss.backward()
-    assert logits.grad.isfinite().all()
-
-
 @pytest.mark.parametrize(
     "loss",
     [
         partial(load_balancing_loss, top_k=2),
         partial(load_balancing_loss, top_k=1),
         router_z_loss,
-        local_entropy_loss,
-        partial(global_entropy_loss, min_experts=4),
     ],
 )
 def test_losses_of_two_processes_are_those_of_all_tokens(loss):

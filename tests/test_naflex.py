@@ -11,7 +11,7 @@ from steps import assert_same_step, gradient_of, train_stage
 from tiny_clip import moved
 from tiny_families import saved, tiny_dense
 
-from clip_moe.conversion.checkpoints import load_config, load_sparse
+from clip_moe.conversion.checkpoints import load_sparse
 from clip_moe.conversion.presets import PRESETS
 from clip_moe.conversion.processors import load_processor
 from clip_moe.conversion.upcycle import upcycle
@@ -89,16 +89,12 @@ def test_a_batch_has_what_the_processor_makes(folder, arguments):
 
 def test_random_crops_are_refused(folder):
     stage = train_stage(len(SIZES), augmentation={"random_resized_crop": [0.5, 1]})
-    (problem,) = problems_of_training(stage, load_config(folder), len(SIZES))
+    (problem,) = problems_of_training(stage, load_sparse(folder), len(SIZES))
     assert problem.startswith("augmentation: it goes with images of one size, but this model takes any shape")
 
 
-ROUTERS = {"local_entropy_coef": {"vision": 0.3}, "global_entropy_coef": {"vision": 0.5}}
-ROUTERS["global_entropy_min_experts"] = {"vision": 7.9}
-
-
 def step(folder, batch, **settings):
-    return gradient_of(load_sparse(folder), train_stage(len(SIZES), **settings, **ROUTERS), batch)
+    return gradient_of(load_sparse(folder), train_stage(len(SIZES), **settings), batch)
 
 
 @pytest.mark.parametrize("balance_mean", ["tower", "token"])

@@ -143,10 +143,14 @@ FOUND = {
     "field of a preset": ("sparse", {"sparse.changes.num_expert": 2}, "sparse.changes: .*did you mean 'num_experts'"),
     "sparse already": ("sparse", {"sparse.model": "unified"}, "sparse: cannot load unified: a model of type 'clip' is"),
     "loss of another family": ("pre", {"pre.loss": "sigmoid"}, "pre.loss: sigmoid needs a model with a logit_bias"),
-    "dropout of a dense model": ("pre", {"pre.expert_dropout": 0.1}, "pre.expert_dropout: it goes with a sparse model"),
+    "dropout of a dense model": (
+        "warmed",
+        {"warmed.model": "pre", "warmed.trainable": ".", "warmed.expert_dropout": 0.1},
+        "warmed.expert_dropout: it goes with a sparse model",
+    ),
     "nothing trains": ("trained", {"trained.trainable": "nothing"}, "trained.trainable: .*is found in no parameter's"),
     "routers in vain": ("sparse,trained", FIELDS, "trained.trainable: routers would follow their balance loss alone"),
-    "balance": ("trained", {"trained.balance_top_k": 5}, "trained.balance_top_k: 5 of 2 experts"),
+    "balance": ("warmed", {"warmed.balance_top_k": 5}, "warmed.balance_top_k: 5 of 2 experts"),
     "mini batch": ("expert", {"expert.mini_batch_size": 3}, "expert.mini_batch_size: 3 does not divide .* of 8 pairs"),
     "accumulation": (
         "trained",

@@ -44,7 +44,7 @@ def tasks_here():
 
 def run(folder, evaluation, **training):
     """Trains a sparse model for 6 steps, with dropout, which draws random numbers. Returns the stage's folder."""
-    return train(folder, evaluation=evaluation, expert_dropout=0.2, **training)
+    return train(folder, evaluation=evaluation, patch_dropout=0.2, **training)
 
 
 def scores(folder):
@@ -53,29 +53,27 @@ def scores(folder):
 
 @pytest.fixture(scope="module")
 def plain(whole):
-    return whole(expert_dropout=0.2)
+    return whole(patch_dropout=0.2)
 
 
 @pytest.fixture(scope="module")
 def measured(whole):
-    return whole(evaluation=EVALUATION | {"at_start": True}, expert_dropout=0.2)
+    return whole(evaluation=EVALUATION, patch_dropout=0.2)
 
 
 @pytest.fixture(scope="module")
 def best(whole):
     """With a learning rate at which the last model is not the best."""
-    return whole(evaluation=KEEPING, expert_dropout=0.2, learning_rate=0.1)
+    return whole(evaluation=KEEPING, patch_dropout=0.2, learning_rate=0.1)
 
 
 def test_scores_stand_in_the_log_and_change_no_weight(plain, measured, tmp_path):
     assert same_weights(plain, measured)
-    assert list(scores(measured)) == [0, 2, 4, 6]
+    assert list(scores(measured)) == [2, 4, 6]
     assert not (measured / "checkpoints").exists() and not (measured / "best.json").exists()
-    first, last = measured.parent / "sparse", measured
-    for step, model in ((0, first), (6, last)):
-        found = evaluate_model(model, TASKS, tmp_path / str(step))
-        expected = {f"{r['task']}/{name}": value for r in found for name, value in r["metrics"].items()}
-        assert scores(measured)[step] == {"step": step, **expected}
+    found = evaluate_model(measured, TASKS, tmp_path)
+    expected = {f"{r['task']}/{name}": value for r in found for name, value in r["metrics"].items()}
+    assert scores(measured)[6] == {"step": 6, **expected}
 
 
 def test_a_finished_stage_does_not_mind_what_was_measured(measured, capfd):
@@ -142,11 +140,10 @@ def train_with_small_tasks(recipe):
 
 @pytest.mark.slow
 def test_two_processes_score_as_one(measured, tmp_path):
-    run(tmp_path, EVALUATION | {"at_start": True}, stop=0)  # writes the recipe, and leaves nothing of the stage
+    run(tmp_path, EVALUATION, stop=0)  # writes the recipe, and leaves nothing of the stage
     run_processes(2, train_with_small_tasks, tmp_path / "recipe.yaml")
-    # Dropout draws otherwise in two processes: only the model before the first step is the same
-    found = scores(tmp_path / "out" / "tuned")
-    assert found[0] == scores(measured)[0] and list(found) == [0, 2, 4, 6]
+    # Dropped patches are others in two processes, so that the models are, too
+    assert list(scores(tmp_path / "out" / "tuned")) == list(scores(measured)) == [2, 4, 6]
 
 
 def test_a_score_that_no_task_has_is_refused(tmp_path):

@@ -97,13 +97,13 @@ def test_a_command_is_rehearsed(tmp_path, capsys):
 
 def test_values_are_those_of_a_recipe():
     flags = "out/tuned --model x --data.source symbols --data.num-samples=64 --learning-rate 1e-3 --seed 4 "
-    flags += "--max-steps 2 --global_batch_size 8 --evaluation.every_steps 1 --group_by_length --mini_batch_size 4 "
-    flags += "--lora.target_modules q_proj --lora.r 2 --lora.target_modules v_proj"
+    flags += "--max-steps 2 --global_batch_size 8 --evaluation.every_steps 1 --gradient-checkpointing "
+    flags += "--mini_batch_size 4 --lora.target_modules q_proj --lora.r 2 --lora.target_modules v_proj"
     tasks = ["symbols_pairs", "{task: retrieval, dataset: symbols, num_samples: 9}"]
     made, _ = read_stage_command("train", [*flags.split(), "--evaluation.tasks", *tasks])
     (stage,) = made.stages
     assert (made.output_dir, stage.name, made.seed, stage.data.seed) == ("out", "tuned", 4, 4)
-    assert (stage.data.num_samples, stage.learning_rate, stage.group_by_length) == (64, 1e-3, True)
+    assert (stage.data.num_samples, stage.learning_rate, stage.gradient_checkpointing) == (64, 1e-3, True)
     assert stage.evaluation.tasks[0] == "symbols_pairs" and stage.evaluation.tasks[1].task == "retrieval"
     assert stage.lora.target_modules == ["q_proj", "v_proj"]
 

@@ -19,11 +19,11 @@ from tiny_runs import losses, same_weights, train
 
 from clip_moe.engine.digests import file_digest
 from clip_moe.training import loop, training_state
+from clip_moe.training.fit import require_processes
 from clip_moe.training.stages.train import TrainStage
 from clip_moe.training.training_state import (
     latest_checkpoint,
     random_states,
-    require_support,
     save_checkpoint,
     set_random_states,
 )
@@ -185,8 +185,9 @@ def test_a_kill_while_saving_leaves_the_last_checkpoint_whole(tmp_path, monkeypa
 
 
 def test_checkpoints_that_would_be_pickles_are_refused():
+    stage, task = SimpleNamespace(save_steps=1), SimpleNamespace(model=SimpleNamespace(config=None))
     for distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP):
         with pytest.raises(ValueError, match="save_steps: FSDP version 1 and DeepSpeed keep checkpoints as pickles"):
-            require_support(SimpleNamespace(distributed_type=distributed_type, is_fsdp2=False))
-    require_support(SimpleNamespace(distributed_type=DistributedType.FSDP, is_fsdp2=True))
-    require_support(SimpleNamespace(distributed_type=DistributedType.NO, is_fsdp2=False))
+            require_processes(stage, task, SimpleNamespace(distributed_type=distributed_type, is_fsdp2=False))
+    require_processes(stage, task, SimpleNamespace(distributed_type=DistributedType.FSDP, is_fsdp2=True))
+    require_processes(stage, task, SimpleNamespace(distributed_type=DistributedType.NO, is_fsdp2=False))

@@ -3,8 +3,6 @@
 The bias adds to the scores that choose experts, and not to their weights, so no gradient works against the task's.
 """
 
-from collections.abc import Collection
-
 import torch
 from accelerate import Accelerator
 from torch import nn
@@ -18,15 +16,17 @@ class ExpertBiases:
     With gradient checkpointing or `mini_batch_size`, tokens count twice; only the sign of a difference counts, so
     biases move alike.
 
-    Args:
-        rate: u, by which a bias moves in a step.
+    Attributes:
+        RATE: u, by which a bias moves in a step (section 4.1).
     """
 
-    def __init__(self, model: nn.Module, rate: float):
+    RATE = 1e-3
+
+    def __init__(self, model: nn.Module):
         routers = (module for module in model.modules() if isinstance(module, CLIPMoERouter))
         # A router that does not train keeps its choices
         self.routers = [one for one in routers if one.expert_bias is not None and one.weight.requires_grad]
-        self.rate, self.counts = rate, [torch.zeros_like(router.expert_bias) for router in self.routers]
+        self.counts = [torch.zeros_like(router.expert_bias) for router in self.routers]
         for number, router in enumerate(self.routers):
             router.register_forward_hook(self._counter(number))
 
@@ -43,13 +43,11 @@ class ExpertBiases:
         return count
 
     @torch.no_grad()
-    def move(self, accelerator: Accelerator, frozen: Collection[nn.Parameter] = ()) -> None:
-        """Move each bias by `rate` towards the mean count: up where an expert got fewer tokens, over all processes.
-        Routers whose weight is frozen keep theirs."""
+    def move(self, accelerator: Accelerator) -> None:
+        """Move each bias by `RATE` towards the mean count: up where an expert got fewer tokens, over all processes."""
         for router, counts in zip(self.routers, self.counts, strict=True):
             of_all = accelerator.reduce(counts.to(router.expert_bias.device), "sum")
-            if router.weight not in frozen:
-                router.expert_bias += self.rate * (of_all.mean() - of_all).sign()
+            router.expert_bias += self.RATE * (of_all.mean() - of_all).sign()
             counts.zero_()
 
     def require_bounded(self, stage: str, step: int) -> None:
@@ -61,6 +59,6 @@ class ExpertBiases:
             if top_k < len(largest) and (gap := largest[top_k - 1] - largest[top_k]) > 1:
                 raise ValueError(
                     f"stage {stage}, step {step}: the {top_k} largest biases of a router lie {gap:.2f} above the "
-                    "others, and scores differ by at most 1, so that all tokens meet the same experts. Lower "
-                    f"expert_bias_rate, which is {self.rate:g}, or the learning rate"
+                    "others, and scores differ by at most 1, so that all tokens meet the same experts: lower the "
+                    "learning rate"
                 )

@@ -46,7 +46,6 @@ class PairLoader:
         augmentation: changes every image, by numbers that the seed, its epoch and its own number settle; None: none is.
         with_keys: whether batches have the keys of their texts and images, the same for equal ones.
         image_keys: (pairs,) of int64. A stream makes its own.
-        group_by_length: whether a batch is in the order of its texts' tokens.
     """
 
     def __init__(
@@ -63,12 +62,10 @@ class PairLoader:
         augmentation: Augmentation | None = None,
         with_keys: bool = False,
         image_keys: np.ndarray | None = None,
-        group_by_length: bool = False,
     ):
         self.rows, self.processor, self.arguments = rows, processor, arguments
         self.batch_size, self.seed, self.with_keys, self.image_keys = batch_size, seed, with_keys, image_keys
         self.rank, self.world_size, self.caption_weights = rank, world_size, caption_weights
-        self.group_by_length = group_by_length
         # Text -> its tokens so far, with `in_memory`: for a tiny model, tokenizing takes longer than computing
         self.tokens: dict[str, list[int]] = {}
         if arguments.streaming and arguments.num_samples is not None and max(arguments.num_workers, 1) * world_size > 1:
@@ -180,12 +177,8 @@ class PairLoader:
     def collate(self, pairs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         """A batch of what `_Pairs` and `_Stream` give."""
         tokenizer, texts = self.processor.tokenizer, [present_captions(pair["caption"]) for pair in pairs]
-        ids = iter(self._ids([text for of_image in texts for text in of_image]))
-        ids = [list(itertools.islice(ids, len(of_image))) for of_image in texts]
-        if self.group_by_length:
-            order = sorted(range(len(pairs)), key=lambda number: max(map(len, ids[number])))
-            pairs, ids = [pairs[number] for number in order], [ids[number] for number in order]
-        batch = tokenize(tokenizer, ids=list(itertools.chain.from_iterable(ids)))
+        ids = self._ids([text for of_image in texts for text in of_image])
+        batch = tokenize(tokenizer, ids=ids)
         if "image" in pairs[0]:
             # Within a worker, in memory that the other processes have too
             batch |= default_collate([pair["image"] for pair in pairs])

@@ -5,7 +5,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from clip_moe.evaluation.progress import Progress
 from clip_moe.training.expert_bias import ExpertBiases
 from clip_moe.training.gradient_cache import cached_gradient
 from clip_moe.training.lora import merge_adapters
-from clip_moe.training.optimizers import WeightAverage, frozen_steps, make_optimizer
+from clip_moe.training.optimizers import WeightAverage, make_optimizer
 from clip_moe.training.scores import Scores
 from clip_moe.training.train_settings import LoopSettings
 from clip_moe.training.training_state import (
@@ -38,13 +38,15 @@ from clip_moe.training.training_state import (
     load_checkpoint,
     plain_name,
     require_finite_weights,
-    require_support,
     save_checkpoint,
 )
 from modeling_clip_moe.kernels import RECOMPILE_LIMIT
 from modeling_clip_moe.sparse_moe import SparseEncoderLayer
 
 logger = logging.getLogger(__name__)
+
+# The temperature of a CLIP is kept at or above 1 / MAX_LOGIT_SCALE (CLIP, section 2.5)
+MAX_LOGIT_SCALE = 100.0
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:
@@ -97,19 +99,12 @@ def train(
     start_trackers(accelerator, settings)
     checkpoints = directory / CHECKPOINTS
     latest = latest_checkpoint(checkpoints)
-    if settings.save_steps:
-        require_support(accelerator)
     step = 0 if latest is None else finished_steps(latest)
     model = task.model
     scale = getattr(model, "logit_scale", None)  # of a CLIP
     task, optimizer, scheduler, average = _prepare(accelerator, task, settings, step, total_steps)
     plain_task = accelerator.unwrap_model(task)
-    biases = ExpertBiases(model, settings.expert_bias_rate)
-    frozen = frozen_steps(model, settings.frozen_until, total_steps)
-    if frozen:
-        accelerator.on_main_process(print)(
-            f"{settings.name}: {len(frozen)} weight tensors start frozen, the last until step {max(frozen.values())}"
-        )
+    biases = ExpertBiases(model)
     if latest is not None:
         load_checkpoint(accelerator, task, optimizer, latest, average)
         accelerator.on_main_process(print)(f"{settings.name}: goes on from step {step}")
@@ -125,8 +120,6 @@ def train(
                 if values := scores.measure(step, weights()):
                     log.write(step, values)
 
-    if step == 0:
-        measure()
     first, since_logged = step, []
     progress = Progress(settings.name, total_steps, step, accelerator.is_main_process)
     while step < total_steps:
@@ -134,13 +127,10 @@ def train(
         metrics = _compute_gradient(accelerator, task, stream, settings, step, finite)
         if step == first:
             _warn_without_gradient(accelerator, plain_task, settings.name)
-        still_frozen = {parameter for parameter, until in frozen.items() if step < until}
-        for parameter in still_frozen:
-            parameter.grad = None  # optimizers skip parameters without a gradient
         grad_norm = _clip_gradient(accelerator, task, settings, step, finite)
         learning_rate = max(scheduler.get_last_lr())
-        biases.move(accelerator, still_frozen)
-        _take_step(optimizer, scheduler, model, settings, average, still_frozen)
+        biases.move(accelerator)
+        _take_step(optimizer, scheduler, model, average)
         if hasattr(plain_task, "after_step"):
             plain_task.after_step(accelerator)
         step += 1
@@ -181,15 +171,6 @@ def _prepare(
 ) -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, WeightAverage | None]:
     """The model with its loss and the optimizer, as Accelerate wraps them, the schedule, and the weights' average."""
     model = task.model
-    if accelerator.distributed_type is DistributedType.FSDP and getattr(model.config, "shared_encoder", False):
-        raise ValueError("FSDP cannot split an encoder that both towers have. Train it with DDP")
-    auxiliary_losses = getattr(task, "auxiliary_losses", ())
-    if accelerator.distributed_type is DistributedType.DEEPSPEED and len(auxiliary_losses):
-        raise ValueError("DeepSpeed has no auxiliary losses. Take DDP")
-    if accelerator.distributed_type is DistributedType.FSDP:
-        for loss in auxiliary_losses:
-            if loss.READS_WEIGHTS:
-                raise ValueError(f"{type(loss).__name__} reads whole weights, which FSDP2 splits. Take DDP")
     if settings.gradient_checkpointing:
         checkpoint_layers(model)
     if settings.torch_compile is True or settings.torch_compile == "auto" and accelerator.device.type == "cuda":
@@ -205,9 +186,6 @@ def _prepare(
     # Not prepared: Accelerate would step the schedule once for every process.
     scheduler = get_cosine_schedule_with_warmup(optimizer, round(warmup), total_steps, last_epoch=step - 1)
     if accelerator.distributed_type is DistributedType.DEEPSPEED:
-        for setting in ("mini_batch_size", "ema_decay", "frozen_until"):
-            if getattr(settings, setting):
-                raise ValueError(f"{settings.name}.{setting}: DeepSpeed has none. Take DDP or FSDP2")
         # It clips by itself, and wants to know the batch, which it does not use
         config = accelerator.deepspeed_plugin.deepspeed_config
         config["train_micro_batch_size_per_gpu"] = 1
@@ -280,15 +258,13 @@ def _take_step(
     optimizer: torch.optim.Optimizer,
     scheduler: torch.optim.lr_scheduler.LRScheduler,
     model: PreTrainedModel,
-    settings: LoopSettings,
     average: WeightAverage | None,
-    frozen: Collection[nn.Parameter] = (),
 ) -> None:
     optimizer.step()
     scheduler.step()
     optimizer.zero_grad()
-    if hasattr(model, "logit_scale") and model.logit_scale.requires_grad and model.logit_scale not in frozen:
-        clamp_(model.logit_scale, torch.tensor(settings.max_logit_scale).log().item())
+    if hasattr(model, "logit_scale") and model.logit_scale.requires_grad:
+        clamp_(model.logit_scale, torch.tensor(MAX_LOGIT_SCALE).log().item())
     if average is not None:
         average.update()
 

@@ -77,7 +77,6 @@ def _peft_model(model: PreTrainedModel, settings: LoraSettings) -> nn.Module:
     config = LoraConfig(
         r=settings.r,
         lora_alpha=settings.lora_alpha,
-        lora_dropout=settings.lora_dropout,
         target_modules=settings.target_modules,
         target_parameters=parameters or None,
         exclude_modules=excluded or None,

@@ -5,7 +5,6 @@ and the mean of their gradients, which is what DDP and FSDP take, is its gradien
 """
 
 import itertools
-import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import NamedTuple
@@ -17,9 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from modeling_clip_moe import (
     CLIPMoEConfig,
-    global_entropy_loss,
     load_balancing_loss,
-    local_entropy_loss,
     router_z_loss,
 )
 
@@ -209,7 +206,7 @@ def router_losses(
         outputs: what the model returned, called with `output_router_logits=True, output_expert_ids=True`.
         batch: what the model was called with: `attention_mask` (B, S) of the texts and, of images of any shape,
             `pixel_attention_mask` (B, S) tell tokens from padding, which does not count.
-        balance_top_k, balance_mean, text_weight: see `training.train_settings.RouterSettings`.
+        balance_top_k, balance_mean, text_weight: see `TrainRouterStage`.
 
     Returns:
         `router_aux_loss_coef` * balance + `router_z_loss_coef` * z; and the means over the sparse towers of the two
@@ -247,36 +244,6 @@ def _loads(ids: torch.Tensor, mask: torch.Tensor | None, num_experts: int) -> to
         ids = ids.masked_fill(~mask.bool()[..., None], num_experts)
     counts = torch.zeros(num_experts + 1, device=ids.device)
     return counts.scatter_add_(0, ids.flatten(), torch.ones_like(ids.flatten(), dtype=counts.dtype))[:-1]
-
-
-def entropy_losses(
-    config: CLIPMoEConfig,
-    outputs,
-    batch: Mapping[str, torch.Tensor],
-    local_coef: Mapping[str, float],
-    global_coef: Mapping[str, float],
-    min_experts: Mapping[str, float],
-) -> tuple[torch.Tensor | float, dict[str, torch.Tensor]]:
-    """LIMoE's weighted losses over the tokens of all processes (CLIP-UP eq. 8 to 11), and what to log of them.
-
-    Args:
-        config, outputs, batch: see `router_losses`.
-        local_coef, global_coef: "text" or "vision" -> the weight of the loss in that tower's sparse layers.
-        min_experts: one for each tower with a global loss, see `global_entropy_loss`.
-
-    Returns:
-        Their sum, in nats, and each before it is weighted, in bits, such as `local_entropy_text`.
-    """
-    total, values = 0.0, {}
-    for tower, router_logits, _, mask in _sparse_towers(config, outputs, batch):
-        name = tower.base_config_key.removesuffix("_config")
-        if name in local_coef:
-            loss = local_entropy_loss(router_logits, mask, reduce=all_reduce_sum)
-            total, values[f"local_entropy_{name}"] = total + local_coef[name] * loss, loss.detach() / math.log(2)
-        if name in global_coef:
-            loss = global_entropy_loss(router_logits, min_experts[name], mask, reduce=all_reduce_sum)
-            total, values[f"global_entropy_{name}"] = total + global_coef[name] * loss, loss.detach() / math.log(2)
-    return total, values
 
 
 def _sparse_towers(config: CLIPMoEConfig, outputs, batch: Mapping[str, torch.Tensor]) -> list[tuple]:

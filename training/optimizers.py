@@ -46,29 +46,6 @@ def matching_parameters(model: nn.Module, pattern: str, setting: str) -> set[nn.
     return matching
 
 
-def frozen_steps(model: nn.Module, frozen_until: Mapping[str, float], total_steps: int) -> dict[nn.Parameter, int]:
-    """Map each trainable parameter that starts frozen to the number of steps it stays frozen.
-
-    Args:
-        frozen_until: regular expression of names -> share of all steps, at least one. Where several match, the largest
-            counts.
-
-    Raises:
-        ValueError: a pattern matches nothing that trains, or nothing would train at first.
-    """
-    steps: dict[nn.Parameter, int] = {}
-    for pattern, share in frozen_until.items():
-        matching = [p for p in matching_parameters(model, pattern, "frozen_until") if p.requires_grad]
-        if not matching:
-            raise ValueError(f"frozen_until pattern {pattern!r} matches only parameters that never train")
-        for parameter in matching:
-            steps[parameter] = max(steps.get(parameter, 0), min(max(round(share * total_steps), 1), total_steps - 1))
-    training = {parameter for parameter in model.parameters() if parameter.requires_grad}
-    if steps and steps.keys() == training:
-        raise ValueError("frozen_until: nothing would train at first: leave out what is to begin")
-    return steps
-
-
 def parameter_groups(
     model: nn.Module, weight_decay: float, decay_all: bool = False, layer_decay: float = 1.0
 ) -> list[dict]:

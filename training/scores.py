@@ -57,9 +57,7 @@ class Scores:
             self.decisive = find_score(settings.keep_best, self.tasks)
 
     def due(self, step: int, total_steps: int) -> bool:
-        """Whether the model is measured after a step; 0: before the first one."""
-        if step == 0:
-            return self.settings.at_start
+        """Whether the model is measured after a step."""
         return step % self.settings.every_steps == 0 or step == total_steps
 
     def measure(self, step: int, state_dict: dict[str, torch.Tensor]) -> dict[str, float]:

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -68,16 +67,6 @@ def set_random_states(states: dict[str, Any], device: torch.device) -> None:
 
 MODEL, OPTIMIZER, AVERAGE = "model.safetensors", "optimizer.safetensors", "average.safetensors"
 STATE, RANDOM_STATES = "state.json", "random_states"
-
-
-def require_support(accelerator: Accelerator) -> None:
-    """Refuse to split models and optimizers in a way whose checkpoints would be pickles."""
-    is_fsdp1 = accelerator.distributed_type is DistributedType.FSDP and not accelerator.is_fsdp2
-    if is_fsdp1 or accelerator.distributed_type is DistributedType.DEEPSPEED:
-        raise ValueError(
-            "save_steps: FSDP version 1 and DeepSpeed keep checkpoints as pickles, which run code when they are read. "
-            "Leave save_steps out, or split the model with training/accelerate/fsdp2.yaml"
-        )
 
 
 def save_checkpoint(

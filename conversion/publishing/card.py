@@ -45,7 +45,6 @@ METHODS = {
     "text_config": None,
     "vision_config": None,
     "lora": "2106.09685",
-    "frozen_until": None,
 }
 
 

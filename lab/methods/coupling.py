@@ -3,8 +3,6 @@
 - {name: coupled, stage: lab.methods.coupling:CoupledStage, model: upcycled}
 """
 
-from typing import ClassVar
-
 import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -20,8 +18,6 @@ from clip_moe.training.stages.train import TrainStage
 @dataclass(config=STRICT, kw_only=True)
 class CoupledStage(TrainStage):
     """A `train` stage with a loss that ties each expert to its row of the router."""
-
-    teaches_routers: ClassVar[bool] = True
 
     # The weight of the loss.
     coupling_coef: float = Field(default=1.0, gt=0)

@@ -3,8 +3,6 @@
 - {name: taught, stage: lab.methods.router_teacher:TaughtStage, model: upcycled, teacher: dense}
 """
 
-from typing import ClassVar
-
 import torch
 import torch.nn.functional as F
 from pydantic import Field
@@ -26,8 +24,6 @@ from modeling_clip_moe.router_losses import mean_over_tokens
 @dataclass(config=STRICT, kw_only=True)
 class TaughtStage(TrainStage):
     """A `train` stage in whose first half a dense model teaches the routers."""
-
-    teaches_routers: ClassVar[bool] = True
 
     # The dense model whose layers teach the routers, as the one that was upcycled.
     teacher: Model

@@ -1,6 +1,5 @@
 """One model on two processes, by transformers' own plans, and on devices with too little memory for it."""
 
-import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -187,7 +186,7 @@ def recipe(tmp_path_factory):
 
 
 def four_steps(folder, **settings):
-    train(folder, global_batch_size=16, gradient_accumulation_steps=2, max_steps=4, max_logit_scale=10.0, **settings)
+    train(folder, global_batch_size=16, gradient_accumulation_steps=2, max_steps=4, **settings)
     return folder / "recipe.yaml"
 
 
@@ -198,10 +197,9 @@ def assert_same_run(folder, expected):
         logs.append(
             [(r["step"], r["total_loss"], r["grad_norm"], r["logit_scale"], r["learning_rate"]) for r in records]
         )
-    assert len(logs[1]) == 4 and logs[1][1][3] == pytest.approx(10)  # the scale was at its limit
+    assert len(logs[1]) == 4
     torch.testing.assert_close(logs[0], logs[1], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(weights(folder / "tuned"), weights(expected / "tuned"), atol=1e-4, rtol=0)
-    assert CLIPMoEModel.from_pretrained(folder / "tuned").logit_scale.item() < math.log(10)
 
 
 def finished(name, recipe, output, *more):
@@ -214,10 +212,9 @@ def finished(name, recipe, output, *more):
 
 TAUGHT = {"change": as_stage("lab.methods.router_teacher:TaughtStage"), "teacher": "dense"}
 FSDP2 = {
-    "a teacher, frozen": {
+    "a teacher": {
         "change": as_stage("lab.methods.router_teacher:TaughtStage"),
         "teacher": "dense",
-        "frozen_until": {"text_model.*router": 0.75},
     },
 }
 

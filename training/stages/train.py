@@ -6,7 +6,7 @@ Another kind is a subclass of `TrainStage`. It overrides a method for each thing
 
 import dataclasses
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, ClassVar, Literal
@@ -23,7 +23,6 @@ from clip_moe.training.stages.steps import REHEARSED_STEPS, StepsStage
 from clip_moe.training.train_settings import (
     Evaluation,
     LoraSettings,
-    RouterSettings,
 )
 
 if typing.TYPE_CHECKING:
@@ -40,7 +39,7 @@ if typing.TYPE_CHECKING:
 
 
 @dataclass(config=STRICT, kw_only=True)
-class TrainStage(RouterSettings, StepsStage):
+class TrainStage(StepsStage):
     """Contrastive training of a dense or a sparse CLIP.
 
     For example:
@@ -51,49 +50,35 @@ class TrainStage(RouterSettings, StepsStage):
 
     kind: ClassVar[str] = "train"
     samples: ClassVar[str] = "pairs"
-    # Whether routers learn from a loss of its own, also between equal experts
-    teaches_routers: ClassVar[bool] = False
 
     # Regular expression, matched anywhere in a parameter's name; everything else is frozen.
     trainable: str = "."
-    # Adapters train, in place of weights; the trained model has them added to its weights. Not with ema_decay. None:
-    # weights train.
+    # Adapters that train in place of weights, and are added to them at the end.
     lora: LoraSettings | None = None
 
     # Random crops; None: images are resized and cropped in their center.
     augmentation: Augmentation | None = None
 
-    # What happens to duplicates, pairs with the same text or image. "separate": they are kept out of the same batch
-    # where possible, and those left count as positives; of a stream all are left. "positive": batches are shuffled,
-    # and duplicates count as positives. "negative": they count as negatives, as in the papers. The default suits
-    # captions that rarely repeat. With ten classes in batches of 64, "negative" learns as much and forgets less of
-    # other kinds.
+    # Pairs with the same text or image. "separate": in other batches where possible, else positives. "positive":
+    # shuffled, and positives. "negative": shuffled, and negatives, as in the papers; with ten classes in batches of 64
+    # it learns as much and forgets less of other kinds.
     duplicates: Literal["separate", "positive", "negative"] = "separate"
 
-    # The contrastive loss: "softmax" is CLIP's, "sigmoid" SigLIP's (arXiv:2303.15343), which needs a model with a
-    # logit_bias. None: sigmoid for a model that has one.
+    # CLIP's softmax, or SigLIP's sigmoid (arXiv:2303.15343), which needs a model with a logit_bias and is its default.
     loss: Literal["softmax", "sigmoid"] | None = None
     # Share of the contrastive loss's target that is spread over all pairs.
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
 
-    # The weights of the losses of the L captions that every image has, as the captions stage makes them: gamma in
-    # CLIP-FMoE eq. 4, which sum to 1. None: one caption an image, drawn anew each epoch where there are more.
+    # Weights of the losses of an image's L captions, which sum to 1 (gamma in CLIP-FMoE eq. 4). None: each epoch draws
+    # one caption.
     caption_weights: list[Annotated[float, Field(ge=0)]] | None = Field(default=None, min_length=1)
-    # Pairs of a process's batch that are embedded at a time (GradCache, arXiv:2101.06983): memory is that of so many,
-    # loss and gradient are those of the whole batch, and a step computes 4/3 as much. Not by DeepSpeed, nor with
-    # several captions an image where texts have a capacity. None: all at once.
+    # Pairs of a process's batch that are embedded at a time (GradCache, arXiv:2101.06983): less memory, 4/3 of the
+    # computation, the same loss and gradient. None: all at once.
     mini_batch_size: int | None = Field(default=None, gt=0)
-    # A process's batch is in the order of its texts' lengths, so that a part of mini_batch_size has little padding.
-    # Only with mini_batch_size.
-    group_by_length: bool = False
-    # Rows of the similarity matrix held at a time; None holds the whole matrix.
+    # Rows of the similarity matrix held at a time; None: all.
     loss_chunk_size: int | None = Field(default=None, gt=0)
-    # Share of the activations within experts that are 0 in each step of training, the others being scaled up; which
-    # these are depends on the number of processes. None: none.
-    expert_dropout: float | None = Field(default=None, gt=0, lt=1)
-
-    # Share of an image's patches that each step leaves out, drawn anew (FLIP, arXiv:2212.00794). Follow it with a short
-    # stage without, which brings the model back to whole images. None: all patches are seen.
+    # Share of an image's patches that each step leaves out (FLIP, arXiv:2212.00794). Follow it with a short stage
+    # without.
     patch_dropout: float | None = Field(default=None, gt=0, lt=1)
 
     # Scores while it trains; None: none.
@@ -113,8 +98,6 @@ class TrainStage(RouterSettings, StepsStage):
             )
         if self.global_batch_size == self.gradient_accumulation_steps:
             raise ValueError("global_batch_size: a step of one pair has no negatives to learn from: take 2 or more")
-        if self.group_by_length and self.mini_batch_size is None:
-            raise ValueError("group_by_length: it shortens the parts of mini_batch_size. Set that, or leave this out")
         if self.augmentation is not None and self.data.in_memory:
             raise ValueError(
                 "augmentation changes images in every epoch, but data.in_memory keeps what they were: drop one"
@@ -181,10 +164,8 @@ class TrainStage(RouterSettings, StepsStage):
         return multi_positive_loss(image_embeds, texts, logit_scale, weights, pairing, **options)
 
     def task(self, model: "PreTrainedModel", inputs: SimpleNamespace) -> "ContrastiveTask":
-        from clip_moe.training.contrastive_task import ContrastiveTask, drop_activations, drop_patches
+        from clip_moe.training.contrastive_task import ContrastiveTask, drop_patches
 
-        if self.expert_dropout is not None:
-            drop_activations(model, self.expert_dropout)
         if self.patch_dropout is not None:
             drop_patches(model, self.patch_dropout)
         return ContrastiveTask(model, self, self.auxiliary_losses(model, inputs))
@@ -201,13 +182,16 @@ class TrainStage(RouterSettings, StepsStage):
         from clip_moe.data.sources import reading
         from clip_moe.engine.provenance import MANIFEST, Record, duplicates_line
         from clip_moe.training.duplicates import shared_duplicates
+        from clip_moe.training.fit import warn_of_idle_parts
         from clip_moe.training.loader import PairLoader
 
         model, processor = load_clip(inputs.model, dtype=torch.float32), load_processor(inputs.model)
         self.set_trainable(model, context.seed)
         accelerator = context.new_accelerator()
         share = self.share(accelerator, context)
-        self._require_fit(model, share.batch_size)
+        if problems := dict.fromkeys(self.problems(model, share.batch_size)):  # of both towers alike
+            raise ValueError("; ".join(f"{self.name}.{problem}" for problem in problems))
+        warn_of_idle_parts(self.name, model)
         rows = self.load_pairs(inputs, context)
         duplicates, sampler, shares, may_meet = None, None, None, True
         is_negative = self.duplicates == "negative"
@@ -228,7 +212,6 @@ class TrainStage(RouterSettings, StepsStage):
             sampler,
             self.caption_weights,
             self.augmentation,
-            group_by_length=self.group_by_length,
             with_keys=not is_negative and may_meet,  # to find duplicates in a batch, a GPU has to be waited for
             image_keys=duplicates and duplicates.images,
         )
@@ -256,7 +239,7 @@ class TrainStage(RouterSettings, StepsStage):
         stage = super().rehearsed(num_samples)
         if stage.evaluation is None:
             return stage
-        rows = {"every_steps": REHEARSED_STEPS, "at_start": False, "max_rows": REHEARSED_ROWS}
+        rows = {"every_steps": REHEARSED_STEPS, "max_rows": REHEARSED_ROWS}
         return dataclasses.replace(stage, evaluation=dataclasses.replace(stage.evaluation, **rows))
 
     def set_trainable(self, model: "PreTrainedModel", seed: int = 0) -> None:
@@ -277,26 +260,16 @@ class TrainStage(RouterSettings, StepsStage):
     def router_loss(
         self, config: "CLIPMoEConfig", outputs: Any, batch: "Mapping[str, torch.Tensor]"
     ) -> "tuple[torch.Tensor, dict[str, torch.Tensor]]":
-        """What is added to the loss of a sparse model for its routers, and scalars to log: see `router_losses` and
-        `entropy_losses`."""
-        from clip_moe.training.losses import entropy_losses, router_losses
+        """What is added to the loss of a sparse model for its routers, and scalars to log: see `router_losses`."""
+        from clip_moe.training.losses import router_losses
 
-        settings = self.balance_top_k, self.balance_mean, self.text_router_weight
-        loss, metrics = router_losses(config, outputs, batch, *settings)
-        settings = self.local_entropy_coef, self.global_entropy_coef, self.global_entropy_min_experts
-        entropy, entropy_metrics = entropy_losses(config, outputs, batch, *settings)
-        return loss + entropy, metrics | entropy_metrics
+        return router_losses(config, outputs, batch)
 
-    def _require_fit(self, model: "PreTrainedModel", batch_size: int) -> None:
-        """Raises a ValueError of all settings that do not go with the model, or with the batch of a process; warns of
-        routers that cannot learn."""
-        from clip_moe.training.fit import problems_of_routers, problems_of_training, warn_of_equal_experts
+    def problems(self, model: "PreTrainedModel", batch_size: int) -> "Iterator[str]":
+        """Settings that do not go with the model, or with the batch of a process: `setting: why`."""
+        from clip_moe.training.fit import problems_of_training
 
-        problems = *problems_of_training(self, model.config, batch_size), *problems_of_routers(self, model)
-        wrong = dict.fromkeys(problems)  # of both towers alike
-        if wrong:
-            raise ValueError("; ".join(f"{self.name}.{problem}" for problem in wrong))
-        warn_of_equal_experts(self, model)
+        return problems_of_training(self, model, batch_size)
 
     def _keep_apart(self, duplicates: "Duplicates", sampler: "DistributedBatchSampler") -> dict[str, float]:
         """Let a sampler keep duplicates apart if this stage does, and count them in its first epoch: for the record."""

@@ -1,13 +1,22 @@
 """The stage that trains routers."""
 
-from typing import ClassVar
+import typing
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from clip_moe.engine.settings import STRICT
 from clip_moe.training.stages.train import TrainStage
-from clip_moe.training.train_settings import BalanceMean
+
+if typing.TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    from clip_moe.training.contrastive_task import ContrastiveTask
+    from modeling_clip_moe import CLIPMoEConfig
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -22,5 +31,44 @@ class TrainRouterStage(TrainStage):
     kind: ClassVar[str] = "train_router"
 
     trainable: str = r"\.mlp\.router\."
+    # How many choices of a token count as load in the balance loss: 1, the argmax (CLIP-MoE eq. 7); None: all K
+    # (CLIP-UP, CLIP-FMoE).
     balance_top_k: int | None = Field(default=1, gt=0)
-    balance_mean: BalanceMean = "layer"
+    # Router losses are the mean over a tower's layers, summed over the towers (CLIP-UP); the mean over all layers of
+    # both towers (CLIP-MoE eq. 9); those of the tokens of all layers and towers taken together (CLIP-FMoE eq. 3);
+    # those of the tokens of all layers of a tower taken together, summed over the towers (CLIP-MoE's released code); or
+    # the mean over the layers of a shared encoder, in each of which the tokens of both towers are taken together.
+    balance_mean: Literal["tower", "layer", "token", "tower_token", "shared"] = "layer"
+    # Where router losses are summed over the towers: what those of the text tower are multiplied by; None: 1.
+    text_router_weight: float | None = Field(default=None, ge=0)
+    # Share of the activations within experts that are 0 in each step of training, the others being scaled up
+    # (CLIP-MoE's released code); which these are depends on the number of processes. None: none.
+    expert_dropout: float | None = Field(default=None, gt=0, lt=1)
+
+    @model_validator(mode="after")
+    def _check_routers(self):
+        if self.text_router_weight is not None and self.balance_mean not in ("tower", "tower_token"):
+            raise ValueError(f"text_router_weight goes with a sum over the towers, not with {self.balance_mean}")
+        return self
+
+    def problems(self, model: "PreTrainedModel", batch_size: int) -> Iterator[str]:
+        from clip_moe.training.fit import problems_of_balance
+
+        yield from super().problems(model, batch_size)
+        yield from problems_of_balance(self, model.config)
+
+    def task(self, model: "PreTrainedModel", inputs: SimpleNamespace) -> "ContrastiveTask":
+        from clip_moe.training.contrastive_task import drop_activations
+
+        if self.expert_dropout is not None:
+            drop_activations(model, self.expert_dropout)
+        return super().task(model, inputs)
+
+    def router_loss(
+        self, config: "CLIPMoEConfig", outputs: Any, batch: "Mapping[str, torch.Tensor]"
+    ) -> "tuple[torch.Tensor, dict[str, torch.Tensor]]":
+        from clip_moe.training.losses import router_losses
+
+        return router_losses(
+            config, outputs, batch, self.balance_top_k, self.balance_mean, text_weight=self.text_router_weight
+        )
