@@ -45,36 +45,36 @@ def sampler_of(size, *data, labels=None):
     return sampler
 
 
-def others_of(duplicates, pair):
-    return {other for group in duplicates.groups_of(pair) for other in duplicates.group(group).tolist()} - {pair}
-
-
 ALONE = np.arange(2000)
 WORLDS = {  # images, texts, and the pairs of the texts
     "every text 20 times": (ALONE, RNG.permutation(ALONE // 20)),
     "nearly as few texts as a batch has": (ALONE, RNG.permutation(ALONE % 65)),
     "some texts often": (ALONE, np.where(RNG.random(2000) < 0.3, RNG.integers(0, 50, 2000), ALONE + 100)),
+    "the same pairs again": (ALONE // 4, ALONE // 4),
+}
+# Texts of several images that have several texts
+CROSSING = {
     "five texts an image, some of several images": (
         ALONE // 5,
         np.where(RNG.random(2000) < 0.3, RNG.integers(0, 50, 2000), ALONE + 100),
     ),
-    "the same pairs again": (ALONE // 4, ALONE // 4),
     "three captions an image": (ALONE, RNG.integers(0, 3000, 6000), np.repeat(ALONE, 3)),
 }
 
 
 @pytest.mark.parametrize("clusters", [1, 3])
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", WORLDS | CROSSING)
 def test_epochs_without_duplicates(world, clusters):
-    """And none of a cluster is left out of two epochs more than another."""
-    data, labels = WORLDS[world], ALONE % clusters
+    """And none of a cluster is left out of two epochs more than another. Where texts and images cross, some meet."""
+    data, labels = (WORLDS | CROSSING)[world], ALONE % clusters
     keys, uses = keys_of(*data), np.zeros(2000, int)
     sampler = sampler_of(64 // clusters, *data, labels=None if clusters == 1 else labels)
     for epoch in range(100):
         sampler.set_epoch(epoch)
         batches = list(sampler)
         uses[np.concatenate(batches)] += 1
-        assert sum(num_with_duplicate(batch, keys) for batch in batches) == 0
+        met = sum(num_with_duplicate(batch, keys) for batch in batches)
+        assert met == 0 if world in WORLDS else met < 0.15 * 2000
     assert all(0 <= np.ptp(uses[labels == cluster]) <= 1 for cluster in range(clusters))
 
 
@@ -111,10 +111,6 @@ def test_shares_are_those_of_a_count(number, different, size, seed):
     batches = rng.permutation(number)[: number // size * size].reshape(-1, size)
     met = sum(num_with_duplicate(batch, keys) for batch in batches)
     assert duplicates.share_in(batches) == pytest.approx(met / batches.size)
-    others = [
-        {other for other in range(number) if other != pair and keys[other] & keys[pair]} for pair in range(number)
-    ]
-    assert [others_of(duplicates, pair) for pair in range(number)] == others
 
 
 @pytest.fixture(scope="module")
@@ -215,19 +211,6 @@ def test_one_text_for_all_is_an_error(tmp_path):
     data = folder_of(tmp_path / "pictures", ["the same"] * 32)
     with pytest.raises(ValueError, match=r"tuned.data: in every batch, all pairs have the same text or image, so"):
         trained(tmp_path / "run", data)
-
-
-def test_swaps_help_as_far_as_they_can():
-    """Images of five texts, one of which is there more often than there are batches; three of each in four batches."""
-    numbers = np.arange(5000)
-    common = np.where(RNG.random(5000) < 0.2, -1, numbers)
-    crossing = RNG.permutation(numbers // 3)
-    for images, texts, size, most in ((numbers // 5, common, 256, 0.01), (numbers // 3, crossing, 1250, 0.1)):
-        sampler = sampler_of(size, images, texts)
-        batches = sampler.all_batches()
-        counts = [np.sum(texts[batch] == -1) for batch in batches]
-        assert np.ptp(counts) <= 1 and len(np.unique(batches)) == batches.size
-        assert sampler.duplicates.share_in(batches) - np.mean(texts[batches] == -1) < most
 
 
 def test_texts_that_were_not_tokenized_may_be_duplicates(monkeypatch):

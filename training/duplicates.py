@@ -84,10 +84,8 @@ class Duplicates:
         # others, as a text does that several images have, each with several texts
         labels, starts = self.labels[members], _starts(sizes)
         lowest, highest = (of.reduceat(labels, starts) if len(sizes) else sizes for of in (np.minimum, np.maximum))
-        self.is_crossing = lowest != highest
-        kept = self.is_crossing | (lowest == np.arange(len(sizes)))
+        kept = (lowest != highest) | (lowest == np.arange(len(sizes)))
         self.members, self.sizes = members[np.repeat(kept, sizes)], sizes[kept]
-        self.is_crossing = self.is_crossing[kept]
         self.labels = np.append(np.cumsum(kept, dtype=np.int32) - 1, np.int32(-1))[self.labels]
 
     @classmethod
@@ -119,53 +117,26 @@ class Duplicates:
         for number, batch in enumerate(batches):
             batch_of[batch] = number
         has_duplicate = np.zeros(self.num_pairs, bool)
-        has_duplicate[self.members[self.meetings(batch_of, np.ones(len(self.sizes), bool))]] = True
+        for first in range(0, len(self.sizes), GROUPS):
+            numbers = np.arange(first, min(first + GROUPS, len(self.sizes)))
+            has_duplicate[self.members[self._meetings(batch_of, numbers)]] = True
         return has_duplicate.sum() / max((batch_of >= 0).sum(), 1)
-
-    def group(self, number: int) -> np.ndarray:
-        """The pairs of a group."""
-        start = self._starts[number]
-        return self.members[start : start + self.sizes[number]]
-
-    def groups_of(self, pair: int) -> list[int]:
-        """The numbers of a pair's groups."""
-        groups, first = self._groups_by_pair
-        return groups[first[pair] : first[pair + 1]].tolist()
 
     @cached_property
     def _starts(self) -> np.ndarray:
         return _starts(self.sizes)
-
-    @cached_property
-    def _groups_by_pair(self) -> tuple[np.ndarray, np.ndarray]:
-        """The groups of all pairs, one pair after another, and where each pair begins."""
-        by_pair = np.argsort(self.members, kind="stable")
-        groups = np.repeat(np.arange(len(self.sizes), dtype=np.int32), self.sizes)[by_pair]
-        return groups, np.searchsorted(self.members[by_pair], np.arange(self.num_pairs + 1, dtype=np.int32))
-
-    def sizes_among(self, chosen: np.ndarray) -> np.ndarray:
-        """(groups,) how many pairs of each are among those that are chosen, (pairs,) of bool."""
-        return np.add.reduceat(chosen[self.members].astype(np.int32), self._starts)
 
     def are_of_one_group(self, pairs: np.ndarray) -> bool:
         """Whether all of these pairs have the same text or the same image, as their labels tell."""
         labels = self.labels[pairs]
         return labels[0] >= 0 and bool((labels == labels[0]).all())
 
-    def meetings(self, batch_of: np.ndarray, groups: np.ndarray) -> np.ndarray:
-        """Positions in `members` of pairs of some groups that are in a batch with another one of their group.
+    def _meetings(self, batch_of: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+        """Positions in `members` of pairs of the groups `numbers` that are in a batch with another one of their group.
 
         Args:
             batch_of: (pairs,) the batch of each; -1: none.
-            groups: (groups,) of bool, which ones count.
         """
-        numbers = np.flatnonzero(groups)
-        return np.concatenate([
-            np.empty(0, np.int32),
-            *(self._meetings(batch_of, numbers[at : at + GROUPS]) for at in range(0, len(numbers), GROUPS)),
-        ])  # fmt: skip
-
-    def _meetings(self, batch_of: np.ndarray, numbers: np.ndarray) -> np.ndarray:
         positions = ranges(self._starts[numbers], self.sizes[numbers])
         batch = batch_of[self.members[positions]]
         key = np.repeat(numbers, self.sizes[numbers]) * (batch.max(initial=0) + np.int64(1)) + batch

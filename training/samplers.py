@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
@@ -12,10 +11,6 @@ from torch.utils.data import Sampler
 
 from clip_moe.training.duplicates import GROUPS, Duplicates, ranges
 
-# Swaps that are tried in an epoch, for each sample that shares its batch with a duplicate
-TRIES = 16
-# Swaps that are tried in an epoch in all: a few seconds
-MOST_TRIES = 50_000
 # The golden section: its multiples, modulo 1, are spread evenly, however many there are
 GOLDEN = (math.sqrt(5) - 1) / 2
 
@@ -164,8 +159,9 @@ class ClusterBatchSampler(DistributedBatchSampler):
 
 
 class Spread:
-    """Batches of some samples, without duplicates where there are as many batches as a text or an image has samples;
-    where texts and images cross, as far as swaps find a way. Larger groups are shared evenly.
+    """Batches of some samples, without duplicates where there are as many batches as a text or an image has samples.
+    Larger groups are shared evenly. Where texts and images cross, samples are kept apart from those of their largest
+    group alone.
 
     An epoch has every sample once, but for those that do not fill a batch: it leaves them out in turn, so that none is
     left out of two epochs more than another.
@@ -199,8 +195,6 @@ class Spread:
         """(batches, batch_size) of an epoch."""
         rounds = np.empty((self.batch_size, self.num_batches), np.int32)
         self._deal(rounds, self._fill(rounds.ravel(), epoch, rng), rng)
-        if self.duplicates.is_crossing.any():
-            self._swap(rounds, rng)
         return rounds[rng.permutation(self.batch_size)].T
 
     def _fill(self, places: np.ndarray, epoch: int, rng: np.random.Generator) -> np.ndarray:
@@ -250,48 +244,6 @@ class Spread:
                 twice = twice[: len(free)]
                 batches[twice], batches[free] = batches[free], batches[twice]
             samples[batches] = samples.copy()
-
-    def _swap(self, rounds: np.ndarray, rng: np.random.Generator) -> None:
-        """Swap samples that share a batch with a duplicate with others, while that leaves fewer such meetings.
-
-        Where the groups of texts and of images cross, dealing keeps apart only those of one kind. Groups larger than
-        the number of batches meet anyway: they stay even, since their samples are swapped only among themselves.
-        """
-        duplicates, size = self.duplicates, self.num_batches
-        batch_of = np.full(duplicates.num_pairs, -1, np.int32)
-        for samples in rounds:
-            batch_of[samples] = np.arange(size, dtype=np.int32)
-        has_room = np.append(duplicates.sizes_among(batch_of >= 0) <= size, True)  # also for the label -1
-
-        def large_group(sample: int) -> int:
-            label = duplicates.labels[sample]
-            return -1 if has_room[label] else label
-
-        def meetings(sample: int) -> int:
-            groups = [duplicates.group(g) for g in duplicates.groups_of(sample) if has_room[g]]
-            return sum(int((batch_of[group] == batch_of[sample]).sum()) - 1 for group in groups)
-
-        met = np.unique(duplicates.members[duplicates.meetings(batch_of, duplicates.is_crossing & has_room[:-1])])
-        waiting, tries = deque(rng.permutation(met).tolist()), min(TRIES * len(met), MOST_TRIES)
-        while waiting and tries > 0:
-            sample = waiting.popleft()
-            while meetings(sample) and tries > 0:
-                tries -= 1
-                place = rng.integers(rounds.size)
-                other = int(rounds.flat[place])
-                if large_group(other) != large_group(sample) or batch_of[other] == batch_of[sample]:
-                    continue
-                pair = [sample, other]
-                before = meetings(sample) + meetings(other)
-                batch_of[pair] = batch_of[pair[::-1]]
-                after = meetings(sample) + meetings(other)
-                if after >= before:
-                    batch_of[pair] = batch_of[pair[::-1]]
-                    continue
-                rounds[rounds[:, batch_of[other]] == sample, batch_of[other]] = other
-                rounds.flat[place] = sample
-                if meetings(other):
-                    waiting.append(other)
 
 
 def merge_small_clusters(labels: np.ndarray, centers: np.ndarray, smallest: int) -> np.ndarray:
