@@ -16,7 +16,6 @@ from pydantic import Field, JsonValue, model_validator
 from pydantic.dataclasses import dataclass
 from tokenizers import decoders
 from tokenizers.processors import TemplateProcessing
-from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 from transformers import (
@@ -51,6 +50,7 @@ from clip_moe.training.losses import all_reduce_sum
 from clip_moe.training.optimizers import set_trainable
 from clip_moe.training.samplers import GlobalBatchSampler, Share
 from clip_moe.training.stages.steps import StepsStage
+from clip_moe.training.task import Task
 from lab.conversations import IMAGE, load_conversations
 
 Prompt = Literal["plain", "chat"]
@@ -106,7 +106,7 @@ class LlavaStage(ModelStage):
         build(inputs.tower, directory, inputs.language_model, self.text_config)
 
 
-class LlavaTask(nn.Module):
+class LlavaTask(Task):
     """A LLaVA together with its loss, that of the next token of an answer. Its tower computes as at inference.
 
     Args:
@@ -114,8 +114,8 @@ class LlavaTask(nn.Module):
     """
 
     def __init__(self, model: LlavaForConditionalGeneration, accumulation: int = 1):
-        super().__init__()
-        self.model, self.accumulation = model, accumulation
+        super().__init__(model)
+        self.accumulation = accumulation
         # What Accelerate shards one by one with FSDP2: of a tower, transformers also names parts of whole CLIPs
         kinds = {type(module).__name__ for module in model.modules()}
         self._no_split_modules = sorted(kinds.intersection(model._no_split_modules))

@@ -10,6 +10,7 @@ from clip_moe.data.augmentation import RATIOS, crop_box
 from clip_moe.data.images import decode_image
 from clip_moe.data.symbols import SYMBOLS
 from clip_moe.training.loader import PairLoader
+from clip_moe.training.samplers import Share
 
 CROPPED = Augmentation(random_resized_crop=[0.5, 1.0])
 
@@ -21,7 +22,7 @@ def rows():
 
 def batches(rows, processor, start, number, augmentation=CROPPED, share=(8,), **settings):
     arguments = DataArguments(source="symbols", num_samples=20, **settings)
-    stream = PairLoader(rows, processor, arguments, *share, augmentation=augmentation).batches(start)
+    stream = PairLoader(rows, processor, arguments, Share(*share), augmentation=augmentation).batches(start)
     return torch.stack([next(stream)["pixel_values"] for _ in range(number)])
 
 
@@ -42,7 +43,7 @@ def test_crops_have_the_share_and_the_ratio_and_lie_within():
 
 def test_images_are_cropped_and_resized(rows, processor):
     (found,) = batches(rows, processor, 0, 1)
-    loader = PairLoader(rows, processor, DataArguments(source="symbols", num_samples=20), 8)
+    loader = PairLoader(rows, processor, DataArguments(source="symbols", num_samples=20), Share(8))
     for pixels, number in zip(found, next(iter(loader.sampler)), strict=True):
         rng, image = np.random.default_rng([0, 0, number, 1]), decode_image(rows[number]["image"])
         image = image.crop(crop_box(image.size, [0.5, 1.0], rng)).resize((16, 16), PIL.Image.BICUBIC)
@@ -61,7 +62,7 @@ def test_batches_depend_on_neither_workers_nor_processes_nor_interruptions(rows,
 
 def test_every_epoch_changes_images_in_another_way_and_no_embedding_does(rows, processor):
     plain, arguments = rows.select([0] * 8), DataArguments(source="symbols", num_samples=8)
-    loader = PairLoader(plain, processor, arguments, 8, augmentation=CROPPED)
+    loader = PairLoader(plain, processor, arguments, Share(8), augmentation=CROPPED)
     stream = loader.batches(0)
     images = torch.cat([next(stream)["pixel_values"] for _ in range(2)])
     assert len(images.flatten(1).unique(dim=0)) > 12  # of 16 pictures of one image

@@ -18,6 +18,7 @@ from clip_moe.data.pairs import caption_columns
 from clip_moe.data.symbols import SYMBOLS
 from clip_moe.training.contrastive_task import ContrastiveTask
 from clip_moe.training.loader import PairLoader
+from clip_moe.training.samplers import Share
 from clip_moe.training.stages.train import TrainStage
 
 
@@ -87,7 +88,7 @@ def test_the_batch_of_several_captions():
     captions = [list(of_image) for of_image in rows["caption"]]
     captions[0][1] = captions[2][0] = captions[2][2] = " "
     weights, arguments = [0.2, 0.3, 0.5], DataArguments(source="symbols", num_samples=4)
-    loader = PairLoader(with_captions(rows, captions), processor, arguments, 4, caption_weights=weights)
+    loader = PairLoader(with_captions(rows, captions), processor, arguments, Share(4), caption_weights=weights)
     batch = loader.in_order()[0]
     assert torch.equal(batch.pop("caption_weights"), torch.tensor(weights))
     assert batch["caption_mask"].tolist() == [[True, False, True], [True] * 3, [False, True, False], [True] * 3]

@@ -91,7 +91,7 @@ def test_dropout_is_the_same_both_times():
 
 def test_a_router_loss_of_a_part_alone_is_refused():
     settings = train_stage(BATCH, mini_batch_size=4)
-    settings.router_loss = lambda config, outputs, batch: (outputs.vision_router_logits[0].square().mean(), {})
+    settings.router_loss = lambda config, outputs, batch, reduce: (outputs.vision_router_logits[0].square().mean(), {})
     model = sparse({})
     task = ContrastiveTask(model, settings)
     with pytest.raises(ValueError, match="mini_batch_size: the router loss of this stage differs from part to part"):

@@ -22,6 +22,7 @@ from clip_moe.engine.provenance import Record
 from clip_moe.engine.settings import STRICT
 from clip_moe.training import loop
 from clip_moe.training.contrastive_task import ContrastiveTask
+from clip_moe.training.optimizers import WeightAverage
 from clip_moe.training.stages.train import TrainStage
 
 
@@ -171,14 +172,14 @@ def test_compiled_models_train_the_same_and_are_saved_by_their_own_names(whole, 
 
 
 def test_the_average_of_the_weights(tmp_path, monkeypatch):
-    steps, original = [], loop._take_step
+    steps = []
 
-    def take_step(optimizer, scheduler, model, *others):
-        steps or steps.append({name: value.detach().clone() for name, value in model.named_parameters()})
-        original(optimizer, scheduler, model, *others)
-        steps.append({name: value.detach().clone() for name, value in model.named_parameters()})
+    def record(average):
+        steps.append({name.removeprefix("model."): p.detach().clone() for name, p in average.parameters.items()})
 
-    monkeypatch.setattr(loop, "_take_step", take_step)
+    begin, update = WeightAverage.__init__, WeightAverage.update
+    monkeypatch.setattr(WeightAverage, "__init__", lambda self, *args: (begin(self, *args), record(self))[0])
+    monkeypatch.setattr(WeightAverage, "update", lambda self: (update(self), record(self))[0])
     averaged, expected = weights(train(tmp_path, ema_decay=0.7)), dict(steps[0])
     for step in steps[1:]:
         expected = {name: 0.7 * expected[name] + 0.3 * step[name] for name in expected}

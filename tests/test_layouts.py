@@ -23,6 +23,7 @@ from clip_moe.evaluation.ensemble import open_model
 from clip_moe.evaluation.measures import measure
 from clip_moe.evaluation.own_data import retrieval_task
 from clip_moe.training.loader import PairLoader
+from clip_moe.training.samplers import Share
 
 NUMBER = 24
 CAPTIONS = [f"a picture of the number {number} and others" for number in range(NUMBER)]
@@ -86,7 +87,7 @@ def sources(tmp_path_factory):
 def read(settings, processor, size, number, start=0, rank=0, world_size=1, **more):
     """So many batches."""
     arguments = DataArguments(**settings, **more)
-    loader = PairLoader(load_pairs(arguments), processor, arguments, size, rank, world_size=world_size)
+    loader = PairLoader(load_pairs(arguments), processor, arguments, Share(size, rank, world_size))
     return [batch for _, batch in zip(range(number), loader.batches(start), strict=False)]
 
 

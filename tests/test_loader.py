@@ -17,6 +17,7 @@ from clip_moe.data.pairs import load_pairs
 from clip_moe.data.symbols import SYMBOLS
 from clip_moe.evaluation.batches import read_batches
 from clip_moe.training.loader import PairLoader
+from clip_moe.training.samplers import Share
 
 
 def batches(loader, start, number):
@@ -28,8 +29,8 @@ def equal(first, second):
     return all(torch.equal(a[key], b[key]) for a, b in zip(first, second, strict=True) for key in a)
 
 
-def loader_of(arguments, processor, batch_size=1, **options):
-    return PairLoader(load_pairs(arguments), processor, arguments, batch_size, **options)
+def loader_of(arguments, processor, batch_size=1, rank=0, world_size=1):
+    return PairLoader(load_pairs(arguments), processor, arguments, Share(batch_size, rank, world_size))
 
 
 def test_a_stream_skips_and_judges(tmp_path, processor, caplog, monkeypatch):
@@ -117,12 +118,12 @@ def test_captions_are_missing_in_a_list_but_not_all_of_them(tmp_path, processor,
     arguments = DataArguments(**saved_pairs(tmp_path / "x", captions), max_unreadable=0.5)
     rows = load_pairs(arguments)
     assert list(rows["caption"]) == [["a", None], [None, "b"]] and "its caption is empty" in caplog.text
-    loader = PairLoader(rows, processor, arguments, 2, caption_weights=[0.5, 0.5])
+    loader = PairLoader(rows, processor, arguments, Share(2), caption_weights=[0.5, 0.5])
     batch = loader.in_order()[0]
     assert batch["caption_mask"].tolist() == [[True, False], [False, True]] and len(batch["input_ids"]) == 2
     assert "of 2 images, 1, 1 have no caption in place 0, 1" in caplog.text
     with pytest.raises(ValueError, match="image 1 of .* has no caption with a weight"):
-        PairLoader(rows, processor, arguments, 2, caption_weights=[1.0, 0.0])
+        PairLoader(rows, processor, arguments, Share(2), caption_weights=[1.0, 0.0])
 
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["loaded", "streamed"])
@@ -134,7 +135,7 @@ def test_captions_that_are_cut_are_reported(tmp_path, processor, caplog, capsys,
         texts = [f"qzxjv {number} " * (40 if number < share * 200 else 1) for number in range(200)]
         rows_of(texts).to_parquet(tmp_path / "x.parquet")
         caplog.clear()
-        PairLoader(load_pairs(arguments), processor, arguments, 8).report_captions("tuned", is_new, is_new)
+        PairLoader(load_pairs(arguments), processor, arguments, Share(8)).report_captions("tuned", is_new, is_new)
         return caplog.text + capsys.readouterr().out
 
     assert "longer" not in report(0)
@@ -156,7 +157,7 @@ def rows():
 
 
 def make(rows, processor, **settings):
-    return PairLoader(rows, processor, DataArguments(source="symbols", num_samples=20, **settings), batch_size=8)
+    return PairLoader(rows, processor, DataArguments(source="symbols", num_samples=20, **settings), Share(8))
 
 
 @pytest.mark.parametrize("settings", [{}, {"num_workers": 2}, {"in_memory": True}], ids=str)

@@ -335,10 +335,10 @@ def test_router_losses_by_hand(balance_top_k, balance_mean):
         "tower_token": of_tokens(torch.cat(of_text)) + of_tokens(torch.cat(of_vision)),
         "shared": sum(of_tokens(torch.cat(both)) for both in zip(of_text, of_vision, strict=False)) / 3,
     }[balance_mean]
-    loss, metrics = router_losses(config, outputs, batch, balance_top_k, balance_mean)
+    loss, metrics = router_losses(config, outputs, batch, all_reduce_sum, balance_top_k, balance_mean)
     torch.testing.assert_close(loss, expected)
     if balance_mean == "tower":
-        half, _ = router_losses(config, outputs, batch, balance_top_k, balance_mean, 0.5)
+        half, _ = router_losses(config, outputs, batch, all_reduce_sum, balance_top_k, balance_mean, 0.5)
         torch.testing.assert_close(half, sum(map(of_tokens, of_text)) / 3 / 2 + of_tokens(*of_vision))
     assert metrics["dropped_tokens"] == 0
 

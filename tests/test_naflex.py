@@ -21,6 +21,7 @@ from clip_moe.evaluation.embedder import Embedder
 from clip_moe.evaluation.sentence_encoders import ClipEncoder
 from clip_moe.training.fit import problems_of_training
 from clip_moe.training.loader import PairLoader
+from clip_moe.training.samplers import Share
 from modeling_clip_moe.families import FAMILY_OF_TYPE
 
 # Height and width
@@ -73,7 +74,7 @@ def test_embeddings_are_those_of_pictures_alone(folder, arguments, tmp_path):
 
 
 def first_batch(folder, arguments):
-    return next(PairLoader(load_pairs(arguments), load_processor(folder), arguments, len(SIZES)).batches(0))
+    return next(PairLoader(load_pairs(arguments), load_processor(folder), arguments, Share(len(SIZES))).batches(0))
 
 
 def test_a_batch_has_what_the_processor_makes(folder, arguments):

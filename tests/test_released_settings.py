@@ -17,6 +17,8 @@ from clip_moe.data.pairs import load_pairs
 from clip_moe.engine.recipe import load_recipe
 from clip_moe.training.contrastive_task import drop_activations
 from clip_moe.training.loader import PairLoader
+from clip_moe.training.losses import all_reduce_sum
+from clip_moe.training.samplers import Share
 from modeling_clip_moe.experts import CLIPMoEExperts
 
 SYMBOLS = {"source": "symbols", "num_samples": 40, "in_memory": True}
@@ -30,7 +32,7 @@ def test_the_released_optimizer(tmp_path):
     model, processor = (auto.from_pretrained(output / "dense") for auto in (AutoModel, AutoProcessor))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.5)
     data = DataArguments(**SYMBOLS)
-    batches = PairLoader(load_pairs(data), processor, data, 4).batches(0)
+    batches = PairLoader(load_pairs(data), processor, data, Share(4)).batches(0)
     for step, expected in enumerate(losses(output / "tuned")):
         optimizer.param_groups[0]["lr"] = 1e-3 * (1 + math.cos(math.pi * step / 3)) / 2
         logits = model(**next(batches)).logits_per_image
@@ -64,7 +66,7 @@ def test_the_released_router_loss():
     recipe = load_recipe(Path(__file__).parents[1] / "training" / "recipes" / "clip_moe_released.yaml")
     unified, stage = (next(stage for stage in recipe.stages if stage.name == name) for name in ("unified", "clip_moe"))
     assert unified.changes == {"router_aux_loss_coef": coefficient}
-    found, metrics = stage.router_loss(config, outputs, batch)
+    found, metrics = stage.router_loss(config, outputs, batch, all_reduce_sum)
     torch.testing.assert_close(found, expected)
     assert 1 < metrics["balance_loss"] < 2  # not weighted
     ours, plain = (torch.autograd.grad(loss, (text, vision)) for loss in (found, expected))

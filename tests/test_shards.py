@@ -18,6 +18,7 @@ from clip_moe.data.shards import read_member
 from clip_moe.data.sources import open_rows
 from clip_moe.training import loader as loader_module
 from clip_moe.training.loader import PairLoader
+from clip_moe.training.samplers import Share
 
 
 @pytest.fixture
@@ -88,7 +89,7 @@ def test_pairs_that_lack_something_are_left_out_and_counted(tmp_path, caplog):
 
 
 def batches(processor, data, start=0, number=4):
-    loader = PairLoader(load_pairs(data), processor, data, 2, seed=3)
+    loader = PairLoader(load_pairs(data), processor, data, Share(2, seed=3))
     return list(itertools.islice(loader.batches(start), number))
 
 
@@ -119,7 +120,7 @@ def test_a_reader_judges_by_what_it_tried(tmp_path, processor, monkeypatch):
     for number in range(0, 40, 4):
         members[2 * number] = (f"{number}.png", b"no image")
     data = one_shard(tmp_path, members, max_unreadable=0.2)
-    pairs = PairLoader(load_pairs(data), processor, data, 2).pairs
+    pairs = PairLoader(load_pairs(data), processor, data, Share(2)).pairs
     with pytest.raises(ValueError, match="3 of 11 pairs of .* More than max_unread"):
         [pairs[None, number] for number in range(20)]
 

@@ -23,6 +23,7 @@ from clip_moe.data.readable import read_pair
 from clip_moe.data.stages.mixture import MixtureStage
 from clip_moe.data.texts import present_captions
 from clip_moe.training.loader import PairLoader
+from clip_moe.training.samplers import Share
 
 STREAMING = pytest.mark.parametrize("streaming", [False, True], ids=["loaded", "streamed"])
 TAR = {"image_column": "png", "caption_column": "txt"}
@@ -185,7 +186,7 @@ def test_a_range_of_pixels_is_part_of_the_data(tmp_path, streaming, processor, c
         tops.append(max(np.asarray(decode_image(row["image"])).max() for row in rows))
     assert tops == [4, 255]
     if streaming:
-        next(PairLoader(load_pairs(plain), processor, plain, 2).batches(0))
+        next(PairLoader(load_pairs(plain), processor, plain, Share(2)).batches(0))
         return
     assert "of 2 pictures of more than 8 bits, none has a value above 1023 of 65535" in caplog.text
     assert "set pixel_range, such as [0, 1023]" in caplog.text
@@ -216,7 +217,7 @@ def test_gaps_are_counted(tmp_path, streaming, processor, caplog):
     arguments = DataArguments(source=str(tmp_path / "x"), streaming=streaming)
     rows = load_pairs(arguments)
     if streaming:
-        batches = PairLoader(rows, processor, arguments, 4).batches(0)
+        batches = PairLoader(rows, processor, arguments, Share(4)).batches(0)
         next(batches), next(batches)
     gaps = "x: of 4 pictures of more than 8 bits, 2 have gaps (NaN, infinite or no-data values), on average 50.00% of"
     assert caplog.text.count(gaps) == 1
@@ -232,7 +233,7 @@ def read(processor, source, streaming, batches=30, **settings):
     """Everything, as training reads it: loaded, or streamed by two workers."""
     settings = {"num_workers": 2 * streaming, **settings}
     arguments = DataArguments(source=str(source), streaming=streaming, **settings)
-    loader = PairLoader(load_pairs(arguments), processor, arguments, 1)
+    loader = PairLoader(load_pairs(arguments), processor, arguments, Share(1))
     for _ in zip(range(batches), loader.batches(0), strict=False):
         pass
 

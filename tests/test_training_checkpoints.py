@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 from tiny_runs import losses, same_weights, train
 
 from clip_moe.engine.digests import file_digest
-from clip_moe.training import loop, training_state
+from clip_moe.training import training_state
+from clip_moe.training.contrastive_task import ContrastiveTask
 from clip_moe.training.fit import require_processes
 from clip_moe.training.stages.train import TrainStage
 from clip_moe.training.training_state import (
@@ -151,15 +152,13 @@ def test_a_loss_that_is_not_finite_stops_the_run(whole, tmp_path, monkeypatch):
 @pytest.mark.parametrize(("last", "left"), [(5, ["step-00000004"]), (3, ["step-00000002"])])
 def test_weights_that_overflow_are_no_result_and_no_checkpoint(tmp_path, monkeypatch, last, left):
     """Loss and gradient are finite: only the weights tell."""
-    original, count = loop._take_step, iter(range(100))
+    count = iter(range(100))
 
-    def take_step(optimizer, *others):
-        original(optimizer, *others)
+    def after_step(task, accelerator):
         if next(count) == last:
-            with torch.no_grad():
-                optimizer.param_groups[0]["params"][0].view(-1)[0] = float("inf")
+            next(task.model.text_model.encoder.parameters()).data.view(-1)[0] = float("inf")
 
-    monkeypatch.setattr(loop, "_take_step", take_step)
+    monkeypatch.setattr(ContrastiveTask, "after_step", after_step)
     with pytest.raises(FloatingPointError, match=f"step {last + 1}: .* is not finite after the step"):
         train(tmp_path)
     checkpoints = tmp_path / "out" / "tuned.partial" / "checkpoints"
@@ -185,7 +184,10 @@ def test_a_kill_while_saving_leaves_the_last_checkpoint_whole(tmp_path, monkeypa
 
 
 def test_checkpoints_that_would_be_pickles_are_refused():
-    stage, task = SimpleNamespace(save_steps=1), SimpleNamespace(model=SimpleNamespace(config=None))
+    stage, task = (
+        SimpleNamespace(save_steps=1),
+        SimpleNamespace(model=SimpleNamespace(config=None), auxiliary_losses=[]),
+    )
     for distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP):
         with pytest.raises(ValueError, match="save_steps: FSDP version 1 and DeepSpeed keep checkpoints as pickles"):
             require_processes(stage, task, SimpleNamespace(distributed_type=distributed_type, is_fsdp2=False))

@@ -99,15 +99,15 @@ def train(folder, stop=None, change=None, overrides=None, only=None, **training)
         shutil.copytree(BEGINNINGS[beginning].name, output, ignore=shutil.ignore_patterns("recipe.yaml"))
     if stop is None:
         return run_recipe(loaded, only) / "tuned"
-    count, original = iter(range(stop)), loop._take_step
+    count, original = iter(range(stop)), loop._clip_gradient
 
-    def take_step(*arguments):
+    def clip_gradient(*arguments):
         if next(count, None) is None:
             raise KeyboardInterrupt
-        original(*arguments)
+        return original(*arguments)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(loop, "_take_step", take_step)
+        patch.setattr(loop, "_clip_gradient", clip_gradient)
         run_recipe(loaded, only)
     return output / "tuned.partial"
 

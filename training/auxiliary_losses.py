@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedModel
 
-from clip_moe.training.losses import all_reduce_sum
+from clip_moe.training.losses import Reduce
 
 Batch = Mapping[str, torch.Tensor]
 TOWERS = ("text", "vision")
@@ -21,20 +21,21 @@ class AuxiliaryLoss(nn.Module):
     """A loss that sees model, outputs and batch. Autocast is off.
 
     Where a batch is computed in parts (`mini_batch_size`), it is called for each, and has to return the loss of the
-    whole batch: a function of sums that `training.losses.all_reduce_sum` makes or, of weights alone, `mean_over_parts`.
+    whole batch: a function of sums that `reduce` makes or, of weights alone, `mean_over_parts`.
     """
 
     # Whether it reads weights of the model, which FSDP2 splits
     READS_WEIGHTS = True
 
     def forward(
-        self, model: PreTrainedModel, outputs: Any, batch: Batch, progress: float
+        self, model: PreTrainedModel, outputs: Any, batch: Batch, progress: float, reduce: Reduce
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """This process's part of the loss and scalars to log, as `TrainStage.router_loss` has them.
 
         Args:
             outputs: what the model returned, called with `output_router_logits=True, output_expert_ids=True`.
             progress: the share of the stage's steps that are done, from 0.
+            reduce: the sum of a tensor over the global batch, with gradient.
         """
         raise NotImplementedError
 
@@ -42,9 +43,9 @@ class AuxiliaryLoss(nn.Module):
         """The optimizer has taken a step."""
 
 
-def mean_over_parts(loss: torch.Tensor) -> torch.Tensor:
+def mean_over_parts(loss: torch.Tensor, reduce: Reduce) -> torch.Tensor:
     """The mean of a loss of weights alone over processes and over the parts of a batch, with its gradient."""
-    total = all_reduce_sum(torch.stack([loss, torch.ones_like(loss)]))
+    total = reduce(torch.stack([loss, torch.ones_like(loss)]))
     return total[0] / total[1]
 
 

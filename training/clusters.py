@@ -60,7 +60,7 @@ TEN_STARTS = Method()
 
 
 def choose_method(num_features: int, library: Library | None = None, num_samples: int | None = None) -> Method:
-    """What is not given, by the number of features: ten starts of scikit-learn's up to `MANY`, else one of faiss's."""
+    """By default, ten starts of scikit-learn's K-means for up to `MANY` features, else one of faiss's."""
     many = num_features > MANY
     return Method(library or ("faiss" if many else "scikit-learn"), 1 if many else 10, num_samples)
 
@@ -69,7 +69,7 @@ def kmeans(
     features: np.ndarray | Rows,
     num_clusters: int,
     seed: int,
-    what: str = "features",
+    kind: str = "features",
     method: Method = TEN_STARTS,
     rows: np.ndarray | None = None,
 ) -> np.ndarray:
@@ -80,7 +80,7 @@ def kmeans(
 
     Args:
         features: (samples, D), float32 where they are many.
-        what: they are, for error messages.
+        kind: a name for the features, for error messages.
         rows: numbers of the features to cluster, ascending; None: all.
 
     Returns:
@@ -88,7 +88,7 @@ def kmeans(
     """
     rows = np.arange(len(features)) if rows is None else rows
     if method.library == "faiss":
-        labels = _by_faiss(features, rows, num_clusters, seed, what, method)
+        labels = _by_faiss(features, rows, num_clusters, seed, kind, method)
     else:
         from sklearn.cluster import KMeans
         from sklearn.exceptions import ConvergenceWarning
@@ -96,12 +96,12 @@ def kmeans(
         with warnings.catch_warnings(), threadpool_limits(1):
             warnings.simplefilter("ignore", ConvergenceWarning)  # fewer different features than clusters: said below
             labels = KMeans(num_clusters, n_init=method.n_init, random_state=seed).fit_predict(features[rows])
-    _require_clusters(len(np.unique(labels)), num_clusters, len(rows), what)
+    _require_clusters(len(np.unique(labels)), num_clusters, len(rows), kind)
     return labels
 
 
 def _by_faiss(
-    features: np.ndarray | Rows, rows: np.ndarray, num_clusters: int, seed: int, what: str, method: Method
+    features: np.ndarray | Rows, rows: np.ndarray, num_clusters: int, seed: int, kind: str, method: Method
 ) -> np.ndarray:
     faiss = import_faiss()
     rng = np.random.default_rng(seed)
@@ -116,7 +116,7 @@ def _by_faiss(
         different.add(row.tobytes())
         if len(different) == num_clusters:
             break
-    _require_clusters(len(different), num_clusters, len(sample), what)
+    _require_clusters(len(different), num_clusters, len(sample), kind)
     search = faiss.Kmeans(
         sample.shape[1],
         num_clusters,
@@ -136,10 +136,10 @@ def _by_faiss(
     return labels
 
 
-def _require_clusters(found: int, num_clusters: int, num_features: int, what: str) -> None:
+def _require_clusters(found: int, num_clusters: int, num_features: int, kind: str) -> None:
     if found < num_clusters:
         raise ValueError(
-            f"only {found} of {num_clusters} clusters of {what} have samples: too many of the {num_features} {what} "
+            f"only {found} of {num_clusters} clusters of {kind} have samples: too many of the {num_features} {kind} "
             "are equal. Ask for fewer clusters, or look at the model they come from"
         )
 
@@ -260,15 +260,15 @@ def split(
     labels = {name: np.zeros(num_samples, int) for name, number in num_clusters.items() if number > 1}
     for group in np.unique(groups):
         members = np.flatnonzero(groups == group)
-        of_group = f" of cluster {group}" if groups.any() else ""
+        place = f" of cluster {group}" if groups.any() else ""
         for name in labels:
             number = num_clusters[name]
             if name == "random":
                 shuffled = np.random.default_rng([seed, group, stage]).permutation(members)
                 labels[name][shuffled] = np.arange(len(members)) % number
             else:
-                what = f"{name} features{of_group}"
-                labels[name][members] = kmeans(features[name], number, seed, what, method, members)
+                kind = f"{name} features{place}"
+                labels[name][members] = kmeans(features[name], number, seed, kind, method, members)
     return labels
 
 
@@ -284,7 +284,9 @@ def accumulate(labels: np.ndarray, features: Sequence[np.ndarray | Rows], previo
     number = labels.max() + 1
     combinations, accumulated = np.unique(before * number + labels, return_inverse=True)
     tuples = np.concatenate([tuples[combinations // number], combinations[:, None] % number], axis=1)
-    centers = np.concatenate([_means(of_one, accumulated, len(tuples)) for of_one in features], axis=1)
+    centers = np.concatenate(
+        [_means(modality_features, accumulated, len(tuples)) for modality_features in features], axis=1
+    )
     return Clusters(accumulated, centers, tuples)
 
 

@@ -11,11 +11,19 @@ from transformers import PreTrainedModel
 
 from clip_moe.conversion.checkpoints import is_sparse
 from clip_moe.training.auxiliary_losses import AuxiliaryLoss
-from clip_moe.training.losses import Pairing
+from clip_moe.training.expert_bias import ExpertBiases
+from clip_moe.training.gradient_cache import cached_gradient
+from clip_moe.training.lora import merge_adapters
+from clip_moe.training.losses import Pairing, Reduce, all_reduce_sum
+from clip_moe.training.task import Batch, Metrics, Task
+from clip_moe.training.train_settings import LoraSettings
 from modeling_clip_moe.experts import CLIPMoEExperts
 
+# The temperature is kept at or above 1 / MAX_LOGIT_SCALE (CLIP, section 2.5)
+MAX_LOGIT_SCALE = 100.0
 
-class ContrastiveTask(nn.Module):
+
+class ContrastiveTask(Task):
     """A dense or sparse CLIP together with its loss.
 
     Both are one module, so that the loss is computed inside the `forward` that DDP or FSDP wraps: `logit_scale` is used
@@ -24,19 +32,32 @@ class ContrastiveTask(nn.Module):
     Args:
         losses: has `contrastive_loss` and `router_loss`, as `training.stages.train.TrainStage`.
         auxiliary_losses: others that are added.
+        mini_batch_size: pairs that are embedded at a time; None: all of a batch.
+        lora: the adapters that the model has; None: none.
     """
 
-    def __init__(self, model: PreTrainedModel, losses: Any, auxiliary_losses: Sequence[AuxiliaryLoss] = ()):
-        super().__init__()
-        self.model, self.losses, self.auxiliary_losses = model, losses, nn.ModuleList(auxiliary_losses)
-        self.progress = 0.0  # the share of the steps that are done
-        self._no_split_modules = model._no_split_modules  # what Accelerate shards one by one with FSDP2
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        losses: Any,
+        auxiliary_losses: Sequence[AuxiliaryLoss] = (),
+        mini_batch_size: int | None = None,
+        lora: LoraSettings | None = None,
+    ):
+        super().__init__(model, auxiliary_losses)
+        self.losses = losses
+        self.mini_batch_size, self.lora, self.biases = mini_batch_size, lora, ExpertBiases(model)
+        # FSDP2 and ZeRO-3 split no scalar, which the scale of a dense CLIP is
+        self.scale_shape, scale = model.logit_scale.shape, model.logit_scale
+        if scale.ndim == 0:
+            model.logit_scale = nn.Parameter(scale.detach().reshape(1), requires_grad=scale.requires_grad)
 
     def forward(
         self,
         batch: dict[str, torch.Tensor],
         only_embed: bool = False,
         gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+        reduce: Reduce = all_reduce_sum,
     ) -> tuple:
         """The global loss and what is logged of it: `loss` is the contrastive loss, for dense and sparse models alike,
         `total_loss` has those of routers and others added.
@@ -45,6 +66,7 @@ class ContrastiveTask(nn.Module):
             batch: this process's share, from a `PairLoader`.
             only_embed, gradients: for the two times that `training.gradient_cache` computes a part of a batch:
                 the gradients by the images' and the texts' embeddings, by the scale and by `loss_parameters`.
+            reduce: the sum of a tensor over the global batch, for the losses of routers and others.
 
         Returns:
             The loss, whose mean over the processes is the loss of the global batch, and named scalars, each to be
@@ -59,10 +81,10 @@ class ContrastiveTask(nn.Module):
         scale = self.model.logit_scale.exp()
         auxiliary, metrics = torch.zeros((), device=scale.device), {}
         if sparse:
-            auxiliary, metrics = self.losses.router_loss(self.model.config, outputs, batch)
-        for another in self.auxiliary_losses:
+            auxiliary, metrics = self.losses.router_loss(self.model.config, outputs, batch, reduce)
+        for auxiliary_loss in self.auxiliary_losses:
             with torch.autocast(scale.device.type, enabled=False):
-                loss, values = another(self.model, outputs, batch, self.progress)
+                loss, values = auxiliary_loss(self.model, outputs, batch, self.progress, reduce)
             auxiliary, metrics = auxiliary + loss, metrics | values
         metrics["logit_scale"] = scale.detach().squeeze()
         with torch.autocast(outputs.image_embeds.device.type, enabled=False):
@@ -78,10 +100,27 @@ class ContrastiveTask(nn.Module):
         loss = contrastive + auxiliary
         return loss, {"loss": contrastive.detach(), **metrics, "total_loss": loss.detach()}
 
+    def add_gradient(
+        self, accelerator: Accelerator, prepared: nn.Module, batch: Batch, accumulation: int, synchronize: bool
+    ) -> tuple[torch.Tensor, Metrics]:
+        if self.mini_batch_size is None:
+            return super().add_gradient(accelerator, prepared, batch, accumulation, synchronize)
+        return cached_gradient(accelerator, prepared, batch, self.mini_batch_size, 1 / accumulation, synchronize)
+
     def after_step(self, accelerator: Accelerator) -> None:
-        """The optimizer has taken a step."""
-        for another in self.auxiliary_losses:
-            another.after_step(accelerator)
+        if self.model.logit_scale.requires_grad:
+            clamp_(self.model.logit_scale, torch.tensor(MAX_LOGIT_SCALE).log().item())
+        self.biases.move(accelerator)
+        super().after_step(accelerator)
+
+    def require_sound(self, stage: str, step: int) -> None:
+        self.biases.require_bounded(stage, step)
+
+    def exported(self, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """With the adapters added to the weights, and the scale in the shape that it had before training."""
+        if self.lora is not None:
+            state_dict = merge_adapters(self.model, self.lora, state_dict)
+        return state_dict | {"logit_scale": state_dict["logit_scale"].view(self.scale_shape)}
 
     def loss_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that the contrastive loss takes beside the scale, by the names of its arguments."""
@@ -137,3 +176,14 @@ def drop_activations(model: PreTrainedModel, share: float) -> None:
         if isinstance(module, CLIPMoEExperts):
             # Every implementation of the experts calls it, those of transformers too
             module.act_fn = nn.Sequential(module.act_fn, nn.Dropout(share)).train(module.training)
+
+
+@torch.no_grad()
+def clamp_(parameter: nn.Parameter, maximum: float) -> None:
+    """Clamp a parameter, or what this process has of it."""
+    parameter.clamp_(max=maximum)
+    if hasattr(parameter, "ds_id"):  # ZeRO-3 splits it, and trains a copy in float32
+        from deepspeed.utils import safe_get_local_fp32_param, safe_set_local_fp32_param
+
+        parameter.ds_tensor.clamp_(max=maximum)
+        safe_set_local_fp32_param(parameter, safe_get_local_fp32_param(parameter).clamp(max=maximum))

@@ -97,9 +97,9 @@ class Duplicates:
         num_texts = len(rows) * max(len(present_captions(rows.select_columns("caption")[0]["caption"])), 1)
         reader = tokenizer if num_texts <= TOKENIZED else None
         for batch in rows.iter(PAIRS_AT_ONCE):
-            captions = [present_captions(of_image) for of_image in batch["caption"]]
+            captions = [present_captions(image_captions) for image_captions in batch["caption"]]
             images += image_digests(batch["image"]) if "image" in batch else []
-            texts.append(text_keys([text for of_image in captions for text in of_image], reader))
+            texts.append(text_keys([text for image_captions in captions for text in image_captions], reader))
             counts += map(len, captions)
         numbers = np.array([_number(bytes.fromhex(digest)) for digest in images], np.int64)
         numbers = numbers if len(images) else np.arange(len(rows))

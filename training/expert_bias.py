@@ -25,7 +25,7 @@ class ExpertBiases:
     def __init__(self, model: nn.Module):
         routers = (module for module in model.modules() if isinstance(module, CLIPMoERouter))
         # A router that does not train keeps its choices
-        self.routers = [one for one in routers if one.expert_bias is not None and one.weight.requires_grad]
+        self.routers = [router for router in routers if router.expert_bias is not None and router.weight.requires_grad]
         self.counts = [torch.zeros_like(router.expert_bias) for router in self.routers]
         for number, router in enumerate(self.routers):
             router.register_forward_hook(self._counter(number))
@@ -46,8 +46,8 @@ class ExpertBiases:
     def move(self, accelerator: Accelerator) -> None:
         """Move each bias by `RATE` towards the mean count: up where an expert got fewer tokens, over all processes."""
         for router, counts in zip(self.routers, self.counts, strict=True):
-            of_all = accelerator.reduce(counts.to(router.expert_bias.device), "sum")
-            router.expert_bias += self.RATE * (of_all.mean() - of_all).sign()
+            totals = accelerator.reduce(counts.to(router.expert_bias.device), "sum")
+            router.expert_bias += self.RATE * (totals.mean() - totals).sign()
             counts.zero_()
 
     def require_bounded(self, stage: str, step: int) -> None:

@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from clip_moe.conversion.checkpoints import is_sparse
 from clip_moe.conversion.upcycle import sparse_blocks
 from clip_moe.engine.messages import join_names
+from clip_moe.training.task import Task
 from modeling_clip_moe import CLIPMoEConfig
 from modeling_clip_moe.families import family_of
 
@@ -96,13 +97,13 @@ def _other_groups(stage: Any, config: CLIPMoEConfig) -> Iterator[str]:
             )
 
 
-def require_processes(stage: Any, task: nn.Module, accelerator: Accelerator) -> None:
+def require_processes(stage: Any, task: Task, accelerator: Accelerator) -> None:
     """Raises a ValueError where FSDP or DeepSpeed cannot train a task, or save its checkpoints."""
-    kind, losses = accelerator.distributed_type, getattr(task, "auxiliary_losses", ())
+    kind, losses = accelerator.distributed_type, list(task.auxiliary_losses)
     is_fsdp, is_deepspeed = kind is DistributedType.FSDP, kind is DistributedType.DEEPSPEED
     if is_fsdp and getattr(task.model.config, "shared_encoder", False):
         raise ValueError("FSDP cannot split an encoder that both towers have. Train it with DDP")
-    if is_deepspeed and len(losses):
+    if is_deepspeed and losses:
         raise ValueError("DeepSpeed has no auxiliary losses. Take DDP")
     for loss in losses if is_fsdp else ():
         if loss.READS_WEIGHTS:

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from torch import nn
 
-from clip_moe.training.losses import Pairing, SumsOfParts
+from clip_moe.training.losses import Pairing, all_reduce_sum
 from clip_moe.training.training_state import set_torch_states, torch_states
 
 TEXTS = ("input_ids", "attention_mask")  # (texts, S)
@@ -51,7 +51,7 @@ def cached_gradient(
     Returns:
         The loss of the batch, and what is logged of it, as `ContrastiveTask.forward` returns them.
     """
-    parts, sums = split_batch(batch, size), SumsOfParts()
+    parts, sums = split_batch(batch, size), SumsOfParts(accelerator.num_processes)
 
     def sent(number: int) -> dict[str, torch.Tensor]:
         return send_to_device(parts[number], accelerator.device, non_blocking=True)
@@ -59,16 +59,16 @@ def cached_gradient(
     embeds, states, auxiliaries, logged = [], [], [], []
     for number in range(len(parts)):
         states.append(torch_states(accelerator.device))
-        with torch.no_grad(), sums:
-            embeds.append(task(sent(number), only_embed=True))
+        with torch.no_grad():
+            embeds.append(task(sent(number), only_embed=True, reduce=sums.of_part()))
     losses, gradients = _gradient_by_embeds(accelerator, task, batch, embeds)
-    sums.reduce()
+    sums.reduce_totals()
     after = torch_states(accelerator.device)
-    for number, of_part in enumerate(gradients):
+    for number, part_gradients in enumerate(gradients):
         set_torch_states(states[number], accelerator.device)
         last = accelerator.sync_gradients = synchronize and number == len(parts) - 1
-        with nullcontext() if last else accelerator.no_sync(task), sums:
-            surrogate, auxiliary, metrics = task(sent(number), gradients=of_part)
+        with nullcontext() if last else accelerator.no_sync(task):
+            surrogate, auxiliary, metrics = task(sent(number), gradients=part_gradients, reduce=sums.of_part())
             accelerator.backward(surrogate * factor)
         auxiliaries.append(auxiliary)
         logged.append(metrics)
@@ -77,11 +77,43 @@ def cached_gradient(
     if not torch.allclose(auxiliaries, auxiliaries[0], rtol=0, atol=0, equal_nan=True):
         raise ValueError(
             "mini_batch_size: the router loss of this stage differs from part to part of a batch. It has to be a "
-            "function of sums that `clip_moe.training.losses.all_reduce_sum` makes"
+            "function of sums that `reduce` makes"
         )
-    metrics = {name: torch.stack([of_part[name] for of_part in logged]).mean(dim=0) for name in metrics}
+    metrics = {name: torch.stack([values[name] for values in logged]).mean(dim=0) for name in metrics}
     loss = losses["loss"] + auxiliaries[0]
     return loss, {**losses, **metrics, "total_loss": loss}
+
+
+class SumsOfParts:
+    """The `reduce` of a batch that is computed in parts, all of them twice.
+
+    The first time it adds up what it is given. After `reduce_totals`, it returns the sums over all parts and processes,
+    whose gradient goes into the part that asks: the gradients of all parts add up to that of the whole batch.
+    """
+
+    def __init__(self, num_processes: int):
+        self.totals: list[torch.Tensor] = []
+        self.num_processes, self.reduced, self.calls = num_processes, False, 0
+
+    def of_part(self) -> "SumsOfParts":
+        """Itself, for the sums of the next part."""
+        self.calls = 0
+        return self
+
+    def reduce_totals(self) -> None:
+        """All parts were there once."""
+        self.totals = [all_reduce_sum(total) for total in self.totals]
+        self.reduced = True
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        number, self.calls = self.calls, self.calls + 1
+        if self.reduced:
+            # As many times as there are processes, over which the gradient is averaged
+            return self.totals[number] + self.num_processes * (tensor - tensor.detach())
+        if number == len(self.totals):
+            self.totals.append(torch.zeros_like(tensor))
+        self.totals[number] += tensor.detach()
+        return tensor
 
 
 def _gradient_by_embeds(
@@ -90,7 +122,7 @@ def _gradient_by_embeds(
     """The contrastive loss of a batch and perhaps its chance, and of each part the gradients by its images', by its
     texts' embeddings, and by the scale and the loss's parameters, which all parts share."""
     images, texts, *shared = zip(*embeds, strict=True)
-    leaves = [torch.cat(images), torch.cat(texts), *(of_parts[0].clone() for of_parts in shared)]
+    leaves = [torch.cat(images), torch.cat(texts), *(values[0].clone() for values in shared)]
     for leaf in leaves:
         leaf.requires_grad_()
     pairing = send_to_device(Pairing.take(dict(batch)), accelerator.device)
@@ -101,4 +133,4 @@ def _gradient_by_embeds(
     by_images, by_texts = by_images.split(list(map(len, images))), by_texts.split(list(map(len, texts)))
     by_shared = [gradient / len(embeds) for gradient in by_shared]
     losses = {"loss": loss.detach(), **plain_task.chance(leaves, pairing)}
-    return losses, [(*of_part, *by_shared) for of_part in zip(by_images, by_texts, strict=True)]
+    return losses, [(*by_part, *by_shared) for by_part in zip(by_images, by_texts, strict=True)]

@@ -3,7 +3,7 @@
 import itertools
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import datasets
 import numpy as np
@@ -24,7 +24,7 @@ from clip_moe.data.workers import errors_of_workers, worker_options
 from clip_moe.data.worlds import is_world
 from clip_moe.engine.messages import shortened
 from clip_moe.training.duplicates import streamed_image_key, token_keys
-from clip_moe.training.samplers import ClusterBatchSampler, GlobalBatchSampler
+from clip_moe.training.samplers import DistributedBatchSampler, GlobalBatchSampler, Share
 
 logger = logging.getLogger(__name__)
 
@@ -40,12 +40,12 @@ class PairLoader:
 
     Args:
         rows: what `data.pairs.load_pairs` returns.
-        batch_size: pairs in a batch of this process.
+        share: how large batches are, and which part of them is this process's.
         sampler: draws this process's batches; default: all pairs, shuffled. A stream has none.
         caption_weights: one for each of an image's L captions, for `multi_positive_loss`; None: each epoch draws one.
         augmentation: changes every image, by numbers that the seed, its epoch and its own number settle; None: none is.
-        with_keys: whether batches have the keys of their texts and images, the same for equal ones.
-        image_keys: (pairs,) of int64. A stream makes its own.
+        image_keys: (pairs,) of int64, the same for equal images; True: a stream makes them. Batches then have the keys
+            of their images and texts; None: they have none.
     """
 
     def __init__(
@@ -53,34 +53,28 @@ class PairLoader:
         rows: Rows,
         processor: CLIPProcessor,
         arguments: DataArguments,
-        batch_size: int,
-        rank: int = 0,
-        world_size: int = 1,
-        seed: int = 0,
-        sampler: GlobalBatchSampler | ClusterBatchSampler | None = None,
+        share: Share,
+        sampler: DistributedBatchSampler | None = None,
         caption_weights: Sequence[float] | None = None,
         augmentation: Augmentation | None = None,
-        with_keys: bool = False,
-        image_keys: np.ndarray | None = None,
+        image_keys: np.ndarray | Literal[True] | None = None,
     ):
-        self.rows, self.processor, self.arguments = rows, processor, arguments
-        self.batch_size, self.seed, self.with_keys, self.image_keys = batch_size, seed, with_keys, image_keys
-        self.rank, self.world_size, self.caption_weights = rank, world_size, caption_weights
+        self.rows, self.processor, self.arguments, self.share = rows, processor, arguments, share
+        self.caption_weights, self.image_keys = caption_weights, image_keys
         # Text -> its tokens so far, with `in_memory`: for a tiny model, tokenizing takes longer than computing
         self.tokens: dict[str, list[int]] = {}
-        if arguments.streaming and arguments.num_samples is not None and max(arguments.num_workers, 1) * world_size > 1:
+        readers = max(arguments.num_workers, 1) * share.world_size
+        if arguments.streaming and arguments.num_samples is not None and readers > 1:
             raise ValueError(
-                f"num_samples = {arguments.num_samples}: a stream that {world_size} processes with "
+                f"num_samples = {arguments.num_samples}: a stream that {share.world_size} processes with "
                 f"{arguments.num_workers} workers share has no first pairs. Load it, or read it with one"
             )
         if caption_weights is not None:
             _require_weighted(rows, caption_weights, arguments.source)
         self.prepare = Preparation(processor.image_processor, augmentation)
         if not arguments.streaming:
-            self.pairs = _Pairs(rows, self.prepare, arguments, seed, caption_weights is not None)
-            if sampler is None:
-                sampler = GlobalBatchSampler(len(rows), batch_size, rank, world_size, seed)
-            self.sampler = sampler
+            self.pairs = _Pairs(rows, self.prepare, arguments, share.seed, caption_weights is not None)
+            self.sampler = sampler or GlobalBatchSampler(len(rows), *share)
 
     def __len__(self) -> int:
         """Batches of an epoch, unless it is a stream."""
@@ -97,7 +91,7 @@ class PairLoader:
         `attention_mask` (B, S), padded to the longest caption and cut at the tokenizer's `model_max_length`.
 
         With `caption_weights` they hold the captions of all images that are there, one image after the other, and
-        `caption_mask` (B, L). With `with_keys`, they have the fields of `training.losses.Pairing`.
+        `caption_mask` (B, L). With `image_keys`, they have the fields of `training.losses.Pairing`.
         """
         if self.arguments.streaming:
             yield from self._streamed_batches(start)
@@ -125,9 +119,9 @@ class PairLoader:
                 {"caption": [row["caption"] for row in self.rows.take(STREAMED_LOOKED_AT)]}
             )
         else:
-            chosen = np.random.default_rng(self.seed).permutation(len(self.rows))[:CAPTIONS_LOOKED_AT]
+            chosen = np.random.default_rng(self.share.seed).permutation(len(self.rows))[:CAPTIONS_LOOKED_AT]
             rows = self.rows.select_columns("caption").select(np.sort(chosen))
-        captions = [caption for of_image in rows["caption"] for caption in present_captions(of_image)]
+        captions = [caption for image_captions in rows["caption"] for caption in present_captions(image_captions)]
         if len(captions) > 1 and len(set(captions)) == 1:
             logger.warning(
                 "all %d captions of %s that were looked at are %s: in a batch of one caption, nothing is learned",
@@ -161,23 +155,23 @@ class PairLoader:
 
     def _streamed_batches(self, start: int) -> Iterator[dict[str, torch.Tensor]]:
         """A stream has to be read again up to where the run stopped."""
-        rows = split_dataset_by_node(self.rows, self.rank, self.world_size)
+        rows = split_dataset_by_node(self.rows, self.share.rank, self.share.world_size)
         num_workers = min(self.arguments.num_workers, rows.num_shards)  # others would have nothing to read
-        readers = self.world_size * max(num_workers, 1)
+        readers = self.share.world_size * max(num_workers, 1)
         options = self._options | {"num_workers": num_workers}
         with reading(self.arguments), errors_of_workers():
-            loader = DataLoader(_Stream(self, readers), batch_size=self.batch_size, drop_last=True, **options)
+            loader = DataLoader(_Stream(self, readers), batch_size=self.share.batch_size, drop_last=True, **options)
             # Not by workers, which do not always take turns: one may have nothing to read
             yield from itertools.islice(loader, start, None)
 
     @property
     def _options(self) -> dict[str, Any]:
-        return worker_options(self.arguments, self.seed) | {"collate_fn": self.collate}
+        return worker_options(self.arguments, self.share.seed) | {"collate_fn": self.collate}
 
     def collate(self, pairs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         """A batch of what `_Pairs` and `_Stream` give."""
         tokenizer, texts = self.processor.tokenizer, [present_captions(pair["caption"]) for pair in pairs]
-        ids = self._ids([text for of_image in texts for text in of_image])
+        ids = self._ids([text for image_captions in texts for text in image_captions])
         batch = tokenize(tokenizer, ids=ids)
         if "image" in pairs[0]:
             # Within a worker, in memory that the other processes have too
@@ -188,7 +182,7 @@ class PairLoader:
         if self.caption_weights is not None:
             are_present = [[bool(present_captions(caption)) for caption in pair["caption"]] for pair in pairs]
             batch["caption_mask"] = torch.tensor(are_present)
-        if self.with_keys:
+        if self.image_keys is not None:
             batch["text_keys"] = token_keys(batch["input_ids"], batch["attention_mask"], tokenizer.eos_token_id)
             keys = [pair["image_key"] if "image_key" in pair else self.image_keys[pair["index"]] for pair in pairs]
             batch["image_keys"] = torch.from_numpy(np.array(keys, np.int64))
@@ -211,20 +205,20 @@ class _Stream(torch.utils.data.IterableDataset):
         self.loader, self.readers = loader, readers
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        loader, worker = self.loader, get_worker_info()
+        loader, share, worker = self.loader, self.loader.share, get_worker_info()
         for epoch in itertools.count():
             report = StreamReport(loader.arguments, quiet=epoch > 0)
             # Not by `set_epoch`, which the workers have in common: one may be epochs ahead of another
-            generator = np.random.default_rng([loader.seed, epoch])
+            generator = np.random.default_rng([share.seed, epoch])
             rows = loader.rows.shuffle(generator=generator, buffer_size=SHUFFLE_BUFFER)
-            for row in split_dataset_by_node(rows, loader.rank, loader.world_size):
+            for row in split_dataset_by_node(rows, share.rank, share.world_size):
                 problem, image = read_pair(row, loader.arguments)
                 report.add(row, problem, image)
                 if problem:
                     continue
-                rng = np.random.default_rng([loader.seed, loader.rank, worker.id if worker else 0, epoch, report.seen])
+                rng = np.random.default_rng([share.seed, share.rank, worker.id if worker else 0, epoch, report.seen])
                 caption = _draw(row["caption"], rng)
-                key = {"image_key": streamed_image_key(row["image"])} if loader.with_keys else {}
+                key = {"image_key": streamed_image_key(row["image"])} if loader.image_keys else {}
                 yield {"image": loader.prepare(image, rng), "caption": caption} | key
             if report.seen == 0:
                 return
@@ -292,7 +286,7 @@ class PairBatches(torch.utils.data.Dataset):
     """Pairs in their order, for `evaluation.embedder.Embedder`."""
 
     def __init__(self, loader: PairLoader):
-        self.loader, self.items, self.batch_size = loader, loader.pairs, loader.batch_size
+        self.loader, self.items, self.batch_size = loader, loader.pairs, loader.share.batch_size
         weights = loader.caption_weights
         self.extra = {} if weights is None else {"caption_weights": torch.tensor(weights)}
 
@@ -312,7 +306,7 @@ _PREPARED: dict[tuple[str, str, str], dict[str, torch.Tensor]] = {}
 
 
 def _prepared(rows: datasets.Dataset, prepare: Preparation) -> dict[str, torch.Tensor]:
-    """What a model takes of all images: names -> (rows, ...)."""
+    """The model's inputs of all images: names -> (rows, ...)."""
     key = rows._fingerprint, named_files_stamp(rows), prepare.processor.to_json_string()
     if key not in _PREPARED:
         _PREPARED.clear()

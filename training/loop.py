@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker
-from accelerate.utils import DistributedType, send_to_device
+from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
@@ -25,11 +25,9 @@ from clip_moe.engine.messages import join_names, one_line
 from clip_moe.engine.provenance import CHECKPOINTS, LOG, flatten
 from clip_moe.engine.settings import dump
 from clip_moe.evaluation.progress import Progress
-from clip_moe.training.expert_bias import ExpertBiases
-from clip_moe.training.gradient_cache import cached_gradient
-from clip_moe.training.lora import merge_adapters
 from clip_moe.training.optimizers import WeightAverage, make_optimizer
 from clip_moe.training.scores import Scores
+from clip_moe.training.task import Task
 from clip_moe.training.train_settings import LoopSettings
 from clip_moe.training.training_state import (
     after_not_finite,
@@ -44,9 +42,6 @@ from modeling_clip_moe.kernels import RECOMPILE_LIMIT
 from modeling_clip_moe.sparse_moe import SparseEncoderLayer
 
 logger = logging.getLogger(__name__)
-
-# The temperature of a CLIP is kept at or above 1 / MAX_LOGIT_SCALE (CLIP, section 2.5)
-MAX_LOGIT_SCALE = 100.0
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:
@@ -72,7 +67,7 @@ def compile_layers(model: PreTrainedModel) -> None:
 
 def train(
     accelerator: Accelerator,
-    task: nn.Module,
+    task: Task,
     batches: Callable[[int], Iterator[dict[str, torch.Tensor]]],
     settings: LoopSettings,
     total_steps: int,
@@ -83,8 +78,7 @@ def train(
 
     Args:
         accelerator: a fresh one: what was prepared with it before would enter the checkpoints.
-        task: the model, as its attribute `model`, with its loss. If it has `progress`, that is set to the share of the
-            steps that are done; if it has `after_step`, that is called.
+        task: the model with its loss.
         batches: `batches(start)` yields this process's batches for ever, from batch number `start` of the run.
         total_steps: optimizer steps of the whole run.
         directory: gets `checkpoints/`, which the caller deletes, and `log.jsonl`.
@@ -101,17 +95,15 @@ def train(
     latest = latest_checkpoint(checkpoints)
     step = 0 if latest is None else finished_steps(latest)
     model = task.model
-    scale = getattr(model, "logit_scale", None)  # of a CLIP
     task, optimizer, scheduler, average = _prepare(accelerator, task, settings, step, total_steps)
     plain_task = accelerator.unwrap_model(task)
-    biases = ExpertBiases(model)
     if latest is not None:
         load_checkpoint(accelerator, task, optimizer, latest, average)
         accelerator.on_main_process(print)(f"{settings.name}: goes on from step {step}")
     finite = FirstFault(settings.name, checkpoints)
     log = Log(directory / LOG, step, settings.global_batch_size, accelerator, settings.name)
     stream = batches(step * settings.gradient_accumulation_steps)
-    weights = partial(_gather_weights, accelerator, task, model, settings, scale, average)
+    weights = partial(_gather_weights, accelerator, task, average)
 
     def measure() -> None:
         """Log what the model scores, if it is time to."""
@@ -129,10 +121,12 @@ def train(
             _warn_without_gradient(accelerator, plain_task, settings.name)
         grad_norm = _clip_gradient(accelerator, task, settings, step, finite)
         learning_rate = max(scheduler.get_last_lr())
-        biases.move(accelerator)
-        _take_step(optimizer, scheduler, model, average)
-        if hasattr(plain_task, "after_step"):
-            plain_task.after_step(accelerator)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        plain_task.after_step(accelerator)
+        if average is not None:
+            average.update()
         step += 1
         since_logged.append(metrics)
         is_saved = bool(settings.save_steps) and step % settings.save_steps == 0 and step < total_steps
@@ -141,7 +135,7 @@ def train(
         if is_logged or (scores is not None and scores.due(step, total_steps)):
             finite.require()
         if is_logged:
-            biases.require_bounded(settings.name, step)
+            plain_task.require_sound(settings.name, step)
             values = {name: accelerator.reduce(value, "mean").item() for name, value in _mean(since_logged).items()}
             since_logged.clear()
             values |= {"grad_norm": grad_norm.item(), "learning_rate": float(learning_rate)}
@@ -175,9 +169,6 @@ def _prepare(
         checkpoint_layers(model)
     if settings.torch_compile is True or settings.torch_compile == "auto" and accelerator.device.type == "cuda":
         compile_layers(model)
-    scale = getattr(model, "logit_scale", None)
-    if scale is not None:  # FSDP2 and ZeRO-3 split no scalar, which that of a dense CLIP is
-        model.logit_scale = nn.Parameter(scale.detach().reshape(1), requires_grad=scale.requires_grad)
     task.train()
     optimizer = make_optimizer(task, settings, accelerator.device)
     warmup = settings.warmup_steps if settings.warmup_steps >= 1 else settings.warmup_steps * total_steps
@@ -208,18 +199,11 @@ def _compute_gradient(
 ) -> dict[str, torch.Tensor]:
     """Add up the gradients of the batches of a step, and return the mean of what they log."""
     accumulation, logged = settings.gradient_accumulation_steps, []
-    size = settings.mini_batch_size
+    plain_task = accelerator.unwrap_model(task)
     for micro_step in range(accumulation):
-        batch = next(stream)
-        # DeepSpeed takes its step within `backward`, when this is set
-        last = accelerator.sync_gradients = micro_step == accumulation - 1
-        if size is not None:
-            loss, metrics = cached_gradient(accelerator, task, batch, size, 1 / accumulation, last)
-        else:
-            # Gradients are averaged over the processes once a step.
-            with nullcontext() if last else accelerator.no_sync(task):
-                loss, metrics = task(send_to_device(batch, accelerator.device, non_blocking=True))
-                accelerator.backward(loss / accumulation)
+        # Gradients are averaged over the processes once a step
+        is_last = micro_step == accumulation - 1
+        loss, metrics = plain_task.add_gradient(accelerator, task, next(stream), accumulation, is_last)
         finite.note("the loss", loss, step + 1)
         logged.append(metrics)
     return _mean(logged)
@@ -254,31 +238,10 @@ def _clip_gradient(
     return grad_norm
 
 
-def _take_step(
-    optimizer: torch.optim.Optimizer,
-    scheduler: torch.optim.lr_scheduler.LRScheduler,
-    model: PreTrainedModel,
-    average: WeightAverage | None,
-) -> None:
-    optimizer.step()
-    scheduler.step()
-    optimizer.zero_grad()
-    if hasattr(model, "logit_scale") and model.logit_scale.requires_grad:
-        clamp_(model.logit_scale, torch.tensor(MAX_LOGIT_SCALE).log().item())
-    if average is not None:
-        average.update()
-
-
 def _gather_weights(
-    accelerator: Accelerator,
-    task: nn.Module,
-    model: PreTrainedModel,
-    settings: LoopSettings,
-    scale: nn.Parameter | None,
-    average: WeightAverage | None,
+    accelerator: Accelerator, task: nn.Module, average: WeightAverage | None
 ) -> dict[str, torch.Tensor]:
-    """The state dict of the model in a task, without adapters, and with `logit_scale` in the shape that it had before
-    training."""
+    """The state dict of the model of a prepared task, to be saved; empty on processes that do not save it."""
     with nullcontext() if average is None else average.in_place():
         state_dict = accelerator.get_state_dict(task) or {}  # what is gathered is often on the main process alone
         if average is not None:  # on one process these are the parameters themselves
@@ -286,22 +249,7 @@ def _gather_weights(
     named = ((plain_name(name), value) for name, value in state_dict.items())
     # Others are what a loss keeps
     state_dict = {name.removeprefix("model."): value for name, value in named if name.startswith("model.")}
-    if settings.lora is not None and state_dict:
-        state_dict = merge_adapters(model, settings.lora, state_dict)
-    if "logit_scale" in state_dict:
-        state_dict["logit_scale"] = state_dict["logit_scale"].view(scale.shape)
-    return state_dict
-
-
-@torch.no_grad()
-def clamp_(parameter: nn.Parameter, maximum: float) -> None:
-    """Clamp a parameter, or what this process has of it."""
-    parameter.clamp_(max=maximum)
-    if hasattr(parameter, "ds_id"):  # ZeRO-3 splits it, and trains a copy in float32
-        from deepspeed.utils import safe_get_local_fp32_param, safe_set_local_fp32_param
-
-        parameter.ds_tensor.clamp_(max=maximum)
-        safe_set_local_fp32_param(parameter, safe_get_local_fp32_param(parameter).clamp(max=maximum))
+    return accelerator.unwrap_model(task).exported(state_dict) if state_dict else {}
 
 
 def start_trackers(accelerator: Accelerator, settings: LoopSettings) -> None:

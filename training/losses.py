@@ -20,6 +20,8 @@ from modeling_clip_moe import (
     router_z_loss,
 )
 
+Reduce = Callable[[torch.Tensor], torch.Tensor]
+
 # Links of `GlobalPairs` that are looked at together
 LINKS = 1024
 
@@ -84,13 +86,13 @@ class GlobalPairs:
     def positives(self, images: torch.Tensor, texts: torch.Tensor, caption: int = 0) -> torch.Tensor:
         """(n, m) of bool, which texts belong to which images: (n,) numbers of pairs, and (m,) of pairs whose caption of
         that number is there."""
-        of_texts = self.texts[texts, caption]
+        text_keys = self.texts[texts, caption]
         positives = self.images[images][:, None] == self.images[texts]
-        for of_images in self.texts[images].unbind(dim=1):
-            positives |= of_images[:, None] == of_texts
+        for caption_keys in self.texts[images].unbind(dim=1):
+            positives |= caption_keys[:, None] == text_keys
         for link_images, link_texts in (links.unbind(dim=1) for links in self.links.split(LINKS)):
             is_linked = (self.images[images][:, None] == link_images).float()
-            positives |= is_linked @ (link_texts[:, None] == of_texts).float() > 0
+            positives |= is_linked @ (link_texts[:, None] == text_keys).float() > 0
         return positives
 
     def positive_columns(self, rows: torch.Tensor, texts: torch.Tensor, caption: int = 0) -> tuple[Callable, Callable]:
@@ -135,12 +137,14 @@ def contrastive_loss(
         all_images, all_texts = gather(images), gather(texts)
         targets = gathered_rows(images)
         loss_of = partial(_sum_of_rows, scale, chunk_size, label_smoothing, logit_bias)
-        of_images = of_texts = None
+        image_positives = text_positives = None
         if pairing is not None and (pairs := pairing.global_pairs()):
-            of_images, of_texts = pairs.positive_columns(targets, torch.arange(len(all_images), device=targets.device))
+            image_positives, text_positives = pairs.positive_columns(
+                targets, torch.arange(len(all_images), device=targets.device)
+            )
         weights = torch.ones_like(images[:, 0])
-        image_loss = loss_of(images, all_texts, targets, weights, of_images)
-        text_loss = loss_of(texts, all_images, targets, weights, of_texts)
+        image_loss = loss_of(images, all_texts, targets, weights, image_positives)
+        text_loss = loss_of(texts, all_images, targets, weights, text_positives)
         return (image_loss + text_loss) / (2 * len(images))
 
 
@@ -178,17 +182,19 @@ def multi_positive_loss(
         loss_of, total = partial(_sum_of_rows, scale, chunk_size, label_smoothing, logit_bias), 0.0
         for caption in range(texts.shape[1]):
             rows = caption_mask[:, caption].nonzero().squeeze(1)
-            there = all_masks[:, caption]
+            is_present = all_masks[:, caption]
             targets = gathered_rows(images)[rows]
-            among_texts = there.cumsum(0)[targets] - 1  # where the targets are among the captions that are there
-            if not there.any():  # in no process
+            among_texts = is_present.cumsum(0)[targets] - 1  # where the targets are among the captions that are there
+            if not is_present.any():  # in no process
                 continue
             weight = weights[rows, caption]
-            of_images = of_texts = None
+            image_positives = text_positives = None
             if pairs:
-                of_images, of_texts = pairs.positive_columns(targets, there.nonzero().squeeze(1), caption)
-            total += loss_of(images[rows], all_texts[there, caption], among_texts, weight, of_images)
-            total += loss_of(texts[rows, caption], all_images, targets, weight, of_texts)
+                image_positives, text_positives = pairs.positive_columns(
+                    targets, is_present.nonzero().squeeze(1), caption
+                )
+            total += loss_of(images[rows], all_texts[is_present, caption], among_texts, weight, image_positives)
+            total += loss_of(texts[rows, caption], all_images, targets, weight, text_positives)
         return total / (2 * len(images))
 
 
@@ -196,6 +202,7 @@ def router_losses(
     config: CLIPMoEConfig,
     outputs,
     batch: Mapping[str, torch.Tensor],
+    reduce: Reduce,
     balance_top_k: int | None = None,
     balance_mean: str = "tower",
     text_weight: float | None = None,
@@ -206,6 +213,8 @@ def router_losses(
         outputs: what the model returned, called with `output_router_logits=True, output_expert_ids=True`.
         batch: what the model was called with: `attention_mask` (B, S) of the texts and, of images of any shape,
             `pixel_attention_mask` (B, S) tell tokens from padding, which does not count.
+        reduce: the sum of a tensor over the global batch, with gradient: `all_reduce_sum`, or that of all parts of a
+            batch that is computed in parts.
         balance_top_k, balance_mean, text_weight: see `TrainRouterStage`.
 
     Returns:
@@ -221,14 +230,14 @@ def router_losses(
         top_k = tower.num_experts_per_tok
         if text_weight is not None and tower is config.text_config:
             weight *= text_weight
-        options = {"reduce": all_reduce_sum, "scoring_func": tower.scoring_func}
+        options = {"reduce": reduce, "scoring_func": tower.scoring_func}
         balances.append(load_balancing_loss(router_logits, balance_top_k or top_k, mask, **options))
-        z_losses.append(router_z_loss(router_logits, mask, reduce=all_reduce_sum))
+        z_losses.append(router_z_loss(router_logits, mask, reduce=reduce))
         losses = config.router_aux_loss_coef * balances[-1] + config.router_z_loss_coef * z_losses[-1]
         total = total + weight * losses
     dropped, violations = [], []
     for tower, _, expert_ids, mask in towers:
-        counts = all_reduce_sum(torch.stack([_loads(ids, mask, tower.num_experts) for ids in expert_ids]))  # (L, E)
+        counts = reduce(torch.stack([_loads(ids, mask, tower.num_experts) for ids in expert_ids]))  # (L, E)
         violations.append((counts.max(dim=-1).values / counts.mean(dim=-1) - 1).mean())
         computed = torch.stack([(ids < tower.num_experts).any(-1).float() for ids in expert_ids])  # (L, B, S)
         share = computed.mean() if mask is None else (computed * mask).sum() / (mask.sum() * len(expert_ids))
@@ -257,15 +266,15 @@ def _sparse_towers(config: CLIPMoEConfig, outputs, batch: Mapping[str, torch.Ten
 
 
 def _groups(towers: list[tuple], balance_mean: str) -> list[tuple]:
-    """What has router losses of its own: a tower's configuration, a weight, router logits and their mask."""
+    """The parts with router losses of their own: each a tower's configuration, a weight, router logits and mask."""
     layers = [[(logits, mask) for logits in router_logits] for _, router_logits, _, mask in towers]
     if balance_mean == "token":
         return [(towers[0][0], 1.0, *_all_tokens(itertools.chain(*layers)))]
     if balance_mean == "shared":
-        joined = [_all_tokens(of_both) for of_both in zip(*layers, strict=True)]
+        joined = [_all_tokens(layer_pair) for layer_pair in zip(*layers, strict=True)]
         return [(towers[0][0], 1.0, tuple(logits for (logits,), _ in joined), joined[0][1])]
     if balance_mean == "tower_token":
-        return [(tower[0], 1.0, *_all_tokens(of_tower)) for tower, of_tower in zip(towers, layers, strict=True)]
+        return [(tower[0], 1.0, *_all_tokens(tower_layers)) for tower, tower_layers in zip(towers, layers, strict=True)]
     num_layers = sum(map(len, layers))
     return [
         (tower, len(logits) / num_layers if balance_mean == "layer" else 1.0, logits, mask)
@@ -276,8 +285,8 @@ def _groups(towers: list[tuple], balance_mean: str) -> list[tuple]:
 def _all_tokens(layers: Iterable[tuple]) -> tuple[tuple[torch.Tensor], torch.Tensor]:
     """The router logits and masks of all tokens of layers, as those of one layer."""
     logits, masks = [], []
-    for of_layer, mask in layers:
-        logits.append(of_layer.flatten(0, -2))
+    for layer_logits, mask in layers:
+        logits.append(layer_logits.flatten(0, -2))
         masks.append(torch.ones_like(logits[-1][:, 0]) if mask is None else mask.flatten().to(logits[-1]))
     return (torch.cat(logits),), torch.cat(masks)
 
@@ -313,10 +322,7 @@ def gathered_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum over the global batch, with gradient: the `reduce` of the router losses. That is the sum over all
-    processes, and over all parts of a batch that is computed in parts."""
-    if SumsOfParts.active is not None:
-        return SumsOfParts.active.add(tensor)
+    """The sum over all processes, with gradient."""
     return tensor if _world_size() == 1 else _Sum.apply(tensor)
 
 
@@ -332,43 +338,6 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> torch.Tensor:
         return _Sum.apply(gradient)
-
-
-class SumsOfParts:
-    """What `all_reduce_sum` does where a batch is computed in parts, all of them twice, each in a `with` of its own.
-
-    The first time it adds up what it is given. After `reduce`, it returns the sums over all parts and processes, whose
-    gradient goes into the part that asks: the gradients of all parts add up to that of the whole batch.
-    """
-
-    active: "SumsOfParts | None" = None
-
-    def __init__(self):
-        self.totals: list[torch.Tensor] = []
-        self.reduced, self.calls = False, 0
-
-    def __enter__(self):
-        SumsOfParts.active, self.calls = self, 0
-
-    def __exit__(self, *_):
-        SumsOfParts.active = None
-
-    def reduce(self) -> None:
-        """All parts were there once."""
-        if _world_size() > 1:
-            for total in self.totals:
-                dist.all_reduce(total)
-        self.reduced = True
-
-    def add(self, tensor: torch.Tensor) -> torch.Tensor:
-        number, self.calls = self.calls, self.calls + 1
-        if self.reduced:
-            # As many times as there are processes, over which the gradient is averaged
-            return self.totals[number] + _world_size() * (tensor - tensor.detach())
-        if number == len(self.totals):
-            self.totals.append(torch.zeros_like(tensor))
-        self.totals[number] += tensor.detach()
-        return tensor
 
 
 def _sum_of_rows(scale, chunk_size, smoothing, bias, rows, columns, targets, weights, right):
@@ -411,10 +380,10 @@ class _RowLossesInChunks(torch.autograd.Function):
         total = rows.new_zeros(())
         for start in range(0, len(rows), chunk_size):
             chunk = slice(start, start + chunk_size)
-            of_chunk = (rows[chunk], columns, scale, bias, weights[chunk])
+            chunk_inputs = (rows[chunk], columns, scale, bias, weights[chunk])
             leaves = [
                 tensor if tensor is None else tensor.detach().requires_grad_(wanted)
-                for tensor, wanted in zip(of_chunk, needed, strict=True)
+                for tensor, wanted in zip(chunk_inputs, needed, strict=True)
             ]
             with torch.set_grad_enabled(any(needed)):
                 loss = _row_losses(*leaves, targets[chunk], label_smoothing, right and right(chunk))

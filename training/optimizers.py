@@ -1,4 +1,4 @@
-"""What of a model trains, the optimizer that trains it, and the average of its weights."""
+"""The parameters that train, their optimizer, and the average of the weights."""
 
 import re
 from collections import Counter, defaultdict
@@ -56,10 +56,10 @@ def parameter_groups(
     """
     groups, scales = defaultdict(list), _layer_scales(model, layer_decay)
     norms = (module for module in model.modules() if isinstance(module, nn.LayerNorm | nn.RMSNorm))
-    of_norms = {parameter for norm in norms for parameter in norm.parameters(False)}
+    norm_parameters = {parameter for norm in norms for parameter in norm.parameters(False)}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            decays = decay_all or (NO_DECAY.search(name) is None and parameter not in of_norms)
+            decays = decay_all or (NO_DECAY.search(name) is None and parameter not in norm_parameters)
             groups[decays, scales[name]].append(parameter)
     return [
         {"params": parameters, "weight_decay": weight_decay * decays, "scale": scale}

@@ -19,9 +19,9 @@ class Share(NamedTuple):
     """How large batches are, and which part of them is this process's."""
 
     batch_size: int  # pairs of one process in one forward pass
-    rank: int  # number of this process
-    world_size: int  # number of processes
-    seed: int  # draws the order of the pairs
+    rank: int = 0  # number of this process
+    world_size: int = 1  # number of processes
+    seed: int = 0  # draws the order of the pairs
 
 
 class DistributedBatchSampler(Sampler[list[int]]):
@@ -148,12 +148,12 @@ class ClusterBatchSampler(DistributedBatchSampler):
     def global_batches(self, rng: np.random.Generator) -> np.ndarray:
         size = self.global_batch_size
         if self.duplicates is not None:
-            of_clusters = [spread.batches(self.epoch, rng) for spread in self._spreads]
+            cluster_batches = [spread.batches(self.epoch, rng) for spread in self._spreads]
         else:
             shuffled = [rng.permutation(cluster) for cluster in self.clusters if len(cluster) >= size]
-            of_clusters = [cluster[: len(cluster) // size * size].reshape(-1, size) for cluster in shuffled]
-        batches = np.concatenate(of_clusters)
-        rounds = np.concatenate([np.arange(len(of_cluster)) for of_cluster in of_clusters])
+            cluster_batches = [cluster[: len(cluster) // size * size].reshape(-1, size) for cluster in shuffled]
+        batches = np.concatenate(cluster_batches)
+        rounds = np.concatenate([np.arange(len(batches_of_cluster)) for batches_of_cluster in cluster_batches])
         order = np.argsort(rounds, kind="stable") if self.order == "round_robin" else rng.permutation(len(batches))
         return batches[order]
 

@@ -36,9 +36,6 @@ class OptimizerSettings:
 class LoopSettings(OptimizerSettings):
     """Settings of the loop, for a stage, whose `name` stands in messages."""
 
-    # Settings of stages that train a CLIP, which have them as fields. Not annotated: here they would be fields, too
-    mini_batch_size = lora = None
-
     # Samples of one optimizer step, over all processes and accumulation steps.
     global_batch_size: int = Field(gt=0)
     # Parts of a step, each with its own negatives: less memory, an easier task.
@@ -80,8 +77,8 @@ class LoraSettings:
 
 @dataclass(config=STRICT, kw_only=True)
 class Evaluation(MeasuredTasks):
-    """What is measured while a stage trains, by the main process while the others wait. The weights do not depend on
-    it, unless the best are kept."""
+    """Tasks that are measured while a stage trains, by the main process while the others wait. The weights do not
+    depend on it, unless the best are kept."""
 
     # Every so many steps, and after the last one.
     every_steps: int = Field(gt=0)

@@ -87,9 +87,9 @@ def save_checkpoint(
     tensors = {MODEL: parameters | copies, OPTIMIZER: _flat(states)}
     if average is not None:
         tensors[AVERAGE] = average.averages
-    tensors = {name: _full_tensors(accelerator, of_file) for name, of_file in tensors.items()}
-    for of_file in tensors.values():
-        trained = {name: tensor for name, tensor in of_file.items() if name not in buffers}
+    tensors = {name: _full_tensors(accelerator, file_tensors) for name, file_tensors in tensors.items()}
+    for file_tensors in tensors.values():
+        trained = {name: tensor for name, tensor in file_tensors.items() if name not in buffers}
         require_finite_weights(trained, f"step {step}", checkpoints)  # a buffer may well be infinite
     if accelerator.is_main_process:
         shutil.rmtree(partial, ignore_errors=True)
@@ -97,8 +97,8 @@ def save_checkpoint(
     accelerator.wait_for_everyone()
     _write(partial / f"{RANDOM_STATES}_{accelerator.process_index}.json", random_states(accelerator.device))
     if accelerator.is_main_process:
-        for name, of_file in tensors.items():
-            save_file(of_file, partial / name)
+        for name, file_tensors in tensors.items():
+            save_file(file_tensors, partial / name)
         digests = {name: file_digest(partial / name) for name in tensors}
         scaler = accelerator.scaler.state_dict() if accelerator.scaler is not None else None
         state = {"step": step, "num_processes": accelerator.num_processes, "scaler": scaler}
@@ -163,7 +163,7 @@ def latest_checkpoint(checkpoints: Path) -> Path | None:
 
 
 def after_not_finite(checkpoints: Path) -> str:
-    """What can be done where a number is not finite any more."""
+    """Advice where a number is not finite any more."""
     latest = latest_checkpoint(checkpoints)
     if latest is None:
         return "No checkpoint was written before it. Lower the learning rate, or look at the data before it"
@@ -195,7 +195,7 @@ def _named_tensors(
 
 
 def _named_states(parameters: dict[str, nn.Parameter], optimizer) -> dict[str, dict[str, torch.Tensor]]:
-    """What the prepared optimizer keeps of each parameter that had a gradient."""
+    """The prepared optimizer's state of each parameter that had a gradient."""
     states = optimizer.optimizer.state
     return {name: states[parameter] for name, parameter in parameters.items() if states.get(parameter)}
 

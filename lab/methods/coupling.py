@@ -52,10 +52,10 @@ class RouterExpertCoupling(AuxiliaryLoss):
         super().__init__()
         self.coef, self.alpha = coef, alpha
 
-    def forward(self, model, outputs, batch, progress):
+    def forward(self, model, outputs, batch, progress, reduce):
         blocks = {block.router.weight: block for block in sparse_blocks(model).values()}  # of a shared encoder once
         losses = [coupling_loss(weight, block.experts.up_proj, self.alpha) for weight, block in blocks.items()]
-        loss = mean_over_parts(torch.stack(losses).mean())
+        loss = mean_over_parts(torch.stack(losses).mean(), reduce)
         return self.coef * loss, {"coupling_loss": loss.detach()}
 
 

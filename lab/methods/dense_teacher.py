@@ -15,7 +15,6 @@ from clip_moe.conversion.checkpoints import is_sparse
 from clip_moe.conversion.upcycle import sparse_blocks
 from clip_moe.engine.settings import STRICT
 from clip_moe.training.auxiliary_losses import TOWERS, AuxiliaryLoss
-from clip_moe.training.losses import all_reduce_sum
 from clip_moe.training.stages.train import TrainStage
 from modeling_clip_moe.router_losses import mean_over_tokens
 from modeling_clip_moe.sparse_moe import CLIPMoESparseMoeBlock
@@ -73,14 +72,14 @@ class DenseTeacher(AuxiliaryLoss):
     def train(self, mode: bool = True) -> "DenseTeacher":
         return super().train(False)  # without noise or dropout
 
-    def forward(self, model, outputs, batch, progress):
+    def forward(self, model, outputs, batch, progress, reduce):
         losses = []
         for (tower, number), (hidden_states, *mask, output) in self.seen.items():
             mask = mask[0] if mask else None
             with torch.no_grad():
                 target = self.blocks[tower][number](hidden_states, mask).float()
             squares = torch.stack([(output.float() - target).square().sum(-1), target.square().sum(-1)], dim=-1)
-            distance, norm = mean_over_tokens(squares.flatten(0, -2)[None], mask, all_reduce_sum)[0]
+            distance, norm = mean_over_tokens(squares.flatten(0, -2)[None], mask, reduce)[0]
             losses.append(distance / norm)
         self.seen.clear()
         loss = torch.stack(losses).mean()

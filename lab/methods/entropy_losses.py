@@ -18,7 +18,7 @@ from pydantic.dataclasses import dataclass
 from clip_moe.engine.settings import STRICT
 from clip_moe.training.auxiliary_losses import TOWERS, AuxiliaryLoss, logits_and_mask
 from clip_moe.training.fit import sparse_towers
-from clip_moe.training.losses import all_reduce_sum
+from clip_moe.training.losses import Reduce
 from clip_moe.training.stages.train import TrainStage
 from modeling_clip_moe.router_losses import mean_over_tokens
 
@@ -56,45 +56,51 @@ class EntropyLosses(AuxiliaryLoss):
         super().__init__()
         self.local_coef, self.global_coef, self.min_experts = local_coef, global_coef, min_experts
 
-    def forward(self, model, outputs, batch, progress):
+    def forward(self, model, outputs, batch, progress, reduce):
         total, bits = 0.0, {}
         for tower in TOWERS:
             router_logits, mask = logits_and_mask(tower, outputs, batch)
             if tower in self.local_coef:
-                loss = local_entropy_loss(router_logits, mask)
+                loss = local_entropy_loss(router_logits, mask, reduce)
                 total, bits[f"local_entropy_{tower}"] = total + self.local_coef[tower] * loss, loss / math.log(2)
             if tower in self.global_coef:
-                loss = global_entropy_loss(router_logits, self.min_experts, mask)
+                loss = global_entropy_loss(router_logits, self.min_experts, mask, reduce)
                 total, bits[f"global_entropy_{tower}"] = total + self.global_coef[tower] * loss, loss / math.log(2)
         return total, {name: value.detach() for name, value in bits.items()}
 
 
-def local_entropy_loss(router_logits: tuple[torch.Tensor, ...], mask: torch.Tensor | None = None) -> torch.Tensor:
+def local_entropy_loss(
+    router_logits: tuple[torch.Tensor, ...], mask: torch.Tensor | None = None, reduce: Reduce | None = None
+) -> torch.Tensor:
     """The mean over the tokens of all processes and over layers of the entropy of a token's probabilities, between 0
     and log(E) (eq. 8).
 
     Args:
         router_logits: one tensor (B, S, E) a layer.
         mask: (B, S), 1 for a token and 0 for padding.
+        reduce: see `AuxiliaryLoss.forward`; None: the loss of this process's tokens.
     """
     logits = torch.stack([logits.flatten(0, -2) for logits in router_logits]).float()  # (L, T, E)
     entropy = _entropy(logits.softmax(dim=-1), logits.log_softmax(dim=-1))
-    return mean_over_tokens(entropy, mask, all_reduce_sum).mean()
+    return mean_over_tokens(entropy, mask, reduce).mean()
 
 
 def global_entropy_loss(
-    router_logits: tuple[torch.Tensor, ...], min_experts: float, mask: torch.Tensor | None = None
+    router_logits: tuple[torch.Tensor, ...],
+    min_experts: float,
+    mask: torch.Tensor | None = None,
+    reduce: Reduce | None = None,
 ) -> torch.Tensor:
     """The mean over layers of max(0, log(m) - entropy of the mean probabilities) (eq. 9 and 10): 0 once a layer spreads
     its tokens over m experts. CLIP-UP eq. 9 prints the entropy itself; only its negative, as in LIMoE, is smallest when
     many experts are in use.
 
     Args:
-        router_logits, mask: see `local_entropy_loss`.
+        router_logits, mask, reduce: see `local_entropy_loss`.
         min_experts: m.
     """
     logits = torch.stack([logits.flatten(0, -2) for logits in router_logits]).float()
-    probabilities = mean_over_tokens(logits.softmax(dim=-1), mask, all_reduce_sum)  # (L, E)
+    probabilities = mean_over_tokens(logits.softmax(dim=-1), mask, reduce)  # (L, E)
     logarithms = probabilities.clamp(min=torch.finfo(probabilities.dtype).tiny).log()
     return (math.log(min_experts) - _entropy(probabilities, logarithms)).clamp(min=0).mean()
 

@@ -25,6 +25,7 @@ from clip_moe.engine.files import save
 from clip_moe.engine.settings import STRICT
 from clip_moe.engine.stage import Model
 from clip_moe.training.loader import PairLoader
+from clip_moe.training.samplers import Share
 from lab.methods.ffn_inputs import ffn_inputs_of_tokens
 
 # Stacked tensor -> the axis of its hidden units; `down_proj_bias` has none
@@ -130,7 +131,7 @@ class ClustersStage(ModelStage):
             )
         layers = {tower: getattr(model.config, f"{tower}_config").moe_layers for tower in ("text", "vision")}
         rows, processor = shared_pairs(context, inputs.data), load_processor(inputs.dense)
-        batches = PairLoader(rows, processor, self.data, min(CALIBRATION_BATCH, len(rows))).in_order()
+        batches = PairLoader(rows, processor, self.data, Share(min(CALIBRATION_BATCH, len(rows)))).in_order()
         ffn_inputs = ffn_inputs_of_tokens(dense.to(context.accelerator.device), batches, layers)
         experts_of_clusters(model, ffn_inputs, self.energy, context.seed)
         save(model, directory)

@@ -28,6 +28,7 @@ from clip_moe.engine.stage import Model
 from clip_moe.training.duplicates import shared_duplicates
 from clip_moe.training.loader import PairLoader
 from clip_moe.training.losses import Pairing, contrastive_loss
+from clip_moe.training.samplers import Share
 
 # Name of a sparse block -> (E,), how much each expert matters
 Importance = Mapping[str, Tensor]
@@ -72,7 +73,7 @@ class MoreExpertsStage(ModelStage):
         duplicates = shared_duplicates(
             context, rows.remove_columns("image") if self.data.indexed else rows, processor.tokenizer
         )
-        loader = PairLoader(rows, processor, self.data, self.batch_size, with_keys=True, image_keys=duplicates.images)
+        loader = PairLoader(rows, processor, self.data, Share(self.batch_size), image_keys=duplicates.images)
         batches, importance = loader.in_order(), {}
         for number in range(len(rows) // self.batch_size):
             batch = send_to_device(batches[number], device)

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from clip_moe.engine.settings import STRICT
 from clip_moe.training.auxiliary_losses import TOWERS, AuxiliaryLoss, logits_and_mask
-from clip_moe.training.losses import all_reduce_sum
+from clip_moe.training.losses import Reduce, all_reduce_sum
 from clip_moe.training.stages.train import TrainStage
 from modeling_clip_moe.router_losses import mean_over_tokens
 
@@ -52,13 +52,13 @@ class AdaptiveSparsity(AuxiliaryLoss):
                 self.register_buffer(f"{tower}_weight", torch.tensor(self.START))
                 self.register_buffer(f"{tower}_counts", torch.zeros(2, dtype=torch.float64), persistent=False)
 
-    def forward(self, model, outputs, batch, progress):
+    def forward(self, model, outputs, batch, progress, reduce):
         total, metrics = 0.0, {}
         is_counted = torch.is_grad_enabled()  # not when parts of a batch are computed for their embeddings first
         for tower, aim in self.aims.items():
             router_logits, mask = logits_and_mask(tower, outputs, batch)
             num_experts = router_logits[0].shape[-1]
-            loss, share = load_weighted_l1(router_logits, round(aim * num_experts), mask)
+            loss, share = load_weighted_l1(router_logits, round(aim * num_experts), mask, reduce)
             if is_counted:
                 self.get_buffer(f"{tower}_counts").add_(torch.stack([share, torch.ones_like(share)]))
             total = total + self.get_buffer(f"{tower}_weight") * loss
@@ -75,7 +75,7 @@ class AdaptiveSparsity(AuxiliaryLoss):
 
 
 def load_weighted_l1(
-    router_logits: Sequence[torch.Tensor], top_k: int, mask: torch.Tensor | None
+    router_logits: Sequence[torch.Tensor], top_k: int, mask: torch.Tensor | None, reduce: Reduce = all_reduce_sum
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """ReMoE's loss (eq. 9), and the share of scores that are positive: scalars, means over all processes' tokens.
 
@@ -87,8 +87,8 @@ def load_weighted_l1(
     """
     scores = torch.stack([logits.flatten(0, -2) for logits in router_logits]).float().relu()  # (L, T, E)
     chosen = (scores > 0).float()
-    loads, means = mean_over_tokens(torch.cat([chosen, scores], dim=-1), mask, all_reduce_sum).chunk(2, dim=-1)
+    loads, means = mean_over_tokens(torch.cat([chosen, scores], dim=-1), mask, reduce).chunk(2, dim=-1)
     loss = (scores.shape[-1] / top_k * loads * means).sum(dim=-1).mean()
     with torch.no_grad():
-        share = mean_over_tokens(chosen.mean(-1, keepdim=True), mask, all_reduce_sum).mean()
+        share = mean_over_tokens(chosen.mean(-1, keepdim=True), mask, reduce).mean()
     return loss, share

@@ -15,7 +15,6 @@ from clip_moe.conversion.upcycle import sparse_blocks
 from clip_moe.engine.settings import STRICT
 from clip_moe.engine.stage import Model
 from clip_moe.training.auxiliary_losses import TOWERS, AuxiliaryLoss, logits_and_mask
-from clip_moe.training.losses import all_reduce_sum
 from clip_moe.training.stages.train import TrainStage
 from lab.methods.ffn_inputs import ffn_inputs
 from modeling_clip_moe.router_losses import mean_over_tokens
@@ -75,7 +74,7 @@ class RouterTeacher(AuxiliaryLoss):
         blocks = [block for tower in TOWERS for block in sparse_blocks(getattr(model, f"{tower}_model")).values()]
         self.routers = nn.ParameterList(block.router.weight.detach().clone() for block in blocks)
 
-    def forward(self, model, outputs, batch, progress):
+    def forward(self, model, outputs, batch, progress, reduce):
         if progress >= self.UNTIL:  # unused parameters would stop DDP
             return 0 * sum(router.sum() for router in self.routers), {}
         routers, of_routers, divergences = iter(self.routers), [], []
@@ -88,7 +87,7 @@ class RouterTeacher(AuxiliaryLoss):
                 entropy = -(probabilities * taught).sum(dim=-1, keepdim=True)
                 divergence = (probabilities.detach() * (taught.detach() - own)).sum(dim=-1, keepdim=True)
                 values = torch.cat([probabilities, entropy, divergence], dim=-1)
-                means = mean_over_tokens(values.flatten(0, -2)[None], mask, all_reduce_sum)[0]
+                means = mean_over_tokens(values.flatten(0, -2)[None], mask, reduce)[0]
                 importance, entropy, divergence = means[:-2], means[-2], means[-1]
                 variation = importance.var(correction=0) / importance.mean().square()
                 of_routers.append(self.IMPORTANCE * variation + self.ENTROPY * entropy)

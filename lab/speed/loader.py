@@ -26,6 +26,7 @@ from clip_moe.data.symbols import SYMBOLS
 from clip_moe.engine.command_line import command
 from clip_moe.evaluation.speed import in_turn
 from clip_moe.training.loader import PairLoader
+from clip_moe.training.samplers import Share
 from lab.speed.page import Output, Rounds, machine, page, table
 
 BATCH, SHARDS, EDGE = 32, 4, 224
@@ -95,7 +96,7 @@ def ways(folder: Path, processor: CLIPProcessor) -> Iterator[tuple[str, PairLoad
     ]
     for num_workers, (name, source, augmentation) in itertools.product((0, 2), sources):
         arguments = DataArguments(**source, num_workers=num_workers)
-        loader = PairLoader(load_pairs(arguments), processor, arguments, BATCH, augmentation=augmentation)
+        loader = PairLoader(load_pairs(arguments), processor, arguments, Share(BATCH), augmentation=augmentation)
         yield f"{name}, {num_workers} workers", loader
 
 

@@ -385,7 +385,12 @@ def training_step(
     def step(batch: dict[str, torch.Tensor]) -> None:
         loop._compute_gradient(accelerator, task, iter([batch]), settings, 0, finite)
         loop._clip_gradient(accelerator, task, settings, 0, finite)
-        loop._take_step(optimizer, scheduler, model, settings, average)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        accelerator.unwrap_model(task).after_step(accelerator)
+        if average is not None:
+            average.update()
 
     return step, finite
 

@@ -8,6 +8,7 @@ import torch
 from steps import assert_same_step, gradient_of
 from tiny_clip_moe import inputs, tiny_model
 
+from clip_moe.training.losses import all_reduce_sum
 from lab.methods.entropy_losses import EntropyLosses, EntropyStage, global_entropy_loss, local_entropy_loss
 
 SETTINGS = {"local_coef": {"text": 0.3}, "global_coef": {"text": 0.5, "vision": 0.5}, "min_experts": 3.9}
@@ -38,7 +39,9 @@ def test_each_tower_has_its_weights_and_both_sides_of_the_threshold():
     vision = torch.tensor([[[0, 0, 1.0, 0], [0, 0, 1.0, 0], [0, 0, 1.0, 0]]]).log()
     outputs = SimpleNamespace(text_router_logits=(text,), vision_router_logits=(vision,))
     batch = {"attention_mask": torch.ones(1, 2)}
-    loss, metrics = EntropyLosses({"text": 0.5}, {"text": 3.0, "vision": 2.0}, 2)(None, outputs, batch, 0.0)
+    loss, metrics = EntropyLosses({"text": 0.5}, {"text": 3.0, "vision": 2.0}, 2)(
+        None, outputs, batch, progress=0.0, reduce=all_reduce_sum
+    )
     # 0.5 * local of texts, + 3 * max(0, log 2 - log 2) + 2 * max(0, log 2 - 0)
     torch.testing.assert_close(loss, torch.tensor(0.5 * math.log(2) + 0 + 2 * math.log(2)))
     expected = {"local_entropy_text": 1, "global_entropy_text": 0, "global_entropy_vision": 1}  # bits

@@ -12,6 +12,7 @@ from tiny_runs import as_stage, losses, read_log, same_weights, train
 
 from clip_moe.conversion.presets import PRESETS
 from clip_moe.conversion.upcycle import sparse_blocks, upcycle
+from clip_moe.training.losses import all_reduce_sum
 from lab.methods.coupling import coupling_loss
 from lab.methods.dense_teacher import DenseTeacher
 from lab.methods.router_teacher import RouterTeacher
@@ -27,7 +28,7 @@ def pairs():
 
 def computed(loss, model, batch, progress=0.0):
     outputs = model(**batch, output_router_logits=True, output_expert_ids=True)
-    return (*loss(model, outputs, batch, progress), outputs)
+    return (*loss(model, outputs, batch, progress, all_reduce_sum), outputs)
 
 
 def test_the_teacher_of_routers_by_hand():

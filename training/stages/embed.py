@@ -75,13 +75,16 @@ class EmbedStage(Stage):
         from clip_moe.evaluation import embedder
         from clip_moe.training.loader import PairLoader
         from clip_moe.training.pair_features import BATCHES_PER_SHARD, ENCODER, encode_pairs, new_store
+        from clip_moe.training.samplers import Share
 
         accelerator, images = context.accelerator, self.what != "captions"
         rows = shared_pairs(context, inputs.data, images)
         if self.what == "both":
             batch_size = min(self.batch_size, len(rows))
             clip = embedder.Embedder(inputs.model, None, batch_size, accelerator.device, state=accelerator)
-            loader = PairLoader(rows, clip.processor, self.data, batch_size, caption_weights=self.caption_weights)
+            loader = PairLoader(
+                rows, clip.processor, self.data, Share(batch_size), caption_weights=self.caption_weights
+            )
             context.held["images"] = loader.bytes_in_memory
             compute, shard_size = clip.compute(loader.in_order()), batch_size * embedder.BATCHES_PER_SHARD
             encoder_name = None

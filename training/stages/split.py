@@ -110,19 +110,19 @@ class SplitStage(Stage):
                 f"{copies.of_a_kind:,} images look roughly like more than {MOST_ALIKE} others and count as different "
                 "pictures."
             )
-        classes, of_test = (names[: len(train)], names[len(train) :]) if names else ([], [])
-        by_class = bool(names) and set(of_test) <= set(classes) and not are_ids(list(set(names)))
+        classes, test_names = (names[: len(train)], names[len(train) :]) if names else ([], [])
+        by_class = bool(names) and set(test_names) <= set(classes) and not are_ids(list(set(names)))
         if names:
             how = "" if is_given else "held out by picture, and "
             score = f"by class, {len(set(names))} in all" if by_class else "by retrieval"
             lines.append(f"The captions repeat as classes do: the test is {how}scored {score}.")
-            if missing := sorted(set(classes) - set(of_test)):
+            if missing := sorted(set(classes) - set(test_names)):
                 lines.append(f"{len(missing)} of the classes have no picture in the test: {join_names(missing)}.")
         if by_class:
             feature = datasets.ClassLabel(names=list(dict.fromkeys(names)))
             train = train.remove_columns("caption").add_column("caption", classes)
-            test = test.remove_columns("caption").add_column("caption", of_test)
-            test = test.add_column("label", feature.str2int(of_test), feature=feature)
+            test = test.remove_columns("caption").add_column("caption", test_names)
+            test = test.add_column("label", feature.str2int(test_names), feature=feature)
         else:
             test = one_row_an_image(test)
         if len(test) < 2:

@@ -22,10 +22,10 @@ from clip_moe.training.train_settings import Evaluation, LoopSettings
 
 if typing.TYPE_CHECKING:
     from accelerate import Accelerator
-    from torch import nn
     from transformers import ProcessorMixin
 
     from clip_moe.training.samplers import Share
+    from clip_moe.training.task import Task
 
 # The first step of a rehearsal includes what happens once, and the second one tells the time
 REHEARSED_STEPS = 2
@@ -64,7 +64,7 @@ class StepsStage(LoopSettings, ModelStage):
 
     def train_model(
         self,
-        task: "nn.Module",
+        task: "Task",
         processor: "ProcessorMixin",
         loader: Any,
         accelerator: "Accelerator",
@@ -75,7 +75,7 @@ class StepsStage(LoopSettings, ModelStage):
         """Train a model whose parameters require a gradient or not, and save it with its processor.
 
         Args:
-            task: the model, as its attribute `model`, and its loss in one module, see `training.contrastive_task`.
+            task: the model with its loss.
             loader: has batches as `training.loader.PairLoader` does.
             accelerator: a fresh one.
             evaluation: what is measured meanwhile.

@@ -27,13 +27,14 @@ from clip_moe.training.train_settings import (
 
 if typing.TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, ProcessorMixin
 
     from clip_moe.data.sources import Rows
     from clip_moe.training.auxiliary_losses import AuxiliaryLoss
     from clip_moe.training.contrastive_task import ContrastiveTask
     from clip_moe.training.duplicates import Duplicates
-    from clip_moe.training.losses import Pairing
+    from clip_moe.training.loader import PairLoader
+    from clip_moe.training.losses import Pairing, Reduce
     from clip_moe.training.samplers import DistributedBatchSampler, Share
     from modeling_clip_moe import CLIPMoEConfig
 
@@ -168,7 +169,9 @@ class TrainStage(StepsStage):
 
         if self.patch_dropout is not None:
             drop_patches(model, self.patch_dropout)
-        return ContrastiveTask(model, self, self.auxiliary_losses(model, inputs))
+        return ContrastiveTask(
+            model, self, self.auxiliary_losses(model, inputs), mini_batch_size=self.mini_batch_size, lora=self.lora
+        )
 
     def auxiliary_losses(self, model: "PreTrainedModel", inputs: SimpleNamespace) -> "list[AuxiliaryLoss]":
         """Losses that see model, outputs and batch, beside those of the routers."""
@@ -181,9 +184,7 @@ class TrainStage(StepsStage):
         from clip_moe.conversion.processors import load_processor
         from clip_moe.data.sources import reading
         from clip_moe.engine.provenance import MANIFEST, Record, duplicates_line
-        from clip_moe.training.duplicates import shared_duplicates
         from clip_moe.training.fit import warn_of_idle_parts
-        from clip_moe.training.loader import PairLoader
 
         model, processor = load_clip(inputs.model, dtype=torch.float32), load_processor(inputs.model)
         self.set_trainable(model, context.seed)
@@ -193,40 +194,46 @@ class TrainStage(StepsStage):
             raise ValueError("; ".join(f"{self.name}.{problem}" for problem in problems))
         warn_of_idle_parts(self.name, model)
         rows = self.load_pairs(inputs, context)
-        duplicates, sampler, shares, may_meet = None, None, None, True
-        is_negative = self.duplicates == "negative"
-        # Images are read only where they matter, and not of shards at whose images nobody is to look
-        texts_alone = is_negative or self.data.indexed
-        if not self.data.streaming:
-            compared = rows.remove_columns("image") if texts_alone else rows
-            duplicates = shared_duplicates(context, compared, processor.tokenizer)
-            sampler = self.batch_sampler(rows, share, inputs, context)
-            shares = self._keep_apart(duplicates, sampler)
-            # Of shards, another pair stands in for one that cannot be read
-            may_meet = duplicates.may_be_there or self.data.indexed
-        loader = PairLoader(
-            rows,
-            processor,
-            self.data,
-            *share,
-            sampler,
-            self.caption_weights,
-            self.augmentation,
-            with_keys=not is_negative and may_meet,  # to find duplicates in a batch, a GPU has to be waited for
-            image_keys=duplicates and duplicates.images,
-        )
+        loader, shares = self._loader(rows, processor, share, inputs, context)
         context.held["images"] = loader.bytes_in_memory
         if accelerator.is_main_process:
             with reading(self.data):
                 # A model that was initialized for this, with a tokenizer or without
-                made = Record.read(Path(inputs.model)).stage if (Path(inputs.model) / MANIFEST).is_file() else {}
-                is_new = made.get("stage") == "initialize"
-                loader.report_captions(self.name, is_new, is_new and made.get("tokenizer") is not None)
-            print(
-                f"{self.name}: {duplicates_line(shares, self.duplicates, 'text' if texts_alone else 'text or image')}"
-            )
+                maker = Record.read(Path(inputs.model)).stage if (Path(inputs.model) / MANIFEST).is_file() else {}
+                is_new = maker.get("stage") == "initialize"
+                loader.report_captions(self.name, is_new, is_new and maker.get("tokenizer") is not None)
+            compared = "text" if self._compares_texts_alone else "text or image"
+            print(f"{self.name}: {duplicates_line(shares, self.duplicates, compared)}")
         self.train_model(self.task(model, inputs), processor, loader, accelerator, context, directory, self.evaluation)
         return None if shares is None else Trained(len(rows), shares)
+
+    @property
+    def _compares_texts_alone(self) -> bool:
+        """Images are read only where they matter, and not of shards at whose images nobody is to look."""
+        return self.duplicates == "negative" or self.data.indexed
+
+    def _loader(
+        self, rows: "Rows", processor: "ProcessorMixin", share: "Share", inputs: SimpleNamespace, context: Context
+    ) -> "tuple[PairLoader, dict[str, float] | None]":
+        """The loader of the pairs, and the shares of `_keep_apart`; None: a stream has none."""
+        from clip_moe.training.duplicates import shared_duplicates
+        from clip_moe.training.loader import PairLoader
+
+        # To find the duplicates in a batch, a GPU has to be waited for
+        with_keys = self.duplicates != "negative"
+        if self.data.streaming:
+            keys = True if with_keys else None
+            loader = PairLoader(rows, processor, self.data, share, augmentation=self.augmentation, image_keys=keys)
+            return loader, None
+        compared = rows.remove_columns("image") if self._compares_texts_alone else rows
+        duplicates = shared_duplicates(context, compared, processor.tokenizer)
+        sampler = self.batch_sampler(rows, share, inputs, context)
+        shares = self._keep_apart(duplicates, sampler)
+        # Of shards, another pair stands in for one that cannot be read
+        may_meet = duplicates.may_be_there or self.data.indexed
+        keys = duplicates.images if with_keys and may_meet else None
+        weights, augmentation = self.caption_weights, self.augmentation
+        return PairLoader(rows, processor, self.data, share, sampler, weights, augmentation, keys), shares
 
     @property
     def incidental(self) -> Collection[str]:
@@ -258,12 +265,12 @@ class TrainStage(StepsStage):
                 )
 
     def router_loss(
-        self, config: "CLIPMoEConfig", outputs: Any, batch: "Mapping[str, torch.Tensor]"
+        self, config: "CLIPMoEConfig", outputs: Any, batch: "Mapping[str, torch.Tensor]", reduce: "Reduce"
     ) -> "tuple[torch.Tensor, dict[str, torch.Tensor]]":
-        """What is added to the loss of a sparse model for its routers, and scalars to log: see `router_losses`."""
+        """The losses of a sparse model's routers, and scalars to log: see `router_losses`."""
         from clip_moe.training.losses import router_losses
 
-        return router_losses(config, outputs, batch)
+        return router_losses(config, outputs, batch, reduce)
 
     def problems(self, model: "PreTrainedModel", batch_size: int) -> "Iterator[str]":
         """Settings that do not go with the model, or with the batch of a process: `setting: why`."""

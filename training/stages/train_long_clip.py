@@ -72,7 +72,9 @@ class TrainLongCLIPStage(TrainStage):
         bias = None if self.loss == "softmax" else logit_bias
         settings = logit_scale, self.loss_chunk_size, self.label_smoothing, bias
         keys = (None, None) if pairing.text_keys is None else pairing.text_keys.unflatten(0, (-1, 2)).unbind(dim=1)
-        of_long, of_short = (Pairing(image_keys=pairing.image_keys, text_keys=of_texts) for of_texts in keys)
-        losses = [contrastive_loss(image_embeds, long, *settings, pairing=of_long)]
-        losses.append(contrastive_loss(primary, short, *settings, pairing=of_short))
+        long_pairing, short_pairing = (
+            Pairing(image_keys=pairing.image_keys, text_keys=text_keys) for text_keys in keys
+        )
+        losses = [contrastive_loss(image_embeds, long, *settings, pairing=long_pairing)]
+        losses.append(contrastive_loss(primary, short, *settings, pairing=short_pairing))
         return sum(weight * loss for weight, loss in zip(self.caption_weights, losses, strict=True))

@@ -16,6 +16,7 @@ if typing.TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from clip_moe.training.contrastive_task import ContrastiveTask
+    from clip_moe.training.losses import Reduce
     from modeling_clip_moe import CLIPMoEConfig
 
 
@@ -65,10 +66,9 @@ class TrainRouterStage(TrainStage):
         return super().task(model, inputs)
 
     def router_loss(
-        self, config: "CLIPMoEConfig", outputs: Any, batch: "Mapping[str, torch.Tensor]"
+        self, config: "CLIPMoEConfig", outputs: Any, batch: "Mapping[str, torch.Tensor]", reduce: "Reduce"
     ) -> "tuple[torch.Tensor, dict[str, torch.Tensor]]":
         from clip_moe.training.losses import router_losses
 
-        return router_losses(
-            config, outputs, batch, self.balance_top_k, self.balance_mean, text_weight=self.text_router_weight
-        )
+        top_k, weight = self.balance_top_k, self.text_router_weight
+        return router_losses(config, outputs, batch, reduce, top_k, self.balance_mean, weight)
