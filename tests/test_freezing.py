@@ -1,7 +1,6 @@
 """What trains and what decays."""
 
 import re
-from functools import partial
 
 import pytest
 import torch
@@ -10,9 +9,7 @@ from tiny_families import tiny_dense
 from torch import nn
 
 from clip_moe.training.fit import warn_of_idle_parts
-from clip_moe.training.optimizers import make_optimizer, parameter_groups, set_trainable
-from clip_moe.training.train_settings import OptimizerSettings
-from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
+from clip_moe.training.optimizers import parameter_groups, set_trainable
 from modeling_clip_moe.experts import CLIPMoEExperts
 from modeling_clip_moe.families import FAMILIES, IMAGE_TOWERS
 from modeling_clip_moe.sparse_moe import CLIPMoESparseMoeBlock
@@ -121,29 +118,3 @@ def test_no_familys_norms_decay(family):
     assert norms and not decaying & {id(parameter) for norm in norms for parameter in norm.parameters()}
     matrices = [module for module in model.modules() if isinstance(module, nn.Linear | nn.Embedding | nn.Conv2d)]
     assert {id(module.weight) for module in matrices} <= decaying
-
-
-def shared_encoder():
-    """Its layers are those of both towers, whose embeddings lie below them."""
-    tower = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
-    text, vision = {"vocab_size": 50, "max_position_embeddings": 8}, {"image_size": 16, "patch_size": 8}
-    return CLIPMoEModel(CLIPMoEConfig(text_config=tower | text, vision_config=tower | vision, shared_encoder=True))
-
-
-MODELS = {family.name: partial(tiny_dense, family) for family in FAMILIES} | {"shared encoder": shared_encoder}
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_rates_fall_from_layer_to_layer(name):
-    """Half for each of four layers down, and once more for the embeddings."""
-    model, expected = MODELS[name](), {}
-    for name, _ in model.named_parameters():
-        number = re.search(r"encoder\.layers?\.(\d)", name)
-        is_below = "embeddings" in name or "pre_layrnorm" in name
-        expected[name] = 0.1 * 0.5 ** (4 - int(number[1]) if number else 5 * is_below)
-    assert len({*expected.values()}) == 6
-    settings = OptimizerSettings(learning_rate=0.1, weight_decay=0.2, layer_decay=0.5)
-    optimizer = make_optimizer(model, settings, torch.device("cpu"))
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    rates = {names[p]: group["lr"] for group in optimizer.param_groups for p in group["params"]}
-    assert rates == pytest.approx(expected)

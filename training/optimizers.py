@@ -1,7 +1,7 @@
 """The parameters that train, their optimizer, and the average of the weights."""
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -13,9 +13,6 @@ from clip_moe.training.train_settings import OptimizerSettings
 
 # Besides norms, which families call as they like: as CLIP (section 2.5) and everybody after it
 NO_DECAY = re.compile(r"(bias|class_embedding|logit_scale)$")
-# The layers of a tower, and what is below them
-LAYER = re.compile(r"^(?P<tower>.*)\bencoder\.layers?\.(?P<number>\d+)\.")
-BELOW_LAYERS = re.compile(r"\bembeddings\.|\bpre_layrnorm\.|\bpre_layernorm\.")
 
 
 def set_trainable(model: nn.Module, pattern: str) -> tuple[list[str], list[str]]:
@@ -46,50 +43,26 @@ def matching_parameters(model: nn.Module, pattern: str, setting: str) -> set[nn.
     return matching
 
 
-def parameter_groups(
-    model: nn.Module, weight_decay: float, decay_all: bool = False, layer_decay: float = 1.0
-) -> list[dict]:
-    """AdamW's groups of the trainable parameters: those that decay, with `decay_all` all, and those that do not, each
-    with the factor `scale` of the learning rate of their layers.
+def parameter_groups(model: nn.Module, weight_decay: float, decay_all: bool = False) -> list[dict]:
+    """AdamW's groups of the trainable parameters: those that decay, with `decay_all` all, and those that do not.
 
     Biases are told by their names, not by their rank: the stacked ones of experts have two axes.
     """
-    groups, scales = defaultdict(list), _layer_scales(model, layer_decay)
+    groups = defaultdict(list)
     norms = (module for module in model.modules() if isinstance(module, nn.LayerNorm | nn.RMSNorm))
     norm_parameters = {parameter for norm in norms for parameter in norm.parameters(False)}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             decays = decay_all or (NO_DECAY.search(name) is None and parameter not in norm_parameters)
-            groups[decays, scales[name]].append(parameter)
+            groups[decays].append(parameter)
     return [
-        {"params": parameters, "weight_decay": weight_decay * decays, "scale": scale}
-        for (decays, scale), parameters in sorted(groups.items(), key=lambda group: group[0], reverse=True)
+        {"params": groups[decays], "weight_decay": weight_decay * decays} for decays in sorted(groups, reverse=True)
     ]
-
-
-def _layer_scales(model: nn.Module, layer_decay: float) -> dict[str, float]:
-    """Parameter -> its factor of the learning rate: layer_decay once for each layer of its tower above it. Embeddings
-    are below all layers, and all else is above them (BEiT, arXiv:2106.08254, appendix)."""
-    depths = Counter()
-    for name, _ in model.named_parameters(remove_duplicate=False):  # of both towers, also where they have one encoder
-        if place := LAYER.search(name):
-            depths[place["tower"]] = max(depths[place["tower"]], int(place["number"]) + 1)
-
-    def layers_above(name: str) -> int:
-        if place := LAYER.search(name):
-            return depths[place["tower"]] - int(place["number"])
-        if BELOW_LAYERS.search(name):
-            return next((depth + 1 for tower, depth in depths.items() if name.startswith(tower)), 0)
-        return 0
-
-    return {name: layer_decay ** layers_above(name) for name, _ in model.named_parameters()}
 
 
 def make_optimizer(task: nn.Module, settings: OptimizerSettings, device: torch.device) -> torch.optim.Optimizer:
     """The optimizer of the trainable parameters of a task."""
-    groups = parameter_groups(task, settings.weight_decay, settings.decay_all, settings.layer_decay)
-    for group in groups:
-        group["lr"] = settings.learning_rate * group.pop("scale")
+    groups = parameter_groups(task, settings.weight_decay, settings.decay_all)
     rate, betas, epsilon = settings.learning_rate, (settings.adam_beta1, settings.adam_beta2), settings.adam_epsilon
     if settings.optimizer == "adamw_8bit":
         try:

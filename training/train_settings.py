@@ -20,8 +20,6 @@ class OptimizerSettings:
     weight_decay: float = Field(default=0.0, ge=0)
     # Weight decay on all that trains (CLIP-MoE's released code).
     decay_all: bool = False
-    # Factor of the learning rate for each layer further down in its tower (EVA-CLIP, arXiv:2303.15389).
-    layer_decay: float = Field(default=1.0, gt=0, le=1)
     # AdamW's decay of the gradient's mean.
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
     # AdamW's decay of the squared gradient's mean.

@@ -77,7 +77,6 @@ RECIPES = {
     "CLIP-UP": Row(*CLIP_UP),
     "CLIP-UP, half of the patches": Row(*CLIP_UP, settings={"patch_dropout": 0.5}),
     "CLIP-UP, texts of 24 tokens": Row(*CLIP_UP, tokens=24),
-    "CLIP-UP, rates by layer": Row(*CLIP_UP, settings={"layer_decay": 0.75}),
     "CLIP-MoE, all weights": Row("mode_metaclip_400m", "expert_0", "clip_moe"),
     "CLIP-MoE, an expert": Row("clip_moe_sharegpt4v", "expert_1"),
     "CLIP-MoE, routers": Row("clip_moe_sharegpt4v", "clip_moe", "clip_moe"),

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import shutil
 import typing
 from collections.abc import Collection
@@ -123,10 +122,8 @@ class StepsStage(LoopSettings, ModelStage):
         return REHEARSED_STEPS * self.global_batch_size
 
     def with_batch(self, batch_size: int, num_processes: int) -> typing.Self:
-        changes = {"global_batch_size": batch_size * num_processes * self.gradient_accumulation_steps}
-        if self.mini_batch_size is not None:
-            changes["mini_batch_size"] = math.gcd(self.mini_batch_size, batch_size)
-        return dataclasses.replace(self, **changes)
+        global_batch_size = batch_size * num_processes * self.gradient_accumulation_steps
+        return dataclasses.replace(self, global_batch_size=global_batch_size)
 
     def cost(self, rehearsed: typing.Self, directory: Path, seconds: float, disk: int, ratio: float | None) -> Cost:
         """The steps, each as long as the second one of the rehearsal, which logged each."""

@@ -5,6 +5,7 @@ Another kind is a subclass of `TrainStage`. It overrides a method for each thing
 """
 
 import dataclasses
+import math
 import typing
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -248,6 +249,12 @@ class TrainStage(StepsStage):
             return stage
         rows = {"every_steps": REHEARSED_STEPS, "max_rows": REHEARSED_ROWS}
         return dataclasses.replace(stage, evaluation=dataclasses.replace(stage.evaluation, **rows))
+
+    def with_batch(self, batch_size: int, num_processes: int) -> typing.Self:
+        """With parts of the batch that divide it."""
+        stage = super().with_batch(batch_size, num_processes)
+        size = None if self.mini_batch_size is None else math.gcd(self.mini_batch_size, batch_size)
+        return dataclasses.replace(stage, mini_batch_size=size)
 
     def set_trainable(self, model: "PreTrainedModel", seed: int = 0) -> None:
         """Let what trains require a gradient, and nothing else. Raises ValueError where that cannot be."""
