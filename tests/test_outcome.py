@@ -133,7 +133,7 @@ def test_chance_with_duplicates_is_the_best_loss_of_equal_similarities(texts, bi
         contrastive_loss=lambda *embeds, **options: contrastive_loss(*embeds[:3], pairing=embeds[3], **options)
     )
     model = torch.nn.Linear(1, 1)
-    model._no_split_modules = None
+    model._no_split_modules, model.logit_scale = None, torch.nn.Parameter(torch.tensor([0.0]))
     if bias:
         model.logit_bias = torch.nn.Parameter(torch.tensor([-10.0]))
     task, keys = ContrastiveTask(model, losses), torch.tensor(texts)
