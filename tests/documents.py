@@ -138,7 +138,10 @@ def lines(block: Block) -> list[str]:
 
 def run_line(line: str) -> None:
     """Run a command with smaller numbers: ours in this process, which has imported torch, others in bash."""
-    line = " ".join([line, *(more for text, more in SMALLER.items() if text in line)])
+    more = " ".join(arguments for text, arguments in SMALLER.items() if text in line)
+    for flag in re.findall(r"--\S+", more):  # given once: with the smaller value
+        line = re.sub(rf" {re.escape(flag)} \S+", "", line)
+    line = f"{line} {more}"
     program, *arguments = words(line)
     if program in NOT_RUN:
         return
