@@ -173,10 +173,10 @@ class Diamond(OtherLoss, TrainRouterStage):
     [
         ("nowhere:Stage", "cannot be imported: ModuleNotFoundError: No module named 'nowhere'$"),
         ("my_method.stages:Nothing", "module 'my_method.stages' has no attribute 'Nothing'$"),
-        ("my_method.stages:MixedBatchSampler", "is no stage: its class must be a subclass of clip_moe.training"),
+        ("my_method.stages:MixedBatchSampler", "is no stage: its class must be a subclass of clip_moe.engine"),
         ("wrong.raises:Stage", r"RuntimeError: no license \(.*raises.py, line 3\)$"),
         ("wrong.stages:Bare", r"must be decorated with pydantic's @dataclass\(config=STRICT, kw_only=True\)"),
-        ("wrong.stages:Diamond", "would not get its setting balance_top_k from TrainRouterStage, but from a class"),
+        ("wrong.stages:Diamond", "would not get its setting trainable from TrainRouterStage, but from a class"),
     ],
 )
 def test_what_is_no_stage_ends_in_one_line(own, stage, message):
