@@ -12,7 +12,6 @@ from clip_moe.data.arguments import DataArguments
 from clip_moe.engine.yaml_files import read_yaml
 from lab.cards.frontier import at_best_rate, of_budget
 from lab.law.cases import Case, arguments, batch_size, costs, steps
-from lab.law.differences import write_differences
 from lab.law.estimate import count_captions, estimate
 from lab.law.fit import AT_CHANCE, fit, fitted, known, model_of, of_rule, predict, read_points
 from lab.law.law import FITTED, Errors, Facts, Law, TrainedModel, fitted_law, interval, law_of, probability
@@ -204,8 +203,3 @@ def test_the_frontier_is_of_one_budget_and_of_the_best_rates():
     for (width, experts), of_seed in best.items():
         rivals = [p.recall for p in frontier if (p.width, p.experts, p.seed) == (width, experts, min(of_seed))]
         assert of_seed[min(of_seed)].recall == max(rivals)
-
-
-def test_the_differences_are_those_of_the_points(tmp_path):
-    write_differences([CARD / "points.json", CARD / "outcome_points.json"], tmp_path)
-    assert (tmp_path / "differences.md").read_text() == (CARD / "differences.md").read_text()
