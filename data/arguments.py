@@ -37,7 +37,8 @@ class DataArguments(Source):
     # Images, or paths of images. Of shards, the ending of their files, or several: `jpg;png`.
     image_column: str = "image"
     # Texts, or lists of texts, of which each epoch draws one. `json.caption` is the key `caption` of objects in `json`.
-    caption_column: str = "caption"
+    # None: pictures alone, which an `embed` stage takes.
+    caption_column: str | None = "caption"
     # Each line of a text is a caption, as in the retrieval shards of CLIP_benchmark.
     captions_per_line: bool = False
     # The folder of relative paths in the image column (and in a .json); None: the one in which the command runs.
@@ -150,8 +151,10 @@ class DataArguments(Source):
         return slice(start, None if self.num_samples is None else start + self.num_samples)
 
 
-# The source may be a stage that makes a dataset
-Data = Annotated[DataArguments, Reads("captions", "mixture", "split", outside=False)]
+def require_captions(data: DataArguments) -> DataArguments:
+    if data.caption_column is None:
+        raise ValueError("caption_column: captions are needed here: name their column")
+    return data
 
 
 def require_numbered(data: DataArguments) -> DataArguments:
@@ -160,7 +163,11 @@ def require_numbered(data: DataArguments) -> DataArguments:
     return data
 
 
+# The source may be a stage that makes a dataset
+ReadData = Annotated[DataArguments, Reads("captions", "mixture", "split", outside=False)]
+Data = Annotated[ReadData, AfterValidator(require_captions)]
 # Data with a length: labels and features belong to the numbers of their samples
+NumberedPictures = Annotated[ReadData, AfterValidator(require_numbered)]
 NumberedData = Annotated[Data, AfterValidator(require_numbered)]
 
 

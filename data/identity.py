@@ -149,7 +149,7 @@ def data_fingerprint(rows: datasets.Dataset, images: bool = True) -> str:
     decoded.
 
     Args:
-        rows: columns `image` and `caption`.
+        rows: columns `image`, `caption` or both.
         images: whether they are used. If not, only the captions count, and no image is read.
     """
     cache, key = DigestCache(), f"rows {images} {rows._fingerprint}"
@@ -157,7 +157,8 @@ def data_fingerprint(rows: datasets.Dataset, images: bool = True) -> str:
     if rows.cache_files and key in (digests := cache.get({key: stamp})):
         return digests[key]
     digest, has_named_images = hashlib.sha256(), False
-    rows = rows.select_columns(["image", "caption"] if images else ["caption"])
+    used = {"image", "caption"} if images else {"caption"}
+    rows = rows.select_columns([name for name in ("image", "caption") if name in used & set(rows.column_names)])
     if isinstance(rows.features.get("image"), datasets.Image):
         rows = rows.cast_column("image", datasets.Image(decode=False))
     for batch in rows.iter(FILES_AT_ONCE):
@@ -170,7 +171,9 @@ def data_fingerprint(rows: datasets.Dataset, images: bool = True) -> str:
         byte_hashes = [hashlib.sha256(entry["bytes"]).hexdigest() for entry in entries if entry["bytes"] is not None]
         names = [path and os.path.relpath(path, os.path.dirname(file_of(path))) for path in paths]
         ranges = [entry["pixel_range"] for entry in entries if entry.get("pixel_range") is not None]
-        digest.update(value_digest([names, has_bytes, file_hashes, byte_hashes, batch["caption"], *ranges]).encode())
+        digest.update(
+            value_digest([names, has_bytes, file_hashes, byte_hashes, batch.get("caption"), *ranges]).encode()
+        )
     if rows.cache_files and not has_named_images:
         cache.put({key: (stamp, digest.hexdigest())})
     return digest.hexdigest()

@@ -39,7 +39,7 @@ BYTES = [datasets.Value(kind) for kind in ("binary", "large_binary")]
 
 
 def load_pairs(arguments: DataArguments, images: bool = True) -> Rows:
-    """The pairs of a dataset, as columns `image` and `caption`.
+    """The pairs of a dataset, as columns `image` and `caption`, or `image` alone where it has no captions.
 
     Unless it is streamed, every image is decoded once here (the result is cached by `datasets`), so that only readable
     pairs are left, in a fixed order. A stream has all of them: `training.loader` skips the unreadable as they come. Of
@@ -115,6 +115,8 @@ def _drawn(source: str, split: str, captions: str, num_samples: int, kinds: str,
 
 def select_columns(rows: Rows, arguments: DataArguments) -> Rows:
     """The image and the caption column alone, under those names; images are not decoded yet."""
+    if arguments.caption_column is None:
+        return rename_columns(rows, {arguments.image_column: "image"}, arguments)
     rows = rename_columns(rows, {arguments.image_column: "image", arguments.caption_column: "caption"}, arguments)
     rows = _with_lists(rows, arguments.source)
     return _split_lines(rows) if arguments.captions_per_line else rows

@@ -38,7 +38,7 @@ def read_pair(
             decoded.
     """
     try:
-        if not (row["caption"].strip() if is_label else present_texts(row["caption"])):
+        if "caption" in row and not (row["caption"].strip() if is_label else present_texts(row["caption"])):
             return "its caption is empty", None
     except ValueError as error:
         return str(error), None
@@ -169,4 +169,4 @@ def _where(row: dict[str, Any]) -> str:
     """The file of a pair's image, or else its caption."""
     image = row["image"]
     path = image if isinstance(image, str) else image.get("path") if isinstance(image, dict) else None
-    return path[:1000] if path else textwrap.shorten(f"no path; caption: {row['caption']}", 90)  # base64 is longer
+    return path[:1000] if path else textwrap.shorten(f"no path; caption: {row.get('caption')}", 90)  # base64 is longer

@@ -40,7 +40,7 @@ def open_rows(arguments: DataArguments, captions: Iterable[str] = ()) -> Rows:
     """The rows of any source but a world, with all their columns; of shards, with the image column and the caption
     column, or these captions."""
     with reading(arguments):
-        columns = arguments.image_column, *(sorted(captions) or [arguments.caption_column])
+        columns = arguments.image_column, *(sorted(captions) or filter(None, [arguments.caption_column]))
         rows = _open(arguments, columns)
         if arguments.skip is not None:
             if not arguments.streaming and arguments.skip >= len(rows):

@@ -2,6 +2,7 @@
 Clusters of them are in test_systems.py, kills in test_feature_store.py."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import PIL.Image
@@ -41,6 +42,23 @@ def arguments(dense, pictures, *more):
 
 def embedded(folder, name):
     return FeatureStore.open(folder, "this test")[name][:]
+
+
+def test_pictures_without_captions(dense, tmp_path):
+    """A folder of pictures alone, one of them broken: the paths say which rows there are."""
+    (tmp_path / "photos" / "trip").mkdir(parents=True)
+    for number in range(5):
+        (tmp_path / "photos" / "trip" / f"{number}.png").write_bytes(png(number) if number != 3 else b"broken")
+    flags = ["--model", str(dense), "--data.source", str(tmp_path / "photos"), "--data.caption_column", "null"]
+    flags += ["--data.max_unreadable", "0.3", "--list_rows"]
+    command("embed", tmp_path / "out", *flags, "--what", "images")
+    rows = [json.loads(line) for line in (tmp_path / "out" / "rows.jsonl").read_text().splitlines()]
+    assert [Path(row.pop("image")).name for row in rows] == ["0.png", "1.png", "2.png", "4.png"] and not any(rows)
+    embed = small_evaluation.plain_embedding(dense)
+    for name, image in zip("0124", embedded(tmp_path / "out", "image"), strict=True):
+        picture = PIL.Image.open(tmp_path / "photos" / "trip" / f"{name}.png").convert("RGB")
+        np.testing.assert_allclose(image, embed(picture), atol=1e-6)
+    assert "with what: images" in error_of(clip_moe.main, "embed", tmp_path / "both", *flags)
 
 
 def test_a_missing_picture_is_left_out_and_all_others_are_in_order(dense, pictures, tmp_path, caplog):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from clip_moe.data.arguments import NumberedData
+from clip_moe.data.arguments import NumberedPictures
 from clip_moe.engine.context import Context
 from clip_moe.engine.settings import STRICT, Reads
 from clip_moe.engine.stage import Stage
@@ -40,8 +40,8 @@ class EmbedStage(Stage):
     # model of sentence-transformers, a text model of transformers, "tfidf", which is fitted to these captions, or an
     # earlier embed stage, whose encoder is used again.
     model: Annotated[str, Reads("model", "embed", literals=["tfidf"])]
-    # The pairs to embed.
-    data: NumberedData
+    # The pairs to embed; of images alone, captions are not needed (`caption_column: null`).
+    data: NumberedPictures
     # What to embed. The encoder of images or captions alone is kept in the folder: a mixture routes tasks by it (MoDE),
     # or by that of images (section 5.3, to compare with) every test image.
     what: Literal["both", "images", "captions"] = "both"
@@ -66,6 +66,8 @@ class EmbedStage(Stage):
     def _check(self):
         if self.model == "tfidf" and self.what != "captions":
             raise ValueError("tfidf embeds captions alone: set what: captions")
+        if self.data.caption_column is None and self.what != "images":
+            raise ValueError("data.caption_column: pictures alone are embedded with what: images")
         if self.caption_weights is not None and self.what != "both":
             raise ValueError(f"caption_weights go with what: both, not {self.what}")
         return self
@@ -125,7 +127,7 @@ class EmbedStage(Stage):
 
 
 def _list_rows(rows: "datasets.Dataset", path: Path) -> None:
-    """Write a line for each row: `image`, a path or None, and the list `captions`."""
+    """Write a line for each row: `image`, a path or None, and the list `captions`, if there are any."""
     import datasets
 
     from clip_moe.data.texts import present_captions
@@ -136,5 +138,5 @@ def _list_rows(rows: "datasets.Dataset", path: Path) -> None:
     with new_file(path) as partial, open(partial, "w", encoding="utf-8") as file:
         for row in rows:
             image = row["image"]["path"] if isinstance(row["image"], dict) else row["image"]
-            line = {"image": image, "captions": present_captions(row["caption"])}
+            line = {"image": image} | ({"captions": present_captions(row["caption"])} if "caption" in row else {})
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
