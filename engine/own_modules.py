@@ -78,12 +78,12 @@ def code_of(modules: Iterable[str]) -> dict[str, str]:
 def code_of_models() -> dict[str, str]:
     """`code_of` the modules whose models a user has registered, as they were when this was first asked for."""
     own = sys.modules.get("modeling_clip_moe.own_code")  # where it was never imported, nothing is registered
-    return _code_of_models(tuple(dict.fromkeys(model.__module__ for model in own.OWN_CLASSES)) if own else ())
+    return _code_of_models(*own.OWN_CLASSES) if own else {}
 
 
 @functools.cache
-def _code_of_models(modules: tuple[str, ...]) -> dict[str, str]:
-    return code_of(modules)
+def _code_of_models(*models: type) -> dict[str, str]:
+    return code_of({model.__module__ for model in models})
 
 
 def imported_files(modules: Iterable[str]) -> dict[str, Path]:

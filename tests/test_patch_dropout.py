@@ -5,7 +5,7 @@ import torch
 from steps import train_stage
 from tiny_families import tiny_dense
 
-from clip_moe.conversion.checkpoints import load_config
+from clip_moe.conversion.checkpoints import load_clip
 from clip_moe.training.contrastive_task import drop_patches
 from clip_moe.training.fit import problems_of_training
 from modeling_clip_moe.families import FAMILIES
@@ -42,6 +42,6 @@ def test_patch_dropout_leaves_patches_out(family):
 
 
 def test_a_share_that_leaves_no_patch_is_refused():
-    config = load_config("training/symbol_clip")  # 16 patches
+    model = load_clip("training/symbol_clip")  # 16 patches
     for share, problems in ((0.95, []), (0.99, ["patch_dropout: it leaves none of 16 patches: take at most 0.938"])):
-        assert list(problems_of_training(train_stage(4, patch_dropout=share), config, 4)) == problems
+        assert list(problems_of_training(train_stage(4, patch_dropout=share), model, 4)) == problems
