@@ -64,12 +64,12 @@ def test_run_whose_data_change_and_go(folder, capsys):
     looked = json.loads((out / "looked" / "experts.json").read_text())
     assert [name.split("-")[0] for name in looked["metrics"]] == ["urban1k", "retrieval"]
 
-    annotations = folder / "copies" / "urban1k" / "annotations" / "annotations.json"
-    before = annotations.read_text()
-    annotations.write_text(before.replace("red", "pink"))
+    caption = folder / "copies" / "urban1k" / "caption" / "000.txt"
+    before = caption.read_text()
+    caption.write_text(f"pink {before}")
     with pytest.raises(ValueError, match="scores was made with other settings .inputs.tasks.urban1k"):
         run_stages(folder, stages(folder))
-    annotations.write_text(before)
+    caption.write_text(before)
     SYMBOLS.load("test", "web", 13).to_parquet(folder / "own" / "test.parquet")
     with pytest.raises(ValueError, match="scores was made with other settings .inputs.tasks.3"):
         run_stages(folder, stages(folder))

@@ -122,7 +122,7 @@ def test_two_processes_warn_once_and_fail_with_one_line(tmp_path):
         "if os.environ['RANK'] == '1':\n"
         "    def fail(*_):\n"
         "        raise FloatingPointError('the loss of the second process')\n"
-        "    engine.FirstFault.require = fail\n"
+        "    loop.FirstFault.require = fail\n"
         "commands.run.main()\n"
     )
     torchrun = ("torchrun", "--nproc-per-node", "2")
