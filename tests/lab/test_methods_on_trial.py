@@ -170,13 +170,13 @@ def test_two_processes_have_the_losses_of_one(whole, tmp_path, method):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", [*METHODS, *STARTS])
+@pytest.mark.parametrize("method", [*METHODS, "random", "more experts"])
 def test_the_whole_way(tmp_path, method, monkeypatch, capsys):
     logged, settings = METHODS.get(method, (None, {}))
     trained = {name: value for name, value in settings.items() if name != "change"}
     trained |= {"stage": method} if settings else {}
     starts = [STARTS["clusters" if method == DISTILLED else method]] if method in (DISTILLED, *STARTS) else []
-    monkeypatch.setitem(test_methods.METHODS, method, (upcycled(), *starts, trained, logged))
+    monkeypatch.setitem(test_methods.ADAPTERS, method, (upcycled(), *starts, trained, logged))
     test_methods.test_the_whole_way(tmp_path, method, monkeypatch, capsys)
 
 

@@ -6,7 +6,7 @@ from several_processes import run_processes, train_recipe
 from tiny_clip_moe import tiny_block
 from tiny_runs import losses, read_log, same_weights, train
 
-from clip_moe.conversion.own_classes import MODULES, import_models
+from clip_moe.conversion.own_classes import import_models
 from lab.methods.relu_router import ReluCLIPModel, ReluRouter, ReluVisionConfig
 from lab.methods.relu_routing import load_weighted_l1
 from modeling_clip_moe import families
@@ -58,13 +58,11 @@ def relu(recipe):
 
 @pytest.fixture(scope="module", autouse=True)
 def imported():
-    """As with `--import lab.methods.relu_router`, in this process and those that it starts; undone at the end."""
+    """As with `--import lab.methods.relu_router`; undone at the end."""
     tables = (families.CLASS_OF_TYPE, families.FAMILY_OF_TYPE, families.FAMILY_OF_TEXT, OWN_CLASSES)
     before = [dict(table) for table in tables]
     import_models(ReluCLIPModel.__module__)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(MODULES, ReluCLIPModel.__module__)
-        yield
+    yield
     for table, entries in zip(tables, before, strict=True):
         table.clear()
         table.update(entries)
@@ -96,8 +94,14 @@ def test_the_weight_follows_the_number_of_experts(tmp_path):
             assert after == pytest.approx(before * 1.2 if is_above else before / 1.2, rel=1e-5)
 
 
+def train_with_relu(*arguments):
+    """As `accelerate launch -m clip_moe run --import lab.methods.relu_router`."""
+    import_models(ReluCLIPModel.__module__)
+    train_recipe(*arguments)
+
+
 @pytest.mark.slow
 def test_two_processes_have_the_losses_of_one(whole, tmp_path):
     train(tmp_path, only=["dense", "sparse"], change=relu)
-    run_processes(2, train_recipe, "--config", tmp_path / "recipe.yaml")
+    run_processes(2, train_with_relu, "--config", tmp_path / "recipe.yaml")
     torch.testing.assert_close(losses(tmp_path / "out" / "tuned"), losses(whole(change=relu)), atol=1e-4, rtol=0)
