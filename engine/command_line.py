@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, make_dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
@@ -252,10 +252,10 @@ def read_value(key: str, values: list[str], hint: Any = None) -> Any:
     """The value of a flag, each of whose values is read as YAML.
 
     Args:
-        hint: the type of its setting, which makes a list of one value, True of none, and texts of numbers.
+        hint: the type of its setting, which makes a list of one value, True of no value, and texts of numbers.
     """
     read = [_read(value, f"--{key}", takes_text_alone(hint)) for value in values]
-    if not read and hint is bool:
+    if not read and (hint is bool or bool in get_args(hint)):
         return True
     if not read:
         raise ValueError(f"--{key} has no value")

@@ -34,7 +34,6 @@ def upcycled(towers=None, **settings):
 PUBLISHED = {
     "sigmoid, scaled, biases": (upcycled(BIASES, changes={"router_aux_loss_coef": 0}), {}, "max_violation"),
     "capacity": (upcycled(changes={"capacity_factor": 1}), {}, None),
-    "narrow": (upcycled(changes={"num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 16}), {}, None),
     "shared": (upcycled(changes={"num_experts": 6, "moe_intermediate_size": 8, "num_shared_experts": 2}), {}, None),
 }
 # Needs peft: run by tests/integration/test_training_settings.py

@@ -20,7 +20,7 @@ from transformers.distributed import DistributedConfig
 from clip_moe.conversion.presets import PRESETS
 from clip_moe.conversion.upcycle import upcycle
 from clip_moe.data.symbols import SYMBOLS
-from modeling_clip_moe import CLIPMoEModel, CLIPMoEVisionModelWithProjection, sparse_moe
+from modeling_clip_moe import CLIPMoEModel, CLIPMoEVisionModelWithProjection
 
 ROOT = Path(__file__).parents[2]
 BASE = ROOT / "training" / "symbol_clip"
@@ -156,7 +156,7 @@ def test_each_process_holds_its_part(case, folder):
 
 
 def test_what_old_versions_get_wrong_is_refused(folder, monkeypatch):
-    monkeypatch.setattr(sparse_moe, "transformers_version", "5.22.2")
+    monkeypatch.setattr(loading, "transformers_version", "5.22.2")
     sizes = SimpleNamespace(fsdp_size=2, ep_size=2)
     with pytest.raises(ValueError, match="5.22.2 computes wrong gradients .* fsdp_size=2 meets ep_size=2"):
         CLIPMoEModel.from_pretrained(folder / "clip_up", distributed_config=sizes)

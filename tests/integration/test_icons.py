@@ -47,7 +47,9 @@ def test_sets_of_kinds_nest():
 
 def test_an_icon_is_dark_on_light_wherever_it_is():
     number = names_of(icons.kind_set("brands")).index("webstorm")  # a square with two letters
-    pictures = [icons.render(number, np.random.default_rng(seed), 32).astype(int).sum(axis=2) for seed in range(40)]
+    pictures = [
+        icons.draw(number, "train", np.random.default_rng(seed), 32)[0].astype(int).sum(axis=2) for seed in range(40)
+    ]
     corners = {tuple(np.argwhere(picture < np.median(picture) + 150)[0]) for picture in pictures}
     assert len({y for y, _ in corners}) == len({x for _, x in corners}) == 5  # moved by 0 to 4 pixels
     dark = [np.mean(picture < (picture.min() + picture.max()) / 2) for picture in pictures]

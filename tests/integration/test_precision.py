@@ -6,7 +6,7 @@ from tiny_models import symbol_inputs
 from torchao.quantization import FqnToConfig, Int8Tensor, Int8WeightOnlyConfig
 from transformers import TorchAoConfig
 
-from modeling_clip_moe import CLIPMoEVisionModelWithProjection, sparse_moe
+from modeling_clip_moe import CLIPMoEVisionModelWithProjection
 
 # torchao's own way leaves the experts out, which are no `nn.Linear`. With "_default" instead of the second pattern,
 # transformers would quantize the biases, too
@@ -60,7 +60,7 @@ def test_int8_experts(repository, batch):
 
 def test_experts_that_stay_as_they_are_are_told(repository, monkeypatch):
     told = []
-    monkeypatch.setattr(sparse_moe.logger, "warning", told.append)
+    monkeypatch.setattr(loading.logger, "warning", told.append)
     quantize(CLIPMoEVisionModelWithProjection, repository, FqnToConfig(EXPERTS_TOO))
     assert not told
     quantize(CLIPMoEVisionModelWithProjection, repository)
