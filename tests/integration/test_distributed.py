@@ -20,7 +20,7 @@ from transformers.distributed import DistributedConfig
 from clip_moe.conversion.presets import PRESETS
 from clip_moe.conversion.upcycle import upcycle
 from clip_moe.data.symbols import SYMBOLS
-from modeling_clip_moe import CLIPMoEModel, CLIPMoEVisionModelWithProjection
+from modeling_clip_moe import CLIPMoEModel, CLIPMoEVisionModelWithProjection, loading
 
 ROOT = Path(__file__).parents[2]
 BASE = ROOT / "training" / "symbol_clip"

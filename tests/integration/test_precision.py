@@ -6,7 +6,7 @@ from tiny_models import symbol_inputs
 from torchao.quantization import FqnToConfig, Int8Tensor, Int8WeightOnlyConfig
 from transformers import TorchAoConfig
 
-from modeling_clip_moe import CLIPMoEVisionModelWithProjection
+from modeling_clip_moe import CLIPMoEVisionModelWithProjection, loading
 
 # torchao's own way leaves the experts out, which are no `nn.Linear`. With "_default" instead of the second pattern,
 # transformers would quantize the biases, too
