@@ -81,7 +81,7 @@ def _commands() -> dict[str, Callable[..., str | None]]:
     from clip_moe.evaluation.stages.evaluate import EvaluateStage
     from clip_moe.training.commands import finetune, recipes, run
 
-    # `main` runs `evaluate`, as all kinds of stages; here it stands beside `report`
+    # `evaluate` is a stage, which `main` runs before it asks for these. It is listed beside `report`
     return dict(
         finetune=finetune,
         run=run,

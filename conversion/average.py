@@ -60,7 +60,7 @@ def match_experts(model: PreTrainedModel, other: PreTrainedModel, name: str) -> 
     closer to that of `other` in squared distance of router rows and experts (Git Re-Basin, arXiv:2209.04836).
 
     Args:
-        name: of the model, for the warning that its experts are renumbered.
+        name: the model's name, for the warning that its experts are renumbered.
     """
     changed = []
     for (layer, block), reference in zip(sparse_blocks(model).items(), sparse_blocks(other).values(), strict=True):

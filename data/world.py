@@ -40,7 +40,7 @@ class World:
     """Captioned pictures of kinds, which `data.source` names: one of `data.worlds.WORLDS`, or `package.module:OBJECT`.
 
     Args:
-        name: of the pictures, as errors and titles have it, such as "icons".
+        name: the pictures' name in errors and titles, such as "icons".
         kind_set: name of a set -> its kinds; "all" has to be one. Raises a ValueError or a KeyError for other names.
         draw: (subject, split, random numbers, image_size) -> picture, (image_size, image_size, 3) uint8, and its
             attributes.

@@ -19,7 +19,7 @@ from clip_moe.engine.help_text import in_lines
 from clip_moe.engine.kinds import stage_of_kind
 from clip_moe.engine.messages import suggestion
 from clip_moe.engine.program import end
-from clip_moe.engine.recipe import MixedPrecision, Recipe, validated
+from clip_moe.engine.recipe import Recipe, RunSettings, validated
 from clip_moe.engine.setting_help import (
     Setting,
     docstring,
@@ -47,15 +47,9 @@ RehearsedBatch = Annotated[int, Field(gt=0, strict=True)]
 
 
 @dataclass(config=STRICT, kw_only=True)
-class RunSettings:
+class CommandSettings(RunSettings):
     """Settings that the command of every stage has beside those of the stage."""
 
-    # As in a recipe.
-    seed: int = Field(default=0, ge=0, lt=2**32)
-    # As in a recipe: no (float32), fp16 or bf16.
-    mixed_precision: MixedPrecision = None
-    # As in a recipe: Accelerate's trackers.
-    trackers: list[str] = Field(default_factory=list)
     # Run two steps on few samples, and print what a run takes.
     rehearse: bool = False
     # Rehearse with so many samples in the batch of a process.
@@ -178,7 +172,7 @@ def run_stage(kind: str, arguments: Sequence[str]) -> str | None:
     return usage_hint(recipe)
 
 
-def read_stage_command(kind: str, arguments: Sequence[str]) -> tuple[Recipe, RunSettings]:
+def read_stage_command(kind: str, arguments: Sequence[str]) -> tuple[Recipe, CommandSettings]:
     """The recipe of a stage's command line, and how to run it."""
     stage, title = stage_of_kind(kind), f"clip-moe {kind.replace('_', '-')}"
     output, *rest = arguments
@@ -186,16 +180,16 @@ def read_stage_command(kind: str, arguments: Sequence[str]) -> tuple[Recipe, Run
         raise ValueError(f"{title} OUTPUT --SETTING VALUE: the first argument is the folder to make, not {output!r}")
     settings: dict[str, Any] = {"name": Path(output).name, "stage": kind}
     run_settings: dict[str, Any] = {}
-    for key, values in read_flags(rest, lambda key: ".".join(spelled(key.split("."), stage, RunSettings))).items():
-        is_own = key.partition(".")[0] not in RunSettings.__pydantic_fields__
+    for key, values in read_flags(rest, lambda key: ".".join(spelled(key.split("."), stage, CommandSettings))).items():
+        is_own = key.partition(".")[0] not in CommandSettings.__pydantic_fields__
         *outer, name = path = key.split(".")
         target = settings if is_own else run_settings
         for part in outer:
             target = target.setdefault(part, {})
             if not isinstance(target, dict):
                 raise ValueError(f"--{key}: {part} has a value already")
-        target[name] = read_value(key, values, _hint(stage if is_own else RunSettings, path))
-    options, alone = validated(RunSettings, run_settings, title), validated(stage, settings, title)
+        target[name] = read_value(key, values, _hint(stage if is_own else CommandSettings, path))
+    options, alone = validated(CommandSettings, run_settings, title), validated(stage, settings, title)
     run = {"seed": options.seed, "mixed_precision": options.mixed_precision, "trackers": options.trackers}
     recipe = validated(Recipe, {"output_dir": str(Path(output).parent), "stages": [alone]} | run, title)
     recipe.title = title
@@ -205,7 +199,7 @@ def read_stage_command(kind: str, arguments: Sequence[str]) -> tuple[Recipe, Run
 def stage_help(kind: str) -> str:
     """Usage of a stage's command, its purpose, and its settings."""
     stage = stage_of_kind(kind)
-    shared = settings_of(RunSettings)
+    shared = settings_of(CommandSettings)
     left_out = {"name", "stage", *(setting.name for setting in shared)}
     settings = [setting for setting in settings_of(stage) if setting.name not in left_out]
     rows = [in_lines("Settings, whose values are read as YAML; several values make a list:"), ""]

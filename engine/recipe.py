@@ -81,13 +81,9 @@ MixedPrecision = Annotated[
 
 
 @dataclass(config=STRICT, kw_only=True)
-class Recipe:
-    """A run: its stages, in order."""
+class RunSettings:
+    """Settings of a run, of a recipe or of one stage."""
 
-    # The folder in which each stage has a folder.
-    output_dir: str = Field(min_length=1)
-    # Stages of any kind, or classes of your own: `package.module:Class`.
-    stages: list[Annotated[SkipValidation[Stage], BeforeValidator(read_stage)]]
     # Seed of all that is random, unless a stage has its own.
     seed: int = Field(default=0, ge=0, lt=2**32)
     # "no" is float32. None: what `accelerate launch` or its configuration says; where that is "no", bf16 on GPUs that
@@ -95,6 +91,16 @@ class Recipe:
     mixed_precision: MixedPrecision = None
     # Any of Accelerate's trackers: tensorboard, wandb, ...
     trackers: list[str] = Field(default_factory=list)
+
+
+@dataclass(config=STRICT, kw_only=True)
+class Recipe(RunSettings):
+    """A run: its stages, in order."""
+
+    # The folder in which each stage has a folder.
+    output_dir: str = Field(min_length=1)
+    # Stages of any kind, or classes of your own: `package.module:Class`.
+    stages: list[Annotated[SkipValidation[Stage], BeforeValidator(read_stage)]]
     # Stage -> hub repository that its model is uploaded to once all stages are done.
     push_to_hub: dict[str, str] = Field(default_factory=dict)
     # What errors call it: the file that it was read from

@@ -74,7 +74,7 @@ def rehearse(recipe: Recipe, stages: Collection[Stage], batch_size: int | None =
             *aligned(rows, left=1),
             "",
             "memory: the most that a process held, on a GPU in tensors, on a CPU with Python and its libraries",
-            "disk: of a stage's folder, with one checkpoint where it writes any",
+            "disk: the stage's folder, with one checkpoint if it writes any",
             "time: without loading, and without what `evaluation` measures while training; of a stage that only reads "
             "pairs at most, since what it does once is multiplied, too",
             "-: not known here, as of a stage that measures, clusters, mixes data or trains epochs of a cluster",
@@ -154,7 +154,7 @@ def _named(stage: Stage, folder: Path) -> Iterator[None]:
             yield
     except (ValueError, OSError) as error:
         text = str(error).replace(f"{folder}/", "").replace(f". {GO_ON}", "")
-        raise type(error)(f"{text}. It was a rehearsal, of which nothing is kept") from error
+        raise type(error)(f"{text}. This was a rehearsal: nothing is kept") from error
 
 
 def _ratio(stage: Stage, rehearsed: Stage, ratios: Mapping[str, float | None], context: Context) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -57,7 +58,7 @@ class Settings:
         return settings
 
 
-class Source(Settings):
+class Source(Settings, ABC):
     """Settings of samples that a stage reads. `source` names a stage, a folder or a Hub dataset."""
 
     source: str
@@ -67,22 +68,22 @@ class Source(Settings):
         """Whether the samples are drawn, so that `source` names nothing that is read."""
         return False
 
+    @abstractmethod
     def identity(self) -> dict[str, Any] | None:
         """The samples by name and content, for the record of a stage; None: the settings tell all, or it is not known.
         A `commit` is the Hub's."""
-        raise NotImplementedError
 
+    @abstractmethod
     def first(self, number: int, skips: bool = True) -> Self:
         """The first samples alone.
 
         Args:
             skips: whether those that the settings skip are there to be skipped.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def count(self, ratio: float = 1) -> float | None:
         """The number of samples if its source had `ratio` times as many; None: not known."""
-        raise NotImplementedError
 
 
 def dump(settings: Any) -> dict[str, Any]:

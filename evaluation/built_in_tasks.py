@@ -19,13 +19,13 @@ def _symbol_kinds(split: str, num_samples: int, kinds: str = "all", seed: int = 
 
 def _symbol_topics(number: int, kinds: str) -> Task:
     """The mean of zero-shot tasks, of one topic each, as CLIP's benchmarks are tasks of one topic each."""
-    of_kinds = "" if kinds == "all" else f" of {kinds}"
+    suffix = "" if kinds == "all" else f" of {kinds}"
     classes, templates = symbols.KIND_SETS[kinds], len(symbols.TEMPLATES)
     topics = len({symbols.TOPIC_OF[kind] for kind in classes})
     return Task(
         kind="zero_shot_groups",
-        title=f"zero-shot, {topics} topics{of_kinds}",
-        protocol=f"{number:,} test pictures of one symbol{of_kinds}; a task for each of {topics} topics, its kinds are "
+        title=f"zero-shot, {topics} topics{suffix}",
+        protocol=f"{number:,} test pictures of one symbol{suffix}; a task for each of {topics} topics, its kinds are "
         f"candidates, {templates} templates",
         load=lambda seed=0: (_symbol_kinds("test", number, kinds, seed), 0),
         classes=classes,
@@ -123,14 +123,14 @@ def _countries(number: int) -> Task:
 
 
 def _names(title: str, kinds: str, captions: str) -> Task:
-    of_kinds = NAMES.kinds(kinds)
+    numbers = NAMES.kinds(kinds)
     caption = {"web": "name", "facts": "facts"}[captions]
     return Task(
         kind="retrieval",
         title=title,
-        protocol=f"{len(of_kinds)} new pictures of the shields of as many towns, with the town's {caption}; all are "
+        protocol=f"{len(numbers)} new pictures of the shields of as many towns, with the town's {caption}; all are "
         "candidates",
-        load=lambda seed=0: (NAMES.load("test", captions, len(of_kinds), of_kinds, seed), 0),
+        load=lambda seed=0: (NAMES.load("test", captions, len(numbers), numbers, seed), 0),
         metrics=(*PRIMARY_METRICS["retrieval"], *INFORMATION),
     )
 

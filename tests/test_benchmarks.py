@@ -18,6 +18,7 @@ from test_metrics import random_unit
 from clip_moe.data import symbols
 from clip_moe.data.images import decode_image
 from clip_moe.engine.recipe import load_recipe
+from clip_moe.evaluation.benchmarks import loading
 from clip_moe.evaluation.benchmarks.loading import CLASSES, TEMPLATES, benchmark_task
 from clip_moe.evaluation.benchmarks.specs import BENCHMARKS, GROUPS
 from clip_moe.evaluation.evaluate import evaluate_model
@@ -472,3 +473,11 @@ def test_mean_average_precision_by_a_loop():
     assert zero_shot_metrics(images, classes, labels) == expected
     more, nothing = np.concatenate([classes, classes[:1]]), np.zeros((40, 1), bool)  # a class that does not occur
     assert zero_shot_metrics(images, more, np.concatenate([labels, nothing], axis=1)) == expected
+
+
+def test_choices_without_a_caption_and_classes_without_an_image_are_refused(tmp_path):
+    """Any other caption would be right, and no average precision is defined."""
+    with pytest.raises(ValueError, match="choice 1 lacks a caption, there are .'a', ' '"):
+        loading._require_captions([["a", "b"], ["a", " "]], tmp_path)
+    with pytest.raises(ValueError, match="needs images of every class, but has none of dog"):
+        loading._require_every_class(np.array([[1, 0], [1, 0]]), ["cat", "dog"], tmp_path)

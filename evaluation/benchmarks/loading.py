@@ -1,7 +1,7 @@
 """Tasks of benchmarks: where their data lie, and where their class names and templates come from."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -14,6 +14,7 @@ from clip_moe.data.arguments import DataArguments
 from clip_moe.data.readable import readable_pairs
 from clip_moe.engine.digests import short_digest
 from clip_moe.engine.hub import hub_options
+from clip_moe.engine.messages import shortened
 from clip_moe.evaluation.benchmarks.layouts import CLASSES, TEMPLATES, Layout
 from clip_moe.evaluation.benchmarks.specs import Benchmark
 from clip_moe.evaluation.class_names import SYNSET, are_ids, names_after_ids
@@ -170,15 +171,33 @@ def _load(
         raise ValueError(f"{folder} has no images of the split {arguments.split}")
     if benchmark.kind == "pairs":
         return readable_image_pairs(rows, arguments)
+    if benchmark.kind == "choice":
+        _require_captions(rows["caption"], folder)
     if not classes:
         return readable_pairs(rows, arguments)
     # The images alone are looked at, so that this is done once for all languages of Babel-ImageNet
     readable_pairs(rows.select_columns("image").add_column("caption", ["its class"] * len(rows)), arguments)
     if "caption" not in rows.column_names:
         rows = rows.add_column("caption", [_name_of(label, classes, folder) for label in rows["label"]])
+    if "mean_average_precision" in benchmark.metrics:
+        _require_every_class(np.array(rows["label"]), classes, folder)
     if benchmark.balanced:
         _require_balance(np.array(rows["label"]), classes, folder)
     return rows, 0
+
+
+def _require_captions(choices: Iterable[Sequence[Any]], folder: Path) -> None:
+    """Raises a ValueError if a caption is missing or blank: any other would be right."""
+    for number, texts in enumerate(choices):
+        if not all(isinstance(text, str) and text.strip() for text in texts):
+            raise ValueError(f"{folder}: choice {number} lacks a caption, there are {shortened(texts)}")
+
+
+def _require_every_class(labels: np.ndarray, classes: Sequence[str], folder: Path) -> None:
+    """Raises a ValueError if a class has no image: its average precision is not defined."""
+    images = labels.sum(axis=0)
+    if not images.all():
+        raise ValueError(f"{folder} needs images of every class, but has none of {classes[images.argmin()]}")
 
 
 def _require_balance(labels: np.ndarray, classes: Sequence[str], folder: Path) -> None:
