@@ -44,7 +44,7 @@ def measure(task: Task, model: Embeds) -> dict[str, Any]:
     loaded = [load() for load in (task.load, task.load_train) if load is not None]
     rows, num_skipped = loaded[0][0], sum(skipped for _, skipped in loaded)
     metrics, weights, texts, *more = MEASURES[task.kind](task, model, *(of_split for of_split, _ in loaded))
-    result = {"metrics": metrics, "num_samples": int(_counted(rows).sum()), **own}
+    result = {"metrics": metrics, "num_samples": len(rows), **own}
     for extra in more:
         result |= extra
     if task.group_of_class:
@@ -64,11 +64,10 @@ def measure(task: Task, model: Embeds) -> dict[str, Any]:
 def measure_zero_shot(task: Task, model: Embeds, rows: Dataset) -> Measured:
     """Each image against the names of all classes."""
     texts, images, classes = _zero_shot_embeds(task, rows, model)
-    counted, weights = _counted(rows), model.weights([list(task.classes)], task.templates)
-    image_weights = model.image_weights(rows)
-    image_weights = None if image_weights is None else image_weights[counted]
-    embeds = model.image_side([part[counted] for part in images], image_weights), model.text_side(classes, weights)
-    metrics = zero_shot_metrics(*embeds, _labels(task, rows)[counted], task.metrics)
+    weights, image_weights = model.weights([list(task.classes)], task.templates), model.image_weights(rows)
+    metrics = zero_shot_metrics(
+        model.image_side(images, image_weights), model.text_side(classes, weights), _labels(task, rows), task.metrics
+    )
     return metrics, {"classes": weights, "images": image_weights}, texts
 
 
@@ -233,14 +232,8 @@ METRICS = {
 }
 
 
-def _counted(rows: Dataset) -> np.ndarray:
-    """(rows,) whether an image counts: its label is no -1, which says that its class is none of the task's."""
-    labels = np.array(rows["label"]) if "label" in rows.column_names else np.zeros(len(rows))
-    return (labels.reshape(len(rows), -1) >= 0).all(axis=1)
-
-
 def _labels(task: Task, rows: Dataset) -> np.ndarray:
-    """(rows,) the number of each row's class."""
+    """(rows,) the number of each row's class; where images have several, (rows, classes) of 1 and 0."""
     if "label" in rows.column_names:
         return np.array(rows["label"])
     number_of_class = {name: number for number, name in enumerate(task.classes)}

@@ -15,7 +15,7 @@ import numpy as np
 from clip_moe.engine.intervals import LEVEL, Reach, mean_reach, score_difference_reach, score_reach
 from clip_moe.engine.markdown import escape, item, markdown_table, one_line
 from clip_moe.engine.result_schema import TextCounts, read_result, require_result, results_mark
-from clip_moe.evaluation.benchmarks.specs import BENCHMARKS, means_of
+from clip_moe.evaluation.benchmarks.specs import means_of
 from clip_moe.evaluation.figures import plot_text, plt, save
 from clip_moe.evaluation.page import write_page
 from clip_moe.evaluation.results import same_data
@@ -205,19 +205,18 @@ def _scores(table, baseline: str | None) -> dict[str, dict[str, Score]]:
     for title, metrics in means_of(task_scores).items():
         parts = [task_scores[task][metric] for task, metric in metrics.items()]
         models = [model for model in table if all(model in part for part in parts)]
-        independent = not any(BENCHMARKS[task].language for task in metrics)  # languages share their images
-        scores[title] = {model: _mean_score([part[model] for part in parts], independent) for model in models}
+        scores[title] = {model: _mean_score([part[model] for part in parts]) for model in models}
     return scores
 
 
-def _mean_score(scores: Sequence[Score], independent: bool) -> Score:
-    """The mean of scores, see `mean_reach`."""
+def _mean_score(scores: Sequence[Score]) -> Score:
+    """The mean of scores on data sets that share no samples, see `mean_reach`."""
 
     def mean_or_none(values: Sequence[float | None]) -> float | None:
         return None if None in values else mean(values)
 
     def reach_of_mean(reaches: Sequence[Reach | None]) -> Reach | None:
-        return None if None in reaches else mean_reach(reaches, independent)
+        return None if None in reaches else mean_reach(reaches, independent=True)
 
     return Score(
         mean(score.value for score in scores),

@@ -13,7 +13,6 @@ from datasets import Dataset
 from clip_moe.data.worlds import MOVED, is_world, origin_of
 from clip_moe.engine.digests import short_digest
 from clip_moe.engine.messages import most_similar
-from clip_moe.evaluation.benchmarks.babel_imagenet import stamp_of_images
 from clip_moe.evaluation.benchmarks.loading import benchmark_task
 from clip_moe.evaluation.benchmarks.specs import ALIASES, BENCHMARKS, GROUPS, expand
 from clip_moe.evaluation.built_in_tasks import icon_tasks, name_tasks, symbol_tasks, world_task
@@ -128,7 +127,6 @@ def find_tasks(
         max_rows: draw no more pictures than `loaded_once` keeps of a task.
     """
     require_tasks(wanted)
-    stamp_of_images.cache_clear()
     built_in = TASKS if max_rows is None else TASKS | symbol_tasks(max_rows, max_rows, max_rows, max_rows)
     tasks: dict[str, Task] = {}
     for entry in wanted:
@@ -149,7 +147,6 @@ def find_tasks(
 def task_fingerprints(wanted: Sequence[Wanted], data_root: str | Path | None = None) -> dict[str, str]:
     """`tasks.` and the position or name of a task -> the digest of its data, names of classes and templates, of own
     data, of built-in tasks whose world comes from other packages, and of benchmarks that can be had."""
-    stamp_of_images.cache_clear()
     fingerprints: dict[str, str | None] = {}
     for number, entry in enumerate(wanted):
         if isinstance(entry, OwnTask):

@@ -137,27 +137,7 @@ def in_folders(folder, *places, first=1440764, form="n{:08}"):
     return named(folder, BY_CLASS)
 
 
-def babel_imagenet(folder):
-    """All classes of ImageNet, of which three have a name. English names beside them count for nothing."""
-    names = {1: WORDS[0], 3: WORDS[1], 999: WORDS[2]}
-    for number in range(1000):
-        write_image(folder / "val" / f"n{7 * number:08}" / "ILSVRC2012_val_00000001.JPEG", number % NUMBER)
-    of_german = [list(names), list(names.values())]
-    write(folder / "babel_imagenet.json", {"FR": [[0], ["tanche"]], "DE": of_german})
-    write(folder / "nllb_dist13b_prompts.json", {"DE": ["a photo of a {}.", "the {}."], "FR": ["un  {} ."]})
-    write_names(folder, ["tench"] * 1000, ["an English {c}."])
-    return [(number % NUMBER, names.get(number, "none")) for number in range(1000)]
-
-
-# ---- CIFAR, and several classes an image
-
-
-def cifar(folder, labels, file, names):
-    rows = [bytes([9] * (labels - 1) + [number % 7]) + bytes([STEP * number] * 3072) for number in range(NUMBER)]
-    (folder / file).write_bytes(b"".join(rows))
-    write(folder / names, "\n".join([*WORDS[:6], "aquarium_fish", "", ""]))
-    write_templates(folder)
-    return [(number, [*WORDS[:6], "aquarium fish"][number % 7]) for number in range(NUMBER)]
+# ---- several classes an image
 
 
 def classes_of(number):
@@ -299,21 +279,6 @@ def sugar_crepe(folder):
     return expected
 
 
-def aro(folder, file, attribute, entries_an_image=1):
-    """A box in a white image counts."""
-    entries, numbers = [], [*range(NUMBER)] * entries_an_image
-    (folder / "images").mkdir()
-    for number in numbers:
-        image = PIL.Image.new("RGB", (20, 10), "white")
-        image.paste((STEP * number,) * 3, (4, 2, 12, 9))
-        image.save(folder / "images" / f"{number}.jpg", "png")
-        entry = {"image_id": str(number), "image_path": f"{number}.jpg"}
-        entry |= dict(zip(("true_caption", "false_caption"), wrong_captions(number), strict=True))
-        entries.append(entry | {"bbox_x": 4, "bbox_y": 2, "bbox_w": 8, "bbox_h": 7} | attribute(number))
-    write(folder / file, entries)
-    return [(number, wrong_captions(number)) for number in numbers]
-
-
 def write_parquet(folder, columns):
     """Two files of the test split, as the Hub has them."""
     rows = datasets.Dataset.from_dict(columns)
@@ -335,6 +300,15 @@ def order(folder):
     columns = dict(zip(names, map(list, zip(*captions, strict=True)), strict=True))
     images = [{"bytes": png(number), "path": None} for number in range(NUMBER)]
     write_parquet(folder, {"images": images, **columns, "id": list(range(NUMBER))})
+    return list(enumerate(captions))
+
+
+def boxes(folder):
+    """Of pictures, which mteb has cut out."""
+    images = [{"bytes": png(number), "path": None} for number in range(NUMBER)]
+    captions = [wrong_captions(number) for number in range(NUMBER)]
+    rights, wrongs = map(list, zip(*captions, strict=True))
+    write_parquet(folder, {"image": images, "true_caption": rights, "false_caption": wrongs})
     return list(enumerate(captions))
 
 
@@ -391,8 +365,6 @@ for benchmark, folder, make, *arguments in (
     ("imagenetv2", "imagenetv2-matched-frequency-format-val", functools.partial(in_folders, first=7, form="{}"), ""),
     ("imagenet_sketch", "sketch", in_folders, ""),
     *((f"imagenet_{letter}", f"imagenet-{letter}", in_folders, "") for letter in "aor"),
-    ("cifar10", "cifar-10-batches-bin", cifar, 1, "test_batch.bin", "batches.meta.txt"),
-    ("cifar100", "cifar-100-binary", cifar, 2, "test.bin", "fine_label_names.txt"),
     ("food101", "food-101", frames, "test"),
     ("food101", "wds_food101", class_shards),
     ("cub200", "CUB_200_2011", birds),
@@ -415,14 +387,11 @@ for benchmark, folder, make, *arguments in (
     ("mmvp_vlm", "MMVP_VLM", mmvp),
     ("sugar_crepe", "sugar-crepe", sugar_crepe),
     ("winoground", "winoground", winoground),
-    ("aro_vg_relation", "aro", aro, "visual_genome_relation.json",
-     lambda number: {"relation_name": ["on", "under"][number > 3]}),
-    ("aro_vg_attribution", "aro", aro, "visual_genome_attribution.json",
-     lambda number: {"attributes": ["a", "bc"[number > 8]]}, 3),
+    ("aro_vg_relation", "ARO-Visual-Relation", boxes),
+    ("aro_vg_attribution", "ARO-Visual-Attribution", boxes),
     ("aro_coco_order", "ARO-COCO-order", order),
     ("aro_flickr30k_order", "ARO-Flickr-Order", order),
     *((f"xm3600_{language}", "xm3600", xm3600, language) for language in LANGUAGES),
-    ("babel_imagenet_de", "imagenet", babel_imagenet),
 ):  # fmt: skip
     COPIES.setdefault(benchmark, []).append((folder, lambda place, f=make, a=arguments: f(place, *a)))
 

@@ -17,7 +17,7 @@ from clip_moe.evaluation.benchmarks.specs import GROUPS
 from clip_moe.evaluation.commands import report
 from clip_moe.evaluation.figures import plot_text
 from clip_moe.evaluation.page import html_page
-from clip_moe.evaluation.report import _scores, arrange, best_of, write_report
+from clip_moe.evaluation.report import best_of, write_report
 from lab.law.estimate import CountedCaptions
 
 figures = small_evaluation.figures
@@ -129,15 +129,6 @@ def test_a_score_of_pairs_has_an_interval_and_a_mean_of_groups_that_of_their_own
         assert f"37.5% (+0.0{error})" in table
     parts = [difference_reach(share, share, number)[0] for share, number in ((0.25, 16), (0.5, 64))]
     assert 100 * (parts[0] ** 2 + parts[1] ** 2) ** 0.5 / 2 == pytest.approx(16.6, abs=0.05)
-
-
-def test_languages_share_their_images():
-    """Scores of Babel-ImageNet rise and fall together: their mean is as unsure as each of them."""
-    tasks = GROUPS["babel_imagenet"]
-    results = [result("a", task, title=task, primary={"recall": "accuracy"}) for task in tasks]
-    scores = _scores(arrange(results), None)
-    reach = share_reach(0.5, 1000)
-    assert scores["mean of 93 benchmarks (babel_imagenet)"]["a"].reach == pytest.approx(reach)
 
 
 def test_intervals_are_the_published_ones():

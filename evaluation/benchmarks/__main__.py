@@ -3,53 +3,33 @@
 python -m clip_moe.evaluation.benchmarks
 """
 
-from collections.abc import Sequence
+from collections import defaultdict
 
 from clip_moe.engine.command_line import command
 from clip_moe.engine.markdown import item, markdown_table
-from clip_moe.evaluation.benchmarks.specs import BENCHMARKS, GROUPS, Benchmark
+from clip_moe.evaluation.benchmarks.specs import BENCHMARKS, GROUPS
 from clip_moe.evaluation.task import METRIC_TITLES, PRIMARY_METRICS
-
-
-def metrics_of(benchmark: Benchmark) -> str:
-    return ", ".join([METRIC_TITLES[name] for name in benchmark.metrics] or PRIMARY_METRICS[benchmark.kind].values())
-
-
-def _language_pattern(benchmark: Benchmark, text: str) -> str:
-    """The text with LANGUAGE in the place of the language at its end."""
-    language = benchmark.language
-    return f"{text.removesuffix(language)}LANGUAGE" if language and text.endswith(language) else text
-
-
-def _group_members(names: Sequence[str]) -> list[str]:
-    """The names of benchmarks; of a suite in several languages, the first name and the codes of the others."""
-    languages = [BENCHMARKS[name].language for name in names]
-    return [
-        language if language and number else name
-        for number, (name, language) in enumerate(zip(names, languages, strict=True))
-    ]
 
 
 @command
 def benchmarks() -> str:
-    """Print all benchmarks, how copies of them lie, and the groups that may be named in their place."""
-    rows = BENCHMARKS.values()
-    # One line for all languages of a suite
-    what = dict.fromkeys(
-        (_language_pattern(row, row.name), _language_pattern(row, row.protocol), metrics_of(row)) for row in rows
-    )
-    shapes: dict[str, dict[str, None]] = {}
+    """Print all benchmarks, how copies of them lie, and the groups that may be named in their place. A suite in several
+    languages has one line, the English one."""
+    rows = [row for row in BENCHMARKS.values() if row.language in ("", "en")]
+    metrics = [[METRIC_TITLES[name] for name in row.metrics] or PRIMARY_METRICS[row.kind].values() for row in rows]
+    what = [[row.name, row.protocol, ", ".join(titles)] for row, titles in zip(rows, metrics, strict=True)]
+    names_of_shape = defaultdict(list)
     for row in rows:
-        shapes.setdefault(row.shapes, {})[_language_pattern(row, row.name)] = None
+        names_of_shape[row.shapes].append(row.name)
     return "\n\n".join(
         [
             markdown_table(["name", "what", "metrics"], what),
             "A copy lies in a folder of the benchmark's name:",
-            "\n".join(item(f"{shape}: {', '.join(names)}") for shape, names in shapes.items()),
+            "\n".join(item(f"{shape}: {', '.join(names)}") for shape, names in names_of_shape.items()),
             "On the Hub:",
             markdown_table(["name", "data set"], [[row.name, row.hub] for row in rows if row.hub]),
             "Groups:",
-            "\n".join(item(f"{group}: {', '.join(_group_members(names))}") for group, names in GROUPS.items()),
+            "\n".join(item(f"{group}: {', '.join(names)}") for group, names in GROUPS.items()),
         ]
     )
 

@@ -1,8 +1,8 @@
 """Layouts of benchmarks on disk: one class each, which gives rows.
 
-Rows have a column `image`, and `label` (the number of the class, -1 where it is none of the task's, or a 1 or 0 for
-each class) or `caption` (a list of texts); pairs have `image_0`, `image_1`, `caption_0`, `caption_1` and `attribute`;
-choices have captions of which the first is right, and may have an `attribute`. No image is decoded here.
+Rows have a column `image`, and `label` (the number of the class, or a 1 or 0 for each class) or `caption` (a list of
+texts); pairs have `image_0`, `image_1`, `caption_0`, `caption_1` and `attribute`; choices have captions, the first of
+which is right, and may have an `attribute`. No image is decoded here.
 """
 
 import csv
@@ -17,9 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any, ClassVar, Literal
 
-import numpy as np
-import PIL.Image
-from datasets import Dataset, Image
+from datasets import Dataset
 
 from clip_moe.data.annotations import NoSplit, read_tables
 from clip_moe.data.arguments import DataArguments
@@ -87,10 +85,6 @@ class Layout(ABC):
 
     def class_names(self, folder: Path, split: str) -> list[str] | None:
         """The names or the ids of classes that the data carry themselves, by the number of the class."""
-        return None
-
-    def names_and_templates(self, folder: Path, split: str) -> tuple[list[str], list[str]] | None:
-        """The names of classes and the templates, where those beside the data or on the Hub do not count."""
         return None
 
     @abstractmethod
@@ -197,37 +191,6 @@ class ClassFolders(Layout):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CIFAR(Layout):
-    """CIFAR's binary version: images as bytes one after another in a file.
-
-    Args:
-        names: the file of the names of the classes, one a line.
-        labels: bytes before an image, the last of which is the number of its class.
-    """
-
-    files: Sequence[str] = ("SPLIT_batch.bin",)
-    names: str = "batches.meta.txt"
-    labels: int = 1
-
-    @property
-    def shape(self) -> str:
-        return f"{self.files[0]} and {self.names} of the binary version (Python's has pickles, which are not read)"
-
-    def other_files(self, folder: Path, split: str) -> Iterable[Path]:
-        return [folder / self.names]
-
-    def class_names(self, folder: Path, split: str) -> list[str]:
-        return list(filter(None, read_text(folder / self.names).replace("_", " ").split("\n")))
-
-    def rows(self, folder: Path, split: str) -> Dataset:
-        (file,) = self.annotations(folder, split)
-        images = np.fromfile(file, np.uint8).reshape(-1, self.labels + 3 * 32 * 32)
-        pixels = images[:, self.labels :].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
-        columns = {"image": list(map(PIL.Image.fromarray, pixels)), "label": images[:, self.labels - 1].tolist()}
-        return Dataset.from_dict(columns).cast_column("image", Image(decode=False))
-
-
-@dataclass(frozen=True, kw_only=True)
 class Records(Layout):
     """Annotations in JSON. Captions of one image may be in several entries. A file holds an object, a list of objects
     or, if its suffix is none of .json, an object a line.
@@ -276,6 +239,21 @@ def cut(text: str) -> list[str]:
     """The pieces of a description, as FLAIR cuts it, at every full stop and end of a line (`split_caption` in
     src/flair/data.py of ExplainableML/flair)."""
     return [piece.strip() for piece in re.split(r"\n|</s>|[.]", text) if piece.strip()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices(Records):
+    """Files of numbered entries, each an image with a right caption and wrong ones under the keys `texts` (SugarCrepe).
+    The name of the file is the attribute."""
+
+    def rows(self, folder: Path, split: str) -> Dataset:
+        columns = defaultdict(list)
+        for file in self.annotations(folder, split):
+            for entry in read_json(file).values():
+                columns["image"].append(str(folder / self.images / entry[self.image]))
+                columns["caption"].append([entry[key] for key in self.texts])
+                columns["attribute"].append(file.stem)
+        return Dataset.from_dict(columns)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -382,3 +360,29 @@ class XM3600(Layout):
         entries = list(map(json.loads, filter(str.strip, read_text(file).split("\n"))))
         captions = {f"{entry['image/key']}.jpg": entry[self.language]["caption"] for entry in entries}
         return _captioned(folder / self.images, captions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImagePairs(Layout):
+    """Statements; two that follow each other belong to a pair of images (MMVP-VLM, scripts/evaluate_vlm.py of
+    tsb0601/MMVP)."""
+
+    files: Sequence[str] = ("Questions.csv",)
+    images: str = "MLLM_VLM Images"
+    content: ClassVar[str] = "number, type and statement in each row"
+
+    def rows(self, folder: Path, split: str) -> Dataset:
+        (file,) = self.annotations(folder, split)
+        lines = [line for line in read_text(file).split("\n") if line.strip()]
+        _, *statements = rows = list(csv.reader(lines, strict=True))
+        # A quote that is not closed makes one row of several lines
+        if len(rows) < len(lines) or len(statements) % 2 or not all(map(str.strip, sum(statements, []))):
+            raise ValueError(f"{file} must have pairs of rows, no cell of which is blank or has several lines")
+        columns = defaultdict(list)
+        for first, second in zip(statements[::2], statements[1::2], strict=True):
+            columns["attribute"].append(first[1])
+            for side, (number, _, statement) in enumerate((first, second)):
+                # The second statement's image is in the folder of the first's type, too
+                columns[f"image_{side}"].append(str(folder / self.images / first[1] / f"{number}.jpg"))
+                columns[f"caption_{side}"].append(f"a photo of {statement}")
+        return Dataset.from_dict(columns)

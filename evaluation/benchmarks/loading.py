@@ -33,15 +33,14 @@ def benchmark_task(benchmark: Benchmark, data_root: str | Path | None = None, nu
     local, layout = _find(benchmark, data_root)
     folder = local or _from_hub(benchmark, ["*.txt"])
     with layout.reading(folder, benchmark.split):
-        texts = layout.names_and_templates(folder, benchmark.split)
         classes, templates, protocol = [], [], benchmark.protocol
         if benchmark.kind in ("zero_shot", "linear_probe"):
-            classes = texts[0] if texts else _class_names(benchmark, folder, layout)
+            classes = _class_names(benchmark, folder, layout)
             if len(classes) < 2:
                 raise ValueError(f"{folder} needs two classes or more, but has {classes} alone")
             protocol += f"; {len(classes)} classes"
         if benchmark.kind == "zero_shot":
-            templates = read_templates(texts[1] if texts else [str(_text_file(benchmark, folder, TEMPLATES))])
+            templates = read_templates([str(_text_file(benchmark, folder, TEMPLATES))])
             protocol += f", {len(templates)} templates"
         version = f"commit {folder.name}"
         if local:
@@ -175,15 +174,12 @@ def _load(
         _require_captions(rows["caption"], folder)
     if not classes:
         return readable_pairs(rows, arguments)
-    # The images alone are looked at, so that this is done once for all languages of Babel-ImageNet
-    readable_pairs(rows.select_columns("image").add_column("caption", ["its class"] * len(rows)), arguments)
-    if "caption" not in rows.column_names:
-        rows = rows.add_column("caption", [_name_of(label, classes, folder) for label in rows["label"]])
+    rows = rows.add_column("caption", [_name_of(label, classes, folder) for label in rows["label"]])
     if "mean_average_precision" in benchmark.metrics:
         _require_every_class(np.array(rows["label"]), classes, folder)
     if benchmark.balanced:
         _require_balance(np.array(rows["label"]), classes, folder)
-    return rows, 0
+    return readable_pairs(rows, arguments, are_labels=True)
 
 
 def _require_captions(choices: Iterable[Sequence[Any]], folder: Path) -> None:
@@ -202,7 +198,7 @@ def _require_every_class(labels: np.ndarray, classes: Sequence[str], folder: Pat
 
 def _require_balance(labels: np.ndarray, classes: Sequence[str], folder: Path) -> None:
     """Raises a ValueError if a class has more images than another one, which may have none."""
-    images = np.bincount(labels[labels >= 0], minlength=len(classes))
+    images = np.bincount(labels, minlength=len(classes))
     most, least = images.argmax(), images.argmin()
     if images[most] != images[least]:
         raise ValueError(
