@@ -23,7 +23,7 @@ from clip_moe.evaluation.measures import measure
 from clip_moe.evaluation.page import write_page
 from clip_moe.evaluation.preferences import NUM_IMAGES, NUM_TEXTS, route_images, route_texts, word_shares, word_text
 from clip_moe.evaluation.progress import Progress
-from clip_moe.evaluation.routing import averaged_experts, chosen_experts, count_tokens
+from clip_moe.evaluation.routing import averaged_experts, count_tokens
 from clip_moe.evaluation.routing_pictures import draw_expert_patches, draw_patches, draw_shares
 from clip_moe.evaluation.tasks import Task, loaded_once
 from modeling_clip_moe import CLIPMoEConfig
@@ -118,7 +118,6 @@ def analyze_experts(
     tasks: Mapping[str, Task],
     output_dir: str | Path,
     *,
-    num_experts_per_tok: Sequence[int] = (),
     layers: Mapping[str, int] | None = None,
     batch_size: int = 64,
     device: str | torch.device | None = None,
@@ -138,12 +137,10 @@ def analyze_experts(
     sparse = _sparse_towers(model, embedder.model.config, kinds, layers or {})
     config = next(iter(sparse.values()))
     num_experts, narrow = config.num_experts, counted_as_one(config)
-    if max(num_experts_per_tok, default=1) > num_experts:
-        raise ValueError(f"{model}: num_experts_per_tok: {max(num_experts_per_tok)} of {num_experts} experts")
     layers = {tower: (layers or {}).get(tower, max(config.moe_layers)) for tower, config in sparse.items()}
 
     num_alone = num_experts // narrow  # narrow experts of an FFN count as one
-    progress = Progress(f"measuring {num_alone} experts", num_alone + len(num_experts_per_tok) + 2, leave=False)
+    progress = Progress(f"measuring {num_alone} experts", num_alone + 2, leave=False)
 
     def measured() -> ByTask:
         by_task = {name: measure(task, embedder) for name, task in tasks.items()}
@@ -157,9 +154,6 @@ def analyze_experts(
         with force_expert(embedder.model, number):  # which gets all tokens
             results[f"{EXPERT} {number}"] = measured()
         embeds[f"{EXPERT} {number}"] = embedder.embeds()
-    for number in num_experts_per_tok:
-        with chosen_experts(embedder.model, number):
-            results[f"K = {number}"] = measured()
     with averaged_experts(embedder.model):
         results[MEAN] = measured()
     embedder.forget()
@@ -167,12 +161,9 @@ def analyze_experts(
         results[ROUTED] = measured()
     progress.close()
     embeds[ROUTED] = embedder.embeds()
-    routing = {
-        tower: {layer: {kind: count.means() for kind, count in kinds.items()} for layer, kinds in counted.items()}
-        for tower, counted in counts.items()
-    }
+    routing = {tower: {layer: count.means() for layer, count in layers.items()} for tower, layers in counts.items()}
     agreements = {kind: agreement({name: arrays[kind] for name, arrays in embeds.items()}) for kind in embeds[ROUTED]}
-    entropy = {tower: {layer: kinds["all"]["entropy"] for layer, kinds in of.items()} for tower, of in routing.items()}
+    entropy = {tower: {layer: means["entropy"] for layer, means in of.items()} for tower, of in routing.items()}
     summary = summarize(tasks, results[ROUTED], results[MEAN], entropy, agreements, num_experts, narrow)
     words, pictures = _preferences(embedder, layers)
     result = {
@@ -182,24 +173,17 @@ def analyze_experts(
         "data": {name: task.data for name, task in tasks.items()},
         "layers": layers,
         "batch_size": batch_size,
-        "num_experts_per_tok": list(num_experts_per_tok),
         "summary": summary.model_dump(),
         "expert_protocol": EXPERT_PROTOCOL,
         "metrics": {task: {name: of[task]["metrics"] for name, of in results.items()} for task in tasks},
         "routing": routing,
         "scales": {
-            tower: {layer: kinds["all"]["weight"] for layer, kinds in of.items()}
+            tower: {layer: means["weight"] for layer, means in of.items()}
             for tower, of in routing.items()
             if not sparse[tower].norm_topk_prob
         },
         "agreement": agreements,
         "num_embeddings": {kind: len(array) for kind, array in embeds[ROUTED].items()},
-        # tower -> how many images or texts share the capacity of training, in batches of this size
-        "capacity_groups": {
-            tower: min(config.capacity_group_size or batch_size, batch_size)
-            for tower, config in sparse.items()
-            if config.capacity_factor is not None
-        },
         "words": words,
         "code": code_of_models(),
         **environment(),

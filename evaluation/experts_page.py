@@ -6,7 +6,6 @@ from typing import Any
 from clip_moe.engine.markdown import markdown_table
 from clip_moe.engine.result_schema import ExpertSummary
 from clip_moe.evaluation.expert_summary import EXPERT, MEAN, ROUTED
-from clip_moe.evaluation.routing import POOLED_TOKEN
 
 ALT_TEXTS = {
     "routing.png": "share of the tokens that each expert computes",
@@ -81,23 +80,17 @@ def _cka(value: float | None) -> str:
 
 
 def _layers(result: Mapping[str, Any]) -> list[str]:
-    """A table with a row for all tokens of a layer and one for those at the output. Columns that say nothing are left
-    out."""
+    """A table with a row for each layer, without the columns that say nothing."""
     rows = []
     for tower, layers in result["routing"].items():
-        for layer, kinds in layers.items():
-            for kind, of in kinds.items():
-                limit = result["capacity_groups"].get(tower)
-                row = {"tower": tower, "layer": str(layer)}
-                row["tokens"] = "all" if kind == "all" else POOLED_TOKEN[tower]
-                row["entropy of the shares"] = f"{of['share_entropy']:.2f}"
-                row["entropy of a token's distribution"] = f"{of['entropy']:.2f}"
-                row["choices dropped"] = f"{of['dropped']:.1%}" * (of["dropped"] > 0)
-                training = kind == "all" and limit is not None
-                row["with the capacity of training"] = f"{of['overflowing']:.1%} (shared by {limit})" * training
-                row["weight of a token's experts"] = f"{of['weight']:.3f}" * (tower in result["scales"])
-                row["fusion gate: share of the base FFN"] = "" if of["gate"] is None else f"{of['gate']:.1%}"
-                rows.append(row)
+        for layer, means in layers.items():
+            row = {"tower": tower, "layer": str(layer)}
+            row["entropy of the shares"] = f"{means['share_entropy']:.2f}"
+            row["entropy of a token's distribution"] = f"{means['entropy']:.2f}"
+            row["choices dropped"] = f"{means['dropped']:.1%}" * (means["dropped"] > 0)
+            row["weight of a token's experts"] = f"{means['weight']:.3f}" * (tower in result["scales"])
+            row["fusion gate: share of the base FFN"] = "" if means["gate"] is None else f"{means['gate']:.1%}"
+            rows.append(row)
     columns = [column for column in rows[0] if any(row[column] for row in rows)]
     note = (
         f"Entropies are in bits: {result['summary']['most_entropy']:.2f} where all experts have the same share, 0 "

@@ -11,12 +11,7 @@ import torch
 from clip_moe.conversion.presets import TOWERS
 from clip_moe.conversion.upcycle import counted_as_one, sparse_blocks
 from modeling_clip_moe import CLIPMoEModel
-from modeling_clip_moe.dispatch import as_fraction, dispatch_within_capacity
 from modeling_clip_moe.router_losses import router_probabilities
-from modeling_clip_moe.sparse_moe import CLIPMoERouter
-
-# The token whose last hidden state a tower's output is made of
-POOLED_TOKEN = {"text": "end token", "vision": "class token"}
 
 
 class LayerCounts:
@@ -25,7 +20,6 @@ class LayerCounts:
     Args:
         computed: (E,), the tokens that each expert computed, as any of their K choices.
         num_choices: K for each token, in all.
-        num_overflowing: the choices that the capacity of training would have dropped, in the batches as they came.
         weight: the sum of all weights of all choices.
         entropy: the sum of the entropies of the router's distribution, in bits.
         gate: the sum over tokens of the mean fusion gate, 1 where all comes from the base FFN; None: there is none.
@@ -33,7 +27,7 @@ class LayerCounts:
 
     def __init__(self, num_experts: int):
         self.computed = np.zeros(num_experts, dtype=np.int64)
-        self.num_tokens = self.num_choices = self.num_overflowing = 0
+        self.num_tokens = self.num_choices = 0
         self.weight, self.entropy = 0.0, 0.0
         self.gate: float | None = None
 
@@ -65,8 +59,7 @@ class LayerCounts:
             `shares` (E,) of the tokens that each expert computed, which sum to K where nothing is dropped;
             `share_entropy` in bits, log2(E) where all experts compute as many tokens; `entropy` of the router's
             distribution in bits, 0 where it is sure of every token; `weight`, that of a token's experts together; the
-            shares of the choices that were `dropped`, and `overflowing`, that the capacity of training would have
-            dropped; and the `gate`.
+            share of the choices that were `dropped`; and the `gate`.
         """
         num_computed = int(self.computed.sum())
         shares = torch.from_numpy(self.computed / max(num_computed, 1))
@@ -76,84 +69,34 @@ class LayerCounts:
             "entropy": self.entropy / self.num_tokens,
             "weight": self.weight / self.num_tokens,
             "dropped": 1 - num_computed / self.num_choices,
-            "overflowing": self.num_overflowing / self.num_choices,
             "gate": None if self.gate is None else self.gate / self.num_tokens,
         }
 
 
-# tower ("text", "vision") -> layer, from 0 -> "all" tokens, or those that a tower is pooled at, its "output" -> counts
-Counts = dict[str, dict[int, dict[str, LayerCounts]]]
-
-
 @contextmanager
-def count_tokens(model: CLIPMoEModel) -> Iterator[Counts]:
-    """Count what the sparse layers of a model do within the block; a dense tower has none."""
-    counts: Counts = {}
-    ends: list[torch.Tensor] = []  # the position that each text of the last batch is pooled at
-
-    def note_ends(text_model, args, kwargs):
-        ends[:] = [text_model.pooled_positions(args[0] if args else kwargs["input_ids"])]
-
-    def at_output(tower: str, values: torch.Tensor | None) -> torch.Tensor | None:
-        """(B, 1, ...) of what a layer has for each token (B, S, ...)."""
-        if values is None or tower == "vision":
-            return None if values is None else values[:, :1]
-        end = ends[0].to(values.device)
-        return values[torch.arange(len(end), device=values.device), end][:, None]
-
-    hooks = [model.text_model.register_forward_pre_hook(note_ends, with_kwargs=True)]
+def count_tokens(model: CLIPMoEModel) -> Iterator[dict[str, dict[int, LayerCounts]]]:
+    """Count what the sparse layers of a model do within the block: tower ("text", "vision") -> layer, from 0 -> counts.
+    A dense tower has none."""
+    counts: dict[str, dict[int, LayerCounts]] = {}
+    hooks = []
     for tower in TOWERS:
         for number in sorted(getattr(model.config, f"{tower}_config").moe_layers):
-            layer = getattr(model, f"{tower}_model").encoder.layers[number]
-            layer_counts = {kind: LayerCounts(layer.mlp.router.config.num_experts) for kind in ("all", "output")}
-            counts.setdefault(tower, {})[number] = layer_counts
+            mlp = getattr(model, f"{tower}_model").encoder.layers[number].mlp
+            counts.setdefault(tower, {})[number] = LayerCounts(mlp.router.config.num_experts)
 
-            def count(
-                router, inputs, outputs, tower=tower, fusion_gate=layer.mlp.fusion_gate, layer_counts=layer_counts
-            ):
-                gate = None if fusion_gate is None else fusion_gate.proj(inputs[0]).sigmoid()
-                probabilities = router_probabilities(outputs[0].double(), router.config.scoring_func)
-                values = (probabilities, *outputs[1:3], inputs[1], gate)
-                layer_counts["all"].add(*values)
-                layer_counts["output"].add(*(at_output(tower, value) for value in values))
-                layer_counts["all"].num_overflowing += _num_overflowing(router, outputs[0], inputs[1])
+            def count(router, inputs, outputs, fusion_gate=mlp.fusion_gate, layer_counts=counts[tower][number]):
+                tokens, mask = inputs
+                logits, weights, expert_ids = outputs[:3]
+                gate = None if fusion_gate is None else fusion_gate.proj(tokens).sigmoid()
+                probabilities = router_probabilities(logits.double(), router.config.scoring_func)
+                layer_counts.add(probabilities, weights, expert_ids, mask, gate)
 
-            hooks.append(layer.mlp.router.register_forward_hook(count))
+            hooks.append(mlp.router.register_forward_hook(count))
     try:
         yield counts
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _num_overflowing(router: CLIPMoERouter, logits: torch.Tensor, mask: torch.Tensor | None) -> int:
-    """How many choices of a batch the capacity of training has no room for. A batch that its groups do not divide ends
-    with a smaller one."""
-    config = router.config
-    if config.capacity_factor is None:
-        return 0
-    _, ids = router.choose(router.score(logits))
-    if mask is not None:
-        ids = ids.masked_fill(~mask.bool()[..., None], config.num_experts)
-    factor, num_overflowing = as_fraction(config.capacity_factor), 0
-    for group in ids.split(config.capacity_group_size or len(ids)):
-        kept = dispatch_within_capacity(group.flatten(0, 1), config.num_experts, factor)[1]
-        num_overflowing += int((group < config.num_experts).sum() - kept.sum())
-    return num_overflowing
-
-
-@contextmanager
-def chosen_experts(model: CLIPMoEModel, num_experts_per_tok: int) -> Iterator[None]:
-    """Within the block, every token is computed by so many experts (CLIP-FMoE Tables 18 and 19)."""
-    configs = [config for config in (model.config.text_config, model.config.vision_config) if config.moe_layers]
-    before = [config.num_experts_per_tok for config in configs]
-    try:
-        for config in configs:
-            config.num_experts_per_tok = num_experts_per_tok
-        yield
-    finally:
-        for config, number in zip(configs, before, strict=True):
-            config.num_experts_per_tok = number
 
 
 @contextmanager

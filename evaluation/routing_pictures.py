@@ -10,25 +10,19 @@ from matplotlib.patches import Patch, Rectangle
 
 from clip_moe.evaluation.figures import grid, heat_map, plot_text, plt, save
 from clip_moe.evaluation.preferences import RoutedImages, top_patches
-from clip_moe.evaluation.routing import POOLED_TOKEN
 
 
 def draw_shares(routing: Mapping[str, Mapping[int, Mapping[str, Any]]], path: Path, title: str) -> None:
-    """Heat maps of the share of tokens per expert and layer, a column for each tower (CLIP-MoE Figure 3): of all
-    tokens, and below of those that are pooled. `routing`: tower -> layer -> "all" or "output" -> means."""
-    maps = {
-        (kind, tower): 100 * np.array([kinds[kind]["shares"] for kinds in layers.values()])
-        for kind in ("all", "output")
-        for tower, layers in routing.items()
-    }
+    """Heat maps of the share of tokens per expert and layer, one for each tower (CLIP-MoE Figure 3). `routing`: tower
+    -> layer -> means."""
+    maps = {tower: 100 * np.array([means["shares"] for means in layers.values()]) for tower, layers in routing.items()}
     height, num_experts = max(map(len, maps.values())), max(values.shape[1] for values in maps.values())
     width = 2.2 + (0.75 if num_experts <= 8 else 0.5) * num_experts
     figure, axes = grid(len(maps), len(routing), width, 1.2 + 0.42 * height)
     highest = max(values.max() for values in maps.values())
-    for axis, ((kind, tower), values) in zip(axes.flat, maps.items(), strict=True):
+    for axis, (tower, values) in zip(axes.flat, maps.items(), strict=True):
         heat_map(axis, values, list(routing[tower]), range(values.shape[1]), highest)
-        tokens = "all tokens" if kind == "all" else POOLED_TOKEN[tower]
-        axis.set(xlabel="expert", ylabel="layer", title=f"{tower} tower, {tokens}")
+        axis.set(xlabel="expert", ylabel="layer", title=f"{tower} tower")
     figure.suptitle(plot_text(title, 120))
     save(figure, path)
 

@@ -166,11 +166,7 @@ FOUND = {
     ),
     "images": ("pre", {"pre.data": {"source": "rows"}}, "pre: 40 of 40 pairs of rows cannot be used; the first is"),
     "not a clip": ("scores", {"scores.models": {"trained": "bert"}}, "scores: cannot load bert: a model of type"),
-    "expert to analyze": (
-        "looked",
-        {"looked.num_experts_per_tok": [4]},
-        "looked: trained: num_experts_per_tok: 4 of 2 experts",
-    ),
+    "layer to analyze": ("looked", {"looked.layers.vision": 9}, "looked: trained: layers.vision: 9 is no sparse layer"),
     "expert of another base": (
         "expert,unified",
         {"expert.trainable": "."},

@@ -11,7 +11,7 @@ from matplotlib import cbook
 from clip_moe.data.symbols import SYMBOLS
 from clip_moe.evaluation import preferences
 from clip_moe.evaluation.embedder import Embedder
-from clip_moe.evaluation.routing import LayerCounts, averaged_experts, chosen_experts, count_tokens
+from clip_moe.evaluation.routing import LayerCounts, averaged_experts, count_tokens
 from clip_moe.evaluation.routing_pictures import draw_shares
 
 sparse, unnormalized, gated = small_experts.sparse, small_experts.unnormalized, small_experts.gated
@@ -54,59 +54,24 @@ def test_counts_by_hand():
     assert one.means()["gate"] is None
 
 
-@pytest.mark.parametrize("eos_token_id", [90, 2])
-def test_counts_are_those_the_model_records(sparse, eos_token_id, monkeypatch):
-    """Of all tokens that are no padding, and of those that are pooled: the class token, and the end token by both of
-    CLIP's rules."""
-    model, _ = sparse
-    monkeypatch.setattr(model.text_model.config, "eos_token_id", eos_token_id)
-    inputs = some_inputs(lengths=(5, 7, 9))
-    inputs["input_ids"].clamp_(3, 89)[:, -1] = 89
-    inputs["input_ids"][[0, 1], [4, 6]] = 90
-    ends = [4, 6, 0] if eos_token_id == 90 else [4, 6, inputs["input_ids"][2].argmax().item()]
+def test_counts_are_those_the_model_records(sparse):
+    """Of all tokens that are no padding."""
+    model, inputs = sparse[0], some_inputs(lengths=(5, 7, 9))
     with torch.no_grad(), count_tokens(model) as counts:
         outputs = model(**inputs, output_expert_ids=True)
-        texts = model.get_text_features(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
-    pooled = outputs.text_model_output.last_hidden_state[range(3), ends]
-    assert torch.equal(model.text_projection(pooled), texts.pooler_output)  # so these are the pooled tokens
-    vision, text = outputs.vision_model_output.expert_ids, outputs.text_model_output.expert_ids
-    for tower, recorded, positions, calls in (("text", text, ends, 2), ("vision", vision, [0, 0, 0], 1)):
+        model.get_text_features(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+    for tower, calls in (("text", 2), ("vision", 1)):
         assert list(counts[tower]) == list(range(8))
-        for layer, ids in enumerate(recorded):
-            at_tokens = {"all": ids.flatten(0, 1), "output": ids[range(3), positions]}
-            for kind, of_tokens in at_tokens.items():
-                of = counts[tower][layer][kind]
-                # Padding has the id of no expert
-                assert of.computed.tolist() == [calls * int((of_tokens == expert).sum()) for expert in range(4)]
-                assert of.num_tokens == calls * int((of_tokens < 4).any(dim=-1).sum())
-                assert of.means()["weight"] == pytest.approx(1)
+        for layer, ids in enumerate(outputs[f"{tower}_model_output"].expert_ids):
+            of = counts[tower][layer]
+            # Padding has the id of no expert
+            assert of.computed.tolist() == [calls * int((ids == expert).sum()) for expert in range(4)]
+            assert of.num_tokens == calls * int((ids < 4).any(dim=-1).sum())
+            assert of.means()["weight"] == pytest.approx(1)
+    tokens = counts["text"][0].num_tokens
     with torch.no_grad():
         model(**inputs)  # outside of the block nothing counts
-    assert counts["text"][0]["output"].num_tokens == 6 and not model.text_model._forward_pre_hooks
-
-
-@pytest.mark.parametrize("group_size", [None, 1, 2])
-def test_what_would_be_dropped_is_what_that_capacity_drops(unnormalized, group_size, monkeypatch):
-    """In the first sparse layer: later ones see what was dropped. Without a capacity in training, nothing would be. The
-    last of three is a group of its own where groups are of two."""
-    model, inputs = unnormalized[0], some_inputs()
-
-    def counted(batch_size=3, **fields):
-        for config in (model.text_model.config, model.vision_model.config):
-            for name, value in fields.items():
-                monkeypatch.setattr(config, name, value)
-        with torch.no_grad(), count_tokens(model) as counts:
-            for start in range(0, 3, batch_size):
-                model(**{name: tensor[start : start + batch_size] for name, tensor in inputs.items()})
-        return {tower: layers[1]["all"].means() for tower, layers in counts.items()}
-
-    free = counted(capacity_factor=1.0, capacity_group_size=group_size)
-    limited = counted(group_size or 3, eval_capacity_factor=1.0, capacity_group_size=None)
-    for tower in ("text", "vision"):
-        assert 0.1 < free[tower]["overflowing"] < 0.9
-        assert free[tower]["overflowing"] == pytest.approx(limited[tower]["dropped"])
-        assert free[tower]["dropped"] == 0 and limited[tower]["overflowing"] == free[tower]["overflowing"]
-    assert counted(capacity_factor=None, eval_capacity_factor=None)["text"]["overflowing"] == 0
+    assert counts["text"][0].num_tokens == tokens
 
 
 def test_gates_are_those_of_the_tokens(gated):
@@ -118,27 +83,20 @@ def test_gates_are_those_of_the_tokens(gated):
     with torch.no_grad(), count_tokens(model) as counts:
         model(**inputs)
         model(**inputs)
-    ends = model.text_model.pooled_positions(inputs["input_ids"])
-    tokens = {
-        ("text", "all"): seen["text"][inputs["attention_mask"].bool()],
-        ("text", "output"): seen["text"][[0, 1], ends],
-        ("vision", "all"): seen["vision"].flatten(0, 1),
-        ("vision", "output"): seen["vision"][:, 0],
-    }
-    for (tower, kind), of_tokens in tokens.items():
+    tokens = {"text": seen["text"][inputs["attention_mask"].bool()], "vision": seen["vision"].flatten(0, 1)}
+    for tower, of_tokens in tokens.items():
         expected = layers[tower].mlp.fusion_gate.proj(of_tokens).sigmoid().mean().item()
         assert list(counts[tower]) == [5, 7] and abs(expected - 0.5) > 1e-3  # which it is without a gate
-        assert counts[tower][7][kind].means()["gate"] == pytest.approx(expected, abs=1e-6)
+        assert counts[tower][7].means()["gate"] == pytest.approx(expected, abs=1e-6)
 
 
 def test_changes_of_the_model_end_with_the_block(gated):
     model, _ = gated
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    with pytest.raises(KeyError), chosen_experts(model, 3), averaged_experts(model):
+    with pytest.raises(KeyError), averaged_experts(model):
         for name, parameter in model.named_parameters():
             assert (parameter == parameter[0]).all() or ".experts." not in name
         raise KeyError
-    assert model.config.vision_config.num_experts_per_tok == 2
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
 
 
@@ -200,23 +158,14 @@ def test_words_against_chance_by_hand(embedder):
 
 
 def test_heat_maps_name_their_numbers(tmp_path, figures):
-    """Of shares: all tokens above, those at the output below; in each, a line a layer, a column an expert."""
-
-    def of(shares, output_shares):
-        return {"all": {"shares": shares}, "output": {"shares": output_shares}}
-
-    def texts_in(axis):
-        return [text.get_text() for text in axis.texts]
-
-    text = {0: of([0.1, 0.9], [0.4, 0.6]), 2: of([0.2, 0.8], [0.5, 0.5])}
-    routing = {"text": text, "vision": {1: of([0.3, 0.7], [1, 0])}}
+    """Of shares, a line a layer, a column an expert."""
+    text = {0: {"shares": [0.1, 0.9]}, 2: {"shares": [0.2, 0.8]}}
+    routing = {"text": text, "vision": {1: {"shares": [0.3, 0.7]}}}
     draw_shares(routing, tmp_path / "shares.png", r"costs $\frac$ a token")
     (shares,) = figures
-    assert {axis.get_title(): texts_in(axis) for axis in shares.axes} == {
-        "text tower, all tokens": ["10", "90", "20", "80"],
-        "vision tower, all tokens": ["30", "70"],
-        "text tower, end token": ["40", "60", "50", "50"],
-        "vision tower, class token": ["100", "0"],
+    assert {axis.get_title(): [text.get_text() for text in axis.texts] for axis in shares.axes} == {
+        "text tower": ["10", "90", "20", "80"],
+        "vision tower": ["30", "70"],
     }
     title = shares._suptitle.get_text()
     assert title == r"costs \$\frac\$ a token" and not cbook.is_math_text(title)

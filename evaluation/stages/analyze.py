@@ -24,9 +24,8 @@ class AnalyzeStage(MeasuredTasks, Stage):
     it stand the entropy of the routers, in bits, and how alike the experts are.
 
     Then every task is measured with all tokens sent through one expert, for every expert (CLIP-MoE Table 1, CLIP-FMoE
-    Tables 4 and 17), also with other numbers of experts a token (CLIP-FMoE Tables 18 and 19). An expert alone has the
-    weight that the experts of a token have together in the routed model. Where the weights do not sum to 1,
-    experts.json also has the scales that a dense stage takes.
+    Tables 4 and 17). An expert alone has the weight that the experts of a token have together in the routed model.
+    Where the weights do not sum to 1, experts.json also has the scales that a dense stage takes.
 
         clip-moe analyze runs/experts --model training/name_clip_moe --tasks names_256
     """
@@ -36,8 +35,6 @@ class AnalyzeStage(MeasuredTasks, Stage):
 
     # An earlier stage, a folder or a hub name: a sparse model.
     model: Model
-    # Numbers of experts a token to try, beside the model's own.
-    num_experts_per_tok: list[int] = Field(default_factory=list)
     # `text` or `vision`: the sparse layer whose words or patches are drawn; the last one where a tower is left out.
     layers: dict[Literal["text", "vision"], int] = Field(default_factory=dict)
     # Images or texts that are computed at a time.
@@ -54,7 +51,6 @@ class AnalyzeStage(MeasuredTasks, Stage):
             inputs.model,
             self.open_tasks(),
             directory,
-            num_experts_per_tok=self.num_experts_per_tok,
             layers=self.layers,
             batch_size=self.batch_size,
         )
