@@ -1,7 +1,7 @@
 """LLaVA-1.5 (arXiv:2310.03744) with a vision tower of ours, as CLIP-MoE's authors measure theirs (Table 3).
 
-Two stages of a recipe: `stage: lab.llava:LlavaStage` puts a LLaVA together, and trains it on conversations
-`stage: lab.llava:TrainLlavaStage`. After them stand the batches of conversations, and the parts of a new LLaVA.
+`stage: lab.llava:LlavaStage` builds a LLaVA, and `stage: lab.llava:TrainLlavaStage` trains it on conversations. Below
+them are the batches of conversations and the parts of a new LLaVA.
 """
 
 from collections.abc import Iterator, Sequence
@@ -301,10 +301,10 @@ class ConversationLoader(torch.utils.data.Dataset):
         lengths = [min(len(row["tokens"]), self.max_length) for row in rows]
         tokens = [torch.tensor(row["tokens"][:length]) for row, length in zip(rows, lengths, strict=True)]
         answers = [torch.tensor(row["is_answer"][:length]) for row, length in zip(rows, lengths, strict=True)]
-        labels = [of_one.where(marks, IGNORED) for of_one, marks in zip(tokens, answers, strict=True)]
+        labels = [ids.where(marks, IGNORED) for ids, marks in zip(tokens, answers, strict=True)]
         images = [row["image"] for row in rows if row["image"] is not None]
         image_token = self.processor.image_token_id
-        seen = sum(int((of_one == image_token).sum()) for of_one in tokens)
+        seen = sum(int((ids == image_token).sum()) for ids in tokens)
         if seen != len(images) * self.image_tokens:
             raise ValueError(
                 f"max_length {self.max_length} cuts an image, which takes {self.image_tokens} tokens after the prompt"

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from clip_moe.training.duplicates import Duplicates
 from clip_moe.training.samplers import ClusterBatchSampler, GlobalBatchSampler, merge_small_clusters
-from lab.law.random_order import RandomOrderSampler
 
 
 def apart(sampler, num_samples):
@@ -102,20 +101,6 @@ def test_round_robin_is_the_constrained_sampler(case):
                 left[cluster] -= 1
     assert [labels[batch[0]] for batch in batches] == expected
     assert sorted(map(sorted, batches)) == sorted(map(sorted, shuffled))  # the same batches in another order
-
-
-def test_random_order_keeps_duplicates_apart_and_undoes_their_even_spacing():
-    """32 texts with 8 samples each, in 16 batches: evenly spaced, there are 1 to 3 batches between two."""
-    texts = np.random.default_rng(0).permutation(np.repeat(np.arange(32), 8))
-    largest = []
-    for kind in (GlobalBatchSampler, RandomOrderSampler):
-        sampler = kind(256, 16)
-        sampler.duplicates = Duplicates(np.arange(256), texts)
-        batches = sampler.all_batches()
-        assert sorted(np.ravel(batches)) == list(range(256)) and sampler.duplicates.share_in(batches) == 0
-        places = [np.flatnonzero((texts[batches] == text).any(axis=1)) for text in range(32)]
-        largest.append(max(np.diff(of_text).max() for of_text in places))
-    assert largest[0] <= 4 < largest[1]
 
 
 def test_samples_without_a_cluster_are_left_alone():

@@ -35,14 +35,14 @@ def at_best_rate(points: Sequence[Point]) -> dict[Model, dict[int, Point]]:
     for point in points:
         rates[point.width, point.experts][point.rate][point.seed] = point
     best = {}
-    for model, of_model in rates.items():
-        first = min(seed for of_rate in of_model.values() for seed in of_rate)
-        tried = [of_rate for of_rate in of_model.values() if first in of_rate]
-        best[model] = max(tried, key=lambda of_rate: of_rate[first].recall)
+    for model, model_rates in rates.items():
+        first = min(seed for seed_points in model_rates.values() for seed in seed_points)
+        tried = [seed_points for seed_points in model_rates.values() if first in seed_points]
+        best[model] = max(tried, key=lambda seed_points: seed_points[first].recall)
     return best
 
 
-def of_budget(points: Sequence[Point], world: str, facts: int, width: int, exposures: int) -> list[Point]:
+def points_of_budget(points: Sequence[Point], world: str, facts: int, width: int, exposures: int) -> list[Point]:
     """The points with the training multiply-adds of a dense model."""
     case = Case(world, facts, width, exposures)
     budget = costs(world, width, 0, 2)[0] * exposures * facts // batch_size(case) * batch_size(case)
@@ -65,10 +65,8 @@ class Budget:
 
     @property
     def rival(self) -> Model:
-        dense = {model: of_model for model, of_model in self.models.items() if not model[1]}
-        most = max(len(of_model) for of_model in dense.values())
-        tried = [model for model in dense if len(dense[model]) == most]
-        return max(tried, key=lambda model: _mean(dense[model], "recall"))
+        dense = {model: seed_points for model, seed_points in self.models.items() if not model[1]}
+        return max(dense, key=lambda model: (len(dense[model]), _mean(dense[model], "recall")))
 
     @property
     def order(self) -> list[Model]:
@@ -89,7 +87,7 @@ def write_frontier(
         width, exposures: of the dense models whose multiply-adds are the budgets.
     """
     run = read_points(*points)
-    budgets = [Budget(number, at_best_rate(of_budget(run, world, facts, width, number))) for number in exposures]
+    budgets = [Budget(number, at_best_rate(points_of_budget(run, world, facts, width, number))) for number in exposures]
     rows = [_row(budget, model) for budget in budgets for model in budget.order]
     head = ["budget", "model", "rate", "seeds", "R@1", "above the best dense"]
     table = markdown_table([*head, "multiply-adds of use", "seconds of training"], rows)
@@ -141,17 +139,16 @@ def _draw(budgets: Sequence[Budget], path: Path) -> None:
         for kind, color in (("dense", "C0"), ("sparse", "C1")):
             best = []
             for budget in shown:
-                of_kind = {
-                    model: seeds for model, seeds in budget.models.items() if bool(model[1]) == (kind == "sparse")
-                }
-                for (width, experts), of_model in of_kind.items():
-                    place = _mean(of_model, name), 100 * _mean(of_model, "recall")
-                    axis.plot(*place, "o", color=color, fillstyle="full" if len(of_model) > 1 else "none")
-                    text = f"{width}" + (f", {experts}" if experts else "")
-                    axis.annotate(text, place, (3, 3), textcoords="offset points", fontsize=7)
-                if of_kind:
-                    model = max(of_kind, key=lambda model: _mean(of_kind[model], "recall"))
-                    best.append((_mean(of_kind[model], name), 100 * _mean(of_kind[model], "recall")))
+                places = []
+                for (width, experts), seed_points in budget.models.items():
+                    if bool(experts) == (kind == "sparse"):
+                        places.append((_mean(seed_points, name), 100 * _mean(seed_points, "recall")))
+                        fill = "full" if len(seed_points) > 1 else "none"
+                        axis.plot(*places[-1], "o", color=color, fillstyle=fill)
+                        text = f"{width}" + (f", {experts}" if experts else "")
+                        axis.annotate(text, places[-1], (3, 3), textcoords="offset points", fontsize=7)
+                if places:
+                    best.append(max(places, key=lambda place: place[1]))
             axis.plot(*zip(*sorted(best), strict=True), color=color, alpha=0.5, label=f"best {kind}")
         axis.set_xscale("log")
         axis.xaxis.set_major_formatter(ScalarFormatter(useMathText=True))
@@ -165,22 +162,22 @@ def _draw(budgets: Sequence[Budget], path: Path) -> None:
     save(figure, path)
 
 
-def _mean(of_model: Mapping[int, Point], name: str) -> float:
-    return statistics.mean(getattr(point, name) for point in of_model.values())
+def _mean(seed_points: Mapping[int, Point], name: str) -> float:
+    return statistics.mean(getattr(point, name) for point in seed_points.values())
 
 
 def _row(budget: Budget, model: Model) -> list[str]:
-    width, of_model, rival = model[0], budget.models[model], budget.models[budget.rival]
-    recalls = [100 * point.recall for point in of_model.values()]
+    width, seed_points, rival = model[0], budget.models[model], budget.models[budget.rival]
+    recalls = [100 * point.recall for point in seed_points.values()]
     spread = f" ± {statistics.stdev(recalls):.1f}" if len(recalls) > 1 else ""
-    both = sorted(of_model.keys() & rival.keys())
-    gains = [100 * (of_model[seed].recall - rival[seed].recall) for seed in both]
+    both = sorted(seed_points.keys() & rival.keys())
+    gains = [100 * (seed_points[seed].recall - rival[seed].recall) for seed in both]
     gain = with_interval(gains) if len(gains) > 1 else f"{gains[0]:+.1f}" if gains else ""
     row = [f"{budget.exposures:,}", _title(model)]
-    row += [f"{next(iter(of_model.values())).rate * width / RATE:g}", str(len(of_model))]
+    row += [f"{next(iter(seed_points.values())).rate * width / RATE:g}", str(len(seed_points))]
     row += [f"{statistics.mean(recalls):.1f}{spread}", "the best dense" if model == budget.rival else gain]
     for name in ("multiply_adds", "seconds"):
-        row.append(f"{_mean(of_model, name):,.0f} ({_mean(of_model, name) / _mean(rival, name):.2f})")
+        row.append(f"{_mean(seed_points, name):,.0f} ({_mean(seed_points, name) / _mean(rival, name):.2f})")
     return row
 
 

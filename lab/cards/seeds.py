@@ -105,7 +105,7 @@ def _deaths(folder: Path, table: Table) -> str:
     """The models in a run whose training did not leave chance or collapsed; empty where no record says so."""
     models = Record.read(folder).stage.get("models", {}) if (folder / MANIFEST).is_file() else {}
     ends = {row: trainings(folder.parent / name).values() for row, name in models.items() if row in table}
-    return ", ".join(f"{row} {end.outcome}" for row, of_row in ends.items() for end in of_row if end.is_dead)
+    return ", ".join(f"{row} {end.outcome}" for row, row_ends in ends.items() for end in row_ends if end.is_dead)
 
 
 def _draw(tables: Sequence[Table], columns: dict[tuple[str, str], str], path: Path) -> None:
@@ -139,7 +139,7 @@ def _require_comparable(first: Table, other: Table, folder: Path, other_folder: 
     for model, row in first.items():
         for task, result in row.items():
             for key in SAME_FOR_SEEDS:
-                if differ(without_seed(result), without_seed(other[model][task]), key):
+                if differ(_without_seed(result), _without_seed(other[model][task]), key):
                     raise ValueError(
                         f"{task} of {model!r}: {key} is {result.get(key)!r} in {folder} but "
                         f"{other[model][task].get(key)!r} in {other_folder}; such scores cannot be averaged"
@@ -193,7 +193,7 @@ def require_whole(table: dict[str, dict[str, dict[str, Any]]]) -> None:
             )
 
 
-def without_seed(result: dict[str, Any]) -> dict[str, Any]:
+def _without_seed(result: dict[str, Any]) -> dict[str, Any]:
     """The result without the seed that drew the pictures of its task."""
     data = result.get("data") or {}
     return result | {"data": {key: value for key, value in data.items() if key != "seed"}}

@@ -24,8 +24,8 @@ from clip_moe.evaluation.figures import plot_text, plt, save
 from clip_moe.evaluation.page import write_page
 from clip_moe.evaluation.task import PRIMARY_METRICS
 
-OF_LINE = re.compile(r"(.+), (\d+(?:\.\d+)?) %")
-Point = tuple[float, float]  # what a model kept, and what it learned, in percent
+ON_LINE = re.compile(r"(.+), (\d+(?:\.\d+)?) %")
+Point = tuple[float, float]  # kept and learned, in percent
 
 
 def above_line(point: Point, line: Sequence[Point]) -> float:
@@ -36,7 +36,7 @@ def above_line(point: Point, line: Sequence[Point]) -> float:
     """
     kept, learned = point
     kept = min(kept, max(k for k, _ in line))
-    reached = [of_line for keeps, of_line in line if keeps >= kept]
+    reached = [line_learned for line_kept, line_learned in line if line_kept >= kept]
     for (k1, l1), (k2, l2) in zip(line, line[1:], strict=False):
         if min(k1, k2) < kept < max(k1, k2):
             reached.append(l1 + (l2 - l1) * (kept - k1) / (k2 - k1))
@@ -59,10 +59,10 @@ def write_tradeoff(folder: Path, /, learned: str, kept: str, base: str) -> str:
     points = {model: _points(tasks, kept, learned) for model, tasks in seeds.items()}
     lines: dict[str, list[str]] = {}
     for model in points:
-        if match := OF_LINE.fullmatch(model):
+        if match := ON_LINE.fullmatch(model):
             lines.setdefault(match[1], [base]).append(model)
     for line in lines.values():
-        line[1:] = sorted(line[1:], key=lambda model: float(OF_LINE.fullmatch(model)[2]))
+        line[1:] = sorted(line[1:], key=lambda model: float(ON_LINE.fullmatch(model)[2]))
     inner = {model for line in lines.values() for model in line[1:-1]}
     shown = [model for model in points if model not in inner]
     rows = []
@@ -88,10 +88,10 @@ def write_tradeoff(folder: Path, /, learned: str, kept: str, base: str) -> str:
 def _points(tasks: Mapping[str, Sequence[Mapping[str, float]]], *names: str) -> list[tuple[float, ...]]:
     """For each seed, the scores of these tasks."""
     scores = []
-    for of_seeds in (tasks[name] for name in names):
-        main = next(metrics for metrics in PRIMARY_METRICS.values() if set(metrics) <= set(of_seeds[0]))
-        scores.append([statistics.mean(of_seed[metric] for metric in main) for of_seed in of_seeds])
-    return [tuple(100 * score for score in of_seed) for of_seed in zip(*scores, strict=True)]
+    for results in (tasks[name] for name in names):
+        main = next(metrics for metrics in PRIMARY_METRICS.values() if set(metrics) <= set(results[0]))
+        scores.append([100 * statistics.mean(result[metric] for metric in main) for result in results])
+    return list(zip(*scores, strict=True))
 
 
 def _mean(points: Sequence[tuple[float, ...]], which: int) -> str:
@@ -100,7 +100,7 @@ def _mean(points: Sequence[tuple[float, ...]], which: int) -> str:
 
 
 def _above(points: Sequence[Point], line: Sequence[Sequence[Point]]) -> str:
-    return with_interval([above_line(point, of_seed) for point, *of_seed in zip(points, *line, strict=True)])
+    return with_interval([above_line(point, seed_line) for point, *seed_line in zip(points, *line, strict=True)])
 
 
 def _draw(points: Mapping[str, Sequence[Point]], lines: Mapping[str, Sequence[Sequence[Point]]], path: Path) -> None:
@@ -110,8 +110,8 @@ def _draw(points: Mapping[str, Sequence[Point]], lines: Mapping[str, Sequence[Se
         axis.plot(
             means[:, 0], means[:, 1], style, color="0.5", marker=".", label=plot_text(f"{name}, averaged with the base")
         )
-    for number, (model, of_seeds) in enumerate(points.items()):
-        mean, spread = np.mean(of_seeds, axis=0), np.std(of_seeds, axis=0, ddof=1)
+    for number, (model, seed_points) in enumerate(points.items()):
+        mean, spread = np.mean(seed_points, axis=0), np.std(seed_points, axis=0, ddof=1)
         axis.errorbar(
             *mean, xerr=spread[0], yerr=spread[1], fmt="os^DvP*X"[number % 8], color=f"C{number % 10}", capsize=2,
             markersize=8, label=plot_text(model),

@@ -1,7 +1,7 @@
-"""What scores of several seeds say of a paper's claim: whether it holds.
+"""Whether a paper's claim holds, by scores of several seeds.
 
-The claims stand in a file, which `read_claims` reads. Each names the cards that it compares rows of: folders beside the
-file with `seeds.json`, as `lab.cards.seeds` writes it.
+`read_claims` reads the file of claims. Each names the cards whose rows it compares: folders beside that file with a
+`seeds.json`, as `lab.cards.seeds` writes it.
 """
 
 import statistics
@@ -55,8 +55,7 @@ class Paper(BaseModel, extra="forbid"):
 
 @dataclass(frozen=True)
 class Measured:
-    """What a claim says of one score: the percentages of both models with each seed, and the interval of their mean
-    difference."""
+    """One score of a claim: percentages of both models with each seed, and the interval of their mean difference."""
 
     task: str
     metric: str
@@ -91,10 +90,10 @@ def deciding(measured: Sequence[Measured]) -> Measured:
 
 
 def measure_claim(claim: Claim, folder: Path) -> list[Measured]:
-    """What the scores say of a claim, one for each of its metrics; none of a claim that something is missing for.
+    """A measurement for each metric of a claim; none for a claim with something `missing`.
 
     Args:
-        folder: where the file of claims lies, beside the cards.
+        folder: the folder of the file of claims and of the cards.
 
     Raises:
         ValueError: the cards have too few seeds, or different numbers of them.
@@ -107,14 +106,14 @@ def measure_claim(claim: Claim, folder: Path) -> list[Measured]:
         better, *rivals = (
             [100 * metrics[metric] for metrics in cards[row][task]] for row in [claim.better, *claim.than]
         )
-        of_rivals = []
+        comparisons = []
         for name, rival in zip(claim.than, rivals, strict=True):
             low, high = paired_interval(better, rival, len(pairs) * len(rivals))
             # Rounded: scores that differ by exactly `by` are equal
             verdict = verdict_of((round(low - claim.by, 9), round(high - claim.by, 9)))
-            of_rivals.append(Measured(task, metric, better, name, rival, (low, high), verdict))
-        worst = verdict_of_all(score.verdict for score in of_rivals)
-        hardest = (score for score in of_rivals if score.verdict == worst)
+            comparisons.append(Measured(task, metric, better, name, rival, (low, high), verdict))
+        worst = verdict_of_all(score.verdict for score in comparisons)
+        hardest = (score for score in comparisons if score.verdict == worst)
         measured.append(max(hardest, key=lambda score: statistics.mean(score.than)))
     return measured
 
@@ -129,7 +128,7 @@ def read_scores(folder: Path) -> Scores:
     """The scores of a card."""
     path = folder / "seeds.json"
     scores = read_json(path)
-    numbers = {len(of_seeds) for row in scores.values() for of_seeds in row.values()}
+    numbers = {len(seeds) for row in scores.values() for seeds in row.values()}
     if len(numbers) != 1 or min(numbers) < LEAST_SEEDS:
         counts = ", ".join(map(str, sorted(numbers))) or "none"
         raise ValueError(f"{path}: all results need the same {LEAST_SEEDS} or more seeds, got {counts}")

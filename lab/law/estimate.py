@@ -1,4 +1,4 @@
-"""What the law of lab/law/README.md says of two models and data: before training, or beside what came out."""
+"""Estimates by the law of lab/law/README.md for a dense and a sparse model of the same data."""
 
 import math
 import statistics
@@ -18,7 +18,7 @@ from clip_moe.data.pairs import load_pairs
 from clip_moe.data.texts import present_captions, same_words
 from clip_moe.data.tokenizer import read_texts
 from clip_moe.engine.markdown import escape
-from clip_moe.evaluation.costs import count_multiply_adds, count_parameters, meta_model, paper_config
+from clip_moe.evaluation.costs import count_parameters, meta_model, paper_config
 from lab.law.law import LEVEL, Facts, Law, TrainedModel, fitted_law, interval, probability
 
 CAVEAT = (
@@ -58,7 +58,7 @@ class Estimate:
 
 
 def estimate(facts: Facts, dense: TrainedModel, sparse: TrainedModel) -> Estimate:
-    """What the law says of a dense and a sparse model, which sees less within as many multiply-adds."""
+    """Estimate for a dense and a sparse model; with equal multiply-adds, the sparse one sees fewer pairs."""
     law, cases = fitted_law()
     numbers = {"facts": facts.number, "parameters": dense.dense, "bits": facts.bits / dense.dense}
     numbers |= {"width": dense.width, "experts": sparse.experts / dense.dense}
@@ -115,12 +115,6 @@ def trained_model(config: PreTrainedConfig, exposures: float) -> TrainedModel:
     return TrainedModel(width, parameters - experts, exposures, experts)
 
 
-def multiply_adds(config: PreTrainedConfig) -> int:
-    """Of one picture and one text."""
-    counted = count_multiply_adds(meta_model(config))
-    return counted["image"] + counted["text"]
-
-
 @dataclass(frozen=True)
 class CountedCaptions:
     """Captions of data.
@@ -155,7 +149,7 @@ def count_captions(data: DataArguments, models: Sequence[str]) -> CountedCaption
     Raises:
         ValueError: all captions are alike, or there are none.
     """
-    texts = [text for of_image in load_pairs(data, images=False)["caption"] for text in present_captions(of_image)]
+    texts = [text for captions in load_pairs(data, images=False)["caption"] for text in present_captions(captions)]
     names = [name for name in models if paper_config(name) is None]
     if names:
         keys = read_texts(load_processor(names[0]).tokenizer, texts).digests

@@ -4,6 +4,7 @@ python -m lab.law.fit model_cards/law/points.json model_cards/law/cases.yaml mod
 """
 
 import dataclasses
+import itertools
 import json
 import math
 from collections import defaultdict
@@ -38,7 +39,7 @@ SAME_BUDGET = 0.02
 NO_ERRORS = Errors(0.0, 0.0, 0.0, 0.0)
 
 
-def of_rule(points: Iterable[Point]) -> list[Point]:
+def at_rule_rate(points: Iterable[Point]) -> list[Point]:
     """The points at the rule's rate."""
     return [point for point in points if math.isclose(point.rate * point.width, RATE, rel_tol=0.01)]
 
@@ -54,46 +55,41 @@ def model_of(point: Point) -> TrainedModel:
 
 
 def pairs(points: Sequence[Point]) -> list[tuple[int, int]]:
-    """Numbers of each sparse point and of each dense one of its budget and seed, of its width or wider."""
-    found = []
-    for number, sparse in enumerate(points):
-        for other, dense in enumerate(points):
-            same = all(getattr(sparse, name) == getattr(dense, name) for name in ("world", "facts", "seed"))
-            if (
-                sparse.experts
-                and not dense.experts
-                and same
-                and dense.width >= sparse.width
-                and abs(sparse.training / dense.training - 1) < SAME_BUDGET
-            ):
-                found.append((number, other))
-    return found
+    """Positions of each sparse point and of each dense one with its facts, seed and budget, as wide or wider."""
+    positions = itertools.product(range(len(points)), repeat=2)
+    return [(sparse, dense) for sparse, dense in positions if _are_rivals(points[sparse], points[dense])]
+
+
+def _are_rivals(sparse: Point, dense: Point) -> bool:
+    same = (sparse.world, sparse.facts, sparse.seed) == (dense.world, dense.facts, dense.seed)
+    wider = bool(sparse.experts) and not dense.experts and dense.width >= sparse.width
+    return same and wider and abs(sparse.training / dense.training - 1) < SAME_BUDGET
 
 
 def fit(points: Sequence[Point], errors: Errors = NO_ERRORS) -> Law:
-    """The numbers of the law that come closest to the points' shares and to the gains of pairs, of worlds in which a
-    model knew anything."""
+    """The law whose numbers come closest to the shares of points and the gains of pairs, in worlds where some
+    model learned anything."""
     best = {world: max(p.recall for p in points if p.world == world) for world in {p.world for p in points}}
     points = [point for point in points if best[point.world] > LEARNED]
     worlds = sorted({point.world for point in points} - {"names"})
-    shares, of_pairs = np.array([known(point) for point in points]), pairs(points)
+    shares, point_pairs = np.array([known(point) for point in points]), pairs(points)
 
     def law_of(logs: np.ndarray) -> Law:
         numbers = [float(number) for number in np.exp(logs)]
-        of_worlds = dict(zip(worlds, numbers[len(START) :], strict=True))
-        return Law(*numbers[: len(START)], of_worlds, errors)
+        difficulties = dict(zip(worlds, numbers[len(START) :], strict=True))
+        return Law(*numbers[: len(START)], difficulties, errors)
 
     def residuals(logs: np.ndarray) -> np.ndarray:
         law = law_of(logs)
         error = np.array([share(law, point) for point in points]) - shares
-        return np.concatenate([error, [GAIN_WEIGHT * (error[sparse] - error[dense]) for sparse, dense in of_pairs]])
+        return np.concatenate([error, [GAIN_WEIGHT * (error[sparse] - error[dense]) for sparse, dense in point_pairs]])
 
     start = np.log([*START, *[2.0] * len(worlds)])
     return law_of(least_squares(residuals, start, loss="soft_l1", f_scale=0.05).x)
 
 
 def share(law: Law, point: Point) -> float:
-    """What the law says of a point."""
+    """The share that the law predicts for a point."""
     return law.share(law.facts(point.facts, point.world), model_of(point))
 
 
@@ -107,16 +103,16 @@ LeftOut = list[tuple[Law, Point, Point]]
 
 
 def left_out(points: Sequence[Point]) -> LeftOut:
-    """Each pair, with a law that is fitted to all points but those of its world, number of facts and width."""
-    of_group = defaultdict(list)
+    """Each pair, with a law fitted to all points except those of its world, number of facts and width."""
+    members = defaultdict(list)
     for number, point in enumerate(points):
-        of_group[point.world, point.facts, point.width].append(number)
+        members[point.world, point.facts, point.width].append(number)
     laws = {
         group: fit([point for number, point in enumerate(points) if number not in inside])
-        for group, inside in of_group.items()
+        for group, inside in members.items()
     }
-    found = ((points[sparse], points[dense]) for sparse, dense in pairs(points))
-    return [(laws[one.world, one.facts, one.width], one, other) for one, other in found]
+    rivals = ((points[sparse], points[dense]) for sparse, dense in pairs(points))
+    return [(laws[sparse.world, sparse.facts, sparse.width], sparse, dense) for sparse, dense in rivals]
 
 
 def fit_errors(pairs: LeftOut) -> Errors:
@@ -139,12 +135,11 @@ def fit_errors(pairs: LeftOut) -> Errors:
 def seed_error(points: Sequence[Point]) -> tuple[float, int]:
     """Standard deviation of a pair's gain between seeds, pooled over the cases with several, and its degrees of
     freedom."""
-    of_case = defaultdict(list)
-    for sparse, dense in pairs(points):
-        one = points[sparse]
-        key = (one.world, one.facts, one.width, one.experts, one.experts_per_token, one.pairs, points[dense].width)
-        of_case[key].append(known(one) - known(points[dense]))
-    several = [values for values in of_case.values() if len(values) > 1]
+    gains = defaultdict(list)
+    for sparse, dense in ((points[sparse], points[dense]) for sparse, dense in pairs(points)):
+        model = (sparse.width, sparse.experts, sparse.experts_per_token, sparse.pairs)
+        gains[sparse.world, sparse.facts, model, dense.width].append(known(sparse) - known(dense))
+    several = [values for values in gains.values() if len(values) > 1]
     freedom = sum(len(values) - 1 for values in several)
     return math.sqrt(sum(np.var(values) * len(values) for values in several) / freedom), freedom
 
@@ -177,7 +172,7 @@ class Prediction:
 
 
 def predict(law: Law, case: dict[str, Any]) -> Prediction:
-    """What the law says of a case of cases.yaml."""
+    """The law's prediction for a case of cases.yaml."""
     case = dict(case)
     why, rival_width = case.pop("why"), case.pop("rival_width", None)
     sparse = Case(**{"budget_width": case["width"], **case})
@@ -199,7 +194,7 @@ def model_of_case(case: Case) -> TrainedModel:
 
 
 def is_dead(point: Point) -> bool:
-    """Whether a run never left chance. It is no case: it says nothing of what its model can know."""
+    """Whether a run never left chance. Such a run is no case: it does not show what its model can learn."""
     return point.information < AT_CHANCE
 
 
@@ -220,33 +215,26 @@ def read_points(*files: Path, dead: bool = False) -> list[Point]:
 
 @command
 def write_predictions(points: Path, cases: Path, output: Path, /) -> str:
-    """Fit the law to points, and write it and what it says of cases as JSON.
+    """Fit the law to points, and write it with its predictions of cases as JSON.
 
     Args:
-        points: what `lab.law.points` wrote.
+        points: file written by `lab.law.points`.
         cases: see `model_cards/law/cases.yaml`.
-        output: a file that is not there yet.
+        output: a new file.
     """
-    fitted_to = of_rule(read_points(points))
+    fitted_to = at_rule_rate(read_points(points))
     law = fitted(fitted_to)
-    made = [predict(law, case) for case in read_yaml(read_text(cases), str(cases))]
-    content = {
-        "law": asdict(law),
-        "level": LEVEL,
-        "cases": [asdict(one) for one in made],
-    }
+    predictions = [predict(law, case) for case in read_yaml(read_text(cases), str(cases))]
+    content = {"law": asdict(law), "level": LEVEL, "cases": [asdict(prediction) for prediction in predictions]}
     refuse_to_overwrite(output)
     output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    rows = [
-        [
-            *(one.sparse.world, f"{one.sparse.facts:,}", str(one.sparse.width), str(one.sparse.experts)),
-            *(str(one.rival.width), str(one.sparse.exposures), one.why),
-            *(f"{100 * number:.1f}" for number in (one.sparse_share, one.rival_share)),
-            f"{100 * one.gain:+.1f} ({100 * one.low:+.1f} to {100 * one.high:+.1f})",
-            f"{one.winner}, {one.probability:.0%}",
-        ]
-        for one in made
-    ]
+    rows = []
+    for case in predictions:
+        sparse, rival = case.sparse, case.rival
+        row = [sparse.world, f"{sparse.facts:,}", str(sparse.width), str(sparse.experts), str(rival.width)]
+        row += [str(sparse.exposures), case.why, f"{100 * case.sparse_share:.1f}", f"{100 * case.rival_share:.1f}"]
+        row.append(f"{100 * case.gain:+.1f} ({100 * case.low:+.1f} to {100 * case.high:+.1f})")
+        rows.append([*row, f"{case.winner}, {case.probability:.0%}"])
     head = ["world", "facts", "width", "experts", "rival", "exposures", "why", "sparse", "dense", "gain", "winner"]
     return markdown_table(head, rows)
 

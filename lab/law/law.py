@@ -1,4 +1,4 @@
-"""What a dense and a sparse CLIP learn of facts: a law of capacity and exposures, fitted to runs."""
+"""How many facts a dense and a sparse CLIP learn: a law of capacity and exposures, fitted to runs."""
 
 import json
 import math
@@ -49,7 +49,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """What the law takes of a model and its training.
+    """A model and its training, as the law sees them.
 
     Args:
         width: hidden size of the towers.
@@ -125,15 +125,13 @@ class Law:
         return (1 - np.exp(-held / facts.bits)) / (1 + ratio)
 
     def gains(self, facts: Facts, sparse: TrainedModel, dense: TrainedModel) -> np.ndarray:
-        """What a sparse model may know more than a dense one: the law's gain, with its errors drawn 4,000 times."""
-        of_both, of_sparse, of_dense, of_room = NORMAL
-        half = of_both * math.hypot(self.errors.exposures, facts.doubt)
-        room = of_room * self.errors.room
+        """Gain of a sparse model over a dense one by the law, with its errors drawn 4,000 times."""
+        both_draws, sparse_draws, dense_draws, room_draws = NORMAL
+        half = both_draws * math.hypot(self.errors.exposures, facts.doubt)
+        room = room_draws * self.errors.room
         each = math.hypot(self.errors.model, self.errors.width if sparse.width != dense.width else 0.0)
-        shares = (
-            self.share(facts, model, half + own * each, room) for model, own in ((sparse, of_sparse), (dense, of_dense))
-        )
-        return next(shares) - next(shares)
+        sparse_shares = self.share(facts, sparse, half + sparse_draws * each, room)
+        return sparse_shares - self.share(facts, dense, half + dense_draws * each, room)
 
     def facts(self, number: int, world: str | None = None) -> Facts:
         """Facts of a world that the law was fitted to, or of data like the real ones among them: as difficult as their
@@ -155,22 +153,22 @@ def known_share(information: float, number: int, world: str | None = None) -> fl
 
 
 def interval(gains: np.ndarray) -> tuple[float, float]:
-    """That of `LEVEL`, of drawn gains."""
+    """The `LEVEL` interval of drawn gains."""
     low, high = np.quantile(gains, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return float(low), float(high)
 
 
 def probability(gains: np.ndarray) -> float:
-    """That the sparse model is ahead."""
+    """Probability that the sparse model is ahead."""
     return float((gains > 0).mean())
 
 
 def fitted_law() -> tuple[Law, list[dict[str, Any]]]:
-    """The law whose predictions were tested, and the cases with 8 experts that were run."""
+    """The law whose predictions were tested, and the measured cases with 8 experts."""
     content = json.loads(FITTED.read_text(encoding="utf-8"))
     return law_of(content["law"]), content["cases"]
 
 
 def law_of(content: Mapping[str, Any]) -> Law:
-    """From JSON."""
+    """The law from its JSON."""
     return Law(**{**content, "errors": Errors(**content["errors"])})

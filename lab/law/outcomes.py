@@ -15,8 +15,9 @@ import json
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from clip_moe.engine.command_line import Folder, command
 from clip_moe.engine.markdown import markdown_table
 from clip_moe.evaluation.page import write_page
 from lab.law.cases import Case, batch_size, steps
-from lab.law.fit import known, model_of_case, of_rule, pairs, read_points, seed_error, seed_reach
+from lab.law.fit import at_rule_rate, known, model_of_case, pairs, read_points, seed_error, seed_reach
 from lab.law.law import FITTED, TOLD, Facts
 from lab.law.points import Point
 
@@ -34,7 +35,7 @@ BITS_A_PARAMETER = 0.55
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came out of a case.
+    """Measurements of one case.
 
     Args:
         seeds: how many.
@@ -63,16 +64,12 @@ def points_of(case: Case, points: Sequence[Point]) -> dict[int, Point]:
     pairs = sum(steps(case)) * batch_size(case)
     token = case.experts_per_token if case.experts else 0
     wanted = (case.world, case.facts, case.width, case.experts, token, pairs)
-    found = {}
-    for point in points:
-        its = (point.world, point.facts, point.width, point.experts, point.experts_per_token, point.pairs)
-        if its == wanted and of_rule([point]):
-            found[point.seed] = point
-    return found
+    fields = attrgetter("world", "facts", "width", "experts", "experts_per_token", "pairs")
+    return {point.seed: point for point in at_rule_rate(points) if fields(point) == wanted}
 
 
 def outcome(case: dict[str, Any], points: Sequence[Point], seed_reach: float) -> Outcome | None:
-    """Of a case of predictions.json; None: it has not been run, or a model of each seed never left chance.
+    """Measurements of a case of predictions.json; None: not run, or in each seed a model never left chance.
 
     Args:
         seed_reach: half of the interval of a gain in one seed.
@@ -82,18 +79,18 @@ def outcome(case: dict[str, Any], points: Sequence[Point], seed_reach: float) ->
     if not seeds:
         return None
 
-    def mean(of: dict[int, Point], what) -> float:
-        return round(statistics.mean(what(of[seed]) for seed in seeds), 4)
+    def means(value: Callable[[Point], float]) -> Iterator[float]:
+        """Of the sparse model and of its rival."""
+        return (round(statistics.mean(value(run[seed]) for seed in seeds), 4) for run in (sparse, rival))
 
-    shares = mean(sparse, known), mean(rival, known)
     gain = statistics.mean(known(sparse[seed]) - known(rival[seed]) for seed in seeds)
     reach = seed_reach / math.sqrt(len(seeds))
     winner = None if abs(gain) <= reach else "sparse" if gain > 0 else "dense"
     return Outcome(
         len(seeds),
-        *shares,
-        *(mean(of, lambda point: point.recall) for of in (sparse, rival)),
-        *(mean(of, lambda point: point.seconds) for of in (sparse, rival)),
+        *means(known),
+        *means(attrgetter("recall")),
+        *means(attrgetter("seconds")),
         round(gain, 4),
         round(reach, 4),
         winner,
@@ -104,18 +101,15 @@ def outcome(case: dict[str, Any], points: Sequence[Point], seed_reach: float) ->
 
 def cases_run(points: Sequence[Point]) -> list[dict[str, Any]]:
     """Each model with 8 experts beside the dense one of its width, for `lab.law.estimate`: means over seeds."""
-    of_case = defaultdict(list)
-    for sparse, dense in pairs(points):
-        one, other = points[sparse], points[dense]
-        if other.width > one.width or (one.experts, one.experts_per_token) != (8, 2):
+    gains = defaultdict(list)
+    for sparse, dense in ((points[sparse], points[dense]) for sparse, dense in pairs(points)):
+        if dense.width > sparse.width or (sparse.experts, sparse.experts_per_token) != (8, 2):
             continue
-        case = {name: getattr(one, name) for name in ("world", "facts", "width", "experts", "experts_per_token")}
-        case |= {"parameters": other.parameters, "expert_parameters": one.parameters - other.parameters}
-        case |= {"exposures": round(other.exposures), "sparse_exposures": round(one.exposures)}
-        of_case[tuple(case.items())].append(known(one) - known(other))
-    return [
-        dict(case) | {"gain": round(statistics.mean(gains), 4), "seeds": len(gains)} for case, gains in of_case.items()
-    ]
+        case = {name: getattr(sparse, name) for name in ("world", "facts", "width", "experts", "experts_per_token")}
+        case |= {"parameters": dense.parameters, "expert_parameters": sparse.parameters - dense.parameters}
+        case |= {"exposures": round(dense.exposures), "sparse_exposures": round(sparse.exposures)}
+        gains[tuple(case.items())].append(known(sparse) - known(dense))
+    return [dict(case) | {"gain": round(statistics.mean(gain), 4), "seeds": len(gain)} for case, gain in gains.items()]
 
 
 def bits_a_parameter(case: dict[str, Any]) -> float:
@@ -130,14 +124,15 @@ def write_outcomes(predictions: Path, points: Sequence[Path], /, output_dir: Fol
     """Write `outcomes.md` and `outcomes.json`, and `lab/law/law.json`: the law of the predictions, and all cases.
 
     Args:
-        predictions: what `lab.law.fit` wrote before the runs.
-        points: files that `lab.law.points` wrote.
+        predictions: file written by `lab.law.fit` before the runs.
+        points: files written by `lab.law.points`.
     """
-    made = json.loads(predictions.read_text(encoding="utf-8"))
-    run = read_points(*points)
-    reach, (of_seed, freedom) = seed_reach(of_rule(run)), seed_error(of_rule(run))
-    outcomes = [outcome(case, run, reach) for case in made["cases"]]
-    rows = [_row(case, out) for case, out in zip(made["cases"], outcomes, strict=True)]
+    predicted = json.loads(predictions.read_text(encoding="utf-8"))
+    run = at_rule_rate(read_points(*points))
+    reach, (deviation, freedom) = seed_reach(run), seed_error(run)
+    outcomes = [outcome(case, run, reach) for case in predicted["cases"]]
+    cases = list(zip(predicted["cases"], outcomes, strict=True))
+    rows = [_row(case, out) for case, out in cases]
     head = ["world", "facts", "sparse", "rival", "exposures", "why", "predicted gain", "gain", "R@1 sparse, rival"]
     table = markdown_table([*head, "seconds", "predicted winner", "winner"], rows)
     measured = [out for out in outcomes if out is not None]
@@ -146,7 +141,7 @@ def write_outcomes(predictions: Path, points: Sequence[Path], /, output_dir: Fol
     sparse = sum(out.winner == "sparse" for out in conclusive)
     by_rule = sum(
         out.winner == ("sparse" if bits_a_parameter(case) > BITS_A_PARAMETER else "dense")
-        for case, out in zip(made["cases"], outcomes, strict=True)
+        for case, out in cases
         if out and out.winner
     )
     dead = [
@@ -156,20 +151,20 @@ def write_outcomes(predictions: Path, points: Sequence[Path], /, output_dir: Fol
     summary = (
         f"{len(measured)} of {len(outcomes)} cases count. {len(conclusive)} are conclusive: the predicted winner "
         f"is right in {right}, and sparse is ahead in {sparse}. {inside} of {len(measured)} gains lie in the predicted "
-        f"{made['level']:.0%} interval. The rule of one number, sparse above {BITS_A_PARAMETER} bits for each "
+        f"{predicted['level']:.0%} interval. The rule of one number, sparse above {BITS_A_PARAMETER} bits for each "
         f"parameter of the rival's layers, is right in {by_rule}."
     )
     if dead:
         summary += f" Runs that never left chance, left out: {'; '.join(dead)}."
     text = (
         "Shares are of the bits to remember, in points. A model is named by its width and its experts. ± is the 95 % "
-        f"interval that seeds leave, by their deviation of {100 * of_seed:.1f} points, pooled over all cases with "
+        f"interval that seeds leave, by their deviation of {100 * deviation:.1f} points, pooled over all cases with "
         f"several ({freedom} degrees of freedom). Seconds: of training, sparse and rival, on one core of an x86-64, "
         "beside another run."
     )
     page = "\n\n".join([summary, table, text])
     write_page(output_dir / "outcomes", page, data=[out and asdict(out) for out in outcomes])
-    content = {"law": made["law"], "cases": cases_run(of_rule(run))}
+    content = {"law": predicted["law"], "cases": cases_run(run)}
     FITTED.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return f"{summary}\n\n{table}"
 

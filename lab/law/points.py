@@ -1,4 +1,4 @@
-"""What the runs of clip_up_worlds.yaml have learned, as points of the law (lab/law/README.md).
+"""Runs of clip_up_worlds.yaml as points of the law (lab/law/README.md).
 
 python -m lab.law.points runs/law/* --output model_cards/law/points.json
 """
@@ -51,7 +51,7 @@ class Point:
 
 
 def read_points(folder: Path) -> list[Point]:
-    """Those of a run's models that have a score, and whose training left chance and did not collapse."""
+    """Points of a run's models that have a score and whose training left chance and did not collapse."""
     points = []
     for name, score in STAGES.items():
         results = [*(folder / score).glob("*--*.json")]
@@ -63,7 +63,7 @@ def read_points(folder: Path) -> list[Point]:
         seed_model, model = (_trained(folder / stage) for stage in ("seed_model", name))
         metrics = result["metrics"]
         data, batch_size = model.record.stage["data"], model.record.stage["global_batch_size"]
-        pairs = [batch_size * of.record.stage["max_steps"] for of in (seed_model, model)]
+        pairs = [batch_size * trained.record.stage["max_steps"] for trained in (seed_model, model)]
         points.append(
             Point(
                 world=data["source"].rpartition(":")[2].lower(),
@@ -116,10 +116,10 @@ def _trained(folder: Path) -> _Trained:
 
 @command
 def collect(folders: Sequence[Path], /, output: Path) -> str:
-    """Write the points of runs, which are added to those that OUTPUT has, as JSON.
+    """Add the points of runs to those in OUTPUT, as JSON.
 
     Args:
-        folders: of runs of clip_up_worlds.yaml.
+        folders: runs of clip_up_worlds.yaml.
     """
     known = json.loads(output.read_text(encoding="utf-8")) if output.is_file() else []
     found = [asdict(point) for folder in folders for point in read_points(folder)]

@@ -1,4 +1,4 @@
-"""The stage that sets what the law estimates beside what was measured."""
+"""The stage that reports the law's estimate beside the measurement."""
 
 import dataclasses
 from pathlib import Path
@@ -22,11 +22,11 @@ DENSE, SPARSE = ROWS = ("dense", "sparse")
 
 @dataclass(config=STRICT, kw_only=True)
 class EstimateStage(EvaluateStage):
-    """An `evaluate` stage whose report begins with what the law estimates of a dense and a sparse model, from their
-    captions and the length of their training alone, beside what was measured.
+    """An `evaluate` stage whose report begins with the law's estimate for a dense and a sparse model, from their
+    captions and the length of their training alone, beside the measurement.
 
-    It compares the rows `dense` and `sparse`, which `train` stages made by `max_steps` and from the same data. The
-    first task counts: retrieval among pictures of these captions.
+    It compares the rows `dense` and `sparse`, made by `train` stages with `max_steps` and the same data. The first task
+    counts: retrieval among pictures of these captions.
     """
 
     kind: ClassVar[str] = "estimate"
@@ -59,8 +59,8 @@ class EstimateStage(EvaluateStage):
         from lab.law.law import fitted_law
 
         folders = {row: Path(inputs.models[row]) for row in ROWS}
-        data, other = (data_of(folder) for folder in folders.values())
-        if data != other:
+        data = data_of(folders[DENSE])
+        if data != data_of(folders[SPARSE]):
             raise ValueError(f"{self.name}.models: dense and sparse were trained on different data")
         counted = count_captions(data, [str(folder) for folder in folders.values()])
         facts = fitted_law()[0].facts(counted.different, data.source)
@@ -92,14 +92,14 @@ class EstimateStage(EvaluateStage):
             f"{100 * (shares[SPARSE] - shares[DENSE]):+.1f} points."
         )
         ends = {row: trainings(Path(inputs.models[row])).values() for row in ROWS}
-        if dead := [f"{row} {end.outcome}" for row, of_row in ends.items() for end in of_row if end.is_dead]:
+        if dead := [f"{row} {end.outcome}" for row, row_ends in ends.items() for end in row_ends if end.is_dead]:
             measured = f"*Measured*: no verdict, as {' and '.join(dead)}."
         head, pictures = super().head(results, inputs, directory, device)
         return "\n\n".join(filter(None, [inputs.estimate, measured, head])), pictures
 
 
 def data_of(folder: Path) -> "DataArguments":
-    """What a model was trained on; a stage that made it lies beside the model."""
+    """Training data of a model; a stage that made them is the folder beside the model's."""
     from clip_moe.data.arguments import DataArguments
 
     record = _record(folder)
@@ -110,7 +110,7 @@ def data_of(folder: Path) -> "DataArguments":
 
 
 def pairs_shown(folder: Path) -> int:
-    """How many pairs a model was trained on, with those of the models that it began with.
+    """Pairs that a model was trained on, with those of the models that it began with.
 
     Raises:
         ValueError: it was trained for epochs, or by another kind of stage; or a model that it began with is gone.

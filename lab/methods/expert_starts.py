@@ -38,17 +38,15 @@ CALIBRATION_BATCH = 64
 
 @dataclass(config=STRICT, kw_only=True)
 class RedrawnStage(ModelStage):
-    """Experts that are copies with noise, or partly or wholly random."""
+    """Experts that are partly or wholly random."""
 
     main_process_only: ClassVar[bool] = True
 
     # An upcycled model, whose experts are equal copies.
     model: Model
-    # `noise`: normal noise on all weights; `drop_upcycling`: a share of the hidden units is drawn anew, with the mean
-    # and deviation of what they replace (arXiv:2502.19261); `random`: every weight is.
-    how: Literal["noise", "drop_upcycling", "random"]
-    # Standard deviation of `noise`, relative to that of each tensor.
-    noise: float = Field(default=0.01, gt=0)
+    # `drop_upcycling`: a share of the hidden units is drawn anew, with the mean and deviation of the weights that they
+    # replace (arXiv:2502.19261); `random`: every weight is.
+    how: Literal["drop_upcycling", "random"]
     # The share of the hidden units that `drop_upcycling` draws anew.
     ratio: float = Field(default=0.5, gt=0, le=1)
     # Which those are: the same in all tensors of an `expert`, as the paper has it, or others in each `tensor`, as its
@@ -70,10 +68,7 @@ def redraw(model: PreTrainedModel, settings: RedrawnStage, seed: int) -> None:
     blocks = {id(block.experts.up_proj): block.experts for block in sparse_blocks(model).values()}
     for experts in blocks.values():
         tensors = {name: getattr(experts, name) for name in (*UNIT_AXIS, "down_proj_bias")}
-        if settings.how == "noise":
-            for tensor in tensors.values():
-                tensor.add_(tensor.std() * settings.noise * torch.randn(tensor.shape, generator=generator).to(tensor))
-        elif settings.how == "random":
+        if settings.how == "random":
             for tensor in tensors.values():
                 tensor.copy_(_drawn_like(tensor, generator))
         else:

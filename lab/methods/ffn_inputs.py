@@ -50,10 +50,10 @@ def ffn_inputs_of_tokens(
     for number in range(len(batches)):
         batch = send_to_device(batches[number], model.device)
         masks = {"text": batch["attention_mask"], "vision": batch.get("pixel_attention_mask")}
-        for tower, of_layers in ffn_inputs(model, batch, layers).items():
-            for layer, values in zip(layers[tower], of_layers, strict=True):
+        for tower, layer_inputs in ffn_inputs(model, batch, layers).items():
+            for layer, values in zip(layers[tower], layer_inputs, strict=True):
                 mask = masks[tower]
                 tokens = values.flatten(0, 1) if mask is None else values[mask.bool()]
                 every = -(-len(tokens) * len(batches) // MOST_TOKENS)
                 parts.setdefault((tower, layer), []).append(tokens[::every].cpu())
-    return {place: torch.cat(of_place) for place, of_place in parts.items()}
+    return {place: torch.cat(tokens) for place, tokens in parts.items()}

@@ -85,7 +85,7 @@ class MoreExpertsStage(ModelStage):
             for name, block in sparse_blocks(model).items():
                 squares = sum(p.grad.flatten(1).square().sum(dim=1).cpu() for p in block.experts.parameters())
                 importance[name] = importance.get(name, 0) + squares
-        if not all(0 < of_block.sum() < torch.inf for of_block in importance.values()):
+        if not all(0 < block_importance.sum() < torch.inf for block_importance in importance.values()):
             raise ValueError(
                 f"{self.name}.data: the loss of its batches has no gradient, or none that is finite: take pairs with "
                 "different texts and images, or no data"

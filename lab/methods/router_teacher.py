@@ -64,7 +64,7 @@ class RouterTeacher(AuxiliaryLoss):
         super().__init__()
         for tower in TOWERS:
             for name in self.SIZES:
-                theirs, ours = (getattr(getattr(one.config, f"{tower}_config"), name, None) for one in (teacher, model))
+                theirs, ours = (getattr(getattr(m.config, f"{tower}_config"), name, None) for m in (teacher, model))
                 if theirs != ours:
                     raise ValueError(f"teacher: its {tower} tower has {name} {theirs}, the model's {ours}")
         # In a tuple: no part of the module, whose state is saved and split
@@ -77,12 +77,12 @@ class RouterTeacher(AuxiliaryLoss):
     def forward(self, model, outputs, batch, progress, reduce):
         if progress >= self.UNTIL:  # unused parameters would stop DDP
             return 0 * sum(router.sum() for router in self.routers), {}
-        routers, of_routers, divergences = iter(self.routers), [], []
+        routers, router_losses, divergences = iter(self.routers), [], []
         teacher = self.teacher[0].to(self.routers[0].device)
         for tower, features in ffn_inputs(teacher, batch, self.layers).items():
-            of_layers, mask = logits_and_mask(tower, outputs, batch)
-            for logits, of_teacher in zip(of_layers, features, strict=True):
-                taught = F.linear(of_teacher.float(), next(routers).float()).log_softmax(dim=-1)
+            router_logits, mask = logits_and_mask(tower, outputs, batch)
+            for logits, hidden_states in zip(router_logits, features, strict=True):
+                taught = F.linear(hidden_states.float(), next(routers).float()).log_softmax(dim=-1)
                 probabilities, own = taught.exp(), logits.float().log_softmax(dim=-1)
                 entropy = -(probabilities * taught).sum(dim=-1, keepdim=True)
                 divergence = (probabilities.detach() * (taught.detach() - own)).sum(dim=-1, keepdim=True)
@@ -90,8 +90,8 @@ class RouterTeacher(AuxiliaryLoss):
                 means = mean_over_tokens(values.flatten(0, -2)[None], mask, reduce)[0]
                 importance, entropy, divergence = means[:-2], means[-2], means[-1]
                 variation = importance.var(correction=0) / importance.mean().square()
-                of_routers.append(self.IMPORTANCE * variation + self.ENTROPY * entropy)
+                router_losses.append(self.IMPORTANCE * variation + self.ENTROPY * entropy)
                 divergences.append(divergence)
         divergence = torch.stack(divergences).mean()
-        loss = self.coef * divergence + torch.stack(of_routers).sum()
+        loss = self.coef * divergence + torch.stack(router_losses).sum()
         return loss, {"router_divergence": divergence.detach()}

@@ -1,4 +1,4 @@
-"""What the project wants of its speed and memory, and what it has, in one table.
+"""Goals for speed and memory beside what is measured, in one table.
 
 OMP_NUM_THREADS=1 python -m lab.speed.goals --output lab/speed/results/goals_cpu.md
 """
@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from tqdm.auto import tqdm
 
 from clip_moe.engine.command_line import command
-from lab.speed import clustering, loader, steps
-from lab.speed.page import Output, Rounds, cost, machine, median_of, median_ratio, page, table
+from lab.speed import loader, steps
+from lab.speed.page import Output, Rounds, cost, machine, median_of, page, table
 
-# What is measured, its ratio, and the least and the most that it should be
+# Title, measured ratio, least and most that it should be
 Figure = tuple[str, float, float, float]
 ANY = float("inf")
 
 
-def of_experts(rounds: int) -> Iterator[Figure]:
+def expert_figures(rounds: int) -> Iterator[Figure]:
     """A sparse block over K dense FFNs."""
     for size in ("ViT-B/16", "ViT-L/14"):
         for num_experts in (4, 8):
@@ -30,7 +30,7 @@ def of_experts(rounds: int) -> Iterator[Figure]:
         yield f"time of a sparse block, forward: {where}", ratios["by_device", "forward"][0], 0, 0.5 * 1.05
 
 
-def of_batches(rounds: int) -> Iterator[Figure]:
+def batch_figures(rounds: int) -> Iterator[Figure]:
     *_, memory, time = steps.parts_ratios(steps.loss, 16384, 1024, rounds)
     where = f"loss of 16,384 x {steps.DIMENSIONS} in chunks of 1,024, over the plain one"
     yield f"memory: {where}", memory, 0, 0.125
@@ -41,31 +41,24 @@ def of_batches(rounds: int) -> Iterator[Figure]:
     yield "memory: step of 512 pairs, 32 at a time, over one of 128", growth, 0, 1.1
 
 
-def of_data(rounds: int) -> Iterator[Figure]:
+def data_figures(rounds: int) -> Iterator[Figure]:
     names = "loaded, 2 workers", f"indexed in {loader.SHARDS} shards, 2 workers"
     rates = loader.medians(320, rounds, names)
     for name in names:
         yield f"images/s: {name}, over Pillow in a loop", rates[name] / rates[loader.LOOP], 1.6, ANY
 
 
-def of_clusters(rounds: int) -> Iterator[Figure]:
-    costs = clustering.compare(256, 100_000, 768, rounds)
-    ours, faiss = ([result["cpu"] for result in of_method] for of_method in costs.values())
-    yield "CPU time: 256 clusters of 100,000 x 768, over faiss", median_ratio(ours, faiss), 0, 1.0
-
-
-def row(what: str, ratio: float, least: float, most: float) -> list[str]:
+def row(title: str, ratio: float, least: float, most: float) -> list[str]:
     goal = f"at least {least:g}" if most == ANY else f"{least:g} to {most:g}" if least else f"at most {most:g}"
-    return [what, f"{ratio:.2f}", goal, "yes" if least <= ratio <= most else "missed"]
+    return [title, f"{ratio:.2f}", goal, "yes" if least <= ratio <= most else "missed"]
 
 
 @command
 def goals(*, output: Output = None, rounds: Rounds = 3) -> str:
-    """Goals of speed and memory beside what is reached, in one table.
+    """Goals for speed and memory beside what is measured, in one table.
 
-    Every figure is a ratio against a peer or an ideal. Missed goals stand here as missed. Most figures are of the
-    processor's time, in which threads that wait for each other should not count. Larger sizes take longer and have
-    pages of their own: `lab.speed.steps`, `lab.speed.clustering` and `lab.speed.loader`.
+    Each figure is a ratio to a peer or an ideal. Most are of processor time, so threads that wait for each other should
+    not count. Larger sizes take longer and have pages of their own: `lab.speed.steps` and `lab.speed.loader`.
     """
     rows = []
     for figure in (figure for part in tqdm(PARTS) for figure in part(rounds)):
@@ -75,7 +68,7 @@ def goals(*, output: Output = None, rounds: Rounds = 3) -> str:
     return page(output, "# Goals", about, table(["", "ratio", "goal", "reached"], rows))
 
 
-PARTS = (of_experts, of_batches, of_data, of_clusters)
+PARTS = (expert_figures, batch_figures, data_figures)
 
 if __name__ == "__main__":
     goals.main()

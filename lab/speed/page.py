@@ -47,9 +47,9 @@ def seconds(call: Callable[[], object], device: torch.device) -> float:
 
 
 def cost(prepare: Callable[..., Callable[[], Any]], *arguments: object) -> dict[str, Any]:
-    """What it takes, in a process of its own, to call what `prepare(*arguments)` returns: `seconds` by the clock, `cpu`
-    seconds of the processor, bytes that the process held `before` and of `memory` that came on top at most (on a GPU,
-    all that was allocated there), and the `result`."""
+    """Cost of calling `prepare(*arguments)()`, measured in a new process: `seconds` by the clock, `cpu` seconds of the
+    processor, bytes that the process held `before` the call, `memory` that came on top at most (on a GPU, all that was
+    allocated there), and the `result`."""
     return in_own_process(_cost, prepare, arguments)
 
 

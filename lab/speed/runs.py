@@ -1,4 +1,4 @@
-"""What runs of the symbol world's recipes take, whether --rehearse told it, and whether they survive kills.
+"""Time of the symbol world's recipes, whether --rehearse predicts it, and whether runs survive kills.
 
 OMP_NUM_THREADS=1 python -m lab.speed.runs time --output lab/speed/results/training_time_cpu.md
 """
@@ -144,8 +144,8 @@ def step_costs() -> dict[str, tuple[float, int]]:
     short, seconds, uses = {"defaults.train.data.num_samples": 2048, "defaults.train.warmup_steps": 0}, {}, {}
     for steps in (MORE_STEPS, FEW_STEPS):
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-            of_stages = {f"{stage}.max_steps": steps for stage in trained}
-            recipe = load_recipe(recipe_file("clip_up_names_long"), {"output_dir": folder, **short, **of_stages})
+            lengths = {f"{stage}.max_steps": steps for stage in trained}
+            recipe = load_recipe(recipe_file("clip_up_names_long"), {"output_dir": folder, **short, **lengths})
             for stage in wanted_stages(recipe, [*UNTRAINED, *trained], None):
                 started = time.process_time()
                 run_recipe(recipe, only=[stage.name])
@@ -160,10 +160,10 @@ def step_costs() -> dict[str, tuple[float, int]]:
 def time_names(*, output: Output = None, rounds: Rounds = 3) -> str:
     """Seconds and multiply-adds of the models of the front page's table: steps of each kind, timed in turn."""
     costs = [step_costs() for _ in range(rounds)]
-    step = {stage: min(of_round[stage][0] for of_round in costs) for stage in costs[0]}
+    step = {stage: min(cost[stage][0] for cost in costs) for stage in costs[0]}
     rows, reference = [], None
     for row, (name, *stages) in FRONT_PAGE.items():
-        steps = {of.name: of.max_steps for of in load_recipe(recipe_file(name)).stages if of.name in stages}
+        steps = {stage.name: stage.max_steps for stage in load_recipe(recipe_file(name)).stages if stage.name in stages}
         uses = {stage: costs[0][stage][1] for stage in stages}
         training = sum(steps[stage] * uses[stage] for stage in stages)
         reference = reference or training
@@ -198,7 +198,7 @@ def start(path: Path, output: Path, overrides: Mapping[str, Any]):
 
 
 def rehearsed(path: Path, overrides: Mapping[str, Any], name: str) -> Measured:
-    """What a rehearsal says of a stage."""
+    """Measurements of a stage by a rehearsal."""
     recipe = load_recipe(path, dict(overrides))
     with contextlib.redirect_stdout(io.StringIO()):
         return measure_stages(recipe, wanted_stages(recipe, [name], None))[name]

@@ -24,11 +24,7 @@ from transformers.models.clip.modeling_clip import CLIPMLP
 from clip_moe.conversion.presets import PRESETS
 from clip_moe.conversion.upcycle import sparse_config
 from clip_moe.engine.command_line import run_program
-from clip_moe.evaluation.costs import (
-    count_multiply_adds,
-    meta_model,
-    paper_config,
-)
+from clip_moe.evaluation.costs import count_multiply_adds, meta_model, paper_config
 from clip_moe.evaluation.speed import in_turn, wait_for
 from clip_moe.training.losses import contrastive_loss
 from lab.speed.page import Output, Rounds, cost, machine, median_of, median_ratio, page, seconds, table
@@ -51,13 +47,12 @@ QUEUED = 10
 
 
 class Row(NamedTuple):
-    """What a stage of a recipe trains.
+    """Model, data and settings that one stage of a recipe trains with.
 
     Args:
         recipe, stage: names.
         preset: the preset of its model; None for a dense one.
         changes: what the recipe changes of the preset.
-        routing: fields of both towers.
         settings: fields of the stage that replace the recipe's.
         tokens: the length of a text; None for the recipe's.
     """
@@ -66,7 +61,6 @@ class Row(NamedTuple):
     stage: str
     preset: str | None = None
     changes: Mapping[str, Any] = MappingProxyType({})
-    routing: Mapping[str, Any] = MappingProxyType({})
     settings: Mapping[str, Any] = MappingProxyType({})
     tokens: int | None = None
 
@@ -85,6 +79,7 @@ RECIPES = {
 }
 DIMENSIONS = 768
 Size, Dtype = Literal["ViT-B/32", "ViT-B/16", "ViT-L/14"], Literal["float32", "bfloat16"]
+Presets = Sequence[Literal["clip_up", "clip_moe", "clip_fmoe"]]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -178,9 +173,9 @@ def block(
     for size, number, experts in itertools.product(sizes, images, num_experts):
         ratios = block_ratios(size, number, experts, rounds, implementations, **options)
         for name in implementations:
-            of_modes = [ratios[name, mode] for mode in MODES]
-            speed = tera(of_modes[-1][1], device)
-            rows.append([size, dtype, number, experts, name, *(f"{ratio:.2f}" for ratio, _ in of_modes), speed])
+            mode_ratios = [f"{ratios[name, mode][0]:.2f}" for mode in MODES]
+            speed = tera(ratios[name, MODES[-1]][1], device)
+            rows.append([size, dtype, number, experts, name, *mode_ratios, speed])
     return page(
         output,
         "# The sparse block",
@@ -192,12 +187,20 @@ def block(
     )
 
 
+def vision_towers(dense: CLIPConfig, presets: Presets, device: str) -> dict[str, nn.Module]:
+    """The vision tower of a dense CLIP and those of sparse ones, with random weights."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        sparse = {name: CLIPMoEModel(sparse_config(dense, PRESETS[name])).vision_model for name in presets}
+        return {"dense": CLIPModel(dense).vision_model, **sparse}
+
+
 def towers(
     *,
     output: Output = None,
     size: Size = "ViT-B/16",
     images: int = 8,
-    presets: Sequence[Literal["clip_up", "clip_moe", "clip_fmoe"]] = ("clip_up", "clip_moe", "clip_fmoe"),
+    presets: Presets = ("clip_up", "clip_moe", "clip_fmoe"),
     dtype: Dtype = "float32",
     device: str = DEVICE,
     rounds: Rounds = 5,
@@ -205,16 +208,11 @@ def towers(
     """Whole vision towers over the dense one, which a GPU computes compiled, as they are: forward, and training."""
     from clip_moe.training.loop import compile_layers
 
-    torch.manual_seed(0)
     dense = paper_config(size)
-    configs = {"dense": dense, **{name: sparse_config(dense, PRESETS[name]) for name in presets}}
-    models, adds = {}, {}
-    for name, config in configs.items():
-        adds[name] = count_multiply_adds(meta_model(config))["image"]
-        with torch.device(device):
-            models[name] = (CLIPModel if name == "dense" else CLIPMoEModel)(config).vision_model.train()
-        if torch.device(device).type == "cuda":
-            compile_layers(models[name])
+    models = vision_towers(dense, presets, device)
+    if torch.device(device).type == "cuda":
+        for model in models.values():
+            compile_layers(model)
     edge = dense.vision_config.image_size
     pixels = torch.randn(images, 3, edge, edge, device=device)
 
@@ -235,6 +233,8 @@ def towers(
         trains: in_turn({name: partial(call, name, trains) for name in models}, rounds, warm_up=1)
         for trains in (False, True)
     }
+    configs = {"dense": dense, **{name: sparse_config(dense, PRESETS[name]) for name in presets}}
+    adds = {name: count_multiply_adds(meta_model(config))["image"] for name, config in configs.items()}
     rows = []
     for name in presets:
         ratios = (median_ratio(times[trains][name], times[trains]["dense"]) for trains in (False, True))
@@ -252,7 +252,7 @@ def inference(
     output: Output = None,
     size: Size = "ViT-L/14",
     images: Sequence[int] = (1, 256),
-    presets: Sequence[Literal["clip_up", "clip_moe", "clip_fmoe"]] = ("clip_up", "clip_moe", "clip_fmoe"),
+    presets: Presets = ("clip_up", "clip_moe", "clip_fmoe"),
     dtype: Dtype = "bfloat16",
     device: str = DEVICE,
     rounds: Rounds = 5,
@@ -261,24 +261,20 @@ def inference(
     is launched as a whole."""
     from clip_moe.training.loop import compile_layers
 
-    torch.manual_seed(0)
     dense = paper_config(size)
-    configs = {"dense": dense, **{name: sparse_config(dense, PRESETS[name]) for name in presets}}
-    towers = {}
-    for name, config in configs.items():
-        with torch.device(device):
-            tower = (CLIPModel if name == "dense" else CLIPMoEModel)(config).vision_model.eval()
-        towers[name] = tower.to(getattr(torch, dtype))
+    models = vision_towers(dense, presets, device)
+    for model in models.values():
+        model.to(getattr(torch, dtype)).eval()
     edge, rates = dense.vision_config.image_size, {}
     for compiled in (False, True):
         if compiled:
-            for tower in towers.values():
-                compile_layers(tower)
+            for model in models.values():
+                compile_layers(model)
         for number in images:
             pixels = torch.randn(number, 3, edge, edge, device=device, dtype=getattr(torch, dtype))
             calls = {}
-            for name, tower in towers.items():
-                calls["compiled" if compiled else "eager", name] = tower_call(tower, pixels)
+            for name, model in models.items():
+                calls["compiled" if compiled else "eager", name] = partial(embed, model, pixels)
                 if compiled and torch.device(device).type == "cuda":
                     calls["CUDA graph", name] = as_graph(calls["compiled", name])
             calls = {key: partial(seconds, call, torch.device(device)) for key, call in calls.items()}
@@ -286,7 +282,7 @@ def inference(
                 rates[number, name, way] = number / statistics.median(times)
     ways = list(dict.fromkeys(way for *_, way in rates))
     rows = [
-        [number, name, *(f"{rates[number, name, way]:,.3g}" for way in ways)] for number in images for name in towers
+        [number, name, *(f"{rates[number, name, way]:,.3g}" for way in ways)] for number in images for name in models
     ]
     return page(
         output,
@@ -297,12 +293,9 @@ def inference(
     )
 
 
-def tower_call(tower: nn.Module, pixels: torch.Tensor) -> Callable[[], None]:
-    def run() -> None:
-        with torch.no_grad():
-            tower(pixels)
-
-    return run
+@torch.no_grad()
+def embed(tower: nn.Module, pixels: torch.Tensor) -> None:
+    tower(pixels)
 
 
 def as_graph(call: Callable[[], None]) -> Callable[[], None]:
@@ -394,7 +387,7 @@ def training_step(
     return step, finite
 
 
-def times_of(step: Callable, batches: Sequence[Any], device: torch.device) -> list[float]:
+def step_seconds(step: Callable, batches: Sequence[Any], device: torch.device) -> list[float]:
     """Seconds of each step. On a GPU all but the first are queued without waiting, as in training."""
     if device.type == "cpu":
         return [seconds(partial(step, batch), device) for batch in batches]
@@ -418,11 +411,10 @@ def recipe_step(
     dtype: Dtype = "float32",
     device: str = "cpu",
     compiled: bool = False,
-    profiled: bool = False,
 ) -> Callable[[], dict[str, Any]]:
     """Takes `WARM_UP` steps of a recipe, and times those that follow: `seconds` is their median, `first` those of the
     first, and `flops` what a step computes, its backward as twice its forward; None where weights are frozen or patches
-    left out. Perhaps with `kernels`, a table of the ten that took longest in one more step."""
+    left out."""
     from clip_moe.engine.recipe import load_recipe
     from clip_moe.training.optimizers import set_trainable
     from lab import recipe_file
@@ -445,8 +437,6 @@ def recipe_step(
     config.text_config.max_position_embeddings = tokens
     if row.preset is not None:
         config = sparse_config(config, replace(PRESETS[row.preset], **row.changes))
-        for tower in (config.text_config, config.vision_config):
-            tower.update(row.routing)
 
     def take() -> dict[str, float]:
         torch.manual_seed(0)
@@ -454,33 +444,24 @@ def recipe_step(
             model = (CLIPModel if row.preset is None else CLIPMoEModel)(config).train()
         sizes = [model.get_parameter(name).numel() for name in set_trainable(model, stage.trainable)[0]]
         mixed = "no" if dtype == "float32" else "bf16"
-        one, finite = training_step(model, stage, Accelerator(cpu=device.type == "cpu", mixed_precision=mixed))
+        take_step, finite = training_step(model, stage, Accelerator(cpu=device.type == "cpu", mixed_precision=mixed))
         batches = [random_batch(model, pairs, tokens, captions) for _ in range(WARM_UP + TIMED)]
         if device.type == "cuda":
             batches = [{key: value.pin_memory() for key, value in batch.items()} for batch in batches]
-        times = times_of(one, batches, device)
+        times = step_seconds(take_step, batches, device)
         finite.require()
         total = sum(parameter.numel() for parameter in model.parameters())
         is_counted = stage.patch_dropout is None and sum(sizes) == total
         adds = count_multiply_adds(meta_model(config))
-        found = {
+        return {
             "parameters": total,
             "trainable": sum(sizes),
             "seconds": statistics.median(times[WARM_UP:]),
             "first": times[0],
             "flops": 6 * pairs * (adds["image"] + captions * adds["text"]) if is_counted else None,
         }
-        return found | ({"kernels": _kernels(partial(one, batches[-1]))} if profiled else {})
 
     return take
-
-
-def _kernels(call: Callable[[], None]) -> str:
-    """The ten operations that take longest, of the device."""
-    with torch.profiler.profile() as profile:
-        call()
-    by = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
-    return profile.key_averages().table(sort_by=by, row_limit=10, max_name_column_width=60)
 
 
 def recipes(
@@ -494,7 +475,6 @@ def recipes(
     dtype: Dtype = "float32",
     device: str = DEVICE,
     compiled: bool = torch.cuda.is_available(),
-    profile: bool = False,
 ) -> str:
     """An optimizer step of each paper's recipe, with random weights, images and captions.
 
@@ -503,9 +483,8 @@ def recipes(
         mini_batch_size: pairs that are embedded at a time (default: all)
         dtype: by autocast
         compiled: whether the layers are
-        profile: print the ten operations of each recipe that take longest
     """
-    rows, kernels, dense = [], [], None
+    rows, dense = [], None
 
     def written() -> str:
         at_a_time = f", {mini_batch_size} at a time" if mini_batch_size else ""
@@ -516,11 +495,10 @@ def recipes(
             f"{batch} pairs{at_a_time}, {dtype}, gradient checkpointing {'on' if gradient_checkpointing else 'off'}, "
             f"{'compiled' if compiled else 'eager'}. Medians of {TIMED} steps after {WARM_UP}. {machine(device)}.",
             table([*columns, "memory"], rows),
-            *kernels,
         )
 
     for name in recipes:
-        options = batch, mini_batch_size, gradient_checkpointing, dtype, device, compiled, profile
+        options = batch, mini_batch_size, gradient_checkpointing, dtype, device, compiled
         try:
             row = cost(recipe_step, name, size, *options)
         except Exception as error:  # of one row: too little memory ends a process or raises
@@ -532,7 +510,6 @@ def recipes(
         dense = step["seconds"] if name == "dense, all weights" else dense
         cells += [f"{batch / step['seconds']:.3g}", f"{step['seconds'] / dense:.2f}" if dense else ""]
         cells += [step["flops"] and tera(step["flops"] / step["seconds"], device), f"{step['first']:.0f} s"]
-        kernels += [f"## {name}", step["kernels"]] if profile else []
         rows.append([name, *cells, f"{held / 2**30:.2f} GiB"])
         written()
     return written()

@@ -1,25 +1,36 @@
-"""How experts begin: what is drawn anew, and what stays the dense FFN's."""
+"""How experts begin: drawn anew, as clusters of the FFN's inputs, or as copies of fewer experts."""
 
 import pytest
 import torch
-from tiny_clip import tiny_clip
+from tiny_clip import moved, tiny_clip
 from tiny_runs import DENSE, SPARSE, run_stages, same_weights
+from tiny_sources import saved_pairs
+from torch.nn.functional import normalize
 
 from clip_moe.conversion.checkpoints import load_dense, load_sparse
 from clip_moe.conversion.presets import PRESETS
-from clip_moe.conversion.upcycle import shared_config, upcycle
+from clip_moe.conversion.processors import copy_processor
+from clip_moe.conversion.upcycle import shared_config, sparse_blocks, upcycle
 from clip_moe.conversion.verification import compare
-from lab.methods.expert_starts import RedrawnStage, low_rank, redraw, spherical_clusters
+from lab.methods.expert_starts import RedrawnStage, experts_of_clusters, low_rank, redraw, spherical_clusters
+from lab.methods.more_experts import add_experts, copied
 from modeling_clip_moe import CLIPMoEModel
 from modeling_clip_moe.experts import CLIPMoEExperts
 
-REDRAWN = {"name": "start", "stage": "lab.methods.expert_starts:RedrawnStage", "model": "sparse"}
+REDRAWN = {"stage": "lab.methods.expert_starts:RedrawnStage", "model": "sparse"}
 CLUSTERS = {"stage": "lab.methods.expert_starts:ClustersStage", "model": "sparse", "dense": "dense"}
+MORE = {"name": "more", "stage": "lab.methods.more_experts:MoreExpertsStage", "num_experts": 8}
 
 
 @pytest.fixture(scope="module")
 def dense():
     return tiny_clip()
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """Folder of a run with a dense and an upcycled model."""
+    return run_stages(tmp_path_factory.mktemp("start"), [DENSE, SPARSE])
 
 
 def experts_of(dense, **how):
@@ -48,13 +59,8 @@ def test_half_of_the_hidden_units_are_drawn_anew(dense, units):
         assert drawn.mean().item() == pytest.approx(replaced.mean().item(), abs=0.1 * replaced.std().item())
 
 
-def test_noise_is_relative_and_random_keeps_nothing(dense):
-    copies = experts_of(dense)
-    for noisy, random, before in zip(
-        experts_of(dense, how="noise", noise=0.1), experts_of(dense, how="random"), copies, strict=True
-    ):
-        noise = noisy.up_proj - before.up_proj
-        assert noise.std().item() == pytest.approx(0.1 * before.up_proj.std().item(), rel=0.1)
+def test_random_weights_keep_nothing(dense):
+    for random, before in zip(experts_of(dense, how="random"), experts_of(dense), strict=True):
         assert torch.corrcoef(torch.stack([random.up_proj.flatten(), before.up_proj.flatten()]))[0, 1].abs() < 0.1
         assert random.up_proj.std().item() == pytest.approx(before.up_proj.std().item(), rel=0.1)
 
@@ -66,11 +72,10 @@ def test_experts_of_a_shared_encoder_are_drawn_once(dense):
     assert (changed.sum(1) == changed.shape[1] // 2).all()
 
 
-@pytest.mark.slow
-def test_a_recipe_repeats_it(tmp_path):
-    stages = [DENSE, SPARSE, REDRAWN | {"how": "drop_upcycling"}]
-    first, again = (run_stages(tmp_path / name, stages) / "start" for name in ("first", "again"))
-    assert same_weights(first, again) and not same_weights(first, first.with_name("sparse"))
+def test_a_recipe_repeats_it(start, tmp_path):
+    stages = [REDRAWN | {"name": name, "model": str(start / "sparse"), "how": "random"} for name in ("one", "two")]
+    output = run_stages(tmp_path, stages)
+    assert same_weights(output / "one", output / "two") and not same_weights(output / "one", start / "sparse")
 
 
 def test_low_rank_keeps_most_of_what_the_data_make():
@@ -87,14 +92,13 @@ def test_low_rank_keeps_most_of_what_the_data_make():
 
 
 def test_spherical_clusters_are_by_direction():
-    centers = torch.nn.functional.normalize(torch.randn(3, 16), dim=-1)
-    truth = torch.arange(3).repeat_interleave(20)
+    centers, truth = normalize(torch.randn(3, 16), dim=-1), torch.arange(3).repeat_interleave(20)
     points = (centers[truth] + 0.05 * torch.randn(60, 16)) * (0.1 + 10 * torch.rand(60, 1))
     labels, found = spherical_clusters(points, 3, 0, "here")
     assert all(len(labels[truth == kind].unique()) == 1 for kind in range(3)) and len(labels.unique()) == 3
     for label in range(3):
-        mean = torch.nn.functional.normalize(points[labels == label], dim=-1).mean(dim=0)
-        torch.testing.assert_close(found[label], torch.nn.functional.normalize(mean, dim=0))
+        mean = normalize(points[labels == label], dim=-1).mean(dim=0)
+        torch.testing.assert_close(found[label], normalize(mean, dim=0))
 
 
 def test_experts_of_clusters_by_their_stage(tmp_path):
@@ -102,7 +106,11 @@ def test_experts_of_clusters_by_their_stage(tmp_path):
     sparse = SPARSE | {"changes": {"num_experts": 2, "norm_topk_prob": True, "capacity_factor": None}}
     clusters = CLUSTERS | {"data": {"source": "symbols", "num_samples": 64}}
     all_energy, most = clusters | {"name": "all", "energy": 1.0}, clusters | {"name": "most", "energy": 0.9}
-    folder = run_stages(tmp_path, [DENSE, sparse, all_energy, most])
+    narrow = {"name": "narrow", "model": "cut", "data": {"source": "symbols", "num_samples": 16}}
+    cut = sparse | {"name": "cut", "changes": {"moe_intermediate_size": 16}}
+    with pytest.raises(ValueError, match="narrow.model: clusters make whole FFNs"):
+        run_stages(tmp_path, [DENSE, sparse, all_energy, most, cut, CLUSTERS | narrow])
+    folder = tmp_path / "out"
     compare(load_dense(folder / "dense"), load_sparse(folder / "all"), tolerance=1e-4)
     mlp = load_sparse(folder / "most").vision_model.encoder.layers[1].mlp
     torch.testing.assert_close(mlp.router.weight.norm(dim=-1), torch.ones(2))
@@ -110,15 +118,79 @@ def test_experts_of_clusters_by_their_stage(tmp_path):
     assert max(ranks) < 16 and not torch.equal(*mlp.experts.up_proj)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"num_experts": 30}, "of the calibration data has .* tokens, fewer than the 32 inputs"),
-        ({"num_experts": 4000}, "tokens of calibration data cannot make 4000 clusters"),
-        ({"moe_intermediate_size": 16}, "start.model: clusters make whole FFNs"),
-    ],
-)
-def test_clusters_that_cannot_be(tmp_path, changes, message):
-    clusters = CLUSTERS | {"name": "start", "data": {"source": "symbols", "num_samples": 16}}
-    with pytest.raises(ValueError, match=message):
-        run_stages(tmp_path, [DENSE, SPARSE | {"changes": changes}, clusters])
+def test_too_few_tokens_for_clusters(dense):
+    sparse = upcycle(dense, PRESETS["clip_moe"])
+    inputs = torch.randn(40, dense.config.text_config.hidden_size)
+    for few, message in ((inputs, "cluster . of .* has .* tokens, fewer than the"), (inputs[:3], "3 tokens .* make 4")):
+        with pytest.raises(ValueError, match=f"layer 1 of the text tower: .*{message}"):
+            experts_of_clusters(sparse, {("text", 1): few}, 0.99, seed=0)
+
+
+# --- more experts from fewer
+
+
+def test_who_is_copied():
+    assert copied(torch.ones(3), 6) == [0, 1, 2, 0, 1, 2]
+    assert copied(torch.tensor([1.0, 6.0, 2.9]), 7) == [0, 1, 2, 1, 1, 2, 1]  # 6/1, 6/2, 2.9/1, 6/3
+
+
+def test_copies_and_their_rows(dense):
+    sparse = moved(upcycle(dense, PRESETS["clip_moe"]), (".experts.", ".router."), seed=1)
+    importance = {name: torch.tensor([1.0, 9, 1, 1]) for name in sparse_blocks(sparse)}
+    more = add_experts(sparse, 6, importance)
+    assert more.config.text_config.num_experts == 6 and sparse.config.text_config.num_experts == 4
+    before, after = sparse.vision_model.encoder.layers[2].mlp, more.vision_model.encoder.layers[2].mlp
+    for name, tensor in before.experts.named_parameters():
+        assert torch.equal(after.experts.get_parameter(name), tensor[[0, 1, 2, 3, 1, 1]])
+    rows, std = after.router.weight, before.router.weight.std()
+    assert torch.equal(rows[:4], before.router.weight)
+    distance = (rows[4:] - rows[1]).std() / std
+    assert 0.005 < distance < 0.02 and not torch.equal(rows[4], rows[5])
+    reseeded = add_experts(sparse, 6, importance, seed=1).vision_model.encoder.layers[2].mlp
+    assert not torch.equal(reseeded.router.weight, rows)
+
+
+def test_a_shared_encoder_has_the_same_copies_and_biases_keep_their_digits(dense):
+    shared = CLIPMoEModel(shared_config(dense.config)).eval()
+    routing = {f"{tower}_config": {"use_expert_bias": True} for tower in ("text", "vision")}
+    sparse = upcycle(shared, PRESETS["clip_moe"], routing=routing).bfloat16()
+    for block in sparse_blocks(sparse).values():
+        block.router.expert_bias.copy_(torch.tensor([0.1234567, 0.3, 0.0, -0.7]))
+    more = add_experts(sparse, 6)
+    blocks = [getattr(more, f"{tower}_model").encoder.layers[0].mlp for tower in ("text", "vision")]
+    assert torch.equal(blocks[0].router.weight, blocks[1].router.weight) and more.dtype == torch.bfloat16
+    assert blocks[0].router.expert_bias.tolist()[:4] == pytest.approx([0.1234567, 0.3, 0.0, -0.7], abs=1e-7)
+
+
+def test_its_stage_copies_the_experts_that_the_loss_asks_for(start, tmp_path):
+    """Those that no token meets have no gradient."""
+    biased = {f"{tower}_config": {"use_expert_bias": True} for tower in ("text", "vision")}
+    model = upcycle(load_dense(start / "dense"), PRESETS["clip_moe"], routing=biased)
+    for block in sparse_blocks(model).values():
+        block.router.expert_bias.copy_(torch.tensor([5.0, 0.0, 0.0, 5.0]))
+    model.save_pretrained(tmp_path / "biased")
+    copy_processor(start / "dense", tmp_path / "biased")
+    data = {"source": "symbols", "num_samples": 16}
+    folder = run_stages(tmp_path, [MORE | {"model": str(tmp_path / "biased"), "data": data, "batch_size": 8}]) / "more"
+    for name, block in sparse_blocks(load_sparse(folder)).items():
+        before = sparse_blocks(model)[name].router.weight
+        assert torch.equal(block.router.weight[:4], before)
+        assert set(torch.cdist(block.router.weight[4:], before).argmin(dim=1).tolist()) == {0, 3}
+        assert block.router.expert_bias[4:].tolist() == [5.0] * 4
+
+
+def test_pairs_that_tell_nothing_of_experts(start, tmp_path):
+    """Where all captions are equal, there is nothing to learn."""
+    equal = {"data": saved_pairs(tmp_path / "pairs", ["a harbour"] * 8), "batch_size": 4}
+    few = {"data": {"source": "symbols", "num_samples": 8}}
+    for settings, message in ((equal, "data: the loss of its batches has no gradient"), (few, "batch_size: 64 of 8")):
+        with pytest.raises(ValueError, match=f"more.{message}"):
+            run_stages(tmp_path, [MORE | {"model": str(start / "sparse")} | settings])
+
+
+def test_more_experts_that_cannot_be(dense):
+    sparse = upcycle(dense, PRESETS["clip_moe"])
+    with pytest.raises(ValueError, match="num_experts: 4 are no more than the 4 that there are"):
+        add_experts(sparse, 4)
+    with pytest.raises(ValueError, match="1000000000 experts a layer need .* choose a smaller num_experts"):
+        add_experts(sparse, 10**9)

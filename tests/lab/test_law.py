@@ -10,10 +10,10 @@ from documents import ROOT
 
 from clip_moe.data.arguments import DataArguments
 from clip_moe.engine.yaml_files import read_yaml
-from lab.cards.frontier import at_best_rate, of_budget
+from lab.cards.frontier import at_best_rate, points_of_budget
 from lab.law.cases import Case, arguments, batch_size, costs, steps
 from lab.law.estimate import count_captions, estimate
-from lab.law.fit import AT_CHANCE, fit, fitted, known, model_of, of_rule, predict, read_points
+from lab.law.fit import at_rule_rate, fit, fitted, known, model_of, predict, read_points
 from lab.law.law import FITTED, Errors, Facts, Law, TrainedModel, fitted_law, interval, law_of, probability
 from lab.law.outcomes import outcome, write_outcomes
 
@@ -63,7 +63,7 @@ def test_all_models_of_a_case_train_for_as_many_multiply_adds():
 @pytest.mark.slow
 def test_the_predictions_follow_from_the_points_that_were_committed_before():
     made = json.loads((CARD / "predictions.json").read_text(encoding="utf-8"))
-    points = of_rule(read_points(CARD / "points.json"))
+    points = at_rule_rate(read_points(CARD / "points.json"))
     law = fitted(points)
     for name, error in vars(law.errors).items():
         assert error == pytest.approx(made["law"]["errors"][name], rel=0.1)
@@ -74,7 +74,7 @@ def test_the_predictions_follow_from_the_points_that_were_committed_before():
 
 def test_a_law_is_found_again_in_points_that_follow_it():
     points = []
-    for point in of_rule(read_points(CARD / "points.json"))[::2]:
+    for point in at_rule_rate(read_points(CARD / "points.json"))[::2]:
         if point.world == "molecules":
             continue
         facts = LAW.facts(point.facts, point.world)
@@ -166,18 +166,6 @@ def test_the_outcomes_are_those_of_the_points(tmp_path, monkeypatch):
     assert not {id(point) for point in dead} & {id(point) for point in read_points(*points)}
 
 
-def test_the_first_round_without_its_dead_runs():
-    """Of molecules, the share is that of all bits."""
-    made, came = (json.loads((CARD / f"first_round/{name}.json").read_text()) for name in ("predictions", "outcomes"))
-    alive = [
-        out
-        for case, out in zip(made["cases"], came, strict=True)
-        if case["sparse"]["world"] != "molecules" or min(out["sparse_share"], out["rival_share"]) >= AT_CHANCE
-    ]
-    right = [out["is_right"] for out in alive if out["winner"]]
-    assert (len(alive), sum(right), len(right)) == (30, 11, 17)
-
-
 def test_a_model_and_seed_counts_once(tmp_path):
     with pytest.raises(ValueError, match="two points of one model and seed"):
         read_points(CARD / "points.json", CARD / "points.json")
@@ -197,9 +185,9 @@ def test_captions_of_data_are_counted_as_a_model_reads_them(tmp_path):
 
 def test_the_frontier_is_of_one_budget_and_of_the_best_rates():
     points = read_points(CARD / "points.json")
-    frontier = of_budget(points, "names", 2048, 16, 640)
+    frontier = points_of_budget(points, "names", 2048, 16, 640)
     assert {point.training // 10**10 for point in frontier} <= {39, 40, 41} and len({p.width for p in frontier}) >= 5
     best = at_best_rate(frontier)
-    for (width, experts), of_seed in best.items():
-        rivals = [p.recall for p in frontier if (p.width, p.experts, p.seed) == (width, experts, min(of_seed))]
-        assert of_seed[min(of_seed)].recall == max(rivals)
+    for (width, experts), seed_points in best.items():
+        rivals = [p.recall for p in frontier if (p.width, p.experts, p.seed) == (width, experts, min(seed_points))]
+        assert seed_points[min(seed_points)].recall == max(rivals)

@@ -1,20 +1,22 @@
 """Methods on trial in lab/methods: by hand, and what they do to a run."""
 
+import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
-import test_methods
 import torch
 from several_processes import run_processes, train_recipe
-from test_methods import DATA, upcycled
+from steps import assert_same_step, gradient_of
 from tiny_clip import moved, tiny_clip
+from tiny_clip_moe import inputs, tiny_model
 from tiny_runs import as_stage, losses, read_log, same_weights, train
 
 from clip_moe.conversion.presets import PRESETS
 from clip_moe.conversion.upcycle import sparse_blocks, upcycle
 from clip_moe.training.losses import all_reduce_sum
 from lab.methods.coupling import coupling_loss
-from lab.methods.dense_teacher import DenseTeacher
+from lab.methods.entropy_losses import EntropyLosses, EntropyStage, global_entropy_loss, local_entropy_loss
 from lab.methods.router_teacher import RouterTeacher
 
 PLAIN = replace(PRESETS["clip_moe"], sparse_layers=[1, 3])
@@ -89,58 +91,13 @@ def test_the_coupling_by_hand(alpha):
     torch.testing.assert_close(torch.autograd.grad(found, router), torch.autograd.grad(expected / 16, router))
 
 
-def test_the_dense_teacher_by_hand():
-    model = moved(upcycle(tiny_clip(), PLAIN), (".experts.", ".router."), seed=1).train()
-    teacher, batch, read = DenseTeacher(model, coef=1.0, decay=0.75), pairs(), []
-    for tower in ("text", "vision"):
-        for block in sparse_blocks(getattr(model, f"{tower}_model")).values():
-            block.register_forward_hook(lambda block, inputs, output: read.append((block, inputs[0], output)))
-    loss = computed(teacher, model, batch)[0]
-    distances = []
-    for block, hidden_states, output in read:
-        # Only texts have padding: 10 tokens, one of which is
-        mask = (
-            batch["attention_mask"].bool()
-            if block in sparse_blocks(model.text_model).values()
-            else torch.ones(2, 5).bool()
-        )
-        experts, target = block.experts, 0.0
-        weights = (hidden_states @ block.router.weight.T).softmax(-1)
-        for e in range(4):
-            hidden = experts.act_fn(hidden_states @ experts.up_proj[e].T + experts.up_proj_bias[e])
-            target += weights[..., e, None] * (hidden @ experts.down_proj[e].T + experts.down_proj_bias[e])
-        target = target.detach()[mask]
-        distances.append((output[mask] - target).square().sum() / target.square().sum())
-    torch.testing.assert_close(loss, sum(distances) / 4)
-    loss.backward()
-    assert all(parameter.grad is None for parameter in teacher.parameters())
-
-    before = teacher.blocks["text"][0].experts.up_proj.clone()
-    moved(model, ".experts.", seed=2)
-    teacher.after_step(None)
-    now = next(iter(sparse_blocks(model.text_model).values())).experts.up_proj
-    torch.testing.assert_close(teacher.blocks["text"][0].experts.up_proj, 0.75 * before + 0.25 * now)
-
-
 TAUGHT = "lab.methods.router_teacher:TaughtStage"
 COUPLED = "lab.methods.coupling:CoupledStage"
-DISTILLED = "lab.methods.dense_teacher:DistilledStage"
-
-
-taught, coupled, distilled = map(as_stage, (TAUGHT, COUPLED, DISTILLED))
-STARTS = {
-    **{
-        how: {"stage": "lab.methods.expert_starts:RedrawnStage", "how": how}
-        for how in ("noise", "drop_upcycling", "random")
-    },
-    "clusters": {"stage": "lab.methods.expert_starts:ClustersStage", "dense": "dense", "data": DATA},
-    "more experts": {"stage": "lab.methods.more_experts:MoreExpertsStage", "num_experts": 8, "data": DATA},
-}
+taught, coupled = map(as_stage, (TAUGHT, COUPLED))
 # What is logged; settings
 METHODS = {
     TAUGHT: ("router_divergence", {"change": taught, "teacher": "dense"}),
     COUPLED: ("coupling_loss", {"change": coupled}),
-    DISTILLED: ("distillation_loss", {"change": distilled, "distillation_decay": 0.9}),
 }
 
 
@@ -152,32 +109,19 @@ def test_resumed_is_the_same_to_the_bit(whole, tmp_path, logged, settings):
     assert losses(resumed) == losses(whole(**settings)) and same_weights(resumed, whole(**settings))
 
 
-# Without the coupling, whose noise is another for each part
-@pytest.mark.parametrize("method", [TAUGHT, DISTILLED])
 @pytest.mark.parametrize("memory", [{"gradient_checkpointing": True}, {"mini_batch_size": 4}], ids=str)
-def test_what_saves_memory_changes_nothing(whole, method, memory):
-    settings = METHODS[method][1]
+def test_what_saves_memory_changes_nothing(whole, memory):
+    """The teacher; the coupling's noise is another for each part."""
+    settings = METHODS[TAUGHT][1]
     torch.testing.assert_close(losses(whole(**settings, **memory)), losses(whole(**settings)), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", [TAUGHT, DISTILLED])
-def test_two_processes_have_the_losses_of_one(whole, tmp_path, method):
-    settings = METHODS[method][1]
+def test_two_processes_have_the_losses_of_one(whole, tmp_path):
+    settings = METHODS[TAUGHT][1]
     train(tmp_path, only=["dense", "sparse"], **settings)
     run_processes(2, train_recipe, "--config", tmp_path / "recipe.yaml")
     torch.testing.assert_close(losses(tmp_path / "out" / "tuned"), losses(whole(**settings)), atol=1e-4, rtol=0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", [*METHODS, "random", "more experts"])
-def test_the_whole_way(tmp_path, method, monkeypatch, capsys):
-    logged, settings = METHODS.get(method, (None, {}))
-    trained = {name: value for name, value in settings.items() if name != "change"}
-    trained |= {"stage": method} if settings else {}
-    starts = [STARTS["clusters" if method == DISTILLED else method]] if method in (DISTILLED, *STARTS) else []
-    monkeypatch.setitem(test_methods.ADAPTERS, method, (upcycled(), *starts, trained, logged))
-    test_methods.test_the_whole_way(tmp_path, method, monkeypatch, capsys)
 
 
 def test_what_they_do_not_go_with(tmp_path):
@@ -189,3 +133,57 @@ def test_what_they_do_not_go_with(tmp_path):
             train(tmp_path / str(number), **settings | {"change": with_dense_model(settings["change"])})
     with pytest.raises(ValueError, match="teacher: it sees whole images"):
         train(tmp_path / "patches", change=taught, teacher="dense", patch_dropout=0.5)
+
+
+# --- LIMoE's entropy losses
+
+ENTROPY = {"local_coef": {"text": 0.3}, "global_coef": {"text": 0.5, "vision": 0.5}, "min_experts": 3.9}
+ENTROPY_STAGE = {"name": "limoe", "stage": "lab.methods.entropy_losses:EntropyStage", "model": "x", "max_steps": 1}
+ENTROPY_STAGE |= {"data": {"source": "symbols", "num_samples": 1}, "global_batch_size": 12, "learning_rate": 1e-3}
+
+
+def test_entropy_losses_by_hand():
+    probabilities = torch.tensor([[0.5, 0.5, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0], [1.0, 0.0, 0.0, 0.0]])
+    logits, mask = (probabilities.log(),), torch.tensor([1, 1, 0])
+    torch.testing.assert_close(local_entropy_loss(logits, mask), torch.tensor(math.log(2) / 2))
+    # Mean of the first two: 1/4, 1/4, 0, 1/2, of entropy 1.5 log 2
+    torch.testing.assert_close(global_entropy_loss(logits, 4, mask), torch.tensor(0.5 * math.log(2)))
+    assert global_entropy_loss(logits, 2, mask) == 0
+
+
+def test_entropy_losses_of_a_router_that_is_sure_have_a_gradient():
+    logits = torch.tensor([[300.0, 0.0, 0.0, 0.0], [300.0, 0.0, 0.0, 0.0]], requires_grad=True)
+    loss = local_entropy_loss((logits,)) + global_entropy_loss((logits,), 2)
+    torch.testing.assert_close(loss, torch.tensor(math.log(2)))
+    loss.backward()
+    assert logits.grad.isfinite().all()
+
+
+def test_each_tower_has_its_weights_and_both_sides_of_the_threshold():
+    """Texts spread over two of four experts, images over one: 1 bit and 0 of entropy in the mean."""
+    text = torch.tensor([[[0.5, 0.5, 0, 0], [0.5, 0.5, 0, 0]]]).log()
+    vision = torch.tensor([[[0, 0, 1.0, 0], [0, 0, 1.0, 0], [0, 0, 1.0, 0]]]).log()
+    outputs = SimpleNamespace(text_router_logits=(text,), vision_router_logits=(vision,))
+    batch = {"attention_mask": torch.ones(1, 2)}
+    loss, metrics = EntropyLosses({"text": 0.5}, {"text": 3.0, "vision": 2.0}, 2)(
+        None, outputs, batch, progress=0.0, reduce=all_reduce_sum
+    )
+    # 0.5 * local of texts, + 3 * max(0, log 2 - log 2) + 2 * max(0, log 2 - 0)
+    torch.testing.assert_close(loss, torch.tensor(0.5 * math.log(2) + 0 + 2 * math.log(2)))
+    expected = {"local_entropy_text": 1, "global_entropy_text": 0, "global_entropy_vision": 1}  # bits
+    assert {name: value.item() for name, value in metrics.items()} == pytest.approx(expected)
+
+
+def entropy_gradient(**settings):
+    torch.manual_seed(1)
+    return gradient_of(tiny_model().train(), EntropyStage(**ENTROPY_STAGE, **ENTROPY, **settings), inputs(12))
+
+
+def test_parts_have_the_gradient_of_the_whole():
+    assert_same_step(entropy_gradient(mini_batch_size=2), entropy_gradient())
+
+
+def test_towers_without_such_routers_are_refused():
+    for fields, message in (({"scoring_func": "sigmoid"}, "no routers with"), ({"num_experts": 2}, "3.9 of 2 experts")):
+        with pytest.raises(ValueError, match=message):
+            EntropyStage(**ENTROPY_STAGE, **ENTROPY).auxiliary_losses(tiny_model(**fields), SimpleNamespace())

@@ -18,8 +18,8 @@ def tiny(monkeypatch):
 
 @pytest.mark.parametrize("name", steps.RECIPES)
 def test_a_step_of_each_row(name):
-    found = steps.recipe_step(name, "tiny", 4, mini_batch_size=2 if "texts" in name else None, profiled=True)()
-    assert 0 < found["trainable"] <= found["parameters"] and "Self CPU" in found["kernels"]
+    found = steps.recipe_step(name, "tiny", 4, mini_batch_size=2 if "texts" in name else None)()
+    assert 0 < found["trainable"] <= found["parameters"]
 
 
 def test_towers_over_the_dense_one():
