@@ -19,7 +19,7 @@ datasets 5.0.1 and 5.2.0
 
 NAMES = """
 _C _apply _attn_implementation _can_record_outputs _dynamo _experts_implementation _fingerprint _from_config
-_functorch _get_current_dispatch_mode_stack _get_vector_norm _grouped_linear _hf_peft_config_loaded _init_weights
+_functorch _get_current_dispatch_mode_stack _grouped_linear _hf_peft_config_loaded _init_weights
 _is_expert_parallel _keep_in_fp32_modules_strict _keys_to_ignore_on_load_unexpected
 _len_torch_dispatch_stack_pre_dispatch _load_from_state_dict _mode_key _no_split_modules _ops _python_dispatch
 _set_gradient_checkpointing _subclasses _tied_weights_keys _weight_conversions

@@ -14,6 +14,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 from transformers.utils import is_torchvision_available, is_vision_available
 
 from .configuration_clip_mode import CLIPMoDEConfig
@@ -54,7 +55,7 @@ def _register(
         AutoModel.register(model.config_class, model, exist_ok=True)
     if whole is not None:
         AutoModelForZeroShotImageClassification.register(whole.config_class, whole, exist_ok=True)
-        AutoProcessor.register(whole.config_class, getattr(transformers, family.processor), exist_ok=True)
+        AutoProcessor.register(whole.config_class, PROCESSOR_MAPPING[family.dense.config_class], exist_ok=True)
     for model in filter(None, (whole, text)):
         AutoTokenizer.register(model.config_class, getattr(transformers, family.tokenizer), exist_ok=True)
     image_processors = {}

@@ -2,16 +2,11 @@
 
 import math
 from dataclasses import field
-from typing import Literal, get_args
+from typing import Literal
 
 from huggingface_hub.dataclasses import strict
 
 from .configuration_clip_moe import PublishedConfig
-
-Routing = Literal["paper", "released"]
-ROUTINGS = get_args(Routing)
-# It measures better than the printed equations (docs/results.md)
-DEFAULT_ROUTING = "released"
 
 
 @strict
@@ -31,8 +26,8 @@ class CLIPMoDEConfig(PublishedConfig):
         metadata_modality (`str`): `"text"`, or `"image"` where the centers are of images (MoDE section 5.3): then every
             test image is its own metadata.
         num_centers (`int`): fine-grained cluster centers, m. 0: all experts have the same weight, whatever the task.
-        routing (`str`): `"paper"`, the printed equations, or `"released"`, what the authors' code computes instead; see
-            `routing_weights`.
+        routing (`str`): `"paper"`, the printed equations, or `"released"`, the authors' code, which measures better
+            (docs/results.md); see `routing_weights`.
         routing_temperature (`float`): lambda of MoDE eq. 5.
         nearest_center_only (`bool`): whether of the centers only the nearest one to each piece of metadata counts
             (MoDE appendix E), or all do, as equation 6 has it.
@@ -50,7 +45,7 @@ class CLIPMoDEConfig(PublishedConfig):
     metadata_dim: int | None = None
     metadata_modality: Literal["text", "image"] = "text"
     num_centers: int = 0
-    routing: Routing = DEFAULT_ROUTING
+    routing: Literal["paper", "released"] = "released"
     routing_temperature: float | int = 0.2
     nearest_center_only: bool = True
     feature_ensemble: Literal["concatenate", "sum"] = "concatenate"
@@ -61,9 +56,17 @@ class CLIPMoDEConfig(PublishedConfig):
 
     def validate_routing(self):
         """Part of `@strict`-powered validation."""
-        if not 0 < self.routing_temperature < math.inf:
-            raise ValueError(f"routing_temperature must be greater than 0 and finite, got {self.routing_temperature}.")
-        if self.feature_ensemble == "sum" and self.projection_dim is None:
-            raise ValueError("feature_ensemble: sum needs embeddings of one size, and experts have several.")
-        if any(not name or set(name) & set("./\\") for name in self.experts):  # torch takes no dots in names
-            raise ValueError(f"experts must be names of folders in the repository, without dots, got {self.experts}.")
+        experts = self.experts
+        are_folders = len({*experts}) == len(experts) and all(name and not set(name) & set("./\\") for name in experts)
+        limits = {
+            "routing_temperature": (0 < self.routing_temperature < math.inf, "above 0 and finite"),
+            "feature_ensemble": (
+                self.feature_ensemble != "sum" or self.projection_dim is not None,
+                '"concatenate" for experts of several sizes: a sum needs embeddings of one size',
+            ),
+            # torch takes no dots in names
+            "experts": (are_folders, "different names of folders in the repository, without dots"),
+        }
+        for name, (is_within, limit) in limits.items():
+            if not is_within:
+                raise ValueError(f"{name} must be {limit}, got {getattr(self, name)}.")

@@ -6,7 +6,6 @@ from typing import ClassVar, Literal
 
 from huggingface_hub.dataclasses import strict
 from transformers import CLIPTextConfig, CLIPVisionConfig, PreTrainedConfig
-from transformers.distributed import DistributedConfig
 
 _LAYERS = "encoder.layers.*"
 # Fields on which the weights of a tower's layers depend
@@ -80,19 +79,15 @@ class CLIPMoETowerConfig(PublishedConfig):
             and 1 + noise.
     """
 
-    # Splits by transformers' `DistributedConfig` over processes: the experts (EP, before 5.19 in a way that takes
-    # another router) or every layer (FSDP2); heads and dense FFNs (TP) by `base_model_tp_plan`
-    base_model_ep_plan = (
-        {}
-        if not hasattr(DistributedConfig, "ep_size")
-        else {
-            f"{_LAYERS}.mlp.experts.up_proj": "grouped_gemm",
-            f"{_LAYERS}.mlp.experts.up_proj_bias": "grouped_gemm",
-            f"{_LAYERS}.mlp.experts.down_proj": "grouped_gemm",
-            f"{_LAYERS}.mlp.experts.down_proj_bias": "grouped_gemm",
-            f"{_LAYERS}.mlp.experts": "ep_dispatch_experts",
-        }
-    )
+    # Splits over processes by transformers' `DistributedConfig`: the experts (EP), every layer (FSDP2), and by
+    # `base_model_tp_plan` heads and dense FFNs (TP)
+    base_model_ep_plan = {
+        f"{_LAYERS}.mlp.experts.up_proj": "grouped_gemm",
+        f"{_LAYERS}.mlp.experts.up_proj_bias": "grouped_gemm",
+        f"{_LAYERS}.mlp.experts.down_proj": "grouped_gemm",
+        f"{_LAYERS}.mlp.experts.down_proj_bias": "grouped_gemm",
+        f"{_LAYERS}.mlp.experts": "ep_dispatch_experts",
+    }
     base_model_fsdp_plan = {"embeddings": "free_full_weight", _LAYERS: "free_full_weight"}
     # A custom configuration may name classes in place of `CLIPMoERouter` and `CLIPMoEExperts`
     router_class: ClassVar[type | None] = None
@@ -147,30 +142,28 @@ class CLIPMoETowerConfig(PublishedConfig):
 
     def validate_moe(self):
         """Part of `@strict`-powered validation. Refuses settings that contradict each other."""
-        if not 1 <= self.num_experts_per_tok <= self.num_experts:
-            raise ValueError(
-                f"num_experts_per_tok must be between 1 and num_experts ({self.num_experts}), "
-                f"got {self.num_experts_per_tok}."
-            )
-        if self.moe_intermediate_size is not None and self.moe_intermediate_size < 1:
-            raise ValueError(f"moe_intermediate_size must be at least 1, got {self.moe_intermediate_size}.")
-        if self.num_shared_experts < 0:
-            raise ValueError(f"num_shared_experts must be at least 0, got {self.num_shared_experts}.")
-        if any(not 0 <= layer < self.num_hidden_layers for layer in self.moe_layers):
-            raise ValueError(
-                f"moe_layers must be between 0 and {self.num_hidden_layers - 1} (num_hidden_layers is "
-                f"{self.num_hidden_layers}), got {self.moe_layers}."
-            )
-        if self.norm_before_capacity and not self.norm_topk_prob:
-            raise ValueError("norm_before_capacity=True needs norm_topk_prob=True: it says when that happens.")
-        if not 0 < self.routed_scaling_factor < math.inf:
-            raise ValueError(f"routed_scaling_factor must be above 0 and finite, got {self.routed_scaling_factor}.")
+        top_k, width, num_layers = self.num_experts_per_tok, self.moe_intermediate_size, self.num_hidden_layers
+        limits = {
+            "num_experts_per_tok": (1 <= top_k <= self.num_experts, f"between 1 and num_experts ({self.num_experts})"),
+            "moe_intermediate_size": (width is None or width >= 1, "at least 1"),
+            "num_shared_experts": (self.num_shared_experts >= 0, "at least 0"),
+            "moe_layers": (
+                all(0 <= layer < num_layers for layer in self.moe_layers),
+                f"between 0 and {num_layers - 1}",
+            ),
+            "norm_before_capacity": (
+                self.norm_topk_prob or not self.norm_before_capacity,
+                "False with norm_topk_prob=False",
+            ),
+            "routed_scaling_factor": (0 < self.routed_scaling_factor < math.inf, "above 0 and finite"),
+            "router_jitter_noise": (0 <= self.router_jitter_noise < 1, "at least 0 and below 1"),
+        }
         for name in ("capacity_factor", "eval_capacity_factor", "capacity_group_size"):
             value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"{name} must be greater than 0 and finite, or None for no limit, got {value}.")
-        if not 0 <= self.router_jitter_noise < 1:
-            raise ValueError(f"router_jitter_noise must be at least 0 and below 1, got {self.router_jitter_noise}.")
+            limits[name] = value is None or 0 < value < math.inf, "above 0 and finite, or None for no limit"
+        for name, (is_within, limit) in limits.items():
+            if not is_within:
+                raise ValueError(f"{name} must be {limit}, got {getattr(self, name)}.")
 
 
 @strict

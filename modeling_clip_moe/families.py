@@ -35,8 +35,8 @@ class Family:
     `text_model` and `vision_model`.
 
     Args:
-        processor, tokenizer, image_processor: transformers' classes by name, since some need libraries that may not be
-            there; None for an image tower alone, which reads no texts.
+        tokenizer, image_processor: transformers' classes by name, since some need libraries that may not be there; no
+            tokenizer for an image tower alone, which reads no texts.
         sigmoid: whether models have a `logit_bias`, for the sigmoid loss.
         naflex: whether images may have any shape.
         towers: those that become sparse; another one stays dense.
@@ -47,7 +47,6 @@ class Family:
     name: str
     dense: type[PreTrainedModel]
     sparse: type[PreTrainedModel]
-    processor: str | None
     tokenizer: str | None
     image_processor: str
     sigmoid: bool = False
@@ -68,46 +67,48 @@ class Family:
     @property
     def whole_fields(self) -> set[str]:
         """The fields beside the towers that configurations of dense and of sparse models have in common."""
-        names = [{field.name for field in fields(model.config_class)} for model in (self.dense, self.sparse)]
-        return set.intersection(*names) - {field.name for field in fields(PreTrainedConfig)} - set(TOWER_CONFIGS)
+        configs = (self.dense.config_class, self.sparse.config_class, PreTrainedConfig)
+        dense, sparse, every = ({field.name for field in fields(config)} for config in configs)
+        return (dense & sparse) - every - set(TOWER_CONFIGS)
 
 
 FAMILIES = (
-    Family("CLIP", CLIPModel, CLIPMoEModel, "CLIPProcessor", "CLIPTokenizer", "CLIPImageProcessor"),
+    Family("CLIP", CLIPModel, CLIPMoEModel, "CLIPTokenizer", "CLIPImageProcessor"),
+    Family("MetaCLIP 2", MetaClip2Model, MetaClip2MoEModel, "XLMRobertaTokenizer", "CLIPImageProcessor"),
     Family(
-        *("MetaCLIP 2", MetaClip2Model, MetaClip2MoEModel),
-        *("CLIPProcessor", "XLMRobertaTokenizer", "CLIPImageProcessor"),
+        "SigLIP", SiglipModel, SiglipMoEModel, "SiglipTokenizer", "SiglipImageProcessor", sigmoid=True, pooled="last"
     ),
     Family(
-        *("SigLIP", SiglipModel, SiglipMoEModel),
-        *("SiglipProcessor", "SiglipTokenizer", "SiglipImageProcessor"),
-        sigmoid=True,
-        pooled="last",
-    ),
-    Family(
-        *("SigLIP 2 (NaFlex)", Siglip2Model, Siglip2MoEModel),
-        *("Siglip2Processor", "Siglip2Tokenizer", "Siglip2ImageProcessor"),
+        "SigLIP 2 (NaFlex)",
+        Siglip2Model,
+        Siglip2MoEModel,
+        "Siglip2Tokenizer",
+        "Siglip2ImageProcessor",
         sigmoid=True,
         naflex=True,
         pooled="last",
     ),
     Family(
-        *("Chinese-CLIP", ChineseCLIPModel, ChineseCLIPMoEModel),
-        *("ChineseCLIPProcessor", "BertTokenizer", "ChineseCLIPImageProcessor"),
+        "Chinese-CLIP",
+        ChineseCLIPModel,
+        ChineseCLIPMoEModel,
+        "BertTokenizer",
+        "ChineseCLIPImageProcessor",
         towers=("vision",),
         pooled="first",
     ),
     Family(
-        *("AltCLIP", AltCLIPModel, AltCLIPMoEModel),
-        *("AltCLIPProcessor", "XLMRobertaTokenizer", "CLIPImageProcessor"),
+        "AltCLIP",
+        AltCLIPModel,
+        AltCLIPMoEModel,
+        "XLMRobertaTokenizer",
+        "CLIPImageProcessor",
         towers=("vision",),
         pooled="first",
     ),
 )
 # Image towers alone, for LLaVA
-IMAGE_TOWERS = (
-    Family("MLCD", MLCDVisionModel, MLCDMoEVisionModel, None, None, "CLIPImageProcessor", towers=("vision",)),
-)
+IMAGE_TOWERS = (Family("MLCD", MLCDVisionModel, MLCDMoEVisionModel, None, "CLIPImageProcessor", towers=("vision",)),)
 # By the `model_type` of a configuration: the classes of whole models, and the families of all models, dense and sparse
 CLASS_OF_TYPE = {model.config_class.model_type: model for family in FAMILIES for model in (family.dense, family.sparse)}
 FAMILY_OF_TYPE = {
@@ -127,19 +128,19 @@ FAMILY_OF_TEXT = {
 def add_family(model: type[PreTrainedModel]) -> Family:
     """The family of a custom model class, see `modeling_clip_moe.register_model`."""
     config, base = model.config_class, next((known for known in FAMILIES if issubclass(model, known.sparse)), None)
-    names = {tower: tower_config.model_type for tower, tower_config in config.sub_configs.items()}
-    if base is None:
-        raise ValueError(f"{model.__name__} is a subclass of no sparse model, such as CLIPMoEModel")
-    if CLASS_OF_TYPE.get(config.model_type, model) is not model:
-        raise ValueError(
-            f"{model.__name__}: its configuration has model_type {config.model_type!r}, which "
-            f"{CLASS_OF_TYPE[config.model_type].__name__} has: give it one of its own"
-        )
     file = Path(sys.modules[model.__module__].__file__)
-    if sys.modules[config.__module__].__file__ != str(file):
-        raise ValueError(
-            f"{model.__name__} and its configuration {config.__name__} are in two files: put them into one"
-        )
+    refusals = {
+        "is a subclass of no sparse model, such as CLIPMoEModel": base is None,
+        f"needs a model_type of its own: {config.model_type!r} is another class's": (
+            CLASS_OF_TYPE.get(config.model_type, model) is not model
+        ),
+        f"and its configuration {config.__name__} are in two files: put them into one": (
+            sys.modules[config.__module__].__file__ != str(file)
+        ),
+    }
+    for refusal, applies in refusals.items():
+        if applies:
+            raise ValueError(f"{model.__name__} {refusal}")
     with_relative_imports(file)  # refuses what could not be published
     OWN_CLASSES[model] = file
     whole = f"{file.stem}.{model.__name__}"
@@ -148,7 +149,7 @@ def add_family(model: type[PreTrainedModel]) -> Family:
     family = replace(base, name=model.__name__, sparse=model)
     CLASS_OF_TYPE[config.model_type] = model
     FAMILY_OF_TYPE.update({config.model_type: family, family.model_type: family})
-    FAMILY_OF_TEXT[names["text_config"]] = family
+    FAMILY_OF_TEXT[config.sub_configs["text_config"].model_type] = family
     return family
 
 

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers import __version__ as transformers_version
 from transformers import initialization as init
 from transformers.utils import logging
 
+from .configuration_clip_moe import SparseMoEConfig
 from .experts import CLIPMoEExperts
 from .own_code import OWN_CLASSES, write_own_code
 from .self_test import self_test
@@ -77,6 +79,20 @@ class EncodeMixin:
     def encode_image(self, pixel_values: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
         """Embeddings (B, D) of images, see `get_image_features`."""
         return self.get_image_features(pixel_values, return_dict=True, **kwargs).pooler_output
+
+
+class WholeModelMixin(EncodeMixin):
+    """Stands before the class of a whole dense model, whose towers become sparse."""
+
+    dense_class: type[PreTrainedModel]
+    text_model_class: type[PreTrainedModel]
+    vision_model_class: type[PreTrainedModel]
+
+    def __init__(self, config: SparseMoEConfig):
+        super(self.dense_class, self).__init__(config)  # not the dense class's own, which builds dense towers
+        self._register_conversions()
+        self.text_model = self.text_model_class._from_config(config.text_config)
+        self.vision_model = self.vision_model_class._from_config(config.vision_config)
 
 
 class OneAxis(ConversionOps):
@@ -150,18 +166,10 @@ class SparseMoEMixin:
                 it is split in a way that this transformers gets wrong; if it is to have a shared encoder, but its
                 towers differ or it is split, over processes or by a device map.
         """
-        split = kwargs.get("distributed_config")
-        if getattr(split, "enable_expert_parallel", False) and not hasattr(split, "ep_size"):
-            raise ValueError(
-                f"transformers {transformers_version} splits experts in a way of its own. Leave out "
-                "enable_expert_parallel, or use transformers 5.19 or newer."
-            )
-        splits_experts = min(getattr(split, "fsdp_size", None) or 1, getattr(split, "ep_size", None) or 1) > 1
-        if splits_experts and [int(part) for part in transformers_version.split(".")[:2]] < [5, 23]:
-            raise ValueError(
-                f"transformers {transformers_version} computes wrong gradients of experts where fsdp_size="
-                f"{split.fsdp_size} meets ep_size={split.ep_size}. Use one of them, or transformers 5.23 or newer."
-            )
+        split, version = kwargs.get("distributed_config"), transformers_version
+        splits_experts = getattr(split, "enable_expert_parallel", False) or (getattr(split, "ep_size", None) or 1) > 1
+        if splits_experts and [int(part) for part in version.split(".")[:2]] < [5, 23]:
+            raise ValueError(f"transformers {version} trains split experts wrongly: use transformers 5.23 or newer.")
         try:
             model, info = super().from_pretrained(
                 pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
@@ -229,6 +237,7 @@ class SparseMoEMixin:
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
         # transformers' Trainer loads the files of its checkpoints as they are
+        require_one_encoder(state_dict, self.get_expanded_tied_weights_keys(), prefix)
         for name in [
             name for name in state_dict if name.endswith(f".mlp.{SPARSE_LAYER_MARK}") and state_dict[name].numel() == 0
         ]:

@@ -62,9 +62,7 @@ class DataExperts:
         output_loading_info: bool = False,
         **kwargs,
     ):
-        """
-        Loads a model from a folder or hub name. Other arguments go to `from_pretrained` of every expert.
-        """
+        """Loads a model from a folder or hub name. Other arguments go to `from_pretrained` of every expert."""
         source, folder = str(pretrained_model_name_or_path), kwargs.pop("subfolder", "")
         hub = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
         if config is None:
@@ -96,10 +94,8 @@ class DataExperts:
         **kwargs,
     ):
         """
-        Saves every expert in a folder of its own, and the routing beside them.
-
-        The processor in an expert's folder stays. Elsewhere processors and the encoder of the metadata, which are not
-        part of the model, have to be copied from where it comes from.
+        Saves every expert in a folder of its own, and the routing beside them. Processors and the encoder of the
+        metadata are not part of the model: copy them from where it comes from.
 
         Args:
             state_dict: weights to save in place of the model's, as `state_dict()` names them.
@@ -119,7 +115,7 @@ class DataExperts:
             routing = {"centers": self.centers, "expert_of_center": self.expert_of_center}
             save_file(routing, directory / ROUTING_FILE)
         self.config.architectures = [type(self).__name__]
-        # Which no expert exceeds
+        # The highest precision of an expert
         self.config.dtype = functools.reduce(torch.promote_types, (expert.dtype for expert in self.experts.values()))
         custom_object_save(self, directory, config=self.config)
         self.config.save_pretrained(directory)
@@ -134,12 +130,7 @@ class DataExperts:
         """A data expert by its number."""
         return self.experts[self.config.experts[number]]
 
-    def add_expert(
-        self,
-        expert: PreTrainedModel,
-        centers: torch.Tensor | None = None,
-        name: str | None = None,
-    ) -> int:
+    def add_expert(self, expert: PreTrainedModel, centers: torch.Tensor | None = None, name: str | None = None) -> int:
         """
         Adds a data expert; the others stay as they are.
 
@@ -152,9 +143,7 @@ class DataExperts:
         """
         number = self.num_experts
         name = name or f"expert_{number}"
-        if name in self.config.experts:
-            raise ValueError(f"There is an expert {name} already.")
-        CLIPMoDEConfig(experts=[name])  # refuses what can be no folder
+        CLIPMoDEConfig(experts=[*self.config.experts, name])  # refuses a name that is there or can be no folder
         self._require_expert(expert, name)
         if (centers is None) != (self.centers is None):
             raise ValueError(
@@ -165,23 +154,13 @@ class DataExperts:
         self.config.experts = [*self.config.experts, name]
         self.task_weights = None
         if centers is not None:
-            expert_of_center = torch.full((len(centers),), number)
-            self.set_centers(
-                torch.cat([self.centers, centers.float().cpu()]),
-                torch.cat([self.expert_of_center, expert_of_center]),
-                self.config.metadata_encoder,
-            )
+            all_centers = torch.cat([self.centers, centers.float().cpu()])
+            expert_of_center = torch.cat([self.expert_of_center, torch.full((len(centers),), number)])
+            self.set_centers(all_centers, expert_of_center, self.config.metadata_encoder)
         return number
 
     def set_centers(self, centers: torch.Tensor, expert_of_center: torch.Tensor, metadata_encoder: str | None) -> None:
-        """
-        Sets what tasks are routed by.
-
-        Args:
-            centers: (m, d), the fine-grained cluster centers.
-            expert_of_center: (m,), the expert that each belongs to.
-            metadata_encoder: name of the encoder that made them.
-        """
+        """Sets the centers that tasks are routed by; see `from_experts`."""
         idle = sorted(set(range(self.num_experts)) ^ set(expert_of_center.tolist()))
         if idle:
             raise ValueError(

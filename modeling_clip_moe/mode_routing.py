@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 import torch
 
-from .configuration_clip_mode import DEFAULT_ROUTING, ROUTINGS
+# What divides the sums of similarities before their softmax
+DIVISORS = {"paper": 1, "released": 8}
 
 
 def routing_weights(
@@ -15,7 +16,7 @@ def routing_weights(
     num_experts: int,
     temperature: float = 0.2,
     nearest_center_only: bool = True,
-    routing: str = DEFAULT_ROUTING,
+    routing: str = "released",
 ) -> torch.Tensor:
     """
     How much each data expert counts for a task, with L pieces of metadata.
@@ -45,20 +46,15 @@ def routing_weights(
         (..., n) weights that sum to 1, in float32.
 
     Raises:
-        ValueError: a task without metadata, embeddings of another size than the centers', or an unknown routing.
+        ValueError: a task without metadata, or embeddings of another size than the centers'.
+        KeyError: an unknown routing.
     """
-    if routing not in ROUTINGS:
-        raise ValueError(f"routing must be {' or '.join(ROUTINGS)}, got {routing!r}.")
-    if metadata_embeds.dim() < 2 or metadata_embeds.shape[-2] == 0:
+    divisor = DIVISORS[routing]
+    length, size = metadata_embeds.shape[-2:] if metadata_embeds.dim() > 1 else (0, 0)
+    if length == 0 or size != centers.shape[1]:
         raise ValueError(
-            "A task needs at least one piece of metadata, as embeddings (..., L, d), got "
-            f"{tuple(metadata_embeds.shape)}."
-        )
-    length, size = metadata_embeds.shape[-2:]
-    if size != centers.shape[1]:
-        raise ValueError(
-            f"The metadata's embeddings have size {size}, the centers {centers.shape[1]}: embed the metadata with the "
-            "encoder that the centers were made with."
+            "A task needs one or more pieces of metadata, as embeddings (..., L, d) by the encoder that the centers "
+            f"were made with: got {tuple(metadata_embeds.shape)}, but d is {centers.shape[1]}."
         )
     rows = metadata_embeds.reshape(-1, size)
     # In float64, where the matrix product of squared distances does not cancel
@@ -73,8 +69,8 @@ def routing_weights(
             similarity = torch.zeros_like(similarity).scatter(-1, nearest, similarity.gather(-1, nearest))
         similarity = similarity * (chunk != 0).any(-1, keepdim=True)
         per_row.append(similarity.new_zeros(len(chunk), num_experts).index_add(-1, expert_of_center, similarity))
-    sums = torch.cat(per_row).reshape(*metadata_embeds.shape[:-1], num_experts).sum(-2)
-    return (sums / 8 if routing == "released" else sums).softmax(-1).float()
+    sums = torch.cat(per_row).reshape((*metadata_embeds.shape[:-1], num_experts)).sum(-2)
+    return (sums / divisor).softmax(-1).float()
 
 
 def _similarity(squared_distances: torch.Tensor, length: int, temperature: float, routing: str) -> torch.Tensor:

@@ -188,9 +188,9 @@ class CLIPMoDEModel(DataExperts, EncodeMixin, PreTrainedModel):
                 (images, 1, n) where each image is. None: those of the task that was set; in a model without centers,
                 equal ones.
         """
+        if routing_weights is None and self.task_weights is None and self.centers is None:
+            self.set_equal_weights()
         weights = self.task_weights if routing_weights is None else routing_weights
-        if weights is None and self.centers is None:
-            weights = self.set_equal_weights()
         if weights is None:
             raise ValueError(
                 "There is no task to route: call set_task with embeddings of its metadata, set_equal_weights, or pass "
@@ -206,29 +206,23 @@ class CLIPMoDEModel(DataExperts, EncodeMixin, PreTrainedModel):
                 f"routing_weights must be (experts,), (texts, experts) or (images, 1, experts), here ({n},), "
                 f"({texts}, {n}) or ({images}, 1, {n}), got {tuple(weights.shape)}."
             )
-        logits_per_text, expert_outputs, all_sigmoid = None, [], True
-        used = [True] * self.num_experts
+        is_used = [True] * n
         if not (torch.compiler.is_compiling() or is_recorded(weights)):  # a graph cannot depend on values
-            used = (weights != 0).reshape(-1, self.num_experts).any(0).tolist()
-        for number in range(self.num_experts):
-            if not used[number]:
-                expert_outputs.append(None)
-                continue
-            expert = self.expert(number)
-            if pooled_token(expert.config.text_config) == "last":
-                require_padded(expert_inputs[number]["input_ids"], expert.config.text_config)
-            outputs = expert(**{**expert_inputs[number], **kwargs, "return_dict": True})
-            all_sigmoid = all_sigmoid and hasattr(expert, "logit_bias")
+            is_used = (weights != 0).reshape(-1, n).any(0).tolist()
+        logits, expert_outputs = [], [None] * n
+        for number in (number for number in range(n) if is_used[number]):
+            outputs = self.expert(number)(**{**expert_inputs[number], **kwargs, "return_dict": True})
             weight = weights[..., number].to(outputs.logits_per_text)
             weight = weight.t() if weight.dim() == 2 else weight.reshape(-1, 1)  # (1, images), (texts, 1) or (1, 1)
-            logits = weight * outputs.logits_per_text
-            if logits_per_text is not None:
-                logits = logits_per_text + logits.to(logits_per_text.device)
-            logits_per_text = logits
-            expert_outputs.append(outputs)
-        loss = sigmoid_loss if all_sigmoid else image_text_contrastive_loss
+            logits.append((weight * outputs.logits_per_text).to(logits[0].device if logits else None))
+            expert_outputs[number] = outputs
+        logits_per_text = sum(logits)
+        loss = None
+        if return_loss:
+            all_sigmoid = all(hasattr(self.expert(number), "logit_bias") for number in range(n) if is_used[number])
+            loss = (sigmoid_loss if all_sigmoid else image_text_contrastive_loss)(logits_per_text)
         return CLIPMoDEOutput(
-            loss=loss(logits_per_text) if return_loss else None,
+            loss=loss,
             logits_per_image=logits_per_text.t(),
             logits_per_text=logits_per_text,
             routing_weights=weights,
@@ -239,17 +233,17 @@ class CLIPMoDEModel(DataExperts, EncodeMixin, PreTrainedModel):
         self, inputs: Mapping[str, Any], expert_inputs: Sequence[Mapping[str, Any]] | None
     ) -> Sequence[Mapping[str, Any]]:
         """The inputs of each expert."""
-        if expert_inputs is None:
-            if self.config.own_processors:
-                raise ValueError(
-                    "The experts read different inputs: pass expert_inputs, a dictionary for each, which the processor "
-                    f"in its folder makes ({', '.join(self.config.experts)})."
-                )
-            return [inputs] * self.num_experts
-        if len(expert_inputs) != self.num_experts:
+        if expert_inputs is None and not self.config.own_processors:
+            expert_inputs = [inputs] * self.num_experts
+        if expert_inputs is None or len(expert_inputs) != self.num_experts:
             raise ValueError(
-                f"expert_inputs has {len(expert_inputs)} dictionaries, but there are {self.num_experts} experts."
+                f"The {self.num_experts} experts read different inputs: pass expert_inputs, a dictionary for each, "
+                f"made by the processor in its folder ({', '.join(self.config.experts)})."
             )
+        for number, given in enumerate(expert_inputs):
+            text_config = self.expert(number).config.text_config
+            if "input_ids" in given and pooled_token(text_config) == "last":
+                require_padded(given["input_ids"], text_config)
         return expert_inputs
 
     def _features(
@@ -257,10 +251,7 @@ class CLIPMoDEModel(DataExperts, EncodeMixin, PreTrainedModel):
     ) -> BaseModelOutputWithPooling:
         parts = []
         for number, inputs in enumerate(expert_inputs):
-            expert = self.expert(number)
-            if "input_ids" in inputs and pooled_token(expert.config.text_config) == "last":
-                require_padded(inputs["input_ids"], expert.config.text_config)
-            features = getattr(expert, method)(**{**inputs, **kwargs, "return_dict": True}).pooler_output
+            features = getattr(self.expert(number), method)(**{**inputs, **kwargs, "return_dict": True}).pooler_output
             parts.append(F.normalize(features, dim=-1).to(parts[0].device if parts else None))
         return BaseModelOutputWithPooling(pooler_output=self.combine_features(parts))
 

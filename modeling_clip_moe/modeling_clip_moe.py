@@ -14,7 +14,9 @@ from transformers import initialization as init
 from transformers.modeling_outputs import BaseModelOutputWithPooling, ImageClassifierOutput
 from transformers.models.clip.modeling_clip import (
     CLIPAttention,
+    CLIPEncoder,
     CLIPEncoderLayer,
+    CLIPModel,
     CLIPOutput,
     CLIPPreTrainedModel,
     CLIPTextEmbeddings,
@@ -29,18 +31,12 @@ from .configuration_clip_moe import CLIPMoEConfig, CLIPMoETextConfig, CLIPMoEVis
 from .dispatch import dispatch  # noqa: F401  diffusers copies the modules that a text encoder's own names
 from .experts import CLIPMoEExperts  # noqa: F401
 from .kernels import compiled  # noqa: F401
-from .loading import EncodeMixin, SparseMoEMixin, require_one_encoder
+from .loading import SparseMoEMixin, WholeModelMixin
 from .own_code import write_own_code  # noqa: F401
-from .router_losses import router_losses
+from .router_losses import router_losses, with_router_losses
 from .self_test import self_test  # noqa: F401
 from .sparse_moe import ROUTER_OUTPUTS, RouterFields, RouterLossFields, SparseEncoderLayer
-from .transformers_internals import (
-    _get_vector_norm,
-    can_return_tuple,
-    capture_outputs,
-    create_causal_mask,
-    image_text_contrastive_loss,
-)
+from .transformers_internals import can_return_tuple, capture_outputs, create_causal_mask
 
 
 @dataclass
@@ -75,22 +71,12 @@ class CLIPMoEEncoderLayer(SparseEncoderLayer, CLIPEncoderLayer):
     """CLIP's layer, with a sparse block instead of the FFN in the layers of `config.moe_layers`."""
 
 
-class CLIPMoEEncoder(nn.Module):
-    def __init__(self, config: CLIPMoETextConfig | CLIPMoEVisionConfig):
-        super().__init__()
-        self.layers = nn.ModuleList([CLIPMoEEncoderLayer(config, i) for i in range(config.num_hidden_layers)])
+class CLIPMoEEncoder(CLIPEncoder):
+    """CLIP's encoder with these layers."""
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        mask: torch.Tensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> torch.Tensor:
-        """See `SparseEncoderLayer.forward`."""
-        for layer in self.layers:
-            hidden_states = layer(hidden_states, attention_mask, mask, **kwargs)
-        return hidden_states
+    def __init__(self, config: CLIPMoETextConfig | CLIPMoEVisionConfig):
+        nn.Module.__init__(self)  # not CLIP's own, which builds dense layers
+        self.layers = nn.ModuleList([CLIPMoEEncoderLayer(config, i) for i in range(config.num_hidden_layers)])
 
 
 class CLIPMoEPreTrainedModel(SparseMoEMixin, CLIPPreTrainedModel):
@@ -113,8 +99,6 @@ class CLIPMoEPreTrainedModel(SparseMoEMixin, CLIPPreTrainedModel):
         super()._init_weights(module)
         factor = self.config.initializer_factor
         if isinstance(module, CLIPMoEModel):
-            init.normal_(module.text_projection.weight, std=module.config.text_config.output_size**-0.5 * factor)
-            init.normal_(module.visual_projection.weight, std=module.config.vision_config.hidden_size**-0.5 * factor)
             init.constant_(module.logit_scale, module.config.logit_scale_init_value)
         elif isinstance(module, (CLIPMoETextModelWithProjection, CLIPMoEVisionModelWithProjection)):
             projection = getattr(module, "text_projection", None) or module.visual_projection
@@ -162,8 +146,8 @@ class CLIPMoETextModel(CLIPMoEPreTrainedModel):
         hidden_states = self.embeddings(input_ids=input_ids, position_ids=position_ids)
         causal_mask = self._causal_mask(hidden_states, attention_mask)
         kwargs.pop("is_causal", None)
-        hidden_states = self.encoder(hidden_states, causal_mask, mask=attention_mask, is_causal=True, **kwargs)
-        hidden_states = self.final_layer_norm(hidden_states)
+        outputs = self.encoder(hidden_states, causal_mask, mask=attention_mask, is_causal=True, **kwargs)
+        hidden_states = self.final_layer_norm(outputs.last_hidden_state)
 
         end = self.pooled_positions(input_ids).to(hidden_states.device)
         pooled = hidden_states[torch.arange(end.shape[0], device=hidden_states.device), end]
@@ -220,7 +204,7 @@ class CLIPMoEVisionModel(CLIPMoEPreTrainedModel):
         if pixel_values is None:
             raise ValueError("You have to specify pixel_values")
         hidden_states = self.embeddings(pixel_values, interpolate_pos_encoding=interpolate_pos_encoding)
-        hidden_states = self.encoder(self.pre_layrnorm(hidden_states), **kwargs)
+        hidden_states = self.encoder(self.pre_layrnorm(hidden_states), **kwargs).last_hidden_state
         pooled = self.post_layernorm(hidden_states[:, 0])
         return CLIPMoEModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=pooled)
 
@@ -281,19 +265,21 @@ class CLIPMoEVisionModelWithProjection(CLIPMoEPreTrainedModel):
         return CLIPMoEVisionModelOutput(image_embeds=self.visual_projection(fields.pop("pooler_output")), **fields)
 
 
-class CLIPMoEModel(EncodeMixin, CLIPMoEPreTrainedModel):
+class CLIPMoEModel(WholeModelMixin, CLIPMoEPreTrainedModel, CLIPModel):
     """Both towers and their projections into one space."""
 
     config: CLIPMoEConfig
+    dense_class = CLIPModel
     text_model_class = CLIPMoETextModel
     vision_model_class = CLIPMoEVisionModel
+    forward = with_router_losses(CLIPModel.forward, CLIPMoEOutput, text_mask="attention_mask")
 
     def __init__(self, config: CLIPMoEConfig):
         super().__init__(config)
-        self.text_model = self.text_model_class._from_config(config.text_config)
-        self.vision_model = self.vision_model_class._from_config(config.vision_config)
-        self.text_projection = nn.Linear(config.text_config.output_size, config.projection_dim, bias=False)
-        self.visual_projection = nn.Linear(config.vision_config.hidden_size, config.projection_dim, bias=False)
+        # The widths by which CLIP initializes its projections
+        self.text_embed_dim, self.vision_embed_dim = config.text_config.output_size, config.vision_config.hidden_size
+        self.text_projection = nn.Linear(self.text_embed_dim, config.projection_dim, bias=False)
+        self.visual_projection = nn.Linear(self.vision_embed_dim, config.projection_dim, bias=False)
         # FSDP2 does not shard scalars, so the scale has one axis, where CLIP's has none
         self.logit_scale = nn.Parameter(torch.tensor([config.logit_scale_init_value]))
         if config.shared_encoder:
@@ -314,96 +300,11 @@ class CLIPMoEModel(EncodeMixin, CLIPMoEPreTrainedModel):
         names = [name for name in names if re.sub(r"\.(base_layer|original_module)\b", "", name) in self._encoder_names]
         return {f"vision_model.encoder.{name}": f"text_model.encoder.{name}" for name in names}
 
-    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
-        require_one_encoder(state_dict, self.get_expanded_tied_weights_keys(), prefix)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-
     def get_input_embeddings(self) -> nn.Module:
         return self.text_model.get_input_embeddings()
 
     def set_input_embeddings(self, value: nn.Module):
         self.text_model.set_input_embeddings(value)
-
-    @can_return_tuple
-    def get_text_features(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> tuple | BaseModelOutputWithPooling:
-        """Output of the text tower; its `pooler_output` is the embedding (B, projection_dim), not normalized."""
-        outputs = self.text_model(input_ids, attention_mask, position_ids, return_dict=True, **kwargs)
-        outputs.pooler_output = self.text_projection(outputs.pooler_output)
-        return outputs
-
-    @can_return_tuple
-    def get_image_features(
-        self,
-        pixel_values: torch.Tensor,
-        interpolate_pos_encoding: bool = False,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> tuple | BaseModelOutputWithPooling:
-        """Output of the vision tower; its `pooler_output` is the embedding (B, projection_dim), not normalized."""
-        outputs = self.vision_model(pixel_values, interpolate_pos_encoding, return_dict=True, **kwargs)
-        outputs.pooler_output = self.visual_projection(outputs.pooler_output)
-        return outputs
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.Tensor | None = None,
-        pixel_values: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        return_loss: bool | None = None,
-        interpolate_pos_encoding: bool = False,
-        output_router_logits: bool | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> CLIPMoEOutput:
-        """
-        Args:
-            input_ids, attention_mask, position_ids: see `CLIPMoETextModel.forward`.
-            pixel_values, interpolate_pos_encoding: see `CLIPMoEVisionModel.forward`.
-            return_loss: whether to compute the contrastive loss of the pairs in this batch.
-            output_router_logits: whether to output router logits and `aux_loss`, and to add the latter to the loss.
-                None: as in the configuration.
-        """
-        if output_router_logits is None:
-            output_router_logits = self.config.output_router_logits
-        kwargs["output_router_logits"] = output_router_logits
-        vision_outputs = self.get_image_features(pixel_values, interpolate_pos_encoding, return_dict=True, **kwargs)
-        text_outputs = self.get_text_features(input_ids, attention_mask, position_ids, return_dict=True, **kwargs)
-
-        image_embeds = vision_outputs.pooler_output / _get_vector_norm(vision_outputs.pooler_output)
-        text_embeds = text_outputs.pooler_output / _get_vector_norm(text_outputs.pooler_output)
-        logits_per_text = torch.matmul(text_embeds, image_embeds.t().to(text_embeds.device))
-        logits_per_text = logits_per_text * self.logit_scale.exp().to(text_embeds.device)
-
-        aux_loss = router_losses(
-            self.config,
-            text_embeds.device,
-            text=(text_outputs.router_logits, attention_mask),
-            vision=(vision_outputs.router_logits, None),
-        )
-        loss = None
-        if return_loss:
-            loss = image_text_contrastive_loss(logits_per_text)
-            if aux_loss is not None:
-                loss = loss + aux_loss
-
-        return CLIPMoEOutput(
-            loss=loss,
-            logits_per_image=logits_per_text.t(),
-            logits_per_text=logits_per_text,
-            text_embeds=text_embeds,
-            image_embeds=image_embeds,
-            text_model_output=text_outputs,
-            vision_model_output=vision_outputs,
-            aux_loss=aux_loss,
-            text_router_logits=text_outputs.router_logits or None,
-            vision_router_logits=vision_outputs.router_logits or None,
-        )
 
 
 class CLIPMoEForImageClassification(CLIPMoEPreTrainedModel):

@@ -6,7 +6,6 @@ import torch
 from torch import nn
 from transformers import (
     PreTrainedConfig,
-    PreTrainedModel,
     Siglip2TextModel,
     Siglip2VisionModel,
     SiglipTextModel,
@@ -34,10 +33,9 @@ from .configuration_siglip_moe import (
     SiglipMoEVisionConfig,
 )
 from .experts import CLIPMoEExperts
-from .loading import EncodeMixin, SparseMoEMixin
-from .router_losses import router_losses
+from .loading import SparseMoEMixin, WholeModelMixin
+from .router_losses import with_router_losses
 from .sparse_moe import ROUTER_OUTPUTS, RouterLossFields, SparseEncoderLayer
-from .transformers_internals import can_return_tuple
 
 
 @dataclass
@@ -96,44 +94,16 @@ class _SiglipMoETextModel:
         return super().forward(input_ids, attention_mask, **kwargs)
 
 
-class _SiglipMoEModel(EncodeMixin):
-    """Stands before a whole SigLIP: its towers are sparse, and its loss has those of the routers."""
+class _SiglipMoEModel(WholeModelMixin):
+    """Stands before a whole SigLIP."""
 
-    dense_class: type[PreTrainedModel]
-    text_model_class: type[PreTrainedModel]
-    vision_model_class: type[PreTrainedModel]
     _scalars = ("logit_scale", "logit_bias")
 
     def __init__(self, config: SiglipMoEConfig | Siglip2MoEConfig):
-        super(self.dense_class, self).__init__(config)  # not the dense class's own, which builds dense towers
-        self._register_conversions()
-        self.text_model = self.text_model_class._from_config(config.text_config)
-        self.vision_model = self.vision_model_class._from_config(config.vision_config)
+        super().__init__(config)
         self.logit_scale = nn.Parameter(torch.empty(1))
         self.logit_bias = nn.Parameter(torch.empty(1))
         self.post_init()
-
-    def _forward_with_router_losses(self, output_router_logits: bool | None, **inputs) -> SiglipMoEOutput:
-        """The dense model's outputs for `inputs`, with the routers' losses. The `forward` of each family names
-        its arguments, since transformers' Trainer drops columns that no argument is called like."""
-        if output_router_logits is None:
-            output_router_logits = self.config.output_router_logits
-        inputs |= {"output_router_logits": output_router_logits, "return_dict": True}
-        outputs = super().forward(**inputs)
-        text, vision = outputs.text_model_output, outputs.vision_model_output
-        aux_loss = router_losses(
-            self.config,
-            outputs.text_embeds.device,
-            text=(text.get("router_logits"), None),
-            vision=(vision.get("router_logits"), inputs.get("pixel_attention_mask")),
-        )
-        loss = outputs.loss if outputs.loss is None or aux_loss is None else outputs.loss + aux_loss
-        return SiglipMoEOutput(
-            **{**outputs, "loss": loss},
-            aux_loss=aux_loss,
-            text_router_logits=text.get("router_logits"),
-            vision_router_logits=vision.get("router_logits"),
-        )
 
 
 class SiglipMoEPreTrainedModel(_SiglipMoEMixin, SiglipPreTrainedModel):
@@ -168,36 +138,7 @@ class SiglipMoEModel(_SiglipMoEModel, SiglipMoEPreTrainedModel, SiglipModel):
     dense_class = SiglipModel
     text_model_class = SiglipMoETextModel
     vision_model_class = SiglipMoEVisionModel
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.Tensor | None = None,
-        pixel_values: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        return_loss: bool | None = None,
-        interpolate_pos_encoding: bool = False,
-        output_router_logits: bool | None = None,
-        **kwargs,
-    ) -> SiglipMoEOutput:
-        """As `SiglipModel.forward`, with:
-
-        Args:
-            return_loss: whether to compute the sigmoid loss of the pairs in this batch (arXiv:2303.15343).
-            output_router_logits: whether to output router logits and `aux_loss`, and to add the latter to the loss.
-                None: as in the configuration.
-        """
-        return self._forward_with_router_losses(
-            output_router_logits,
-            input_ids=input_ids,
-            pixel_values=pixel_values,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            return_loss=return_loss,
-            interpolate_pos_encoding=interpolate_pos_encoding,
-            **kwargs,
-        )
+    forward = with_router_losses(SiglipModel.forward, SiglipMoEOutput)
 
 
 class Siglip2MoEPreTrainedModel(_SiglipMoEMixin, Siglip2PreTrainedModel):
@@ -238,29 +179,4 @@ class Siglip2MoEModel(_SiglipMoEModel, Siglip2MoEPreTrainedModel, Siglip2Model):
     dense_class = Siglip2Model
     text_model_class = Siglip2MoETextModel
     vision_model_class = Siglip2MoEVisionModel
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.Tensor | None = None,
-        pixel_values: torch.Tensor | None = None,
-        pixel_attention_mask: torch.Tensor | None = None,
-        spatial_shapes: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        return_loss: bool | None = None,
-        output_router_logits: bool | None = None,
-        **kwargs,
-    ) -> SiglipMoEOutput:
-        """As `Siglip2Model.forward`, with `return_loss` and `output_router_logits` as of `SiglipMoEModel`."""
-        return self._forward_with_router_losses(
-            output_router_logits,
-            input_ids=input_ids,
-            pixel_values=pixel_values,
-            pixel_attention_mask=pixel_attention_mask,
-            spatial_shapes=spatial_shapes,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            return_loss=return_loss,
-            **kwargs,
-        )
+    forward = with_router_losses(Siglip2Model.forward, SiglipMoEOutput, vision_mask="pixel_attention_mask")

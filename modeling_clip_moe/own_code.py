@@ -19,21 +19,20 @@ def with_relative_imports(source: Path) -> str:
     Raises:
         ValueError: a folder of weights would lack what it imports, or its name is that of a file of this package.
     """
-    if (PACKAGE / source.name).is_file():
-        raise ValueError(
-            f"{source} has the name of a file of {PACKAGE.name}, which lies beside weights, too: rename it"
-        )
     code = OF_PACKAGE.sub(r"\1from .\2 import", source.read_text(encoding="utf-8"))
-    if re.search(rf"^\s*(import|from) {PACKAGE.name}\b", code, flags=re.MULTILINE):
-        raise ValueError(
-            f"{source} imports {PACKAGE.name}, which is not there where its weights are loaded with trust_remote_code: "
-            f"import from its files, as in `from {PACKAGE.name}.sparse_moe import CLIPMoERouter`"
-        )
     imported = re.findall(r"^\s*(?:import|from) (\w+)", code, flags=re.MULTILINE)
-    if beside := sorted({name for name in imported if source.with_name(f"{name}.py").is_file()}):
-        raise ValueError(
-            f"{source} imports {', '.join(beside)}, which no folder of weights would hold: put all into one file"
-        )
+    beside = sorted({name for name in imported if source.with_name(f"{name}.py").is_file()})
+    refusals = {
+        f"has the name of a file of {PACKAGE.name}, which is published beside weights, too: rename it": (
+            (PACKAGE / source.name).is_file()
+        ),
+        f"imports {PACKAGE.name}, which is not there where its weights are loaded with trust_remote_code: import from "
+        f"its files, as in `from {PACKAGE.name}.sparse_moe import CLIPMoERouter`": PACKAGE.name in imported,
+        f"imports {', '.join(beside)}, which no folder of weights would hold: put all into one file": bool(beside),
+    }
+    for refusal, applies in refusals.items():
+        if applies:
+            raise ValueError(f"{source} {refusal}")
     return code
 
 

@@ -9,11 +9,15 @@ Axes of the tensors, as used in the comments:
 The papers are named in `sparse_moe`.
 """
 
+import inspect
 import math
 from collections.abc import Callable
 
 import torch
 from transformers import PreTrainedConfig
+from transformers.utils import ModelOutput
+
+from .transformers_internals import can_return_tuple
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 
@@ -145,3 +149,51 @@ def router_losses(
             z = router_z_loss(router_logits, mask)
             losses.append((config.router_aux_loss_coef * balance + config.router_z_loss_coef * z).to(device))
     return sum(losses) if losses else None
+
+
+def with_router_losses(
+    dense_forward: Callable[..., ModelOutput],
+    output_class: type[ModelOutput],
+    text_mask: str | None = None,
+    vision_mask: str | None = None,
+) -> Callable[..., ModelOutput]:
+    """
+    The `forward` of a whole sparse model: that of its dense class, with router logits and losses.
+
+    Args:
+        dense_forward: `forward` of the dense class.
+        output_class: the dense outputs and `sparse_moe.RouterLossFields`.
+        text_mask, vision_mask: names of the arguments (B, S) that are 1 for a token and 0 for padding, which goes to no
+            expert. None: every place is a token.
+    """
+    signature = inspect.signature(dense_forward)
+    *parameters, others = signature.parameters.values()
+    flag = inspect.Parameter("output_router_logits", inspect.Parameter.KEYWORD_ONLY, default=None)
+    names = [parameter.name for parameter in parameters[1:]]
+
+    @can_return_tuple
+    def forward(self, *arguments, output_router_logits: bool | None = None, **inputs):
+        """The dense model's `forward`, with `output_router_logits`: whether to output router logits and `aux_loss`, and
+        to add the latter to the loss. None: as in the configuration."""
+        if output_router_logits is None:
+            output_router_logits = self.config.output_router_logits
+        options = {"output_router_logits": output_router_logits, "return_dict": True}
+        outputs = dense_forward(self, *arguments, **inputs, **options)
+        inputs |= dict(zip(names, arguments, strict=False))
+        text_logits = outputs.text_model_output.get("router_logits") or None
+        vision_logits = outputs.vision_model_output.get("router_logits") or None
+        aux_loss = router_losses(
+            self.config,
+            outputs.text_embeds.device,
+            text=(text_logits, inputs.get(text_mask)),
+            vision=(vision_logits, inputs.get(vision_mask)),
+        )
+        if outputs.loss is not None and aux_loss is not None:
+            outputs.loss = outputs.loss + aux_loss
+        return output_class(
+            **outputs, aux_loss=aux_loss, text_router_logits=text_logits, vision_router_logits=vision_logits
+        )
+
+    # transformers' Trainer drops columns that no argument is called like
+    forward.__signature__ = signature.replace(parameters=[*parameters, flag, others], return_annotation=output_class)
+    return forward

@@ -21,8 +21,8 @@ from transformers.core_model_loading import ConversionOps, PrefixChange, WeightC
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear, use_experts_implementation
 from transformers.masking_utils import create_causal_mask
 
-# CLIP's own norm and loss: sparse models compute the same bits as dense ones
-from transformers.models.clip.modeling_clip import _get_vector_norm, image_text_contrastive_loss
+# CLIP's own loss
+from transformers.models.clip.modeling_clip import image_text_contrastive_loss
 
 # `return_dict=False`; autocast where the device has it
 from transformers.utils.generic import can_return_tuple, maybe_autocast

@@ -8,7 +8,6 @@ import torch
 from tiny_clip_mode import mixture, unit
 
 from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel, routing_weights
-from modeling_clip_moe.configuration_clip_mode import DEFAULT_ROUTING
 
 
 def in_a_loop(metadata, centers, expert_of_center, num_experts, temperature, nearest_only, routing):
@@ -50,7 +49,7 @@ def test_weights_are_those_of_a_plain_loop(length, nearest_only, routing):
 
 def test_the_routing_of_a_model_is_kept_and_can_be_changed(tmp_path):
     metadata, model = unit(12, 6, seed=5), mixture(2)
-    assert model.config.routing == DEFAULT_ROUTING
+    assert model.config.routing == "released"
     model.config.routing = "paper"
     model.save_pretrained(tmp_path)
     assert CLIPMoDEConfig.from_pretrained(tmp_path).routing == "paper"

@@ -109,11 +109,14 @@ def test_compiles_without_graph_breaks():
     ("call", "message"),
     [
         (lambda model: model(**INPUTS), "no task to route"),
-        (lambda model: model.set_task(unit(3, 5)), "size 5, the centers 6"),
+        (lambda model: model.set_task(unit(3, 5)), r"got \(3, 5\), but d is 6"),
         (lambda model: model.set_task(unit(3, 6), "other"), "'tfidf', the metadata's embeddings with 'other'"),
         (lambda model: model(**INPUTS, routing_weights=torch.ones(5)), r"\(2, 1, 2\), got \(5,\)"),
         (lambda model: model.add_expert(dense(3, projection_dim=4), unit(1, 6)), "size 4, the other experts of 8"),
-        (lambda model: model.add_expert(dense(3), unit(1, 6), name="expert_0"), "an expert expert_0 already"),
+        (
+            lambda model: model.add_expert(dense(3), unit(1, 6), name="expert_0"),
+            "experts must be different names of folders",
+        ),
         (lambda model: model.set_centers(unit(3, 6), torch.zeros(3, dtype=torch.long), "tfidf"), r"see \[1\]"),
         (lambda model: CLIPMoDEModel.from_experts([model]), "not clip_mode"),
         (lambda _: CLIPMoDEConfig(experts=["../other"]), "names of folders"),

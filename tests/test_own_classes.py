@@ -54,7 +54,7 @@ def test_a_class_of_ones_own_in_every_command(tmp_path):
         ("x = 1", "it has no subclass of a whole sparse model"),
         (
             "import modeling_clip_moe\nfrom modeling_clip_moe import CLIPMoEModel\nclass Mine(CLIPMoEModel): pass",
-            "model_type 'clip_moe', which CLIPMoEModel has",
+            "Mine needs a model_type of its own: 'clip_moe' is another class's",
         ),
         (
             "import modeling_clip_moe\nfrom modeling_clip_moe import CLIPMoEModel, CLIPMoEConfig\n"
