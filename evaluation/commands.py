@@ -64,13 +64,35 @@ def efficiency(
     """
     import torch
 
-    from clip_moe.evaluation.efficiency import compare_models
+    from clip_moe.engine.files import refuse_to_overwrite
+    from clip_moe.engine.messages import did_you_mean
+    from clip_moe.engine.provenance import device_name, environment, weights_fingerprint
+    from clip_moe.evaluation.costs import paper_config
+    from clip_moe.evaluation.efficiency import count_costs, efficiency_page, has_weights
+    from clip_moe.evaluation.embedder import usable_device
+    from clip_moe.evaluation.page import write_page
+    from clip_moe.evaluation.speed import measure_speed
 
-    return compare_models(
-        models,
-        baseline=baseline,
-        output_dir=output_dir,
-        batch_size=batch_size,
-        dtype=getattr(torch, dtype),
-        device=device,
-    )
+    baseline = models[0] if baseline is None else baseline
+    if baseline not in models:
+        raise ValueError(f"the baseline {baseline!r} is none of the models{did_you_mean(baseline, models)}")
+    if output_dir is not None:
+        refuse_to_overwrite(output_dir / "efficiency.json")
+    used_device = usable_device(device)
+    costs = {name: count_costs(name) for name in models}
+    settings = {
+        "baseline": baseline,
+        "weights": {name: None if paper_config(name) else weights_fingerprint(name) for name in models},
+        "batch_size": batch_size,
+        "dtype": dtype,
+        "device": device_name(used_device),
+        "threads": torch.get_num_threads(),
+    }
+    measured = measure_speed(list(filter(has_weights, models)), batch_size, used_device, getattr(torch, dtype))
+    for name, speed in measured.items():
+        costs[name]["measured"] = speed
+    settings |= environment()
+    page = efficiency_page(costs, baseline, settings)
+    if output_dir is not None:
+        write_page(output_dir / "efficiency", page, data={**settings, "models": costs})
+    return page

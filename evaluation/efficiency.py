@@ -1,69 +1,26 @@
 """The costs of models, dense beside sparse: parameters, multiply-adds and speed."""
 
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from clip_moe.conversion.checkpoints import clip_class, config_of, has_file, loading
 from clip_moe.conversion.processors import most_patches
-from clip_moe.engine.files import refuse_to_overwrite
 from clip_moe.engine.markdown import escape, markdown_table
-from clip_moe.engine.messages import did_you_mean
-from clip_moe.engine.provenance import device_name, environment, weights_fingerprint
 from clip_moe.evaluation.costs import count_multiply_adds, count_parameters, meta_model, paper_config
-from clip_moe.evaluation.embedder import usable_device
-from clip_moe.evaluation.page import write_page
-from clip_moe.evaluation.speed import ROUNDS, measure_speed
+from clip_moe.evaluation.speed import ROUNDS
 
 WEIGHT_FILES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 
 
-def compare_models(
-    models: Sequence[str],
-    *,
-    baseline: str | None = None,
-    output_dir: Path | None = None,
-    batch_size: int = 32,
-    dtype: torch.dtype = torch.float32,
-    device: str | torch.device | None = None,
-) -> str:
-    """Count and measure what models cost. For the arguments, see `evaluation.commands.efficiency`.
-
-    Returns:
-        The page: a table of what was counted, and one of what was measured, of models with weights.
-
-    Raises:
-        ValueError: a baseline that is none of the models, a model that is no CLIP, or a folder with a page.
-    """
-    baseline = models[0] if baseline is None else baseline
-    if baseline not in models:
-        raise ValueError(f"the baseline {baseline!r} is none of the models{did_you_mean(baseline, models)}")
-    device = usable_device(device)
-    costs = {name: _counts(name) for name in models}
-    settings = {
-        "baseline": baseline,
-        "weights": {name: None if paper_config(name) else weights_fingerprint(name) for name in models},
-        "batch_size": batch_size,
-        "dtype": str(dtype).removeprefix("torch."),
-        "device": device_name(device),
-        "threads": torch.get_num_threads(),
-    }
-    if output_dir is not None:
-        refuse_to_overwrite(output_dir / "efficiency.json")
-    with_weights = [name for name in models if paper_config(name) is None and has_file(name, WEIGHT_FILES)]
-    for name, speed in measure_speed(with_weights, batch_size, device, dtype).items():
-        costs[name]["measured"] = speed
-    made_with = environment()
-    page = _page(costs, baseline, settings | made_with)
-    if output_dir is not None:
-        write_page(output_dir / "efficiency", page, data={**settings, "models": costs, **made_with})
-    return page
+def has_weights(name: str) -> bool:
+    """Whether a model can compute: it is no paper's size, and there are files of weights."""
+    return paper_config(name) is None and has_file(name, WEIGHT_FILES)
 
 
-def _counts(name: str) -> dict[str, dict[str, float]]:
+def count_costs(name: str) -> dict[str, dict[str, float]]:
+    """The parameters and multiply-adds of a folder, Hub name or paper's size; see `evaluation.costs`."""
     paper = paper_config(name)
     config = paper or config_of(clip_class(name), name)
     with loading(name):
@@ -84,8 +41,7 @@ COUNTED = {
 }
 
 
-def _counted(costs: Mapping[str, Any]) -> dict[str, float]:
-    return {column: costs["parameters"][name] / 1e6 for column, name in COUNTED.items()}
+MEASURED = {"images/s": "images_per_second", "captions/s": "texts_per_second"}
 
 
 def _multiply_adds(costs: Mapping[str, Any]) -> dict[str, float]:
@@ -94,23 +50,24 @@ def _multiply_adds(costs: Mapping[str, Any]) -> dict[str, float]:
     return {"G multiply-adds of an image": image, "of a text": text, **both, "GFLOPs of both": 2 * (image + text)}
 
 
-def _measured(costs: Mapping[str, Any]) -> dict[str, float]:
-    measured = costs["measured"]
-    return {"images/s": measured["images_per_second"], "captions/s": measured["texts_per_second"]}
+def efficiency_page(costs: Mapping[str, Any], baseline: str, how: Mapping[str, Any]) -> str:
+    """A table of what was counted, and one of what was measured, of models with weights.
 
-
-def _page(costs: Mapping[str, Any], baseline: str, how: Mapping[str, Any]) -> str:
+    Args:
+        costs: model -> `count_costs`, and perhaps `measured`.
+        how: settings, device and versions.
+    """
     measured = {name: model_costs for name, model_costs in costs.items() if "measured" in model_costs}
     sections = [
         "# Efficiency",
-        _table(costs, _counted, baseline),
+        _table(costs, lambda of: {title: of["parameters"][name] / 1e6 for title, name in COUNTED.items()}, baseline),
         _table(costs, _multiply_adds, baseline),
         "Activated: what one token meets. Multiply-adds: of one image and one text of full length, by torch's counter; "
         f"a FLOP count is twice as much. In brackets: times {escape(baseline)}.",
     ]
     if measured:
         sections += [
-            _table(measured, _measured, baseline),
+            _table(measured, lambda of: {title: of["measured"][unit] for title, unit in MEASURED.items()}, baseline),
             f"Medians of {ROUNDS} rounds, in each of which all models have their turn, after one that warms up. Random "
             f"images and texts of full length, {how['batch_size']} at a time, {how['dtype']}; without reading, "
             "decoding and tokenizing.",

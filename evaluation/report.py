@@ -157,25 +157,6 @@ def differ(result: dict[str, Any], other: dict[str, Any], key: str) -> bool:
     return same_data(result[key]) != same_data(other[key]) if key == "data" else result[key] != other[key]
 
 
-def best_of(results: Sequence[dict[str, Any]], title: str, models: Sequence[str]) -> list[dict[str, Any]]:
-    """One result a task, named `title`, with the best score of these models in each metric. The mean of several tasks
-    is that of the best scores."""
-    best = {}
-    for result in results:
-        if result["model"] in models:
-            # It is no model's, so nobody may find it by the hash of one.
-            result = {key: value for key, value in result.items() if key != "weights"}
-            other = best.setdefault(
-                result["task"], {**result, "model": title, "source": f"best of {', '.join(models)}"}
-            )
-            scores = {name: max(other["metrics"][name], value) for name, value in result["metrics"].items()}
-            parts = [value for name, value in scores.items() if name.startswith("accuracy/")]
-            if parts:
-                scores["accuracy"] = sum(parts) / len(parts)
-            best[result["task"]] = {**other, "metrics": scores}
-    return list(best.values())
-
-
 def primary_columns(row: dict[str, dict[str, Any]]) -> dict[tuple[str, str], str]:
     """(task, metric) -> title, of the primary metrics. Tasks of the same title are told apart by their names."""
     titles = Counter(one_line(result["title"]) for result in row.values())

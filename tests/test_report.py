@@ -17,7 +17,7 @@ from clip_moe.evaluation.benchmarks.specs import GROUPS
 from clip_moe.evaluation.commands import report
 from clip_moe.evaluation.figures import plot_text
 from clip_moe.evaluation.page import html_page
-from clip_moe.evaluation.report import best_of, write_report
+from clip_moe.evaluation.report import write_report
 from lab.law.estimate import CountedCaptions
 
 figures = small_evaluation.figures
@@ -241,13 +241,6 @@ def test_columns_of_one_title_are_told_apart(tmp_path):
     assert header == write_report(results, tmp_path).splitlines()[0]
     short = {plot_text(f"{'a long title ' * 6}, {part}", 60) for part in range(3)}
     assert len(short) == 3 and set(map(len, short)) == {60}
-
-
-def test_the_best_of_several_models_has_no_weights():
-    """Who looks for the scores of a model by its weights must not find those of an oracle."""
-    results = [result("a", value=0.5, weights="1"), result("b", value=0.6, weights="3")]
-    (best,) = best_of(results, "best", ["a", "b"])
-    assert best["metrics"]["recall"] == 0.6 and "weights" not in best
 
 
 @pytest.mark.parametrize("metric", ["image_to_text_recall@1", "text_to_image_recall@1"])

@@ -37,7 +37,6 @@ from clip_moe.engine.runner import run_recipe
 from clip_moe.evaluation.built_in_tasks import symbol_tasks
 from clip_moe.evaluation.ensemble import open_model
 from clip_moe.evaluation.measures import measure
-from clip_moe.evaluation.report import best_of
 from clip_moe.evaluation.sentence_encoders import load_encoder
 from clip_moe.evaluation.tasks import TASKS, Task
 from clip_moe.training import loop
@@ -356,13 +355,6 @@ def test_weighted_averages_and_experts_of_any_precision(out, tmp_path):
     assemble.convert([tmp_path / "half"] * 2, tmp_path / "mode")
     model = AutoModel.from_pretrained(tmp_path / "mode")
     assert model.dtype == torch.bfloat16 and model.set_equal_weights().tolist() == [0.5, 0.5]
-
-
-def test_oracle_has_the_best_score_of_each_task(out):
-    assert "| best " in (out / "evaluation" / "report.md").read_text()
-    results = [json.loads(path.read_text()) for path in sorted((out / "evaluation").glob("*--*.json"))]
-    bests = [result for result in results if result["model"] == "best"]
-    assert len(bests) == 3 and bests == best_of(results, "best", ["one", "two"])
 
 
 def test_other_pairs_are_embedded_while_they_are_assigned(system, out):

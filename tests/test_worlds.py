@@ -29,7 +29,7 @@ from clip_moe.data.symbols import SYMBOLS
 from clip_moe.data.worlds import WORLDS, world
 from clip_moe.evaluation.built_in_tasks import icon_tasks, symbol_tasks
 from clip_moe.evaluation.evaluate import evaluate_model
-from clip_moe.evaluation.report import best_of, write_report
+from clip_moe.evaluation.report import write_report
 from clip_moe.evaluation.tasks import TASKS, find_tasks, require_tasks, task_fingerprints
 
 PAGE = Path(__file__).parents[1] / "docs" / "worlds.md"
@@ -205,16 +205,12 @@ def test_what_is_not_installed_ends_in_one_line(dense, tmp_path, monkeypatch):  
 
 
 def test_a_table_shows_the_mean_of_the_topics_alone(dense, tmp_path):  # noqa: F811
-    """All scores stand below it, and of two models each topic has its best."""
+    """All scores stand below it."""
     results = evaluate_model(dense, {"symbols_topics": TASKS["symbols_topics"]}, tmp_path / "0")
     table = write_report(results, tmp_path / "report")
     assert table.splitlines()[0].count("zero-shot, 15 topics: mean accuracy") == 1 and "planet" not in table
     report = (tmp_path / "report" / "report.md").read_text()
     assert "accuracy/planet" in report and "a task for each of 15 topics" in report
-    parts = {"a": {"accuracy/planet": 0.2, "accuracy/die": 0.8}, "b": {"accuracy/planet": 0.5, "accuracy/die": 0.3}}
-    both = [results[0] | {"model": name, "metrics": {"accuracy": 0.5} | part} for name, part in parts.items()]
-    (best,) = best_of(both, "best expert", ["a", "b"])
-    assert best["metrics"] == {"accuracy": pytest.approx(0.65), "accuracy/planet": 0.5, "accuracy/die": 0.8}
 
 
 def test_a_task_belongs_to_the_packages_that_it_is_drawn_from(monkeypatch):

@@ -54,21 +54,13 @@ class EvaluateStage(MeasuredTasks, Stage):
     num_workers: int | None = Field(default=None, ge=0)
     # The row that the others are compared with.
     baseline: str | None = None
-    # Row title -> rows: for each task it shows the best score of these rows, an upper bound: choosing the row needs
-    # the answers.
-    oracles: dict[str, list[str]] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _check(self):
-        for title, rows in self.oracles.items():
-            unknown = sorted(set(rows) - set(self.models))
-            if unknown or not rows or title in self.models:
-                raise ValueError(f"oracles.{title} needs rows of the models, and a title of its own, not {unknown}")
-        for title in self.changes:
-            if title not in self.models:
-                raise ValueError(f"changes.{title} is none of the models {sorted(self.models)}")
-        if self.baseline is not None and self.baseline not in {*self.models, *self.oracles}:
-            raise ValueError(f"baseline {self.baseline!r} is none of the rows {sorted({*self.models, *self.oracles})}")
+        rows = {f"changes.{title}": title for title in self.changes} | {"baseline": self.baseline}
+        for setting, title in rows.items():
+            if title is not None and title not in self.models:
+                raise ValueError(f"{setting}: {title!r} is none of the models {sorted(self.models)}")
         return self
 
     def rehearsed(self, num_samples: int) -> typing.Self:
@@ -81,8 +73,7 @@ class EvaluateStage(MeasuredTasks, Stage):
 
         from clip_moe.evaluation.ensemble import is_mixture
         from clip_moe.evaluation.evaluate import evaluate_model
-        from clip_moe.evaluation.report import best_of, write_report
-        from clip_moe.evaluation.results import write_result
+        from clip_moe.evaluation.report import write_report
 
         accelerator, results = context.accelerator, []
         for model in inputs.models.values():
@@ -103,13 +94,10 @@ class EvaluateStage(MeasuredTasks, Stage):
             )
         if not accelerator.is_main_process:
             return
-        oracles = [result for title, rows in self.oracles.items() for result in best_of(results, title, rows)]
-        for result in oracles:
-            write_result(result, directory)
         losses = [f"- `{folder.name}`: {training}" for folder, training in self.trainings(results, inputs).items()]
         head, pictures = self.head(results, inputs, directory, accelerator.device)
         head = "\n\n".join(filter(None, [head, training_seconds(inputs.models), "\n".join(losses)]))
-        print(write_report(results + oracles, directory, self.baseline, head, self.title, pictures))
+        print(write_report(results, directory, self.baseline, head, self.title, pictures))
 
     def tasks_of(self, inputs: SimpleNamespace) -> "dict[str, Task]":
         """Name in results -> task."""

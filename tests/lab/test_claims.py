@@ -86,7 +86,7 @@ def test_recipes_measure_what_the_claims_name(claim):
     """The recipes of the cards' names have the rows and tasks."""
     rows = defaultdict(list)
     for stage in (stage for card in claim.cards for stage in read_recipe(card)["stages"]):
-        if stage["stage"] == "evaluate":
+        if stage["stage"] in ("evaluate", "lab.cards.oracles:OracleStage"):
             for row in [*stage["models"], *stage.get("oracles", {})]:
                 rows[row] += stage["tasks"]
     for row in [claim.better, *claim.than]:

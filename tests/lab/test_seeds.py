@@ -7,6 +7,7 @@ import small_evaluation
 from test_report import cells, lines_of, result
 
 from clip_moe.engine.provenance import Record
+from lab.cards.oracles import OracleStage, best_of
 from lab.cards.seeds import write_seeds
 from lab.cards.tradeoff import above_line, write_tradeoff
 
@@ -148,3 +149,15 @@ def test_tradeoff(tmp_path):
         ["sparse", "46.0 ± 1.0", "80.0 ± 0.0", "+6.0 ± 2.5"],  # t = 4.30 of 1 / sqrt(3)
     ]
     assert table in (tmp_path / "tradeoff.md").read_text() and (tmp_path / "tradeoff.png").stat().st_size > 10_000
+
+
+def test_an_oracle_has_the_best_score_of_each_topic():
+    """It is no model's: who looks for scores by the hash of weights must not find it."""
+    metrics = {"a": {"accuracy/planet": 0.2, "accuracy/die": 0.8}, "b": {"accuracy/planet": 0.5, "accuracy/die": 0.3}}
+    results = [result(name, weights=name, metrics={"accuracy": 0.5} | parts) for name, parts in metrics.items()]
+    (best,) = best_of(results, "best", ["a", "b"])
+    assert best["metrics"] == {"accuracy": pytest.approx(0.65), "accuracy/planet": 0.5, "accuracy/die": 0.8}
+    assert best["model"] == "best" and "weights" not in best
+    with pytest.raises(ValueError, match="oracles.best needs a title of its own and some of the models, not .'c'"):
+        settings = {"stage": "lab.cards.oracles:OracleStage", "name": "scores", "tasks": ["symbols_pairs"]}
+        OracleStage(**settings, models={"a": "a"}, oracles={"best": ["c"]})
