@@ -4,9 +4,10 @@ import pytest
 import torch
 from PIL import Image
 from stand_ins import IMAGE_TOKEN, save_llava
-from transformers import AutoProcessor, CLIPModel, LlavaForConditionalGeneration
+from transformers import AutoProcessor, CLIPModel, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
 import clip_moe
+from clip_moe.conversion.llava import warn_without_experts
 from clip_moe.conversion.presets import PRESETS
 from clip_moe.conversion.upcycle import upcycle
 from modeling_clip_moe import CLIPMoEVisionConfig, CLIPMoEVisionModel
@@ -57,3 +58,10 @@ def test_a_tower_of_another_width_and_other_models_are_refused(dense_llava, tmp_
         with pytest.raises(SystemExit, match=f"error: out: {message}"):
             swap(tmp_path / "out", whole, tower)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("layers", "warns"), [(-2, True), (-1, False), ([0, -2], True), (2, False)], ids=str)
+def test_a_tower_whose_experts_are_cut_off_warns(layers, warns, caplog):
+    vision = CLIPMoEVisionConfig(num_hidden_layers=2, moe_layers=[1])
+    warn_without_experts(LlavaConfig(vision_config=vision, text_config=LlamaConfig(), vision_feature_layer=layers))
+    assert ["the LLaVA uses no experts" in record.message for record in caplog.records] == [True] * warns

@@ -1,4 +1,4 @@
-"""LLaVA's training: what its files hold, which tokens are learned, and both stages run to their end."""
+"""LLaVA's training: its files, which tokens are learned, and both stages to their end."""
 
 import json
 import re
@@ -21,12 +21,11 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from clip_moe.conversion.llava import warn_without_experts
 from clip_moe.data.arguments import DataArguments
 from clip_moe.training.samplers import Share
 from lab.conversations import load_conversations
 from lab.llava import IGNORED, ConversationLoader, LlavaTask, build
-from modeling_clip_moe import CLIPMoEVisionConfig, CLIPMoEVisionModel
+from modeling_clip_moe import CLIPMoEVisionModel
 
 LLAMA = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 LLAMA = {**LLAMA, "max_position_embeddings": 512}
@@ -71,17 +70,15 @@ def llava(tmp_path_factory):
 
 @pytest.fixture
 def loader(llava, file):
-    """Of these entries, in batches of all of them in their order."""
+    """Makes a loader whose batches have all of its entries, in order."""
 
     def make(entries, prompt="chat", max_length=400, folder=llava):
-        arguments = file(entries)
-        processor = AutoProcessor.from_pretrained(folder)
-        config = LlavaConfig.from_pretrained(folder)
-        rows = load_conversations(arguments)
+        arguments, rows = file(entries), load_conversations(file(entries))
+        processor, config = AutoProcessor.from_pretrained(folder), LlavaConfig.from_pretrained(folder)
         share = Share(len(rows), 0, 1, 0)
-        made = ConversationLoader(rows, processor, config, arguments, share, prompt, max_length)
-        made.sampler.global_batches = lambda rng: [[*range(len(rows))]]
-        return made
+        loader = ConversationLoader(rows, processor, config, arguments, share, prompt, max_length)
+        loader.sampler.global_batches = lambda rng: [[*range(len(rows))]]
+        return loader
 
     return make
 
@@ -105,15 +102,6 @@ def assert_as_prepared(loader, batch):
     assert torch.equal(inputs["input_ids"][0], batch["input_ids"][0, :length])
     assert batch["labels"][0, length - 1] == IGNORED and batch["labels"][0, length] != IGNORED
     assert torch.equal(inputs["pixel_values"], batch["pixel_values"])
-
-
-@pytest.mark.parametrize(("layers", "warns"), [(-2, True), (-1, False), ([0, -2], True), (2, False)], ids=str)
-def test_a_tower_whose_experts_are_cut_off_warns(layers, warns, caplog):
-    vision = CLIPMoEVisionConfig(num_hidden_layers=2, moe_layers=[1])
-    warn_without_experts(
-        LlavaConfig(vision_config=vision, text_config=LlamaConfig(**LLAMA), vision_feature_layer=layers)
-    )
-    assert ["the LLaVA uses no experts" in record.message for record in caplog.records] == [True] * warns
 
 
 def test_llavas_layout(file, tmp_path):
@@ -186,14 +174,14 @@ def test_the_loss_is_the_mean_over_answers_and_the_tower_computes_as_at_inferenc
     loss, metrics = task(dict(batch))
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "pixel_values")}
     log_probs = model(**inputs).logits.log_softmax(dim=-1)
-    of_tokens = [
+    losses = [
         -log_probs[row, position - 1, token]
         for row, labels in enumerate(batch["labels"])
         for position, token in enumerate(labels)
         if token != IGNORED
     ]
-    torch.testing.assert_close(loss, sum(of_tokens) / len(of_tokens))
-    assert metrics["answer_tokens"] == len(of_tokens) and metrics["cut_conversations"] == 0
+    torch.testing.assert_close(loss, sum(losses) / len(losses))
+    assert metrics["answer_tokens"] == len(losses) and metrics["cut_conversations"] == 0
     # Without images, the projector still gets a gradient, of zeros
     LlavaTask(model)(next(loader(entries[1:]).batches(0)))[0].backward()
     projector = model.model.multi_modal_projector
@@ -201,10 +189,10 @@ def test_the_loss_is_the_mean_over_answers_and_the_tower_computes_as_at_inferenc
 
 
 @pytest.mark.slow
-def test_both_stages_train_what_they_say_and_resume(tmp_path):
-    stages = [DENSE, SPARSE, LLAVA, PROJECTED, TUNED]
+def test_both_stages_train_what_they_say_and_resume(llava, tmp_path):
+    stages = [PROJECTED | {"model": str(llava)}, TUNED]
     output = run_stages(tmp_path, stages)
-    built, projected, tuned = (weights(output / name) for name in ("llava", "projected", "tuned"))
+    built, projected, tuned = (weights(folder) for folder in (llava, output / "projected", output / "tuned"))
     for before, after, part in (
         (built, projected, "projector"),
         (projected, tuned, "(projector|language_model|lm_head)"),
@@ -231,12 +219,12 @@ def test_both_stages_train_what_they_say_and_resume(tmp_path):
 
 
 @pytest.fixture
-def whole(file, tmp_path):
+def unequal(llava, file, tmp_path):
     """A run on conversations of different lengths, some of which have images, and what it logged."""
     entries = [{"image": f"{number}.png", "conversations": turns("What?", f"It is {number}.")} for number in range(3)]
     entries += [{"conversations": turns("Why?", "So it is " + "and was " * number)} for number in (0, 4, 2, 9, 1)]
     data = {"source": file(entries).source, "image_root": str(tmp_path)}
-    stages = [DENSE, SPARSE, LLAVA, TUNED | {"model": "llava", "data": data, "max_steps": 4, "save_steps": None}]
+    stages = [TUNED | {"model": str(llava), "data": data, "max_steps": 4, "save_steps": None}]
     log = read_log(run_stages(tmp_path, stages) / "tuned")
     assert len({record["answer_tokens"] for record in log}) > 1
     return stages, log
@@ -249,18 +237,18 @@ def assert_same(log, expected):
             assert record[name] == pytest.approx(plain[name], rel=1e-4, abs=1e-4)
 
 
-def test_parts_of_a_step_train_as_the_whole(whole, tmp_path):
+def test_parts_of_a_step_train_as_the_whole(unequal, tmp_path):
     """However many tokens are learned in each part."""
-    stages, log = whole
+    stages, log = unequal
     overrides = {"output_dir": str(tmp_path / "parts"), "tuned.gradient_accumulation_steps": 2}
     assert_same(read_log(run_stages(tmp_path, stages, overrides) / "tuned"), log)
 
 
 @pytest.mark.slow
-def test_two_processes_train_as_one_also_where_one_has_no_images(whole, tmp_path):
+def test_two_processes_train_as_one_also_where_one_has_no_images(unequal, tmp_path):
     shutil.rmtree(tmp_path / "out" / "tuned")
     run_processes(2, train_recipe, "--config", tmp_path / "recipe.yaml")
-    assert_same(read_log(tmp_path / "out" / "tuned"), whole[1])
+    assert_same(read_log(tmp_path / "out" / "tuned"), unequal[1])
 
 
 def test_a_language_model_gets_eyes(llava, loader, tmp_path):
@@ -293,8 +281,8 @@ def test_a_language_model_gets_eyes(llava, loader, tmp_path):
     assert_as_prepared(made, batch)
 
 
-def test_what_cannot_train_is_refused(tmp_path):
-    stages = [DENSE, SPARSE, LLAVA, TUNED | {"model": "llava"}]
+def test_what_cannot_train_is_refused(llava, tmp_path):
+    stages = [LLAVA | {"tower": str(llava.parent / "sparse")}, TUNED | {"model": "llava"}]
     for key, value, message in (
         ("tuned.trainable", ".", "tuned.trainable: .*LLaVA's tower stays frozen"),
         ("tuned.max_length", 4096, "more than the 512 that the language model reads"),

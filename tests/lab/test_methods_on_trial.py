@@ -1,5 +1,6 @@
 """Methods on trial in lab/methods: by hand, and what they do to a run."""
 
+import itertools
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -9,15 +10,20 @@ import torch
 from several_processes import run_processes, train_recipe
 from steps import assert_same_step, gradient_of
 from tiny_clip import moved, tiny_clip
-from tiny_clip_moe import inputs, tiny_model
+from tiny_clip_moe import inputs, tiny_block, tiny_model
 from tiny_runs import as_stage, losses, read_log, same_weights, train
 
+from clip_moe.conversion.own_classes import import_models
 from clip_moe.conversion.presets import PRESETS
 from clip_moe.conversion.upcycle import sparse_blocks, upcycle
 from clip_moe.training.losses import all_reduce_sum
 from lab.methods.coupling import coupling_loss
 from lab.methods.entropy_losses import EntropyLosses, EntropyStage, global_entropy_loss, local_entropy_loss
+from lab.methods.relu_router import ReluCLIPModel, ReluRouter, ReluVisionConfig
+from lab.methods.relu_routing import load_weighted_l1
 from lab.methods.router_teacher import RouterTeacher
+from modeling_clip_moe import families
+from modeling_clip_moe.own_code import OWN_CLASSES
 
 PLAIN = replace(PRESETS["clip_moe"], sparse_layers=[1, 3])
 
@@ -74,65 +80,54 @@ def test_the_coupling_by_hand(alpha):
     torch.manual_seed(3)
     found = coupling_loss(router, up_proj, alpha)
     torch.manual_seed(3)
-    draws, expected, norms = torch.rand(4, 6), 0.0, torch.zeros(4, 4)
+    draws, norms, expected = torch.rand(4, 6), [], 0.0
     for i in range(4):
         reach = min((router[i] - router[j]).norm() for j in range(4) if j != i) / (2 * router[i].norm())
         noisy = router[i] * (1 + reach.detach() * (2 * draws[i] - 1))
         assert (noisy - router[i]).norm() <= min((noisy - router[j]).norm() for j in range(4)) + 1e-6
-        norms = torch.stack([(up_proj[j] @ noisy).norm() for j in range(4)])[None].where(
-            torch.arange(4)[:, None] == i, norms
-        )
-    for i in range(4):
-        for j in set(range(4)) - {i}:
-            expected += (norms[i, j] - alpha * norms[i, i]).clamp(min=0) + (norms[j, i] - alpha * norms[i, i]).clamp(
-                min=0
-            )
+        norms.append([(up_proj[j] @ noisy).norm() for j in range(4)])
+    for i, j in itertools.permutations(range(4), 2):
+        most = alpha * norms[i][i]
+        expected += (norms[i][j] - most).clamp(min=0) + (norms[j][i] - most).clamp(min=0)
     torch.testing.assert_close(found, expected / 16)
     torch.testing.assert_close(torch.autograd.grad(found, router), torch.autograd.grad(expected / 16, router))
 
 
-TAUGHT = "lab.methods.router_teacher:TaughtStage"
-COUPLED = "lab.methods.coupling:CoupledStage"
-taught, coupled = map(as_stage, (TAUGHT, COUPLED))
-# What is logged; settings
-METHODS = {
-    TAUGHT: ("router_divergence", {"change": taught, "teacher": "dense"}),
-    COUPLED: ("coupling_loss", {"change": coupled}),
-}
+@pytest.mark.parametrize("padded", [False, True])
+def test_relu_routing_equals_a_loop_over_tokens(padded):
+    block = tiny_block(norm_topk_prob=False).train()
+    block.router.__class__ = ReluRouter
+    mask = torch.rand(6, 7) > 0.3 if padded else torch.ones(6, 7, dtype=torch.bool)
+    hidden_states, experts = torch.randn(6, 7, 16, requires_grad=True), block.experts
+    expected, numbers = torch.zeros(6, 7, 16), set()
+    for b, s in mask.nonzero().tolist():
+        scores = block.router.weight @ hidden_states[b, s]
+        numbers.add(int((scores > 0).sum()))
+        for e in (scores > 0).nonzero().flatten().tolist():
+            hidden = experts.act_fn(experts.up_proj[e] @ hidden_states[b, s] + experts.up_proj_bias[e])
+            expected[b, s] = expected[b, s] + scores[e] * (experts.down_proj[e] @ hidden + experts.down_proj_bias[e])
+    actual = block(hidden_states, mask if padded else None)
+    torch.testing.assert_close(actual, expected)
+    direction, inputs = torch.randn_like(expected), [hidden_states, *block.parameters()]
+    gradients = [torch.autograd.grad((output * direction).sum(), inputs) for output in (actual, expected)]
+    torch.testing.assert_close(*gradients)
+    assert len(numbers) > 2  # tokens meet different numbers of experts
 
 
-@pytest.mark.parametrize(("logged", "settings"), METHODS.values(), ids=METHODS)
-def test_resumed_is_the_same_to_the_bit(whole, tmp_path, logged, settings):
-    assert logged in read_log(whole(**settings))[0]
-    train(tmp_path, 3, **settings)
-    resumed = train(tmp_path, **settings)
-    assert losses(resumed) == losses(whole(**settings)) and same_weights(resumed, whole(**settings))
+def test_the_loss_of_relu_routing_by_hand():
+    logits, mask = torch.randn(2, 3, 5, 4), torch.rand(3, 5) > 0.3
+    loss, share = load_weighted_l1(tuple(logits), 2, mask)
+    by_layer = []
+    for layer in logits:
+        scores = layer[mask].clamp(min=0)
+        by_layer.append(sum((scores[:, e] > 0).float().mean() * scores[:, e].mean() * 4 / 2 for e in range(4)))
+    torch.testing.assert_close(loss, sum(by_layer) / 2)
+    torch.testing.assert_close(share, (logits[:, mask] > 0).float().mean())
 
 
-@pytest.mark.parametrize("memory", [{"gradient_checkpointing": True}, {"mini_batch_size": 4}], ids=str)
-def test_what_saves_memory_changes_nothing(whole, memory):
-    """The teacher; the coupling's noise is another for each part."""
-    settings = METHODS[TAUGHT][1]
-    torch.testing.assert_close(losses(whole(**settings, **memory)), losses(whole(**settings)), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_two_processes_have_the_losses_of_one(whole, tmp_path):
-    settings = METHODS[TAUGHT][1]
-    train(tmp_path, only=["dense", "sparse"], **settings)
-    run_processes(2, train_recipe, "--config", tmp_path / "recipe.yaml")
-    torch.testing.assert_close(losses(tmp_path / "out" / "tuned"), losses(whole(**settings)), atol=1e-4, rtol=0)
-
-
-def test_what_they_do_not_go_with(tmp_path):
-    def with_dense_model(change):
-        return lambda recipe: [change(recipe), recipe["stages"][2].update(model="dense")]
-
-    for number, (_, settings) in enumerate(METHODS.values()):
-        with pytest.raises(ValueError, match="goes with a sparse model"):
-            train(tmp_path / str(number), **settings | {"change": with_dense_model(settings["change"])})
-    with pytest.raises(ValueError, match="teacher: it sees whole images"):
-        train(tmp_path / "patches", change=taught, teacher="dense", patch_dropout=0.5)
+def test_settings_without_a_meaning_for_relu_routing_are_refused():
+    with pytest.raises(ValueError, match="ReLU routing goes without norm_topk_prob, eval_capacity_factor"):
+        ReluVisionConfig(moe_layers=[1], eval_capacity_factor=1.0)
 
 
 # --- LIMoE's entropy losses
@@ -187,3 +182,101 @@ def test_towers_without_such_routers_are_refused():
     for fields, message in (({"scoring_func": "sigmoid"}, "no routers with"), ({"num_experts": 2}, "3.9 of 2 experts")):
         with pytest.raises(ValueError, match=message):
             EntropyStage(**ENTROPY_STAGE, **ENTROPY).auxiliary_losses(tiny_model(**fields), SimpleNamespace())
+
+
+# --- runs
+
+
+def relu(recipe):
+    changes = {"norm_topk_prob": False, "capacity_factor": None, "router_aux_loss_coef": 0, "router_z_loss_coef": 0}
+    recipe["stages"][1]["changes"].update(changes)
+    recipe["stages"][2]["stage"] = "lab.methods.relu_routing:ReluStage"
+
+
+TAUGHT = "lab.methods.router_teacher:TaughtStage"
+COUPLED = "lab.methods.coupling:CoupledStage"
+RELU = "lab.methods.relu_routing:ReluStage"
+RELU_LOGGED = [f"{tower}_{name}" for tower in ("text", "vision") for name in ("experts_per_token", "sparsity_weight")]
+# What is logged; settings
+METHODS = {
+    TAUGHT: (["router_divergence"], {"change": as_stage(TAUGHT), "teacher": "dense"}),
+    COUPLED: (["coupling_loss"], {"change": as_stage(COUPLED)}),
+    RELU: (RELU_LOGGED, {"change": relu}),
+}
+
+
+@pytest.fixture
+def method(request):
+    """A method's logged values and settings; ReLU routing as with `--import lab.methods.relu_router`, then undone."""
+    tables = (families.CLASS_OF_TYPE, families.FAMILY_OF_TYPE, families.FAMILY_OF_TEXT, OWN_CLASSES)
+    before = [dict(table) for table in tables]
+    if request.param == RELU:
+        import_models(ReluCLIPModel.__module__)
+    yield METHODS[request.param]
+    for table, entries in zip(tables, before, strict=True):
+        table.clear()
+        table.update(entries)
+
+
+def each(*methods):
+    return pytest.mark.parametrize("method", methods, indirect=True)
+
+
+@each(*METHODS)
+def test_resumed_is_the_same_to_the_bit(whole, tmp_path, method):
+    logged, settings = method
+    assert set(logged) <= set(read_log(whole(**settings))[0])
+    train(tmp_path, 3, **settings)
+    resumed = train(tmp_path, **settings)
+    assert losses(resumed) == losses(whole(**settings)) and same_weights(resumed, whole(**settings))
+
+
+@each(TAUGHT, RELU)  # the noise of the coupling is another for each part
+@pytest.mark.parametrize("memory", [{"gradient_checkpointing": True}, {"mini_batch_size": 4}], ids=str)
+def test_what_saves_memory_changes_nothing(whole, method, memory):
+    """Neither losses nor what is logged, such as a weight that is too small to be seen in the loss."""
+    logged, settings = method
+    logs = [read_log(whole(**settings, **more)) for more in (memory, {})]
+    for name in [*logged, "loss", "total_loss"]:
+        values = [[entry.get(name, 0) for entry in log] for log in logs]
+        assert values[0] == pytest.approx(values[1], rel=1e-4, abs=1e-12), name
+
+
+def train_with_relu(*arguments):
+    """As `accelerate launch -m clip_moe run --import lab.methods.relu_router`."""
+    import_models(ReluCLIPModel.__module__)
+    train_recipe(*arguments)
+
+
+@pytest.mark.slow
+@each(TAUGHT, RELU)
+def test_two_processes_have_the_losses_of_one(whole, tmp_path, method):
+    _, settings = method
+    train(tmp_path, only=["dense", "sparse"], **settings)
+    function = train_with_relu if method == METHODS[RELU] else train_recipe
+    run_processes(2, function, "--config", tmp_path / "recipe.yaml")
+    torch.testing.assert_close(losses(tmp_path / "out" / "tuned"), losses(whole(**settings)), atol=1e-4, rtol=0)
+
+
+@pytest.mark.slow
+@each(RELU)
+def test_the_weight_follows_the_number_of_experts(tmp_path, method):
+    log = read_log(train(tmp_path, **method[1], max_steps=100, learning_rate=3e-3))
+    for tower in ("text", "vision"):
+        weights = [entry[f"{tower}_sparsity_weight"] for entry in log]
+        assert weights[0] == pytest.approx(1e-8)
+        above = [entry[f"{tower}_experts_per_token"] > 2 for entry in log]
+        assert set(above) == {True, False}
+        for before, after, is_above in zip(weights, weights[1:], above, strict=False):
+            assert after == pytest.approx(before * 1.2 if is_above else before / 1.2, rel=1e-5)
+
+
+def test_what_they_do_not_go_with(tmp_path):
+    def with_dense_model(change):
+        return lambda recipe: [change(recipe), recipe["stages"][2].update(model="dense")]
+
+    for number, (_, settings) in enumerate((METHODS[TAUGHT], METHODS[COUPLED])):
+        with pytest.raises(ValueError, match="goes with a sparse model"):
+            train(tmp_path / str(number), **settings | {"change": with_dense_model(settings["change"])})
+    with pytest.raises(ValueError, match="teacher: it sees whole images"):
+        train(tmp_path / "patches", **METHODS[TAUGHT][1], patch_dropout=0.5)

@@ -80,9 +80,9 @@ def card_scores(card):
         names, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
         for row in rows:
             cells = dict(zip(names, row, strict=True))
-            of_model = {column: without_difference(cells[name]) for column, name in COLUMNS.items() if name in cells}
+            row_scores = {column: without_difference(cells[name]) for column, name in COLUMNS.items() if name in cells}
             known = scores.setdefault(row[0], {})
-            assert all(known.setdefault(column, score) == score for column, score in of_model.items()), (file, row[0])
+            assert all(known.setdefault(column, score) == score for column, score in row_scores.items()), (file, row[0])
     return scores
 
 

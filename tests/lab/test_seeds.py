@@ -60,8 +60,6 @@ def test_each_seed_has_test_pictures_of_its_own(folders, tmp_path):
 
 
 SAME = {"data": {"split": "test"}, "num_captions": 4, "batch_size": 8}
-
-
 CHANGES = [{"num_samples": 10}, {"commit": "def"}, {"data": {"split": "train"}}, {"changes": {"a": "b"}}]
 
 

@@ -1,7 +1,7 @@
 """The worlds of molecules and characters: their captions, what is drawn, and CLIP-UP's recipe on them."""
 
 from importlib.metadata import PackageNotFoundError
-from pathlib import Path
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -12,19 +12,19 @@ from clip_moe.data import extras
 from clip_moe.data.worlds import world
 from clip_moe.evaluation.tasks import find_tasks
 from clip_moe.training.commands import run
+from lab import ROOT
 from lab.law.cases import Case, arguments
 from lab.worlds import SOURCES, characters, molecules
 
-ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "lab" / "worlds" / "README.md").read_text(encoding="utf-8")
+RDKIT = pytest.mark.skipif(find_spec("rdkit") is None, reason="rdkit is not installed")
+DEBIAN = pytest.mark.skipif(
+    set(characters.versions()) != set(characters.FILES), reason="Debian's packages for characters are not installed"
+)
 
 
-@pytest.fixture(params=["characters", "molecules"])
+@pytest.fixture(params=[pytest.param("characters", marks=DEBIAN), pytest.param("molecules", marks=RDKIT)])
 def name(request):
-    if request.param == "molecules":
-        pytest.importorskip("rdkit", reason="rdkit is not installed")
-    elif set(characters.versions()) != set(characters.FILES):
-        pytest.skip("the packages of Debian that characters need are not installed")
     return request.param
 
 
@@ -42,23 +42,18 @@ def test_rows_follow_from_their_arguments(name):
     assert task.title == f"256 {name}" and len(task.load()[0]) == 256
 
 
-@pytest.mark.parametrize(
-    ("drawn", "fault"),
-    [
-        (characters.CHARACTERS, "characters need unicode-data, which is not installed: apt-get install unicode-data"),
-        (molecules.MOLECULES, "molecules need chemicals, which is not installed: pip install chemicals rdkit"),
-    ],
-)
-def test_what_is_not_installed_is_named(tmp_path, monkeypatch, drawn, fault):
+def test_what_is_not_installed_is_named(tmp_path, monkeypatch):
     def missing(name):
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr(extras, "distribution", missing)
     monkeypatch.setenv("XDG_DATA_DIRS", str(tmp_path))
-    for module, cached in ((characters, "_characters"), (molecules, "_molecules")):
-        monkeypatch.setattr(module, cached, getattr(module, cached).__wrapped__)
-    with pytest.raises(ValueError, match=fault):
-        drawn.kind_set("all")
+    for find_all, fault in (
+        (characters._characters, "characters need unicode-data, which is not installed: apt-get install unicode-data"),
+        (molecules._molecules, "molecules need chemicals, which is not installed: pip install chemicals rdkit"),
+    ):
+        with pytest.raises(ValueError, match=fault):
+            find_all.__wrapped__()
 
 
 def test_no_two_kinds_have_one_caption(name):
@@ -82,9 +77,9 @@ def test_halves_of_all_numbers_are_apart(name):
         kind_set("1024 half 3")
 
 
+@RDKIT
 def test_what_a_formula_shows():
     """Oxygen is red, wherever it is; a caption is any name of the molecule."""
-    pytest.importorskip("rdkit", reason="rdkit is not installed")
     numbers = {names_of("molecules", kind)[0]: kind for kind in molecules.kind_set("all")}
     for text, is_red in {"benzene": False, "ethanol": True}.items():
         (row,) = molecules.MOLECULES.load("test", "detailed", 1, [numbers[text]], captions_per_image=20)
@@ -93,9 +88,8 @@ def test_what_a_formula_shows():
         assert 1 < len(set(row["caption"])) and set(row["caption"]) <= set(molecules.molecule(numbers[text]).names)
 
 
+@DEBIAN
 def test_test_pictures_are_in_a_font_of_their_own():
-    if set(characters.versions()) != set(characters.FILES):
-        pytest.skip("the packages of Debian that characters need are not installed")
     fonts = {}
     for split, packages in characters.FONTS.items():
         rows = characters.CHARACTERS.load(split, "facts", 60, [7])
