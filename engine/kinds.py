@@ -26,9 +26,7 @@ PURPOSES = {
         "embed": "training",
         "cluster": "training",
     },
-    "training": dict.fromkeys(
-        ("train", "train_long_clip", "train_experts", "train_data_expert", "train_router"), "training"
-    ),
+    "training": dict.fromkeys(("train", "train_experts", "train_data_expert", "train_router"), "training"),
     "measures": dict.fromkeys(("evaluate", "answer", "analyze"), "evaluation"),
 }
 KINDS = {kind: room for kinds in PURPOSES.values() for kind, room in kinds.items()}
@@ -36,6 +34,7 @@ KINDS = {kind: room for kinds in PURPOSES.values() for kind, room in kinds.items
 FORMER = dict.fromkeys(("cluster_fine", "cluster_coarse", "select"), "cluster")
 FORMER |= dict.fromkeys(("features", "embed_captions"), "embed")
 FORMER["add_experts"] = "lab.methods.more_experts:MoreExpertsStage"
+FORMER["train_long_clip"] = "lab.methods.long_clip:TrainLongCLIPStage"
 
 
 def stage_of_kind(kind: str) -> "type[Stage]":

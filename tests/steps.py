@@ -23,7 +23,7 @@ LOSSES = SimpleNamespace(
 
 def steps_of(model, **settings):
     """A function that takes one training step on a batch."""
-    settings = LoopSettings(learning_rate=1e-3, weight_decay=0.1, global_batch_size=8, ema_decay=0.9, **settings)
+    settings = LoopSettings(learning_rate=1e-3, weight_decay=0.1, global_batch_size=8, **settings)
     settings.name, settings.task = "steps", lambda model: ContrastiveTask(model, LOSSES)
     accelerator = Accelerator(cpu=model.device.type == "cpu", mixed_precision="bf16")
     return training_step(model, settings, accelerator)[0]

@@ -22,7 +22,6 @@ from clip_moe.engine.provenance import Record
 from clip_moe.engine.settings import STRICT
 from clip_moe.training import loop
 from clip_moe.training.contrastive_task import ContrastiveTask
-from clip_moe.training.optimizers import WeightAverage
 from clip_moe.training.stages.train import TrainStage
 
 
@@ -74,7 +73,7 @@ RESUMED = {
     "noise": (5, {"change": NOISE} | EPOCHS[1]),
     "parts of batches": (4, {"mini_batch_size": 4}),
     "biases of experts": (5, {"change": set_towers(use_expert_bias=True)}),
-    "buffers and averaged weights": (5, {"change": balance, "ema_decay": 0.5}),
+    "buffers": (5, {"change": balance}),
 }
 
 
@@ -169,24 +168,6 @@ def test_compiled_models_train_the_same_and_are_saved_by_their_own_names(whole, 
     compiled = tmp_path / "out" / "tuned"
     torch.testing.assert_close(losses(compiled), losses(whole(max_steps=2)), rtol=1e-4, atol=1e-5)
     assert weights(compiled).keys() == weights(whole(max_steps=2)).keys()
-
-
-def test_the_average_of_the_weights(tmp_path, monkeypatch):
-    steps = []
-
-    def record(average):
-        steps.append({name.removeprefix("model."): p.detach().clone() for name, p in average.parameters.items()})
-
-    begin, update = WeightAverage.__init__, WeightAverage.update
-    monkeypatch.setattr(WeightAverage, "__init__", lambda self, *args: (begin(self, *args), record(self))[0])
-    monkeypatch.setattr(WeightAverage, "update", lambda self: (update(self), record(self))[0])
-    averaged, expected = weights(train(tmp_path, ema_decay=0.7)), dict(steps[0])
-    for step in steps[1:]:
-        expected = {name: 0.7 * expected[name] + 0.3 * step[name] for name in expected}
-    assert len(steps) == 7
-    for name, value in expected.items():
-        torch.testing.assert_close(averaged[name], value.view(averaged[name].shape), rtol=1e-5, atol=1e-6)
-        assert not torch.equal(value, steps[-1][name]), name
 
 
 def test_mixed_precision_trains_weights_in_float32(whole, tmp_path):

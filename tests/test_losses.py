@@ -18,7 +18,6 @@ from clip_moe.training.losses import (
     multi_positive_loss,
     router_losses,
 )
-from clip_moe.training.stages.train_long_clip import TrainLongCLIPStage
 from modeling_clip_moe import CLIPMoEConfig, load_balancing_loss, router_z_loss
 
 BATCH, WIDTH, EXPERTS, TOP_K = 6, 5, 4, 2
@@ -162,16 +161,6 @@ def gradients(model):
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-def long_clip(model, share=slice(None)):
-    """The loss of its stage, of a long and a short caption of each image."""
-    steps = {"max_steps": 1, "learning_rate": 1.0, "global_batch_size": BATCH}
-    stage = TrainLongCLIPStage(name="x", stage="x", model="x", data={"source": "x"}, num_components=2, **steps)
-    images, texts, *_ = data()
-    captions = torch.stack([texts, texts.roll(1, -1)], dim=1)
-    embeds = model.embeds(images[share], captions[share].flatten(0, 1))
-    return stage.contrastive_loss(*embeds, model.logit_scale.exp(), Pairing())
-
-
 def plain(loss, *settings, with_bias=False):
     def of(model):
         bias = [model.logit_bias] if with_bias else []
@@ -208,7 +197,7 @@ FORMULAS = {
 }
 ON_PROCESSES = {name: ours for name, (ours, _) in FORMULAS.items()}
 ON_PROCESSES |= {f"{name} in chunks": partial(ours, chunk_size=2) for name, ours in ON_PROCESSES.items()}
-ON_PROCESSES |= {"routers": with_routers, "Long-CLIP": long_clip}
+ON_PROCESSES["routers"] = with_routers
 
 
 def worker(folder):

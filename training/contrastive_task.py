@@ -113,9 +113,6 @@ class ContrastiveTask(Task):
         self.biases.move(accelerator)
         super().after_step(accelerator)
 
-    def require_sound(self, stage: str, step: int) -> None:
-        self.biases.require_bounded(stage, step)
-
     def exported(self, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """With the adapters added to the weights, and the scale in the shape that it had before training."""
         if self.lora is not None:

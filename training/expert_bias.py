@@ -49,16 +49,3 @@ class ExpertBiases:
             totals = accelerator.reduce(counts.to(router.expert_bias.device), "sum")
             router.expert_bias += self.RATE * (totals.mean() - totals).sign()
             counts.zero_()
-
-    def require_bounded(self, stage: str, step: int) -> None:
-        """Raises ValueError where a router's K largest biases lie further above the others than scores, between 0 and
-        1, can differ: every token would meet the same experts."""
-        for router in self.routers:
-            largest = router.expert_bias.sort(descending=True).values.tolist()
-            top_k = router.config.num_experts_per_tok
-            if top_k < len(largest) and (gap := largest[top_k - 1] - largest[top_k]) > 1:
-                raise ValueError(
-                    f"stage {stage}, step {step}: the {top_k} largest biases of a router lie {gap:.2f} above the "
-                    "others, and scores differ by at most 1, so that all tokens meet the same experts: lower the "
-                    "learning rate"
-                )

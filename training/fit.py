@@ -108,9 +108,8 @@ def require_processes(stage: Any, task: Task, accelerator: Accelerator) -> None:
     for loss in losses if is_fsdp else ():
         if loss.READS_WEIGHTS:
             raise ValueError(f"{type(loss).__name__} reads whole weights, which FSDP2 splits. Take DDP")
-    for setting in ("mini_batch_size", "ema_decay") if is_deepspeed else ():
-        if getattr(stage, setting, None):
-            raise ValueError(f"{stage.name}.{setting}: DeepSpeed has none. Take DDP or FSDP2")
+    if is_deepspeed and getattr(stage, "mini_batch_size", None):
+        raise ValueError(f"{stage.name}.mini_batch_size: DeepSpeed has none. Take DDP or FSDP2")
     if stage.save_steps and (is_deepspeed or is_fsdp and not accelerator.is_fsdp2):
         raise ValueError(
             "save_steps: FSDP version 1 and DeepSpeed keep checkpoints as pickles, which run code when they are read. "

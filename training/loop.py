@@ -6,8 +6,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -25,7 +24,7 @@ from clip_moe.engine.messages import join_names, one_line
 from clip_moe.engine.provenance import CHECKPOINTS, LOG, flatten
 from clip_moe.engine.settings import dump
 from clip_moe.evaluation.progress import Progress
-from clip_moe.training.optimizers import WeightAverage, make_optimizer
+from clip_moe.training.optimizers import make_optimizer
 from clip_moe.training.scores import Scores
 from clip_moe.training.task import Task
 from clip_moe.training.train_settings import LoopSettings
@@ -95,21 +94,20 @@ def train(
     latest = latest_checkpoint(checkpoints)
     step = 0 if latest is None else finished_steps(latest)
     model = task.model
-    task, optimizer, scheduler, average = _prepare(accelerator, task, settings, step, total_steps)
+    task, optimizer, scheduler = _prepare(accelerator, task, settings, step, total_steps)
     plain_task = accelerator.unwrap_model(task)
     if latest is not None:
-        load_checkpoint(accelerator, task, optimizer, latest, average)
+        load_checkpoint(accelerator, task, optimizer, latest)
         accelerator.on_main_process(print)(f"{settings.name}: goes on from step {step}")
     finite = FirstFault(settings.name, checkpoints)
     log = Log(directory / LOG, step, settings.global_batch_size, accelerator, settings.name)
     stream = batches(step * settings.gradient_accumulation_steps)
-    weights = partial(_gather_weights, accelerator, task, average)
 
     def measure() -> None:
         """Log what the model scores, if it is time to."""
         if scores is not None and scores.due(step, total_steps):
             with log.paused():
-                if values := scores.measure(step, weights()):
+                if values := scores.measure(step, _gather_weights(accelerator, task)):
                     log.write(step, values)
 
     first, since_logged = step, []
@@ -125,8 +123,6 @@ def train(
         scheduler.step()
         optimizer.zero_grad()
         plain_task.after_step(accelerator)
-        if average is not None:
-            average.update()
         step += 1
         since_logged.append(metrics)
         is_saved = bool(settings.save_steps) and step % settings.save_steps == 0 and step < total_steps
@@ -135,17 +131,16 @@ def train(
         if is_logged or (scores is not None and scores.due(step, total_steps)):
             finite.require()
         if is_logged:
-            plain_task.require_sound(settings.name, step)
             values = {name: accelerator.reduce(value, "mean").item() for name, value in _mean(since_logged).items()}
             since_logged.clear()
-            values |= {"grad_norm": grad_norm.item(), "learning_rate": float(learning_rate)}
+            values |= {"grad_norm": grad_norm.item(), "learning_rate": learning_rate}
             speed = log.images_per_second(step)
             log.write(step, values | {"images_per_second": speed})
         progress.update(_summary(values, speed) if is_logged else "")
         measure()
         if is_saved:
             with log.paused():
-                save_checkpoint(accelerator, task, optimizer, checkpoints, step, settings.save_total_limit, average)
+                save_checkpoint(accelerator, task, optimizer, checkpoints, step, settings.save_total_limit)
         if step == first + 1:
             memory = in_words(peak_memory(accelerator.device))
             accelerator.on_main_process(print)(
@@ -153,7 +148,7 @@ def train(
             )
     progress.close()
     call_trackers(accelerator, lambda tracker: tracker.finish())
-    state_dict = weights()
+    state_dict = _gather_weights(accelerator, task)
     buffers = dict(model.named_buffers())
     trained = {name: tensor for name, tensor in state_dict.items() if name not in buffers}
     require_finite_weights(trained, f"stage {settings.name}, step {step}", checkpoints)
@@ -162,8 +157,8 @@ def train(
 
 def _prepare(
     accelerator: Accelerator, task: nn.Module, settings: LoopSettings, step: int, total_steps: int
-) -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, WeightAverage | None]:
-    """The model with its loss and the optimizer, as Accelerate wraps them, the schedule, and the weights' average."""
+) -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    """The model with its loss and the optimizer, as Accelerate wraps them, and the schedule."""
     model = task.model
     if settings.gradient_checkpointing:
         checkpoint_layers(model)
@@ -173,7 +168,7 @@ def _prepare(
     optimizer = make_optimizer(task, settings, accelerator.device)
     warmup = settings.warmup_steps if settings.warmup_steps >= 1 else settings.warmup_steps * total_steps
     for group in optimizer.param_groups:
-        group["initial_lr"] = float(group["lr"])  # which a schedule that does not start at 0 looks for
+        group["initial_lr"] = group["lr"]  # which a schedule that does not start at 0 looks for
     # Not prepared: Accelerate would step the schedule once for every process.
     scheduler = get_cosine_schedule_with_warmup(optimizer, round(warmup), total_steps, last_epoch=step - 1)
     if accelerator.distributed_type is DistributedType.DEEPSPEED:
@@ -182,11 +177,7 @@ def _prepare(
         config["train_micro_batch_size_per_gpu"] = 1
         config["gradient_clipping"] = settings.max_grad_norm or 0.0
     task, optimizer = accelerator.prepare(task, optimizer)
-    average = None
-    if settings.ema_decay is not None:
-        parameters = accelerator.unwrap_model(task).named_parameters()
-        average = WeightAverage({plain_name(name): parameter for name, parameter in parameters}, settings.ema_decay)
-    return task, optimizer, scheduler, average
+    return task, optimizer, scheduler
 
 
 def _compute_gradient(
@@ -238,14 +229,9 @@ def _clip_gradient(
     return grad_norm
 
 
-def _gather_weights(
-    accelerator: Accelerator, task: nn.Module, average: WeightAverage | None
-) -> dict[str, torch.Tensor]:
+def _gather_weights(accelerator: Accelerator, task: nn.Module) -> dict[str, torch.Tensor]:
     """The state dict of the model of a prepared task, to be saved; empty on processes that do not save it."""
-    with nullcontext() if average is None else average.in_place():
-        state_dict = accelerator.get_state_dict(task) or {}  # what is gathered is often on the main process alone
-        if average is not None:  # on one process these are the parameters themselves
-            state_dict = {name: value.clone() for name, value in state_dict.items()}
+    state_dict = accelerator.get_state_dict(task) or {}  # what is gathered is often on the main process alone
     named = ((plain_name(name), value) for name, value in state_dict.items())
     # Others are what a loss keeps
     state_dict = {name.removeprefix("model."): value for name, value in named if name.startswith("model.")}

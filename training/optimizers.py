@@ -1,13 +1,10 @@
-"""The parameters that train, their optimizer, and the average of the weights."""
+"""The parameters that train, and their optimizer."""
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from clip_moe.training.train_settings import OptimizerSettings
 
@@ -63,61 +60,20 @@ def parameter_groups(model: nn.Module, weight_decay: float, decay_all: bool = Fa
 def make_optimizer(task: nn.Module, settings: OptimizerSettings, device: torch.device) -> torch.optim.Optimizer:
     """The optimizer of the trainable parameters of a task."""
     groups = parameter_groups(task, settings.weight_decay, settings.decay_all)
-    rate, betas, epsilon = settings.learning_rate, (settings.adam_beta1, settings.adam_beta2), settings.adam_epsilon
-    if settings.optimizer == "adamw_8bit":
-        try:
-            from torchao.optim import AdamW8bit
-        except ImportError as error:
-            raise ValueError("optimizer adamw_8bit is torchao's: pip install torchao, or take adamw") from error
-
-        return AdamW8bit(groups, lr=rate, betas=betas, eps=epsilon)
     # Where AdamW is one kernel. On a CPU its updates round otherwise than the plain ones.
-    return torch.optim.AdamW(groups, lr=rate, betas=betas, eps=epsilon, fused=device.type in ("cuda", "xpu"))
+    is_fused = device.type in ("cuda", "xpu")
+    betas = settings.adam_beta1, settings.adam_beta2
+    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=betas, eps=settings.adam_epsilon, fused=is_fused)
 
 
 def make_states(optimizer: torch.optim.Optimizer) -> None:
     """Give the optimizer the state that its first step makes, by a step that changes no weight."""
     learning_rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
-        group["lr"] = 0 * group["lr"]  # torchao has tensors
+        group["lr"] = 0.0
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
     for group, learning_rate in zip(optimizer.param_groups, learning_rates, strict=True):
         group["lr"] = learning_rate
-
-
-class WeightAverage:
-    """The exponential moving average of the parameters that train: after each step, decay * average + (1 - decay) *
-    parameter. It begins with the parameters as they are.
-
-    Args:
-        parameters: by name, as the optimizer has them; those that FSDP2 splits stay split.
-    """
-
-    def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float):
-        self.parameters = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-        self.averages = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
-        self._average = get_ema_multi_avg_fn(decay)
-
-    def update(self) -> None:
-        """A step was taken."""
-        parameters = [parameter.detach() for parameter in self.parameters.values()]
-        self._average(list(self.averages.values()), parameters, None)
-
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Within the block, the parameters have the values of their averages."""
-        self._swap()
-        try:
-            yield
-        finally:
-            self._swap()
-
-    @torch.no_grad()
-    def _swap(self) -> None:
-        for name, parameter in self.parameters.items():
-            value = parameter.detach().clone()
-            parameter.copy_(self.averages[name])
-            self.averages[name].copy_(value)

@@ -54,9 +54,6 @@ class Task(nn.Module):
         for auxiliary_loss in self.auxiliary_losses:
             auxiliary_loss.after_step(accelerator)
 
-    def require_sound(self, stage: str, step: int) -> None:
-        """Raise a ValueError where training cannot go on. Called when losses are logged."""
-
     def exported(self, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The weights of the model to save, of those of the model that trains."""
         return state_dict

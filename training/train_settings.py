@@ -26,8 +26,6 @@ class OptimizerSettings:
     adam_beta2: float = Field(default=0.98, ge=0, lt=1)
     # AdamW's epsilon.
     adam_epsilon: float = Field(default=1e-6, gt=0, le=1)
-    # torch's AdamW, or torchao's with moments of 8 bits.
-    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -42,8 +40,6 @@ class LoopSettings(OptimizerSettings):
     warmup_steps: float = Field(default=0, ge=0)
     # Longer gradients are scaled to this length; None: none is.
     max_grad_norm: float | None = Field(default=1.0, gt=0)
-    # The result is the exponential moving average of the weights, with this decay a step; None: the last weights.
-    ema_decay: float | None = Field(default=None, gt=0, lt=1)
     # Compute activations again in the backward pass: less memory, more time.
     gradient_checkpointing: bool = False
     # Compile each encoder layer. "auto": on a GPU.

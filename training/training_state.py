@@ -1,8 +1,8 @@
 """Checkpoints of a training run: safetensors and JSON, which run no code when they are read. Accelerate's own are
 pickles.
 
-`step-N/` holds `model.safetensors` with the parameters and persistent buffers, `optimizer.safetensors`, with
-`ema_decay` `average.safetensors`, `state.json` and, for each process, `random_states_RANK.json`.
+`step-N/` holds `model.safetensors` with the parameters and persistent buffers, `optimizer.safetensors`, `state.json`
+and, for each process, `random_states_RANK.json`.
 """
 
 import json
@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from clip_moe.engine.digests import file_digest, value_digest
-from clip_moe.training.optimizers import WeightAverage, make_states
+from clip_moe.training.optimizers import make_states
 
 
 def torch_states(device: torch.device) -> list[torch.Tensor]:
@@ -65,7 +65,7 @@ def set_random_states(states: dict[str, Any], device: torch.device) -> None:
     set_torch_states([torch.tensor(state, dtype=torch.uint8) for state in states["torch"]], device)
 
 
-MODEL, OPTIMIZER, AVERAGE = "model.safetensors", "optimizer.safetensors", "average.safetensors"
+MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 STATE, RANDOM_STATES = "state.json", "random_states"
 
 
@@ -76,7 +76,6 @@ def save_checkpoint(
     checkpoints: Path,
     step: int,
     limit: int,
-    average: WeightAverage | None = None,
 ) -> Path:
     """Write `step-N` of a prepared model and optimizer whole or not at all, then delete all but the newest `limit`."""
     partial, final = checkpoints / f"step-{step:08d}.partial", checkpoints / f"step-{step:08d}"
@@ -85,8 +84,6 @@ def save_checkpoint(
     copies = {name: buffer.clone().contiguous() for name, buffer in buffers.items()}
     states = _named_states(parameters, optimizer)
     tensors = {MODEL: parameters | copies, OPTIMIZER: _flat(states)}
-    if average is not None:
-        tensors[AVERAGE] = average.averages
     tensors = {name: _full_tensors(accelerator, file_tensors) for name, file_tensors in tensors.items()}
     for file_tensors in tensors.values():
         trained = {name: tensor for name, tensor in file_tensors.items() if name not in buffers}
@@ -119,7 +116,6 @@ def load_checkpoint(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     checkpoint: Path,
-    average: WeightAverage | None = None,
 ) -> None:
     """Put what `save_checkpoint` wrote into a prepared model and optimizer, and set the random states."""
     parameters, buffers = _named_tensors(accelerator, model)
@@ -128,8 +124,6 @@ def load_checkpoint(
     for name in parameters.keys() - set(state["trained"]):
         optimizer.optimizer.state.pop(parameters[name], None)
     files = {MODEL: parameters | buffers, OPTIMIZER: _flat(_named_states(parameters, optimizer))}
-    if average is not None:
-        files[AVERAGE] = average.averages
     for file, there in files.items():
         stored = _read(checkpoint / file)
         if state["sha256"][file] != file_digest(checkpoint / file):
@@ -201,12 +195,8 @@ def _named_states(parameters: dict[str, nn.Parameter], optimizer) -> dict[str, d
 
 
 def _flat(states: dict[str, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Every tensor of the states by name. One of 8 bits, a class of torchao's, is its codes and scales."""
-    tensors = {f"{name}.{key}": value for name, state in states.items() for key, value in state.items()}
-    for name in [name for name, value in tensors.items() if hasattr(value, "codes")]:
-        value = tensors.pop(name)
-        tensors |= {f"{name}.codes": value.codes, f"{name}.scale": value.scale}
-    return tensors
+    """Every tensor of the states by name."""
+    return {f"{name}.{key}": value for name, state in states.items() for key, value in state.items()}
 
 
 def plain_name(name: str) -> str:

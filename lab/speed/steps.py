@@ -371,7 +371,7 @@ def training_step(
     from clip_moe.training import loop
 
     task = settings.task(model, SimpleNamespace())
-    task, optimizer, scheduler, average = loop._prepare(accelerator, task, settings, 0, WARM_UP + TIMED)
+    task, optimizer, scheduler = loop._prepare(accelerator, task, settings, 0, WARM_UP + TIMED)
     finite = loop.FirstFault(settings.name, Path("nowhere"))
 
     def step(batch: dict[str, torch.Tensor]) -> None:
@@ -381,8 +381,6 @@ def training_step(
         scheduler.step()
         optimizer.zero_grad()
         accelerator.unwrap_model(task).after_step(accelerator)
-        if average is not None:
-            average.update()
 
     return step, finite
 

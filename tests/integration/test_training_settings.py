@@ -1,4 +1,4 @@
-"""Settings of training stages that need peft or torchao."""
+"""Adapters, which need peft."""
 
 import pytest
 import test_methods
@@ -17,26 +17,9 @@ from modeling_clip_moe.families import FAMILIES
 LORA = {"r": 2, "target_modules": ["q_proj", "fc1"], "target_parameters": ["experts.up_proj"], "trainable": "router"}
 
 
-@pytest.fixture(autouse=True)
-def eager():
-    """torchao compiles its optimizer anew for each shape, which takes minutes here."""
-    with torch.compiler.set_stance("force_eager"):
-        yield
-
-
-def run(folder, stop=None, **settings):
-    """A recipe whose last stage has these settings, perhaps up to a checkpoint."""
-
-    def widen(recipe):
-        """Half of the layers sparse, so that there are FFNs as well; wide enough for moments of 8 bits."""
-        recipe["stages"][0]["text_config"] |= {"hidden_size": 32, "intermediate_size": 128}
-
-    return train(folder, stop, widen, **settings)
-
-
 @pytest.fixture(scope="module")
 def with_lora(tmp_path_factory):
-    return run(tmp_path_factory.mktemp("lora"), lora=LORA)
+    return train(tmp_path_factory.mktemp("lora"), lora=LORA)
 
 
 def test_lora_changes_its_targets_alone(with_lora):
@@ -70,13 +53,8 @@ def test_merging_leaves_the_model_that_trains_as_it_is():
 
 
 def test_resumed_is_the_same_to_the_bit(with_lora, tmp_path):
-    eight_bit = {"optimizer": "adamw_8bit"}
-    for name, settings, whole in (
-        ("lora", {"lora": LORA}, with_lora),
-        ("8bit", eight_bit, run(tmp_path / "whole", **eight_bit)),
-    ):
-        run(tmp_path / name, stop=4, **settings)
-        assert same_weights(run(tmp_path / name, **settings), whole)
+    train(tmp_path, stop=4, lora=LORA)
+    assert same_weights(train(tmp_path, lora=LORA), with_lora)
 
 
 def test_adapters_of_experts_go_the_whole_way(tmp_path, monkeypatch, capsys):

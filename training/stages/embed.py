@@ -1,6 +1,5 @@
 """The stage that embeds a dataset."""
 
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,8 +48,6 @@ class EmbedStage(Stage):
     batch_size: int = Field(default=256, gt=0)
     # In which precision embeddings are kept.
     dtype: Literal["float32", "float16"] = "float32"
-    # Also write rows.jsonl: the path of the image and the captions of each row.
-    list_rows: bool = False
     # The weights of the L captions of an image, as in the stages that train on them: its text embedding is their
     # weighted mean. None: the first caption that is not missing.
     caption_weights: list[Annotated[float, Field(ge=0)]] | None = Field(default=None, min_length=1)
@@ -101,8 +98,6 @@ class EmbedStage(Stage):
 
         store = new_store(directory, rows, self.data, shard_size, context, images, encoder_name)
         store.write(accelerator, f"embeddings of {self.what}", in_precision)
-        if self.list_rows and accelerator.is_main_process:
-            _list_rows(rows, directory / "rows.jsonl")
 
     def _kept_encoder(self, source: str, rows: "datasets.Dataset", context: Context, folder: Path) -> "SentenceEncoder":
         """The encoder, which the main process keeps in this folder."""
@@ -124,19 +119,3 @@ class EmbedStage(Stage):
         if encoder.modality != modality:
             raise ValueError(f"what: {self.what}, but the encoder {encoder.name} is of the other")
         return encoder
-
-
-def _list_rows(rows: "datasets.Dataset", path: Path) -> None:
-    """Write a line for each row: `image`, a path or None, and the list `captions`, if there are any."""
-    import datasets
-
-    from clip_moe.data.texts import present_captions
-    from clip_moe.engine.files import new_file
-
-    if isinstance(rows.features["image"], datasets.Image):
-        rows = rows.cast_column("image", datasets.Image(decode=False))
-    with new_file(path) as partial, open(partial, "w", encoding="utf-8") as file:
-        for row in rows:
-            image = row["image"]["path"] if isinstance(row["image"], dict) else row["image"]
-            line = {"image": image} | ({"captions": present_captions(row["caption"])} if "caption" in row else {})
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")

@@ -90,8 +90,6 @@ class TrainStage(StepsStage):
     def _check(self):
         if self.lora is not None and self.trainable != ".":
             raise ValueError(f"trainable {self.trainable!r}: with lora, lora.trainable says what trains besides")
-        if self.lora is not None and self.ema_decay is not None:
-            raise ValueError("ema_decay: the average of an adapter's factors is not that of weights: leave out one")
         if self.caption_weights is not None and abs(sum(self.caption_weights) - 1) > 1e-6:
             raise ValueError(f"caption_weights {self.caption_weights} sum to {sum(self.caption_weights):g}, not to 1")
         if self.caption_weights is not None and self.data.streaming:

@@ -8,8 +8,7 @@ from tiny_runs import DENSE, TUNED, losses, run_stages, weights
 from torch.nn.functional import cross_entropy, normalize
 
 from clip_moe.training.losses import Pairing
-from clip_moe.training.primary_components import primary_components
-from clip_moe.training.stages.train_long_clip import TrainLongCLIPStage
+from lab.methods.long_clip import TrainLongCLIPStage, primary_components
 
 PAIRS, WIDTH, COMPONENTS = 8, 6, 2
 SETTINGS = {"name": "x", "stage": "x", "model": "x", "data": {"source": "x"}, "max_steps": 1, "learning_rate": 1.0}
@@ -19,7 +18,11 @@ STAGE = TrainLongCLIPStage(
 SYMBOLS = {"source": "symbols", "num_samples": 24, "captions": "detailed"}
 POLICIES = [{"policy": policy, "column": "caption"} for policy in ("full", "first_sentence")]
 CAPTIONS = {"name": "captions", "stage": "captions", "model": "dense", "data": SYMBOLS, "captions": POLICIES}
-LONG = TUNED | {"stage": "train_long_clip", "data": {"source": "captions", "in_memory": True}, "num_components": 3}
+LONG = TUNED | {
+    "stage": "lab.methods.long_clip:TrainLongCLIPStage",
+    "data": {"source": "captions", "in_memory": True},
+    "num_components": 3,
+}
 LONG |= {"global_batch_size": 8, "max_steps": 4, "logging_steps": 1}
 
 
