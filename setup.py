@@ -29,15 +29,12 @@ training = [
     "threadpoolctl>=3.5",
     "tqdm>=4.66",
 ]
-# K-means of more than 100,000 features
-faiss = ["faiss-cpu>=1.12"]
 # Captions embedded by a sentence encoder
 sentence = ["sentence-transformers>=6.2"]
 # The pictures of data.icons, and what draws them
 icons = ["mkdocs-material>=9.8.2", "resvg-py>=0.5"]
 test = [
     *training,
-    *faiss,
     *sentence,
     "hypothesis>=6.100",
     "import-linter>=2.3",
@@ -116,7 +113,6 @@ setup(
     ],
     extras_require={
         "training": training,
-        "faiss": faiss,
         "sentence": sentence,
         "icons": icons,
         "test": test,

@@ -12,6 +12,13 @@ from pydantic import ConfigDict, TypeAdapter
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False, defer_build=True)
 
 
+def refuse(*checks: tuple[object, str]) -> None:
+    """Raise a ValueError with the first message whose condition holds."""
+    for is_wrong, message in checks:
+        if is_wrong:
+            raise ValueError(message)
+
+
 class Reads:
     """Marks a setting that names what a stage reads, as in `Annotated[str, Reads("cluster")]`.
 

@@ -1,6 +1,4 @@
-"""Clusters: K-means by scikit-learn and faiss, balanced K-means, labels that tell experts apart, and their files."""
-
-import sys
+"""Clusters: K-means of all features and of a sample, balanced K-means, experts' labels, and their files."""
 
 import numpy as np
 import pytest
@@ -15,17 +13,16 @@ from threadpoolctl import threadpool_limits
 from clip_moe.data.identity import data_fingerprint
 from clip_moe.data.symbols import SYMBOLS
 from clip_moe.training import clusters as module
-from clip_moe.training.clusters import Clusters, Method, accumulate, balanced_kmeans, kmeans, load_clusters
+from clip_moe.training.clusters import Clusters, accumulate, balanced_kmeans, kmeans, load_clusters
 
 CORNERS = np.array([[1, 0], [0, 1], [-1, 0]], dtype=np.float32)
-BY_SCIKIT_LEARN, BY_FAISS = Method(), Method("faiss", n_init=1)
 
 
-@pytest.fixture(params=[BY_SCIKIT_LEARN, BY_FAISS], ids=["scikit-learn", "faiss"])
-def method(request):
-    if request.param.library == "faiss":
-        pytest.importorskip("faiss", reason="faiss-cpu of the faiss extra is not installed")
-    return request.param
+@pytest.fixture(params=[False, True], ids=["all features", "a sample"])
+def samples(request, monkeypatch):
+    """Whether centers are learned from a sample, as of many features."""
+    if request.param:
+        monkeypatch.setattr(module, "MANY", 1)
 
 
 def corners(per_cluster=20):
@@ -49,38 +46,31 @@ def inertia(features, labels):
     return ((features - means[labels]) ** 2).sum()
 
 
-def test_kmeans(method):
+def test_kmeans(samples):
     features, truth = corners()
-    assert len({*zip(kmeans(features, 3, 0, method=method), truth, strict=True)}) == 3  # the same up to names
-    first, second, other = (kmeans(noise(), 8, seed, method=method) for seed in (2**32 - 1, 2**32 - 1, 1))
+    assert len({*zip(kmeans(features, 3, 0), truth, strict=True)}) == 3  # the same up to names
+    first, second, other = (kmeans(noise(), 8, seed) for seed in (2**32 - 1, 2**32 - 1, 1))
     assert np.array_equal(first, second) and not np.array_equal(first, other)
     half = (features * (300 / np.abs(features).max())).astype(np.float16)  # whose squares have no sum in float16
-    found, expected = (kmeans(of_dtype, 3, 0, method=method) for of_dtype in (half, half.astype(np.float32)))
-    assert np.array_equal(found, expected)
+    assert np.array_equal(kmeans(half, 3, 0), kmeans(half.astype(np.float32), 3, 0))
     rows = np.arange(1, 3000, 3)
-    found, expected = kmeans(noise(), 4, 0, method=method, rows=rows), kmeans(noise()[rows], 4, 0, method=method)
-    assert np.array_equal(found, expected)
-    assert str(method).startswith("scikit-learn, n_init 10" if method == BY_SCIKIT_LEARN else "faiss 1.")
+    assert np.array_equal(kmeans(noise(), 4, 0, rows=rows), kmeans(noise()[rows], 4, 0))
 
 
-def test_what_cannot_be_clustered(method):
+def test_what_cannot_be_clustered(samples):
     for features, message in (
-        (CORNERS[:2], "n_samples=2 should be >= n_clusters=3|only 2 of 3 clusters"),
+        (CORNERS[:2], "n_samples=2 should be >= n_clusters=3"),
         (np.ones((1000, 2), np.float32), "only 1 of 3 clusters of image features have samples: .* of the 1000 image"),
         (CORNERS[[0, 1, 1, 0]], "only 2 of 3 clusters"),
     ):
         with pytest.raises(ValueError, match=message):
-            kmeans(features, 3, 0, "image features", method)
+            kmeans(features, 3, 0, "image features")
 
 
-def test_the_method_goes_by_the_number_of_features():
+def test_few_features_have_ten_starts():
     with threadpool_limits(1):
         expected = KMeans(4, n_init=10, random_state=3).fit_predict(noise(500))
-    choose, many = module.choose_method, module.MANY
-    assert np.array_equal(kmeans(noise(500), 4, 3, method=choose(500)), expected)
-    assert choose(many) == BY_SCIKIT_LEARN and choose(many + 1) == BY_FAISS
-    assert choose(many + 1, "scikit-learn", num_samples=5) == Method("scikit-learn", 1, 5)
-    assert [BY_FAISS.samples(number) for number in (4, 256, 1024)] == [65_536, 65_536, 262_144]
+    assert np.array_equal(kmeans(noise(500), 4, 3), expected)
 
 
 class Reluctant(np.ndarray):
@@ -91,22 +81,14 @@ class Reluctant(np.ndarray):
         return self.view(np.ndarray)[rows]
 
 
-def test_faiss_holds_a_sample_and_a_chunk(monkeypatch):
+def test_many_features_are_read_as_a_sample_and_in_chunks(monkeypatch):
     """The labels do not depend on the chunks, and every feature goes to the nearest center, also out of the sample."""
-    pytest.importorskip("faiss", reason="faiss-cpu of the faiss extra is not installed")
-    features, method = noise(), Method("faiss", 1, num_samples=400)
-    expected = kmeans(features, 8, 0, method=method)
+    monkeypatch.setattr(module, "MANY", 1)
+    features = noise()
+    expected = kmeans(features, 8, 0, num_samples=400)
     monkeypatch.setattr(module, "CHUNK", 256)
-    assert np.array_equal(kmeans(features.view(Reluctant), 8, 0, method=method), expected)
+    assert np.array_equal(kmeans(features.view(Reluctant), 8, 0, num_samples=400), expected)
     assert inertia(features, expected) < 1.05 * KMeans(8, n_init=3, random_state=0).fit(features).inertia_
-    of_eight, of_one = (kmeans(features, 8, 0, method=Method("faiss", n_init=number)) for number in (8, 1))
-    assert inertia(features, of_eight) < inertia(features, of_one)
-
-
-def test_faiss_is_told_to_be_installed(monkeypatch):
-    monkeypatch.setitem(sys.modules, "faiss", None)
-    with pytest.raises(ValueError, match="more than 100,000 features needs faiss: pip install faiss-cpu"):
-        kmeans(noise(), 2, 0, method=BY_FAISS)
 
 
 @settings(deadline=None, max_examples=40)

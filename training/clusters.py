@@ -5,22 +5,22 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
 from scipy.sparse import csr_array
+from sklearn.cluster import KMeans, kmeans_plusplus
+from sklearn.exceptions import ConvergenceWarning
 from threadpoolctl import threadpool_limits
 
 from clip_moe.data.identity import OTHER_DATA
 from clip_moe.evaluation.feature_store import Rows, open_arrays, save_arrays
 
-Library = Literal["scikit-learn", "faiss"]
-# More features than these are many: faiss computes, and starts once
-MANY = 100_000
-# Features that faiss learns centers from: of each cluster as many as faiss by itself takes, but more of few clusters
+# More features than these are many: K-means learns its centers from a sample, in one start of a few iterations
+MANY, STARTS, FEW_ITERATIONS = 100_000, 10, 25
+# Features of that sample: so many for each cluster, but more where there are few clusters
 SAMPLES_PER_CLUSTER, FEWEST_SAMPLES = 256, 65_536
-# Features that faiss assigns together: more do not stay in the cache. Features whose distances to all centers are held
+# Features that are read together, and those whose distances to all centers are held
 CHUNK, DISTANCES_CHUNK = 4096, 8192
 # Rows that balanced K-means chooses its first centers from, for each center
 ROWS_PER_CENTER = 20
@@ -30,126 +30,46 @@ CLUSTERS, CENTERS = "clusters.safetensors", "centers.safetensors"
 READABLE, CAPTIONED = "readable", "captioned"
 
 
-@dataclass(frozen=True)
-class Method:
-    """How K-means is computed.
-
-    Args:
-        n_init: starts; the best one counts.
-        num_samples: features that faiss learns the centers from; None: see `samples`.
-    """
-
-    library: Library = "scikit-learn"
-    n_init: int = 10
-    num_samples: int | None = None
-
-    def samples(self, num_clusters: int) -> int:
-        """The most features that faiss learns centers from."""
-        return self.num_samples or max(FEWEST_SAMPLES, SAMPLES_PER_CLUSTER * num_clusters)
-
-    def __str__(self) -> str:
-        if self.library == "scikit-learn":
-            return f"scikit-learn, n_init {self.n_init}"
-        faiss = import_faiss()
-        samples = self.num_samples or f"{SAMPLES_PER_CLUSTER} a cluster and at least {FEWEST_SAMPLES}"
-        threads = faiss.omp_get_max_threads()
-        return f"faiss {faiss.__version__}, n_init {self.n_init}, num_samples {samples}, threads {threads}"
-
-
-TEN_STARTS = Method()
-
-
-def choose_method(num_features: int, library: Library | None = None, num_samples: int | None = None) -> Method:
-    """By default, ten starts of scikit-learn's K-means for up to `MANY` features, else one of faiss's."""
-    many = num_features > MANY
-    return Method(library or ("faiss" if many else "scikit-learn"), 1 if many else 10, num_samples)
-
-
 def kmeans(
     features: np.ndarray | Rows,
     num_clusters: int,
     seed: int,
     kind: str = "features",
-    method: Method = TEN_STARTS,
     rows: np.ndarray | None = None,
+    num_samples: int | None = None,
 ) -> np.ndarray:
-    """K-means, repeatable to the bit: scikit-learn's on one thread, faiss's with as many threads as before.
+    """scikit-learn's K-means on one thread, repeatable to the bit.
 
-    scikit-learn holds all features twice. faiss (25 iterations from random features) learns its centers from a sample;
-    then each feature goes to the nearest center, a chunk at a time, so that features may be on disk.
+    Up to `MANY` features the best of ten starts counts. Of more, a sample gives the centers, and each feature goes to
+    the nearest one, a chunk at a time, so that features may be on disk.
 
     Args:
-        features: (samples, D), float32 where they are many.
+        features: (samples, D).
         kind: a name for the features, for error messages.
         rows: numbers of the features to cluster, ascending; None: all.
+        num_samples: features of the sample; None: 256 for each cluster, and at least 65,536.
 
     Returns:
         (rows,) labels from 0 to `num_clusters` - 1. None is empty.
     """
     rows = np.arange(len(features)) if rows is None else rows
-    if method.library == "faiss":
-        labels = _by_faiss(features, rows, num_clusters, seed, kind, method)
-    else:
-        from sklearn.cluster import KMeans
-        from sklearn.exceptions import ConvergenceWarning
-
-        with warnings.catch_warnings(), threadpool_limits(1):
-            warnings.simplefilter("ignore", ConvergenceWarning)  # fewer different features than clusters: said below
-            labels = KMeans(num_clusters, n_init=method.n_init, random_state=seed).fit_predict(features[rows])
-    _require_clusters(len(np.unique(labels)), num_clusters, len(rows), kind)
-    return labels
-
-
-def _by_faiss(
-    features: np.ndarray | Rows, rows: np.ndarray, num_clusters: int, seed: int, kind: str, method: Method
-) -> np.ndarray:
-    faiss = import_faiss()
-    rng = np.random.default_rng(seed)
-    chosen = np.sort(rng.choice(len(rows), min(method.samples(num_clusters), len(rows)), replace=False))
-    sample = features[rows[chosen]].astype(np.float32, copy=False)
-    # Far from the origin, faiss's distances are inexact
-    mean = sample.mean(axis=0, dtype=np.float64).astype(np.float32)
-    sample -= mean
-    # faiss would split a cluster of equal features in two, and tell them apart by rounding
-    different = set()
-    for row in sample:
-        different.add(row.tobytes())
-        if len(different) == num_clusters:
-            break
-    _require_clusters(len(different), num_clusters, len(sample), kind)
-    search = faiss.Kmeans(
-        sample.shape[1],
-        num_clusters,
-        nredo=method.n_init,
-        seed=int(rng.integers(2**31)),
-        # faiss warns below the first, and takes a sample of its own above the second
-        min_points_per_centroid=1,
-        max_points_per_centroid=len(sample),
-    )
-    search.train(sample)
-    del sample
-    labels = np.empty(len(rows), int)
-    for start in range(0, len(rows), CHUNK):
-        chunk = features[rows[start : start + CHUNK]].astype(np.float32, copy=False)
-        chunk -= mean
-        labels[start : start + len(chunk)] = search.index.search(chunk, 1)[1][:, 0]
-    return labels
-
-
-def _require_clusters(found: int, num_clusters: int, num_features: int, kind: str) -> None:
-    if found < num_clusters:
+    with warnings.catch_warnings(), threadpool_limits(1):
+        warnings.simplefilter("ignore", ConvergenceWarning)  # fewer different features than clusters: said below
+        if len(rows) <= MANY:
+            labels = KMeans(num_clusters, n_init=STARTS, random_state=seed).fit_predict(features[rows])
+        else:
+            size = min(num_samples or max(FEWEST_SAMPLES, SAMPLES_PER_CLUSTER * num_clusters), len(rows))
+            sample = rows[np.sort(np.random.default_rng(seed).choice(len(rows), size, replace=False))]
+            search = KMeans(num_clusters, n_init=1, max_iter=FEW_ITERATIONS, random_state=seed).fit(features[sample])
+            centers, chunks = torch.as_tensor(search.cluster_centers_).float(), range(0, len(rows), CHUNK)
+            labels = [nearest_centers(features[rows[start : start + CHUNK]], centers) for start in chunks]
+            labels = np.concatenate(labels).astype(int)
+    if (found := len(np.unique(labels))) < num_clusters:
         raise ValueError(
-            f"only {found} of {num_clusters} clusters of {kind} have samples: too many of the {num_features} {kind} "
+            f"only {found} of {num_clusters} clusters of {kind} have samples: too many of the {len(rows)} {kind} "
             "are equal. Ask for fewer clusters, or look at the model they come from"
         )
-
-
-def import_faiss():
-    try:
-        import faiss
-    except ImportError as error:
-        raise ValueError(f"K-means of more than {MANY:,} features needs faiss: pip install faiss-cpu") from error
-    return faiss
+    return labels
 
 
 def balanced_kmeans(
@@ -167,8 +87,6 @@ def balanced_kmeans(
     Returns:
         (k, d) centers and (samples,) labels.
     """
-    from sklearn.cluster import kmeans_plusplus
-
     sample = np.random.default_rng(seed).permutation(len(features))[: ROWS_PER_CENTER * num_clusters]
     first = kmeans_plusplus(features[np.sort(sample)].astype(np.float32), num_clusters, random_state=seed)[0]
     points, centers = torch.as_tensor(features, dtype=torch.float32, device=device), torch.as_tensor(first).to(device)
@@ -240,7 +158,7 @@ def split(
     num_clusters: Mapping[str, int],
     seed: int,
     groups: np.ndarray | None = None,
-    method: Method = TEN_STARTS,
+    num_samples: int | None = None,
     stage: int = 0,
 ) -> dict[str, np.ndarray]:
     """Labels of each modality by itself; a sample's label is the combination of all (CLIP-MoE section 5.3).
@@ -250,6 +168,7 @@ def split(
         num_clusters: modality -> number of K-means clusters, 1 for none; "random" cuts a permutation into that many
             equal parts instead (CLIP-FMoE appendix D).
         groups: (samples,), to cluster the samples of each group by themselves (CLIP-FMoE section 4.2, level 2).
+        num_samples: see `kmeans`.
         stage: how many stages were before, whose labels these are combined with: each draws other random parts.
 
     Returns:
@@ -268,7 +187,7 @@ def split(
                 labels[name][shuffled] = np.arange(len(members)) % number
             else:
                 kind = f"{name} features{place}"
-                labels[name][members] = kmeans(features[name], number, seed, kind, method, members)
+                labels[name][members] = kmeans(features[name], number, seed, kind, members, num_samples)
     return labels
 
 
@@ -292,11 +211,12 @@ def accumulate(labels: np.ndarray, features: Sequence[np.ndarray | Rows], previo
 
 def combine(columns: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Labels (samples,) of the combinations of labels (samples,) that occur, and their names: `image 2, text 0`."""
-    shape = [labels.max() + 1 for labels in columns.values()]
-    combinations, combined = np.unique(np.ravel_multi_index(tuple(columns.values()), shape), return_inverse=True)
-    by_number = zip(*np.unravel_index(combinations, shape), strict=True)
-    names = [", ".join(f"{name} {label}" for name, label in zip(columns, labels, strict=True)) for labels in by_number]
-    return combined, np.array(names)
+    combinations, labels = np.unique(np.stack(list(columns.values()), axis=1), axis=0, return_inverse=True)
+    names = [
+        ", ".join(f"{name} {label}" for name, label in zip(columns, combination, strict=True))
+        for combination in combinations
+    ]
+    return labels.ravel(), np.array(names)
 
 
 def _means(features: np.ndarray | Rows, labels: np.ndarray, number: int) -> np.ndarray:

@@ -4,7 +4,7 @@ import dataclasses
 import typing
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
@@ -12,7 +12,7 @@ from pydantic.dataclasses import dataclass
 from clip_moe.data.arguments import NumberedData
 from clip_moe.engine.context import Context
 from clip_moe.engine.messages import join_names
-from clip_moe.engine.settings import STRICT, Reads
+from clip_moe.engine.settings import STRICT, Reads, refuse
 from clip_moe.engine.stage import Stage
 
 if typing.TYPE_CHECKING:
@@ -23,7 +23,7 @@ if typing.TYPE_CHECKING:
 # Embeddings that fine-grained centers are learned from, unless num_samples says: 6 GB in float32 of size 768
 CENTER_SAMPLES = 2_000_000
 # Settings of one of the two ways alone
-OF_KMEANS = "num_image_clusters", "num_text_clusters", "num_random_clusters", "previous", "within", "method"
+OF_KMEANS = "num_image_clusters", "num_text_clusters", "num_random_clusters", "previous", "within"
 OF_CENTERS = "random", "data"
 # Pairs that the pictures are drawn from
 SAMPLES_DRAWN_FROM = 20_000
@@ -58,12 +58,8 @@ class ClusterStage(Stage):
     previous: Annotated[str, Reads("cluster")] | None = None
     # Whether the samples of each previous cluster are clustered by themselves, instead of all together.
     within: bool = False
-    # What computes K-means. faiss (pip install faiss-cpu) learns centers from num_samples features and assigns all in
-    # chunks, so that they need not fit into memory. None: scikit-learn up to 100,000 features, the best of ten starts;
-    # faiss above, of one.
-    method: Literal["scikit-learn", "faiss"] | None = None
-    # Features that the centers of faiss, or fine-grained ones, are learned from, drawn at random. They are in memory at
-    # once. None: for faiss 256 for each cluster, and at least 65,536; for fine-grained centers 2 million.
+    # Features that centers are learned from, drawn at random: those of K-means of more than 100,000, and fine-grained
+    # ones. They are in memory at once. None: 256 for each cluster and at least 65,536; for fine-grained ones 2 million.
     num_samples: int | None = Field(default=None, gt=0)
 
     # Fine-grained centers that are learned from the captions' embeddings (MoDE).
@@ -85,22 +81,20 @@ class ClusterStage(Stage):
 
     @model_validator(mode="after")
     def _check(self):
-        if self.within and self.previous is None:
-            raise ValueError("within needs the clusters of a previous stage")
-        given = [
-            name for name in ("num_centers", "centers", "num_clusters", "metadata") if getattr(self, name) is not None
-        ]
-        if given and (len(given) != 2 or len({*given} & {"num_centers", "centers"}) != 1):
-            raise ValueError(
-                "fine-grained centers need one of num_centers and centers, and one of num_clusters and metadata, not "
-                f"{join_names(given)}"
-            )
+        choices = {"num_centers", "centers"}, {"num_clusters", "metadata"}
+        given = {name for name in choices[0] | choices[1] if getattr(self, name) is not None}
         defaults = type(self).__pydantic_fields__
-        others = [
-            name for name in (OF_KMEANS if given else OF_CENTERS) if getattr(self, name) != defaults[name].default
-        ]
-        if others:
-            raise ValueError(f"{join_names(others)}: only {'without' if given else 'with'} num_centers or centers")
+        others = OF_KMEANS if given else OF_CENTERS
+        others = [name for name in others if getattr(self, name) != defaults[name].default]
+        refuse(
+            (self.within and self.previous is None, "within needs the clusters of a previous stage"),
+            (
+                given and any(len(given & choice) != 1 for choice in choices),
+                "fine-grained centers need one of num_centers and centers, and one of num_clusters and metadata, not "
+                f"{join_names(sorted(given))}",
+            ),
+            (others, f"{join_names(others)}: only {'without' if given else 'with'} num_centers or centers"),
+        )
         return self
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
@@ -127,7 +121,6 @@ class ClusterStage(Stage):
         from clip_moe.training.clusters import (
             READABLE,
             accumulate,
-            choose_method,
             combine,
             load_clusters,
             save_clusters,
@@ -139,17 +132,13 @@ class ClusterStage(Stage):
         rows, fingerprint = pairs_of(store, context), store.about["dataset_fingerprint"]
         previous = None if inputs.previous is None else load_clusters(Path(inputs.previous), fingerprint)[0]
         features = {name: store[name] for name in ("image", "text")}
-        method = choose_method(len(rows), self.method, self.num_samples)
         numbers = {"image": self.num_image_clusters, "text": self.num_text_clusters, "random": self.num_random_clusters}
-        has_kmeans = self.num_image_clusters * self.num_text_clusters > 1
-        method_text = f"K-means by {method}" if has_kmeans else "random parts"
-        print(f"{self.name}: {method_text}")
         groups = previous.labels if self.within else None
         stage = 0 if previous is None or self.within else previous.tuples.shape[1]
-        columns = split(features, numbers, context.seed, groups, method, stage)  # the labels by each modality
+        columns = split(features, numbers, context.seed, groups, self.num_samples, stage)  # the labels by each modality
         labels = np.ravel_multi_index(tuple(columns.values()), [numbers[name] for name in columns])
         clusters = accumulate(labels, [features["image"], features["text"]], previous)
-        save_clusters(directory, clusters, dataset_fingerprint=fingerprint, pairs=READABLE, method=method_text)
+        save_clusters(directory, clusters, dataset_fingerprint=fingerprint, pairs=READABLE)
         # Labels that were found within a cluster mean nothing outside of it.
         columns = {"cluster": previous.labels, **columns} if self.within else columns
         labels, names = combine(columns)
@@ -170,7 +159,14 @@ class ClusterStage(Stage):
 
         from clip_moe.evaluation.feature_store import FeatureStore
         from clip_moe.evaluation.sentence_encoders import load_encoder
-        from clip_moe.training.clusters import CENTERS, READABLE, load_centers, nearest_centers, save_centers
+        from clip_moe.training.clusters import (
+            CENTERS,
+            READABLE,
+            balanced_kmeans,
+            load_centers,
+            nearest_centers,
+            save_centers,
+        )
         from clip_moe.training.pair_features import BATCHES_PER_SHARD, ENCODER, encode_pairs, new_store, open_store
 
         accelerator = context.accelerator
@@ -178,7 +174,12 @@ class ClusterStage(Stage):
         encoder_name, images = captions.about["encoder"], captions.about["pairs"] == READABLE
         modality = "image" if images else "text"
         if accelerator.is_main_process and not (directory / CENTERS).is_file():
-            save_centers(directory, self._fine_centers(inputs.centers, captions, context), encoder_name)
+            if self.centers is not None:
+                fine_centers = load_centers(Path(inputs.centers), encoder_name)
+            else:
+                sample = captions[modality].sample(self.num_samples or CENTER_SAMPLES, context.seed)
+                fine_centers = balanced_kmeans(sample, self.num_centers, context.seed, accelerator.device)[0]
+            save_centers(directory, fine_centers, encoder_name)
         accelerator.wait_for_everyone()
         if self.data is None and self.centers is not None:
             return open_store(Path(inputs.centers), "a cluster stage with num_centers", by_encoder=True)
@@ -204,21 +205,12 @@ class ClusterStage(Stage):
         store.write(accelerator, "labels", compute)
         return store
 
-    def _fine_centers(self, other: str | None, captions: "FeatureStore", context: Context) -> "np.ndarray":
-        """(m, d) centers of another stage, or by balanced K-means of the captions' embeddings."""
-        from clip_moe.training.clusters import READABLE, balanced_kmeans, load_centers
-
-        if other is not None:
-            return load_centers(Path(other), captions.about["encoder"])
-        features = captions["image" if captions.about["pairs"] == READABLE else "text"]
-        sample = features.sample(self.num_samples or CENTER_SAMPLES, context.seed)
-        return balanced_kmeans(sample, self.num_centers, context.seed, context.accelerator.device)[0]
-
     def _group(self, store: "FeatureStore", inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         """Group the fine-grained centers, and give each pair the cluster of its center."""
         import numpy as np
 
         from clip_moe.data.contact_sheet import contact_sheet
+        from clip_moe.evaluation.sentence_encoders import encode_metadata, load_encoder
         from clip_moe.training.clusters import (
             Clusters,
             center_ranges,
@@ -227,14 +219,17 @@ class ClusterStage(Stage):
             save_clusters,
             select_centers,
         )
-        from clip_moe.training.pair_features import pairs_of
+        from clip_moe.training.pair_features import ENCODER, pairs_of
 
         about = {key: store.about[key] for key in ("encoder", "dataset_fingerprint", "pairs")}
         fine_centers, rows = load_centers(directory, about["encoder"]), pairs_of(store, context)
         if self.metadata is None:
             cluster_of_center, centers = group_centers(fine_centers, self.num_clusters, context.seed)
         else:
-            cluster_of_center, centers = select_centers(fine_centers, self._queries(inputs.features))
+            encoder = load_encoder(Path(inputs.features) / ENCODER)
+            if encoder.modality != "text":
+                raise ValueError(f"metadata are texts, but {self.features} embedded images")
+            cluster_of_center, centers = select_centers(fine_centers, encode_metadata(encoder, self.metadata))
         labels = cluster_of_center[store["labels"][:]].astype(np.int16)
         if self.random:
             labels = np.random.default_rng(context.seed).permutation(labels)
@@ -250,13 +245,3 @@ class ClusterStage(Stage):
         ranges = center_ranges(fine_centers, cluster_of_center, centers)
         sizes = ", ".join(f"{size} pairs (range {r:.2f})" for size, r in zip(sizes, ranges, strict=True))
         print(f"{self.name}: {sizes}; look at {context.output_dir / self.name / 'clusters.png'}")
-
-    def _queries(self, captions: str) -> "np.ndarray":
-        """(n, d) the embeddings of the metadata, by the encoder of the captions."""
-        from clip_moe.evaluation.sentence_encoders import encode_metadata, load_encoder
-        from clip_moe.training.pair_features import ENCODER
-
-        encoder = load_encoder(Path(captions) / ENCODER)
-        if encoder.modality != "text":
-            raise ValueError(f"metadata are texts, but {self.features} embedded images")
-        return encode_metadata(encoder, self.metadata)
