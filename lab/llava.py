@@ -246,7 +246,7 @@ class ConversationLoader(torch.utils.data.Dataset):
             )
         # What the tokenizer puts before every text
         self.begin = processor.tokenizer("")["input_ids"]
-        self.sampler = GlobalBatchSampler(len(rows), *share)
+        self.sampler = GlobalBatchSampler(len(rows), share)
 
     def __len__(self) -> int:
         """Batches of an epoch."""

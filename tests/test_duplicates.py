@@ -21,7 +21,7 @@ from clip_moe.engine.provenance import Record
 from clip_moe.training import duplicates as duplicates_module
 from clip_moe.training.duplicates import Duplicates, streamed_image_key, text_keys, token_keys
 from clip_moe.training.losses import Pairing
-from clip_moe.training.samplers import ClusterBatchSampler, GlobalBatchSampler
+from clip_moe.training.samplers import ClusterBatchSampler, GlobalBatchSampler, Share
 
 RNG = np.random.default_rng(0)
 
@@ -40,7 +40,9 @@ def num_with_duplicate(batch, keys):
 
 
 def sampler_of(size, *data, labels=None):
-    sampler = GlobalBatchSampler(len(data[0]), size) if labels is None else ClusterBatchSampler(labels, size)
+    sampler = (
+        GlobalBatchSampler(len(data[0]), Share(size)) if labels is None else ClusterBatchSampler(labels, Share(size))
+    )
     sampler.duplicates = Duplicates(*data)
     return sampler
 

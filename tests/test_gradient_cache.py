@@ -8,7 +8,6 @@ from steps import assert_same_step, gradient_of, train_stage
 from tiny_clip_moe import EOS, inputs, tiny_model, tower_fields
 
 from clip_moe.training.contrastive_task import ContrastiveTask
-from clip_moe.training.fit import problems_of_training
 from clip_moe.training.gradient_cache import cached_gradient, split_batch
 from modeling_clip_moe import SiglipMoEConfig, SiglipMoEModel
 
@@ -115,6 +114,6 @@ def test_several_processes_have_the_gradient_of_one(tmp_path):
 @pytest.mark.parametrize("group", [None, 3])
 def test_capacity_over_a_whole_batch_is_refused(group):
     model = sparse({"capacity_factor": 1.0, "capacity_group_size": group})
-    problems = problems_of_training(train_stage(BATCH, mini_batch_size=4), model, BATCH)
+    problems = train_stage(BATCH, mini_batch_size=4).problems(model, BATCH)
     for tower, problem in zip(("text", "vision"), problems, strict=True):
         assert problem.startswith(f"mini_batch_size: {tower}_config.capacity_group_size is {group}, and 4 sequences")

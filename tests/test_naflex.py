@@ -19,7 +19,6 @@ from clip_moe.data.arguments import DataArguments
 from clip_moe.data.pairs import load_pairs
 from clip_moe.evaluation.embedder import Embedder
 from clip_moe.evaluation.sentence_encoders import ClipEncoder
-from clip_moe.training.fit import problems_of_training
 from clip_moe.training.loader import PairLoader
 from clip_moe.training.samplers import Share
 from modeling_clip_moe.families import FAMILY_OF_TYPE
@@ -90,7 +89,7 @@ def test_a_batch_has_what_the_processor_makes(folder, arguments):
 
 def test_random_crops_are_refused(folder):
     stage = train_stage(len(SIZES), augmentation={"random_resized_crop": [0.5, 1]})
-    (problem,) = problems_of_training(stage, load_sparse(folder), len(SIZES))
+    (problem,) = stage.problems(load_sparse(folder), len(SIZES))
     assert problem.startswith("augmentation: it goes with images of one size, but this model takes any shape")
 
 

@@ -7,7 +7,6 @@ from tiny_families import tiny_dense
 
 from clip_moe.conversion.checkpoints import load_clip
 from clip_moe.training.contrastive_task import drop_patches
-from clip_moe.training.fit import problems_of_training
 from modeling_clip_moe.families import FAMILIES
 
 
@@ -44,4 +43,4 @@ def test_patch_dropout_leaves_patches_out(family):
 def test_a_share_that_leaves_no_patch_is_refused():
     model = load_clip("training/symbol_clip")  # 16 patches
     for share, problems in ((0.95, []), (0.99, ["patch_dropout: it leaves none of 16 patches: take at most 0.938"])):
-        assert list(problems_of_training(train_stage(4, patch_dropout=share), model, 4)) == problems
+        assert list(train_stage(4, patch_dropout=share).problems(model, 4)) == problems

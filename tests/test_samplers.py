@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clip_moe.training.duplicates import Duplicates
-from clip_moe.training.samplers import ClusterBatchSampler, GlobalBatchSampler, merge_small_clusters
+from clip_moe.training.samplers import ClusterBatchSampler, GlobalBatchSampler, Share, merge_small_clusters
 
 
 def apart(sampler, num_samples):
@@ -16,11 +16,11 @@ def apart(sampler, num_samples):
 
 
 SAMPLERS = {
-    "all": lambda labels, *arguments: GlobalBatchSampler(len(labels), *arguments),
+    "all": lambda labels, share: GlobalBatchSampler(len(labels), share),
     "clusters": ClusterBatchSampler,
-    "round robin": lambda *arguments: ClusterBatchSampler(*arguments, order="round_robin"),
-    "all, apart": lambda labels, *arguments: apart(GlobalBatchSampler(len(labels), *arguments), len(labels)),
-    "clusters, apart": lambda labels, *arguments: apart(ClusterBatchSampler(labels, *arguments), len(labels)),
+    "round robin": lambda labels, share: ClusterBatchSampler(labels, share, "round_robin"),
+    "all, apart": lambda labels, share: apart(GlobalBatchSampler(len(labels), share), len(labels)),
+    "clusters, apart": lambda labels, share: apart(ClusterBatchSampler(labels, share), len(labels)),
 }
 EVERY = pytest.mark.parametrize("kind", SAMPLERS)
 
@@ -40,7 +40,7 @@ def epoch_of(kind, labels, batch_size, world_size, seed, epoch, start_batch=0):
     """Batches of all ranks: [rank][batch]."""
     ranks = []
     for rank in range(world_size):
-        sampler = SAMPLERS[kind](labels, batch_size, rank, world_size, seed)
+        sampler = SAMPLERS[kind](labels, Share(batch_size, rank, world_size, seed))
         sampler.set_epoch(epoch, start_batch)
         ranks.append(list(sampler))
         assert start_batch or len(ranks[-1]) == len(sampler)
@@ -104,17 +104,17 @@ def test_round_robin_is_the_constrained_sampler(case):
 
 
 def test_samples_without_a_cluster_are_left_alone():
-    batches = list(ClusterBatchSampler(np.array([0, -1] * 10), 5))
+    batches = list(ClusterBatchSampler(np.array([0, -1] * 10), Share(5)))
     assert sorted(sample for batch in batches for sample in batch) == list(range(0, 20, 2))
 
 
 def test_too_few_samples():
     with pytest.raises(ValueError, match="7 samples does not fill a batch of 8: lower global_batch_size to 7 or less"):
-        GlobalBatchSampler(7, 4, world_size=2)
+        GlobalBatchSampler(7, Share(4, world_size=2))
     with pytest.raises(
         ValueError, match=r"none of the 2 clusters fills a batch of 8: lower global_batch_size to 6 or less"
     ):
-        ClusterBatchSampler(np.array([0] * 5 + [1] * 6), 4, world_size=2)
+        ClusterBatchSampler(np.array([0] * 5 + [1] * 6), Share(4, world_size=2))
 
 
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=12), st.integers(1, 20), st.integers(0, 9))

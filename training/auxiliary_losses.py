@@ -37,7 +37,6 @@ class AuxiliaryLoss(nn.Module):
             progress: the share of the stage's steps that are done, from 0.
             reduce: the sum of a tensor over the global batch, with gradient.
         """
-        raise NotImplementedError
 
     def after_step(self, accelerator: Accelerator) -> None:
         """The optimizer has taken a step."""

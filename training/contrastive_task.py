@@ -13,8 +13,8 @@ from clip_moe.conversion.checkpoints import is_sparse
 from clip_moe.training.auxiliary_losses import AuxiliaryLoss
 from clip_moe.training.expert_bias import ExpertBiases
 from clip_moe.training.gradient_cache import cached_gradient
-from clip_moe.training.lora import merge_adapters
 from clip_moe.training.losses import Pairing, Reduce, all_reduce_sum
+from clip_moe.training.optimizers import merge_adapters
 from clip_moe.training.task import Batch, Metrics, Task
 from clip_moe.training.train_settings import LoraSettings
 from modeling_clip_moe.experts import CLIPMoEExperts
@@ -125,8 +125,9 @@ class ContrastiveTask(Task):
 
     def contrastive_loss(self, embeds: Sequence[torch.Tensor], pairing: Pairing) -> torch.Tensor:
         """The loss of embeddings of images, of texts, a scale, and of `loss_parameters`."""
-        parameters = dict(zip(self.loss_parameters(), embeds[3:], strict=True))
-        return self.losses.contrastive_loss(*embeds[:3], pairing, **parameters)
+        images, texts, scale, *values = embeds
+        parameters = dict(zip(self.loss_parameters(), values, strict=True))
+        return self.losses.contrastive_loss(images, texts, scale, pairing, **parameters)
 
     @torch.no_grad()
     def chance(self, embeds: Sequence[torch.Tensor], pairing: Pairing) -> dict[str, torch.Tensor]:

@@ -24,7 +24,7 @@ def split_batch(batch: dict[str, torch.Tensor], size: int) -> list[dict[str, tor
     captions = batch.get("caption_mask", torch.ones(len(images), 1))
     texts = [int(part.sum()) for part in captions.split(size)]  # of each part
     split = {name: value.split(texts if name in TEXT_KEYS else size) for name, value in batch.items()}
-    parts = [dict(zip(split, values, strict=True)) for values in zip(*split.values(), strict=True)]
+    parts = [{name: values[number] for name, values in split.items()} for number in range(len(texts))]
     for part in parts:
         if "attention_mask" in part:  # without the columns at the end that are padding in all texts
             length = int(part["attention_mask"].any(dim=0).nonzero().max()) + 1
@@ -121,8 +121,8 @@ def _gradient_by_embeds(
 ) -> tuple[dict[str, torch.Tensor], list[tuple[torch.Tensor, ...]]]:
     """The contrastive loss of a batch and perhaps its chance, and of each part the gradients by its images', by its
     texts' embeddings, and by the scale and the loss's parameters, which all parts share."""
-    images, texts, *shared = zip(*embeds, strict=True)
-    leaves = [torch.cat(images), torch.cat(texts), *(values[0].clone() for values in shared)]
+    images, texts = ([part_embeds[place] for part_embeds in embeds] for place in (0, 1))
+    leaves = [torch.cat(images), torch.cat(texts), *(value.clone() for value in embeds[0][2:])]
     for leaf in leaves:
         leaf.requires_grad_()
     pairing = send_to_device(Pairing.take(dict(batch)), accelerator.device)

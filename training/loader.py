@@ -74,7 +74,7 @@ class PairLoader:
         self.prepare = Preparation(processor.image_processor, augmentation)
         if not arguments.streaming:
             self.pairs = _Pairs(rows, self.prepare, arguments, share.seed, caption_weights is not None)
-            self.sampler = sampler or GlobalBatchSampler(len(rows), *share)
+            self.sampler = sampler or GlobalBatchSampler(len(rows), share)
 
     def __len__(self) -> int:
         """Batches of an epoch, unless it is a stream."""
@@ -105,53 +105,43 @@ class PairLoader:
         first, or with `caption_weights`."""
         return PairBatches(self)
 
-    def report_captions(self, name: str, from_scratch: bool = False, own_tokenizer: bool = False) -> None:
-        """Prints what own captions are like, and warns of those that do not suit the tokenizer: it knows few of their
-        words, or cuts them.
-
-        Args:
-            name: of the stage.
-            from_scratch: whether the model is new, so that its context can still have any length.
-            own_tokenizer: whether the model's tokenizer was learned for it.
-        """
+    def report_captions(self, stage: str) -> None:
+        """Prints what captions are like, and warns of those that are all alike or whose words the tokenizer hardly
+        knows. Of a built-in world, it only tells how many captions are cut."""
+        source, tokenizer = self.arguments.source, self.processor.tokenizer
         if self.arguments.streaming:
-            rows = datasets.Dataset.from_dict(
-                {"caption": [row["caption"] for row in self.rows.take(STREAMED_LOOKED_AT)]}
-            )
+            captions = [row["caption"] for row in self.rows.take(STREAMED_LOOKED_AT)]
+            rows, looked_at = datasets.Dataset.from_dict({"caption": captions}), f"the first {len(captions):,}"
         else:
             chosen = np.random.default_rng(self.share.seed).permutation(len(self.rows))[:CAPTIONS_LOOKED_AT]
             rows = self.rows.select_columns("caption").select(np.sort(chosen))
+            looked_at = f"{len(rows):,} of {len(self.rows):,}" if len(rows) < len(self.rows) else ""
         captions = [caption for image_captions in rows["caption"] for caption in present_captions(image_captions)]
         if len(captions) > 1 and len(set(captions)) == 1:
             logger.warning(
                 "all %d captions of %s that were looked at are %s: in a batch of one caption, nothing is learned",
-                len(captions), self.arguments.source, shortened(captions[0]),
+                len(captions), source, shortened(captions[0]),
             )  # fmt: skip
-        pieces = pieces_per_word(self.processor.tokenizer, captions[:SAMPLE])
-        if pieces > MANY_PIECES and not own_tokenizer:
+        pieces = pieces_per_word(tokenizer, captions[:SAMPLE])
+        if pieces > MANY_PIECES:
             logger.warning(
                 "the tokenizer cuts a word of the captions of %s into %.1f pieces on average. For a model from "
-                "scratch, a tokenizer stage learns one from them",
-                self.arguments.source, pieces,
+                "scratch, a tokenizer stage learns one from them, with fewer pieces the larger its vocab_size",
+                source, pieces,
             )  # fmt: skip
-        longer = "a `long_context` stage makes a model that reads more"
-        if from_scratch:
-            longer = "text_config.max_position_embeddings of its `initialize` stage lets the model read more"
-        advice = f": a `captions` stage makes shorter ones of them, {longer}"
-        if not self.arguments.streaming and not is_world(self.arguments.source):
-            lines = look_at(rows, None, self.processor.tokenizer, advice)
-            if len(rows) < len(self.rows):
-                lines.insert(0, f"Of {len(self.rows):,} pairs, these are {len(rows):,}.")
-            print("\n".join(f"{name}: {line}" for line in lines))
-            return
-        read = read_texts(self.processor.tokenizer, captions)
-        cut = sum(read.is_cut)
-        if cut:
-            logger.warning(
-                "%.1f%% of the captions of %s (%d looked at) are longer than the %d tokens of the tokenizer and are "
-                "cut%s",
-                100 * cut / len(captions), self.arguments.source, len(captions), read.max_length, advice,
-            )  # fmt: skip
+        advice = (
+            ": a `captions` stage makes shorter ones of them; a `long_context` stage, or max_position_embeddings of an "
+            "`initialize` stage, makes a model that reads more"
+        )
+        if is_world(source):
+            texts = read_texts(tokenizer, captions)
+            cut = f"{sum(texts.is_cut):,} captions are longer than {texts.max_length} tokens, and are cut{advice}."
+            lines = [cut] if any(texts.is_cut) else []
+        else:
+            lines = look_at(rows, None, tokenizer, advice)
+        if looked_at and lines:
+            lines.insert(0, f"Of the pairs of {source}, these are {looked_at}.")
+        print("".join(f"{stage}: {line}\n" for line in lines), end="")
 
     def _streamed_batches(self, start: int) -> Iterator[dict[str, torch.Tensor]]:
         """A stream has to be read again up to where the run stopped."""
@@ -330,13 +320,14 @@ def _require_weighted(rows: datasets.Dataset, caption_weights: Sequence[float], 
     """Every image must have as many captions as there are weights. Reports the missing ones."""
     missing, weights = np.zeros(len(caption_weights), int), np.array(caption_weights)
     for index, captions in enumerate(rows["caption"]):
-        if isinstance(captions, str) or len(captions) != len(weights):
-            number = "has one" if isinstance(captions, str) else f"has {len(captions)} captions"
-            raise ValueError(f"caption_weights has {len(weights)} weights, but image {index} of {source} {number}")
         are_present = np.array([bool(present_captions(caption)) for caption in captions])
+        is_list = not isinstance(captions, str) and len(captions) == len(weights)
+        if not is_list or not (weights[are_present] > 0).any():
+            raise ValueError(
+                f"caption_weights: image {index} of {source} has no caption with a weight, or not a list of "
+                f"{len(weights)} captions: {shortened(captions)}"
+            )
         missing += ~are_present
-        if not (weights[are_present] > 0).any():
-            raise ValueError(f"image {index} of {source} has no caption with a weight: {captions}")
     if missing.any():
         logger.warning(
             "%s: of %d images, %s have no caption in place 0, 1, ...; their other captions get its weight",

@@ -30,7 +30,7 @@ from clip_moe.training.task import Task
 from clip_moe.training.train_settings import LoopSettings
 from clip_moe.training.training_state import (
     after_not_finite,
-    finished_steps,
+    checkpoint_step,
     latest_checkpoint,
     load_checkpoint,
     plain_name,
@@ -90,10 +90,9 @@ def train(
         FloatingPointError: the loss, the gradient or a trained weight is not finite. The checkpoints stay.
     """
     start_trackers(accelerator, settings)
-    checkpoints = directory / CHECKPOINTS
+    model, checkpoints = task.model, directory / CHECKPOINTS
     latest = latest_checkpoint(checkpoints)
-    step = 0 if latest is None else finished_steps(latest)
-    model = task.model
+    step = 0 if latest is None else checkpoint_step(latest)
     task, optimizer, scheduler = _prepare(accelerator, task, settings, step, total_steps)
     plain_task = accelerator.unwrap_model(task)
     if latest is not None:
@@ -102,14 +101,6 @@ def train(
     finite = FirstFault(settings.name, checkpoints)
     log = Log(directory / LOG, step, settings.global_batch_size, accelerator, settings.name)
     stream = batches(step * settings.gradient_accumulation_steps)
-
-    def measure() -> None:
-        """Log what the model scores, if it is time to."""
-        if scores is not None and scores.due(step, total_steps):
-            with log.paused():
-                if values := scores.measure(step, _gather_weights(accelerator, task)):
-                    log.write(step, values)
-
     first, since_logged = step, []
     progress = Progress(settings.name, total_steps, step, accelerator.is_main_process)
     while step < total_steps:
@@ -128,7 +119,8 @@ def train(
         is_saved = bool(settings.save_steps) and step % settings.save_steps == 0 and step < total_steps
         # Logged means begin after a checkpoint, so that a resumed run has the same
         is_logged = step == 1 or step % settings.logging_steps == 0 or is_saved or step == total_steps
-        if is_logged or (scores is not None and scores.due(step, total_steps)):
+        is_measured = scores is not None and scores.due(step, total_steps)
+        if is_logged or is_measured:
             finite.require()
         if is_logged:
             values = {name: accelerator.reduce(value, "mean").item() for name, value in _mean(since_logged).items()}
@@ -137,9 +129,10 @@ def train(
             speed = log.images_per_second(step)
             log.write(step, values | {"images_per_second": speed})
         progress.update(_summary(values, speed) if is_logged else "")
-        measure()
-        if is_saved:
-            with log.paused():
+        with log.paused():
+            if is_measured and (measured := scores.measure(step, _gather_weights(accelerator, task))):
+                log.write(step, measured)
+            if is_saved:
                 save_checkpoint(accelerator, task, optimizer, checkpoints, step, settings.save_total_limit)
         if step == first + 1:
             memory = in_words(peak_memory(accelerator.device))

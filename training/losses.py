@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from modeling_clip_moe import (
     CLIPMoEConfig,
@@ -45,7 +45,7 @@ class Pairing(NamedTuple):
     @classmethod
     def take(cls, batch: dict[str, torch.Tensor]) -> "Pairing":
         """Take it out of a batch of a `PairLoader`."""
-        return cls(*(batch.pop(name, None) for name in cls._fields))
+        return cls(**{name: batch.pop(name, None) for name in cls._fields})
 
     def positive_texts(self, image_embeds: torch.Tensor) -> torch.Tensor:
         """(B, B * processes) of bool, which texts belong to each image, for a loss that holds the whole matrix of
@@ -269,7 +269,7 @@ def _groups(towers: list[tuple], balance_mean: str) -> list[tuple]:
     """The parts with router losses of their own: each a tower's configuration, a weight, router logits and mask."""
     layers = [[(logits, mask) for logits in router_logits] for _, router_logits, _, mask in towers]
     if balance_mean == "token":
-        return [(towers[0][0], 1.0, *_all_tokens(itertools.chain(*layers)))]
+        return [(towers[0][0], 1.0, *_all_tokens(itertools.chain.from_iterable(layers)))]
     if balance_mean == "shared":
         joined = [_all_tokens(layer_pair) for layer_pair in zip(*layers, strict=True)]
         return [(towers[0][0], 1.0, tuple(logits for (logits,), _ in joined), joined[0][1])]
@@ -341,10 +341,23 @@ class _Sum(torch.autograd.Function):
 
 
 def _sum_of_rows(scale, chunk_size, smoothing, bias, rows, columns, targets, weights, right):
+    """`_row_losses` of some rows at a time, whose logits are computed again for the gradient."""
     bias = None if bias is None else bias.float()
-    if chunk_size is not None:
-        return _RowLossesInChunks.apply(rows, columns, scale, bias, weights, targets, smoothing, right, chunk_size)
-    return _row_losses(rows, columns, scale, bias, weights, targets, smoothing, right and right(slice(None)))
+    if chunk_size is None:
+        return _row_losses(rows, columns, scale, bias, weights, targets, smoothing, right and right(slice(None)))
+    losses = []
+    # Views and the last chunk first: the gradients of the chunks are added up in their order, and then to others
+    columns, scale = columns.view_as(columns), scale.view_as(scale)
+    bias = None if bias is None else bias.view_as(bias)
+    for start in reversed(range(0, len(rows), chunk_size)):
+        chunk = slice(start, start + chunk_size)
+
+        def loss_of(rows, columns, scale, bias, weights, chunk=chunk):
+            return _row_losses(rows, columns, scale, bias, weights, targets[chunk], smoothing, right and right(chunk))
+
+        inputs = rows[chunk], columns, scale, bias, weights[chunk]
+        losses.insert(0, checkpoint(loss_of, *inputs, use_reentrant=False, preserve_rng_state=False))
+    return sum(losses, start=rows.new_zeros(()))
 
 
 def _row_losses(rows, columns, scale, bias, weights, targets, label_smoothing, right=None):
@@ -364,42 +377,6 @@ def _row_losses(rows, columns, scale, bias, weights, targets, label_smoothing, r
     right = F.one_hot(targets, len(columns)) if right is None else right.long()
     signs = 2 * right - 1  # 1 for a pair, -1 for the others
     return -weights @ F.logsigmoid(signs * (logits + bias)).sum(dim=1)
-
-
-class _RowLossesInChunks(torch.autograd.Function):
-    """`_row_losses` of some rows at a time.
-
-    The gradient of a chunk is computed while its logits are there, as in Liger Kernel's fused linear cross entropy
-    (arXiv:2410.10989, section 3.2).
-    """
-
-    @staticmethod
-    def forward(ctx, rows, columns, scale, bias, weights, targets, label_smoothing, right, chunk_size):
-        inputs, needed = (rows, columns, scale, bias, weights), ctx.needs_input_grad[:5]
-        gradients = [torch.zeros_like(value) if wanted else None for value, wanted in zip(inputs, needed, strict=True)]
-        total = rows.new_zeros(())
-        for start in range(0, len(rows), chunk_size):
-            chunk = slice(start, start + chunk_size)
-            chunk_inputs = (rows[chunk], columns, scale, bias, weights[chunk])
-            leaves = [
-                tensor if tensor is None else tensor.detach().requires_grad_(wanted)
-                for tensor, wanted in zip(chunk_inputs, needed, strict=True)
-            ]
-            with torch.set_grad_enabled(any(needed)):
-                loss = _row_losses(*leaves, targets[chunk], label_smoothing, right and right(chunk))
-            total += loss.detach()
-            if any(needed):
-                loss.backward()
-                for number, (gradient, leaf) in enumerate(zip(gradients, leaves, strict=True)):
-                    if gradient is not None:
-                        (gradient[chunk] if number in (0, 4) else gradient).add_(leaf.grad)
-        ctx.save_for_backward(*gradients)
-        return total
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, gradient):
-        return *(g if g is None else gradient * g for g in ctx.saved_tensors), None, None, None, None
 
 
 def _world_size() -> int:

@@ -23,13 +23,15 @@ class Share(NamedTuple):
     world_size: int = 1  # number of processes
     seed: int = 0  # draws the order of the pairs
 
+    @property
+    def global_batch_size(self) -> int:
+        """Pairs of all processes in one forward pass."""
+        return self.batch_size * self.world_size
+
 
 class DistributedBatchSampler(Sampler[list[int]]):
     """Global batches that do not depend on the number of processes: process r of W gets the r-th of the W equal slices
     of each. A subclass has `__len__` and `global_batches`.
-
-    Args:
-        batch_size, rank, world_size, seed: see `Share`.
 
     Attributes:
         duplicates: those that no batch should have together; None: batches are drawn at random.
@@ -37,9 +39,8 @@ class DistributedBatchSampler(Sampler[list[int]]):
 
     duplicates: Duplicates | None = None
 
-    def __init__(self, batch_size: int, rank: int = 0, world_size: int = 1, seed: int = 0):
-        self.batch_size, self.rank, self.world_size, self.seed = batch_size, rank, world_size, seed
-        self.global_batch_size = batch_size * world_size
+    def __init__(self, share: Share):
+        self.share, self.global_batch_size = share, share.global_batch_size
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int, start_batch: int = 0) -> None:
@@ -65,24 +66,20 @@ class DistributedBatchSampler(Sampler[list[int]]):
 
     def all_batches(self) -> Sequence[np.ndarray]:
         """The global batches of the epoch."""
-        return self.global_batches(np.random.default_rng([self.seed, self.epoch]))
+        return self.global_batches(np.random.default_rng([self.share.seed, self.epoch]))
 
     def __iter__(self) -> Iterator[list[int]]:
         for batch in self.all_batches()[self.start_batch :]:
-            yield np.reshape(batch, (self.world_size, self.batch_size))[self.rank].tolist()
+            yield np.reshape(batch, (self.share.world_size, self.share.batch_size))[self.share.rank].tolist()
 
 
 class GlobalBatchSampler(DistributedBatchSampler):
     """Batches of a shuffled dataset: an epoch is one permutation of all samples, cut into global batches. What does not
     fill the last one is left out of the epoch. With `duplicates`, batches are those of `Spread`.
-
-    Args:
-        num_samples: size of the dataset.
-        batch_size, rank, world_size, seed: see `DistributedBatchSampler`.
     """
 
-    def __init__(self, num_samples: int, batch_size: int, rank: int = 0, world_size: int = 1, seed: int = 0):
-        super().__init__(batch_size, rank, world_size, seed)
+    def __init__(self, num_samples: int, share: Share):
+        super().__init__(share)
         if num_samples < self.global_batch_size:
             raise ValueError(
                 f"a dataset of {num_samples} samples does not fill a batch of {self.global_batch_size}: lower "
@@ -95,7 +92,8 @@ class GlobalBatchSampler(DistributedBatchSampler):
 
     @cached_property
     def _spread(self) -> "Spread":
-        return Spread(np.arange(self.num_samples, dtype=np.int32), self.duplicates, self.global_batch_size, self.seed)
+        samples = np.arange(self.num_samples, dtype=np.int32)
+        return Spread(samples, self.duplicates, self.global_batch_size, self.share.seed)
 
     def global_batches(self, rng: np.random.Generator) -> np.ndarray:
         if self.duplicates is not None:
@@ -113,21 +111,12 @@ class ClusterBatchSampler(DistributedBatchSampler):
 
     Args:
         labels: (samples,), the cluster of each, or -1 for samples that are not used.
-        batch_size, rank, world_size, seed: see `DistributedBatchSampler`.
         order: "shuffled", or "round_robin": one batch of each cluster in turn, until none has another (CLIP-FMoE
             appendix C).
     """
 
-    def __init__(
-        self,
-        labels: np.ndarray,
-        batch_size: int,
-        rank: int = 0,
-        world_size: int = 1,
-        seed: int = 0,
-        order: str = "shuffled",
-    ):
-        super().__init__(batch_size, rank, world_size, seed)
+    def __init__(self, labels: np.ndarray, share: Share, order: str = "shuffled"):
+        super().__init__(share)
         self.order = order
         clusters, sizes = np.unique(labels[labels >= 0], return_counts=True)
         if sizes.max(initial=0) < self.global_batch_size:
@@ -142,8 +131,8 @@ class ClusterBatchSampler(DistributedBatchSampler):
 
     @cached_property
     def _spreads(self) -> "list[Spread]":
-        size = self.global_batch_size
-        return [Spread(cluster, self.duplicates, size, self.seed) for cluster in self.clusters if len(cluster) >= size]
+        size, seed = self.global_batch_size, self.share.seed
+        return [Spread(cluster, self.duplicates, size, seed) for cluster in self.clusters if len(cluster) >= size]
 
     def global_batches(self, rng: np.random.Generator) -> np.ndarray:
         size = self.global_batch_size

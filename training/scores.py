@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, ProcessorMixin
 from clip_moe.engine.files import read_json, save, write_text
 from clip_moe.engine.messages import join_names
 from clip_moe.engine.provenance import weights_fingerprint
+from clip_moe.engine.settings import refuse
 from clip_moe.evaluation.evaluate import evaluate_model
 from clip_moe.evaluation.measures import METRICS
 from clip_moe.evaluation.task import Task
@@ -27,12 +28,15 @@ def find_score(keep_best: str, tasks: Mapping[str, Task]) -> str:
     """The whole name of a score, TASK/METRIC, in which that of a task on own data may be cut to how it begins."""
     task, _, metric = keep_best.partition("/")
     matching = [task] if task in tasks else [name for name in tasks if name.startswith(f"{task}-")]
-    if len(matching) != 1:
-        names = f"several of the tasks: {', '.join(matching)}" if matching else f"none of the tasks {', '.join(tasks)}"
-        raise ValueError(f"keep_best {keep_best!r} names {names}")
-    metrics = METRICS[tasks[matching[0]].kind]
-    if metric.partition("/")[0] not in metrics:
-        raise ValueError(f"keep_best {keep_best!r}: the metrics of {matching[0]} are {join_names(metrics)}")
+    metrics = METRICS[tasks[matching[0]].kind] if matching else ()
+    names = f"several of the tasks: {', '.join(matching)}" if matching else f"none of the tasks {', '.join(tasks)}"
+    refuse(
+        (len(matching) != 1, f"keep_best {keep_best!r} names {names}"),
+        (
+            metric.partition("/")[0] not in metrics,
+            f"keep_best {keep_best!r}: the metrics of {', '.join(matching)} are {join_names(metrics)}",
+        ),
+    )
     return f"{matching[0]}/{metric}"
 
 

@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from clip_moe.engine.digests import file_digest, value_digest
+from clip_moe.engine.messages import one_line
 from clip_moe.training.optimizers import make_states
 
 
@@ -127,9 +128,9 @@ def load_checkpoint(
     for file, there in files.items():
         stored = _read(checkpoint / file)
         if state["sha256"][file] != file_digest(checkpoint / file):
-            raise _unfit(checkpoint, f"{file} is not what was written with its {STATE}")
+            _give_up(checkpoint, f"{file} is not what was written with its {STATE}")
         if unknown := sorted(stored.keys() ^ there.keys()):
-            raise _unfit(checkpoint, f"{file} is of another model or optimizer: {', '.join(unknown[:3])}")
+            _give_up(checkpoint, f"{file} is of another model or optimizer: {', '.join(unknown[:3])}")
         for name, tensor in there.items():
             value = stored[name].to(tensor.device)
             if isinstance(tensor, DTensor):  # of FSDP2
@@ -147,8 +148,9 @@ def load_checkpoint(
         )
 
 
-def finished_steps(checkpoint: Path) -> int:
-    return _read(checkpoint / STATE)["step"]
+def checkpoint_step(checkpoint: Path) -> int:
+    """The number of steps of the optimizer that were done."""
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def latest_checkpoint(checkpoints: Path) -> Path | None:
@@ -222,21 +224,20 @@ def _write(path: Path, record: dict[str, Any]) -> None:
 
 def _read(path: Path) -> dict[str, Any]:
     """A file of a checkpoint."""
-    if not path.is_file():
-        raise _unfit(path.parent, f"it has no {path.name}")
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
         record = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(record, dict) or record.pop("seal", None) != value_digest(record):
-            raise ValueError("it is not what was written")
-    except (SafetensorError, ValueError) as error:
-        raise _unfit(path.parent, f"{path.name} is damaged: {error}") from error
+        seal = record.pop("seal", None) if isinstance(record, dict) else None
+    except (OSError, SafetensorError, ValueError) as error:
+        _give_up(path.parent, f"{path.name} is damaged: {one_line(error)}")
+    if seal != value_digest(record):
+        _give_up(path.parent, f"{path.name} is not what was written")
     return record
 
 
-def _unfit(checkpoint: Path, reason: str) -> ValueError:
-    return ValueError(
+def _give_up(checkpoint: Path, reason: str) -> NoReturn:
+    raise ValueError(
         f"cannot go on from the checkpoint {checkpoint}: {reason}. Delete it to go on from the one before it, if "
         "save_total_limit kept one, or to begin anew"
     )

@@ -10,7 +10,8 @@ from transformers import AutoModel
 
 from clip_moe.conversion.verification import sample_inputs
 from clip_moe.engine.messages import warn_once
-from clip_moe.training.lora import LoraSettings, add_adapters, merge_adapters
+from clip_moe.training.optimizers import add_adapters, merge_adapters
+from clip_moe.training.train_settings import LoraSettings
 from modeling_clip_moe import CLIPMoEModel
 from modeling_clip_moe.families import FAMILIES
 

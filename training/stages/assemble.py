@@ -9,7 +9,7 @@ from pydantic.dataclasses import dataclass
 
 from clip_moe.conversion.model_stage import ModelStage
 from clip_moe.engine.context import Context
-from clip_moe.engine.settings import STRICT, Reads
+from clip_moe.engine.settings import STRICT, Reads, refuse
 from clip_moe.engine.stage import Model
 
 
@@ -47,14 +47,18 @@ class AssembleStage(ModelStage):
 
     @model_validator(mode="after")
     def _check(self):
-        if (self.clusters is None) != (self.captions is None):
-            raise ValueError("clusters and captions go together: the metadata's encoder is kept with the captions")
-        fields = {name: type(self).__pydantic_fields__[name] for name in ("centers", "routing_temperature", "routing")}
-        changed = [name for name, field in fields.items() if getattr(self, name) != field.default]
-        if self.clusters is None and changed:
-            raise ValueError(
-                f"{', '.join(changed)}: of mixtures that route by clusters alone; set clusters and captions"
-            )
+        defaults, routing = type(self).__pydantic_fields__, ("centers", "routing_temperature", "routing")
+        changed = [name for name in routing if getattr(self, name) != defaults[name].default]
+        refuse(
+            (
+                (self.clusters is None) != (self.captions is None),
+                "clusters and captions go together: the metadata's encoder is kept with the captions",
+            ),
+            (
+                self.clusters is None and changed,
+                f"{', '.join(changed)}: of mixtures that route by clusters alone; set clusters and captions",
+            ),
+        )
         return self
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
@@ -75,14 +79,18 @@ class AssembleStage(ModelStage):
         folder = Path(inputs.captions) / ENCODER
         encoder = load_encoder(folder)
         number, known = len(experts), len(clusters.centers)
-        if clusters.fine_centers is None:
-            raise ValueError(f"{self.name}.clusters: {self.clusters} has no fine-grained centers: set its num_centers")
-        if number > known:
-            raise ValueError(f"{self.name}.experts: {number} experts, but {self.clusters} has {known} clusters")
-        if encoder.name != metadata["encoder"]:
-            raise ValueError(
-                f"{self.captions} was embedded by {encoder.name}, {self.clusters} goes back to {metadata['encoder']}"
-            )
+        made_by = metadata.get("encoder")
+        refuse(
+            (
+                clusters.fine_centers is None,
+                f"{self.name}.clusters: {self.clusters} has no fine-grained centers: set its num_centers",
+            ),
+            (number > known, f"{self.name}.experts: {number} experts, but {self.clusters} has {known} clusters"),
+            (
+                encoder.name != made_by,
+                f"{self.captions} was embedded by {encoder.name}, {self.clusters} goes back to {made_by}",
+            ),
+        )
         if self.centers == "coarse":
             centers, expert_of_center = clusters.centers[:number], np.arange(number)
         else:

@@ -11,7 +11,7 @@ from pydantic.dataclasses import dataclass
 
 from clip_moe.data.arguments import NumberedPictures
 from clip_moe.engine.context import Context
-from clip_moe.engine.settings import STRICT, Reads
+from clip_moe.engine.settings import STRICT, Reads, refuse
 from clip_moe.engine.stage import Stage
 
 if TYPE_CHECKING:
@@ -61,12 +61,17 @@ class EmbedStage(Stage):
 
     @model_validator(mode="after")
     def _check(self):
-        if self.model == "tfidf" and self.what != "captions":
-            raise ValueError("tfidf embeds captions alone: set what: captions")
-        if self.data.caption_column is None and self.what != "images":
-            raise ValueError("data.caption_column: pictures alone are embedded with what: images")
-        if self.caption_weights is not None and self.what != "both":
-            raise ValueError(f"caption_weights go with what: both, not {self.what}")
+        refuse(
+            (self.model == "tfidf" and self.what != "captions", "tfidf embeds captions alone: set what: captions"),
+            (
+                self.data.caption_column is None and self.what != "images",
+                "data.caption_column: pictures alone are embedded with what: images",
+            ),
+            (
+                self.caption_weights is not None and self.what != "both",
+                f"caption_weights go with what: both, not {self.what}",
+            ),
+        )
         return self
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:

@@ -15,7 +15,7 @@ from clip_moe.conversion.model_stage import ModelStage
 from clip_moe.data.arguments import Data
 from clip_moe.engine.context import Context
 from clip_moe.engine.outcome import Training
-from clip_moe.engine.settings import STRICT
+from clip_moe.engine.settings import STRICT, refuse
 from clip_moe.engine.stage import Cost, Model
 from clip_moe.training.train_settings import Evaluation, LoopSettings
 
@@ -53,12 +53,16 @@ class StepsStage(LoopSettings, ModelStage):
 
     @model_validator(mode="after")
     def _check_steps(self):
-        if (self.max_steps is None) == (self.num_epochs is None):
-            raise ValueError(
-                f"exactly one of max_steps ({self.max_steps}) and num_epochs ({self.num_epochs}) must be set"
-            )
-        if self.num_epochs is not None and self.data.streaming:
-            raise ValueError("a streamed dataset has no known length: set max_steps instead of num_epochs")
+        refuse(
+            (
+                (self.max_steps is None) == (self.num_epochs is None),
+                f"exactly one of max_steps ({self.max_steps}) and num_epochs ({self.num_epochs}) must be set",
+            ),
+            (
+                self.num_epochs is not None and self.data.streaming,
+                "a streamed dataset has no known length: set max_steps instead of num_epochs",
+            ),
+        )
         return self
 
     def train_model(

@@ -17,14 +17,11 @@ from pydantic.dataclasses import dataclass
 
 from clip_moe.data.arguments import Augmentation
 from clip_moe.engine.context import Context
-from clip_moe.engine.settings import STRICT
+from clip_moe.engine.settings import STRICT, refuse
 from clip_moe.engine.stage import Trained, named_errors
 from clip_moe.evaluation.measured_tasks import REHEARSED_ROWS
 from clip_moe.training.stages.steps import REHEARSED_STEPS, StepsStage
-from clip_moe.training.train_settings import (
-    Evaluation,
-    LoraSettings,
-)
+from clip_moe.training.train_settings import Evaluation, LoraSettings
 
 if typing.TYPE_CHECKING:
     import torch
@@ -33,7 +30,6 @@ if typing.TYPE_CHECKING:
     from clip_moe.data.sources import Rows
     from clip_moe.training.auxiliary_losses import AuxiliaryLoss
     from clip_moe.training.contrastive_task import ContrastiveTask
-    from clip_moe.training.duplicates import Duplicates
     from clip_moe.training.loader import PairLoader
     from clip_moe.training.losses import Pairing, Reduce
     from clip_moe.training.samplers import DistributedBatchSampler, Share
@@ -88,20 +84,29 @@ class TrainStage(StepsStage):
 
     @model_validator(mode="after")
     def _check(self):
-        if self.lora is not None and self.trainable != ".":
-            raise ValueError(f"trainable {self.trainable!r}: with lora, lora.trainable says what trains besides")
-        if self.caption_weights is not None and abs(sum(self.caption_weights) - 1) > 1e-6:
-            raise ValueError(f"caption_weights {self.caption_weights} sum to {sum(self.caption_weights):g}, not to 1")
-        if self.caption_weights is not None and self.data.streaming:
-            raise ValueError(
-                "data.streaming: a stream's samples have no numbers, which caption_weights need: leave out one"
-            )
-        if self.global_batch_size == self.gradient_accumulation_steps:
-            raise ValueError("global_batch_size: a step of one pair has no negatives to learn from: take 2 or more")
-        if self.augmentation is not None and self.data.in_memory:
-            raise ValueError(
-                "augmentation changes images in every epoch, but data.in_memory keeps what they were: drop one"
-            )
+        weights = self.caption_weights
+        refuse(
+            (
+                self.lora is not None and self.trainable != ".",
+                f"trainable {self.trainable!r}: with lora, lora.trainable says what trains besides",
+            ),
+            (
+                weights is not None and abs(sum(weights) - 1) > 1e-6,
+                f"caption_weights {weights} sum to {sum(weights or []):g}, not to 1",
+            ),
+            (
+                weights is not None and self.data.streaming,
+                "data.streaming: a stream's samples have no numbers, which caption_weights need: leave out one",
+            ),
+            (
+                self.global_batch_size == self.gradient_accumulation_steps,
+                "global_batch_size: a step of one pair has no negatives to learn from: take 2 or more",
+            ),
+            (
+                self.augmentation is not None and self.data.in_memory,
+                "augmentation changes images in every epoch, but data.in_memory keeps what they were: drop one",
+            ),
+        )
         return self
 
     def load_pairs(self, inputs: SimpleNamespace, context: Context) -> "Rows":
@@ -126,7 +131,7 @@ class TrainStage(StepsStage):
         """
         from clip_moe.training.samplers import GlobalBatchSampler
 
-        return GlobalBatchSampler(len(rows), *share)
+        return GlobalBatchSampler(len(rows), share)
 
     def contrastive_loss(
         self,
@@ -158,7 +163,7 @@ class TrainStage(StepsStage):
         options["logit_bias"] = None if self.loss == "softmax" else logit_bias
         if pairing.caption_mask is None:
             return contrastive_loss(image_embeds, text_embeds, logit_scale, **options, pairing=pairing)
-        texts = text_embeds.new_zeros(*pairing.caption_mask.shape, text_embeds.shape[-1])
+        texts = text_embeds.new_zeros((*pairing.caption_mask.shape, text_embeds.shape[-1]))
         texts = texts.masked_scatter(pairing.caption_mask[..., None], text_embeds)  # (B, L, D)
         weights = torch.tensor(self.caption_weights, device=texts.device)
         return multi_positive_loss(image_embeds, texts, logit_scale, weights, pairing, **options)
@@ -182,7 +187,7 @@ class TrainStage(StepsStage):
         from clip_moe.conversion.checkpoints import load_clip
         from clip_moe.conversion.processors import load_processor
         from clip_moe.data.sources import reading
-        from clip_moe.engine.provenance import MANIFEST, Record, duplicates_line
+        from clip_moe.engine.provenance import duplicates_line
         from clip_moe.training.fit import warn_of_idle_parts
 
         model, processor = load_clip(inputs.model, dtype=torch.float32), load_processor(inputs.model)
@@ -197,10 +202,7 @@ class TrainStage(StepsStage):
         context.held["images"] = loader.bytes_in_memory
         if accelerator.is_main_process:
             with reading(self.data):
-                # A model that was initialized for this, with a tokenizer or without
-                maker = Record.read(Path(inputs.model)).stage if (Path(inputs.model) / MANIFEST).is_file() else {}
-                is_new = maker.get("stage") == "initialize"
-                loader.report_captions(self.name, is_new, is_new and maker.get("tokenizer") is not None)
+                loader.report_captions(self.name)
             compared = "text" if self._compares_texts_alone else "text or image"
             print(f"{self.name}: {duplicates_line(shares, self.duplicates, compared)}")
         self.train_model(self.task(model, inputs), processor, loader, accelerator, context, directory, self.evaluation)
@@ -214,23 +216,36 @@ class TrainStage(StepsStage):
     def _loader(
         self, rows: "Rows", processor: "ProcessorMixin", share: "Share", inputs: SimpleNamespace, context: Context
     ) -> "tuple[PairLoader, dict[str, float] | None]":
-        """The loader of the pairs, and the shares of `_keep_apart`; None: a stream has none."""
+        """The loader of the pairs, and which share of them has a duplicate in its batch in the first epoch: `shuffled`,
+        and `left` by this stage's sampler. None: a stream has no such numbers."""
         from clip_moe.training.duplicates import shared_duplicates
         from clip_moe.training.loader import PairLoader
 
         # To find the duplicates in a batch, a GPU has to be waited for
-        with_keys = self.duplicates != "negative"
+        sampler = shares = keys = None
         if self.data.streaming:
-            keys = True if with_keys else None
-            loader = PairLoader(rows, processor, self.data, share, augmentation=self.augmentation, image_keys=keys)
-            return loader, None
-        compared = rows.remove_columns("image") if self._compares_texts_alone else rows
-        duplicates = shared_duplicates(context, compared, processor.tokenizer)
-        sampler = self.batch_sampler(rows, share, inputs, context)
-        shares = self._keep_apart(duplicates, sampler)
-        # Of shards, another pair stands in for one that cannot be read
-        may_meet = duplicates.may_be_there or self.data.indexed
-        keys = duplicates.images if with_keys and may_meet else None
+            keys = True
+        else:
+            compared = rows.remove_columns("image") if self._compares_texts_alone else rows
+            duplicates = shared_duplicates(context, compared, processor.tokenizer)
+            sampler = self.batch_sampler(rows, share, inputs, context)
+            batches = sampler.all_batches()
+            shuffled = left = duplicates.share_in(batches)
+            if self.duplicates == "separate" and len(duplicates.members):
+                sampler.duplicates = duplicates
+                batches = sampler.all_batches()
+                left = duplicates.share_in(batches)
+            if self.duplicates != "negative" and all(duplicates.are_of_one_group(batch) for batch in batches):
+                raise ValueError(
+                    f"{self.name}.data: in every batch, all pairs have the same text or image, so there are no "
+                    "negatives to learn from. Use data with more captions, or larger clusters"
+                )
+            shares = {"shuffled": round(float(shuffled), 4), "left": round(float(left), 4)}
+            # Of shards, another pair stands in for one that cannot be read
+            if duplicates.may_be_there or self.data.indexed:
+                keys = duplicates.images
+        if self.duplicates == "negative":
+            keys = None
         weights, augmentation = self.caption_weights, self.augmentation
         return PairLoader(rows, processor, self.data, share, sampler, weights, augmentation, keys), shares
 
@@ -256,18 +271,12 @@ class TrainStage(StepsStage):
 
     def set_trainable(self, model: "PreTrainedModel", seed: int = 0) -> None:
         """Let what trains require a gradient, and nothing else. Raises ValueError where that cannot be."""
-        from clip_moe.training.lora import add_adapters
-        from clip_moe.training.optimizers import set_trainable
+        from clip_moe.training.optimizers import add_adapters, set_trainable
 
         with named_errors(self, "trainable" if self.lora is None else "lora"):
             set_trainable(model, self.trainable) if self.lora is None else add_adapters(model, self.lora, seed)
         if self.loss == "softmax" and hasattr(model, "logit_bias"):
             model.logit_bias.requires_grad_(False)  # which this loss does not have
-            if not any(parameter.requires_grad for parameter in model.parameters()):
-                raise ValueError(
-                    f"trainable {self.trainable!r} is the logit_bias alone, which loss: softmax does not have: let "
-                    "more train, or set loss: sigmoid"
-                )
 
     def router_loss(
         self, config: "CLIPMoEConfig", outputs: Any, batch: "Mapping[str, torch.Tensor]", reduce: "Reduce"
@@ -279,24 +288,46 @@ class TrainStage(StepsStage):
 
     def problems(self, model: "PreTrainedModel", batch_size: int) -> "Iterator[str]":
         """Settings that do not go with the model, or with the batch of a process: `setting: why`."""
-        from clip_moe.training.fit import problems_of_training
+        from clip_moe.training.fit import sparse_towers
+        from modeling_clip_moe.families import family_of
 
-        return problems_of_training(self, model, batch_size)
-
-    def _keep_apart(self, duplicates: "Duplicates", sampler: "DistributedBatchSampler") -> dict[str, float]:
-        """Let a sampler keep duplicates apart if this stage does, and count them in its first epoch: for the record."""
-        batches = sampler.all_batches()
-        shuffled = left = duplicates.share_in(batches)
-        if self.duplicates == "separate" and len(duplicates.members):
-            sampler.duplicates = duplicates
-            batches = sampler.all_batches()
-            left = duplicates.share_in(batches)
-        if self.duplicates != "negative" and all(duplicates.are_of_one_group(batch) for batch in batches):
-            raise ValueError(
-                f"{self.name}.data: in every batch, all pairs have the same text or image, so there are no negatives "
-                "to learn from. Use data with more captions, or larger clusters"
-            )
-        return {"shuffled": round(float(shuffled), 4), "left": round(float(left), 4)}
+        config, family, part = model.config, family_of(model.config), self.mini_batch_size
+        if part is not None and batch_size % part:
+            yield f"mini_batch_size: {part} does not divide a process's batch of {batch_size} pairs"
+        if self.loss == "sigmoid" and not family.sigmoid:
+            yield f"loss: sigmoid needs a model with a logit_bias, as SigLIP; {config.model_type!r} has none"
+        if self.label_smoothing and family.sigmoid and self.loss != "softmax":
+            yield "label_smoothing: it goes with the softmax loss; this model's is sigmoid"
+        for setting in ("augmentation", "patch_dropout"):
+            if getattr(self, setting) is not None and family.naflex:
+                yield f"{setting}: it goes with images of one size, but this model takes any shape: leave it out"
+        if self.patch_dropout is not None and not family.naflex:
+            patches = (config.vision_config.image_size // config.vision_config.patch_size) ** 2
+            if round(patches * self.patch_dropout) == patches:
+                yield f"patch_dropout: it leaves none of {patches} patches: take at most {(patches - 1) / patches:.3f}"
+        trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        for name, tower in sparse_towers(config).items():
+            # One expert has a router for the shape of its layer
+            is_always_1 = tower.num_experts > tower.num_experts_per_tok == 1 and tower.norm_topk_prob
+            if is_always_1 and any(".router." in parameter and parameter.startswith(name) for parameter in trained):
+                yield (
+                    "trainable: routers would follow their balance loss alone: with norm_topk_prob, the weight of one "
+                    "expert a token is always 1. Upcycle with norm_topk_prob false or more num_experts_per_tok, or "
+                    "leave routers out"
+                )
+            if part is None or tower.capacity_factor is None:
+                continue
+            group, captions = tower.capacity_group_size, len(self.caption_weights or [1]) if name == "text" else 1
+            if captions > 1:
+                yield (
+                    "mini_batch_size: an image may lack captions, so that parts would have other groups of texts for "
+                    "capacity than the whole batch: leave it out, or upcycle without a capacity in the text tower"
+                )
+            elif group is None or part % group:
+                yield (
+                    f"mini_batch_size: {name}_config.capacity_group_size is {group}, and {part} sequences are computed "
+                    "at a time: set it in the stage that makes the model to a number that divides them"
+                )
 
     def fingerprints(self, inputs: SimpleNamespace) -> dict[str, str]:
         if self.evaluation is None or self.evaluation.keep_best is None:  # what is measured changes nothing

@@ -68,7 +68,7 @@ class TrainExpertsStage(TrainStage):
         from clip_moe.training.samplers import ClusterBatchSampler
 
         clusters, _ = load_clusters(Path(inputs.clusters), shared_fingerprint(context, rows))
-        batch_size = share.batch_size * share.world_size
+        batch_size = share.global_batch_size
         labels = self.labels(clusters, batch_size)
         sizes = np.unique(labels[labels >= 0], return_counts=True)[1]
         unused = (sizes % batch_size).sum()
@@ -77,7 +77,7 @@ class TrainExpertsStage(TrainStage):
             f"(small_clusters: {self.small_clusters}); batches of one cluster leave {unused} of {sizes.sum()} samples "
             "unused in an epoch"
         )
-        return ClusterBatchSampler(labels, *share, self.order)
+        return ClusterBatchSampler(labels, share, self.order)
 
     def labels(self, clusters: "Clusters", batch_size: int) -> "np.ndarray":
         """(samples,) the cluster of each sample whose batches train this expert, or -1."""

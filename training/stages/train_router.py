@@ -53,10 +53,24 @@ class TrainRouterStage(TrainStage):
         return self
 
     def problems(self, model: "PreTrainedModel", batch_size: int) -> Iterator[str]:
-        from clip_moe.training.fit import problems_of_balance
+        from clip_moe.training.fit import sparse_towers
 
         yield from super().problems(model, batch_size)
-        yield from problems_of_balance(self, model.config)
+        towers = sparse_towers(model.config)
+        if self.expert_dropout is not None and not towers:
+            yield f"expert_dropout: it goes with a sparse model, but {self.model} is dense"
+        if self.balance_mean == "shared" and not getattr(model.config, "shared_encoder", False):
+            yield "balance_mean: shared needs a model with shared_encoder: true; this one has two encoders"
+        elif self.balance_mean in ("token", "shared"):
+            choices = {(tower.num_experts, tower.num_experts_per_tok, tower.scoring_func) for tower in towers.values()}
+            if len(choices) > 1:
+                yield (
+                    f"balance_mean: {self.balance_mean} takes the tokens of both towers together, whose num_experts, "
+                    f"num_experts_per_tok or scoring_func differ: {sorted(choices)}; take tower"
+                )
+        for tower in towers.values():
+            if self.balance_top_k is not None and self.balance_top_k > tower.num_experts:
+                yield f"balance_top_k: {self.balance_top_k} of {tower.num_experts} experts"
 
     def task(self, model: "PreTrainedModel", inputs: SimpleNamespace) -> "ContrastiveTask":
         from clip_moe.training.contrastive_task import drop_activations
