@@ -152,22 +152,6 @@ class ContrastiveTask(Task):
         return {"chance": loss}
 
 
-def drop_patches(model: PreTrainedModel, share: float) -> None:
-    """While it trains, a share of each image's patches is left out, each time others, before the first layer (FLIP,
-    arXiv:2212.00794, section 3). A class token stays."""
-
-    def keep_some(embeddings: nn.Module, inputs: tuple, hidden_states: torch.Tensor) -> torch.Tensor:
-        if not embeddings.training:
-            return hidden_states
-        first = int(hasattr(embeddings, "class_embedding"))
-        others, patches = hidden_states[:, :first], hidden_states[:, first:]
-        number = patches.shape[1] - round(patches.shape[1] * share)
-        chosen = torch.rand(patches.shape[:2], device=patches.device).topk(number, dim=1).indices  # (B, number)
-        return torch.cat([others, patches.gather(1, chosen[..., None].expand(-1, -1, patches.shape[2]))], dim=1)
-
-    model.vision_model.embeddings.register_forward_hook(keep_some)
-
-
 def drop_activations(model: PreTrainedModel, share: float) -> None:
     """While it trains, a share of the experts' activations is 0, each time others, and the rest is scaled up."""
     for module in model.modules():

@@ -130,7 +130,7 @@ def train(
             log.write(step, values | {"images_per_second": speed})
         progress.update(_summary(values, speed) if is_logged else "")
         with log.paused():
-            if is_measured and (measured := scores.measure(step, _gather_weights(accelerator, task))):
+            if is_measured and (measured := scores.measure(_gather_weights(accelerator, task))):
                 log.write(step, measured)
             if is_saved:
                 save_checkpoint(accelerator, task, optimizer, checkpoints, step, settings.save_total_limit)

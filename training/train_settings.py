@@ -72,11 +72,9 @@ class LoraSettings:
 @dataclass(config=STRICT, kw_only=True)
 class Evaluation(MeasuredTasks):
     """Tasks that are measured while a stage trains, by the main process while the others wait. The weights do not
-    depend on it, unless the best are kept."""
+    depend on it."""
 
     # Every so many steps, and after the last one.
     every_steps: int = Field(gt=0)
     # Images or texts that are embedded at a time.
     batch_size: int = Field(default=64, gt=0)
-    # A score, as TASK/METRIC: the result is the first model with the highest; None: the last model.
-    keep_best: str | None = None

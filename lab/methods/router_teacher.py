@@ -32,8 +32,6 @@ class TaughtStage(TrainStage):
     def auxiliary_losses(self, model, inputs):
         if not is_sparse(model.config):
             raise ValueError(f"{self.name}.teacher: it goes with a sparse model, but {self.model} is dense")
-        if self.patch_dropout is not None:
-            raise ValueError(f"{self.name}.teacher: it sees whole images, not what patch_dropout leaves: drop one")
         taught = RouterTeacher(model, load_dense(inputs.teacher, torch.float32), self.teacher_coef)
         return [*super().auxiliary_losses(model, inputs), taught]
 

@@ -53,7 +53,6 @@ class Row(NamedTuple):
         recipe, stage: names.
         preset: the preset of its model; None for a dense one.
         changes: what the recipe changes of the preset.
-        settings: fields of the stage that replace the recipe's.
         tokens: the length of a text; None for the recipe's.
     """
 
@@ -61,7 +60,6 @@ class Row(NamedTuple):
     stage: str
     preset: str | None = None
     changes: Mapping[str, Any] = MappingProxyType({})
-    settings: Mapping[str, Any] = MappingProxyType({})
     tokens: int | None = None
 
 
@@ -69,7 +67,6 @@ CLIP_UP, ONE_EXPERT = ("clip_up", "clip_up", "clip_up"), {"num_experts": 1, "num
 RECIPES = {
     "dense, all weights": Row("mode_metaclip_400m", "expert_0"),
     "CLIP-UP": Row(*CLIP_UP),
-    "CLIP-UP, half of the patches": Row(*CLIP_UP, settings={"patch_dropout": 0.5}),
     "CLIP-UP, texts of 24 tokens": Row(*CLIP_UP, tokens=24),
     "CLIP-MoE, all weights": Row("mode_metaclip_400m", "expert_0", "clip_moe"),
     "CLIP-MoE, an expert": Row("clip_moe_sharegpt4v", "expert_1"),
@@ -425,7 +422,6 @@ def recipe_step(
         "mini_batch_size": mini_batch_size,
         "gradient_checkpointing": gradient_checkpointing,
         "torch_compile": compiled,
-        **row.settings,
     }
     (stage,) = (replace(stage, **settings) for stage in stages if stage.name == row.stage)
     (tokens,) = [stage.length for stage in stages if stage.stage == "long_context"] or [77]
@@ -449,7 +445,7 @@ def recipe_step(
         times = step_seconds(take_step, batches, device)
         finite.require()
         total = sum(parameter.numel() for parameter in model.parameters())
-        is_counted = stage.patch_dropout is None and sum(sizes) == total
+        is_counted = sum(sizes) == total
         adds = count_multiply_adds(meta_model(config))
         return {
             "parameters": total,

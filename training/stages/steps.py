@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import shutil
 import typing
 from collections.abc import Collection
 from pathlib import Path
@@ -112,8 +111,6 @@ class StepsStage(LoopSettings, ModelStage):
         if accelerator.is_main_process:
             save(model, directory, state_dict=state_dict)
             save(processor, directory)
-            if scores is not None and scores.best() is not None:
-                shutil.copytree(scores.best(), directory, dirs_exist_ok=True)
 
     def rehearsed(self, num_samples: int) -> typing.Self:
         """Two steps, with a checkpoint after the first one where there are checkpoints."""

@@ -48,6 +48,7 @@ class TrainStage(StepsStage):
 
     kind: ClassVar[str] = "train"
     samples: ClassVar[str] = "pairs"
+    incidental: ClassVar[Collection[str]] = (*StepsStage.incidental, "evaluation")
 
     # Regular expression, matched anywhere in a parameter's name; everything else is frozen.
     trainable: str = "."
@@ -75,9 +76,6 @@ class TrainStage(StepsStage):
     mini_batch_size: int | None = Field(default=None, gt=0)
     # Rows of the similarity matrix held at a time; None: all.
     loss_chunk_size: int | None = Field(default=None, gt=0)
-    # Share of an image's patches that each step leaves out (FLIP, arXiv:2212.00794). Follow it with a short stage
-    # without.
-    patch_dropout: float | None = Field(default=None, gt=0, lt=1)
 
     # Scores while it trains; None: none.
     evaluation: Evaluation | None = None
@@ -169,10 +167,8 @@ class TrainStage(StepsStage):
         return multi_positive_loss(image_embeds, texts, logit_scale, weights, pairing, **options)
 
     def task(self, model: "PreTrainedModel", inputs: SimpleNamespace) -> "ContrastiveTask":
-        from clip_moe.training.contrastive_task import ContrastiveTask, drop_patches
+        from clip_moe.training.contrastive_task import ContrastiveTask
 
-        if self.patch_dropout is not None:
-            drop_patches(model, self.patch_dropout)
         return ContrastiveTask(
             model, self, self.auxiliary_losses(model, inputs), mini_batch_size=self.mini_batch_size, lora=self.lora
         )
@@ -249,12 +245,6 @@ class TrainStage(StepsStage):
         weights, augmentation = self.caption_weights, self.augmentation
         return PairLoader(rows, processor, self.data, share, sampler, weights, augmentation, keys), shares
 
-    @property
-    def incidental(self) -> Collection[str]:
-        """Scores while training change nothing, unless they settle which model is kept."""
-        is_kept = self.evaluation is not None and self.evaluation.keep_best is not None
-        return super().incidental if is_kept else (*super().incidental, "evaluation")
-
     def rehearsed(self, num_samples: int) -> typing.Self:
         """Also measured once, on few rows."""
         stage = super().rehearsed(num_samples)
@@ -298,13 +288,8 @@ class TrainStage(StepsStage):
             yield f"loss: sigmoid needs a model with a logit_bias, as SigLIP; {config.model_type!r} has none"
         if self.label_smoothing and family.sigmoid and self.loss != "softmax":
             yield "label_smoothing: it goes with the softmax loss; this model's is sigmoid"
-        for setting in ("augmentation", "patch_dropout"):
-            if getattr(self, setting) is not None and family.naflex:
-                yield f"{setting}: it goes with images of one size, but this model takes any shape: leave it out"
-        if self.patch_dropout is not None and not family.naflex:
-            patches = (config.vision_config.image_size // config.vision_config.patch_size) ** 2
-            if round(patches * self.patch_dropout) == patches:
-                yield f"patch_dropout: it leaves none of {patches} patches: take at most {(patches - 1) / patches:.3f}"
+        if self.augmentation is not None and family.naflex:
+            yield "augmentation: it goes with images of one size, but this model takes any shape: leave it out"
         trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         for name, tower in sparse_towers(config).items():
             # One expert has a router for the shape of its layer
@@ -328,8 +313,3 @@ class TrainStage(StepsStage):
                     f"mini_batch_size: {name}_config.capacity_group_size is {group}, and {part} sequences are computed "
                     "at a time: set it in the stage that makes the model to a number that divides them"
                 )
-
-    def fingerprints(self, inputs: SimpleNamespace) -> dict[str, str]:
-        if self.evaluation is None or self.evaluation.keep_best is None:  # what is measured changes nothing
-            return {}
-        return {f"evaluation.{setting}": value for setting, value in self.evaluation.fingerprints().items()}

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from steps import train_stage
 from tiny_families import tiny_dense
 
 from clip_moe.conversion.checkpoints import load_clip
-from clip_moe.training.contrastive_task import drop_patches
+from lab.methods.patch_dropout import PatchDropoutStage, drop_patches
 from modeling_clip_moe.families import FAMILIES
 
 
@@ -43,4 +42,6 @@ def test_patch_dropout_leaves_patches_out(family):
 def test_a_share_that_leaves_no_patch_is_refused():
     model = load_clip("training/symbol_clip")  # 16 patches
     for share, problems in ((0.95, []), (0.99, ["patch_dropout: it leaves none of 16 patches: take at most 0.938"])):
-        assert list(train_stage(4, patch_dropout=share).problems(model, 4)) == problems
+        settings = {"name": "x", "stage": "x", "model": "x", "data": {"source": "x"}, "max_steps": 1}
+        stage = PatchDropoutStage(**settings, learning_rate=1.0, global_batch_size=4, patch_dropout=share)
+        assert list(stage.problems(model, 4)) == problems
