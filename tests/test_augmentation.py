@@ -44,7 +44,7 @@ def test_crops_have_the_share_and_the_ratio_and_lie_within():
 def test_images_are_cropped_and_resized(rows, processor):
     (found,) = batches(rows, processor, 0, 1)
     loader = PairLoader(rows, processor, DataArguments(source="symbols", num_samples=20), Share(8))
-    for pixels, number in zip(found, next(iter(loader.sampler)), strict=True):
+    for pixels, number in zip(found, next(loader.sampler.epoch_batches(0)), strict=True):
         rng, image = np.random.default_rng([0, 0, number, 1]), decode_image(rows[number]["image"])
         image = image.crop(crop_box(image.size, [0.5, 1.0], rng)).resize((16, 16), PIL.Image.BICUBIC)
         expected = processor.image_processor(image, return_tensors="pt", do_resize=False)["pixel_values"][0]

@@ -72,8 +72,7 @@ def test_epochs_without_duplicates(world, clusters):
     keys, uses = keys_of(*data), np.zeros(2000, int)
     sampler = sampler_of(64 // clusters, *data, labels=None if clusters == 1 else labels)
     for epoch in range(100):
-        sampler.set_epoch(epoch)
-        batches = list(sampler)
+        batches = list(sampler.epoch_batches(epoch))
         uses[np.concatenate(batches)] += 1
         met = sum(num_with_duplicate(batch, keys) for batch in batches)
         assert met == 0 if world in WORLDS else met < 0.15 * 2000
@@ -85,9 +84,8 @@ def test_a_text_comes_in_even_distances():
     texts = np.repeat(np.arange(256), 16)
     sampler = sampler_of(64, np.arange(4096), texts)
     for epoch in range(3):
-        sampler.set_epoch(epoch)
         batch_of = np.empty(4096, int)
-        for number, batch in enumerate(sampler):
+        for number, batch in enumerate(sampler.epoch_batches(epoch)):
             batch_of[batch] = number
         distances = np.diff(np.sort(batch_of.reshape(256, 16), axis=1), axis=1)
         assert distances.min() >= 2 and distances.max() <= 7
@@ -99,7 +97,7 @@ def test_a_group_is_shared_evenly_by_the_batches(sizes, size, seed):
     texts = np.random.default_rng(seed).permutation(np.repeat(np.arange(len(sizes)), sizes))
     size = min(size, len(texts))
     sampler = sampler_of(size, np.arange(len(texts)), texts)
-    counts = np.array([np.bincount(texts[batch], minlength=len(sizes)) for batch in sampler])
+    counts = np.array([np.bincount(texts[batch], minlength=len(sizes)) for batch in sampler.epoch_batches(0)])
     assert (np.ptp(counts, axis=0) <= 1).all()
 
 

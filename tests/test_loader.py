@@ -163,8 +163,7 @@ def test_batches_are_those_of_their_epochs(rows, processor, settings):
     loader, stream = make(rows, processor), make(rows, processor, **settings).batches(1)
     expected = []
     for epoch in range(3):
-        loader.sampler.set_epoch(epoch)
-        expected += [(epoch, batch) for batch in loader.sampler]
+        expected += [(epoch, batch) for batch in loader.sampler.epoch_batches(epoch)]
     for epoch, numbers in expected[1:]:
         batch = next(stream)
         drawn = [np.random.default_rng([0, epoch, number]).integers(3) for number in numbers]

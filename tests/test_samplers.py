@@ -41,8 +41,7 @@ def epoch_of(kind, labels, batch_size, world_size, seed, epoch, start_batch=0):
     ranks = []
     for rank in range(world_size):
         sampler = SAMPLERS[kind](labels, Share(batch_size, rank, world_size, seed))
-        sampler.set_epoch(epoch, start_batch)
-        ranks.append(list(sampler))
+        ranks.append(list(sampler.epoch_batches(epoch, start_batch)))
         assert start_batch or len(ranks[-1]) == len(sampler)
     return ranks
 
@@ -104,7 +103,7 @@ def test_round_robin_is_the_constrained_sampler(case):
 
 
 def test_samples_without_a_cluster_are_left_alone():
-    batches = list(ClusterBatchSampler(np.array([0, -1] * 10), Share(5)))
+    batches = list(ClusterBatchSampler(np.array([0, -1] * 10), Share(5)).epoch_batches(0))
     assert sorted(sample for batch in batches for sample in batch) == list(range(0, 20, 2))
 
 

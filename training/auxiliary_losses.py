@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from clip_moe.training.losses import Reduce
 
 Batch = Mapping[str, torch.Tensor]
-TOWERS = ("text", "vision")
 
 
 class AuxiliaryLoss(nn.Module):
@@ -46,9 +45,3 @@ def mean_over_parts(loss: torch.Tensor, reduce: Reduce) -> torch.Tensor:
     """The mean of a loss of weights alone over processes and over the parts of a batch, with its gradient."""
     total = reduce(torch.stack([loss, torch.ones_like(loss)]))
     return total[0] / total[1]
-
-
-def logits_and_mask(tower: str, outputs: Any, batch: Batch) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
-    """Of each sparse layer of a tower the router's logits, and the mask of its tokens."""
-    mask = batch["attention_mask"] if tower == "text" else batch.get("pixel_attention_mask")
-    return getattr(outputs, f"{tower}_router_logits") or (), mask

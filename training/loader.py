@@ -198,7 +198,7 @@ class _Stream(torch.utils.data.IterableDataset):
         loader, share, worker = self.loader, self.loader.share, get_worker_info()
         for epoch in itertools.count():
             report = StreamReport(loader.arguments, quiet=epoch > 0)
-            # Not by `set_epoch`, which the workers have in common: one may be epochs ahead of another
+            # Not by the rows' `set_epoch`, which the workers have in common: one may be epochs ahead of another
             generator = np.random.default_rng([share.seed, epoch])
             rows = loader.rows.shuffle(generator=generator, buffer_size=SHUFFLE_BUFFER)
             for row in split_dataset_by_node(rows, share.rank, share.world_size):

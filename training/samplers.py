@@ -7,7 +7,6 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-from torch.utils.data import Sampler
 
 from clip_moe.training.duplicates import GROUPS, Duplicates, ranges
 
@@ -29,48 +28,42 @@ class Share(NamedTuple):
         return self.batch_size * self.world_size
 
 
-class DistributedBatchSampler(Sampler[list[int]]):
+class DistributedBatchSampler:
     """Global batches that do not depend on the number of processes: process r of W gets the r-th of the W equal slices
-    of each. A subclass has `__len__` and `global_batches`.
+    of each. A subclass has `__len__`, the batches of an epoch, and `global_batches`.
 
     Attributes:
         duplicates: those that no batch should have together; None: batches are drawn at random.
+        epoch: the one whose batches are drawn.
     """
 
     duplicates: Duplicates | None = None
 
     def __init__(self, share: Share):
-        self.share, self.global_batch_size = share, share.global_batch_size
-        self.set_epoch(0)
-
-    def set_epoch(self, epoch: int, start_batch: int = 0) -> None:
-        """Choose the epoch, and the batch of it to begin with: that is how a run resumes."""
-        self.epoch, self.start_batch = epoch, start_batch
+        self.share, self.global_batch_size, self.epoch = share, share.global_batch_size, 0
 
     def from_batch(self, start: int) -> Iterator[list[tuple[int, int]]]:
         """This process's batches of a run from number `start` on, epoch after epoch, for ever: of each sample its epoch
         and its number."""
-        first, start_batch = divmod(start, len(self))
+        first, start = divmod(start, len(self))
         for epoch in itertools.count(first):
-            self.set_epoch(epoch, start_batch)
-            for batch in self:
+            for batch in self.epoch_batches(epoch, start):
                 yield [(epoch, number) for number in batch]
-            start_batch = 0
+            start = 0
 
-    def __len__(self) -> int:
-        """Batches of a whole epoch."""
+    def epoch_batches(self, epoch: int, start: int = 0) -> Iterator[list[int]]:
+        """This process's batches of an epoch from number `start` on."""
+        for batch in self.all_batches(epoch)[start:]:
+            yield np.reshape(batch, (self.share.world_size, self.share.batch_size))[self.share.rank].tolist()
+
+    def all_batches(self, epoch: int = 0) -> Sequence[np.ndarray]:
+        """The global batches of an epoch."""
+        self.epoch = epoch
+        return self.global_batches(np.random.default_rng([self.share.seed, epoch]))
 
     def global_batches(self, rng: np.random.Generator) -> Sequence[np.ndarray]:
         """All batches of an epoch in their order, each with the numbers of `global_batch_size` samples. `rng`, which is
         the same in every process, is all that may be drawn from."""
-
-    def all_batches(self) -> Sequence[np.ndarray]:
-        """The global batches of the epoch."""
-        return self.global_batches(np.random.default_rng([self.share.seed, self.epoch]))
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for batch in self.all_batches()[self.start_batch :]:
-            yield np.reshape(batch, (self.share.world_size, self.share.batch_size))[self.share.rank].tolist()
 
 
 class GlobalBatchSampler(DistributedBatchSampler):

@@ -83,8 +83,7 @@ def save_checkpoint(
     parameters, buffers = _named_tensors(accelerator, model)
     # Copies: one may be a view of a weight, which a file of safetensors cannot hold beside it
     copies = {name: buffer.clone().contiguous() for name, buffer in buffers.items()}
-    states = _named_states(parameters, optimizer)
-    tensors = {MODEL: parameters | copies, OPTIMIZER: _flat(states)}
+    tensors = {MODEL: parameters | copies, OPTIMIZER: _moments(parameters, optimizer)}
     tensors = {name: _full_tensors(accelerator, file_tensors) for name, file_tensors in tensors.items()}
     for file_tensors in tensors.values():
         trained = {name: tensor for name, tensor in file_tensors.items() if name not in buffers}
@@ -100,7 +99,8 @@ def save_checkpoint(
         digests = {name: file_digest(partial / name) for name in tensors}
         scaler = accelerator.scaler.state_dict() if accelerator.scaler is not None else None
         state = {"step": step, "num_processes": accelerator.num_processes, "scaler": scaler}
-        state |= {"trained": list(states), "sha256": digests}
+        trained = [name for name, parameter in parameters.items() if optimizer.optimizer.state.get(parameter)]
+        state |= {"trained": trained, "sha256": digests}
         _write(partial / STATE, state)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
@@ -124,7 +124,7 @@ def load_checkpoint(
     make_states(optimizer.optimizer)
     for name in parameters.keys() - set(state["trained"]):
         optimizer.optimizer.state.pop(parameters[name], None)
-    files = {MODEL: parameters | buffers, OPTIMIZER: _flat(_named_states(parameters, optimizer))}
+    files = {MODEL: parameters | buffers, OPTIMIZER: _moments(parameters, optimizer)}
     for file, there in files.items():
         stored = _read(checkpoint / file)
         if state["sha256"][file] != file_digest(checkpoint / file):
@@ -190,14 +190,9 @@ def _named_tensors(
     return parameters, {plain_name(name): buffer for name, buffer in model.named_buffers() if name in persistent}
 
 
-def _named_states(parameters: dict[str, nn.Parameter], optimizer) -> dict[str, dict[str, torch.Tensor]]:
-    """The prepared optimizer's state of each parameter that had a gradient."""
-    states = optimizer.optimizer.state
-    return {name: states[parameter] for name, parameter in parameters.items() if states.get(parameter)}
-
-
-def _flat(states: dict[str, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Every tensor of the states by name."""
+def _moments(parameters: dict[str, nn.Parameter], optimizer) -> dict[str, torch.Tensor]:
+    """The prepared optimizer's state of the parameters that had a gradient."""
+    states = {name: optimizer.optimizer.state.get(parameter, {}) for name, parameter in parameters.items()}
     return {f"{name}.{key}": value for name, state in states.items() for key, value in state.items()}
 
 

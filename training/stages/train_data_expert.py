@@ -44,36 +44,19 @@ class TrainDataExpertStage(TrainStage):
         return self.max_steps
 
     def load_pairs(self, inputs: SimpleNamespace, context: Context) -> "Rows":
-        """Where pairs were clustered by captions alone, the images of the cluster are looked at now."""
-        from clip_moe.data.shared_rows import shared_pairs, shared_readable
-
-        images = _of_images(Path(inputs.clusters))
-        rows = self.choose_pairs(shared_pairs(context, inputs.data, images), inputs, context)
-        return rows if images else shared_readable(context, rows, inputs.data)
-
-    def choose_pairs(self, rows: "Rows", inputs: SimpleNamespace, context: Context) -> "Rows":
-        """The pairs of one cluster."""
+        """The pairs of one cluster. Where pairs were clustered by captions alone, their images are looked at now."""
         import numpy as np
 
-        from clip_moe.data.shared_rows import shared_fingerprint
-        from clip_moe.training.clusters import load_clusters
+        from clip_moe.data.shared_rows import shared_fingerprint, shared_pairs, shared_readable
+        from clip_moe.training.clusters import READABLE, load_clusters
 
         folder = Path(inputs.clusters)
-        fingerprint = shared_fingerprint(context, rows, _of_images(folder))
-        chosen = np.flatnonzero(load_clusters(folder, fingerprint)[0].labels == self.cluster)
+        has_images = load_clusters(folder)[1]["pairs"] == READABLE
+        rows = shared_pairs(context, inputs.data, has_images)
+        clusters, _ = load_clusters(folder, shared_fingerprint(context, rows, has_images))
+        chosen = np.flatnonzero(clusters.labels == self.cluster)
         if context.rehearses and len(chosen) < REHEARSED_STEPS * self.global_batch_size:
             chosen = np.arange(len(rows))  # few pairs leave fewer than a batch to a cluster
-        if len(chosen) < self.global_batch_size:
-            raise ValueError(
-                f"cluster {self.cluster} of {self.clusters} has {len(chosen)} pairs, fewer than "
-                f"global_batch_size {self.global_batch_size}: lower it, or make fewer clusters"
-            )
         context.accelerator.on_main_process(print)(f"{self.name}: {len(chosen)} of {len(rows)} pairs")
-        return rows.select(chosen)
-
-
-def _of_images(clusters: Path) -> bool:
-    """Whether only pairs with a readable image have labels."""
-    from clip_moe.training.clusters import READABLE, load_clusters
-
-    return load_clusters(clusters)[1]["pairs"] == READABLE
+        rows = rows.select(chosen)
+        return rows if has_images else shared_readable(context, rows, inputs.data)
