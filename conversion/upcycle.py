@@ -110,6 +110,12 @@ def sparse_ffns(config: PreTrainedConfig) -> dict[str, CLIPMoETowerConfig]:
     }
 
 
+def sparse_towers(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
+    """The configurations of towers with sparse layers, by "text" and "vision"."""
+    towers = {tower: getattr(config, f"{tower}_config") for tower in ("text", "vision")}
+    return {name: tower for name, tower in towers.items() if getattr(tower, "moe_layers", ())}
+
+
 def sparse_blocks(module: nn.Module) -> dict[str, CLIPMoESparseMoeBlock]:
     """Sparse blocks of a model or a tower by name, in order. Those of a shared encoder are there for each tower."""
     return {name: block for name, block in module.named_modules() if isinstance(block, CLIPMoESparseMoeBlock)}

@@ -26,7 +26,7 @@ def answer(*arguments):
     return f"**{verdict}** {advice}\n\n{details}"
 
 
-FLAGS = ["--global_batch_size", "4", "--learning_rate", "1e-3"]
+FLAGS = ["--global_batch_size", "16", "--learning_rate", "1e-3"]
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +45,29 @@ def pictures(folder, captions, split="."):
         lines.append(json.dumps({"file_name": f"{number}.png", "caption": caption}))
     (folder / split / "metadata.jsonl").write_text("\n".join(lines))
     return folder
+
+
+def split(folder, data, model):
+    """The stage that splits data, in a run of its own. Returns its folder."""
+    data = data if isinstance(data, dict) else {"source": str(data)}
+    return (
+        run_stages(folder / "run", [{"name": "pictures", "stage": "split", "data": data, "model": str(model)}])
+        / "pictures"
+    )
+
+
+def results_of(scores, metrics=None, **changes):
+    """Results of `scores`, model -> its score of each task, learned first."""
+    metrics = metrics or {"learned": "accuracy", "kept": "accuracy"}
+    return [
+        result(model, task, primary={metric: "accuracy"}, metrics={metric: score}, **changes)
+        for model, task_scores in scores.items()
+        for (task, metric), score in zip(metrics.items(), task_scores, strict=False)
+    ]
+
+
+def folders_of(scores):
+    return {model: f"in/{model}" for model in scores}
 
 
 def finetune(data, output, model, *flags):
@@ -116,8 +139,7 @@ def test_a_class_without_a_test_picture_is_named(tmp_path, base):
     captions = [f"class {number % 2}" for number in range(40)]
     data = pictures(tmp_path / "data", captions, "train")
     pictures(data, ["class 1", "class 1"], "test")
-    split = {"name": "pictures", "stage": "split", "data": {"source": str(data)}, "model": str(base)}
-    overview = (run_stages(tmp_path / "run", [split]) / "pictures" / "overview.txt").read_text()
+    overview = (split(tmp_path, data, base) / "overview.txt").read_text()
     assert "1 of the classes have no picture in the test: class 0." in overview
 
 
@@ -164,8 +186,7 @@ def test_copies_in_a_given_test_are_counted(tmp_path, base, capsys, save, same, 
     data = tmp_path / "data"
     write_split(data, "train", [f"number {number}" for number in range(12)], lambda p, path: p.save(f"{path}.png"))
     write_split(data, "test", ["“Number 0.”", "number&#32;1", *(f"other {number}" for number in range(4))], save)
-    stage = {"name": "pictures", "stage": "split", "data": {"source": str(data)}, "model": str(base)}
-    run_stages(tmp_path / "run", [stage])
+    split(tmp_path, data, base)
     told = capsys.readouterr().out
     line = f"{same + near} of the test's 6 images are in training, too: {same} with the same pixels, {near} that look"
     assert (line in told) == bool(same + near) and ("in training, too" in told) == bool(same + near)
@@ -177,8 +198,7 @@ def test_a_given_test_of_classes_is_scored_by_class(tmp_path, base, capsys, name
     data, names = tmp_path / "data", names.split()
     pictures(data, [names[number % 3] for number in range(30)], "train")
     pictures(data, [names[number % 3] for number in range(6)], "test")
-    stage = {"name": "pictures", "stage": "split", "data": {"source": str(data)}, "model": str(base)}
-    rows = datasets.load_from_disk(str(run_stages(tmp_path / "run", [stage]) / "pictures"))
+    rows = datasets.load_from_disk(split(tmp_path, data, base))
     assert f"The captions repeat as classes do: the test is scored {scored}." in capsys.readouterr().out
     assert ("label" in rows["test"].column_names) == (scored != "by retrieval")
 
@@ -211,10 +231,7 @@ def test_other_pictures_of_the_test_are_noticed(tmp_path, base, table):
 def test_a_split_test_is_taken(tmp_path, base):
     data = pictures(tmp_path / "data", [f"number {number}" for number in range(8)], "train")
     pictures(data, ["number 1", "number 2", "number 30"], "test")
-    out = run_stages(
-        tmp_path / "run", [{"name": "pictures", "stage": "split", "data": {"source": str(data)}, "model": str(base)}]
-    )
-    rows = datasets.load_from_disk(str(out / "pictures"))
+    rows = datasets.load_from_disk(split(tmp_path, data, base))
     assert (len(rows["train"]), list(rows["test"]["caption"])) == (8, ["number 1", "number 2", "number 30"])
 
 
@@ -285,34 +302,23 @@ def test_inputs_stand_where_aliases_do(tmp_path):
     ],
 )
 def test_verdicts(learned, kept, begins):
-    results = [
-        result(model, task, primary={"accuracy": "accuracy"}, metrics={"accuracy": score})
-        for task, scores in (("learned", learned), ("kept", kept))
-        for model, score in zip(("base", "dense", "sparse"), scores, strict=True)
-    ]
-    told = answer(results, ["learned"], {model: f"in/{model}" for model in ("base", "dense", "sparse")})
+    scores = dict(zip(("base", "dense", "sparse"), zip(learned, kept, strict=True), strict=True))
+    told = answer(results_of(scores), ["learned"], folders_of(scores))
     assert told.startswith(begins)
     assert f"kept, accuracy: base {kept[0]:.1%}, dense {kept[1]:.1%}, sparse {kept[2]:.1%}." in told
     assert "over the pictures of each test, 1,000 for what was learned. Another" in told
 
 
 def test_what_was_not_measured_was_not_forgotten():
-    scores = {"base": 0.2, "dense": 0.4, "sparse": 0.6}
-    results = [
-        result(model, "learned", primary={"accuracy": "accuracy"}, metrics={"accuracy": score})
-        for model, score in scores.items()
-    ]
-    told = answer(results, ["learned"], {model: f"in/{model}" for model in scores})
+    scores = {"base": [0.2], "dense": [0.4], "sparse": [0.6]}
+    told = answer(results_of(scores), ["learned"], folders_of(scores))
     assert told.startswith("**Experts helped: +20.0") and "*Kept* was not measured" in told
 
 
 def test_a_small_test_says_how_many_pictures_it_would_take():
     """Newcombe's interval of 40 % against 40 % reaches 6.8 points with 400 pictures, 4.8 with 800."""
-    results = [
-        result(model, "learned", primary={"accuracy": "accuracy"}, metrics={"accuracy": score}, num_samples=10)
-        for model, score in (("base", 0.2), ("dense", 0.4), ("sparse", 0.4))
-    ]
-    told = answer(results, ["learned"], {model: f"in/{model}" for model in ("base", "dense", "sparse")})
+    scores = {"base": [0.2], "dense": [0.4], "sparse": [0.4]}
+    told = answer(results_of(scores, num_samples=10), ["learned"], folders_of(scores))
     assert "10 for what was learned; ± 5 points take about 800, each with a caption of its own." in told
     assert "*Kept* was not measured: name benchmarks by `--keep_tasks`." in told
 
@@ -330,14 +336,8 @@ def test_half_way_or_all_of_it(learned, kept, used):
         "dense, fine-tuned weights": (0.6, 0.8),
         "sparse, fine-tuned weights": (0.6, 0.8),
     }
-    results = [
-        result(model, task, primary={"accuracy": "accuracy"}, metrics={"accuracy": score})
-        for model, of_tasks in scores.items()
-        for task, score in zip(("learned", "kept"), of_tasks, strict=True)
-    ]
-    told = answer(
-        results, ["learned"], {model: f"in/{model.partition(',')[0]}{'_tuned' * (',' in model)}" for model in scores}
-    )
+    folders = {model: f"in/{model.partition(',')[0]}{'_tuned' * (',' in model)}" for model in scores}
+    told = answer(results_of(scores), ["learned"], folders)
     assert f"Use `{used}`, the dense model." in told
     assert f"learned {100 * (learned - 0.6):+.1f} ± " in told
 
@@ -351,13 +351,8 @@ def test_without_an_interval_any_difference_in_what_was_kept_counts():
         "dense, fine-tuned weights": (0.6, 0.8),
         "sparse, fine-tuned weights": (0.6, 0.8),
     }
-    metrics = {"learned": "accuracy", "kept": "mean_per_class_recall"}
-    results = [
-        result(model, task, primary={metrics[task]: "score"}, metrics={metrics[task]: score})
-        for model, of_tasks in scores.items()
-        for task, score in zip(metrics, of_tasks, strict=True)
-    ]
-    told = answer(results, ["learned"], {model: f"in/{model}" for model in scores})
+    results = results_of(scores, {"learned": "accuracy", "kept": "mean_per_class_recall"})
+    told = answer(results, ["learned"], folders_of(scores))
     # Half way kept a point more, so it is compared, and there the sparse model kept a point less
     assert told.startswith(
         "**Experts learned more, +20.0 ± 4.3 points against the dense model, and forgot more, -1.0 points.**"
@@ -368,8 +363,7 @@ def test_without_an_interval_any_difference_in_what_was_kept_counts():
 def test_a_picture_that_cannot_be_read_is_left_out_before_the_test_is_held_out(tmp_path, base):
     data = pictures(tmp_path / "data", [f"number {number}" for number in range(120)])
     (data / "7.png").write_bytes(b"no picture")
-    split = {"name": "pictures", "stage": "split", "data": {"source": str(data)}, "model": str(base)}
-    rows = datasets.load_from_disk(str(run_stages(tmp_path / "run", [split]) / "pictures"))
+    rows = datasets.load_from_disk(split(tmp_path, data, base))
     captions = {*rows["train"]["caption"], *rows["test"]["caption"]}
     assert len(captions) == 119 and "number 7" not in captions
 

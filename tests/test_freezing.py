@@ -8,8 +8,7 @@ from tiny_clip_moe import inputs, tiny_model
 from tiny_families import tiny_dense
 from torch import nn
 
-from clip_moe.training.fit import warn_of_idle_parts
-from clip_moe.training.optimizers import parameter_groups, set_trainable
+from clip_moe.training.optimizers import parameter_groups, set_trainable, warn_of_idle_parts
 from modeling_clip_moe.experts import CLIPMoEExperts
 from modeling_clip_moe.families import FAMILIES, IMAGE_TOWERS
 from modeling_clip_moe.sparse_moe import CLIPMoESparseMoeBlock

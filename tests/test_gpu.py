@@ -13,7 +13,7 @@ from clip_moe.training.contrastive_task import ContrastiveTask
 from clip_moe.training.gradient_cache import cached_gradient
 from clip_moe.training.loop import checkpoint_layers, compile_layers
 from clip_moe.training.optimizers import make_optimizer
-from clip_moe.training.train_settings import OptimizerSettings
+from clip_moe.training.train_settings import LoopSettings
 from modeling_clip_moe import CLIPMoEModel
 from modeling_clip_moe.router_losses import choose_top_k
 
@@ -148,7 +148,9 @@ def test_it_learns_in_bfloat16(system):
     torch.manual_seed(0)
     accelerator = Accelerator(mixed_precision="bf16")
     task = ContrastiveTask(tiny_model(**SYSTEMS[system]).train(), LOSSES)
-    optimizer = make_optimizer(task.to(CUDA), OptimizerSettings(learning_rate=1e-3, weight_decay=0.1), CUDA)
+    optimizer = make_optimizer(
+        task.to(CUDA), LoopSettings(learning_rate=1e-3, weight_decay=0.1, global_batch_size=8), CUDA
+    )
     assert optimizer.param_groups[0]["fused"]
     task, optimizer = accelerator.prepare(task, optimizer)
     batch, losses = on_gpu(inputs(8)), []

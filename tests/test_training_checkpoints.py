@@ -20,7 +20,7 @@ from tiny_runs import losses, same_weights, train
 from clip_moe.engine.digests import file_digest
 from clip_moe.training import training_state
 from clip_moe.training.contrastive_task import ContrastiveTask
-from clip_moe.training.fit import require_processes
+from clip_moe.training.loop import require_processes
 from clip_moe.training.stages.train import TrainStage
 from clip_moe.training.training_state import (
     latest_checkpoint,

@@ -22,7 +22,7 @@ from clip_moe.engine.files import new_file, read_log
 from clip_moe.engine.memory import in_words, peak_memory
 from clip_moe.engine.messages import join_names, one_line
 from clip_moe.engine.provenance import CHECKPOINTS, LOG, flatten
-from clip_moe.engine.settings import dump
+from clip_moe.engine.settings import dump, refuse
 from clip_moe.evaluation.progress import Progress
 from clip_moe.training.optimizers import make_optimizer
 from clip_moe.training.scores import Scores
@@ -89,6 +89,7 @@ def train(
     Raises:
         FloatingPointError: the loss, the gradient or a trained weight is not finite. The checkpoints stay.
     """
+    require_processes(settings, task, accelerator)
     start_trackers(accelerator, settings)
     model, checkpoints = task.model, directory / CHECKPOINTS
     latest = latest_checkpoint(checkpoints)
@@ -146,6 +147,30 @@ def train(
     trained = {name: tensor for name, tensor in state_dict.items() if name not in buffers}
     require_finite_weights(trained, f"stage {settings.name}, step {step}", checkpoints)
     return state_dict
+
+
+def require_processes(settings: LoopSettings, task: Task, accelerator: Accelerator) -> None:
+    """Raises a ValueError where FSDP or DeepSpeed cannot train a task, or save its checkpoints."""
+    kind, losses = accelerator.distributed_type, list(task.auxiliary_losses)
+    is_fsdp, is_deepspeed = kind is DistributedType.FSDP, kind is DistributedType.DEEPSPEED
+    readers = [type(loss).__name__ for loss in losses if loss.READS_WEIGHTS]
+    refuse(
+        (
+            is_fsdp and getattr(task.model.config, "shared_encoder", False),
+            "FSDP cannot split an encoder that both towers have. Train it with DDP",
+        ),
+        (is_deepspeed and losses, "DeepSpeed has no auxiliary losses. Take DDP"),
+        (is_fsdp and readers, f"{', '.join(readers)} reads whole weights, which FSDP2 splits. Take DDP"),
+        (
+            is_deepspeed and getattr(settings, "mini_batch_size", None),
+            "mini_batch_size: DeepSpeed has none. Take DDP or FSDP2",
+        ),
+        (
+            settings.save_steps and (is_deepspeed or is_fsdp and not accelerator.is_fsdp2),
+            "save_steps: FSDP version 1 and DeepSpeed keep checkpoints as pickles, which run code when they are read. "
+            "Leave save_steps out, or split the model with training/accelerate/fsdp2.yaml",
+        ),
+    )
 
 
 def _prepare(

@@ -10,11 +10,15 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.siglip2.modeling_siglip2 import Siglip2VisionEmbeddings
 
+from clip_moe.conversion.upcycle import sparse_blocks
 from clip_moe.engine.messages import join_names, one_line, warn_once
 from clip_moe.evaluation.costs import meta_model
-from clip_moe.training.train_settings import LoraSettings, OptimizerSettings
+from clip_moe.training.train_settings import LoopSettings, LoraSettings
 
 logger = logging.getLogger(__name__)
+
+# A part whose weights change the square of a block's output by less than this share, as rounding does, changes nothing
+ROUNDING = 1e-5
 
 # Besides norms, which families call as they like: as CLIP (section 2.5) and everybody after it
 NO_DECAY = re.compile(r"(bias|class_embedding|logit_scale)$")
@@ -113,6 +117,36 @@ def _peft_model(model: PreTrainedModel, settings: LoraSettings) -> nn.Module:
         raise ValueError(f"lora: {one_line(error)}") from error
 
 
+def warn_of_idle_parts(name: str, model: PreTrainedModel) -> None:
+    """Warn of routers and fusion gates that train, but that their blocks' outputs do not depend on: between equal
+    experts that do not train, as after upcycling, whatever they choose computes the same."""
+    idle = []
+    for path, block in sparse_blocks(model).items():
+        parts = {"router": block.router.weight}
+        if block.base is not None and not any(weight.requires_grad for weight in block.base.parameters()):
+            parts["fusion_gate"] = block.fusion_gate.proj.weight
+        parts = {part: weight for part, weight in parts.items() if weight.requires_grad}
+        if not parts or any(weight.requires_grad for weight in block.experts.parameters()):
+            continue
+        was_training = block.training
+        with torch.random.fork_rng(), torch.enable_grad():
+            size = block.train()(torch.randn(4, 16, block.config.hidden_size)).square().sum()
+        block.train(was_training)
+        for part, weight in parts.items() if size.requires_grad else ():
+            (gradient,) = torch.autograd.grad(
+                size, weight, retain_graph=True, allow_unused=True, materialize_grads=True
+            )
+            if (gradient * weight.norm()).norm() < ROUNDING * size:
+                idle.append(f"{path}.{part}")
+    if idle:
+        logger.warning(
+            "%s: %s train between equal experts that do not, so the task gives them no gradient: let experts train, "
+            "too, or first",
+            name,
+            join_names(idle),
+        )
+
+
 def parameter_groups(model: nn.Module, weight_decay: float, decay_all: bool = False) -> list[dict]:
     """AdamW's groups of the trainable parameters: those that decay, with `decay_all` all, and those that do not.
 
@@ -130,7 +164,7 @@ def parameter_groups(model: nn.Module, weight_decay: float, decay_all: bool = Fa
     ]
 
 
-def make_optimizer(task: nn.Module, settings: OptimizerSettings, device: torch.device) -> torch.optim.Optimizer:
+def make_optimizer(task: nn.Module, settings: LoopSettings, device: torch.device) -> torch.optim.Optimizer:
     """The optimizer of the trainable parameters of a task."""
     groups = parameter_groups(task, settings.weight_decay, settings.decay_all)
     # Where AdamW is one kernel. On a CPU its updates round otherwise than the plain ones.

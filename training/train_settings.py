@@ -11,8 +11,8 @@ from clip_moe.evaluation.measured_tasks import MeasuredTasks
 
 
 @dataclass(config=STRICT, kw_only=True)
-class OptimizerSettings:
-    """Settings of the optimizer."""
+class LoopSettings:
+    """Settings of the optimizer and of the loop, for a stage, whose `name` stands in messages."""
 
     # AdamW's learning rate after warm-up.
     learning_rate: float = Field(gt=0, le=1)
@@ -26,11 +26,6 @@ class OptimizerSettings:
     adam_beta2: float = Field(default=0.98, ge=0, lt=1)
     # AdamW's epsilon.
     adam_epsilon: float = Field(default=1e-6, gt=0, le=1)
-
-
-@dataclass(config=STRICT, kw_only=True)
-class LoopSettings(OptimizerSettings):
-    """Settings of the loop, for a stage, whose `name` stands in messages."""
 
     # Samples of one optimizer step, over all processes and accumulation steps.
     global_batch_size: int = Field(gt=0)

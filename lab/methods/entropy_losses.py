@@ -15,9 +15,9 @@ import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from clip_moe.conversion.upcycle import sparse_towers
 from clip_moe.engine.settings import STRICT
 from clip_moe.training.auxiliary_losses import AuxiliaryLoss
-from clip_moe.training.fit import sparse_towers
 from clip_moe.training.losses import Reduce
 from clip_moe.training.stages.train import TrainStage
 from lab.methods import TOWERS, logits_and_mask

@@ -86,12 +86,10 @@ class StepsStage(LoopSettings, ModelStage):
 
         from clip_moe.engine.files import save
         from clip_moe.engine.provenance import CHECKPOINTS, LOG
-        from clip_moe.training.fit import require_processes
         from clip_moe.training.loop import train
         from clip_moe.training.scores import Scores
 
         model = task.model
-        require_processes(self, task, accelerator)
         scores = evaluation and Scores(evaluation, model, processor, accelerator, directory / CHECKPOINTS)
         total_steps = self.max_steps or self.num_epochs * (len(loader) // self.gradient_accumulation_steps)
         if total_steps == 0:

@@ -184,7 +184,7 @@ class TrainStage(StepsStage):
         from clip_moe.conversion.processors import load_processor
         from clip_moe.data.sources import reading
         from clip_moe.engine.provenance import duplicates_line
-        from clip_moe.training.fit import warn_of_idle_parts
+        from clip_moe.training.optimizers import warn_of_idle_parts
 
         model, processor = load_clip(inputs.model, dtype=torch.float32), load_processor(inputs.model)
         self.set_trainable(model, context.seed)
@@ -278,7 +278,7 @@ class TrainStage(StepsStage):
 
     def problems(self, model: "PreTrainedModel", batch_size: int) -> "Iterator[str]":
         """Settings that do not go with the model, or with the batch of a process: `setting: why`."""
-        from clip_moe.training.fit import sparse_towers
+        from clip_moe.conversion.upcycle import sparse_towers
         from modeling_clip_moe.families import family_of
 
         config, family, part = model.config, family_of(model.config), self.mini_batch_size

@@ -53,7 +53,7 @@ class TrainRouterStage(TrainStage):
         return self
 
     def problems(self, model: "PreTrainedModel", batch_size: int) -> Iterator[str]:
-        from clip_moe.training.fit import sparse_towers
+        from clip_moe.conversion.upcycle import sparse_towers
 
         yield from super().problems(model, batch_size)
         towers = sparse_towers(model.config)
