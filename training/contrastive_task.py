@@ -10,12 +10,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from clip_moe.conversion.checkpoints import is_sparse
-from clip_moe.training.auxiliary_losses import AuxiliaryLoss
 from clip_moe.training.expert_bias import ExpertBiases
 from clip_moe.training.gradient_cache import cached_gradient
 from clip_moe.training.losses import Pairing, Reduce, all_reduce_sum
 from clip_moe.training.optimizers import merge_adapters
-from clip_moe.training.task import Batch, Metrics, Task
+from clip_moe.training.task import AuxiliaryLoss, Batch, Metrics, Task
 from clip_moe.training.train_settings import LoraSettings
 from modeling_clip_moe.experts import CLIPMoEExperts
 

@@ -4,6 +4,8 @@ import json
 import logging
 import math
 import re
+import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,22 +17,23 @@ from accelerate.tracking import GeneralTracker
 from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
+from transformers import PreTrainedModel, ProcessorMixin, get_cosine_schedule_with_warmup
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from clip_moe.engine.files import new_file, read_log
+from clip_moe.engine.files import new_file, read_log, save
 from clip_moe.engine.memory import in_words, peak_memory
 from clip_moe.engine.messages import join_names, one_line
 from clip_moe.engine.provenance import CHECKPOINTS, LOG, flatten
 from clip_moe.engine.settings import dump, refuse
+from clip_moe.evaluation.evaluate import evaluate_model
 from clip_moe.evaluation.progress import Progress
 from clip_moe.training.optimizers import make_optimizer
-from clip_moe.training.scores import Scores
 from clip_moe.training.task import Task
-from clip_moe.training.train_settings import LoopSettings
+from clip_moe.training.train_settings import Evaluation, LoopSettings
 from clip_moe.training.training_state import (
     after_not_finite,
     checkpoint_step,
+    kept_random_states,
     latest_checkpoint,
     load_checkpoint,
     plain_name,
@@ -71,7 +74,7 @@ def train(
     settings: LoopSettings,
     total_steps: int,
     directory: Path,
-    scores: Scores | None = None,
+    scores: "Scores | None" = None,
 ) -> dict[str, torch.Tensor]:
     """Train a model, from its last checkpoint in `directory` if there is one.
 
@@ -338,3 +341,47 @@ class FirstFault:
                 advice = after_not_finite(self.checkpoints)
                 raise FloatingPointError(f"stage {self.stage}, {what} is {value}. {advice}")
         self.noted.clear()
+
+
+class Scores:
+    """Measures the model of a stage now and then.
+
+    Args:
+        folder: holds the model while it is measured.
+    """
+
+    def __init__(
+        self,
+        settings: Evaluation,
+        model: PreTrainedModel,
+        processor: ProcessorMixin,
+        accelerator: Accelerator,
+        folder: Path,
+    ):
+        self.settings, self.model, self.processor, self.accelerator = settings, model, processor, accelerator
+        self.folder, self.tasks = folder / "measured.partial", settings.open_tasks()
+
+    def due(self, step: int, total_steps: int) -> bool:
+        """Whether the model is measured after a step."""
+        return step % self.settings.every_steps == 0 or step == total_steps
+
+    def measure(self, state_dict: dict[str, torch.Tensor]) -> dict[str, float]:
+        """`TASK/METRIC` -> score of the model with these weights. All processes take part; those but the main one get
+        nothing. What is random goes on as if nothing had happened.
+        """
+        scores = {}
+        if self.accelerator.is_main_process:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder.mkdir(parents=True)
+            save(self.model, self.folder, state_dict=state_dict)
+            save(self.processor, self.folder)
+            size, device = self.settings.batch_size, self.accelerator.device
+            with kept_random_states(device), tempfile.TemporaryDirectory() as results:
+                measured = evaluate_model(
+                    self.folder, self.tasks, results, name="model", batch_size=size, device=device
+                )
+            for name, result in zip(self.tasks, measured, strict=True):
+                scores |= {f"{name}/{metric}": score for metric, score in result["metrics"].items()}
+            shutil.rmtree(self.folder)
+        self.accelerator.wait_for_everyone()
+        return scores

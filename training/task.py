@@ -1,7 +1,8 @@
-"""A model and its loss in one module: all that the loop knows of what it trains."""
+"""A model and its losses in one module: all that the loop knows of what it trains."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -9,10 +10,42 @@ from accelerate.utils import send_to_device
 from torch import nn
 from transformers import PreTrainedModel
 
-from clip_moe.training.auxiliary_losses import AuxiliaryLoss
+from clip_moe.training.losses import Reduce
 
 Batch = dict[str, torch.Tensor]
 Metrics = dict[str, torch.Tensor]
+
+
+class AuxiliaryLoss(nn.Module):
+    """A loss of a stage of one's own that sees model, outputs and batch, and is added to the contrastive one. Autocast is
+    off. Its parameters and buffers are in checkpoints, not in the trained model.
+
+    Where a batch is computed in parts (`mini_batch_size`), it is called for each, and has to return the loss of the
+    whole batch: a function of sums that `reduce` makes or, of weights alone, `mean_over_parts`.
+    """
+
+    # Whether it reads weights of the model, which FSDP2 splits
+    READS_WEIGHTS = True
+
+    def forward(
+        self, model: PreTrainedModel, outputs: Any, batch: Batch, progress: float, reduce: Reduce
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """This process's part of the loss and scalars to log, as `TrainStage.router_loss` has them.
+
+        Args:
+            outputs: what the model returned, called with `output_router_logits=True, output_expert_ids=True`.
+            progress: the share of the stage's steps that are done, from 0.
+            reduce: the sum of a tensor over the global batch, with gradient.
+        """
+
+    def after_step(self, accelerator: Accelerator) -> None:
+        """The optimizer has taken a step."""
+
+
+def mean_over_parts(loss: torch.Tensor, reduce: Reduce) -> torch.Tensor:
+    """The mean of a loss of weights alone over processes and over the parts of a batch, with its gradient."""
+    total = reduce(torch.stack([loss, torch.ones_like(loss)]))
+    return total[0] / total[1]
 
 
 class Task(nn.Module):

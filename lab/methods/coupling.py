@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 from clip_moe.conversion.checkpoints import is_sparse
 from clip_moe.conversion.upcycle import sparse_blocks
 from clip_moe.engine.settings import STRICT
-from clip_moe.training.auxiliary_losses import AuxiliaryLoss, mean_over_parts
 from clip_moe.training.stages.train import TrainStage
+from clip_moe.training.task import AuxiliaryLoss, mean_over_parts
 
 
 @dataclass(config=STRICT, kw_only=True)

@@ -17,9 +17,9 @@ from pydantic.dataclasses import dataclass
 
 from clip_moe.conversion.upcycle import sparse_towers
 from clip_moe.engine.settings import STRICT
-from clip_moe.training.auxiliary_losses import AuxiliaryLoss
 from clip_moe.training.losses import Reduce
 from clip_moe.training.stages.train import TrainStage
+from clip_moe.training.task import AuxiliaryLoss
 from lab.methods import TOWERS, logits_and_mask
 from modeling_clip_moe.router_losses import mean_over_tokens
 

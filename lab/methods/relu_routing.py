@@ -11,9 +11,9 @@ from pydantic.dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from clip_moe.engine.settings import STRICT
-from clip_moe.training.auxiliary_losses import AuxiliaryLoss
 from clip_moe.training.losses import Reduce, all_reduce_sum
 from clip_moe.training.stages.train import TrainStage
+from clip_moe.training.task import AuxiliaryLoss
 from lab.methods import TOWERS, logits_and_mask
 from modeling_clip_moe.router_losses import mean_over_tokens
 

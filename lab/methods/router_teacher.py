@@ -14,8 +14,8 @@ from clip_moe.conversion.checkpoints import is_sparse, load_dense
 from clip_moe.conversion.upcycle import sparse_blocks
 from clip_moe.engine.settings import STRICT
 from clip_moe.engine.stage import Model
-from clip_moe.training.auxiliary_losses import AuxiliaryLoss
 from clip_moe.training.stages.train import TrainStage
+from clip_moe.training.task import AuxiliaryLoss
 from lab.methods import TOWERS, logits_and_mask
 from lab.methods.ffn_inputs import ffn_inputs
 from modeling_clip_moe.router_losses import mean_over_tokens

@@ -86,8 +86,7 @@ class StepsStage(LoopSettings, ModelStage):
 
         from clip_moe.engine.files import save
         from clip_moe.engine.provenance import CHECKPOINTS, LOG
-        from clip_moe.training.loop import train
-        from clip_moe.training.scores import Scores
+        from clip_moe.training.loop import Scores, train
 
         model = task.model
         scores = evaluation and Scores(evaluation, model, processor, accelerator, directory / CHECKPOINTS)

@@ -28,11 +28,11 @@ if typing.TYPE_CHECKING:
     from transformers import PreTrainedModel, ProcessorMixin
 
     from clip_moe.data.sources import Rows
-    from clip_moe.training.auxiliary_losses import AuxiliaryLoss
     from clip_moe.training.contrastive_task import ContrastiveTask
     from clip_moe.training.loader import PairLoader
     from clip_moe.training.losses import Pairing, Reduce
     from clip_moe.training.samplers import DistributedBatchSampler, Share
+    from clip_moe.training.task import AuxiliaryLoss
     from modeling_clip_moe import CLIPMoEConfig
 
 
