@@ -17,8 +17,8 @@ Metrics = dict[str, torch.Tensor]
 
 
 class AuxiliaryLoss(nn.Module):
-    """A loss of a stage of one's own that sees model, outputs and batch, and is added to the contrastive one. Autocast is
-    off. Its parameters and buffers are in checkpoints, not in the trained model.
+    """A loss of a stage of one's own that sees model, outputs and batch, and is added to the contrastive one. Autocast
+    is off. Its parameters and buffers are in checkpoints, not in the trained model.
 
     Where a batch is computed in parts (`mini_batch_size`), it is called for each, and has to return the loss of the
     whole batch: a function of sums that `reduce` makes or, of weights alone, `mean_over_parts`.

@@ -278,5 +278,3 @@ def test_what_they_do_not_go_with(tmp_path):
     for number, (_, settings) in enumerate((METHODS[TAUGHT], METHODS[COUPLED])):
         with pytest.raises(ValueError, match="goes with a sparse model"):
             train(tmp_path / str(number), **settings | {"change": with_dense_model(settings["change"])})
-    with pytest.raises(ValueError, match="teacher: it sees whole images"):
-        train(tmp_path / "patches", **METHODS[TAUGHT][1], patch_dropout=0.5)
