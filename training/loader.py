@@ -117,6 +117,8 @@ class PairLoader:
             rows = self.rows.select_columns("caption").select(np.sort(chosen))
             looked_at = f"{len(rows):,} of {len(self.rows):,}" if len(rows) < len(self.rows) else ""
         captions = [caption for image_captions in rows["caption"] for caption in present_captions(image_captions)]
+        if not captions:  # the batches say why
+            return
         if len(captions) > 1 and len(set(captions)) == 1:
             logger.warning(
                 "all %d captions of %s that were looked at are %s: in a batch of one caption, nothing is learned",
