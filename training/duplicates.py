@@ -6,7 +6,7 @@ what is wrong, so `training.samplers` keeps duplicates apart, and `training.loss
 
 import hashlib
 from collections.abc import Sequence
-from functools import cache, cached_property
+from functools import cache
 from typing import Any
 
 import datasets
@@ -22,8 +22,8 @@ from clip_moe.engine.context import Context
 
 # More texts are compared word by word in lower case: to tokenize them would take minutes
 TOKENIZED = 1_000_000
-# Pairs that are read together, and groups that are looked at together
-PAIRS_AT_ONCE, GROUPS = 1000, 10_000
+# Pairs that are read together
+PAIRS_AT_ONCE = 1000
 
 
 def text_keys(texts: list[str], tokenizer: PreTrainedTokenizerBase | None) -> np.ndarray:
@@ -116,34 +116,16 @@ class Duplicates:
         batch_of = np.full(self.num_pairs, -1, np.int32)
         for number, batch in enumerate(batches):
             batch_of[batch] = number
-        has_duplicate = np.zeros(self.num_pairs, bool)
-        for first in range(0, len(self.sizes), GROUPS):
-            numbers = np.arange(first, min(first + GROUPS, len(self.sizes)))
-            has_duplicate[self.members[self._meetings(batch_of, numbers)]] = True
-        return has_duplicate.sum() / max((batch_of >= 0).sum(), 1)
-
-    @cached_property
-    def _starts(self) -> np.ndarray:
-        return _starts(self.sizes)
+        batch, group = batch_of[self.members], np.repeat(np.arange(len(self.sizes)), self.sizes)
+        is_used = batch >= 0
+        _, meeting, sizes = np.unique((group * len(batches) + batch)[is_used], return_inverse=True, return_counts=True)
+        have_duplicate = np.unique(self.members[is_used][sizes[meeting] > 1])
+        return len(have_duplicate) / max((batch_of >= 0).sum(), 1)
 
     def are_of_one_group(self, pairs: np.ndarray) -> bool:
         """Whether all of these pairs have the same text or the same image, as their labels tell."""
         labels = self.labels[pairs]
         return labels[0] >= 0 and bool((labels == labels[0]).all())
-
-    def _meetings(self, batch_of: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-        """Positions in `members` of pairs of the groups `numbers` that are in a batch with another one of their group.
-
-        Args:
-            batch_of: (pairs,) the batch of each; -1: none.
-        """
-        positions = ranges(self._starts[numbers], self.sizes[numbers])
-        batch = batch_of[self.members[positions]]
-        key = np.repeat(numbers, self.sizes[numbers]) * (batch.max(initial=0) + np.int64(1)) + batch
-        positions, key = positions[batch >= 0], key[batch >= 0]
-        order = np.argsort(key, kind="stable")
-        same = np.flatnonzero(np.diff(key[order]) == 0)
-        return positions[order[np.union1d(same, same + 1)]]
 
 
 def _groups(keys: np.ndarray, pair_of: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:

@@ -8,10 +8,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from clip_moe.training.duplicates import GROUPS, Duplicates, ranges
+from clip_moe.training.duplicates import Duplicates, ranges
 
 # The golden section: its multiples, modulo 1, are spread evenly, however many there are
 GOLDEN = (math.sqrt(5) - 1) / 2
+# Groups of duplicates that are put in places together
+GROUPS = 10_000
 
 
 class Share(NamedTuple):
