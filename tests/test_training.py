@@ -92,15 +92,15 @@ def test_weights_that_no_loss_depends_on_are_named(tmp_path, monkeypatch, caplog
     assert message == "tuned: 1 of 78 trainable weights got no gradient and stay as they are: logit_scale"
 
 
-@pytest.mark.parametrize("stage", ["train", "train_router"])
-def test_a_router_stage_between_equal_experts_says_so(stage, tmp_path, caplog):
-    step = {"name": "routed", "stage": stage, **STEP, "data": {"source": "symbols", "num_samples": 8}}
-    step |= {"trainable": r"\.router\."} if stage == "train" else {}
-    routed = [SPARSE | {"preset": "clip_moe"}, step | {"model": "sparse"}]
-    trained = [SPARSE | {"name": "other"}, step | {"name": "x", "model": "other"}]  # weights that do not sum to 1
-    run_stages(tmp_path / "run", [DENSE, *routed, *trained])
-    (message,) = [message for message in caplog.messages if "equal experts" in message]
-    assert message.startswith("routed: text_model.encoder.layers.0.mlp.router, text_model.encoder.layers.1.mlp.router")
+def test_a_router_stage_between_equal_experts_says_so(tmp_path, caplog):
+    step = {**STEP, "data": {"source": "symbols", "num_samples": 8}, "model": "sparse"}
+    router, train = step | {"stage": "train_router"}, step | {"stage": "train", "trainable": r"\.router\."}
+    other = [SPARSE | {"name": "other"}, router | {"name": "x", "model": "other"}]  # weights that do not sum to 1
+    routed = [train | {"name": "one"}, router | {"name": "two"}]
+    run_stages(tmp_path / "run", [DENSE, SPARSE | {"preset": "clip_moe"}, *routed, *other])
+    messages = [message for message in caplog.messages if "equal experts" in message]
+    for name, message in zip(("one", "two"), messages, strict=True):
+        assert message.startswith(f"{name}: text_model.encoder.layers.0.mlp.router, text_model.encoder.layers.1.mlp.ro")
 
 
 def errors(text):
