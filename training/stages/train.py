@@ -184,7 +184,6 @@ class TrainStage(StepsStage):
         from clip_moe.conversion.processors import load_processor
         from clip_moe.data.sources import reading
         from clip_moe.engine.provenance import duplicates_line
-        from clip_moe.training.optimizers import warn_of_idle_parts
 
         model, processor = load_clip(inputs.model, dtype=torch.float32), load_processor(inputs.model)
         self.set_trainable(model, context.seed)
@@ -192,7 +191,6 @@ class TrainStage(StepsStage):
         share = self.share(accelerator, context)
         if problems := dict.fromkeys(self.problems(model, share.batch_size)):  # of both towers alike
             raise ValueError("; ".join(f"{self.name}.{problem}" for problem in problems))
-        warn_of_idle_parts(self.name, model)
         rows = self.load_pairs(inputs, context)
         loader, shares = self._loader(rows, processor, share, inputs, context)
         context.held["images"] = loader.bytes_in_memory
@@ -261,12 +259,13 @@ class TrainStage(StepsStage):
 
     def set_trainable(self, model: "PreTrainedModel", seed: int = 0) -> None:
         """Let what trains require a gradient, and nothing else. Raises ValueError where that cannot be."""
-        from clip_moe.training.optimizers import add_adapters, set_trainable
+        from clip_moe.training.optimizers import add_adapters, set_trainable, warn_of_idle_parts
 
         with named_errors(self, "trainable" if self.lora is None else "lora"):
             set_trainable(model, self.trainable) if self.lora is None else add_adapters(model, self.lora, seed)
         if self.loss == "softmax" and hasattr(model, "logit_bias"):
             model.logit_bias.requires_grad_(False)  # which this loss does not have
+        warn_of_idle_parts(self.name, model)
 
     def router_loss(
         self, config: "CLIPMoEConfig", outputs: Any, batch: "Mapping[str, torch.Tensor]", reduce: "Reduce"
