@@ -41,25 +41,34 @@ Columns = dict[str, list[Any]]
 def open_tables(paths: Sequence[str], split: str) -> dict[str, datasets.Dataset]:
     """The rows of tables by split: by their column `split`, or without one all as the split that is asked for. A split
     may also be asked for as the column calls it: `val`."""
-    columns, asked = read_tables(paths), [part.partition("[")[0].strip() for part in split.split("+")]
-    rows, splits = datasets.Dataset.from_dict(columns), split_column(columns, paths[0], asked)
-    if splits is None:
-        return {asked[0]: rows}
-    return {name: rows.select(np.flatnonzero(splits == name)) for name in dict.fromkeys(splits.tolist())}
+    columns, asked = read_tables(paths), split_names(split)
+    rows = datasets.Dataset.from_dict(columns)
+    return rows_by_split(rows, columns, paths[0], asked) or {asked[0]: rows}
 
 
-def split_column(columns: Columns, path: str, asked: Collection[str] = ()) -> np.ndarray | None:
-    """The split of each row, where a column `split` names nothing else; by a word that is asked for, or else in full.
-    A row that could not be read has the split of the first one."""
+def split_names(split: str) -> list[str]:
+    """The splits in `train`, `train[:10%]` and `train+test`."""
+    return [part.partition("[")[0].strip() for part in split.split("+")]
+
+
+def rows_by_split(
+    rows: datasets.Dataset, columns: Columns, path: str, asked: Collection[str] = ()
+) -> dict[str, datasets.Dataset] | None:
+    """The rows of each split where a column `split` names nothing else, or None. A split is called by a word that is
+    asked for, or else in full. A row that could not be read has the split of the first one."""
     words = [str(word).strip().lower() for word in columns.get("split", ())]
     names = [word if word in asked and word in SPLIT_OF_NAME else SPLIT_OF_NAME.get(word) for word in words]
     first = next(filter(None, names), None)
-    for number, cells in enumerate(zip(*columns.values(), strict=True)) if not all(names) else ():
-        names[number] = first if all(cell is None for cell in cells) else names[number]
-    if any(names) and not all(names):
-        other = words[names.index(None)]
-        warn_once(logger, f"{path} has a column split, which is not read, since it also has {shortened(other)}")
-    return np.array(names) if names and all(names) else None
+    if first is None:
+        return None
+    if not all(names):
+        is_read = [any(cell is not None for cell in cells) for cells in zip(*columns.values(), strict=True)]
+        names = [name if is_there else first for name, is_there in zip(names, is_read, strict=True)]
+    if not all(names):
+        other = shortened(words[names.index(None)])
+        warn_once(logger, f"{path} has a column split, which is not read, since it also has {other}")
+        return None
+    return {name: rows.select(np.flatnonzero(np.array(names) == name)) for name in dict.fromkeys(names)}
 
 
 def read_tables(paths: Sequence[str]) -> Columns:
@@ -73,9 +82,16 @@ def read_tables(paths: Sequence[str]) -> Columns:
     (perhaps), "split", "sentences": [{"raw"}]}]}. Both have the columns `image` and `caption`, a list of texts.
     """
     columns: Columns = {}
+    length = 0
     for path in paths:
         faults: dict[int | str, object] = {}  # line -> what is wrong
-        (_add_objects if TABLES[suffix_of(path)] is None else _add_lines)(columns, path, faults)
+        rows = _objects(path, faults) if TABLES[suffix_of(path)] is None else _lines(path, columns, faults)
+        for row in rows:
+            for name in row:
+                columns.setdefault(name, [None] * length)
+            for name, values in columns.items():
+                values.append(row.get(name))
+            length += 1
         if faults:
             lines, (first, *_) = join_names(map(str, faults)), faults.values()
             kind = "entries" if suffix_of(path) == ".json" else "lines"
@@ -83,23 +99,20 @@ def read_tables(paths: Sequence[str]) -> Columns:
     return {name: _one_kind(values) for name, values in columns.items()}
 
 
-def _add_lines(columns: Columns, path: str, faults: dict[int | str, object]) -> None:
-    """Add the lines of a csv or tsv."""
-    lines = _lines(path, faults)
+def _lines(path: str, columns: Columns, faults: dict[int | str, object]) -> Iterator[dict[str, str | None]]:
+    """The lines of a csv or tsv, whose header adds to the columns."""
+    lines = _cells(path, faults)
     _, header = next(lines, (1, []))
     twice = next((name for name in header if header.count(name) > 1), None)
-    if twice is not None:
-        raise ValueError(f"{path} has the column {twice!r} {header.count(twice)} times: rename all but one")
-    if columns and header != list(columns):
-        raise ValueError(f"{path} has the columns {shortened(header)}, but others have {shortened(list(columns))}")
-    for name in header:
-        columns.setdefault(name, [])
+    if twice is not None or columns and header != list(columns):
+        problem = f"has {twice!r} {header.count(twice)} times" if twice else f"differs from {shortened(list(columns))}"
+        raise ValueError(f"{path}: the header {shortened(header)} {problem}: rename its columns")
+    columns |= {name: columns.get(name, []) for name in header}
     for number, cells in lines:
         if len(cells) != len(header):
             faults[number] = f"it has {len(cells)} cells for {len(header)} columns: {shortened(cells)}"
             cells = [""] * len(header)
-        for name, cell in zip(header, cells, strict=True):
-            columns[name].append(cell if cell.strip() else None)
+        yield {name: cell if cell.strip() else None for name, cell in zip(header, cells, strict=True)}
 
 
 def _one_kind(values: list[Any]) -> list[Any]:
@@ -112,26 +125,36 @@ def _one_kind(values: list[Any]) -> list[Any]:
     return values
 
 
-def _add_objects(columns: Columns, path: str, faults: dict[int | str, object]) -> None:
-    """Add the objects of a JSON, or of its lines."""
-    length = len(next(iter(columns.values()), []))
-    entries = _entries(Path(path), faults) if suffix_of(path) == ".json" else _json_lines(path, faults)
+def _objects(path: str, faults: dict[int | str, object]) -> Iterator[dict[str, Any]]:
+    """The objects of a JSON or of its lines, as columns."""
+    is_whole = suffix_of(path) == ".json"
+    entries, captions = _json_entries(Path(path), faults) if is_whole else (_json_lines(path, faults), None)
     for number, entry in entries:
-        if not isinstance(entry, dict):
-            faults.setdefault(number, f"it is no object with names: {shortened(entry)}")
-            entry = {}
-        if "conversations" in entry and "caption" not in entry:
-            try:
-                answers = (turn["value"] for turn in entry["conversations"] if turn["from"] == "gpt")
-                entry = entry | {"caption": next(answers, None)}
-            except (KeyError, TypeError) as error:
-                faults[number] = _fault(error, entry)
-                entry = {}
-        for name in entry:
-            columns.setdefault(name, [None] * length)
-        for name, values in columns.items():
-            values.append(entry.get(name))
-        length += 1
+        try:
+            row = _row(entry, captions)
+        except (KeyError, TypeError) as error:
+            row = {}
+            faults.setdefault(number, _fault(error, entry))
+        if captions is None or row.get("caption") != []:  # COCO has images without captions
+            yield row
+
+
+def _row(entry: Any, captions: Mapping[str, list[str]] | None) -> dict[str, Any]:
+    """The columns of an entry.
+
+    Args:
+        captions: those of COCO's annotations by the id of their image; None: the entry is no image of COCO or Karpathy.
+    """
+    entry = {**entry}  # a TypeError where it is no object
+    if captions is None:
+        if "conversations" not in entry or "caption" in entry:
+            return entry
+        answers = (turn["value"] for turn in entry["conversations"] if turn["from"] == "gpt")
+        return entry | {"caption": next(answers, None)}
+    if _is_coco(entry):
+        return {"image": entry["file_name"], "caption": captions.get(_key(entry["id"]), [])}
+    name = "/".join(filter(None, [entry.get("filepath"), entry["filename"]]))
+    return {"image": name, "caption": [sentence["raw"] for sentence in entry["sentences"]], "split": entry["split"]}
 
 
 def _json_lines(path: str, faults: dict[int | str, object]) -> Iterator[tuple[int, Any]]:
@@ -147,32 +170,44 @@ def _json_lines(path: str, faults: dict[int | str, object]) -> Iterator[tuple[in
                 yield number, None
 
 
-def _entries(path: Path, faults: dict[int | str, object]) -> Iterator[tuple[int, Any]]:
-    """The entries of a JSON, with their numbers; those of COCO and Karpathy as `image`, `caption` and `split`."""
+def _json_entries(
+    path: Path, faults: dict[int | str, object]
+) -> tuple[Iterable[tuple[int, Any]], dict[str, list[str]] | None]:
+    """The entries of a JSON with their numbers; and where they are images, the captions of annotations by image."""
     content = read_json(path)
     images = content.get("images") if isinstance(content, dict) else content
     if not isinstance(images, list):
         raise ValueError(f"{path} is neither a list of entries nor has a list of images (COCO, Karpathy)")
     if images is content:
-        yield from enumerate(images)
-        return
-    captions: dict[Any, list[str]] = defaultdict(list)
+        return enumerate(images), None
+    captions: dict[str, list[str]] = defaultdict(list)
     for number, annotation in enumerate(content.get("annotations") or ()):
         try:
-            captions[annotation["image_id"]].append(annotation["caption"])
+            captions[_key(annotation["image_id"])].append(annotation["caption"])
         except (KeyError, TypeError) as error:
             faults[f"annotation {number}"] = _fault(error, annotation)
-    ids = Counter(image["id"] for image in images if _is_coco(image))
-    if ids:
-        _require_own_captions(path, ids, captions)
-    for number, image in enumerate(images):
-        try:
-            entry = _coco_or_karpathy(image, captions)
-        except (KeyError, TypeError, AttributeError) as error:
-            faults[number], entry = _fault(error, image), {}
-        # COCO has images without captions; an empty one is counted later
-        if entry.get("caption") != []:
-            yield number, entry
+    ids = Counter(_key(image["id"]) for image in images if _is_coco(image))
+    twice = next((f"{count} images have the id {key}" for key, count in ids.items() if count > 1), None)
+    lost = [key for key in captions if key not in ids]
+    if twice or lost and len(lost) == len(captions):
+        raise ValueError(f"{path}: {twice or f'no image has the id {lost[0]} of an annotation'}: mend the ids")
+    if lost:
+        number = sum(len(captions[key]) for key in lost)
+        logger.warning(f"{path}: {number} annotations have the image_id of no image, such as {lost[0]}")
+    return enumerate(images), captions
+
+
+def _is_coco(image: Any) -> bool:
+    return isinstance(image, dict) and "file_name" in image and "id" in image
+
+
+def _key(number: Any) -> str:
+    """An id of COCO, which may be a number, a text, or a float where pandas wrote it."""
+    return str(number).removesuffix(".0")
+
+
+def _fault(error: Exception, entry: Any) -> str:
+    return f"it is not as it should be ({error!r}): {shortened(entry)}"
 
 
 def text_of(content: bytes, where: str) -> str | None:
@@ -193,7 +228,7 @@ def _encoding(start: bytes) -> str:
     return "utf-16" if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
 
 
-def _lines(path: str, faults: dict[int | str, object]) -> Iterator[tuple[int, list[str]]]:
+def _cells(path: str, faults: dict[int | str, object]) -> Iterator[tuple[int, list[str]]]:
     """The rows of a table that are not empty, as cells, each with the number of the line in which it begins. A cell
     that is not UTF-8 is empty."""
     suffix = suffix_of(path)
@@ -222,34 +257,3 @@ class NoSplit(ValueError):
 
     def __init__(self, source: str | Path, split: str, splits: Iterable[Any]):
         super().__init__(f"{source} has no split {split!r}, only {', '.join(map(str, splits))}: set split")
-
-
-def _coco_or_karpathy(image: dict[str, Any], captions: Mapping[Any, list[Any]]) -> dict[str, Any]:
-    if _is_coco(image):
-        return {"image": image["file_name"], "caption": captions.get(image["id"], [])}
-    name = "/".join(filter(None, [image.get("filepath"), image["filename"]]))
-    return {"image": name, "caption": [sentence["raw"] for sentence in image["sentences"]], "split": image["split"]}
-
-
-def _fault(error: Exception, entry: Any) -> str:
-    return f"it is not as it should be ({error!r}): {shortened(entry)}"
-
-
-def _is_coco(image: Any) -> bool:
-    return isinstance(image, dict) and "file_name" in image and "id" in image
-
-
-def _require_own_captions(path: Path, ids: Mapping[Any, int], captions: Mapping[Any, list[str]]) -> None:
-    """Raises a ValueError where COCO's images would get each other's captions, or none by the kind of their ids."""
-    twice = next((key for key, count in ids.items() if count > 1), None)
-    if twice is not None:
-        raise ValueError(f"{path}: {ids[twice]} images have the id {twice!r}, hence the same captions: make ids unique")
-    unmatched = [key for key in captions if key not in ids]
-    by_text = {str(key): key for key in ids}
-    wrong = next((key for key in unmatched if len(unmatched) == len(captions) or str(key) in by_text), None)
-    if wrong is not None:
-        like = by_text.get(str(wrong), next(iter(ids)))
-        raise ValueError(f"{path}: no image has the id {wrong!r} of an annotation, only as {like!r}: make them agree")
-    if unmatched:
-        number, example = sum(len(captions[key]) for key in unmatched), shortened(unmatched[0])
-        logger.warning(f"{path}: {number} annotations have the image_id of no image, such as {example}")

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field, FiniteFloat, model_validator
 from pydantic.dataclasses import dataclass
 
-from clip_moe.data.worlds import MOVED, is_world, world
+from clip_moe.data.worlds import is_world, world
 from clip_moe.engine.settings import Reads, Source
-
-if TYPE_CHECKING:
-    import numpy as np
-    import PIL.Image
 
 
 @dataclass(config=ConfigDict(extra="forbid", defer_build=True), kw_only=True)
@@ -49,8 +45,8 @@ class DataArguments(Source):
     pixel_range: list[FiniteFloat] | None = Field(default=None, min_length=2, max_length=2)
     # Read while training instead of loading first.
     streaming: bool = False
-    # Of webdataset shards or a mixture, no image is looked at before it is used: one that cannot be read is replaced by
-    # the pair after it, and counted.
+    # No image is looked at before it is used, as of many webdataset shards or a mixture: one that cannot be read is
+    # replaced by the pair after it, and counted.
     indexed: bool = False
     # The first so many pairs are left out: held out for a test, say.
     skip: int | None = Field(default=None, gt=0)
@@ -74,24 +70,25 @@ class DataArguments(Source):
 
     @model_validator(mode="after")
     def _check(self):
-        if self.source in MOVED:
-            raise ValueError(f"the world {self.source} is {MOVED[self.source]}, in a checkout")
-        if self.is_drawn and self.num_samples is None:
-            raise ValueError(f"num_samples must say how many {self.source} to draw")
-        if self.is_drawn:
+        is_drawn, streaming = self.is_drawn, self.streaming
+        black, white = self.pixel_range or (0, 1)
+        checks = [
+            (is_drawn and self.num_samples is None, f"num_samples must say how many {self.source} to draw"),
+            (black >= white, f"pixel_range: black must be less than white, and not {self.pixel_range}"),
+            (streaming and (is_drawn or self.in_memory), "streaming goes neither with a world nor with in_memory"),
+            (
+                self.indexed and (is_drawn or streaming or self.in_memory),
+                "indexed goes neither with a world nor with streaming or in_memory",
+            ),
+            (self.skip and (is_drawn or streaming), "skip goes neither with a world nor with streaming"),
+        ]
+        for is_wrong, fault in checks:
+            if is_wrong:
+                raise ValueError(fault)
+        if is_drawn:
             drawn = world(self.source)
             drawn.require(self.split, self.captions)
             drawn.kinds(self.kinds)  # raises where there is none
-        if self.pixel_range is not None and self.pixel_range[0] >= self.pixel_range[1]:
-            raise ValueError(f"pixel_range: black must be less than white, and not {self.pixel_range}")
-        if self.streaming and (self.is_drawn or self.in_memory):
-            raise ValueError("streaming neither goes with a world nor with in_memory")
-        if self.indexed and (self.is_drawn or self.streaming or self.in_memory or self.image_root is not None):
-            raise ValueError(
-                "indexed goes with shards or a mixture, neither with streaming nor with in_memory or image_root"
-            )
-        if self.skip is not None and (self.is_drawn or self.streaming):
-            raise ValueError("skip goes neither with a world nor with streaming")
         return self
 
     @property
@@ -151,24 +148,28 @@ class DataArguments(Source):
         return slice(start, None if self.num_samples is None else start + self.num_samples)
 
 
-def require_captions(data: DataArguments) -> DataArguments:
-    if data.caption_column is None:
-        raise ValueError("caption_column: captions are needed here: name their column")
-    return data
+def _require(is_met: Callable[[DataArguments], bool], fault: str) -> AfterValidator:
+    def check(data: DataArguments) -> DataArguments:
+        if not is_met(data):
+            raise ValueError(fault)
+        return data
+
+    return AfterValidator(check)
 
 
-def require_numbered(data: DataArguments) -> DataArguments:
-    if data.streaming:
-        raise ValueError("streaming: a stream has no numbered samples and no length, which are needed: leave it out")
-    return data
-
-
+CAPTIONED = _require(
+    lambda data: data.caption_column is not None, "caption_column: captions are needed here: name their column"
+)
+NUMBERED = _require(
+    lambda data: not data.streaming,
+    "streaming: a stream has no numbered samples and no length, which are needed: leave it out",
+)
 # The source may be a stage that makes a dataset
 ReadData = Annotated[DataArguments, Reads("captions", "mixture", "split", outside=False)]
-Data = Annotated[ReadData, AfterValidator(require_captions)]
+Data = Annotated[ReadData, CAPTIONED]
 # Data with a length: labels and features belong to the numbers of their samples
-NumberedPictures = Annotated[ReadData, AfterValidator(require_numbered)]
-NumberedData = Annotated[Data, AfterValidator(require_numbered)]
+NumberedPictures = Annotated[ReadData, NUMBERED]
+NumberedData = Annotated[Data, NUMBERED]
 
 
 @dataclass(config=ConfigDict(extra="forbid", defer_build=True), kw_only=True)
@@ -178,15 +179,6 @@ class Augmentation:
     # Least and greatest share of the image's area in a random crop, such as open_clip's [0.9, 1.0]. The crop is resized
     # to the model's size.
     random_resized_crop: list[Annotated[float, Field(gt=0, le=1)]] = Field(min_length=2, max_length=2)
-
-    def __call__(self, image: PIL.Image.Image, size: tuple[int, int], rng: np.random.Generator) -> PIL.Image.Image:
-        """A crop of the image, resized to this width and height."""
-        from PIL.Image import BICUBIC
-
-        from clip_moe.data.augmentation import crop_box
-
-        box = crop_box(image.size, self.random_resized_crop, rng)
-        return image.crop(box).resize(size, BICUBIC)  # by `resize(box=...)` it would see what is around
 
 
 @dataclass(config=ConfigDict(extra="forbid", defer_build=True), kw_only=True)

@@ -26,15 +26,11 @@ def split_sentences(text: str) -> list[str]:
 
 
 def pack_sentences(sentences: Sequence[str], lengths: Sequence[int], limit: int, count: int, rng) -> list[str]:
-    """Different random combinations of whole sentences, each as long as the limit lets it be.
-
-    A combination takes the sentences in a random order, leaving out those that would exceed the limit, and puts them
-    back into the order of the text.
+    """Different random combinations of whole sentences, each as long as the limit of tokens lets it be. They come in
+    the order of the text, chosen in a random one.
 
     Args:
         lengths: tokens of each sentence.
-        limit: tokens of a combination.
-        count: how many there should be.
         rng: NumPy's generator.
 
     Returns:
@@ -63,17 +59,14 @@ def build_captions(
     seed: int,
     num_proc: int | None = None,
 ) -> datasets.Dataset:
-    """The images of a dataset with a list of captions each, as the policies say, in their order.
+    """The images of a dataset with a list of `sum(policy.count)` captions each, in the order of the policies, empty
+    where there is none.
 
     Args:
         rows: with the column `image` and those that the policies name.
         tokenizer: counts the tokens of sentences; a packed caption fits its `model_max_length` with the first and the
             last token, or a policy's `max_tokens`.
         seed: draws the combinations.
-        num_proc: processes to share the work.
-
-    Returns:
-        Rows of `image` and `caption`, a list of `sum(policy.count)` texts, empty where there is none.
     """
 
     def build(row: dict, index: int) -> dict:

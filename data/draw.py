@@ -8,12 +8,13 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from PIL import Image
+
 from clip_moe.data.contact_sheet import grid
 from clip_moe.data.world import SPLITS, World
-from clip_moe.data.worlds import WORLDS, is_world, world
+from clip_moe.data.worlds import world
 from clip_moe.engine.command_line import Folder, command
 from clip_moe.engine.files import new_folder
-from clip_moe.engine.messages import suggestion
 
 
 @command
@@ -40,11 +41,7 @@ def draw(
     """
     if contact_sheet is None and folder is None:
         raise ValueError("nothing says what to draw: give --contact_sheet FILE, or --folder FOLDER")
-    if not is_world(name):
-        raise ValueError(f"there is no world {name!r}: {suggestion(name, WORLDS)}")
     drawn = world(name)
-    if captions not in drawn.caption_styles:
-        raise ValueError(f"--captions: {captions!r} is none of {', '.join(drawn.caption_styles)}")
     if contact_sheet is not None:
         draw_sheet(drawn, contact_sheet, drawn.kinds(kinds)[:number])
     if folder is not None:
@@ -55,10 +52,14 @@ def draw_sheet(drawn: World, path: Path, kinds: Sequence[int | str]) -> None:
     """Write a PNG file with a training and a test picture of each kind."""
     cells = []
     for seed, kind in enumerate(kinds):
-        rows = [drawn.load(split, "web", 1, [kind], seed)[0] for split in SPLITS]
-        cells.append(([row["image"] for row in rows], rows[0]["kind"]))
+        pictures = []
+        for split in SPLITS:
+            subject, rng = drawn.subjects([kind], split, seed)(0)
+            pixels, attributes = drawn.draw(subject, split, rng, drawn.image_size)
+            pictures.append(Image.fromarray(pixels))
+        cells.append((pictures, attributes["kind"]))
     # Few colors take a fourth of the size
-    side = max(32, cells[0][0][0].width)
+    side = max(32, drawn.image_size)
     grid(cells, columns=12 * 32 // side, side=side, lines=3).quantize(128, dither=0).save(path, "png", optimize=True)
 
 

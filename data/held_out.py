@@ -24,16 +24,14 @@ def hold_out(
     copies: Copies | None = None,
 ) -> tuple[datasets.Dataset, datasets.Dataset]:
     """Rows to train on and rows to test on, which have no caption and no image in common, also not under other bytes.
-    Where captions repeat as classes do, they have the classes in common, and no image.
+    Where captions repeat as classes do, they have the classes in common, and no image. A ValueError where captions or
+    images tie too many of them together.
 
     Args:
         rows: columns `image` and `caption`, a text or a list of texts.
         share: at least this share of the rows is for the test.
         tokenizer: captions that it reads alike are one.
-        copies: those among the images, or None: they are found here.
-
-    Raises:
-        ValueError: captions or images tie too many of them together.
+        copies: those among the images; None: they are found here.
     """
     copies = copies or find_copies(rows)
     image_keys = [[f"pixels {pixels}"] for pixels in copies.pixels]
@@ -63,12 +61,8 @@ def hold_out(
 
 
 def _spread(classes: Sequence[str], rng: np.random.Generator) -> np.ndarray:
-    """Order parts so that any first n of them have about the same share of each class. The last part of a class is left
-    out, so that training has one.
-
-    Args:
-        classes: the class of each part.
-    """
+    """Orders parts, by the class of each, so that any first n have about the same share of each class. The last part
+    of a class is left out, so that training has one."""
     parts_of: dict[str, list[int]] = defaultdict(list)
     for part in rng.permutation(len(classes)):
         parts_of[classes[part]].append(part)

@@ -22,8 +22,7 @@ import numpy as np
 from PIL import Image as PILImage
 
 from clip_moe.data.drawing import stamp
-from clip_moe.data.extras import installed_versions, require_packages
-from clip_moe.data.world import World
+from clip_moe.data.world import World, installed_versions, require_packages
 
 # Their folders, in the order in which they are asked for a name
 ARTISTS = {

@@ -33,12 +33,10 @@ OTHER_DATA = "another dataset, another order or other images of the same names"
 
 
 def identity(arguments: DataArguments) -> dict[str, Any] | None:
-    """The identity of a source with all its splits and rows: for the manifests of stages.
-
-    Returns:
-        The number of files and the hash of their names and contents: all of a folder or a pattern, and images that are
-        only named there; of a Hub dataset, its commit; of a world, see `origin_of`. None where the settings say all
-        (of most built-in worlds), or where it cannot be known now (the data are gone, the Hub is out of reach).
+    """The identity of a source with all its splits and rows, for the manifests of stages: the number of files and the
+    hash of their names and contents, all of a folder or a pattern and images that are only named there; of a Hub
+    dataset its commit; of a world, see `origin_of`. None where the settings say all (of most built-in worlds), or where
+    it cannot be known now (the data are gone, the Hub is out of reach).
     """
     source = arguments.source
     if is_world(source):
@@ -163,17 +161,16 @@ def data_fingerprint(rows: datasets.Dataset, images: bool = True) -> str:
         rows = rows.cast_column("image", datasets.Image(decode=False))
     for batch in rows.iter(FILES_AT_ONCE):
         entries = [_entry(image) for image in batch.get("image", [])]
-        paths = [entry["path"] for entry in entries]
         has_bytes = [entry["bytes"] is not None for entry in entries]
-        named = [path for path, is_whole in zip(paths, has_bytes, strict=True) if not is_whole]
+        named = [entry["path"] for entry in entries if entry["bytes"] is None]
         has_named_images = has_named_images or bool(named)  # which may change while the rows stay
         file_hashes = file_digests(map(file_of, named))
         byte_hashes = [hashlib.sha256(entry["bytes"]).hexdigest() for entry in entries if entry["bytes"] is not None]
+        paths = [entry["path"] for entry in entries]
         names = [path and os.path.relpath(path, os.path.dirname(file_of(path))) for path in paths]
         ranges = [entry["pixel_range"] for entry in entries if entry.get("pixel_range") is not None]
-        digest.update(
-            value_digest([names, has_bytes, file_hashes, byte_hashes, batch.get("caption"), *ranges]).encode()
-        )
+        parts = [names, has_bytes, file_hashes, byte_hashes, batch.get("caption"), *ranges]
+        digest.update(value_digest(parts).encode())
     if rows.cache_files and not has_named_images:
         cache.put({key: (stamp, digest.hexdigest())})
     return digest.hexdigest()
@@ -193,11 +190,9 @@ def image_digests(images: Iterable[str | dict[str, Any]]) -> list[str]:
     ]
     paths = [entry["path"] for entry, content in zip(entries, contents, strict=True) if not content]
     file_hashes = iter(file_digests(paths))
-    digests = []
-    for entry, content in zip(entries, contents, strict=True):
-        digest = hashlib.sha256(content).hexdigest() if content else next(file_hashes)
-        for part in (entry.get("box"), entry.get("pixel_range")):
-            if part is not None:
-                digest = hashlib.sha256(f"{digest} {part}".encode()).hexdigest()
-        digests.append(digest)
+    digests = [hashlib.sha256(content).hexdigest() if content else next(file_hashes) for content in contents]
+    for setting in ("box", "pixel_range"):
+        for number, entry in enumerate(entries):
+            if entry.get(setting) is not None:
+                digests[number] = hashlib.sha256(f"{digests[number]} {entry[setting]}".encode()).hexdigest()
     return digests

@@ -11,11 +11,10 @@ from pathlib import Path, PurePath
 from typing import Any
 
 import datasets
-import numpy as np
 import PIL.Image
 import pyarrow.parquet
 
-from clip_moe.data.annotations import SPLIT_OF_NAME, read_tables, split_column, text_of
+from clip_moe.data.annotations import SPLIT_OF_NAME, read_tables, rows_by_split, text_of
 from clip_moe.data.images import FORMATS, decode_image
 from clip_moe.engine.digests import file_stamp
 from clip_moe.engine.files import files_in, is_hidden
@@ -64,7 +63,9 @@ def open_folder(folder: str) -> dict[str, datasets.Dataset]:
         parts[name].info.description = no_classes if "label" in parts[name].column_names else ""
         used |= files
     warn_of_unread(folder, [path for path in paths if os.path.join(folder, path) not in used])
-    return parts if splits else _by_column(parts["train"], folder)
+    if splits or "split" not in parts["train"].column_names:
+        return parts
+    return rows_by_split(parts["train"], {"split": parts["train"]["split"]}, folder) or parts
 
 
 def _splits(folder: str, pictures: list[str], split_of: Mapping[str, str | None]) -> list[str]:
@@ -178,15 +179,6 @@ def _can_be_read(file: str, stamp: str) -> bool:
     return True
 
 
-def _by_column(rows: datasets.Dataset, folder: str) -> dict[str, datasets.Dataset]:
-    """The pictures by the column `split` of their table, if it names splits."""
-    columns = {"split": rows["split"]} if "split" in rows.column_names else {}
-    splits = split_column(columns, folder)
-    if splits is None:
-        return {"train": rows}
-    return {name: rows.select(np.flatnonzero(splits == name)) for name in dict.fromkeys(splits.tolist())}
-
-
 def _read(
     folder: str, pictures: list[str], paths: list[str], elsewhere: set[str], labels: Mapping[str, str | None]
 ) -> tuple[datasets.Dataset, set[str]]:
@@ -230,32 +222,31 @@ def _of_tables(tables: list[str], pictures: list[str], elsewhere: set[str]) -> t
     """
     path_by_name = {_same(path): path for path in {*pictures, *elsewhere}}
     rows: list[dict[str, Any]] = []
-    if len(set(map(os.path.dirname, tables))) < len(tables):
-        raise ValueError(f"a folder has several of the tables {' and '.join(tables)}: keep one")
+    names: list[str] = []
     for table in tables:
         columns = pyarrow.parquet.read_table(table).to_pydict() if table.endswith(".parquet") else read_tables([table])
         named = {name: name.removesuffix("_file_name") for name in columns if name.endswith("_file_name")}
         named = {"file_name": "image"} if "file_name" in columns else named
-        if not named:
-            raise ValueError(f"{table} has no column file_name, which names the picture of each line")
-        place = os.path.dirname(table)
+        place, problem = os.path.dirname(table), "" if named else f"{table} has no column file_name: name the pictures"
         for column in named:
             paths = [name and os.path.normpath(os.path.join(place, name)) for name in columns[column]]
-            outside = next((path for path in paths if path and not path.startswith(place + os.sep)), None)
-            if outside is not None:
-                raise ValueError(f"{table} names {outside}, which is not below it: move the picture or the table")
+            if outside := [path for path in paths if path and not path.startswith(place + os.sep)]:
+                problem = f"{table} names {outside[0]}, which is not below it: move the picture or the table"
             columns[column] = [path and path_by_name.get(_same(path), path) for path in paths]
+        if len({other for other in tables if os.path.dirname(other) == place}) > 1:
+            problem = f"a folder has several of the tables {' and '.join(tables)}: keep one"
+        if problem:
+            raise ValueError(problem)
         # A column of the same name as one of pictures gives way
         columns = {name: values for name, values in columns.items() if name not in named.values() or name in named}
-        names = [named.get(name, name) for name in columns]
-        if rows and rows[0].keys() != set(names):
-            raise ValueError(f"{table} has the columns {', '.join(names)}, but {tables[0]} {', '.join(rows[0])}")
-        rows += [dict(zip(names, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        columns = {named.get(name, name): values for name, values in columns.items()}
+        names = list(dict.fromkeys([*names, *columns]))
+        rows += [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
     images = list(named.values())
     for row in rows:
-        if len({row[image] in elsewhere for image in images}) > 1:
-            raise ValueError(f"a line of {tables[0]} names pictures of two splits: {[row[image] for image in images]}")
-    rows = [row for row in rows if elsewhere.isdisjoint(row[image] for image in images)]
-    rows.sort(key=lambda row: row[images[0]] or "")
-    named_pictures = set(pictures).intersection(row[image] for row in rows for image in images)
-    return {name: [row[name] for row in rows] for name in names}, named_pictures
+        if len({row.get(image) in elsewhere for image in images}) > 1:
+            raise ValueError(f"a line of {tables[0]} names pictures of two splits: {list(map(row.get, images))}")
+    rows = [row for row in rows if elsewhere.isdisjoint(map(row.get, images))]
+    rows.sort(key=lambda row: row.get(images[0]) or "")
+    named_pictures = set(pictures).intersection(row.get(image) for row in rows for image in images)
+    return {name: [row.get(name) for row in rows] for name in names}, named_pictures

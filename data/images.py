@@ -68,17 +68,17 @@ def decode_image(value: Any) -> PIL.Image.Image:
                 return _rgb(_crop(image, box), depth)
             # JPEGs are RGB without a copy: nothing else is read of their files
             return image if image.format == "JPEG" and image.mode == "RGB" else _rgb(image, depth)
-    except PIL.UnidentifiedImageError as error:
-        known = f"the formats {', '.join(FORMATS)}, with bits and bands that Pillow reads"
-        raise OSError(f"it is no image of {known}") from error
-    except FileNotFoundError as error:
-        if os.path.isabs(error.filename):
-            raise
-        raise OSError(f"{error}: relative paths start from image_root or else from the working directory") from error
-    except OSError:
-        raise
     except Exception as error:  # damaged files end in struct.error, SyntaxError, EOFError, KeyError and many more
-        raise OSError(f"{type(error).__name__}: {error}") from error
+        raise OSError(_problem(error)) from error
+
+
+def _problem(error: Exception) -> str:
+    """The reason why an image cannot be read, by the error of Pillow or of the file system."""
+    if isinstance(error, PIL.UnidentifiedImageError):
+        return f"it is no image of the formats {', '.join(FORMATS)}, with bits and bands that Pillow reads"
+    if isinstance(error, FileNotFoundError) and not os.path.isabs(error.filename):
+        return f"{error}: relative paths start from image_root or else from the working directory"
+    return str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
 
 
 def from_base64(text: str) -> bytes | None:
@@ -114,10 +114,11 @@ def _open(value: Any) -> BinaryIO:
 
 def _require_size(image: PIL.Image.Image) -> None:
     width, height = image.size  # of the header: nothing is decoded yet
-    if width * height > MAX_PIXELS:
-        raise OSError(f"{width} x {height} pixels are more than {MAX_PIXELS:,}")
-    if max(image.size) > MAX_ASPECT_RATIO * min(image.size):
-        raise OSError(f"{width} x {height} pixels are longer than {MAX_ASPECT_RATIO} to 1")
+    limit = f"more than {MAX_PIXELS:,}" if width * height > MAX_PIXELS else ""
+    if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
+        limit = f"longer than {MAX_ASPECT_RATIO} to 1"
+    if limit:
+        raise OSError(f"{width} x {height} pixels are {limit}")
 
 
 class _Depth:
@@ -185,17 +186,20 @@ def _eight_bits(image: PIL.Image.Image, depth: _Depth) -> tuple[PIL.Image.Image,
     black, white = depth.pixel_range or depth.format_range or (-np.inf, np.inf)
     is_outside = (pixels < black) | (pixels > white)
     gaps = ~np.isfinite(pixels) | (pixels == depth.no_data) | np.isin(pixels, NO_DATA) & is_outside
-    if gaps.all():
-        raise OSError("all its pixels are NaN, infinite or no-data values")
-    low, high = pixels[~gaps].min(), pixels[~gaps].max()
-    if depth.pixel_range is None and (depth.format_range is None or (is_outside & ~gaps).any()):
+    values, problem = pixels[~gaps], ""
+    if len(values) == 0:
+        problem = "all its pixels are NaN, infinite or no-data values"
+    elif depth.pixel_range is None and (depth.format_range is None or (is_outside & ~gaps).any()):
         known = "for floats, 0 is black and 1 is white" if image.mode == "F" else "its format has no black and white"
-        raise OSError(f"its values go from {low:.7g} to {high:.7g}, but {known}: set pixel_range to those of the data")
+        problem = f"its values go from {values.min():.7g} to {values.max():.7g}, but {known}: set pixel_range to those "
+        problem += "of the data"
+    if problem:
+        raise OSError(problem)
     start, end = (white, black) if depth.is_inverted else (black, white)
     scaled = np.clip((pixels - start) * (255 / (end - start)), 0, 255)
     scaled[gaps] = 0
     scaled[pixels == image.info.get("transparency", np.nan)] = 255
-    facts = [float(value) for value in (gaps.mean(), low, high, black, white)]
+    facts = [float(value) for value in (gaps.mean(), values.min(), values.max(), black, white)]
     return PIL.Image.fromarray(scaled.round().astype(np.uint8)), facts
 
 

@@ -23,8 +23,8 @@ def look_at(
     """Sentences about captions that a person should know before the scores.
 
     Args:
-        train, test: a column `caption`, a text or a list of texts an image. No two rows of the test have the same
-            image; those of training, where there is no test, count as images.
+        train, test: a column `caption`, a text or a list of texts an image. Rows of the test, or of training where
+            there is no test, count as different images.
         tokenizer: captions that it reads as the same tokens are equal to every model.
         advice: on captions that are cut.
     """

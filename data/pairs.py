@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable
-from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import datasets
@@ -10,19 +10,18 @@ import pyarrow
 import pyarrow.compute
 
 from clip_moe.data.arguments import DataArguments
-from clip_moe.data.identity import image_digests
+from clip_moe.data.identity import data_fingerprint, image_digests
 from clip_moe.data.images import from_base64
 from clip_moe.data.local_data import file_in
 from clip_moe.data.readable import readable_pairs
 from clip_moe.data.sources import Rows, first_rows, is_text, mapped, no_column, open_rows, reading
 from clip_moe.data.texts import listed, present_captions, present_texts, same_words, structure
 from clip_moe.data.worlds import is_world, world
+from clip_moe.engine.context import Context
 from clip_moe.engine.messages import shortened, warn_once
 
 logger = logging.getLogger(__name__)
 
-# By which columns are named, in a recipe and as options of a command
-COLUMN_SETTINGS = "image_column and caption_column or label_column"
 # Columns that hold images, by the names that they get here
 IMAGES = ("image", "image_0", "image_1")
 # Captions of a stream that tell whether they are lists
@@ -50,40 +49,73 @@ def load_pairs(arguments: DataArguments, images: bool = True) -> Rows:
     """
     if is_world(arguments.source):
         return _draw(arguments, arguments.captions)
-    rows = select_columns(open_rows(arguments), arguments)
-    _check_class_names(rows, arguments.source)
-    rows = with_class_names(rows)
+    rows = with_class_names(select_columns(open_rows(arguments), arguments), arguments.source)
     return rows if arguments.streaming else readable_pairs(rows, arguments, images)[0]
 
 
-def _check_class_names(rows: Rows, source: str) -> None:
-    """Raises a ValueError of a class whose name reads as a missing caption; warns of two whose names say the same."""
-    feature = (rows.features or {}).get("caption")
-    names = feature.names if isinstance(feature, datasets.ClassLabel) else []
-    captions = {name: name.replace("_", " ") for name in names}
-    if missing := [name for name in names if not present_captions(captions[name])]:
-        raise ValueError(
-            f"{source}: a class called {missing[0]!r} reads as a missing caption: rename it, such as no_object"
+def shared_pairs(context: Context, arguments: DataArguments, images: bool = True) -> Rows:
+    """`load_pairs` for the stages of a run, with the last pairs kept. The source may be a stage. The main process opens
+    them first and fills the caches that the others read, so every process has to call this."""
+    arguments = context.resolve(arguments)
+    key = f"{arguments} {context.identity(arguments)} {images}"
+    rows = context.kept("pairs", key, lambda: load_pairs(arguments, images))
+    if arguments.is_drawn:  # others are mapped from files
+        context.held["drawn"] = rows.data.nbytes
+    return rows
+
+
+def shared_fingerprint(context: Context, rows: datasets.Dataset, images: bool = True) -> str:
+    """`data.identity.data_fingerprint`, the main process first. Every process has to call it."""
+    with context.main_process_first():
+        return data_fingerprint(rows, images)
+
+
+def pairs_with_images(arguments: DataArguments, decode: bool = False) -> datasets.Dataset:
+    """Pairs with a caption whose images are bytes or whole paths, so that rows of several datasets can be mixed.
+
+    Args:
+        decode: leave out the images that cannot be read; else nothing is decoded.
+    """
+    rows = load_pairs(arguments, images=decode)
+    feature = rows.features["image"]
+    if isinstance(feature, dict):  # with a range
+        return rows
+    if isinstance(feature, datasets.Value):
+        return mapped(
+            rows,
+            lambda batch: {"image": [path and {"bytes": None, "path": path} for path in batch["image"]]},
+            batched=True,
+            features=datasets.Features(rows.features | {"image": IMAGE}),
         )
-    last = {same_words(captions[name]): name for name in names}
-    if alike := [(name, other) for name in names if (other := last[same_words(captions[name])]) != name]:
-        both = " and ".join(map(repr, alike[0]))
-        warn_once(logger, f"{source}: the classes {both} have one caption, and count as one")
+    # Not as images: `datasets` would read those that are only named, and copy them
+    return rows.cast_column("image", UNDECODED).cast_column("image", IMAGE)
 
 
-def with_class_names(rows: Rows) -> Rows:
+def with_class_names(rows: Rows, source: str) -> Rows:
     """Rows whose captions are the names of classes where they were their numbers, with blanks for underscores. Where
-    the class is missing, None or -1, so is the caption."""
+    the class is missing, None or -1, so is the caption.
+
+    A class whose name reads as a missing caption is a ValueError. A warning names two that get the same caption.
+    """
     feature = (rows.features or {}).get("caption")
     if not isinstance(feature, datasets.ClassLabel):
         return rows
-    names = [name.replace("_", " ") for name in feature.names]
+    captions = [name.replace("_", " ") for name in feature.names]
+    first: dict[str, str] = {}
+    for name, caption in zip(feature.names, captions, strict=True):
+        if not present_captions(caption):
+            raise ValueError(
+                f"{source}: a class called {name!r} reads as a missing caption: rename it, such as no_object"
+            )
+        other = first.setdefault(same_words(caption), name)
+        if other != name:
+            warn_once(logger, f"{source}: the classes {other!r} and {name!r} have one caption, and count as one")
 
     def name_of(row: dict[str, Any]) -> dict[str, str | None]:
         label = row["caption"]
-        return {"caption": None if label is None or label < 0 else names[label]}
+        return {"caption": None if label is None or label < 0 else captions[label]}
 
-    return _with_captions(rows, name_of, datasets.Value("string"))
+    return _with_column(rows, "caption", name_of, datasets.Value("string"))
 
 
 def caption_columns(arguments: DataArguments, columns: Iterable[str]) -> datasets.Dataset:
@@ -103,14 +135,9 @@ def caption_columns(arguments: DataArguments, columns: Iterable[str]) -> dataset
 
 def _draw(arguments: DataArguments, captions: str) -> datasets.Dataset:
     """Pairs of a world."""
-    seed = arguments.seed or 0
-    return _drawn(arguments.source, arguments.split, captions, arguments.num_samples, arguments.kinds, seed)
-
-
-@lru_cache(maxsize=2)  # for the next stages of a recipe
-def _drawn(source: str, split: str, captions: str, num_samples: int, kinds: str, seed: int) -> datasets.Dataset:
-    drawn = world(source)
-    return drawn.load(split, captions, num_samples, drawn.kinds(kinds), seed)
+    drawn = world(arguments.source)
+    kinds = drawn.kinds(arguments.kinds)
+    return drawn.load(arguments.split, captions, arguments.num_samples, kinds, arguments.seed or 0)
 
 
 def select_columns(rows: Rows, arguments: DataArguments) -> Rows:
@@ -119,11 +146,21 @@ def select_columns(rows: Rows, arguments: DataArguments) -> Rows:
         return rename_columns(rows, {arguments.image_column: "image"}, arguments)
     rows = rename_columns(rows, {arguments.image_column: "image", arguments.caption_column: "caption"}, arguments)
     rows = _with_lists(rows, arguments.source)
-    return _split_lines(rows) if arguments.captions_per_line else rows
+    if not arguments.captions_per_line:
+        return rows
+
+    def split(row: dict[str, Any]) -> dict[str, list[str]]:
+        lines = [line for text in present_texts(row["caption"]) for line in text.splitlines()]
+        return {"caption": present_captions(lines)}
+
+    return _with_column(rows, "caption", split, TEXTS)
 
 
 def rename_columns(
-    rows: Rows, wanted: dict[str, str], arguments: DataArguments, settings: str = COLUMN_SETTINGS
+    rows: Rows,
+    wanted: dict[str, str],
+    arguments: DataArguments,
+    settings: str = "image_column and caption_column or label_column",
 ) -> Rows:
     """These columns alone, under their new names. Images are not decoded yet, their paths begin with `image_root`, and
     those of more than 8 bits have the `pixel_range`. A list of one image is this image, and base64 becomes bytes.
@@ -153,38 +190,37 @@ def rename_columns(
             rows = rows.cast_column(column, datasets.List(UNDECODED))
     used = [column for column in wanted if column not in bases]
     rows = rows.select_columns(list(dict.fromkeys([*used, *bases.values()])))
-    rows = _with_keys(rows, bases, arguments).select_columns(list(wanted)) if bases else rows
+    for column in bases:
+        rows = _with_key(rows, column, arguments)
+    rows = rows.select_columns(list(wanted))
     rows = rows.rename_columns({old: new for old, new in wanted.items() if old != new})
     return _with_whole_images(rows, [name for name in IMAGES if name in wanted.values()], arguments)
 
 
-def _with_keys(rows: Rows, bases: dict[str, str], arguments: DataArguments) -> Rows:
-    """Rows with columns COLUMN.KEY, texts or lists of texts as the first one is, from objects in COLUMN."""
+def _with_key(rows: Rows, column: str, arguments: DataArguments) -> Rows:
+    """Rows with a column COLUMN.KEY, texts or lists of texts as the first one is, from the objects in COLUMN."""
+    base, *keys = column.split(".")
 
-    def value(row: dict[str, Any], column: str) -> str | list[str] | None:
-        content = row[bases[column]]
-        for key in column.split(".")[1:]:
+    def value(row: dict[str, Any]) -> Any:
+        content = row[base]
+        for key in keys:
             content = structure(content)
             content = content.get(key) if isinstance(content, dict) else None
-        return present_captions(content) if isinstance(content, list) else content
+        return content
 
-    features = datasets.Features()
-    for column, base in bases.items():
-        head = list(_head(rows.select_columns(base)))
-        kind = next((type(text) for text in (value(row, column) for row in head) if text is not None), None)
-        if kind is None:
-            keys = dict.fromkeys(f"{base}.{key}" for row in head for key in structure(row[base]) or ())
-            raise ValueError(no_column(arguments.source, [column], [base, *keys]))
-        features[column] = TEXTS if kind is list else datasets.Value("string")
+    head = list(_head(rows.select_columns(base)))
+    kind = next((type(text) for text in map(value, head) if text is not None), None)
+    if kind is None:
+        known = dict.fromkeys(f"{base}.{key}" for row in head for key in structure(row[base]) or ())
+        raise ValueError(no_column(arguments.source, [column], [base, *known]))
 
-    def values(row: dict[str, Any]) -> dict[str, Any]:
-        contents = {column: value(row, column) for column in bases}
-        return {
-            column: present_captions(text) if features[column] == TEXTS else text if isinstance(text, str) else None
-            for column, text in contents.items()
-        }
+    def text(row: dict[str, Any]) -> dict[str, Any]:
+        content = value(row)
+        if kind is list:
+            return {column: present_captions(content)}
+        return {column: content if isinstance(content, str) else None}
 
-    return _with_columns(rows, sorted(set(bases.values())), values, features)
+    return _with_column(rows, column, text, TEXTS if kind is list else datasets.Value("string"), base)
 
 
 def _head(rows: Rows) -> Rows:
@@ -224,16 +260,6 @@ def _with_whole_images(rows: Rows, names: list[str], arguments: DataArguments) -
     return mapped(rows, with_whole, batched=True, features=features) if kinds else rows
 
 
-def _split_lines(rows: Rows) -> Rows:
-    """Rows whose captions are the lines of what they were."""
-
-    def split(row: dict[str, Any]) -> dict[str, list[str]]:
-        lines = [line for text in present_texts(row["caption"]) for line in text.splitlines()]
-        return {"caption": present_captions(lines)}
-
-    return _with_captions(rows, split)
-
-
 def _with_lists(rows: Rows, source: str) -> Rows:
     """Rows whose captions are lists, if all captions are texts such as `["a cat", "a dog"]`, or missing. Among others,
     such a text stays what it is, as a title in brackets. A stream is judged by its first rows."""
@@ -250,9 +276,8 @@ def _with_lists(rows: Rows, source: str) -> Rows:
     if not any(map(listed, lists)):
         return rows
     others = (text.as_py() for text in texts.filter(pyarrow.compute.invert(is_bracketed)))
-    other = next((text for text in others if present_captions(text)), None)
-    other = next((text for text in bracketed if listed(text) is None), other)
-    if other is not None:
+    none = (text for text in chain(bracketed, others) if present_captions(text) and listed(text) is None)
+    if (other := next(none, None)) is not None:
         warn_once(
             logger,
             f"{source}: {len(lists)} captions are lists, such as {shortened(lists[0])}, but stay texts, since "
@@ -264,26 +289,20 @@ def _with_lists(rows: Rows, source: str) -> Rows:
         texts = listed(row["caption"])
         return {"caption": [row["caption"]] if texts is None else texts}
 
-    return _with_captions(rows, as_list)
+    return _with_column(rows, "caption", as_list, TEXTS)
 
 
-def _with_captions(rows: Rows, function: Callable[[dict[str, Any]], dict[str, Any]], feature: Any = TEXTS) -> Rows:
-    """Rows with other captions."""
-    return _with_columns(rows, ["caption"], function, datasets.Features({"caption": feature}))
-
-
-def _with_columns(
-    rows: Rows,
-    sources: list[str],
-    function: Callable[[dict[str, Any]], dict[str, Any]],
-    features: datasets.Features,
+def _with_column(
+    rows: Rows, name: str, function: Callable[[dict[str, Any]], dict[str, Any]], feature: Any, source: str | None = None
 ) -> Rows:
-    """Rows with the columns that a function computes from others, perhaps of the same names; images are not copied."""
+    """Rows with a column that a function computes from a column, its own by default; images are not copied."""
+    source = source or name
     if isinstance(rows, datasets.IterableDataset):
-        return rows.map(function, features=rows.features and datasets.Features(rows.features | features))
-    columns = mapped(rows.select_columns(sources), function, features=features, remove_columns=sources)
-    replaced = [name for name in features if name in rows.column_names]
-    return datasets.concatenate_datasets([rows.remove_columns(replaced), columns], axis=1)
+        return rows.map(function, features=rows.features and datasets.Features(rows.features | {name: feature}))
+    features = datasets.Features({name: feature})
+    column = mapped(rows.select_columns(source), function, features=features, remove_columns=source)
+    rows = rows.remove_columns(name) if name in rows.column_names else rows
+    return datasets.concatenate_datasets([rows, column], axis=1)
 
 
 def one_row_an_image(rows: datasets.Dataset) -> datasets.Dataset:
@@ -298,6 +317,5 @@ def one_row_an_image(rows: datasets.Dataset) -> datasets.Dataset:
     merged: list[list[str]] = [[] for _ in captions]
     for numbers in numbers_of.values():
         merged[numbers[0]] = [text for number in numbers for text in present_captions(captions[number])]
-    feature = datasets.List(datasets.Value("string"))
-    rows = rows.remove_columns("caption").add_column("caption", merged, feature=feature)
+    rows = rows.remove_columns("caption").add_column("caption", merged, feature=TEXTS)
     return rows.select([numbers[0] for numbers in numbers_of.values()])

@@ -1,5 +1,6 @@
 """Images as a model takes them, one at a time: what an image processor makes, in less time."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,10 @@ from clip_moe.data.images import decode_image
 
 # Sides of images that are prepared both ways, to see that the results are equal: upright, lying, small and square
 PROBES = ((50, 83), (331, 240), (17, 16), (64, 64))
+# Width over height of a random crop, before it is resized to the model's image: torchvision's, which open_clip keeps
+RATIOS = 3 / 4, 4 / 3
+# Drawings of a crop, until one lies within the image
+TRIES = 10
 
 
 class Preparation:
@@ -20,10 +25,6 @@ class Preparation:
     A processor that resizes, crops and normalizes by Pillow and NumPy, as CLIP's without torchvision, makes several
     copies in 64 bits. Here Pillow resizes and crops, and a table has what the processor makes of each of the 256 values
     of a channel. Any other processor, such as one of torchvision's, is called itself.
-
-    Args:
-        processor: the image processor.
-        augmentation: changes images that come with random numbers.
     """
 
     def __init__(self, processor: BaseImageProcessor, augmentation: Augmentation | None = None):
@@ -50,7 +51,8 @@ class Preparation:
         """
         is_resized = self.augmentation is not None and rng is not None
         if is_resized:
-            image = self.augmentation(image, self.size, rng)
+            box = crop_box(image.size, self.augmentation.random_resized_crop, rng)
+            image = image.crop(box).resize(self.size, PIL.Image.BICUBIC)  # by `resize(box=...)` it sees what is around
         if self.table is None:
             inputs = self._by_processor(image, **({"do_resize": False} if is_resized else {}))
         else:
@@ -80,6 +82,28 @@ class Preparation:
         return np.array_equal(self._by_table(image), self._by_processor(image)["pixel_values"])
 
 
+def crop_box(size: tuple[int, int], scale: tuple[float, float], rng: np.random.Generator) -> tuple[int, int, int, int]:
+    """Left, top, right and bottom of a random crop of an image of this width and height, as torchvision's
+    RandomResizedCrop draws it: the area uniformly, the ratio of its sides log-uniformly, and its place uniformly among
+    all within the image. An image that is too long gives its largest center crop with a ratio that is allowed.
+
+    Args:
+        scale: the least and the largest share of the image's area.
+    """
+    width, height = size
+    for _ in range(TRIES):
+        area = width * height * rng.uniform(*scale)
+        ratio = math.exp(rng.uniform(*map(math.log, RATIOS)))
+        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < w <= width and 0 < h <= height:
+            left, top = rng.integers(width - w + 1), rng.integers(height - h + 1)
+            return int(left), int(top), int(left) + w, int(top) + h
+    ratio = min(max(width / height, RATIOS[0]), RATIOS[1])
+    w, h = min(width, max(round(height * ratio), 1)), min(height, max(round(width / ratio), 1))
+    left, top = (width - w) // 2, (height - h) // 2
+    return left, top, left + w, top + h
+
+
 def crop_size(processor: BaseImageProcessor) -> tuple[int, int]:
     """The width and height of the images that a processor makes."""
     if not processor.do_center_crop:
@@ -98,15 +122,10 @@ def resized_size(processor: BaseImageProcessor, size: tuple[int, int]) -> tuple[
 
 
 def _resizes_and_crops(processor: BaseImageProcessor) -> bool:
-    """Whether a processor says that it resizes by Pillow, and crops no more than it then has."""
+    """Whether a processor resizes by Pillow, as it says, by settings that `resized_size` knows."""
     steps = ("do_resize", "do_rescale", "do_normalize")
     if getattr(processor, "backend", None) != "pil" or not all(getattr(processor, step, False) for step in steps):
         return False
-    if processor.size is None:  # the shape of each image decides (NaFlex)
-        return False
-    settled = {name for name in ("height", "width", "shortest_edge", "longest_edge") if processor.size.get(name)}
-    if settled not in ({"shortest_edge"}, {"height", "width"}):
-        return False
-    width, height = resized_size(processor, (1, 1))
-    crop = processor.crop_size if processor.do_center_crop else {"height": 1, "width": 1}
-    return bool(crop.get("height") and crop["height"] <= height and crop.get("width") and crop["width"] <= width)
+    size = processor.size or {}  # none: the shape of each image decides (NaFlex)
+    settled = {name for name in ("height", "width", "shortest_edge", "longest_edge") if size.get(name)}
+    return settled in ({"shortest_edge"}, {"height", "width"})

@@ -44,16 +44,14 @@ def read_pair(
         return str(error), None
     if "image" not in row:
         return "", None
+    image = row["image"]
     if arguments.indexed:
-        return "" if _is_there(row["image"]) else "it has no image", None
+        is_there = image and (not isinstance(image, dict) or image.get("bytes") or image.get("path"))
+        return "" if is_there else "it has no image", None
     try:
-        return "", decode_image(row["image"])
+        return "", decode_image(image)
     except OSError as error:
         return f"its image cannot be read: {error}", None
-
-
-def _is_there(image: str | dict[str, Any] | None) -> bool:
-    return bool(image.get("bytes") or image.get("path")) if isinstance(image, dict) else bool(image)
 
 
 def readable_pairs(
@@ -70,9 +68,8 @@ def readable_pairs(
         problem, image = read_pair(row, arguments, are_labels)
         return {"problem": problem, "pixels": image and image.info.get("pixels")}
 
-    nothing = f"{arguments.source} has no pairs in split {arguments.split}"
     if len(rows) == 0:
-        raise ValueError(nothing)
+        raise ValueError(f"{arguments.source} has no pairs in split {arguments.split}")
     description = f"reading all {len(rows)} {'images' if images else 'captions'}"
     if len(rows) >= MANY and datasets.are_progress_bars_disabled() and is_first_process():
         print(f"{description} of {arguments.source}, split {arguments.split}", file=sys.stderr, flush=True)
@@ -91,13 +88,12 @@ def readable_pairs(
         )
     report_pixels(looks["pixels"], arguments)
     problems = list(looks["problem"])
-    bad = [index for index, problem in enumerate(problems) if problem]
-    if bad:
-        judge(len(bad), len(rows), f"pair {bad[0]} ({_where(rows[bad[0]])}): {problems[bad[0]]}", arguments)
-        rows = rows.select([index for index, problem in enumerate(problems) if not problem])
-    if len(rows) == 0:
-        raise ValueError(nothing)
-    return rows, len(bad)
+    good = [index for index, problem in enumerate(problems) if not problem]
+    if num_bad := len(rows) - len(good):
+        first = next(index for index, problem in enumerate(problems) if problem)
+        judge(num_bad, len(rows), f"pair {first} ({_where(rows[first])}): {problems[first]}", arguments)
+        rows = rows.select(good)
+    return rows, num_bad
 
 
 class StreamReport:
@@ -116,7 +112,7 @@ class StreamReport:
         self.bad += 1
         self.first = self.first or f"pair {self.seen - 1} in the order of the stream ({_where(row)}): {problem}"
         if self.seen >= STREAM_TRIAL:
-            self._judge()
+            judge(self.bad, self.seen, self.first, self.arguments, self.quiet)
         elif not self.quiet:
             logger.warning(
                 "%s: %d of %d pairs skipped so far, now %s: %s",
@@ -130,10 +126,7 @@ class StreamReport:
             report_pixels(self.pixels, self.arguments)
         too_many = self.bad > self.arguments.max_unreadable * self.seen * readers
         if self.bad and (readers == 1 or self.bad == self.seen or too_many):
-            self._judge()
-
-    def _judge(self) -> None:
-        judge(self.bad, self.seen, self.first, self.arguments, self.quiet)
+            judge(self.bad, self.seen, self.first, self.arguments, self.quiet)
 
 
 def report_pixels(pixels: Iterable[list[float] | None], arguments: DataArguments) -> None:

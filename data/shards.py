@@ -38,14 +38,11 @@ def open_shards(files: Sequence[str], columns: Sequence[str], stamps: Sequence[s
 
     Files whose names agree up to the first dot, one after the other, are a sample, and the rest of the name is the
     column. A column `jpg;png` is the one or the other, and of `json.caption` the column `json` is read. What a sample
-    lacks is None, and so is a text that is not UTF-8.
+    lacks is None, and so is a text that is not UTF-8. A ValueError where no sample has a column, or a shard is damaged.
 
     Args:
         columns: which are read.
         stamps: the files' stamps; with others, the index is made anew.
-
-    Raises:
-        ValueError: no sample has a column, or a shard is no tar, or cut.
     """
     files = list(map(os.path.abspath, files))  # which a cached index has, too
     for file in files if streaming else ():  # others as they are indexed
@@ -119,18 +116,18 @@ def _samples(
 ) -> Iterator[dict[str, Any]]:
     kinds = {ending: _feature(column) for column in columns for ending in column.split(";")}
     for file in files:
-        sample, key, dotted = {}, None, []
+        sample, dotted = {}, []
         for name, ending, tar, member in _members(file):
-            if name != key or ending in sample:  # two of one name are two samples
-                if key is not None:
-                    yield _columns(key, sample, columns)
-                sample, key = {}, name
+            if sample and (name != sample["__key__"] or ending in sample):  # two of one name are two samples
+                yield _columns(sample, columns)
+                sample = {}
+            sample["__key__"] = name
             if ending in kinds:
                 sample[ending] = _value(kinds[ending], tar, member, file, keeps_place)
             elif ending.rpartition(".")[2] in kinds:
                 dotted.append(member.name)
-        if key is not None:
-            yield _columns(key, sample, columns)
+        if sample:
+            yield _columns(sample, columns)
         if dotted:
             warn_once(
                 logger,
@@ -139,13 +136,10 @@ def _samples(
             )
 
 
-def _columns(key: str, sample: Mapping[str, Any], columns: Sequence[str]) -> dict[str, Any]:
+def _columns(sample: Mapping[str, Any], columns: Sequence[str]) -> dict[str, Any]:
     """A row: of each column, the first ending that the sample has."""
-    row: dict[str, Any] = {"__key__": key}
-    for column in columns:
-        ending = next((ending for ending in column.split(";") if ending in sample), None)
-        row[column] = sample.get(ending)
-    return row
+    endings = {column: next(filter(sample.__contains__, column.split(";")), None) for column in columns}
+    return {"__key__": sample["__key__"]} | {column: sample.get(ending) for column, ending in endings.items()}
 
 
 def _value(

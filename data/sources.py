@@ -5,8 +5,9 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,10 +19,11 @@ from datasets.data_files import DataFilesList, sanitize_patterns
 from datasets.utils.metadata import MetadataConfigs
 from huggingface_hub import DatasetCard
 
-from clip_moe.data.annotations import SPLIT_OF_NAME, NoSplit, open_tables
+from clip_moe.data.annotations import SPLIT_OF_NAME, NoSplit, open_tables, read_tables, rows_by_split, split_names
 from clip_moe.data.image_folders import METADATA, is_picture, open_folder, warn_of_unread
-from clip_moe.data.local_data import BUILDERS, TABLES, is_table, suffix_of, without_braces
+from clip_moe.data.local_data import BUILDERS, TABLES, is_here, is_read_whole, is_table, suffix_of, without_braces
 from clip_moe.data.shards import open_shards
+from clip_moe.data.worlds import is_world
 from clip_moe.engine.digests import file_stamp
 from clip_moe.engine.files import files_in
 from clip_moe.engine.hub import hub_options
@@ -43,7 +45,7 @@ def open_rows(arguments: DataArguments, captions: Iterable[str] = ()) -> Rows:
         columns = arguments.image_column, *(sorted(captions) or filter(None, [arguments.caption_column]))
         rows = _open(arguments, columns)
         if arguments.skip is not None:
-            if not arguments.streaming and arguments.skip >= len(rows):
+            if arguments.skip >= len(rows):
                 raise ValueError(f"skip: {arguments.skip} leaves no pair of {arguments.source}, which has {len(rows)}")
             rows = rows.skip(arguments.skip)
         return rows if arguments.num_samples is None else first_rows(rows, arguments.num_samples)
@@ -142,8 +144,6 @@ def _open_files(
 ) -> Rows:
     split, streaming = arguments.split, arguments.streaming
     if builder != "webdataset":
-        if arguments.indexed:
-            raise ValueError(f"indexed goes with shards or a mixture, and {arguments.source} has files of {builder}")
         # `datasets` takes file names for patterns, and a file of the same name and time for the one whose rows it has
         # kept: any setting is in their key
         patterns = {name: [glob.escape(file) for file in files] for name, files in by_split.items()}
@@ -152,12 +152,10 @@ def _open_files(
             if "split" in pyarrow.parquet.read_schema(file).names:
                 _require_one_split(pyarrow.parquet.read_table(file, columns=["split"])["split"], file)
         return datasets.load_dataset(builder, data_files=patterns, description=stamps, split=split, streaming=streaming)
-    if streaming and set("[+").intersection(split):
-        raise ValueError(f"a stream has no part of a split: {split}")
     parts = {
         name: open_shards(files, columns, list(map(file_stamp, files)), streaming) for name, files in by_split.items()
     }
-    return parts[split] if split in parts else rows_of_splits(parts, split, arguments.source)
+    return rows_of_splits(parts, split, arguments.source)
 
 
 def matching(source: str) -> list[str]:
@@ -184,11 +182,6 @@ def is_text(kind: pyarrow.DataType) -> bool:
     return pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind) or pyarrow.types.is_string_view(kind)
 
 
-def split_names(split: str) -> list[str]:
-    """The splits in `train`, `train[:10%]` and `train+test`."""
-    return [part.partition("[")[0].strip() for part in split.split("+")]
-
-
 def builder_of(folder: str, image_column: str) -> str | None:
     """The builder of `datasets` for the files of a folder; None for pictures, also where img2dataset left parquet files
     without images beside them."""
@@ -201,13 +194,68 @@ def builder_of(folder: str, image_column: str) -> str | None:
     return builder
 
 
-def rows_of_splits(parts: Mapping[str, datasets.Dataset], split: str, source: str) -> datasets.Dataset:
-    """The rows of a split, of a slice as `train[:10%]`, or of several as `train+test`."""
-    if not parts.keys() >= set(split_names(split)):
-        raise NoSplit(source, split, parts)
+def rows_of_splits(parts: Mapping[str, Rows], split: str, source: str) -> Rows:
+    """The rows of a split; loaded ones also of a slice as `train[:10%]`, or of several as `train+test`."""
+    has_stream = any(isinstance(rows, datasets.IterableDataset) for rows in parts.values())
+    _require_splits(source, split, [split] if has_stream else split_names(split), parts)
+    if split in parts:
+        return parts[split]
     slices = datasets.ReadInstruction.from_spec(split).to_absolute({name: len(rows) for name, rows in parts.items()})
     chosen = [parts[part.splitname].select(range(part.from_, part.to)) for part in slices]
     return chosen[0] if len(chosen) == 1 else datasets.concatenate_datasets(chosen)
+
+
+def _require_splits(source: str, split: str, names: Iterable[str], known: Collection[str]) -> None:
+    if not set(names) <= set(known):
+        raise NoSplit(source, split, known)
+
+
+def named_split(source: str, split: str) -> str:
+    """The name of a split for readers; only the slice, as `[:10%]`, of a source that is read whole."""
+    return split[split.find("[") :] * ("[" in split) if is_read_whole(source) else split
+
+
+def has_split(arguments: DataArguments, split: str) -> bool:
+    """Whether a source has this split, with other rows than that of the arguments."""
+    source = arguments.source
+    if is_world(source):
+        return True
+    if not is_here(source):
+        with reading(arguments):
+            return split in datasets.get_dataset_split_names(source)
+    whole = replace(arguments, skip=None, num_samples=None)
+    try:
+        open_rows(replace(whole, split=split))
+    except NoSplit:
+        return False
+    return common_rows(whole, split) == 0  # a file is all that it names, whatever the split is called
+
+
+def common_rows(arguments: DataArguments, other_split: str) -> int:
+    """The number of rows that are in the split of the arguments and in another one, within `skip` and `num_samples`.
+
+    A file, a pattern or a dataset that was saved alone is all that it names, whatever the split is called, unless it is
+    of tables with a column of splits.
+    """
+    source, splits = arguments.source, (arguments.split, other_split)
+    is_whole, split_of = is_read_whole(source) or (Path(source) / "state.json").is_file(), {}
+    if is_table(source):  # in which val is validation
+        with reading(arguments):
+            columns = read_tables(matching(source))
+            is_whole = rows_by_split(datasets.Dataset.from_dict(columns), columns, source) is None
+        split_of = SPLIT_OF_NAME
+    names = {name for split in splits for name in split_names(split)}
+    parts = {name: "" if is_whole else split_of.get(name, name) for name in names}
+    if {parts[name] for name in split_names(splits[0])}.isdisjoint(parts[name] for name in split_names(splits[1])):
+        return 0
+    whole = replace(arguments, skip=None, num_samples=None)
+    lengths = {name: len(open_rows(replace(whole, split=name))) for name in names}
+    taken = []
+    for split in splits:
+        slices = datasets.ReadInstruction.from_spec(split).to_absolute(lengths)
+        rows = [(parts[part.splitname], row) for part in slices for row in range(part.from_, part.to)]
+        taken.append(set(rows[arguments.taken_rows]))
+    return len(taken[0] & taken[1])
 
 
 def _require_one_split(column: pyarrow.ChunkedArray, source: str) -> None:
@@ -229,8 +277,7 @@ def _files_of_folder(arguments: DataArguments, builder: str) -> dict[str, list[s
     files = [path for path in paths if BUILDERS.get(suffix_of(path)) == builder and not is_cache(path)]
     by_split = _of_readme(folder) or _by_name(files) or {"train": files}
     warn_of_unread(folder, sorted(set(paths).difference(["README.md"], *by_split.values())))
-    if not by_split.keys() >= set(names):
-        raise NoSplit(arguments.source, arguments.split, by_split)
+    _require_splits(arguments.source, arguments.split, names, by_split)
     for name, other in ((name, other) for name in names for other in by_split if other != name):
         both = set(by_split[name]).intersection(by_split[other])
         if both:
@@ -268,21 +315,17 @@ def _of_readme(folder: str) -> dict[str, list[str]] | None:
 
 def _by_name(paths: Sequence[str]) -> dict[str, list[str]]:
     """The files of each split: by names as `train-00000-of-00002`, or else by words of folders, or else of files."""
-    for splits_in in (_shard_split, lambda path: _splits_in(os.path.dirname(path)), _splits_of_file):
+    ways = (
+        lambda path: re.findall(r"^(\w+(?:\.\w+)*)-\d{5}-of-\d{5}\b", os.path.basename(path)),
+        lambda path: _splits_in(os.path.dirname(path)),
+        lambda path: _splits_in(os.path.basename(path)),
+    )
+    for splits_in in ways:
         splits_of = {path: splits_in(path) for path in paths}
-        splits = {split for path_splits in splits_of.values() for split in path_splits}
-        if splits:
+        if splits := {split for path_splits in splits_of.values() for split in path_splits}:
             ordered = sorted(splits, key=lambda split: (split != "train", split))
             return {split: [path for path in paths if split in splits_of[path]] for split in ordered}
     return {}
-
-
-def _shard_split(path: str) -> list[str]:
-    return re.findall(r"^(\w+(?:\.\w+)*)-\d{5}-of-\d{5}\b", os.path.basename(path))
-
-
-def _splits_of_file(path: str) -> set[str]:
-    return _splits_in(os.path.basename(path))
 
 
 def _splits_in(name: str) -> set[str]:
@@ -292,10 +335,8 @@ def _splits_in(name: str) -> set[str]:
 def _open_saved(arguments: DataArguments) -> datasets.Dataset:
     """A dataset of `save_to_disk`, which may know its split, or several by split."""
     rows = datasets.load_from_disk(arguments.source)
-    if isinstance(rows, dict):
-        rows = rows_of_splits(rows, arguments.split, arguments.source)
-    elif str(rows.split or arguments.split) != arguments.split or set("[+") & set(arguments.split):
-        raise NoSplit(arguments.source, arguments.split, [rows.split or "a whole one"])
+    parts = rows if isinstance(rows, dict) else {str(rows.split or split_names(arguments.split)[0]): rows}
+    rows = rows_of_splits(parts, arguments.split, arguments.source)
     if "split" in rows.column_names:
         _require_one_split(rows.data.column("split"), arguments.source)
     return rows

@@ -33,14 +33,16 @@ def present_texts(captions: Any) -> list[str]:
     """`present_captions`, with a ValueError of a caption that is neither a text nor missing, or that holds objects or
     lists of lists."""
     for caption in captions if isinstance(captions, list) else [captions]:
-        content = structure(caption)
+        content, problem = structure(caption), None
         if isinstance(content, dict):
             keys = join_names(map(str, content)) or "none"
-            raise ValueError(f"its caption is an object with the keys {keys}: set caption_column to COLUMN.KEY")
-        if isinstance(content, list) and any(isinstance(item, dict | list) for item in content):
-            raise ValueError(f"its caption is a list of objects or lists: {shortened(caption)}")
-        if not isinstance(caption, str | None) and caption == caption:  # NaN is missing
-            raise ValueError(f"its caption is no text but {shortened(caption)}")
+            problem = f"an object with the keys {keys}: set caption_column to COLUMN.KEY"
+        elif isinstance(content, list) and any(isinstance(item, dict | list) for item in content):
+            problem = f"a list of objects or lists: {shortened(caption)}"
+        elif not isinstance(caption, str | None) and caption == caption:  # NaN is missing
+            problem = f"no text but {shortened(caption)}"
+        if problem:
+            raise ValueError(f"its caption is {problem}")
     return present_captions(captions)
 
 
@@ -82,15 +84,16 @@ def structure(value: Any) -> dict[str, Any] | list[Any] | None:
         # What a parser does not understand ends in many ways
         with suppress(ValueError, SyntaxError, RecursionError, MemoryError, TypeError, tokenize.TokenError):
             content = parse(value.strip())
-            return content if isinstance(content, dict | list) else None
+            if content is not None:
+                return content if isinstance(content, dict | list) else None
     return None
 
 
-def _flat_list(text: str) -> list[Any]:
+def _flat_list(text: str) -> list[Any] | None:
     """A list of texts and numbers as Python writes it, or as numpy does, without commas."""
     words = [token.string for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.string.strip()]
     if (words[0], words[-1], words.count("[")) != ("[", "]", 1):
-        raise ValueError("it is no flat list")
+        return None
     return [None if word == "nan" else ast.literal_eval(word) for word in words[1:-1] if word != ","]
 
 

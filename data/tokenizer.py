@@ -26,10 +26,8 @@ TEXTS_AT_ONCE = 1000
 
 
 def learn_tokenizer(captions: Iterable[str], vocab_size: int, max_length: int | None = None) -> CLIPTokenizer:
-    """CLIP's tokenizer with a vocabulary learned from captions: byte-pair encoding of words' bytes, in lower case.
-
-    As in OpenAI's, the end token's number is the highest, and it pads. The same captions, in any order, give the same
-    tokenizer.
+    """CLIP's tokenizer with a vocabulary learned from captions: byte-pair encoding of words' bytes, in lower case. The
+    end token has the highest number and pads, as in OpenAI's. The order of the captions does not count.
 
     Args:
         vocab_size: tokens, at least `SMALLEST`; fewer come of it where the captions have fewer words.
@@ -71,16 +69,14 @@ def pieces_per_word(tokenizer: PreTrainedTokenizerBase, captions: Iterable[str])
 def tokenize(
     tokenizer: PreTrainedTokenizerBase, texts: list[str] | None = None, ids: list[list[int]] | None = None
 ) -> dict[str, torch.Tensor]:
-    """The inputs of a batch of texts, cut at the tokenizer's `model_max_length`.
+    """The inputs of a batch of texts, cut at the tokenizer's `model_max_length`: `input_ids` and `attention_mask`,
+    (B, S) of int64.
 
     They are padded to the longest. With a mark `pads_to_max_length` on the tokenizer they are padded to
     `model_max_length`, and padding counts as tokens: so was SigLIP trained.
 
     Args:
         ids: the tokens of the texts, already cut; instead of `texts`.
-
-    Returns:
-        `input_ids` and `attention_mask`, (B, S) of int64.
     """
     whole = getattr(tokenizer, "pads_to_max_length", False)
     length = {"padding": "max_length", "max_length": tokenizer.model_max_length} if whole else {"padding": True}

@@ -1,8 +1,10 @@
 """A world: captioned pictures that are drawn, so that nothing needs a download."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import PackageNotFoundError, distribution
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,7 +43,8 @@ class World:
 
     Args:
         name: the pictures' name in errors and titles, such as "icons".
-        kind_set: name of a set -> its kinds; "all" has to be one. Raises a ValueError or a KeyError for other names.
+        kind_set: name of a set -> its kinds, by a dictionary, or by a function that raises a ValueError for other
+            names; "all" has to be one.
         draw: (subject, split, random numbers, image_size) -> picture, (image_size, image_size, 3) uint8, and its
             attributes.
         caption: (subject, style, random numbers) -> a caption.
@@ -57,7 +60,7 @@ class World:
     """
 
     name: str
-    kind_set: Callable[[str], Sequence[Any]]
+    kind_set: Mapping[str, Sequence[Any]] | Callable[[str], Sequence[Any]]
     draw: Callable[[Any, str, np.random.Generator, int], tuple[np.ndarray, Mapping[str, str]]]
     caption: Callable[[Any, str, np.random.Generator], str]
     attributes: Sequence[str]
@@ -72,10 +75,11 @@ class World:
 
     def kinds(self, name: str) -> Sequence[Any]:
         """The kinds of a set. Raises a ValueError where there is none of this name."""
-        try:
+        if not isinstance(self.kind_set, Mapping):
             return self.kind_set(name)
-        except KeyError as error:
-            raise ValueError(f"{self.name} have no set of kinds {name!r}") from error
+        if name not in self.kind_set:
+            raise ValueError(f"{self.name} have no set of kinds {name!r}, only {', '.join(self.kind_set)}")
+        return self.kind_set[name]
 
     def require(self, split: str, captions: str) -> None:
         """Raises a ValueError of a split or a style of captions that the world does not have."""
@@ -147,3 +151,19 @@ def build_image_processor(image_size: int) -> "CLIPImageProcessorPil":
         image_mean=[0.5, 0.5, 0.5],
         image_std=[0.5, 0.5, 0.5],
     )
+
+
+def installed_versions(packages: Iterable[str]) -> dict[str, str]:
+    """The versions of the packages that are installed, of those that a world is drawn from."""
+    versions = {}
+    for package in packages:
+        with suppress(PackageNotFoundError):
+            versions[package] = distribution(package).version
+    return versions
+
+
+def require_packages(world: str, packages: Iterable[str], way_out: str) -> None:
+    """Raises a ValueError with the way out if a world's package is missing."""
+    installed = installed_versions(packages)
+    if missing := [package for package in packages if package not in installed]:
+        raise ValueError(f"{world} need {missing[0]}, which is not installed: {way_out}")

@@ -15,8 +15,7 @@ from clip_moe.data.identity import identity
 from clip_moe.data.image_folders import NO_PICTURE
 from clip_moe.data.pairs import load_pairs, one_row_an_image, rename_columns, select_columns, with_class_names
 from clip_moe.data.readable import readable_pairs
-from clip_moe.data.sources import Rows, open_rows
-from clip_moe.data.splits import common_rows, named_split
+from clip_moe.data.sources import Rows, common_rows, named_split, open_rows
 from clip_moe.data.worlds import is_world
 from clip_moe.engine.digests import file_digests, short_digest
 from clip_moe.engine.files import read_text
@@ -64,7 +63,7 @@ def retrieval_task(arguments: DataArguments) -> Task:
     def load():
         if is_world(arguments.source):
             return load_pairs(arguments), 0
-        rows = with_class_names(select_columns(open_rows(arguments), arguments))
+        rows = with_class_names(select_columns(open_rows(arguments), arguments), arguments.source)
         rows, skipped = readable_pairs(rows, arguments)
         captions = [] if arguments.captions_per_line else rows["caption"]
         number = sum(isinstance(caption, str) and len(caption.strip().splitlines()) > 1 for caption in captions)
@@ -124,7 +123,7 @@ def linear_probe_task(arguments: DataArguments, train_split: str, classes: Seque
         raise ValueError(
             f"a linear probe is fitted to other rows than it is tested on, but the splits {arguments.split} and "
             f"{train_split} of {arguments.source} have {common} in common: set split and train_split. A "
-            "file has slices, such as test[:20%] and test[20%:]; a dataset that was saved without its split has none"
+            "file has slices, such as test[:20%] and test[20%:]"
         )
     classes = [*names, *(name for name in train_names if name not in names)]
     require_different_names(classes)

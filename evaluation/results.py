@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from clip_moe.data.splits import named_split
+from clip_moe.data.sources import named_split
 from clip_moe.engine.digests import short_digest
 from clip_moe.engine.files import write_text
 

@@ -10,7 +10,7 @@ from typing import get_args
 
 from datasets import Dataset
 
-from clip_moe.data.worlds import MOVED, is_world, origin_of
+from clip_moe.data.worlds import is_world, origin_of
 from clip_moe.engine.digests import short_digest
 from clip_moe.engine.messages import most_similar
 from clip_moe.evaluation.benchmarks.loading import benchmark_task
@@ -68,9 +68,6 @@ def require_tasks(wanted: Sequence[Wanted]) -> None:
             problems.append(f"the task {name} needs data: {{task: {name}, dataset: FOLDER OR HUB NAME}}")
         elif ":" in name:
             problems += _problems_of_world_task(name)
-        elif name.split("_")[0] in MOVED:
-            world_name, _, kinds = name.partition("_")
-            problems.append(f"the task {name} is now {MOVED[world_name]} {kinds}, in a checkout")
         elif name not in available:
             similar = most_similar(name, available)
             meant = f"did you mean {similar!r}?" if similar else f"known are {', '.join(sorted(TASKS))}, {MORE}"

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from clip_moe.data.arguments import Augmentation, DataArguments
-from clip_moe.data.augmentation import RATIOS, crop_box
 from clip_moe.data.images import decode_image
+from clip_moe.data.preparation import RATIOS, crop_box
 from clip_moe.data.symbols import SYMBOLS
 from clip_moe.training.loader import PairLoader
 from clip_moe.training.samplers import Share

@@ -10,7 +10,7 @@ from small_evaluation import with_captions
 from test_losses import plain_multi_positive_loss
 from tiny_runs import TUNED
 from torch import nn
-from transformers import CLIPModel
+from transformers import CLIPModel, CLIPProcessor
 
 from clip_moe.data.arguments import CaptionPolicy, DataArguments
 from clip_moe.data.captions import build_captions, pack_sentences, split_sentences
@@ -50,7 +50,7 @@ def test_packed_sentences_fit_and_are_whole(lengths, limit, count, seed):
 
 
 def test_policies():
-    tokenizer = SYMBOLS.build_processor(64, 32).tokenizer
+    tokenizer = CLIPProcessor.from_pretrained("training/symbol_clip").tokenizer
     policies = [
         CaptionPolicy(policy="full", column="raw_caption"),
         CaptionPolicy(policy="first_sentence", column="caption"),
@@ -83,7 +83,7 @@ def test_policies_leave_missing_captions_out():
 def test_the_batch_of_several_captions():
     """The loss of a loader's batch is that of its captions, one image and one place at a time."""
     model = CLIPModel.from_pretrained("training/symbol_clip").eval()
-    processor = SYMBOLS.build_processor(64, 32)
+    processor = CLIPProcessor.from_pretrained("training/symbol_clip")
     rows = SYMBOLS.load("train", "web", 4, captions_per_image=3)
     captions = [list(of_image) for of_image in rows["caption"]]
     captions[0][1] = captions[2][0] = captions[2][2] = " "

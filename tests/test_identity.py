@@ -144,16 +144,6 @@ def test_rows_whose_named_images_are_gone_have_an_identity_where_others_have_byt
     assert identity(some) is not None and identity(none) is None
 
 
-def test_relative_paths_in_parquet_start_from_image_root(tmp_path):
-    names = write_pictures(tmp_path / "images")
-    source = named_by_paths("parquet", tmp_path, names)
-    data = DataArguments(source=str(source), image_root=str(tmp_path / "images"))
-    before = identity(data)
-    assert before["files"] == 9
-    write_pictures(tmp_path / "images", first=100)
-    assert identity(data) != before
-
-
 def test_a_stage_whose_named_images_were_all_exchanged_is_not_done(tmp_path, train):
     names = write_pictures(tmp_path / "images")
     source = named_by_paths("parquet", tmp_path, [tmp_path / "images" / name for name in names])

@@ -276,7 +276,7 @@ WHOLE |= {
 
 
 @pytest.mark.filterwarnings("ignore")  # Pillow's, of what is damaged
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(data=st.data(), format=st.sampled_from(sorted(WHOLE)))
 def test_damaged_files_raise_nothing_but_oserror(data, format):
     whole = bytearray(WHOLE[format]["bytes"])

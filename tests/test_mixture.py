@@ -1,6 +1,7 @@
 """Several sources in one: how often each is drawn, and that its pairs stay what they are."""
 
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from tiny_runs import DENSE, TUNED, run_stages, same_weights
@@ -20,6 +21,7 @@ from clip_moe.data.arguments import DataArguments
 from clip_moe.data.identity import data_fingerprint, identity
 from clip_moe.data.images import decode_image
 from clip_moe.data.pairs import load_pairs
+from clip_moe.data.stages.mixture import MixtureStage
 
 SEVERAL = [[f"{caption}, first", f"{caption}, second"] for caption in CAPTIONS]
 
@@ -28,10 +30,12 @@ def mixture(sources, weights, **settings):
     return {"name": "mixed", "stage": "mixture", "sources": sources, "weights": weights} | settings
 
 
-def mixed(folder, sources, weights=(1, 1), settings=None, **keys):
-    """The pairs of a mixture that a run makes in a folder."""
-    output = run_stages(folder, [mixture(sources, list(weights), **(settings or {}))], **keys)
-    return load_pairs(DataArguments(source=str(output / "mixed")))
+def mixed(folder, sources, weights=(1, 1), seed=0, **settings):
+    """The pairs of a mixture that its stage makes in a folder."""
+    (folder / "mixed").mkdir(parents=True)
+    stage = MixtureStage(**mixture(sources, list(weights), **settings))
+    stage.run(SimpleNamespace(sources=stage.sources), SimpleNamespace(seed=seed), folder / "mixed")
+    return load_pairs(DataArguments(source=str(folder / "mixed")))
 
 
 def drawn(rows):
@@ -58,7 +62,7 @@ def test_weights_are_shares(tmp_path):
     number, of_a = times.total(), sum(count for caption, count in times.items() if caption[0] == "a")
     assert abs(of_a / number - 0.75) < 4 * (0.75 * 0.25 / number) ** 0.5
     assert min(times.values()) == 1 and max(times.values()) > 2
-    times = drawn(mixed(tmp_path / "short", sources, [3, 1], {"stopping_strategy": "first_exhausted"}))
+    times = drawn(mixed(tmp_path / "short", sources, [3, 1], stopping_strategy="first_exhausted"))
     assert sum(caption[0] == "a" for caption in times) == 400 and set(times.values()) == {1}
 
 
@@ -80,15 +84,15 @@ def test_the_same_seed_draws_the_same_and_another_source_makes_it_anew(tmp_path)
     runs = [mixed(tmp_path / name, sources, seed=seed) for name, seed in {"one": 0, "same": 0, "other": 1}.items()]
     one, same, other = ([row["image"]["path"] for row in rows] for rows in runs)
     assert one == same != other
-    mixed(tmp_path / "one", sources, seed=0)
+    run_stages(tmp_path, [mixture(sources, [1, 1])])
     (tmp_path / "images" / "0.png").write_bytes(png(5))
     with pytest.raises(ValueError, match=r"inputs\.sources\.1: '.{12}' -> '.{12}'"):
-        mixed(tmp_path / "one", sources, seed=0)
+        run_stages(tmp_path, [mixture(sources, [1, 1])])
 
 
 def test_changed_shards_are_other_data(tmp_path):
     mixed(tmp_path, [webdataset(tmp_path) | {"indexed": True}, sharegpt4v(tmp_path)])
-    data = DataArguments(source=str(tmp_path / "out" / "mixed"), indexed=True)
+    data = DataArguments(source=str(tmp_path / "mixed"), indexed=True)
     before = data_fingerprint(load_pairs(data)), identity(data)
     assert (data_fingerprint(load_pairs(data)), identity(data)) == before and before[1] is not None
     shard = tmp_path / "shard-0.tar"
@@ -101,7 +105,7 @@ def test_pairs_without_an_image_are_left_out(tmp_path):
     write_shard(tmp_path / "0.tar", [*images_and_texts(range(300)), ("300.txt", b"no image")])
     shards = {"source": str(tmp_path / "0.tar"), "image_column": "png", "caption_column": "txt", "indexed": True}
     mixed(tmp_path, [shards, image_folder(tmp_path)], [300, 8])
-    data = DataArguments(source=str(tmp_path / "out" / "mixed"), indexed=True, max_unreadable=0.02)
+    data = DataArguments(source=str(tmp_path / "mixed"), indexed=True, max_unreadable=0.02)
     rows = load_pairs(data)
     assert len(rows) >= 300 and "no image" not in list(rows["caption"])
     assert len(data_fingerprint(rows)) == 64

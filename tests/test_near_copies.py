@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from clip_moe.data import near_copies, symbols
+from clip_moe.data import near_copies
 from clip_moe.data.near_copies import find_copies
 from clip_moe.data.symbols import SYMBOLS
 
@@ -25,7 +25,7 @@ def rows(*images):
 
 def drawn(number):
     """Pictures of symbols, 32 pixels, no two of one kind."""
-    return list(SYMBOLS.load("train", "detailed", number, symbols.kind_set("all")[:number], 0)["image"])
+    return list(SYMBOLS.load("train", "detailed", number, SYMBOLS.kinds("all")[:number], 0)["image"])
 
 
 def noise(number, side):

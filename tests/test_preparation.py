@@ -5,6 +5,7 @@ import PIL.Image
 import pytest
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
+from clip_moe.data.arguments import Augmentation
 from clip_moe.data.preparation import Preparation
 
 SETTINGS = [
@@ -65,5 +66,5 @@ def test_an_image_of_the_right_size_is_not_resized():
     other = CLIPImageProcessorPil(size={"shortest_edge": 20}, crop_size={"height": 24, "width": 24})
     for processor, size in ((CLIPImageProcessorPil(), 224), (other, 24)):
         expected = processor([image(size, size)], return_tensors="np", do_resize=False)["pixel_values"][0]
-        prepare = Preparation(processor, augmentation=lambda image, size, rng: image)
+        prepare = Preparation(processor, Augmentation(random_resized_crop=[1, 1]))
         assert np.array_equal(prepare(image(size, size), np.random.default_rng())["pixel_values"], expected)

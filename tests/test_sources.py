@@ -280,7 +280,7 @@ def test_what_is_not_there_and_does_not_go_together(tmp_path, processor):
     settings = tiny_sources.parquet(tmp_path) | {"caption_column": "text"}
     with pytest.raises(ValueError, match="no column 'text'; its columns are 'picture', 'caption'"):
         load_pairs(DataArguments(**settings))
-    with pytest.raises(ValueError, match="streaming neither goes with"):
+    with pytest.raises(ValueError, match="streaming goes neither with"):
         DataArguments(source="x", streaming=True, in_memory=True)
 
 

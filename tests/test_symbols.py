@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from clip_moe.data import names, symbol_captions, symbols
+from clip_moe.data import names, symbols
 from clip_moe.data.drawing import BACKGROUNDS, COLORS, POSITIONS, SIDES, TEXTURES
 from clip_moe.data.names import NAMES
 from clip_moe.data.symbol_kinds import KINDS, TOPIC_OF, TOPICS
@@ -101,7 +101,8 @@ def test_the_page_says_how_many_test_drawings_are_training_drawings():
 
 
 def test_the_tokenizer_knows_every_word_and_captions_fit(tokenizer):
-    web, detailed = (SYMBOLS.load("train", style, 1500, image_size=16)["caption"] for style in ("web", "detailed"))
+    scenes = list(map(SYMBOLS.subjects(KINDS, "train", 0), range(1500)))
+    web, detailed = ([SYMBOLS.caption(scene, style, rng) for scene, rng in scenes] for style in ("web", "detailed"))
     said = [*KINDS, *TOPICS, *(word for topic in TOPICS.values() for word in (*topic.words, *topic.short.values()))]
     styles = [list(values) for values in (COLORS, symbols.SIZES, POSITIONS, SIDES, BACKGROUNDS, TEXTURES)]
     templates = [template.format("cloud") for template in symbols.TEMPLATES]
@@ -110,7 +111,7 @@ def test_the_tokenizer_knows_every_word_and_captions_fit(tokenizer):
     longest = max(KINDS, key=len)
     scene = dict.fromkeys(symbols.ATTRIBUTES, "") | {"kind": longest, "second_kind": longest, "color": "purple"}
     scene |= {"second_color": "brown", "background": "turquoise", "texture": "checkered", "position": "bottom"}
-    captions = [symbol_captions.caption(scene, "detailed", np.random.default_rng(seed)) for seed in range(20)]
+    captions = [symbols.caption(scene, "detailed", np.random.default_rng(seed)) for seed in range(20)]
     assert max(map(len, tokenizer([*detailed, *captions]).input_ids)) <= 48 < tokenizer.model_max_length
 
 

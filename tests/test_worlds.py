@@ -1,6 +1,5 @@
 """What the built-in worlds have in common: how a recipe names them, their kinds and their tasks."""
 
-import dataclasses
 import sys
 from importlib.metadata import PackageNotFoundError
 from importlib.util import find_spec
@@ -17,7 +16,7 @@ from tiny_clip import error_of
 
 import clip_moe
 from clip_moe.conversion.stages.initialize import InitializeStage
-from clip_moe.data import draw, extras, icons, symbols
+from clip_moe.data import draw, icons, symbols
 from clip_moe.data.arguments import DataArguments
 from clip_moe.data.contact_sheet import contact_sheet
 from clip_moe.data.drawing import png
@@ -51,7 +50,7 @@ def require_parts(drawn):
 def require_same_rows(drawn):
     """A longer data set starts with the shorter one; splits and seeds differ; captions of all styles and numbers are of
     the same pictures."""
-    kinds = drawn.kind_set("all")[:16]
+    kinds = drawn.kinds("all")[:16]
 
     def load(split="test", captions="web", number=20, seed=3, **more):
         rows = drawn.load(split, captions, number, kinds, seed, **more)
@@ -103,7 +102,6 @@ def test_a_world_of_ones_own(tmp_path, monkeypatch, dense):  # noqa: F811
     [
         ({"source": "my.worlds:WORLD"}, "the world 'my.worlds:WORLD' cannot be imported: ModuleNotFoundError"),
         ({"source": "clip_moe.data.worlds:WORLDS"}, "'clip_moe.data.worlds:WORLDS' is no world: it must be an object"),
-        ({"source": "molecules"}, "the world molecules is lab.worlds.molecules:MOLECULES, in a checkout"),
         ({"source": "symbols", "split": "val"}, "symbols have no split 'val', only train, test"),
     ],
 )
@@ -118,17 +116,11 @@ def test_worlds_that_are_none(settings, fault):
         ("my worlds:WORLD all", "unknown task 'my worlds:WORLD all': a world's is package.module:OBJECT KINDS"),
         ("my.worlds:WORLD all", "the task 'my.worlds:WORLD all': the world 'my.worlds:WORLD' cannot be imported"),
         ("clip_moe.data.symbols:SYMBOLS x", "the task .*: symbols have no set of kinds 'x', only all, letter"),
-        ("molecules_512", "the task molecules_512 is now lab.worlds.molecules:MOLECULES 512, in a checkout"),
     ],
 )
 def test_tasks_of_worlds_that_are_none(task, fault):
     with pytest.raises(ValueError, match=fault):
         require_tasks([task])
-
-
-def test_a_set_that_a_dictionary_lacks_is_named():
-    with pytest.raises(ValueError, match="symbols have no set of kinds 'x'"):
-        dataclasses.replace(symbols.SYMBOLS, kind_set={}.__getitem__).kinds("x")
 
 
 def test_a_recipe_draws_the_kinds_that_it_names():
@@ -195,7 +187,7 @@ def test_what_is_not_installed_ends_in_one_line(dense, tmp_path, monkeypatch):  
     def missing(name):
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(extras, "distribution", missing)
+    monkeypatch.setattr("clip_moe.data.world.distribution", missing)
     for cached in ("_icons", "_numbered"):
         monkeypatch.setattr(icons, cached, getattr(icons, cached).__wrapped__)
     monkeypatch.setitem(TASKS, "icons_all", icon_tasks()["icons_all"])
@@ -218,7 +210,7 @@ def test_a_task_belongs_to_the_packages_that_it_is_drawn_from(monkeypatch):
     monkeypatch.setattr("clip_moe.evaluation.tasks.TASKS", icon_tasks() | symbol_tasks())
     seen = set()
     for version in ("1", "2"):
-        monkeypatch.setattr(extras, "distribution", lambda package, v=version: SimpleNamespace(version=v))
+        monkeypatch.setattr("clip_moe.data.world.distribution", lambda package, v=version: SimpleNamespace(version=v))
         tasks = find_tasks(["icons_512", "symbols_pairs"], seed=3)
         assert tasks["icons_512"].data == {"installed": dict.fromkeys(icons.PACKAGES, version), "seed": 3}
         assert tasks["symbols_pairs"].data == {"seed": 3}

@@ -7,7 +7,7 @@ import datasets
 import numpy as np
 
 from clip_moe.data.arguments import DataArguments
-from clip_moe.data.shared_rows import shared_fingerprint, shared_pairs
+from clip_moe.data.pairs import shared_fingerprint, shared_pairs
 from clip_moe.data.texts import first_caption
 from clip_moe.engine.context import Context
 from clip_moe.engine.settings import dump

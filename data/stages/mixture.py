@@ -38,8 +38,20 @@ class MixtureStage(Stage):
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         import datasets
 
-        from clip_moe.data.mixture import pairs_with_images, with_lists
-        from clip_moe.data.pairs import RANGED
+        from clip_moe.data.pairs import RANGED, TEXTS, pairs_with_images
+        from clip_moe.data.sources import mapped
+
+        def with_lists(rows: datasets.Dataset) -> datasets.Dataset:
+            """Rows whose captions are lists, also where an image has one."""
+            if not isinstance(rows.features["caption"], datasets.Value):
+                return rows.cast_column("caption", TEXTS)
+            features = datasets.Features(rows.features | {"caption": TEXTS})
+            return mapped(
+                rows,
+                lambda batch: {"caption": [[caption] for caption in batch["caption"]]},
+                batched=True,
+                features=features,
+            )
 
         parts = [pairs_with_images(arguments) for arguments in inputs.sources]
         if len({str(part.features["caption"]) for part in parts}) > 1:

@@ -35,7 +35,7 @@ class TokenizerStage(Stage):
     max_length: int | None = Field(default=None, ge=3)
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
-        from clip_moe.data.shared_rows import shared_pairs
+        from clip_moe.data.pairs import shared_pairs
         from clip_moe.data.texts import all_captions
         from clip_moe.data.tokenizer import SAMPLE, learn_tokenizer, pieces_per_word
         from clip_moe.engine.files import save

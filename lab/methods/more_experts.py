@@ -20,7 +20,7 @@ from clip_moe.conversion.model_stage import ModelStage
 from clip_moe.conversion.processors import copy_processor, load_processor
 from clip_moe.conversion.upcycle import check_memory, experts_of_ffn, sparse_blocks, sparse_ffns
 from clip_moe.data.arguments import NumberedData
-from clip_moe.data.shared_rows import shared_pairs
+from clip_moe.data.pairs import shared_pairs
 from clip_moe.engine.context import Context
 from clip_moe.engine.files import save
 from clip_moe.engine.settings import STRICT

@@ -21,8 +21,7 @@ import numpy as np
 from PIL import Image as PILImage
 
 from clip_moe.data.drawing import add_noise, choose
-from clip_moe.data.extras import installed_versions, require_packages
-from clip_moe.data.world import World
+from clip_moe.data.world import World, installed_versions, require_packages
 from lab.worlds import some_kinds
 
 PACKAGES = ("chemicals", "rdkit")  # the molecules, and what draws them

@@ -8,7 +8,6 @@ import pytest
 from test_worlds import require_parts, require_same_rows
 from transformers import AutoModel
 
-from clip_moe.data import extras
 from clip_moe.data.worlds import world
 from clip_moe.evaluation.tasks import find_tasks
 from clip_moe.training.commands import run
@@ -46,7 +45,7 @@ def test_what_is_not_installed_is_named(tmp_path, monkeypatch):
     def missing(name):
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(extras, "distribution", missing)
+    monkeypatch.setattr("clip_moe.data.world.distribution", missing)
     monkeypatch.setenv("XDG_DATA_DIRS", str(tmp_path))
     for find_all, fault in (
         (characters._characters, "characters need unicode-data, which is not installed: apt-get install unicode-data"),

@@ -192,7 +192,7 @@ class ClusterStage(Stage):
                 return ({modality: features[pairs.start : pairs.stop]} for pairs in shards)
 
         else:
-            from clip_moe.data.shared_rows import shared_pairs
+            from clip_moe.data.pairs import shared_pairs
 
             encoder = load_encoder(Path(inputs.features) / ENCODER, accelerator.device)
             rows, shard_size = shared_pairs(context, inputs.data, images), self.batch_size * BATCHES_PER_SHARD

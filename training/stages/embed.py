@@ -75,7 +75,7 @@ class EmbedStage(Stage):
         return self
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
-        from clip_moe.data.shared_rows import shared_pairs
+        from clip_moe.data.pairs import shared_pairs
         from clip_moe.evaluation import embedder
         from clip_moe.training.loader import PairLoader
         from clip_moe.training.pair_features import BATCHES_PER_SHARD, ENCODER, encode_pairs, new_store

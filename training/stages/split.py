@@ -66,11 +66,10 @@ class SplitStage(Stage):
 
         from clip_moe.conversion.processors import load_processor
         from clip_moe.data.held_out import class_names, hold_out
-        from clip_moe.data.mixture import pairs_with_images
         from clip_moe.data.near_copies import MOST_ALIKE, find_copies
         from clip_moe.data.overview import look_at
-        from clip_moe.data.pairs import one_row_an_image
-        from clip_moe.data.splits import has_split
+        from clip_moe.data.pairs import one_row_an_image, pairs_with_images
+        from clip_moe.data.sources import has_split
         from clip_moe.engine.files import write_text
         from clip_moe.engine.messages import join_names
         from clip_moe.evaluation.class_names import are_ids

@@ -109,7 +109,7 @@ class TrainStage(StepsStage):
 
     def load_pairs(self, inputs: SimpleNamespace, context: Context) -> "Rows":
         """The pairs to train on, whose images can be read."""
-        from clip_moe.data.shared_rows import shared_pairs
+        from clip_moe.data.pairs import shared_pairs
 
         return self.choose_pairs(shared_pairs(context, inputs.data), inputs, context)
 

@@ -47,7 +47,8 @@ class TrainDataExpertStage(TrainStage):
         """The pairs of one cluster. Where pairs were clustered by captions alone, their images are looked at now."""
         import numpy as np
 
-        from clip_moe.data.shared_rows import shared_fingerprint, shared_pairs, shared_readable
+        from clip_moe.data.pairs import shared_fingerprint, shared_pairs
+        from clip_moe.data.readable import readable_pairs
         from clip_moe.training.clusters import READABLE, load_clusters
 
         folder = Path(inputs.clusters)
@@ -59,4 +60,7 @@ class TrainDataExpertStage(TrainStage):
             chosen = np.arange(len(rows))  # few pairs leave fewer than a batch to a cluster
         context.accelerator.on_main_process(print)(f"{self.name}: {len(chosen)} of {len(rows)} pairs")
         rows = rows.select(chosen)
-        return rows if has_images else shared_readable(context, rows, inputs.data)
+        if has_images or inputs.data.is_drawn:
+            return rows
+        with context.main_process_first():
+            return readable_pairs(rows, inputs.data)[0]

@@ -63,7 +63,7 @@ class TrainExpertsStage(TrainStage):
         """Batches of one cluster each."""
         import numpy as np
 
-        from clip_moe.data.shared_rows import shared_fingerprint
+        from clip_moe.data.pairs import shared_fingerprint
         from clip_moe.training.clusters import load_clusters
         from clip_moe.training.samplers import ClusterBatchSampler
 
