@@ -45,7 +45,7 @@ class DataArguments(Source):
     pixel_range: list[FiniteFloat] | None = Field(default=None, min_length=2, max_length=2)
     # Read while training instead of loading first.
     streaming: bool = False
-    # No image is looked at before it is used, as of many webdataset shards or a mixture: one that cannot be read is
+    # No image is looked at before it is used, as of many webdataset shards: one that cannot be read is
     # replaced by the pair after it, and counted.
     indexed: bool = False
     # The first so many pairs are left out: held out for a test, say.

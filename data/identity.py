@@ -182,7 +182,7 @@ def _entry(image: str | dict[str, Any]) -> dict[str, Any]:
 
 
 def image_digests(images: Iterable[str | dict[str, Any]]) -> list[str]:
-    """The hashes of images, each a path or with `bytes` or a `path`, which may have a `box` and a `pixel_range`."""
+    """The hashes of images, each a path or with `bytes` or a `path`, which may have a `pixel_range`."""
     entries = list(map(_entry, images))
     contents = [
         read_member(entry["path"]) if not entry.get("bytes") and MEMBER.fullmatch(entry["path"]) else entry.get("bytes")
@@ -191,8 +191,7 @@ def image_digests(images: Iterable[str | dict[str, Any]]) -> list[str]:
     paths = [entry["path"] for entry, content in zip(entries, contents, strict=True) if not content]
     file_hashes = iter(file_digests(paths))
     digests = [hashlib.sha256(content).hexdigest() if content else next(file_hashes) for content in contents]
-    for setting in ("box", "pixel_range"):
-        for number, entry in enumerate(entries):
-            if entry.get(setting) is not None:
-                digests[number] = hashlib.sha256(f"{digests[number]} {entry[setting]}".encode()).hexdigest()
+    for number, entry in enumerate(entries):
+        if entry.get("pixel_range") is not None:
+            digests[number] = hashlib.sha256(f"{digests[number]} {entry['pixel_range']}".encode()).hexdigest()
     return digests

@@ -85,7 +85,8 @@ def _splits(folder: str, pictures: list[str], split_of: Mapping[str, str | None]
             "left out: name train otherwise, or move these into it"
         )
     # Beside train_imgs, test is a split; beside dog, it is a class
-    if not splits or "train" in splits or not others or any(map(_names_a_split, others)):
+    has_other_words = any(re.match("[a-z]*", name.lower())[0] in SPLIT_OF_NAME for name in others)
+    if not splits or "train" in splits or not others or has_other_words:
         return splits
     words = sorted({path.partition("/")[0] for path in pictures if split_of[path]})
     warn_once(
@@ -124,11 +125,6 @@ def _split_of(name: str) -> str | None:
     """The split that a folder is called after, perhaps with a number: `train`, `val2017`."""
     word = re.fullmatch(r"([a-z]+)[-_. ]?[0-9]*", name.lower())
     return word and SPLIT_OF_NAME.get(word[1])
-
-
-def _names_a_split(name: str) -> bool:
-    """Whether a name begins with the word of a split."""
-    return re.match("[a-z]*", name.lower())[0] in SPLIT_OF_NAME
 
 
 def _labels(pictures: list[str], has_splits: bool, paths: list[str]) -> dict[str, str]:

@@ -41,7 +41,7 @@ MAX_ASPECT_RATIO = 100
 
 def decode_image(value: Any) -> PIL.Image.Image:
     """An upright RGB image from what an image column holds: a PIL image, a path, or bytes and path, which may have a
-    `box` (left, upper, right, lower) that alone counts, and a `pixel_range`.
+    `pixel_range`.
 
     It is turned as EXIF says. Transparent parts are laid on white. The first of several frames counts. Gray of more
     than 8 bits is scaled from its `pixel_range`, or else from that of its format: all values of unsigned integers, 0 to
@@ -61,11 +61,8 @@ def decode_image(value: Any) -> PIL.Image.Image:
         # Pillow scrambles a turned, uncompressed TIFF that it opens by its path, but not one that is open
         with _open(value) as file, PIL.Image.open(file, formats=FORMATS) as image:
             _require_size(image)
-            box, pixel_range = map(value.get, ("box", "pixel_range")) if isinstance(value, dict) else (None, None)
-            depth = _Depth(image, pixel_range)
+            depth = _Depth(image, value.get("pixel_range") if isinstance(value, dict) else None)
             PIL.ImageOps.exif_transpose(image, in_place=True)  # decodes it, too, while its file is open
-            if box is not None:
-                return _rgb(_crop(image, box), depth)
             # JPEGs are RGB without a copy: nothing else is read of their files
             return image if image.format == "JPEG" and image.mode == "RGB" else _rgb(image, depth)
     except Exception as error:  # damaged files end in struct.error, SyntaxError, EOFError, KeyError and many more
@@ -89,14 +86,6 @@ def from_base64(text: str) -> bytes | None:
     except ValueError:  # also of letters that are not ASCII
         return None
     return content if content.startswith(BEGINNINGS) and len(content) >= SMALLEST else None
-
-
-def _crop(image: PIL.Image.Image, box: Sequence[float]) -> PIL.Image.Image:
-    """The part of an image in a box, which may go over its edges: what is outside is black."""
-    left, upper, right, lower = box
-    if min(right, image.width) <= max(left, 0) or min(lower, image.height) <= max(upper, 0):
-        raise OSError(f"its box {box} has nothing of its {image.width} x {image.height} pixels")
-    return image.crop(box)
 
 
 def _open(value: Any) -> BinaryIO:

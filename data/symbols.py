@@ -165,8 +165,9 @@ def render(scene: Mapping[str, str], split: str, rng: np.random.Generator, image
         direction = SIDES[position] if scene["second_kind"] else POSITIONS[position]
         direction = [1.25 * part for part in direction]  # to the border: large symbols have little room
         mask = distort(_symbol(scene[kind], split, rng), rng)
-        if rng.random() < COVERED:
-            mask = _covered(mask, rng)
+        if rng.random() < COVERED:  # by a piece of paper at one of its corners
+            x, y = (int(corner) for corner in rng.choice([0, 40], 2))
+            mask.paste(0, (x, y, x + 24, y + 24))
         alpha = place(mask, side, direction, rng, image_size)
         image = image * (1 - alpha) + ink_of(scene[color], rng) * alpha
     return add_noise(image, rng)
@@ -204,14 +205,6 @@ def _printed(character: str, font: str) -> PILImage.Image:
     return image
 
 
-def _covered(mask: PILImage.Image, rng: np.random.Generator) -> PILImage.Image:
-    """The drawing without what is behind a piece of paper at one of its corners."""
-    x, y = (int(corner) for corner in rng.choice([0, 40], 2))
-    mask = mask.copy()
-    mask.paste(0, (x, y, x + 24, y + 24))
-    return mask
-
-
 def _differ(first: dict[str, str], difference: str, rng: np.random.Generator) -> dict[str, str]:
     """The scene with another value, or with exchanged colors."""
     if difference == "binding":
@@ -227,13 +220,9 @@ def caption(scene: Mapping[str, str], style: str, rng: np.random.Generator) -> s
     """A random caption of a scene in one of `CAPTION_STYLES`."""
     if style == "classes":
         return f"a photo of the {scene['kind']}"
-    tell = {"web": _web_caption, "detailed": _detailed_caption, "looks": _looks_caption}[style]
-    return tell(scene, rng)
-
-
-def _looks_caption(scene: Mapping[str, str], rng: np.random.Generator) -> str:
-    nouns = choose(rng, ANYTHING), choose(rng, ANYTHING)
-    return _everything(scene, *nouns)
+    if style == "looks":
+        return _everything(scene, choose(rng, ANYTHING), choose(rng, ANYTHING))
+    return {"web": _web_caption, "detailed": _detailed_caption}[style](scene, rng)
 
 
 def _everything(scene: Mapping[str, str], noun: str, second: str) -> str:

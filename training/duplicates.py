@@ -51,7 +51,7 @@ def streamed_image_key(image: str | dict[str, Any]) -> int:
     """The key of an image by its bytes, or else by its path: no file is read for it."""
     image = {"path": image} if isinstance(image, str) else image
     content = image.get("bytes") or str(image.get("path")).encode()
-    return _number(hashlib.sha256(content + str(image.get("box", "")).encode()).digest())
+    return _number(hashlib.sha256(content).digest())
 
 
 def _number(digest: bytes) -> int:

@@ -1,4 +1,7 @@
-"""The stage that mixes several datasets."""
+"""Several datasets as one, whose pairs are drawn by weights.
+
+- {name: pairs, stage: lab.mixture:MixtureStage, sources: [{source: symbols}, {source: names}], weights: [3, 1]}
+"""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,9 +22,6 @@ class MixtureStage(Stage):
 
     Images in files of their own and those of `indexed` shards stay where they are; others are copied. Nothing is
     decoded: what reads the mixture skips what cannot be read, or with `data.indexed` replaces it.
-
-        clip-moe mixture runs/mixture --sources '{source: runs/pictures}' '{source: runs/pictures, split: test}' \\
-            --weights 3 1
     """
 
     kind: ClassVar[str] = "mixture"

@@ -21,13 +21,13 @@ from clip_moe.data.arguments import DataArguments
 from clip_moe.data.identity import data_fingerprint, identity
 from clip_moe.data.images import decode_image
 from clip_moe.data.pairs import load_pairs
-from clip_moe.data.stages.mixture import MixtureStage
+from lab.mixture import MixtureStage
 
 SEVERAL = [[f"{caption}, first", f"{caption}, second"] for caption in CAPTIONS]
 
 
 def mixture(sources, weights, **settings):
-    return {"name": "mixed", "stage": "mixture", "sources": sources, "weights": weights} | settings
+    return {"name": "mixed", "stage": "lab.mixture:MixtureStage", "sources": sources, "weights": weights} | settings
 
 
 def mixed(folder, sources, weights=(1, 1), seed=0, **settings):
