@@ -1,11 +1,8 @@
 """The world of icons: real pictures with real names, those of mkdocs-material, which the extra `icons` installs.
 
-Four artists drew them: Simple Icons the logos of brands, Material Design Icons, Font Awesome and Octicons everything
-else. A kind is a name. The first artist who has it draws it; what another one drew of the same name is a kind of its
-own, to test on.
-
-`web` captions are the name. `detailed` captions add the artist. Everything follows from the arguments of `World.load`
-and from the versions of both packages, to the bit.
+Four artists drew them: Simple Icons the logos of brands, the others everything else. A kind is a name. The first artist
+who has it draws it; what another one drew of the same name is a kind of its own, to test on. `web` captions are the
+name; `detailed` ones add the artist. Everything follows from the arguments of `World.load` and both packages' versions.
 """
 
 import hashlib

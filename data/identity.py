@@ -28,9 +28,6 @@ from clip_moe.engine.provenance import MANIFEST
 if TYPE_CHECKING:
     from clip_moe.data.arguments import DataArguments
 
-# Errors about a fingerprint that is not that of the pairs say this
-OTHER_DATA = "another dataset, another order or other images of the same names"
-
 
 def identity(arguments: DataArguments) -> dict[str, Any] | None:
     """The identity of a source with all its splits and rows, for the manifests of stages: the number of files and the

@@ -1,14 +1,8 @@
 """The world of names: coats of arms of made-up towns, which memory alone connects with the towns' names.
 
-A shield has four quarters, each with one of 16 charges. A town's name has three made-up words. Which charges and which
-words belong to a town was drawn at random, so no part of a shield tells a part of the name. There are as many towns as
-are asked for, up to `MOST`: what a model has to remember grows with them, and what it has to see does not.
-
-Towns belong to eight countries. A country has a tint, which the ground of its shields has, and an ending, which the
-first word of its towns' names has. So clusters of pictures and of names find the countries.
-
-`web` captions are the name. `facts` tell who founded the town and when, in words that names have too, and not its name.
-`detailed` captions tell both. Everything follows from the arguments of `World.load`, to the bit.
+A shield has four quarters, each with one of 16 charges; a name has three made-up words. Which belong together was
+drawn at random. Each of eight countries has a tint of its shields and an ending of its towns' first words. `web`
+captions are the name, `facts` say who founded the town and when, `detailed` ones say both (docs/worlds.md).
 """
 
 import itertools

@@ -40,9 +40,9 @@ BYTES = [datasets.Value(kind) for kind in ("binary", "large_binary")]
 def load_pairs(arguments: DataArguments, images: bool = True) -> Rows:
     """The pairs of a dataset, as columns `image` and `caption`, or `image` alone where it has no captions.
 
-    Unless it is streamed, every image is decoded once here (the result is cached by `datasets`), so that only readable
-    pairs are left, in a fixed order. A stream has all of them: `training.loader` skips the unreadable as they come. Of
-    indexed shards those are left that have an image and a caption: `training.loader` replaces the unreadable.
+    Every image is decoded once here (the result is cached by `datasets`), so that only readable pairs are left, in a
+    fixed order. A stream has all pairs, and `indexed` data those that have an image and a caption: `training.loader`
+    skips or replaces the unreadable.
 
     Args:
         images: whether they are used. If not, none is looked at, and all pairs with a caption are left.

@@ -1,13 +1,8 @@
 """The symbol world: captioned pictures of about 190 kinds of symbols in 15 topics, that need no download.
 
-A picture shows one or two symbols on a ground: letters, Greek, Hebrew, chess pieces, zodiac signs, ... of the fonts
-that matplotlib carries, by their Unicode names, and handwritten digits (scikit-learn's `load_digits`). Topics have
-habits: colors, grounds and words that are more common in their pictures than elsewhere. `web` captions are short: some
-name a topic alone or use a word that several topics share, and some are wrong. `detailed` ones name everything, `looks`
-everything but the kinds.
-
-Training and test pictures use different font files and pen strokes; where fonts share an outline, only what happens to
-it afterwards differs. Everything follows from the arguments of `World.load` and `load_minimal_pairs`, to the bit.
+A picture shows one or two symbols on a ground: characters of the fonts that matplotlib carries, by their Unicode
+names, and handwritten digits (scikit-learn's `load_digits`). Topics have habits: colors, grounds and words that are
+more common in their pictures. Training and test pictures use different font files and pen strokes (docs/worlds.md).
 """
 
 from collections.abc import Iterator, Mapping, Sequence

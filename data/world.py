@@ -13,7 +13,7 @@ from datasets import Dataset, Features, Image, List, Value, concatenate_datasets
 from clip_moe.data.drawing import png
 
 if TYPE_CHECKING:
-    from transformers import CLIPImageProcessorPil, CLIPProcessor, CLIPTokenizer
+    from transformers import CLIPImageProcessorPil, CLIPTokenizer
 
 SPLITS = {"train": 0, "test": 1}  # split -> the number that seeds its pictures
 # Rows that are drawn before they become columns: as dictionaries, they take several times the memory
@@ -132,13 +132,6 @@ class World:
         from clip_moe.data.tokenizer import learn_tokenizer
 
         return learn_tokenizer(self.texts(), self.vocabulary, context_length)
-
-    def build_processor(self, context_length: int, image_size: int) -> "CLIPProcessor":
-        """The world's tokenizer, and an image processor that scales pixels to [-1, 1]."""
-        from transformers import CLIPProcessor
-
-        tokenizer = self.build_tokenizer(context_length)
-        return CLIPProcessor(image_processor=build_image_processor(image_size), tokenizer=tokenizer)
 
 
 def build_image_processor(image_size: int) -> "CLIPImageProcessorPil":

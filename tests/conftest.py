@@ -97,9 +97,9 @@ def whole(tmp_path_factory):
 @pytest.fixture(scope="session")
 def processor():
     """The symbols' processor, for texts of 16 tokens and images of 16 pixels."""
-    from clip_moe.data.symbols import SYMBOLS
+    from tiny_clip import symbol_processor
 
-    return SYMBOLS.build_processor(16, 16)
+    return symbol_processor(16, 16)
 
 
 @pytest.fixture

@@ -4,11 +4,11 @@ import dataclasses
 
 import pytest
 import torch
+from tiny_clip import symbol_processor
 from transformers import AutoModel, AutoProcessor, CLIPConfig, CLIPModel
 
 from clip_moe.conversion.presets import PRESETS
 from clip_moe.conversion.upcycle import upcycle
-from clip_moe.data.symbols import SYMBOLS
 from clip_moe.evaluation.figures import plt
 from clip_moe.evaluation.tasks import TASKS, name_tasks, symbol_tasks
 
@@ -16,7 +16,7 @@ from clip_moe.evaluation.tasks import TASKS, name_tasks, symbol_tasks
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "dense"
-    processor = SYMBOLS.build_processor(16, 32)
+    processor = symbol_processor(16, 32)
     tower = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     tokens = processor.tokenizer
     text = {**tower, "vocab_size": len(tokens), "max_position_embeddings": 16}

@@ -2,16 +2,16 @@
 
 import pytest
 import torch
+from tiny_clip import symbol_processor
 from transformers import CLIPModel
 
 from clip_moe.conversion.presets import PRESETS
 from clip_moe.conversion.upcycle import upcycle
-from clip_moe.data.symbols import SYMBOLS
 
 
 def save(model, folder):
     model.save_pretrained(folder)
-    SYMBOLS.build_processor(64, 32).save_pretrained(folder)
+    symbol_processor(64, 32).save_pretrained(folder)
     return model.eval(), folder
 
 

@@ -5,12 +5,12 @@ import shutil
 
 import pytest
 import torch
+from tiny_clip import symbol_processor
 from tiny_runs import DENSE, HARBOR_CAPTIONS, losses, same_weights, weights
 from tokenizers import Tokenizer, models
 from transformers import AutoModel, AutoProcessor, CLIPModel, PreTrainedTokenizerFast, SiglipModel
 
 from clip_moe.conversion.publishing.lineage import Lineage
-from clip_moe.data.symbols import SYMBOLS
 from clip_moe.data.tokenizer import learn_tokenizer
 from modeling_clip_moe import CLIPMoEModel
 
@@ -19,7 +19,7 @@ from modeling_clip_moe import CLIPMoEModel
 def processor_folder(tmp_path_factory):
     """The symbol world's processor: images of 32 x 32, texts of 16 tokens."""
     folder = tmp_path_factory.mktemp("processor")
-    SYMBOLS.build_processor(16, 32).save_pretrained(folder)
+    symbol_processor(16, 32).save_pretrained(folder)
     return folder
 
 

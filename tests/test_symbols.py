@@ -2,7 +2,6 @@
 their words; and the dense symbol CLIPs that come with the repository."""
 
 import hashlib
-import itertools
 import json
 import re
 from pathlib import Path
@@ -10,11 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tiny_clip import symbol_processor
 
 from clip_moe.data import names, symbols
 from clip_moe.data.drawing import BACKGROUNDS, COLORS, POSITIONS, SIDES, TEXTURES
 from clip_moe.data.names import NAMES
-from clip_moe.data.symbol_kinds import KINDS, TOPIC_OF, TOPICS
+from clip_moe.data.symbol_kinds import KINDS, TOPICS
 from clip_moe.data.symbols import SYMBOLS
 from clip_moe.data.tokenizer import pieces_per_word
 from clip_moe.evaluation.embedder import Embedder
@@ -25,7 +25,7 @@ BASE = Path(__file__).parents[1] / "training" / "symbol_clip"
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return SYMBOLS.build_processor(64, 32).tokenizer
+    return SYMBOLS.build_tokenizer(64)
 
 
 def digest(rows):
@@ -64,19 +64,10 @@ def test_rows_are_those_that_models_were_trained_on(load, expected):
 
 
 def test_tokenizers_are_those_of_the_models(tokenizer):
+    kept = symbol_processor(64, 32).tokenizer.backend_tokenizer
+    assert kept.to_str() == tokenizer.backend_tokenizer.to_str()
     for learned, expected in ((tokenizer, "aae16aa4a0906fcb"), (NAMES.build_tokenizer(20), "567cbf33f0857ede")):
         assert hashlib.sha256(learned.backend_tokenizer.to_str().encode()).hexdigest()[:16] == expected
-
-
-def test_kind_sets_part_the_kinds():
-    sets = symbols.KIND_SETS
-    assert sets["all"] == KINDS and set(TOPICS) < set(sets)
-    for parts in (TOPICS, ["half 1", "half 2"], [f"quarter {number}" for number in (1, 2, 3, 4)]):
-        assert sorted(kind for part in parts for kind in sets[part]) == sorted(KINDS), parts
-        for one, other in itertools.combinations(parts, 2):  # whole topics
-            assert not {TOPIC_OF[kind] for kind in sets[one]} & {TOPIC_OF[kind] for kind in sets[other]}
-    sizes = [len(sets[f"half {number}"]) for number in (1, 2)]
-    assert max(sizes) < 1.1 * min(sizes)
 
 
 def test_towns_are_distinct():

@@ -1,13 +1,16 @@
 """A tiny dense CLIP, its processor, changes of the files of models, and commands that must fail."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken
 from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel, CLIPProcessor, CLIPTokenizer
 
 import clip_moe
+from clip_moe.data.world import build_image_processor
 
 WORDS = ("a", "red", "round", "cat")
 
@@ -33,6 +36,19 @@ def processor(image_size=16):
     vocab = {token: index for index, token in enumerate(tokens)} | {"<|startoftext|>": 38, "<|endoftext|>": 39}
     tokenizer = CLIPTokenizer(vocab=vocab, merges=[], model_max_length=12, unk_token="<|startoftext|>")
     return CLIPProcessor(CLIPImageProcessorPil(size={"shortest_edge": image_size}, crop_size=image_size), tokenizer)
+
+
+def symbol_processor(context_length, image_size):
+    """The symbols' image processor, and the tokenizer that `SYMBOLS.build_tokenizer` learns in seconds."""
+    file = Path(__file__).parents[1] / "training" / "symbol_clip" / "tokenizer.json"
+    learned = json.loads(file.read_text())["model"]
+    tokenizer = CLIPTokenizer(
+        vocab=learned["vocab"],
+        merges=list(map(tuple, learned["merges"])),
+        bos_token=AddedToken("<|startoftext|>", normalized=False, special=True),
+        model_max_length=context_length,
+    )
+    return CLIPProcessor(image_processor=build_image_processor(image_size), tokenizer=tokenizer)
 
 
 def saved(folder, model, with_processor=True):

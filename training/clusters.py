@@ -13,7 +13,6 @@ from sklearn.cluster import KMeans, kmeans_plusplus
 from sklearn.exceptions import ConvergenceWarning
 from threadpoolctl import threadpool_limits
 
-from clip_moe.data.identity import OTHER_DATA
 from clip_moe.evaluation.feature_store import Rows, open_arrays, save_arrays
 
 # More features than these are many: K-means learns its centers from a sample, in one start of a few iterations
@@ -274,8 +273,9 @@ def load_clusters(directory: Path, dataset_fingerprint: str | None = None) -> tu
     fingerprint = about["dataset_fingerprint"]
     if dataset_fingerprint not in (None, fingerprint):
         raise ValueError(
-            f"the labels in {directory} belong to {OTHER_DATA} (fingerprint {fingerprint[:12]}, not "
-            f"{dataset_fingerprint[:12]}): use the same data settings in all stages, or embed and cluster these data"
+            f"the labels in {directory} belong to another dataset, another order or other images of the same names "
+            f"(fingerprint {fingerprint[:12]}, not {dataset_fingerprint[:12]}): use the same data settings in all "
+            "stages, or embed and cluster these data"
         )
     return Clusters(**arrays), about
 

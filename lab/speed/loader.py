@@ -102,8 +102,8 @@ def ways(folder: Path, processor: CLIPProcessor) -> Iterator[tuple[str, PairLoad
 
 def medians(images: int, rounds: int, wanted: Collection[str] | None = None) -> dict[str, float]:
     """Images a second of the loop (`LOOP`) and of the wanted ways; by default of all."""
-    processor = SYMBOLS.build_processor(EDGE, 64)
-    processor.image_processor = CLIPImageProcessorPil(size={"shortest_edge": EDGE})
+    images_of_edge = CLIPImageProcessorPil(size={"shortest_edge": EDGE})
+    processor = CLIPProcessor(image_processor=images_of_edge, tokenizer=SYMBOLS.build_tokenizer(EDGE))
     with tempfile.TemporaryDirectory() as folder:
         write_images(Path(folder), images)
         calls = {LOOP: partial(pillow_loop, Path(folder), images)}
