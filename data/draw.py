@@ -5,13 +5,12 @@ python -m clip_moe.data.draw icons --kinds "brands 1024" --folder my/logos --num
 """
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 from PIL import Image
 
 from clip_moe.data.contact_sheet import grid
-from clip_moe.data.world import SPLITS, World
+from clip_moe.data.world import SPLITS
 from clip_moe.data.worlds import world
 from clip_moe.engine.command_line import Folder, command
 from clip_moe.engine.files import new_folder
@@ -43,33 +42,25 @@ def draw(
         raise ValueError("nothing says what to draw: give --contact_sheet FILE, or --folder FOLDER")
     drawn = world(name)
     if contact_sheet is not None:
-        draw_sheet(drawn, contact_sheet, drawn.kinds(kinds)[:number])
-    if folder is not None:
-        draw_folder(drawn, folder, drawn.kinds(kinds), captions, number)
-
-
-def draw_sheet(drawn: World, path: Path, kinds: Sequence[int | str]) -> None:
-    """Write a PNG file with a training and a test picture of each kind."""
-    cells = []
-    for seed, kind in enumerate(kinds):
-        pictures = []
-        for split in SPLITS:
-            subject, rng = drawn.subjects([kind], split, seed)(0)
-            pixels, attributes = drawn.draw(subject, split, rng, drawn.image_size)
-            pictures.append(Image.fromarray(pixels))
-        cells.append((pictures, attributes["kind"]))
-    # Few colors take a fourth of the size
-    side = max(32, drawn.image_size)
-    grid(cells, columns=12 * 32 // side, side=side, lines=3).quantize(128, dither=0).save(path, "png", optimize=True)
-
-
-def draw_folder(drawn: World, folder: Path, kinds: Sequence[int | str], captions: str, num_training: int) -> None:
-    """Write new folders of pictures and their captions: `train`, and `test` with a picture of each kind."""
+        cells = []
+        for seed, kind in enumerate(drawn.kinds(kinds)[:number]):
+            pictures = []
+            for split in SPLITS:
+                subject, rng = drawn.subjects([kind], split, seed)(0)
+                pixels, attributes = drawn.draw(subject, split, rng, drawn.image_size)
+                pictures.append(Image.fromarray(pixels))
+            cells.append((pictures, attributes["kind"]))
+        side = max(32, drawn.image_size)
+        sheet = grid(cells, columns=12 * 32 // side, side=side, lines=3)
+        # Few colors take a fourth of the size
+        sheet.quantize(128, dither=0).save(contact_sheet, "png", optimize=True)
+    if folder is None:
+        return
     with new_folder(folder) as new:
-        for split, pictures in {"train": num_training, "test": len(kinds)}.items():
+        for split, pictures in {"train": number, "test": len(drawn.kinds(kinds))}.items():
             (new / split).mkdir()
             lines = []
-            for index, row in enumerate(drawn.load(split, captions, pictures, kinds)):
+            for index, row in enumerate(drawn.load(split, captions, pictures, drawn.kinds(kinds))):
                 lines.append(json.dumps({"file_name": f"{index:06}.png", "caption": row["caption"]}))
                 row["image"].save(new / split / f"{index:06}.png")
             (new / split / "metadata.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")

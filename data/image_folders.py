@@ -146,24 +146,25 @@ def _labels(pictures: list[str], has_splits: bool, paths: list[str]) -> dict[str
 
 def _readable_classes(folder: str, labels: dict[str, str], has_splits: bool) -> tuple[dict[str, str | None], str]:
     """The class of each picture, None where no picture of it can be read; and which folders are no classes so."""
-    readable: dict[str, bool] = {}
+    readable: set[str] = set()
     for path, label in labels.items():
         file = os.path.join(folder, path)
-        readable[label] = readable.get(label, False) or _can_be_read(file, file_stamp(file))
-    names = {label for label in readable if not readable[label]}
-    are_paths = any("/" in label for label in readable)
+        if label not in readable and _can_be_read(file, file_stamp(file)):
+            readable.add(label)
+    names = set(labels.values()) - readable
+    are_paths = any("/" in label for label in labels.values())
     for above in {os.path.dirname(os.path.dirname(path)) for path in labels}:
         for entry in os.scandir(os.path.join(folder, above)):
             if entry.is_dir() and not is_hidden(entry.name):
                 path = os.path.join(above, entry.name)
                 below = path.partition("/")[2] if has_splits else path
-                names |= {_same(below if are_paths else entry.name)} - readable.keys()
+                names |= {_same(below if are_paths else entry.name)} - readable
     if not names:
         return labels, ""
     are = "is no class" if len(names) == 1 else "are no classes"
     note = f"{NO_PICTURE}, {join_names(sorted(names))} {are}"
     warn_once(logger, f"{folder}: {note}")
-    return {path: label if readable[label] else None for path, label in labels.items()}, note
+    return {path: label if label in readable else None for path, label in labels.items()}, note
 
 
 @functools.cache

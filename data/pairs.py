@@ -2,12 +2,9 @@
 
 import logging
 from collections.abc import Callable, Iterable
-from itertools import chain
 from typing import Any
 
 import datasets
-import pyarrow
-import pyarrow.compute
 
 from clip_moe.data.arguments import DataArguments
 from clip_moe.data.identity import data_fingerprint, image_digests
@@ -15,7 +12,7 @@ from clip_moe.data.images import from_base64
 from clip_moe.data.local_data import file_in
 from clip_moe.data.readable import readable_pairs
 from clip_moe.data.sources import Rows, first_rows, is_text, mapped, no_column, open_rows, reading
-from clip_moe.data.texts import listed, present_captions, present_texts, same_words, structure
+from clip_moe.data.texts import all_captions, listed, present_captions, present_texts, same_words, structure
 from clip_moe.data.worlds import is_world, world
 from clip_moe.engine.context import Context
 from clip_moe.engine.messages import shortened, warn_once
@@ -266,21 +263,19 @@ def _with_lists(rows: Rows, source: str) -> Rows:
     feature = (rows.features or {}).get("caption", datasets.Value("string"))
     if not (isinstance(feature, datasets.Value) and is_text(feature())):
         return rows
-    if isinstance(rows, datasets.IterableDataset):
-        texts = pyarrow.chunked_array([[row["caption"] for row in rows.take(LISTS_LOOKED_AT)]], pyarrow.large_string())
-    else:
-        texts = rows.data.column("caption").cast(pyarrow.large_string())
-    is_bracketed = pyarrow.compute.match_substring_regex(texts, r"(?s)^\s*\[.*\]\s*$")
-    bracketed = texts.filter(is_bracketed).to_pylist()
-    lists = [text for text in bracketed if listed(text) is not None]
-    if not any(map(listed, lists)):
+    count, example, other = 0, "", ""
+    is_stream = isinstance(rows, datasets.IterableDataset)
+    for text in all_captions(rows.take(LISTS_LOOKED_AT) if is_stream else rows):
+        items = listed(text)
+        count += items is not None
+        example = example or (text if items else "")
+        other = other or (text if items is None else "")
+    if not example:
         return rows
-    others = (text.as_py() for text in texts.filter(pyarrow.compute.invert(is_bracketed)))
-    none = (text for text in chain(bracketed, others) if present_captions(text) and listed(text) is None)
-    if (other := next(none, None)) is not None:
+    if other:
         warn_once(
             logger,
-            f"{source}: {len(lists)} captions are lists, such as {shortened(lists[0])}, but stay texts, since "
+            f"{source}: {count} captions are lists, such as {shortened(example)}, but stay texts, since "
             f"{shortened(other)} is none: make all captions lists, or none",
         )
         return rows

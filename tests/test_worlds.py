@@ -101,6 +101,11 @@ def test_a_world_of_ones_own(tmp_path, monkeypatch, dense):  # noqa: F811
         ({"source": "my.worlds:WORLD"}, "the world 'my.worlds:WORLD' cannot be imported: ModuleNotFoundError"),
         ({"source": "clip_moe.data.worlds:WORLDS"}, "'clip_moe.data.worlds:WORLDS' is no world: it must be an object"),
         ({"source": "symbols", "split": "val"}, "symbols have no split 'val', only train, test"),
+        ({"source": "symbols", "kinds": "cloud"}, "symbols have no set of kinds 'cloud', only all, letter, .*, half 2"),
+        ({"source": "names", "kinds": "planet"}, "names have no set of kinds 'planet': it is a number of towns, a mul"),
+        ({"source": "names", "kinds": "4096 half 3"}, "names have no set of kinds '4096 half 3'"),
+        ({"source": "symbols", "captions": "facts"}, "symbols have no captions 'facts', only web, "),
+        ({"source": "names", "captions": "looks"}, "names have no captions 'looks', only web, "),
     ],
 )
 def test_worlds_that_are_none(settings, fault):
@@ -135,23 +140,6 @@ def test_the_page_of_worlds_tells_what_is_drawn():
     assert f"at least {symbols.SMALLEST_IMAGE} ×" in page
     assert f"{symbols.TWO_SHARE * 100:.0f} % have two symbols" in page
     assert f"{symbols.HABIT * 100:.0f} % of its pictures" in page
-
-
-@pytest.mark.parametrize(
-    ("source", "kinds", "only"),
-    [
-        ("symbols", "cloud", ", only all, letter, greek letter, .*, half 2"),
-        ("names", "planet", ": it is a number of towns, a multiple of 8 up to 262144, of which half 1"),
-        ("names", "4096 half 3", ""),
-    ],
-)
-def test_what_a_world_does_not_have(source, kinds, only):
-    with pytest.raises(ValueError, match=f"{source} have no set of kinds '{kinds}'{only}"):
-        DataArguments(source=source, num_samples=4, kinds=kinds)
-    captions = {"symbols": "facts", "names": "looks"}[source]
-    with pytest.raises(ValueError, match=f"{source} have no captions '{captions}', only web, "):
-        DataArguments(source=source, captions=captions, num_samples=8)
-    assert DataArguments(source="my/images", kinds=kinds).kinds == kinds
 
 
 @pytest.mark.parametrize(("name", "more"), [("symbols", []), ("names", ["--number", "48"])])
