@@ -17,31 +17,20 @@ from modeling_clip_moe.families import family_of
 ENCODER = "metadata_encoder"
 
 
-def convert(
-    experts: Sequence[str | Path],
-    folder: Path,
-    centers: torch.Tensor | None = None,
-    expert_of_center: torch.Tensor | None = None,
-    metadata_encoder: str | None = None,
-    encoder_folder: Path | None = None,
-    **config,
-) -> None:
+def convert(experts: Sequence[str | Path], folder: Path, encoder_folder: Path | None = None, **config) -> None:
     """Saves experts (folders or hub names) with their processor, and verifies the result. Experts that read texts or
     images differently keep a processor each.
 
     Args:
-        centers, expert_of_center, metadata_encoder: see `CLIPMoDEModel.from_experts`.
         encoder_folder: the metadata's encoder, which is copied.
-        config: other fields of `CLIPMoDEConfig`.
+        config: other arguments of `CLIPMoDEModel.from_experts`.
     """
     own_processors = not read_alike(experts)
-    config["own_processors"] = own_processors
     models = [load_clip(source) for source in experts]
-    mixture = CLIPMoDEModel.from_experts(models, centers, expert_of_center, metadata_encoder, **config)
+    mixture = CLIPMoDEModel.from_experts(models, own_processors=own_processors, **config)
     save(mixture, folder)
     for number, source in enumerate(experts if own_processors else experts[:1]):
-        place = folder / mixture.config.experts[number] if own_processors else folder
-        copy_processor(source, place, required=own_processors)
+        copy_processor(source, folder / mixture.config.experts[number] if own_processors else folder)
     if encoder_folder is not None:
         shutil.copytree(encoder_folder, folder / ENCODER, dirs_exist_ok=True)  # after a kill
     verify(experts, folder)

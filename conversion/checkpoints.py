@@ -3,7 +3,7 @@
 import contextlib
 import os
 import pickle
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,13 +37,10 @@ TEXT_TOWERS = (CLIPTextModel, CLIPTextModelWithProjection, CLIPMoETextModel, CLI
 # "auto": the stored one
 Dtype = torch.dtype | Literal["auto"]
 # Type of a model that is not accepted -> its kind and the way out
-DENSE_HINT = " (it is dense: clip-moe upcycle makes it sparse)"
-SPARSE_HINT = " (it is already sparse: clip-moe dense takes one expert out)"
-HINTS = {
-    **{family.model_type: DENSE_HINT for family in FAMILY_OF_TYPE.values()},
-    **{family.sparse.config_class.model_type: SPARSE_HINT for family in FAMILY_OF_TYPE.values()},
-    "clip_mode": " (it is a mixture of whole models, each in a folder of its own in it, such as expert_0)",
-}
+HINTS = {"clip_mode": " (it is a mixture of whole models, each in a folder of its own in it, such as expert_0)"}
+for family in FAMILY_OF_TYPE.values():
+    HINTS[family.model_type] = " (it is dense: clip-moe upcycle makes it sparse)"
+    HINTS[family.sparse.config_class.model_type] = " (it is already sparse: clip-moe dense takes one expert out)"
 import_handed_on()
 # Else a thread asks a program on the Hub to convert the weights of a repository that has none as safetensors
 os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")
@@ -51,31 +48,34 @@ os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")
 
 @contextlib.contextmanager
 def loading(source: str | Path) -> Iterator[None]:
-    """Turns whatever a library raises about files of a user into one error that names them.
-
-    Here alone every `Exception` is caught, since what the libraries raise is up to the damage, from KeyError to
-    RecursionError. So nothing but their reading belongs into the block.
-
-    Raises:
-        OSError: a file is not there, or the hub cannot be reached.
-        ValueError: all else.
+    """Turns any error of a library about a user's files into one line that names them: an OSError if one is missing or
+    the Hub cannot be reached, else a ValueError. The block must only read: which exceptions damaged files raise, from
+    KeyError to RecursionError, is up to the libraries.
     """
     try:
         yield
     except OSError as error:
         missing = "" if Path(source).exists() else "there is no such folder, and from the Hub: "
         raise OSError(f"cannot load {source}: {missing}{error}") from error
-    except pickle.UnpicklingError as error:  # torch's own proposes to run what the file holds
-        raise ValueError(f"cannot load {source}: a file of weights is damaged or holds more than tensors") from error
-    except (ValueError, RuntimeError, ImportError, SafetensorError, StrictDataclassError) as error:
-        raise ValueError(f"cannot load {source}: {one_line(error)}") from error
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"cannot load {source}: a file is damaged or has impossible values ({reason})") from error
+        if isinstance(error, pickle.UnpicklingError):  # torch's own proposes to run what the file holds
+            reason = "a file of weights is damaged or holds more than tensors"
+        elif isinstance(error, (ValueError, RuntimeError, ImportError, SafetensorError, StrictDataclassError)):
+            reason = one_line(error)
+        else:
+            reason = f"a file is damaged or has impossible values ({type(error).__name__}: {error})"
+        raise ValueError(f"cannot load {source}: {reason}") from error
+
+
+def load(loader: Callable[..., Any], source: str | Path, **options) -> Any:
+    """Calls a loader of transformers, for a Hub name at the commit that this process reads. Errors: see `loading`."""
+    options |= hub_options(source)
+    with loading(source):
+        return loader(source, **options)
 
 
 def kernels(settings: Any) -> list[str]:
-    """The repositories of kernels that settings name, which transformers runs where it finds the package `kernels`."""
+    """The repositories of kernels in settings, which transformers runs if the package `kernels` is installed."""
     if isinstance(settings, list):
         return [name for value in settings for name in kernels(value)]
     if not isinstance(settings, dict):
@@ -92,15 +92,14 @@ def has_file(source: str | Path, names: Iterable[str]) -> bool:
 
 def load_config(source: str | Path, subfolder: str = "") -> PreTrainedConfig:
     """The configuration of a model in a folder or on the Hub, or in a folder within that."""
-    options = {"subfolder": subfolder, **hub_options(source)}
-    with loading(source):
-        named = kernels(PreTrainedConfig.get_config_dict(source, **options)[0])
-        if named:
-            raise ValueError(
-                f"config.json names the kernel {named[0]!r}, code of others that would run here: remove it from there"
-            )
-        # Trust that is not given is asked for
-        return AutoConfig.from_pretrained(source, trust_remote_code=False, **options)
+    settings, _ = load(PreTrainedConfig.get_config_dict, source, subfolder=subfolder)
+    if named := kernels(settings):
+        raise ValueError(
+            f"cannot load {source}: config.json names the kernel {named[0]!r}, code of others that would run here: "
+            "remove it from there"
+        )
+    # Without an answer on trust, transformers asks for one
+    return load(AutoConfig.from_pretrained, source, subfolder=subfolder, trust_remote_code=False)
 
 
 def model_configs(source: str | Path) -> list[PreTrainedConfig]:
@@ -111,29 +110,25 @@ def model_configs(source: str | Path) -> list[PreTrainedConfig]:
 
 def load_model(model_class: type[PreTrainedModel], source: str | Path, dtype: Dtype = "auto") -> PreTrainedModel:
     """Loads a model of exactly this class from a folder or hub name, in evaluation mode and its own dtype."""
-    config_of(model_class, source)
+    require_type(load_config(source), model_class, source)
     return load_weights(model_class, source, dtype)
 
 
-def config_of(model_class: type[PreTrainedModel], source: str | Path) -> PreTrainedConfig:
-    """The configuration of a model of exactly this class."""
-    config = load_config(source)
+def require_type(config: PreTrainedConfig, model_class: type[PreTrainedModel], source: str | Path) -> None:
+    """Refuses the configuration of a model of another class."""
     model_type, expected = config.model_type, model_class.config_class.model_type
     if model_type != expected:
         hint = HINTS.get(model_type, "") if expected in HINTS else ""
         raise ValueError(f"cannot load {source}: a model of type {expected!r} is needed, not {model_type!r}{hint}")
-    return config
 
 
 def load_weights(model_class: type[PreTrainedModel], source: str | Path, dtype: Dtype = "auto") -> PreTrainedModel:
     """As `load_model`, of a class that may be a part of the stored model."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # the library's report of unfit tensors: the error below says it all
+    options = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
-        with loading(source):
-            model, info = model_class.from_pretrained(
-                source, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **hub_options(source)
-            )
+        model, info = load(model_class.from_pretrained, source, **options)
     finally:
         logging.set_verbosity(verbosity)
     problems = {
@@ -149,7 +144,15 @@ def load_weights(model_class: type[PreTrainedModel], source: str | Path, dtype: 
 
 def load_clip(source: str | Path, dtype: Dtype = "auto") -> PreTrainedModel:
     """Loads a dense or a sparse CLIP of any family, see `load_model`."""
-    return load_model(clip_class(source), source, dtype)
+    return load_weights(model_class(load_clip_config(source)), source, dtype)
+
+
+def load_clip_config(source: str | Path) -> PreTrainedConfig:
+    """The configuration of a dense or a sparse CLIP of any family."""
+    config = load_config(source)
+    if not is_clip(config):
+        require_type(config, CLIPModel, source)
+    return config
 
 
 def load_whole_or_tower(source: str | Path, dtype: Dtype = "auto") -> PreTrainedModel:
@@ -158,11 +161,6 @@ def load_whole_or_tower(source: str | Path, dtype: Dtype = "auto") -> PreTrained
     tower = next((tower for tower in TEXT_TOWERS if tower.__name__ in (config.architectures or [])), None)
     known = config.model_type in FAMILY_OF_TYPE
     return load_model(tower or (model_class(config) if known else CLIPModel), source, dtype)
-
-
-def clip_class(source: str | Path) -> type[PreTrainedModel]:
-    """The class of a dense or a sparse CLIP; of any other model, the class that `load_model` finds it is not of."""
-    return model_class(config) if is_clip(config := load_config(source)) else CLIPModel
 
 
 def is_sparse(config: PreTrainedConfig) -> bool:
@@ -193,9 +191,7 @@ def _with_family(source: str | Path) -> tuple[PreTrainedConfig, Family]:
 def load_mixture(source: str | Path, **kwargs) -> CLIPMoDEModel:
     """Loads a mixture of whole models from a folder or hub name, in evaluation mode and its own dtype."""
     config = load_config(source)
-    if not isinstance(config, CLIPMoDEConfig):
-        raise ValueError(f"cannot load {source}: a mixture of whole models is needed, not {config.model_type!r}")
+    require_type(config, CLIPMoDEModel, source)
     for name in config.experts:
         load_config(source, name)  # refuses kernels
-    with loading(source):
-        return CLIPMoDEModel.from_pretrained(source, **kwargs, **hub_options(source)).eval()
+    return load(CLIPMoDEModel.from_pretrained, source, **kwargs).eval()

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from transformers import CLIPConfig
+from transformers import CLIPConfig, PreTrainedConfig
 
 from clip_moe.conversion.checkpoints import loading
 from clip_moe.engine.files import read_json
@@ -19,57 +19,57 @@ PREPROCESSING = {
     "interpolation": "bicubic",
     "resize_mode": "shortest",
 }
+# Fields that are sizes of the weights -> their names in transformers
+SIZES = {"width": "hidden_size", "layers": "num_hidden_layers", "patch_size": "patch_size", "image_size": "image_size"}
+SIZES |= {"context_length": "max_position_embeddings", "vocab_size": "vocab_size"}
 # Fields of towers that shapes of weights show, or that change nothing that is computed
 IGNORED = {"mlp_ratio", "patch_dropout", "hf_tokenizer_name", "tokenizer_kwargs"}
 # As transformers' image processors number them
 RESAMPLINGS = {"bilinear": 2, "bicubic": 3, "random": 3}
 
 
-def read_configuration(archive: Path, weights: CLIPConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The settings that the configuration beside an archive gives to `conversion.openai.build`, and those of the
-    image processor. Both are empty where there is none.
+def read_configuration(archive: Path, weights: CLIPConfig) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """The settings for `conversion.openai.build` and for the image processor in the file beside an archive, if any.
 
     Args:
-        weights: whose sizes are those of the archive's tensors.
+        weights: has the sizes of the archive's tensors.
 
     Raises:
         ValueError: it is damaged, a tower is not CLIP's, or it is of another model.
     """
     path = archive.with_name(FILE)
     if not path.is_file():
-        return {}, {}
+        return {}, None
     with loading(path):
         content = read_json(path)
         model = content.get("model_cfg", content)  # alone in open_clip's list of architectures
         vision, text = VISION | model["vision_cfg"], TEXT | model["text_cfg"]
-        _require_tower("vision_cfg", vision, weights)
-        _require_tower("text_cfg", text, weights)
+        faults = _faults("vision_cfg", vision, VISION, weights.vision_config)
+        if faults := faults + _faults("text_cfg", text, TEXT, weights.text_config):
+            raise ValueError(f"{'; '.join(faults)}: put the file that belongs to the weights there")
         settings = {
             "activation": "quick_gelu" if model.get("quick_gelu") else "gelu",
             "vision_heads": vision["width"] // vision["head_width"],
             "text_heads": text["heads"],
         }
-        given = content.get("preprocess_cfg")
-        return settings, {} if given is None else _image_processor(given, weights.vision_config.image_size)
+        preprocessing = content.get("preprocess_cfg")
+        image_size = weights.vision_config.image_size
+        return settings, None if preprocessing is None else _image_processor(preprocessing, image_size)
 
 
-def _require_tower(name: str, tower: dict[str, Any], weights: CLIPConfig) -> None:
-    known = (VISION if name == "vision_cfg" else TEXT).keys() | IGNORED
-    if others := [f"{key} {value!r}" for key, value in tower.items() if value and key not in known]:
-        raise ValueError(f"{name} has {', '.join(others)}, which CLIPModel cannot express: {dense_types()}")
-    vision, text = weights.vision_config, weights.text_config
-    sizes = {
-        "vision_cfg": {"width": vision.hidden_size, "layers": vision.num_hidden_layers}
-        | {"patch_size": vision.patch_size, "image_size": vision.image_size},
-        "text_cfg": {"width": text.hidden_size, "layers": text.num_hidden_layers}
-        | {"context_length": text.max_position_embeddings, "vocab_size": text.vocab_size},
-    }
-    for key, size in sizes[name].items():
-        if tower[key] not in (size, [size, size]):
-            raise ValueError(
-                f"it is of another model: its {name} has {key} {tower[key]} (open_clip's default where it is left "
-                f"out), but the weights have {size}: put the file that belongs to them there"
-            )
+def _faults(name: str, tower: dict[str, Any], defaults: dict[str, Any], weights: PreTrainedConfig) -> list[str]:
+    """Fields that no CLIP tower has, and sizes that differ from those of the weights."""
+    faults = [
+        f"{name} has {key} {value!r}, which CLIPModel cannot express ({dense_types()})"
+        for key, value in tower.items()
+        if value and key not in defaults.keys() | IGNORED
+    ]
+    sizes = {key: getattr(weights, field) for key, field in SIZES.items() if key in defaults}
+    return faults + [
+        f"its {name} has {key} {tower[key]} (open_clip's default where it is left out), but the weights have {size}"
+        for key, size in sizes.items()
+        if tower[key] not in (size, [size, size])
+    ]
 
 
 def _image_processor(given: dict[str, Any], size: int) -> dict[str, Any]:

@@ -93,12 +93,9 @@ def read_state_dict(archive: Path, trust_archive: bool = False) -> dict[str, Ten
     """Reads the tensors of an archive, or of a checkpoint of training, without running code from an unknown file.
 
     Raises:
-        FileNotFoundError: there is no such file.
         ValueError: a TorchScript archive that OpenAI did not publish, without `trust_archive`; or it is damaged, or
-            holds no tensors, or several models.
+            holds several models.
     """
-    if not archive.is_file():
-        raise FileNotFoundError(f"there is no file {archive}")
     torchscript = is_torchscript(archive)
     if torchscript and not trust_archive and file_digest(archive) not in SHA256.values():
         raise ValueError(
@@ -116,36 +113,26 @@ def read_state_dict(archive: Path, trust_archive: bool = False) -> dict[str, Ten
 
 
 def unwrap(content: Any, archive: Path) -> dict[str, Tensor]:
-    """The state dict of the one CLIP in a checkpoint, at any depth of dictionaries and modules, without the `text.` of
+    """The state dict of the only CLIP in a checkpoint, at any depth of dictionaries and modules, without the `text.` of
     a separate text tower. Averages beside the weights, and weights of other modules, are skipped with a warning.
-
-    Raises:
-        ValueError: no tensors, several models, or one tensor twice.
     """
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in _tensors(content):
-        if (plain := WRAPPERS.sub("", name)) in tensors:
-            raise ValueError(f"{archive} has two tensors {plain}, with and without a wrapper: save one model alone")
-        tensors[plain] = tensor
-    if not tensors:
-        raise ValueError(f"{archive} is not a state dict: it holds no tensors")
+    tensors = dict(_tensors(content))
     roots = {f"{match[1]}." if match[1] else "" for match in map(ANCHOR.fullmatch, tensors) if match}
     models = sorted(root for root in roots if not AVERAGE.search(root)) or sorted(roots)
     if len(models) > 1:
         names = join_names(root.rstrip(".") or "one at the top" for root in models)
         raise ValueError(f"{archive} holds the models {names}: save the one to convert alone")
     root = models[0] if models else ""
-    others = tuple(other for other in roots if other not in models)
+    others = tuple(roots.difference(models))
     state, skipped = {}, {}
     for name, tensor in tensors.items():
         if name.startswith(root) and not (others and name.startswith(others)):
-            state[name.removeprefix(root)] = tensor
+            state[WRAPPERS.sub("", name.removeprefix(root)).removeprefix("text.")] = tensor
         elif tensor.is_floating_point() and tensor.ndim and "optim" not in name:
-            skipped[_beside(name, root)] = name
+            skipped[_beside(WRAPPERS.sub("", name), WRAPPERS.sub("", root))] = name
     if skipped:
         print(f"warning: {archive}: weights of {join_names(skipped)} are skipped", file=sys.stderr)
-    own = {name.removeprefix("text."): tensor for name, tensor in state.items()}
-    return own if len(own) == len(state) else state
+    return state
 
 
 def _tensors(content: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -174,8 +161,8 @@ def is_torchscript(archive: Path) -> bool:
 
 
 def one_position_table(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a state dict with one table of text positions, where Long-CLIP has two: the first 20 rows are of
-    one, the others of `positional_embedding_res`."""
+    """The tensors with one table of text positions. Long-CLIP has two: the first 20 rows count in the first table, the
+    others in `positional_embedding_res`."""
     state = dict(state)
     later = state.pop("positional_embedding_res", None)
     if later is not None:
@@ -235,17 +222,12 @@ def tower_sizes(state: Mapping[str, Tensor], prefix: str, heads: int | None, hea
     }
 
 
-def build(
-    state: Mapping[str, Tensor],
-    activation: str = "quick_gelu",
-    vision_heads: int | None = None,
-    text_heads: int | None = None,
-) -> CLIPModel:
-    """Builds the float32 `CLIPModel` of a state dict in OpenAI's naming."""
+def build(state: Mapping[str, Tensor], **settings) -> CLIPModel:
+    """Builds the float32 `CLIPModel` of a state dict in OpenAI's naming; for `settings` see `infer_config`."""
     if integers := [key for key, tensor in state.items() if tensor.ndim and not tensor.is_floating_point()]:
         kind = state[integers[0]].dtype
         raise ValueError(f"{integers[0]} holds {kind}, no weights: take a checkpoint that is not quantized")
-    model = CLIPModel(infer_config(state, activation, vision_heads, text_heads))
+    model = CLIPModel(infer_config(state, **settings))
     shapes = {key: tensor.shape for key, tensor in model.state_dict().items()}
     model.load_state_dict(apply_rules({key: tensor.float() for key, tensor in state.items()}, shapes, RULES))
     return model.eval()
@@ -342,43 +324,31 @@ def verify(state: Mapping[str, Tensor], model: PreTrainedModel, ffn: Callable[..
 
 
 def convert(
-    archive: Path,
-    folder: Path,
-    activation: str | None = None,
-    processor: str | None = None,
-    trust_archive: bool = False,
+    archive: Path, folder: Path, activation: str | None, processor: str | None, trust_archive: bool = False
 ) -> None:
-    """Write the model of an archive into a folder, and verify it; for the arguments see the stage `openai`."""
+    """Writes the model of an archive into a folder, and verifies it; for the arguments see the stage `openai`."""
     state = read_state_dict(archive, trust_archive)
     from_openai = all(key in state for key in OPENAI_SETTINGS) or "positional_embedding_res" in state
     state = one_position_table(state)
-    settings, images = {}, {}
+    settings, images = {}, None
     if not from_openai:  # whose own files say enough: one of open_clip's beside them is that of another model
         settings, images = read_configuration(archive, infer_config(state, vision_heads=1, text_heads=1))
     if activation is not None:
         settings["activation"] = activation
     elif "activation" not in settings and not from_openai:
         print(
-            f"warning: neither the file nor an {FILE} beside it says which activation the model was "
-            "trained with: took OpenAI's quick_gelu; models trained with open_clip need --activation gelu unless "
-            "named -quickgelu",
+            f"warning: neither the file nor an {FILE} beside it names the activation: took OpenAI's quick_gelu; models "
+            "trained with open_clip need --activation gelu unless named -quickgelu",
             file=sys.stderr,
         )
-    write(build(state, **settings), folder, processor, archive, images)
+    write(build(state, **settings), folder, processor, images)
     verify(state, load_model(CLIPModel, folder))
 
 
-def write(
-    model: PreTrainedModel,
-    folder: Path,
-    processor: str | None,
-    archive: Path,
-    images: Mapping[str, Any] | None = None,
-) -> None:
-    """Saves the model of an archive, and the processor of a folder or hub name, with these settings for images."""
+def write(model: PreTrainedModel, folder: Path, processor: str | None, images: Mapping[str, Any] | None = None) -> None:
+    """Saves a model, and the processor of a folder or hub name with these settings for images."""
     save(model, folder)
     if processor is None:
         print("warning: the result has no processor: give one with --processor", file=sys.stderr)
     else:
-        length = model.config.text_config.max_position_embeddings
-        copy_processor(processor, folder, required=True, length=length, model=archive, images=images)
+        copy_processor(processor, folder, model.config.text_config.max_position_embeddings, images)

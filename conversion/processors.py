@@ -1,5 +1,6 @@
 """Processors and their halves, tokenizers and image processors: loaded, copied, and held to the model they go with."""
 
+import itertools
 import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,9 +22,8 @@ from transformers import (
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
-from clip_moe.conversion.checkpoints import has_file, loading, model_configs
+from clip_moe.conversion.checkpoints import has_file, load, model_configs
 from clip_moe.engine.files import save
-from clip_moe.engine.hub import hub_options
 from clip_moe.engine.messages import warn_once
 from modeling_clip_moe.families import family_of, longest_text, pooled_token, pools_highest
 
@@ -52,9 +52,9 @@ def forget_last_call(tokenizer: PreTrainedTokenizerBase) -> None:
             tokenizer.init_kwargs.pop(key, None)
 
 
-def load_tokenizer(source: str | Path, **kwargs) -> PreTrainedTokenizerBase:
+def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder or hub name."""
-    return _load(AutoTokenizer, source, **kwargs)
+    return _load(AutoTokenizer, source)
 
 
 def load_image_processor(source: str | Path) -> BaseImageProcessor:
@@ -62,10 +62,8 @@ def load_image_processor(source: str | Path) -> BaseImageProcessor:
     return _load(AutoImageProcessor, source)
 
 
-def _load(auto_class: Any, source: str | Path, **kwargs) -> Any:
-    kwargs |= hub_options(source)
-    with loading(source):
-        loaded = auto_class.from_pretrained(source, trust_remote_code=False, **kwargs)
+def _load(auto_class: Any, source: str | Path) -> Any:
+    loaded = load(auto_class.from_pretrained, source, trust_remote_code=False)
     for key in ("is_local", "local_files_only"):  # which would be saved, and differ online and offline
         getattr(getattr(loaded, "tokenizer", loaded), "init_kwargs", {}).pop(key, None)
     return loaded
@@ -102,16 +100,16 @@ def _warn_of_capitals(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
 def mark_padding(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Marks the tokenizer of a model whose texts are padded to `max_length`: see `data.tokenizer.tokenize`.
 
-    That is its `model_max_length` then. It also gives no mask, here and where it is saved: to SigLIP padding is text,
-    and a mask that other programs pass on would change what it computes. A tokenizer of Chinese-CLIP or AltCLIP that
-    has no `model_max_length` gets the model's.
+    Its `model_max_length` is the model's, and it gives no mask, here and where it is saved: SigLIP reads padding as
+    text, and a mask that other programs pass on would change the result. A tokenizer of Chinese-CLIP or AltCLIP
+    without a `model_max_length` gets the model's.
     """
     text = config.get_text_config()
     if pooled_token(text) == "last":
         tokenizer.pads_to_max_length = True
         tokenizer.model_max_length = text.max_position_embeddings
         tokenizer.model_input_names = tokenizer.init_kwargs["model_input_names"] = ["input_ids"]
-    elif pooled_token(text) == "first" and tokenizer.model_max_length == VERY_LARGE_INTEGER:  # it says nothing
+    elif pooled_token(text) == "first" and tokenizer.model_max_length == VERY_LARGE_INTEGER:  # it has none
         tokenizer.model_max_length = longest_text(text)
 
 
@@ -122,43 +120,49 @@ def require_fit(
     tokenizer: PreTrainedTokenizerBase | None = None,
     image_processor: BaseImageProcessor | None = None,
 ) -> None:
-    """Refuses the halves of a processor that are given, where they do not fit the towers that a model has.
+    """Refuses a tokenizer or image processor that does not fit the towers of a model.
 
     Args:
         config: configuration of a CLIP, a tower alone, or a LLaVA.
-        model: source of the configuration, for errors.
-        source: source of the processor, for errors.
+        model, source: sources of the configuration and of the processor, for errors.
 
     Raises:
-        ValueError: the tokenizer has tokens that the model does not know, cuts texts at a length that it does not take,
-            or a text is not pooled at its own end token; or images, or their patches, get another size than the model
-            takes.
+        ValueError: the tokenizer has unknown tokens, cuts texts at another length, or a text is not pooled at its own
+            end token; or images, or their patches, have another size than the model takes.
     """
-    if tokenizer is not None:
-        for fault in _text_faults(config.get_text_config(), model, tokenizer):
-            raise ValueError(f"the tokenizer of {source} {fault}")
-    vision = getattr(config, "vision_config", config)
-    if image_processor is not None and hasattr(vision, "patch_size"):  # no text tower alone
-        size = getattr(vision, "image_size", None)  # None: patches of images of any shape (NaFlex)
-        # Not square, since no rule tells for all image processors what they make of such an image
-        shape = tuple(_pixels(image_processor, size or COMPARED_SIDE).shape)
-        if size is None:
-            unit, field, shape = "patches", "patch_size", shape[2:]
-            expected = (vision.num_channels * vision.patch_size**2,)
-        else:
-            unit, field, shape = "images", "image_size", shape[-3:]
-            expected = (vision.num_channels, size, size)
-        if shape != expected:
-            shape, expected = (" x ".join(map(str, sizes)) for sizes in (shape, expected))
-            raise ValueError(
-                f"the image processor of {source} makes {unit} of {shape}, but by num_channels and {field} {model} "
-                f"takes {expected}: take the image processor that belongs to the model"
-            )
+    text, vision = config.get_text_config(), getattr(config, "vision_config", config)
+    text_faults = [] if tokenizer is None else _text_faults(text, model, tokenizer)
+    image_faults = [] if image_processor is None else _image_faults(vision, model, image_processor)
+    faults = itertools.chain(
+        (f"the tokenizer of {source} {fault}" for fault in text_faults),
+        (f"the image processor of {source} {fault}" for fault in image_faults),
+    )
+    for fault in faults:
+        raise ValueError(fault)
+
+
+def _image_faults(vision: PreTrainedConfig, model: str | Path, image_processor: BaseImageProcessor) -> Iterator[str]:
+    if not hasattr(vision, "patch_size"):  # a text tower alone
+        return
+    size = getattr(vision, "image_size", None)  # None: patches of images of any shape (NaFlex)
+    # Not square, since no rule tells for all image processors what they make of such an image
+    shape = tuple(_pixels(image_processor, size or COMPARED_SIDE).shape)
+    if size is None:
+        unit, field, shape = "patches", "patch_size", shape[2:]
+        expected = (vision.num_channels * vision.patch_size**2,)
+    else:
+        unit, field, shape = "images", "image_size", shape[-3:]
+        expected = (vision.num_channels, size, size)
+    if shape != expected:
+        shape, expected = (" x ".join(map(str, sizes)) for sizes in (shape, expected))
+        yield (
+            f"makes {unit} of {shape}, but by num_channels and {field} {model} takes {expected}: take the image "
+            "processor that belongs to the model"
+        )
 
 
 def _text_faults(text: PreTrainedConfig, model: str | Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    """Faults of a tokenizer for a text tower, which pools a short and a long text, tokenized together, at their
-    own last token whatever their words, or else at their first one, or at the last of their places."""
+    """Faults of a tokenizer for a text tower, shown by a short and a long text, tokenized together."""
     number, pooled = max(tokenizer.get_vocab().values(), default=-1) + 1, pooled_token(text)
     longest, length = longest_text(text), tokenizer.model_max_length
     if number > text.vocab_size:
@@ -211,20 +215,20 @@ def _pixels(image_processor: BaseImageProcessor, size: int) -> torch.Tensor:
 
 
 def require_same(sources: Sequence[str | Path]) -> None:
-    """The processors of several models, as far as they have some, make the same of texts and images."""
+    """Refuses models whose processors, as far as they have some, give other tokens or pixels than the first."""
     first: dict[str, tuple[str | Path, Any]] = {}
     for source in sources:
         _, tokenizer, image_processor = load_halves(source)
-        made: dict[str, Any] = {}
+        outputs: dict[str, Any] = {}
         if tokenizer is not None:
             words = " ".join(sorted(tokenizer.get_vocab()))
             cut = _short_and_long(tokenizer, min(tokenizer.model_max_length, COMPARED_TOKENS))["input_ids"].tolist()
-            made["tokenizer"] = tokenizer.get_vocab(), tokenizer(words, verbose=False)["input_ids"], cut
+            outputs["tokenizer"] = tokenizer.get_vocab(), tokenizer(words, verbose=False)["input_ids"], cut
         if image_processor is not None:
-            made["image processor"] = _pixels(image_processor, COMPARED_SIDE).tolist()
-        for half, result in made.items():
-            other, expected = first.setdefault(half, (source, result))
-            if result != expected:
+            outputs["image processor"] = _pixels(image_processor, COMPARED_SIDE).tolist()
+        for half, output in outputs.items():
+            other, expected = first.setdefault(half, (source, output))
+            if output != expected:
                 raise ValueError(
                     f"the {half} of {source} does not make the same as that of {other}, but what is put together needs "
                     "one processor: take models that were trained with the same one"
@@ -232,11 +236,8 @@ def require_same(sources: Sequence[str | Path]) -> None:
 
 
 def most_patches(config: PreTrainedConfig, source: str | Path) -> int | None:
-    """The patches that the image processor of a folder or hub name pads an image to, for a model of images of any shape
-    (NaFlex); None: the model's images have one size, or there is no image processor."""
-    if not family_of(config).naflex:
-        return None
-    return getattr(load_halves(source)[2], "max_num_patches", None)
+    """The number of patches to which a NaFlex model's image processor pads an image; None without either."""
+    return getattr(load_halves(source)[2], "max_num_patches", None) if family_of(config).naflex else None
 
 
 def load_halves(source: str | Path) -> tuple[Any, PreTrainedTokenizerBase | None, BaseImageProcessor | None]:
@@ -254,25 +255,16 @@ def load_halves(source: str | Path) -> tuple[Any, PreTrainedTokenizerBase | None
 
 
 def copy_processor(
-    source: str | Path,
-    folder: Path,
-    required: bool = False,
-    length: int | None = None,
-    model: str | Path | None = None,
-    images: Mapping[str, Any] | None = None,
+    source: str | Path, folder: Path, length: int | None = None, images: Mapping[str, Any] | None = None
 ) -> None:
-    """Saves the processor of `source` (a folder or hub name) into `folder`, or whichever half of it there is.
-
+    """Saves the processor of `source` (a folder or hub name), or the half that it has, into the folder of a model.
     Warns on stderr about what is missing.
 
     Args:
-        length: at which the copy cuts texts; None: where the source does.
-        model: source of the model in `folder`, for errors; None: `source`.
-        images: settings that the image processor of the copy has in place of its own.
+        length: tokens at which the copy cuts texts; None: as the source does.
+        images: settings of the image processor that differ in the copy.
     """
     copy, tokenizer, image_processor = load_halves(source)
-    if copy is None and required:
-        raise FileNotFoundError(f"{source} has neither a tokenizer nor an image processor")
     halves = {"tokenizer": tokenizer, "image processor": image_processor}
     if missing := " and no ".join(name for name, half in halves.items() if half is None):
         print(f"warning: {source} has no {missing}: the result has none either", file=sys.stderr)
@@ -287,7 +279,7 @@ def copy_processor(
     if tokenizer is not None:
         tokenizer.model_max_length = length or tokenizer.model_max_length
     for config in model_configs(folder):
-        require_fit(config, model or source, source, tokenizer, image_processor)
+        require_fit(config, "the model", source, tokenizer, image_processor)
         if tokenizer is not None:
             mark_padding(config, tokenizer)
     if tokenizer is not None:

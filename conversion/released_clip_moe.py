@@ -36,13 +36,12 @@ from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
 EXPERT = re.compile(r"(visual\.)?transformer\.resblocks\.(\d+)\.experts\.(\d+)\..*")
 GATES = {f"{theirs}.gate.weight": f"{ours}.mlp.router.weight" for theirs, ours in BLOCKS.items()}
 # One expert's tensors in a checkpoint, and ours, which stack those of all experts
+FFN = {"c_fc.weight": "up_proj", "c_fc.bias": "up_proj_bias"}
+FFN |= {"c_proj.weight": "down_proj", "c_proj.bias": "down_proj_bias"}
 EXPERTS = {
-    f"{theirs}.experts.{{expert}}.{one}": f"{ours}.mlp.experts.{stacked}"
+    f"{theirs}.experts.{{expert}}.{tensor}": f"{ours}.mlp.experts.{stacked}"
     for theirs, ours in BLOCKS.items()
-    for one, stacked in (
-        *(("c_fc.weight", "up_proj"), ("c_fc.bias", "up_proj_bias")),
-        *(("c_proj.weight", "down_proj"), ("c_proj.bias", "down_proj_bias")),
-    )
+    for tensor, stacked in FFN.items()
 }
 LOADING_RULES = [
     *SHARED_RULES,
@@ -135,11 +134,11 @@ def export(model: CLIPMoEModel) -> dict[str, Tensor]:
 
 
 def mixture_ffn(state: Mapping[str, Tensor], block: str, config: PreTrainedConfig, x: Tensor) -> Tensor:
-    """The FFN of a residual block as it was released, sparse or dense; x is (B, T, D)."""
+    """The FFN of a residual block as the authors compute it, sparse or dense; x is (B, T, D)."""
     if f"{block}.gate.weight" not in state:
         return dense_ffn(state, block, config, x)
     top, chosen = (x @ state[f"{block}.gate.weight"].T).topk(config.num_experts_per_tok)  # (B, T, K)
-    weights = torch.zeros(*x.shape[:2], config.num_experts).scatter(-1, chosen, top.softmax(dim=-1))
+    weights = x.new_zeros((len(x), x.shape[1], config.num_experts)).scatter(-1, chosen, top.softmax(dim=-1))
     outputs = []
     for number in range(config.num_experts):
         expert = f"{block}.experts.{number}"
@@ -155,7 +154,7 @@ def verify(state: Mapping[str, Tensor], model: CLIPMoEModel) -> None:
 def convert(checkpoint: Path, folder: Path, num_experts_per_tok: int, processor: str | None) -> None:
     """Writes the model of a released checkpoint into a folder, and verifies it."""
     state = read_state_dict(checkpoint)
-    write(build(state, num_experts_per_tok), folder, processor, checkpoint)
+    write(build(state, num_experts_per_tok), folder, processor)
     verify(state, load_model(CLIPMoEModel, folder, dtype=torch.float32))
 
 

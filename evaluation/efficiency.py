@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
-from clip_moe.conversion.checkpoints import clip_class, config_of, has_file, loading
+from clip_moe.conversion.checkpoints import has_file, load_clip_config, loading
 from clip_moe.conversion.processors import most_patches
 from clip_moe.engine.markdown import escape, markdown_table
 from clip_moe.evaluation.costs import count_multiply_adds, count_parameters, meta_model, paper_config
@@ -22,7 +22,7 @@ def has_weights(name: str) -> bool:
 def count_costs(name: str) -> dict[str, dict[str, float]]:
     """The parameters and multiply-adds of a folder, Hub name or paper's size; see `evaluation.costs`."""
     paper = paper_config(name)
-    config = paper or config_of(clip_class(name), name)
+    config = paper or load_clip_config(name)
     with loading(name):
         model, patches = meta_model(config), None if paper else most_patches(config, name)
         return {"parameters": count_parameters(model), "multiply_adds": count_multiply_adds(model, patches)}

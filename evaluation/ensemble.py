@@ -15,7 +15,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
 
 from clip_moe.conversion.assemble import ENCODER
-from clip_moe.conversion.checkpoints import clip_class, config_of, load_config, load_mixture
+from clip_moe.conversion.checkpoints import load_clip_config, load_config, load_mixture
 from clip_moe.engine.hub import hub_options
 from clip_moe.engine.messages import one_line
 from clip_moe.evaluation.embedder import Embedder
@@ -165,7 +165,7 @@ def is_mixture(model: str | Path) -> bool:
     """Whether a model is a mixture of CLIPs, and not one CLIP. Raises a ValueError if it is neither."""
     mixture = isinstance(load_config(model), CLIPMoDEConfig)
     if not mixture:
-        config_of(clip_class(model), model)
+        load_clip_config(model)
     return mixture
 
 

@@ -47,9 +47,9 @@ def mixture(tmp_path_factory):
     (folder / "encoder").mkdir()
     encoder.save(folder / "encoder")
     centers = np.stack([encoder.encode(texts).mean(axis=0) for texts in captions])
-    clusters = torch.as_tensor(centers), torch.tensor([0, 1]), encoder.name, folder / "encoder"
-    routing = {"routing": "paper", "routing_temperature": TEMPERATURE}
-    assemble.convert([BASE, folder / "damaged"], folder / "mixture", *clusters, **routing)
+    routing = {"routing": "paper", "routing_temperature": TEMPERATURE, "metadata_encoder": encoder.name}
+    routing |= {"centers": torch.as_tensor(centers), "expert_of_center": torch.tensor([0, 1])}
+    assemble.convert([BASE, folder / "damaged"], folder / "mixture", folder / "encoder", **routing)
     return folder, encoder, centers
 
 

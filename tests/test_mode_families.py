@@ -151,9 +151,10 @@ def routed_by_images(two_families, tmp_path_factory):
     (folder / "encoder").mkdir()
     encoder.save(folder / "encoder")
     shades = Dataset.from_dict({"image": pictures(9)[::8]})
-    routing = torch.tensor(encoder.encode(shades)), torch.arange(2), encoder.name, folder / "encoder"
-    settings = {"metadata_modality": "image", "routing": "paper", "routing_temperature": 0.02}
-    convert([first.parent / "clip", folder / "siglip"], folder / "mixture", *routing, **settings)
+    settings = {"centers": torch.tensor(encoder.encode(shades)), "expert_of_center": torch.arange(2)}
+    settings |= {"metadata_encoder": encoder.name, "metadata_modality": "image"}
+    settings |= {"routing": "paper", "routing_temperature": 0.02}
+    convert([first.parent / "clip", folder / "siglip"], folder / "mixture", folder / "encoder", **settings)
     return folder / "mixture"
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from clip_moe.conversion.checkpoints import clip_class, config_of
+from clip_moe.conversion.checkpoints import load_clip_config
 from clip_moe.engine.command_line import command
 from clip_moe.engine.provenance import Record, trainings
 from clip_moe.evaluation.costs import count_multiply_adds, count_parameters, meta_model
@@ -99,7 +99,7 @@ class _Trained:
 
 
 def _trained(folder: Path) -> _Trained:
-    config = config_of(clip_class(str(folder)), str(folder))
+    config = load_clip_config(str(folder))
     model, record, text = meta_model(config), Record.read(folder), config.text_config
     counted = count_multiply_adds(model)
     is_sparse = bool(getattr(text, "moe_layers", None))

@@ -54,7 +54,7 @@ class EstimateStage(EvaluateStage):
         super().run(inputs, context, directory)
 
     def _estimate(self, inputs: SimpleNamespace) -> str:
-        from clip_moe.conversion.checkpoints import clip_class, config_of, is_sparse
+        from clip_moe.conversion.checkpoints import is_sparse, load_clip_config
         from lab.law.estimate import CAVEAT, count_captions, estimate, trained_model
         from lab.law.law import fitted_law
 
@@ -64,7 +64,7 @@ class EstimateStage(EvaluateStage):
             raise ValueError(f"{self.name}.models: dense and sparse were trained on different data")
         counted = count_captions(data, [str(folder) for folder in folders.values()])
         facts = fitted_law()[0].facts(counted.different, data.source)
-        configs = {row: config_of(clip_class(str(folder)), str(folder)) for row, folder in folders.items()}
+        configs = {row: load_clip_config(str(folder)) for row, folder in folders.items()}
         for row, config in configs.items():
             if is_sparse(config) != (row == SPARSE):
                 raise ValueError(f"{self.name}.models: {row} is {'' if is_sparse(config) else 'not '}sparse")

@@ -21,7 +21,7 @@ import torch
 import yaml
 from safetensors import safe_open
 
-from clip_moe.conversion.checkpoints import clip_class, config_of
+from clip_moe.conversion.checkpoints import load_clip_config
 from clip_moe.engine.command_line import run_program
 from clip_moe.engine.memory import in_words, peak_memory
 from clip_moe.engine.provenance import LOG
@@ -150,7 +150,7 @@ def step_costs() -> dict[str, tuple[float, int]]:
                 started = time.process_time()
                 run_recipe(recipe, only=[stage.name])
                 seconds[stage.name, steps] = time.process_time() - started
-                config = config_of(clip_class(f"{folder}/{stage.name}"), f"{folder}/{stage.name}")
+                config = load_clip_config(f"{folder}/{stage.name}")
                 counted = count_multiply_adds(meta_model(config))
                 uses[stage.name] = counted["image"] + counted["text"]
     more = {stage: seconds[stage, MORE_STEPS] - seconds[stage, FEW_STEPS] for stage in trained}

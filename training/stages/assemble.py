@@ -96,7 +96,7 @@ class AssembleStage(ModelStage):
         else:
             ours = (clusters.cluster_of_center >= 0) & (clusters.cluster_of_center < number)
             centers, expert_of_center = clusters.fine_centers[ours], clusters.cluster_of_center[ours]
-        centers, expert_of_center = torch.as_tensor(centers), torch.as_tensor(expert_of_center)
+        config |= {"centers": torch.as_tensor(centers), "expert_of_center": torch.as_tensor(expert_of_center)}
         config |= {"routing_temperature": self.routing_temperature, "routing": self.routing}
         config |= {"metadata_modality": encoder.modality, "nearest_center_only": encoder.modality == "text"}
-        assemble.convert(experts, directory, centers, expert_of_center, encoder.name, folder, **config)
+        assemble.convert(experts, directory, folder, metadata_encoder=encoder.name, **config)
