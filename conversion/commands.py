@@ -14,18 +14,17 @@ def publish(
     /,
     *,
     dry_run: Folder | None = None,
-    private: bool | None = None,
-    revision: str | None = None,
-    pull_request: bool = False,
     license: str | None = None,
     base_model: str | None = None,
     yes: bool = False,
 ) -> str:
     """A model on the Hub: a folder that loads by itself, with its code, its processor, its card and its scores.
 
-    What is published has to load in a process without this package and to compute there what it computes here;
-    otherwise nothing is uploaded. The card is made of what the run that trained the model left: its recipe, its stages'
-    records and the results of its evaluation.
+    Nothing is uploaded unless the folder loads in a process without this package and computes there what it computes
+    here. The card is made of the recipe, the stages' records and the results of the run that trained the model.
+
+    For a private repository, create it first; for a branch or a pull request, give the folder of --dry_run to
+    `hf upload`.
 
         clip-moe publish training/name_clip_moe user/clip-moe --dry_run runs/published
         clip-moe publish runs/clip_moe_demo/clip_moe user/clip-moe --base_model user/base --license apache-2.0
@@ -34,29 +33,21 @@ def publish(
         source: a finished stage, or any folder of a model
         repository: user/name on the Hub
         dry_run: write the folder there and upload nothing
-        private: whether a new repository is private
-        revision: branch to upload to
-        pull_request: propose the upload as a pull request
         license: the weights' license, as the Hub names it: mit, apache-2.0, ...; or other:NAME.
         base_model: the dense model on the Hub (default: what the recipe starts from)
         yes: do not ask before a model is published that the report of its run does not recommend
     """
-    if dry_run is not None:
-        from clip_moe.conversion.publishing.bundle import build
-
-        with new_folder(dry_run) as folder:
-            build(source, folder, repository, license, base_model, revision)
-        return f"wrote {dry_run}; nothing was uploaded"
-    from clip_moe.conversion.publish import publish as upload
+    from clip_moe.conversion.publishing import bundle
     from clip_moe.conversion.publishing.lineage import Verdict
 
+    if dry_run is not None:
+        with new_folder(dry_run) as folder:
+            bundle.build(source, folder, repository, license, base_model)
+        return f"wrote {dry_run}; nothing was uploaded"
     verdict = Verdict.of(Path(source))
     if verdict and not verdict.is_recommended and not yes:
         advice = f"the report of {source} recommends {verdict.use_folder}, and not this model, {verdict.row}"
-        if not sys.stdin.isatty():
+        answer = input(f"{advice}. Publish it all the same? [y/N] ") if sys.stdin.isatty() else ""
+        if answer.strip().lower() != "y":
             raise ValueError(f"{advice}: nothing was published; --yes publishes it all the same")
-        if input(f"{advice}. Publish it all the same? [y/N] ").strip().lower() != "y":
-            raise ValueError("nothing was published")
-
-    address = upload(source, repository, license, base_model, private, revision, pull_request)
-    return f"published at {address}"
+    return f"published at {bundle.publish(source, repository, license, base_model)}"

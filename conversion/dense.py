@@ -20,14 +20,13 @@ from clip_moe.conversion.upcycle import (
     experts_of_ffn,
     kept_rules,
     sparse_blocks,
-    sparse_ffns,
     towers_of,
 )
 from clip_moe.conversion.verification import TOLERANCE, compare
 from clip_moe.engine.files import read_record
 from clip_moe.engine.messages import join_names
 from clip_moe.engine.provenance import weights_fingerprint
-from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
+from modeling_clip_moe.configuration_clip_moe import CLIPMoETowerConfig, SparseMoEConfig
 from modeling_clip_moe.dispatch import dispatch
 from modeling_clip_moe.families import family_of
 
@@ -104,7 +103,7 @@ def _whole_ffn(name: str, chosen: slice, factor: float, experts: Tensor, shared:
 def extract(sparse: PreTrainedModel, expert: int | str, scale: Scale | None = None) -> PreTrainedModel:
     """Builds the dense CLIP of one expert (from 0), or of the base FFN ("base"), in the sparse model's dtype; for
     `scale` see `layer_scales`. Of narrow experts, those that make an FFN count as one, with the shared ones."""
-    require_expert(sparse.config, expert)
+    require_expert([block.config for block in sparse_blocks(sparse).values()], expert)
     rules = extraction_rules(sparse.config, expert, scale)
     dense = family_of(sparse.config).dense(dense_config(sparse.config)).to(sparse.dtype)
     shapes = {key: tensor.shape for key, tensor in dense.state_dict().items()}
@@ -112,10 +111,10 @@ def extract(sparse: PreTrainedModel, expert: int | str, scale: Scale | None = No
     return dense.eval()
 
 
-def require_expert(config: SparseMoEConfig, expert: int | str) -> None:
+def require_expert(towers: Sequence[CLIPMoETowerConfig], expert: int | str) -> None:
     """Raises a ValueError where a sparse tower has no such expert."""
-    for tower in sparse_ffns(config).values():
-        number = tower.num_experts // experts_of_ffn(tower)
+    for tower in towers:
+        number = tower.num_experts // counted_as_one(tower)
         known = [*map(str, range(number)), *([BASE] if tower.fusion_gate else [])]
         if str(expert) not in known:
             raise ValueError(f"{tower.base_config_key}: there is no expert {expert}, only {join_names(known)}")
@@ -135,11 +134,11 @@ def set_fusion_gates(sparse: PreTrainedModel, logit: float) -> None:
 @contextlib.contextmanager
 def force_expert(sparse: PreTrainedModel, expert: int, scale: float | Sequence[float] | None = None) -> Iterator[None]:
     """Within the block, every token goes through this expert alone, whatever its capacity, in all sparse layers: what
-    one expert knows (CLIP-MoE Table 1). Of narrow experts, those that make an FFN count as one. A fusion gate still
-    mixes the base FFN in.
+    one expert knows (CLIP-MoE Table 1). Narrow experts that make an FFN count as one. A fusion gate still mixes the
+    base FFN in.
 
-    The expert stands for the K experts of a token, so it has the weight that they have together. With it, the model
-    computes what the routed one does where all experts are equal.
+    The expert gets the weight that the K experts of a token have together. With it, the model computes what the routed
+    one does where all experts are equal.
 
     Args:
         sparse: a whole model, or a tower.
@@ -149,9 +148,7 @@ def force_expert(sparse: PreTrainedModel, expert: int, scale: float | Sequence[f
             `norm_topk_prob`.
     """
     blocks = sparse_blocks(sparse).values()
-    numbers = [block.num_experts // counted_as_one(block.config) for block in blocks]
-    if any(not 0 <= expert < number for number in numbers):
-        raise ValueError(f"there is no expert {expert}, only 0 to {min(numbers) - 1}")
+    require_expert([block.config for block in blocks], expert)
     scales = scale if isinstance(scale, Sequence) else [scale] * len(blocks)
 
     def force(router, inputs, outputs, weight):
@@ -159,11 +156,12 @@ def force_expert(sparse: PreTrainedModel, expert: int, scale: float | Sequence[f
         logits, (_, mask) = outputs[0], inputs
         experts_per_ffn = counted_as_one(config)
         ids = torch.arange(expert * experts_per_ffn, (expert + 1) * experts_per_ffn, device=logits.device)
-        ids = ids.expand(*logits.shape[:2], experts_per_ffn)
+        ids = ids.expand(len(logits), logits.shape[1], experts_per_ffn)
         if mask is not None:
             ids = ids.masked_fill(~mask.bool()[..., None], config.num_experts)
         if weight is None:
-            weights = router.weigh(*router.choose(router.score(logits))).sum(dim=-1, keepdim=True)
+            scores, chosen = router.choose(router.score(logits))
+            weights = router.weigh(scores, chosen).sum(dim=-1, keepdim=True)
         else:
             weights = torch.full_like(logits[..., :1], weight)
         weights = weights / experts_per_ffn

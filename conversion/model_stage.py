@@ -14,6 +14,7 @@ class ModelStage(Stage):
     """A stage whose folder is a model, which other stages may read as one."""
 
     kind: ClassVar[str] = "model"
+    main_process_only: ClassVar[bool] = True
 
     def complete(self, directory: Path) -> str:
         from clip_moe.conversion.verification import require_loadable
@@ -37,6 +38,6 @@ class ModelStage(Stage):
         )
 
     def publish(self, directory: Path, repository: str) -> str:
-        from clip_moe.conversion.publish import publish
+        from clip_moe.conversion.publishing.bundle import publish
 
         return publish(directory, repository)

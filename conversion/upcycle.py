@@ -38,10 +38,8 @@ ROUTING_FIELDS = SPARSE_FIELDS - STRUCTURE | {"attention_dropout"}
 
 
 def architecture(config: PreTrainedConfig, config_class: type[PreTrainedConfig]) -> dict[str, Any]:
-    """The fields of a config that differ from their defaults and that another config class has.
-
-    Leaves out how the model was stored, and the generation settings that old files carry.
-    """
+    """The fields of a config that differ from their defaults and that another config class has, without how the model
+    was stored."""
     field_names = {field.name for field in dataclasses.fields(config_class)}
     field_names -= {"architectures", "dtype", "transformers_version"}
     return {name: value for name, value in config.to_diff_dict().items() if name in field_names}
@@ -128,20 +126,18 @@ def experts_of_ffn(config: CLIPMoETowerConfig) -> int:
         ValueError: they do not hold whole FFNs.
     """
     size, width, shared = config.intermediate_size, config.expert_size, config.num_shared_experts
-    where = config.base_config_key or "vision_config"
     number, rest = divmod(size - shared * width, width)
     if rest or number < 1:
-        raise ValueError(
-            f"{where}: moe_intermediate_size: an FFN of {size} hidden units, less {shared} shared experts, is not cut "
-            f"into experts of {width}: take a divisor of {size}, above {shared} times itself"
+        fault = (
+            f"moe_intermediate_size: an FFN of {size} hidden units, less {shared} shared experts, is not cut into "
+            f"experts of {width}: take a divisor of {size}, above {shared} times itself"
         )
-    for name in ("num_experts", "num_experts_per_tok"):
-        if getattr(config, name) % number:
-            raise ValueError(
-                f"{where}: {name} is {getattr(config, name)}, but {number} experts make an FFN: take a multiple of "
-                f"{number}"
-            )
-    return number
+    elif broken := [name for name in ("num_experts", "num_experts_per_tok") if getattr(config, name) % number]:
+        value = getattr(config, broken[0])
+        fault = f"{broken[0]} is {value}, but {number} experts make an FFN: take a multiple of {number}"
+    else:
+        return number
+    raise ValueError(f"{config.base_config_key or 'vision_config'}: {fault}")
 
 
 def counted_as_one(config: CLIPMoETowerConfig) -> int:
@@ -172,33 +168,29 @@ def upcycling_rules(config: SparseMoEConfig, single: bool = False) -> list[Rule]
     for ffn, tower in sparse_ffns(config).items():
         has_base, experts_per_ffn = tower.fusion_gate and not single, 1 if single else experts_of_ffn(tower)
         copies, shared = (1, 0) if single else (tower.num_experts // experts_per_ffn, tower.num_shared_experts)
-
-        def cut(
-            name,
-            tensor,
-            experts_per_ffn=experts_per_ffn,
-            copies=copies,
-            shared=shared * tower.expert_size,
-            has_base=has_base,
-        ):
-            if name == "fc2.bias":  # the shared experts have it, else each expert its part
-                common, parts = (
-                    tensor,
-                    (torch.zeros_like(tensor) if shared else tensor / experts_per_ffn).expand(experts_per_ffn, -1),
-                )
-            else:
-                axis = 1 if name == "fc2.weight" else 0
-                common, rest = tensor.split([shared, tensor.shape[axis] - shared], dim=axis)
-                parts = torch.stack(rest.chunk(experts_per_ffn, dim=axis))
-            experts = parts.repeat(copies, *[1] * (parts.ndim - 1))
-            return (experts, *([common] if shared else []), *([tensor] if has_base else []))
-
+        sizes = {"experts_per_ffn": experts_per_ffn, "copies": copies, "shared": shared * tower.expert_size}
         for name, expert_tensor in FFN_TO_EXPERTS.items():
             targets = [rf"\1.experts.{expert_tensor}"]
             targets += [rf"\1.shared_experts.{name}"] if shared else []
             targets += [rf"\1.base.{name}"] if has_base else []
-            rules.append(Rule(rf"({ffn})\.{name}", tuple(targets), functools.partial(cut, name)))
+            cut = functools.partial(_cut, name, has_base=has_base, **sizes)
+            rules.append(Rule(rf"({ffn})\.{name}", tuple(targets), cut))
     return rules
+
+
+def _cut(
+    name: str, tensor: Tensor, experts_per_ffn: int, copies: int, shared: int, has_base: bool
+) -> tuple[Tensor, ...]:
+    """A tensor of a dense FFN as those of its experts, of shared experts with so many hidden units, and of the base."""
+    if name == "fc2.bias":  # the shared experts have it, else each expert its part
+        common, part = tensor, torch.zeros_like(tensor) if shared else tensor / experts_per_ffn
+        parts = part.expand(experts_per_ffn, -1)
+    else:
+        axis = 1 if name == "fc2.weight" else 0
+        common, rest = tensor.split([shared, tensor.shape[axis] - shared], dim=axis)
+        parts = torch.stack(rest.chunk(experts_per_ffn, dim=axis))
+    experts = torch.cat([parts] * copies)
+    return (experts, *([common] if shared else []), *([tensor] if has_base else []))
 
 
 def check_memory(config: SparseMoEConfig) -> None:
@@ -278,8 +270,7 @@ def upcycle(
         # Weights that sum to 1 are shared out among the experts of an FFN, which have to sum to it
         if is_shared and "routed_scaling_factor" not in (routing or {}).get(tower.base_config_key, {}):
             tower.routed_scaling_factor = float(experts_per_ffn)
-    rules = upcycling_rules(config)
-    return build_sparse(config, dense.state_dict(), rules, dense.dtype, seed)
+    return build_sparse(config, dense.state_dict(), upcycling_rules(config), dense.dtype, seed)
 
 
 def change_routing(config: SparseMoEConfig, routing: Mapping[str, Mapping[str, Any]]) -> SparseMoEConfig:

@@ -83,7 +83,6 @@ class LlavaStage(ModelStage):
     """A LLaVA of a vision tower and a language model, with a new projector between them, and its processor."""
 
     kind: ClassVar[str] = "new_llava"
-    main_process_only: ClassVar[bool] = True
 
     # An earlier stage, a folder or a hub name: a CLIP, of which the vision tower is taken.
     tower: Model

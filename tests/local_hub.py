@@ -128,7 +128,7 @@ class Handler(BaseHTTPRequestHandler):
         self.answer({"id": name, "sha": commit, "siblings": siblings, "lastModified": None, "tags": [], **flags})
 
     def do_POST(self):
-        body, (path, query) = self.body(), self.request_path()
+        body, (path, _) = self.body(), self.request_path()
         _, _, kind, *parts = path.split("/")
         if path == "/api/validate-yaml":
             return self.answer({"errors": [], "warnings": []})
@@ -143,8 +143,7 @@ class Handler(BaseHTTPRequestHandler):
             name = f"{asked.get('organization') or 'user'}/{asked['name']}"
             if not name.startswith("user/"):
                 return self.answer({"error": "You don't have the rights to create a model under this namespace"}, 403)
-            private = asked.get("private") or asked.get("visibility") == "private"
-            repository = self.server.repositories.setdefault(("models", name), Repository(private=bool(private)))
+            repository = self.server.repositories.setdefault(("models", name), Repository())
             repository.refs or repository.add({})
             return self.answer({"url": f"{self.server.address}/{name}", "id": name, "name": name})
         if path.endswith(".git/info/lfs/objects/batch"):
@@ -155,9 +154,6 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer({"transfer": "basic", "objects": objects})
         name, (action, *rest) = "/".join(parts[:2]), parts[2:]
         repository = self.server.repositories["models", name]
-        if action == "branch":
-            repository.refs.setdefault(rest[0], repository.refs["main"])
-            return self.answer({})
         if action == "preupload":
             paths = [file["path"] for file in json.loads(body)["files"]]
             modes = {path: "lfs" if path.endswith(".safetensors") else "regular" for path in paths}
@@ -168,7 +164,6 @@ class Handler(BaseHTTPRequestHandler):
             self.server.cuts -= 1
             self.close_connection = True
             return self.connection.close()
-        is_pull_request = "create_pr" in query
         files = dict(repository.commits[repository.commit(rest[0])])
         for line in map(json.loads, body.splitlines()):
             value = line["value"]
@@ -176,10 +171,9 @@ class Handler(BaseHTTPRequestHandler):
                 files[value["path"]] = base64.b64decode(value["content"])
             elif line["key"] == "lfsFile":
                 files[value["path"]] = self.server.objects[value["oid"]]
-        commit = repository.add(files, "refs/pr/1" if is_pull_request else rest[0])
-        address = f"{self.server.address}/{name}"
-        answer = {"success": True, "commitUrl": f"{address}/commit/{commit}", "commitOid": commit}
-        self.answer(answer | ({"pullRequestUrl": f"{address}/discussions/1"} if is_pull_request else {}))
+        commit = repository.add(files, rest[0])
+        address = f"{self.server.address}/{name}/commit/{commit}"
+        self.answer({"success": True, "commitUrl": address, "commitOid": commit})
 
     def do_PUT(self):
         body, oid = self.body(), Path(self.request_path()[0]).name

@@ -44,7 +44,7 @@ def test_a_card_names_the_method():
     found = [_stage_row(Record(stage=stage))[1] for stage in (sigmoid, adapted)]
     assert found == [
         "preset clip_up, text_config {scoring_func: sigmoid}",
-        "max_steps 9, lora {r: 2} (arXiv:2106.09685)",
+        "max_steps 9, lora {r: 2}",
     ]
 
 

@@ -167,7 +167,7 @@ def test_a_report_may_name_its_models_by_paths(run):
 def test_a_damaged_verdict_is_one_line(run):
     answered(run, "sparse")
     (run / "report" / ANSWER).write_text("{}")
-    with pytest.raises(ValueError, match="is damaged .it has no verdict"):
+    with pytest.raises(ValueError, match="is damaged .its verdict is None"):
         lineage_of(run)
 
 

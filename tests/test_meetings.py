@@ -3,7 +3,6 @@
 import itertools
 import shutil
 
-import converters
 import pytest
 from tiny_clip import change_json, error_of, processor, saved, tiny_clip
 from transformers import CLIPTokenizer
@@ -74,15 +73,6 @@ def test_a_processor_that_does_not_fit_its_model_is_refused(dense, tmp_path, fau
     line = error_of(clip_moe.main, *(words.get(word, word) for word in COMMANDS[name].split()))
     assert message in line and str(folder) in line, line
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("command", ["openai", "released-clip-moe"])
-def test_the_processor_that_a_converter_is_given_and_its_checkpoint_are_both_named(tmp_path, command):
-    converters.make_sources(tmp_path)
-    FAULTS["larger images"][1](tmp_path / "dense")
-    line = converters.run(command, tmp_path, tmp_path / "out")
-    checkpoint = tmp_path / f"{command.partition('-')[0]}.safetensors"
-    assert f"image processor of {tmp_path / 'dense'} " in line and f" {checkpoint} takes" in line and "\n" not in line
 
 
 SWAPPED = {"a": NUMBER_OF["a</w>"], "a</w>": NUMBER_OF["a"]}

@@ -15,14 +15,15 @@ import torch
 import torch.nn.functional as F
 import transformers
 import yaml
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub import HfApi
+from huggingface_hub.utils import build_hf_headers, validate_repo_id
 from safetensors.torch import save_file
 from transformers import CLIPTokenizer, PreTrainedModel
 
 from clip_moe.conversion.assemble import ENCODER
 from clip_moe.conversion.checkpoints import load_clip, load_config, load_mixture
 from clip_moe.conversion.processors import forget_last_call, load_processor
-from clip_moe.conversion.publishing.card import render, require_license
+from clip_moe.conversion.publishing.card import render
 from clip_moe.conversion.publishing.lineage import Lineage
 from clip_moe.conversion.publishing.trusted_code import (
     CODE,
@@ -48,12 +49,7 @@ SELF_TEST_SIZE, SELF_TEST_PATCHES = 48, 9
 
 
 def build(
-    source: str | Path,
-    folder: Path,
-    repository: str,
-    license: str | None = None,
-    base_model: str | None = None,
-    revision: str | None = None,
+    source: str | Path, folder: Path, repository: str, license: str | None = None, base_model: str | None = None
 ) -> None:
     """Write what is published of a model into a folder, and verify it.
 
@@ -63,10 +59,8 @@ def build(
         repository: its name on the Hub, which the card's examples load.
         license: the weights' license, as the Hub names it, or other:NAME. None: unknown, which the card says.
         base_model: name on the Hub of the dense model that it comes from; None: as the recipe has it.
-        revision: the branch that the card's examples load. None: main.
     """
     validate_repo_id(repository)
-    require_license(license)
     if base_model is not None and not is_hub_name(base_model):
         raise ValueError(f"--base_model {base_model} is no name on the Hub, or a folder here: give user/name")
     model = copy_model(Path(source), folder)
@@ -90,17 +84,41 @@ def build(
     tokenizer = folder / "tokenizer_config.json"  # a mixture's experts may have their own
     texts = read_json(tokenizer) if tokenizer.is_file() else {}
     options = {"longest_cut": texts.get("model_max_length"), "template": texts.get("hypothesis_template", "{}")}
-    card = render(
-        model.config, lineage, repository, license, base_model, experts, revision=revision or "main", **options
-    )
-    card.save(folder / "README.md")
+    render(model.config, lineage, repository, license, base_model, experts, **options).save(folder / "README.md")
     write_self_test(model.float(), folder)
     verify(folder)
 
 
+def publish(source: str | Path, repository: str, license: str | None = None, base_model: str | None = None) -> str:
+    """Build, verify and upload a model, see `build` and `upload`. Returns the address."""
+    build_hf_headers(token=True)  # an error where nobody is logged in, before anything is built
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent) / repository.split("/")[-1]
+        folder.mkdir()
+        build(source, folder, repository, license, base_model)
+        return upload(folder, repository)
+
+
+def upload(folder: Path, repository: str) -> str:
+    """Upload a folder in one commit, and create the repository if it is not there; returns the commit's address.
+
+    Raises:
+        huggingface_hub.errors.HfHubHTTPError: the Hub refuses; nothing of the folder is visible then.
+        ConnectionError: it did not answer; again, nothing is visible.
+    """
+    api = HfApi()
+    try:
+        repository = api.create_repo(repository, exist_ok=True).repo_id
+        return api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Publish the model").commit_url
+    except (OSError, ValueError):  # the Hub's own answers are among them
+        raise
+    except Exception as error:  # those of the HTTP library, which is another one in other versions of huggingface_hub
+        raise ConnectionError(f"the upload to {repository} was cut off, nothing of it is visible: {error}") from error
+
+
 def copy_model(source: Path, folder: Path) -> PreTrainedModel:
-    """Write a model, its processor and its encoder of metadata into another folder, and return the model. Other
-    files in its folder, code that is not ours, and what is true on this machine alone stay behind."""
+    """Write a model, its processor and its encoder of metadata into another folder, and return the model. Other files,
+    foreign code and names of this machine stay behind."""
     with trusted_copy(source) as trusted:
         is_mixture = isinstance(load_config(trusted), CLIPMoDEConfig)
         model = load_mixture(trusted) if is_mixture else load_clip(trusted)

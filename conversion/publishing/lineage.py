@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from clip_moe.data.worlds import is_world
 from clip_moe.engine.digests import value_digest
-from clip_moe.engine.files import damaged, read_json, read_record
+from clip_moe.engine.files import read_json, read_record
 from clip_moe.engine.local_names import is_hub_name, is_url, without_paths
 from clip_moe.engine.messages import join_names
 from clip_moe.engine.provenance import (
@@ -85,14 +85,12 @@ class Verdict:
         folder = folder.absolute()
         reports = folder.parent.glob(f"*/{ANSWER}") if _is_stage(folder) else ()
         for path in sorted(reports, key=lambda path: path.stat().st_mtime, reverse=True):
-            record, answer = Record.read(path.parent), read_record(path, dict)
+            record, answer = Record.read(path.parent), read_record(path, dict, {"verdict": str, "use": str})
             stages = {row: stage for row, stage in record.stage["models"].items() if stage in record.inputs}
             row = next((row for row, stage in stages.items() if folder.parent / stage == folder), None)
             if row and record.inputs[stages[row]] == Record.read(folder).digest:
                 twin = stages.get(row.replace("sparse", "dense", 1)) if row.startswith("sparse") else None
                 twin = Path(twin).name if twin and (folder.parent / twin).parent == folder.parent else None
-                if not all(isinstance(answer.get(key), str) for key in ("verdict", "use")):
-                    raise damaged(path, "it has no verdict, or no model to use")
                 used = record.stage["models"].get(answer["use"], answer["use"])
                 used = used if is_hub_name(used) and not Path(used).exists() else Path(used).name
                 return cls(answer["verdict"], row, answer["use"], used, twin)

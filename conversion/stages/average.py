@@ -24,7 +24,6 @@ class AverageStage(ModelStage):
     """
 
     kind: ClassVar[str] = "average"
-    main_process_only: ClassVar[bool] = True
 
     # Earlier stages, folders or hub names.
     models: list[Model] = Field(min_length=1)

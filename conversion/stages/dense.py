@@ -25,7 +25,6 @@ class DenseStage(ModelStage):
     """
 
     kind: ClassVar[str] = "dense"
-    main_process_only: ClassVar[bool] = True
 
     # An earlier stage, a folder or a hub name: a sparse model.
     model: Model

@@ -26,7 +26,6 @@ class InitializeStage(ModelStage):
     """
 
     kind: ClassVar[str] = "initialize"
-    main_process_only: ClassVar[bool] = True
 
     # The family of the model: SigLIP has the sigmoid loss.
     family: Literal["clip", "metaclip_2", "siglip"] = "clip"

@@ -25,7 +25,6 @@ class LlavaStage(ModelStage):
     """
 
     kind: ClassVar[str] = "llava"
-    main_process_only: ClassVar[bool] = True
 
     # A LlavaForConditionalGeneration: an earlier stage, a folder or a hub name.
     model: Model

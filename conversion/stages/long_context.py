@@ -25,7 +25,6 @@ class LongContextStage(ModelStage):
     """
 
     kind: ClassVar[str] = "long_context"
-    main_process_only: ClassVar[bool] = True
 
     # An earlier stage, a folder or a hub name.
     model: Model

@@ -22,7 +22,6 @@ class OpenAIStage(ModelStage):
     """
 
     kind: ClassVar[str] = "openai"
-    main_process_only: ClassVar[bool] = True
 
     # The TorchScript archive that OpenAI publishes (loading TorchScript can run code, so it must be one of the
     # published ones, by its sha256); or a state dict, saved with torch.save or as .safetensors, also within an

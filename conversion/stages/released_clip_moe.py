@@ -23,7 +23,6 @@ class ReleasedCLIPMoEStage(ModelStage):
     """
 
     kind: ClassVar[str] = "released_clip_moe"
-    main_process_only: ClassVar[bool] = True
 
     # A state dict, saved with torch.save or as .safetensors.
     checkpoint: str = Field(min_length=1)

@@ -32,7 +32,6 @@ class UnifyStage(ModelStage):
     """
 
     kind: ClassVar[str] = "unify"
-    main_process_only: ClassVar[bool] = True
 
     # The model that the experts were trained from.
     model: Model

@@ -27,7 +27,6 @@ class UpcycleStage(ModelStage):
     """
 
     kind: ClassVar[str] = "upcycle"
-    main_process_only: ClassVar[bool] = True
 
     # A dense CLIP: an earlier stage, a folder or a hub name.
     model: Model

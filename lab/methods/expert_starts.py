@@ -5,7 +5,7 @@
 """
 
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -39,8 +39,6 @@ CALIBRATION_BATCH = 64
 @dataclass(config=STRICT, kw_only=True)
 class RedrawnStage(ModelStage):
     """Experts that are partly or wholly random."""
-
-    main_process_only: ClassVar[bool] = True
 
     # An upcycled model, whose experts are equal copies.
     model: Model
@@ -98,8 +96,6 @@ class ClustersStage(ModelStage):
 
     Each expert is the FFN's best approximation of low rank for one of E spherical clusters of what the FFN reads.
     """
-
-    main_process_only: ClassVar[bool] = True
 
     # An upcycled model, whose experts are equal copies of whole FFNs.
     model: Model

@@ -6,7 +6,6 @@
 import copy
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import ClassVar
 
 import torch
 from accelerate.utils import send_to_device
@@ -39,8 +38,6 @@ class MoreExpertsStage(ModelStage):
     """More experts from fewer: experts are copied, and the router has a row for each copy. As many compute each token
     as before, so that a use costs the same.
     """
-
-    main_process_only: ClassVar[bool] = True
 
     # A sparse CLIP: an earlier stage, a folder or a hub name.
     model: Model

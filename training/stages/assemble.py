@@ -23,7 +23,6 @@ class AssembleStage(ModelStage):
     """
 
     kind: ClassVar[str] = "assemble"
-    main_process_only: ClassVar[bool] = True
 
     # Earlier stages, folders or hub names, in the order of the clusters 0, 1, ... Fewer than there are clusters make a
     # model that others can be added to.
