@@ -10,12 +10,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from torch.nn import init
-from transformers import (
-    CLIPImageProcessorPil,
-    CLIPProcessor,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import CLIPImageProcessorPil, CLIPProcessor, PreTrainedConfig, PreTrainedModel
 from transformers.tokenization_utils_base import LARGE_INTEGER
 
 from clip_moe.conversion.processors import (
@@ -31,7 +26,7 @@ from clip_moe.conversion.processors import (
 from clip_moe.conversion.upcycle import ROUTING_FIELDS, check_memory
 from clip_moe.data.world import build_image_processor
 from clip_moe.data.worlds import is_world, world
-from clip_moe.engine.messages import join_names, suggestion
+from clip_moe.engine.messages import suggestion
 from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
 from modeling_clip_moe.families import FAMILY_OF_TYPE, model_class
 from modeling_clip_moe.sparse_moe import CLIPMoESparseMoeBlock
@@ -138,13 +133,13 @@ def clip_config(
     # The special tokens come from the tokenizer
     text = config_class.sub_configs["text_config"](**{"bos_token_id": None, "eos_token_id": None} | text_config)
     vision = config_class.sub_configs["vision_config"](**vision_config)
-    given, source = processor, tokenizer or processor
-    processor = _processor(given, tokenizer, text.max_position_embeddings, vision.image_size)
-    numbers = {f"{name}_id": getattr(processor.tokenizer, f"{name}_id") for name in SPECIAL_TOKENS}
-    missing = [name for name in SPECIAL_TOKENS if numbers[f"{name}_id"] is None]
-    if missing:
+    source = tokenizer or processor
+    images = _image_processor(processor, vision.image_size)
+    texts = _tokenizer(processor, tokenizer, text.max_position_embeddings)
+    numbers = {f"{name}_id": getattr(texts, f"{name}_id") for name in SPECIAL_TOKENS}
+    if missing := [name for name in SPECIAL_TOKENS if numbers[f"{name}_id"] is None]:
         raise ValueError(f"the tokenizer of {source} has no {', '.join(missing)}: set them in tokenizer_config.json")
-    text_config = {"vocab_size": max(processor.tokenizer.get_vocab().values()) + 1} | numbers | text_config
+    text_config = {"vocab_size": max(texts.get_vocab().values()) + 1} | numbers | text_config
     if FAMILY_OF_TYPE[family].sigmoid:
         text_config = {"projection_size": projection_dim} | text_config
         config = config_class(text_config=text_config, vision_config=vision_config)
@@ -156,50 +151,47 @@ def clip_config(
     else:
         width = {"projection_dim": projection_dim}
         config = config_class(text_config=width | text_config, vision_config=width | vision_config, **width)
-    require_fit(config, "the new model", source, processor.tokenizer)
-    require_fit(config, "the new model", given or "CLIP", image_processor=processor.image_processor)
-    mark_padding(config, processor.tokenizer)
-    forget_last_call(processor.tokenizer)
-    return config, processor
+    require_fit(config, "the new model", source, texts)
+    require_fit(config, "the new model", processor or "CLIP", image_processor=images)
+    mark_padding(config, texts)
+    forget_last_call(texts)
+    return config, CLIPProcessor(image_processor=images, tokenizer=texts)
 
 
 def split_routing(
-    family: str, text_config: Mapping[str, Any], vision_config: Mapping[str, Any], is_sparse: bool
-) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
-    """The fields of dense towers, text first, and those that say how tokens are routed, by `text_config` and
+    family: str, towers: Mapping[str, Mapping[str, Any]], is_sparse: bool
+) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
+    """The fields of dense towers, and those that say how tokens are routed, both by `text_config` and
     `vision_config`."""
-    config_class = FAMILY_OF_TYPE[family].dense.config_class
     routing_fields = ROUTING_FIELDS - {"attention_dropout"}  # which a dense tower has, too
-    dense, routing = [], {}
-    for tower, settings in {"text_config": text_config, "vision_config": vision_config}.items():
-        tower_class = config_class.sub_configs[tower]
-        names = {field.name for field in dataclasses.fields(tower_class)} | ROUTING_FIELDS
+    dense, routing = {}, {}
+    for tower, settings in towers.items():
+        tower_class = FAMILY_OF_TYPE[family].dense.config_class.sub_configs[tower]
+        names = {field.name for field in dataclasses.fields(tower_class)} | (routing_fields if is_sparse else set())
         if unknown := sorted(set(settings) - names):
-            hint = suggestion(unknown[0], names)
+            hint = "set preset" if unknown[0] in routing_fields else suggestion(unknown[0], names)
             raise ValueError(f"{tower}: {tower_class.__name__} has no field {', '.join(map(repr, unknown))}: {hint}")
-        dense.append({name: value for name, value in settings.items() if name not in routing_fields})
+        dense[tower] = {name: value for name, value in settings.items() if name not in routing_fields}
         routing[tower] = {name: value for name, value in settings.items() if name in routing_fields}
-        if routing[tower] and not is_sparse:
-            raise ValueError(f"{tower}: {join_names(sorted(routing[tower]))}: of sparse models alone; set preset")
     return dense, routing
 
 
-def _processor(processor: str | None, tokenizer: str | None, context_length: int, image_size: int) -> CLIPProcessor:
-    """Those of `clip_config`; what is made here has the model's sizes."""
+def _image_processor(processor: str | None, size: int) -> Any:
     if processor is None:
-        square = {"height": image_size, "width": image_size}
-        images = CLIPImageProcessorPil(size={"shortest_edge": image_size}, crop_size=square)
-    elif is_world(processor):
-        images = build_image_processor(image_size)
-    else:
-        require_half(processor, "image processor", IMAGE_PROCESSOR_FILES)
-        images = load_image_processor(processor)
+        square = {"height": size, "width": size}
+        return CLIPImageProcessorPil(size={"shortest_edge": size}, crop_size=square)
+    if is_world(processor):
+        return build_image_processor(size)
+    require_half(processor, "image processor", IMAGE_PROCESSOR_FILES)
+    return load_image_processor(processor)
+
+
+def _tokenizer(processor: str | None, tokenizer: str | None, length: int) -> Any:
     if tokenizer is None and is_world(processor):
-        texts = world(processor).build_tokenizer(context_length)
-    else:
-        source = processor if tokenizer is None else tokenizer
-        require_half(source, "tokenizer", TOKENIZER_FILES)
-        texts = load_tokenizer(source)
-        if texts.model_max_length >= LARGE_INTEGER:  # it says none
-            texts.model_max_length = context_length
-    return CLIPProcessor(image_processor=images, tokenizer=texts)
+        return world(processor).build_tokenizer(length)
+    source = processor if tokenizer is None else tokenizer
+    require_half(source, "tokenizer", TOKENIZER_FILES)
+    texts = load_tokenizer(source)
+    if texts.model_max_length >= LARGE_INTEGER:  # it has none
+        texts.model_max_length = length
+    return texts

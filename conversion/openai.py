@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -233,39 +233,29 @@ def build(state: Mapping[str, Tensor], **settings) -> CLIPModel:
     return model.eval()
 
 
-def dense_ffn(state: Mapping[str, Tensor], block: str, config: PreTrainedConfig, x: Tensor) -> Tensor:
-    """The FFN of a residual block; x is (B, T, D)."""
-    hidden = linear(state, f"{block}.mlp.c_fc", x)
-    return linear(state, f"{block}.mlp.c_proj", activation(config, hidden))
-
-
 @torch.no_grad()
 def original_outputs(
-    state: Mapping[str, Tensor],
-    config: CLIPConfig,
-    pixel_values: Tensor,
-    input_ids: Tensor,
-    ffn: Callable[..., Tensor] = dense_ffn,
+    state: Mapping[str, Tensor], config: CLIPConfig, pixel_values: Tensor, input_ids: Tensor
 ) -> dict[str, Tensor]:
     """The published architecture in plain functions, on the unconverted float32 tensors.
 
-    Source: https://github.com/openai/CLIP/blob/main/clip/model.py, VisionTransformer and CLIP.
+    Source: https://github.com/openai/CLIP/blob/main/clip/model.py, VisionTransformer and CLIP. Sparse blocks
+    are those of CLIP-MoE's authors (https://arxiv.org/abs/2409.19291).
 
     Args:
         pixel_values: (B, 3, H, W).
         input_ids: (B, T), pooled at the highest id.
-        ffn: computes the FFN of a block.
     """
     patches = F.conv2d(pixel_values, state["visual.conv1.weight"], stride=config.vision_config.patch_size)
     patches = patches.flatten(2).transpose(1, 2)  # (B, patches, D)
     class_token = state["visual.class_embedding"].expand(len(patches), 1, -1)
     x = torch.cat([class_token, patches], dim=1) + state["visual.positional_embedding"]
-    x = residual_blocks(state, "visual.", config.vision_config, layer_norm(state, "visual.ln_pre", x), ffn)
+    x = residual_blocks(state, "visual.", config.vision_config, layer_norm(state, "visual.ln_pre", x))
     image_embeds = layer_norm(state, "visual.ln_post", x[:, 0]) @ state["visual.proj"]
 
     length = input_ids.shape[1]
     x = state["token_embedding.weight"][input_ids] + state["positional_embedding"][:length]
-    x = layer_norm(state, "ln_final", residual_blocks(state, "", config.text_config, x, ffn, causal=True))
+    x = layer_norm(state, "ln_final", residual_blocks(state, "", config.text_config, x, causal=True))
     text_embeds = x[torch.arange(len(x)), input_ids.argmax(dim=-1)] @ state["text_projection"]
 
     image_embeds, text_embeds = F.normalize(image_embeds, dim=-1), F.normalize(text_embeds, dim=-1)
@@ -277,12 +267,7 @@ def original_outputs(
 
 
 def residual_blocks(
-    state: Mapping[str, Tensor],
-    prefix: str,
-    config: PreTrainedConfig,
-    x: Tensor,
-    ffn: Callable[..., Tensor],
-    causal: bool = False,
+    state: Mapping[str, Tensor], prefix: str, config: PreTrainedConfig, x: Tensor, causal: bool = False
 ) -> Tensor:
     """The transformer of one tower; x is (B, T, D)."""
     for index in range(config.num_hidden_layers):
@@ -292,12 +277,24 @@ def residual_blocks(
         query, key, value = packed.unflatten(-1, (3, config.num_attention_heads, -1)).permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=causal).transpose(1, 2).flatten(2)
         x = x + linear(state, f"{block}.attn.out_proj", attended)
-        x = x + ffn(state, block, config, layer_norm(state, f"{block}.ln_2", x))
+        normed = layer_norm(state, f"{block}.ln_2", x)
+        is_sparse = f"{block}.gate.weight" in state
+        x = x + (mixture(state, block, config, normed) if is_sparse else ffn(state, f"{block}.mlp", config, normed))
     return x
 
 
-def activation(config: PreTrainedConfig, x: Tensor) -> Tensor:
-    return F.gelu(x) if config.hidden_act == "gelu" else x * torch.sigmoid(1.702 * x)
+def mixture(state: Mapping[str, Tensor], block: str, config: PreTrainedConfig, x: Tensor) -> Tensor:
+    """The experts of a sparse block."""
+    top, chosen = (x @ state[f"{block}.gate.weight"].T).topk(config.num_experts_per_tok)  # (B, T, K)
+    weights = x.new_zeros((len(x), x.shape[1], config.num_experts)).scatter(-1, chosen, top.softmax(dim=-1))
+    experts = [ffn(state, f"{block}.experts.{number}", config, x) for number in range(config.num_experts)]
+    return torch.einsum("bte,ebtd->btd", weights, torch.stack(experts))
+
+
+def ffn(state: Mapping[str, Tensor], name: str, config: PreTrainedConfig, x: Tensor) -> Tensor:
+    hidden = linear(state, f"{name}.c_fc", x)
+    hidden = F.gelu(hidden) if config.hidden_act == "gelu" else hidden * torch.sigmoid(1.702 * hidden)
+    return linear(state, f"{name}.c_proj", hidden)
 
 
 def linear(state: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
@@ -309,12 +306,12 @@ def layer_norm(state: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def verify(state: Mapping[str, Tensor], model: PreTrainedModel, ffn: Callable[..., Tensor] = dense_ffn) -> None:
-    """Compares an archive with a float32 model; for `ffn` see `original_outputs`."""
+def verify(state: Mapping[str, Tensor], model: PreTrainedModel) -> None:
+    """Compares an archive with a float32 model."""
     inputs = sample_inputs(model.config)
     outputs = model(**inputs)
     check_equal(
-        original_outputs({key: tensor.float() for key, tensor in state.items()}, model.config, **inputs, ffn=ffn),
+        original_outputs({key: tensor.float() for key, tensor in state.items()}, model.config, **inputs),
         {
             "logits": outputs.logits_per_image,
             "image embeddings": outputs.image_embeds,

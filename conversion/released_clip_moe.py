@@ -5,28 +5,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedConfig
 
+from clip_moe.conversion import openai
 from clip_moe.conversion.checkpoints import load_model
 from clip_moe.conversion.long_context import POSITIONS
-from clip_moe.conversion.openai import (
-    BLOCKS,
-    HEAD_WIDTH,
-    PACKED,
-    RENAMED,
-    SHARED_RULES,
-    TRANSPOSED,
-    activation,
-    dense_ffn,
-    infer_config,
-    linear,
-    one_position_table,
-    read_state_dict,
-    write,
-)
-from clip_moe.conversion.openai import verify as verify_archive
 from clip_moe.conversion.presets import PRESETS
 from clip_moe.conversion.rules import Rule, apply_rules, renaming
 from clip_moe.conversion.upcycle import architecture
@@ -34,17 +17,20 @@ from clip_moe.engine.files import new_file, writing
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
 
 EXPERT = re.compile(r"(visual\.)?transformer\.resblocks\.(\d+)\.experts\.(\d+)\..*")
-GATES = {f"{theirs}.gate.weight": f"{ours}.mlp.router.weight" for theirs, ours in BLOCKS.items()}
+GATES = {f"{theirs}.gate.weight": f"{ours}.mlp.router.weight" for theirs, ours in openai.BLOCKS.items()}
 # One expert's tensors in a checkpoint, and ours, which stack those of all experts
 FFN = {"c_fc.weight": "up_proj", "c_fc.bias": "up_proj_bias"}
 FFN |= {"c_proj.weight": "down_proj", "c_proj.bias": "down_proj_bias"}
 EXPERTS = {
     f"{theirs}.experts.{{expert}}.{tensor}": f"{ours}.mlp.experts.{stacked}"
-    for theirs, ours in BLOCKS.items()
+    for theirs, ours in openai.BLOCKS.items()
     for tensor, stacked in FFN.items()
 }
+# Fields of sparse towers that a checkpoint does not hold, with the values that the authors' code computes with
+ROUTING = {"scoring_func": "softmax", "use_expert_bias": False, "routed_scaling_factor": 1, "num_shared_experts": 0}
+ROUTING |= {"norm_topk_prob": True, "fusion_gate": False, "eval_capacity_factor": None}
 LOADING_RULES = [
-    *SHARED_RULES,
+    *openai.SHARED_RULES,
     *(renaming(theirs, ours) for theirs, ours in GATES.items()),
     *(renaming(theirs, ours, lambda *ffns: torch.stack(ffns), merges=True) for theirs, ours in EXPERTS.items()),
     Rule("positional_embedding", POSITIONS),
@@ -55,11 +41,11 @@ LOADING_RULES = [
 def saving_rules(config: CLIPMoEConfig) -> list[Rule]:
     """Rules from `CLIPMoEModel` to a checkpoint. Both position tensors get all rows."""
     rules = [
-        *(renaming(ours, theirs) for theirs, ours in (RENAMED | GATES).items()),
-        *(renaming(ours, theirs, torch.t) for theirs, ours in TRANSPOSED.items()),
+        *(renaming(ours, theirs) for theirs, ours in (openai.RENAMED | GATES).items()),
+        *(renaming(ours, theirs, torch.t) for theirs, ours in openai.TRANSPOSED.items()),
         *(  # the names of q, k and v as they are sorted
             renaming(ours, theirs, lambda key, query, value: torch.cat([query, key, value]), merges=True)
-            for theirs, ours in PACKED.items()
+            for theirs, ours in openai.PACKED.items()
         ),
         renaming(POSITIONS, ("positional_embedding", "positional_embedding_res"), lambda table: (table, table.clone())),
         Rule("logit_scale", "logit_scale", lambda scale: scale.reshape(())),
@@ -74,14 +60,14 @@ def saving_rules(config: CLIPMoEConfig) -> list[Rule]:
 def normalize(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors with experts and gate directly in their block, wherever the checkpoint has them, and with one table
     of positions."""
-    state = one_position_table(state)
+    state = openai.one_position_table(state)
     return {re.sub(r"\.mlp\.(experts|gate)\.", r".\1.", key): tensor for key, tensor in state.items()}
 
 
 def infer_sparse_config(state: Mapping[str, Tensor], num_experts_per_tok: int = 2) -> CLIPMoEConfig:
     """The config of a normalized checkpoint, from its tensors. Whether all of them fit it, the rules tell."""
     # The first expert of every block stands for an FFN: all else is an OpenAI checkpoint.
-    dense = infer_config({key.replace(".experts.0.", ".mlp."): tensor for key, tensor in state.items()})
+    dense = openai.infer_config({key.replace(".experts.0.", ".mlp."): tensor for key, tensor in state.items()})
     matches = [match for key in state if (match := EXPERT.fullmatch(key))]
     towers = {}
     for name, config_class in CLIPMoEConfig.sub_configs.items():
@@ -112,49 +98,34 @@ def export(model: CLIPMoEModel) -> dict[str, Tensor]:
     text = model.config.text_config
     towers = (text, model.config.vision_config)
     sparse = [config for config in towers if config.moe_layers]
+    widths = [config.hidden_size / config.num_attention_heads for config in towers]
     needed = {
         "hidden_act must be quick_gelu": all(config.hidden_act == "quick_gelu" for config in towers),
-        f"heads must be {HEAD_WIDTH} wide": all(c.hidden_size == HEAD_WIDTH * c.num_attention_heads for c in towers),
+        f"heads must be {openai.HEAD_WIDTH} wide": all(width == openai.HEAD_WIDTH for width in widths),
         "layer_norm_eps must be 1e-05": all(config.layer_norm_eps == 1e-5 for config in towers),
         "texts must be pooled at the highest token id": text.eos_token_id in (2, text.vocab_size - 1),
         "there must be sparse layers": sparse,
-        "scoring_func must be softmax": all(config.scoring_func == "softmax" for config in sparse),
-        "use_expert_bias must be False": not any(config.use_expert_bias for config in sparse),
-        "routed_scaling_factor must be 1": all(config.routed_scaling_factor == 1 for config in sparse),
         "experts must be as wide as an FFN": all(c.expert_size == c.intermediate_size for c in sparse),
-        "num_shared_experts must be 0": not any(config.num_shared_experts for config in sparse),
-        "norm_topk_prob must be True": all(config.norm_topk_prob for config in sparse),
-        "fusion_gate must be False": not any(config.fusion_gate for config in sparse),
-        "eval_capacity_factor must be None": all(config.eval_capacity_factor is None for config in sparse),
     }
-    if unmet := [condition for condition, holds in needed.items() if not holds]:
+    unmet = [condition for condition, holds in needed.items() if not holds]
+    for field, value in ROUTING.items():
+        if any(getattr(config, field) != value for config in sparse):
+            unmet.append(f"{field} must be {value}")
+    if unmet:
         raise ValueError(f"the layout cannot express this model: {'; '.join(unmet)}")
     exported = apply_rules(model.state_dict(), None, saving_rules(model.config))
     return {key: tensor.contiguous() for key, tensor in exported.items()}
 
 
-def mixture_ffn(state: Mapping[str, Tensor], block: str, config: PreTrainedConfig, x: Tensor) -> Tensor:
-    """The FFN of a residual block as the authors compute it, sparse or dense; x is (B, T, D)."""
-    if f"{block}.gate.weight" not in state:
-        return dense_ffn(state, block, config, x)
-    top, chosen = (x @ state[f"{block}.gate.weight"].T).topk(config.num_experts_per_tok)  # (B, T, K)
-    weights = x.new_zeros((len(x), x.shape[1], config.num_experts)).scatter(-1, chosen, top.softmax(dim=-1))
-    outputs = []
-    for number in range(config.num_experts):
-        expert = f"{block}.experts.{number}"
-        outputs.append(linear(state, f"{expert}.c_proj", activation(config, linear(state, f"{expert}.c_fc", x))))
-    return torch.einsum("bte,ebtd->btd", weights, torch.stack(outputs))
-
-
 def verify(state: Mapping[str, Tensor], model: CLIPMoEModel) -> None:
     """Compares a checkpoint with a float32 model."""
-    verify_archive(normalize(state), model, mixture_ffn)
+    openai.verify(normalize(state), model)
 
 
 def convert(checkpoint: Path, folder: Path, num_experts_per_tok: int, processor: str | None) -> None:
     """Writes the model of a released checkpoint into a folder, and verifies it."""
-    state = read_state_dict(checkpoint)
-    write(build(state, num_experts_per_tok), folder, processor)
+    state = openai.read_state_dict(checkpoint)
+    openai.write(build(state, num_experts_per_tok), folder, processor)
     verify(state, load_model(CLIPMoEModel, folder, dtype=torch.float32))
 
 
@@ -163,10 +134,6 @@ def write_checkpoint(source: str, output: Path) -> None:
     model = load_model(CLIPMoEModel, source)
     with new_file(output) as partial:
         state = export(model)
-        with writing(output):
-            if output.suffix == ".safetensors":
-                save_file(state, partial)
-            else:
-                with partial.open("wb") as file:  # torch's own writer does not say what went wrong
-                    torch.save(state, file)
-        verify(read_state_dict(partial), model.float())
+        with writing(output), partial.open("wb") as file:  # torch's own writer does not say what went wrong
+            torch.save(state, file)
+        verify(openai.read_state_dict(partial), model.float())

@@ -65,35 +65,33 @@ class Verdict:
     Args:
         sentence: whether experts helped, as markdown.
         row: the report's name of the model.
-        use: that of the model that it recommends, and `use_folder`, the last part of its folder or its name on the Hub.
+        is_recommended: whether the report recommends it.
+        use_folder: the last part of the recommended model's folder, or its name on the Hub.
         twin: the stage of the dense model beside a sparse one; None of a dense one.
     """
 
     sentence: str
     row: str
-    use: str
+    is_recommended: bool
     use_folder: str
     twin: str | None
 
-    @property
-    def is_recommended(self) -> bool:
-        return self.row == self.use
-
     @classmethod
     def of(cls, folder: Path) -> "Verdict | None":
-        """By the newest report of a model's run that measured it as it is now; None if there is none."""
+        """From the newest report of a model's run that measured it as it is now; None if there is none."""
         folder = folder.absolute()
         reports = folder.parent.glob(f"*/{ANSWER}") if _is_stage(folder) else ()
         for path in sorted(reports, key=lambda path: path.stat().st_mtime, reverse=True):
-            record, answer = Record.read(path.parent), read_record(path, dict, {"verdict": str, "use": str})
-            stages = {row: stage for row, stage in record.stage["models"].items() if stage in record.inputs}
-            row = next((row for row, stage in stages.items() if folder.parent / stage == folder), None)
-            if row and record.inputs[stages[row]] == Record.read(folder).digest:
-                twin = stages.get(row.replace("sparse", "dense", 1)) if row.startswith("sparse") else None
+            answer = read_record(path, dict, {"verdict": str, "use": str})
+            record = Record.read(path.parent)
+            models = {row: stage for row, stage in record.stage["models"].items() if stage in record.inputs}
+            row = next((row for row, stage in models.items() if folder.parent / stage == folder), None)
+            if row and record.inputs[models[row]] == Record.read(folder).digest:
+                twin = models.get(row.replace("sparse", "dense", 1)) if row.startswith("sparse") else None
                 twin = Path(twin).name if twin and (folder.parent / twin).parent == folder.parent else None
                 used = record.stage["models"].get(answer["use"], answer["use"])
                 used = used if is_hub_name(used) and not Path(used).exists() else Path(used).name
-                return cls(answer["verdict"], row, answer["use"], used, twin)
+                return cls(answer["verdict"], row, row == answer["use"], used, twin)
         return None
 
 
@@ -102,13 +100,13 @@ class Lineage:
     """The known history of a model. No name in it is one of this machine.
 
     Args:
-        recipe: the recipe of the run that made it.
+        recipe: of the run that made it.
         stages: records of its stage and of those before it, oldest first; those of other runs are called `RUN/STAGE`.
         bases: names on the Hub of the models whose weights the first stages start from.
-        unknown: the same for folders that do not tell how they were made, or tell it no more.
-        data: the data of all stages that read some.
+        unknown: folders they start from that do not tell how they were made.
+        data: of all stages that read some.
         results: name of a file -> the scores of these weights in the run.
-        baselines: the same name -> the scores, beside these, of the model that the evaluation calls its baseline.
+        baselines: the same name -> the scores of the model that the evaluation calls its baseline.
         experts: whether the experts do anything, by the run's analyses of these weights.
         pictures: name -> file.
         verdict: of the report of a fine-tuning, if there is one.
@@ -127,7 +125,7 @@ class Lineage:
 
     @classmethod
     def of(cls, folder: Path) -> "Lineage":
-        """Reads the folder of a model and, if it is a stage's, the run around it and the runs before that."""
+        """Reads the folder of a model and, if it is a stage's, its run and the runs before."""
         folder = folder.absolute()
         if not _is_stage(folder):
             return cls()
@@ -141,21 +139,16 @@ class Lineage:
         inputs = [reference for origin in records for reference, start, _ in _inputs(origin) if start is not None]
         files = (_source(record) for record in records.values() if "files" in (record.data or {}))
         manifests = {path for origin in records for path in origin.parent.glob(f"*/{MANIFEST}")}
-        local = {
-            *inputs,
-            str(recipe.get("output_dir")),
-            *(name for name in files if name and not is_url(name)),
-            *(path for manifest in manifests for path in Record.read(manifest.parent).local),
+        local = {*inputs, str(recipe.get("output_dir")), *(name for name in files if name and not is_url(name))}
+        local.update(path for manifest in manifests for path in Record.read(manifest.parent).local)
+        names = {
+            origin: origin.name if origin.parent == folder.parent else f"{origin.parent.name}/{origin.name}"
+            for origin in records
         }
         return replace(
             measured,
             recipe=without_paths(recipe, local),
-            stages={
-                origin.name if origin.parent == folder.parent else f"{origin.parent.name}/{origin.name}": (
-                    _published_record(record, local)
-                )
-                for origin, record in records.items()
-            },
+            stages={names[origin]: _published_record(record, local) for origin, record in records.items()},
             bases=sorted({reference for reference, start, _ in starts if start is None}),
             unknown=sorted({start.name for _, start, _ in starts if start is not None}),
             data=_all_data(records, local),
@@ -196,7 +189,7 @@ class Lineage:
 
 
 def _measured(folder: Path) -> Lineage:
-    """The scores of a folder's weights in its run, what its analyses say of the experts, and the pictures of both."""
+    """The scores of a folder's weights in its run, the analyses of its experts, and the pictures of both."""
     weights, latest, results, baselines = weights_fingerprint(folder), {}, {}, {}
     for path, result in _results_of_weights("*/*--*.json", folder, weights):
         require_result(result, str(path))
@@ -205,8 +198,8 @@ def _measured(folder: Path) -> Lineage:
         latest[result["task"], result["protocol"], result["dtype"], data] = path, result
     # A look at some rows of a task (`max_rows`) counts where the whole task has no score
     whole = {result["task"] for _, result in latest.values() if not _is_look(result)}
-    latest = {key: found for key, found in latest.items() if not _is_look(found[1]) or found[1]["task"] not in whole}
-    for path, result in sorted(latest.values(), key=lambda found: (_is_look(found[1]), found[0])):
+    counting = [found for found in latest.values() if not _is_look(found[1]) or found[1]["task"] not in whole]
+    for path, result in sorted(counting, key=lambda found: (_is_look(found[1]), found[0])):
         name = path.name if path.name not in results else f"{path.parent.name}--{path.name}"
         if (baseline := _baseline(path.parent, result)) is not None:
             baselines[name] = baseline
@@ -216,7 +209,7 @@ def _measured(folder: Path) -> Lineage:
         results=results,
         baselines=baselines,
         experts=[require_summary(analysis.get("summary"), str(path)) for path, analysis in analyses.items()],
-        pictures=_pictures({path.parent for path, _ in latest.values()}, {path.parent for path in analyses}),
+        pictures=_pictures({path.parent for path, _ in counting}, {path.parent for path in analyses}),
     )
 
 
@@ -256,12 +249,8 @@ def _stages_before(folder: Path, only_weights: bool = False) -> dict[Path, None]
 
 
 def _inputs(folder: Path, only_weights: bool = False) -> Iterator[tuple[str, Path | None, bool]]:
-    """(reference, folder, whether that is a stage which has not changed since) of what a stage was made of; the folder
-    is None for a name on the Hub.
-
-    Args:
-        only_weights: only those whose weights it continues, not those that embedded or clustered its data.
-    """
+    """(reference, folder, whether it is a stage that has not changed since) for each input of a stage; the folder is
+    None for a name on the Hub. `only_weights` leaves out models that embedded or clustered its data."""
     models = model_references(Record.read(folder).stage)
     for reference, recorded in Record.read(folder).inputs.items():
         if only_weights and reference not in models:
@@ -282,8 +271,8 @@ def _source(record: Record) -> str | None:
 
 
 def _all_data(records: dict[Path, Record], local: Collection[str]) -> list[DataOrigin]:
-    """The data of stages that no stage made; what several read stands once, with the most pairs that one trained on. A
-    stage of one cluster does not tell how many pairs its data have."""
+    """The data that no stage made, once each, with the most pairs that a stage trained on. A stage of one cluster does
+    not tell how many pairs its data have."""
     pairs_of: dict[tuple[str, DataOrigin], int | None] = {}
     for origin, record in records.items():
         source = _source(record)
@@ -308,22 +297,22 @@ def _data(settings: dict[str, Any], is_local: bool) -> DataOrigin:
 
 
 def _results_of_weights(pattern: str, folder: Path, weights: str) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """The results in a run, oldest first, that are of the weights in a folder as they are now. Warns of those that only
-    share its name."""
+    """The results in a run, oldest first, of the weights in a folder as they are now. Warns of those that only share
+    its name."""
     from clip_moe.engine.own_modules import code_of_models  # with torch, which records alone do not need
 
-    others = []
+    left_out = []
     for path in sorted(folder.parent.glob(pattern), key=lambda path: path.stat().st_mtime):
         result = read_record(path, dict)
         is_same_code = (result.get("code") or {}) == code_of_models()
         if result.get("weights") == weights and is_same_code and not result.get("changes"):
             yield path, result
         elif Path(str(result.get("source"))).name == folder.name:
-            others.append(path.relative_to(folder.parent).as_posix())
-    if others:
+            left_out.append(path.relative_to(folder.parent).as_posix())
+    if left_out:
         print(
-            f"warning: {len(others)} results of {folder.name} are left out, of other weights, code or configuration: "
-            f"measure again ({join_names(others)})",
+            f"warning: {len(left_out)} results of {folder.name} are left out, of other weights, code or configuration: "
+            f"measure again ({join_names(left_out)})",
             file=sys.stderr,
         )
 

@@ -4,7 +4,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
-from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from clip_moe.engine.context import Context
@@ -15,9 +14,9 @@ from clip_moe.engine.stage import Model, Stage
 @dataclass(config=STRICT, kw_only=True)
 class ExportCLIPMoEStage(Stage):
     """A CLIP-MoE in the layout of its authors' checkpoints (https://arxiv.org/abs/2409.19291), the way back from
-    `released_clip_moe`. What was written is read again and compared with the model.
+    `released_clip_moe`: `checkpoint.pt`, which is read again and compared with the model.
 
-        clip-moe export-clip-moe released --model clip-moe --file checkpoint.safetensors
+        clip-moe export-clip-moe released --model clip-moe
     """
 
     kind: ClassVar[str] = "export_clip_moe"
@@ -25,10 +24,8 @@ class ExportCLIPMoEStage(Stage):
 
     # An earlier stage, a folder or a hub name: a CLIPMoEModel.
     model: Model
-    # The file's name in the folder; it ends in .pt or .safetensors.
-    file: str = Field(default="checkpoint.pt", pattern=r"^[\w.-]+\.(pt|safetensors)$")
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         from clip_moe.conversion.released_clip_moe import write_checkpoint
 
-        write_checkpoint(inputs.model, directory / self.file)
+        write_checkpoint(inputs.model, directory / "checkpoint.pt")

@@ -67,9 +67,15 @@ class InitializeStage(ModelStage):
         from clip_moe.conversion.upcycle import change_routing, shared_config, sparse_config
         from clip_moe.engine.files import save
 
-        towers = self.text_config, self.vision_config
-        dense, routing = split_routing(self.family, *towers, is_sparse=self.preset is not None)
-        config, processor = clip_config(*dense, self.projection_dim, self.processor, inputs.tokenizer, self.family)
+        towers = {"text_config": self.text_config, "vision_config": self.vision_config}
+        dense, routing = split_routing(self.family, towers, is_sparse=self.preset is not None)
+        config, processor = clip_config(
+            **dense,
+            projection_dim=self.projection_dim,
+            processor=self.processor,
+            tokenizer=inputs.tokenizer,
+            family=self.family,
+        )
         if self.shared_encoder:
             with named_errors(self, "shared_encoder"):
                 config = shared_config(config)

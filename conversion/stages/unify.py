@@ -60,14 +60,15 @@ class UnifyStage(ModelStage):
         require_same([inputs.model, *inputs.experts])
         base = load_clip(inputs.model)
         if is_sparse(base.config):
-            ignored = sorted(set(self.changes) - {"num_experts_per_tok", "fusion_gate"})
-            if ignored or set(self.towers) != {"text", "vision"}:
+            settled = sorted(set(self.changes) - {"num_experts_per_tok", "fusion_gate"})
+            settled += ["towers"] if set(self.towers) != {"text", "vision"} else []
+            if base.config.vision_config.fusion_gate and self.changes.get("fusion_gate") is False:
+                settled += ["fusion_gate"]
+            if settled:
                 raise ValueError(
-                    f"{self.model} is sparse already, which settles {', '.join(ignored) or 'towers'}; only "
-                    "num_experts_per_tok and fusion_gate can change"
+                    f"{self.model} is sparse already, which settles {', '.join(settled)}; only num_experts_per_tok and "
+                    "new fusion gates can change"
                 )
-            if self.changes.get("fusion_gate") is False and base.config.vision_config.fusion_gate:
-                raise ValueError("the experts were trained with fusion gates, which cannot be left out now")
         experts = [load_model(type(base), expert) for expert in inputs.experts]
         save(unify(base, experts, preset, self.towers, context.seed, self.base_expert), directory)
         copy_processor(inputs.model, directory)
