@@ -92,9 +92,10 @@ def extraction_rules(config: SparseMoEConfig, expert: int | str, scale: Scale | 
     return rules
 
 
-def _whole_ffn(name: str, chosen: slice, factor: float, experts: Tensor, shared: Tensor | None = None) -> Tensor:
-    """A tensor of the dense FFN that the `chosen` of all experts and the shared ones are together."""
-    parts = [*([] if shared is None else [shared]), *(experts[chosen] * factor)]
+def _whole_ffn(name: str, chosen: slice, factor: float, experts_and_shared: list[Tensor]) -> Tensor:
+    """A tensor of the dense FFN that the `chosen` of all experts and the shared ones, if any, are together."""
+    experts, *shared = experts_and_shared
+    parts = [*shared, *(experts[chosen] * factor)]
     if name == "fc2.bias":
         return sum(parts)
     return torch.cat(parts, dim=1 if name == "fc2.weight" else 0)

@@ -74,9 +74,9 @@ PACKED = {
 # Rules that sparse models share; two rules differ
 SHARED_RULES = [
     *(renaming(theirs, ours) for theirs, ours in RENAMED.items()),
-    *(renaming(theirs, ours, torch.t) for theirs, ours in TRANSPOSED.items()),
+    *(renaming(theirs, ours, transform=torch.t) for theirs, ours in TRANSPOSED.items()),
     *(
-        renaming(theirs, tuple(ours.replace("{part}", part) for part in "qkv"), lambda packed: packed.chunk(3))
+        renaming(theirs, tuple(ours.replace("{part}", part) for part in "qkv"), transform=lambda qkv: qkv.chunk(3))
         for theirs, ours in PACKED.items()
     ),
     Rule("attn_mask", (), reason="the causal mask, which transformers builds itself"),

@@ -32,7 +32,7 @@ ROUTING |= {"norm_topk_prob": True, "fusion_gate": False, "eval_capacity_factor"
 LOADING_RULES = [
     *openai.SHARED_RULES,
     *(renaming(theirs, ours) for theirs, ours in GATES.items()),
-    *(renaming(theirs, ours, lambda *ffns: torch.stack(ffns), merges=True) for theirs, ours in EXPERTS.items()),
+    *(renaming(theirs, ours, transform=torch.stack, merges=True) for theirs, ours in EXPERTS.items()),
     Rule("positional_embedding", POSITIONS),
     Rule("logit_scale", "logit_scale", lambda scale: scale.reshape(1)),
 ]
@@ -42,18 +42,18 @@ def saving_rules(config: CLIPMoEConfig) -> list[Rule]:
     """Rules from `CLIPMoEModel` to a checkpoint. Both position tensors get all rows."""
     rules = [
         *(renaming(ours, theirs) for theirs, ours in (openai.RENAMED | GATES).items()),
-        *(renaming(ours, theirs, torch.t) for theirs, ours in openai.TRANSPOSED.items()),
+        *(renaming(ours, theirs, transform=torch.t) for theirs, ours in openai.TRANSPOSED.items()),
         *(  # the names of q, k and v as they are sorted
-            renaming(ours, theirs, lambda key, query, value: torch.cat([query, key, value]), merges=True)
+            renaming(ours, theirs, transform=lambda kqv: torch.cat([kqv[1], kqv[0], kqv[2]]), merges=True)
             for theirs, ours in openai.PACKED.items()
         ),
-        renaming(POSITIONS, ("positional_embedding", "positional_embedding_res"), lambda table: (table, table.clone())),
+        Rule(POSITIONS, ("positional_embedding", "positional_embedding_res"), lambda table: (table, table.clone())),
         Rule("logit_scale", "logit_scale", lambda scale: scale.reshape(())),
     ]
     for theirs, ours in EXPERTS.items():
         tower = config.text_config if ours.startswith("text_model.") else config.vision_config
         targets = tuple(theirs.replace("{expert}", str(number)) for number in range(tower.num_experts))
-        rules.append(renaming(ours, targets, lambda stack: stack.unbind()))
+        rules.append(renaming(ours, targets, transform=torch.unbind))
     return rules
 
 

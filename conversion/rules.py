@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,17 +28,17 @@ class Rule:
     | tile | `mlp` | `experts` | `lambda w: w.expand(4, *w.shape)` |
     | take expert 2 | `experts` | `mlp` | `lambda w: w[2]` |
     | unstack | `experts` | `("expert.0", "expert.1")` | `lambda w: w.unbind()` |
-    | stack (`merges=True`) | `expert\.\d+` | `experts` | `lambda *w: torch.stack(w)` |
+    | stack (`merges=True`) | `expert\.\d+` | `experts` | `torch.stack` |
     | drop | `attn_mask` | `()` | `reason="a constant"` |
 
-    `source` is a regular expression; `target` holds one template or a tuple of them, with `\1` for the groups of
-    `source`. With `merges`, all source tensors that lead to the same targets go to `transform` together, numbers in
-    their keys in numerical order. A rule without target gives the reason.
+    `source` is a regular expression; `target` is a template or a tuple of them, with `\1` for the groups of `source`.
+    With `merges`, `transform` gets the list of all source tensors that lead to the same targets, numbers in their keys
+    in numerical order. A rule without target gives the reason.
     """
 
     source: str
     target: str | tuple[str, ...]
-    transform: Callable[..., Tensor | Iterable[Tensor]] = lambda tensor: tensor
+    transform: Callable[[Any], Tensor | Iterable[Tensor]] = lambda tensor: tensor
     merges: bool = False
     reason: str = ""
 
@@ -46,11 +47,11 @@ class Rule:
 PLACEHOLDERS = {"layer": r"\d+", "expert": r"\d+", "norm": "[12]", "kind": "weight|bias", "part": "[qkv]"}
 
 
-def renaming(source: str, target: str | tuple[str, ...], *transform, **options) -> Rule:
+def renaming(source: str, target: str | tuple[str, ...], **options) -> Rule:
     """A rule that renames, with `{placeholders}`. Without a transform, swapping the names gives its inverse."""
     pattern = re.sub(r"\\{(\w+)\\}", lambda match: f"(?P<{match[1]}>{PLACEHOLDERS[match[1]]})", re.escape(source))
     targets = (target,) if isinstance(target, str) else target
-    return Rule(pattern, tuple(re.sub(r"\{(\w+)\}", r"\\g<\1>", name) for name in targets), *transform, **options)
+    return Rule(pattern, tuple(re.sub(r"\{(\w+)\}", r"\\g<\1>", name) for name in targets), **options)
 
 
 def apply_rules(
@@ -90,7 +91,7 @@ def apply_rules(
             ambiguous.extend(keys)
         else:
             try:
-                result = rule.transform(*(source[key] for key in keys))
+                result = rule.transform([source[key] for key in keys] if rule.merges else source[keys[0]])
                 tensors = (result,) if isinstance(result, Tensor) else tuple(result)
                 state.update(zip(targets, tensors, strict=True))
             except (ValueError, RuntimeError, IndexError) as error:

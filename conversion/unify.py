@@ -102,9 +102,9 @@ def stacking_rules(config: SparseMoEConfig, gated: bool, base_expert: bool) -> l
         Rule(rf"0\.(?!{trained}\.)(.*)", r"\1"),
         Rule(rf"[1-9]\d*\.(?!{trained}\.).*", (), reason="the same in all models"),
         Rule(rf"\d+\.{ffn}\.router\..*", (), reason="there was nothing to route"),
-        Rule(rf"{stacked}\.({ffn}\.experts\..*)", r"\1", lambda *experts: torch.cat(experts), merges=True),
+        Rule(rf"{stacked}\.({ffn}\.experts\..*)", r"\1", torch.cat, merges=True),
         Rule(rf"0\.{ffn}\.fusion_gate\..*", (), reason="what the gates started from"),
-        Rule(rf"[1-9]\d*\.({ffn}\.fusion_gate\..*)", r"\1", lambda *gates: torch.stack(gates).mean(0), merges=True),
+        Rule(rf"[1-9]\d*\.({ffn}\.fusion_gate\..*)", r"\1", lambda gates: torch.stack(gates).mean(0), merges=True),
     ]
     if new_gates:
         for name, expert_tensor in FFN_TO_EXPERTS.items():

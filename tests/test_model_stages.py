@@ -1,13 +1,10 @@
 """Stages that write a model: what upcycling may set, that every model loads, and experts that become dense models."""
 
-import json
 import shutil
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
-from tiny_clip import saved, tiny_clip
-from tiny_runs import DENSE, SPARSE, run_stages, weights
+from tiny_runs import DENSE, SPARSE, run_stages
 from transformers import AutoModel
 
 from clip_moe.conversion import assemble
@@ -15,7 +12,6 @@ from clip_moe.conversion.stages.initialize import InitializeStage
 from clip_moe.conversion.stages.upcycle import UpcycleStage
 from clip_moe.conversion.upcycle import ROUTING_FIELDS
 from clip_moe.conversion.verification import require_loadable
-from clip_moe.engine.provenance import weights_fingerprint
 
 
 @pytest.fixture(scope="module")
@@ -77,37 +73,3 @@ def test_a_model_that_does_not_load_gets_no_name(run, tmp_path, monkeypatch, sta
     with pytest.raises(ValueError, match=f"{name}.partial does not .*[mM]issing"):
         run([DENSE, SPARSE])
     assert not (tmp_path / "out" / name).exists()
-
-
-@pytest.fixture
-def take(run, tmp_path):
-    """Upcycles a tiny CLIP and takes one expert of that; returns the weights of both dense models."""
-    saved(tmp_path / "tiny", tiny_clip())
-
-    def take(preset, **settings):
-        sparse = {"name": "sparse", "stage": "upcycle", "model": str(tmp_path / "tiny"), "preset": preset}
-        expert = {"name": "expert", "stage": "dense", "model": "sparse", **settings}
-        output = run([sparse, expert] if settings else [sparse])
-        return weights(tmp_path / "tiny"), weights(output / ("expert" if settings else "sparse"))
-
-    return take
-
-
-@pytest.mark.parametrize(("preset", "settings"), [("clip_moe", {"take": 1}), ("clip_fmoe", {"take": "base"})])
-def test_dense_gives_back_the_model_that_was_upcycled(take, preset, settings):
-    before, after = take(preset, **settings)
-    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
-
-
-def test_scales_of_an_analysis_reach_the_last_layer(take, tmp_path):
-    take("clip_up")
-    (tmp_path / "scales").mkdir()
-    scales = {"text": {"1": 0.5, "3": 0.25}, "vision": {"1": 2.0, "3": 1.0}}
-    analysis = {"weights": weights_fingerprint(str(tmp_path / "out/sparse")), "scales": scales}
-    (tmp_path / "scales/experts.json").write_text(json.dumps(analysis))
-    (tmp_path / "scales/manifest.json").write_text(json.dumps({"stage": {"stage": "analyze"}}))  # as of another run
-    before, after = take("clip_up", take=5, scale=str(tmp_path / "scales"))
-    for tower, layers in scales.items():
-        for layer, scale in layers.items():
-            name = f"{tower}_model.encoder.layers.{layer}.mlp.fc2.weight"
-            assert torch.equal(after[name], before[name] * scale)

@@ -39,7 +39,7 @@ SPLIT = Rule("qkv", ("q", "k", "v"), lambda w: w.chunk(3))
         (tensors(a=2), {"a": (3,)}, IDENTITY, "of the wrong shape: a is (2,) and must be (3,)"),
         (tensors(qkv=2), {"q": (1,), "k": (1,), "v": (1,)}, [SPLIT], "qkv (2,) to q, k, v"),
         (tensors(**{"experts.0": 2, "experts.2": 2}), {"experts": (3, 2)},
-         [Rule(r"experts\.\d", "experts", lambda *w: torch.stack(w), merges=True)],
+         [Rule(r"experts\.\d", "experts", torch.stack, merges=True)],
          "experts is (2, 2) and must be (3, 2)"),
     ],
 )  # fmt: skip

@@ -53,8 +53,6 @@ def trusted_copy(source: Path) -> Iterator[Path]:
         try:
             yield copy
         except (ValueError, OSError) as error:
-            if str(copy) not in str(error):
-                raise
             kind = ValueError if isinstance(error, ValueError) else OSError
             raise kind(str(error).replace(str(copy), str(source))) from error
 
@@ -66,22 +64,22 @@ def require_trusted_code(folder: Path) -> None:
         ValueError: a file of code is not one of this package, to the byte, or a configuration names any other code, or
             code that is not beside it.
     """
+    faults = []
     for path in _files(folder, ("*.py",)):
         own = next((with_relative_imports(own) for own in OWN_CLASSES.values() if own.name == path.name), "").encode()
-        trusted = own or (CODE[path.name].read_bytes() if path.name in CODE else None)
-        if path.read_bytes() != trusted:
-            raise ValueError(
+        if path.read_bytes() != (own or (CODE[path.name].read_bytes() if path.name in CODE else None)):
+            faults.append(
                 f"{path} is not this package's: no code is trusted but that of modeling_clip_moe, and of a module that "
                 "--import names"
             )
     for path in settings_files(folder):
         settings = read_json(path)
         _, foreign = _without_foreign_code(settings, path)
-        foreign = foreign or [
-            f"{n}, which is not there" for n in named_code(settings) if not (path.parent / n).is_file()
-        ]
-        if foreign:
-            raise ValueError(f"{path} names code that is not this package's: {'; '.join(foreign)}")
+        missing = [] if foreign else [n for n in named_code(settings) if not (path.parent / n).is_file()]
+        if foreign := foreign or [f"{name}, which is not there" for name in missing]:
+            faults.append(f"{path} names code that is not this package's: {'; '.join(foreign)}")
+    if faults:
+        raise ValueError(faults[0])
 
 
 def settings_files(folder: Path) -> list[Path]:
@@ -101,7 +99,7 @@ def _files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
 
 
 def _without_foreign_code(settings: Any, path: Path, where: str = "") -> tuple[Any, list[str]]:
-    """Settings without what names other code than ours, which configurations of ours all name; and what that was."""
+    """Settings that name no code but ours, which those of our classes all name; and the entries left out."""
     if isinstance(settings, list):
         parts = [_without_foreign_code(value, path, f"{where}{i}.") for i, value in enumerate(settings)]
         return [value for value, _ in parts], [entry for _, entries in parts for entry in entries]
