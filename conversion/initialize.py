@@ -14,14 +14,11 @@ from transformers import CLIPImageProcessorPil, CLIPProcessor, PreTrainedConfig,
 from transformers.tokenization_utils_base import LARGE_INTEGER
 
 from clip_moe.conversion.processors import (
-    IMAGE_PROCESSOR_FILES,
-    TOKENIZER_FILES,
     forget_last_call,
     load_image_processor,
     load_tokenizer,
     mark_padding,
     require_fit,
-    require_half,
 )
 from clip_moe.conversion.upcycle import ROUTING_FIELDS, check_memory
 from clip_moe.data.world import build_image_processor
@@ -182,16 +179,13 @@ def _image_processor(processor: str | None, size: int) -> Any:
         return CLIPImageProcessorPil(size={"shortest_edge": size}, crop_size=square)
     if is_world(processor):
         return build_image_processor(size)
-    require_half(processor, "image processor", IMAGE_PROCESSOR_FILES)
     return load_image_processor(processor)
 
 
 def _tokenizer(processor: str | None, tokenizer: str | None, length: int) -> Any:
     if tokenizer is None and is_world(processor):
         return world(processor).build_tokenizer(length)
-    source = processor if tokenizer is None else tokenizer
-    require_half(source, "tokenizer", TOKENIZER_FILES)
-    texts = load_tokenizer(source)
+    texts = load_tokenizer(processor if tokenizer is None else tokenizer)
     if texts.model_max_length >= LARGE_INTEGER:  # it has none
         texts.model_max_length = length
     return texts

@@ -38,8 +38,8 @@ COMPARED_TOKENS, COMPARED_SIDE = 1000, 256
 
 
 def own_template(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text with a {} for a label that a model was trained on, else "a photo of a {}.": the `hypothesis_template` of
-    `tokenizer_config.json`, which tokenizers save again; an argument of transformers' pipeline has the same name."""
+    """The text with a {} for a label that a model was trained on: the `hypothesis_template` of `tokenizer_config.json`,
+    named like the argument of transformers' pipeline, else "a photo of a {}."."""
     return tokenizer.init_kwargs.get("hypothesis_template", "a photo of a {}.")
 
 
@@ -54,11 +54,13 @@ def forget_last_call(tokenizer: PreTrainedTokenizerBase) -> None:
 
 def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder or hub name."""
+    require_half(source, "tokenizer", TOKENIZER_FILES)
     return _load(AutoTokenizer, source)
 
 
 def load_image_processor(source: str | Path) -> BaseImageProcessor:
     """The image processor of a folder or hub name."""
+    require_half(source, "image processor", IMAGE_PROCESSOR_FILES)
     return _load(AutoImageProcessor, source)
 
 
@@ -82,28 +84,21 @@ def load_processor(source: str | Path) -> ProcessorMixin:
     require_half(source, "tokenizer", TOKENIZER_FILES)
     require_half(source, "image processor", IMAGE_PROCESSOR_FILES)
     processor = _load(AutoProcessor, source)
-    if has_file(source, ["config.json"]):
-        for config in model_configs(source):
-            require_fit(config, source, source, processor.tokenizer, processor.image_processor)
-            mark_padding(config, processor.tokenizer)
-            if pooled_token(config.get_text_config()) == "last":
-                _warn_of_capitals(processor.tokenizer, str(source))
+    tokenizer = processor.tokenizer
+    for config in model_configs(source) if has_file(source, ["config.json"]) else []:
+        require_fit(config, source, source, tokenizer, processor.image_processor)
+        mark_padding(config, tokenizer)
+        is_siglip = pooled_token(config.get_text_config()) == "last"
+        if is_siglip and tokenizer("A DOG")["input_ids"] != tokenizer("a dog")["input_ids"]:  # as SigLIP 2's
+            message = f"the tokenizer of {source} is case-sensitive, but SigLIP was trained on lower-case text"
+            warn_once(logger, f"{message}: lower-case yours")
     return processor
 
 
-def _warn_of_capitals(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
-    if tokenizer("A DOG")["input_ids"] != tokenizer("a dog")["input_ids"]:  # as of SigLIP 2 with images of one size
-        what_to_do = "but SigLIP was trained on lower-case text: lower-case yours"
-        warn_once(logger, f"the tokenizer of {source} is case-sensitive, {what_to_do}")
-
-
 def mark_padding(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Marks the tokenizer of a model whose texts are padded to `max_length`: see `data.tokenizer.tokenize`.
-
-    Its `model_max_length` is the model's, and it gives no mask, here and where it is saved: SigLIP reads padding as
-    text, and a mask that other programs pass on would change the result. A tokenizer of Chinese-CLIP or AltCLIP
-    without a `model_max_length` gets the model's.
-    """
+    """Marks the tokenizer of a SigLIP, whose texts are padded to `max_length`: see `data.tokenizer.tokenize`. It gives
+    no mask, here and where it is saved: SigLIP reads padding as text, and a mask would change the result. A tokenizer
+    of Chinese-CLIP or AltCLIP without a `model_max_length` gets the model's."""
     text = config.get_text_config()
     if pooled_token(text) == "last":
         tokenizer.pads_to_max_length = True
@@ -241,10 +236,7 @@ def most_patches(config: PreTrainedConfig, source: str | Path) -> int | None:
 
 
 def load_halves(source: str | Path) -> tuple[Any, PreTrainedTokenizerBase | None, BaseImageProcessor | None]:
-    """The processor of a folder or hub name, or the half that there is, then its tokenizer and its image processor.
-
-    Looks for the files first, since transformers makes up an empty tokenizer for a model that has none.
-    """
+    """The processor of a folder or hub name, or the half that there is, then its tokenizer and its image processor."""
     has_tokenizer, has_image_processor = has_file(source, TOKENIZER_FILES), has_file(source, IMAGE_PROCESSOR_FILES)
     if has_tokenizer and has_image_processor:
         processor = _load(AutoProcessor, source)
