@@ -131,7 +131,9 @@ class Handler(BaseHTTPRequestHandler):
         body, (path, _) = self.body(), self.request_path()
         _, _, kind, *parts = path.split("/")
         if path == "/api/validate-yaml":
-            return self.answer({"errors": [], "warnings": []})
+            if b"license: MIT" not in body:
+                return self.answer({"errors": [], "warnings": []})
+            return self.answer({"errors": [{"message": '"license" must be one of [mit]'}], "warnings": []}, 400)
         if parts[2:3] == ["paths-info"]:
             files = self.repository(kind, "/".join(parts[:2])).commits[parts[3]]
             wanted = parse_qs(body.decode())["paths"] if body[:1] != b"{" else json.loads(body)["paths"]

@@ -164,6 +164,12 @@ def test_what_the_hub_refuses_is_one_line(token, name, message, run, hub, unveri
     assert "\n" not in str(end.value) and not hub.repositories
 
 
+def test_a_license_that_the_hub_does_not_know_is_refused(run, hub, login, unverified):
+    with pytest.raises(SystemExit, match='error: Invalid metadata in README.md.*"license" must be one of') as end:
+        publish.main([str(run / "clip_up"), "user/x", "--license", "MIT"])
+    assert "\n" not in str(end.value) and not hub.files("user/x")
+
+
 def test_a_published_model_loads_at_a_revision(published, hub, login, tmp_path):
     """In a process without this package, online and then offline; the newest commit has other weights."""
     bundle.upload(published, "user/symbols")
