@@ -1,23 +1,15 @@
 """One CLIP whose parameters are the weighted means of those of several."""
 
-import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from scipy.optimize import linear_sum_assignment
-from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from clip_moe.conversion.checkpoints import load_clip, load_model
-from clip_moe.conversion.upcycle import architecture, sparse_blocks
+from clip_moe.conversion.upcycle import architecture
 from modeling_clip_moe.families import TOWER_CONFIGS
-
-logger = logging.getLogger(__name__)
-
-# Share of the squared norms below which a squared distance is rounding
-ROUNDING = 1e-12
 
 
 def shape(config: PreTrainedConfig) -> list[dict[str, Any]]:
@@ -28,8 +20,8 @@ def shape(config: PreTrainedConfig) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def average(sources: Sequence[str | Path], weights: Sequence[float] | None = None) -> PreTrainedModel:
-    """The mean of the parameters of models, and of their experts' biases, computed in float64. Experts are averaged
-    with those of the first model that they are most like, see `match_experts`. Two models are in memory at a time.
+    """The mean of the parameters of models, and of their experts' biases, computed in float64. Two models are in memory
+    at a time.
 
     Args:
         weights: one for each model, which sum to 1; some below 0 and above 1 lead beyond the models. None: all alike.
@@ -44,7 +36,6 @@ def average(sources: Sequence[str | Path], weights: Sequence[float] | None = Non
         model = load_model(type(mean), source)
         if shape(model.config) != shape(mean.config):
             raise ValueError(f"{source} has another configuration than {sources[0]}: they have no mean")
-        match_experts(model, mean, str(source))
         dtype = torch.promote_types(dtype, model.dtype)
         for name, tensor in _tensors(model):
             sums[name] += weight * tensor.double()
@@ -52,38 +43,6 @@ def average(sources: Sequence[str | Path], weights: Sequence[float] | None = Non
     for name, tensor in _tensors(mean):
         tensor.copy_(sums[name] / (1 if weights else len(sources)))
     return mean
-
-
-@torch.no_grad()
-def match_experts(model: PreTrainedModel, other: PreTrainedModel, name: str) -> None:
-    """Renumbers the experts of each layer of a model, which changes nothing that it computes, where another order is
-    closer to that of `other` in squared distance of router rows and experts (Git Re-Basin, arXiv:2209.04836).
-
-    Args:
-        name: the model's name, for the warning that its experts are renumbered.
-    """
-    changed = []
-    for (layer, block), reference in zip(sparse_blocks(model).items(), sparse_blocks(other).values(), strict=True):
-        costs, scale = torch.zeros(block.num_experts, block.num_experts, dtype=torch.float64), 0.0
-        for own, wanted in zip(_expert_tensors(block), _expert_tensors(reference), strict=True):
-            own, wanted = (tensor.double().reshape(len(tensor), -1) for tensor in (own, wanted))
-            squares = wanted.square().sum(1)[:, None] + own.square().sum(1)
-            costs += squares - 2 * wanted @ own.T
-            scale += squares.diagonal().sum().item()
-        order = torch.from_numpy(linear_sum_assignment(costs.numpy())[1])
-        if costs.trace() - costs.gather(1, order[:, None]).sum() > ROUNDING * scale:
-            changed.append(layer)
-            for tensor in _expert_tensors(block):
-                tensor.copy_(tensor[order])
-    if changed:
-        logger.warning("the experts of %s are averaged in another order in %s", name, ", ".join(map(str, changed)))
-
-
-def _expert_tensors(block: nn.Module) -> list[torch.Tensor]:
-    """The tensors of a sparse block whose first axis is that of its experts."""
-    parts = (block.router, block.experts)
-    tensors = [tensor for part in parts for tensor in (*part.parameters(), *part.buffers())]
-    return [tensor for tensor in tensors if tensor.shape[:1] == (block.num_experts,)]
 
 
 def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:

@@ -10,20 +10,13 @@ from typing import Any, Literal
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import (
-    AutoConfig,
-    CLIPModel,
-    CLIPTextModel,
-    CLIPTextModelWithProjection,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, CLIPModel, PreTrainedConfig, PreTrainedModel
 from transformers.utils import cached_file, logging
 
 from clip_moe.conversion.own_classes import import_handed_on
 from clip_moe.engine.hub import hub_options
 from clip_moe.engine.messages import join_names, one_line
-from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel, CLIPMoETextModel, CLIPMoETextModelWithProjection
+from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel
 from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
 from modeling_clip_moe.families import FAMILY_OF_TYPE, Family, family_of, is_clip, model_class
 
@@ -32,8 +25,6 @@ KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementatio
 # For `cached_file`: no error where there is no file
 MISSING_IS_NONE = {f"_raise_exceptions_for_{name}": False for name in ("gated_repo", "missing_entries")}
 MISSING_IS_NONE |= {"_raise_exceptions_for_connection_errors": False}
-# Those that may be a model of their own, as an image generator's text encoder is
-TEXT_TOWERS = (CLIPTextModel, CLIPTextModelWithProjection, CLIPMoETextModel, CLIPMoETextModelWithProjection)
 # "auto": the stored one
 Dtype = torch.dtype | Literal["auto"]
 # Type of a model that is not accepted -> its kind and the way out
@@ -153,14 +144,6 @@ def load_clip_config(source: str | Path) -> PreTrainedConfig:
     if not is_clip(config):
         require_type(config, CLIPModel, source)
     return config
-
-
-def load_whole_or_tower(source: str | Path, dtype: Dtype = "auto") -> PreTrainedModel:
-    """Loads a model of any family, or a CLIP's text tower alone, dense or sparse, see `load_model`."""
-    config = load_config(source)
-    tower = next((tower for tower in TEXT_TOWERS if tower.__name__ in (config.architectures or [])), None)
-    known = config.model_type in FAMILY_OF_TYPE
-    return load_model(tower or (model_class(config) if known else CLIPModel), source, dtype)
 
 
 def is_sparse(config: PreTrainedConfig) -> bool:

@@ -7,23 +7,23 @@ import torch
 from torch import Tensor
 from transformers import LlavaForConditionalGeneration, PreTrainedConfig, PreTrainedModel
 
-from clip_moe.conversion.checkpoints import has_file, load_config, load_mixture, load_model, load_whole_or_tower
+from clip_moe.conversion.checkpoints import has_file, load_config, load_mixture, load_model, load_weights
 from clip_moe.conversion.processors import IMAGE_PROCESSOR_FILES, TOKENIZER_FILES, load_processor
 from modeling_clip_moe import CLIPMoDEConfig
-from modeling_clip_moe.families import is_clip, longest_text, pools_highest
+from modeling_clip_moe.families import is_clip, longest_text, model_class, pools_highest
 
 TOLERANCE = 1e-4
 
 
 def require_loadable(folder: str | Path) -> None:
-    """The model in a folder (dense, sparse, mixed, one tower, a LLaVA) and its processor, if any, load whole."""
+    """The model in a folder (dense, sparse, mixed, a LLaVA) and its processor, if any, load whole."""
     config = load_config(folder)
     if isinstance(config, CLIPMoDEConfig):
         load_mixture(folder)
     elif config.model_type == "llava":
         load_model(LlavaForConditionalGeneration, folder)
     else:
-        load_whole_or_tower(folder)
+        load_weights(model_class(config), folder)
     if has_file(folder, TOKENIZER_FILES) and has_file(folder, IMAGE_PROCESSOR_FILES):
         load_processor(folder)
 

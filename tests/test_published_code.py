@@ -12,7 +12,7 @@ from transformers import AutoProcessor, BertConfig, BertModel, CLIPModel
 from clip_moe.conversion.commands import publish
 from clip_moe.conversion.presets import PRESETS
 from clip_moe.conversion.publishing import bundle
-from clip_moe.conversion.publishing.trusted_code import require_trusted_code, trusted_copy
+from clip_moe.conversion.publishing.trusted_code import require_trusted_code, without_foreign_code
 from clip_moe.conversion.upcycle import upcycle
 from clip_moe.evaluation.sentence_encoders import load_encoder
 from modeling_clip_moe import CLIPMoDEModel
@@ -27,12 +27,6 @@ def ran(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     plant_module(tmp_path / "elsewhere", tmp_path / "ran")
     return tmp_path / "ran"
-
-
-@pytest.fixture
-def source(tmp_path) -> Path:
-    """A dense model."""
-    return shutil.copytree(BASE, tmp_path / "source")
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +84,6 @@ def test_planted_code_neither_runs_nor_is_published(ran, tmp_path, capsys):
     change(
         source / "expert_0/config.json",
         custom_pipelines={"classify": {"impl": "evil.Pipeline", "pt": ["CLIPModel"]}},
-        attn_implementation="evil/kernel",
         text_config=text | {"auto_map": {"AutoModel": "evil.Model"}},
     )
     change(source / "tokenizer_config.json", auto_map={"AutoTokenizer": [None, "evil.Tokenizer"]})
@@ -104,9 +97,9 @@ def test_planted_code_neither_runs_nor_is_published(ran, tmp_path, capsys):
     assert not ran.exists()
     assert_clean(out)
     warnings = capsys.readouterr().err
+    print(warnings)
     for entry in (
         "expert_0/config.json: custom_pipelines {'classify': {'impl': 'evil.Pipeline', 'pt': ['CLIPModel']}}",
-        "expert_0/config.json: attn_implementation 'evil/kernel'",
         "expert_0/config.json: text_config.auto_map.AutoModel 'evil.Model'",
         "expert_1/config.json: auto_map.AutoModelForZeroShotImageClassification 'elsewhere--evil.Model'",
         "tokenizer_config.json: auto_map.AutoTokenizer [None, 'evil.Tokenizer']",
@@ -114,7 +107,7 @@ def test_planted_code_neither_runs_nor_is_published(ran, tmp_path, capsys):
         "processor_config.json: image_processor.auto_map.AutoImageProcessor 'elsewhere--evil.Model'",
         "preprocessor_config.json: auto_map.AutoImageProcessor 'elsewhere--evil.Model'",
     ):
-        assert f"warning: {source}/{entry} is left out" in warnings
+        assert f"warning: {entry} is left out" in warnings
     for name, own in ((".", "modeling_clip_mode.CLIPMoDEModel"), ("expert_1", "modeling_clip_moe.CLIPMoEModel")):
         config = json.loads((out / name / "config.json").read_text())
         assert config["auto_map"]["AutoModelForZeroShotImageClassification"] == own
@@ -162,28 +155,25 @@ def test_the_check_trusts_nothing_else(sparse, tmp_path, ran, file, changes, mes
         ("metadata_encoder/1_Dense/config.json", '{"activation_function": "evil.abort"}'),
     ],
 )
-def test_what_cannot_be_left_out_is_refused(source, file, content):
-    (source / file).parent.mkdir(parents=True, exist_ok=True)
-    (source / file).write_text(content)
-    with pytest.raises(ValueError, match=f"{file}: .*evil"), trusted_copy(source):
-        raise AssertionError
+def test_what_cannot_be_left_out_is_refused(file, content):
+    with pytest.raises(ValueError, match=f"{file}: .*evil"):
+        without_foreign_code(json.loads(content), Path(file))
 
 
 @pytest.mark.parametrize("auto_map", ["evil.Model", 3, {"AutoModel": {"pil": "evil.Model"}}], ids=str)
-def test_an_auto_map_of_any_shape_is_left_out(source, auto_map):
-    change(source / "config.json", auto_map=auto_map)
-    with trusted_copy(source) as copy:
-        assert "auto_map" not in json.loads((copy / "config.json").read_text())
+def test_an_auto_map_of_any_shape_is_left_out(auto_map):
+    assert without_foreign_code({"model_type": "clip", "auto_map": auto_map}, Path("config.json")) == {
+        "model_type": "clip"
+    }
 
 
 def test_an_encoder_that_is_ours_gets_our_code(tmp_path, sparse):
-    encoder, out = tmp_path / "source" / "metadata_encoder", tmp_path / "out"
+    encoder, out = tmp_path / "encoder", tmp_path / "out"
     shutil.copytree(sparse, encoder / "model")
     (encoder / "model" / "modeling_clip_moe.py").write_text("import evil\n")
     change(encoder / "encoder.json", kind="transformers", name="ours", source="/home/me/ours")
-    with trusted_copy(tmp_path / "source") as copy:
-        bundle.write_encoder(copy / "metadata_encoder", out)
-    bundle.forget_this_machine(out)
+    bundle.write_encoder(encoder, out)
+    bundle.clean_settings(out)
     require_trusted_code(out)
     assert {"model/modeling_clip_moe.py", "model/configuration_clip_moe.py"} <= files(out).keys()
     assert_clean(out)

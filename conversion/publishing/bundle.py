@@ -27,10 +27,12 @@ from clip_moe.conversion.publishing.card import render
 from clip_moe.conversion.publishing.lineage import Lineage
 from clip_moe.conversion.publishing.trusted_code import (
     CODE,
+    CONTENT,
+    files_like,
     named_code,
     require_trusted_code,
     settings_files,
-    trusted_copy,
+    without_foreign_code,
 )
 from clip_moe.conversion.verification import sample_inputs
 from clip_moe.engine.files import read_json, save, write_text, writing
@@ -119,14 +121,15 @@ def upload(folder: Path, repository: str) -> str:
 def copy_model(source: Path, folder: Path) -> PreTrainedModel:
     """Write a model, its processor and its encoder of metadata into another folder, and return the model. Other files,
     foreign code and names of this machine stay behind."""
-    with trusted_copy(source) as trusted:
-        is_mixture = isinstance(load_config(trusted), CLIPMoDEConfig)
-        model = load_mixture(trusted) if is_mixture else load_clip(trusted)
-        save(model, folder, max_shard_size=SHARD)
-        for part in model.config.experts if getattr(model.config, "own_processors", False) else [""]:
-            write_processor(trusted / part, folder / part)
-        write_encoder(trusted / ENCODER, folder / ENCODER)
-    forget_this_machine(folder)
+    source.stat()  # an error where there is no such folder: it is never a name on the Hub
+    is_mixture = isinstance(load_config(source), CLIPMoDEConfig)
+    model = load_mixture(source) if is_mixture else load_clip(source)
+    save(model, folder, max_shard_size=SHARD)
+    for part in model.config.experts if getattr(model.config, "own_processors", False) else [""]:
+        write_processor(source / part, folder / part)
+    if (source / ENCODER).is_dir():  # of a mixture's metadata
+        write_encoder(source / ENCODER, folder / ENCODER)
+    clean_settings(folder)
     return model
 
 
@@ -143,27 +146,30 @@ def write_processor(source: Path, folder: Path) -> None:
 
 
 def write_encoder(source: Path, folder: Path) -> None:
-    """Copy the encoder of a mixture's metadata, if there is one: settings, vocabulary and safetensors."""
-    if source.is_dir():
-        shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.bin"))  # pickles
-        for path in settings_files(folder):
-            for name in named_code(read_json(path)):
-                shutil.copy(CODE[name], path.parent)
+    """Copy an encoder of metadata: settings, vocabulary and safetensors."""
+    for path in files_like(source, CONTENT):
+        (target := folder / path.relative_to(source)).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, target)
 
 
-def forget_this_machine(folder: Path) -> None:
-    """Remove from configurations what is true on this machine alone."""
+def clean_settings(folder: Path) -> None:
+    """Remove from configurations the names of code that is not ours and what is true on this machine alone, and put our
+    code beside an encoder that needs it."""
 
     def without_local(part: dict[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in part.items() if key not in LOCAL_KEYS}
 
     for path in settings_files(folder):
         before = read_json(path)
-        settings = json.loads(json.dumps(before), object_hook=without_local)
+        settings = without_foreign_code(before, path.relative_to(folder))
+        settings = json.loads(json.dumps(settings), object_hook=without_local)
         if path.name == "encoder.json" and (path.parent / "model").is_dir() and "source" in settings:
             settings["source"] = Path(str(settings["source"])).name  # of a folder that was here
         if settings != before:
             write_text(path, json.dumps(settings, indent=2, ensure_ascii=False))
+        for name in named_code(settings):
+            if not (path.parent / name).is_file():
+                shutil.copy(CODE[name], path.parent)
 
 
 def write_self_test(model: PreTrainedModel, folder: Path) -> None:

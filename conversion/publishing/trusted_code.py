@@ -1,15 +1,11 @@
 """Code that configurations name: files of `modeling_clip_moe`, nothing else.
 
 transformers runs what a configuration names, in this folder or on the Hub, for everybody who loads it with
-`trust_remote_code=True`. So a model is loaded from a copy of its source that names no other code than ours, and what is
-published is checked before anything trusts it.
+`trust_remote_code=True`. So a model is loaded without trust, names of other code are removed from the published folder,
+and that is checked before anything trusts it.
 """
 
-import contextlib
-import json
 import sys
-import tempfile
-from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -24,37 +20,18 @@ from modeling_clip_moe.own_code import OWN_CLASSES, with_relative_imports
 CODE = {path.name: path for path in Path(modeling_clip_moe.__file__).parent.glob("*.py")}
 # The files of a model, its processor or its encoder of metadata that hold settings, among which there may be code
 SETTINGS_FILES = ("*config*.json", "modules.json", "encoder.json")
-# Files without code: vocabularies, weights and the like
-CONTENT = ("*.json", "*.safetensors", "*.bin", "vocab.txt", "merges.txt", "*.model")
+# Files without code and pickles: vocabularies, weights and the like
+CONTENT = ("*.json", "*.safetensors", "vocab.txt", "merges.txt", "*.model")
 # Where sentence-transformers names classes, and whose it may name
 CLASSES, KNOWN_CLASSES = ("type", "types", "activation_function"), ("sentence_transformers.", "torch.nn.")
 
 
-@contextlib.contextmanager
-def trusted_copy(source: Path) -> Iterator[Path]:
-    """Yields a temporary copy of a model's folder whose configurations name no code but ours, and warns of the rest.
-
-    It holds no code, and links to the weights. Errors that name the copy are raised naming the source.
-    """
-    with tempfile.TemporaryDirectory() as parent:
-        copy = Path(parent) / "copy"
-        for path in settings_files(source):
-            settings, left_out = _without_foreign_code(read_json(path), path)
-            for entry in left_out:
-                print(f"warning: {path}: {entry} is left out: it names code that is not ours", file=sys.stderr)
-            target = copy / path.relative_to(source)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        for path in _files(source, CONTENT):
-            target = copy / path.relative_to(source)
-            if not target.exists():
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.symlink_to(path.resolve())
-        try:
-            yield copy
-        except (ValueError, OSError) as error:
-            kind = ValueError if isinstance(error, ValueError) else OSError
-            raise kind(str(error).replace(str(copy), str(source))) from error
+def without_foreign_code(settings: Any, name: Path) -> Any:
+    """The settings of a file that name no code but ours; warns of the rest."""
+    kept, left_out = _without_foreign_code(settings, name)
+    for entry in left_out:
+        print(f"warning: {name}: {entry} is left out: it names code that is not ours", file=sys.stderr)
+    return kept
 
 
 def require_trusted_code(folder: Path) -> None:
@@ -65,7 +42,7 @@ def require_trusted_code(folder: Path) -> None:
             code that is not beside it.
     """
     faults = []
-    for path in _files(folder, ("*.py",)):
+    for path in files_like(folder, ("*.py",)):
         own = next((with_relative_imports(own) for own in OWN_CLASSES.values() if own.name == path.name), "").encode()
         if path.read_bytes() != (own or (CODE[path.name].read_bytes() if path.name in CODE else None)):
             faults.append(
@@ -84,7 +61,7 @@ def require_trusted_code(folder: Path) -> None:
 
 def settings_files(folder: Path) -> list[Path]:
     """The files of a folder that may name code."""
-    return _files(folder, SETTINGS_FILES)
+    return files_like(folder, SETTINGS_FILES)
 
 
 def named_code(settings: Any) -> list[str]:
@@ -93,7 +70,8 @@ def named_code(settings: Any) -> list[str]:
     return sorted({f"{name.split('.')[0]}.py" for name in auto_map.values()})
 
 
-def _files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
+def files_like(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
+    """The files in a folder and below whose names match a pattern."""
     paths = filter(Path.is_file, (folder / path for path in files_in(folder, hidden=True)))
     return sorted(path for path in paths if any(fnmatch(path.name, pattern) for pattern in patterns))
 

@@ -19,7 +19,7 @@ class LongContextStage(ModelStage):
 
     The first rows of the position table, which most captions of CLIP's training reach, stay as they are. Between every
     later row and the next one, new rows are interpolated. The saved model is loaded again and compared with the source
-    on short texts, which it must embed alike. A text tower alone, such as Stable Diffusion's, is lengthened, too.
+    on short texts, which it must embed alike. `conversion.long_context.lengthen` also takes a text tower alone.
 
         clip-moe long-context runs/long --model training/symbol_clip --length 108
     """
@@ -34,11 +34,11 @@ class LongContextStage(ModelStage):
     keep: int = Field(default=20, gt=0)
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
-        from clip_moe.conversion.checkpoints import load_whole_or_tower
+        from clip_moe.conversion.checkpoints import load_clip
         from clip_moe.conversion.long_context import lengthen, verify
         from clip_moe.conversion.processors import copy_processor
         from clip_moe.engine.files import save
 
-        save(lengthen(load_whole_or_tower(inputs.model), self.length, self.keep), directory)
+        save(lengthen(load_clip(inputs.model), self.length, self.keep), directory)
         copy_processor(inputs.model, directory, length=self.length)
         verify(inputs.model, directory, self.keep)

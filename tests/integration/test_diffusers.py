@@ -13,7 +13,7 @@ from stand_ins import SHORT, with_77_positions
 from tiny_models import sdxl, stable_diffusion, tokenizer
 from transformers import CLIPModel, CLIPTextModel, CLIPTextModelWithProjection
 
-import clip_moe
+from clip_moe.conversion.long_context import lengthen
 from modeling_clip_moe import CLIPMoEModel, CLIPMoETextModel, CLIPMoETextModelWithProjection
 
 BASE = "training/symbol_clip"
@@ -46,9 +46,9 @@ def towers(repository, tmp_path_factory):
         with_77_positions(model).save_pretrained(place / kind)
         for number, classes in ENCODERS.items():
             folder = place / f"{kind}_{number}_{SHORT}"
-            classes[kind].from_pretrained(place / kind).save_pretrained(folder)
-            longer = place / f"{kind}_{number}_{LONG}"
-            clip_moe.main(["long-context", str(longer), "--model", str(folder), "--length", str(LONG)])
+            tower = classes[kind].from_pretrained(place / kind)
+            tower.save_pretrained(folder)
+            lengthen(tower, LONG).save_pretrained(place / f"{kind}_{number}_{LONG}")
     return place
 
 
