@@ -12,7 +12,7 @@ from transformers import AutoProcessor, BertConfig, BertModel, CLIPModel
 from clip_moe.conversion.commands import publish
 from clip_moe.conversion.presets import PRESETS
 from clip_moe.conversion.publishing import bundle
-from clip_moe.conversion.publishing.trusted_code import require_trusted_code, without_foreign_code
+from clip_moe.conversion.publishing.trusted_code import cleaned, require_trusted_code
 from clip_moe.conversion.upcycle import upcycle
 from clip_moe.evaluation.sentence_encoders import load_encoder
 from modeling_clip_moe import CLIPMoDEModel
@@ -157,14 +157,12 @@ def test_the_check_trusts_nothing_else(sparse, tmp_path, ran, file, changes, mes
 )
 def test_what_cannot_be_left_out_is_refused(file, content):
     with pytest.raises(ValueError, match=f"{file}: .*evil"):
-        without_foreign_code(json.loads(content), Path(file))
+        cleaned(json.loads(content), Path(file))
 
 
 @pytest.mark.parametrize("auto_map", ["evil.Model", 3, {"AutoModel": {"pil": "evil.Model"}}], ids=str)
 def test_an_auto_map_of_any_shape_is_left_out(auto_map):
-    assert without_foreign_code({"model_type": "clip", "auto_map": auto_map}, Path("config.json")) == {
-        "model_type": "clip"
-    }
+    assert cleaned({"model_type": "clip", "auto_map": auto_map}, Path("config.json")) == {"model_type": "clip"}
 
 
 def test_an_encoder_that_is_ours_gets_our_code(tmp_path, sparse):

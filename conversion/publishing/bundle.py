@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,11 +27,11 @@ from clip_moe.conversion.publishing.lineage import Lineage
 from clip_moe.conversion.publishing.trusted_code import (
     CODE,
     CONTENT,
+    cleaned,
     files_like,
     named_code,
     require_trusted_code,
     settings_files,
-    without_foreign_code,
 )
 from clip_moe.conversion.verification import sample_inputs
 from clip_moe.engine.files import read_json, save, write_text, writing
@@ -41,9 +40,6 @@ from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel
 from modeling_clip_moe.self_test import FILE as SELF_TEST
 from modeling_clip_moe.self_test import compute, enlarged
 
-# Keys of configurations that say where they were loaded from on this machine, and files there
-LOCAL_KEYS = {"is_local", "local_files_only", "name_or_path", "_name_or_path"}
-LOCAL_KEYS |= {"tokenizer_file", "vocab_file", "merges_file", "special_tokens_map_file"}
 SHARD = "5GB"  # the largest file of weights
 LICENSE = Path(__file__).resolve().parents[2] / "LICENSE"
 # The self-test's two images: the most stored pixels a side, and the patches of images of any shape
@@ -153,20 +149,12 @@ def write_encoder(source: Path, folder: Path) -> None:
 
 
 def clean_settings(folder: Path) -> None:
-    """Remove from configurations the names of code that is not ours and what is true on this machine alone, and put our
-    code beside an encoder that needs it."""
-
-    def without_local(part: dict[str, Any]) -> dict[str, Any]:
-        return {key: value for key, value in part.items() if key not in LOCAL_KEYS}
-
+    """Clean the settings in a folder, see `trusted_code.cleaned`, and put our code beside an encoder that needs it."""
     for path in settings_files(folder):
-        before = read_json(path)
-        settings = without_foreign_code(before, path.relative_to(folder))
-        settings = json.loads(json.dumps(settings), object_hook=without_local)
+        settings = cleaned(read_json(path), path.relative_to(folder))
         if path.name == "encoder.json" and (path.parent / "model").is_dir() and "source" in settings:
             settings["source"] = Path(str(settings["source"])).name  # of a folder that was here
-        if settings != before:
-            write_text(path, json.dumps(settings, indent=2, ensure_ascii=False))
+        write_text(path, json.dumps(settings, indent=2, ensure_ascii=False))
         for name in named_code(settings):
             if not (path.parent / name).is_file():
                 shutil.copy(CODE[name], path.parent)

@@ -22,13 +22,17 @@ CODE = {path.name: path for path in Path(modeling_clip_moe.__file__).parent.glob
 SETTINGS_FILES = ("*config*.json", "modules.json", "encoder.json")
 # Files without code and pickles: vocabularies, weights and the like
 CONTENT = ("*.json", "*.safetensors", "vocab.txt", "merges.txt", "*.model")
+# Keys of configurations that say where they were loaded from on this machine, and files there
+LOCAL_KEYS = {"is_local", "local_files_only", "name_or_path", "_name_or_path"}
+LOCAL_KEYS |= {"tokenizer_file", "vocab_file", "merges_file", "special_tokens_map_file"}
 # Where sentence-transformers names classes, and whose it may name
 CLASSES, KNOWN_CLASSES = ("type", "types", "activation_function"), ("sentence_transformers.", "torch.nn.")
 
 
-def without_foreign_code(settings: Any, name: Path) -> Any:
-    """The settings of a file that name no code but ours; warns of the rest."""
-    kept, left_out = _without_foreign_code(settings, name)
+def cleaned(settings: Any, name: Path) -> Any:
+    """The settings of a file without what is true on this machine alone and what names code that is not ours; warns of
+    the latter."""
+    kept, left_out = _cleaned(settings, name)
     for entry in left_out:
         print(f"warning: {name}: {entry} is left out: it names code that is not ours", file=sys.stderr)
     return kept
@@ -51,7 +55,7 @@ def require_trusted_code(folder: Path) -> None:
             )
     for path in settings_files(folder):
         settings = read_json(path)
-        _, foreign = _without_foreign_code(settings, path)
+        _, foreign = _cleaned(settings, path)
         missing = [] if foreign else [n for n in named_code(settings) if not (path.parent / n).is_file()]
         if foreign := foreign or [f"{name}, which is not there" for name in missing]:
             faults.append(f"{path} names code that is not this package's: {'; '.join(foreign)}")
@@ -76,31 +80,26 @@ def files_like(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
     return sorted(path for path in paths if any(fnmatch(path.name, pattern) for pattern in patterns))
 
 
-def _without_foreign_code(settings: Any, path: Path, where: str = "") -> tuple[Any, list[str]]:
-    """Settings that name no code but ours, which those of our classes all name; and the entries left out."""
+def _cleaned(settings: Any, path: Path, where: str = "") -> tuple[Any, list[str]]:
+    """The settings, in which our own classes name our code, and the entries left out that named other code."""
     if isinstance(settings, list):
-        parts = [_without_foreign_code(value, path, f"{where}{i}.") for i, value in enumerate(settings)]
+        parts = [_cleaned(value, path, f"{where}{i}.") for i, value in enumerate(settings)]
         return [value for value, _ in parts], [entry for _, entries in parts for entry in entries]
     if not isinstance(settings, dict):
         return settings, []
-    kept, left_out = {}, []
+    own, kept, left_out = _own_auto_map(settings), {}, []
     for key, value in settings.items():
         if key == "auto_map":
             entries = value if isinstance(value, dict) else {"": value}
-            own = _own_auto_map(settings)
             left_out += [f"{where}auto_map.{name} {v!r}" for name, v in entries.items() if own.get(name) != v]
-        elif key == "custom_pipelines":
-            left_out.append(f"{where}custom_pipelines {value!r}")
-        elif key in KERNELS and "/" in str(value):
+        elif key == "custom_pipelines" or key in KERNELS and "/" in str(value):
             left_out.append(f"{where}{key} {value!r}")
-        else:
+        elif key not in LOCAL_KEYS:
             if key in CLASSES:
                 _require_known_classes(value, path, f"{where}{key}")
-            kept[key], entries = _without_foreign_code(value, path, f"{where}{key}.")
+            kept[key], entries = _cleaned(value, path, f"{where}{key}.")
             left_out += entries
-    if own := _own_auto_map(settings):
-        kept["auto_map"] = own
-    return kept, left_out
+    return kept | ({"auto_map": own} if own else {}), left_out
 
 
 def _own_auto_map(settings: dict) -> dict[str, str]:
