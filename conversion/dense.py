@@ -10,18 +10,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from clip_moe.conversion import upcycle
 from clip_moe.conversion.checkpoints import load_dense, load_sparse
 from clip_moe.conversion.rules import Rule, apply_rules
-from clip_moe.conversion.upcycle import (
-    FFN_TO_EXPERTS,
-    SPARSE_FIELDS,
-    architecture,
-    counted_as_one,
-    experts_of_ffn,
-    kept_rules,
-    sparse_blocks,
-    towers_of,
-)
 from clip_moe.conversion.verification import TOLERANCE, compare
 from clip_moe.engine.files import read_record
 from clip_moe.engine.messages import join_names
@@ -36,10 +27,10 @@ BASE = "base"
 def dense_config(config: SparseMoEConfig) -> PreTrainedConfig:
     """The config of the dense model: the family's own fields of the sparse one."""
     config_class = family_of(config).dense.config_class
-    fields = architecture(config, config_class)
+    fields = upcycle.architecture(config, config_class)
     for name in config.sub_configs:
-        tower_fields = architecture(getattr(config, name), type(getattr(config, name)))
-        fields[name] = {field: value for field, value in tower_fields.items() if field not in SPARSE_FIELDS}
+        tower_fields = upcycle.architecture(getattr(config, name), type(getattr(config, name)))
+        fields[name] = {field: value for field, value in tower_fields.items() if field not in upcycle.SPARSE_FIELDS}
     return config_class(**fields)
 
 
@@ -54,13 +45,13 @@ def layer_scales(config: SparseMoEConfig, expert: int | str, scale: Scale | None
     that an FFN's experts share, whatever `scale` says.
     """
     scales = {}
-    for tower, (prefix, tower_config) in towers_of(config).items():
+    for tower, (prefix, tower_config) in upcycle.towers_of(config).items():
         for layer in sorted(tower_config.moe_layers):
             value = 1.0 if expert == BASE else float(tower_config.routed_scaling_factor)
             if expert != BASE and not tower_config.norm_topk_prob:
                 value = scale.get(tower, {}).get(str(layer)) if isinstance(scale, Mapping) else scale
                 if isinstance(scale, float | int):  # of each expert of an FFN
-                    value = scale * experts_of_ffn(tower_config)
+                    value = scale * upcycle.experts_of_ffn(tower_config)
                 if value is None:
                     raise ValueError(
                         f"the weights of a token's experts do not sum to 1 (norm_topk_prob is False), and there is no "
@@ -73,7 +64,7 @@ def layer_scales(config: SparseMoEConfig, expert: int | str, scale: Scale | None
 
 def extraction_rules(config: SparseMoEConfig, expert: int | str, scale: Scale | None = None) -> list[Rule]:
     """Rules from a sparse model to the dense one that keep one expert, or the base FFN, of every sparse layer."""
-    rules = kept_rules(config, family_of(config).logit_scale_shape)
+    rules = upcycle.kept_rules(config, family_of(config).logit_scale_shape)
     for ffn, layer_scale in layer_scales(config, expert, scale).items():
         rules.append(Rule(rf"{ffn}\.(router|fusion_gate)\..*", (), reason="a dense FFN has no routing"))
         if expert == BASE:
@@ -81,10 +72,10 @@ def extraction_rules(config: SparseMoEConfig, expert: int | str, scale: Scale | 
             rules.append(Rule(rf"{ffn}\.(shared_)?experts\..*", (), reason="the base FFN was chosen"))
             continue
         rules.append(Rule(rf"{ffn}\.base\..*", (), reason="an expert was chosen"))
-        (tower,) = (tower for prefix, tower in towers_of(config).values() if ffn.startswith(prefix))
-        experts_per_ffn = experts_of_ffn(tower)
+        (tower,) = (tower for prefix, tower in upcycle.towers_of(config).values() if ffn.startswith(prefix))
+        experts_per_ffn = upcycle.experts_of_ffn(tower)
         chosen = slice(expert * experts_per_ffn, (expert + 1) * experts_per_ffn)
-        for name, expert_tensor in FFN_TO_EXPERTS.items():
+        for name, expert_tensor in upcycle.FFN_TO_EXPERTS.items():
             factor = layer_scale / experts_per_ffn if name.startswith("fc2.") else 1.0
             join = functools.partial(_whole_ffn, name, chosen, factor)
             sources = rf"({ffn})\.(?:experts\.{expert_tensor}|shared_experts\.{re.escape(name)})"
@@ -104,7 +95,7 @@ def _whole_ffn(name: str, chosen: slice, factor: float, experts_and_shared: list
 def extract(sparse: PreTrainedModel, expert: int | str, scale: Scale | None = None) -> PreTrainedModel:
     """Builds the dense CLIP of one expert (from 0), or of the base FFN ("base"), in the sparse model's dtype; for
     `scale` see `layer_scales`. Of narrow experts, those that make an FFN count as one, with the shared ones."""
-    require_expert([block.config for block in sparse_blocks(sparse).values()], expert)
+    require_expert([block.config for block in upcycle.sparse_blocks(sparse).values()], expert)
     rules = extraction_rules(sparse.config, expert, scale)
     dense = family_of(sparse.config).dense(dense_config(sparse.config)).to(sparse.dtype)
     shapes = {key: tensor.shape for key, tensor in dense.state_dict().items()}
@@ -115,7 +106,7 @@ def extract(sparse: PreTrainedModel, expert: int | str, scale: Scale | None = No
 def require_expert(towers: Sequence[CLIPMoETowerConfig], expert: int | str) -> None:
     """Raises a ValueError where a sparse tower has no such expert."""
     for tower in towers:
-        number = tower.num_experts // counted_as_one(tower)
+        number = tower.num_experts // upcycle.counted_as_one(tower)
         known = [*map(str, range(number)), *([BASE] if tower.fusion_gate else [])]
         if str(expert) not in known:
             raise ValueError(f"{tower.base_config_key}: there is no expert {expert}, only {join_names(known)}")
@@ -148,14 +139,14 @@ def force_expert(sparse: PreTrainedModel, expert: int, scale: float | Sequence[f
             the sum of the K weights that the router gives before any is dropped, which is `routed_scaling_factor` with
             `norm_topk_prob`.
     """
-    blocks = sparse_blocks(sparse).values()
+    blocks = upcycle.sparse_blocks(sparse).values()
     require_expert([block.config for block in blocks], expert)
     scales = scale if isinstance(scale, Sequence) else [scale] * len(blocks)
 
     def force(router, inputs, outputs, weight):
         config = router.config
         logits, (_, mask) = outputs[0], inputs
-        experts_per_ffn = counted_as_one(config)
+        experts_per_ffn = upcycle.counted_as_one(config)
         ids = torch.arange(expert * experts_per_ffn, (expert + 1) * experts_per_ffn, device=logits.device)
         ids = ids.expand(len(logits), logits.shape[1], experts_per_ffn)
         if mask is not None:

@@ -160,10 +160,10 @@ def is_torchscript(archive: Path) -> bool:
         return False
 
 
-def one_position_table(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors with one table of text positions. Long-CLIP has two: the first 20 rows count in the first table, the
-    others in `positional_embedding_res`."""
-    state = dict(state)
+def normalized(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors with one table of text positions (Long-CLIP has two: the first 20 rows count in the first table, the
+    others in `positional_embedding_res`), and with experts and gate directly in their block."""
+    state = {re.sub(r"\.mlp\.(experts|gate)\.", r".\1.", key): tensor for key, tensor in state.items()}
     later = state.pop("positional_embedding_res", None)
     if later is not None:
         first = state["positional_embedding"][:KEPT_POSITIONS]
@@ -311,7 +311,7 @@ def verify(state: Mapping[str, Tensor], model: PreTrainedModel) -> None:
     inputs = sample_inputs(model.config)
     outputs = model(**inputs)
     check_equal(
-        original_outputs({key: tensor.float() for key, tensor in state.items()}, model.config, **inputs),
+        original_outputs({key: tensor.float() for key, tensor in normalized(state).items()}, model.config, **inputs),
         {
             "logits": outputs.logits_per_image,
             "image embeddings": outputs.image_embeds,
@@ -326,7 +326,7 @@ def convert(
     """Writes the model of an archive into a folder, and verifies it; for the arguments see the stage `openai`."""
     state = read_state_dict(archive, trust_archive)
     from_openai = all(key in state for key in OPENAI_SETTINGS) or "positional_embedding_res" in state
-    state = one_position_table(state)
+    state = normalized(state)
     settings, images = {}, None
     if not from_openai:  # whose own files say enough: one of open_clip's beside them is that of another model
         settings, images = read_configuration(archive, infer_config(state, vision_heads=1, text_heads=1))

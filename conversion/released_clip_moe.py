@@ -57,13 +57,6 @@ def saving_rules(config: CLIPMoEConfig) -> list[Rule]:
     return rules
 
 
-def normalize(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors with experts and gate directly in their block, wherever the checkpoint has them, and with one table
-    of positions."""
-    state = openai.one_position_table(state)
-    return {re.sub(r"\.mlp\.(experts|gate)\.", r".\1.", key): tensor for key, tensor in state.items()}
-
-
 def infer_sparse_config(state: Mapping[str, Tensor], num_experts_per_tok: int = 2) -> CLIPMoEConfig:
     """The config of a normalized checkpoint, from its tensors. Whether all of them fit it, the rules tell."""
     # The first expert of every block stands for an FFN: all else is an OpenAI checkpoint.
@@ -86,7 +79,7 @@ def infer_sparse_config(state: Mapping[str, Tensor], num_experts_per_tok: int = 
 
 def build(state: Mapping[str, Tensor], num_experts_per_tok: int = 2) -> CLIPMoEModel:
     """Builds the float32 model of a checkpoint in the authors' layout."""
-    state = {key: tensor.float() for key, tensor in normalize(state).items()}
+    state = {key: tensor.float() for key, tensor in openai.normalized(state).items()}
     model = CLIPMoEModel(infer_sparse_config(state, num_experts_per_tok))
     shapes = {key: tensor.shape for key, tensor in model.state_dict().items()}
     model.load_state_dict(apply_rules(state, shapes, LOADING_RULES))
@@ -117,16 +110,11 @@ def export(model: CLIPMoEModel) -> dict[str, Tensor]:
     return {key: tensor.contiguous() for key, tensor in exported.items()}
 
 
-def verify(state: Mapping[str, Tensor], model: CLIPMoEModel) -> None:
-    """Compares a checkpoint with a float32 model."""
-    openai.verify(normalize(state), model)
-
-
 def convert(checkpoint: Path, folder: Path, num_experts_per_tok: int, processor: str | None) -> None:
     """Writes the model of a released checkpoint into a folder, and verifies it."""
     state = openai.read_state_dict(checkpoint)
     openai.write(build(state, num_experts_per_tok), folder, processor)
-    verify(state, load_model(CLIPMoEModel, folder, dtype=torch.float32))
+    openai.verify(state, load_model(CLIPMoEModel, folder, dtype=torch.float32))
 
 
 def write_checkpoint(source: str, output: Path) -> None:
@@ -136,4 +124,4 @@ def write_checkpoint(source: str, output: Path) -> None:
         state = export(model)
         with writing(output), partial.open("wb") as file:  # torch's own writer does not say what went wrong
             torch.save(state, file)
-        verify(openai.read_state_dict(partial), model.float())
+        openai.verify(openai.read_state_dict(partial), model.float())

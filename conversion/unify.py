@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from clip_moe.conversion.checkpoints import is_sparse, load_clip, load_sparse
 from clip_moe.conversion.dense import ONLY_EXPERTS, force_expert, set_fusion_gates
@@ -44,8 +44,18 @@ def unify(
     Returns:
         The model in evaluation mode and the widest dtype of all: experts are trained in float32.
     """
-    config = unified_config(base.config, len(experts), preset, towers, base_expert)
-    trained = rf"\.{TRAINED_PARTS}" if is_sparse(base.config) else ""
+    is_gated = is_sparse(base.config) and any(tower.fusion_gate for tower in sparse_ffns(base.config).values())
+    fusion_gate = preset.fusion_gate or is_gated
+    base_expert = base_expert and not fusion_gate
+    number = len(experts) + base_expert
+    if is_sparse(base.config):
+        routing = {"num_experts": number, "num_experts_per_tok": preset.num_experts_per_tok, "fusion_gate": fusion_gate}
+        settings = base.config.to_dict()
+        for tower in base.config.sub_configs:
+            settings[tower] |= routing if settings[tower]["moe_layers"] else {}
+        config, trained = type(base.config).from_dict(settings), rf"\.{TRAINED_PARTS}"
+    else:
+        config, trained = sparse_config(base.config, dataclasses.replace(preset, num_experts=number), towers), ""
     base_state, parts = base.state_dict(), re.compile(rf"(?:{'|'.join(sparse_ffns(config))}){trained}\.")
     source = {}
     for number, model in enumerate((base, *experts)):
@@ -54,38 +64,9 @@ def unify(
         if not is_sparse(base.config):
             state = apply_rules(state, None, upcycling_rules(config, single=True))
         source |= {f"{number}.{name}": tensor for name, tensor in state.items()}
-    gated = is_sparse(base.config) and any(tower.fusion_gate for tower in sparse_ffns(base.config).values())
-    rules = stacking_rules(config, gated, base_expert=_num_experts(config) > len(experts))
+    rules = stacking_rules(config, is_gated, base_expert)
     dtype = functools.reduce(torch.promote_types, (model.dtype for model in (base, *experts)))
-    return build_sparse(config, source, rules, dtype, seed, ("router",) if gated else ("router", "fusion_gate"))
-
-
-def unified_config(
-    base: PreTrainedConfig,
-    number: int,
-    preset: Preset,
-    towers: Sequence[str] = TOWERS,
-    base_expert: bool = True,
-) -> SparseMoEConfig:
-    """The configuration of `unify` with `number` experts; see there."""
-    if not is_sparse(base):
-        experts = number + (base_expert and not preset.fusion_gate)
-        return sparse_config(base, dataclasses.replace(preset, num_experts=experts), towers)
-    ffns = sparse_ffns(base).values()
-    gate = preset.fusion_gate or any(config.fusion_gate for config in ffns)
-    routing = {
-        "num_experts": number + (base_expert and not gate),
-        "num_experts_per_tok": preset.num_experts_per_tok,
-        "fusion_gate": gate,
-    }
-    settings = base.to_dict()
-    for tower in base.sub_configs:
-        settings[tower] |= routing if settings[tower]["moe_layers"] else {}
-    return type(base).from_dict(settings)
-
-
-def _num_experts(config: SparseMoEConfig) -> int:
-    return max(tower.num_experts for tower in sparse_ffns(config).values())
+    return build_sparse(config, source, rules, dtype, seed, ("router",) if is_gated else ("router", "fusion_gate"))
 
 
 def stacking_rules(config: SparseMoEConfig, gated: bool, base_expert: bool) -> list[Rule]:
@@ -138,7 +119,8 @@ def verify(base: str | Path, experts: Sequence[str | Path], folder: Path) -> Non
     """
     sparse = load_sparse(folder, dtype=torch.float32)
     set_fusion_gates(sparse, ONLY_EXPERTS)
-    for number, source in enumerate([base, *experts] if _num_experts(sparse.config) > len(experts) else experts):
+    num_experts = max(tower.num_experts for tower in sparse_ffns(sparse.config).values())
+    for number, source in enumerate([base, *experts] if num_experts > len(experts) else experts):
         model = load_clip(source, dtype=torch.float32)
         if is_sparse(model.config):
             set_fusion_gates(model, ONLY_EXPERTS)

@@ -164,18 +164,6 @@ def test_a_report_may_name_its_models_by_paths(run):
     assert lineage_of(run).verdict.twin is None
 
 
-def test_a_damaged_verdict_is_one_line(run):
-    answered(run, "sparse")
-    (run / "report" / ANSWER).write_text("{}")
-    with pytest.raises(ValueError, match="is damaged .its verdict is None"):
-        lineage_of(run)
-
-
-def test_what_an_average_is_of(run):
-    change_stage(run, stage="average", models=["base", "dense_tuned"], weights=[0.5, 0.5])
-    assert "models ['base', 'dense_tuned'], weights [0.5, 0.5]" in card_of(lineage_of(run)).text.replace("\\", "")
-
-
 @pytest.mark.parametrize("use", ["dense", "base"])
 def test_a_model_that_its_report_does_not_recommend_is_not_published_unasked(run, use):
     answered(run, use)

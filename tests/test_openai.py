@@ -248,11 +248,6 @@ def test_verification_notices_a_wrong_model(tmp_path, monkeypatch):
     assert "does not compute what the source does" in error
 
 
-def test_a_file_that_is_not_there(tmp_path):
-    error = refusal_of(tmp_path / "archive.pt", tmp_path / "out")
-    assert f"No such file or directory: '{tmp_path / 'archive.pt'}'" in error
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

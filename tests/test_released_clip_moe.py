@@ -7,7 +7,7 @@ from tiny_clip import command, error_of, processor, tiny_clip
 from transformers import AutoModel, AutoProcessor
 
 import clip_moe
-from clip_moe.conversion import released_clip_moe
+from clip_moe.conversion import openai, released_clip_moe
 from clip_moe.conversion.presets import PRESETS
 from clip_moe.conversion.released_clip_moe import build, export
 from clip_moe.conversion.upcycle import upcycle
@@ -32,12 +32,12 @@ def test_computes_what_the_layout_says(text_sparse, vision_sparse, top_k, inside
     sparse = model.config.text_config.moe_layers, model.config.vision_config.moe_layers
     assert sparse == (list(text_sparse), list(vision_sparse))
     assert model.config.text_config.eos_token_id == 2 and model.config.router_aux_loss_coef == 0.01
-    released_clip_moe.verify(released_state_dict(text_sparse, vision_sparse), model)
+    openai.verify(released_state_dict(text_sparse, vision_sparse), model)
 
 
 def test_all_positions(state):
     """The last of 248 tokens sees the last row of the second table."""
-    released_clip_moe.verify(state, build(state))
+    openai.verify(state, build(state))
     ids = torch.full((1, POSITIONS), 3).index_fill(1, torch.tensor([POSITIONS - 1]), VOCABULARY - 1)
     tables = {key: state[key].clone() for key in USED}
     with torch.no_grad():

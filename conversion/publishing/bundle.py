@@ -27,11 +27,11 @@ from clip_moe.conversion.publishing.lineage import Lineage
 from clip_moe.conversion.publishing.trusted_code import (
     CODE,
     CONTENT,
+    SETTINGS_FILES,
     cleaned,
     files_like,
-    named_code,
+    missing_code,
     require_trusted_code,
-    settings_files,
 )
 from clip_moe.conversion.verification import sample_inputs
 from clip_moe.engine.files import read_json, save, write_text, writing
@@ -150,14 +150,13 @@ def write_encoder(source: Path, folder: Path) -> None:
 
 def clean_settings(folder: Path) -> None:
     """Clean the settings in a folder, see `trusted_code.cleaned`, and put our code beside an encoder that needs it."""
-    for path in settings_files(folder):
+    for path in files_like(folder, SETTINGS_FILES):
         settings = cleaned(read_json(path), path.relative_to(folder))
         if path.name == "encoder.json" and (path.parent / "model").is_dir() and "source" in settings:
             settings["source"] = Path(str(settings["source"])).name  # of a folder that was here
         write_text(path, json.dumps(settings, indent=2, ensure_ascii=False))
-        for name in named_code(settings):
-            if not (path.parent / name).is_file():
-                shutil.copy(CODE[name], path.parent)
+        for name in missing_code(settings, path.parent):
+            shutil.copy(CODE[name], path.parent)
 
 
 def write_self_test(model: PreTrainedModel, folder: Path) -> None:

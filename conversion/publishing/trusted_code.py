@@ -53,25 +53,20 @@ def require_trusted_code(folder: Path) -> None:
                 f"{path} is not this package's: no code is trusted but that of modeling_clip_moe, and of a module that "
                 "--import names"
             )
-    for path in settings_files(folder):
+    for path in files_like(folder, SETTINGS_FILES):
         settings = read_json(path)
         _, foreign = _cleaned(settings, path)
-        missing = [] if foreign else [n for n in named_code(settings) if not (path.parent / n).is_file()]
-        if foreign := foreign or [f"{name}, which is not there" for name in missing]:
+        if foreign := foreign or [f"{name}, which is not there" for name in missing_code(settings, path.parent)]:
             faults.append(f"{path} names code that is not this package's: {'; '.join(foreign)}")
     if faults:
         raise ValueError(faults[0])
 
 
-def settings_files(folder: Path) -> list[Path]:
-    """The files of a folder that may name code."""
-    return files_like(folder, SETTINGS_FILES)
-
-
-def named_code(settings: Any) -> list[str]:
-    """The files that settings without foreign code name."""
+def missing_code(settings: Any, folder: Path) -> list[str]:
+    """The files that settings without foreign code name and that are not in a folder."""
     auto_map = settings.get("auto_map", {}) if isinstance(settings, dict) else {}
-    return sorted({f"{name.split('.')[0]}.py" for name in auto_map.values()})
+    names = sorted({f"{name.split('.')[0]}.py" for name in auto_map.values()})
+    return [name for name in names if not (folder / name).is_file()]
 
 
 def files_like(folder: Path, patterns: tuple[str, ...]) -> list[Path]:

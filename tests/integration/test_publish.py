@@ -98,6 +98,11 @@ def test_the_card_tells_what_is_so(run, published):
     assert "wang2025clipup" in card.text and "zhang2025clipmoe" not in card.text
     assert "None" not in card.text and "{{ " not in card.text and "{%" not in card.text
 
+    lineage = Lineage.of(run / "clip_up")
+    assert list(lineage.stages) == ["upcycled", "clip_up"] and lineage.unknown == ["symbol_clip"]
+    assert lineage.hours > 0 and lineage.interruptions == 0 and len(lineage.commits) == 1
+    assert lineage.hardware[0].startswith("1 x ")
+
 
 def test_the_card_renders(published):
     html = MarkdownIt("gfm-like", {"linkify": False}).render(ModelCard.load(published / "README.md").text)
@@ -105,13 +110,6 @@ def test_the_card_renders(published):
     pictures = re.findall(r'<img src="(.*?)"', html)
     assert pictures == ["report.svg"] and (published / "report.svg").is_file()
     assert html.count("<pre>") == 7
-
-
-def test_how_long_it_took_is_recorded(run):
-    lineage = Lineage.of(run / "clip_up")
-    assert list(lineage.stages) == ["upcycled", "clip_up"] and lineage.unknown == ["symbol_clip"]
-    assert lineage.hours > 0 and lineage.interruptions == 0 and len(lineage.commits) == 1
-    assert lineage.hardware[0].startswith("1 x ")
 
 
 def test_the_hub_gets_one_commit(run, hub, login, unverified, capsys):
@@ -188,14 +186,6 @@ def test_a_published_model_loads_at_a_revision(published, hub, login, tmp_path):
         printed = run_program(tmp_path, "-c", program, HF_HUB_OFFLINE=offline)
         assert f"{state['logit_scale'].item()} {{'text features': 0.0" in printed  # behind what libraries print
         assert "[y/N]" not in printed
-
-
-def test_large_weights_are_in_several_files(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(bundle, "SHARD", "2MB")  # another process loads them, too, before the folder gets its name
-    publish.main([str(run / "clip_up"), "user/large", "--dry_run", str(tmp_path / "out")])
-    assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 1
-    expected, found = (AutoModel.from_pretrained(f).state_dict() for f in (run / "clip_up", tmp_path / "out"))
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 def test_an_upload_that_is_cut_off_ends_in_one_line(published, hub, login):
