@@ -70,6 +70,7 @@ def render(
     families = list(dict.fromkeys(family_of(model) for model in experts or [config]))
     papers = [config.model_type] if is_mixture else _presets(lineage) if is_sparse else []
     examples = _examples(lineage, bases)
+    is_initialized = any(record.stage.get("stage") == "initialize" for record in lineage.stages.values())
     return ModelCard.from_template(
         _metadata(is_mixture or is_sparse, lineage, repository, license, bases),
         template_path=str(TEMPLATE),
@@ -84,9 +85,14 @@ def render(
         text_length=towers["text"] and min(longest_text(towers["text"]), longest_cut or sys.maxsize),
         examples=examples,
         labels=_labels(examples, template),
-        from_scratch=lineage.is_from_scratch and not bases,
+        from_scratch=is_initialized and not bases and not lineage.unknown,
         from_openai=bool(bases) and all(base.startswith(OPENAI) for base in bases),
         stages=[(name, *_stage_row(record)) for name, record in lineage.stages.items()],
+        other_runs=sorted({name.split("/")[0] for name in lineage.stages if "/" in name}),
+        hardware=sorted({f"{attempt.num_processes} x {attempt.device}" for attempt in lineage.attempts}),
+        hours=sum(attempt.seconds or 0 for attempt in lineage.attempts) / 3600,
+        interruptions=sum(attempt.seconds is None for attempt in lineage.attempts),
+        commits=sorted({attempt.commit for attempt in lineage.attempts if attempt.commit}),
         lineage=lineage,
         how_to_read_experts=ExpertSummary.READING,
         results=results,

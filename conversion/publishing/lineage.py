@@ -156,35 +156,7 @@ class Lineage:
         )
 
     @property
-    def other_runs(self) -> list[str]:
-        return sorted({name.split("/")[0] for name in self.stages if "/" in name})
-
-    @property
-    def is_from_scratch(self) -> bool:
-        """Whether its weights began as random numbers; not where that is not known."""
-        starts = [record.stage.get("stage") == "initialize" for record in self.stages.values()]
-        return any(starts) and not self.bases and not self.unknown
-
-    @property
-    def hours(self) -> float:
-        """The time of all finished attempts."""
-        return sum(attempt.seconds or 0 for attempt in self._all_attempts) / 3600
-
-    @property
-    def interruptions(self) -> int:
-        """Attempts that did not end, whose time is not known."""
-        return sum(attempt.seconds is None for attempt in self._all_attempts)
-
-    @property
-    def hardware(self) -> list[str]:
-        return sorted({f"{attempt.num_processes} x {attempt.device}" for attempt in self._all_attempts})
-
-    @property
-    def commits(self) -> list[str]:
-        return sorted({attempt.commit for attempt in self._all_attempts if attempt.commit})
-
-    @property
-    def _all_attempts(self) -> list[Attempt]:
+    def attempts(self) -> list[Attempt]:
         return [attempt for record in self.stages.values() for attempt in record.attempts]
 
 
