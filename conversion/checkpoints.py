@@ -18,7 +18,7 @@ from clip_moe.engine.hub import hub_options
 from clip_moe.engine.messages import join_names, one_line
 from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel
 from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
-from modeling_clip_moe.families import FAMILY_OF_TYPE, Family, family_of, is_clip, model_class
+from modeling_clip_moe.families import FAMILY_OF_TYPE, family_of, is_clip, model_class
 
 # Settings of configurations; a value with a slash is a repository of kernels, which runs whether trusted or not
 KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
@@ -155,20 +155,14 @@ def is_sparse(config: PreTrainedConfig) -> bool:
 
 def load_dense(source: str | Path, dtype: Dtype = "auto") -> PreTrainedModel:
     """Loads a dense model of any family, see `load_model`; one with a shared encoder is a `CLIPMoEModel`."""
-    config, family = _with_family(source)
-    shared = isinstance(config, SparseMoEConfig) and not is_sparse(config)
-    return load_model(family.sparse if shared else family.dense, source, dtype)
+    config = load_config(source)
+    is_shared = isinstance(config, SparseMoEConfig) and not is_sparse(config)
+    return load_model(family_of(config).sparse if is_shared else family_of(config).dense, source, dtype)
 
 
 def load_sparse(source: str | Path, dtype: Dtype = "auto") -> PreTrainedModel:
     """Loads a sparse model of any family, see `load_model`."""
-    return load_model(_with_family(source)[1].sparse, source, dtype)
-
-
-def _with_family(source: str | Path) -> tuple[PreTrainedConfig, Family]:
-    config = load_config(source)
-    with loading(source):
-        return config, family_of(config)
+    return load_model(family_of(load_config(source)).sparse, source, dtype)
 
 
 def load_mixture(source: str | Path, **kwargs) -> CLIPMoDEModel:

@@ -39,11 +39,8 @@ Scale = float | Mapping[str, Mapping[str, float]]
 
 
 def layer_scales(config: SparseMoEConfig, expert: int | str, scale: Scale | None) -> dict[str, float]:
-    """Regular expression of each sparse FFN -> its scale, in the order of the model: text tower first.
-
-    It is 1 for the base FFN, and where the weights of a token's experts are normalized, the `routed_scaling_factor`
-    that an FFN's experts share, whatever `scale` says.
-    """
+    """Regular expression of each sparse FFN -> its scale, text tower first: 1 for the base FFN; with normalized weights
+    the `routed_scaling_factor` that an FFN's experts share, whatever `scale` says."""
     scales = {}
     for tower, (prefix, tower_config) in upcycle.towers_of(config).items():
         for layer in sorted(tower_config.moe_layers):
@@ -125,12 +122,10 @@ def set_fusion_gates(sparse: PreTrainedModel, logit: float) -> None:
 
 @contextlib.contextmanager
 def force_expert(sparse: PreTrainedModel, expert: int, scale: float | Sequence[float] | None = None) -> Iterator[None]:
-    """Within the block, every token goes through this expert alone, whatever its capacity, in all sparse layers: what
-    one expert knows (CLIP-MoE Table 1). Narrow experts that make an FFN count as one. A fusion gate still mixes the
-    base FFN in.
+    """Within the block, every token goes through this expert alone, whatever its capacity, in all sparse layers
+    (CLIP-MoE Table 1). Narrow experts that make an FFN count as one. A fusion gate still mixes the base FFN in.
 
-    The expert gets the weight that the K experts of a token have together. With it, the model computes what the routed
-    one does where all experts are equal.
+    The expert gets the weight that the K experts of a token have together: with equal experts, nothing changes.
 
     Args:
         sparse: a whole model, or a tower.

@@ -57,9 +57,9 @@ def random_clip(config: PreTrainedConfig, openai_weights: bool = False) -> PreTr
 
 @torch.no_grad()
 def draw_as_openai(model: PreTrainedModel) -> None:
-    """Draw the weights of both towers anew as OpenAI's code does (clip/model.py: `VisionTransformer`, and
-    `initialize_parameters` of `CLIP` for texts); those of a shared encoder as for texts, each expert as an FFN, and not
-    those of routers and fusion gates.
+    """Draws the weights of both towers as OpenAI's code does (clip/model.py: `VisionTransformer`, and
+    `initialize_parameters` of `CLIP` for texts); a shared encoder as for texts, each expert as an FFN. Routers and
+    fusion gates stay.
 
     transformers draws queries, keys and values sqrt(2 * layers) times smaller, and positions of patches as a ninth of
     patches of 8 x 8 pixels where OpenAI's are a fourth: both towers begin nearly blind to order and place.
@@ -100,9 +100,10 @@ def draw_as_openai(model: PreTrainedModel) -> None:
 def _ffns(layer: nn.Module) -> list[tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]]:
     """The weights and biases of the two linear maps of a layer's FFN, of all its experts, or of both."""
     mlp = layer.mlp
-    dense = (mlp.base, mlp.shared_experts) if isinstance(mlp, CLIPMoESparseMoeBlock) else (mlp,)
-    ffns = [tuple((linear.weight, linear.bias) for linear in (ffn.fc1, ffn.fc2)) for ffn in dense if ffn is not None]
-    if isinstance(mlp, CLIPMoESparseMoeBlock):
+    is_sparse = isinstance(mlp, CLIPMoESparseMoeBlock)
+    dense = filter(None, (mlp.base, mlp.shared_experts)) if is_sparse else (mlp,)
+    ffns = [((ffn.fc1.weight, ffn.fc1.bias), (ffn.fc2.weight, ffn.fc2.bias)) for ffn in dense]
+    if is_sparse:
         experts = mlp.experts
         ffns.append(((experts.up_proj, experts.up_proj_bias), (experts.down_proj, experts.down_proj_bias)))
     return ffns

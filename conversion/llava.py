@@ -119,8 +119,8 @@ def write_processor(source: str | Path, tower_source: str | Path, folder: Path) 
 
 
 def convert(source: str | Path, tower_source: str | Path, folder: Path) -> None:
-    """Saves the LLaVA of `source` with another tower into `folder`, and its processor. Warns of a tower that does not
-    come from the LLaVA's own."""
+    """Saves the LLaVA of `source` with another tower, and its processor. Warns of a tower that was not made from the
+    LLaVA's own."""
     llava, tower = load_model(LlavaForConditionalGeneration, source), load_tower(tower_source)
     cosine = likeness(llava, tower)
     if not cosine > SAME_FEATURES:  # also NaN

@@ -19,7 +19,7 @@ def stretch_positions(table: Tensor, length: int, keep: int = KEPT_POSITIONS) ->
     """Interpolates the rows of a position table.
 
     Row i from `keep` on becomes r = (length - keep) / (rows - keep) rows: (1 - k/r) * row i + k/r * row i+1 for k from
-    0 to r - 1. What would follow the last row is extrapolated from it and the one before.
+    0 to r - 1. The row after the last is extrapolated from the last two.
 
     Args:
         table: (rows, D).
@@ -64,7 +64,7 @@ def lengthen(model: PreTrainedModel, length: int, keep: int = KEPT_POSITIONS) ->
 
 @torch.no_grad()
 def verify(source: str | Path, folder: Path, keep: int = KEPT_POSITIONS) -> None:
-    """Compares what images, and texts that end within the first `keep` tokens, come out as, in float32."""
+    """Compares the embeddings of images, and of texts that end within the first `keep` tokens, in float32."""
     before, after = (load_clip(model, dtype=torch.float32) for model in (source, folder))
     inputs = sample_inputs(before.config)
     end = inputs["input_ids"][:, -1:]

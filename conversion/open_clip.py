@@ -31,11 +31,8 @@ RESAMPLINGS = {"bilinear": 2, "bicubic": 3, "random": 3}
 def read_configuration(archive: Path, weights: CLIPConfig) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """The settings for `conversion.openai.build` and for the image processor in the file beside an archive, if any.
 
-    Args:
-        weights: has the sizes of the archive's tensors.
-
     Raises:
-        ValueError: it is damaged, a tower is not CLIP's, or it is of another model.
+        ValueError: it is damaged, a tower is not CLIP's, or its sizes are not those of `weights`.
     """
     path = archive.with_name(FILE)
     if not path.is_file():

@@ -113,10 +113,7 @@ def require_expert(name: str, base: Mapping[str, Tensor], expert: Mapping[str, T
 
 def verify(base: str | Path, experts: Sequence[str | Path], folder: Path) -> None:
     """Compares a saved sparse model, every token forced through expert i, with the i-th expert's model, in float32.
-
-    Fusion gates are averaged or new: they are closed in both models, which leaves the experts alone. The base is
-    compared where it is expert 0.
-    """
+    Fusion gates, averaged or new, are closed in both models. The base is compared where it is expert 0."""
     sparse = load_sparse(folder, dtype=torch.float32)
     set_fusion_gates(sparse, ONLY_EXPERTS)
     num_experts = max(tower.num_experts for tower in sparse_ffns(sparse.config).values())

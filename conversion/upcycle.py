@@ -120,11 +120,8 @@ def sparse_blocks(module: nn.Module) -> dict[str, CLIPMoESparseMoeBlock]:
 
 
 def experts_of_ffn(config: CLIPMoETowerConfig) -> int:
-    """Number of routed experts that one dense FFN is split into; 1 for experts as wide as it.
-
-    Raises:
-        ValueError: they do not hold whole FFNs.
-    """
+    """Number of routed experts that one dense FFN is split into; 1 for experts as wide as it. Raises a ValueError where
+    they do not hold whole FFNs."""
     size, width, shared = config.intermediate_size, config.expert_size, config.num_shared_experts
     number, rest = divmod(size - shared * width, width)
     if rest or number < 1:
@@ -256,7 +253,7 @@ def upcycle(
 
     Args:
         dense: a model of a family in `modeling_clip_moe.families`; if it is a `CLIPMoEModel`, without sparse layers.
-        preset: which layers, how many experts, which routing; change one with `dataclasses.replace`.
+        preset: which layers, how many experts, which routing.
         towers: "text", "vision" or both; the other tower stays dense (CLIP-UP, appendix B.1).
         seed: draws the new weights, see `build_sparse`.
         routing: see `change_routing`.
@@ -274,11 +271,7 @@ def upcycle(
 
 
 def change_routing(config: SparseMoEConfig, routing: Mapping[str, Mapping[str, Any]]) -> SparseMoEConfig:
-    """The configuration with others of its `ROUTING_FIELDS`.
-
-    Args:
-        routing: `text_config` or `vision_config` -> the fields of that tower.
-    """
+    """Sets some of a configuration's `ROUTING_FIELDS`; `routing`: `text_config` or `vision_config` -> its fields."""
     for tower, changes in routing.items():
         if unknown := sorted(changes.keys() - ROUTING_FIELDS):
             raise ValueError(

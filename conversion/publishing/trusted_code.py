@@ -39,12 +39,8 @@ def cleaned(settings: Any, name: Path) -> Any:
 
 
 def require_trusted_code(folder: Path) -> None:
-    """Makes sure that a folder can be trusted.
-
-    Raises:
-        ValueError: a file of code is not one of this package, to the byte, or a configuration names any other code, or
-            code that is not beside it.
-    """
+    """Raises a ValueError if a file of code is not this package's, to the byte, or a configuration names any other code
+    or code that is not beside it."""
     faults = []
     for path in files_like(folder, ("*.py",)):
         own = next((with_relative_imports(own) for own in OWN_CLASSES.values() if own.name == path.name), "").encode()
