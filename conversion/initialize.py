@@ -135,17 +135,19 @@ def clip_config(
     images = _image_processor(processor, vision.image_size)
     texts = _tokenizer(processor, tokenizer, text.max_position_embeddings)
     numbers = {f"{name}_id": getattr(texts, f"{name}_id") for name in SPECIAL_TOKENS}
-    if missing := [name for name in SPECIAL_TOKENS if numbers[f"{name}_id"] is None]:
-        raise ValueError(f"the tokenizer of {source} has no {', '.join(missing)}: set them in tokenizer_config.json")
+    missing = ", ".join(name for name in SPECIAL_TOKENS if numbers[f"{name}_id"] is None)
+    faults = [f"the tokenizer of {source} has no {missing}: set them in tokenizer_config.json"] if missing else []
+    if FAMILY_OF_TYPE[family].sigmoid and vision.hidden_size != projection_dim:
+        faults.append(
+            f"projection_dim is {projection_dim}, but the images of a SigLIP have no projection: it must be the "
+            f"hidden_size of vision_config, {vision.hidden_size}"
+        )
+    if faults:
+        raise ValueError("; ".join(faults))
     text_config = {"vocab_size": max(texts.get_vocab().values()) + 1} | numbers | text_config
     if FAMILY_OF_TYPE[family].sigmoid:
         text_config = {"projection_size": projection_dim} | text_config
         config = config_class(text_config=text_config, vision_config=vision_config)
-        if vision.hidden_size != projection_dim:
-            raise ValueError(
-                f"projection_dim is {projection_dim}, but the images of a SigLIP have no projection: it must be the "
-                f"hidden_size of vision_config, {vision.hidden_size}"
-            )
     else:
         width = {"projection_dim": projection_dim}
         config = config_class(text_config=width | text_config, vision_config=width | vision_config, **width)

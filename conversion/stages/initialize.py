@@ -55,11 +55,14 @@ class InitializeStage(ModelStage):
 
     @model_validator(mode="after")
     def _check(self):
-        if self.processor is None and self.tokenizer is None:
-            raise ValueError("a processor or a tokenizer must be given")
         sparse = [*self.changes, *(["towers"] if set(self.towers) != {"text", "vision"} else [])]
+        faults = []
+        if self.processor is None and self.tokenizer is None:
+            faults.append("a processor or a tokenizer must be given")
         if self.preset is None and sparse:
-            raise ValueError(f"{', '.join(sorted(sparse))}: of sparse models alone; set preset")
+            faults.append(f"{', '.join(sorted(sparse))}: of sparse models alone; set preset")
+        if faults:
+            raise ValueError("; ".join(faults))
         return self
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
