@@ -50,17 +50,16 @@ def sparse_config(dense: PreTrainedConfig, preset: Preset, towers: Sequence[str]
     depths = {tower: config.num_hidden_layers for tower, (_, config) in towers_of(dense).items()}
     family, width = family_of(dense), preset.moe_intermediate_size
     towers = [tower for tower in towers if tower in family.towers]
-    fault = (
-        None if towers else f"of a {family.name} only the {' and '.join(family.towers)} tower becomes sparse: name it"
-    )
+    names = " and ".join(family.towers)
+    faults = [] if towers else [f"of a {family.name} only the {names} tower becomes sparse: name it"]
     for name, value in (("sparse_layers", preset.sparse_layers), ("moe_intermediate_size", width)):
         if isinstance(value, Mapping) and set(value) != set(towers):
-            fault = fault or (
+            faults.append(
                 f"{name} names {', '.join(map(str, value)) or 'no tower'}, but the towers to make sparse are "
                 f"{', '.join(towers)}: name each of them, or change towers"
             )
-    if fault:
-        raise ValueError(fault)
+    if faults:
+        raise ValueError(faults[0])
     routing = {name: value for name, value in vars(preset).items() if name in SPARSE_FIELDS}
     changes = {
         tower: routing
