@@ -43,8 +43,8 @@ def test_a_card_names_the_method():
     adapted = {"stage": "train", "max_steps": 9, "lora": {"r": 2}}
     found = [_stage_row(Record(stage=stage))[1] for stage in (sigmoid, adapted)]
     assert found == [
-        "preset clip_up, text_config {scoring_func: sigmoid}",
-        "max_steps 9, lora {r: 2}",
+        "preset clip_up, text_config {'scoring_func': 'sigmoid'}",
+        "max_steps 9, lora {'r': 2}",
     ]
 
 

@@ -1,7 +1,6 @@
 """Model cards: the records and results of a run in `model_cards/template.md`."""
 
 import functools
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,9 +27,7 @@ PLACEHOLDERS = ["one text about the image", "another text"]
 OPENAI = "openai/clip-"
 # The settings of a stage that a card shows
 SHOWN_SETTINGS = ("preset", "model", "models", "weights", "global_batch_size", "max_steps", "num_epochs")
-SHOWN_SETTINGS += ("learning_rate", "weight_decay")
-# Those that make another method of it, shown where they are set
-METHODS = ("changes", "text_config", "vision_config", "lora")
+SHOWN_SETTINGS += ("learning_rate", "weight_decay", "changes", "text_config", "vision_config", "lora")
 
 
 @functools.cache
@@ -168,11 +165,7 @@ def _stage_row(record: Record) -> tuple[str, str]:
     stage, own = record.stage, record.own
     kind = f"{stage.get('stage')}: {own.does}" if own and own.does else str(stage.get("stage"))
     names = dict.fromkeys([*SHOWN_SETTINGS, *(own.settings if own else [])])
-    settings = [f"{name} {stage[name]}" for name in names if stage.get(name) is not None]
-    for name in METHODS:
-        if stage.get(name) not in (None, {}):
-            shown = yaml.safe_dump(stage[name], default_flow_style=True, width=math.inf).removesuffix("\n...\n").strip()
-            settings.append(f"{name} {shown}")
+    settings = [f"{name} {stage[name]}" for name in names if stage.get(name) not in (None, {})]
     if record.duplicates and record.duplicates["shuffled"]:
         settings.append(duplicates_line(record.duplicates, stage["duplicates"]))
     if record.training and record.training.outcome:
