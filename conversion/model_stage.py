@@ -1,7 +1,7 @@
 """A stage that makes a model. Importing it imports nothing heavy."""
 
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pydantic.dataclasses import dataclass
 
@@ -15,6 +15,14 @@ class ModelStage(Stage):
 
     kind: ClassVar[str] = "model"
     main_process_only: ClassVar[bool] = True
+
+    def save(self, model: Any, source: str, directory: Path, length: int | None = None) -> None:
+        """Saves a model, and the processor of its source, which cuts texts at `length` tokens (None: as it did)."""
+        from clip_moe.conversion.processors import copy_processor
+        from clip_moe.engine.files import save
+
+        save(model, directory)
+        copy_processor(source, directory, length)
 
     def complete(self, directory: Path) -> str:
         from clip_moe.conversion.verification import require_loadable

@@ -32,9 +32,7 @@ class AverageStage(ModelStage):
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         from clip_moe.conversion.average import average
-        from clip_moe.conversion.processors import copy_processor, require_same
-        from clip_moe.engine.files import save
+        from clip_moe.conversion.processors import require_same
 
         require_same(inputs.models)
-        save(average(inputs.models, self.weights), directory)
-        copy_processor(inputs.models[0], directory)
+        self.save(average(inputs.models, self.weights), inputs.models[0], directory)

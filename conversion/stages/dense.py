@@ -37,10 +37,7 @@ class DenseStage(ModelStage):
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         from clip_moe.conversion.checkpoints import load_sparse
         from clip_moe.conversion.dense import extract, read_scale, verify
-        from clip_moe.conversion.processors import copy_processor
-        from clip_moe.engine.files import save
 
         scale = read_scale(inputs.scale, inputs.model) if isinstance(inputs.scale, str) else inputs.scale
-        save(extract(load_sparse(inputs.model), self.take, scale), directory)
-        copy_processor(inputs.model, directory)
+        self.save(extract(load_sparse(inputs.model), self.take, scale), inputs.model, directory)
         verify(inputs.model, directory, self.take, scale)

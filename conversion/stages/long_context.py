@@ -36,9 +36,6 @@ class LongContextStage(ModelStage):
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         from clip_moe.conversion.checkpoints import load_clip
         from clip_moe.conversion.long_context import lengthen, verify
-        from clip_moe.conversion.processors import copy_processor
-        from clip_moe.engine.files import save
 
-        save(lengthen(load_clip(inputs.model), self.length, self.keep), directory)
-        copy_processor(inputs.model, directory, length=self.length)
+        self.save(lengthen(load_clip(inputs.model), self.length, self.keep), inputs.model, directory, self.length)
         verify(inputs.model, directory, self.keep)

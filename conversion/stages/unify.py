@@ -49,9 +49,8 @@ class UnifyStage(ModelStage):
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         from clip_moe.conversion.checkpoints import is_sparse, load_clip, load_model
-        from clip_moe.conversion.processors import copy_processor, require_same
+        from clip_moe.conversion.processors import require_same
         from clip_moe.conversion.unify import unify, verify
-        from clip_moe.engine.files import save
 
         with named_errors(self, "changes"):
             preset = changed_preset(
@@ -70,6 +69,6 @@ class UnifyStage(ModelStage):
                     "new fusion gates can change"
                 )
         experts = [load_model(type(base), expert) for expert in inputs.experts]
-        save(unify(base, experts, preset, self.towers, context.seed, self.base_expert), directory)
-        copy_processor(inputs.model, directory)
+        unified = unify(base, experts, preset, self.towers, context.seed, self.base_expert)
+        self.save(unified, inputs.model, directory)
         verify(inputs.model, inputs.experts, directory)

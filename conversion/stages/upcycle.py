@@ -48,13 +48,11 @@ class UpcycleStage(ModelStage):
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         from clip_moe.conversion.checkpoints import load_dense
-        from clip_moe.conversion.processors import copy_processor
         from clip_moe.conversion.upcycle import upcycle, verify
-        from clip_moe.engine.files import save
 
         with named_errors(self, "changes"):
             preset = changed_preset(self.preset, self.changes)
         routing = {"text_config": self.text_config, "vision_config": self.vision_config}
-        save(upcycle(load_dense(inputs.model), preset, self.towers, context.seed, routing), directory)
-        copy_processor(inputs.model, directory)
+        sparse = upcycle(load_dense(inputs.model), preset, self.towers, context.seed, routing)
+        self.save(sparse, inputs.model, directory)
         verify(inputs.model, directory)

@@ -17,11 +17,10 @@ from transformers import PreTrainedModel
 
 from clip_moe.conversion.checkpoints import load_dense, load_sparse
 from clip_moe.conversion.model_stage import ModelStage
-from clip_moe.conversion.processors import copy_processor, load_processor
+from clip_moe.conversion.processors import load_processor
 from clip_moe.conversion.upcycle import experts_of_ffn, sparse_blocks, sparse_ffns
 from clip_moe.data.arguments import NumberedData
 from clip_moe.data.pairs import shared_pairs
-from clip_moe.engine.files import save
 from clip_moe.engine.settings import STRICT
 from clip_moe.engine.stage import Model
 from clip_moe.training.loader import PairLoader
@@ -54,8 +53,7 @@ class RedrawnStage(ModelStage):
     def run(self, inputs, context, directory):
         model = load_sparse(inputs.model)
         redraw(model, self, context.seed)
-        save(model, directory)
-        copy_processor(inputs.model, directory)
+        self.save(model, inputs.model, directory)
 
 
 @torch.no_grad()
@@ -125,8 +123,7 @@ class ClustersStage(ModelStage):
         batches = PairLoader(rows, processor, self.data, Share(min(CALIBRATION_BATCH, len(rows)))).in_order()
         ffn_inputs = ffn_inputs_of_tokens(dense.to(context.accelerator.device), batches, layers)
         experts_of_clusters(model, ffn_inputs, self.energy, context.seed)
-        save(model, directory)
-        copy_processor(inputs.model, directory)
+        self.save(model, inputs.model, directory)
 
 
 @torch.no_grad()

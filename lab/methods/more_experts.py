@@ -16,12 +16,11 @@ from transformers import PreTrainedModel
 
 from clip_moe.conversion.checkpoints import load_sparse
 from clip_moe.conversion.model_stage import ModelStage
-from clip_moe.conversion.processors import copy_processor, load_processor
+from clip_moe.conversion.processors import load_processor
 from clip_moe.conversion.upcycle import check_memory, experts_of_ffn, sparse_blocks, sparse_ffns
 from clip_moe.data.arguments import NumberedData
 from clip_moe.data.pairs import shared_pairs
 from clip_moe.engine.context import Context
-from clip_moe.engine.files import save
 from clip_moe.engine.settings import STRICT
 from clip_moe.engine.stage import Model
 from clip_moe.training.duplicates import shared_duplicates
@@ -54,8 +53,7 @@ class MoreExpertsStage(ModelStage):
     def run(self, inputs, context, directory):
         importance = None if self.data is None else self._importance(inputs, context)
         model = add_experts(load_sparse(inputs.model), self.num_experts, importance, self.noise, context.seed)
-        save(model, directory)
-        copy_processor(inputs.model, directory)
+        self.save(model, inputs.model, directory)
 
     def _importance(self, inputs: SimpleNamespace, context: Context) -> Importance:
         """Name of a sparse block -> (E,), the squared norm of the gradients of each expert, summed over the batches."""
