@@ -182,14 +182,14 @@ def open_clip(folder, width=64, **changes):
 @pytest.mark.parametrize(
     ("changes", "options", "expected"),
     [
-        ({"vision_cfg": {"head_width": 40}, "text_cfg": {"heads": 4}}, [], ("gelu", 32, 4)),
-        ({"vision_cfg": {"head_width": 40}, "quick_gelu": True}, ["--activation", "gelu"], ("gelu", 32, 1)),
+        ({"vision_cfg": {"head_width": 16}, "text_cfg": {"heads": 4}}, [], ("gelu", 4, 4)),
+        ({"vision_cfg": {"head_width": 16}, "quick_gelu": True}, ["--activation", "gelu"], ("gelu", 4, 1)),
         (None, [], ("quick_gelu", 16, 1)),  # heads of 80, as of ViT-H
     ],
     ids=["read", "overridden", "absent"],
 )
 def test_open_clips_configuration_tells_the_activation_and_the_heads(changes, options, expected, tmp_path, capsys):
-    archive = open_clip(tmp_path, 1280, **(changes or {}))
+    archive = open_clip(tmp_path, 1280 if changes is None else 64, **(changes or {}))
     if changes is None:
         (tmp_path / "open_clip_config.json").unlink()
     config = convert(archive, tmp_path / "out", *options).config

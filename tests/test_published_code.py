@@ -97,13 +97,11 @@ def test_planted_code_neither_runs_nor_is_published(ran, tmp_path, capsys):
     assert not ran.exists()
     assert_clean(out)
     warnings = capsys.readouterr().err
-    print(warnings)
     for entry in (
         "expert_0/config.json: custom_pipelines {'classify': {'impl': 'evil.Pipeline', 'pt': ['CLIPModel']}}",
         "expert_0/config.json: text_config.auto_map.AutoModel 'evil.Model'",
         "expert_1/config.json: auto_map.AutoModelForZeroShotImageClassification 'elsewhere--evil.Model'",
         "tokenizer_config.json: auto_map.AutoTokenizer [None, 'evil.Tokenizer']",
-        "processor_config.json: auto_map.AutoProcessor 'evil.Processor'",
         "processor_config.json: image_processor.auto_map.AutoImageProcessor 'elsewhere--evil.Model'",
         "preprocessor_config.json: auto_map.AutoImageProcessor 'elsewhere--evil.Model'",
     ):
