@@ -55,7 +55,7 @@ def test_equals_the_dense_model(dense, name, towers):
 
 NARROW = {
     "cut in 2": {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 4},
-    "one of 4 shared": {
+    "1 of 4 shared": {
         "moe_intermediate_size": 12,
         "num_shared_experts": 1,
         "num_experts": 12,
@@ -72,16 +72,13 @@ def test_narrow_and_shared_experts_equal_the_dense_model_and_give_it_back(dense,
     compare(dense, sparse, tolerance=1e-5)
     assert sparse.vision_model.encoder.layers[0].mlp.experts.up_proj.shape[1] == changes["moe_intermediate_size"]
     unnormalized = upcycle(dense, replace(preset, norm_topk_prob=False))
-    for name, tensor in extract(unnormalized, 0, scale=1).state_dict().items():
-        torch.testing.assert_close(tensor, dense.state_dict()[name], rtol=0, atol=1e-6)
-    back = extract(sparse, 1)
-    for name, tensor in dense.state_dict().items():
-        torch.testing.assert_close(back.state_dict()[name], tensor, rtol=0, atol=1e-6)
+    for back in (extract(unnormalized, 0, scale=1), extract(sparse, 1)):
+        torch.testing.assert_close(back.state_dict(), dense.state_dict(), rtol=0, atol=1e-6)
     moved(sparse, (".experts.", ".shared_experts.", ".router."), 1, 1.0)
     folder = saved(tmp_path / "sparse", sparse)
     command(
         "dense", tmp_path / "expert", "--model", folder, "--take", 1
-    )  # and compares with the experts of one FFN, forced
+    )  # compares with the experts of one FFN, forced
 
 
 @pytest.mark.parametrize("scoring_func", ["softmax", "sigmoid"])
@@ -101,10 +98,7 @@ def test_narrow_experts_of_any_scores_compute_what_whole_ones_do(dense, scoring_
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"moe_intermediate_size": 5},
-            "an FFN of 48 hidden units, less 0 shared experts, is not cut into experts of 5",
-        ),
+        ({"moe_intermediate_size": 5}, "FFN of 48 hidden units, less 0 shared experts, is not cut into experts of 5"),
         ({"moe_intermediate_size": 24, "num_shared_experts": 2}, "less 2 shared experts, is not cut"),
         ({"moe_intermediate_size": 24, "num_experts": 3}, "num_experts is 3, but 2 experts make an FFN"),
         ({"moe_intermediate_size": 12}, "num_experts_per_tok is 2, but 4 experts make an FFN"),
