@@ -20,9 +20,7 @@ made, run  # noqa: B018, fixtures
 def test_a_card_tells_whether_the_experts_do_anything(run):
     write_analysis(run)
     text = card_of(lineage_of(run)).text
-    assert re.findall("^##+ (.+)$", text, re.MULTILINE)[:4] == [
-        *("Use", "Scores", "Do the experts do anything?", "How it was made"),
-    ]
+    assert re.findall("^##+ (.+)$", text, re.MULTILINE)[2:4] == ["Do the experts do anything?", "How it was made"]
     page = MarkdownIt().enable("table").render(text)
     collapse = "75.0% routed, 50.0% with the mean of the experts: -25.0 ± 6.2 points"
     for measured, found in (
@@ -41,10 +39,11 @@ def test_a_card_tells_whether_the_experts_do_anything(run):
 def test_a_card_names_the_method():
     sigmoid = {"stage": "upcycle", "preset": "clip_up", "changes": {}, "text_config": {"scoring_func": "sigmoid"}}
     adapted = {"stage": "train", "max_steps": 9, "lora": {"r": 2}}
-    found = [_stage_row(Record(stage=stage))[1] for stage in (sigmoid, adapted)]
-    assert found == [
+    averaged = {"stage": "average", "models": ["base", "tuned"], "weights": [0.5, 0.5]}
+    assert [_stage_row(Record(stage=stage))[1] for stage in (sigmoid, adapted, averaged)] == [
         "preset clip_up, text_config {'scoring_func': 'sigmoid'}",
         "max_steps 9, lora {'r': 2}",
+        "models ['base', 'tuned'], weights [0.5, 0.5]",
     ]
 
 

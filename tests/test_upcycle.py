@@ -55,7 +55,7 @@ def test_equals_the_dense_model(dense, name, towers):
 
 NARROW = {
     "cut in 2": {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 4},
-    "1 of 4 shared": {
+    "shared": {
         "moe_intermediate_size": 12,
         "num_shared_experts": 1,
         "num_experts": 12,
@@ -76,9 +76,7 @@ def test_narrow_and_shared_experts_equal_the_dense_model_and_give_it_back(dense,
         torch.testing.assert_close(back.state_dict(), dense.state_dict(), rtol=0, atol=1e-6)
     moved(sparse, (".experts.", ".shared_experts.", ".router."), 1, 1.0)
     folder = saved(tmp_path / "sparse", sparse)
-    command(
-        "dense", tmp_path / "expert", "--model", folder, "--take", 1
-    )  # compares with the experts of one FFN, forced
+    command("dense", tmp_path / "expert", "--model", folder, "--take", 1)  # compares with forced experts
 
 
 @pytest.mark.parametrize("scoring_func", ["softmax", "sigmoid"])
