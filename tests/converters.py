@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from openai_weights import as_released, openai_state_dict
+from openai_weights import openai_state_dict
 from safetensors.torch import save_file
 from tiny_clip import processor, saved, tiny_clip
 from transformers import LlamaConfig, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
 
 import clip_moe
-from clip_moe.conversion import released_clip_moe, upcycle
+from clip_moe.conversion import openai, released_clip_moe, upcycle
 from clip_moe.conversion.presets import PRESETS
 
 # Converter -> what follows its output on the command line, for a folder of sources
@@ -52,8 +52,9 @@ def make_sources(folder):
     state["token_embedding.weight"] = state["token_embedding.weight"][:40].clone()
     state["vocab_size"] = torch.tensor(40)
     save_file(state, folder / "openai.safetensors")
-    save_file(as_released(state), folder / "released.safetensors")
-    released_clip_moe.build(as_released(state)).save_pretrained(folder / "heads_of_64")
+    heads_of_64 = upcycle.upcycle(openai.build(state), PRESETS["clip_moe"])
+    save_file(released_clip_moe.export(heads_of_64), folder / "released.safetensors")
+    heads_of_64.save_pretrained(folder / "heads_of_64")
 
     vision = model.config.vision_config
     whole = tiny_llava(vision, 40, 37)

@@ -5,8 +5,6 @@ import re
 import torch
 from torch import nn
 
-from clip_moe.conversion.openai import OPENAI_SETTINGS
-
 # Heads are width / 64; grid and depth ratios as in the models, all else small
 SIZES = {
     "ViT-B/32": {"widths": (128, 64), "depths": (2, 2), "patch": 16, "image": 48, "embedding": 32},
@@ -73,19 +71,6 @@ def released_state_dict(text_sparse=(0, 1), vision_sparse=(1, 2), inside=""):
             if match[4] == "c_fc.weight":
                 state[f"{block}gate.weight"] = torch.randn(3, dense.shape[1], generator=generator)
     return state
-
-
-def as_released(state):
-    """OpenAI's weights of a width of 64 in that layout, with two equal experts in each layer."""
-    released = {}
-    for key, tensor in state.items():
-        if ".mlp." in key:
-            block, name = key.split("mlp.")
-            released |= {f"{block}experts.{number}.{name}": tensor.clone() for number in range(2)}
-            released[f"{block}gate.weight"] = torch.eye(2, 64)
-        elif key not in OPENAI_SETTINGS:
-            released[key] = tensor
-    return released
 
 
 def torchscript(state, path):
