@@ -12,7 +12,7 @@ import torch
 from benchmark_folders import make_copy
 from converters import tiny_llava
 from local_hub import LocalHub
-from openai_weights import as_released, openai_state_dict
+from openai_weights import openai_state_dict
 from tiny_families import saved, tiny_dense
 from transformers import (
     AutoProcessor,
@@ -25,7 +25,9 @@ from transformers import (
 )
 
 from clip_moe.conversion.long_context import POSITIONS
+from clip_moe.conversion.openai import build
 from clip_moe.conversion.presets import PRESETS
+from clip_moe.conversion.released_clip_moe import export
 from clip_moe.conversion.upcycle import upcycle
 from clip_moe.data.symbols import SYMBOLS
 from clip_moe.evaluation.benchmarks.specs import BENCHMARKS
@@ -67,8 +69,8 @@ def save_openai(file: Path) -> None:
 
 
 def save_released(file: Path) -> None:
-    """A checkpoint in the layout of CLIP-MoE's authors, with two experts."""
-    torch.save(as_released(openai_weights()), file)
+    """A checkpoint in the layout of CLIP-MoE's authors."""
+    torch.save(export(upcycle(build(openai_weights()), PRESETS["clip_moe"])), file)
 
 
 def save_images(folder: Path, count: int = 8) -> None:
