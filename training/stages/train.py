@@ -299,16 +299,12 @@ class TrainStage(StepsStage):
                     "expert a token is always 1. Upcycle with norm_topk_prob false or more num_experts_per_tok, or "
                     "leave routers out"
                 )
-            if part is None or tower.capacity_factor is None:
-                continue
-            group, captions = tower.capacity_group_size, len(self.caption_weights or [1]) if name == "text" else 1
-            if captions > 1:
-                yield (
-                    "mini_batch_size: an image may lack captions, so that parts would have other groups of texts for "
-                    "capacity than the whole batch: leave it out, or upcycle without a capacity in the text tower"
-                )
-            elif group is None or part % group:
+            group, has_capacity = tower.capacity_group_size, tower.capacity_factor is not None
+            # An image may lack captions, so that parts would have other groups of texts than the whole batch
+            differ = group is None or part % group or name == "text" and len(self.caption_weights or ()) > 1
+            if part is not None and has_capacity and differ:
                 yield (
                     f"mini_batch_size: {name}_config.capacity_group_size is {group}, and {part} sequences are computed "
-                    "at a time: set it in the stage that makes the model to a number that divides them"
+                    "at a time: set it in the stage that makes the model to a number that divides them; several "
+                    "captions an image go without a capacity of the text tower"
                 )
