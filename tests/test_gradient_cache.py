@@ -105,9 +105,9 @@ def worker(folder):
 
 @pytest.mark.slow
 def test_several_processes_have_the_gradient_of_one(tmp_path):
-    run_processes(3, worker, tmp_path)
+    run_processes(2, worker, tmp_path)
     for case in ON_PROCESSES:
-        for rank in range(3):
+        for rank in range(2):
             assert_same_step(torch.load(tmp_path / f"{rank}.pt")[case], computed(case))
 
 

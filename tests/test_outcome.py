@@ -218,7 +218,7 @@ COLLAPSES = log_of([1.0] + [4.0] * 40)
             COLLAPSES,
             COLLAPSES,
             (0.5, 0.0, 0.0),
-            "No verdict on experts.** Use `in/base`. To train",
+            "No verdict on experts.** Use `in/base`. To",
             "lower the learning rate",
         ),
         (ALIVE, COLLAPSES, (0.2, 0.5, 0.1), "No verdict on experts.** Use `in/dense`", "lower the learning rate"),
