@@ -31,7 +31,7 @@ def test_a_log_has_a_line_now_and_then(capsys, monkeypatch):
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("command", [["clip_moe.training.upcycle"], ["clip_moe", "evaluate"]])
+@pytest.mark.parametrize("command", [["clip_moe", "run"], ["clip_moe", "evaluate"]])
 def test_a_module_called_data_is_not_taken_for_ours(tmp_path, command):
     """A user's own folder may have modules of the names of ours."""
     for name in ("data", "engine"):

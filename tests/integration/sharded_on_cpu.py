@@ -1,4 +1,4 @@
-"""`training/upcycle.py` on two processes without a GPU, where Accelerate (1.15) leaves out FSDP2 and DeepSpeed."""
+"""`clip-moe run` on two processes without a GPU, where Accelerate (1.15) leaves out FSDP2 and DeepSpeed."""
 
 import os
 import sys
