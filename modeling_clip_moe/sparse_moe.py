@@ -57,7 +57,7 @@ class CLIPMoERouter(nn.Module):
         super().__init__()
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
-        # Training moves it, see `training.expert_bias`
+        # Training moves it, see `training.contrastive_task`
         self.register_buffer("expert_bias", torch.zeros(config.num_experts) if config.use_expert_bias else None)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:

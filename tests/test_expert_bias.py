@@ -9,7 +9,7 @@ from tiny_clip_moe import inputs, tiny_model
 from tiny_runs import read_log, train, weights
 
 from clip_moe.conversion.average import average
-from clip_moe.training.expert_bias import ExpertBiases
+from clip_moe.training.contrastive_task import ExpertBiases
 from modeling_clip_moe import CLIPMoEModel, load_balancing_loss
 from modeling_clip_moe.sparse_moe import CLIPMoERouter
 
