@@ -280,11 +280,6 @@ def load_clusters(directory: Path, dataset_fingerprint: str | None = None) -> tu
     return Clusters(**arrays), about
 
 
-def save_centers(directory: Path, fine_centers: np.ndarray, encoder: str) -> None:
-    """Keep fine-grained centers (m, d) and the name of the encoder that they were made with."""
-    save_arrays(directory / CENTERS, {"centers": fine_centers}, {"encoder": encoder})
-
-
 def load_centers(directory: Path, encoder: str) -> np.ndarray:
     """The fine-grained centers (m, d) of a cluster stage, to compare with features of this encoder."""
     with open_arrays(directory / CENTERS, "a cluster stage with num_centers") as file:

@@ -157,16 +157,9 @@ class ClusterStage(Stage):
         """Keep the fine-grained centers, and return the store of the nearest one of every pair (`labels`)."""
         import torch
 
-        from clip_moe.evaluation.feature_store import FeatureStore
+        from clip_moe.evaluation.feature_store import FeatureStore, save_arrays
         from clip_moe.evaluation.sentence_encoders import load_encoder
-        from clip_moe.training.clusters import (
-            CENTERS,
-            READABLE,
-            balanced_kmeans,
-            load_centers,
-            nearest_centers,
-            save_centers,
-        )
+        from clip_moe.training.clusters import CENTERS, READABLE, balanced_kmeans, load_centers, nearest_centers
         from clip_moe.training.pair_features import BATCHES_PER_SHARD, ENCODER, encode_pairs, new_store, open_store
 
         accelerator = context.accelerator
@@ -179,7 +172,7 @@ class ClusterStage(Stage):
             else:
                 sample = captions[modality].sample(self.num_samples or CENTER_SAMPLES, context.seed)
                 fine_centers = balanced_kmeans(sample, self.num_centers, context.seed, accelerator.device)[0]
-            save_centers(directory, fine_centers, encoder_name)
+            save_arrays(directory / CENTERS, {"centers": fine_centers}, {"encoder": encoder_name})
         accelerator.wait_for_everyone()
         if self.data is None and self.centers is not None:
             return open_store(Path(inputs.centers), "a cluster stage with num_centers", by_encoder=True)
