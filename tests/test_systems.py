@@ -144,7 +144,6 @@ def test_experts_in_separate_runs_end_in_the_same_bits(system, name):
     ("name", "stages", "is_killed"),
     [
         ("clip_moe", "features_1 clusters_2 expert_2 unified clip_moe", True),
-        ("clip_fmoe", "captions features clip_fmoe", False),
         ("mode", "captions coarse expert_2", False),
     ],
 )
