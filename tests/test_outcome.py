@@ -36,7 +36,7 @@ RUNS = {
     "still": (DIES | {"model": "learned", "learning_rate": 1e-8}, math.log(8), None),
     "siglip_dead": (DIES | {"model": "siglip"}, SIGMOID_CHANCE, DID_NOT_LEAVE_CHANCE),
     "siglip_learned": (LEARNS | {"model": "siglip"}, SIGMOID_CHANCE, None),
-    "siglip_collapsed": (DIES | {"model": "siglip_learned"}, SIGMOID_CHANCE, COLLAPSED),
+    "siglip_collapsed": (DIES | {"model": "siglip_learned", "max_steps": 40}, SIGMOID_CHANCE, COLLAPSED),
     "sparse_dead": (DIES | {"model": "sparse"}, math.log(8), DID_NOT_LEAVE_CHANCE),
     "routers": (DIES | {"stage": "train_router", "model": "upcycled", "learning_rate": 1e-3}, math.log(8), None),
     "two_pairs": (DIES | {"global_batch_size": 2}, math.log(2), DID_NOT_LEAVE_CHANCE),

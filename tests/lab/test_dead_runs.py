@@ -52,7 +52,8 @@ def test_a_dead_model_has_no_place_in_other_pages(tmp_path):
     """No verdict beside the law's estimate, and its card says so."""
     for name, training in (("dense", ALIVE), ("sparse", DEAD)):
         (tmp_path / name).mkdir()
-        Record(stage={"stage": "train"}, training=training).write(tmp_path / name)
+        stage = {"stage": "train", "data": {"source": "symbols", "num_samples": 16}}
+        Record(stage=stage, training=training).write(tmp_path / name)
     results = [result(row, "symbols", metrics=dict.fromkeys(INFORMATION, 0.5)) for row in ("dense", "sparse")]
     assert _stage_row(Record.read(tmp_path / "sparse"))[1].endswith("did not leave chance")
     models = {"dense": "dense", "sparse": "sparse"}
