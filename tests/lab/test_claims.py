@@ -29,32 +29,26 @@ def test_the_committed_page_is_up_to_date(tmp_path):
         assert np.array_equal(np.asarray(drawn), np.asarray(shown))
 
 
-# Of a claim a number of samples, and the stages of a recipe that a model of it goes through
+# A claim, a recipe of its card, and samples: the stages that a model goes through
 BUDGETS = """
-CLIP-UP 6.6 above dense, as many steps | 51,200 | clip_up_symbols | clip_up
-CLIP-UP above dense, as many multiply-adds | 51,200 | clip_up_symbols | clip_up
-CLIP-UP above dense, as many multiply-adds | 66,560 | clip_up_symbols | dense_longer
-CLIP-UP above dense, 4,096 names, as many multiply-adds | 4.1 M | clip_up_names_long | seed_model clip_up_8
-CLIP-UP above dense, 4,096 names, as many multiply-adds | 5.1 M | clip_up_names_long | seed_model dense
-CLIP-UP above dense, 4,096 names, as many multiply-adds | 1.7 M | clip_up_names_long | seed_30 dense_30
-CLIP-UP above a larger dense model, 4,096 names | 2.0 M | clip_up_tables_names | separated_seed no_capacity
-CLIP-UP above a larger dense model, 4,096 names | 2.6 M | clip_up_tables_names | seed_30 dense_30
-CLIP-UP above sparse from scratch, 4,096 names | 2.0 M | clip_up_tables_names | separated_seed no_capacity
-CLIP-UP above sparse from scratch, 4,096 names | 1.9 M | clip_up_tables_names | \
-scratch_no_capacity_seed scratch_no_capacity
-CLIP-MoE above fine-tuning for one stage | 40,960 | clip_moe_symbols | expert_1 expert_2 expert_3 clip_moe
-CLIP-MoE above fine-tuning for one stage | 10,240 | clip_moe_symbols | direct
-CLIP-MoE above fine-tuning for one stage | 10,240 | clip_moe_symbols | sparse_upcycling
-CLIP-MoE above fine-tuning, as many samples | 40,960 | clip_moe_symbols | direct_4x
-CLIP-MoE above fine-tuning, as many samples | 40,960 | clip_moe_symbols_baselines | all_weights
-CLIP-MoE above fine-tuning, zero-shot | 40,960 | clip_moe_symbols | direct_4x
-CLIP-MoE above fine-tuning, zero-shot | 10,240 | clip_moe_symbols | sparse_upcycling
-CLIP-FMoE above fine-tuning, as many samples | 9,600 | clip_fmoe_symbols | direct
-CLIP-FMoE above fine-tuning, as many samples | 19,200 | clip_fmoe_symbols | direct_2x
-MoDE-4 above one model, names by country | 4.1 M | mode_names | expert_1 expert_2 expert_3 expert_4
-MoDE-4 above one model, names by country | 4.1 M | mode_names | dense_same_multiply_adds
-MoDE-4 above one model, samples of all experts | 102,400 | mode_symbols | expert_1 expert_2 expert_3 expert_4
-MoDE-4 above one model, samples of all experts | 102,400 | mode_symbols | dense_4x
+CLIP-UP 6.6 above dense, as many steps | clip_up_symbols | 51,200: clip_up
+CLIP-UP above dense, as many multiply-adds | clip_up_symbols | 51,200: clip_up; 66,560: dense_longer
+CLIP-UP above dense, 4,096 names, as many multiply-adds | clip_up_names_long | 4.1 M: seed_model clip_up_8; \
+5.1 M: seed_model dense; 1.7 M: seed_30 dense_30
+CLIP-UP above a larger dense model, 4,096 names | clip_up_tables_names | 2.0 M: separated_seed no_capacity; \
+2.6 M: seed_30 dense_30
+CLIP-UP above sparse from scratch, 4,096 names | clip_up_tables_names | 2.0 M: separated_seed no_capacity; \
+1.9 M: scratch_no_capacity_seed scratch_no_capacity
+CLIP-MoE above fine-tuning for one stage | clip_moe_symbols | 40,960: expert_1 expert_2 expert_3 clip_moe; \
+10,240: direct; 10,240: sparse_upcycling
+CLIP-MoE above fine-tuning, as many samples | clip_moe_symbols | 40,960: direct_4x
+CLIP-MoE above fine-tuning, as many samples | clip_moe_symbols_baselines | 40,960: all_weights
+CLIP-MoE above fine-tuning, zero-shot | clip_moe_symbols | 40,960: direct_4x; 10,240: sparse_upcycling
+CLIP-FMoE above fine-tuning, as many samples | clip_fmoe_symbols | 9,600: direct; 19,200: direct_2x
+MoDE-4 above one model, names by country | mode_names | 4.1 M: expert_1 expert_2 expert_3 expert_4; \
+4.1 M: dense_same_multiply_adds
+MoDE-4 above one model, samples of all experts | mode_symbols | 102,400: expert_1 expert_2 expert_3 expert_4; \
+102,400: dense_4x
 """
 
 
@@ -66,13 +60,15 @@ def test_budgets_are_those_of_the_recipes():
     """The samples that the stages train on together; a pass is through the 9,600 pairs of clip_fmoe_symbols."""
     budgets = {claim.short: claim.budget for claim in CLAIMS}
     for line in BUDGETS.strip().splitlines():
-        short, number, recipe, names = line.split(" | ")
-        content, samples = read_recipe(recipe), 0
-        for stage in (stage for stage in content["stages"] if stage["name"] in names.split()):
-            stage = {**content.get("defaults", {}).get("train", {}), **stage}
-            steps = stage["max_steps"] * stage["global_batch_size"] if "max_steps" in stage else None
-            samples += steps or 9600 * stage["num_epochs"]
-        assert number in budgets[short] and number in (f"{samples:,}", f"{samples / 1e6:.1f} M"), line
+        short, recipe, models = line.split(" | ")
+        content = read_recipe(recipe)
+        for number, names in (model.split(": ") for model in models.split("; ")):
+            samples = 0
+            for stage in (stage for stage in content["stages"] if stage["name"] in names.split()):
+                stage = {**content.get("defaults", {}).get("train", {}), **stage}
+                steps = stage["max_steps"] * stage["global_batch_size"] if "max_steps" in stage else None
+                samples += steps or 9600 * stage["num_epochs"]
+            assert number in budgets[short] and number in (f"{samples:,}", f"{samples / 1e6:.1f} M"), (line, names)
 
 
 @pytest.mark.parametrize(

@@ -58,10 +58,8 @@ def test_the_teacher_of_routers_by_hand():
         p = (hidden_states[mask] @ next(routers).T).softmax(-1)
         q = next(logits)[mask].softmax(-1)
         divergences.append((p * (p / q).log()).sum(-1).mean())
-        importance = p.mean(0)
-        own.append(
-            0.005 * (importance.std(correction=0) / importance.mean()) ** 2 - 0.005 * (p * p.log()).sum(-1).mean()
-        )
+        importance, entropy = p.mean(0), -(p * p.log()).sum(-1).mean()
+        own.append(0.005 * (importance.std(correction=0) / importance.mean()) ** 2 + 0.005 * entropy)
     torch.testing.assert_close(scalars["router_divergence"], sum(divergences) / 4)
     torch.testing.assert_close(loss, 5 * sum(divergences) / 4 + sum(own))
 
@@ -160,9 +158,8 @@ def test_each_tower_has_its_weights_and_both_sides_of_the_threshold():
     vision = torch.tensor([[[0, 0, 1.0, 0], [0, 0, 1.0, 0], [0, 0, 1.0, 0]]]).log()
     outputs = SimpleNamespace(text_router_logits=(text,), vision_router_logits=(vision,))
     batch = {"attention_mask": torch.ones(1, 2)}
-    loss, metrics = EntropyLosses({"text": 0.5}, {"text": 3.0, "vision": 2.0}, 2)(
-        None, outputs, batch, progress=0.0, reduce=all_reduce_sum
-    )
+    losses = EntropyLosses({"text": 0.5}, {"text": 3.0, "vision": 2.0}, 2)
+    loss, metrics = losses(None, outputs, batch, progress=0.0, reduce=all_reduce_sum)
     # 0.5 * local of texts, + 3 * max(0, log 2 - log 2) + 2 * max(0, log 2 - 0)
     torch.testing.assert_close(loss, torch.tensor(0.5 * math.log(2) + 0 + 2 * math.log(2)))
     expected = {"local_entropy_text": 1, "global_entropy_text": 0, "global_entropy_vision": 1}  # bits
@@ -182,9 +179,6 @@ def test_towers_without_such_routers_are_refused():
     for fields, message in (({"scoring_func": "sigmoid"}, "no routers with"), ({"num_experts": 2}, "3.9 of 2 experts")):
         with pytest.raises(ValueError, match=message):
             EntropyStage(**ENTROPY_STAGE, **ENTROPY).auxiliary_losses(tiny_model(**fields), SimpleNamespace())
-
-
-# --- runs
 
 
 def relu(recipe):

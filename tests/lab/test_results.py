@@ -1,4 +1,4 @@
-"""Numbers of the front page, of docs/results.md and of lab/results are those of the committed results."""
+"""Numbers of the front page, docs/results.md and lab/results are those of the committed results; recipes load."""
 
 import re
 from statistics import mean
@@ -6,6 +6,7 @@ from statistics import mean
 import pytest
 
 from clip_moe.engine.intervals import paired_interval
+from clip_moe.engine.recipe import load_recipe
 from lab import ROOT
 from lab.cards import findings
 
@@ -99,3 +100,29 @@ def test_scores_are_those_of_the_cards(page):
         for column in header:
             if column in COLUMNS:
                 assert without_difference(row[column]) == expected[column], (card, row["model"], column)
+
+
+# --- recipes
+
+RECIPES = sorted((ROOT / "lab" / "recipes").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_recipes_load(path):
+    if "icons" in path.name:
+        pytest.importorskip("resvg_py", reason="the icons extra is not installed")
+    if "clip_up_worlds" in path.name:
+        pytest.importorskip("rdkit", reason="rdkit is not installed")
+    stages = load_recipe(path).stages
+    assert len({stage.name for stage in stages}) == len(stages)
+
+
+def test_every_recipe_is_listed():
+    readme = (ROOT / "lab" / "README.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"^\| \[(\w+\.yaml)\]", readme, re.MULTILINE)) == [path.name for path in RECIPES]
+
+
+def test_a_recipe_that_moved_here_is_named(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(FileNotFoundError, match="see lab/recipes/names_kept.yaml"):
+        load_recipe("training/recipes/names_kept.yaml")
