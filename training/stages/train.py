@@ -299,10 +299,11 @@ class TrainStage(StepsStage):
                     "expert a token is always 1. Upcycle with norm_topk_prob false or more num_experts_per_tok, or "
                     "leave routers out"
                 )
-            group, has_capacity = tower.capacity_group_size, tower.capacity_factor is not None
+            if part is None or tower.capacity_factor is None:
+                continue
+            group = tower.capacity_group_size
             # An image may lack captions, so that parts would have other groups of texts than the whole batch
-            differ = group is None or part % group or name == "text" and len(self.caption_weights or ()) > 1
-            if part is not None and has_capacity and differ:
+            if group is None or part % group or name == "text" and len(self.caption_weights or ()) > 1:
                 yield (
                     f"mini_batch_size: {name}_config.capacity_group_size is {group}, and {part} sequences are computed "
                     "at a time: set it in the stage that makes the model to a number that divides them; several "
