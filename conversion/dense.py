@@ -61,7 +61,7 @@ def layer_scales(config: SparseMoEConfig, expert: int | str, scale: Scale | None
 
 def extraction_rules(config: SparseMoEConfig, expert: int | str, scale: Scale | None = None) -> list[Rule]:
     """Rules from a sparse model to the dense one that keep one expert, or the base FFN, of every sparse layer."""
-    rules = upcycle.kept_rules(config, family_of(config).logit_scale_shape)
+    rules = upcycle.kept_rules(config, (1,) if family_of(config).sigmoid else ())
     for ffn, layer_scale in layer_scales(config, expert, scale).items():
         rules.append(Rule(rf"{ffn}\.(router|fusion_gate)\..*", (), reason="a dense FFN has no routing"))
         if expert == BASE:

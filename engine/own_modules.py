@@ -77,7 +77,7 @@ def code_of(modules: Iterable[str]) -> dict[str, str]:
 
 def code_of_models() -> dict[str, str]:
     """`code_of` the modules whose models a user has registered, as they were when this was first asked for."""
-    own = sys.modules.get("modeling_clip_moe.own_code")  # where it was never imported, nothing is registered
+    own = sys.modules.get("modeling_clip_moe.loading")  # where it was never imported, nothing is registered
     return _code_of_models(*own.OWN_CLASSES) if own else {}
 
 

@@ -37,42 +37,32 @@ from .modeling_clip_moe import (
 from .modeling_metaclip_2_moe import MetaClip2MoEModel
 from .modeling_siglip_moe import Siglip2MoEModel, SiglipMoEModel
 from .modeling_vision_moe import AltCLIPMoEModel, ChineseCLIPMoEModel, MLCDMoEVisionModel
-from .router_losses import (
-    load_balancing_loss,
-    router_z_loss,
-)
+from .router_losses import load_balancing_loss, router_z_loss
 
 
-def _register(
-    family: Family,
-    whole: type[PreTrainedModel] | None,
-    text: type[PreTrainedModel] | None = None,
-    vision: type[PreTrainedModel] | None = None,
-) -> None:
-    """Makes the Auto classes know a model and its towers, with the processors of its dense models."""
-    for model in filter(None, (whole, text, vision)):
-        AutoConfig.register(model.config_class.model_type, model.config_class, exist_ok=True)
-        AutoModel.register(model.config_class, model, exist_ok=True)
-    if whole is not None:
-        AutoModelForZeroShotImageClassification.register(whole.config_class, whole, exist_ok=True)
-        AutoProcessor.register(whole.config_class, PROCESSOR_MAPPING[family.dense.config_class], exist_ok=True)
-    for model in filter(None, (whole, text)):
-        AutoTokenizer.register(model.config_class, getattr(transformers, family.tokenizer), exist_ok=True)
-    image_processors = {}
-    if is_vision_available():
-        image_processors["pil"] = getattr(transformers, f"{family.image_processor}Pil")
-    if is_torchvision_available():
-        image_processors["torchvision"] = getattr(transformers, family.image_processor)
-    for model in filter(None, (whole, vision)):
-        if image_processors:
-            AutoImageProcessor.register(model.config_class, image_processor_classes=image_processors, exist_ok=True)
+def _register(family: Family, model: type[PreTrainedModel]) -> None:
+    """Makes the Auto classes know a whole model or a tower, with the processors of the family's dense models."""
+    config, tower = model.config_class, model.config_class.base_config_key  # "" of a whole model
+    AutoConfig.register(config.model_type, config, exist_ok=True)
+    AutoModel.register(config, model, exist_ok=True)
+    if not tower:
+        AutoModelForZeroShotImageClassification.register(config, model, exist_ok=True)
+        AutoProcessor.register(config, PROCESSOR_MAPPING[family.dense.config_class], exist_ok=True)
+    if tower != "vision_config":
+        AutoTokenizer.register(config, getattr(transformers, family.tokenizer), exist_ok=True)
+    if tower != "text_config" and is_vision_available():
+        classes = {"pil": getattr(transformers, f"{family.image_processor}Pil")}
+        if is_torchvision_available():
+            classes["torchvision"] = getattr(transformers, family.image_processor)
+        AutoImageProcessor.register(config, image_processor_classes=classes, exist_ok=True)
 
 
 # From the last to CLIP, whose vision tower others have, too
 for family in reversed(FAMILIES):
-    _register(family, family.sparse, family.sparse.text_model_class, family.sparse.vision_model_class)
+    for model in (family.sparse, family.sparse.text_model_class, family.sparse.vision_model_class):
+        _register(family, model)
 for family in IMAGE_TOWERS:
-    _register(family, None, vision=family.sparse)
+    _register(family, family.sparse)
 _register(FAMILIES[0], CLIPMoDEModel)
 AutoModelForImageClassification.register(CLIPMoEConfig, CLIPMoEForImageClassification, exist_ok=True)
 

@@ -9,10 +9,8 @@ from transformers import CLIPTextConfig, CLIPVisionConfig, PreTrainedConfig
 
 _LAYERS = "encoder.layers.*"
 # Fields on which the weights of a tower's layers depend
-_LAYER_FIELDS = (
-    *("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "hidden_act", "layer_norm_eps"),
-    *("moe_layers", "num_experts", "moe_intermediate_size", "num_shared_experts", "fusion_gate", "use_expert_bias"),
-)
+_LAYER_FIELDS = """hidden_size intermediate_size num_attention_heads num_hidden_layers hidden_act layer_norm_eps
+moe_layers num_experts moe_intermediate_size num_shared_experts fusion_gate use_expert_bias""".split()
 
 
 def embedding_size(config: PreTrainedConfig) -> int:
@@ -21,11 +19,8 @@ def embedding_size(config: PreTrainedConfig) -> int:
 
 
 class PublishedConfig(PreTrainedConfig):
-    """
-    A configuration that names its classes where it is saved. `trust_remote_code=True` finds them there, in the copy of
-    this code that every published folder holds. `XConfig` of `configuration_y` is that of `XModel` in `modeling_y`, and
-    one of a file by another name is that of `XModel` in the same file.
-    """
+    """A configuration that names its classes where it is saved, for `trust_remote_code=True`: `XConfig` in
+    `configuration_y` is that of `XModel` in `modeling_y`, and one in another file that of `XModel` there."""
 
     _auto_class = "AutoConfig"
     auto_classes: ClassVar[dict[str, str]] = {}
@@ -47,7 +42,7 @@ class PublishedConfig(PreTrainedConfig):
 @strict
 class CLIPMoETowerConfig(PublishedConfig):
     """
-    What CLIP-MoE adds to the configuration of a CLIP tower. By default there is no sparse layer: a plain CLIP tower.
+    The sparse layers of a tower; by default there are none: a plain CLIP tower.
 
     Args:
         num_experts (`int`): experts of a sparse layer, E.
@@ -126,11 +121,8 @@ class CLIPMoETowerConfig(PublishedConfig):
 
     @property
     def base_model_tp_plan(self) -> dict[str, str]:
-        """
-        Tensor parallelism of the modules that the tower has: the heads of its attention and the width of its dense
-        FFNs, alone or beside experts, and of shared experts. Others are not split, for whose stacked biases
-        transformers has no style.
-        """
+        """Tensor parallelism of the tower's modules: the heads of its attention and the width of dense FFNs and shared
+        experts. Experts are not split: transformers has no style for their stacked biases."""
         plan = {f"{_LAYERS}.self_attn.{name}_proj": "colwise" for name in "qkv"}
         plan[f"{_LAYERS}.self_attn.out_proj"] = "rowwise"
         has_dense_layers, has_base = len(self.moe_layers) < self.num_hidden_layers, self.fusion_gate

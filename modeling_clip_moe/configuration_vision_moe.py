@@ -1,5 +1,4 @@
-"""Configurations of families whose image tower alone becomes sparse: Chinese-CLIP and AltCLIP, whose image tower is
-CLIP's, and MLCD, which is an image tower without texts."""
+"""Configurations of families whose image tower alone is sparse: Chinese-CLIP, AltCLIP and MLCD."""
 
 from huggingface_hub.dataclasses import strict
 from transformers import AltCLIPTextConfig, ChineseCLIPTextConfig, MLCDVisionConfig

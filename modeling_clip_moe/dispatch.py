@@ -24,6 +24,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 
 class Dispatch(NamedTuple):
@@ -35,32 +36,24 @@ class Dispatch(NamedTuple):
         counts: (E,), the rows of each expert.
     """
 
-    order: torch.Tensor
-    counts: torch.Tensor
+    order: Tensor
+    counts: Tensor
 
-    def rank(self) -> torch.Tensor:
+    def rank(self) -> Tensor:
         """(K * T,), the row of each choice."""
         return _put(torch.arange(self.order.shape[0], device=self.order.device), self.order)
 
 
-def dispatch(expert_ids: torch.Tensor, num_experts: int) -> Dispatch:
-    """
-    The rows of all choices.
-
-    Args:
-        expert_ids: (T, K), the experts of each token, best first; E, the number of experts, stands for none.
-        num_experts: E.
-    """
+def dispatch(expert_ids: Tensor, num_experts: int) -> Dispatch:
+    """The rows of all choices (T, K): the experts of each token, best first; E, the number of experts, stands for
+    none."""
     order, _, counts = _sort(expert_ids, num_experts)
     return Dispatch(order, counts[:num_experts, 0])
 
 
 def dispatch_within_capacity(
-    expert_ids: torch.Tensor,
-    num_experts: int,
-    capacity_factor: tuple[int, int],
-    num_groups: int = 1,
-) -> tuple[Dispatch, torch.Tensor]:
+    expert_ids: Tensor, num_experts: int, capacity_factor: tuple[int, int], num_groups: int = 1
+) -> tuple[Dispatch, Tensor]:
     """
     The rows of the choices that find room at their expert. Of a group with N tokens that are not padding, an expert
     takes ceil(N * C / E): the first choices of all tokens in token order, then the second choices, and so on (CLIP-UP,
@@ -103,13 +96,9 @@ def as_fraction(capacity_factor: float) -> tuple[int, int]:
     return factor.numerator, factor.denominator
 
 
-def _sort(
-    expert_ids: torch.Tensor, num_experts: int, num_groups: int = 1
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """
-    Order, the queue of each row and the counts (E + 1, groups) of the queues. An expert has one for each group, with
-    the number expert * groups + group.
-    """
+def _sort(expert_ids: Tensor, num_experts: int, num_groups: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """Order, the queue of each row and the counts (E + 1, groups) of the queues. An expert has one for each group, with
+    the number expert * groups + group."""
     groups = torch.arange(num_groups, device=expert_ids.device).repeat_interleave(expert_ids.shape[0] // num_groups)
     queue = (expert_ids.T * num_groups + groups).flatten()
     counts = queue.new_zeros((num_experts + 1) * num_groups).scatter_add(0, queue, torch.ones_like(queue))
@@ -125,12 +114,12 @@ def _sort(
     return order, queue.int(), counts.view(num_experts + 1, num_groups)
 
 
-def _starts(counts: torch.Tensor) -> torch.Tensor:
+def _starts(counts: Tensor) -> Tensor:
     """The first row of each queue."""
     counts = counts.flatten()
     return counts.cumsum(dim=0) - counts
 
 
-def _put(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+def _put(values: Tensor, places: Tensor) -> Tensor:
     """Scatter values to a permutation of places."""
     return torch.empty_like(values).scatter(0, places, values)

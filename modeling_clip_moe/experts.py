@@ -1,16 +1,14 @@
 """
 The experts of a sparse layer, and their implementations: a loop, one grouped product for all, and what a tool records.
 
-Axes of the tensors, as used in the comments:
-    T  tokens                  K  experts per token
-    D  hidden size             E  experts of a layer    I  intermediate size of an expert
+The axes of tensors are named in `sparse_moe`.
 """
 
 from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers.activations import ACT2FN
 
@@ -23,21 +21,20 @@ from .transformers_internals import ALL_EXPERTS_FUNCTIONS, use_experts_implement
 TAKE_ROWS = ("eager", "grouped", "by_device")
 
 
-def _each_expert(stacked: torch.Tensor) -> Sequence[torch.Tensor]:
-    """
-    A parameter of all experts, expert by expert. Unbinding makes its gradient one stacked tensor, where indexing would
-    build one of full size for each expert.
-    """
+def _each_expert(stacked: Tensor) -> Sequence[Tensor]:
+    """A parameter of all experts, expert by expert. Unbinding makes its gradient one stacked tensor; indexing would
+    build one of full size for each expert."""
     try:
         return stacked.unbind()
     except NotImplementedError:  # torchao's quantized tensors, which are not trained
         return [stacked[i] for i in range(stacked.shape[0])]
 
 
-def _each_ffn(experts: nn.Module) -> Iterator[tuple[torch.Tensor, ...]]:
+def _each_ffn(experts: nn.Module) -> Iterator[tuple[Tensor, ...]]:
     """Up projection with its bias and down projection with its bias, expert by expert."""
-    weights = experts.up_proj, experts.up_proj_bias, experts.down_proj, experts.down_proj_bias
-    return zip(*map(_each_expert, weights), strict=True)
+    up_projs, up_biases = _each_expert(experts.up_proj), _each_expert(experts.up_proj_bias)
+    down_projs, down_biases = _each_expert(experts.down_proj), _each_expert(experts.down_proj_bias)
+    return zip(up_projs, up_biases, down_projs, down_biases, strict=True)
 
 
 @use_experts_implementation(has_gate=False, has_bias=True)
@@ -53,25 +50,16 @@ class CLIPMoEExperts(nn.Module):
         self.down_proj_bias = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
         self.act_fn = ACT2FN[config.hidden_act]
 
-    def extra_repr(self) -> str:
-        num_experts, intermediate_size, hidden_size = self.up_proj.shape
-        return f"{num_experts=}, {hidden_size=}, {intermediate_size=}"
-
     def forward(
-        self,
-        hidden_states: torch.Tensor,
-        top_k_index: torch.Tensor,
-        top_k_weights: torch.Tensor,
-        rows: Dispatch | None = None,
-    ) -> torch.Tensor:
+        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, rows: Dispatch | None = None
+    ) -> Tensor:
         """
+        The weighted sum (T, D) of each token's experts.
+
         Args:
             hidden_states: (T, D).
             top_k_index, top_k_weights: (T, K), from the router.
             rows: the sorted rows of these ids. None: they are sorted here.
-
-        Returns:
-            (T, D), the weighted sum of each token's experts.
         """
         if is_recorded(hidden_states) and not torch.compiler.is_compiling():
             return experts_forward_all(self, hidden_states, top_k_index, top_k_weights)
@@ -82,9 +70,8 @@ class CLIPMoEExperts(nn.Module):
 
         outputs = []
         inputs = hidden_states.index_select(0, token_ids).split(counts)
-        for expert_input, (up_proj, up_proj_bias, down_proj, down_proj_bias) in zip(
-            inputs, _each_ffn(self), strict=True
-        ):
+        for expert_input, ffn in zip(inputs, _each_ffn(self), strict=True):
+            up_proj, up_proj_bias, down_proj, down_proj_bias = ffn
             intermediate = self.act_fn(F.linear(expert_input, up_proj, up_proj_bias))
             outputs.append(F.linear(intermediate, down_proj, down_proj_bias))
         outputs = torch.cat(outputs) * top_k_weights.T.flatten().index_select(0, order)[:, None]
@@ -93,17 +80,17 @@ class CLIPMoEExperts(nn.Module):
 
 
 # Rows of an expert on a CPU, below which grouped products train faster than the loop, which stacks the gradients of all
-# experts' weights (measured with transformers' `grouped_mm`: lab/speed/results/experts_few_rows_cpu.md)
+# experts' weights (lab/speed/results/experts_few_rows_cpu.md)
 FEW_ROWS = 160
 
 
 def experts_forward_grouped(
     experts: CLIPMoEExperts,
-    hidden_states: torch.Tensor,
-    top_k_index: torch.Tensor,
-    top_k_weights: torch.Tensor,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
     rows: Dispatch | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """
     All experts in one product, without waiting for the token counts; under autocast in its precision.
 
@@ -137,10 +124,8 @@ def experts_forward_grouped(
 
 
 def _fits_grouped_products(experts: CLIPMoEExperts, dtype: torch.dtype) -> bool:
-    """
-    Whether torch has grouped products for them: not in float64, nor of sizes that are no multiples of 16 bytes. On a
-    GPU only those in bfloat16 of Hopper and data-center Blackwell are; others wait for the counts, once a product.
-    """
+    """Whether torch has grouped products for them: not in float64, nor of sizes that are no multiples of 16 bytes. On a
+    GPU, only bfloat16 on Hopper and data-center Blackwell; others wait for the counts, once a product."""
     device = experts.up_proj.device
     if device.type == "cuda" and not torch.compiler.is_compiling():
         if dtype != torch.bfloat16 or torch.cuda.get_device_capability(device)[0] not in (9, 10):
@@ -156,18 +141,15 @@ def _is_fixed(act_fn: nn.Module) -> bool:
 
 
 def experts_forward_all(
-    experts: CLIPMoEExperts, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-) -> torch.Tensor:
-    """
-    Every expert computes every token, E / K times the arithmetic of the others, and what a token did not choose counts
-    nothing. So no size depends on the data, and there are only operations that every tool knows.
-    """
+    experts: CLIPMoEExperts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Every expert computes every token, E / K times the arithmetic, and what a token did not choose counts nothing. So
+    no size depends on the data, and there are only operations that every tool knows."""
     weights = top_k_weights.new_zeros(top_k_index.shape[0], experts.num_experts + 1)  # the last is that of no expert
     weights = weights.scatter_add(1, top_k_index, top_k_weights)[:, :-1].unsqueeze(-1)
     combined = torch.zeros_like(hidden_states, dtype=weights.dtype)
-    for weight, (up_proj, up_proj_bias, down_proj, down_proj_bias) in zip(
-        weights.unbind(dim=1), _each_ffn(experts), strict=True
-    ):
+    for weight, ffn in zip(weights.unbind(dim=1), _each_ffn(experts), strict=True):
+        up_proj, up_proj_bias, down_proj, down_proj_bias = ffn
         intermediate = experts.act_fn(F.linear(hidden_states, up_proj, up_proj_bias))
         outputs = F.linear(intermediate, down_proj, down_proj_bias) * weight
         combined = combined + outputs.masked_fill(weight == 0, 0)  # also where an output is not finite
@@ -184,18 +166,18 @@ def _is_counted() -> bool:
 
 def experts_forward_by_device(
     experts: CLIPMoEExperts,
-    hidden_states: torch.Tensor,
-    top_k_index: torch.Tensor,
-    top_k_weights: torch.Tensor,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
     rows: Dispatch | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """
     The default implementation: `grouped` on a GPU that has its products, and where experts train with few rows on a
     CPU; else the loop. It follows the input, so a model may move at any time.
 
-    The loop's sizes are those of the data, which a recorded program would keep. Compiled programs, those of
-    `torch.export` and CUDA graphs have `grouped`, and whatever else is recorded has all experts. While a
-    `FlopCounterMode` counts, the loop runs, or without data `batched_mm`: both multiply what a token's experts do.
+    A recorded program would keep the loop's sizes, which are those of the data. So compiled programs, `torch.export`
+    and CUDA graphs have `grouped`, others all experts. While a `FlopCounterMode` counts, the loop runs, or without data
+    `batched_mm`: both multiply what a token's experts do.
 
     On one core in float32, the loop takes 0.94 to 1.09 times K dense FFNs on 8 images, and 1.34 to 2.12 times in a
     training step of one image, where transformers' `grouped_mm` takes 1.16 to 1.46 (lab/speed/results/experts_cpu.md).
@@ -211,15 +193,14 @@ def experts_forward_by_device(
     return _loop(experts, hidden_states, top_k_index, top_k_weights, rows)
 
 
-def _loop(experts, hidden_states, top_k_index, top_k_weights, rows) -> torch.Tensor:
+def _loop(experts, hidden_states, top_k_index, top_k_weights, rows) -> Tensor:
     """The function that the decorator replaced."""
     return CLIPMoEExperts.forward.__wrapped__(experts, hidden_states, top_k_index, top_k_weights, rows)
 
 
-def _train_with_few_rows(experts: CLIPMoEExperts, top_k_index: torch.Tensor) -> bool:
+def _train_with_few_rows(experts: CLIPMoEExperts, top_k_index: Tensor) -> bool:
     """
-    Whether the experts train as it was measured: on a CPU, in float32. Others have the loop, also those whose sizes are
-    no multiples of 16 bytes, which grouped products refuse.
+    Whether the experts train with few rows on a CPU in float32, as was measured.
 
     Whether gradients are on is not asked: batches in parts are embedded without them first, and have to come out the
     same with them.
@@ -228,7 +209,7 @@ def _train_with_few_rows(experts: CLIPMoEExperts, top_k_index: torch.Tensor) -> 
     few_rows = top_k_index.numel() < FEW_ROWS * experts.num_experts
     weights = (experts.up_proj, experts.up_proj_bias, experts.down_proj, experts.down_proj_bias)
     trains = experts.training and all(w.requires_grad and w.dtype == torch.float32 for w in weights)
-    return measured and few_rows and trains and all(size % 4 == 0 for size in experts.up_proj.shape[1:])
+    return measured and few_rows and trains
 
 
 ALL_EXPERTS_FUNCTIONS.register("grouped", experts_forward_grouped)

@@ -1,7 +1,4 @@
-"""
-The families of models that become sparse: a row for each, with transformers' class of dense models and ours. All that
-depends on the family of a configuration is asked here.
-"""
+"""The families of models that become sparse, one row each, and all that depends on the family of a configuration."""
 
 import sys
 from dataclasses import dataclass, fields, replace
@@ -20,21 +17,22 @@ from transformers import (
     SiglipModel,
 )
 
+from .loading import OWN_CLASSES, with_relative_imports
 from .modeling_clip_moe import CLIPMoEModel
 from .modeling_metaclip_2_moe import MetaClip2MoEModel
 from .modeling_siglip_moe import Siglip2MoEModel, SiglipMoEModel
 from .modeling_vision_moe import AltCLIPMoEModel, ChineseCLIPMoEModel, MLCDMoEVisionModel
-from .own_code import OWN_CLASSES, with_relative_imports
 
 TOWER_CONFIGS = ("text_config", "vision_config")
 
 
 @dataclass(frozen=True)
 class Family:
-    """A family. The towers that become sparse have `encoder.layers`, whose FFN is an `mlp`. Whole models have two,
-    `text_model` and `vision_model`.
+    """Towers that become sparse have `encoder.layers`, whose FFN is an `mlp`. Whole models have two, `text_model` and
+    `vision_model`.
 
     Args:
+        dense, sparse: transformers' class and ours.
         tokenizer, image_processor: transformers' classes by name, since some need libraries that may not be there; no
             tokenizer for an image tower alone, which reads no texts.
         sigmoid: whether models have a `logit_bias`, for the sigmoid loss.
@@ -58,11 +56,6 @@ class Family:
     def model_type(self) -> str:
         """The `model_type` of its dense models."""
         return self.dense.config_class.model_type
-
-    @property
-    def logit_scale_shape(self) -> tuple[int, ...]:
-        """The shape in dense models; sparse ones have (1,), since FSDP2 does not shard scalars."""
-        return (1,) if self.sigmoid else ()
 
     @property
     def whole_fields(self) -> set[str]:
@@ -154,11 +147,7 @@ def add_family(model: type[PreTrainedModel]) -> Family:
 
 
 def family_of(config: PreTrainedConfig) -> Family:
-    """The family of a whole model or of an image tower alone, dense or sparse.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The family of a whole model or of an image tower alone, dense or sparse. ValueError if there is none."""
     if config.model_type not in FAMILY_OF_TYPE:
         raise ValueError(f"a model of type {config.model_type!r} is of no family that becomes sparse: {dense_types()}")
     return FAMILY_OF_TYPE[config.model_type]

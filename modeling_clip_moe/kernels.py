@@ -1,9 +1,7 @@
 """
 Kernels of the experts: grouped products on sorted rows, and functions that are fused on a GPU.
 
-Axes of the tensors, as used in the comments:
-    T  tokens                  K  experts per token     N  rows, T * K
-    D  hidden size             E  experts of a layer    I  intermediate size of an expert
+The axes of tensors are named in `sparse_moe`; N, the rows of a layer, is T * K.
 """
 
 from collections.abc import Callable
@@ -11,6 +9,7 @@ from functools import cache, wraps
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from transformers.utils import logging
@@ -33,12 +32,10 @@ def compiled(function: Callable) -> Callable:
 
 @cache
 def _can_fuse() -> bool:
-    """Whether functions can be compiled for the GPU. One is, since besides Triton it takes a C compiler, the headers of
+    """Whether functions can be compiled for the GPU: by trying, since it takes Triton, a C compiler, the headers of
     Python and a folder to write to."""
     try:
         compiled(torch.square)(torch.ones(1, device="cuda"))
-    except torch.OutOfMemoryError:
-        raise
     except Exception as error:  # of Triton, of the C compiler, of the file system: there is no class that they share
         logger.warning(f"Experts run slower on this GPU, for which nothing can be compiled: {error}")
         return False
@@ -50,46 +47,38 @@ def fused(function: Callable) -> Callable:
 
     @wraps(function)
     def run(*arguments):
-        if not _is_fused(arguments[0]):
-            return function(*arguments)
-        for tensor in arguments:
+        is_fused = _is_fused(arguments[0])
+        for tensor in arguments if is_fused else ():
             # The towers' widths differ. As variables they would make the kernels up to four times slower
-            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.ndim > 1:
+            if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.ndim > 1:
                 torch._dynamo.mark_static(tensor, tensor.ndim - 1)
-        return compiled(function)(*arguments)
+        return (compiled(function) if is_fused else function)(*arguments)
 
     return run
 
 
-def _is_fused(tensor: torch.Tensor) -> bool:
+def _is_fused(tensor: Tensor) -> bool:
     is_eager = not torch.compiler.is_compiling() and not _get_current_dispatch_mode_stack()
     return tensor.is_cuda and is_eager and not is_recorded(tensor) and _can_fuse()
 
 
 @fused
-def _activate(rows: torch.Tensor, bias: torch.Tensor, expert_ids: torch.Tensor, act_fn: Callable) -> torch.Tensor:
+def _activate(rows: Tensor, bias: Tensor, expert_ids: Tensor, act_fn: Callable) -> Tensor:
     """(N, I), of the first product and its bias, added in float32 as a linear layer adds it."""
     return act_fn(rows.float() + bias[expert_ids].float()).to(rows.dtype)
 
 
 @fused
 def _activate_backward(
-    rows: torch.Tensor,
-    bias: torch.Tensor,
-    expert_ids: torch.Tensor,
-    act_fn: Callable,
-    is_computed: torch.Tensor,
-    gradient: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    rows: Tensor, bias: Tensor, expert_ids: Tensor, act_fn: Callable, is_computed: Tensor, gradient: Tensor
+) -> tuple[Tensor, Tensor]:
     """The output of `_activate`, computed again, and the gradient of its rows."""
     activated, pull = torch.func.vjp(act_fn, rows.float() + bias[expert_ids].float())
     return activated.to(rows.dtype), torch.where(is_computed, pull(gradient.float())[0], 0).to(rows.dtype)
 
 
 @fused
-def _combine(
-    rows: torch.Tensor, bias: torch.Tensor, expert_ids: torch.Tensor, rank: torch.Tensor, weights: torch.Tensor
-) -> torch.Tensor:
+def _combine(rows: Tensor, bias: Tensor, expert_ids: Tensor, rank: Tensor, weights: Tensor) -> Tensor:
     """(T, D), the weighted sum over the K experts of each token. A row of weight 0 may hold anything."""
     choices = weights.T  # (K, T)
     values = (rows.float() + bias[expert_ids].float())[rank].unflatten(0, choices.shape) * choices[..., None]
@@ -97,21 +86,21 @@ def _combine(
 
 
 @fused
-def _gather_backward(rows: torch.Tensor, rank: torch.Tensor, is_computed: torch.Tensor, top_k: int) -> torch.Tensor:
+def _gather_backward(rows: Tensor, rank: Tensor, is_computed: Tensor, top_k: int) -> Tensor:
     """(T, D), the sum over the K rows of each token."""
     return torch.where(is_computed, rows, 0)[rank].unflatten(0, (top_k, -1)).sum(dim=0)
 
 
 @fused
 def _combine_backward(
-    rows: torch.Tensor,
-    bias: torch.Tensor,
-    expert_ids: torch.Tensor,
-    order: torch.Tensor,
-    weights: torch.Tensor,
-    is_computed: torch.Tensor,
-    gradient: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    rows: Tensor,
+    bias: Tensor,
+    expert_ids: Tensor,
+    order: Tensor,
+    weights: Tensor,
+    is_computed: Tensor,
+    gradient: Tensor,
+) -> tuple[Tensor, Tensor]:
     """The gradients of the rows (N, D), and of each row's weight (N,)."""
     rows_gradient = torch.where(is_computed, gradient[order % weights.shape[0]].to(weights.dtype), 0)
     weights_gradient = torch.where(is_computed, rows_gradient * (rows.float() + bias[expert_ids].float()), 0).sum(
@@ -123,10 +112,8 @@ def _combine_backward(
 class GroupedFFNs(torch.autograd.Function):
     """
     The FFNs of all experts on sorted rows, with few passes over them. It keeps the two products, but neither the rows
-    nor what the activation makes of them, which is computed again.
-
-    Where a row goes is known both ways. So the gradient of a gather is a gather and a sum over K, and never an addition
-    at an index, which is slow on a GPU.
+    nor their activations, which it computes again. The gradient of a gather is a gather and a sum over K, never an
+    addition at an index, which is slow on a GPU.
     """
 
     @staticmethod
@@ -191,7 +178,7 @@ class GroupedFFNs(torch.autograd.Function):
         return tuple(gradients)
 
 
-def grouped_ffns(hidden_states, weights, up_proj, up_bias, down_proj, down_bias, rows, act_fn) -> torch.Tensor:
+def grouped_ffns(hidden_states, weights, up_proj, up_bias, down_proj, down_bias, rows, act_fn) -> Tensor:
     """As `GroupedFFNs`, of operations that any compiled or exported program may have."""
     (order, counts), rank = rows, rows.rank()
     ends = counts.cumsum(dim=0, dtype=torch.int32)
@@ -203,7 +190,7 @@ def grouped_ffns(hidden_states, weights, up_proj, up_bias, down_proj, down_bias,
     expert_ids = (numbers[:, None] >= ends[:-1]).sum(dim=-1)
     chosen = (expert_ids[:, None] == torch.arange(ends.shape[0], device=order.device)).to(up_bias.dtype)
 
-    def linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    def linear(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         # The biases by a product, too, whose gradient adds rows in float32
         outputs = torch.addmm(_grouped_linear(rows, weight, ends), chosen, bias)
         return torch.where(is_computed, outputs, 0)
@@ -216,11 +203,9 @@ def grouped_ffns(hidden_states, weights, up_proj, up_bias, down_proj, down_bias,
     return (outputs[rank].unflatten(0, weights.T.shape) * weights.T[..., None]).sum(dim=0)
 
 
-def is_recorded(hidden_states: torch.Tensor) -> bool:
-    """
-    Whether a tool records, transforms or only shapes this run, to repeat it with other data: `torch.jit.trace`,
-    `make_fx`, `torch.onnx`, `torch.func.vmap`, tensors without data.
-    """
+def is_recorded(hidden_states: Tensor) -> bool:
+    """Whether a tool records, transforms or only shapes this run, to repeat it with other data: `torch.jit.trace`,
+    `make_fx`, `torch.onnx`, `torch.func.vmap`, tensors without data."""
     return (
         torch.jit.is_tracing()
         or torch.onnx.is_in_onnx_export()
@@ -231,7 +216,7 @@ def is_recorded(hidden_states: torch.Tensor) -> bool:
     )
 
 
-def has_no_data(tensor: torch.Tensor) -> bool:
+def has_no_data(tensor: Tensor) -> bool:
     return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 

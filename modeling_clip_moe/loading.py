@@ -1,19 +1,23 @@
-"""Loading and saving of sparse models: nothing is drawn at random in silence, and files have the names of CLIP's."""
+"""
+Loading and saving of sparse models: nothing is drawn at random in silence, files have the names of CLIP's, and the code
+of custom models goes beside their weights.
+"""
 
 import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import __version__ as transformers_version
 from transformers import initialization as init
+from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.utils import logging
 
 from .configuration_clip_moe import SparseMoEConfig
 from .experts import CLIPMoEExperts
-from .own_code import OWN_CLASSES, write_own_code
 from .self_test import self_test
 from .sparse_moe import CLIPMoERouter, CLIPMoESparseMoeBlock, SparseEncoderLayer
 from .transformers_internals import ConversionOps, PrefixChange, WeightConverter, register_checkpoint_conversion_mapping
@@ -23,11 +27,17 @@ logger = logging.get_logger(__name__)
 # In files, every sparse block has an empty tensor of this name. CLIP's own classes, which look for their FFN there,
 # would take a random one and at most warn if there was nothing; this is an error
 SPARSE_LAYER_MARK = "fc1.weight"
-# First parts of the names of a whole model's weights in files; a tower's own classes ignore the other ones
+# First parts of the names of a whole model's weights in files, of which a class for some ignores the others
 PARTS = ("text_model.", "vision_model.", "text_projection.", "visual_projection.", "classifier.", "logit_")
 
+PACKAGE = Path(__file__).parent
+# Registered classes -> their files
+OWN_CLASSES: dict[type, Path] = {}
+# `from modeling_clip_moe.sparse_moe import ...`
+OF_PACKAGE = re.compile(rf"^(\s*)from {PACKAGE.name}\.(\w+) import", flags=re.MULTILINE)
 
-def require_one_encoder(state_dict: Mapping[str, torch.Tensor], tied: Mapping[str, str], prefix: str = "") -> None:
+
+def require_one_encoder(state_dict: Mapping[str, Tensor], tied: Mapping[str, str], prefix: str = "") -> None:
     """Raises ValueError if weights that are one tensor in a model (`tied`: name -> name) differ in a state dict."""
     pairs = [(f"{prefix}{name}", f"{prefix}{source}") for name, source in tied.items()]
     differing = [
@@ -72,11 +82,11 @@ class EncodeMixin:
         """Raises ValueError where this does not compute what it did when it was published; see `self_test.py`."""
         return self_test(self, revision=revision)
 
-    def encode_text(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+    def encode_text(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Embeddings (B, D) of texts (B, S), see `get_text_features`."""
         return self.get_text_features(input_ids, attention_mask, return_dict=True).pooler_output
 
-    def encode_image(self, pixel_values: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+    def encode_image(self, pixel_values: Tensor, **kwargs: Tensor) -> Tensor:
         """Embeddings (B, D) of images, see `get_image_features`."""
         return self.get_image_features(pixel_values, return_dict=True, **kwargs).pooler_output
 
@@ -109,10 +119,8 @@ class OneAxis(ConversionOps):
 
 
 class SparseMoEMixin:
-    """
-    What the sparse models of all families share: the initialization of experts, and loading that refuses incomplete
-    checkpoints. It stands before a family's own subclass of `PreTrainedModel`.
-    """
+    """The initialization of experts, and loading that refuses incomplete checkpoints, for models of all families. It
+    stands before a family's own subclass of `PreTrainedModel`."""
 
     _auto_class = "AutoModel"
     # Otherwise looked up in the class that is built first, and remembered for its subclasses
@@ -127,8 +135,8 @@ class SparseMoEMixin:
     # The class of layers that replaces those of a family's own tower, which builds dense ones, before weights are drawn
     layer_class: type[SparseEncoderLayer] | None = None
 
-    def __init__(self, config, *args, **kwargs):
-        super().__init__(config, *args, **kwargs)
+    def __init__(self, config, **kwargs):
+        super().__init__(config, **kwargs)
         self._register_conversions()
 
     def post_init(self):
@@ -140,9 +148,9 @@ class SparseMoEMixin:
             # It moves by steps that lower precision would lose
             self._keep_in_fp32_modules_strict = {*(self._keep_in_fp32_modules_strict or ()), "expert_bias"}
         # Not those of its towers, which transformers adds: each ignores the other one
-        ignored = type(self)._keys_to_ignore_on_load_unexpected or []
-        if self._tower_prefix:
-            ignored = [f"^{re.escape(part)}" for part in PARTS if part != self._tower_prefix]
+        own = {f"{name}." for name, _ in self.named_children()} | {self._tower_prefix}
+        others = () if isinstance(self, WholeModelMixin) else [part for part in PARTS if part not in own]
+        ignored = [f"^{re.escape(part)}" for part in others]
         self._keys_to_ignore_on_load_unexpected = {*ignored, rf"\.mlp\.{re.escape(SPARSE_LAYER_MARK)}$"}
 
     def _register_conversions(self):
@@ -162,9 +170,8 @@ class SparseMoEMixin:
         Loads a model as `PreTrainedModel.from_pretrained` does, but never a partly random one.
 
         Raises:
-            ValueError: if the checkpoint lacks weights of this model or holds weights that are no part of a CLIP; if
-                it is split in a way that this transformers gets wrong; if it is to have a shared encoder, but its
-                towers differ or it is split, over processes or by a device map.
+            ValueError: the checkpoint lacks weights or holds others; this transformers splits experts wrongly; or the
+                towers of a shared encoder differ or are split, over processes or by a device map.
         """
         split, version = kwargs.get("distributed_config"), transformers_version
         splits_experts = getattr(split, "enable_expert_parallel", False) or (getattr(split, "ep_size", None) or 1) > 1
@@ -175,9 +182,8 @@ class SparseMoEMixin:
                 pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
             )
         except (IndexError, RuntimeError) as error:  # of accelerate and torch, where a device map splits tied weights
-            known = {name: kwargs[name] for name in ("revision", "subfolder", "cache_dir", "token") if name in kwargs}
-            config = kwargs.get("config") or cls.config_class.from_pretrained(pretrained_model_name_or_path, **known)
-            if kwargs.get("device_map") is None or not getattr(config, "shared_encoder", False):
+            settings, _ = cls.config_class.get_config_dict(pretrained_model_name_or_path, **kwargs)
+            if kwargs.get("device_map") is None or not settings.get("shared_encoder"):
                 raise
             raise ValueError(
                 f"{pretrained_model_name_or_path} has shared_encoder=True, which has to fit into one device, but "
@@ -213,10 +219,8 @@ class SparseMoEMixin:
             write_own_code(own, Path(save_directory))
 
     def gather_sharded_state_dict_for_save(self, model_to_save, state_dict, *args, **kwargs):
-        """
-        Part of `save_pretrained`: gives the weights of a tower the names that they have in files of a whole model, and
-        adds the marks that make CLIP's own classes refuse the checkpoint.
-        """
+        """Part of `save_pretrained`: gives the weights of a tower the names that they have in files of a whole model,
+        and adds the marks that make CLIP's own classes refuse the checkpoint."""
         self._register_conversions()  # of a model that came out of a pickle
         # By itself, transformers adds a prefix only to what had one when it was loaded
         if self._tower_prefix:
@@ -238,22 +242,20 @@ class SparseMoEMixin:
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
         # transformers' Trainer loads the files of its checkpoints as they are
         require_one_encoder(state_dict, self.get_expanded_tied_weights_keys(), prefix)
-        for name in [
-            name for name in state_dict if name.endswith(f".mlp.{SPARSE_LAYER_MARK}") and state_dict[name].numel() == 0
-        ]:
-            del state_dict[name]
-        in_file = f"{prefix}{self._tower_prefix}"
-        for name in [name for name in state_dict if name.startswith(in_file) and in_file != prefix]:
-            state_dict[prefix + name.removeprefix(in_file)] = state_dict.pop(name)
-        for name in (f"{prefix}{scalar}" for scalar in self._scalars):
-            if name in state_dict:
+        in_file, scalars = f"{prefix}{self._tower_prefix}", {f"{prefix}{scalar}" for scalar in self._scalars}
+        for name in list(state_dict):
+            if name.endswith(f".mlp.{SPARSE_LAYER_MARK}") and state_dict[name].numel() == 0:
+                del state_dict[name]
+            elif name in scalars:
                 state_dict[name] = state_dict[name].reshape(-1)
+            elif name.startswith(in_file) and in_file != prefix:
+                state_dict[prefix + name.removeprefix(in_file)] = state_dict.pop(name)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     @classmethod
     def is_custom_code(cls) -> bool:
-        # In custom code, transformers does not call `_init_weights` on modules without weights of their own, such as
-        # a family's FFN, lest it overwrite loaded weights. Ours respects them: it uses `transformers.initialization`
+        # Of custom code, transformers does not initialize modules without weights of their own, such as an FFN, lest it
+        # overwrite loaded weights. Ours respects them: it uses `transformers.initialization`
         return False
 
     def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
@@ -284,3 +286,35 @@ class SparseMoEMixin:
             )
             init.zeros_(module.up_proj_bias)
             init.zeros_(module.down_proj_bias)
+
+
+def with_relative_imports(source: Path) -> str:
+    """The code of a custom model's file with imports of files beside it in place of imports from this package.
+
+    Raises:
+        ValueError: a folder of weights would lack what it imports, or its name is that of a file of this package.
+    """
+    code = OF_PACKAGE.sub(r"\1from .\2 import", source.read_text(encoding="utf-8"))
+    imported = re.findall(r"^\s*(?:import|from) (\w+)", code, flags=re.MULTILINE)
+    beside = sorted({name for name in imported if source.with_name(f"{name}.py").is_file()})
+    refusals = {
+        f"has the name of a file of {PACKAGE.name}, which is published beside weights, too: rename it": (
+            (PACKAGE / source.name).is_file()
+        ),
+        f"imports {PACKAGE.name}, which is not there where its weights are loaded with trust_remote_code: import from "
+        f"its files, as in `from {PACKAGE.name}.sparse_moe import CLIPMoERouter`": PACKAGE.name in imported,
+        f"imports {', '.join(beside)}, which no folder of weights would hold: put all into one file": bool(beside),
+    }
+    for refusal, applies in refusals.items():
+        if applies:
+            raise ValueError(f"{source} {refusal}")
+    return code
+
+
+def write_own_code(source: Path, folder: Path) -> None:
+    """Write a custom model's file next to its weights, and the files of this package that it needs."""
+    (folder / source.name).write_text(code := with_relative_imports(source), encoding="utf-8")
+    for name in re.findall(r"^\s*from \.(\w+) import", code, flags=re.MULTILINE):
+        first = PACKAGE / f"{name}.py"
+        for path in [first, *map(Path, get_relative_import_files(first))] if first.is_file() else ():
+            shutil.copy(path, folder)

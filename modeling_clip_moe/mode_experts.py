@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import cached_file
@@ -30,8 +31,8 @@ class DataExperts:
     def from_experts(
         cls,
         experts: Sequence[PreTrainedModel],
-        centers: torch.Tensor | None = None,
-        expert_of_center: torch.Tensor | None = None,
+        centers: Tensor | None = None,
+        expert_of_center: Tensor | None = None,
         metadata_encoder: str | None = None,
         **config,
     ) -> "DataExperts":
@@ -88,7 +89,7 @@ class DataExperts:
         self,
         save_directory: str | os.PathLike,
         is_main_process: bool = True,
-        state_dict: dict[str, torch.Tensor] | None = None,
+        state_dict: dict[str, Tensor] | None = None,
         push_to_hub: bool = False,
         repo_id: str | None = None,
         **kwargs,
@@ -130,7 +131,7 @@ class DataExperts:
         """A data expert by its number."""
         return self.experts[self.config.experts[number]]
 
-    def add_expert(self, expert: PreTrainedModel, centers: torch.Tensor | None = None, name: str | None = None) -> int:
+    def add_expert(self, expert: PreTrainedModel, centers: Tensor | None = None, name: str | None = None) -> int:
         """
         Adds a data expert; the others stay as they are.
 
@@ -146,10 +147,7 @@ class DataExperts:
         CLIPMoDEConfig(experts=[*self.config.experts, name])  # refuses a name that is there or can be no folder
         self._require_expert(expert, name)
         if (centers is None) != (self.centers is None):
-            raise ValueError(
-                f"The model has {'no centers' if self.centers is None else 'centers'}, so that an expert added to it "
-                f"must have {'none' if self.centers is None else 'some, too'}."
-            )
+            raise ValueError("An expert has centers where the model has some, and none otherwise.")
         self.experts[name] = expert
         self.config.experts = [*self.config.experts, name]
         self.task_weights = None
@@ -159,13 +157,11 @@ class DataExperts:
             self.set_centers(all_centers, expert_of_center, self.config.metadata_encoder)
         return number
 
-    def set_centers(self, centers: torch.Tensor, expert_of_center: torch.Tensor, metadata_encoder: str | None) -> None:
+    def set_centers(self, centers: Tensor, expert_of_center: Tensor, metadata_encoder: str | None) -> None:
         """Sets the centers that tasks are routed by; see `from_experts`."""
         idle = sorted(set(range(self.num_experts)) ^ set(expert_of_center.tolist()))
         if idle:
-            raise ValueError(
-                f"Each of the {self.num_experts} experts needs a center, and each center one of them: see {idle}."
-            )
+            raise ValueError(f"Each of {self.num_experts} experts needs a center, and each center one: see {idle}.")
         self.centers, self.expert_of_center = centers.float().cpu().contiguous(), expert_of_center.long().cpu()
         self.config.metadata_encoder = metadata_encoder
         self.config.num_centers, self.config.metadata_dim = centers.shape
@@ -197,9 +193,8 @@ class DataExperts:
                 )
         size = self.config.projection_dim
         if size is not None and embedding_size(expert.config) != size:
-            raise ValueError(
-                f"{name} has embeddings of size {embedding_size(expert.config)}, the other experts of {size}."
-            )
+            found = embedding_size(expert.config)
+            raise ValueError(f"{name} has embeddings of size {found}, the other experts of {size}.")
 
 
 def _class_of(model_type: str | None, name: str) -> type[PreTrainedModel]:

@@ -4,20 +4,21 @@ import math
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 # What divides the sums of similarities before their softmax
 DIVISORS = {"paper": 1, "released": 8}
 
 
 def routing_weights(
-    metadata_embeds: torch.Tensor,
-    centers: torch.Tensor,
-    expert_of_center: torch.Tensor,
+    metadata_embeds: Tensor,
+    centers: Tensor,
+    expert_of_center: Tensor,
     num_experts: int,
     temperature: float = 0.2,
     nearest_center_only: bool = True,
     routing: str = "released",
-) -> torch.Tensor:
+) -> Tensor:
     """
     How much each data expert counts for a task, with L pieces of metadata.
 
@@ -73,7 +74,7 @@ def routing_weights(
     return (sums / divisor).softmax(-1).float()
 
 
-def _similarity(squared_distances: torch.Tensor, length: int, temperature: float, routing: str) -> torch.Tensor:
+def _similarity(squared_distances: Tensor, length: int, temperature: float, routing: str) -> Tensor:
     """A of `routing_weights`, for a task with `length` pieces of metadata."""
     few = math.exp(0.5 - math.sqrt(length))
     if routing == "released":
@@ -85,7 +86,7 @@ def _similarity(squared_distances: torch.Tensor, length: int, temperature: float
     return similarity * few if length < 10 else similarity
 
 
-def side_by_side(embeds: Sequence[torch.Tensor], weights: torch.Tensor | None = None) -> torch.Tensor:
+def side_by_side(embeds: Sequence[Tensor], weights: Tensor | None = None) -> Tensor:
     """
     (..., n * D), the embeddings (..., D) of n experts one after the other, each times its weight (..., n) if there are
     weights. The product of a row with weights and one without is the weighted sum of the experts' similarities

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils import ModelOutput
@@ -31,7 +31,7 @@ from .modeling_siglip_moe import require_padded
 from .transformers_internals import can_return_tuple, image_text_contrastive_loss
 
 
-def sigmoid_loss(logits_per_text: torch.Tensor) -> torch.Tensor:
+def sigmoid_loss(logits_per_text: Tensor) -> Tensor:
     """SigLIP's loss of logits (B, B) whose diagonal are the pairs (arXiv:2303.15343): a scalar."""
     signs = 2 * torch.eye(len(logits_per_text), device=logits_per_text.device) - 1
     return -F.logsigmoid(signs * logits_per_text).sum(dim=-1).mean()
@@ -50,20 +50,17 @@ class CLIPMoDEOutput(ModelOutput):
         expert_outputs: one for each expert; None for one whose weights are all 0, which is not computed.
     """
 
-    loss: torch.Tensor | None = None
-    logits_per_image: torch.Tensor | None = None
-    logits_per_text: torch.Tensor | None = None
-    routing_weights: torch.Tensor | None = None
+    loss: Tensor | None = None
+    logits_per_image: Tensor | None = None
+    logits_per_text: Tensor | None = None
+    routing_weights: Tensor | None = None
     expert_outputs: tuple[ModelOutput | None, ...] | None = None
 
 
 class CLIPMoDEModel(DataExperts, EncodeMixin, PreTrainedModel):
     """
-    Data experts, and the weights that a task gives them.
-
-    Every expert is a whole model in a folder of its own, and `model.expert(i)` here.
-
-    A task is set once, from embeddings of its metadata, and holds until another is set:
+    Data experts, each a whole model in a folder of its own and `model.expert(i)` here, and the weights that a task
+    gives them. A task is set once, from embeddings of its metadata, and holds until another is set:
 
         model.set_task(embeddings)          # (L, d) of the class names
         model(**inputs).logits_per_image
@@ -94,29 +91,24 @@ class CLIPMoDEModel(DataExperts, EncodeMixin, PreTrainedModel):
     def __init__(self, config: CLIPMoDEConfig):
         super().__init__(config)
         self.experts = nn.ModuleDict()
-        self.centers: torch.Tensor | None = None
-        self.expert_of_center: torch.Tensor | None = None
-        self.task_weights: torch.Tensor | None = None
+        self.centers: Tensor | None = None
+        self.expert_of_center: Tensor | None = None
+        self.task_weights: Tensor | None = None
         self.post_init()
 
-    def route(self, metadata_embeds: torch.Tensor, metadata_encoder: str | None = None) -> torch.Tensor:
+    def route(self, metadata_embeds: Tensor, metadata_encoder: str | None = None) -> Tensor:
         """
-        The weights of the experts for a task, or for each of several.
+        The weights of the experts for a task (n,), or for each of several (tasks, n).
 
         Args:
             metadata_embeds: (L, d) of one task, (tasks, L, d) of several, see `routing_weights`.
             metadata_encoder: the encoder that made them, compared with that of the centers. None: not compared.
-
-        Returns:
-            (n,) or (tasks, n).
         """
         if self.centers is None:
             raise ValueError("The model has no centers to compare metadata with: call set_equal_weights().")
         if metadata_encoder is not None and metadata_encoder != self.config.metadata_encoder:
-            raise ValueError(
-                f"The centers were made with the encoder {self.config.metadata_encoder!r}, the metadata's embeddings "
-                f"with {metadata_encoder!r}."
-            )
+            expected = self.config.metadata_encoder
+            raise ValueError(f"The centers were made with {expected!r}, the metadata with {metadata_encoder!r}.")
         return routing_weights(
             torch.as_tensor(metadata_embeds).cpu(),
             self.centers,
@@ -127,18 +119,16 @@ class CLIPMoDEModel(DataExperts, EncodeMixin, PreTrainedModel):
             self.config.routing,
         )
 
-    def set_task(self, metadata_embeds: torch.Tensor, metadata_encoder: str | None = None) -> torch.Tensor:
+    def set_task(self, metadata_embeds: Tensor, metadata_encoder: str | None = None) -> Tensor:
         """Routes all that follows by the metadata (L, d) of a task; see `route`, whose weights (n,) it returns."""
         shape = tuple(getattr(metadata_embeds, "shape", ()))
         if len(shape) != 2:
-            raise ValueError(
-                f"The metadata of one task are embeddings (L, d), not {shape or type(metadata_embeds).__name__}: embed "
-                "them with the encoder that the centers were made with."
-            )
+            found = shape or type(metadata_embeds).__name__
+            raise ValueError(f"The metadata of one task are embeddings (L, d), not {found}: encode them.")
         self.task_weights = self.route(metadata_embeds, metadata_encoder)
         return self.task_weights
 
-    def set_equal_weights(self) -> torch.Tensor:
+    def set_equal_weights(self) -> Tensor:
         """Gives all experts the same weight in all that follows; returns the weights (n,)."""
         self.task_weights = torch.full((self.num_experts,), 1 / self.num_experts)
         return self.task_weights
@@ -146,8 +136,8 @@ class CLIPMoDEModel(DataExperts, EncodeMixin, PreTrainedModel):
     @can_return_tuple
     def get_text_features(
         self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
         expert_inputs: Sequence[Mapping[str, Any]] | None = None,
         **kwargs,
     ) -> tuple | BaseModelOutputWithPooling:
@@ -158,10 +148,7 @@ class CLIPMoDEModel(DataExperts, EncodeMixin, PreTrainedModel):
 
     @can_return_tuple
     def get_image_features(
-        self,
-        pixel_values: torch.Tensor | None = None,
-        expert_inputs: Sequence[Mapping[str, Any]] | None = None,
-        **kwargs,
+        self, pixel_values: Tensor | None = None, expert_inputs: Sequence[Mapping[str, Any]] | None = None, **kwargs
     ) -> tuple | BaseModelOutputWithPooling:
         """`pooler_output` (B, n * D): the embeddings of all experts one after the other, each of length 1, as a linear
         probe takes them (MoDE section 5.4); or (B, D), their sum, with `feature_ensemble="sum"` (appendix D).
@@ -171,11 +158,11 @@ class CLIPMoDEModel(DataExperts, EncodeMixin, PreTrainedModel):
     @can_return_tuple
     def forward(
         self,
-        input_ids: torch.Tensor | None = None,
-        pixel_values: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
+        input_ids: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        attention_mask: Tensor | None = None,
         return_loss: bool | None = None,
-        routing_weights: torch.Tensor | None = None,
+        routing_weights: Tensor | None = None,
         expert_inputs: Sequence[Mapping[str, Any]] | None = None,
         **kwargs,
     ) -> CLIPMoDEOutput:
@@ -255,7 +242,7 @@ class CLIPMoDEModel(DataExperts, EncodeMixin, PreTrainedModel):
             parts.append(F.normalize(features, dim=-1).to(parts[0].device if parts else None))
         return BaseModelOutputWithPooling(pooler_output=self.combine_features(parts))
 
-    def combine_features(self, embeds: Sequence[torch.Tensor]) -> torch.Tensor:
+    def combine_features(self, embeds: Sequence[Tensor]) -> Tensor:
         """One embedding (..., n * D) or (..., D) of those of all experts (..., D), which have length 1, as
         `config.feature_ensemble` says."""
         return sum(embeds) if self.config.feature_ensemble == "sum" else side_by_side(embeds)

@@ -1,14 +1,11 @@
-"""
-CLIP with sparse Mixture-of-Experts layers, where the block of `sparse_moe` stands for the FFN.
-
-`CLIPMoEModel` is CLIP-UP, CLIP-MoE and CLIP-FMoE. The axes of tensors are named there.
-"""
+"""CLIP with sparse Mixture-of-Experts layers: CLIP-UP, CLIP-MoE and CLIP-FMoE. The axes of tensors are named in
+`sparse_moe`."""
 
 import re
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel  # noqa: F401  diffusers looks up the base class in a text encoder's module
 from transformers import initialization as init
 from transformers.modeling_outputs import BaseModelOutputWithPooling, ImageClassifierOutput
@@ -32,7 +29,6 @@ from .dispatch import dispatch  # noqa: F401  diffusers copies the modules that 
 from .experts import CLIPMoEExperts  # noqa: F401
 from .kernels import compiled  # noqa: F401
 from .loading import SparseMoEMixin, WholeModelMixin
-from .own_code import write_own_code  # noqa: F401
 from .router_losses import router_losses, with_router_losses
 from .self_test import self_test  # noqa: F401
 from .sparse_moe import ROUTER_OUTPUTS, RouterFields, RouterLossFields, SparseEncoderLayer
@@ -63,8 +59,8 @@ class CLIPMoEOutput(RouterLossFields, CLIPOutput):
 class CLIPMoEImageClassifierOutput(ImageClassifierOutput):
     """Output of `CLIPMoEForImageClassification`, with `aux_loss` and `router_logits` as in the other outputs."""
 
-    aux_loss: torch.Tensor | None = None
-    router_logits: tuple[torch.Tensor, ...] | None = None
+    aux_loss: Tensor | None = None
+    router_logits: tuple[Tensor, ...] | None = None
 
 
 class CLIPMoEEncoderLayer(SparseEncoderLayer, CLIPEncoderLayer):
@@ -125,9 +121,9 @@ class CLIPMoETextModel(CLIPMoEPreTrainedModel):
     @capture_outputs(tie_last_hidden_states=False)
     def forward(
         self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CLIPMoEModelOutputWithPooling:
         """
@@ -153,7 +149,7 @@ class CLIPMoETextModel(CLIPMoEPreTrainedModel):
         pooled = hidden_states[torch.arange(end.shape[0], device=hidden_states.device), end]
         return CLIPMoEModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=pooled)
 
-    def _causal_mask(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor | None:
+    def _causal_mask(self, hidden_states: Tensor, attention_mask: Tensor | None) -> Tensor | None:
         """The mask in the form of the attention implementation."""
         is_sdpa = self.config._attn_implementation == "sdpa" and not torch.compiler.is_compiling()
         if is_sdpa and attention_mask is not None and attention_mask.is_cuda:
@@ -164,7 +160,7 @@ class CLIPMoETextModel(CLIPMoEPreTrainedModel):
             config=self.config, inputs_embeds=hidden_states, attention_mask=attention_mask, past_key_values=None
         )
 
-    def pooled_positions(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def pooled_positions(self, input_ids: Tensor) -> Tensor:
         """(B,), which token of each text (B, S) is pooled: the first end-of-text token."""
         # Configurations from before transformers 4.31 say 2 and mean the token with the highest id
         is_end = input_ids if self.config.eos_token_id == 2 else input_ids == self.config.eos_token_id
@@ -192,7 +188,7 @@ class CLIPMoEVisionModel(CLIPMoEPreTrainedModel):
     @capture_outputs(tie_last_hidden_states=False)
     def forward(
         self,
-        pixel_values: torch.Tensor | None = None,
+        pixel_values: Tensor | None = None,
         interpolate_pos_encoding: bool = False,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CLIPMoEModelOutputWithPooling:
@@ -215,7 +211,6 @@ class CLIPMoETextModelWithProjection(CLIPMoEPreTrainedModel):
     config: CLIPMoETextConfig
     base_model_prefix = "text_model"
     input_modalities = ("text",)
-    _keys_to_ignore_on_load_unexpected = [r"^(vision_model\.|visual_projection\.|classifier\.|logit_scale$)"]
 
     def __init__(self, config: CLIPMoETextConfig):
         super().__init__(config)
@@ -226,9 +221,9 @@ class CLIPMoETextModelWithProjection(CLIPMoEPreTrainedModel):
     @can_return_tuple
     def forward(
         self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CLIPMoETextModelOutput:
         """See `CLIPMoETextModel.forward`. `text_embeds` is (B, projection_dim), not normalized."""
@@ -244,7 +239,6 @@ class CLIPMoEVisionModelWithProjection(CLIPMoEPreTrainedModel):
     base_model_prefix = "vision_model"
     main_input_name = "pixel_values"
     input_modalities = ("image",)
-    _keys_to_ignore_on_load_unexpected = [r"^(text_model\.|text_projection\.|classifier\.|logit_scale$)"]
 
     def __init__(self, config: CLIPMoEVisionConfig):
         super().__init__(config)
@@ -255,7 +249,7 @@ class CLIPMoEVisionModelWithProjection(CLIPMoEPreTrainedModel):
     @can_return_tuple
     def forward(
         self,
-        pixel_values: torch.Tensor | None = None,
+        pixel_values: Tensor | None = None,
         interpolate_pos_encoding: bool = False,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CLIPMoEVisionModelOutput:
@@ -314,7 +308,6 @@ class CLIPMoEForImageClassification(CLIPMoEPreTrainedModel):
     main_input_name = "pixel_values"
     input_modalities = ("image",)
     _auto_class = "AutoModelForImageClassification"
-    _keys_to_ignore_on_load_unexpected = [r"^(text_model\.|text_projection\.|visual_projection\.|logit_scale$)"]
     _optional_weights = ("classifier.",)
 
     def __init__(self, config: CLIPMoEConfig):
@@ -330,8 +323,8 @@ class CLIPMoEForImageClassification(CLIPMoEPreTrainedModel):
     @can_return_tuple
     def forward(
         self,
-        pixel_values: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        labels: Tensor | None = None,
         output_router_logits: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CLIPMoEImageClassifierOutput:

@@ -1,6 +1,7 @@
 """MetaCLIP 2 with sparse Mixture-of-Experts layers. It is CLIP but for the token that it pools at."""
 
 import torch
+from torch import Tensor
 
 from .configuration_metaclip_2_moe import MetaClip2MoEConfig, MetaClip2MoETextConfig
 from .modeling_clip_moe import CLIPMoEModel, CLIPMoETextModel
@@ -11,7 +12,7 @@ class MetaClip2MoETextModel(CLIPMoETextModel):
 
     config: MetaClip2MoETextConfig
 
-    def pooled_positions(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def pooled_positions(self, input_ids: Tensor) -> Tensor:
         """(B,), which token of each text (B, S) is pooled: the first end-of-text token, whatever its id."""
         return (input_ids == self.config.eos_token_id).to(torch.int).argmax(dim=-1)
 

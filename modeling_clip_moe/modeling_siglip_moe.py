@@ -3,26 +3,19 @@
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     PreTrainedConfig,
+    Siglip2Model,
     Siglip2TextModel,
     Siglip2VisionModel,
+    SiglipModel,
     SiglipTextModel,
     SiglipVisionModel,
 )
 from transformers import initialization as init
-from transformers.models.siglip.modeling_siglip import (
-    SiglipEncoderLayer,
-    SiglipModel,
-    SiglipOutput,
-    SiglipPreTrainedModel,
-)
-from transformers.models.siglip2.modeling_siglip2 import (
-    Siglip2EncoderLayer,
-    Siglip2Model,
-    Siglip2PreTrainedModel,
-)
+from transformers.models.siglip.modeling_siglip import SiglipEncoderLayer, SiglipOutput, SiglipPreTrainedModel
+from transformers.models.siglip2.modeling_siglip2 import Siglip2EncoderLayer, Siglip2PreTrainedModel
 
 from .configuration_siglip_moe import (
     Siglip2MoEConfig,
@@ -65,7 +58,7 @@ class _SiglipMoEMixin(SparseMoEMixin):
             init.normal_(module.down_proj_bias, std=1e-6)
 
 
-def require_padded(input_ids: torch.Tensor, text_config: PreTrainedConfig) -> None:
+def require_padded(input_ids: Tensor, text_config: PreTrainedConfig) -> None:
     """Raises ValueError if texts (B, S) for a SigLIP, which pools the last place, are not padded to
     `max_position_embeddings`."""
     length = text_config.max_position_embeddings
@@ -81,14 +74,11 @@ class _SiglipMoETextModel:
 
     _tower_prefix = "text_model."
 
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs):
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs):
         """
         Args:
-            input_ids: (B, S), padded to S = `max_position_embeddings`: the tower pools the last place.
+            input_ids: (B, S), padded to S = `max_position_embeddings`, or ValueError: the tower pools the last place.
             attention_mask: (B, S), 1 for a token and 0 for padding. Released models were trained without one.
-
-        Raises:
-            ValueError: if the texts have another length, since the embedding would be that of other texts.
         """
         require_padded(input_ids, self.config)
         return super().forward(input_ids, attention_mask, **kwargs)
@@ -165,9 +155,7 @@ class Siglip2MoEVisionModel(Siglip2MoEPreTrainedModel, Siglip2VisionModel):
     config: Siglip2MoEVisionConfig
     _tower_prefix = "vision_model."
 
-    def forward(
-        self, pixel_values: torch.Tensor, pixel_attention_mask: torch.Tensor, spatial_shapes: torch.Tensor, **kwargs
-    ):
+    def forward(self, pixel_values: Tensor, pixel_attention_mask: Tensor, spatial_shapes: Tensor, **kwargs):
         """As `Siglip2VisionModel.forward`. Padding in `pixel_attention_mask` (B, S) goes to no expert."""
         return super().forward(pixel_values, pixel_attention_mask, spatial_shapes, mask=pixel_attention_mask, **kwargs)
 

@@ -1,7 +1,7 @@
-"""Families whose image tower alone has sparse Mixture-of-Experts layers: Chinese-CLIP and AltCLIP, whose image tower
-is CLIP's, and MLCD, which is an image tower without texts."""
+"""Families whose image tower alone is sparse: Chinese-CLIP and AltCLIP, which have CLIP's, and MLCD, which reads no
+texts."""
 
-import torch
+from torch import Tensor
 from transformers import AltCLIPTextModel, ChineseCLIPTextModel, MLCDVisionModel
 from transformers.models.mlcd.modeling_mlcd import MLCDEncoderLayer
 
@@ -24,20 +24,10 @@ class _DenseTextModel(SparseMoEMixin):
     _tower_prefix = "text_model."
 
     @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        **kwargs,
-    ) -> CLIPMoEModelOutputWithPooling:
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs):
         """See `CLIPMoETextModel.forward`."""
-        outputs = super().forward(input_ids, attention_mask, position_ids=position_ids, return_dict=True, **kwargs)
+        outputs = super().forward(input_ids, attention_mask, return_dict=True, **kwargs)
         return CLIPMoEModelOutputWithPooling(**{**outputs, "pooler_output": outputs.last_hidden_state[:, 0]})
-
-    def pooled_positions(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """(B,), which token of each text (B, S) is pooled: the first."""
-        return torch.zeros_like(input_ids[:, 0])
 
 
 class ChineseCLIPMoETextModel(_DenseTextModel, ChineseCLIPTextModel):
@@ -76,11 +66,11 @@ class MLCDMoEEncoderLayer(SparseEncoderLayer, MLCDEncoderLayer):
 
     def forward(
         self,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | None = None,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
         **kwargs,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """See `SparseEncoderLayer.forward`. The position embeddings (S, D / heads) rotate queries and keys."""
         return super().forward(hidden_states, attention_mask, position_embeddings=position_embeddings, **kwargs)
 

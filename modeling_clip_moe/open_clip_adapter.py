@@ -1,16 +1,12 @@
-"""CLIP-MoE with the calls of open_clip (https://github.com/mlfoundations/open_clip), for programs made for those.
-
-from modeling_clip_moe.open_clip_adapter import load_clip
-
-model, transform, tokenizer = load_clip("user/clip-moe")
-"""
+"""CLIP-MoE with the calls of open_clip, for programs that use those:
+`model, transform, tokenizer = load_clip("user/clip-moe")`."""
 
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoProcessor, PreTrainedModel
 
 from .configuration_clip_mode import CLIPMoDEConfig
@@ -18,13 +14,8 @@ from .families import FAMILY_OF_TYPE, longest_text
 
 
 class OpenCLIPAdapter(nn.Module):
-    """
-    A CLIP of transformers with the calls of open_clip's models.
-
-    Args:
-        model: a sparse model of any family, or a dense one to compare with.
-        eos_token_id: the last token of a text, of its tokenizer. What follows it in a text is padding.
-    """
+    """A CLIP of transformers with the calls of open_clip's models. In texts, what follows the first `eos_token_id` is
+    padding."""
 
     def __init__(self, model: PreTrainedModel, eos_token_id: int):
         super().__init__()
@@ -32,16 +23,16 @@ class OpenCLIPAdapter(nn.Module):
         self.eos_token_id = eos_token_id
 
     @property
-    def logit_scale(self) -> torch.Tensor:
+    def logit_scale(self) -> Tensor:
         """Scalar: the logarithm of the scale of similarities."""
         return self.model.logit_scale.squeeze()
 
-    def encode_image(self, image: torch.Tensor, normalize: bool = False) -> torch.Tensor:
+    def encode_image(self, image: Tensor, normalize: bool = False) -> Tensor:
         """Embeddings (B, projection_dim) of images (B, channels, height, width)."""
         features = self.model.get_image_features(image, return_dict=True).pooler_output
         return F.normalize(features, dim=-1) if normalize else features
 
-    def encode_text(self, text: torch.Tensor, normalize: bool = False) -> torch.Tensor:
+    def encode_text(self, text: Tensor, normalize: bool = False) -> Tensor:
         """Embeddings (B, projection_dim) of token ids (B, S)."""
         mask = None
         if not hasattr(self.model, "logit_bias"):  # SigLIP reads padding, too
@@ -51,8 +42,8 @@ class OpenCLIPAdapter(nn.Module):
         return F.normalize(features, dim=-1) if normalize else features
 
     def forward(
-        self, image: torch.Tensor | None = None, text: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
+        self, image: Tensor | None = None, text: Tensor | None = None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor]:
         """Normalized embeddings of both, None for what is not given, and the scale of similarities."""
         image_features = None if image is None else self.encode_image(image, normalize=True)
         text_features = None if text is None else self.encode_text(text, normalize=True)
@@ -61,13 +52,12 @@ class OpenCLIPAdapter(nn.Module):
 
 def load_clip(
     name: str, device: str | torch.device = "cpu", revision: str | None = None, **kwargs
-) -> tuple[OpenCLIPAdapter, Callable[[Image.Image], torch.Tensor], Callable[[str | Sequence[str]], torch.Tensor]]:
+) -> tuple[OpenCLIPAdapter, Callable[[Image.Image], Tensor], Callable[[str | Sequence[str]], Tensor]]:
     """
-    What CLIP_benchmark's function of this name returns.
+    Loads a sparse or dense model and its processor, as CLIP_benchmark's function of this name does.
 
     Args:
-        name: folder or hub name of a sparse or dense model with its processor.
-        revision: branch, tag or commit on the Hub.
+        name: folder or hub name.
         kwargs: passed to `AutoModel.from_pretrained`.
 
     Returns:
@@ -86,10 +76,10 @@ def load_clip(
     model = AutoModel.from_pretrained(name, revision=revision, **kwargs).eval().to(device)
     processor = AutoProcessor.from_pretrained(name, revision=revision)
 
-    def transform(image: Image.Image) -> torch.Tensor:
+    def transform(image: Image.Image) -> Tensor:
         return processor.image_processor(image.convert("RGB"), return_tensors="pt").pixel_values[0]
 
-    def tokenize(texts: str | Sequence[str]) -> torch.Tensor:
+    def tokenize(texts: str | Sequence[str]) -> Tensor:
         texts, length = [texts] if isinstance(texts, str) else list(texts), longest_text(model.config.text_config)
         options = {"padding": "max_length", "truncation": True, "max_length": length, "return_tensors": "pt"}
         return processor.tokenizer(texts, **options).input_ids

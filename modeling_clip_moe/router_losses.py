@@ -1,12 +1,7 @@
 """
 Scores of routers, and the losses of what they choose.
 
-Axes of the tensors, as used in the comments:
-    B  sequences of the batch (an image or a text)      E  experts of a layer
-    S  tokens of a sequence, with its padding           K  experts per token
-    T  all tokens, B * S                                L  sparse layers of a tower
-
-The papers are named in `sparse_moe`.
+The axes of tensors and the papers are named in `sparse_moe`.
 """
 
 import inspect
@@ -14,26 +9,22 @@ import math
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.utils import ModelOutput
 
 from .transformers_internals import can_return_tuple
 
-Reduce = Callable[[torch.Tensor], torch.Tensor]
+Reduce = Callable[[Tensor], Tensor]
 
 
-def _stack_layers(router_logits: tuple[torch.Tensor, ...]) -> torch.Tensor:
+def _stack_layers(router_logits: tuple[Tensor, ...]) -> Tensor:
     """Router logits of the L layers, each (B, S, E) or (T, E), as one float32 tensor (L, T, E)."""
     device = router_logits[0].device
     return torch.stack([logits.flatten(0, -2).to(device) for logits in router_logits]).float()
 
 
-def _one_hot(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """As torch's, but for its look at the values, which a recorded program cannot have."""
-    return (ids[..., None] == torch.arange(num_experts, device=ids.device)).long()
-
-
-def choose_top_k(probabilities: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def choose_top_k(probabilities: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """The largest of the last axis, best first, and where they are."""
     if not probabilities.is_cuda:
         return probabilities.topk(top_k, dim=-1)
@@ -47,25 +38,25 @@ def choose_top_k(probabilities: torch.Tensor, top_k: int) -> tuple[torch.Tensor,
     return probabilities.gather(-1, ids), ids
 
 
-def router_scores(logits: torch.Tensor, scoring_func: str) -> torch.Tensor:
+def router_scores(logits: Tensor, scoring_func: str) -> Tensor:
     """The scores of experts, in the shape of their logits: "softmax" sums to 1, "sigmoid" is between 0 and 1 for each
     expert on its own (DeepSeek-V3, arXiv:2412.19437, eq. 15)."""
     return logits.sigmoid() if scoring_func == "sigmoid" else logits.softmax(dim=-1)
 
 
-def router_probabilities(logits: torch.Tensor, scoring_func: str) -> torch.Tensor:
+def router_probabilities(logits: Tensor, scoring_func: str) -> Tensor:
     """The scores, divided by their sum (DeepSeek-V3 eq. 18)."""
     scores = router_scores(logits, scoring_func)
     return scores if scoring_func == "softmax" else normalized(scores)
 
 
-def normalized(weights: torch.Tensor) -> torch.Tensor:
+def normalized(weights: Tensor) -> Tensor:
     """Weights whose last axis sums to 1, or is 0 as before."""
     total = weights.sum(dim=-1, keepdim=True)
     return weights / total.masked_fill(total == 0, 1.0)
 
 
-def mean_over_tokens(values: torch.Tensor, mask: torch.Tensor | None, reduce: Reduce | None) -> torch.Tensor:
+def mean_over_tokens(values: Tensor, mask: Tensor | None, reduce: Reduce | None) -> Tensor:
     """Mean (L, N) of `values` (L, T, N) over all tokens but padding, of all processes if `reduce` sums over them."""
     num_layers, num_tokens, num_values = values.shape
     mask = values.new_ones(num_tokens) if mask is None else mask.flatten().to(values)
@@ -77,12 +68,12 @@ def mean_over_tokens(values: torch.Tensor, mask: torch.Tensor | None, reduce: Re
 
 
 def load_balancing_loss(
-    router_logits: tuple[torch.Tensor, ...],
+    router_logits: tuple[Tensor, ...],
     top_k: int,
-    mask: torch.Tensor | None = None,
+    mask: Tensor | None = None,
     reduce: Reduce | None = None,
     scoring_func: str = "softmax",
-) -> torch.Tensor:
+) -> Tensor:
     """
     Load balancing loss: sum over the experts of R_e * P_e, with R_e = E / (K * T) * (tokens that choose expert e) and
     P_e the mean probability of expert e (CLIP-UP eq. 5).
@@ -100,44 +91,40 @@ def load_balancing_loss(
         scoring_func: of the routers, see `router_probabilities`.
 
     Returns:
-        `torch.Tensor`: a scalar.
+        a scalar.
     """
     probabilities = router_probabilities(_stack_layers(router_logits), scoring_func)  # (L, T, E)
     num_experts = probabilities.shape[-1]
-    choices = _one_hot(choose_top_k(probabilities, top_k)[1], num_experts).sum(dim=-2)  # (L, T, E)
+    ids = choose_top_k(probabilities, top_k)[1][..., None]  # (L, T, K, 1)
+    # Not torch's `one_hot`, which looks at the values: a recorded program cannot
+    choices = (ids == torch.arange(num_experts, device=ids.device)).sum(dim=-2)  # (L, T, E)
     means = mean_over_tokens(torch.cat([choices, probabilities], dim=-1), mask, reduce)  # (L, 2 * E)
     chosen, probability = means.split(num_experts, dim=-1)
     return (num_experts / top_k * chosen * probability).sum(dim=-1).mean()
 
 
 def router_z_loss(
-    router_logits: tuple[torch.Tensor, ...], mask: torch.Tensor | None = None, reduce: Reduce | None = None
-) -> torch.Tensor:
+    router_logits: tuple[Tensor, ...], mask: Tensor | None = None, reduce: Reduce | None = None
+) -> Tensor:
     """
     Router z-loss: mean over tokens and layers of logsumexp(logits)^2, which keeps the logits small (CLIP-UP eq. 6,
     where G means the logits).
 
-    Args:
-        router_logits, mask, reduce: see `load_balancing_loss`.
-
-    Returns:
-        `torch.Tensor`: a scalar.
+    Args and result as of `load_balancing_loss`.
     """
     z = _stack_layers(router_logits).logsumexp(dim=-1, keepdim=True)  # (L, T, 1)
     return mean_over_tokens(z.square(), mask, reduce).mean()
 
 
 def router_losses(
-    config: PreTrainedConfig,
-    device: torch.device,
-    **towers: tuple[tuple[torch.Tensor, ...] | None, torch.Tensor | None],
-) -> torch.Tensor | None:
+    config: PreTrainedConfig, device: torch.device, **towers: tuple[tuple[Tensor, ...] | None, Tensor | None]
+) -> Tensor | None:
     """
     The weighted router losses of all towers together, or None if no router was recorded.
 
     Args:
         config: configuration of the whole model.
-        device: where the result lies.
+        device: of the result.
         towers: by name, "text" or "vision": router logits of each layer, and the mask of padding.
     """
     losses = []

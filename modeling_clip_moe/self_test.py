@@ -1,8 +1,8 @@
 """
-The self-test of a published folder: inputs, and what the model computed of them when it was published.
+The self-test of a published folder: inputs, and what the model computed of them when it was published. A later version
+of transformers may load all weights and compute something else.
 
-The code beside published weights also runs under versions of transformers that came later, which may load all weights
-and compute something else. This file imports nothing of ours: it tests dense models, too.
+This file imports nothing of ours: it tests dense models, too.
 """
 
 import hashlib
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 import transformers
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoProcessor, PreTrainedModel, ProcessorMixin
 from transformers.utils import cached_file
 
@@ -25,12 +25,12 @@ TEXTS = ["A photo of 2 cats, a red car and Zoë's umbrella: déjà vu!", "snow "
 RESIZING = ("max_num_patches", "do_resize", "size", "resample", "do_center_crop", "crop_size")
 
 
-def waves(length: int, number: int = 1) -> torch.Tensor:
+def waves(length: int, number: int = 1) -> Tensor:
     """(length, number) of fixed values between -1 and 1, in float64."""
     return torch.outer(torch.arange(1, length + 1, dtype=torch.float64), torch.arange(1, number + 1).sqrt()).cos()
 
 
-def features(model: PreTrainedModel, inputs: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def features(model: PreTrainedModel, inputs: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     """The embeddings (B, D) of texts and of images. `inputs`: one dictionary, or of a mixture one for each expert."""
     text_inputs = ("input_ids", "attention_mask")
     texts = [{name: tensor for name, tensor in part.items() if name in text_inputs} for part in inputs]
@@ -42,7 +42,7 @@ def features(model: PreTrainedModel, inputs: Sequence[dict[str, torch.Tensor]]) 
     }
 
 
-def processed(processor: ProcessorMixin, picture: torch.Tensor) -> dict[str, torch.Tensor]:
+def processed(processor: ProcessorMixin, picture: Tensor) -> dict[str, Tensor]:
     """Processor outputs for `TEXTS` and one picture (H, W, 3). The picture has the model's size, so that nothing is
     resized: torchvision and Pillow differ there in the last digits."""
     tokenizer, images, options = processor.tokenizer, processor.image_processor, {"return_tensors": "pt"}
@@ -53,7 +53,7 @@ def processed(processor: ProcessorMixin, picture: torch.Tensor) -> dict[str, tor
     return dict(processor(text=TEXTS, images=pictures, padding=padding, truncation=True, **options))
 
 
-def resizing(processor: ProcessorMixin) -> torch.Tensor:
+def resizing(processor: ProcessorMixin) -> Tensor:
     """(letters,) The settings that bring a picture to the model's size: its result differs between libraries."""
     values = {name: getattr(processor.image_processor, name, None) for name in RESIZING}
     unused = [] if values["do_resize"] else ["size", "resample"]
@@ -63,7 +63,7 @@ def resizing(processor: ProcessorMixin) -> torch.Tensor:
     return torch.tensor(list(json.dumps(values).encode()))
 
 
-def every_expert(model: PreTrainedModel) -> torch.Tensor:
+def every_expert(model: PreTrainedModel) -> Tensor:
     """(rows, 4): outputs of each expert of each sparse layer for one vector, whatever the router prefers."""
     rows = []
     for _, block in sorted(model.named_modules(), key=lambda module: module[0]):
@@ -75,7 +75,7 @@ def every_expert(model: PreTrainedModel) -> torch.Tensor:
     return torch.cat(rows)
 
 
-def weight_sums(model: PreTrainedModel) -> torch.Tensor:
+def weight_sums(model: PreTrainedModel) -> Tensor:
     """(tables, 1), sorted: sums of all rows of embeddings and routers; an input reaches few of them."""
     parts = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     parts += [module.router for module in model.modules() if hasattr(module, "router")]
@@ -87,8 +87,8 @@ def weight_sums(model: PreTrainedModel) -> torch.Tensor:
 
 @torch.no_grad()
 def compute(
-    model: PreTrainedModel, inputs: Sequence[dict[str, torch.Tensor]], processors: Sequence[ProcessorMixin]
-) -> dict[str, torch.Tensor]:
+    model: PreTrainedModel, inputs: Sequence[dict[str, Tensor]], processors: Sequence[ProcessorMixin]
+) -> dict[str, Tensor]:
     """All that the self-test compares. `inputs`: see `features`, each with a `picture` for its processor."""
     was_training, pictures = model.training, [part["picture"] for part in inputs]
     inputs = [{name: tensor for name, tensor in part.items() if name != "picture"} for part in inputs]
@@ -112,10 +112,9 @@ def compute(
 
 def self_test(model: PreTrainedModel, source: str | None = None, revision: str | None = None) -> dict[str, float]:
     """
-    Compares what a model and its processor compute with `selftest.safetensors`.
+    Compares what a model, in float32 on a CPU, and its processor compute with `selftest.safetensors`.
 
     Args:
-        model: in float32 on a CPU.
         source: folder or Hub name of that file. None: what the model was loaded from.
         revision: branch, tag or commit on the Hub that the model was loaded from. None: main.
 
@@ -129,7 +128,7 @@ def self_test(model: PreTrainedModel, source: str | None = None, revision: str |
     source, made_on = str(source or model.name_or_path), (model.dtype, model.device.type)
     if made_on != (torch.float32, "cpu"):
         raise ValueError(f"the self-test needs {source} in float32 on a CPU, not in {made_on[0]} on {made_on[1]}")
-    inputs: dict[str, dict[str, torch.Tensor]] = {}
+    inputs: dict[str, dict[str, Tensor]] = {}
     with safe_open(cached_file(source, FILE, revision=revision), "pt") as file:
         made_with = file.metadata()
         for key in file.keys():
@@ -162,7 +161,7 @@ def self_test(model: PreTrainedModel, source: str | None = None, revision: str |
     return differences
 
 
-def enlarged(part: dict[str, torch.Tensor], side: int) -> dict[str, torch.Tensor]:
+def enlarged(part: dict[str, Tensor], side: int) -> dict[str, Tensor]:
     """Inputs with squares of `side` pixels in place of each stored one, which keep the file small."""
     axes = {"picture": (0, 1)} | ({"pixel_values": (2, 3)} if part["pixel_values"].ndim == 4 else {})  # else patches
     return part | {n: part[n].repeat_interleave(side, a).repeat_interleave(side, b) for n, (a, b) in axes.items()}

@@ -11,12 +11,8 @@ Axes of the tensors, as used in the comments:
     D  hidden size                                      I  intermediate size of an expert
 
 Papers:
-    CLIP-UP    Wang et al., "CLIP-UP: A Simple and Efficient Mixture-of-Experts CLIP Training Recipe with Sparse
-               Upcycling"
-    CLIP-MoE   Zhang et al., "CLIP-MoE: Towards Building Mixture of Experts for CLIP with Diversified Multiplet
-               Upcycling"
-    CLIP-FMoE  Tran et al., "CLIP-FMoE: Scalable CLIP via Fused Mixture-of-Experts with Enforced Specialization"
-    LIMoE      Mustafa et al., "Multimodal Contrastive Learning with LIMoE: the Language-Image Mixture of Experts"
+    CLIP-UP    Wang et al., arXiv:2502.00965          CLIP-FMoE  Tran et al., openreview.net/forum?id=RErUA45pI9
+    CLIP-MoE   Zhang et al., arXiv:2409.19291         LIMoE      Mustafa et al., arXiv:2206.02770
 """
 
 from collections.abc import Callable
@@ -24,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from transformers.models.clip.modeling_clip import CLIPMLP
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
@@ -37,21 +33,9 @@ from .router_losses import choose_top_k, normalized, router_scores
 from .transformers_internals import OutputRecorder, maybe_autocast
 
 
-def _count_groups(batch_size: int, group_size: int | None) -> int:
-    group_size = group_size or batch_size
-    if batch_size % group_size != 0:
-        raise ValueError(
-            f"capacity_group_size={group_size} does not divide the batch of {batch_size} sequences. Change either."
-        )
-    return batch_size // group_size
-
-
 class CLIPMoERouter(nn.Module):
-    """
-    Scores the experts for each token, chooses K, drops what exceeds their capacity, weighs the rest. In float32.
-
-    Each of the four is a method, which a subclass may replace: `score`, `choose`, `drop` and `weigh`.
-    """
+    """Scores the experts for each token, chooses K, drops what exceeds their capacity, weighs the rest, in float32. A
+    subclass may replace each of these methods."""
 
     def __init__(self, config: CLIPMoETowerConfig):
         super().__init__()
@@ -60,20 +44,14 @@ class CLIPMoERouter(nn.Module):
         # Training moves it, see `training.contrastive_task`
         self.register_buffer("expert_bias", torch.zeros(config.num_experts) if config.use_expert_bias else None)
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         bias = self.expert_bias
         super()._apply(fn, recurse)
         if bias is not None and self.expert_bias.dtype != bias.dtype:  # it moves by steps that bfloat16 would lose
             self.expert_bias = bias.to(self.expert_bias.device)
         return self
 
-    def extra_repr(self) -> str:
-        num_experts, hidden_size = self.weight.shape
-        return f"{hidden_size=}, {num_experts=}, num_experts_per_tok={self.config.num_experts_per_tok}"
-
-    def forward(
-        self, hidden_states: torch.Tensor, mask: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Dispatch]:
+    def forward(self, hidden_states: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Dispatch]:
         """
         Args:
             hidden_states: (B, S, D).
@@ -89,11 +67,11 @@ class CLIPMoERouter(nn.Module):
         factor = self.config.capacity_factor if self.training else self.config.eval_capacity_factor
         return _route(hidden_states, self, mask, None if factor is None else as_fraction(factor))
 
-    def score(self, logits: torch.Tensor) -> torch.Tensor:
+    def score(self, logits: Tensor) -> Tensor:
         """The scores (B, S, E) of all experts."""
         return router_scores(logits, self.config.scoring_func)
 
-    def choose(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """The scores of the K experts of each token, and their ids, (B, S, K), best first. A bias counts only for which
         they are (arXiv:2408.15664, eq. 3)."""
         if self.expert_bias is None:
@@ -101,23 +79,21 @@ class CLIPMoERouter(nn.Module):
         ids = choose_top_k(scores + self.expert_bias.float(), self.config.num_experts_per_tok)[1]
         return scores.gather(-1, ids), ids
 
-    def drop(
-        self, scores: torch.Tensor, ids: torch.Tensor, factor: tuple[int, int] | None
-    ) -> tuple[torch.Tensor, Dispatch]:
-        """The ids, E for a choice that exceeds the capacity of its expert, and the rows of the experts.
-
-        Args:
-            scores, ids: of `choose`; ids are E for padding.
-            factor: the capacity's; None: there is none.
-        """
+    def drop(self, scores: Tensor, ids: Tensor, factor: tuple[int, int] | None) -> tuple[Tensor, Dispatch]:
+        """The ids, E for a choice that exceeds the capacity of its expert, and the rows of the experts. Scores and ids
+        are those of `choose`, with id E for padding; a factor of None is no capacity."""
         num_experts = self.config.num_experts
         if factor is None:
             return ids, dispatch(ids.flatten(0, 1), num_experts)
-        num_groups = _count_groups(ids.shape[0], self.config.capacity_group_size)
-        rows, kept = dispatch_within_capacity(ids.flatten(0, 1), num_experts, factor, num_groups)
+        batch_size, group_size = ids.shape[0], self.config.capacity_group_size or ids.shape[0]
+        if batch_size % group_size != 0:
+            raise ValueError(
+                f"capacity_group_size={group_size} does not divide the batch of {batch_size} sequences. Change either."
+            )
+        rows, kept = dispatch_within_capacity(ids.flatten(0, 1), num_experts, factor, batch_size // group_size)
         return ids.masked_fill(~kept.view_as(ids), num_experts), rows
 
-    def weigh(self, scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def weigh(self, scores: Tensor, ids: Tensor) -> Tensor:
         """The weights (B, S, K) of the choices that `drop` kept."""
         config = self.config
         if config.norm_topk_prob and config.norm_before_capacity:
@@ -132,8 +108,8 @@ class CLIPMoERouter(nn.Module):
 
 @fused
 def _route(
-    hidden_states: torch.Tensor, router: CLIPMoERouter, mask: torch.Tensor | None, factor: tuple[int, int] | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Dispatch]:
+    hidden_states: Tensor, router: CLIPMoERouter, mask: Tensor | None, factor: tuple[int, int] | None
+) -> tuple[Tensor, Tensor, Tensor, Dispatch]:
     with maybe_autocast(device_type=hidden_states.device.type, enabled=False):
         logits = F.linear(hidden_states.float(), router.weight.float())  # (B, S, E)
     scores, ids = router.choose(router.score(logits))  # (B, S, K)
@@ -144,16 +120,14 @@ def _route(
 
 
 class CLIPMoEFusionGate(nn.Module):
-    """How much of each output channel comes from the base FFN and how much from the experts (CLIP-FMoE sec. 4.3).
-
-    The paper's Linear has no bias: only so do the parameters that its Table 5 counts come out.
-    """
+    """How much of each output channel comes from the base FFN and how much from the experts (CLIP-FMoE sec. 4.3). Its
+    Linear has no bias, as the parameter counts in the paper's Table 5 imply."""
 
     def __init__(self, config: CLIPMoETowerConfig):
         super().__init__()
         self.proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
 
-    def forward(self, hidden_states: torch.Tensor, base: torch.Tensor, moe: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor, base: Tensor, moe: Tensor) -> Tensor:
         gate = self.proj(hidden_states).sigmoid()  # (B, S, D)
         # G * base + (1 - G) * moe, written so that it is exact where the two are equal: at the start
         return moe + gate * (base - moe)
@@ -183,7 +157,7 @@ class CLIPMoESparseMoeBlock(nn.Module):
         self.base = CLIPMLP(config) if config.fusion_gate else None
         self.fusion_gate = CLIPMoEFusionGate(config) if config.fusion_gate else None
 
-    def forward(self, hidden_states: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor, mask: Tensor | None = None) -> Tensor:
         _, weights, ids, rows = self.router(hidden_states, mask)
         num_experts = self.num_experts
         if self.experts.num_experts < num_experts:
@@ -215,8 +189,8 @@ class RouterFields:
             token, best first, and E for a choice that capacity dropped and for padding.
     """
 
-    router_logits: tuple[torch.Tensor, ...] | None = None
-    expert_ids: tuple[torch.Tensor, ...] | None = None
+    router_logits: tuple[Tensor, ...] | None = None
+    expert_ids: tuple[Tensor, ...] | None = None
 
 
 @dataclass
@@ -229,16 +203,14 @@ class RouterLossFields:
         text_router_logits, vision_router_logits: one tensor (B, S, E) a sparse layer. None for a dense tower.
     """
 
-    aux_loss: torch.Tensor | None = None
-    text_router_logits: tuple[torch.Tensor, ...] | None = None
-    vision_router_logits: tuple[torch.Tensor, ...] | None = None
+    aux_loss: Tensor | None = None
+    text_router_logits: tuple[Tensor, ...] | None = None
+    vision_router_logits: tuple[Tensor, ...] | None = None
 
 
 class SparseEncoderLayer:
-    """An encoder layer of a family, with a sparse block instead of the FFN in the layers of `config.moe_layers`.
-
-    It stands before the family's own layer and takes its attention, norms and the FFN of dense layers.
-    """
+    """An encoder layer with a sparse block instead of the FFN in the layers of `config.moe_layers`. It stands before
+    the family's own layer, whose attention, norms and dense FFN it takes."""
 
     # Set by `compile_parts`
     is_compiled = False
@@ -250,11 +222,9 @@ class SparseEncoderLayer:
             self.mlp = CLIPMoESparseMoeBlock(config)
 
     def compile_parts(self) -> None:
-        """
-        Compiles a dense layer, and all of a sparse one but router and experts: transformers records the router by a
-        hook, at which a compiled layer would break, and both are fused by themselves. Hooks of the attention are no
-        longer called, but for eager attention, whose weights they record.
-        """
+        """Compiles a dense layer, and all of a sparse one but router and experts: transformers records the router by a
+        hook, at which a compiled layer would break, and both are fused by themselves. Hooks of the attention are called
+        for eager attention alone, whose weights they record."""
         self.is_compiled = True
         dense_parts = (self.mlp.shared_experts, self.mlp.base, self.mlp.fusion_gate) if self.is_sparse else ()
         for module in dense_parts:
@@ -263,11 +233,11 @@ class SparseEncoderLayer:
 
     def forward(
         self,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        mask: torch.Tensor | None = None,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        mask: Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """
         Args:
             hidden_states: (B, S, D).
@@ -283,8 +253,8 @@ class SparseEncoderLayer:
 
 
 def _attend(
-    layer: SparseEncoderLayer, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs
-) -> tuple[torch.Tensor, torch.Tensor]:
+    layer: SparseEncoderLayer, hidden_states: Tensor, attention_mask: Tensor | None, **kwargs
+) -> tuple[Tensor, Tensor]:
     """A layer up to its FFN: the residual and the input of the FFN. Layers share the compiled function."""
     has_weights = layer.self_attn.config._attn_implementation == "eager"
     attention = layer.self_attn.forward if layer.is_compiled and not has_weights else layer.self_attn
@@ -293,8 +263,8 @@ def _attend(
     return hidden_states, layer.layer_norm2(hidden_states)
 
 
-def _dense_layer(layer: SparseEncoderLayer, *inputs: torch.Tensor | None, **kwargs) -> torch.Tensor:
-    hidden_states, normed = _attend(layer, *inputs, **kwargs)
+def _dense_layer(layer: SparseEncoderLayer, hidden_states: Tensor, attention_mask: Tensor | None, **kwargs) -> Tensor:
+    hidden_states, normed = _attend(layer, hidden_states, attention_mask, **kwargs)
     return hidden_states + layer.mlp(normed)
 
 

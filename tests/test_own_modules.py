@@ -135,7 +135,7 @@ def test_code_of_a_model_of_ones_own_counts_for_every_stage(folder, monkeypatch,
     def run_with(*modules):
         forget(BEFORE)
         monkeypatch.setattr(
-            "modeling_clip_moe.own_code.OWN_CLASSES", {importlib.import_module(m).Mine: m for m in modules}
+            "modeling_clip_moe.loading.OWN_CLASSES", {importlib.import_module(m).Mine: m for m in modules}
         )
         stage = {"name": "mean", "stage": "average", "models": [BASE]}
         run_recipe(validated(Recipe, {"output_dir": "runs", "stages": [stage]}, "recipe"))

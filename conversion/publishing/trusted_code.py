@@ -15,7 +15,7 @@ from clip_moe.conversion.checkpoints import KERNELS
 from clip_moe.engine.files import files_in, read_json
 from modeling_clip_moe import CLIPMoDEConfig
 from modeling_clip_moe.families import FAMILY_OF_TYPE
-from modeling_clip_moe.own_code import OWN_CLASSES, with_relative_imports
+from modeling_clip_moe.loading import OWN_CLASSES, with_relative_imports
 
 CODE = {path.name: path for path in Path(modeling_clip_moe.__file__).parent.glob("*.py")}
 # The files of a model, its processor or its encoder of metadata that hold settings, among which there may be code

@@ -23,7 +23,7 @@ from lab.methods.relu_router import ReluCLIPModel, ReluRouter, ReluVisionConfig
 from lab.methods.relu_routing import load_weighted_l1
 from lab.methods.router_teacher import RouterTeacher
 from modeling_clip_moe import families
-from modeling_clip_moe.own_code import OWN_CLASSES
+from modeling_clip_moe.loading import OWN_CLASSES
 
 PLAIN = replace(PRESETS["clip_moe"], sparse_layers=[1, 3])
 
