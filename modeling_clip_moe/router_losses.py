@@ -159,7 +159,7 @@ def with_router_losses(
     names = [parameter.name for parameter in parameters[1:]]
 
     @can_return_tuple
-    def forward(self, *arguments, output_router_logits: bool | None = None, **inputs):
+    def forward(self, *arguments, output_router_logits: bool | None = None, **inputs) -> output_class:
         """The dense model's `forward`, with `output_router_logits`: whether to output router logits and `aux_loss`, and
         to add the latter to the loss. None: as in the configuration."""
         if output_router_logits is None:
@@ -181,6 +181,6 @@ def with_router_losses(
             **outputs, aux_loss=aux_loss, text_router_logits=text_logits, vision_router_logits=vision_logits
         )
 
-    # transformers' Trainer drops columns that no argument is called like
+    # Of which transformers' Trainer reads the arguments, and sentence-transformers the annotation of what is returned
     forward.__signature__ = signature.replace(parameters=[*parameters, flag, others], return_annotation=output_class)
     return forward

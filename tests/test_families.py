@@ -1,8 +1,10 @@
 """Every family: a dense model becomes sparse, computes the same, is saved, loaded, trained, and made dense again."""
 
+import inspect
 import os
 import subprocess
 import sys
+from typing import get_type_hints
 
 import pytest
 import torch
@@ -192,6 +194,9 @@ def test_weights_under_another_familys_configuration_are_refused(weights, config
 def test_router_losses_join_the_models_own_and_checkpointing_keeps_every_gradient(family):
     sparse = moved(upcycle(tiny_dense(family), PRESETS["clip_moe"]), "experts", seed=1).train()
     inputs = inputs_of(sparse) | {"return_loss": True}
+    # Which a Trainer and sentence-transformers read
+    assert inputs.keys() <= inspect.signature(sparse.forward).parameters.keys()
+    assert get_type_hints(sparse.forward)["return"] is type(sparse(**inputs))
     assert_checkpointing_keeps_gradients(sparse, lambda: sparse(**inputs, output_router_logits=True).loss)
     plain, outputs = sparse(**inputs), sparse(**inputs, output_router_logits=True)
     assert {tower for tower in ("text", "vision") if f"{tower}_router_logits" in outputs} == {*family.towers}

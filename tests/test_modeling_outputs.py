@@ -5,7 +5,6 @@ import torch
 import torch.nn.functional as F
 from tiny_clip_moe import EOS, PAD, inputs, tiny_config, tiny_model
 from transformers import CLIPConfig, CLIPModel
-from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from modeling_clip_moe import (
     CLIPMoEConfig,
@@ -96,19 +95,6 @@ def test_router_outputs_of_dense_towers_are_none():
     assert output.aux_loss is None and output.vision_router_logits is None and output.loss.isfinite()
 
 
-def test_features_and_embeddings():
-    model, batch = tiny_model(), inputs()
-    text = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
-    text_features, image_features = model.get_text_features(**text), model.get_image_features(batch["pixel_values"])
-    for features in (text_features, image_features):
-        assert isinstance(features, BaseModelOutputWithPooling)
-    torch.testing.assert_close(model.encode_text(**text), text_features.pooler_output, rtol=0, atol=0)
-    torch.testing.assert_close(model.encode_image(batch["pixel_values"]), image_features.pooler_output, rtol=0, atol=0)
-    output = model(**batch)
-    torch.testing.assert_close(F.normalize(text_features.pooler_output), output.text_embeds)
-    torch.testing.assert_close(F.normalize(image_features.pooler_output), output.image_embeds)
-
-
 def test_padding_does_not_change_an_embedding():
     model = tiny_model()
     short = {"input_ids": torch.tensor([[48, 5, 7, EOS]]), "attention_mask": torch.ones(1, 4, dtype=torch.long)}
@@ -118,14 +104,6 @@ def test_padding_does_not_change_an_embedding():
         input_ids[1:, 1] = torch.tensor([9, 11])
         attention_mask = F.pad(short["attention_mask"], (0, 6)).repeat(3, 1)
         torch.testing.assert_close(model.encode_text(input_ids, attention_mask)[:1], expected)
-
-
-def test_legacy_end_token_pools_at_the_highest_id():
-    model = tiny_model()
-    batch = inputs()
-    expected = model.encode_text(batch["input_ids"])  # EOS is the highest id
-    model.text_model.config.eos_token_id = 2
-    torch.testing.assert_close(model.encode_text(batch["input_ids"]), expected, rtol=0, atol=0)
 
 
 def test_attention_mask_of_another_shape_is_refused():

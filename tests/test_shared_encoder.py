@@ -43,9 +43,8 @@ def are_one(model):
 @pytest.mark.parametrize(
     ("device_map", "options"),
     [
-        *((place, {"max_memory": {"cpu": "40KB"}}) for place in ("auto", "sequential", "balanced")),
+        ("auto", {"max_memory": {"cpu": "40KB"}}),
         ({"text_model": "cpu", "vision_model": "disk", "": "cpu"}, {}),
-        ({"vision_model.encoder": "disk", "": "cpu"}, {}),
         ({"text_model.encoder.layers.0": "disk", "": "cpu"}, {}),
     ],
     ids=str,
@@ -77,17 +76,6 @@ def test_it_computes_and_learns_as_two_encoders_of_the_same_weights(moe):
         if name.startswith("text_model.encoder."):
             expected = expected + twice.get_parameter(name.replace("text_model", "vision_model")).grad
         torch.testing.assert_close(parameter.grad, expected)
-
-
-def test_capacity_is_that_of_each_tower():
-    model = shared_model(text={"eval_capacity_factor": 0.5}, vision={"eval_capacity_factor": 2.0})
-    outputs = model(**inputs(padded=False), output_expert_ids=True)
-    for tower, expected in (("text", 0.5), ("vision", 2.0)):
-        ids = getattr(outputs, f"{tower}_model_output").expert_ids[0]
-        capacity = -(-ids[..., 0].numel() * expected // 4)
-        assert torch.bincount(ids.flatten(), minlength=5)[:4].max() <= capacity
-    text_ids = outputs.text_model_output.expert_ids[0]
-    assert (text_ids == 4).sum() >= text_ids.numel() - 4 * -(-40 * 0.5 // 4)
 
 
 @pytest.mark.parametrize("kept", [(), (1, 2)])
