@@ -24,7 +24,6 @@ training = [
     "psutil>=6.0",
     "pydantic>=2.14",
     "pyyaml>=6.0",
-    "rich>=13.9",
     "scikit-learn>=1.6",
     "threadpoolctl>=3.5",
     "tqdm>=4.66",

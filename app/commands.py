@@ -12,14 +12,13 @@ def app(
     /,
     *,
     baseline: str | None = None,
-    images: str | None = None,
     examples: str | None = None,
     space: Folder | None = None,
 ) -> str | None:
     """A page in the browser: drop an image, type labels, see what models say, and which experts take which patches.
 
-    A model is a folder or a Hub name of a CLIP: dense, sparse, or a mixture of whole CLIPs. With `--images`, texts find
-    the images of a folder. `--space` does not open the page: it writes a Space for the Hub that shows it.
+    A model is a folder or a Hub name of a CLIP: dense, sparse, or a mixture of whole CLIPs. `--space` does
+    not open the page: it writes a Space for the Hub that shows it.
 
         clip-moe app training/name_clip_moe
         clip-moe app training/name_clip_moe --space my_space
@@ -27,7 +26,6 @@ def app(
     Args:
         model: a folder or Hub name
         baseline: a folder or Hub name of the model beside it, such as the dense one
-        images: folder of images to search in; they are embedded first
         examples: folder of pictures to try, with captions or with their labels as names; for a bundled model, those
             that it knows
         space: write a Space into this folder instead
@@ -41,6 +39,6 @@ def app(
 
     examples = examples or PICTURES.get(Path(model).resolve().name)
     if space is None:
-        return open_page(model, baseline, images, examples)
-    write_space(space, model, baseline, images, examples)
+        return open_page(model, baseline, examples)
+    write_space(space, model, baseline, examples)
     return f"{space} is a Space: hf upload USER/NAME {space} --repo-type space puts it on the Hub"

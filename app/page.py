@@ -39,7 +39,7 @@ BATCH_SIZE = 64
 TITLE = "CLIP-MoE"
 SENTENCE = "A sparse CLIP says which label fits a picture, and which of its experts computed each part of it."
 SUFFIXES = {suffix for suffix, name in PIL.Image.registered_extensions().items() if name in FORMATS}
-NUM_FOUND, SHOWN_SIDE = 8, 512  # images that a text finds, and pixels of what is shown
+SHOWN_SIDE = 512  # pixels of an image
 GALLERY = {"buttons": [], "height": "max-content", "elem_classes": "pictures"}
 # Gallery has as many columns on all screens, and cuts captions
 STYLE = """
@@ -72,10 +72,8 @@ def label_scores(model: Embeds, image: str | Path | None, labels: str | None, te
     """
     rows = Dataset.from_dict({"image": [require_image(image)]})
     names = list(dict.fromkeys(line.strip() for line in (labels or "").splitlines() if line.strip()))
-    if not names:
-        raise ValueError("there are no labels: type some, one a line")
-    if not is_template(template or ""):
-        raise ValueError(f"the template needs one {{}} for the label, got {template!r}")
+    if not names or not is_template(template or ""):
+        raise ValueError("type labels, one a line, and a template with one {} for the label")
     prompts = [template.format(name) for name in names]
     cosines = np.concatenate(model.map(lambda e: e.images(rows) @ e.texts(prompts).T))  # (experts, labels)
     weights = model.weights([names], [template])[0]
@@ -89,12 +87,10 @@ def label_scores(model: Embeds, image: str | Path | None, labels: str | None, te
 
 def require_image(image: str | Path | None) -> str:
     """The path of an image that can be read. Raises a ValueError if it cannot, or if there is none."""
-    if not image:
-        raise ValueError("there is no image: drop one first")
     try:
-        decode_image(str(image))
+        decode_image(str(image or ""))
     except OSError as error:
-        raise ValueError(f"this image cannot be read: {error}") from error
+        raise ValueError(f"drop an image that can be read: {error}") from error
     return str(image)
 
 
@@ -120,45 +116,20 @@ def patch_map(
     return PIL.Image.fromarray((255 * pixels).round().astype(np.uint8)), masks
 
 
-class ImageSearch:
-    """The images of a folder and of those below, found by texts.
-
-    Args:
-        models: name -> model, which embeds the texts.
-    """
-
-    def __init__(self, models: Mapping[str, Embeds], folder: str | Path):
-        self.captions = captioned(Path(folder))
-        rows = Dataset.from_dict({"image": [str(path) for path in self.captions]})
-        self.models = models
-        self.images = {
-            name: model.image_side(model.map(lambda e: e.images(rows)), model.image_weights(rows))
-            for name, model in models.items()
-        }
-
-    def find(self, name: str, text: str | None) -> list[Path]:
-        """The images that the model of this name finds most similar to a text, the best one first."""
-        if not (text or "").strip():
-            raise ValueError("there is nothing to search for: type what the images should show")
-        model = self.models[name]
-        texts = model.text_side(model.map(lambda e: e.texts([text])), model.weights([[text]]))
-        best = np.argsort(-(self.images[name] @ texts[0]), kind="stable")
-        paths = list(self.captions)
-        return [paths[row] for row in best[:NUM_FOUND]]
-
-
 def readable_images(folder: Path) -> list[Path]:
     """The images of a folder and of those below that can be read. What is reached by a link is left out, since it may
     be anything: a Space would publish it."""
     readable, left_out = [], []
     for path in sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES):
+        fault: object = "it is a link" if path.is_symlink() else None
         try:
-            if path.is_symlink():
-                raise OSError("it is a link")
             decode_image(str(path))
-            readable.append(path)
         except OSError as error:
-            left_out.append(f"{path.relative_to(folder)} ({error})")
+            fault = fault or error
+        if fault:
+            left_out.append(f"{path.relative_to(folder)} ({fault})")
+        else:
+            readable.append(path)
     if not readable:
         raise ValueError(f"{folder} has no image that can be read, links not counted")
     if left_out:
@@ -176,7 +147,7 @@ def captioned(folder: Path) -> dict[Path, str]:
     return {path: " · ".join(present_captions(said.get(os.path.abspath(path)))) or path.stem for path in paths}
 
 
-def build_page(models: Mapping[str, Embeds], search: ImageSearch | None = None, examples: Mapping[Path, str] = {}):
+def build_page(models: Mapping[str, Embeds], examples: Mapping[Path, str]):
     """The page as `gradio.Blocks`.
 
     Args:
@@ -188,24 +159,24 @@ def build_page(models: Mapping[str, Embeds], search: ImageSearch | None = None, 
     options = {"analytics_enabled": False, "delete_cache": (SECONDS_KEPT, SECONDS_KEPT)}
     with gr.Blocks(title=TITLE, **options) as page:
         gr.Markdown(" ".join([f"# {TITLE}\n{SENTENCE}", *(WORLDS[name] for name in models if name in WORLDS)]))
-        with gr.Tab("Labels"):
-            _labels_tab(gr, models, examples)
-        if search is not None:
-            with gr.Tab("Search"):
-                _search_tab(gr, search)
+        _add_components(gr, models, examples)
     return page
 
 
-def _labels_tab(gr, models: Mapping[str, Embeds], examples: Mapping[Path, str]) -> None:
+def _add_components(gr, models: Mapping[str, Embeds], examples: Mapping[Path, str]) -> None:
     layers = {name: sparse_layers(model) for name, model in models.items()}
     mapped = next((name for name in models if layers[name]), None)
 
     def draw(image: str | None, layer: int) -> Any:
         return patch_map(models[mapped], image, layer)
 
-    def compare(image: str | None, labels: str | None, template: str | None, *layer: int) -> list[Any]:
+    def compare(image: str | None, labels: str | None, template: str | None, layer: int | None = None) -> list[Any]:
         scores = [label_scores(model, image, labels, template) for model in models.values()]
-        return scores + [draw(image, number) for number in layer]
+        return scores if layer is None else [*scores, draw(image, layer)]
+
+    def compare_for_page(*inputs: Any) -> Any:
+        outputs = compare(*inputs)
+        return outputs if len(outputs) > 1 else outputs[0]  # Gradio takes one output without a list
 
     def choose(event: gr.SelectData) -> str:
         return pictures[event.index]
@@ -213,9 +184,9 @@ def _labels_tab(gr, models: Mapping[str, Embeds], examples: Mapping[Path, str]) 
     pictures = [str(path) for path in examples]
     names = "\n".join(examples.values())
     model_template = own_template(next(iter(models.values())).tokenizers[0])
-    shown_layers = [] if mapped is None else layers[mapped][-1:]
+    shown_layer = None if mapped is None else layers[mapped][-1]
     # Computed before the page is there: its first visitor sees an answer and not a spinner
-    answers = compare(pictures[0], names, model_template, *shown_layers) if pictures else [None] * (len(models) + 1)
+    answers = compare(pictures[0], names, model_template, shown_layer) if pictures else [None] * (len(models) + 1)
     with gr.Row():
         with gr.Column():
             options = {"type": "filepath", "sources": ["upload", "clipboard"]}
@@ -226,7 +197,7 @@ def _labels_tab(gr, models: Mapping[str, Embeds], examples: Mapping[Path, str]) 
             template = gr.Textbox(model_template, label="Template, with {} for the label", elem_id="template")
             ask = gr.Button("Compare", variant="primary", elem_id="compare")
             if examples:
-                shown = [_shown(*example) for example in examples.items()]
+                shown = [_shown(path, caption) for path, caption in examples.items()]
                 gallery = gr.Gallery(shown, show_label=False, allow_preview=False, **GALLERY)
         with gr.Column():
             with gr.Row():
@@ -235,32 +206,18 @@ def _labels_tab(gr, models: Mapping[str, Embeds], examples: Mapping[Path, str]) 
             inputs = [image, labels, template]
             if mapped is not None:
                 label = f"The experts of each patch in {mapped}, sparse layer"
-                layer = gr.Dropdown(layers[mapped], value=shown_layers[0], label=label, elem_id="layer")
+                layer = gr.Dropdown(layers[mapped], value=shown_layer, label=label, elem_id="layer")
                 colors = map(to_hex, expert_colors(models[mapped].model.config.vision_config.num_experts))
                 colors = {f"expert {expert}": color for expert, color in enumerate(colors)}
                 options = {"color_map": colors, "height": 400, "show_label": False, "buttons": [], "elem_id": "map"}
                 experts = gr.AnnotatedImage(answers[-1], **options)
                 layer.input(show_errors(gr, draw), [image, layer], experts, **ONE_AT_A_TIME)
                 inputs, outputs = [*inputs, layer], [*outputs, experts]
-    compared = show_errors(gr, lambda *inputs: _unpacked(compare(*inputs))), inputs, outputs
-    # Else an error covers each output, too
-    options = ONE_AT_A_TIME | {"show_progress_on": ask}
-    ask.click(*compared, api_name="compare", **options).then(None, js=SCROLL)
+    # An error would cover each output, too, if progress were shown on them
+    event = {"fn": show_errors(gr, compare_for_page), "inputs": inputs, "outputs": outputs, "show_progress_on": ask}
+    ask.click(**event, **ONE_AT_A_TIME, api_name="compare").then(None, js=SCROLL)
     if examples:
-        gallery.select(choose, None, image).then(*compared, **options).then(None, js=SCROLL)
-
-
-def _search_tab(gr, search: ImageSearch) -> None:
-    def find(text: str) -> Any:
-        found = [search.find(name, text) for name in search.models]
-        return _unpacked([[_shown(path, search.captions[path]) for path in paths] for paths in found])
-
-    label = f"What do you look for among {len(search.captions)} images?"
-    text = gr.Textbox(label=label, elem_id="query", submit_btn=True)
-    with gr.Row():
-        several = len(search.models) > 1
-        galleries = [gr.Gallery(label=name, show_label=several, **GALLERY) for name in search.models]
-    text.submit(show_errors(gr, find), text, galleries, **ONE_AT_A_TIME)
+        gallery.select(choose, None, image).then(**event, **ONE_AT_A_TIME).then(None, js=SCROLL)
 
 
 # Computing twice at once gains nothing
@@ -279,11 +236,6 @@ def show_errors(gr, compute: Callable[..., Any]) -> Callable[..., Any]:
     return shown
 
 
-def _unpacked(outputs: list[Any]) -> Any:
-    """As Gradio takes what goes to several components, or to one."""
-    return outputs if len(outputs) > 1 else outputs[0]
-
-
 def _shown(path: Path, caption: str) -> tuple[PIL.Image.Image, str]:
     """An image as any browser shows it, and its caption."""
     image = decode_image(str(path))
@@ -291,8 +243,8 @@ def _shown(path: Path, caption: str) -> tuple[PIL.Image.Image, str]:
     return image, caption
 
 
-def write_space(output: Path, model: str, baseline: str | None, images: str | None, examples: str | None) -> None:
-    """A Space that shows the page: `README.md`, `requirements.txt`, `app.py`, the code, and the models and images that
+def write_space(output: Path, model: str, baseline: str | None, examples: str | None) -> None:
+    """A Space that shows the page: `README.md`, `requirements.txt`, `app.py`, the code, and models and pictures that
     are in folders here, without what else lies there."""
     with new_folder(output) as space:
         _copy_code(Path(modeling_clip_moe.__file__).parent, space / "modeling_clip_moe")
@@ -303,8 +255,6 @@ def write_space(output: Path, model: str, baseline: str | None, images: str | No
         arguments = [_carried(model, space / "model", copy_model)]
         if baseline:
             arguments += ["--baseline", _carried(baseline, space / "baseline", copy_model)]
-        if images:
-            arguments += ["--images", _carried(images, space / "images", _copy_images)]
         if examples:
             arguments += ["--examples", _carried(examples, space / "examples", _copy_images)]
         settings = {"title": TITLE, "sdk": "gradio", "sdk_version": metadata.version("gradio")}
@@ -358,10 +308,9 @@ def _names(sources: list[str]) -> list[str]:
     return names if len(set(names)) == len(names) else sources
 
 
-def open_page(model: str, baseline: str | None, images: str | None, examples: str | None) -> None:
+def open_page(model: str, baseline: str | None, examples: str | None) -> None:
     """Opens the page in the browser; the arguments are those of `clip-moe app`."""
     sources, device = list(dict.fromkeys(filter(None, [model, baseline]))), usable_device(None)
     named = zip(_names(sources), sources, strict=True)
     models = {name: open_model(source, None, BATCH_SIZE, device) for name, source in named}
-    search = ImageSearch(models, images) if images else None
-    build_page(models, search, captioned(Path(examples)) if examples else {}).launch(ssr_mode=False, css=STYLE)
+    build_page(models, captioned(Path(examples)) if examples else {}).launch(ssr_mode=False, css=STYLE)

@@ -43,14 +43,12 @@ def main(arguments: list[str] | None = None) -> None:
         if arguments is None:
             sys.argv[1:] = given
         from clip_moe.engine.command_line import run_one, run_stage
-        from clip_moe.engine.kinds import FORMER, KINDS
+        from clip_moe.engine.kinds import KINDS
         from clip_moe.engine.program import end
 
         kind = given[0].replace("-", "_") if given else ""
         if kind in KINDS:  # whose help needs its own file alone
             return end(lambda: run_stage(kind, given[1:]), is_all=arguments is None)
-        if kind in FORMER:
-            sys.exit(f"error: there is no command {given[0]!r}: did you mean {FORMER[kind]!r}?")
         commands = _commands()
     except ModuleNotFoundError as error:
         sys.exit(
@@ -96,8 +94,8 @@ def _commands() -> dict[str, Callable[..., str | None]]:
 
 def _kinds() -> str:
     """The kinds of stages, for an overview."""
-    from clip_moe.engine.help_text import in_lines
     from clip_moe.engine.kinds import PURPOSES
+    from clip_moe.engine.setting_help import in_lines
 
     lines = [
         in_lines(f"{purpose}: {', '.join(kinds)}".replace("_", "-"), 6, "  ") for purpose, kinds in PURPOSES.items()

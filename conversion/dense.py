@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
+from typing_extensions import TypedDict
 
 from clip_moe.conversion import upcycle
 from clip_moe.conversion.checkpoints import load_dense, load_sparse
@@ -174,10 +175,17 @@ def verify(source: str | Path, folder: Path, expert: int | str, scale: Scale | N
         compare(sparse, dense.float(), tolerance=max(TOLERANCE, rounding))
 
 
+class Analysis(TypedDict):
+    """The part of an analysis that has scales."""
+
+    weights: str
+    scales: dict[str, dict[str, float]]
+
+
 def read_scale(analysis: str | Path, source: str | Path) -> Scale:
     """The scales that an analyze stage measured of the model `source`."""
     file = Path(analysis) / "experts.json"
-    result = read_record(file, dict, {"weights": str, "scales": dict})
-    if result["weights"] != weights_fingerprint(source):
+    content = read_record(file, Analysis)
+    if content["weights"] != weights_fingerprint(source):
         raise ValueError(f"{file} was made of another model than {source}, or of other weights")
-    return result["scales"]
+    return content["scales"]

@@ -1,12 +1,10 @@
 """`--import MODULE` of every command: classes of models of one's own."""
 
-import importlib
 import os
-import sys
 from collections.abc import Sequence
 
 import modeling_clip_moe
-from clip_moe.engine.own_modules import code_of_models, watching
+from clip_moe.engine.own_modules import code_of_models, import_object
 from modeling_clip_moe.loading import SparseMoEMixin
 
 OPTION = "--import"
@@ -45,13 +43,7 @@ def import_handed_on() -> None:
 
 def import_models(module: str) -> None:
     """See `import_own_classes`."""
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        with watching():
-            imported = importlib.import_module(module)
-    except (Exception, SystemExit) as error:  # whatever the module raises
-        raise ValueError(f"{OPTION} {module}: {type(error).__name__}: {error}") from error
+    imported = import_object(module, "module")
     classes = [value for value in vars(imported).values() if isinstance(value, type) and value.__module__ == module]
     models = [
         own for own in classes if issubclass(own, SparseMoEMixin) and getattr(own.config_class, "is_whole", False)

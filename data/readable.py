@@ -15,7 +15,7 @@ from clip_moe.data.identity import named_files_stamp
 from clip_moe.data.images import decode_image, decoding_code
 from clip_moe.data.sources import mapped, reading
 from clip_moe.data.texts import present_texts
-from clip_moe.engine.processes import is_first_process
+from clip_moe.engine.program import is_first_process
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,6 @@ from typing import Annotated, Any, get_args, get_type_hints
 from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
-from clip_moe.engine.help_text import in_lines
 from clip_moe.engine.kinds import stage_of_kind
 from clip_moe.engine.messages import suggestion
 from clip_moe.engine.program import end
@@ -23,6 +22,7 @@ from clip_moe.engine.recipe import Recipe, RunSettings, validated
 from clip_moe.engine.setting_help import (
     Setting,
     docstring,
+    in_lines,
     is_list,
     parameter_meanings,
     settings_of,
@@ -72,7 +72,9 @@ def command(function: Function) -> Function:
 
     def main(arguments: Sequence[str] | None = None) -> None:
         given = sys.argv[1:] if arguments is None else list(arguments)
-        end(lambda: call(function, f"python -m {_module(function)}", given), is_all=arguments is None)
+        spec = sys.modules["__main__"].__spec__
+        module = spec.name.removesuffix(".__main__") if spec else function.__module__
+        end(lambda: call(function, f"python -m {module}", given), is_all=arguments is None)
 
     function.main = main
     return function
@@ -93,7 +95,7 @@ def run_one(
             for title, function in functions.items()
         ]
         head = [in_lines(f"Usage: {name} COMMAND"), "", in_lines(about), "", "Commands, each with --help:"]
-        return "\n".join([*head, *rows, *filter(None, [footer])])
+        return "\n".join(head + rows + [footer] * bool(footer))
     if arguments[0] not in functions:
         raise ValueError(f"there is no command {arguments[0]!r}: {suggestion(arguments[0], functions)}")
     return call(functions[arguments[0]], f"{name} {arguments[0]}", arguments[1:])
@@ -112,29 +114,38 @@ def read_arguments(
 ) -> tuple[list[Any], list[str], dict[str, Any]]:
     """The positional arguments of a function, options that it does not know, as they are, and options by name."""
     parameters = inspect.signature(function).parameters.values()
-    before = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_ONLY]
+    names = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_ONLY]
     takes_others = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
     settings_class = _settings_class(function)
     number = next((at for at, word in enumerate(arguments) if word.startswith("--")), len(arguments))
-    values, words = _positional(settings_class, before, arguments[:number], title), []
-    for name, texts in read_flags(arguments[number:], lambda key: spelled([key], settings_class)[0]).items():
-        if takes_others and name not in settings_class.__pydantic_fields__:
-            words += [f"--{name}", *texts]
-        else:
-            values[name] = read_value(name, texts, _hint(settings_class, [name]))
-    read = vars(validated(settings_class, values, title))
-    return [read.pop(name) for name in before], words, read
-
-
-def _positional(settings_class: type, names: Sequence[str], words: Sequence[str], title: str) -> dict[str, Any]:
-    """Parameter -> its argument. The last one takes all that are left if it is a list."""
-    values: dict[str, Any] = dict(zip(names, words, strict=False))
+    words = list(arguments[:number])
     if names and len(words) >= len(names) and is_list(_hint(settings_class, names[-1:])):
-        values[names[-1]] = list(words[len(names) - 1 :])
-    elif len(words) > len(names):
-        usage = " ".join([title, *map(str.upper, names), "--SETTING VALUE"])
-        raise ValueError(f"{words[len(names)]!r} is no setting: {usage}")
-    return values
+        words[len(names) - 1 :] = [words[len(names) - 1 :]]  # a list takes all that are left
+    more = words[len(names) :]  # which `read_flags` refuses
+    values, others = read_settings([*more, *arguments[number:]], [settings_class], takes_others)
+    settings = vars(validated(settings_class, dict(zip(names, words, strict=False)) | values, title))
+    return [settings.pop(name) for name in names], others, settings
+
+
+def read_settings(
+    arguments: Sequence[str], classes: Sequence[type], takes_others: bool = False
+) -> tuple[dict[str, Any], list[str]]:
+    """Flags as settings of these classes and those within, and if `takes_others` the flags of no class, as they are."""
+    settings: dict[str, Any] = {}
+    others: list[str] = []
+    for key, texts in read_flags(arguments, lambda key: ".".join(spelled(key.split("."), classes))).items():
+        *outer, name = path = key.split(".")
+        owner = next((cls for cls in classes if path[0] in cls.__pydantic_fields__), None)
+        if takes_others and (owner is None or outer):
+            others += [f"--{key}", *texts]
+            continue
+        target = settings
+        for part in outer:
+            target = target.setdefault(part, {})
+            if not isinstance(target, dict):
+                raise ValueError(f"--{key}: {part} has a value already")
+        target[name] = read_value(key, texts, owner and _hint(owner, path))
+    return settings, others
 
 
 def _settings_class(function: Function) -> type:
@@ -175,20 +186,12 @@ def run_stage(kind: str, arguments: Sequence[str]) -> str | None:
 def read_stage_command(kind: str, arguments: Sequence[str]) -> tuple[Recipe, CommandSettings]:
     """The recipe of a stage's command line, and how to run it."""
     stage, title = stage_of_kind(kind), f"clip-moe {kind.replace('_', '-')}"
-    output, *rest = arguments
+    output = arguments[0]
     if output.startswith("--") or not Path(output).name:
         raise ValueError(f"{title} OUTPUT --SETTING VALUE: the first argument is the folder to make, not {output!r}")
-    settings: dict[str, Any] = {"name": Path(output).name, "stage": kind}
-    run_settings: dict[str, Any] = {}
-    for key, values in read_flags(rest, lambda key: ".".join(spelled(key.split("."), stage, CommandSettings))).items():
-        is_own = key.partition(".")[0] not in CommandSettings.__pydantic_fields__
-        *outer, name = path = key.split(".")
-        target = settings if is_own else run_settings
-        for part in outer:
-            target = target.setdefault(part, {})
-            if not isinstance(target, dict):
-                raise ValueError(f"--{key}: {part} has a value already")
-        target[name] = read_value(key, values, _hint(stage if is_own else CommandSettings, path))
+    settings, _ = read_settings(arguments[1:], [CommandSettings, stage])
+    run_settings = {name: settings.pop(name) for name in CommandSettings.__pydantic_fields__ if name in settings}
+    settings |= {"name": Path(output).name, "stage": kind}
     options, alone = validated(CommandSettings, run_settings, title), validated(stage, settings, title)
     run = {"seed": options.seed, "mixed_precision": options.mixed_precision, "trackers": options.trackers}
     recipe = validated(Recipe, {"output_dir": str(Path(output).parent), "stages": [alone]} | run, title)
@@ -209,8 +212,8 @@ def stage_help(kind: str) -> str:
 
 def _help(title: str, arguments: Sequence[str], settings: Sequence[Setting], about: str, rows: Sequence[str]) -> str:
     required = [f"--{s.name} {s.name.upper()}" for s in settings if s.default is None and s.name not in arguments]
-    usage = " ".join([title, *map(str.upper, arguments), *required, "[--SETTING VALUE ...]"])
-    return "\n".join([in_lines(usage, 7, "Usage: "), "", in_lines(about), "", *rows])
+    usage = f"{' '.join([title] + [argument.upper() for argument in arguments] + required)} [--SETTING VALUE ...]"
+    return "\n\n".join([in_lines(usage, 7, "Usage: "), in_lines(about), "\n".join(rows)])
 
 
 def _help_lines(setting: Setting, prefix: str = "") -> list[str]:
@@ -251,10 +254,8 @@ def read_value(key: str, values: list[str], hint: Any = None) -> Any:
     read = [_read(value, f"--{key}", takes_text_alone(hint)) for value in values]
     if not read and (hint is bool or bool in get_args(hint)):
         return True
-    if not read:
-        raise ValueError(f"--{key} has no value")
-    if len(read) > 1 and hint not in (None, Any) and not is_list(hint):
-        raise ValueError(f"--{key} takes one value, not {' '.join(values)}")
+    if not read or (len(read) > 1 and hint not in (None, Any) and not is_list(hint)):
+        raise ValueError(f"--{key} takes one value, not {' '.join(values)}" if read else f"--{key} has no value")
     return read if len(read) > 1 or (is_list(hint) and not isinstance(read[0], list)) else read[0]
 
 
@@ -279,9 +280,3 @@ def _hint(settings: type, path: Sequence[str]) -> Any:
         return setting and setting.annotation
     within = settings_within(setting.annotation)
     return within and _hint(within, path[1:])
-
-
-def _module(function: Function) -> str:
-    """The name by which `python -m` runs the module that holds a function."""
-    spec = sys.modules["__main__"].__spec__
-    return spec.name.removesuffix(".__main__") if spec else function.__module__

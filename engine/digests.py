@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from clip_moe.engine.messages import warn_once
 
 logger = logging.getLogger(__name__)
 
-FILES_AT_ONCE, FILES_A_TASK = 1000, 16
+FILES_AT_ONCE = 1000
 # A file that is younger may change again without a change of its times, which have the resolution of the file system
 SECONDS_UNTIL_KEPT = 2
 
@@ -52,11 +51,8 @@ def file_digests(paths: Iterable[str | Path]) -> list[str]:
         stamps = {path: file_stamp(path) for path in paths[start : start + FILES_AT_ONCE]}
         digests |= cache.get(stamps)
         missing = [path for path in stamps if path not in digests]
-        # A task of a pool costs as much as a small file
-        parts = [missing[first : first + FILES_A_TASK] for first in range(0, len(missing), FILES_A_TASK)]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            of_parts = pool.map(lambda part: list(map(file_digest, part)), parts)
-            computed = dict(zip(missing, chain.from_iterable(of_parts), strict=True))
+            computed = dict(zip(missing, pool.map(file_digest, missing), strict=True))
         now = time.time()
         old = [path for path in computed if os.stat(path).st_mtime < now - SECONDS_UNTIL_KEPT]
         cache.put({path: (stamps[path], computed[path]) for path in old})

@@ -8,11 +8,13 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from clip_moe.engine.messages import shortened, warn_once
+from pydantic import TypeAdapter, ValidationError
+
+from clip_moe.engine.messages import in_one_line, warn_once
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +47,10 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             lock.acquire()
         except Timeout:
+            holder = "try again"  # where it ends just now
             with contextlib.suppress(OSError):
-                raise ValueError(f"{folder} is in use: {path.read_text(encoding='utf-8')}") from None
-            raise ValueError(f"{folder} was in use until just now: try again") from None
+                holder = path.read_text(encoding="utf-8")
+            raise ValueError(f"{folder} is in use: {holder}") from None
         since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
         holder = f"process {os.getpid()} on {socket.gethostname()} has been writing there since {since}"
         path.write_text(holder, encoding="utf-8")
@@ -79,12 +82,11 @@ def save(part: Any, folder: Path, **options: Any) -> None:
 def refuse_to_overwrite(output: Path) -> None:
     """Raises a ValueError if `output` is there and is no empty folder, or is a link, which no folder can replace. A
     lock within it does not count."""
-    if output.is_symlink():
-        raise ValueError(
-            f"{output} is a link to {os.path.realpath(output)}: name that folder, or choose another output"
-        )
+    fault = f"is a link to {os.path.realpath(output)}: name that folder" if output.is_symlink() else None
     if output.exists() and not (output.is_dir() and {path.name for path in output.iterdir()} <= {".lock"}):
-        raise ValueError(f"{output} already exists: remove it or choose another output")
+        fault = fault or "already exists: remove it"
+    if fault:
+        raise ValueError(f"{output} {fault} or choose another output")
 
 
 @contextlib.contextmanager
@@ -188,48 +190,41 @@ def is_hidden(name: str) -> bool:
     return name.startswith(".") or name in LEFT_BEHIND
 
 
-def read_text(path: Path) -> str:
-    """The text of a file in UTF-8."""
+@contextlib.contextmanager
+def _reading(path: Path, form: str) -> Iterator[None]:
     try:
+        yield
+    except (ValueError, RecursionError) as error:  # ValueError: also numbers of thousands of digits
+        raise ValueError(f"{path} is no {form}: {error}") from error
+
+
+def read_text(path: Path) -> str:
+    with _reading(path, "text in UTF-8"):
         return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text in UTF-8: {error}") from error
 
 
 def read_json(path: Path) -> Any:
     """The content of a file of JSON. Raises an OSError if it cannot be read, a ValueError if it is no JSON."""
-    try:
+    with _reading(path, "JSON that can be read"):
         return json.loads(path.read_text(encoding="utf-8-sig"))
-    except (ValueError, RecursionError) as error:  # ValueError: also no UTF-8, and numbers of thousands of digits
-        raise ValueError(f"{path} is no JSON that can be read: {error}") from error
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """What stands in the lines of a `log.jsonl`; one that is being written, or was at a kill, has no end."""
-    try:
+    """The lines of a `log.jsonl`, without one that is being written, or was at a kill."""
+    with _reading(path, "JSON in each line"):
         return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error}): restore it, or move it away") from error
 
 
-def read_record(path: Path, kind: type, keys: Mapping[str, type] | None = None) -> Any:
-    """A list, or a dictionary with values of these types (numbers are counts), that a stage wrote as JSON."""
+def read_record(path: Path, schema: Any = dict[str, Any]) -> Any:
+    """Content of this type that a stage wrote as JSON."""
     try:
-        record = read_json(path)
-        if not isinstance(record, kind):
-            raise ValueError(f"it holds no {kind.__name__}")
-        for key, wanted in (keys or {}).items():
-            value = record.get(key)
-            if type(value) is not wanted or (wanted is int and value < 1):
-                raise ValueError(f"its {key} is {shortened(value)}")
+        return TypeAdapter(schema).validate_python(read_json(path))
     except ValueError as error:
-        raise damaged(path, str(error).removeprefix(f"{path} ")) from error
-    return record
-
-
-def damaged(path: Path, reason: str) -> ValueError:
-    """The error about a file that a stage wrote."""
-    return ValueError(f"{path} is damaged ({reason}): delete {path.parent} to make it anew, or restore the file")
+        is_fault = isinstance(error, ValidationError)
+        reason = in_one_line(error.errors()[:1]) if is_fault else str(error).removeprefix(f"{path} ")
+        raise ValueError(
+            f"{path} is damaged ({reason}): delete {path.parent} to make it anew, or restore the file"
+        ) from error
 
 
 def write_text(path: Path, text: str) -> None:

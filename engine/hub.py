@@ -61,7 +61,7 @@ def _resolve(name: str, repo_type: str) -> tuple[str, Literal["hub", "cache", "r
 def _find(name: str, repo_type: str) -> tuple[str, Literal["hub", "cache"]]:
     if not is_hub_name(name):
         raise FileNotFoundError(f"no such folder: {name} is neither a folder nor a hub name")
-    from huggingface_hub import HfApi  # takes a while
+    from huggingface_hub import HfApi, snapshot_download  # takes a while
     from huggingface_hub.errors import OfflineModeIsEnabled
 
     api = HfApi()
@@ -72,9 +72,11 @@ def _find(name: str, repo_type: str) -> tuple[str, Literal["hub", "cache"]]:
             api.auth_check(name, repo_type=repo_type)
         return info.sha, "hub"
     except Exception as error:  # those of the HTTP library, too, which is another one in other versions
-        commit = _cached_commit(name, repo_type)
-        if commit is None:
+        try:
+            folder = snapshot_download(name, repo_type=repo_type, allow_patterns=[], local_files_only=True)
+        except (OSError, ValueError):
             raise _reason(error, name, repo_type, api.endpoint) from error
+        commit = Path(folder).name
         if not isinstance(error, OfflineModeIsEnabled):
             warn_once(logger, f"{name} is read from the cache, commit {commit[:12]}: the Hub said {one_line(error)}")
         return commit, "cache"
@@ -91,31 +93,19 @@ def _remember(name: str, repo_type: str) -> None:
         hf_hub_download(name, "README.md" if repo_type == "dataset" else "config.json", repo_type=repo_type)
 
 
-def _cached_commit(name: str, repo_type: str) -> str | None:
-    from huggingface_hub import snapshot_download
-
-    try:
-        folder = snapshot_download(name, repo_type=repo_type, allow_patterns=[], local_files_only=True)
-    except (OSError, ValueError):
-        return None
-    return Path(folder).name
-
-
 def _reason(error: Exception, name: str, repo_type: str, endpoint: str) -> OSError:
     """Why a repository cannot be read, and what to do."""
     from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled, RepositoryNotFoundError
 
-    page = f"{endpoint}/{'datasets/' if repo_type == 'dataset' else ''}{name}"
-    nothing = f"there is no {'file or folder' if repo_type == 'dataset' else 'folder'} {name}"
+    is_data = repo_type == "dataset"
+    nothing = f"there is no {'file or folder' if is_data else 'folder'} {name}"
     if isinstance(error, GatedRepoError):
+        page = f"{endpoint}/{'datasets/' * is_data}{name}"
         return FileNotFoundError(f"{name} is gated: accept its terms at {page}, and log in with `hf auth login`")
     if isinstance(error, RepositoryNotFoundError):
-        return FileNotFoundError(
-            f"{nothing}, and no such {repo_type} on the Hub: correct the name, or log in with "
-            "`hf auth login` if it is private"
-        )
+        way_out = "correct the name, or log in with `hf auth login` if it is private"
+        return FileNotFoundError(f"{nothing}, and no such {repo_type} on the Hub: {way_out}")
     if isinstance(error, OfflineModeIsEnabled):
         return ConnectionError(f"{nothing}, and it is not in the cache of the Hub: unset HF_HUB_OFFLINE to download it")
-    return ConnectionError(
-        f"{nothing}, and the Hub cannot be reached ({one_line(error)}): connect to it, or name a folder"
-    )
+    way_out = "connect to it, or name a folder"
+    return ConnectionError(f"{nothing}, and the Hub cannot be reached ({one_line(error)}): {way_out}")

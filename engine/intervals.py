@@ -13,34 +13,6 @@ LEVEL = 0.95
 Reach = tuple[float, float]
 
 
-def paired_interval(better: Sequence[float], worse: Sequence[float], comparisons: int = 1) -> tuple[float, float]:
-    """An interval for the mean difference of two models' scores, which belong together seed by seed (Student's t).
-
-    It covers what a seed changes: first weights, the pictures that a world draws, the order of batches. It does not
-    cover which samples were chosen as the test, which all seeds have in common.
-
-    Args:
-        better, worse: the scores of each seed, at least two.
-        comparisons: how many intervals have to be right together (Bonferroni): each is that much wider.
-
-    Returns:
-        The lower and the upper end.
-    """
-    from scipy import stats
-
-    differences = np.subtract(better, worse, dtype=float)
-    error = differences.std(ddof=1) / np.sqrt(len(differences))
-    reach = stats.t.ppf(1 - (1 - LEVEL) / 2 / comparisons, df=len(differences) - 1) * error
-    mean = differences.mean()
-    return float(mean - reach), float(mean + reach)
-
-
-def with_interval(differences: Sequence[float]) -> str:
-    """The mean of differences that belong to a seed each, and half its `paired_interval`, to a decimal place."""
-    low, high = paired_interval(differences, np.zeros(len(differences)))
-    return f"{np.mean(differences):+.1f} ± {(high - low) / 2:.1f}"
-
-
 def share_reach(share: float, number: int) -> Reach:
     """Wilson's score interval of a share of test samples, from one run. It covers which samples were chosen as the
     test, and nothing that a seed changes.
@@ -85,7 +57,7 @@ def difference_reach(share: float, other: float, number: int) -> Reach:
 def score_reach(result: dict[str, Any], metric: str) -> Reach | None:
     """How far a score's interval over test samples reaches; None: see `parts_of_mean`."""
     parts = parts_of_mean(result, metric)
-    return parts and mean_reach([share_reach(*part) for part in parts])
+    return parts and mean_reach([share_reach(share, number) for share, number in parts])
 
 
 def score_difference_reach(result: dict[str, Any], other: dict[str, Any], metric: str) -> Reach | None:

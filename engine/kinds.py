@@ -29,12 +29,6 @@ PURPOSES = {
     "measures": dict.fromkeys(("evaluate", "answer", "analyze"), "evaluation"),
 }
 KINDS = {kind: room for kinds in PURPOSES.values() for kind, room in kinds.items()}
-# Former kinds -> the kind, or the class in a checkout, that has their settings
-FORMER = dict.fromkeys(("cluster_fine", "cluster_coarse", "select"), "cluster")
-FORMER |= dict.fromkeys(("features", "embed_captions"), "embed")
-FORMER["mixture"] = "lab.mixture:MixtureStage"
-FORMER["add_experts"] = "lab.methods.more_experts:MoreExpertsStage"
-FORMER["train_long_clip"] = "lab.methods.long_clip:TrainLongCLIPStage"
 
 
 def stage_of_kind(kind: str) -> "type[Stage]":

@@ -40,18 +40,13 @@ def shortened(value: Any) -> str:
 
 def in_one_line(faults: Iterable[Mapping[str, Any]]) -> str:
     """The faults of settings, as pydantic lists them, in one line."""
-    problems = (f"{'.'.join(map(str, fault['loc']))} {fault_text(fault)}{fault_value(fault)}" for fault in faults)
-    return "; ".join(problem.strip() for problem in problems)
+    return "; ".join(f"{'.'.join(map(str, fault['loc']))} {fault_text(fault)}".strip() for fault in faults)
 
 
 def fault_text(fault: Mapping[str, Any]) -> str:
-    """What pydantic or a check of ours says of a setting."""
-    return fault["msg"].removeprefix("Value error, ")
-
-
-def fault_value(fault: Mapping[str, Any]) -> str:
-    """The end of a fault that pydantic lists: what the setting is. Our own checks say it themselves."""
-    return "" if fault["type"] in ("value_error", "missing") else f" (got {shortened(fault['input'])})"
+    """A fault as pydantic lists it, with the value, which our own checks name themselves."""
+    value = "" if fault["type"] in ("value_error", "missing") else f" (got {shortened(fault['input'])})"
+    return fault["msg"].removeprefix("Value error, ") + value
 
 
 def most_similar(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
@@ -59,14 +54,13 @@ def most_similar(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | 
     return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
 
 
-def suggestion(name: str, known: Iterable[str]) -> str:
-    """The end of an error about an unknown name: the most similar known one, or else all known ones."""
-    known = sorted(known)
-    similar = most_similar(name, known)
-    return f"did you mean {similar!r}?" if similar else f"known are {', '.join(known) or 'none'}"
-
-
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A hint after an unknown name in an error: the most similar known one, or nothing if none is similar."""
     similar = most_similar(name, known)
     return f" (did you mean {similar!r}?)" if similar else ""
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """The end of an error about an unknown name: the most similar known one, or else all known ones."""
+    known = sorted(known)
+    return did_you_mean(name, known).strip(" ()") or f"known are {', '.join(known) or 'none'}"

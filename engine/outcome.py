@@ -59,7 +59,7 @@ class Training(BaseModel):
             batch_size=batch_size,
             chance=first["chance"],
             first=first["loss"],
-            lowest=min(first["loss"], *means),
+            lowest=min([first["loss"], *means]),
             last=means[-1],
             gradient=gradient if all(map(math.isfinite, norms)) else None,
         )

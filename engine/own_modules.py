@@ -1,12 +1,15 @@
-"""Digests of a user's own code: modules outside of this package and of installed ones, and files beside them.
+"""A user's own code: stages and models named as `package.module:Class`, and digests of their modules, which are outside
+of this package and of installed ones, and of files beside them.
 
 Imports are read from the source before a run. Files that code reaches in other ways, by importlib or as data, are noted
 when they are opened.
 """
 
 import ast
+import dataclasses
 import functools
 import importlib.util
+import inspect
 import os
 import sys
 import sysconfig
@@ -18,7 +21,11 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
+from pydantic.dataclasses import is_pydantic_dataclass
+
 from clip_moe.engine.digests import file_digest
+from clip_moe.engine.settings import STRICT
+from clip_moe.engine.stage import Stage
 
 # This repository's packages, whose commit is in each record, and Python's own
 PACKAGES = {"clip_moe", "lab", "modeling_clip_moe"}
@@ -42,31 +49,69 @@ _watching, _since = 0, 0.0  # when it began
 
 
 def import_object(spelling: str, kind: str) -> Any:
-    """The object that `package.module:NAME` names, with its module's imports noted. The working folder is searched
-    first.
+    """The object that `package.module:NAME` names, or the module where there is no NAME. The working folder is searched
+    first, and what the module imports is noted.
 
     Args:
-        kind: what it should be, for the ValueError of one that cannot be imported.
+        kind: a word for it in the ValueError if it cannot be imported.
     """
     module, _, name = spelling.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         with watching():
-            return getattr(importlib.import_module(module), name)
-    except Exception as error:  # whatever the module raises
-        raise ValueError(f"the {kind} {spelling!r} cannot be imported: {_reason(error)}") from error
+            imported = importlib.import_module(module)
+            return getattr(imported, name) if name else imported
+    except (Exception, SystemExit) as error:  # whatever the module raises
+        frames = traceback.extract_tb(error.__traceback__)
+        ours = (__file__, importlib.__file__, "<frozen")
+        lines = [f" ({frame.filename}, line {frame.lineno})" for frame in frames if not frame.filename.startswith(ours)]
+        reason = f"{type(error).__name__}: {error}{''.join(lines[-1:])}"
+        raise ValueError(f"the {kind} {spelling!r} cannot be imported: {reason}") from error
 
 
-def _reason(error: Exception) -> str:
-    """The error, with the place in one's own files that raised it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = (__file__, importlib.__file__)
-    frames = [frame for frame in frames if not frame.filename.startswith("<frozen") and frame.filename not in ours]
-    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    missing = error.name if isinstance(error, ModuleNotFoundError) else None
-    moved = f"; did you mean clip_moe.{missing}?" if missing and missing.split(".")[0] in ROOMS else ""
-    return f"{type(error).__name__}: {error}{where}{moved}"
+def import_stage(spelling: str) -> type[Stage]:
+    """The class of a stage of one's own. Raises a ValueError if it would not do what it says."""
+    stage = import_object(spelling, "stage")
+    if problem := _problem_of_stage(stage):
+        raise ValueError(f"the stage {spelling!r} {problem}")
+    code_of_stage(stage)
+    return stage
+
+
+def _problem_of_stage(stage: Any) -> str | None:
+    if not (isinstance(stage, type) and issubclass(stage, Stage)):
+        return "is none: its class must be a subclass of clip_moe.engine.stage.Stage"
+    if not is_pydantic_dataclass(stage) or stage.__pydantic_config__ != STRICT:
+        return "must be decorated with pydantic's @dataclass(config=STRICT), STRICT of clip_moe.engine.settings"
+    if stage.run is Stage.run:
+        return "has no method `run`"
+    for field in dataclasses.fields(stage):
+        name = field.name
+        nearest = next(c for c in stage.__mro__ if name in vars(c) or name in inspect.get_annotations(c))
+        is_typed = name in inspect.get_annotations(nearest)
+        if not is_typed or vars(nearest).get("__dataclass_fields__", {}).get(name) is not field:
+            return (
+                f"would not get its setting {name} from {nearest.__name__}: give it a type, as in `{name}: str = ...`, "
+                "and mix in no second stage, but a dataclass with its own settings alone"
+            )
+    return None
+
+
+def _own_classes(stage: type[Stage]) -> list[type]:
+    """The classes that a stage is made of, the most general first, without those of this package."""
+    return [parent for parent in reversed(stage.__mro__) if parent.__module__.split(".")[0] not in OURS]
+
+
+def code_of_stage(stage: type[Stage]) -> dict[str, str]:
+    """`code_of` the modules of its own classes, as they were when this was first asked for."""
+    return _code_of_classes(tuple(_own_classes(stage)))
+
+
+def own_settings(stage: type[Stage]) -> list[str]:
+    """The settings that its own classes add or change."""
+    annotated = {name for parent in _own_classes(stage) for name in inspect.get_annotations(parent)}
+    return [field.name for field in dataclasses.fields(stage) if field.name in annotated]
 
 
 def code_of(modules: Iterable[str]) -> dict[str, str]:
@@ -78,12 +123,12 @@ def code_of(modules: Iterable[str]) -> dict[str, str]:
 def code_of_models() -> dict[str, str]:
     """`code_of` the modules whose models a user has registered, as they were when this was first asked for."""
     own = sys.modules.get("modeling_clip_moe.loading")  # where it was never imported, nothing is registered
-    return _code_of_models(*own.OWN_CLASSES) if own else {}
+    return _code_of_classes(tuple(own.OWN_CLASSES)) if own else {}
 
 
 @functools.cache
-def _code_of_models(*models: type) -> dict[str, str]:
-    return code_of({model.__module__ for model in models})
+def _code_of_classes(classes: tuple[type, ...]) -> dict[str, str]:
+    return code_of({cls.__module__ for cls in classes})
 
 
 def imported_files(modules: Iterable[str]) -> dict[str, Path]:
@@ -166,12 +211,14 @@ def _note_open(event: str, arguments: tuple) -> None:
         return
     path = os.path.abspath(os.fsdecode(path))
     if path.endswith(".pyc"):
+        if event == "os.rename":  # Python keeps what it has just read
+            return
         try:
             path = importlib.util.source_from_cache(path)
         except ValueError:  # elsewhere than in __pycache__
             return
-    is_module = path.endswith(".py") and _key(path, _search_path()) != path and _is_own(path)
-    is_module = is_module and _key(path, _search_path()).split(os.sep)[0] not in LIBRARIES
+    key = _key(path, _search_path()) if path.endswith(".py") else path
+    is_module = key != path and key.split(os.sep)[0] not in LIBRARIES and _is_own(path)
     if is_module:
         _note_module(path, False)
     if is_module or os.path.dirname(path) in _folders or path.startswith(tuple(f"{p}{os.sep}" for p in _packages)):
@@ -224,9 +271,12 @@ def reached_code(elsewhere: Collection[str] = ()) -> dict[str, str]:
 
 def found_again(keys: Iterable[str]) -> dict[str, str]:
     """Current digests of the files of `reached_code`, without those that are gone."""
-    paths = {key: [os.path.join(folder, key) for folder in _search_path()] for key in keys}
-    files = {key: next(filter(os.path.isfile, of_key), None) for key, of_key in paths.items()}
-    return {key: file_digest(file) for key, file in files.items() if file is not None}
+    found = {}
+    for key in keys:
+        paths = (os.path.join(folder, key) for folder in _search_path())
+        if file := next(filter(os.path.isfile, paths), None):
+            found[key] = file_digest(file)
+    return found
 
 
 def _search_path() -> list[str]:

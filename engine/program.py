@@ -1,22 +1,33 @@
-"""How a program of this project ends: with what it found, or with one line that says what is wrong."""
+"""A program of this project: its processes, its memory, and its end, with a result or with one line that says what is
+wrong."""
 
 import contextlib
 import logging
 import os
-import re
 import signal
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 from clip_moe.engine.messages import Faults, one_line
-from clip_moe.engine.processes import is_first_process, num_processes
 
 # Seconds that a process that failed waits before it speaks: another one that failed may take some to end, after which
 # the launcher ends all
 PATIENCE = 15
 INTERRUPTED = "interrupted: nothing half-written was left; run the same command again, which goes on where it can"
+
+
+def num_processes() -> int:
+    """The processes that a launcher started."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def is_first_process() -> bool:
+    """Whether this is the first of the processes that a launcher started, or the only one."""
+    return int(os.environ.get("RANK", 0)) == 0
 
 
 def end(call: Callable[[], str | None], is_all: bool) -> None:
@@ -28,20 +39,9 @@ def end(call: Callable[[], str | None], is_all: bool) -> None:
     with one_line_errors():
         result = call()
         if result and is_first_process():
-            _print(result)
+            print(result)
     if is_all:
         sys.exit()
-
-
-def _print(text: str) -> None:
-    """As it is, for a file or another program; in a terminal, markdown's tables fit into its width."""
-    if sys.stdout.isatty() and re.search(r"^\|", text, re.MULTILINE):
-        from rich.console import Console  # takes a while
-        from rich.markdown import Markdown
-
-        Console().print(Markdown(text))
-    else:
-        print(text)
 
 
 @contextlib.contextmanager
@@ -74,14 +74,9 @@ def one_line_errors() -> Iterator[None]:
         except (ValueError, OSError, FloatingPointError) as error:
             sys.exit(f"error: {one_line(error)}")
         except Exception as error:
-            # Only now, since help needs neither
-            from huggingface_hub.errors import StrictDataclassError
-            from safetensors import SafetensorError
-
-            if isinstance(error, SafetensorError):  # of a file that cannot be written, it raises no OSError
-                sys.exit(f"error: weights could not be written or read: {one_line(error)}")
-            if isinstance(error, StrictDataclassError):
-                sys.exit(f"error: {one_line(error)}")
+            # Whose errors about a file or a configuration are neither an OSError nor a ValueError
+            if type(error).__module__.startswith(("safetensors", "huggingface_hub")):
+                sys.exit(f"error: {type(error).__name__}: {one_line(error)}")
             raise
 
 
@@ -106,3 +101,33 @@ def _quiet_output() -> None:
     if not sys.stderr.isatty() or not is_first_process():
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # also of transformers, which asks it
         os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
+
+
+def peak_memory(device: Any) -> int:
+    """Bytes: on an accelerator, of its tensors; on a CPU, of the whole process."""
+    import torch
+
+    if device.type != "cpu":
+        return torch.accelerator.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    if status.exists():  # that of `resource` may be of the process that started this one
+        lines = status.read_text(encoding="utf-8").splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+    import psutil
+
+    return psutil.Process().memory_info().rss
+
+
+def reset_peak_memory(device: Any) -> None:
+    """Reset the peak. On a CPU, this has no effect if the system does not support it."""
+    import torch
+
+    if device.type != "cpu":
+        torch.accelerator.reset_peak_memory_stats(device)
+    elif Path("/proc/self/clear_refs").exists():
+        with contextlib.suppress(OSError):  # not every system lets it
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def in_words(size: int) -> str:
+    return f"{size / 1e9:,.2f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"

@@ -11,16 +11,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatch
 from importlib.metadata import PackageNotFoundError, version
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 from clip_moe.engine.digests import file_digest, file_digests, value_digest
-from clip_moe.engine.files import damaged, files_in, read_record, write_text
+from clip_moe.engine.files import files_in, read_record, write_text
 from clip_moe.engine.hub import hub_commit
-from clip_moe.engine.messages import in_one_line
 from clip_moe.engine.outcome import Training
 
 # In the folder of a stage, and of a run
@@ -37,6 +35,10 @@ WEIGHTS = ("config.json", "*.bin", "*.safetensors", "*.index.json")
 PROCESSOR = ("*token*.json", "vocab.json", "vocab.txt", "merges.txt", "*.model", "*processor_config.json")
 
 
+# Below transformers: clusters and digits; the fonts of the symbols; pictures; the icons, and what draws them
+NUMBERS_DEPEND_ON = """
+torch transformers accelerate numpy scikit-learn matplotlib pillow mkdocs-material resvg-py
+""".split()
 # A commit of the Hub
 COMMIT = "[0-9a-f]{40}"
 
@@ -51,16 +53,6 @@ class Attempt(BaseModel):
     commit: str | None
     versions: dict[str, str] = Field(default_factory=dict)
     seconds: FiniteFloat | None
-
-
-class OwnStage(BaseModel):
-    """A stage of a user's own, as a card shows it: the first sentence of its docstring, and the names of its
-    settings."""
-
-    model_config = ConfigDict(strict=True, defer_build=True)
-
-    does: str
-    settings: list[str]
 
 
 class Record(BaseModel):
@@ -86,7 +78,8 @@ class Record(BaseModel):
     duplicates: dict[Literal["shuffled", "left"], FiniteFloat] | None = None
     # Not part of the digest: losses are means over logged steps
     training: Training | None = None
-    own: OwnStage | None = None
+    # Settings that a stage of a user's own adds to those of its kind
+    own_settings: list[str] = Field(default_factory=list)
     # What in the recipe is a path on the machine that ran it
     local: list[str] = Field(default_factory=list)
     attempts: list[Attempt] = Field(default_factory=list)
@@ -94,12 +87,7 @@ class Record(BaseModel):
     @classmethod
     def read(cls, folder: Path) -> "Record":
         """Raises a ValueError where the manifest of a folder is damaged."""
-        path = folder / MANIFEST
-        content = read_record(path, dict)
-        try:
-            return cls.model_validate(content)
-        except ValidationError as error:
-            raise damaged(path, in_one_line(error.errors()[:1])) from error
+        return read_record(folder / MANIFEST, cls)
 
     def write(self, folder: Path) -> None:
         write_text(folder / MANIFEST, self.model_dump_json(indent=2))
@@ -107,48 +95,46 @@ class Record(BaseModel):
     @property
     def digest(self) -> str:
         """Hash of the record, without machine, time and losses; later stages store it."""
-        return value_digest(self.model_dump(mode="json", exclude={"attempts", "local", "own", "training"}))
+        return value_digest(self.model_dump(mode="json", exclude={"attempts", "local", "own_settings", "training"}))
 
     def is_of(self, folder: Path) -> bool:
         """Whether the model in a folder is what the stage wrote, as far as the record tells."""
         return self.weights is None or self.weights == weights_fingerprint(folder)
 
-    def require_same(self, folder: Path) -> list[Attempt]:
-        """The attempts at a folder, which was made as this record says. Raises a ValueError where it was not."""
-        before = Record.read(folder)
-        differences = before.differences(self)
+    def require_same(self, other: "Record", folder: Path) -> None:
+        """Raises a ValueError if this record, of a folder, and the one of what would be made there now differ."""
+        differences = self.differences(other)
         if not differences:
-            return before.attempts
-        differing = "; ".join(f"{key}: {how}" for key, how in differences.items())
+            return
+        differing = "; ".join(f"{key}: {_shown(old)} -> {_shown(new)}" for key, (old, new) in differences.items())
         kinds = {key.split(".")[0] for key in differences}
-        is_commit = [re.search(f"{COMMIT}'$", how) is not None for how in differences.values()]
-        what = "data" if kinds == {"data"} else "code" if kinds <= {"code", "reached"} else "settings"
-        what = "commits of the Hub" if all(is_commit) else what
-        more = ", or set HF_HUB_OFFLINE=1 to go on with the commit that was downloaded before" if any(is_commit) else ""
+        kind = "data" if kinds == {"data"} else "code" if kinds <= {"code", "reached"} else "settings"
+        is_commit = any(re.search(f"{COMMIT}$", str(new)) for _, new in differences.values())
+        offline = ", or set HF_HUB_OFFLINE=1 to go on with the commit that was downloaded before" if is_commit else ""
         raise ValueError(
-            f"{folder} was made with other {what} ({differing}). Delete it to make it anew, or choose another output "
-            f"folder{more}"
+            f"{folder} was made with other {kind} ({differing}). Delete it to make it anew, or choose another output "
+            f"folder{offline}"
         )
 
-    def differences(self, other: "Record") -> dict[str, str]:
-        """Key -> how it differs, of what made two folders. Inputs and data that one of them lacks count as the same:
-        they may be gone where the other one is looked at, and settings name them."""
-        keys = "stage", "seed", "code", "reached", "data"
-        before, after = ({key: getattr(one, key) for key in keys} for one in (self, other))
-        before["mixed_precision"], after["mixed_precision"] = self.mixed_precision, other.mixed_precision
-        both = self.inputs.keys() & other.inputs
-        before["inputs"], after["inputs"] = ({key: one.inputs[key] for key in both} for one in (self, other))
-        if None in (self.data, other.data):
-            del before["data"], after["data"]
-        before, after = flatten(before), flatten(after)
+    def differences(self, other: "Record") -> dict[str, tuple[Any, Any]]:
+        """Key -> its values in the two records, where these differ. Inputs and data that one of them lacks count as the
+        same: they may be gone where the other one is looked at, and settings name them."""
+
+        def compared(record: Record, against: Record) -> dict[str, Any]:
+            keys = "stage", "seed", "mixed_precision", "code", "reached"
+            inputs = {key: digest for key, digest in record.inputs.items() if key in against.inputs}
+            data = None if against.data is None else record.data
+            return flatten({key: getattr(record, key) for key in keys} | {"inputs": inputs, "data": data})
+
+        before, after = compared(self, other), compared(other, self)
         keys = sorted(key for key in {*before, *after} if before.get(key) != after.get(key))
-        return {key: f"{_shown(before.get(key))} -> {_shown(after.get(key))}" for key in keys}
+        return {key: (before.get(key), after.get(key)) for key in keys}
 
 
 def model_references(stage: Mapping[str, Any]) -> list[str]:
     """The models that a stage starts from, as its settings name them."""
     lists = [stage[key] for key in ("models", "experts") if isinstance(stage.get(key), list)]
-    return [name for name in (stage.get("model"), *chain(*lists)) if isinstance(name, str)]
+    return [name for part in [[stage.get("model")], *lists] for name in part if isinstance(name, str)]
 
 
 def stage_folder(folder: Path, reference: str) -> Path:
@@ -200,8 +186,8 @@ def model_fingerprint(model: str | Path, patterns: Sequence[str] = EVERYTHING) -
     path = Path(model)
     if not path.is_dir():
         return f"{model}@{hub_commit(str(model))}"
-    names = (Path(name) for name in files_in(path, hidden=True) if (path / name).is_file())
-    files = sorted(path / name for name in names if any(_matches(name, pattern) for pattern in patterns))
+    names = (name for name in files_in(path, hidden=True) if any(_matches(Path(name), pattern) for pattern in patterns))
+    files = [file for file in sorted(path / name for name in names) if file.is_file()]
     files = [file for file in files if path / CHECKPOINTS not in file.parents]
     combined = hashlib.sha256()
     for file, digest in zip(files, file_digests(files), strict=True):
@@ -258,11 +244,6 @@ def device_name(device: Any) -> str:
 
 def environment() -> dict:
     """The commit of this checkout, or the tag of this release, and the versions of what numbers depend on."""
-    import accelerate
-    import numpy
-    import torch
-    import transformers
-
     root, commit = Path(__file__).resolve().parents[1], None
     with suppress(OSError, subprocess.CalledProcessError, PackageNotFoundError):
         if (root / ".git").exists():  # not of a user's repository, in which a wheel is installed
@@ -270,15 +251,8 @@ def environment() -> dict:
             commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
         else:
             commit = f"v{version('clip-moe')}"
-    versions = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "accelerate": accelerate.__version__,
-        "numpy": numpy.__version__,
-    }
-    # Clusters and digits; the fonts of the symbols; pictures; the icons, and what draws them
-    for name in ("scikit-learn", "matplotlib", "pillow", "mkdocs-material", "resvg-py"):
+    versions = {"python": platform.python_version()}
+    for name in NUMBERS_DEPEND_ON:
         with suppress(PackageNotFoundError):
             versions[name] = version(name)
     return {"commit": commit, "versions": versions}

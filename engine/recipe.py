@@ -26,8 +26,9 @@ from pydantic.dataclasses import dataclass
 from typing_extensions import TypedDict
 
 from clip_moe.engine.files import read_text
-from clip_moe.engine.kinds import FORMER, KINDS, stage_of_kind
-from clip_moe.engine.messages import Faults, did_you_mean, fault_text, fault_value, one_line, suggestion
+from clip_moe.engine.kinds import KINDS, stage_of_kind
+from clip_moe.engine.messages import Faults, did_you_mean, fault_text, one_line, suggestion
+from clip_moe.engine.own_modules import import_stage
 from clip_moe.engine.provenance import LOGS
 from clip_moe.engine.setting_help import settings_within, spelled
 from clip_moe.engine.settings import STRICT, Settings
@@ -58,12 +59,9 @@ class RecipeError(Faults):
 def stage_class(stage: str) -> type[Stage]:
     """The class of a kind of stage, or one's own: `package.module:Class`, see `import_stage`."""
     if ":" in stage:
-        from clip_moe.engine.own_stage import import_stage
-
         return import_stage(stage)
     if stage not in KINDS:
-        hint = f"did you mean {FORMER[stage]!r}?" if stage in FORMER else suggestion(stage, KINDS)
-        raise ValueError(f"there is no kind of stage {stage!r}: {hint}")
+        raise ValueError(f"there is no kind of stage {stage!r}: {suggestion(stage, KINDS)}")
     return stage_of_kind(stage)
 
 
@@ -101,8 +99,6 @@ class Recipe(RunSettings):
     output_dir: str = Field(min_length=1)
     # Stages of any kind, or classes of your own: `package.module:Class`.
     stages: list[Annotated[SkipValidation[Stage], BeforeValidator(read_stage)]]
-    # Stage -> hub repository that its model is uploaded to once all stages are done.
-    push_to_hub: dict[str, str] = Field(default_factory=dict)
     # What errors call it: the file that it was read from
     title: ClassVar[str] = "the recipe"
 
@@ -116,28 +112,22 @@ class Recipe(RunSettings):
     def _check_stages(cls, stages):
         names = [stage.name for stage in stages]
         for name in names:
-            if names.count(name) > 1:
-                raise ValueError(f"the stage name {name!r} is used twice")
-            if name.endswith(".partial"):
-                raise ValueError(f"{name!r} cannot name a stage: .partial ends the name of a folder that is not whole")
-            if name in {*_recipe_keys(), LOGS}:
-                raise ValueError(f"{name!r} cannot name a stage: it is a key of the recipe, or a folder of the run")
+            faults = {
+                "is used twice": names.count(name) > 1,
+                "cannot name a stage: .partial ends the name of a folder that is not whole": name.endswith(".partial"),
+                "cannot name a stage: it is a key of the recipe, or a folder of the run": name
+                in [*_recipe_keys(), LOGS],
+            }
+            if fault := next((text for text, applies in faults.items() if applies), None):
+                raise ValueError(f"{name!r} {fault}")
         return stages
 
     @model_validator(mode="after")
     def _hand_on_seed(self):
         for stage in self.stages:
-            for _, value in [("", stage), *each_setting(stage)]:
+            for _, value in each_setting(stage):
                 if isinstance(value, Settings):
                     value.take_seed(self.seed)
-        return self
-
-    @model_validator(mode="after")
-    def _check_push(self):
-        models = {stage.name for stage in self.stages if "model" in kinds(type(stage))}
-        unknown = sorted(set(self.push_to_hub) - models)
-        if unknown:
-            raise ValueError(f"push_to_hub: no stage of the recipe makes a model {', '.join(unknown)}")
         return self
 
 
@@ -173,11 +163,7 @@ def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
         overrides: dotted key -> value, applied last. A key starts with the name of a stage (`clip_up.max_steps`), or
             is one of the recipe's own (`seed`, `defaults.train.max_steps`) or one of its inputs.
     """
-    path = Path(path)
-    if not path.is_file():
-        place = next(Path().glob(f"*/recipes/{path.name}"), "training/recipes, where `clip-moe recipes` puts them")
-        raise FileNotFoundError(f"no recipe at {path}; see {place}")
-    text, changes = read_text(path), {}
+    text, changes = read_text(Path(path)), {}
     written = validated(RecipeFile, read_yaml(text, str(path)), path)
     for key, value in (overrides or {}).items():
         name = _spelled(written, key)
@@ -198,8 +184,8 @@ def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
             raise RecipeError.of(path, [f"{settings['name']}.stage: {error}"]) from error
         keys = dict.fromkeys([*(kind for kind in kinds(of_stage) if kind != "model"), settings["stage"]])
         used |= set(keys)
-        shared = functools.reduce(_merge, (defaults.get(key, {}) for key in keys), {})
-        raw["stages"][number] = _merge(shared, settings)
+        parts = [defaults.get(key, {}) for key in keys] + [settings]
+        raw["stages"][number] = functools.reduce(_merge, parts, {})
     if unused := sorted(set(defaults) - used):
         faults = [f"defaults.{key}: no stage uses them: {suggestion(key, used)}" for key in unused]
         raise RecipeError.of(path, faults)
@@ -218,7 +204,7 @@ def validated(kind: type, settings: Any, path: str | Path) -> Any:
 
 def _fault(error: dict[str, Any], kind: type, settings: Any) -> str:
     """What is wrong with a setting, with the choice or the name that may be meant instead."""
-    place, message = [*error["loc"]], fault_text(error)
+    place, message = list(error["loc"]), fault_text(error)
     if kind is Recipe and place[:1] == ["stages"] and len(place) > 1:
         stage = settings["stages"][place[1]]
         if isinstance(stage, dict):
@@ -231,7 +217,7 @@ def _fault(error: dict[str, Any], kind: type, settings: Any) -> str:
             if part in kind.__pydantic_fields__:
                 kind = settings_within(kind.__pydantic_fields__[part].annotation)
         message = f"there is no such key: {suggestion(place[-1], kind.__pydantic_fields__)}"
-    return f"{'.'.join(map(str, place)) or 'recipe'}: {message}{fault_value(error)}"
+    return f"{'.'.join(map(str, place)) or 'recipe'}: {message}"
 
 
 def _spelled(raw: dict[str, Any], key: str) -> str:
@@ -246,7 +232,7 @@ def _spelled(raw: dict[str, Any], key: str) -> str:
     classes = []
     with suppress(ValueError):  # `load_recipe` reports an unknown kind
         classes += [stage_class(kind)] if kind else []
-    return ".".join([*names, *(spelled(rest, *classes) if rest else ())])
+    return ".".join(names + (spelled(rest, classes) if rest else []))
 
 
 def _same_name(name: str, known: Iterable[str]) -> str:
@@ -286,33 +272,21 @@ def _merge(defaults: dict, settings: dict) -> dict:
 
 
 def wanted_stages(recipe: Recipe, only: Iterable[str] | None, experts: Iterable[int] | None) -> list[Stage]:
-    """The stages to run, in their order."""
-    names = [stage.name for stage in recipe.stages]
-    unknown = sorted(set(only or ()) - set(names))
-    if unknown:
-        raise ValueError(f"the recipe has no stage {', '.join(unknown)}; its stages are {', '.join(names)}")
-    numbers = [number for number in map(expert_number, recipe.stages) if number is not None]
-    unknown = sorted(set(experts or ()) - set(numbers), key=str)
-    if unknown:
-        raise ValueError(f"the recipe trains no expert {unknown}; its experts are {numbers}")
-    wanted = set(names) if experts is None else _needed_by(recipe, set(experts))
-    return [stage for stage in recipe.stages if stage.name in wanted and (only is None or stage.name in only)]
-
-
-def expert_number(stage: Stage) -> int | None:
-    """The number of the expert that a stage trains, its setting `expert`, by which --experts chooses it."""
-    number = getattr(stage, "expert", None)
-    return number if isinstance(number, int) else None
-
-
-def _needed_by(recipe: Recipe, experts: set[int]) -> set[str]:
-    """The names of the stages that train these experts, and of all that they need but other experts."""
+    """The stages to run, in their order; see `run_recipe`. Those that train an expert have a setting `expert`."""
     stages = {stage.name: stage for stage in recipe.stages}
-    ours = [stage.name for stage in recipe.stages if expert_number(stage) in experts]
-    needed, open_ = set(), list(ours)
-    while open_:
-        name = open_.pop()
-        if name not in needed and name in stages and (name in ours or expert_number(stages[name]) is None):
-            needed.add(name)
-            open_ += [reference.value for reference in references(stages[name])]
-    return needed
+    numbers = {name: getattr(stage, "expert", None) for name, stage in stages.items()}
+    numbers = {name: number for name, number in numbers.items() if isinstance(number, int)}
+    for kind, given, known in (("stage", only, stages), ("expert", experts, {*numbers.values()})):
+        if unknown := sorted({*(given or ())} - {*known}):
+            unknown, known = ", ".join(map(str, unknown)), ", ".join(map(str, known)) or "none"
+            raise ValueError(f"the recipe has no {kind} {unknown}; it has {known}")
+        wanted = {*stages}
+    if experts is not None:
+        chosen = [name for name, number in numbers.items() if number in experts]
+        wanted, waiting = set(), list(chosen)
+        while waiting:  # all that these need, but other experts
+            name = waiting.pop()
+            if name in stages and name not in wanted and (name in chosen or name not in numbers):
+                wanted.add(name)
+                waiting += [reference.value for reference in references(stages[name])]
+    return [stage for stage in recipe.stages if stage.name in wanted and (only is None or stage.name in only)]

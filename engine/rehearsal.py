@@ -15,12 +15,11 @@ from collections.abc import Collection, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 
-from clip_moe.engine.checks import require_same_settings, require_sound
 from clip_moe.engine.context import Context
 from clip_moe.engine.files import locked
 from clip_moe.engine.kinds import KINDS, stage_of_kind
-from clip_moe.engine.memory import in_words, peak_memory, reset_peak_memory
-from clip_moe.engine.plan import aligned
+from clip_moe.engine.plan import aligned, require_sound
+from clip_moe.engine.program import in_words, peak_memory, reset_peak_memory
 from clip_moe.engine.provenance import MANIFEST, Record
 from clip_moe.engine.recipe import Recipe
 from clip_moe.engine.runner import GO_ON, Runner, stage_errors
@@ -29,6 +28,12 @@ from clip_moe.engine.stage import Cost, Stage, each_setting, references
 
 # Samples of a recipe that trains nothing
 FEW = 256
+LEGEND = """
+
+memory: the most that a process held, on a GPU in tensors, on a CPU with Python and its libraries
+disk: the stage's folder, with one checkpoint if it writes any
+time: without loading and `evaluation` while training; an upper bound for stages that only read pairs
+-: not known here, as of a stage that measures, clusters, mixes data or trains epochs of a cluster"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,17 +74,7 @@ def rehearse(recipe: Recipe, stages: Collection[Stage], batch_size: int | None =
     disk = sum(stage.cost.disk or 0 for stage in measured.values())
     whole = sum(stage.cost.seconds or 0 for stage in measured.values())
     rows.append(["in all", f"{seconds:.1f} s", "", "", in_words(memory), in_words(disk), _clock(whole)])
-    return "\n".join(
-        [
-            *aligned(rows, left=1),
-            "",
-            "memory: the most that a process held, on a GPU in tensors, on a CPU with Python and its libraries",
-            "disk: the stage's folder, with one checkpoint if it writes any",
-            "time: without loading, and without what `evaluation` measures while training; of a stage that only reads "
-            "pairs at most, since what it does once is multiplied, too",
-            "-: not known here, as of a stage that measures, clusters, mixes data or trains epochs of a cluster",
-        ]
-    )
+    return "\n".join(aligned(rows, left=1)) + LEGEND
 
 
 def _clock(seconds: float) -> str:
@@ -90,7 +85,6 @@ def _clock(seconds: float) -> str:
 def measure_stages(recipe: Recipe, stages: Collection[Stage], batch_size: int | None = None) -> dict[str, Measured]:
     """Name of each stage that has not finished -> its rehearsal; see `rehearse`."""
     require_sound(recipe, stages)
-    require_same_settings(recipe)
     output_dir = Path(recipe.output_dir).resolve()
     # Beside what a run makes, and hidden, so it cannot clash with a user's folder
     beside = output_dir if len(recipe.stages) > 1 else output_dir / recipe.stages[0].name
@@ -133,17 +127,15 @@ def measure_stages(recipe: Recipe, stages: Collection[Stage], batch_size: int | 
 
 def _reads_rows(stage: Stage, whole_rows: Collection[str]) -> bool:
     """Whether it reads a row for each pair from a stage that was not cut, of this recipe or of another."""
-    read = references(stage)
-    kinds_outside = [
-        Record.read(Path(reference.value)).stage.get("stage")
-        for reference in read
-        if reference.value not in whole_rows
-        and reference.reads.outside
-        and (Path(reference.value) / MANIFEST).is_file()
-    ]
-    return any(reference.value in whole_rows for reference in read) or any(
-        kind in KINDS and stage_of_kind(kind).has_rows_of_pairs for kind in kinds_outside
-    )
+    for reference in references(stage):
+        folder = Path(reference.value)
+        if reference.value in whole_rows:
+            return True
+        if reference.reads.outside and (folder / MANIFEST).is_file():
+            kind = Record.read(folder).stage.get("stage")
+            if kind in KINDS and stage_of_kind(kind).has_rows_of_pairs:
+                return True
+    return False
 
 
 @contextlib.contextmanager

@@ -8,16 +8,16 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
 from clip_moe.engine.digests import value_digest
 from clip_moe.engine.files import read_json
-from clip_moe.engine.messages import shortened
+from clip_moe.engine.messages import in_one_line
 
 Text = Annotated[str, Field(pattern=r"\S")]
 Count = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 # Metrics that are no mean over samples
-NO_MEANS = (
-    *("mean_per_class_recall", "mean_of_top1_and_top5", "mean_per_attribute", "roc_auc", "mean_average_precision"),
-    *("image_to_text_information", "text_to_image_information"),
-)
+NO_MEANS = """
+mean_per_class_recall mean_of_top1_and_top5 mean_per_attribute roc_auc mean_average_precision
+image_to_text_information text_to_image_information
+""".split()
 
 
 class TextCounts(BaseModel):
@@ -157,17 +157,10 @@ def require_result(content: Any, where: str) -> dict[str, Any]:
 
 
 def _validated(schema: type[BaseModel], content: Any, fault: str) -> Any:
-    if not isinstance(content, dict):
-        raise ValueError(f"{fault}: it holds no JSON object")
     try:
         return schema.model_validate(content)
     except ValidationError as error:
-        errors = error.errors()
-        missing = [".".join(map(str, part["loc"])) for part in errors if part["type"] == "missing"]
-        if missing:
-            raise ValueError(f"{fault}: it lacks {', '.join(missing)}") from error
-        wrong = [f"{'.'.join(map(str, part['loc']))} is {shortened(part['input'])} ({part['msg']})" for part in errors]
-        raise ValueError(f"{fault}: {'; '.join(wrong[:3])}") from error
+        raise ValueError(f"{fault}: {in_one_line(error.errors()[:3])}") from error
 
 
 def results_mark(results: Iterable[dict[str, Any]]) -> str:
@@ -176,9 +169,7 @@ def results_mark(results: Iterable[dict[str, Any]]) -> str:
 
 
 def read_result(path: str | Path) -> dict[str, Any]:
-    """A result as it was written. Raises a ValueError if the file is damaged or a folder, or holds no result."""
-    if Path(path).is_dir():
-        raise ValueError(f"{path} is a folder: name the results in it, as {path}/*.json")
+    """A result as it was written. Raises an OSError or a ValueError if the file cannot be read or holds no result."""
     return require_result(read_json(Path(path)), str(path))
 
 

@@ -23,12 +23,18 @@ from accelerate.utils import set_seed
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
-from clip_moe.engine.checks import require_sound
 from clip_moe.engine.context import Context, make_accelerator
 from clip_moe.engine.files import locked, read_text, refuse_to_overwrite, respect_umask, write_text
 from clip_moe.engine.local_names import paths_here
-from clip_moe.engine.own_modules import code_of_models, found_again, reached_code, watching
-from clip_moe.engine.own_stage import own_stage
+from clip_moe.engine.own_modules import (
+    code_of_models,
+    code_of_stage,
+    found_again,
+    own_settings,
+    reached_code,
+    watching,
+)
+from clip_moe.engine.plan import require_sound
 from clip_moe.engine.provenance import (
     CHECKPOINTS,
     MANIFEST,
@@ -40,12 +46,14 @@ from clip_moe.engine.provenance import (
     has_work,
     input_fingerprint,
 )
-from clip_moe.engine.recipe import Recipe, wanted_stages
+from clip_moe.engine.recipe import Recipe, RecipeFile, validated, wanted_stages
 from clip_moe.engine.settings import dump
 from clip_moe.engine.stage import Stage, references, resolve
 from clip_moe.engine.yaml_files import read_yaml
 
 GO_ON = "What is done is kept: run the same command again to go on from there"
+LESS_MEMORY = "lower mini_batch_size, batch_size or global_batch_size, or set gradient_checkpointing"
+USER_ERRORS = FloatingPointError, OSError, OverflowError, MemoryError, ValueError, StrictDataclassError
 
 
 def run_recipe(recipe: Recipe, only: Iterable[str] | None = None, experts: Iterable[int] | None = None) -> Path:
@@ -60,53 +68,36 @@ def run_recipe(recipe: Recipe, only: Iterable[str] | None = None, experts: Itera
     runner, output_dir = Runner(recipe), Path(recipe.output_dir)
     is_main = runner.context.accelerator.is_main_process
     with locked(output_dir) if is_main else nullcontext():
-        for stage in recipe.stages:  # recipe.yaml tells how those that do not run now were made, too
+        for stage in stages:  # a run that is refused has written nothing
             final, partial = runner.folders(stage)
-            is_done, is_wanted = (final / MANIFEST).is_file(), stage in stages
-            if is_done or (is_wanted and (final.exists() or partial.exists())):
+            if final.exists() or partial.exists():
                 with stage_errors(stage):
-                    runner.prepare(stage, settings_alone=not is_wanted)
+                    runner.prepare(stage)
         _require_no_others(output_dir, [stage.name for stage in recipe.stages])
         if is_main:
             output_dir.mkdir(parents=True, exist_ok=True)
             write_text(output_dir / RECIPE, yaml.safe_dump(runner.settings, sort_keys=False))
         for stage in stages:
-            with stage_errors(stage):
-                runner.run_stage(stage)
-        if is_main and only is None and experts is None:
-            for stage in recipe.stages:
-                if stage.name in recipe.push_to_hub:
-                    address = stage.publish(output_dir / stage.name, recipe.push_to_hub[stage.name])
-                    print(f"{stage.name} is at {address}")
-    _end(runner)
+            runner.run_stage(stage)
+    runner.end()
     return output_dir
 
 
 def run_alone(recipe: Recipe) -> None:
     """Run a recipe of one stage, whose folder is all that it leaves."""
-    (stage,) = recipe.stages
-    require_sound(recipe, [stage])
+    require_sound(recipe, recipe.stages)
     runner = Runner(recipe)
-    with stage_errors(stage):
-        runner.run_stage(stage)
-    _end(runner)
-
-
-def _end(runner: "Runner") -> None:
-    # A DDP module that outlives the process group destroys it while it holds the GIL, for which the group's own thread
-    # may wait: a deadlock at the very end.
-    gc.collect()
-    runner.context.accelerator.end_training()
+    runner.run_stage(recipe.stages[0])
+    runner.end()
 
 
 def usage_hint(recipe: Recipe, only: Collection[str] | None = None) -> str | None:
     """How to use the last model that the stages `only` of a recipe have made; None: there is none."""
-    output_dir = Path(recipe.output_dir)
     for stage in reversed(recipe.stages):
-        if (only is None or stage.name in only) and (output_dir / stage.name).is_dir():
-            hint = stage.usage(output_dir / stage.name)
-            if hint is not None:
-                return hint
+        folder = Path(recipe.output_dir) / stage.name
+        hint = stage.usage(folder) if (only is None or stage.name in only) and folder.is_dir() else None
+        if hint is not None:
+            return hint
     return None
 
 
@@ -115,16 +106,15 @@ def stage_errors(stage: Stage) -> Iterator[None]:
     """Errors that a user can cause name the stage, and how to go on where that is to run it again."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        more = "lower mini_batch_size, batch_size or global_batch_size, or set gradient_checkpointing"
-        raise ValueError(f"{stage.name}: out of memory: {str(error).splitlines()[0]} {more}") from error
-    except SafetensorError as error:  # safetensors raises its own error, not OSError, when a write fails
-        raise OSError(f"{stage.name}: weights could not be written or read: {error}. {GO_ON}") from error
-    except (FloatingPointError, OSError, OverflowError, MemoryError, ValueError, StrictDataclassError) as error:
+    except (torch.OutOfMemoryError, SafetensorError, *USER_ERRORS) as error:
         kinds = (FileNotFoundError, FloatingPointError, OSError, ValueError)
-        kind = next((kind for kind in kinds if isinstance(error, kind)), ValueError)
-        named = str(error).startswith((f"{stage.name}.", f"stage {stage.name}"))
-        message = str(error) if named else f"{stage.name}: {error}"
+        kind, message = next((kind for kind in kinds if isinstance(error, kind)), ValueError), str(error)
+        if isinstance(error, torch.OutOfMemoryError):
+            message = f"out of memory: {message.splitlines()[0]} {LESS_MEMORY}"
+        if isinstance(error, SafetensorError):  # safetensors raises its own error, not OSError, when a write fails
+            kind, message = OSError, f"weights could not be written or read: {message}"
+        if not message.startswith((f"{stage.name}.", f"{stage.name}: ", f"stage {stage.name}")):
+            message = f"{stage.name}: {message}"
         if kind is OSError and GO_ON not in message:
             message = f"{message}. {GO_ON}"
         raise kind(message) from error
@@ -147,6 +137,11 @@ class Runner:
         self.settings = dump(recipe)
         self._local = paths_here(self.settings)
 
+    def folders(self, stage: Stage) -> tuple[Path, Path]:
+        """A stage's folder, and the one in which it works."""
+        output_dir = self.context.output_dir
+        return output_dir / stage.name, output_dir / f"{stage.name}.partial"
+
     def run_stage(self, stage: Stage) -> int:
         """Run one stage, unless its folder is there and was made by the same settings, seed, inputs and data. Another
         run, or the stage's own command, may not write its folder meanwhile.
@@ -155,7 +150,7 @@ class Runner:
             Bytes that its folder had when it ended, checkpoints included; 0 where it was done before.
         """
         final, _ = self.folders(stage)
-        with locked(final) if self.context.accelerator.is_main_process else nullcontext():
+        with stage_errors(stage), locked(final) if self.context.accelerator.is_main_process else nullcontext():
             return self._run_locked(stage)
 
     def _run_locked(self, stage: Stage) -> int:
@@ -201,28 +196,29 @@ class Runner:
         accelerator.wait_for_everyone()
         self._require_unchanged(stage, inputs, record, partial)
         if record.code:
-            record.reached = reached_code(
-                [*self._local, partial, *(context.output_dir / name for name in context.stages)]
-            )
+            stages = [context.output_dir / name for name in context.stages]
+            record.reached = reached_code([*self._local, partial, *stages])
         size = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
         accelerator.wait_for_everyone()
         attempt.seconds = round(time.perf_counter() - started, 1)
         if accelerator.is_main_process:
-            record.training = stage.training(partial)
-            _finish(stage, record, partial, final)
+            for leftover in partial.rglob("*.partial"):  # of attempts that were killed
+                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+            record.training, record.weights = stage.training(partial), stage.complete(partial)
+            record.write(partial)
+            respect_umask(partial)
+            os.replace(partial, final)
+            _tidy(final)
             if record.training is not None:
                 say(f"{stage.name}: {record.training}")
         say(f"{stage.name}: done in {attempt.seconds:g} s{_report_of(final)}")
         accelerator.wait_for_everyone()
         return size
 
-    def prepare(self, stage: Stage, settings_alone: bool = False) -> tuple[SimpleNamespace, Record]:
+    def prepare(self, stage: Stage) -> tuple[SimpleNamespace, Record]:
         """What a stage reads, and the record of what makes its folder, with the attempts before. Writes nothing.
 
         If an input of a finished stage was deleted, everything else is still compared.
-
-        Args:
-            settings_alone: whether inputs and data are left out of the record, and so not compared.
 
         Raises:
             ValueError: its folder was made by something else.
@@ -233,33 +229,28 @@ class Runner:
             refuse_to_overwrite(final)
         context, data = self.context, stage.source
         inputs = resolve(stage, context)
-        own = own_stage(type(stage))
         record = Record(
             stage=stage.compared(),
             seed=context.seed,
             mixed_precision=context.accelerator.mixed_precision,
             local=self._local,
-            code=code_of_models() | own.get("code", {}),
-            own=own.get("own"),
+            own_settings=own_settings(type(stage)),
+            code=code_of_models() | code_of_stage(type(stage)),
         )
-        if not settings_alone:
-            for reference in references(stage):
-                name = reference.value
-                if (reference.reads.outside or name in context.stages) and context.is_there(name):
-                    record.inputs[name] = input_fingerprint(context.folder(name))
-            record.inputs |= stage.fingerprints(inputs)
-            if data is not None and context.is_there(data.source):
-                record.data = context.identity(data)
+        for reference in references(stage):
+            name = reference.value
+            if (reference.reads.outside or name in context.stages) and context.is_there(name):
+                record.inputs[name] = input_fingerprint(context.folder(name))
+        record.inputs |= stage.fingerprints(inputs)
+        if data is not None and context.is_there(data.source):
+            record.data = context.identity(data)
         if is_done or _goes_on(stage, partial):
+            before = Record.read(final if is_done else partial)
             if record.code:
-                record.reached = found_again(Record.read(final if is_done else partial).reached)
-            record.attempts = record.require_same(final if is_done else partial)
+                record.reached = found_again(before.reached)
+            before.require_same(record, final if is_done else partial)
+            record.attempts = before.attempts
         return inputs, record
-
-    def folders(self, stage: Stage) -> tuple[Path, Path]:
-        """A stage's folder, and the one in which it works."""
-        output_dir = self.context.output_dir
-        return output_dir / stage.name, output_dir / f"{stage.name}.partial"
 
     def _require_unchanged(self, stage: Stage, inputs: SimpleNamespace, record: Record, partial: Path) -> None:
         """Raise a ValueError if inputs or data changed while the stage read them. Deleted data are not checked."""
@@ -275,16 +266,20 @@ class Runner:
                 "it again"
             )
 
+    def end(self) -> None:
+        """End the trackers and the process group. A DDP module that outlives the group destroys it while it holds the
+        GIL, for which the group's own thread may wait: a deadlock."""
+        gc.collect()
+        self.context.accelerator.end_training()
+
 
 def _require_no_others(output_dir: Path, stages: Collection[str]) -> None:
     """Raises a ValueError where finished stages are of the recipe that was run there before, and not of this one:
     recipe.yaml would no longer describe them."""
     path = output_dir / RECIPE
-    try:
-        before = [stage["name"] for stage in read_yaml(read_text(path), str(path))["stages"]] if path.is_file() else []
-    except (TypeError, LookupError):
-        raise ValueError(f"{path} is no recipe: choose another output_dir, or move it away") from None
-    others = sorted(name for name in {*before} - {*stages} if (output_dir / name / MANIFEST).is_file())
+    before = validated(RecipeFile, read_yaml(read_text(path), str(path)), path)["stages"] if path.is_file() else []
+    names = {stage["name"] for stage in before} - {*stages}
+    others = sorted(name for name in names if (output_dir / name / MANIFEST).is_file())
     if others:
         raise ValueError(
             f"{output_dir} has stages of another recipe, {', '.join(others)}: choose another output_dir, or move them"
@@ -306,17 +301,6 @@ def _goes_on(stage: Stage, partial: Path) -> bool:
 def _report_of(folder: Path) -> str:
     """Where the report of a stage is, if it wrote one."""
     return f"; its report is {folder / 'report.md'}" if (folder / "report.md").is_file() else ""
-
-
-def _finish(stage: Stage, record: Record, partial: Path, final: Path) -> None:
-    """Give the folder of a stage that has run its name."""
-    for leftover in partial.rglob("*.partial"):  # of attempts that were killed
-        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-    record.weights = stage.complete(partial)
-    record.write(partial)
-    respect_umask(partial)
-    os.replace(partial, final)
-    _tidy(final)
 
 
 def _tidy(final: Path) -> None:

@@ -3,6 +3,8 @@
 import dataclasses
 import inspect
 import re
+import shutil
+import textwrap
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -51,7 +53,11 @@ def settings_of(cls: type, meanings: Mapping[str, str] | None = None) -> list[Se
         for base in reversed(cls.__mro__[:-1]):
             meanings |= {name: text for name, text in _comments_above(base).items() if text}
     fields = sorted(cls.__pydantic_fields__.items(), key=lambda item: not item[1].is_required())
-    return [Setting(name, _default(field), meanings.get(name, ""), field) for name, field in fields]
+    settings = []
+    for name, field in fields:
+        default = None if field.is_required() else in_yaml(field.get_default(call_default_factory=True))
+        settings.append(Setting(name, default, meanings.get(name, ""), field))
+    return settings
 
 
 def settings_within(hint: Any) -> type | None:
@@ -61,7 +67,7 @@ def settings_within(hint: Any) -> type | None:
     return next(filter(None, map(settings_within, get_args(hint))), None)
 
 
-def spelled(path: Sequence[str], *classes: type) -> list[str]:
+def spelled(path: Sequence[str], classes: Iterable[type]) -> list[str]:
     """The keys of a flag as one of several classes of settings and those within it spell them: `-` and `_` read alike.
     Keys that are no settings, such as names of models, stay."""
     name = path[0].replace("-", "_")
@@ -69,7 +75,7 @@ def spelled(path: Sequence[str], *classes: type) -> list[str]:
     if field is None:
         return list(path)
     within = settings_within(field.annotation)
-    return [name, *(spelled(path[1:], *filter(None, [within])) if path[1:] else ())]
+    return [name] + (spelled(path[1:], [within] if within else []) if path[1:] else [])
 
 
 def is_list(hint: Any) -> bool:
@@ -117,10 +123,6 @@ def _comments_above(cls: type) -> dict[str, str]:
     return meanings
 
 
-def _default(field: FieldInfo) -> str | None:
-    return None if field.is_required() else in_yaml(field.get_default(call_default_factory=True))
-
-
 def _words(kind: Any, metadata: Iterable[Any], link: Callable[[str], str], titles: dict[type, str]) -> str:
     arguments = [argument for argument in get_args(kind) if argument is not types.NoneType]
     origin = get_origin(kind)
@@ -138,18 +140,37 @@ def _words(kind: Any, metadata: Iterable[Any], link: Callable[[str], str], title
         words = link(titles[kind]) if kind in titles else "keys and values"
     else:
         reads = next((fact for fact in metadata if isinstance(fact, Reads)), None)
-        words = BASIC[kind] if reads is None else _readable(reads, link)
+        kinds = " or ".join(name if name == "model" else link(name) for name in (reads.kinds if reads else ()))
+        words = BASIC[kind] if reads is None else "a model" if kinds == "model" else f"{kinds} stage"
     # A Field(...) within Annotated holds several facts
     facts = [part for fact in metadata for part in getattr(fact, "metadata", [fact])]
     bounds = [f"{sign} {getattr(fact, key):,}" for fact in facts for key, sign in BOUNDS.items() if hasattr(fact, key)]
     return " ".join([words, ", ".join(bounds)]).strip()
 
 
-def _readable(reads: Reads, link: Callable[[str], str]) -> str:
-    kinds = " or ".join(kind if kind == "model" else link(kind) for kind in reads.kinds)
-    return "a model" if kinds == "model" else f"{kinds} stage"
-
-
 def in_yaml(value: Any) -> str:
     words = {None: "null", True: "true", False: "false"}
     return words[value] if value is None or isinstance(value, bool) else str(value).replace("'", "")
+
+
+def in_lines(text: str, indent: int = 0, first: str = "") -> str:
+    """Paragraphs in lines of the terminal's width, or of 80 letters where there is no terminal. Lines that are indented
+    are commands, which go on behind a backslash.
+
+    Args:
+        indent: spaces before each line.
+        first: what stands before the text, in its first line.
+    """
+    width, paragraphs = shutil.get_terminal_size().columns, []
+    options = {"break_long_words": False, "break_on_hyphens": False}
+    for paragraph in text.strip("\n").split("\n\n"):
+        if paragraph.startswith("    "):
+            commands = paragraph.replace(" \\\n        ", " ").splitlines()
+            lines = (textwrap.wrap(line, width - 2, subsequent_indent=" " * 8, **options) for line in commands)
+            paragraphs.append("\n".join(" \\\n".join(line) for line in lines))
+        else:
+            head = first if first and not paragraphs else " " * indent
+            words = " ".join(paragraph.split())
+            lines = textwrap.wrap(words, width, initial_indent=head, subsequent_indent=" " * indent, **options)
+            paragraphs.append("\n".join(lines))
+    return "\n\n".join(paragraphs)

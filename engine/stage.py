@@ -44,7 +44,7 @@ class Cost(typing.NamedTuple):
     disk: int | None = None
 
 
-# Endings of files that hold rows, in folders that are no model
+# Endings of files that grow with the samples, in folders that are no model
 ROWS = (".npy", ".arrow", ".safetensors", ".parquet", ".jsonl")
 
 
@@ -82,7 +82,6 @@ class Stage(Settings):
         Returns:
             What it trained on, for its record and a card. None: nothing, or it is not known.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no run")
 
     def fingerprints(self, inputs: SimpleNamespace) -> dict[str, str]:
         """Hashes of inputs that no setting with `Reads` names. If one changes, the finished folder is refused."""
@@ -95,8 +94,13 @@ class Stage(Settings):
 
     def rehearsed(self, num_samples: int) -> typing.Self:
         """The same stage with small numbers: by default, with the first samples of all that it reads."""
-        few = {name: _few(value, num_samples) for name, value in vars(self).items()}
-        return dataclasses.replace(self, **{name: value for name, value in few.items() if value is not None})
+        few: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            if isinstance(value, Source):
+                few[name] = value.first(num_samples)
+            elif isinstance(value, list) and value and isinstance(value[0], Source):
+                few[name] = [source.first(num_samples) for source in value]
+        return dataclasses.replace(self, **few)
 
     def with_batch(self, batch_size: int, num_processes: int) -> typing.Self:
         """The same stage with so many samples in the batch of a process, if it has batches."""
@@ -115,7 +119,9 @@ class Stage(Settings):
         data = {} if self.source is None else {"data": self.source}
         if ratio is None or dataclasses.replace(rehearsed, **data) != self:
             return Cost()
-        return Cost(seconds=seconds * ratio, disk=_disk(directory, ratio))
+        files = [path for path in directory.rglob("*") if path.is_file()]
+        sizes = (path.stat().st_size * (ratio if path.suffix in ROWS else 1) for path in files)
+        return Cost(seconds=seconds * ratio, disk=round(sum(sizes)))
 
     def complete(self, directory: Path) -> str | None:
         """Check what `run` wrote, on the main process.
@@ -129,10 +135,6 @@ class Stage(Settings):
         """How to use what the folder holds, for the end of a run; None: it needs no word."""
         return None
 
-    def publish(self, directory: Path, repository: str) -> str:
-        """Upload the folder to the Hub, and return its address."""
-        raise NotImplementedError(f"{type(self).__name__} makes no model")
-
     def training(self, directory: Path) -> Training | None:
         """The losses that `run` logged; None: it does not train, or they have no chance to compare with."""
         return None
@@ -141,19 +143,6 @@ class Stage(Settings):
     def source(self) -> Source | None:
         """The samples that it reads, its setting `data`; None: it has none."""
         return vars(self).get("data")
-
-
-def _few(value: Any, num_samples: int) -> Any:
-    """Settings of samples, or several, cut to the first ones; None: it is something else."""
-    if isinstance(value, list) and value and isinstance(value[0], Source):
-        return [source.first(num_samples) for source in value]
-    return value.first(num_samples) if isinstance(value, Source) else None
-
-
-def _disk(directory: Path, ratio: float) -> int:
-    """Bytes of the folder with `ratio` times as many samples; only files with rows grow."""
-    files = [path for path in directory.rglob("*") if path.is_file()]
-    return round(sum(path.stat().st_size * (ratio if path.suffix in ROWS else 1) for path in files))
 
 
 # An earlier stage, a folder or a hub name
@@ -198,8 +187,9 @@ def references(stage: Stage) -> list[Reference]:
 
 
 def each_setting(stage: Stage) -> Iterator[tuple[str, Any]]:
-    """The settings of a stage with their values; of a list or dictionary each value, under the name of the setting with
-    position or key."""
+    """The stage itself, without a name, and its settings with their values; of a list or dictionary each value, under
+    the name of the setting with position or key."""
+    yield "", stage
     for setting, value in vars(stage).items():
         yield from _each_value(setting, value)
 
@@ -244,5 +234,5 @@ def _reading_settings(stage: type[Stage]) -> Iterator[tuple[str, Reads]]:
 
 def _find_reads(hint: Any) -> Reads | None:
     """The `Reads` in an annotation such as `list[Annotated[str, Reads("model")]] | None`."""
-    inside = [*getattr(hint, "__metadata__", ()), *map(_find_reads, typing.get_args(hint))]
+    inside = list(getattr(hint, "__metadata__", ())) + [_find_reads(part) for part in typing.get_args(hint)]
     return next((reads for reads in inside if isinstance(reads, Reads)), None)

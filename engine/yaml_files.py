@@ -23,12 +23,8 @@ def read_yaml(text: str, name: str, inputs: Mapping[str, Any] | None = None) -> 
         _require_different_keys(node, set())
         _put_in(node, inputs or {})
         return _unshared(loader.construct_document(node))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise ValueError(f"{name} is not valid YAML: {error}") from error
-    except RecursionError:
-        raise ValueError(f"{name} is nested too deep") from None
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
 
 
 def _put_in(node: yaml.Node, inputs: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
+from pydantic import ConfigDict, PositiveInt, create_model
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -48,7 +49,10 @@ class FeatureStore:
         """
         if not (folder / INDEX).is_file():
             raise FileNotFoundError(f"{folder} is not the folder of {maker}: there is no {INDEX}")
-        index = read_record(folder / INDEX, dict, {"num_rows": int, "shard_size": int, **(keys or {})})
+        fields = {"num_rows": PositiveInt, "shard_size": PositiveInt} | (keys or {})
+        config = ConfigDict(extra="allow", strict=True)
+        schema = create_model("Index", __config__=config, **{key: (kind, ...) for key, kind in fields.items()})
+        index = read_record(folder / INDEX, schema).model_dump()
         return cls(folder, index.pop("num_rows"), index.pop("shard_size"), index)
 
     def shards(self) -> list[range]:

@@ -30,7 +30,7 @@ def test_a_card_tells_whether_the_experts_do_anything(run):
     ):
         assert f"<td>{measured}</td>\n<td>{found}</td>" in page
     write_analysis(run, summary={"collapse": []})
-    with pytest.raises(ValueError, match="the summary in .*experts.json is none of experts: it lacks entropy, most_"):
+    with pytest.raises(ValueError, match="the summary in .*experts.json is none of experts: .*; most_"):
         lineage_of(run)
     change_model(run)
     assert "Do the experts" not in card_of(lineage_of(run)).text

@@ -16,7 +16,7 @@ from tiny_runs import read_log, run_stages, weights
 
 from clip_moe.conversion.commands import publish
 from clip_moe.conversion.publishing import bundle
-from clip_moe.engine.own_stage import own_stage
+from clip_moe.engine.own_modules import code_of_stage
 from clip_moe.engine.recipe import load_recipe
 from clip_moe.training.commands import run
 from clip_moe.training.losses import Pairing
@@ -131,11 +131,9 @@ def test_it_is_published_with_a_card(own, tmp_path, monkeypatch):
     monkeypatch.setattr(bundle, "verify", lambda folder: None)  # in a process of its own, for seconds
     publish.main(["runs/my_method/mine", "user/mine", "--dry_run", str(tmp_path / "out")])
     card = (tmp_path / "out" / "README.md").read_text()
-    for stage, what, setting in (
-        ("expert_1", f"{EXPERTS}: One expert, trained on its cluster with the sigmoid loss.", "bias -10"),
-        ("mine", "my_method.interpolate:InterpolateStage: A model between two (WiSE-FT, arXiv:2109.01903).", "weight"),
-    ):
-        assert re.search(rf"\| {stage} \| {re.escape(what)} \| .*{setting}", card.replace("\\", ""))
+    rows = {"expert_1": (EXPERTS, "bias -10"), "mine": ("my_method.interpolate:InterpolateStage", "weight")}
+    for stage, (kind, setting) in rows.items():
+        assert re.search(rf"\| {stage} \| {kind} \| .*{setting}", card.replace("\\", ""))
     assert "Data: 256 pairs of symbols (detailed captions of half 1)." in card and "Attribute pairs" in card
 
 
@@ -173,10 +171,10 @@ class Diamond(OtherLoss, TrainRouterStage):
     [
         ("nowhere:Stage", "cannot be imported: ModuleNotFoundError: No module named 'nowhere'$"),
         ("my_method.stages:Nothing", "module 'my_method.stages' has no attribute 'Nothing'$"),
-        ("my_method.stages:MixedBatchSampler", "is no stage: its class must be a subclass of clip_moe.engine"),
+        ("my_method.stages:MixedBatchSampler", "is none: its class must be a subclass of clip_moe.engine"),
         ("wrong.raises:Stage", r"RuntimeError: no license \(.*raises.py, line 3\)$"),
-        ("wrong.stages:Bare", r"must be decorated with pydantic's @dataclass\(config=STRICT, kw_only=True\)"),
-        ("wrong.stages:Diamond", "would not get its setting trainable from TrainRouterStage, but from a class"),
+        ("wrong.stages:Bare", r"must be decorated with pydantic's @dataclass\(config=STRICT\)"),
+        ("wrong.stages:Diamond", "would not get its setting trainable from TrainRouterStage: give it a type"),
     ],
 )
 def test_what_is_no_stage_ends_in_one_line(own, stage, message):
@@ -223,6 +221,6 @@ def test_what_a_stage_imports_of_its_own_is_recorded(tmp_path, monkeypatch):
     try:
         mine = importlib.import_module("wrong.stages").Mine
         own = {"losses", "wrong", "wrong.deep", "wrong.deep.sizes", "wrong.later", "wrong.stages"}
-        assert own_stage(mine)["code"].keys() == own | {"transformers.trainer_callback"}
+        assert code_of_stage(mine).keys() == own | {"transformers.trainer_callback"}
     finally:
         forget()

@@ -19,7 +19,8 @@ from clip_moe.engine.files import locked, new_file, new_folder, refuse_to_overwr
 from clip_moe.engine.program import INTERRUPTED, one_line_errors
 
 HOLD = """
-import os, sys, time
+import os, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a program in the background ignores it
 from pathlib import Path
 import filelock  # before the folder of packages may be closed to another user
 from clip_moe.engine import files
@@ -149,6 +150,7 @@ def test_a_signal_as_soon_as_a_file_is_there_leaves_nothing(tmp_path, monkeypatc
             signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(*function, and_a_signal)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which tests in the background ignore
     with pytest.raises(SystemExit), one_line_errors(), new_folder(tmp_path / "out"):
         pytest.fail("it went on")
     assert not list(tmp_path.iterdir())

@@ -63,6 +63,7 @@ CHANGED = {"data_of_a_helper": "lib/words.csv", "sibling_package": "other/part.p
 def folder(tmp_path, monkeypatch):
     """The working folder of a process that has imported nothing of a user's own."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
     monkeypatch.setattr(sys, "path", [str(tmp_path), str(tmp_path / "lib"), *sys.path])
     for name in ("_imported", "_opened", "_written", "_folders", "_packages"):
         monkeypatch.setattr(own_modules, name, type(getattr(own_modules, name))())

@@ -125,7 +125,6 @@ def test_kinds_and_their_help_import_nothing_heavy():
         (changed("name: tuned", "name: sparse"), "'sparse' is used twice"),
         (changed("max_steps: 20", "max_steps: 20, num_epochs: 2"), "exactly one of max_steps"),
         (changed("max_steps: 20", "max_steps: null"), "exactly one of max_steps"),
-        (changed("output_dir: out", "output_dir: out\npush_to_hub: {nope: user/name}"), "nope"),
         (RECIPE[: RECIPE.index("stages:")] + "stages: []", "stages: List should have at least 1 item"),
         (changed("  train: ", "  train: 5 #"), "defaults.train: Input should be a valid dictionary"),
         (changed("output_dir: out", "output_dir: ''"), "output_dir"),

@@ -3,7 +3,6 @@
 import base64
 import html
 import json
-import math
 import re
 from xml.etree import ElementTree
 
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 import small_evaluation
 
-from clip_moe.engine.intervals import difference_reach, paired_interval, score_reach, share_reach
+from clip_moe.engine.intervals import difference_reach, score_reach, share_reach
 from clip_moe.engine.markdown import escape, item, one_line
 from clip_moe.evaluation.answer import COMPARED, answer
 from clip_moe.evaluation.benchmarks.specs import GROUPS
@@ -149,7 +148,7 @@ def test_intervals_are_the_published_ones():
         ([result("a"), result("b", num_samples=999)], "num_samples is 1000 for 'a' but 999 for 'b'"),
         ([result("a"), result("b", metrics={"recall": 0.5})], "'b' and 'a' need the same metrics"),
         ([result("a", value=float("nan"))], "recall of 'a' is not finite"),
-        ([result("a", num_samples=0)], "num_samples is 0"),
+        ([result("a", num_samples=0)], "num_samples Input should be greater than 0"),
         ([result("a", data={"split": "test"}), result("b", data={"split": "train"})], "data is .*test.* but .*train"),
         ([result("a", weights="1"), result("a", "pairs", weights="2")], "'a' has results of different models: weights"),
     ],
@@ -250,11 +249,3 @@ def test_queries_of_one_caption_or_image_count_once(metric, images, captions):
     """They rise and fall together: 200 pictures of 10 captions, or 50 captions of 10 pictures, count as 10."""
     of_repeated = result("a", metrics={metric: 0.5}, num_samples=images, num_captions=captions)
     assert score_reach(of_repeated, metric) == share_reach(0.5, 10)
-
-
-def test_an_interval_by_hand():
-    """Student's t of two degrees of freedom is 4.303 at 97.5 %, and 6.205 at 98.75 %."""
-    for comparisons, t in ((1, 4.30265), (2, 6.20535)):
-        reach = t * math.sqrt(((1 - 2) ** 2 + 0 + (3 - 2) ** 2) / 2) / math.sqrt(3)
-        interval = paired_interval([11, 22, 33], [10, 20, 30], comparisons)
-        assert interval == pytest.approx((2 - reach, 2 + reach), abs=1e-4)

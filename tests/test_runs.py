@@ -186,7 +186,7 @@ ARGUMENTS = {
     "--stages.0.name x": "'stages' is a list, which is given whole",
     "--stages nope": "the recipe has no stage nope",
     "--experts 1,,2": "--experts is not valid YAML",
-    "--experts '7, 8 '": "the recipe trains no expert [7, 8]",
+    "--experts '7, 8 '": "the recipe has no expert 7, 8; it has none",
 }
 
 

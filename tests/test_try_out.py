@@ -12,20 +12,16 @@ import pytest
 import small_evaluation
 import torch
 import yaml
-from documents import ROOT
 from packaging.requirements import Requirement
-from small_evaluation import plain_embedding
 from tiny_runs import same_weights
 
 from clip_moe.app import commands, page
-from clip_moe.app.page import ImageSearch, patch_map, sparse_layers
+from clip_moe.app.page import patch_map, sparse_layers
 from clip_moe.data.images import decode_image
 from clip_moe.data.symbols import SYMBOLS
 from clip_moe.evaluation.ensemble import open_model
 from clip_moe.evaluation.preferences import route_images
 
-# The pictures that the Space of this repository offers
-NAMES = sorted(path.stem for path in (ROOT / "app" / "pictures").iterdir())
 dense, sparse = small_evaluation.dense, small_evaluation.sparse
 
 
@@ -59,22 +55,14 @@ def test_map_of_patches(dense, sparse, images):
     assert {expert for _, expert in masks} == set(shown.values())
 
 
-def test_search(dense, sparse, images, caplog, tmp_path, monkeypatch):
-    search = ImageSearch({"dense": opened(dense), "sparse": opened(sparse)}, images)
-    captions = {path.relative_to(images).as_posix(): caption for path, caption in search.captions.items()}
+def test_captions_of_examples(images, caplog, tmp_path):
+    captions = {path.relative_to(images).as_posix(): caption for path, caption in page.captioned(images).items()}
     assert captions == {"a.png": "a", "below/b.JPG": "b", "c.png": "a red circle"}  # its name where there is no caption
     assert "1 of 4 images" in caplog.text
-    embed = plain_embedding(dense)
-    by_hand = sorted(search.captions, key=lambda path: -embed(PIL.Image.open(path)) @ embed("a red circle"))
-    assert search.find("dense", "a red circle") == by_hand
-    monkeypatch.setattr(page, "NUM_FOUND", 2)
-    assert len(search.find("sparse", "a red circle")) == 2
-    with pytest.raises(ValueError, match="there is nothing to search for"):
-        search.find("dense", " ")
     (tmp_path / "broken.png").write_bytes(b"no image")
     for folder in (tmp_path, tmp_path / "nope"):
         with pytest.raises(ValueError, match="has no image that can be read"):
-            ImageSearch({"dense": opened(dense)}, folder)
+            page.captioned(folder)
 
 
 def test_space(sparse, images, tmp_path, monkeypatch):
@@ -85,22 +73,21 @@ def test_space(sparse, images, tmp_path, monkeypatch):
     versions = {"torch": "2.13.0+cpu", "gradio": "6.31.0"}
     monkeypatch.setattr(commands, "find_spec", lambda name: True)
     monkeypatch.setattr(page.metadata, "version", lambda name: versions.get(name, "1.2.3"))
-    arguments = [str(model), "--baseline", "user/dense", "--images", str(images)]
-    arguments += ["--examples", "app/pictures", "--space", str(tmp_path / "space")]
+    arguments = [str(model), "--baseline", "user/dense", "--examples", str(images)]
+    arguments += ["--space", str(tmp_path / "space")]
     commands.app.main(arguments)
     space = tmp_path / "space"
-    called = f"app.main(['model/clip_moe', '--baseline', 'user/dense', '--images', 'images/{images.name}', "
-    called += "'--examples', 'examples/pictures'])"
+    called = f"app.main(['model/clip_moe', '--baseline', 'user/dense', '--examples', 'examples/{images.name}'])"
     assert (space / "app.py").read_text() == f"from clip_moe.app.commands import app\n\n{called}\n"
     header = yaml.safe_load((space / "README.md").read_text().split("---")[1])
     assert (header["sdk"], header["sdk_version"], header["app_file"]) == ("gradio", "6.31.0", "app.py")
     assert header["models"] == ["user/dense"]
-    assert list(page.captioned(space / "examples" / "pictures").values()) == NAMES
+    assert list(page.captioned(space / "examples" / images.name).values()) == ["a", "b", "a red circle"]
     packages = [Requirement(line) for line in (space / "requirements.txt").read_text().splitlines()]
     assert {package.name for package in packages} == set(page.REQUIREMENTS) and "torch==2.13.0" in map(str, packages)
     copy = space / "model" / "clip_moe"
     assert not beside & {path.name for path in copy.iterdir()} and same_weights(copy, sparse)
-    found = {path.relative_to(space / "images" / images.name).as_posix() for path in space.glob("images/*/**/*.*")}
+    found = {path.relative_to(space / "examples" / images.name).as_posix() for path in space.glob("examples/*/**/*.*")}
     assert found == {"a.png.png", "below/b.JPG.png", "c.png.png", "metadata.jsonl"}
     assert (space / "clip_moe" / "app" / "page.py").is_file() and not list(space.rglob("__pycache__"))
     with pytest.raises(SystemExit, match="already exists"):

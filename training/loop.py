@@ -21,8 +21,8 @@ from transformers import PreTrainedModel, ProcessorMixin, get_cosine_schedule_wi
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from clip_moe.engine.files import new_file, read_log, save
-from clip_moe.engine.memory import in_words, peak_memory
 from clip_moe.engine.messages import join_names, one_line
+from clip_moe.engine.program import in_words, peak_memory
 from clip_moe.engine.provenance import CHECKPOINTS, LOG, flatten
 from clip_moe.engine.settings import dump, refuse
 from clip_moe.evaluation.evaluate import evaluate_model

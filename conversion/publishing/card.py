@@ -161,10 +161,9 @@ def _labels(texts: list[str], template: str) -> tuple[list[str], str]:
 
 
 def _stage_row(record: Record) -> tuple[str, str]:
-    """The kind of a stage, with the docstring of a user's own class, and its settings."""
-    stage, own = record.stage, record.own
-    kind = f"{stage.get('stage')}: {own.does}" if own and own.does else str(stage.get("stage"))
-    names = dict.fromkeys([*SHOWN_SETTINGS, *(own.settings if own else [])])
+    """The kind of a stage, and its settings."""
+    stage, kind = record.stage, str(record.stage.get("stage"))
+    names = dict.fromkeys([*SHOWN_SETTINGS, *record.own_settings])
     settings = [f"{name} {stage[name]}" for name in names if stage.get(name) not in (None, {})]
     if record.duplicates and record.duplicates["shuffled"]:
         settings.append(duplicates_line(record.duplicates, stage["duplicates"]))

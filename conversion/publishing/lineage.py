@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from typing_extensions import TypedDict
+
 from clip_moe.data.worlds import is_world
 from clip_moe.engine.digests import value_digest
 from clip_moe.engine.files import read_json, read_record
@@ -16,7 +18,6 @@ from clip_moe.engine.provenance import (
     MANIFEST,
     RECIPE,
     Attempt,
-    OwnStage,
     Record,
     model_references,
     stage_folder,
@@ -58,6 +59,13 @@ class DataOrigin:
         return f"{pairs}{self.name}{details and f' ({details})'}"
 
 
+class Answer(TypedDict):
+    """The verdict of a report, as a file."""
+
+    verdict: str
+    use: str
+
+
 @dataclass(frozen=True)
 class Verdict:
     """The verdict of a fine-tuning report: did experts help, and which model to use?
@@ -82,7 +90,7 @@ class Verdict:
         folder = folder.absolute()
         reports = folder.parent.glob(f"*/{ANSWER}") if _is_stage(folder) else ()
         for path in sorted(reports, key=lambda path: path.stat().st_mtime, reverse=True):
-            answer = read_record(path, dict, {"verdict": str, "use": str})
+            answer = read_record(path, Answer)
             record = Record.read(path.parent)
             models = {row: stage for row, stage in record.stage["models"].items() if stage in record.inputs}
             row = next((row for row, stage in models.items() if folder.parent / stage == folder), None)
@@ -203,8 +211,7 @@ def _baseline(evaluation: Path, result: dict[str, Any]) -> dict[str, Any] | None
 def _published_record(record: Record, local: Collection[str]) -> Record:
     """The record of a stage without paths, as a card shows it."""
     plain = {name: without_paths(getattr(record, name), local) for name in ("stage", "inputs")}
-    own = record.own and OwnStage(**without_paths(record.own.model_dump(), local))
-    return record.model_copy(update=plain | {"own": own, "local": []})
+    return record.model_copy(update=plain | {"local": []})
 
 
 def _is_stage(folder: Path) -> bool:
@@ -275,7 +282,7 @@ def _results_of_weights(pattern: str, folder: Path, weights: str) -> Iterator[tu
 
     left_out = []
     for path in sorted(folder.parent.glob(pattern), key=lambda path: path.stat().st_mtime):
-        result = read_record(path, dict)
+        result = read_record(path)
         is_same_code = (result.get("code") or {}) == code_of_models()
         if result.get("weights") == weights and is_same_code and not result.get("changes"):
             yield path, result

@@ -12,8 +12,8 @@ from pathlib import Path
 from statistics import mean, stdev
 
 from clip_moe.engine.command_line import command
-from clip_moe.engine.intervals import paired_interval
 from lab import ROOT
+from lab.cards.intervals import paired_interval
 from lab.law.cases import Case
 from lab.law.fit import read_points
 from lab.law.outcomes import points_of

@@ -18,10 +18,10 @@ from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
 from clip_moe.engine.command_line import Folder, command
 from clip_moe.engine.files import new_file
-from clip_moe.engine.intervals import with_interval
 from clip_moe.engine.markdown import markdown_table
 from clip_moe.evaluation.figures import plt, save
 from clip_moe.evaluation.page import write_page
+from lab.cards.intervals import with_interval
 from lab.law.cases import RATE, Case, batch_size, costs
 from lab.law.fit import SAME_BUDGET, read_points
 from lab.law.points import Point

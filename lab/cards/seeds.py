@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from clip_moe.engine.command_line import Folder, command
-from clip_moe.engine.intervals import LEVEL, with_interval
+from clip_moe.engine.intervals import LEVEL
 from clip_moe.engine.markdown import escape, item, markdown_table
 from clip_moe.engine.messages import join_names
 from clip_moe.engine.provenance import MANIFEST, Record, trainings
@@ -27,6 +27,7 @@ from clip_moe.evaluation.report import (
     draw_scores,
     primary_columns,
 )
+from lab.cards.intervals import with_interval
 
 # Runs must agree in these for each model and task: else their spread is not the seed's alone. Test pictures are the
 # seed's, as a recipe measures.

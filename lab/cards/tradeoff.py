@@ -18,11 +18,12 @@ import numpy as np
 
 from clip_moe.engine.command_line import command
 from clip_moe.engine.files import read_json
-from clip_moe.engine.intervals import LEVEL, with_interval
+from clip_moe.engine.intervals import LEVEL
 from clip_moe.engine.markdown import markdown_table
 from clip_moe.evaluation.figures import plot_text, plt, save
 from clip_moe.evaluation.page import write_page
 from clip_moe.evaluation.task import PRIMARY_METRICS
+from lab.cards.intervals import with_interval
 
 ON_LINE = re.compile(r"(.+), (\d+(?:\.\d+)?) %")
 Point = tuple[float, float]  # kept and learned, in percent

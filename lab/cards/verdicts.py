@@ -12,8 +12,8 @@ from pathlib import Path
 from pydantic import BaseModel, TypeAdapter
 
 from clip_moe.engine.files import read_json
-from clip_moe.engine.intervals import paired_interval
 from clip_moe.engine.yaml_files import read_yaml
+from lab.cards.intervals import paired_interval
 
 LEAST_SEEDS = 3
 HOLDS, DOES_NOT_HOLD, INCONCLUSIVE, NOT_MEASURED = "holds", "does not hold", "inconclusive", "not measured"

@@ -16,7 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from clip_moe.engine.files import write_text
 from clip_moe.engine.markdown import markdown_table
-from clip_moe.engine.memory import peak_memory, reset_peak_memory
+from clip_moe.engine.program import peak_memory, reset_peak_memory
 from clip_moe.engine.provenance import device_name
 from clip_moe.evaluation.speed import wait_for
 

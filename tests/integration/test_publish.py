@@ -137,11 +137,11 @@ def test_a_model_that_its_report_does_not_recommend_is_published_with_yes(run, h
     assert b"The report recommends `symbol_clip` instead." in hub.files("user/symbols")["README.md"]
 
 
-def test_a_recipe_publishes_at_its_end(hub, login, unverified, tmp_path):
+def test_a_stage_of_a_recipe_is_published_with_its_base(hub, login, unverified, tmp_path):
     """Of a model on the Hub, which the card names."""
     hub.put("user/base", ROOT / BASE)
     stages = [{"name": "sparse", "stage": "upcycle", "model": "user/base", "preset": "clip_moe"}]
-    run_stages(tmp_path, stages, push_to_hub={"sparse": "user/from-a-recipe"})
+    publish.main([str(run_stages(tmp_path, stages) / "sparse"), "user/from-a-recipe"])
     card = hub.files("user/from-a-recipe")["README.md"]
     assert b"| sparse | upcycle |" in card and b"base_model: user/base" in card
 

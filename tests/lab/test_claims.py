@@ -1,6 +1,7 @@
 """The claims of the four papers: the committed page, what the recipes have of it, and verdicts by hand."""
 
 import json
+import math
 import re
 from collections import defaultdict
 from pathlib import Path
@@ -12,6 +13,7 @@ from PIL import Image
 
 from lab import recipe_file
 from lab.cards.claims import write_claims
+from lab.cards.intervals import paired_interval
 from lab.cards.verdicts import HOLDS, INCONCLUSIVE, Claim, measure_claim, read_claims
 
 CARDS = Path(__file__).parents[2] / "model_cards"
@@ -109,3 +111,11 @@ def test_a_difference_of_exactly_the_points_is_none(tmp_path):
     for by, verdict in ((3.0, HOLDS), (4.0, INCONCLUSIVE)):  # 100 * 0.55 - 100 * 0.51 > 4
         (score,) = measure_claim(Claim(by=by, **COMPARED), tmp_path)
         assert score.verdict == verdict
+
+
+def test_an_interval_by_hand():
+    """Student's t of two degrees of freedom is 4.303 at 97.5 %, and 6.205 at 98.75 %."""
+    for comparisons, t in ((1, 4.30265), (2, 6.20535)):
+        reach = t * math.sqrt(((1 - 2) ** 2 + 0 + (3 - 2) ** 2) / 2) / math.sqrt(3)
+        interval = paired_interval([11, 22, 33], [10, 20, 30], comparisons)
+        assert interval == pytest.approx((2 - reach, 2 + reach), abs=1e-4)

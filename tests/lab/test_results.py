@@ -5,10 +5,10 @@ from statistics import mean
 
 import pytest
 
-from clip_moe.engine.intervals import paired_interval
 from clip_moe.engine.recipe import load_recipe
 from lab import ROOT
 from lab.cards import findings
+from lab.cards.intervals import paired_interval
 
 PAGES = {name: (ROOT / name).read_text("utf-8") for name in ("README.md", "docs/results.md", "lab/results/README.md")}
 # Column of a table here -> of a card's table of seeds
