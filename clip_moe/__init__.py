@@ -94,10 +94,9 @@ def _commands() -> dict[str, Callable[..., str | None]]:
 
 def _kinds() -> str:
     """The kinds of stages, for an overview."""
-    from clip_moe.engine.kinds import PURPOSES
+    from clip_moe.engine.kinds import ROOMS
     from clip_moe.engine.setting_help import in_lines
 
-    lines = [
-        in_lines(f"{purpose}: {', '.join(kinds)}".replace("_", "-"), 6, "  ") for purpose, kinds in PURPOSES.items()
-    ]
+    kinds_of_rooms = {room: ", ".join(kinds.split()).replace("_", "-") for room, kinds in ROOMS.items()}
+    lines = [in_lines(f"{room}: {kinds}", 6, "  ") for room, kinds in kinds_of_rooms.items()]
     return "\n".join(["", "Kinds of stages, each a command, clip-moe KIND OUTPUT:", *lines])

@@ -30,7 +30,7 @@ from clip_moe.engine.setting_help import (
     spelled,
     takes_text_alone,
 )
-from clip_moe.engine.settings import STRICT
+from clip_moe.engine.settings import STRICT, refuse
 from clip_moe.engine.yaml_files import read_yaml
 
 Function = Callable[..., str | None]
@@ -254,8 +254,11 @@ def read_value(key: str, values: list[str], hint: Any = None) -> Any:
     read = [_read(value, f"--{key}", takes_text_alone(hint)) for value in values]
     if not read and (hint is bool or bool in get_args(hint)):
         return True
-    if not read or (len(read) > 1 and hint not in (None, Any) and not is_list(hint)):
-        raise ValueError(f"--{key} takes one value, not {' '.join(values)}" if read else f"--{key} has no value")
+    is_one = hint not in (None, Any) and not is_list(hint)
+    refuse(
+        (not read, f"--{key} has no value"),
+        (len(read) > 1 and is_one, f"--{key} takes one value, not {' '.join(values)}"),
+    )
     return read if len(read) > 1 or (is_list(hint) and not isinstance(read[0], list)) else read[0]
 
 

@@ -2,7 +2,6 @@
 
 import functools
 import logging
-import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -12,8 +11,6 @@ from clip_moe.engine.messages import one_line, warn_once
 
 logger = logging.getLogger(__name__)
 
-# Seconds that the Hub has to answer, unless HF_HUB_ETAG_TIMEOUT says another number
-TIMEOUT = 5
 # (name, type) -> the commit that this process reads, and who named it
 _commits: dict[tuple[str, str], tuple[str, Literal["hub", "cache", "record"]]] = {}
 
@@ -61,13 +58,12 @@ def _resolve(name: str, repo_type: str) -> tuple[str, Literal["hub", "cache", "r
 def _find(name: str, repo_type: str) -> tuple[str, Literal["hub", "cache"]]:
     if not is_hub_name(name):
         raise FileNotFoundError(f"no such folder: {name} is neither a folder nor a hub name")
-    from huggingface_hub import HfApi, snapshot_download  # takes a while
+    from huggingface_hub import HfApi, constants, snapshot_download  # takes a while
     from huggingface_hub.errors import OfflineModeIsEnabled
 
     api = HfApi()
     try:  # it leaves the cache as it is: a finished stage that refuses the newest commit can go on offline
-        timeout = float(os.environ.get("HF_HUB_ETAG_TIMEOUT", TIMEOUT))
-        info = api.repo_info(name, repo_type=repo_type, timeout=timeout)
+        info = api.repo_info(name, repo_type=repo_type, timeout=constants.HF_HUB_ETAG_TIMEOUT)
         if getattr(info, "gated", False):  # its files alone are, not this information
             api.auth_check(name, repo_type=repo_type)
         return info.sha, "hub"

@@ -6,32 +6,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from clip_moe.engine.stage import Stage
 
-# What they are for -> kind -> its room, in the order of docs/settings.md
-PURPOSES = {
-    "weights of other forms": dict.fromkeys(("openai", "released_clip_moe", "export_clip_moe", "llava"), "conversion"),
-    "models made of models": {
-        "initialize": "conversion",
-        "long_context": "conversion",
-        "upcycle": "conversion",
-        "unify": "conversion",
-        "assemble": "training",
-        "average": "conversion",
-        "dense": "conversion",
-    },
-    "data": {
-        "split": "training",
-        "tokenizer": "data",
-        "captions": "training",
-        "embed": "training",
-        "cluster": "training",
-    },
-    "training": dict.fromkeys(("train", "train_experts", "train_data_expert", "train_router"), "training"),
-    "measures": dict.fromkeys(("evaluate", "answer", "analyze"), "evaluation"),
+# Room -> its kinds, in the order of docs/settings.md
+ROOMS = {
+    "conversion": "openai released_clip_moe export_clip_moe llava initialize long_context upcycle unify average dense",
+    "data": "tokenizer",
+    "training": "split captions embed cluster train train_experts train_data_expert train_router assemble",
+    "evaluation": "evaluate answer analyze",
 }
-KINDS = {kind: room for kinds in PURPOSES.values() for kind, room in kinds.items()}
+KINDS = {kind: room for room, kinds in ROOMS.items() for kind in kinds.split()}
 
 
 def stage_of_kind(kind: str) -> "type[Stage]":
     """The class of one of `KINDS`, whose file alone is imported."""
     members = vars(importlib.import_module(f"clip_moe.{KINDS[kind]}.stages.{kind}")).values()
-    return next(one for one in members if isinstance(one, type) and vars(one).get("kind") == kind)
+    return next(member for member in members if isinstance(member, type) and vars(member).get("kind") == kind)

@@ -1,5 +1,4 @@
-"""A program of this project: its processes, its memory, and its end, with a result or with one line that says what is
-wrong."""
+"""A program of this project: its processes, its memory, and its end, with a result or with one line of error."""
 
 import contextlib
 import logging

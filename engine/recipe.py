@@ -31,7 +31,7 @@ from clip_moe.engine.messages import Faults, did_you_mean, fault_text, one_line,
 from clip_moe.engine.own_modules import import_stage
 from clip_moe.engine.provenance import LOGS
 from clip_moe.engine.setting_help import settings_within, spelled
-from clip_moe.engine.settings import STRICT, Settings
+from clip_moe.engine.settings import STRICT, Settings, refuse
 from clip_moe.engine.stage import Stage, each_setting, kinds, references
 from clip_moe.engine.yaml_files import read_yaml
 
@@ -112,14 +112,14 @@ class Recipe(RunSettings):
     def _check_stages(cls, stages):
         names = [stage.name for stage in stages]
         for name in names:
-            faults = {
-                "is used twice": names.count(name) > 1,
-                "cannot name a stage: .partial ends the name of a folder that is not whole": name.endswith(".partial"),
-                "cannot name a stage: it is a key of the recipe, or a folder of the run": name
-                in [*_recipe_keys(), LOGS],
-            }
-            if fault := next((text for text, applies in faults.items() if applies), None):
-                raise ValueError(f"{name!r} {fault}")
+            refuse(
+                (names.count(name) > 1, f"the stage name {name!r} is used twice"),
+                (
+                    name.endswith(".partial"),
+                    f"{name!r} cannot name a stage: .partial ends that of an unfinished one",
+                ),
+                (name in [*_recipe_keys(), LOGS], f"{name!r} cannot name a stage: it is a key of recipes, or a folder"),
+            )
         return stages
 
     @model_validator(mode="after")

@@ -11,7 +11,6 @@ from PIL import Image
 from scipy.optimize import minimize_scalar
 from test_report import result
 from tiny_runs import DENSE, SPARSE, read_log, run_stages, train
-from tiny_sources import saved_pairs
 
 import clip_moe
 from clip_moe.engine.outcome import COLLAPSED, DID_NOT_LEAVE_CHANCE, MEMORIZED, VANISHED, Training
@@ -76,14 +75,6 @@ def test_the_loss_of_dense_and_sparse_is_the_same_quantity(out):
     assert sparse["loss"] == pytest.approx(Record.read(out / "sparse_dead").training.first)
     learned, routers = (Record.read(out / name).training for name in ("still", "routers"))
     assert routers.first < learned.chance / 2
-
-
-def test_captions_all_alike_teach_nothing(run, tmp_path):
-    """Where they are negatives of each other; as positives of each other, they are refused before."""
-    data = saved_pairs(tmp_path / "pairs", ["a dog"] * 16)
-    out = run([DENSE, LEARNS | {"name": "tuned", "data": data, "duplicates": "negative", "max_steps": 40}])
-    training = Record.read(out / "tuned").training
-    assert training.outcome == DID_NOT_LEAVE_CHANCE and training.last == pytest.approx(math.log(8), rel=0.02)
 
 
 def test_a_model_has_the_last_training_of_its_weights(out, tmp_path, monkeypatch):
