@@ -119,7 +119,7 @@ def measured(model, rows, kind, **more):
 
 
 def test_zero_shot(model):
-    rows, options = pictures(60), {"classes": CLASSES, "templates": TEMPLATES}
+    rows, options = pictures(40), {"classes": CLASSES, "templates": TEMPLATES}
     weights, found = model.weights(CLASSES), []
     for row in rows:
         scores = [similarity(model, weights, row["image"], prompts(name)) for name in CLASSES]
@@ -161,7 +161,7 @@ def test_zero_shot_groups(model):
 def test_retrieval(model):
     """Images with one to three captions, of which a blank one is none. Captions are found with the weights of all of
     them, images with those of the caption that asks."""
-    rows = SYMBOLS.load("test", "detailed", 40, captions_per_image=3)
+    rows = SYMBOLS.load("test", "detailed", 24, captions_per_image=3)
     captions = [of_image[: 1 + number % 3] for number, of_image in enumerate(rows["caption"])]
     texts = [(number, text) for number, of_image in enumerate(captions) for text in of_image]
     of_corpus = model.weights([text for _, text in texts])
@@ -201,7 +201,7 @@ def test_pairs(model):
 
 def test_linear_probe(model):
     """On the features of all experts, side by side."""
-    parts, known = [pictures(160, "train"), pictures(60)], []
+    parts, known = [pictures(110, "train"), pictures(40)], []
     for part in parts:
         features = [np.concatenate([embed(image) for embed, _ in model.experts]) for image in part["image"]]
         known += [np.stack(features), [CLASSES.index(name) for name in part["caption"]]]
