@@ -39,9 +39,9 @@ def open_folder(folder: str) -> dict[str, datasets.Dataset]:
     `train` and another split, or such as `train_imgs`, are among them; else everything is "train", and a folder `test`
     is a class.
 
-    A table, `metadata.csv`, `.jsonl` or `.parquet`, beside the pictures or above them, has a line for each, which gives
-    its columns. Without one, the column `caption` comes from a text file beside each picture, and `label` from its
-    folder if all folders have one depth. Folders without a picture that can be read are no classes: a warning names
+    A table, `metadata.csv`, `.jsonl` or `.parquet`, above all pictures or those of a split, has a line for each, which
+    gives its columns. Without one, the column `caption` comes from a text file beside each picture, and `label` from
+    its folder if all folders have one depth. Folders without a picture that can be read are no classes: a warning names
     them, and so does `info.description`. A warning counts the files that are not read.
     """
     folder = os.path.abspath(folder)
@@ -182,11 +182,13 @@ def _read(
     """The rows of pictures, and the files that these were read from."""
     tables = [os.path.join(folder, path) for path in paths if PurePath(path).name in METADATA]
     files = [os.path.join(folder, path) for path in pictures]
+    if len(tables) > 1:
+        raise ValueError(f"{folder} has several tables of the same pictures, {' and '.join(tables)}: make them one")
     if tables:
-        columns, named = _of_tables(tables, files, elsewhere)
+        columns, named = _of_table(tables[0], files, elsewhere)
         if len(named) < len(files):
             number = f"{len(files) - len(named)} of {len(files)} pictures"
-            warn_once(logger, f"{folder}: {number} have no line in {', '.join(tables)}")
+            warn_once(logger, f"{folder}: {number} have no line in {tables[0]}")
         return datasets.Dataset.from_dict(columns), {*tables, *named}
     by_name = {_same(os.path.splitext(path)[0]): path for path in paths if path.lower().endswith(TEXTS)}
     texts = [by_name.get(_same(os.path.splitext(path)[0])) for path in pictures]
@@ -211,39 +213,30 @@ def _same(path: str) -> str:
     return unicodedata.normalize("NFC", path)
 
 
-def _of_tables(tables: list[str], pictures: list[str], elsewhere: set[str]) -> tuple[dict[str, list[Any]], set[str]]:
-    """The columns of tables, with paths in place of names, in the order of the paths, and which pictures these name.
+def _of_table(table: str, pictures: list[str], elsewhere: set[str]) -> tuple[dict[str, list[Any]], set[str]]:
+    """The columns of a table, with paths in place of names, in the order of the paths, and which pictures these name.
 
     A column `file_name` becomes `image`; without it, one as `left_file_name` becomes `left`. Lines of pictures of other
     splits are left out, and those of pictures that are nowhere stay, as unreadable ones.
     """
     path_by_name = {_same(path): path for path in {*pictures, *elsewhere}}
-    rows: list[dict[str, Any]] = []
-    names: list[str] = []
-    for table in tables:
-        columns = pyarrow.parquet.read_table(table).to_pydict() if table.endswith(".parquet") else read_tables([table])
-        named = {name: name.removesuffix("_file_name") for name in columns if name.endswith("_file_name")}
-        named = {"file_name": "image"} if "file_name" in columns else named
-        place, problem = os.path.dirname(table), "" if named else f"{table} has no column file_name: name the pictures"
-        for column in named:
-            paths = [name and os.path.normpath(os.path.join(place, name)) for name in columns[column]]
-            if outside := [path for path in paths if path and not path.startswith(place + os.sep)]:
-                problem = f"{table} names {outside[0]}, which is not below it: move the picture or the table"
-            columns[column] = [path and path_by_name.get(_same(path), path) for path in paths]
-        if len({other for other in tables if os.path.dirname(other) == place}) > 1:
-            problem = f"a folder has several of the tables {' and '.join(tables)}: keep one"
-        if problem:
-            raise ValueError(problem)
-        # A column of the same name as one of pictures gives way
-        columns = {name: values for name, values in columns.items() if name not in named.values() or name in named}
-        columns = {named.get(name, name): values for name, values in columns.items()}
-        names = list(dict.fromkeys([*names, *columns]))
-        rows += [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-    images = list(named.values())
-    for row in rows:
-        if len({row.get(image) in elsewhere for image in images}) > 1:
-            raise ValueError(f"a line of {tables[0]} names pictures of two splits: {list(map(row.get, images))}")
-    rows = [row for row in rows if elsewhere.isdisjoint(map(row.get, images))]
-    rows.sort(key=lambda row: row.get(images[0]) or "")
-    named_pictures = set(pictures).intersection(row.get(image) for row in rows for image in images)
-    return {name: [row.get(name) for row in rows] for name in names}, named_pictures
+    columns = pyarrow.parquet.read_table(table).to_pydict() if table.endswith(".parquet") else read_tables([table])
+    named = {name: name.removesuffix("_file_name") for name in columns if name.endswith("_file_name")}
+    named = {"file_name": "image"} if "file_name" in columns else named
+    place, problem = os.path.dirname(table), "" if named else "has no column file_name, which names the pictures"
+    for column in named:
+        paths = [name and os.path.normpath(os.path.join(place, name)) for name in columns[column]]
+        if outside := [path for path in paths if path and not path.startswith(place + os.sep)]:
+            problem = f"names {outside[0]}, which is not below it: move the picture or the table"
+        columns[column] = [path and path_by_name.get(_same(path), path) for path in paths]
+    lines = list(zip(*(columns[column] for column in named), strict=True))
+    if mixed := [line for line in lines if len({path in elsewhere for path in line}) > 1]:
+        problem = f"names pictures of two splits in one line: {', '.join(map(str, mixed[0]))}"
+    if problem:
+        raise ValueError(f"{table} {problem}")
+    numbers = [number for number, line in enumerate(lines) if elsewhere.isdisjoint(line)]
+    numbers.sort(key=lambda number: lines[number][0] or "")
+    # A column of the same name as one of pictures gives way
+    columns = {name: values for name, values in columns.items() if name not in named.values() or name in named}
+    columns = {named.get(name, name): [values[number] for number in numbers] for name, values in columns.items()}
+    return columns, set(pictures).intersection(path for number in numbers for path in lines[number])

@@ -56,11 +56,10 @@ def decode_image(value: Any) -> PIL.Image.Image:
         if isinstance(value, PIL.Image.Image):
             if value.format == "TIFF" and value.tile and value.filename:  # not decoded yet, see below
                 return decode_image(value.filename)
-            _require_size(value)
-            return _rgb(PIL.ImageOps.exif_transpose(value), _Depth(value))
+            depth = _Depth(value)
+            return _rgb(PIL.ImageOps.exif_transpose(value), depth)
         # Pillow scrambles a turned, uncompressed TIFF that it opens by its path, but not one that is open
         with _open(value) as file, PIL.Image.open(file, formats=FORMATS) as image:
-            _require_size(image)
             depth = _Depth(image, value.get("pixel_range") if isinstance(value, dict) else None)
             PIL.ImageOps.exif_transpose(image, in_place=True)  # decodes it, too, while its file is open
             # JPEGs are RGB without a copy: nothing else is read of their files
@@ -101,28 +100,32 @@ def _open(value: Any) -> BinaryIO:
     raise OSError("there is no image, or a list of several")
 
 
-def _require_size(image: PIL.Image.Image) -> None:
-    width, height = image.size  # of the header: nothing is decoded yet
-    limit = f"more than {MAX_PIXELS:,}" if width * height > MAX_PIXELS else ""
-    if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
-        limit = f"longer than {MAX_ASPECT_RATIO} to 1"
-    if limit:
-        raise OSError(f"{width} x {height} pixels are {limit}")
-
-
 class _Depth:
-    """The meaning of an image's values: facts of its file, which Pillow drops when it turns or crops."""
+    """The meaning of an image's values: facts of its file, which Pillow drops when it turns or crops. An OSError of one
+    that must not be decoded."""
 
     def __init__(self, image: PIL.Image.Image, pixel_range: Sequence[float] | None = None):
+        width, height = image.size  # of the header: nothing is decoded yet
         tags = getattr(image, "tag_v2", {}) if image.format == "TIFF" else {}
+        tiles = str(getattr(image, "tile", ""))
         self.pixel_range, self.is_inverted = pixel_range, tags.get(PHOTOMETRIC) == 0
         self.no_data = _number(tags.get(GDAL_NO_DATA))
-        if SIGNED in tags.get(SAMPLE_FORMAT, ()) and not image.mode.startswith(("I", "F")):
-            raise OSError("its values are signed integers of 8 bits, which Pillow reads as unsigned")
-        tiles = str(getattr(image, "tile", ""))
         self.transparency = _transparency(image, tiles)
-        self.is_deep_color = ";16" in tiles and not image.mode.startswith(("I", "F"))  # which Pillow reads at 8 bits
-        self.is_scaled = self.is_deep_color or "ppm" in tiles or image.format == "JPEG2000"
+        self.is_gray = image.mode.startswith(("I", "F"))  # of more than 8 bits
+        self.is_deep_color = ";16" in tiles and not self.is_gray  # which Pillow reads at 8 bits
+        is_scaled = self.is_deep_color or self.is_gray and ("ppm" in tiles or image.format == "JPEG2000")
+        is_long = max(width, height) > MAX_ASPECT_RATIO * min(width, height)
+        is_signed = SIGNED in tags.get(SAMPLE_FORMAT, ()) and not self.is_gray
+        scaled = "Pillow scales its values, so that pixel_range cannot apply: save it with 8 bits, or gray as PNG"
+        checks = [
+            (width * height > MAX_PIXELS, f"{width} x {height} pixels are more than {MAX_PIXELS:,}"),
+            (is_long, f"{width} x {height} pixels are longer than {MAX_ASPECT_RATIO} to 1"),
+            (is_signed, "its values are signed integers of 8 bits, which Pillow reads as unsigned"),
+            (is_scaled and pixel_range is not None, scaled),
+        ]
+        for is_wrong, problem in checks:
+            if is_wrong:
+                raise OSError(problem)
         if image.mode.startswith("I;16"):
             self.format_range = 0, 2 ** tags.get(BITS, (16,))[0] - 1
         elif image.mode == "I" and image.format in ("PNG", "PPM"):
@@ -150,10 +153,8 @@ def _number(text: str | None) -> float:
 
 
 def _rgb(image: PIL.Image.Image, depth: _Depth) -> PIL.Image.Image:
-    is_gray, pixels = image.mode.startswith(("I", "F")), None
-    if depth.pixel_range is not None and depth.is_scaled and (is_gray or depth.is_deep_color):
-        raise OSError("Pillow scales its values, so that pixel_range cannot apply: save it with 8 bits, or gray as PNG")
-    if is_gray:
+    pixels = None
+    if depth.is_gray:
         image, pixels = _eight_bits(image, depth)
     elif depth.is_deep_color:
         highest = max(high for _, high in image.convert("RGB").getextrema())

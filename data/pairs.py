@@ -127,7 +127,7 @@ def caption_columns(arguments: DataArguments, columns: Iterable[str]) -> dataset
         rows = open_rows(arguments, columns)
     image = "image" if is_world(arguments.source) else arguments.image_column
     wanted = {image: "image"} | {column: column for column in sorted(columns)}
-    return rename_columns(rows, wanted, arguments, "image_column, or in the stage's policies")
+    return rename_columns(rows, wanted, arguments)
 
 
 def _draw(arguments: DataArguments, captions: str) -> datasets.Dataset:
@@ -153,19 +153,11 @@ def select_columns(rows: Rows, arguments: DataArguments) -> Rows:
     return _with_column(rows, "caption", split, TEXTS)
 
 
-def rename_columns(
-    rows: Rows,
-    wanted: dict[str, str],
-    arguments: DataArguments,
-    settings: str = "image_column and caption_column or label_column",
-) -> Rows:
+def rename_columns(rows: Rows, wanted: dict[str, str], arguments: DataArguments) -> Rows:
     """These columns alone, under their new names. Images are not decoded yet, their paths begin with `image_root`, and
     those of more than 8 bits have the `pixel_range`. A list of one image is this image, and base64 becomes bytes.
 
     A column COLUMN.KEY that is not there is the key of the objects in COLUMN, perhaps as JSON.
-
-    Args:
-        settings: by which others are named, for errors.
     """
     columns = rows.column_names
     if columns is None:  # a stream of unknown features tells with its first row
@@ -175,6 +167,7 @@ def rename_columns(
     bases = {column: base for column, base in bases.items() if base in columns and wanted[column] not in IMAGES}
     missing = [column for column in wanted if column not in columns and column not in bases]
     if missing:
+        settings = "image_column, caption_column, label_column or the column of a policy"
         raise ValueError(f"{no_column(arguments.source, missing, columns)}. Name others by {settings}")
     # Decoded later, where an image that is broken can be skipped. First of all: a stream that selects columns decodes.
     # Images may also be plain bytes, or have no path beside them

@@ -198,7 +198,7 @@ def test_several_pictures_a_line(tmp_path):
         ({"metadata.csv": "file_name,caption\n/etc/a.png,one\n"}, "names /etc/a.png, which is not below it"),
         (
             {"metadata.csv": "file_name,caption\na.png,one\n", "metadata.jsonl": '{"file_name": "a.png"}'},
-            "several of the tables .*metadata.csv and .*metadata.jsonl: keep one",
+            "has several tables of the same pictures, .*metadata.csv and .*metadata.jsonl: make them one",
         ),
     ],
 )

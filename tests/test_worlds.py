@@ -56,8 +56,9 @@ def require_same_rows(drawn):
 
     few, many, others = load(), load(number=30), [load(seed=1), load("train")]
     assert few == tuple(part[:20] for part in many) and len(set(few[0])) == 20
+    known_kinds = set(load(number=200)[2])
     for other in others:
-        assert not set(other[0]) & set(few[0]) and set(other[2]) <= set(load(number=200)[2])
+        assert not set(other[0]) & set(few[0]) and set(other[2]) <= known_kinds
     for style in drawn.caption_styles:
         pictures, captions, _ = load(captions=style, captions_per_image=2)
         assert pictures == few[0] and [len(texts) for texts in captions] == [2] * 20
