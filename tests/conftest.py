@@ -21,7 +21,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_finish():
-    """What is imported by now need not be looked through whenever a run collects garbage."""
+    """Garbage collection need not look through modules that are imported by now."""
     gc.freeze()
 
 

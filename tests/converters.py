@@ -37,7 +37,7 @@ def run(command, sources, output):
 
 @pytest.fixture(scope="session")
 def sources(tmp_path_factory):
-    """What `COMMANDS` convert, and a mixture; who damages it mends it, or takes a copy."""
+    """Models for `COMMANDS` to convert, and a mixture; a test that damages them repairs them, or takes a copy."""
     folder = tmp_path_factory.mktemp("sources")
     make_sources(folder)
     assert run("assemble", folder, folder / "mixture") is None

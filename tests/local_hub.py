@@ -118,7 +118,7 @@ class Handler(BaseHTTPRequestHandler):
         files = repository.commits[commit]
         if rest[:1] == ["tree"]:
             below = "".join(f"{part}/" for part in rest[2:])
-            entries = [of_path for of_path in tree(files) if of_path["path"].startswith(below)]
+            entries = [tree_entry for tree_entry in tree(files) if tree_entry["path"].startswith(below)]
             if below and not entries:
                 return self.missing("Entry")
             deep = [one for one in entries if "/" in one["path"].removeprefix(below)]

@@ -80,10 +80,10 @@ def change_model(run):
 
 def write_result(run, stage="evaluation", name="symbols_pairs--a.json", **changes):
     """A result of the run's model as it is now; a key that is None is left out."""
-    of_pairs = {"metrics": {"group": SCORE, "text": 0.8}, "primary": {"group": "group score"}, "num_samples": 1200}
-    of_pairs |= {"title": "attribute pairs", "protocol": "1,200 pairs", "source": str(run / "sparse")}
-    of_pairs["weights"] = None if "weights" in changes else weights_of(run)
-    content = result("a", "symbols_pairs") | of_pairs | changes
+    pair_scores = {"metrics": {"group": SCORE, "text": 0.8}, "primary": {"group": "group score"}, "num_samples": 1200}
+    pair_scores |= {"title": "attribute pairs", "protocol": "1,200 pairs", "source": str(run / "sparse")}
+    pair_scores["weights"] = None if "weights" in changes else weights_of(run)
+    content = result("a", "symbols_pairs") | pair_scores | changes
     (run / stage).mkdir(exist_ok=True)
     (run / stage / name).write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
 

@@ -43,8 +43,8 @@ def small_tasks(monkeypatch):
     for name in [name for name in TASKS if name.startswith(("icons_", "names_"))]:
         monkeypatch.delitem(TASKS, name)
     # So many training pictures that all kinds are there
-    of_symbols = symbol_tasks(number=40, retrieval=40, pairs=14, train=1500)
-    for name, task in (name_tasks((16,), 16, 16) | of_symbols).items():
+    symbol_parts = symbol_tasks(number=40, retrieval=40, pairs=14, train=1500)
+    for name, task in (name_tasks((16,), 16, 16) | symbol_parts).items():
         monkeypatch.setitem(TASKS, name, task)
 
 

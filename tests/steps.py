@@ -39,7 +39,7 @@ def train_stage(batch_size, **settings):
 
 
 def gradient_of(model, stage, batch, accelerator=None):
-    """What is logged of a batch of this process, and the gradients."""
+    """Logged values of a batch of this process, and the gradients."""
     accelerator = accelerator or Accelerator(cpu=True)
     task = accelerator.prepare(stage.task(model.train(), SimpleNamespace()))
     metrics = _compute_gradient(accelerator, task, iter([batch]), stage, 0, FirstFault("tuned", Path("nowhere")))
@@ -48,7 +48,7 @@ def gradient_of(model, stage, batch, accelerator=None):
 
 
 def assert_same_step(found, expected, rtol=1e-5):
-    """What `gradient_of` returned, but for the rounding of small elements, which are differences of large ones."""
+    """Equal results of `gradient_of`, up to the rounding of small elements, which are differences of large ones."""
     (metrics, grads), (expected_metrics, expected_grads) = found, expected
     assert max(gradient.abs().max() for gradient in expected_grads.values()) > 1e-3
     assert grads.keys() == expected_grads.keys()

@@ -85,7 +85,7 @@ def test_the_batch_of_several_captions():
     model = CLIPModel.from_pretrained("training/symbol_clip").eval()
     processor = CLIPProcessor.from_pretrained("training/symbol_clip")
     rows = SYMBOLS.load("train", "web", 4, captions_per_image=3)
-    captions = [list(of_image) for of_image in rows["caption"]]
+    captions = [list(image_texts) for image_texts in rows["caption"]]
     captions[0][1] = captions[2][0] = captions[2][2] = " "
     weights, arguments = [0.2, 0.3, 0.5], DataArguments(source="symbols", num_samples=4)
     loader = PairLoader(with_captions(rows, captions), processor, arguments, Share(4), caption_weights=weights)
@@ -98,8 +98,8 @@ def test_the_batch_of_several_captions():
         loss, _ = ContrastiveTask(model, stage)(dict(batch))
         images = nn.functional.normalize(model.get_image_features(batch["pixel_values"]).pooler_output, dim=-1)
         texts = torch.zeros(4, 3, images.shape[1])
-        for i, of_image in enumerate(captions):
-            for place, caption in enumerate(of_image):
+        for i, image_texts in enumerate(captions):
+            for place, caption in enumerate(image_texts):
                 if caption.strip():
                     inputs = processor.tokenizer([caption], return_tensors="pt")
                     embeds = model.get_text_features(inputs["input_ids"]).pooler_output

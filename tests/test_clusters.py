@@ -193,8 +193,8 @@ def test_experts_are_numbered_by_range():
 
 def test_labels_know_their_data(tmp_path):
     rows = SYMBOLS.load("train", "detailed", 30)
-    of_features = accumulate(np.arange(30) % 4, [noise(30, 3)])
-    of_centers = Clusters(np.array([0, -1]), np.eye(2, 3), np.array([[0], [1]]), np.eye(3), np.array([0, 1, -1]))
+    feature_clusters = accumulate(np.arange(30) % 4, [noise(30, 3)])
+    center_clusters = Clusters(np.array([0, -1]), np.eye(2, 3), np.array([[0], [1]]), np.eye(3), np.array([0, 1, -1]))
     encoded = list(rows.cast_column("image", Image(decode=False))["image"])
     others = [
         rows.select([1, 0, *range(2, 30)]),
@@ -204,7 +204,7 @@ def test_labels_know_their_data(tmp_path):
         # The same captions with other images, which have no names
         rows.remove_columns("image").add_column("image", encoded[::-1]),
     ]
-    for clusters in (of_features, of_centers):
+    for clusters in (feature_clusters, center_clusters):
         module.save_clusters(tmp_path, clusters, dataset_fingerprint=data_fingerprint(rows), pairs="readable")
         loaded, about = load_clusters(tmp_path, data_fingerprint(SYMBOLS.load("train", "detailed", 30)))
         assert about["pairs"] == "readable"

@@ -71,7 +71,7 @@ def test_layers_compute_the_same_and_share_what_is_compiled(make):
 
 @pytest.mark.slow
 def test_fused_passes_are_compiled_for_each_width_and_any_number_of_tokens(monkeypatch):
-    """What a GPU has, on a CPU: kernels whose widths are variables take up to four times as long."""
+    """A GPU's settings on a CPU: kernels whose widths are variables take up to four times as long."""
     torch.compiler.reset()
     monkeypatch.setattr(kernels, "_is_fused", lambda tensor: not torch.compiler.is_compiling())
     monkeypatch.setattr(kernels, "compiled", cache(lambda function: torch.compile(function, backend="aot_eager")))

@@ -114,7 +114,7 @@ def test_every_command_is_read(page, monkeypatch):
 
 
 def read(arguments):
-    """What `clip-moe` does with its arguments before anything runs, and without classes of one's own."""
+    """Parses arguments as `clip-moe` does before anything runs, without classes of one's own."""
     if OPTION in arguments:
         place = arguments.index(OPTION)
         assert (ROOT / f"{arguments[place + 1].replace('.', '/')}.py").is_file()

@@ -95,8 +95,11 @@ def test_scores_that_depend_on_the_batch_say_so(dense, sparse, tmp_path, mixed):
     if mixed:
         model = tmp_path / "mixture"
         assemble.convert([sparse, tmp_path / "whole"], model)
-    (result,), (of_dense,) = pairs_of(model, tmp_path / "scores", batch_size=7), pairs_of(dense, tmp_path / "scores")
-    assert result["depends_on_batch"] and "depends_on_batch" not in of_dense
+    (result,), (dense_result,) = (
+        pairs_of(model, tmp_path / "scores", batch_size=7),
+        pairs_of(dense, tmp_path / "scores"),
+    )
+    assert result["depends_on_batch"] and "depends_on_batch" not in dense_result
     results = [result, result | {"task": "other", "batch_size": 8}]
     with pytest.raises(ValueError, match="has results of different models: batch_size is 7 on symbols_pairs but 8 on"):
         write_report(results, tmp_path / "report")

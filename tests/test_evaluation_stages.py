@@ -53,8 +53,8 @@ def test_run_whose_data_change_and_go(folder, capsys):
     first, second = re.findall("scores: (done .*); its report is (.*)", capsys.readouterr().out)
     assert first[1] == second[1] == str(out / "scores" / "report.md") and second[0] == "done before, skipped"
     results = [json.loads(file.read_text()) for file in (out / "scores").glob("*--*.json")]
-    of_dense = sorted(result["task"].split("-")[0] for result in results if result["model"] == "dense")
-    assert of_dense == ["mmvp_vlm", "pairs", "retrieval", "retrieval", "symbols_small", "urban1k", "zero_shot"]
+    dense_tasks = sorted(result["task"].split("-")[0] for result in results if result["model"] == "dense")
+    assert dense_tasks == ["mmvp_vlm", "pairs", "retrieval", "retrieval", "symbols_small", "urban1k", "zero_shot"]
     assert len(results) == 14
     (pairs,) = (result for result in results if result["task"].startswith("pairs") and result["model"] == "dense")
     assert pairs["num_samples"] == 6 and any(name.startswith("group/") for name in pairs["metrics"])

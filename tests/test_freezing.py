@@ -1,4 +1,4 @@
-"""What trains and what decays."""
+"""Which parameters train and which decay."""
 
 import re
 
@@ -39,7 +39,7 @@ def equal_experts(**moe):
 
 
 def idle_parts(model, trainable, caplog):
-    """What is named as getting no gradient, and what gets none of the logits, up to rounding."""
+    """Parameters named as getting no gradient, and those that get none from the logits, up to rounding."""
     caplog.clear()
     set_trainable(model, trainable)
     warn_of_idle_parts("routed", model)

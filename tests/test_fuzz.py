@@ -32,7 +32,7 @@ def not_finite(state):
     return state
 
 
-def of_tensors(change):
+def changed_tensors(change):
     return lambda content: save(change(load(content)), {"format": "pt"})
 
 
@@ -51,9 +51,9 @@ DAMAGES = {
 }
 # Weights that no command takes
 TENSORS = {
-    "one less": of_tensors(lambda state: {key: state[key] for key in state if key != sorted(state)[5]}),
-    "flat": of_tensors(lambda state: {key: one.flatten() if one.dim() > 1 else one for key, one in state.items()}),
-    "not finite": of_tensors(not_finite),
+    "one less": changed_tensors(lambda state: {key: state[key] for key in state if key != sorted(state)[5]}),
+    "flat": changed_tensors(lambda state: {key: one.flatten() if one.dim() > 1 else one for key, one in state.items()}),
+    "not finite": changed_tensors(not_finite),
 }
 
 

@@ -1,4 +1,4 @@
-"""What only a GPU shows: `make test-gpu`."""
+"""Tests that need a GPU: `make test-gpu`."""
 
 import copy
 

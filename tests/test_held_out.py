@@ -107,8 +107,8 @@ def test_classes_are_held_out_by_picture():
     images = [*range(100), *range(50), *range(150, 201)]
     train, test = hold_out(rows(captions, images), 0.1, 0, WHOLE)
     assert len(train) + len(test) == 201 and 21 <= len(test) <= 23
-    of_train, of_test = (set(map(plain_words, side["caption"])) for side in (train, test))
-    assert of_test < of_train and len(of_test) == 10 and "a rare one" in of_train
+    train_texts, test_texts = (set(map(plain_words, side["caption"])) for side in (train, test))
+    assert test_texts < train_texts and len(test_texts) == 10 and "a rare one" in train_texts
     assert {image["bytes"] for image in train["image"]}.isdisjoint(image["bytes"] for image in test["image"])
     assert hold_out(rows(captions, images), 0.1, 1, WHOLE)[1]["caption"] != test["caption"]
 

@@ -1,4 +1,4 @@
-"""What may not change what a training makes: interruptions, processes, parts of batches, checkpointing, compilation.
+"""Results of training do not depend on interruptions, processes, parts of batches, checkpointing or compilation.
 
 Each is compared with the plain run of the same settings, which `whole` does once a session.
 """

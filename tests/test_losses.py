@@ -34,16 +34,16 @@ def plain_contrastive_loss(images, texts, scale, label_smoothing=0.0, is_right=o
         for i in range(len(rows)):
             logits = torch.stack([scale * rows[i] @ columns[j] for j in range(len(columns))])
             smooth = (logits - logits.exp().sum().log()).mean()
-            of_right = mean_of_right(logits, [right(i, j) for j in range(len(columns))])
-            total = total + (1 - label_smoothing) * of_right - label_smoothing * smooth
+            right_mean = mean_of_right(logits, [right(i, j) for j in range(len(columns))])
+            total = total + (1 - label_smoothing) * right_mean - label_smoothing * smooth
     return total / (2 * len(images))
 
 
 def mean_of_right(logits, right):
     """The mean of the cross entropies of each right column, among all that are wrong and itself."""
     right = torch.tensor(right)
-    of_each = [(logit.exp() + logits[~right].exp().sum()).log() - logit for logit in logits[right]]
-    return torch.stack(of_each).mean()
+    losses_of_right = [(logit.exp() + logits[~right].exp().sum()).log() - logit for logit in logits[right]]
+    return torch.stack(losses_of_right).mean()
 
 
 def plain_sigmoid_loss(images, texts, scale, bias, is_right=operator.eq):
@@ -275,14 +275,14 @@ def test_several_processes_equal_one(processes, name):
     for parameter, gradient in gradients(model).items():
         assert gradient.abs().max() > 1e-4, parameter
         torch.testing.assert_close(grads[0][parameter], gradient, atol=1e-6, rtol=1e-4, msg=parameter)
-        assert all(torch.equal(of_process[parameter], grads[0][parameter]) for of_process in grads)
+        assert all(torch.equal(process_grads[parameter], grads[0][parameter]) for process_grads in grads)
 
 
 def routed(text, vision, top_k=1, **changes):
     """A configuration and outputs with these router logits of layers, and a batch without padding."""
     towers, outputs = {}, SimpleNamespace()
     for tower, logits in (("text", text), ("vision", vision)):
-        ids = SimpleNamespace(expert_ids=tuple(of_layer.topk(top_k).indices for of_layer in logits))
+        ids = SimpleNamespace(expert_ids=tuple(layer_logits.topk(top_k).indices for layer_logits in logits))
         vars(outputs).update({f"{tower}_router_logits": logits, f"{tower}_model_output": ids})
         settings = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": len(logits)}
         settings |= {"moe_layers": list(range(len(logits))), "num_experts": EXPERTS, "num_experts_per_tok": top_k}
@@ -306,7 +306,7 @@ def test_router_losses_by_hand(balance_top_k, balance_mean):
     coefficients = {"router_aux_loss_coef": 0.5, "router_z_loss_coef": 0.25}
     config, outputs, _ = routed(text, vision, TOP_K, **coefficients)
 
-    def of_tokens(tokens):
+    def balance_of(tokens):
         load, probability, z = torch.zeros(EXPERTS), torch.zeros(EXPERTS), 0.0
         for token in tokens:
             for expert in token.topk(balance_top_k or TOP_K).indices:
@@ -315,27 +315,29 @@ def test_router_losses_by_hand(balance_top_k, balance_mean):
             z += token.logsumexp(-1) ** 2 / len(tokens)
         return 0.5 * EXPERTS * (load * probability).sum() + 0.25 * z
 
-    of_text = [logits[mask.bool()] for logits in text]
-    of_vision = [logits[patches] for logits in vision]
+    text_logits = [logits[mask.bool()] for logits in text]
+    vision_logits = [logits[patches] for logits in vision]
     expected = {
-        "tower": sum(map(of_tokens, of_text)) / 3 + of_tokens(of_vision[0]),
-        "layer": sum(map(of_tokens, of_text + of_vision)) / 4,
-        "token": of_tokens(torch.cat(of_text + of_vision)),
-        "tower_token": of_tokens(torch.cat(of_text)) + of_tokens(torch.cat(of_vision)),
-        "shared": sum(of_tokens(torch.cat(both)) for both in zip(of_text, of_vision, strict=False)) / 3,
+        "tower": sum(map(balance_of, text_logits)) / 3 + balance_of(vision_logits[0]),
+        "layer": sum(map(balance_of, text_logits + vision_logits)) / 4,
+        "token": balance_of(torch.cat(text_logits + vision_logits)),
+        "tower_token": balance_of(torch.cat(text_logits)) + balance_of(torch.cat(vision_logits)),
+        "shared": sum(balance_of(torch.cat(both)) for both in zip(text_logits, vision_logits, strict=False)) / 3,
     }[balance_mean]
     loss, metrics = router_losses(config, outputs, batch, all_reduce_sum, balance_top_k, balance_mean)
     torch.testing.assert_close(loss, expected)
     if balance_mean == "tower":
         half, _ = router_losses(config, outputs, batch, all_reduce_sum, balance_top_k, balance_mean, 0.5)
-        torch.testing.assert_close(half, sum(map(of_tokens, of_text)) / 3 / 2 + of_tokens(*of_vision))
+        torch.testing.assert_close(half, sum(map(balance_of, text_logits)) / 3 / 2 + balance_of(*vision_logits))
     assert metrics["dropped_tokens"] == 0
 
     def violation(tokens):
         loads = tokens.topk(TOP_K).indices.flatten().bincount(minlength=EXPERTS)
         return loads.max() / loads.float().mean() - 1
 
-    by_hand = sum(sum(map(violation, of_tower)) / len(of_tower) for of_tower in (of_text, of_vision)) / 2
+    by_hand = (
+        sum(sum(map(violation, tower_logits)) / len(tower_logits) for tower_logits in (text_logits, vision_logits)) / 2
+    )
     torch.testing.assert_close(metrics["max_violation"], by_hand)
 
 

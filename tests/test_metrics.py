@@ -87,9 +87,9 @@ def test_retrieval_is_the_obvious_loop(at_once, ties, monkeypatch):
     images, texts = random_unit(rng, 20, 3), random_unit(rng, 50, 3)
     if ties:
         images, texts = images.round(), texts.round()
-    of_text = np.concatenate([np.arange(20), rng.integers(0, 20, 30)])
-    right = np.arange(20)[:, None] == of_text
-    metrics = retrieval_metrics(images, texts, of_text)
+    text_images = np.concatenate([np.arange(20), rng.integers(0, 20, 30)])
+    right = np.arange(20)[:, None] == text_images
+    metrics = retrieval_metrics(images, texts, text_images)
     for k in (1, 5, 10):
         assert metrics[f"image_to_text_recall@{k}"] == plain_recall(images @ texts.T, right, k)
         assert metrics[f"text_to_image_recall@{k}"] == plain_recall(texts @ images.T, right.T, k)
@@ -123,13 +123,13 @@ def test_information_is_what_the_best_temperature_leaves_of_the_loss(several, mo
     images = random_unit(rng, 40, 6)
     texts = images + 0.8 * random_unit(rng, 40, 6)
     texts /= np.linalg.norm(texts, axis=1, keepdims=True)
-    of_text = np.arange(40) // 2 * 2 if several else np.arange(40)
-    images, of_text = (images[::2], of_text // 2) if several else (images, of_text)
+    text_images = np.arange(40) // 2 * 2 if several else np.arange(40)
+    images, text_images = (images[::2], text_images // 2) if several else (images, text_images)
     wanted = ("image_to_text_information", "text_to_image_information")
-    metrics = retrieval_metrics(images, texts, of_text, wanted=wanted)
+    metrics = retrieval_metrics(images, texts, text_images, wanted=wanted)
     for way, scores, right in (
-        (wanted[0], images @ texts.T, np.arange(len(images))[:, None] == of_text),
-        (wanted[1], texts @ images.T, of_text[:, None] == np.arange(len(images))),
+        (wanted[0], images @ texts.T, np.arange(len(images))[:, None] == text_images),
+        (wanted[1], texts @ images.T, text_images[:, None] == np.arange(len(images))),
     ):
         losses = []
         for scale in np.exp(np.linspace(-3, 8, 2000)):

@@ -1,4 +1,4 @@
-"""What captions allow at best, counted by hand."""
+"""The best that captions allow, counted by hand."""
 
 import datasets
 import pytest

@@ -1,4 +1,4 @@
-"""What CLIP-MoE's released code does otherwise than the paper, against the obvious computation."""
+"""Differences of CLIP-MoE's released code from the paper, against the obvious computation."""
 
 import math
 from pathlib import Path

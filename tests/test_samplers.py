@@ -52,16 +52,16 @@ def epoch_of(kind, labels, batch_size, world_size, seed, epoch, start_batch=0):
 def test_batches_use_what_fits_once(kind, case):
     """And are of one cluster over all processes."""
     labels, batch_size, world_size, *_ = case
-    of_one = np.zeros_like(labels) if kind.startswith("all") else labels
-    sizes, size, used = np.bincount(of_one), batch_size * world_size, []
+    sample_clusters = np.zeros_like(labels) if kind.startswith("all") else labels
+    sizes, size, used = np.bincount(sample_clusters), batch_size * world_size, []
     ranks = epoch_of(kind, *case)
     for parts in zip(*ranks, strict=True):
         assert {len(part) for part in parts} == {batch_size}
         batch = [sample for part in parts for sample in part]
-        assert len(set(of_one[batch])) == 1
+        assert len(set(sample_clusters[batch])) == 1
         used += batch
     assert len(used) == len(set(used)) == len(ranks[0]) * size
-    assert (np.bincount(of_one[used], minlength=len(sizes)) == sizes // size * size).all()
+    assert (np.bincount(sample_clusters[used], minlength=len(sizes)) == sizes // size * size).all()
 
 
 @EVERY

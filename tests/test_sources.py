@@ -278,7 +278,7 @@ def test_what_is_not_there_and_does_not_go_together(tmp_path, processor):
 
 
 def test_nothing_is_written_beside_the_users_data(tmp_path):
-    """What is computed of a dataset of `save_to_disk` is kept elsewhere, also where its images are named."""
+    """Results computed for a dataset of `save_to_disk` are kept elsewhere, also where its images are named."""
     names = tiny_sources.write_pictures(tmp_path / "images")
     pairs = datasets.Dataset.from_dict({"image": names, "caption": [f"{name}\n{name}" for name in names]})
     pairs.save_to_disk(tmp_path / "saved")

@@ -58,8 +58,8 @@ def test_the_example_of_a_kind_is_one(kind):
     code = [text for text in docstring(stage_of_kind(kind)).split("\n\n") if text.startswith("    clip-moe")]
     commands = [shlex.split(line) for text in code for line in text.replace("\\\n", "").splitlines()]
     assert commands
-    for _, of_kind, *arguments in (command for command in commands if command[0] == "clip-moe"):
-        assert of_kind.replace("-", "_") == kind
+    for _, command_kind, *arguments in (command for command in commands if command[0] == "clip-moe"):
+        assert command_kind.replace("-", "_") == kind
         read_stage_command(kind, arguments)
         assert all((ROOT / word).is_dir() for word in arguments if word.startswith("training/"))
 

@@ -264,14 +264,14 @@ def test_clusters_of_captions_are_those_of_the_loss(system):
     np.testing.assert_allclose(images, image_embeds(run.whole / "dense", rows["image"]), atol=1e-5)
     assert np.array_equal(images, raw_images)
     missing = 0
-    for row, feature, of_raw in zip(rows, found, raw, strict=True):
+    for row, feature, raw_feature in zip(rows, found, raw, strict=True):
         there = [caption for caption in row["caption"] if caption]
         missing += len(there) < 3
         texts = model.get_text_features(**processor.tokenizer(there, padding=True, return_tensors="pt")).pooler_output
         texts = torch.nn.functional.normalize(texts.detach(), dim=-1)
         mean = sum(weight * text for weight, text in zip((0.1, 0.6, 0.3), texts, strict=False))
         np.testing.assert_allclose(feature, torch.nn.functional.normalize(mean, dim=0), atol=1e-5)
-        np.testing.assert_allclose(of_raw, texts[0], atol=1e-5)
+        np.testing.assert_allclose(raw_feature, texts[0], atol=1e-5)
     assert 0 < missing < len(rows)
 
 
@@ -299,8 +299,8 @@ def test_captions_are_embedded_and_every_pair_belongs_to_the_expert_of_its_cente
     assert centers.shape == (8, 16) and np.array_equal(fine, nearest(embeds, centers))
     clusters, metadata = load_clusters(out / "coarse")
     fingerprint = data_fingerprint(rows, images=False)
-    of_stages = (load_clusters(out / name, fingerprint)[0].labels for name in ("coarse", "random", "selected"))
-    labels, random, selected = of_stages
+    label_sets = (load_clusters(out / name, fingerprint)[0].labels for name in ("coarse", "random", "selected"))
+    labels, random, selected = label_sets
     assert np.array_equal(labels, clusters.cluster_of_center[fine]) and metadata["encoder"].startswith("tfidf-")
     assert set(labels) == {0, 1}
     assert np.array_equal(np.bincount(clusters.cluster_of_center), [4, 4])
@@ -364,8 +364,8 @@ def test_other_pairs_are_embedded_while_they_are_assigned(system, out):
         for name in readers:
             shutil.rmtree(output / name, ignore_errors=True)
 
-    of_readers = {f"{name}.data": more for name in readers}
-    target = remade(system("mode"), ["coarse"], {"coarse.data": more} | of_readers, without_readers)
+    reader_data = {f"{name}.data": more for name in readers}
+    target = remade(system("mode"), ["coarse"], {"coarse.data": more} | reader_data, without_readers)
     rows = load_pairs(DataArguments(**more))
     embeds = load_encoder(target / "captions" / "encoder").encode(rows["caption"])
     centers = load_arrays(out / "coarse" / "centers.safetensors")["centers"]
@@ -420,9 +420,9 @@ def test_every_image_routes_itself_by_all_centers(system):
     assert found == pytest.approx(np.mean(weights_, axis=0).tolist(), abs=1e-5)
     assert np.std(weights_, axis=0).min() > 0.005  # images differ in theirs
     read = [json.loads(path.read_text()) for path in (out / "evaluation").glob("symbols_zero_shot--*.json")]
-    of_rows = {result["model"]: result for result in read}
-    assert of_rows["released"]["routing_weights"] != of_rows["mode"]["routing_weights"]
-    assert of_rows["released"]["weights"] == of_rows["mode"]["weights"]
+    row_results = {result["model"]: result for result in read}
+    assert row_results["released"]["routing_weights"] != row_results["mode"]["routing_weights"]
+    assert row_results["released"]["weights"] == row_results["mode"]["weights"]
 
 
 @pytest.mark.slow

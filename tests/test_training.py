@@ -104,7 +104,7 @@ def test_a_router_stage_between_equal_experts_says_so(tmp_path, caplog):
 
 
 def errors(text):
-    """What the processes say of errors; the launcher adds its own afterwards."""
+    """Error messages of the processes; the launcher adds its own afterwards."""
     text = text.split("torch/distributed/elastic")[0].split("Traceback")[0]
     lines = [line for line in text.splitlines() if re.search("error|traceback|failed|exit", line, re.IGNORECASE)]
     # Where torchao is installed, its import fails to load kernels for GPUs, and has torch warn of an error in future

@@ -1,4 +1,4 @@
-"""What a wheel carries, used where no checkout is. `make wheel` does the same with pip, in a clean environment."""
+"""The contents of a wheel, used without a checkout. `make wheel` does the same with pip, in a clean environment."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory) -> Path:
-    """What lies in site-packages after the installation of a wheel."""
+    """Contents of site-packages after the installation of a wheel."""
     folder = tmp_path_factory.mktemp("wheel")
     egg, parts = ["egg_info", "--egg-base", folder], ["build", "--build-base", folder, "--build-lib", folder / "lib"]
     subprocess.run([sys.executable, "setup.py", "-q", *egg, *parts], cwd=ROOT, check=True, capture_output=True)

@@ -1,4 +1,4 @@
-"""What the built-in worlds have in common: how a recipe names them, their kinds and their tasks."""
+"""All built-in worlds: how a recipe names them, their kinds and their tasks."""
 
 import sys
 from importlib.metadata import PackageNotFoundError

@@ -1,4 +1,4 @@
-"""What CLIP_benchmark's command needs: a data set in its layout, and torchvision."""
+"""Requirements of CLIP_benchmark's command: a data set in its layout, and torchvision."""
 
 import io
 import os
@@ -35,7 +35,7 @@ def save_benchmark(folder, captions=False):
 
 
 def clip_benchmark_path(folder):
-    """What PYTHONPATH needs for CLIP_benchmark's command; a file for that is written into `folder`.
+    """Value of PYTHONPATH for CLIP_benchmark's command, which needs a file that is written into `folder`.
 
     torchvision lies in a folder of its own: where torch is a CPU build, the one on PyPI cannot be imported whole, and
     transformers would try.

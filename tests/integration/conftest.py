@@ -1,4 +1,4 @@
-"""What the integrations share: the versions they run on and a published model."""
+"""Shared by the integrations: the versions they run on and a published model."""
 
 from importlib import metadata
 from pathlib import Path
@@ -43,7 +43,7 @@ def source(backbone, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def repository(source, tmp_path_factory) -> Path:
-    """What is published of it."""
+    """Its published folder."""
     folder = tmp_path_factory.mktemp("repository") / "clip-moe-symbols"
     publish.main([str(source), "user/clip-moe-symbols", "--dry_run", str(folder), "--license", "apache-2.0"])
     return folder

@@ -48,7 +48,7 @@ if NEW:
 
 
 def shares_of(case: str, batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    """What each process gets: the whole batch, or its half of it."""
+    """The batch of each process: all of it, or half."""
     if "fsdp_size" not in CASES[case][2]:
         return [batch, batch]
     return [{name: tensor.chunk(2)[rank] for name, tensor in batch.items()} for rank in range(2)]

@@ -42,13 +42,13 @@ from safetensors.numpy import save_file
 from sentence_transformers import SentenceTransformer
 from transformers import pipeline
 repositories, texts, files = json.loads(sys.argv[1])
-for family, (repository, padding, of_one_size) in repositories.items():
+for family, (repository, padding, fixed_size) in repositories.items():
     classify = pipeline("zero-shot-image-classification", model=repository, trust_remote_code=True)
     scores = classify(Image.open(files[0]), candidate_labels=["red", "round"], hypothesis_template="a {} cat")
-    of_label = {score["label"]: score["score"] for score in scores}
-    print(family, type(classify.model).__module__.split(".")[0], of_label["red"], of_label["round"])
+    scores_by_label = {score["label"]: score["score"] for score in scores}
+    print(family, type(classify.model).__module__.split(".")[0], scores_by_label["red"], scores_by_label["round"])
     saved = [(f"{family}_first", repository), (f"{family}_again", f"{family}_first")]
-    for name, folder in saved if of_one_size else []:
+    for name, folder in saved if fixed_size else []:
         model = SentenceTransformer(folder, trust_remote_code=True, device="cpu")
         assert type(model[0].model).__module__.startswith("transformers_modules.")
         model[0].processing_kwargs = padding or model[0].processing_kwargs
@@ -64,7 +64,7 @@ def family(request):
 
 
 # Where an image is one tensor
-of_one_size = pytest.mark.parametrize(
+fixed_size = pytest.mark.parametrize(
     "family",
     [family for family in FAMILIES if not family.naflex],
     ids=lambda family: family.model_type,
@@ -96,7 +96,7 @@ def published(family, repositories):
 
 @pytest.fixture(scope="module")
 def without_the_package(repositories, image, tmp_path_factory):
-    """What a program without this package has of all families, which takes long to import: a folder, and family ->
+    """Outputs of all families in a program without this package, which takes long to import: a folder, and family ->
     module, score, score."""
     folder = tmp_path_factory.mktemp("without")
     Image.open(image).convert("L").save(folder / "gray.png")
@@ -155,7 +155,7 @@ def model(published):
     return AutoModel.from_pretrained(published).eval()
 
 
-@of_one_size
+@fixed_size
 @torch.no_grad()
 def test_sentence_transformers_embeds_as_the_model_without_the_package(
     family, published, model, prepare, image, without_the_package
@@ -175,7 +175,7 @@ def test_sentence_transformers_embeds_as_the_model_without_the_package(
             torch.testing.assert_close(found[kind], value, rtol=0, atol=1e-5 * value.abs().max().item())
 
 
-@of_one_size
+@fixed_size
 @torch.no_grad()
 def test_open_clips_calls_are_the_models(family, published, model, inputs, image):
     adapter, transform, tokenize = load_clip(str(published))
@@ -242,7 +242,7 @@ def test_an_adapter_of_a_shared_encoder_is_saved_and_loaded(adapter, tmp_path):
         torch.testing.assert_close(loaded(**batch).logits_per_image, adapted(**batch).logits_per_image)
 
 
-@of_one_size
+@fixed_size
 def test_a_llava_takes_the_tower_in_place_of_its_dense_one(family, published, tmp_path):
     vision = tiny_dense(family, LENGTH).config.vision_config.to_dict()
     if not family.sigmoid:  # transformers' LLaVA does not know MetaCLIP 2's tower, which is CLIP's

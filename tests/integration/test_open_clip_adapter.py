@@ -32,8 +32,8 @@ def test_clip_benchmarks_own_command_gives_our_numbers(repository, tmp_path):
     clip_moe.main(["evaluate", str(tmp_path / "ours"), "--models.ours", model, "--tasks", task])
     (result,) = (json.loads(path.read_text())["metrics"] for path in (tmp_path / "ours").glob("*--*.json"))
     for k in (1, 5):
-        for name, of_ours in (("image_retrieval", "text_to_image"), ("text_retrieval", "image_to_text")):
-            assert theirs[f"{name}_recall@{k}"] == pytest.approx(result[f"{of_ours}_recall@{k}"], abs=1e-6)
+        for name, our_direction in (("image_retrieval", "text_to_image"), ("text_retrieval", "image_to_text")):
+            assert theirs[f"{name}_recall@{k}"] == pytest.approx(result[f"{our_direction}_recall@{k}"], abs=1e-6)
 
 
 def test_a_dense_clip_is_taken_and_a_mixture_refused(tmp_path):

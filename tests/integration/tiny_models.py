@@ -27,7 +27,7 @@ def tokenizer(length):
 
 
 def other_parts(**unet_options):
-    """What a pipeline has beside its text encoders, tiny and with random weights."""
+    """Parts of a pipeline beside its text encoders, tiny and with random weights."""
     torch.manual_seed(0)
     sizes = {"sample_size": 16, "block_out_channels": (8, 16), "layers_per_block": 1, "attention_head_dim": 8}
     down, up = ("DownBlock2D", "CrossAttnDownBlock2D"), ("CrossAttnUpBlock2D", "UpBlock2D")

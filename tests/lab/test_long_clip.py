@@ -92,8 +92,8 @@ def test_the_stage(tmp_path):
     output = run_stages(tmp_path, [DENSE, CAPTIONS, LONG | {"max_steps": 40, "global_batch_size": 24}])
     before, after = weights(output / "dense"), weights(output / "tuned")
     assert not [name for name in before if torch.equal(before[name], after[name])]
-    of_steps = losses(output / "tuned")
-    assert of_steps[-1] < 0.9 * of_steps[0]
+    step_losses = losses(output / "tuned")
+    assert step_losses[-1] < 0.9 * step_losses[0]
 
 
 def test_mistakes(tmp_path):

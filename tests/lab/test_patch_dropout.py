@@ -11,7 +11,7 @@ from modeling_clip_moe.families import FAMILIES
 
 @pytest.mark.parametrize("family", [one for one in FAMILIES if not one.naflex], ids=lambda one: one.name)
 def test_patch_dropout_leaves_patches_out(family):
-    """What stays are whole patches in an order of no meaning, with the gradient that they have alone."""
+    """The rest are whole patches in arbitrary order, with the gradient that they have alone."""
     model = tiny_dense(family).train()
     vision, size = model.vision_model, model.config.vision_config.image_size
     pixels = torch.randn(8, 3, size, size)
@@ -30,7 +30,7 @@ def test_patch_dropout_leaves_patches_out(family):
     places = same.long().argmax(dim=2)
     assert len(places.unique(dim=0)) > 1
     weight = vision.embeddings.patch_embedding.weight
-    kept = torch.stack([image[first:][of_image] for image, of_image in zip(whole, places, strict=True)])
+    kept = torch.stack([image[first:][image_places] for image, image_places in zip(whole, places, strict=True)])
     gradients = [torch.autograd.grad(patches.square().sum(), weight)[0] for patches in (rows[:, first:], kept)]
     torch.testing.assert_close(gradients[0], gradients[1])
     vision(pixels)
