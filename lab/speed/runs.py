@@ -1,6 +1,6 @@
-"""Time of the symbol world's recipes, whether --rehearse predicts it, and whether runs survive kills.
+"""Time of the front page's models, whether --rehearse predicts a run, and whether runs survive kills.
 
-OMP_NUM_THREADS=1 python -m lab.speed.runs time --output lab/speed/results/training_time_cpu.md
+OMP_NUM_THREADS=1 python -m lab.speed.runs names --output lab/speed/results/names_training_cpu.md
 """
 
 import contextlib
@@ -34,20 +34,6 @@ from clip_moe.training.stages.steps import StepsStage
 from lab import ROOT, recipe_file
 from lab.speed.page import Output, Rounds, in_own_process, machine, page, table
 
-TIMED = {
-    "CLIP-MoE": {
-        "clusters": ["features"]
-        + [f"mcl_clusters_{number}" for number in range(1, 5)]
-        + [f"mcl_features_{number}" for number in range(1, 4)],
-        "experts": [f"mcl_{number}" for number in range(1, 5)],
-        "router": ["mcl_unified", "clip_moe"],
-    },
-    "CLIP-FMoE": {
-        "clusters": ["features", "clusters", "sub_clusters"],
-        "experts": [f"clip_fmoe_{number}" for number in range(1, 5)],
-        "router": ["clip_fmoe_unified", "clip_fmoe"],
-    },
-}
 # System -> its recipe, the stages of it that stay, and what makes them short
 TRAINED = {"defaults.train.data.num_samples": 2048, "defaults.train.max_steps": 8, "defaults.train.save_steps": 3}
 SYSTEMS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -76,7 +62,7 @@ SYSTEMS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "defaults.embed.data.num_samples": 2048,
             "defaults.train.max_steps": None,
             "defaults.train.num_epochs": 1,
-            "clusters.num_experts": 2,
+            "clusters.num_clusters": 2,
             "mode.experts": ["expert_1", "expert_2"],
             "soup.models": ["expert_1", "expert_2"],
         },
@@ -94,48 +80,6 @@ UNTRAINED = ("initialized", "upcycled_8", "upcycled_32", "initialized_30")
 # Steps of two runs, whose difference is that of the steps alone
 FEW_STEPS, MORE_STEPS = 2, 42
 System = Literal[*SYSTEMS]
-ABOUT = """Each stage was rehearsed, then run, in processes of their own. {}."""
-
-
-def stage_seconds(folder: Path) -> dict[str, float]:
-    """Seconds of every stage, in a new folder."""
-    recipe = load_recipe(recipe_file("clip_fmoe_symbols"), {"output_dir": str(folder)})
-    wanted = {name for parts in TIMED.values() for names in parts.values() for name in names}
-    wanted |= {"captions", "copied", "copied_for_clip_moe", "fused"}
-    clock, seconds = time.perf_counter if torch.accelerator.is_available() else time.process_time, {}
-    for stage in recipe.stages:
-        if stage.name in wanted:
-            started = clock()
-            with contextlib.redirect_stdout(io.StringIO()):
-                run_recipe(recipe, only=[stage.name])
-            seconds[stage.name] = clock() - started
-    return seconds
-
-
-def compare_times(*, output: Output = None) -> str:
-    """CLIP-FMoE against CLIP-MoE on the same data, captions, batch and epochs a stage.
-
-    On a CPU the seconds are those of the processor, since other programs would disturb the clock. The paper (section
-    5): 72.5 % less time than CLIP-MoE, with clustering and all experts at once.
-    """
-    rows, reference = [], None
-    with tempfile.TemporaryDirectory() as folder:
-        seconds = stage_seconds(Path(folder))
-    for system, parts in TIMED.items():
-        sums = {part: sum(seconds[name] for name in names) for part, names in parts.items()}
-        total = at_once = sum(sums.values())
-        reference = reference or total
-        if system == "CLIP-FMoE":  # whose experts do not wait for each other
-            at_once += max(seconds[name] for name in parts["experts"]) - sums["experts"]
-        totals = [f"{whole:.0f} ({whole / reference - 1:+.0%})" for whole in (total, at_once)]
-        rows.append([system, *(f"{part:.0f}" for part in sums.values()), *totals])
-    return page(
-        output,
-        "# Training time",
-        table(["system", "embed, cluster", "experts", "router", "total", "experts at once"], rows),
-        f"Seconds; {machine()}. In brackets: against CLIP-MoE. Every stage has one epoch of its data: an expert of "
-        "CLIP-MoE sees all of them, one of CLIP-FMoE a quarter.",
-    )
 
 
 def step_costs() -> dict[str, tuple[float, int]]:
@@ -235,7 +179,8 @@ def compare_rehearsals(*, output: Output = None, systems: Sequence[System] = tup
                 sizes = in_words(foretold.memory), in_words(memory), f"{foretold.memory / memory:.2f}"
                 rows.append([stage.name, *seconds, *sizes])
         parts += [f"## {system}: {SYSTEMS[system][0]}", table(columns, rows)]
-    return page(output, "# What --rehearse says, and what a run takes", ABOUT.format(machine()), *parts)
+    about = f"Each stage was rehearsed, then run, in processes of their own. {machine()}."
+    return page(output, "# What --rehearse says, and what a run takes", about, *parts)
 
 
 def killed_after(system: str, output: Path, seconds: float) -> str | None:
@@ -319,5 +264,5 @@ if __name__ == "__main__":
     run_program(
         "python -m lab.speed.runs",
         __doc__,
-        {"time": compare_times, "names": time_names, "rehearsal": compare_rehearsals, "kills": kill_runs},
+        {"names": time_names, "rehearsal": compare_rehearsals, "kills": kill_runs},
     )

@@ -2,7 +2,7 @@ import pytest
 from tiny_clip_moe import tower_fields
 from transformers import CLIPConfig
 
-from lab.speed import steps
+from lab.speed import runs, steps
 
 pytestmark = pytest.mark.slow
 
@@ -31,3 +31,8 @@ def test_images_per_second():
     printed = steps.inference(images=[1, 3], presets=["clip_up"], dtype="float32", rounds=1, device="cpu")
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed.splitlines() if line.startswith("| ")]
     assert [row[:2] for row in rows[1:]] == [["1", "dense"], ["1", "clip_up"], ["3", "dense"], ["3", "clip_up"]]
+
+
+@pytest.mark.parametrize("system", runs.SYSTEMS)
+def test_shortened_recipes_load(system, tmp_path):
+    assert len(runs.short_recipe(system, tmp_path / "run")[2].stages) == len(runs.SYSTEMS[system][1].split())
