@@ -1,4 +1,4 @@
-"""What a card says of where a model comes from, and which examples it shows."""
+"""The origin of a model on its card, and the examples that it shows."""
 
 import re
 

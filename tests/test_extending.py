@@ -59,7 +59,7 @@ def own(done, monkeypatch):
 
 
 def forget():
-    """What is imported next is read anew."""
+    """Later imports read the files anew."""
     for name in [name for name in sys.modules if name.split(".")[0] in ("my_method", "losses", "wrong")]:
         del sys.modules[name]
 

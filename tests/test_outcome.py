@@ -83,9 +83,9 @@ def test_a_model_has_the_last_training_of_its_weights(out, tmp_path, monkeypatch
     assert [*trainings(out / "collapsed")] == [out / "collapsed"]  # not the one that it started from
     assert trainings(out / "dense") == trainings(out / "nowhere") == {}
     monkeypatch.chdir(out.parent)
-    (tmp_path / "of_another_run").mkdir()
-    Record(stage={"stage": "upcycle", "model": f"{out.name}/dead"}).write(tmp_path / "of_another_run")
-    assert [*trainings(tmp_path / "of_another_run")] == [out / "dead"]
+    (tmp_path / "another_run").mkdir()
+    Record(stage={"stage": "upcycle", "model": f"{out.name}/dead"}).write(tmp_path / "another_run")
+    assert [*trainings(tmp_path / "another_run")] == [out / "dead"]
 
 
 def test_a_resumed_run_has_the_same_outcome(tmp_path):
@@ -214,8 +214,8 @@ def test_the_answer_follows_from_the_outcome(dense, sparse, scores, begins, ends
         result(row, "learned", primary={"accuracy": "accuracy"}, metrics={"accuracy": score})
         for row, score in rows.items()
     ]
-    of_rows = {"dense": {"d_tuned": dense}, "sparse": {"s_tuned": sparse}}
-    answered = answer(results, ["learned"], {row: f"in/{row}" for row in rows}, of_rows)
+    row_trainings = {"dense": {"d_tuned": dense}, "sparse": {"s_tuned": sparse}}
+    answered = answer(results, ["learned"], {row: f"in/{row}" for row in rows}, row_trainings)
     told = f"**{answered.verdict}** {answered.advice}"
     outcomes = [f"`{name}` {end.outcome}. " for name, end in (("d_tuned", dense), ("s_tuned", sparse)) if end.outcome]
     assert told.startswith(f"**{''.join(outcomes)}{begins}") and ends in told

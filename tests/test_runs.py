@@ -97,7 +97,7 @@ def test_models_may_be_called_as_settings_that_are_not_compared():
 
 
 def test_a_kill_just_after_a_stage_has_its_name_changes_no_record(write, monkeypatch, capsys):
-    """What reads the stage then is not refused later."""
+    """Stages that read it are not refused later."""
     path = write()
 
     def killed(final):

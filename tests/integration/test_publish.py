@@ -257,9 +257,9 @@ def test_the_self_test_sees_every_expert_and_every_token():
     for table, factor, row in tables:
         before = table[row].clone()
         table[row] *= factor
-        of_sums = ((weight_sums(model) - sums) / sums).abs().max()
-        of_experts = ((every_expert(model) - outputs).norm(dim=1) / outputs.norm(dim=1)).max()
-        assert of_sums > SUM_TOLERANCE or of_experts > TOLERANCE, (table.shape, row)
+        sum_error = ((weight_sums(model) - sums) / sums).abs().max()
+        expert_error = ((every_expert(model) - outputs).norm(dim=1) / outputs.norm(dim=1)).max()
+        assert sum_error > SUM_TOLERANCE or expert_error > TOLERANCE, (table.shape, row)
         table[row] = before
     tokens[7] *= -3
     with pytest.raises(ValueError, match="failed its self-test: the .* differ by"):
