@@ -44,11 +44,6 @@ class Point:
     def exposures(self) -> float:
         return self.pairs / self.facts
 
-    @property
-    def meetings(self) -> float:
-        """How often two facts met in a batch, where one is a negative of the other."""
-        return self.pairs * (self.batch_size - 1) / (self.facts * (self.facts - 1))
-
 
 def read_points(folder: Path) -> list[Point]:
     """Points of a run's models that have a score and whose training left chance and did not collapse."""

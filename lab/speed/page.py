@@ -47,9 +47,8 @@ def seconds(call: Callable[[], object], device: torch.device) -> float:
 
 
 def cost(prepare: Callable[..., Callable[[], Any]], *arguments: object) -> dict[str, Any]:
-    """Cost of calling `prepare(*arguments)()`, measured in a new process: `seconds` by the clock, `cpu` seconds of the
-    processor, bytes that the process held `before` the call, `memory` that came on top at most (on a GPU, all that was
-    allocated there), and the `result`."""
+    """Cost of calling `prepare(*arguments)()`, measured in a new process: `cpu` seconds of the processor, bytes of
+    `memory` on top of what the process held before, at most (on a GPU, all that was allocated), and the `result`."""
     return in_own_process(_cost, prepare, arguments)
 
 
@@ -70,11 +69,11 @@ def in_own_process(function: Callable[..., Result], *arguments: Any) -> Result:
 def _cost(prepare: Callable[..., Callable[[], Any]], arguments: tuple) -> dict[str, Any]:
     call = prepare(*arguments)
     reset_peak_memory(CPU)
-    before, clock, processor = peak_memory(CPU), time.perf_counter(), time.process_time()
+    before, processor = peak_memory(CPU), time.process_time()
     result = call()
-    times = {"seconds": time.perf_counter() - clock, "cpu": time.process_time() - processor}
+    cpu = time.process_time() - processor
     allocated = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-    return times | {"before": before, "memory": allocated or peak_memory(CPU) - before, "result": result}
+    return {"cpu": cpu, "memory": allocated or peak_memory(CPU) - before, "result": result}
 
 
 def machine(device: torch.device | str = "cpu") -> str:
@@ -82,10 +81,6 @@ def machine(device: torch.device | str = "cpu") -> str:
     device = torch.device(device)
     threads = "" if device.type == "cuda" else f", {torch.get_num_threads()} threads"
     return f"{device_name(device)}{threads}, torch {torch.__version__}, transformers {transformers.__version__}"
-
-
-def mib(number: float) -> str:
-    return f"{number / 2**20:,.0f} MiB"
 
 
 def table(header: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
