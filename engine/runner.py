@@ -269,7 +269,8 @@ class Runner:
     def end(self) -> None:
         """End the trackers and the process group. A DDP module that outlives the group destroys it while it holds the
         GIL, for which the group's own thread may wait: a deadlock."""
-        gc.collect()
+        if self.context.accelerator.num_processes > 1:
+            gc.collect()
         self.context.accelerator.end_training()
 
 
