@@ -35,6 +35,7 @@ class StepsStage(LoopSettings, ModelStage):
 
     # A unit of its data, as it is printed
     samples: ClassVar[str] = "samples"
+    main_process_only: ClassVar[bool] = False
     incidental: ClassVar[Collection[str]] = ("logging_steps", "save_steps", "save_total_limit", "torch_compile")
 
     # An earlier stage, a folder or a hub name.
