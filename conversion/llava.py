@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import MODEL_MAPPING, LlavaConfig, LlavaForConditionalGeneration, PreTrainedConfig, PreTrainedModel
 
 from clip_moe.conversion.checkpoints import HINTS, has_file, load_config, load_model, load_weights
-from clip_moe.conversion.processors import IMAGE_PROCESSOR_FILES, load_image_processor, load_processor, require_fit
+from clip_moe.conversion.processors import HALVES, load_image_processor, load_processor, require_fit
 from clip_moe.conversion.verification import check_equal
 from clip_moe.engine.files import save
 from modeling_clip_moe.configuration_clip_moe import CLIPMoETowerConfig
@@ -111,7 +111,7 @@ def verify(folder: Path, expected: dict[str, Tensor]) -> None:
 def write_processor(source: str | Path, tower_source: str | Path, folder: Path) -> None:
     """Saves LLaVA's processor with the tower's way to prepare images, if it has one."""
     processor, config, image_source = load_processor(source), load_config(folder), source
-    if has_file(tower_source, IMAGE_PROCESSOR_FILES):
+    if has_file(tower_source, HALVES["image processor"]):
         processor.image_processor, image_source = load_image_processor(tower_source), tower_source
     require_fit(config, tower_source, image_source, image_processor=processor.image_processor)
     processor.patch_size = config.vision_config.patch_size

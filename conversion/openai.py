@@ -71,7 +71,7 @@ PACKED = {
     f"{theirs}.attn.in_proj_{{kind}}": f"{ours}.self_attn.{{part}}_proj.{{kind}}" for theirs, ours in BLOCKS.items()
 }
 
-# Rules that sparse models share; two rules differ
+# Rules that sparse models share
 SHARED_RULES = [
     *(renaming(theirs, ours) for theirs, ours in RENAMED.items()),
     *(renaming(theirs, ours, transform=torch.t) for theirs, ours in TRANSPOSED.items()),
@@ -81,10 +81,10 @@ SHARED_RULES = [
     ),
     Rule("attn_mask", (), reason="the causal mask, which transformers builds itself"),
     Rule("|".join(OPENAI_SETTINGS), (), reason="follows from the other tensors' shapes"),
+    Rule("positional_embedding", POSITIONS),
 ]
 RULES = [
     *SHARED_RULES,
-    Rule("positional_embedding", POSITIONS),
     Rule("logit_scale", "logit_scale", lambda scale: scale.reshape(())),  # open_clip also writes (1,)
 ]
 

@@ -29,10 +29,11 @@ from modeling_clip_moe.families import family_of, longest_text, pooled_token, po
 
 logger = logging.getLogger(__name__)
 
-# Files that show that a folder or repository has a half of a processor
-TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
-TOKENIZER_FILES += ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
-IMAGE_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+# The halves of a processor -> files that show that a folder or repository has it
+HALVES = {
+    "tokenizer": "tokenizer.json vocab.json vocab.txt tokenizer.model spiece.model sentencepiece.bpe.model".split(),
+    "image processor": ["processor_config.json", "preprocessor_config.json"],
+}
 # Two processors are compared on a text of so many tokens, and on an image of this side
 COMPARED_TOKENS, COMPARED_SIDE = 1000, 256
 
@@ -54,13 +55,13 @@ def forget_last_call(tokenizer: PreTrainedTokenizerBase) -> None:
 
 def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder or hub name."""
-    require_half(source, "tokenizer", TOKENIZER_FILES)
+    require_half(source, "tokenizer")
     return _load(AutoTokenizer, source)
 
 
 def load_image_processor(source: str | Path) -> BaseImageProcessor:
     """The image processor of a folder or hub name."""
-    require_half(source, "image processor", IMAGE_PROCESSOR_FILES)
+    require_half(source, "image processor")
     return _load(AutoImageProcessor, source)
 
 
@@ -71,18 +72,17 @@ def _load(auto_class: Any, source: str | Path) -> Any:
     return loaded
 
 
-def require_half(source: str | Path, half: str, files: Sequence[str]) -> None:
+def require_half(source: str | Path, half: str) -> None:
     """Refuses a folder or hub name without this half of a processor, which transformers would make up."""
-    if not has_file(source, files):
-        raise FileNotFoundError(
-            f"{source} has no {half} ({' or '.join(files)}): copy the one it was trained with there"
-        )
+    if not has_file(source, HALVES[half]):
+        files = " or ".join(HALVES[half])
+        raise FileNotFoundError(f"{source} has no {half} ({files}): copy the one it was trained with there")
 
 
 def load_processor(source: str | Path) -> ProcessorMixin:
     """The processor of a folder or hub name, which fits the model that is there."""
-    require_half(source, "tokenizer", TOKENIZER_FILES)
-    require_half(source, "image processor", IMAGE_PROCESSOR_FILES)
+    for half in HALVES:
+        require_half(source, half)
     processor = _load(AutoProcessor, source)
     tokenizer = processor.tokenizer
     for config in model_configs(source) if has_file(source, ["config.json"]) else []:
@@ -237,7 +237,7 @@ def most_patches(config: PreTrainedConfig, source: str | Path) -> int | None:
 
 def load_halves(source: str | Path) -> tuple[Any, PreTrainedTokenizerBase | None, BaseImageProcessor | None]:
     """The processor of a folder or hub name, or the half that there is, then its tokenizer and its image processor."""
-    has_tokenizer, has_image_processor = has_file(source, TOKENIZER_FILES), has_file(source, IMAGE_PROCESSOR_FILES)
+    has_tokenizer, has_image_processor = (has_file(source, files) for files in HALVES.values())
     if has_tokenizer and has_image_processor:
         processor = _load(AutoProcessor, source)
         return processor, processor.tokenizer, processor.image_processor

@@ -33,7 +33,6 @@ LOADING_RULES = [
     *openai.SHARED_RULES,
     *(renaming(theirs, ours) for theirs, ours in GATES.items()),
     *(renaming(theirs, ours, transform=torch.stack, merges=True) for theirs, ours in EXPERTS.items()),
-    Rule("positional_embedding", POSITIONS),
     Rule("logit_scale", "logit_scale", lambda scale: scale.reshape(1)),
 ]
 

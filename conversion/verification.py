@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import LlavaForConditionalGeneration, PreTrainedConfig, PreTrainedModel
 
 from clip_moe.conversion.checkpoints import has_file, load_config, load_mixture, load_model, load_weights
-from clip_moe.conversion.processors import IMAGE_PROCESSOR_FILES, TOKENIZER_FILES, load_processor
+from clip_moe.conversion.processors import HALVES, load_processor
 from modeling_clip_moe import CLIPMoDEConfig
 from modeling_clip_moe.families import is_clip, longest_text, model_class, pools_highest
 
@@ -24,7 +24,7 @@ def require_loadable(folder: str | Path) -> None:
         load_model(LlavaForConditionalGeneration, folder)
     else:
         load_weights(model_class(config), folder)
-    if has_file(folder, TOKENIZER_FILES) and has_file(folder, IMAGE_PROCESSOR_FILES):
+    if all(has_file(folder, files) for files in HALVES.values()):
         load_processor(folder)
 
 
