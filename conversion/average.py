@@ -1,6 +1,6 @@
 """One CLIP whose parameters are the weighted means of those of several."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,21 +30,16 @@ def average(sources: Sequence[str | Path], weights: Sequence[float] | None = Non
         raise ValueError(f"the weights {list(weights)} of {len(sources)} models must be as many, and sum to 1")
     first, *others = weights or [1.0] * len(sources)
     mean = load_clip(sources[0])
-    sums = {name: first * tensor.double() for name, tensor in _tensors(mean)}
+    sums = {name: first * tensor.double() for name, tensor in mean.state_dict().items()}
     dtype = mean.dtype
     for source, weight in zip(sources[1:], others, strict=True):
         model = load_model(type(mean), source)
         if shape(model.config) != shape(mean.config):
             raise ValueError(f"{source} has another configuration than {sources[0]}: they have no mean")
         dtype = torch.promote_types(dtype, model.dtype)
-        for name, tensor in _tensors(model):
+        for name, tensor in model.state_dict().items():
             sums[name] += weight * tensor.double()
     mean.to(dtype)  # bfloat16 would round half of a small step away
-    for name, tensor in _tensors(mean):
+    for name, tensor in mean.state_dict().items():
         tensor.copy_(sums[name] / (1 if weights else len(sources)))
     return mean
-
-
-def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters()
-    yield from ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(".expert_bias"))
