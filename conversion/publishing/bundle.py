@@ -40,7 +40,6 @@ from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel
 from modeling_clip_moe.self_test import FILE as SELF_TEST
 from modeling_clip_moe.self_test import compute, enlarged
 
-SHARD = "5GB"  # the largest file of weights
 LICENSE = Path(__file__).resolve().parents[2] / "LICENSE"
 # The self-test's two images: the most stored pixels a side, and the patches of images of any shape
 SELF_TEST_SIZE, SELF_TEST_PATCHES = 48, 9
@@ -120,7 +119,7 @@ def copy_model(source: Path, folder: Path) -> PreTrainedModel:
     source.stat()  # an error where there is no such folder: it is never a name on the Hub
     is_mixture = isinstance(load_config(source), CLIPMoDEConfig)
     model = load_mixture(source) if is_mixture else load_clip(source)
-    save(model, folder, max_shard_size=SHARD)
+    save(model, folder, max_shard_size="5GB")
     for part in model.config.experts if getattr(model.config, "own_processors", False) else [""]:
         write_processor(source / part, folder / part)
     if (source / ENCODER).is_dir():  # of a mixture's metadata
