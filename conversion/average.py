@@ -28,11 +28,11 @@ def average(sources: Sequence[str | Path], weights: Sequence[float] | None = Non
     """
     if weights is not None and not (len(weights) == len(sources) and abs(sum(weights) - 1) < 1e-6):
         raise ValueError(f"the weights {list(weights)} of {len(sources)} models must be as many, and sum to 1")
-    first, *others = weights or [1.0] * len(sources)
+    first, *later = weights or [1.0] * len(sources)
     mean = load_clip(sources[0])
     sums = {name: first * tensor.double() for name, tensor in mean.state_dict().items()}
     dtype = mean.dtype
-    for source, weight in zip(sources[1:], others, strict=True):
+    for source, weight in zip(sources[1:], later, strict=True):
         model = load_model(type(mean), source)
         if shape(model.config) != shape(mean.config):
             raise ValueError(f"{source} has another configuration than {sources[0]}: they have no mean")

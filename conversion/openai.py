@@ -123,10 +123,10 @@ def unwrap(content: Any, archive: Path) -> dict[str, Tensor]:
         names = join_names(root.rstrip(".") or "one at the top" for root in models)
         raise ValueError(f"{archive} holds the models {names}: save the one to convert alone")
     root = models[0] if models else ""
-    others = tuple(roots.difference(models))
+    averages = tuple(roots.difference(models))
     state, skipped = {}, {}
     for name, tensor in tensors.items():
-        if name.startswith(root) and not (others and name.startswith(others)):
+        if name.startswith(root) and not (averages and name.startswith(averages)):
             state[WRAPPERS.sub("", name.removeprefix(root)).removeprefix("text.")] = tensor
         elif tensor.is_floating_point() and tensor.ndim and "optim" not in name:
             skipped[_beside(WRAPPERS.sub("", name), WRAPPERS.sub("", root))] = name
