@@ -203,8 +203,8 @@ def _baseline(evaluation: Path, result: dict[str, Any]) -> dict[str, Any] | None
     if name in (None, result["model"]):
         return None
     same = {key: result.get(key) for key in ("task", "protocol", "dtype", "data")} | {"model": name}
-    others = (read_json(path) for path in sorted(evaluation.glob("*--*.json")))
-    found = next((other for other in others if all(other.get(key) == value for key, value in same.items())), None)
+    results = (read_json(path) for path in sorted(evaluation.glob("*--*.json")))
+    found = next((other for other in results if all(other.get(key) == value for key, value in same.items())), None)
     return found and without_paths(require_result(found, str(evaluation)), found.pop("local", []))
 
 
