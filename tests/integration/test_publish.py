@@ -39,6 +39,7 @@ STAGES = """
   stage: evaluate
   models: {dense: training/symbol_clip, CLIP-UP: clip_up}
   tasks: [symbols_pairs]
+  max_rows: 96
 """
 
 
@@ -307,7 +308,4 @@ def test_a_folder_that_computes_something_else_is_refused(repository, tmp_path):
     changed["visual_projection.weight"] *= 1.01
     save_file(changed, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match="cannot be used without this package: .*failed its self-test: the vision"):
-        bundle.verify(folder)
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match="cannot be used without this package: .*no file named model.safetensors"):
         bundle.verify(folder)
