@@ -27,9 +27,8 @@ def import_own_classes(arguments: Sequence[str]) -> list[str]:
         if option != OPTION:
             rest.append(option + equals + module)
             continue
-        if not equals and not waiting:
-            raise ValueError(f"{OPTION} needs the name of a module, as in {OPTION} my_clip")
-        module = module if equals else waiting.pop(0)
+        if not equals:
+            module = waiting.pop(0) if waiting else ""
         import_models(module)
         os.environ[MODULES] = " ".join([*os.environ.get(MODULES, "").split(), module])
     return rest

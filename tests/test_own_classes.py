@@ -74,5 +74,5 @@ def test_what_cannot_be_imported_is_one_line(tmp_path, monkeypatch, code, messag
 
 
 def test_the_option_needs_a_name():
-    with pytest.raises(SystemExit, match="--import needs the name of a module"):
+    with pytest.raises(SystemExit, match="Empty module name"):
         clip_moe.main(["upcycle", "--import"])
