@@ -25,7 +25,12 @@ def convert(experts: Sequence[str | Path], folder: Path, encoder_folder: Path | 
         encoder_folder: the metadata's encoder, which is copied.
         config: other arguments of `CLIPMoDEModel.from_experts`.
     """
-    own_processors = not read_alike(experts)
+    families = {family_of(load_config(source)).name for source in experts}
+    own_processors = len(families) > 1
+    try:
+        require_same(experts)
+    except ValueError:
+        own_processors = True
     models = [load_clip(source) for source in experts]
     mixture = CLIPMoDEModel.from_experts(models, own_processors=own_processors, **config)
     save(mixture, folder)
@@ -34,15 +39,6 @@ def convert(experts: Sequence[str | Path], folder: Path, encoder_folder: Path | 
     if encoder_folder is not None:
         shutil.copytree(encoder_folder, folder / ENCODER, dirs_exist_ok=True)  # after a kill
     verify(experts, folder)
-
-
-def read_alike(experts: Sequence[str | Path]) -> bool:
-    """Whether one processor makes the inputs of all experts (folders or hub names)."""
-    try:
-        require_same(experts)
-    except ValueError:
-        return False
-    return len({family_of(load_config(source)).name for source in experts}) == 1
 
 
 @torch.no_grad()

@@ -13,14 +13,8 @@ MODULES = "CLIP_MOE_IMPORT"
 
 
 def import_own_classes(arguments: Sequence[str]) -> list[str]:
-    """Registers the models of all modules that `--import MODULE` names, searched first in the working folder.
-
-    Returns:
-        The other arguments.
-
-    Raises:
-        ValueError: a module that cannot be imported, or has no whole sparse model of its own.
-    """
+    """Registers the models of all modules that `--import MODULE` names, searched first in the working folder. Returns
+    the other arguments. Raises a ValueError for a module without a whole sparse model of its own."""
     rest, waiting = [], list(arguments)
     while waiting:
         option, equals, module = waiting.pop(0).partition("=")
