@@ -235,7 +235,7 @@ def as_table(folder, name, delimiter=",", encoding="utf-8"):
 
 
 def as_json(folder, name):
-    """What is left out is the same as in tables."""
+    """The same pairs are left out as in tables."""
     pictures(folder / "pictures", range(NUMBER + 1))
     entries = [{"image": f"{number:03d}.png", "caption": text} for number, text in enumerate([*CAPTIONS, None])]
     entries.append({"image": "x.png", "caption": "a"})

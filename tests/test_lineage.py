@@ -1,4 +1,4 @@
-"""What a card says of a model: its lineage, its scores by its weights, and nothing of this machine."""
+"""A model on its card: its lineage, its scores by its weights, and nothing of this machine."""
 
 import json
 import os
@@ -201,7 +201,7 @@ SOURCES = {
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_names_on_the_hub_are_bases_and_data(run, tmp_path, monkeypatch, name):
-    """What was a path here when the run began is one, in all that is published, wherever it is published."""
+    """A path that existed here when the run began stays a path in all published files, wherever it is published."""
     record, local, datasets, text = SOURCES[name]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "user" / "local").mkdir(parents=True)
