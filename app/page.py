@@ -77,8 +77,8 @@ def label_scores(model: Embeds, image: str | Path | None, labels: str | None, te
     prompts = [template.format(name) for name in names]
     cosines = np.concatenate(model.map(lambda e: e.images(rows) @ e.texts(prompts).T))  # (experts, labels)
     weights = model.weights([names], [template])[0]
-    of_image = model.image_weights(rows)
-    weights = weights if of_image is None else weights * of_image[0]
+    image_weights = model.image_weights(rows)
+    weights = weights if image_weights is None else weights * image_weights[0]
     # They have the experts' temperatures as factors. Without these, weights sum to 1
     temperatures = model.scales if isinstance(model, Ensemble) else np.array([model.model.logit_scale.exp().item()])
     logits = weights @ cosines / (weights / temperatures).sum()

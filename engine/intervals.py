@@ -66,4 +66,4 @@ def score_difference_reach(result: dict[str, Any], other: dict[str, Any], metric
     if parts is None or others is None:
         return None
     pairs = zip(parts, others, strict=True)
-    return mean_reach([difference_reach(share, of_other, size) for (share, size), (of_other, _) in pairs])
+    return mean_reach([difference_reach(share, other_share, size) for (share, size), (other_share, _) in pairs])

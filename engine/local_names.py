@@ -48,7 +48,7 @@ def paths_here(value: Any) -> list[str]:
 
 
 def without_paths(value: Any, known: Collection[str] = ()) -> Any:
-    """What JSON or YAML hold, with the last part alone of every local path, also within a text.
+    """Content of JSON or YAML, with the last part alone of every local path, also within a text.
 
     A path is what is there, what begins as a path does, and one with slashes that is no name on the Hub.
 

@@ -90,7 +90,7 @@ class Training(BaseModel):
 
     @property
     def advice(self) -> str | None:
-        """What to change before training again."""
+        """The change to make before training again."""
         if self.outcome == MEMORIZED:
             return "add pairs or lower the epochs"
         if self.outcome == DID_NOT_LEAVE_CHANCE and self.gradient is not None and self.gradient > VANISHED:

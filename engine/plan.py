@@ -46,7 +46,7 @@ def require_sound(recipe: Recipe, stages: Collection[Stage]) -> None:
 def _fault_of_reference(
     name: str, reference: Reference, kinds_of: Mapping[str, Collection[str]], there: Collection[str]
 ) -> str | None:
-    """What is wrong with a reference; None: it names a suitable model, folder or earlier stage.
+    """The fault of a reference; None: it names a suitable model, folder or earlier stage.
 
     Args:
         name: the stage that has it.

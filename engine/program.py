@@ -30,7 +30,7 @@ def is_first_process() -> bool:
 
 
 def end(call: Callable[[], str | None], is_all: bool) -> None:
-    """Call what a program is for, and print what it returns. What a user can cause ends in one line on stderr.
+    """Call a program's function, and print its result. Errors that a user can cause end in one line on stderr.
 
     Args:
         is_all: whether the program then ends, before its module imports what it needs when others import it.

@@ -216,8 +216,8 @@ def weights_fingerprint(model: str | Path) -> str:
 
     The processor counts, and of a mixture all experts and the encoder of metadata.
     """
-    of_encoder = "encoder.json", "modules.json", "sentence_bert_config.json"
-    return model_fingerprint(model, tuple(f"**/{pattern}" for pattern in (*WEIGHTS, *PROCESSOR, *of_encoder)))
+    encoder_files = "encoder.json", "modules.json", "sentence_bert_config.json"
+    return model_fingerprint(model, tuple(f"**/{pattern}" for pattern in (*WEIGHTS, *PROCESSOR, *encoder_files)))
 
 
 def input_fingerprint(model: str | Path) -> str:
@@ -235,7 +235,7 @@ def input_fingerprint(model: str | Path) -> str:
 
 
 def device_name(device: Any) -> str:
-    """What a `torch.device` is: an accelerator's name, or the type of the device and of the machine."""
+    """The name of an accelerator, or the type of the device and of the machine."""
     import torch
 
     name_of = getattr(getattr(torch, device.type, None), "get_device_name", None)
@@ -259,7 +259,7 @@ def environment() -> dict:
 
 
 def duplicates_line(shares: Mapping[str, float] | None, setting: str, what: str = "text or image") -> str:
-    """What became of pairs that have the same text or image; `what` of these was compared.
+    """A sentence about pairs with the same text or image; `what` of these was compared.
 
     Args:
         shares: see `Record.duplicates`; None for a stream, whose pairs are not counted.

@@ -42,7 +42,7 @@ class RecipeError(Faults):
     One alone stands in the first line.
 
     Args:
-        faults: `stage.setting: what is wrong`. What is wrong in several stages alike, as by defaults, is one fault.
+        faults: `stage.setting: message`. The same message about several stages, as by defaults, is one fault.
     """
 
     @classmethod
@@ -144,7 +144,7 @@ class NamedStage(TypedDict):
 
 
 class RecipeFile(TypedDict):
-    """What overrides and defaults have to find in a recipe."""
+    """The part of a recipe that overrides and defaults need."""
 
     __pydantic_config__ = ConfigDict(extra="allow")
     stages: Annotated[list[NamedStage], Field(min_length=1)]
@@ -179,10 +179,10 @@ def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
     defaults, used = raw.pop("defaults", None) or {}, set()
     for number, settings in enumerate(raw["stages"]):
         try:
-            of_stage = stage_class(settings["stage"])
+            cls = stage_class(settings["stage"])
         except ValueError as error:
             raise RecipeError.of(path, [f"{settings['name']}.stage: {error}"]) from error
-        keys = dict.fromkeys([*(kind for kind in kinds(of_stage) if kind != "model"), settings["stage"]])
+        keys = dict.fromkeys([*(kind for kind in kinds(cls) if kind != "model"), settings["stage"]])
         used |= set(keys)
         parts = [defaults.get(key, {}) for key in keys] + [settings]
         raw["stages"][number] = functools.reduce(_merge, parts, {})
@@ -203,7 +203,7 @@ def validated(kind: type, settings: Any, path: str | Path) -> Any:
 
 
 def _fault(error: dict[str, Any], kind: type, settings: Any) -> str:
-    """What is wrong with a setting, with the choice or the name that may be meant instead."""
+    """A fault of a setting, with the choice or the name that may be meant instead."""
     place, message = list(error["loc"]), fault_text(error)
     if kind is Recipe and place[:1] == ["stages"] and len(place) > 1:
         stage = settings["stages"][place[1]]

@@ -216,7 +216,8 @@ class Runner:
         return size
 
     def prepare(self, stage: Stage) -> tuple[SimpleNamespace, Record]:
-        """What a stage reads, and the record of what makes its folder, with the attempts before. Writes nothing.
+        """The inputs of a stage, and the record of its folder as it would be made now, with the attempts before. Writes
+        nothing.
 
         If an input of a finished stage was deleted, everything else is still compared.
 

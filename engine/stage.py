@@ -203,7 +203,7 @@ def _each_value(setting: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def resolve(stage: Stage, context: Context) -> SimpleNamespace:
-    """What `Stage.run` gets: the values of all settings with `Reads`, with folders in place of stages."""
+    """The inputs of `Stage.run`: the values of all settings with `Reads`, with folders in place of stages."""
 
     def look_up(value: Any, reads: Reads) -> Any:
         if isinstance(value, dict):

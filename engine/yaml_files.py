@@ -20,9 +20,8 @@ def read_yaml(text: str, name: str, inputs: Mapping[str, Any] | None = None) -> 
         node = loader.get_single_node()
         if node is None:
             return None
-        _require_different_keys(node, set())
         _put_in(node, inputs or {})
-        return _unshared(loader.construct_document(node))
+        return _value(loader, node, set())
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise ValueError(f"{name} is not valid YAML: {error}") from error
 
@@ -39,27 +38,26 @@ def _put_in(node: yaml.Node, inputs: Mapping[str, Any]) -> None:
             old.__class__, old.__dict__ = type(new), vars(new)
 
 
-def _require_different_keys(node: yaml.Node, seen: set[yaml.Node]) -> None:
-    """Only the last of two equal keys would count. A merge key (<<) brings others, which are overridden."""
-    if node in seen or not isinstance(node, yaml.CollectionNode):
-        return
-    seen.add(node)
-    children = node.value
-    if isinstance(node, yaml.MappingNode):
+def _value(loader: yaml.SafeLoader, node: yaml.Node, merged: set[yaml.Node]) -> Any:
+    """The value of a node, made anew for each alias, so that what it stands for is overridden in one place alone.
+
+    Args:
+        merged: nodes that have the values of their merge keys (<<).
+    """
+    if node.tag == loader.DEFAULT_SEQUENCE_TAG and isinstance(node, yaml.SequenceNode):
+        return [_value(loader, item, merged) for item in node.value]
+    if node.tag != loader.DEFAULT_MAPPING_TAG or not isinstance(node, yaml.MappingNode):
+        return loader.construct_object(node, deep=True)
+    if node not in merged:
         keys = Counter(str(key.value) for key, _ in node.value)
         if twice := sorted(key for key, number in keys.items() if number > 1):
             raise ValueError(f"line {node.start_mark.line + 1}: the key {', '.join(twice)} is given twice")
-        children = [part for pair in node.value for part in pair]
-    for child in children:
-        _require_different_keys(child, seen)
-
-
-def _unshared(value: Any, key: str = "") -> Any:
-    """A copy in which nothing is shared: what a YAML alias stands for is overridden in one place alone."""
-    if isinstance(value, dict):
-        if odd := [name for name in value if not isinstance(name, str)]:
-            raise ValueError(f"{key}the key {odd[0]!r} is no text: put it into quotes")
-        return {name: _unshared(item, f"{key}{name}: ") for name, item in value.items()}
-    if isinstance(value, list):
-        return [_unshared(item, key) for item in value]
-    return value
+        loader.flatten_mapping(node)
+        merged.add(node)
+    values = {}
+    for key_node, item in node.value:
+        key = loader.construct_object(key_node, deep=True)
+        if not isinstance(key, str):
+            raise ValueError(f"line {key_node.start_mark.line + 1}: the key {key!r} is no text: put it into quotes")
+        values[key] = _value(loader, item, merged)
+    return values
