@@ -2,17 +2,14 @@
 
 import re
 
+from clip_moe.engine.messages import one_line
+
 # Characters that markdown does not show as text
 MARKUP = re.compile(r"[\\|`<\[\]$~*]|(?<![^\W_])_|_(?![^\W_])|&(?=#?\w+;)")
 # The only markup in a cell of a table: a score in bold
 BOLD = re.compile(r"\*\*[\d.]+%\*\*")
 # Beginnings that make a line a heading, a quotation, a list or a rule
 BLOCK = re.compile(r"^(\d*)([-+#.)](?=[-+#\s]|$)|>)")
-
-
-def one_line(text: object) -> str:
-    """A text without line breaks, control characters and others that cannot be seen or written."""
-    return " ".join("".join(letter if letter.isprintable() else " " for letter in str(text)).split())
 
 
 def escape(text: object) -> str:

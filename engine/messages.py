@@ -20,7 +20,7 @@ def warn_once(logger: logging.Logger, message: str) -> None:
 
 
 def one_line(text: object) -> str:
-    """A text, as of an error of another library, without line breaks. What a terminal would obey is escaped."""
+    """A text of somebody else without line breaks. Characters that cannot be seen, or steer a terminal, are escaped."""
     letters = " ".join(str(text).split())
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in letters)
 

@@ -14,7 +14,7 @@ from matplotlib import font_manager
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from clip_moe.engine.markdown import one_line
+from clip_moe.engine.messages import one_line
 
 matplotlib.use("Agg")
 # It prints an error for each font without the weight "normal"

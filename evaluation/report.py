@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from clip_moe.engine.intervals import LEVEL, Reach, mean_reach, score_difference_reach, score_reach
-from clip_moe.engine.markdown import escape, item, markdown_table, one_line
+from clip_moe.engine.markdown import escape, item, markdown_table
+from clip_moe.engine.messages import one_line
 from clip_moe.engine.result_schema import TextCounts, read_result, require_result, results_mark
 from clip_moe.evaluation.benchmarks.specs import means_of
 from clip_moe.evaluation.figures import plot_text, plt, save

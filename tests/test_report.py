@@ -11,7 +11,8 @@ import pytest
 import small_evaluation
 
 from clip_moe.engine.intervals import difference_reach, score_reach, share_reach
-from clip_moe.engine.markdown import escape, item, one_line
+from clip_moe.engine.markdown import escape, item
+from clip_moe.engine.messages import one_line
 from clip_moe.evaluation.answer import COMPARED, answer
 from clip_moe.evaluation.benchmarks.specs import GROUPS
 from clip_moe.evaluation.commands import report

@@ -12,7 +12,8 @@ from transformers import PreTrainedConfig
 
 from clip_moe.conversion.publishing.lineage import PICTURES, TASK_TYPES, WORLDS, Lineage
 from clip_moe.engine.intervals import score_reach
-from clip_moe.engine.markdown import code, escape, one_line
+from clip_moe.engine.markdown import code, escape
+from clip_moe.engine.messages import one_line
 from clip_moe.engine.provenance import Record, duplicates_line
 from clip_moe.engine.result_schema import ExpertSummary
 from modeling_clip_moe import CLIPMoDEConfig

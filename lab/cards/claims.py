@@ -17,7 +17,8 @@ from matplotlib.lines import Line2D
 
 from clip_moe.engine.command_line import Folder, command
 from clip_moe.engine.intervals import LEVEL
-from clip_moe.engine.markdown import escape, one_line
+from clip_moe.engine.markdown import escape
+from clip_moe.engine.messages import one_line
 from clip_moe.evaluation.figures import plot_text, plt, save
 from clip_moe.evaluation.page import write_page
 from lab.cards.verdicts import (
