@@ -29,8 +29,7 @@ from clip_moe.engine.messages import join_names
 from clip_moe.evaluation.embedder import Embedder, usable_device
 from clip_moe.evaluation.ensemble import Ensemble, open_model
 from clip_moe.evaluation.own_data import is_template
-from clip_moe.evaluation.preferences import route_images
-from clip_moe.evaluation.routing_pictures import expert_colors
+from clip_moe.evaluation.routing_pictures import expert_colors, route_images
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ Count = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 # Metrics that are no mean over samples
 NO_MEANS = """
-mean_per_class_recall mean_of_top1_and_top5 mean_per_attribute roc_auc mean_average_precision
+mean_per_class_recall mean_of_top1_and_top5 roc_auc mean_average_precision
 image_to_text_information text_to_image_information
 """.split()
 

@@ -40,17 +40,17 @@ def answer(
 ) -> Answer:
     """The sentences on what was learned, what was kept, whether experts helped, and which folder to use.
 
-    Compares the means of weights before and after fine-tuning. If the dense one learned less than its fine-tuned
-    weights and did not keep more, as far from the base, compares the fine-tuned weights.
+    Compares the means of weights before and after fine-tuning; or the fine-tuned weights, if the dense mean learned
+    less than those and did not keep more.
 
-    Experts helped if the sparse model's mean score on what was to be learned is above the dense model's by more than
-    the interval over test samples, and that on what was to be kept is not below it by more than its own. Where that one
-    has no interval, any loss counts. No verdict where the training of either did not leave chance or collapsed.
+    Experts helped if the sparse model learned more than the dense one by more than the interval over test samples, and
+    did not keep less by more than its interval; without an interval, any loss counts. There is no verdict where either
+    training did not leave chance or collapsed.
 
     Args:
         results: of `evaluation.evaluate.evaluate_model`, for the models `COMPARED`; perhaps for two `TUNED`.
         learned: tasks on what was to be learned, with intervals. All others are on what was to be kept.
-        folders: model -> where it lies.
+        folders: model -> its folder.
         trainings: model -> name of a stage -> the training that the model is from.
     """
     table = arrange(results)

@@ -1,12 +1,13 @@
 """The tasks on the worlds that this package draws. Their `load` and `load_train` take a seed of the pictures."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from datasets import Dataset
 
 from clip_moe.data import names, symbols
 from clip_moe.data.icons import ICONS
 from clip_moe.data.names import NAMES
+from clip_moe.data.world import World
 from clip_moe.data.worlds import world
 from clip_moe.evaluation.task import INFORMATION, PRIMARY_METRICS, RECALL_5, Task
 
@@ -82,8 +83,19 @@ def symbol_tasks(number: int = 3000, retrieval: int = 5000, pairs: int = 1400, t
     }
 
 
-# Numbers of towns with a task
+# Numbers of towns, and of brands, with a task
 NUMBERS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
+BRANDS = (512, 1024, 2048)
+
+
+def one_of_each(drawn: World, kinds: str, captions: str = "web") -> Callable[[int], tuple[Dataset, int]]:
+    """A function that loads a new picture of each of some kinds of a world, by the seed of the pictures."""
+
+    def load(seed: int = 0) -> tuple[Dataset, int]:
+        numbers = drawn.kinds(kinds)
+        return drawn.load("test", captions, len(numbers), numbers, seed), 0
+
+    return load
 
 
 def name_tasks(towns: Sequence[int] = NUMBERS, fewer: int = 2048, num_country_towns: int = 4096) -> dict[str, Task]:
@@ -94,54 +106,41 @@ def name_tasks(towns: Sequence[int] = NUMBERS, fewer: int = 2048, num_country_to
         fewer: how many of whose halves some learn facts while the names of the others are kept.
         num_country_towns: how many whose names are told apart country by country.
     """
-    all_names = {f"names_{number}": (f"{number:,} names", str(number), "web") for number in towns}
-    halves = {
-        "names_learned": ("facts learned", f"{fewer} half 1", "facts"),
-        "names_kept": ("names kept", f"{fewer} half 2", "web"),
+    rows = {f"names_{number}": (f"{number:,} names", str(number), "web", "name") for number in towns}
+    rows["names_learned"] = "facts learned", f"{fewer} half 1", "facts", "facts"
+    rows["names_kept"] = "names kept", f"{fewer} half 2", "web", "name"
+    tasks = {
+        name: Task(
+            kind="retrieval",
+            title=title,
+            protocol=f"{len(NAMES.kinds(kinds))} new pictures of the shields of as many towns, with the town's "
+            f"{caption}; all are candidates",
+            load=one_of_each(NAMES, kinds, captions),
+            metrics=(*PRIMARY_METRICS["retrieval"], *INFORMATION),
+        )
+        for name, (title, kinds, captions, caption) in rows.items()
     }
-    tasks = {name: _names(title, kinds, captions) for name, (title, kinds, captions) in (all_names | halves).items()}
     return tasks | {"names_countries": _countries(num_country_towns)}
 
 
 def _countries(number: int) -> Task:
     """The mean of zero-shot tasks, of the towns of one country each."""
     country_of = {names.name_of(town): names.country_of(town) for town in NAMES.kinds(str(number))}
-
-    def load(seed: int = 0) -> tuple[Dataset, int]:
-        return NAMES.load("test", "web", number, range(number), seed), 0
-
     return Task(
         kind="zero_shot_groups",
         title="names, each country",
         protocol=f"{number} new pictures of the shields of as many towns; a task for each of "
         f"{len(names.COUNTRIES)} countries, its towns' names are candidates",
-        load=load,
+        load=one_of_each(NAMES, str(number)),
         classes=list(country_of),
         templates=["{}"],
         group_of_class=country_of,
     )
 
 
-def _names(title: str, kinds: str, captions: str) -> Task:
-    numbers = NAMES.kinds(kinds)
-    caption = {"web": "name", "facts": "facts"}[captions]
-    return Task(
-        kind="retrieval",
-        title=title,
-        protocol=f"{len(numbers)} new pictures of the shields of as many towns, with the town's {caption}; all are "
-        "candidates",
-        load=lambda seed=0: (NAMES.load("test", captions, len(numbers), numbers, seed), 0),
-        metrics=(*PRIMARY_METRICS["retrieval"], *INFORMATION),
-    )
-
-
-# Numbers of brands that there is a task of
-BRANDS = (512, 1024, 2048)
-
-
 def icon_tasks() -> dict[str, Task]:
     """The tasks on icons, which their extra has to be installed for."""
-    kinds = {
+    rows = {
         "icons_brands": ("logos of brands", "brands", "every brand's logo, with the brand's name"),
         "icons_all": ("icons", "all", "an icon of every name, with the name"),
         "icons_other_artists": (
@@ -150,46 +149,32 @@ def icon_tasks() -> dict[str, Task]:
             "icons whose names are also those of another artist's icons, which alone are among all, with the name",
         ),
     }
-    kinds |= {
-        f"icons_{number}": (
-            f"{number:,} logos",
-            f"brands {number}",
-            f"the logos of {number:,} brands, with the brand's name",
+    for number in BRANDS:
+        shown = f"the logos of {number:,} brands, with the brand's name"
+        rows[f"icons_{number}"] = f"{number:,} logos", f"brands {number}", shown
+    return {
+        name: Task(
+            kind="retrieval",
+            title=title,
+            protocol=f"a new picture of {shown}; all are candidates",
+            load=one_of_each(ICONS, kinds),
+            metrics=[*RECALL_5, *INFORMATION],
         )
-        for number in BRANDS
+        for name, (title, kinds, shown) in rows.items()
     }
-    return {name: _icons(title, of_kinds, shown) for name, (title, of_kinds, shown) in kinds.items()}
-
-
-def _icons(title: str, kinds: str, shown: str) -> Task:
-    def load(seed: int = 0) -> tuple[Dataset, int]:
-        numbers = ICONS.kinds(kinds)
-        return ICONS.load("test", "web", len(numbers), numbers, seed), 0
-
-    return Task(
-        kind="retrieval",
-        title=title,
-        protocol=f"a new picture of {shown}; all are candidates",
-        load=load,
-        metrics=[*RECALL_5, *INFORMATION],
-    )
 
 
 def world_task(name: str) -> tuple[str, Task]:
     """A task on any world, spelled `package.module:OBJECT KINDS`, and its name in results: `WORLD_KINDS`."""
     source, _, kinds = name.partition(" ")
     drawn = world(source)
-    numbers = drawn.kinds(kinds)
-
-    def load(seed: int = 0) -> tuple[Dataset, int]:
-        return drawn.load("test", "web", len(numbers), numbers, seed), 0
-
-    title = f"{len(numbers):,} {drawn.name}" if kinds.isdecimal() else f"{drawn.name}, {kinds}"
+    number = len(drawn.kinds(kinds))  # raises where there are none
+    title = f"{number:,} {drawn.name}" if kinds.isdecimal() else f"{drawn.name}, {kinds}"
     task = Task(
         kind="retrieval",
         title=title,
         protocol=f"a new picture of each of {title}, {drawn.tested_as}; all of these are candidates",
-        load=load,
+        load=one_of_each(drawn, kinds),
         metrics=[*RECALL_5, *INFORMATION],
     )
     return f"{drawn.name}_{kinds.replace(' ', '_')}", task

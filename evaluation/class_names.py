@@ -90,22 +90,23 @@ def names_after_ids(lines: Sequence[str], place: str) -> dict[str, str]:
     name_of = {match[1]: match[3] for match in numbered if match}
     if len(name_of) == len(lines):
         return dict(sorted(name_of.items(), key=lambda item: int(item[0])))
-    if 2 * len(name_of) > len(lines):
-        other = next(
-            line for line, match in zip(lines, numbered, strict=True) if not match or name_of[match[1]] != match[3]
-        )
-        raise ValueError(
-            f"{len(name_of)} of {len(lines)} classes have a number of their own before their name, and {other!r} has "
-            f"none: number all or none ({place})"
-        )
     names_by_id = dict(match.groups() for match in map(MAPPED.fullmatch, lines) if match)
     synset = next(filter(SYNSET.match, lines), None)
-    if synset is not None and len(names_by_id) < len(lines):
-        raise ValueError(
-            f"the class {synset!r} is WordNet's id, which says nothing to a model: give names ({place}), one a line, "
-            "as tench, or each after its own id, as n01440764 tench"
+    if 2 * len(name_of) > len(lines):
+        pairs = zip(lines, numbered, strict=True)
+        other = next(line for line, match in pairs if not match or name_of[match[1]] != match[3])
+        fault = (
+            f"{len(name_of)} of {len(lines)} classes have a number of their own before their name, and {other!r} has "
+            "none: number all or none"
         )
-    return names_by_id
+    elif synset is not None and len(names_by_id) < len(lines):
+        fault = (
+            f"the class {synset!r} is WordNet's id, which says nothing to a model: give names, one a line, as tench, "
+            "or each after its own id, as n01440764 tench"
+        )
+    else:
+        return names_by_id
+    raise ValueError(f"{fault} ({place})")
 
 
 def _names_of_ids(ids: Sequence[str], classes: Sequence[str] | None, source: str) -> dict[str, str]:
@@ -134,10 +135,8 @@ def _named_labels(labels: list[int | str], feature: Any, column: str, classes: S
     is_declared = isinstance(feature, ClassLabel)
     numbers = [label for label in labels if label is not None] if is_declared else labels
     if all(isinstance(label, int) for label in numbers):
-        names = feature.names if is_declared else classes
-        if numbers and not 0 <= min(numbers) <= max(numbers) < len(names):
-            raise ValueError(f"labels go from {min(numbers)} to {max(numbers)}, but there are {len(names)} classes")
-        labels = ["" if label is None else names[label] for label in labels]
+        name_of = dict(enumerate(feature.names if is_declared else classes))
+        labels = ["" if label is None else name_of.get(label, label) for label in labels]
     unknown = sorted(map(str, set(labels) - set(classes) - ({""} if is_declared else set())))
     if unknown:
         raise ValueError(

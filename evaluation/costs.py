@@ -23,8 +23,11 @@ def _tower(width: int, layers: int, heads: int, **more: int) -> dict[str, int]:
     return sizes | {"num_attention_heads": heads, **more}
 
 
-def _siglip_2(*sizes: int, vision: dict[str, int], **more: int) -> tuple[type, dict, dict, dict]:
-    return SiglipConfig, _tower(*sizes, **more, **vision), _tower(*sizes, **more, vocab_size=256_000), {}
+def _siglip_2(
+    width: int, layers: int, heads: int, vision: dict[str, int], **more: int
+) -> tuple[type, dict, dict, dict]:
+    sizes = _tower(width, layers, heads, **more)
+    return SiglipConfig, sizes | vision, sizes | {"vocab_size": 256_000}, {}
 
 
 # Class of the configuration, vision tower, text tower, and what they share. Images have 224 pixels, if nothing else is
@@ -107,7 +110,9 @@ def count_parameters(model: PreTrainedModel) -> dict[str, int]:
     # Experts of a shared encoder are idle where the tokens of neither tower meet them
     counts["activated"] -= min(idle_of_tower.values()) if shared else sum(idle_of_tower.values())
     counts["routers"] = of(r"\.(router|fusion_gate)\.")
-    in_layers = {p for tower in (model.text_model, model.vision_model) for p in _layers(tower).parameters()}
+    # AltCLIP's text tower is a RoBERTa
+    encoders = [getattr(tower, "roberta", tower).encoder for tower in (model.text_model, model.vision_model)]
+    in_layers = {parameter for encoder in encoders for parameter in encoder.parameters()}
     counts["layers"] = sum(parameter.numel() for parameter in in_layers)
     return counts
 
@@ -135,16 +140,6 @@ def count_multiply_adds(model: nn.Module, patches: int | None = None) -> dict[st
     image, image_scores = _multiply_adds(model, lambda: model.get_image_features(**images))
     caption, caption_scores = _multiply_adds(model, lambda: model.get_text_features(input_ids=tokens))
     return {"image": image, "text": caption, "attention_scores": image_scores + caption_scores}
-
-
-def _base(tower: nn.Module) -> nn.Module:
-    return getattr(tower, "roberta", tower)  # AltCLIP's text tower
-
-
-def _layers(tower: nn.Module) -> nn.ModuleList:
-    """The layers of a tower, whatever its family calls them."""
-    (layers,) = _base(tower).encoder.children()
-    return layers
 
 
 def _multiply_adds(model: nn.Module, forward: Callable[[], Any]) -> tuple[int, int]:

@@ -82,12 +82,11 @@ class Embedder:
     Args:
         model: a folder or hub name of a dense or sparse CLIP.
         processor: a folder or hub name with the processor; default: the model's.
-        cache_dir: where they are kept, each data set in a folder (`FeatureStore`) named by a hash of model, code,
-            settings and what is embedded. What is interrupted goes on from there. Any number of evaluations may share
-            it. None: nowhere.
+        cache_dir: where they are kept, each data set in a `FeatureStore` named by a hash of model, code, settings and
+            data, so that evaluations share it and resume. None: nowhere.
         num_workers: processes that read and decode images. None: none for a few small ones, else up to 8.
-        state: the processes that share the work through `cache_dir`, and all call the same methods; an
-            `Accelerator` also has its precision. None: this process works alone.
+        state: the processes that share the work through `cache_dir` and call the same methods; an `Accelerator` also
+            has its precision. None: this process works alone.
 
     Raises:
         ValueError: the weights changed since the embedder was made, embeddings are zero or not finite, or a file of
@@ -142,7 +141,7 @@ class Embedder:
             size, processes = batches.batch_size, 1 if self.state is None else self.state.num_processes
             numbers = [range(rows.start // size, -(-rows.stop // size)) for rows in shards]
             num_workers = batches.num_workers(processes) if self.num_workers is None else self.num_workers
-            inputs = read_batches(batches, list(chain(*numbers)), num_workers)
+            inputs = read_batches(batches, list(chain.from_iterable(numbers)), num_workers)
             for batch_numbers in numbers:
                 embeds = [self._embed(next(inputs)) for _ in batch_numbers]
                 yield {name: torch.cat([batch[name] for batch in embeds]).numpy() for name in embeds[0]}

@@ -12,21 +12,16 @@ import numpy as np
 import torch
 from datasets import Dataset
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import StrictDataclassError
 
 from clip_moe.conversion.assemble import ENCODER
 from clip_moe.conversion.checkpoints import load_clip_config, load_config, load_mixture
 from clip_moe.engine.hub import hub_options
-from clip_moe.engine.messages import one_line
 from clip_moe.evaluation.embedder import Embedder
 from clip_moe.evaluation.sentence_encoders import SentenceEncoder, load_encoder
 from modeling_clip_moe import CLIPMoDEConfig
 from modeling_clip_moe.mode_routing import side_by_side
 
 logger = logging.getLogger(__name__)
-
-# Fields of its configuration that a mixture can be measured with in place of its own
-CHANGES = ("routing", "routing_temperature", "nearest_center_only", "feature_ensemble")
 
 
 class Ensemble:
@@ -38,7 +33,7 @@ class Ensemble:
     Args:
         model: a folder or hub name.
         cache_dir, batch_size, device, dtype, reading: see `Embedder`.
-        changes: see `require_changes`.
+        changes: fields of its configuration that the mixture is measured with in place of its own.
     """
 
     def __init__(
@@ -51,7 +46,6 @@ class Ensemble:
         changes: Mapping[str, Any] | None = None,
         **reading: Any,
     ):
-        require_changes(changes or {})
         folder = Path(model) if Path(model).is_dir() else Path(snapshot_download(str(model), **hub_options(model)))
         self.folder, self.batch_size, self.device = folder, batch_size, device
         self.mixture = load_mixture(folder, **(changes or {}))
@@ -60,9 +54,11 @@ class Ensemble:
         # What each adds to its scores; a CLIP adds nothing
         self.biases = np.array([getattr(expert, "logit_bias", torch.zeros(1)).item() for expert in experts])
         self.mixture.experts.clear()  # `map` loads them one by one
-        options, own = (cache_dir, batch_size, device, dtype), self.mixture.config.own_processors
-        folders = [folder / name for name in self.mixture.config.experts]
-        self.experts = [Embedder(expert, *options, expert if own else folder, **reading) for expert in folders]
+        own, reading = self.mixture.config.own_processors, {**reading, "cache_dir": cache_dir, "dtype": dtype}
+        self.experts = [
+            Embedder(expert, batch_size=batch_size, device=device, processor=expert if own else folder, **reading)
+            for expert in (folder / name for name in self.mixture.config.experts)
+        ]
         # Each expert's, or the one of all
         self.tokenizers = [expert.processor.tokenizer for expert in self.experts[: None if own else 1]]
         self._embeds: dict[str, np.ndarray] = {}  # of prompts, by the metadata encoder
@@ -72,11 +68,11 @@ class Ensemble:
         return [compute(copy(expert)) for expert in self.experts]  # with the copy, the model that it loads goes
 
     def weights(self, metadata: Sequence[Sequence[str]], templates: Sequence[str] = ("{}",)) -> np.ndarray:
-        """(m, n) weights of the n experts' cosine similarities, from m lists of metadata, which have the same number of
-        texts, and the experts' own temperatures.
+        """(m, n) weights of the n experts' cosine similarities, from m equally long lists of metadata and the experts'
+        own temperatures.
 
         Args:
-            templates: prompts with a {} for the text. The authors' code takes the mean of a text's prompts, of length 1
+            templates: prompts with a {} for the text, whose mean of length 1 the authors' code takes
                 (facebookresearch/MetaCLIP, mode/prep_feature.py); the paper's routing takes the text itself.
         """
         if self.mixture.centers is None or self.mixture.config.metadata_modality == "image":
@@ -84,9 +80,7 @@ class Ensemble:
         else:
             templates = templates if self.mixture.config.routing == "released" else ("{}",)
             prompts = {text: [t.format(text) for t in templates] for texts in metadata for text in texts}
-            unknown = sorted(
-                {prompt for text_prompts in prompts.values() for prompt in text_prompts} - set(self._embeds)
-            )
+            unknown = sorted({prompt for some in prompts.values() for prompt in some} - set(self._embeds))
             if unknown:
                 self._embeds |= dict(zip(unknown, self.encoder.encode(unknown), strict=True))
             means = {text: _mean([self._embeds[p] for p in text_prompts]) for text, text_prompts in prompts.items()}
@@ -109,8 +103,8 @@ class Ensemble:
 
     def image_side(self, embeds: Sequence[np.ndarray], weights: np.ndarray | None) -> np.ndarray:
         """Images (..., n * D), whose product with `text_side` is the mixture's score: the embeddings (..., D) of n
-        experts one after the other, times the weights (..., n) of `image_weights`. Where these make the experts' biases
-        count differently from image to image, they stand behind as n more columns."""
+        experts side by side, times the weights (..., n) of `image_weights`. Where these weigh biases that differ, they
+        are n more columns."""
         side = _side_by_side(embeds, weights)
         return self._finite(np.concatenate([side, weights], axis=-1) if self._has_offsets else side)
 
@@ -145,7 +139,13 @@ class Ensemble:
 
 
 def open_model(
-    model: str | Path, cache_dir: Path | None, *options, changes: Mapping[str, Any] | None = None, **reading: Any
+    model: str | Path,
+    cache_dir: Path | None,
+    batch_size: int,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    changes: Mapping[str, Any] | None = None,
+    **reading: Any,
 ) -> Embedder | Ensemble:
     """A model to be measured: an `Ensemble` of a mixture, an `Embedder` of any other."""
     folder = os.path.realpath(model)
@@ -155,10 +155,10 @@ def open_model(
             "a folder outside of it"
         )
     if is_mixture(model):
-        return Ensemble(model, cache_dir, *options, changes=changes, **reading)
+        return Ensemble(model, cache_dir, batch_size, device, dtype, changes, **reading)
     if changes:
         raise ValueError(f"{model} is no mixture, whose {', '.join(changes)} could be changed")
-    return Embedder(model, cache_dir, *options, **reading)
+    return Embedder(model, cache_dir, batch_size, device, dtype, **reading)
 
 
 def is_mixture(model: str | Path) -> bool:
@@ -167,17 +167,6 @@ def is_mixture(model: str | Path) -> bool:
     if not mixture:
         load_clip_config(model)
     return mixture
-
-
-def require_changes(changes: Mapping[str, Any]) -> None:
-    """Refuse changes of a mixture's configuration that are no valid fields of `CLIPMoDEConfig` in `CHANGES`."""
-    unknown = sorted(set(changes) - set(CHANGES))
-    if unknown:
-        raise ValueError(f"a mixture can be measured with another {', '.join(CHANGES)}, not {', '.join(unknown)}")
-    try:
-        CLIPMoDEConfig(**changes)
-    except StrictDataclassError as error:
-        raise ValueError(one_line(error)) from error
 
 
 def _side_by_side(embeds: Sequence[np.ndarray], weights: np.ndarray | None) -> np.ndarray:

@@ -39,13 +39,10 @@ def evaluate_model(
     Args:
         model: a folder or hub name.
         tasks: name -> task; see `evaluation.tasks.find_tasks`.
-        name: what the model is called in reports; default: its folder's or repository's name.
+        name: of the model in reports; default: its folder's or repository's name.
         device: default: the accelerator, if there is one.
-        changes: what a mixture is measured with in place of its own configuration, see `require_changes`.
+        changes: see `evaluation.ensemble.Ensemble`.
         num_workers, state: see `Embedder`. Of several processes, the main one alone writes results.
-
-    Returns:
-        One result a task: the metrics and all it takes to know what they mean.
     """
     set_seed(0)
     name = name or (Path(model).resolve() if Path(model).is_dir() else Path(model)).name

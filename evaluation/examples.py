@@ -11,7 +11,7 @@ import PIL.Image
 from clip_moe.data.images import decode_image
 from clip_moe.data.texts import present_captions
 from clip_moe.engine.markdown import escape
-from clip_moe.evaluation.measures import Embeds
+from clip_moe.evaluation.measures import Embeds, embed_both
 from clip_moe.evaluation.retrieval import TIE
 from clip_moe.evaluation.task import Task
 
@@ -44,7 +44,7 @@ def find_examples(task: Task, model: Embeds) -> list[Example]:
     names = list(task.classes) or list(dict.fromkeys(text for image_captions in captions for text in image_captions))
     (template,) = task.templates or ["{}"]
     texts = [template.format(name) for name in names]
-    images, candidates = zip(*model.map(lambda e: (e.images(rows), e.texts(texts))), strict=True)
+    images, candidates = embed_both(model, rows, texts)
     images = model.image_side(images, model.image_weights(rows))
     candidates = model.text_side(candidates, model.weights([texts]))
     column_of, best = {name: column for column, name in enumerate(names)}, []

@@ -1,6 +1,6 @@
 """The scores of each expert of a sparse model, and the tokens that it gets."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,12 @@ from clip_moe.data.images import decode_image
 from clip_moe.engine.own_modules import code_of_models
 from clip_moe.engine.provenance import environment, weights_fingerprint
 from clip_moe.evaluation.embedder import Embedder, usable_device
-from clip_moe.evaluation.expert_summary import EXPERT, MEAN, ROUTED, agreement, summarize
-from clip_moe.evaluation.experts_page import page_beginning, page_of
+from clip_moe.evaluation.experts_page import EXPERT, MEAN, ROUTED, agreement, page_beginning, page_of, summarize
 from clip_moe.evaluation.measures import measure
 from clip_moe.evaluation.page import write_page
-from clip_moe.evaluation.preferences import NUM_IMAGES, NUM_TEXTS, route_images, route_texts, word_shares, word_text
 from clip_moe.evaluation.progress import Progress
 from clip_moe.evaluation.routing import averaged_experts, count_tokens
-from clip_moe.evaluation.routing_pictures import draw_expert_patches, draw_patches, draw_shares
+from clip_moe.evaluation.routing_pictures import NUM_SHOWN, draw_patches, draw_shares, route_images
 from clip_moe.evaluation.tasks import Task, loaded_once
 from modeling_clip_moe import CLIPMoEConfig
 from modeling_clip_moe.configuration_clip_moe import CLIPMoETowerConfig
@@ -43,13 +41,12 @@ ByTask = dict[str, dict[str, Any]]
 class _Witness(Embedder):
     """An embedder that remembers what it embedded, and the embeddings."""
 
-    def __init__(self, *options):
-        super().__init__(*options)
+    def __init__(self, model: str | Path, batch_size: int, device: torch.device):
+        super().__init__(model, None, batch_size, device)
         self.forget()
 
     def forget(self) -> None:
         self.columns: list[tuple[Dataset, str]] = []
-        self.seen_texts: dict[str, None] = {}
         self._embeds: dict[str, list[np.ndarray]] = {"images": [], "texts": []}
 
     def images(self, rows: Dataset, column: str = "image") -> np.ndarray:
@@ -60,7 +57,6 @@ class _Witness(Embedder):
 
     def texts(self, texts: Sequence[str]) -> np.ndarray:
         embeds = super().texts(texts)
-        self.seen_texts |= dict.fromkeys(texts)
         self._embeds["texts"].append(embeds)
         return embeds
 
@@ -72,10 +68,7 @@ class _Witness(Embedder):
     def some_images(self) -> list:
         """From all parts of what was seen."""
         places = [(rows, column, index) for rows, column in self.columns for index in range(len(rows))]
-        return [decode_image(rows[index][column]) for rows, column, index in _spread(places, NUM_IMAGES)]
-
-    def some_texts(self) -> list[str]:
-        return _spread(list(self.seen_texts), NUM_TEXTS)
+        return [decode_image(rows[index][column]) for rows, column, index in _spread(places, NUM_SHOWN)]
 
 
 def _spread(items: Sequence[Any], number: int) -> list[Any]:
@@ -84,20 +77,12 @@ def _spread(items: Sequence[Any], number: int) -> list[Any]:
 
 
 def _sparse_towers(
-    model: str | Path, config: CLIPConfig | CLIPMoEConfig, kinds: Collection[str], layers: Mapping[str, int]
+    model: str | Path, config: CLIPConfig | CLIPMoEConfig, kinds: Collection[str], layer: int | None
 ) -> dict[str, CLIPMoETowerConfig]:
-    """Tower -> its configuration, of the sparse ones.
-
-    Args:
-        kinds: of the tasks.
-        layers: see `analyze_experts`.
-
-    Raises:
-        ValueError: a model, tasks or layers that cannot be analyzed.
-    """
+    """Tower -> its configuration, of the sparse ones. Raises a ValueError if the model, a layer or these kinds of tasks
+    cannot be analyzed."""
     towers = {tower: getattr(config, f"{tower}_config") for tower in TOWERS}
     sparse = {tower: config for tower, config in towers.items() if getattr(config, "moe_layers", ())}
-    wrong = [(tower, layer) for tower, layer in layers.items() if layer not in getattr(towers[tower], "moe_layers", ())]
     if not sparse:
         fault = "a dense CLIP has no experts to analyze"
     elif family_of(config).sigmoid:
@@ -106,8 +91,8 @@ def _sparse_towers(
         fault = "its towers have different numbers of experts"
     elif "text" in sparse and set(kinds) == {"linear_probe"}:
         fault = "no text of a linear probe reaches the sparse text tower: add a task such as retrieval"
-    elif wrong:
-        fault = f"layers.{wrong[0][0]}: {wrong[0][1]} is no sparse layer"
+    elif layer is not None and layer not in getattr(towers["vision"], "moe_layers", ()):
+        fault = f"layer: {layer} is no sparse layer of the vision tower"
     else:
         return sparse
     raise ValueError(f"{model}: {fault}")
@@ -118,27 +103,23 @@ def analyze_experts(
     tasks: Mapping[str, Task],
     output_dir: str | Path,
     *,
-    layers: Mapping[str, int] | None = None,
+    layer: int | None = None,
     batch_size: int = 64,
-    device: str | torch.device | None = None,
 ) -> str:
-    """Measure every expert alone and the routed model, and count where the routers send the tokens of all tasks. For
-    the other arguments, see `evaluation.stages.analyze.AnalyzeStage`.
+    """Measure every expert alone and the routed model, and count where the routers send the tokens of all tasks.
 
     Args:
-        layers: tower -> the sparse layer whose patches or words are drawn; default: the last one.
+        layer: the sparse layer of the vision tower whose patches are drawn; default: the last one.
 
     Returns:
         How the page begins: whether the experts do anything, and the scores of every expert.
     """
     set_seed(0)
     tasks, kinds = loaded_once(tasks), {task.kind for task in tasks.values()}
-    embedder = _Witness(model, None, batch_size, usable_device(device))
-    sparse = _sparse_towers(model, embedder.model.config, kinds, layers or {})
+    embedder = _Witness(model, batch_size, usable_device(None))
+    sparse = _sparse_towers(model, embedder.model.config, kinds, layer)
     config = next(iter(sparse.values()))
     num_experts, narrow = config.num_experts, counted_as_one(config)
-    layers = {tower: (layers or {}).get(tower, max(config.moe_layers)) for tower, config in sparse.items()}
-
     num_alone = num_experts // narrow  # narrow experts of an FFN count as one
     progress = Progress(f"measuring {num_alone} experts", num_alone + 2, leave=False)
 
@@ -165,13 +146,18 @@ def analyze_experts(
     agreements = {kind: agreement({name: arrays[kind] for name, arrays in embeds.items()}) for kind in embeds[ROUTED]}
     entropy = {tower: {layer: means["entropy"] for layer, means in of.items()} for tower, of in routing.items()}
     summary = summarize(tasks, results[ROUTED], results[MEAN], entropy, agreements, num_experts, narrow)
-    words, pictures = _preferences(embedder, layers)
+    title = f"% of the tokens computed by each expert: {', '.join(tasks)}"
+    pictures = {"routing.png": lambda file: draw_shares(routing, file, title)}
+    if "vision" in sparse and embedder.columns:
+        layer = max(sparse["vision"].moe_layers) if layer is None else layer
+        routed = route_images(embedder, embedder.some_images(), layer)
+        pictures["patches.png"] = lambda file: draw_patches(routed, file)
     result = {
         "source": str(model),
         "weights": weights_fingerprint(model),
         "protocols": {name: task.protocol for name, task in tasks.items()},
         "data": {name: task.data for name, task in tasks.items()},
-        "layers": layers,
+        "layer": layer,
         "batch_size": batch_size,
         "summary": summary.model_dump(),
         "expert_protocol": EXPERT_PROTOCOL,
@@ -184,31 +170,8 @@ def analyze_experts(
         },
         "agreement": agreements,
         "num_embeddings": {kind: len(array) for kind, array in embeds[ROUTED].items()},
-        "words": words,
         "code": code_of_models(),
         **environment(),
     }
-    title = f"% of the tokens computed by each expert: {', '.join(tasks)}"
-    pictures = {"routing.png": lambda file: draw_shares(routing, file, title)} | pictures
     write_page(Path(output_dir) / "experts", page_of(result, list(pictures)), pictures, result)
     return page_beginning(result)
-
-
-def _preferences(
-    embedder: _Witness, layers: Mapping[str, int]
-) -> tuple[list[dict[str, Any]], dict[str, Callable[[Path], None]]]:
-    """The words that each expert of a text layer prefers, and pictures of the patches of a vision layer."""
-    images, texts, preferred, pictures = embedder.some_images(), embedder.some_texts(), [], {}
-    if "text" in layers and texts:
-        tokenizer = embedder.processor.tokenizer
-        words = word_shares(route_texts(embedder, texts, layers["text"]), tokenizer)
-        names = [word_text(tokenizer, token) for token in words.ids.tolist()]
-        for expert, chance in enumerate(words.chance.tolist()):
-            rows = words.preferred(expert)
-            shares = [(names[row], words.shares[row, expert].item(), words.occurrences[row].item()) for row in rows]
-            preferred.append({"chance": chance, "words": shares})
-    if "vision" in layers and images:
-        routed = route_images(embedder, images, layers["vision"])
-        pictures["patches.png"] = lambda file: draw_patches(routed, file)
-        pictures["expert_patches.png"] = lambda file: draw_expert_patches(routed, file)
-    return preferred, pictures

@@ -24,16 +24,13 @@ INDEX = "index.json"
 # The one array of whole numbers that is read as rows; all others are of features
 LABELS = "labels"
 FLOATS = torch.float16, torch.float32, torch.float64  # those that NumPy has, too
+INTEGERS = torch.int32, torch.int64
 # The rows of shards -> their arrays, by name. An array has the rows of its shard, or more (tokens of rows).
 Compute = Callable[[list[range]], Iterable[Mapping[str, np.ndarray | torch.Tensor]]]
 
 
 class FeatureStore:
-    """The features of some rows in a folder.
-
-    Args:
-        about: what the index says of them.
-    """
+    """The features of some rows in a folder; `about`: what the index says of them."""
 
     def __init__(self, folder: Path, num_rows: int, shard_size: int, about: Mapping[str, Any] | None = None):
         self.folder, self.num_rows, self.shard_size = folder, num_rows, shard_size
@@ -96,8 +93,7 @@ class FeatureStore:
     def shard(self, start: int) -> safe_open:
         """The arrays of the shard that begins with this row, as tensors that are mapped."""
         path = self.path(start)
-        if not path.is_file():
-            raise self._unusable(start, "is not there (do all processes see this folder?)")
+        self.require(path.is_file(), start, "is not there (do all processes see this folder?)")
         with _damaged(path):
             return safe_open(path, "pt")
 
@@ -105,16 +101,17 @@ class FeatureStore:
         file = self.shard(rows.start)
         shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
         size = min((shape[0] if shape else 0 for shape in shapes), default=0)
-        if size != len(rows):
-            raise self._unusable(rows.start, f"has {size} rows, not {len(rows)}")
+        self.require(size == len(rows), rows.start, f"has {size} rows, not {len(rows)}")
 
-    def _unusable(self, start: int, reason: str) -> ValueError:
-        return ValueError(f"{self.path(start)} {reason}: delete {self.folder} to have it made anew")
+    def require(self, is_usable: bool, start: int, reason: str) -> None:
+        """Raises a ValueError if the shard that begins with this row is not usable."""
+        if not is_usable:
+            raise ValueError(f"{self.path(start)} {reason}: delete {self.folder} to have it made anew")
 
 
 class Rows:
-    """An array (rows, ...) of a store that loads only what is asked for: a slice, or rows by their numbers in
-    ascending order. Features that are not finite are a ValueError, as all that is no such array."""
+    """An array (rows, ...) of a store that loads a slice, or rows by their numbers in ascending order. Features that
+    are not finite, and anything else that is no such array, are a ValueError."""
 
     def __init__(self, store: FeatureStore, name: str):
         self.store, self.name = store, name
@@ -125,17 +122,16 @@ class Rows:
         return self.shape[0]
 
     def __getitem__(self, rows: slice | np.ndarray) -> np.ndarray:
-        numbers = np.arange(*rows.indices(len(self))) if isinstance(rows, slice) else rows
+        numbers = np.arange(len(self))[rows] if isinstance(rows, slice) else rows
         size, chosen = self.store.shard_size, np.empty((len(numbers), *self.shape[1:]), self.dtype)
-        starts = np.unique(numbers // size) * size
-        for start, first, last in zip(starts, *np.searchsorted(numbers, (starts, starts + size)), strict=True):
-            array = self._read(start)
-            if (array.shape[1:], array.dtype) != (self.shape[1:], self.dtype):
-                reason = f"has {self.name} {array.dtype} {array.shape[1:]}, not {self.dtype} {self.shape[1:]}"
-                raise self.store._unusable(start, reason)
-            chosen[first:last] = array[numbers[first:last] - start]
-            if not np.isfinite(chosen[first:last]).all():
-                raise self.store._unusable(start, f"has {self.name} that are not finite")
+        for start in np.unique(numbers // size) * size:
+            first, last = np.searchsorted(numbers, (start, start + size))
+            array, place = self._read(start), slice(first, last)
+            is_alike = (array.shape[1:], array.dtype) == (self.shape[1:], self.dtype)
+            reason = f"has {self.name} {array.dtype} {array.shape[1:]}, not {self.dtype} {self.shape[1:]}"
+            self.store.require(is_alike, start, reason)
+            chosen[place] = array[numbers[place] - start]
+            self.store.require(np.isfinite(chosen[place]).all(), start, f"has {self.name} that are not finite")
         return chosen
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -149,11 +145,13 @@ class Rows:
     def _read(self, start: int) -> np.ndarray:
         with _damaged(self.store.path(start)):
             array = self.store.shard(start).get_tensor(self.name)
-        size = min(self.store.shard_size, self.store.num_rows - start)
-        if array.shape[:1] != (size,):
-            raise self.store._unusable(start, f"has {self.name} {tuple(array.shape)}, not of {size} rows")
-        if array.dtype not in ((torch.int32, torch.int64) if self.name == LABELS else FLOATS):
-            raise self.store._unusable(start, f"has {self.name} of {array.dtype}")
+        size, types = (
+            min(self.store.shard_size, self.store.num_rows - start),
+            INTEGERS if self.name == LABELS else FLOATS,
+        )
+        is_whole = array.shape[:1] == (size,)
+        self.store.require(is_whole, start, f"has {self.name} {tuple(array.shape)}, not of {size} rows")
+        self.store.require(array.dtype in types, start, f"has {self.name} of {array.dtype}")
         return array.numpy()
 
 

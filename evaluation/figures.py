@@ -1,17 +1,15 @@
-"""Matplotlib as all pictures use it, without a screen, and the grids and heat maps that they have in common."""
+"""Matplotlib as all pictures use it, without a screen."""
 
 import io
 import logging
 import math
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 import matplotlib
 import numpy as np
 from matplotlib import font_manager
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from clip_moe.engine.messages import one_line
@@ -56,19 +54,6 @@ def grid(number: int, columns: int, width: float, height: float) -> tuple[Figure
     for axis in axes.flat[number:]:
         axis.set_axis_off()
     return figure, axes
-
-
-def heat_map(
-    axis: Axes, values: np.ndarray, lines: Sequence[object], columns: Sequence[object], highest: float
-) -> None:
-    """A matrix (lines, columns) with its numbers in it, the brightest `highest`."""
-    image = axis.imshow(values, vmin=0, vmax=highest, aspect="auto")
-    for (line, column), value in np.ndenumerate(values):
-        bright = np.mean(image.cmap(image.norm(value))[:3]) > 0.5
-        color = "black" if bright else "white"
-        axis.text(column, line, f"{value:.0f}", ha="center", va="center", color=color, fontsize=8)
-    axis.set_xticks(range(len(columns)), columns)
-    axis.set_yticks(range(len(lines)), lines)
 
 
 def save(figure: Figure, output: Path | BinaryIO) -> None:

@@ -22,20 +22,16 @@ def linear_probe_metrics(
     solver: Literal["auto", "scikit-learn", "torch"] = "auto",
     device: str | torch.device = "cpu",
 ) -> dict[str, float]:
-    """Accuracy of a linear classifier.
+    """`accuracy` and `mean_per_class_recall` of a linear classifier.
 
     scikit-learn's logistic regression, whose penalty is chosen on a fifth of the training set that is held out, then
     fitted to all of it; or where the features are too large for that, one trained with AdamW in batches.
 
     Args:
-        train_features: (train images, D).
-        train_labels: (train images,), integers.
+        train_features, train_labels: (train images, D), and (train images,) integers.
         features, labels: those of the test images.
         solver: auto takes torch above 2^28 numbers.
         device: where torch computes.
-
-    Returns:
-        `accuracy` and `mean_per_class_recall`.
 
     Raises:
         ValueError: a test label does not occur in training.

@@ -1,7 +1,8 @@
 """One function for each kind of task: what it embeds, and what metrics it makes of the embeddings."""
 
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,58 +18,70 @@ from clip_moe.engine.result_schema import TextCounts
 from clip_moe.evaluation.embedder import Embedder
 from clip_moe.evaluation.ensemble import Ensemble
 from clip_moe.evaluation.linear_probe import linear_probe_metrics
-from clip_moe.evaluation.pairs import choice_metrics, pair_metrics
+from clip_moe.evaluation.pairs import pair_metrics
 from clip_moe.evaluation.retrieval import batch_loss, retrieval_metrics
-from clip_moe.evaluation.task import INFORMATION, Task
+from clip_moe.evaluation.task import Task
 from clip_moe.evaluation.texts import count_texts, require_told_apart
 from clip_moe.evaluation.zero_shot import class_embeddings, zero_shot_metrics
 
 Embeds = Embedder | Ensemble
-# Metrics; the weights of an ensemble's experts, by what they weigh; what the tokenizer made of the texts, None without
-# texts; and of retrieval more of its result
-Measured = tuple[Any, ...]
+
+
+@dataclass
+class Measured:
+    """The metrics of a task.
+
+    Args:
+        weights: those of an ensemble's experts, by what they weigh.
+        texts: what the tokenizer made of the texts; None without texts.
+        more: what else a result has.
+    """
+
+    metrics: dict[str, float]
+    weights: dict[str, np.ndarray | None] = field(default_factory=dict)
+    texts: TextCounts | None = None
+    more: dict[str, Any] = field(default_factory=dict)
 
 
 def measure(task: Task, model: Embeds) -> dict[str, Any]:
     """The metrics of a task, its number of samples and of those that could not be read, what the tokenizer made of its
     texts, of retrieval the number of captions and the contrastive loss of a model whose training is recorded, and of an
-    ensemble the mean weights that the metadata gave its experts.
-
-    Raises:
-        ValueError: the model cannot tell two classes apart, whose names are no benchmark's.
-    """
+    ensemble the mean weights that the metadata gave its experts. Raises as `require_told_apart`."""
     own = {}
     if task.kind == "zero_shot" and not task.templates:
         own["template"] = own_template(model.tokenizers[0])
         task = replace(task, templates=[own["template"]])
-    loaded = [load() for load in (task.load, task.load_train) if load is not None]
-    rows, num_skipped = loaded[0][0], sum(skipped for _, skipped in loaded)
-    metrics, weights, texts, *more = MEASURES[task.kind](task, model, *(of_split for of_split, _ in loaded))
-    result = {"metrics": metrics, "num_samples": len(rows), **own}
-    for extra in more:
-        result |= extra
+    rows, num_skipped = task.load()
+    measured = MEASURES[task.kind](task, model, rows)
+    result = {"metrics": measured.metrics, "num_samples": len(rows), **own}
     if task.group_of_class:
         groups = Counter(task.group_of_class[task.classes[label]] for label in _labels(task, rows))
         result["group_samples"] = dict(groups)
-    result["num_skipped"] = num_skipped
-    if texts is not None:
-        result["texts"] = texts.model_dump()
+    num_skipped += measured.more.pop("train_skipped", 0)
+    result |= {**measured.more, "num_skipped": num_skipped}
+    if measured.texts is not None:
+        result["texts"] = measured.texts.model_dump()
     if isinstance(model, Ensemble):
-        image_weights = weights.pop("images", None)
+        weights, image_weights = measured.weights, measured.weights.pop("images", None)
         if image_weights is not None:  # texts then have no weights but the experts' temperatures
             weights = {"images": image_weights.reshape(-1, image_weights.shape[-1])}
         result["routing_weights"] = {name: array.mean(axis=0).tolist() for name, array in weights.items()}
     return result
 
 
+def embed_both(model: Embeds, rows: Dataset, texts: Sequence[str]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """The images (rows, D) and the texts (texts, D), by each expert."""
+    embeds = model.map(lambda expert: (expert.images(rows), expert.texts(texts)))
+    return [images for images, _ in embeds], [text_embeds for _, text_embeds in embeds]
+
+
 def measure_zero_shot(task: Task, model: Embeds, rows: Dataset) -> Measured:
     """Each image against the names of all classes."""
     texts, images, classes = _zero_shot_embeds(task, rows, model)
     weights, image_weights = model.weights([list(task.classes)], task.templates), model.image_weights(rows)
-    metrics = zero_shot_metrics(
-        model.image_side(images, image_weights), model.text_side(classes, weights), _labels(task, rows), task.metrics
-    )
-    return metrics, {"classes": weights, "images": image_weights}, texts
+    image_side, text_side = model.image_side(images, image_weights), model.text_side(classes, weights)
+    metrics = zero_shot_metrics(image_side, text_side, _labels(task, rows), task.metrics)
+    return Measured(metrics, {"classes": weights, "images": image_weights}, texts)
 
 
 def measure_zero_shot_groups(task: Task, model: Embeds, rows: Dataset) -> Measured:
@@ -82,21 +95,20 @@ def measure_zero_shot_groups(task: Task, model: Embeds, rows: Dataset) -> Measur
         members = np.flatnonzero(group_of_class == group)
         chosen = np.isin(labels, members)
         weights.append(model.weights([[task.classes[member] for member in members]], task.templates)[0])
+        chosen_weights = None if image_weights is None else image_weights[chosen]
         metrics = zero_shot_metrics(
-            model.image_side(
-                [part[chosen] for part in images], None if image_weights is None else image_weights[chosen]
-            ),
+            model.image_side([part[chosen] for part in images], chosen_weights),
             model.text_side([part[members] for part in classes], weights[-1][None]),
             np.searchsorted(members, labels[chosen]),
         )
         accuracies[f"accuracy/{group}"] = metrics["accuracy"]
     metrics = {"accuracy": float(np.mean(list(accuracies.values()))), **accuracies}
-    return metrics, {"classes": np.array(weights), "images": image_weights}, texts
+    return Measured(metrics, {"classes": np.array(weights), "images": image_weights}, texts)
 
 
 def _zero_shot_embeds(
     task: Task, rows: Dataset, model: Embeds
-) -> tuple[TextCounts, tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
+) -> tuple[TextCounts, list[np.ndarray], list[np.ndarray]]:
     """The counts of the prompts; and of each expert, the images (rows, D) and the classes (classes, D)."""
     prompts = [template.format(name) for name in task.classes for template in task.templates]
     tokenized = _read_texts(model, prompts)
@@ -104,15 +116,14 @@ def _zero_shot_embeds(
         require_told_apart(task, tokenized)
     owners = np.repeat(np.arange(len(task.classes)), len(task.templates)).tolist()
     groups = [task.group_of_class.get(name) for name in task.classes for _ in task.templates]
-    texts = count_texts(task, "prompts", tokenized, owners, groups)
+    counts = count_texts(task, "prompts", tokenized, owners, groups)
+    images, texts = embed_both(model, rows, prompts)
     shape = (len(task.classes), len(task.templates), -1)
-    embeds = model.map(lambda e: (e.images(rows), class_embeddings(e.texts(prompts).reshape(shape))))
-    return texts, *zip(*embeds, strict=True)
+    return counts, images, [class_embeddings(part.reshape(shape)) for part in texts]
 
 
 def _read_texts(model: Embeds, texts: list[str]) -> ReadTexts:
-    """The tokens of texts. Where experts of a mixture have one each, those texts are told apart that any
-    of them tells apart, and those are cut that any of them cuts."""
+    """The tokens of texts. Experts with tokenizers of their own tell apart what any of them does, and cut likewise."""
     first, *others = [read_texts(tokenizer, texts) for tokenizer in model.tokenizers]
     for other in others:
         first.digests[:] = [mine + its for mine, its in zip(first.digests, other.digests, strict=True)]
@@ -128,13 +139,13 @@ def measure_retrieval(task: Task, model: Embeds, rows: Dataset) -> Measured:
     if task.equal_captions_are_right:
         number_of = {text: number for number, text in enumerate(dict.fromkeys(corpus))}
         pairs = dict.fromkeys(zip(owners, map(number_of.get, corpus), strict=True))  # an image may repeat a caption
-        image_of_text, text_of_pair = map(list, zip(*pairs, strict=True))
+        image_of_text, text_of_pair = [image for image, _ in pairs], [text for _, text in pairs]
         corpus, owners = list(number_of), list(number_of.values())
     tokenized = _read_texts(model, corpus)
     counts = count_texts(task, "captions", tokenized, owners)
     if task.equal_captions_are_right:
         counts.best = ceilings(captions, dict(zip(corpus, tokenized.digests, strict=True)))
-    images, texts = zip(*model.map(lambda e: (e.images(rows), e.texts(corpus))), strict=True)
+    images, texts = embed_both(model, rows, corpus)
     # A query is routed by itself, candidates are routed together (MoDE eq. 7)
     weights = {"corpus": model.weights([corpus]), "queries": model.weights([[text] for text in corpus])}
     weights["images"] = model.image_weights(rows)
@@ -151,7 +162,7 @@ def measure_retrieval(task: Task, model: Embeds, rows: Dataset) -> Measured:
         row_of = {text: row for row, text in enumerate(corpus)}
         first = [row_of[image_captions[0]] for image_captions in captions]
         more["batch_loss"] = batch_loss(images[0], texts[0][first], first, training.batch_size)
-    return metrics, weights, counts, more
+    return Measured(metrics, weights, counts, more)
 
 
 def measure_pairs(task: Task, model: Embeds, rows: Dataset) -> Measured:
@@ -160,47 +171,36 @@ def measure_pairs(task: Task, model: Embeds, rows: Dataset) -> Measured:
     sides_of_texts, pairs_of_texts = np.divmod(np.arange(2 * len(rows)), len(rows))
     tokenized = _read_texts(model, [*captions[0], *captions[1]])
     counts = count_texts(task, "captions", tokenized, sides_of_texts.tolist(), pairs_of_texts.tolist())
-
-    def embed(e: Embedder) -> tuple[np.ndarray, np.ndarray]:
-        images, texts = [e.images(rows, f"image_{side}") for side in range(2)], [e.texts(part) for part in captions]
-        return np.stack(images, axis=1), np.stack(texts, axis=1)
-
-    images, texts = zip(*model.map(embed), strict=True)
-    weights = model.weights(list(zip(*captions, strict=True)))
+    embeds = model.map(
+        lambda expert: (
+            np.stack([expert.images(rows, f"image_{side}") for side in range(2)], axis=1),
+            np.stack([expert.texts(part) for part in captions], axis=1),
+        )
+    )
+    weights = model.weights(list(zip(captions[0], captions[1], strict=True)))
     sides = [model.image_weights(rows, f"image_{side}") for side in range(2)]
     image_weights = None if sides[0] is None else np.stack(sides, axis=1)
-    embeds = model.image_side(images, image_weights), model.text_side(texts, weights[:, None])
-    attributes = list(rows["attribute"]) if "attribute" in rows.column_names else None
-    metrics = pair_metrics(*embeds, attributes, score=next(iter(task.primary)))
-    return metrics, {"pairs": weights, "images": image_weights}, counts
+    metrics = pair_metrics(
+        model.image_side([images for images, _ in embeds], image_weights),
+        model.text_side([texts for _, texts in embeds], weights[:, None]),
+        list(rows["attribute"]) if "attribute" in rows.column_names else None,
+        score=next(iter(task.primary)),
+    )
+    return Measured(metrics, {"pairs": weights, "images": image_weights}, counts)
 
 
-def measure_choice(task: Task, model: Embeds, rows: Dataset) -> Measured:
-    """Each image against its right caption and those wrong ones that have other words. If none has, it is a miss."""
-    choices = [list(texts) for texts in rows["caption"]]
-    different = [[right, *([text for text in wrong if text != right] or wrong)] for right, *wrong in choices]
-    image_of_text = np.repeat(np.arange(len(rows)), list(map(len, different)))
-    corpus = [text for texts in different for text in texts]
-    counts = count_texts(task, "captions", _read_texts(model, corpus), range(len(corpus)), image_of_text.tolist())
-    images, texts = zip(*model.map(lambda e: (e.images(rows), e.texts(corpus))), strict=True)
-    weights, image_weights = model.weights(choices), model.image_weights(rows)
-    embeds = model.image_side(images, image_weights), model.text_side(texts, weights[image_of_text])
-    attributes = list(rows["attribute"]) if "attribute" in rows.column_names else None
-    metrics = choice_metrics(*embeds, image_of_text, attributes)
-    return metrics, {"choices": weights, "images": image_weights}, counts
-
-
-def measure_linear_probe(task: Task, model: Embeds, rows: Dataset, train_rows: Dataset) -> Measured:
+def measure_linear_probe(task: Task, model: Embeds, rows: Dataset) -> Measured:
     """A classifier that is fitted to the embeddings of training images."""
-    train_images, images = zip(*model.map(lambda e: (e.images(train_rows), e.images(rows))), strict=True)
+    train_rows, num_skipped = task.load_train()
+    embeds = model.map(lambda expert: (expert.images(train_rows), expert.images(rows)))
     metrics = linear_probe_metrics(
-        model.features(train_images),
+        model.features([train_images for train_images, _ in embeds]),
         _labels(task, train_rows),
-        model.features(images),
+        model.features([images for _, images in embeds]),
         _labels(task, rows),
         device=model.device,
     )
-    return metrics, {}, None
+    return Measured(metrics, more={"train_skipped": num_skipped})
 
 
 MEASURES = {
@@ -208,27 +208,7 @@ MEASURES = {
     "zero_shot_groups": measure_zero_shot_groups,
     "retrieval": measure_retrieval,
     "pairs": measure_pairs,
-    "choice": measure_choice,
     "linear_probe": measure_linear_probe,
-}
-# Kind of task -> its metrics, of which some data sets lack some. A slash and a group or an attribute may follow.
-METRICS = {
-    "zero_shot": (
-        "accuracy",
-        "accuracy_top5",
-        "mean_per_class_recall",
-        "mean_of_top1_and_top5",
-        "roc_auc",
-        "mean_average_precision",
-    ),
-    "zero_shot_groups": ("accuracy",),
-    "retrieval": (
-        *(f"{way}_recall@{k}" for way in ("image_to_text", "text_to_image") for k in (1, 5, 10)),
-        *INFORMATION,
-    ),
-    "pairs": ("text", "image", "group"),
-    "choice": ("accuracy", "mean_per_attribute"),
-    "linear_probe": ("accuracy", "mean_per_class_recall"),
 }
 
 

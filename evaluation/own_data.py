@@ -56,9 +56,8 @@ def own_fingerprint(own: OwnTask) -> str | None:
 
 
 def retrieval_task(arguments: DataArguments) -> Task:
-    """Retrieval on any dataset with an image and a caption column; the caption may be a list. Rows of the same image
-    are one image with all their captions. Of own data, every image of a caption is right for it.
-    """
+    """Retrieval on any dataset with an image column and one of captions or lists of them. Rows of the same image are
+    one image with all their captions. Of own data, every image of a caption is right for it."""
 
     def load():
         if is_world(arguments.source):
@@ -68,11 +67,8 @@ def retrieval_task(arguments: DataArguments) -> Task:
         captions = [] if arguments.captions_per_line else rows["caption"]
         number = sum(isinstance(caption, str) and len(caption.strip().splitlines()) > 1 for caption in captions)
         if number > len(captions) / 2:
-            logger.warning(
-                "%s: %d of %d captions of column %s have several lines. If each line is a caption, say so: "
-                "captions_per_line: true",
-                arguments.source, number, len(captions), arguments.caption_column,
-            )  # fmt: skip
+            lines = f"{number} of {len(captions)} captions of column {arguments.caption_column} have several lines"
+            logger.warning("%s: %s. If each is a caption, say so: captions_per_line: true", arguments.source, lines)
         return one_row_an_image(rows), skipped
 
     data, from_world = _data(arguments), is_world(arguments.source)
@@ -88,9 +84,8 @@ def zero_shot_task(
 
     Args:
         templates: as `read_templates` takes them; None: each model's own.
-        classes: names of the classes, those of the column if it declares some or holds texts, else in the order of its
-            integers, or of the ids that the column has in place of names; None: those that the column declares, or its
-            different texts in all rows of the split.
+        classes: names in the order of the column's integers or ids, or those that the column itself has; None: those
+            that the column declares, or its different texts in all rows of the split.
     """
     templates = [] if templates is None else read_templates(templates)
     rows, classes = labeled_rows(arguments, classes, as_prompts=True)
@@ -122,8 +117,8 @@ def linear_probe_task(arguments: DataArguments, train_split: str, classes: Seque
     if common:
         raise ValueError(
             f"a linear probe is fitted to other rows than it is tested on, but the splits {arguments.split} and "
-            f"{train_split} of {arguments.source} have {common} in common: set split and train_split. A "
-            "file has slices, such as test[:20%] and test[20%:]"
+            f"{train_split} of {arguments.source} have {common} in common: set split and train_split, of one file to "
+            "slices such as test[:20%] and test[20%:]"
         )
     classes = [*names, *(name for name in train_names if name not in names)]
     require_different_names(classes)
@@ -140,8 +135,8 @@ def linear_probe_task(arguments: DataArguments, train_split: str, classes: Seque
 
 
 def pairs_task(arguments: DataArguments, attribute_column: str = "attribute") -> Task:
-    """Pairs of captioned images, as Winoground's: a row has `image_0` and `image_1`, `caption_0` and `caption_1`, where
-    `image` and `caption` are the columns of the arguments.
+    """Pairs of captioned images: a row has `image_0` and `image_1`, `caption_0` and `caption_1`, where `image` and
+    `caption` are the columns of the arguments.
 
     Args:
         attribute_column: what differs in each pair, if there is such a column.
@@ -245,7 +240,7 @@ def _title(measure: str, arguments: DataArguments) -> str:
 
 
 def _known_as(source: str) -> str:
-    """The name that a reader knows data by: a name on the Hub or a URL, or the last part of a path."""
+    """A name on the Hub, a URL, or the last part of a path."""
     return without_paths(source, paths_here(source))
 
 

@@ -91,21 +91,19 @@ def html_page(markdown: str, pictures: Mapping[str, Path], title: str) -> str:
             kind, width = ("svg+xml", LEAST_SVG_WIDTH) if name.endswith(".svg") else ("png", png_width // 2)
             part.attrSet("src", f"data:image/{kind};base64,{base64.b64encode(content).decode()}")
             part.attrSet("style", f"min-width: {width}px")
-    return "\n".join(
-        [
-            "<!DOCTYPE html>",
-            '<html lang="en">',
-            "<head>",
-            '<meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{html.escape(title)}</title>",
-            f"<style>{STYLE}</style>",
-            "</head>",
-            f"<body>\n{parser.renderer.render(tokens, parser.options, {})}</body>",
-            "</html>\n",
-        ]
-    )
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{POLICY}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{html.escape(title)}</title>
+<style>{STYLE}</style>
+</head>
+<body>
+{parser.renderer.render(tokens, parser.options, {})}</body>
+</html>
+"""
 
 
 def _outcome(cell: str) -> str | None:

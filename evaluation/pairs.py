@@ -1,4 +1,4 @@
-"""Pairs of captioned images, or captions of one image, that differ in one attribute: does the model see it?"""
+"""Pairs of captioned images that differ in one attribute: does the model see it?"""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -21,11 +21,8 @@ def pair_metrics(
 
     Args:
         image_embeds, text_embeds: (pairs, 2, D), normalized.
-        attributes: (pairs,), what differs in each, if that is said.
+        attributes: (pairs,), what differs in each; `SCORE/ATTRIBUTE` is then the share of those that differ in it.
         score: that is also told for each attribute.
-
-    Returns:
-        The shares `text`, `image` and `group` of all pairs, and `SCORE/ATTRIBUTE` of those that differ in it.
     """
     similarity = np.einsum("pid,ptd->pit", image_embeds, text_embeds)  # (pairs, image, text)
     own = np.diagonal(similarity, axis1=1, axis2=2)
@@ -37,33 +34,3 @@ def pair_metrics(
     for attribute in sorted(set(() if attributes is None else attributes)):
         metrics[f"{score}/{attribute}"] = float(scores[score][np.array(attributes) == attribute].mean())
     return metrics
-
-
-def choice_metrics(
-    image_embeds: np.ndarray,
-    text_embeds: np.ndarray,
-    image_of_text: Sequence[int],
-    attributes: Sequence[str | None] | None = None,
-) -> dict[str, float]:
-    """Shares of images to which the right caption is closer than all wrong ones (ARO, SugarCrepe). Ties, to 1e-6, count
-    as wrong.
-
-    Args:
-        image_embeds: (images, D), normalized.
-        text_embeds: (texts, D), normalized; those of one image follow each other, the right one first.
-        image_of_text: (texts,), the image of each, from 0 on.
-        attributes: (images,), what the wrong captions of each change; None where that is not said.
-
-    Returns:
-        `accuracy`; where there are attributes, that of each as `mean_per_attribute/ATTRIBUTE`, and the mean of these.
-    """
-    similarity = np.einsum("td,td->t", image_embeds[image_of_text], text_embeds)
-    first = np.flatnonzero(np.diff(image_of_text, prepend=-1))
-    own = similarity[first]
-    similarity[first] = -np.inf
-    right = own > np.maximum.reduceat(similarity, first) + TIE
-    metrics, attributes = {"accuracy": float(right.mean())}, np.array([] if attributes is None else attributes)
-    accuracies = {name: float(right[attributes == name].mean()) for name in sorted({*attributes} - {None})}
-    if accuracies:
-        metrics["mean_per_attribute"] = float(np.mean(list(accuracies.values())))
-    return metrics | {f"mean_per_attribute/{name}": value for name, value in accuracies.items()}

@@ -35,8 +35,8 @@ MARKERS = "osD^vPX*<>"
 
 @dataclass(frozen=True)
 class Score:
-    """A share, and how far its interval over test samples reaches; beside a baseline, its difference and how far that
-    one's interval does. A metric that is no mean over samples has no interval."""
+    """A share and the reach of its interval over test samples; beside a baseline, those of its difference. A metric
+    that is no mean over samples has no interval."""
 
     value: float
     reach: Reach | None
@@ -72,8 +72,7 @@ def write_report(
         result. Of more than six columns, each is a row. Benchmarks that are all of a paper's table have their mean.
 
     Raises:
-        ValueError: two results of one model and task, a score that is not finite, results of one task with different
-            data, protocols, numbers of samples or metrics, or of one model with different weights.
+        ValueError: results that cannot be compared, see `_fault`.
     """
     table = arrange(results)
     if baseline is not None and baseline not in table:
@@ -112,30 +111,34 @@ def arrange(results: Results) -> dict[str, dict[str, dict[str, Any]]]:
     table: dict[str, dict[str, dict[str, Any]]] = {}
     first: dict[str, dict[str, Any]] = {}
     for result in results:
-        model, task = result["model"], result["task"]
-        if task in table.setdefault(model, {}):
-            raise ValueError(f"there are two results of {model!r} on {task}")
-        table[model][task] = result
-        other = first.setdefault(task, result)
-        if not set(result["primary"]) <= set(result["metrics"]) == set(other["metrics"]):
-            raise ValueError(f"{task}: {model!r} and {other['model']!r} need the same metrics, with the primary ones")
-        bad = [metric for metric, value in result["metrics"].items() if not 0 <= value <= 1]
-        if bad:
-            raise ValueError(f"{task}: {', '.join(bad)} of {model!r} is not finite, or no share from 0 to 1")
-        for key in SAME_FOR_TASK:
-            if differ(result, other, key):
-                raise ValueError(
-                    f"{task}: {key} is {other[key]!r} for {other['model']!r} but {result[key]!r} for {model!r}; "
-                    "such scores cannot be compared"
-                )
-    for model, row in table.items():
-        one, *others = row.values()
-        for key, other in ((key, other) for key in SAME_FOR_MODEL for other in others if differ(one, other, key)):
-            raise ValueError(
-                f"{model!r} has results of different models: {key} is {one.get(key)!r} on {one['task']} but "
-                f"{other.get(key)!r} on {other['task']}; measure it again, or give them different names"
-            )
+        row = table.setdefault(result["model"], {})
+        is_repeated = row.setdefault(result["task"], result) is not result
+        fault = _fault(result, first.setdefault(result["task"], result), next(iter(row.values())), is_repeated)
+        if fault:
+            raise ValueError(fault)
     return {model: {task: row[task] for task in first if task in row} for model, row in table.items()}
+
+
+def _fault(result: dict[str, Any], of_task: dict[str, Any], of_model: dict[str, Any], is_repeated: bool) -> str | None:
+    """Why a result cannot stand in a table with the first results of its task and of its model."""
+    task, model, other = result["task"], result["model"], of_task["model"]
+    if is_repeated:
+        return f"there are two results of {model!r} on {task}"
+    if not set(result["primary"]) <= set(result["metrics"]) == set(of_task["metrics"]):
+        return f"{task}: {model!r} and {other!r} need the same metrics, with the primary ones"
+    if bad := [metric for metric, value in result["metrics"].items() if not 0 <= value <= 1]:
+        return f"{task}: {', '.join(bad)} of {model!r} is not finite, or no share from 0 to 1"
+    if key := next((key for key in SAME_FOR_TASK if differ(result, of_task, key)), None):
+        return (
+            f"{task}: {key} is {of_task[key]!r} for {other!r} but {result[key]!r} for {model!r}; such scores cannot be "
+            "compared"
+        )
+    if key := next((key for key in SAME_FOR_MODEL if differ(of_model, result, key)), None):
+        return (
+            f"{model!r} has results of different models: {key} is {of_model.get(key)!r} on {of_model['task']} but "
+            f"{result.get(key)!r} on {task}; measure it again, or give them different names"
+        )
+    return None
 
 
 def first_results(table: dict[str, dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
@@ -147,8 +150,8 @@ def first_results(table: dict[str, dict[str, dict[str, Any]]]) -> dict[str, dict
 
 
 def differ(result: dict[str, Any], other: dict[str, Any], key: str) -> bool:
-    """Whether results disagree in what both have. Where one has no changes or code of one's own, there were none; the
-    batch size counts where scores depend on it."""
+    """Whether results disagree in what both have. Missing changes or code mean none; the batch size counts where scores
+    depend on it."""
     if key in ("changes", "code"):
         return (result.get(key) or {}) != (other.get(key) or {})
     if key == "batch_size" and not (result.get("depends_on_batch") or other.get("depends_on_batch")):
@@ -209,13 +212,11 @@ def _mean_score(scores: Sequence[Score]) -> Score:
 
 
 def _summary(models: Sequence[str], scores: Mapping[str, Mapping[str, Score]]) -> str:
-    cells = [[str(column.get(model, "")) for column in scores.values()] for model in models]
     if len(scores) > max(len(models), MOST_COLUMNS):
-        rows = [[title, *title_cells] for title, *title_cells in zip(scores, *cells, strict=True)]
+        rows = [[title, *(str(column.get(model, "")) for model in models)] for title, column in scores.items()]
         return markdown_table(["task", *models], rows)
-    return markdown_table(
-        ["model", *scores], [[model, *model_cells] for model, model_cells in zip(models, cells, strict=True)]
-    )
+    rows = [[model, *(str(column.get(model, "")) for column in scores.values())] for model in models]
+    return markdown_table(["model", *scores], rows)
 
 
 def _brackets(baseline: str) -> str:
@@ -227,11 +228,10 @@ def _brackets(baseline: str) -> str:
 
 def _all_metrics(table) -> str:
     rows = []
-    for task, metric in (
-        (task, metric) for task, result in first_results(table).items() for metric in result["metrics"]
-    ):
-        values = (f"{row[task]['metrics'][metric]:.1%}" if task in row else "" for row in table.values())
-        rows.append([f"{task}: {metric}", *values])
+    for task, result in first_results(table).items():
+        for metric in result["metrics"]:
+            values = (f"{row[task]['metrics'][metric]:.1%}" if task in row else "" for row in table.values())
+            rows.append([f"{task}: {metric}", *values])
     return markdown_table(["metric", *table], rows)
 
 

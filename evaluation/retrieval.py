@@ -27,23 +27,21 @@ def retrieval_metrics(
 ) -> dict[str, float]:
     """Recall at k: the share of queries with a right candidate among the first k.
 
-    A wrong candidate as similar as the best right one, to 1e-6, counts as before it, so that equal embeddings score
-    nothing: a query's rank is the number of such and better wrong candidates. An image's query is answered by any of
-    its captions; its other captions do not count as wrong.
+    A query's rank is the number of wrong candidates at least as similar as the best right one, to 1e-6, so that equal
+    embeddings score nothing. An image's query is answered by any of its captions; the others do not count as wrong.
 
     Args:
         image_embeds: (images, D), normalized.
         text_embeds: (texts, D), normalized.
         image_of_text: (texts,), the image that each text describes.
-        query_embeds: (texts, D), the texts as queries, where they differ from the texts as candidates, as those of an
-            ensemble do whose weights depend on the query.
+        query_embeds: (texts, D), the texts as queries where they differ, as those of an ensemble whose weights depend
+            on the query.
         text_of_pair: (pairs,), for texts that describe several images: the text of each right pair, whose image
             `image_of_text` then names. None: each text has one image.
-        wanted: metrics that take several times as long: `image_to_text_information` and `text_to_image_information`,
-            see `information`.
+        wanted: `image_to_text_information` and `text_to_image_information`, which take several times as long.
 
     Returns:
-        `image_to_text_recall@k` and `text_to_image_recall@k`, and what is wanted.
+        `image_to_text_recall@k`, `text_to_image_recall@k` and what is wanted.
 
     Raises:
         ValueError: a text has no image, or an image no text.
@@ -104,13 +102,11 @@ class Search(NamedTuple):
 
 
 def information(search: Search) -> float:
-    """How much similarities tell of which candidate is right, as a share of all that there is to tell.
+    """The share 1 - L / log2 N of what there is to tell, the right one of N candidates, that similarities tell.
 
-    With N candidates, one of them right, there are log2 N bits to tell, of which a contrastive loss of L bits leaves L
-    (InfoNCE, arXiv:1807.03748, eq. 5): the share is 1 - L / log2 N. The loss is that of the best temperature, so that
-    it does not ask how sure a model is, and a model that knows nothing has 0. Where recall at 1 is near 0, this still
-    tells models apart; and times the queries and log2 N, it is how many bits a model remembers. A query with several
-    right candidates is answered by all of them together.
+    L is the contrastive loss in bits (InfoNCE, arXiv:1807.03748, eq. 5) at the best temperature, so a model that knows
+    nothing has 0. It tells models apart whose recall at 1 is near 0; times the queries and log2 N, it is how many bits
+    a model remembers. Several right candidates of a query answer it together.
     """
 
     def loss(chunks: Iterable[Chunk], scale: float) -> float:

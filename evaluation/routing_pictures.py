@@ -1,15 +1,61 @@
-"""Pictures of routing: what each expert computes, of which layer, word and patch."""
+"""Pictures of routing: the share of tokens that each expert computes, and the expert of each patch."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+import PIL.Image
+import torch
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
-from clip_moe.evaluation.figures import grid, heat_map, plot_text, plt, save
-from clip_moe.evaluation.preferences import RoutedImages, top_patches
+from clip_moe.data.preparation import Preparation
+from clip_moe.evaluation.embedder import Embedder
+from clip_moe.evaluation.figures import grid, plot_text, plt, save
+from modeling_clip_moe.router_losses import router_probabilities
+
+# Images that are drawn
+NUM_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class RoutedImages:
+    """The decisions of a layer's router on the tokens of some images.
+
+    Args:
+        probabilities: (n, S, E), the router's distribution.
+        pixels: (n, height, width, 3), the images from 0 to 1, as the processor makes them.
+        patch_size: the side of a patch, in pixels.
+    """
+
+    layer: int
+    probabilities: np.ndarray
+    pixels: np.ndarray
+    patch_size: int
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """How many patches are below and beside each other. Those are the tokens from 1 on. What is left of an image at
+        the right and below, the model does not see."""
+        height, width = self.pixels.shape[1:3]
+        return height // self.patch_size, width // self.patch_size
+
+
+def route_images(embedder: Embedder, images: Sequence[PIL.Image.Image], layer: int) -> RoutedImages:
+    """Send images through a sparse layer of the vision tower."""
+    processor, config = embedder.processor.image_processor, embedder.model.config.vision_config
+    prepare = Preparation(processor)
+    inputs = torch.stack([prepare(image)["pixel_values"] for image in images])
+    mean, std = (torch.tensor(values)[:, None, None] for values in (processor.image_mean, processor.image_std))
+    pixels = (inputs * std + mean if processor.do_normalize else inputs).permute(0, 2, 3, 1).clamp(0, 1).numpy()
+    number, probabilities = sorted(config.moe_layers).index(layer), []
+    for batch in inputs.to(embedder.dtype).split(embedder.batch_size):
+        with torch.no_grad():
+            outputs = embedder.model.vision_model(pixel_values=batch.to(embedder.device), output_router_logits=True)
+        probabilities.append(router_probabilities(outputs.router_logits[number], config.scoring_func).float().cpu())
+    return RoutedImages(layer, torch.cat(probabilities).numpy(), pixels, config.patch_size)
 
 
 def draw_shares(routing: Mapping[str, Mapping[int, Mapping[str, Any]]], path: Path, title: str) -> None:
@@ -21,14 +67,15 @@ def draw_shares(routing: Mapping[str, Mapping[int, Mapping[str, Any]]], path: Pa
     figure, axes = grid(len(maps), len(routing), width, 1.2 + 0.42 * height)
     highest = max(values.max() for values in maps.values())
     for axis, (tower, values) in zip(axes.flat, maps.items(), strict=True):
-        heat_map(axis, values, list(routing[tower]), range(values.shape[1]), highest)
+        image = axis.imshow(values, vmin=0, vmax=highest, aspect="auto")
+        for (line, expert), value in np.ndenumerate(values):
+            color = "black" if np.mean(image.cmap(image.norm(value))[:3]) > 0.5 else "white"
+            axis.text(expert, line, f"{value:.0f}", ha="center", va="center", color=color, fontsize=8)
+        axis.set_xticks(range(values.shape[1]))
+        axis.set_yticks(range(len(values)), list(routing[tower]))
         axis.set(xlabel="expert", ylabel="layer", title=f"{tower} tower")
     figure.suptitle(plot_text(title, 120))
     save(figure, path)
-
-
-def _some(number: int) -> np.ndarray:
-    return np.linspace(0, number - 1, min(8, number)).astype(int)
 
 
 def _show(axis: Axes, pixels: np.ndarray, **options: Any) -> None:
@@ -36,62 +83,32 @@ def _show(axis: Axes, pixels: np.ndarray, **options: Any) -> None:
     axis.set(xticks=[], yticks=[])
 
 
-def _mark(axis: Axes, routed: RoutedImages, patch: int, **style: Any) -> tuple[float, float]:
-    """A square on a patch, counted from 0 without the class token. Returns its middle."""
-    line, column = divmod(int(patch), routed.grid[1])
-    side = routed.patch_size
-    axis.add_patch(Rectangle((column * side - 0.5, line * side - 0.5), side, side, **style))
-    return (column + 0.5) * side - 0.5, (line + 0.5) * side - 0.5
-
-
 def expert_colors(num_experts: int) -> Sequence[Sequence[float]]:
-    return (
-        plt.get_cmap("tab10").colors
-        if num_experts <= 10
-        else plt.get_cmap("gist_ncar")(np.linspace(0, 0.95, num_experts))
-    )
+    if num_experts <= 10:
+        return plt.get_cmap("tab10").colors
+    return plt.get_cmap("gist_ncar")(np.linspace(0, 0.95, num_experts))
 
 
 def draw_patches(routed: RoutedImages, path: Path | IO[bytes]) -> None:
-    """Some images, and below each the expert that the router likes best for every patch, and around it, for the class
+    """Images, and below each the expert that the router likes best for every patch, and around it, for the class
     token."""
-    chosen, num_experts = _some(len(routed.pixels)), routed.probabilities.shape[-1]
-    first = routed.probabilities[chosen].argmax(axis=-1)  # (n, S)
-    colors = expert_colors(num_experts)
-    figure, axes = grid(2 * len(chosen), len(chosen), 1.7, 2.1)
-    for above, below, image, experts in zip(*axes, chosen, first, strict=True):
-        _show(above, routed.pixels[image])
-        _show(below, routed.pixels[image].mean(axis=-1), cmap="gray", vmin=0, vmax=1)
+    number, num_experts = len(routed.pixels), routed.probabilities.shape[-1]
+    first = routed.probabilities.argmax(axis=-1)  # (n, S)
+    colors, side = expert_colors(num_experts), routed.patch_size
+    figure, axes = grid(2 * number, number, 1.7, 2.1)
+    for above, below, pixels, experts in zip(axes[0], axes[1], routed.pixels, first, strict=True):
+        _show(above, pixels)
+        _show(below, pixels.mean(axis=-1), cmap="gray", vmin=0, vmax=1)
         for patch, expert in enumerate(experts[1:]):
-            middle = _mark(below, routed, patch, color=colors[expert], alpha=0.55, linewidth=0)
+            line, column = divmod(patch, routed.grid[1])
+            left, top = column * side - 0.5, line * side - 0.5
+            square = Rectangle((left, top), side, side, color=colors[expert], alpha=0.55, linewidth=0)
+            below.add_patch(square)
             if routed.grid[0] <= 8:
                 style = {"ha": "center", "va": "center", "color": "white", "fontsize": 9, "fontweight": "bold"}
-                below.text(*middle, str(expert), **style)
+                below.text(left + side / 2, top + side / 2, str(expert), **style)
         below.spines[:].set(color=colors[experts[0]], linewidth=5)
     handles = [Patch(color=colors[expert], label=f"expert {expert}") for expert in range(num_experts)]
-    figure.legend(handles=handles, loc="outside lower center", ncol=min(8, num_experts, 1 + len(chosen)), frameon=False)
+    figure.legend(handles=handles, loc="outside lower center", ncol=min(8, num_experts, 1 + number), frameon=False)
     figure.suptitle(f"Vision tower, layer {routed.layer}: the first choice of every patch; frame: of the class token")
-    save(figure, path)
-
-
-def draw_expert_patches(routed: RoutedImages, path: Path) -> None:
-    """A line for each expert: the patches that it takes with the highest probabilities, framed, and what is around."""
-    best, (height, width) = top_patches(routed), routed.pixels.shape[1:3]
-    columns = max(1, *map(len, best))
-    half = min(height, width, 7 * routed.patch_size) / 2  # of what is shown
-    figure, axes = grid(len(best) * columns, columns, 1.2, 1.35)
-    for expert, (line, patches) in enumerate(zip(axes, best, strict=True)):
-        for axis in line:
-            axis.set(xticks=[], yticks=[], frame_on=False)
-        line[0].set_ylabel(f"expert {expert}" + ("" if patches else ": none"))
-        for axis, (image, patch) in zip(line, patches, strict=False):
-            _show(axis, routed.pixels[image])
-            for color, linewidth in (("white", 3.5), ("red", 1.8)):  # seen on any ground
-                x, y = _mark(axis, routed, patch, fill=False, color=color, linewidth=linewidth)
-            x, y = np.clip(x, half - 0.5, width - half - 0.5), np.clip(y, half - 0.5, height - half - 0.5)
-            axis.set(xlim=(x - half, x + half), ylim=(y + half, y - half))
-            axis.set_title(f"{routed.probabilities[image, patch + 1, expert]:.0%}", fontsize=8)
-    figure.suptitle(
-        f"Vision tower, layer {routed.layer}: the patches (red) that each expert is surest to get, and how sure"
-    )
     save(figure, path)

@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from clip_moe.conversion.checkpoints import has_file, load_clip, load_config, loading
 from clip_moe.conversion.processors import load_processor, load_tokenizer, mark_padding, require_fit
+from clip_moe.data.world import installed_versions
 from clip_moe.engine.digests import short_digest
 from clip_moe.engine.files import save, writing
 from clip_moe.engine.hub import hub_commit, hub_options, pin_commit
@@ -93,21 +94,17 @@ class TextEncoder:
     def __init__(
         self, source: str, pooling: Pooling = "mean", name: str | None = None, device: str | torch.device = "cpu"
     ):
-        try:
-            import sentence_transformers
-        except ImportError as error:
-            raise ValueError(f"{source} is a sentence encoder: pip install sentence-transformers") from error
-        if int(sentence_transformers.__version__.split(".")[0]) < 6:  # which run the modules that a folder brings
-            raise ValueError(
-                f"sentence-transformers {sentence_transformers.__version__} runs code of the folders that it loads: "
-                "pip install 'sentence-transformers>=6'"
-            )
+        version = installed_versions(["sentence-transformers"]).get("sentence-transformers", "0")
+        if int(version.partition(".")[0]) < 6:  # older ones run the modules that a folder brings
+            raise ValueError(f"{source} is a sentence encoder: pip install 'sentence-transformers>=6', not {version}")
+        from sentence_transformers import SentenceTransformer
+
         self.source, self.pooling, is_whole = source, pooling, has_file(source, ["modules.json"])
         self.name = name or (_name(source) if is_whole else f"{_name(source)}:{pooling}")
         hub = hub_options(source)
         with loading(source):
             model = {"model_name_or_path": source, **hub} if is_whole else {"modules": _modules(source, pooling, hub)}
-            self.model = sentence_transformers.SentenceTransformer(**model, device=str(device), trust_remote_code=False)
+            self.model = SentenceTransformer(**model, device=str(device), trust_remote_code=False)
 
     def encode(self, texts: Sequence[str], batch_size: int = BATCH_SIZE) -> np.ndarray:
         """(texts, d) normalized."""
@@ -185,8 +182,6 @@ def open_encoder(
 ) -> SentenceEncoder:
     """The encoder of a folder or hub name: a tower of a CLIP, or a sentence encoder, see `TextEncoder`."""
     is_whole = has_file(source, ["modules.json"])
-    if not is_whole and not has_file(source, ["config.json"]):
-        raise FileNotFoundError(f"there is no sentence encoder in {source}: it has no config.json")
     if modality == "image" or (not is_whole and is_clip(load_config(source))):
         return ClipEncoder(source, modality, name, device)
     return TextEncoder(source, pooling, name, device)

@@ -21,8 +21,8 @@ SECONDS_OF_A_TURN = 0.2
 
 
 def in_turn(calls: Mapping[Key, Callable[[], Any]], rounds: int, warm_up: int = 0) -> dict[Key, list]:
-    """The results of each call in each round; in a round every call has its turn, so that whatever slows the machine
-    slows all of them. The first `warm_up` rounds do not count."""
+    """The results of each call in each round, in which every call has its turn, so that other work slows all alike. The
+    first `warm_up` rounds do not count."""
     results = {name: [] for name in calls}
     for turn in range(warm_up + rounds):
         for name, call in calls.items():
@@ -65,16 +65,8 @@ def _calls(name: str, batch_size: int, device: torch.device, dtype: torch.dtype)
     inputs = sample_inputs(model.config, batch_size=batch_size)
     input_ids = inputs.pop("input_ids").to(device)
     images = BatchFeature(inputs).to(device, dtype)
-
-    def image() -> None:
-        with torch.no_grad():
-            model.get_image_features(**images)
-
-    def text() -> None:
-        with torch.no_grad():
-            model.get_text_features(input_ids=input_ids)
-
-    return image, text
+    embed_images, embed_texts = map(torch.no_grad(), (model.get_image_features, model.get_text_features))
+    return partial(embed_images, **images), partial(embed_texts, input_ids=input_ids)
 
 
 def _seconds(call: Callable[[], None], times: int, device: torch.device) -> float:

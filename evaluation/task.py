@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from datasets import Dataset
 
-Kind = Literal["zero_shot", "zero_shot_groups", "retrieval", "pairs", "choice", "linear_probe"]
+Kind = Literal["zero_shot", "zero_shot_groups", "retrieval", "pairs", "linear_probe"]
 
 # Kind -> the metrics that a table shows -> the titles of their columns
 PRIMARY_METRICS = {
@@ -14,7 +14,6 @@ PRIMARY_METRICS = {
     "zero_shot_groups": {"accuracy": "mean accuracy"},
     "retrieval": {"image_to_text_recall@1": "R@1 image→text", "text_to_image_recall@1": "R@1 text→image"},
     "pairs": {"group": "group score"},
-    "choice": {"accuracy": "accuracy"},
     "linear_probe": {"accuracy": "accuracy"},
 }
 RECALL_5 = tuple(f"{way}_recall@{k}" for k in (1, 5) for way in ("image_to_text", "text_to_image"))
@@ -31,7 +30,6 @@ METRIC_TITLES = {
     "image": "image score",
     "text": "text score",
     "group": "group score",
-    "mean_per_attribute": "mean over attributes",
     **{f"image_to_text_recall@{k}": f"R@{k} image→text" for k in (1, 5, 10)},
     **{f"text_to_image_recall@{k}": f"R@{k} text→image" for k in (1, 5, 10)},
     **dict(zip(INFORMATION, ("information image→text", "information text→image"), strict=True)),
@@ -44,13 +42,11 @@ class Task:
 
     `load` returns the rows and how many more could not be read, `load_train` those that a linear probe is fitted to.
     Rows have the columns `image` and `caption`, or for pairs those of `data.symbols.load_minimal_pairs`. The caption of
-    retrieval is a text or a list of texts, that of a choice several texts, of which the first is right. A choice may
-    have an `attribute`.
-    `group_of_class` parts the classes of one that is the mean of several zero-shot tasks, each among its own classes.
-    The caption of a zero-shot row is the name of its class. A column `label` has the class's number, which counts where
-    two classes have one name.
-    `data` is all that was chosen of a benchmark, or of a dataset given by columns: results in which it differs are of
-    different tasks.
+    retrieval is a text or a list of texts.
+    `group_of_class` parts the classes of a mean of several zero-shot tasks, each among its own classes.
+    The caption of a zero-shot row is the name of its class; a column `label` has the class's number, for classes of one
+    name.
+    `data` is all that was chosen of the data: results in which it differs are of different tasks.
     `equal_captions_are_right`, for retrieval: an image is right for every caption that is one of its own, word by word,
     and each different caption is one query; else for those of its row alone, as in benchmarks.
     `metrics` stand for the task in a table, if others than those of its kind do.

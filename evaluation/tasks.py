@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from datasets import Dataset
 
@@ -32,7 +32,7 @@ def loaded_once(tasks: Mapping[str, Task], max_rows: int | None = None) -> dict[
     tasks are.
 
     Args:
-        max_rows: the first so many rows of each task; None: all.
+        max_rows: the first so many rows of each task, whose result says so; None: all.
     """
 
     def once(load: Callable[[], tuple[Dataset, int]]) -> Callable[[], tuple[Dataset, int]]:
@@ -43,51 +43,45 @@ def loaded_once(tasks: Mapping[str, Task], max_rows: int | None = None) -> dict[
 
         return loaded
 
-    loaded = {
-        name: dataclasses.replace(task, load=once(task.load), load_train=task.load_train and once(task.load_train))
-        for name, task in tasks.items()
-    }
-    return loaded if max_rows is None else {name: _look(task, max_rows) for name, task in loaded.items()}
-
-
-def _look(task: Task, max_rows: int) -> Task:
-    """A task of fewer rows, whose result is one of another task, as all that names it says."""
-    return dataclasses.replace(
-        task,
-        title=f"{task.title}, first {max_rows} rows",
-        protocol=f"at most the first {max_rows} rows of {task.protocol.removeprefix('all rows of ')}",
-        data=task.data | {"max_rows": max_rows},
-    )
+    loaded = {}
+    for name, task in tasks.items():
+        changes: dict[str, Any] = {"load": once(task.load), "load_train": task.load_train and once(task.load_train)}
+        if max_rows is not None:
+            changes["title"] = f"{task.title}, first {max_rows} rows"
+            protocol = task.protocol.removeprefix("all rows of ")
+            changes["protocol"] = f"at most the first {max_rows} rows of {protocol}"
+            changes["data"] = task.data | {"max_rows": max_rows}
+        loaded[name] = dataclasses.replace(task, **changes)
+    return loaded
 
 
 def require_tasks(wanted: Sequence[Wanted]) -> None:
     """Raises a ValueError of each name that is unknown, with a known name like it, and of each that two tasks have."""
-    problems, available = [], [*TASKS, *GROUPS, *BENCHMARKS, *ALIASES]
-    for name in dict.fromkeys(name for name in wanted if isinstance(name, str)):
-        if name in OWN_TASKS:
-            problems.append(f"the task {name} needs data: {{task: {name}, dataset: FOLDER OR HUB NAME}}")
-        elif ":" in name:
-            problems += _problems_of_world_task(name)
-        elif name not in available:
-            similar = most_similar(name, available)
-            meant = f"did you mean {similar!r}?" if similar else f"known are {', '.join(sorted(TASKS))}, {MORE}"
-            problems.append(f"unknown task {name or repr(name)}: {meant}")
-    names = Counter(task.name for task in wanted if isinstance(task, OwnTask) and task.name)
-    repeated_names = [name for name, times in names.items() if times > 1 or name in available]
+    available = [*TASKS, *GROUPS, *BENCHMARKS, *ALIASES]
+    names = dict.fromkeys(name for name in wanted if isinstance(name, str))
+    problems = [problem for name in names if name not in available and (problem := _problem(name, available))]
+    own_names = Counter(task.name for task in wanted if isinstance(task, OwnTask) and task.name)
+    repeated_names = [name for name, times in own_names.items() if times > 1 or name in available]
     problems += [f"two tasks are called {name}: give each a name of its own" for name in repeated_names]
     if problems:
         raise ValueError("; ".join(problems))
 
 
-def _problems_of_world_task(name: str) -> list[str]:
-    """Why a task that is spelled `package.module:OBJECT KINDS` is none."""
+def _problem(name: str, available: Sequence[str]) -> str | None:
+    """Why a name is no task; None: it is one on a world, `package.module:OBJECT KINDS`."""
+    if name in OWN_TASKS:
+        return f"the task {name} needs data: {{task: {name}, dataset: FOLDER OR HUB NAME}}"
+    if ":" not in name:
+        similar = most_similar(name, available)
+        meant = f"did you mean {similar!r}?" if similar else f"known are {', '.join(sorted(TASKS))}, {MORE}"
+        return f"unknown task {name or repr(name)}: {meant}"
     if not is_world(_source_of(name)):
-        return [f"unknown task {name!r}: a world's is package.module:OBJECT KINDS"]
+        return f"unknown task {name!r}: a world's is package.module:OBJECT KINDS"
     try:
         world_task(name)
     except ValueError as error:
-        return [f"the task {name!r}: {error}"]
-    return []
+        return f"the task {name!r}: {error}"
+    return None
 
 
 def with_seed(task: Task, seed: int) -> Task:
@@ -112,14 +106,13 @@ def _installed(name: str) -> dict[str, dict[str, str]]:
 def find_tasks(
     wanted: Sequence[Wanted],
     data_root: str | Path | None = None,
-    num_workers: int | None = None,
     seed: int = 0,
     max_rows: int | None = None,
 ) -> dict[str, Task]:
     """Name in results -> task, of built-in tasks, benchmarks, groups of these, and tasks on own data.
 
     Args:
-        data_root, num_workers: see `evaluation.benchmarks.loading.benchmark_task`.
+        data_root: see `evaluation.benchmarks.loading.benchmark_task`.
         seed: draws the pictures of built-in tasks.
         max_rows: draw no more pictures than `loaded_once` keeps of a task.
     """
@@ -137,7 +130,7 @@ def find_tasks(
                     key, task = (name, built_in[name]) if name in TASKS else world_task(name)
                     tasks[key] = with_seed(dataclasses.replace(task, data=_installed(name)), seed)
                 else:
-                    tasks[name] = benchmark_task(BENCHMARKS[name], data_root, num_workers=num_workers)
+                    tasks[name] = benchmark_task(BENCHMARKS[name], data_root)
     return tasks
 
 

@@ -45,7 +45,7 @@ def count_texts(
         repeated=sum(with_text[text] > 1 for text in texts),
     )
     # Images of one caption tie by nature, but a pair of one can never be right, nor can recall be high where most do
-    never = task.kind in ("pairs", "choice") or 2 * counts.repeated > counts.number
+    never = task.kind == "pairs" or 2 * counts.repeated > counts.number
     if counts.cut or counts.alike or (counts.repeated and never):
         warn_once(logger, f"{task.title}: {counts.sentence}")
     return counts

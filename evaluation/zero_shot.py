@@ -6,17 +6,8 @@ import numpy as np
 
 
 def class_embeddings(prompt_embeds: np.ndarray) -> np.ndarray:
-    """One embedding a class, from its name in several templates (CLIP, section 3.1.4).
-
-    Args:
-        prompt_embeds: (classes, templates, D), normalized.
-
-    Returns:
-        (classes, D): the normalized mean over the templates.
-
-    Raises:
-        ValueError: that mean is zero.
-    """
+    """(classes, D), the normalized means over the templates of prompts (classes, templates, D), normalized (CLIP,
+    section 3.1.4). Raises a ValueError if a mean is zero."""
     mean = prompt_embeds.mean(axis=1)
     lengths = np.linalg.norm(mean, axis=-1, keepdims=True)
     if not lengths.all():
@@ -27,20 +18,19 @@ def class_embeddings(prompt_embeds: np.ndarray) -> np.ndarray:
 def zero_shot_metrics(
     image_embeds: np.ndarray, class_embeds: np.ndarray, labels: np.ndarray, wanted: Sequence[str] = ()
 ) -> dict[str, float]:
-    """Shares of images whose class is found. Of classes that are equally similar, the first one counts as the most
-    similar, as NumPy's argmax has it; but among the five most similar the last ones, as scikit-learn has it.
+    """Shares of images whose class is found. Of equally similar classes, the first is the most similar, as in NumPy's
+    argmax; among the five most similar, the last ones are, as in scikit-learn.
 
     Args:
         image_embeds: (images, D), normalized.
         class_embeds: (classes, D), normalized.
         labels: (images,), the right class of each; or (images, classes), 1 where a class is in the image, else 0.
-        wanted: metrics that few protocols ask for: `mean_of_top1_and_top5`, of more than five classes (Kinetics-700),
-            and `roc_auc` of two, whose score is the similarity to the second less that to the first (Hateful Memes).
+        wanted: `mean_of_top1_and_top5`, of more than five classes (Kinetics-700), and `roc_auc` of two, whose score is
+            the similarity to the second less that to the first (Hateful Memes).
 
     Returns:
-        `accuracy`; `accuracy_top5` where there are more than five classes; `mean_per_class_recall`, over the classes
-        that occur; and those that are wanted. Images of several classes each get `mean_average_precision` alone, over
-        the classes that occur.
+        `accuracy`; `accuracy_top5` where there are more than five classes; `mean_per_class_recall`; and what is wanted.
+        Images of several classes each get `mean_average_precision` alone. Both are over the classes that occur.
 
     Raises:
         ValueError: `roc_auc` of labels of one class alone.

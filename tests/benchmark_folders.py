@@ -6,7 +6,6 @@ import functools
 import io
 import json
 
-import datasets
 import numpy as np
 import PIL.Image
 from tiny_sources import write_shard
@@ -145,13 +144,16 @@ def classes_of(number):
     return [WORDS[0], WORDS[number % 7]] if number % 7 else [WORDS[1]]
 
 
+def several(label):
+    """A file with a 1 or 0 for each class."""
+    file = io.BytesIO()
+    np.save(file, np.array(label, np.float32))
+    return file.getvalue()
+
+
 def several_class_shards(folder):
-    labels = []
-    for number in range(NUMBER):
-        file = io.BytesIO()
-        np.save(file, np.array([word in classes_of(number) for word in WORDS], np.float32))
-        labels.append(file.getvalue())
-    shards(folder, "test", "npy", labels)
+    labels = [[word in classes_of(number) for word in WORDS] for number in range(NUMBER)]
+    shards(folder, "test", "npy", list(map(several, labels)))
     write_lines(folder / "dataset_type.txt", ["multilabel"])
     write_names(folder, WORDS)
     return [(number, ", ".join(sorted(classes_of(number), key=WORDS.index))) for number in range(NUMBER)]
@@ -160,20 +162,8 @@ def several_class_shards(folder):
 # ---- authors' layouts of captions
 
 
-def karpathy(folder):
-    write_images(folder / "flickr30k-images", "{}.jpg")
-    images = []
-    for number in range(NUMBER):
-        sentences = [{"raw": caption, "tokens": caption.split()} for caption in captions_of(number)]
-        split = "test" if number else "train"
-        images.append({"filename": f"{number}.jpg", "split": split, "sentences": sentences, "imgid": number})
-    write(folder / "dataset_flickr30k.json", {"images": images, "dataset": "flickr30k"})
-    return [(number, captions_of(number)) for number in range(1, NUMBER)]
-
-
 def flickr30k_token(folder):
-    """Beside Karpathy's file, which lacks some of the images."""
-    karpathy(folder)
+    write_images(folder / "flickr30k-images", "{}.jpg")
     write_image(folder / "flickr30k-images" / "36979.jpg", 14)
     found = {number: [f"{caption} ." for caption in captions_of(number)] for number in [*range(NUMBER), 36979]}
     lines = [f"{number}.jpg#{i}\t{text}" for number, texts in found.items() for i, text in enumerate(texts)]
@@ -257,85 +247,6 @@ def mmvp(folder):
     return [(number, f"a photo of {rows[number + 1][2]}") for number in range(NUMBER)]
 
 
-# ---- compositional suites, and languages
-
-
-def wrong_captions(number):
-    """Of two parts, in turns."""
-    return [f"a {WORDS[number % 7]} thing", f"a thing {WORDS[number % 7]}"]
-
-
-def sugar_crepe(folder):
-    expected, names = [], "add_att add_obj replace_att replace_obj replace_rel swap_att swap_obj".split()
-    for part, name in enumerate(names):
-        entries = {}
-        for number in (part, part + 7):
-            write_image(folder / "val2017" / f"{number:012}.jpg", number)
-            caption, negative = wrong_captions(number)
-            texts = {"caption": caption, "negative_caption": negative}
-            entries[str(number)] = {"filename": f"{number:012}.jpg", **texts}
-            expected.append((number, [caption, negative]))
-        write(folder / "data" / f"{name}.json", entries)
-    return expected
-
-
-def write_parquet(folder, columns):
-    """Two files of the test split, as the Hub has them."""
-    rows = datasets.Dataset.from_dict(columns)
-    for name in columns:
-        if name.startswith("image"):
-            rows = rows.cast_column(name, datasets.Image())
-    (folder / "data").mkdir()
-    for shard in range(2):
-        part = rows.shard(2, shard, contiguous=True)
-        part.to_parquet(folder / "data" / f"test-0000{shard}-of-00002.parquet")
-
-
-def order(folder):
-    """The second order is that of the caption itself, which is no wrong one; the last caption has no other order."""
-    rights = [f"a {WORDS[number % 7]} thing {number}" for number in range(NUMBER)]
-    captions = [[right, f"thing a {number}", right, "thing", "a"] for number, right in enumerate(rights)]
-    captions[13] = rights[13:] * 5
-    names = ["correct_caption", "hard_text_1", "hard_text_2", "hard_text_3", "hard_text_4"]
-    columns = dict(zip(names, map(list, zip(*captions, strict=True)), strict=True))
-    images = [{"bytes": png(number), "path": None} for number in range(NUMBER)]
-    write_parquet(folder, {"images": images, **columns, "id": list(range(NUMBER))})
-    return list(enumerate(captions))
-
-
-def boxes(folder):
-    """Of pictures, which mteb has cut out."""
-    images = [{"bytes": png(number), "path": None} for number in range(NUMBER)]
-    captions = [wrong_captions(number) for number in range(NUMBER)]
-    rights, wrongs = map(list, zip(*captions, strict=True))
-    write_parquet(folder, {"image": images, "true_caption": rights, "false_caption": wrongs})
-    return list(enumerate(captions))
-
-
-TAGS = ["Object", "Relation", "Both"]
-WINOGROUND = [(2 * pair + side, f"a {WORDS[(pair + side) % 7]} thing") for pair in range(7) for side in range(2)]
-
-
-def winoground(folder):
-    columns = {"id": list(range(7)), "collapsed_tag": [TAGS[pair % 3] for pair in range(7)], "tag": ["x"] * 7}
-    for side in range(2):
-        of_side = WINOGROUND[side::2]
-        columns[f"image_{side}"] = [{"bytes": png(number), "path": None} for number, _ in of_side]
-        columns[f"caption_{side}"] = [caption for _, caption in of_side]
-    write_parquet(folder, columns)
-    return WINOGROUND
-
-
-def xm3600(folder, language):
-    write_images(folder / "images", "{:016x}.jpg")
-    entries = []
-    for number in range(NUMBER):
-        captions = {of: {"caption": [f"{of} {text}" for text in captions_of(number)]} for of in ("en", language)}
-        entries.append({"image/key": f"{number:016x}", "image/locale": "de", **captions})
-    write_lines(folder / "captions.jsonl", entries)
-    return [(number, [f"{language} {text}" for text in captions_of(number)]) for number in range(NUMBER)]
-
-
 # benchmark/webdatasets.txt of LAION-AI/CLIP_benchmark
 WEBDATASETS = """
     wds_mscoco_captions wds_flickr8k wds_flickr30k wds_imagenet1k wds_imagenetv2 wds_imagenet_sketch wds_imagenet-a
@@ -347,8 +258,6 @@ WEBDATASETS = """
     wds_vtab-resisc45 wds_vtab-smallnorb_label_azimuth wds_vtab-smallnorb_label_elevation wds_vtab-svhn
     wds_voc2007_multilabel
 """.split()
-LANGUAGES = """ar bn cs da de el en es fa fi fil fr he hi hr hu id it ja ko mi nl no pl pt quz ro ru sv sw te th tr uk
-    vi zh""".split()
 OTHER_SHARDS = dict.fromkeys(("wds_mscoco_captions", "wds_flickr8k", "wds_flickr30k"), caption_shards)
 OTHER_SHARDS["wds_voc2007_multilabel"] = several_class_shards
 # Benchmark -> (the folder, what makes it) for each layout in which it may lie, in the order in which they are tried
@@ -358,10 +267,8 @@ for folder in WEBDATASETS:
     COPIES[benchmark] = [(folder, OTHER_SHARDS.get(folder, class_shards))]
 for benchmark, folder, make, *arguments in (
     ("imagenet1k", "imagenet", in_folders, "val"),
-    ("imagenet1k", "ILSVRC2012", in_folders, "validation"),
     ("imagenet1k_linear_probe", "wds_imagenet1k", probe_shards),
     ("imagenet1k_linear_probe", "imagenet", in_folders, "val", "train"),
-    ("imagenet1k_linear_probe", "imagenet", in_folders, "validation", "train"),
     ("imagenetv2", "imagenetv2-matched-frequency-format-val", functools.partial(in_folders, first=7, form="{}"), ""),
     ("imagenet_sketch", "sketch", in_folders, ""),
     *((f"imagenet_{letter}", f"imagenet-{letter}", in_folders, "") for letter in "aor"),
@@ -375,7 +282,6 @@ for benchmark, folder, make, *arguments in (
     ("kinetics700", "wds_kinetics700", class_shards, "val"),
     ("hateful_memes", "hateful_memes", memes),
     ("hateful_memes", "wds_hateful_memes", class_shards, "dev", ["kind", "mean"]),
-    ("flickr30k", "flickr30k", karpathy),
     ("flickr30k_all", "flickr30k", flickr30k_token),
     ("mscoco_val2017", "coco", coco),
     ("urban1k", "Urban1k", urban1k),
@@ -385,13 +291,6 @@ for benchmark, folder, make, *arguments in (
     ("iiw_long", "imageinwords", iiw),
     ("iiw", "imageinwords", flair, "finegrained_annotations.json", ".", "docci_aar/"),
     ("mmvp_vlm", "MMVP_VLM", mmvp),
-    ("sugar_crepe", "sugar-crepe", sugar_crepe),
-    ("winoground", "winoground", winoground),
-    ("aro_vg_relation", "ARO-Visual-Relation", boxes),
-    ("aro_vg_attribution", "ARO-Visual-Attribution", boxes),
-    ("aro_coco_order", "ARO-COCO-order", order),
-    ("aro_flickr30k_order", "ARO-Flickr-Order", order),
-    *((f"xm3600_{language}", "xm3600", xm3600, language) for language in LANGUAGES),
 ):  # fmt: skip
     COPIES.setdefault(benchmark, []).append((folder, lambda place, f=make, a=arguments: f(place, *a)))
 

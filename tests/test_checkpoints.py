@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -82,8 +83,8 @@ def test_modules_of_a_sentence_encoder_do_not_run(copy, tmp_path, monkeypatch):
     (folder / "modules.json").write_text(json.dumps(modules))
     with pytest.raises(ValueError, match=f"cannot load {folder}: .*'planted.Model', which is not part of"):
         open_encoder(str(folder))
-    monkeypatch.setattr("sentence_transformers.__version__", "5.7.0")
-    with pytest.raises(ValueError, match="sentence-transformers 5.7.0 runs code of the folders that it loads"):
+    monkeypatch.setattr("clip_moe.data.world.distribution", lambda package: SimpleNamespace(version="5.7.0"))
+    with pytest.raises(ValueError, match="pip install 'sentence-transformers>=6', not 5.7.0"):
         open_encoder(str(folder))
     assert not (tmp_path / "ran").exists()
 

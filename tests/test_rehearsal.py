@@ -154,7 +154,7 @@ FOUND = {
     ),
     "images": ("pre", {"pre.data": {"source": "rows"}}, "pre: 40 of 40 pairs of rows cannot be used; the first is"),
     "not a clip": ("scores", {"scores.models": {"trained": "bert"}}, "scores: cannot load bert: a model of type"),
-    "layer to analyze": ("looked", {"looked.layers.vision": 9}, "looked: trained: layers.vision: 9 is no sparse layer"),
+    "layer to analyze": ("looked", {"looked.layer": 9}, "looked: trained: layer: 9 is no sparse layer"),
 }
 
 

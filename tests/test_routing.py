@@ -1,4 +1,4 @@
-"""What routers and fusion gates do, and which patches and words experts take: by hand, and as a small model records
+"""What routers and fusion gates do, and which expert a patch gets: by hand, and as a small model records
 it; and the pictures of it, which show their numbers."""
 
 import numpy as np
@@ -9,10 +9,9 @@ import torch
 from matplotlib import cbook
 
 from clip_moe.data.symbols import SYMBOLS
-from clip_moe.evaluation import preferences
 from clip_moe.evaluation.embedder import Embedder
 from clip_moe.evaluation.routing import LayerCounts, averaged_experts, count_tokens
-from clip_moe.evaluation.routing_pictures import draw_shares
+from clip_moe.evaluation.routing_pictures import draw_shares, route_images
 
 sparse, unnormalized, gated = small_experts.sparse, small_experts.unnormalized, small_experts.gated
 figures = small_evaluation.figures
@@ -100,61 +99,16 @@ def test_changes_of_the_model_end_with_the_block(gated):
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
 
 
-def test_tokens_are_routed_as_the_model_records_it(sparse, embedder):
-    model, _ = sparse
+def test_patches_are_routed_as_the_model_records_it(sparse, embedder):
     images = list(SYMBOLS.load("test", "web", 6)["image"])
-    texts = ["a seven", "a small red star on a gray background", "a heart", "a zero", "a purple disc"]
-    of_images = preferences.route_images(embedder, images, layer=2)
-    of_texts = preferences.route_texts(embedder, texts, layer=2)
-    batch = embedder.processor.tokenizer(texts, padding=True, return_tensors="pt")
-    options = {"output_expert_ids": True, "output_router_logits": True}
+    routed = route_images(embedder, images, layer=2)
+    inputs = embedder.processor.image_processor(images, return_tensors="pt")
     with torch.no_grad():
-        pictured = model.vision_model(**embedder.processor.image_processor(images, return_tensors="pt"), **options)
-        written = model.text_model(**batch, **options)
-    written_at = batch["attention_mask"] == 1
-    for routed, outputs, shown in ((of_images, pictured, slice(None)), (of_texts, written, written_at)):
-        for expert in range(4):
-            assert np.array_equal(routed.computed[..., expert], (outputs.expert_ids[2] == expert).any(dim=-1))
-        probabilities = outputs.router_logits[2].softmax(dim=-1).numpy()
-        np.testing.assert_allclose(routed.probabilities[shown], probabilities[shown], atol=1e-5)
-    assert (of_images.layer, of_images.grid, of_images.computed.shape) == (2, (4, 4), (6, 17, 4))
-    for image, pixels in zip(images, of_images.pixels, strict=True):
+        outputs = sparse[0].vision_model(**inputs, output_router_logits=True)
+    np.testing.assert_allclose(routed.probabilities, outputs.router_logits[2].softmax(dim=-1), atol=1e-5)
+    assert (routed.layer, routed.grid, routed.probabilities.shape) == (2, (4, 4), (6, 17, 4))
+    for image, pixels in zip(images, routed.pixels, strict=True):
         np.testing.assert_allclose(pixels, np.asarray(image) / 255, atol=1e-6)
-    assert np.array_equal(of_texts.ids, batch["input_ids"])
-    assert np.array_equal(of_texts.computed.sum(axis=-1), 2 * batch["attention_mask"])
-
-
-def test_top_patches_by_hand():
-    """Two images of a class token and two patches, three experts; the last computes nothing."""
-    first = np.array([[0.9, 0.6, 0.3], [0.9, 0.8, 0.7]])
-    probabilities = np.stack([first, 1 - first, 0 * first], axis=-1)
-    routed = preferences.RoutedImages(0, probabilities, probabilities > 0.5, np.zeros((2, 1, 2, 3)), 1)
-    assert routed.grid == (1, 2)
-    assert preferences.top_patches(routed) == [[(1, 0), (0, 0)], [(0, 1)], []]
-
-
-def test_words_against_chance_by_hand(embedder):
-    """Of 40 words, expert 0 computes half: all of red, none of blue, half of star; of heart all, which is too rare."""
-    tokenizer = embedder.processor.tokenizer
-    texts = ["red star"] * 9 + ["blue star"] * 9 + ["heart"] * 4
-    ids = tokenizer(texts, padding=True, return_tensors="np")["input_ids"]
-    red, blue, star, heart = (tokenizer(word)["input_ids"][1] for word in ("red", "blue", "star", "heart"))
-    computed = np.zeros((*ids.shape, 2), bool)
-    computed[ids == red, 0] = computed[ids == blue, 1] = computed[ids == heart, 0] = True
-    stars = np.argwhere(ids == star)
-    for number, (row, place) in enumerate(stars):
-        computed[row, place, number % 2] = True
-    computed[:, 0, 1] = True  # begins the text, and is no word
-    words = preferences.word_shares(preferences.RoutedTexts(0, computed / 2, computed, ids), tokenizer)
-    assert dict(zip(words.ids, words.occurrences, strict=True)) == {red: 9, blue: 9, star: 18, heart: 4}
-    assert words.chance.tolist() == [22 / 40, 18 / 40]
-    shares = {red: [1, 0], blue: [0, 1], star: [0.5, 0.5], heart: [1, 0]}
-    assert {token: row.tolist() for token, row in zip(words.ids, words.shares, strict=True)} == shares
-    # (1 - 0.55) / sqrt(0.55 * 0.45 / 9) = 2.7 errors; (1 - 0.45) / sqrt(0.45 * 0.55 / 9) = 3.3
-    assert [[words.ids[row] for row in words.preferred(expert)] for expert in (0, 1)] == [[], [blue]]
-    more = preferences.WordShares(words.ids, 2 * words.occurrences, words.shares, words.chance)
-    assert [more.ids[row] for row in more.preferred(0)] == [red]
-    assert preferences.WordShares(words.ids, words.occurrences, words.shares, np.array([0.0, 1.0])).preferred(1) == []
 
 
 def test_heat_maps_name_their_numbers(tmp_path, figures):

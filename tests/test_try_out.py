@@ -20,7 +20,7 @@ from clip_moe.app.page import patch_map, sparse_layers
 from clip_moe.data.images import decode_image
 from clip_moe.data.symbols import SYMBOLS
 from clip_moe.evaluation.ensemble import open_model
-from clip_moe.evaluation.preferences import route_images
+from clip_moe.evaluation.routing_pictures import route_images
 
 dense, sparse = small_evaluation.dense, small_evaluation.sparse
 

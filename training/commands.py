@@ -96,8 +96,7 @@ def finetune(
         caption_column: the column of the captions (default: caption)
         learning_rate: the highest, of a cosine schedule (default: 1e-5, for pretrained models)
         global_batch_size: pairs in a step, at most those in training (default: 64)
-        keep_tasks: benchmarks or built-in tasks on what the model should still know; default: of bundled models, what
-            they know
+        keep_tasks: benchmarks or built-in tasks on what the model should still know
         plan: print the stages, what they read and how far they are, at once
         rehearse: run two steps of each stage on few samples, keep nothing, and print what a run will take
         rehearse_batch: rehearse with so many samples in the batch of a process

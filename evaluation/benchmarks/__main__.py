@@ -13,9 +13,8 @@ from clip_moe.evaluation.task import METRIC_TITLES, PRIMARY_METRICS
 
 @command
 def benchmarks() -> str:
-    """Print all benchmarks, how copies of them lie, and the groups that may be named in their place. A suite in several
-    languages has one line, the English one."""
-    rows = [row for row in BENCHMARKS.values() if row.language in ("", "en")]
+    """Print all benchmarks, how copies of them lie, and the groups that may be named in their place."""
+    rows = BENCHMARKS.values()
     metrics = [[METRIC_TITLES[name] for name in row.metrics] or PRIMARY_METRICS[row.kind].values() for row in rows]
     what = [[row.name, row.protocol, ", ".join(titles)] for row, titles in zip(rows, metrics, strict=True)]
     names_of_shape = defaultdict(list)

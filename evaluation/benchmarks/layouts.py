@@ -1,8 +1,7 @@
 """Layouts of benchmarks on disk: one class each, which gives rows.
 
 Rows have a column `image`, and `label` (the number of the class, or a 1 or 0 for each class) or `caption` (a list of
-texts); pairs have `image_0`, `image_1`, `caption_0`, `caption_1` and `attribute`; choices have captions, the first of
-which is right, and may have an `attribute`. No image is decoded here.
+texts); pairs have `image_0`, `image_1`, `caption_0`, `caption_1` and `attribute`. No image is decoded here.
 """
 
 import csv
@@ -11,15 +10,15 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, ClassVar, Literal
 
 from datasets import Dataset
 
-from clip_moe.data.annotations import NoSplit, read_tables
+from clip_moe.data.annotations import read_tables
 from clip_moe.data.arguments import DataArguments
 from clip_moe.data.image_folders import PICTURES
 from clip_moe.data.pairs import rename_columns, select_columns
@@ -242,43 +241,21 @@ def cut(text: str) -> list[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choices(Records):
-    """Files of numbered entries, each an image with a right caption and wrong ones under the keys `texts` (SugarCrepe).
-    The name of the file is the attribute."""
-
-    def rows(self, folder: Path, split: str) -> Dataset:
-        columns = defaultdict(list)
-        for file in self.annotations(folder, split):
-            for entry in read_json(file).values():
-                columns["image"].append(str(folder / self.images / entry[self.image]))
-                columns["caption"].append([entry[key] for key in self.texts])
-                columns["attribute"].append(file.stem)
-        return Dataset.from_dict(columns)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Annotations(Layout):
-    """COCO's captions or Karpathy's split (`data.annotations.read_tables`).
+    """COCO's captions (`data.annotations.read_tables`).
 
     Args:
-        split: name of one of Karpathy's splits; None: all images.
-        captions: how many of each image count, the first ones; None: all.
+        captions: how many of each image count, the first ones.
     """
 
-    split: str | None = None
-    captions: int | None = None
+    captions: int
     content: ClassVar[str] = "images and their captions"
 
     def rows(self, folder: Path, split: str) -> Dataset:
         (file,) = self.annotations(folder, split)
         columns = read_tables([str(file)])
-        if None in columns["image"]:
-            raise ValueError(f"{file} has entries that cannot be read: download it again")
-        rows = zip(columns["image"], columns["caption"], columns.get("split", columns["image"]), strict=True)
-        captions = {name: texts[: self.captions] for name, texts, split in rows if self.split in (None, split)}
-        if not captions:
-            raise NoSplit(file, self.split, sorted(set(columns.get("split", ()))))
-        return _captioned(folder / self.images, captions)
+        pairs = zip(columns["image"], columns["caption"], strict=True)
+        return _captioned(folder / self.images, {name: texts[: self.captions] for name, texts in pairs})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,56 +287,6 @@ class CaptionFiles(Layout):
         if alone:
             raise ValueError(f"{len(alone)} images in {folder} have no caption or captions no image; one is {alone[0]}")
         return _captioned(folder / self.images, {images[name].name: [text] for name, text in texts.items()})
-
-
-@dataclass(frozen=True, kw_only=True)
-class Parquet(Layout):
-    """Files of parquet, as the Hub has them.
-
-    Args:
-        columns: name in the files -> name of the column here.
-        choice: columns of captions, the right one first, in place of `caption`.
-    """
-
-    files: Sequence[str] = ("data/SPLIT-*.parquet",)
-    columns: Mapping[str, str] = field(default_factory=dict)
-    choice: Sequence[str] = ()
-
-    @property
-    def shape(self) -> str:
-        return f"{self.files[0]} with the columns {', '.join([*self.columns, *self.choice])}"
-
-    def other_files(self, folder: Path, split: str) -> Iterable[Path]:
-        return ()  # all images are within
-
-    def rows(self, folder: Path, split: str) -> Dataset:
-        pattern = f"{glob.escape(str(folder))}/{self.of_split(self.files[0], split)}"
-        arguments = DataArguments(source=pattern, split=split)
-        rows = rename_columns(open_rows(arguments), self.columns | {name: name for name in self.choice}, arguments)
-        if not self.choice:
-            return rows
-        captions = list(zip(*(rows[name] for name in self.choice), strict=True))
-        return rows.remove_columns(list(self.choice)).add_column("caption", list(map(list, captions)))
-
-
-@dataclass(frozen=True, kw_only=True)
-class XM3600(Layout):
-    """Crossmodal-3600: an image in each line, with its captions in 36 languages.
-
-    Args:
-        language: whose captions count, all of them.
-    """
-
-    files: Sequence[str] = ("captions.jsonl",)
-    images: str = "images"
-    language: str = "en"
-    content: ClassVar[str] = "image/key and captions by language in a line"
-
-    def rows(self, folder: Path, split: str) -> Dataset:
-        (file,) = self.annotations(folder, split)
-        entries = list(map(json.loads, filter(str.strip, read_text(file).split("\n"))))
-        captions = {f"{entry['image/key']}.jpg": entry[self.language]["caption"] for entry in entries}
-        return _captioned(folder / self.images, captions)
 
 
 @dataclass(frozen=True, kw_only=True)

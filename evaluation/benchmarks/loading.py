@@ -1,7 +1,7 @@
 """Tasks of benchmarks: where their data lie, and where their class names and templates come from."""
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -14,7 +14,6 @@ from clip_moe.data.arguments import DataArguments
 from clip_moe.data.readable import readable_pairs
 from clip_moe.engine.digests import short_digest
 from clip_moe.engine.hub import hub_options
-from clip_moe.engine.messages import shortened
 from clip_moe.evaluation.benchmarks.layouts import CLASSES, TEMPLATES, Layout
 from clip_moe.evaluation.benchmarks.specs import Benchmark
 from clip_moe.evaluation.class_names import SYNSET, are_ids, names_after_ids
@@ -22,13 +21,12 @@ from clip_moe.evaluation.own_data import read_classes, read_templates, readable_
 from clip_moe.evaluation.task import Task
 
 
-def benchmark_task(benchmark: Benchmark, data_root: str | Path | None = None, num_workers: int | None = None) -> Task:
+def benchmark_task(benchmark: Benchmark, data_root: str | Path | None = None) -> Task:
     """The task of a benchmark. Class names, templates and stamps of copies are read now, images when they are needed.
 
     Args:
         data_root: folder of local copies: `data_root/NAME`, also under other names that the benchmark has; or the copy
             itself, if it is called so. What is not there is taken from the Hub.
-        num_workers: processes that look whether all images can be read; None: this one.
     """
     local, layout = _find(benchmark, data_root)
     folder = local or _from_hub(benchmark, ["*.txt"])
@@ -54,7 +52,7 @@ def benchmark_task(benchmark: Benchmark, data_root: str | Path | None = None, nu
         def load() -> tuple[Dataset, int]:
             files = [layout.of_split(pattern, split) for pattern in layout.files]
             place = local or _from_hub(benchmark, ["*.txt", *files])
-            arguments = DataArguments(source=str(place), split=split, num_workers=num_workers or 0, max_unreadable=0)
+            arguments = DataArguments(source=str(place), split=split, max_unreadable=0)
             return _load(benchmark, layout, place, arguments, classes)
 
         return load
@@ -121,15 +119,34 @@ def _class_names(benchmark: Benchmark, folder: Path, layout: Layout) -> list[str
     names_by_id = names_after_ids(names, str(file))
     if names_by_id and any(map(SYNSET.match, data_names or ())):
         alone = sorted(names_by_id.keys() ^ set(data_names))
-        if alone:
-            raise ValueError(f"{folder} needs images of all classes in {file}, but {alone[0]} is in one of both alone")
-        return [names_by_id[synset] for synset in data_names]
-    names = list(names_by_id.values()) or names
-    if are_ids(names) and not benchmark.numbers:
-        raise ValueError(f"{file} calls classes {', '.join(names[:3])}, which says nothing to a model: write names")
-    if data_names:
-        _require_order(names, data_names, file, folder)
+        fault = alone and f"{folder} needs images of all classes in {file}, but {alone[0]} is in one of both alone"
+        names = [names_by_id.get(synset, "") for synset in data_names]
+    else:
+        names = list(names_by_id.values()) or names
+        fault = data_names and _fault_of_names(names, data_names, file, folder)
+        if are_ids(names) and not benchmark.numbers:
+            fault = f"{file} calls classes {', '.join(names[:3])}, which says nothing to a model: write names"
+    if fault:
+        raise ValueError(fault)
     return names
+
+
+def _fault_of_names(names: Sequence[str], data_names: Sequence[str], file: Path, folder: Path) -> str | None:
+    """Why a file's names are not those of the data's classes: there is not one for each, or a name belongs to another
+    class."""
+    if len(data_names) != len(names):
+        return (
+            f"{folder} needs images of all {len(names)} classes in {file}, but has {len(data_names)} classes, from "
+            f"{data_names[0]} to {data_names[-1]}"
+        )
+    plain, wanted = ([re.sub(r"[\W_]+", "", name).lower() for name in some] for some in (names, data_names))
+    for number, name in enumerate(plain):
+        if name != wanted[number] and name in wanted:
+            return (
+                f"line {number + 1} of {file} is {names[number]!r}, but the folder with this number is "
+                f"{data_names[number]!r}: put the names into the order of the folders"
+            )
+    return None
 
 
 def _text_file(benchmark: Benchmark, folder: Path, name: str) -> Path:
@@ -144,74 +161,53 @@ def _text_file(benchmark: Benchmark, folder: Path, name: str) -> Path:
     return _from_hub(benchmark, ["*.txt"], way_out=way_out) / name
 
 
-def _require_order(names: Sequence[str], data_names: Sequence[str], file: Path, folder: Path) -> None:
-    """Raises a ValueError if there is not one name for each class of the data, or a name belongs to another class."""
-    if len(data_names) != len(names):
-        raise ValueError(
-            f"{folder} needs images of all {len(names)} classes in {file}, but has {len(data_names)} classes, from "
-            f"{data_names[0]} to {data_names[-1]}"
-        )
-    plain, wanted = ([re.sub(r"[\W_]+", "", name).lower() for name in some] for some in (names, data_names))
-    for number, name in enumerate(plain):
-        if name != wanted[number] and name in wanted:
-            raise ValueError(
-                f"line {number + 1} of {file} is {names[number]!r}, but the folder with this number is "
-                f"{data_names[number]!r}: put the names into the order of the folders"
-            )
-
-
 def _load(
     benchmark: Benchmark, layout: Layout, folder: Path, arguments: DataArguments, classes: Sequence[str]
 ) -> tuple[Dataset, int]:
     """The rows, and 0: an unreadable row is an error, since nothing is measured in part."""
     with layout.reading(folder, arguments.split):
         rows = layout.rows(folder, arguments.split)
-    if len(rows) == 0:
-        raise ValueError(f"{folder} has no images of the split {arguments.split}")
+    fault = _fault_of_rows(benchmark, rows, classes) if len(rows) else f"has no images of the split {arguments.split}"
+    if fault:
+        raise ValueError(f"{folder} {fault}")
     if benchmark.kind == "pairs":
         return readable_image_pairs(rows, arguments)
-    if benchmark.kind == "choice":
-        _require_captions(rows["caption"], folder)
+    if classes:
+        rows = rows.add_column("caption", [_class_of(label, classes) for label in rows["label"]])
+    return readable_pairs(rows, arguments, are_labels=bool(classes))
+
+
+def _fault_of_rows(benchmark: Benchmark, rows: Dataset, classes: Sequence[str]) -> str | None:
+    """Why scores on these rows would be wrong."""
     if not classes:
-        return readable_pairs(rows, arguments)
-    rows = rows.add_column("caption", [_name_of(label, classes, folder) for label in rows["label"]])
-    if "mean_average_precision" in benchmark.metrics:
-        _require_every_class(np.array(rows["label"]), classes, folder)
-    if benchmark.balanced:
-        _require_balance(np.array(rows["label"]), classes, folder)
-    return readable_pairs(rows, arguments, are_labels=True)
-
-
-def _require_captions(choices: Iterable[Sequence[Any]], folder: Path) -> None:
-    """Raises a ValueError if a caption is missing or blank: any other would be right."""
-    for number, texts in enumerate(choices):
-        if not all(isinstance(text, str) and text.strip() for text in texts):
-            raise ValueError(f"{folder}: choice {number} lacks a caption, there are {shortened(texts)}")
-
-
-def _require_every_class(labels: np.ndarray, classes: Sequence[str], folder: Path) -> None:
-    """Raises a ValueError if a class has no image: its average precision is not defined."""
-    images = labels.sum(axis=0)
-    if not images.all():
-        raise ValueError(f"{folder} needs images of every class, but has none of {classes[images.argmin()]}")
-
-
-def _require_balance(labels: np.ndarray, classes: Sequence[str], folder: Path) -> None:
-    """Raises a ValueError if a class has more images than another one, which may have none."""
+        return None
+    labels = list(rows["label"])
+    bad = next((label for label in labels if not _is_label(label, len(classes))), None)
+    if bad is not None:
+        return f"has the label {bad!r}, which is none of the numbers of {len(classes)} classes, from 0 on"
+    if isinstance(labels[0], list):
+        images = np.array(labels).sum(axis=0)
+        # Its average precision is not defined
+        return None if images.all() else f"needs images of every class, but has none of {classes[images.argmin()]}"
     images = np.bincount(labels, minlength=len(classes))
     most, least = images.argmax(), images.argmin()
-    if images[most] != images[least]:
-        raise ValueError(
-            f"{folder} needs as many images of every class, but has {images[most]} of {classes[most]} and "
-            f"{images[least]} of {classes[least]}: copy all of them, or measure what is there as own data (--tasks "
-            "zero_shot --dataset)"
+    if benchmark.balanced and images[most] != images[least]:
+        return (
+            f"needs as many images of every class, but has {images[most]} of {classes[most]} and {images[least]} of "
+            f"{classes[least]}: copy all of them, or measure what is there as own data (--tasks zero_shot --dataset)"
         )
+    return None
 
 
-def _name_of(label: Any, classes: Sequence[str], folder: Path) -> str:
+def _is_label(label: Any, num_classes: int) -> bool:
+    """Whether a label is the number of a class, or has a 1 or a 0 for each class."""
+    if isinstance(label, list):
+        return len(label) == num_classes and set(label) <= {0, 1}
+    return isinstance(label, int) and 0 <= label < num_classes
+
+
+def _class_of(label: int | list[int], classes: Sequence[str]) -> str:
     """The class of a number, or the classes of a list of 1 and 0."""
-    if isinstance(label, list) and len(label) == len(classes) and set(label) <= {0, 1}:
+    if isinstance(label, list):
         return ", ".join(name for name, there in zip(classes, label, strict=True) if there) or "none"
-    if not isinstance(label, int) or not 0 <= label < len(classes):
-        raise ValueError(f"{folder}: the label {label!r} is none of the numbers of {len(classes)} classes, from 0 on")
     return classes[label]

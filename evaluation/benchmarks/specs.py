@@ -5,15 +5,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from clip_moe.evaluation.benchmarks.layouts import (
-    XM3600,
     Annotations,
     CaptionFiles,
     CaptionLines,
-    Choices,
     ClassFolders,
     ImagePairs,
     Layout,
-    Parquet,
     Records,
     Shards,
 )
@@ -25,19 +22,14 @@ class Benchmark:
     """A data set, and the protocol by which it is measured.
 
     Args:
-        name: by which it is asked for, and under which its results stand.
-        title: in tables.
-        kind: which measure it is.
-        layouts: in which a copy may lie, of which the first that fits is read.
+        layouts: in which a copy may lie; the first that fits is read.
         protocol: what is measured, in words.
         folders: names that its folder may have besides `name`.
         hub: its name on the Hub, where it is in the first of the layouts.
-        split: what is measured.
         train_split: what a linear probe is fitted to.
         metrics: that stand for it in a table; (): those of its kind.
         numbers: whether its classes may be called by numbers.
         balanced: whether all classes have as many images, as ImageNet's 50: a copy with fewer of one lacks some.
-        language: the code at the end of its name and protocol, of one in several languages.
     """
 
     name: str
@@ -52,7 +44,6 @@ class Benchmark:
     metrics: Sequence[str] = ()
     numbers: bool = False
     balanced: bool = False
-    language: str = ""
 
     @property
     def splits(self) -> list[str]:
@@ -86,9 +77,9 @@ def _shards(dataset: str, title: str, *more: Layout, folders: Sequence[str] = ()
     return Benchmark(title=title, **settings | changes)
 
 
-def _caption_shards(dataset: str, title: str, metrics: Sequence[str], *more: Layout) -> Benchmark:
+def _caption_shards(dataset: str, title: str, metrics: Sequence[str]) -> Benchmark:
     protocol = f"{title}, Karpathy's test split, images with all their captions"
-    layouts = [Shards(text="txt"), *more]
+    layouts = [Shards(text="txt")]
     return _shards(dataset, title, kind="retrieval", layouts=layouts, protocol=protocol, metrics=metrics)
 
 
@@ -119,41 +110,15 @@ DOCCI = Records(
 IIW = Records(
     files=["IIW-400/data.jsonl"], images="docci_aar", image="image/key", texts=["IIW"], suffix=".jpg", joined=True
 )
-FLICKR30K = Annotations(files=["dataset_flickr30k.json"], images="flickr30k-images", split="test")
 URBAN = CaptionFiles(files=["caption/*.txt"], images="image")
-SUGAR_CREPE = Choices(
-    files=[
-        f"data/{part}.json" for part in "add_att add_obj replace_att replace_obj replace_rel swap_att swap_obj".split()
-    ],
-    images="val2017",
-    image="filename",
-    texts=["caption", "negative_caption"],
-)
-# The languages of Crossmodal-3600
-LANGUAGES = """
-    ar bn cs da de el en es fa fi fil fr he hi hr hu id it ja ko mi nl no pl pt quz ro ru sv sw te th tr uk vi zh
-""".split()
-
-
-def _choices(name: str, title: str, protocol: str, hub: str, image: str, texts: Sequence[str]) -> Benchmark:
-    """A part of ARO as mteb publishes it, which has drawn orders of words once; `texts`: the right one first."""
-    layout = Parquet(columns={image: "image"}, choice=texts)
-    folders = (hub.removeprefix("mteb/"),)
-    return Benchmark(name, f"ARO, {title}", "choice", [layout], f"ARO, {title}, {protocol}", folders, hub)
-
-
-VISUAL_GENOME = {"image": "image", "texts": ["true_caption", "false_caption"]}
-ORDERS = {"image": "images", "texts": ["correct_caption", *(f"hard_text_{number}" for number in range(1, 5))]}
-OTHER_ORDERS = "the caption or one of four other orders of its words, as mteb publishes them"
-
-# As torchvision has ImageNet, and as timm does
-IMAGENET = [ClassFolders(images="SPLIT", test=test) for test in ("val", "validation")]
+# As torchvision has ImageNet
+IMAGENET = ClassFolders(images="SPLIT", test="val")
 IMAGENET_FOLDERS = ("imagenet", "imagenet-1k", "ILSVRC2012", "ilsvrc2012")
 IMAGENET_V2 = "imagenetv2-matched-frequency-format-val"
 CLASSES_ALONE = ClassFolders(images="")
 
 _ROWS = (
-    _shards("imagenet1k", "ImageNet", *IMAGENET, folders=IMAGENET_FOLDERS, metrics=TOP_5, balanced=True),
+    _shards("imagenet1k", "ImageNet", IMAGENET, folders=IMAGENET_FOLDERS, metrics=TOP_5, balanced=True),
     _classes("food101", "Food-101", "its authors' test split", "food-101"),
     _shards("vtab-cifar10", "CIFAR-10"),
     _shards("vtab-cifar100", "CIFAR-100"),
@@ -202,7 +167,7 @@ _ROWS = (
         metrics=RECALL_10,
     ),
     _caption_shards("flickr8k", "Flickr8k", RECALL_5),
-    _caption_shards("flickr30k", "Flickr30k", RECALL_10, FLICKR30K),
+    _caption_shards("flickr30k", "Flickr30k", RECALL_10),
     _captions(
         "flickr30k_all",
         "Flickr30k, all images",
@@ -251,57 +216,11 @@ _ROWS = (
         ("MMVP_VLM",),
         metrics=("image",),
     ),
-    Benchmark(
-        "winoground",
-        "Winoground",
-        "pairs",
-        (
-            Parquet(
-                columns={f"{what}_{side}": f"{what}_{side}" for what in ("image", "caption") for side in range(2)}
-                | {"collapsed_tag": "attribute"}
-            ),
-        ),
-        "Winoground, all examples; the group score of each tag, too",
-        hub="facebook/winoground",
-        metrics=("group", "text", "image"),
-    ),
-    # Captions that differ in words or their order
-    Benchmark(
-        "sugar_crepe",
-        "SugarCrepe",
-        "choice",
-        (SUGAR_CREPE,),
-        "SugarCrepe, the caption or its hard negative; the mean of its seven parts, and each of them",
-        ("sugar-crepe",),
-        metrics=("mean_per_attribute",),
-    ),
-    _choices(
-        "aro_vg_relation",
-        "VG-Relation",
-        "boxes of images; all relations, also those that the authors' notebook leaves out as symmetric",
-        "mteb/ARO-Visual-Relation",
-        **VISUAL_GENOME,
-    ),
-    _choices("aro_vg_attribution", "VG-Attribution", "boxes of images", "mteb/ARO-Visual-Attribution", **VISUAL_GENOME),
-    _choices("aro_coco_order", "COCO-Order", OTHER_ORDERS, "mteb/ARO-COCO-order", **ORDERS),
-    _choices("aro_flickr30k_order", "Flickr30k-Order", OTHER_ORDERS, "mteb/ARO-Flickr-Order", **ORDERS),
-    # Languages
-    *(
-        _captions(
-            f"xm3600_{language}",
-            f"XM3600, {language}",
-            [XM3600(language=language)],
-            f"Crossmodal-3600, all captions in {language}",
-            "xm3600",
-            language=language,
-        )
-        for language in LANGUAGES
-    ),
     # Image features
     _shards(
         "imagenet1k",
         "ImageNet, linear probe",
-        *IMAGENET,
+        IMAGENET,
         folders=IMAGENET_FOLDERS,
         name="imagenet1k_linear_probe",
         kind="linear_probe",
@@ -368,9 +287,6 @@ GROUPS = {
     "clip_benchmark": [
         row.name for row in _ROWS if (row.hub or "").startswith("clip-benchmark/") and row.kind != "linear_probe"
     ],
-    "aro": [name for name in BENCHMARKS if name.startswith("aro_")],
-    "compositional": [row.name for row in _ROWS if row.kind in ("choice", "pairs")],
-    "xm3600": [f"xm3600_{language}" for language in LANGUAGES],
     **{table: [name for name in BENCHMARKS if name in names.split()] for table, names in _TABLES.items()},
 }
 # MoDE's benchmarks are SLIP's (https://arxiv.org/abs/2112.12750), which takes the mean per class where that is usual

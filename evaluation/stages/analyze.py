@@ -4,7 +4,7 @@ import dataclasses
 import typing
 from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -35,8 +35,8 @@ class AnalyzeStage(MeasuredTasks, Stage):
 
     # An earlier stage, a folder or a hub name: a sparse model.
     model: Model
-    # `text` or `vision`: the sparse layer whose words or patches are drawn; the last one where a tower is left out.
-    layers: dict[Literal["text", "vision"], int] = Field(default_factory=dict)
+    # The sparse layer of the vision tower whose patches are drawn; None: the last one.
+    layer: int | None = None
     # Images or texts that are computed at a time.
     batch_size: int = Field(default=64, gt=0)
 
@@ -51,7 +51,7 @@ class AnalyzeStage(MeasuredTasks, Stage):
             inputs.model,
             self.open_tasks(),
             directory,
-            layers=self.layers,
+            layer=self.layer,
             batch_size=self.batch_size,
         )
         print(beginning)

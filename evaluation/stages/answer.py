@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 # Name of the task on what was to be learned
 LEARNED = "learned"
-# Folder of bundled models -> tasks on what they know
-KNOWN = {Path(__file__).parents[1] / "symbol_clip": ["symbols_zero_shot"]}
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -41,8 +39,7 @@ class AnswerStage(EvaluateStage):
 
     # What was to be learned: a `split` stage, whose test is measured.
     split: Annotated[str, Reads("split")]
-    # What the models should still know, as the tasks of an `evaluate` stage. Empty: of a bundled model, what it knows;
-    # of others, nothing is measured.
+    # What the models should still know, as the tasks of an `evaluate` stage.
     tasks: list[Wanted] = Field(default_factory=list)
     # The row that the others are compared with.
     baseline: str | None = "base"
@@ -61,9 +58,7 @@ class AnswerStage(EvaluateStage):
         learned = self._learned(inputs)
         if "label" in load_from_disk(inputs.split)["test"].column_names:  # classes, as they were in training
             learned = dataclasses.replace(learned, task="zero_shot", templates=["{}"])
-        base = Path(inputs.models["base"]).resolve()
-        kept = self.tasks or [task for folder, tasks in KNOWN.items() if base.is_relative_to(folder) for task in tasks]
-        found = find_tasks([learned, *kept], self.data_root, seed=self.test_seed or 0, max_rows=self.max_rows)
+        found = find_tasks([learned, *self.tasks], self.data_root, seed=self.test_seed or 0, max_rows=self.max_rows)
         return loaded_once(found, self.max_rows)
 
     def fingerprints(self, inputs: SimpleNamespace) -> dict[str, str]:
@@ -94,8 +89,8 @@ class AnswerStage(EvaluateStage):
         answered = answer(results, [LEARNED], inputs.models, trainings_of_rows)
         write_text(directory / ANSWER, json.dumps({"verdict": answered.verdict, "use": answered.use}))
         task = self.tasks_of(inputs)[LEARNED]
-        options = self.batch_size, device, getattr(torch, self.dtype)
-        model = open_model(inputs.models[answered.use], directory / "embeddings", *options)
+        source, dtype = inputs.models[answered.use], getattr(torch, self.dtype)
+        model = open_model(source, directory / "embeddings", self.batch_size, device, dtype)
         examples = find_examples(task, model)
         table, pictures = examples_table(examples)
         hits = sum(example.is_hit for example in examples)

@@ -13,13 +13,16 @@ from pydantic.dataclasses import dataclass
 from clip_moe.engine.context import Context
 from clip_moe.engine.markdown import escape
 from clip_moe.engine.outcome import Training
-from clip_moe.engine.provenance import MANIFEST, Record, trainings
+from clip_moe.engine.provenance import trainings
 from clip_moe.engine.settings import STRICT
 from clip_moe.engine.stage import Model, Stage
 from clip_moe.evaluation.measured_tasks import REHEARSED_ROWS, MeasuredTasks
 
 if typing.TYPE_CHECKING:
     from clip_moe.evaluation.task import Task
+
+# Fields of its configuration that a mixture can be measured with in place of its own
+MixtureField = Literal["routing", "routing_temperature", "nearest_center_only", "feature_ensemble"]
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -45,7 +48,7 @@ class EvaluateStage(MeasuredTasks, Stage):
     models: dict[str, Model] = Field(min_length=1)
     # Row title -> what its mixture is measured with in place of its own configuration, as {routing: released}; see
     # docs/evaluation.md. So one mixture can stand in several rows.
-    changes: dict[str, dict[str, str | float | bool]] = Field(default_factory=dict)
+    changes: dict[str, dict[MixtureField, str | float | bool]] = Field(default_factory=dict)
     # Images or texts that are embedded at a time.
     batch_size: int = Field(default=64, gt=0)
     # Of the computation.
@@ -96,7 +99,7 @@ class EvaluateStage(MeasuredTasks, Stage):
             return
         losses = [f"- `{folder.name}`: {training}" for folder, training in self.trainings(results, inputs).items()]
         head, pictures = self.head(results, inputs, directory, accelerator.device)
-        head = "\n\n".join(filter(None, [head, training_seconds(inputs.models), "\n".join(losses)]))
+        head = "\n\n".join(filter(None, [head, "\n".join(losses)]))
         print(write_report(results, directory, self.baseline, head, self.title, pictures))
 
     def tasks_of(self, inputs: SimpleNamespace) -> "dict[str, Task]":
@@ -134,18 +137,3 @@ class EvaluateStage(MeasuredTasks, Stage):
             if min(ceilings.values(), default=1) < 1
         )
         return "\n\n".join(sentences), {}
-
-
-def training_seconds(models: Mapping[str, str]) -> str:
-    """The seconds that the training of each model took, by its record, as one line; empty where none has one. Seconds
-    are no ratio of multiply-adds: small products run at a smaller share of a machine's speed."""
-    took = []
-    for title, model in models.items():
-        if (Path(model) / MANIFEST).is_file():
-            record = Record.read(Path(model))
-            seconds = [attempt.seconds for attempt in record.attempts]  # None: of one that was killed
-            if record.stage["stage"].startswith("train") and seconds and None not in seconds:
-                where = escape(" and ".join(dict.fromkeys(attempt.device for attempt in record.attempts)))
-                took.append(f"{escape(title)} {sum(seconds):,.0f} s on {where}")
-    clock = "by the clock of a machine that may do other work, too"
-    return f"The stage that trained each model took: {'; '.join(took)}, {clock}." if took else ""
