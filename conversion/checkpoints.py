@@ -84,11 +84,11 @@ def has_file(source: str | Path, names: Iterable[str]) -> bool:
 def load_config(source: str | Path, subfolder: str = "") -> PreTrainedConfig:
     """The configuration of a model in a folder or on the Hub, or in a folder within that."""
     settings, _ = load(PreTrainedConfig.get_config_dict, source, subfolder=subfolder)
-    if named := kernels(settings):
-        raise ValueError(
-            f"cannot load {source}: config.json names the kernel {named[0]!r}, code of others that would run here: "
-            "remove it from there"
-        )
+    with loading(source):
+        if named := kernels(settings):
+            raise ValueError(
+                f"config.json names the kernel {named[0]!r}, code of others that would run here: remove it from there"
+            )
     # Without an answer on trust, transformers asks for one
     return load(AutoConfig.from_pretrained, source, subfolder=subfolder, trust_remote_code=False)
 
