@@ -18,8 +18,7 @@ class DenseStage(ModelStage):
     """One expert of a CLIP-MoE as a dense CLIP: every token goes through that expert.
 
     Routers and fusion gates are left out, so right after upcycling every expert gives back the original model bit for
-    bit (with scale 1, where one is needed). The saved model is loaded again and compared in float32 with the sparse
-    model in which the chosen FFN has taken the place of all others.
+    bit (with scale 1, where one is needed).
 
         clip-moe dense runs/expert --model training/name_clip_moe --take 1
     """

@@ -17,9 +17,8 @@ class LlavaStage(ModelStage):
     """A LLaVA of transformers with a CLIP-MoE in place of its vision tower.
 
     The language model and the projector stay as they are: a tower upcycled from the CLIP that the LLaVA was trained
-    with fits at once, any other one of the same width needs the projector trained again. The saved model is loaded
-    again: its image features must be the projected hidden states of the tower, and its language model must compute what
-    it computed. No two LLaVAs are in memory at a time. To load the result, `import modeling_clip_moe` first.
+    with fits at once, any other one of the same width needs the projector trained again. Import
+    `modeling_clip_moe` before loading the result.
 
         clip-moe llava llava-moe --model llava-hf/llava-1.5-7b-hf --tower clip-moe-l14-336
     """

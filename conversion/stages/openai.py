@@ -16,7 +16,7 @@ from clip_moe.engine.settings import STRICT
 class OpenAIStage(ModelStage):
     """OpenAI's CLIP weights, and open_clip's and Long-CLIP's of their architecture, as transformers' `CLIPModel`.
 
-    Weights become float32. The saved model is loaded again and compared with the original.
+    Weights become float32.
 
         clip-moe openai clip-vit-large-patch14 --archive ViT-L-14.pt --processor openai/clip-vit-large-patch14
     """

@@ -25,9 +25,6 @@ class UnifyStage(ModelStage):
     CLIP-FMoE (section 4.3): all have one expert and a fusion gate in each sparse layer. The experts are stacked and
     their gates averaged, the FFNs of `model` stay beside them; routers are new.
 
-    The saved model is loaded again, and with every token sent through expert i it is compared with what expert i was
-    made of.
-
         clip-moe unify runs/clip_moe --model training/symbol_clip --experts runs/expert_1
     """
 

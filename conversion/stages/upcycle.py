@@ -19,9 +19,8 @@ class UpcycleStage(ModelStage):
     """Sparse upcycling: a dense CLIP becomes a CLIP-MoE whose experts are copies of its FFNs.
 
     Experts are copies of the dense FFN (Komatsuzaki et al., 2023, https://arxiv.org/abs/2212.05055), routers and fusion
-    gates are new, all else is kept. The saved model is loaded again and compared with the source in float32: where
-    routing weights sum to 1, equal experts compute the dense FFN, so the two agree up to rounding. Where they do not,
-    as in the preset clip_up, the comparison alone is made with renormalized weights.
+    gates are new, all else is kept. With routing weights that sum to 1, the model computes what the source does, up to
+    rounding. Where they do not, as in the preset clip_up, only the check is made with normalized weights.
 
         clip-moe upcycle runs/sparse --model training/symbol_clip --preset clip_moe
     """
