@@ -112,18 +112,18 @@ def test_other_names_of_benchmarks_and_of_their_folders(copies, tmp_path):
 
 def test_one_of_each_sort_is_measured(dense, copies, tmp_path):
     tasks = find_tasks(list(MEASURED.values()), copies)
-    of_task = {result["task"]: result for result in evaluate_model(dense, tasks, tmp_path)}
-    assert list(of_task) == list(tasks)
-    for name, result in of_task.items():
+    by_task = {result["task"]: result for result in evaluate_model(dense, tasks, tmp_path)}
+    assert list(by_task) == list(tasks)
+    for name, result in by_task.items():
         assert set(BENCHMARKS[name].metrics) <= set(result["primary"]) <= set(result["metrics"]), name
         assert json.loads((tmp_path / f"{name}--dense.json").read_text()) == result
         assert result["data"]["split"] == BENCHMARKS[name].split
         assert str(copies) not in result["protocol"]  # a copy elsewhere is the same
-    assert of_task["mmvp_vlm"]["primary"] == {"image": "image score"}
-    assert {"image/Texts", "image/Color and Appearance"} <= set(of_task["mmvp_vlm"]["metrics"])
-    kinetics = of_task["kinetics700"]["metrics"]
+    assert by_task["mmvp_vlm"]["primary"] == {"image": "image score"}
+    assert {"image/Texts", "image/Color and Appearance"} <= set(by_task["mmvp_vlm"]["metrics"])
+    kinetics = by_task["kinetics700"]["metrics"]
     assert kinetics["mean_of_top1_and_top5"] == (kinetics["accuracy"] + kinetics["accuracy_top5"]) / 2
-    assert of_task["flickr30k_all"]["num_samples"] == NUMBER + 1 and of_task["iiw"]["num_captions"] == 2 * NUMBER
+    assert by_task["flickr30k_all"]["num_samples"] == NUMBER + 1 and by_task["iiw"]["num_captions"] == 2 * NUMBER
 
 
 def test_columns_of_the_papers_tables(copies):
@@ -151,15 +151,15 @@ def test_recipes_at_the_papers_size_end_with_their_benchmarks(path):
 
 
 def test_the_table_of_benchmarks(capsys, monkeypatch):
-    """What `python -m clip_moe.evaluation.benchmarks` prints."""
+    """Printed by `python -m clip_moe.evaluation.benchmarks`."""
     monkeypatch.setattr(sys, "argv", ["clip_moe.evaluation.benchmarks"])
     with pytest.raises(SystemExit):
         runpy.run_module("clip_moe.evaluation.benchmarks", run_name="__main__")
     table, _, copies, *_, groups = capsys.readouterr().out.strip().split("\n\n")
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
     assert [row[0] for row in rows] == list(BENCHMARKS)
-    (of_kinetics,) = (line for line in copies.splitlines() if line.endswith("kinetics700"))
-    assert "val/CLASS/NAME.jpg" in of_kinetics and "- mode_table_4: mscoco_captions, flickr30k" in groups
+    (kinetics_line,) = (line for line in copies.splitlines() if line.endswith("kinetics700"))
+    assert "val/CLASS/NAME.jpg" in kinetics_line and "- mode_table_4: mscoco_captions, flickr30k" in groups
 
 
 # ---- copies that are not as they should be (JSON, csv and lists with wrong content: test_fuzz.py)
@@ -234,7 +234,7 @@ def test_few_classes_have_no_top_5(tmp_path):
 
 
 def test_what_lies_in_folders(tmp_path):
-    """What systems leave does not matter. All images within the folder of a class are its own, also in folders of their
+    """Files of systems do not matter. All images within the folder of a class are its own, also in folders of their
     own and where two differ in their suffixes alone. Classes of one name, as ImageNet has some, keep their numbers."""
     folder = make(tmp_path, "ucf101") / "test"
     whole = benchmark_task(BENCHMARKS["ucf101"], tmp_path)
@@ -364,8 +364,8 @@ def test_mean_average_precision_by_a_loop():
     images, classes = (random_unit(random, number, 8) for number in (40, 5))
     labels = random.random((40, 5)) < 0.3
     precisions = []
-    for of_class, scores in zip(labels.T, (images @ classes.T).T, strict=True):
-        right = of_class[np.argsort(-scores)]
+    for class_labels, scores in zip(labels.T, (images @ classes.T).T, strict=True):
+        right = class_labels[np.argsort(-scores)]
         precisions.append((np.cumsum(right) / np.arange(1, 41))[right].mean())
     expected = {"mean_average_precision": pytest.approx(np.mean(precisions))}
     assert zero_shot_metrics(images, classes, labels) == expected

@@ -105,9 +105,9 @@ def test_counts_are_the_arithmetic(size, system):
 def test_layers_and_attention_scores_are_counted_by_what_they_are(family):
     """Families differ in the names of both. Layers are alike, so that twice as many have twice the parameters."""
     model, larger = (meta_model(tiny_dense(family, layers=layers).config) for layers in (2, 4))
-    of_layers = count_parameters(model)["layers"]
-    assert 2 * of_layers == count_parameters(larger)["layers"]
-    assert of_layers == count_parameters(larger)["total"] - count_parameters(model)["total"]
+    layer_parameters = count_parameters(model)["layers"]
+    assert 2 * layer_parameters == count_parameters(larger)["layers"]
+    assert layer_parameters == count_parameters(larger)["total"] - count_parameters(model)["total"]
     text, vision = model.config.text_config, model.config.vision_config
     patches = model.vision_model.embeddings.position_embedding.num_embeddings
     scores = sum(2 * 2 * length**2 * of.hidden_size for of, length in ((text, 8), (vision, patches)))
@@ -131,8 +131,8 @@ def test_the_page_of_families_has_their_costs():
     assert len(rows) == len(OTHER_SIZES) * (1 + len(PRESETS))
     for size, preset, *numbers in rows:
         total, towers, _ = arithmetic(paper_config(size), PRESETS.get(preset))
-        (whole, activated, image), (of_text, activated_of_text, text) = towers.values()
-        idle = whole - activated + of_text - activated_of_text
+        (whole, activated, image), (text_parameters, activated_text, text) = towers.values()
+        idle = whole - activated + text_parameters - activated_text
         found = (total / 1e6, (total - idle) / 1e6, image / 1e9, text / 1e9)
         assert [float(number) for number in numbers] == [round(value, 1) for value in found]
 
@@ -214,7 +214,7 @@ def test_the_command_counts_and_measures(dense, sparse, tmp_path, monkeypatch):
 
 
 def test_models_are_timed_in_turn(monkeypatch):
-    """What a call takes by the clock is what the rate says."""
+    """The rate is that of a call's time by the clock."""
     order, takes, clock = [], {("a", 0): 0.01, ("a", 1): 0.02, ("b", 0): 0.03, ("b", 1): 0.04}, [0.0]
 
     def call(name, unit):

@@ -1,4 +1,4 @@
-"""What experts know and which tokens they get: by hand, and on small models, each of which is analyzed once."""
+"""Scores and tokens of experts: by hand, and on small models, each of which is analyzed once."""
 
 import itertools
 import json
@@ -85,9 +85,9 @@ def test_every_expert_scores_as_its_dense_model(sparse, analyses, tmp_path):
                     parameter[expert] = torch.stack(list(model.get_parameter(name))).mean(dim=0)
     expected = scores_of(small_experts.save(averaged, tmp_path / "averaged")[1], "pairs")
     assert result["metrics"]["pairs"]["mean of experts"] == pytest.approx(expected)
-    of_pairs = result["summary"]["collapse"][0]
-    assert of_pairs["title"] == "pairs: group score" and of_pairs["mean"] == pytest.approx(expected["group"])
-    assert of_pairs["routed"] == result["metrics"]["pairs"]["routed"]["group"]
+    pairs_summary = result["summary"]["collapse"][0]
+    assert pairs_summary["title"] == "pairs: group score" and pairs_summary["mean"] == pytest.approx(expected["group"])
+    assert pairs_summary["routed"] == result["metrics"]["pairs"]["routed"]["group"]
     assert result["metrics"]["pairs"]["routed"] != result["metrics"]["pairs"]["mean of experts"]
     assert ("metric", "expert 0", "expert 1", "expert 2", "expert 3", "routed") in cells(page)
     # Agreement: of all images, those of both tasks
@@ -182,7 +182,7 @@ def cka(*pairs):
     return found
 
 
-def of_tasks(photos, animals, **more):
+def task_scores(photos, animals, **more):
     animals = {"metrics": {"mean_per_class_recall": animals}, "num_samples": 10}
     return {"photos": {"metrics": photos, "num_samples": 40, **more}, "animals": animals}
 
@@ -193,8 +193,8 @@ def test_summary_by_hand():
         "photos": Task("retrieval", "photos", "40 photos", none),
         "animals": Task("zero_shot", "animals", "10 photos", none, metrics=["mean_per_class_recall"]),
     }
-    routed = of_tasks(dict(zip(recalls, [0.5, 0.4, 0.9], strict=True)), 0.75, num_captions=160)
-    scores = tasks, routed, of_tasks({recalls[0]: 0.2, recalls[1]: 0.4}, 0.8)
+    routed = task_scores(dict(zip(recalls, [0.5, 0.4, 0.9], strict=True)), 0.75, num_captions=160)
+    scores = tasks, routed, task_scores({recalls[0]: 0.2, recalls[1]: 0.4}, 0.8)
     entropy = {"text": {1: 0.5, 3: 1.5}, "vision": {3: 0.25}}
     found = summarize(*scores, entropy, {"images": cka(0.9, 0.6, 0.3), "texts": cka(0.6, 0.6, None)}, 3)
     assert [(score.routed, score.mean) for score in found.collapse] == [(0.5, 0.2), (0.4, 0.4), (0.75, 0.8)]

@@ -59,7 +59,7 @@ def opened(model, **changes):
 
 @pytest.fixture(scope="module", params=["alone", "mixture"])
 def model(request, mixture):
-    """What is measured; its experts' plain embeddings and temperatures; and their weights by the metadata of a task."""
+    """The measured model; its experts' plain embeddings and temperatures; their weights by the metadata of a task."""
     folder, encoder, centers = mixture
     alone = request.param == "alone"
     places = [BASE] if alone else [BASE, folder / "damaged"]
@@ -96,7 +96,7 @@ def prompts(name):
 
 
 def require_weights(model, result, **expected):
-    """What a result tells of the weights of several tasks: those of the cosine similarities, in the mean."""
+    """A result has the mean weights of several tasks, those of the cosine similarities."""
     if not isinstance(model.measured, Ensemble):
         assert "routing_weights" not in result
         return
@@ -140,43 +140,43 @@ def test_zero_shot_groups(model):
     group_of = {kind: "seen" if kind in DIGITS else "unseen" for kind in CLASSES} | {TOOLS[0]: "alone"}
     options = {"classes": CLASSES, "templates": TEMPLATES, "group_of_class": group_of}
     names = {group: [name for name in CLASSES if group_of[name] == group] for group in ("alone", "unseen", "seen")}
-    weights, right = {group: model.weights(of_group) for group, of_group in names.items()}, {}
+    weights, right = {group: model.weights(group_values) for group, group_values in names.items()}, {}
     for row in rows:
         group = group_of[row["caption"]]
         scores = [similarity(model, weights[group], row["image"], prompts(name)) for name in names[group]]
         right.setdefault(group, []).append(names[group][int(np.argmax(scores))] == row["caption"])
-    accuracies = {group: np.mean(of_group) for group, of_group in right.items()}
+    accuracies = {group: np.mean(group_values) for group, group_values in right.items()}
     result = measured(model, rows, "zero_shot_groups", **options)
     expected = {f"accuracy/{name}": value for name, value in accuracies.items()}
     assert result["metrics"] == {"accuracy": pytest.approx(np.mean(list(accuracies.values()))), **expected}
-    assert result["group_samples"] == {group: len(of_group) for group, of_group in right.items()}
+    assert result["group_samples"] == {group: len(group_values) for group, group_values in right.items()}
     assert accuracies["alone"] == 1 and 0.4 < accuracies["seen"] < 1 and len(set(map(len, right.values()))) == 3
     require_weights(model, result, classes=[weights[group] for group in right])
     seen = rows.filter(lambda row: group_of[row["caption"]] == "seen")
-    of_seen = measured(model, seen, "zero_shot_groups", **options)["metrics"]
-    assert of_seen == {name: accuracies["seen"] for name in ("accuracy", "accuracy/seen")}
+    seen_metrics = measured(model, seen, "zero_shot_groups", **options)["metrics"]
+    assert seen_metrics == {name: accuracies["seen"] for name in ("accuracy", "accuracy/seen")}
 
 
 def test_retrieval(model):
     """Images with one to three captions, of which a blank one is none. Captions are found with the weights of all of
     them, images with those of the caption that asks."""
     rows = SYMBOLS.load("test", "detailed", 24, captions_per_image=3)
-    captions = [of_image[: 1 + number % 3] for number, of_image in enumerate(rows["caption"])]
-    texts = [(number, text) for number, of_image in enumerate(captions) for text in of_image]
-    of_corpus = model.weights([text for _, text in texts])
-    of_query = [model.weights([text]) for _, text in texts]
+    captions = [image_captions[: 1 + number % 3] for number, image_captions in enumerate(rows["caption"])]
+    texts = [(number, text) for number, image_captions in enumerate(captions) for text in image_captions]
+    corpus_weights = model.weights([text for _, text in texts])
+    query_weights = [model.weights([text]) for _, text in texts]
     to_text, to_image = [], []
     for number, image in enumerate(rows["image"]):
-        scores = [similarity(model, of_corpus, image, text) for _, text in texts]
+        scores = [similarity(model, corpus_weights, image, text) for _, text in texts]
         to_text.append(texts[int(np.argmax(scores))][0] == number)
-    for (number, text), weights in zip(texts, of_query, strict=True):
+    for (number, text), weights in zip(texts, query_weights, strict=True):
         scores = [similarity(model, weights, image, text) for image in rows["image"]]
         to_image.append(int(np.argmax(scores)) == number)
-    result = measured(model, with_captions(rows, [[*of_image, " "] for of_image in captions]), "retrieval")
+    result = measured(model, with_captions(rows, [[*image_captions, " "] for image_captions in captions]), "retrieval")
     assert result["metrics"]["image_to_text_recall@1"] == np.mean(to_text) and 0.1 < np.mean(to_text) <= 1
     assert result["metrics"]["text_to_image_recall@1"] == np.mean(to_image) and 0.1 < np.mean(to_image) < 1
     assert result["num_captions"] == result["texts"]["number"] == len(texts)  # once for all experts
-    require_weights(model, result, corpus=[of_corpus], queries=of_query)
+    require_weights(model, result, corpus=[corpus_weights], queries=query_weights)
 
 
 def test_pairs(model):

@@ -1,4 +1,4 @@
-"""What commands without a terminal log."""
+"""Logs of commands without a terminal."""
 
 from clip_moe.evaluation import progress as module
 from clip_moe.evaluation.progress import Progress, progress

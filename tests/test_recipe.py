@@ -152,16 +152,16 @@ def test_names_of_stages(recipe):
 
 
 def test_overrides_that_break_a_recipe_are_refused(recipe):
-    of_key = {key: f"--{key}: {key.split('.')[0]!r} is neither an option" for key in ("", ".", "tuned", "nope.x")}
-    of_key |= {key: f"{key}: there is no such key" for key in ("tuned.", "tuned.learning_rte")}
-    of_key |= {"tuned..x": "tuned.: there is no such key", "tuned.max_steps.x": "--tuned.max_steps.x: 'max_steps' has"}
-    of_key |= {"stages.x": "--stages.x: 'stages' is a list", "seed.x": "seed: Input should be a valid integer (got {"}
-    of_value = {key: f"{key}: Input should be a valid dictionary (got 5)" for key in ("defaults", "defaults.train")}
-    of_value |= {"stages": "stages.0: Input should be a valid dictionary (got 5)"}
-    of_value |= {f"tuned.{key}": f"stages.1.{key}: Input should be a valid string (got " for key in ("name", "stage")}
-    for key, message in (of_key | of_value).items():
+    missing = {key: f"--{key}: {key.split('.')[0]!r} is neither an option" for key in ("", ".", "tuned", "nope.x")}
+    missing |= {key: f"{key}: there is no such key" for key in ("tuned.", "tuned.learning_rte")}
+    missing |= {"tuned..x": "tuned.: there is no such key", "tuned.max_steps.x": "--tuned.max_steps.x: 'max_steps' has"}
+    missing |= {"stages.x": "--stages.x: 'stages' is a list", "seed.x": "seed: Input should be a valid integer (got {"}
+    invalid = {key: f"{key}: Input should be a valid dictionary (got 5)" for key in ("defaults", "defaults.train")}
+    invalid |= {"stages": "stages.0: Input should be a valid dictionary (got 5)"}
+    invalid |= {f"tuned.{key}": f"stages.1.{key}: Input should be a valid string (got " for key in ("name", "stage")}
+    for key, message in (missing | invalid).items():
         with pytest.raises(ValueError, match=re.escape(message)):
-            load_recipe(recipe(), {key: 1 if key in of_key else [5] if key == "stages" else 5})
+            load_recipe(recipe(), {key: 1 if key in missing else [5] if key == "stages" else 5})
 
 
 def test_an_alias_is_overridden_in_one_place_alone_and_no_means_no():

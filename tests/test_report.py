@@ -95,9 +95,9 @@ def test_many_tasks_have_a_line_each_and_the_means_of_papers(tmp_path, figures):
         for number, task in enumerate(GROUPS["mode_26"])
     ]
     pets = GROUPS["mode_26"].index("pets")
-    for of_pets in (results[pets], results[pets + 26]):
-        of_pets["metrics"] = {"recall": 0.1, "mean_per_class_recall": 0.125}
-        of_pets["primary"] = {"recall": "accuracy", "mean_per_class_recall": "mean per class"}
+    for pets_result in (results[pets], results[pets + 26]):
+        pets_result["metrics"] = {"recall": 0.1, "mean_per_class_recall": 0.125}
+        pets_result["primary"] = {"recall": "accuracy", "mean_per_class_recall": "mean per class"}
     header, _, *lines = lines_of(write_report(results, tmp_path, baseline="dense"))
     assert header == ["task", "dense", "sparse"] and len(lines) == 28
     assert lines[0] == ["imagenet1k: accuracy", "25.0%", "50.0% (+25.0 ± 4.2)"]
@@ -245,5 +245,5 @@ def test_columns_of_one_title_are_told_apart(tmp_path):
 @pytest.mark.parametrize(("images", "captions"), [(200, 10), (10, 50)])
 def test_queries_of_one_caption_or_image_count_once(metric, images, captions):
     """They rise and fall together: 200 pictures of 10 captions, or 50 captions of 10 pictures, count as 10."""
-    of_repeated = result("a", metrics={metric: 0.5}, num_samples=images, num_captions=captions)
-    assert score_reach(of_repeated, metric) == share_reach(0.5, 10)
+    repeated = result("a", metrics={metric: 0.5}, num_samples=images, num_captions=captions)
+    assert score_reach(repeated, metric) == share_reach(0.5, 10)

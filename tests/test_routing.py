@@ -1,4 +1,4 @@
-"""What routers and fusion gates do, and which expert a patch gets: by hand, and as a small model records
+"""Routers and fusion gates, and which expert a patch gets: by hand, and as a small model records
 it; and the pictures of it, which show their numbers."""
 
 import numpy as np
@@ -83,8 +83,8 @@ def test_gates_are_those_of_the_tokens(gated):
         model(**inputs)
         model(**inputs)
     tokens = {"text": seen["text"][inputs["attention_mask"].bool()], "vision": seen["vision"].flatten(0, 1)}
-    for tower, of_tokens in tokens.items():
-        expected = layers[tower].mlp.fusion_gate.proj(of_tokens).sigmoid().mean().item()
+    for tower, tower_tokens in tokens.items():
+        expected = layers[tower].mlp.fusion_gate.proj(tower_tokens).sigmoid().mean().item()
         assert list(counts[tower]) == [5, 7] and abs(expected - 0.5) > 1e-3  # which it is without a gate
         assert counts[tower][7].means()["gate"] == pytest.approx(expected, abs=1e-6)
 

@@ -1,4 +1,4 @@
-"""What `clip-moe app` computes, against the models themselves; `make space` starts the page and asks it."""
+"""Outputs of `clip-moe app` against the models themselves; `make space` starts the page and asks it."""
 
 import shutil
 import sys
