@@ -68,7 +68,8 @@ def rows_by_split(
         other = shortened(words[names.index(None)])
         warn_once(logger, f"{path} has a column split, which is not read, since it also has {other}")
         return None
-    return {name: rows.select(np.flatnonzero(np.array(names) == name)) for name in dict.fromkeys(names)}
+    split_of_row = np.array(names)
+    return {name: rows.select(np.flatnonzero(split_of_row == name)) for name in dict.fromkeys(names)}
 
 
 def read_tables(paths: Sequence[str]) -> Columns:
@@ -105,7 +106,8 @@ def _lines(path: str, columns: Columns, faults: dict[int | str, object]) -> Iter
     _, header = next(lines, (1, []))
     twice = next((name for name in header if header.count(name) > 1), None)
     if twice is not None or columns and header != list(columns):
-        problem = f"has {twice!r} {header.count(twice)} times" if twice else f"differs from {shortened(list(columns))}"
+        problem = f"differs from {shortened(list(columns))}"
+        problem = problem if twice is None else f"has {twice!r} {header.count(twice)} times"
         raise ValueError(f"{path}: the header {shortened(header)} {problem}: rename its columns")
     columns |= {name: columns.get(name, []) for name in header}
     for number, cells in lines:

@@ -333,7 +333,6 @@ SYMBOLS = World(
     texts=_texts,
     vocabulary=3000,
     caption_styles=CAPTION_STYLES,
-    templates=TEMPLATES,
     subjects=_scenes,
 )
 # Worlds of pictures with one symbol each, and with two

@@ -52,7 +52,6 @@ class World:
         texts: captions that the tokenizer is learned from.
         vocabulary: the tokenizer's greatest number of tokens.
         caption_styles: values of `data.captions`.
-        templates: prompts for the name of a kind.
         image_size: pixels a side, by default.
         versions: package -> version, for installed packages that the pictures follow from.
         tested_as: what a test shows of each kind, for the title of a task.
@@ -67,7 +66,6 @@ class World:
     texts: Callable[[], Iterable[str]]
     vocabulary: int
     caption_styles: Sequence[str] = ("web",)
-    templates: Sequence[str] = ("{}",)
     image_size: int = 32
     versions: Callable[[], dict[str, str]] = dict
     tested_as: str = "with its caption"
@@ -94,7 +92,6 @@ class World:
         num_samples: int,
         kinds: Sequence[Any] | None = None,
         seed: int = 0,
-        image_size: int | None = None,
         captions_per_image: int = 1,
     ) -> Dataset:
         """Captioned pictures, which follow from these arguments to the bit.
@@ -105,7 +102,6 @@ class World:
             num_samples: how many rows; the first ones are the same for any number.
             kinds: as `kinds` gives them; None: all.
             seed: other rows for another one.
-            image_size: pixels a side; None: the world's own.
             captions_per_image: with more than one, `caption` is a list.
 
         Returns:
@@ -116,7 +112,7 @@ class World:
 
         def row(index: int) -> dict[str, Any]:
             subject, rng = subject_of(index)
-            image, attributes = self.draw(subject, split, rng, image_size or self.image_size)
+            image, attributes = self.draw(subject, split, rng, self.image_size)
             texts = [self.caption(subject, captions, rng) for _ in range(captions_per_image)]
             return {"image": png(image), "caption": texts if captions_per_image > 1 else texts[0], **attributes}
 
