@@ -120,9 +120,3 @@ def test_recipes_load(path):
 def test_every_recipe_is_listed():
     readme = (ROOT / "lab" / "README.md").read_text(encoding="utf-8")
     assert sorted(re.findall(r"^\| \[(\w+\.yaml)\]", readme, re.MULTILINE)) == [path.name for path in RECIPES]
-
-
-def test_a_recipe_that_moved_here_is_named(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    with pytest.raises(FileNotFoundError, match="see lab/recipes/names_kept.yaml"):
-        load_recipe("training/recipes/names_kept.yaml")
