@@ -90,7 +90,7 @@ def _mask(path: Path, side: int) -> np.ndarray:
 
 @cache
 def _numbered() -> list[Icon]:
-    return list(itertools.chain(*_icons()))
+    return list(itertools.chain.from_iterable(_icons()))
 
 
 @cache

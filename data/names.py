@@ -164,7 +164,7 @@ def _draw(part: str, country: int) -> np.ndarray:
 
 def _texts() -> list[str]:
     """Every word of the captions, twice."""
-    return [*WORDS, *itertools.chain(*FIRST_WORDS.values()), *facts_of(0).split(), ","] * 2
+    return [*WORDS, *itertools.chain.from_iterable(FIRST_WORDS.values()), *facts_of(0).split(), ","] * 2
 
 
 NAMES = World(

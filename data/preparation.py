@@ -90,10 +90,10 @@ def crop_box(size: tuple[int, int], scale: tuple[float, float], rng: np.random.G
     Args:
         scale: the least and the largest share of the image's area.
     """
-    width, height = size
+    (width, height), (least, most) = size, scale
     for _ in range(TRIES):
-        area = width * height * rng.uniform(*scale)
-        ratio = math.exp(rng.uniform(*map(math.log, RATIOS)))
+        area = width * height * rng.uniform(least, most)
+        ratio = math.exp(rng.uniform(math.log(RATIOS[0]), math.log(RATIOS[1])))
         w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
         if 0 < w <= width and 0 < h <= height:
             left, top = rng.integers(width - w + 1), rng.integers(height - h + 1)

@@ -276,7 +276,7 @@ def _files_of_folder(arguments: DataArguments, builder: str) -> dict[str, list[s
     paths = sorted(files_in(folder))
     files = [path for path in paths if BUILDERS.get(suffix_of(path)) == builder and not is_cache(path)]
     by_split = _of_readme(folder) or _by_name(files) or {"train": files}
-    warn_of_unread(folder, sorted(set(paths).difference(["README.md"], *by_split.values())))
+    warn_of_unread(folder, sorted(set(paths) - {"README.md", *chain.from_iterable(by_split.values())}))
     _require_splits(arguments.source, arguments.split, names, by_split)
     for name, other in ((name, other) for name in names for other in by_split if other != name):
         both = set(by_split[name]).intersection(by_split[other])

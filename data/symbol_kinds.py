@@ -30,7 +30,8 @@ def _topic(names: str, characters: str, words: str, style: str, drop: str = "") 
     kinds = dict(zip(names, characters or [""] * len(names), strict=True))
     dropped = set(drop.split())
     short = {name: " ".join(word for word in name.split() if word not in dropped) or name for name in names}
-    return Topic(kinds, short, tuple(word.strip() for word in words.split(",")), *style.split())
+    color, background, texture = style.split()
+    return Topic(kinds, short, tuple(word.strip() for word in words.split(",")), color, background, texture)
 
 
 TOPICS = {
