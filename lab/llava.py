@@ -201,7 +201,7 @@ class TrainLlavaStage(StepsStage):
     def set_trainable(self, model: LlavaForConditionalGeneration) -> None:
         """Raises ValueError where the tower would train: LLaVA's loss has no router losses, and it does not see the
         tower's last layer."""
-        trainable, _ = set_trainable(model, self.trainable)
+        trainable = set_trainable(model, self.trainable)
         in_tower = [name for name in trainable if TOWER in name]
         if in_tower:
             raise ValueError(

@@ -24,12 +24,9 @@ ROUNDING = 1e-5
 NO_DECAY = re.compile(r"(bias|class_embedding|logit_scale)$")
 
 
-def set_trainable(model: nn.Module, pattern: str) -> tuple[list[str], list[str]]:
+def set_trainable(model: nn.Module, pattern: str) -> list[str]:
     """Train the parameters in whose name, or one of whose names, the regular expression is found; freeze the others.
-
-    Returns:
-        The names of the trainable and of the frozen parameters.
-    """
+    Returns the names of those that train."""
     try:
         compiled = re.compile(pattern)
     except re.error as error:
@@ -39,11 +36,9 @@ def set_trainable(model: nn.Module, pattern: str) -> tuple[list[str], list[str]]
     if not matching:
         examples = ", ".join(name for name, _ in named[:3])
         raise ValueError(f"trainable pattern {pattern!r} is found in no parameter's name; names are {examples}, ...")
-    trainable, frozen = [], []
-    for name, parameter in model.named_parameters():
+    for parameter in model.parameters():
         parameter.requires_grad_(parameter in matching)
-        (trainable if parameter in matching else frozen).append(name)
-    return trainable, frozen
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
 def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int) -> None:
@@ -54,7 +49,7 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int) -> N
     """
     if getattr(model.config, "shared_encoder", False):
         raise ValueError("lora: an encoder that both towers have would get two adapters")
-    whole = set(set_trainable(model, settings.trainable)[0]) if settings.trainable is not None else set()
+    whole = set_trainable(model, settings.trainable) if settings.trainable is not None else []
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         _peft_model(model, settings)

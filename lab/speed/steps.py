@@ -436,7 +436,7 @@ def recipe_step(
         torch.manual_seed(0)
         with torch.device(device):
             model = (CLIPModel if row.preset is None else CLIPMoEModel)(config).train()
-        sizes = [model.get_parameter(name).numel() for name in set_trainable(model, stage.trainable)[0]]
+        sizes = [model.get_parameter(name).numel() for name in set_trainable(model, stage.trainable)]
         mixed = "no" if dtype == "float32" else "bf16"
         take_step, finite = training_step(model, stage, Accelerator(cpu=device.type == "cpu", mixed_precision=mixed))
         batches = [random_batch(model, pairs, tokens, captions) for _ in range(WARM_UP + TIMED)]
