@@ -27,11 +27,11 @@ logger = logging.get_logger(__name__)
 # In files, every sparse block has an empty tensor of this name. CLIP's own classes, which look for their FFN there,
 # would take a random one and at most warn if there was nothing; this is an error
 SPARSE_LAYER_MARK = "fc1.weight"
-# First parts of the names of a whole model's weights in files, of which a class for some ignores the others
+# First parts of a whole model's weight names in files; a class with some of these parts ignores the rest
 PARTS = ("text_model.", "vision_model.", "text_projection.", "visual_projection.", "classifier.", "logit_")
 
 PACKAGE = Path(__file__).parent
-# Registered classes -> their files
+# Custom classes -> their files
 OWN_CLASSES: dict[type, Path] = {}
 # `from modeling_clip_moe.sparse_moe import ...`
 OF_PACKAGE = re.compile(rf"^(\s*)from {PACKAGE.name}\.(\w+) import", flags=re.MULTILINE)

@@ -162,6 +162,7 @@ def with_router_losses(
     def forward(self, *arguments, output_router_logits: bool | None = None, **inputs) -> output_class:
         """The dense model's `forward`, with `output_router_logits`: whether to output router logits and `aux_loss`, and
         to add the latter to the loss. None: as in the configuration."""
+        # sentence-transformers reads the annotation of the outputs
         if output_router_logits is None:
             output_router_logits = self.config.output_router_logits
         options = {"output_router_logits": output_router_logits, "return_dict": True}
@@ -181,6 +182,6 @@ def with_router_losses(
             **outputs, aux_loss=aux_loss, text_router_logits=text_logits, vision_router_logits=vision_logits
         )
 
-    # Of which transformers' Trainer reads the arguments, and sentence-transformers the annotation of what is returned
+    # transformers' Trainer drops columns that no argument is called like
     forward.__signature__ = signature.replace(parameters=[*parameters, flag, others], return_annotation=output_class)
     return forward

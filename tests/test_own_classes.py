@@ -21,20 +21,28 @@ print(type(model).__name__, type(router).__name__, "modeling_clip_moe" in sys.mo
 """
 
 
-def run(*arguments):
-    """In a process of its own: what is registered stays."""
-    program = [sys.executable, "-m", "clip_moe", *map(str, arguments)]
-    return subprocess.run(program, check=True, capture_output=True, text=True).stdout
+RUN = """
+import json, sys
+import clip_moe
+for arguments in json.loads(sys.argv[1]):
+    clip_moe.main(arguments)
+"""
 
 
 @pytest.mark.slow
 def test_a_class_of_ones_own_in_every_command(tmp_path):
-    made = run("upcycle", tmp_path / "sparse", *IMPORT, "--model", "training/symbol_clip", "--preset", "clip_up")
-    assert "\n    import examples.noisy_clip\n" in made  # how to load it
-    assert json.loads((tmp_path / "sparse" / "config.json").read_text())["model_type"] == "noisy_clip"
+    """In a process of its own: what is registered stays."""
+    sparse, tuned = tmp_path / "sparse", tmp_path / "tuned"
     data = "--data.source", "symbols", "--data.num_samples", 16, "--global_batch_size", 8, "--max_steps", 2
-    run("train", tmp_path / "tuned", "--model", tmp_path / "sparse", *data, "--learning_rate", 1e-4, *IMPORT)
-    run("publish", tmp_path / "tuned", "user/noisy", "--dry_run", tmp_path / "there", "--license", "mit", *IMPORT)
+    commands = [
+        ("upcycle", sparse, *IMPORT, "--model", "training/symbol_clip", "--preset", "clip_up"),
+        ("train", tuned, "--model", sparse, *data, "--learning_rate", 1e-4, *IMPORT),
+        ("publish", tuned, "user/noisy", "--dry_run", tmp_path / "there", "--license", "mit", *IMPORT),
+    ]
+    program = [sys.executable, "-c", RUN, json.dumps([list(map(str, command)) for command in commands])]
+    printed = subprocess.run(program, check=True, capture_output=True, text=True).stdout
+    assert "\n    import examples.noisy_clip\n" in printed  # how to load it
+    assert json.loads((sparse / "config.json").read_text())["model_type"] == "noisy_clip"
     assert (tmp_path / "there" / "noisy_clip.py").is_file()
     # What transformers runs from the folder, in a process that cannot import the package
     elsewhere = [

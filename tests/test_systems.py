@@ -21,8 +21,7 @@ from test_mode_routing import in_a_loop
 from tiny_runs import losses, recorded, stored, weights
 from transformers import AutoModel, AutoProcessor, CLIPModel
 
-from clip_moe.conversion import assemble, average
-from clip_moe.conversion.processors import copy_processor
+from clip_moe.conversion import assemble
 from clip_moe.conversion.verification import sample_inputs
 from clip_moe.data import symbols
 from clip_moe.data.arguments import DataArguments
@@ -339,21 +338,6 @@ def test_assembled_and_averaged_models(out):
     assert not (out / "equal" / assemble.ENCODER).exists()
     for name, tensor in CLIPModel.from_pretrained(out / "mean").state_dict().items():
         assert torch.equal(tensor, ((one[name].double() + two[name].double()) / 2).to(tensor.dtype)), name
-
-
-def test_weighted_averages_and_experts_of_any_precision(out, tmp_path):
-    experts = [out / "expert_1", out / "expert_2"]
-    one, two = (CLIPModel.from_pretrained(folder).state_dict() for folder in experts)
-    for weight in (0.0, 0.25, 1.5):
-        for name, tensor in average.average(experts, [1 - weight, weight]).state_dict().items():
-            assert torch.allclose(tensor, (1 - weight) * one[name] + weight * two[name], atol=1e-6), (weight, name)
-    CLIPModel.from_pretrained(experts[1], dtype=torch.bfloat16).save_pretrained(tmp_path / "half")
-    copy_processor(experts[1], tmp_path / "half")
-    for first, second in itertools.permutations((experts[0], tmp_path / "half")):
-        assert average.average([first, second], [0.0, 1.0]).dtype == torch.float32
-    assemble.convert([tmp_path / "half"] * 2, tmp_path / "mode")
-    model = AutoModel.from_pretrained(tmp_path / "mode")
-    assert model.dtype == torch.bfloat16 and model.set_equal_weights().tolist() == [0.5, 0.5]
 
 
 def test_other_pairs_are_embedded_while_they_are_assigned(system, out):
