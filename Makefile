@@ -45,7 +45,7 @@ $(INTEGRATIONS): $(STAMP)
 	touch $(INTEGRATIONS)
 
 demo: $(STAMP)  ## dense and sparse models that learn names, into runs/demo
-	$(BIN)/python -m clip_moe run --config training/recipes/demo.yaml
+	$(BIN)/python -m clip_moe.training.upcycle --config training/recipes/demo.yaml
 
 # Sees the packages of .venv, so that only gradio, what it needs and its Pillow are installed
 $(APP)/installed: $(STAMP)

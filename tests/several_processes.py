@@ -66,7 +66,7 @@ def run_processes(number, function, *arguments):
 
 
 def train_recipe(*arguments):
-    """As `clip-moe run` does."""
+    """As `training/upcycle.py` does."""
     from clip_moe.training.commands import run
 
     run.main(list(map(str, arguments)))

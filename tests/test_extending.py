@@ -17,7 +17,7 @@ from tiny_runs import read_log, run_stages, weights
 from clip_moe.conversion.commands import publish
 from clip_moe.conversion.publishing import bundle
 from clip_moe.engine.own_modules import code_of_stage
-from clip_moe.engine.recipe import load_recipe
+from clip_moe.engine.recipe import load_recipe, stage_class
 from clip_moe.training.commands import run
 from clip_moe.training.losses import Pairing
 
@@ -200,6 +200,13 @@ def test_defaults_by_kind_and_by_class(own):
     recipe["defaults"]["my_method.stages:Other"] = {}
     with pytest.raises(ValueError, match="defaults.my_method.stages:Other: no stage uses them"):
         loaded()
+
+
+def test_the_working_folder_comes_before_that_of_the_command(own, monkeypatch):
+    """`accelerate launch training/upcycle.py` puts training/ first, where there are `losses` and others."""
+    (own / "losses.py").write_text((own / "my_method/interpolate.py").read_text())
+    monkeypatch.setattr(sys, "path", [str(ROOT / "training"), *sys.path])
+    assert stage_class("losses:InterpolateStage").__module__ == "losses"
 
 
 def test_what_a_stage_imports_of_its_own_is_recorded(tmp_path, monkeypatch):

@@ -115,7 +115,7 @@ def errors(text):
 def test_two_processes_warn_once_and_fail_with_one_line(tmp_path):
     """By torchrun. Both skip the image that is broken, and one that fails while the other one waits for it says why."""
     train(tmp_path, only=["dense", "sparse"], data=damaged(tmp_path, 0.005))
-    script = tmp_path / "script.py"
+    script = tmp_path / "upcycle.py"
     script.write_text(
         "import os\n"
         "from clip_moe.training import commands, loop\n"
@@ -126,7 +126,7 @@ def test_two_processes_warn_once_and_fail_with_one_line(tmp_path):
         "commands.run.main()\n"
     )
     torchrun = ("torchrun", "--nproc-per-node", "2")
-    process = launch_two(tmp_path / "recipe.yaml", script=[script], launcher=torchrun, stderr=subprocess.STDOUT)
+    process = launch_two(tmp_path / "recipe.yaml", script=script, launcher=torchrun, stderr=subprocess.STDOUT)
     text = process.communicate(timeout=300)[0]
     assert process.returncode == 1 and text.count("1 of 200 pairs") == 1, text
     assert errors(text) == ["error: tuned: the loss of the second process"]

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 
@@ -57,6 +58,24 @@ def test_own_modules_and_ours_have_their_names(place, order, installed, tmp_path
     environment = os.environ | {"PYTHONPATH": paths[place]}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_script_of_recipes_runs_in_a_checkout_that_is_not_installed(tmp_path):
+    own_names(tmp_path)
+    packages = str(Path(torch.__file__).parents[1])
+    command = [sys.executable, "-S", "-c", NOT_INSTALLED, packages, str(ROOT / "training" / "upcycle.py"), "--help"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and "--config" in done.stdout, done.stderr
+
+
+# Site-packages without what an editable installation puts there
+NOT_INSTALLED = """
+import runpy, sys
+packages, *sys.argv = sys.argv[1:]
+sys.path[0] = sys.argv[0].rpartition("/")[0]
+sys.path.append(packages)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
 @pytest.mark.slow

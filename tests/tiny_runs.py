@@ -112,10 +112,10 @@ def train(folder, stop=None, change=None, overrides=None, only=None, **training)
     return output / "tuned.partial"
 
 
-def launch_two(recipe, *arguments, script=("-m", "clip_moe", "run"), options=("--multi_gpu",), launcher=(), **pipes):
+def launch_two(recipe, *arguments, script="training/upcycle.py", options=("--multi_gpu",), launcher=(), **pipes):
     """Starts a recipe's file on two processes, by `accelerate launch` with some options or by another launcher."""
     name, *words = launcher or ("accelerate", "launch", "--quiet", *options, "--num_processes", "2")
-    command = [Path(sys.executable).with_name(name), *words, *script, "--config", recipe, *arguments]
+    command = [Path(sys.executable).with_name(name), *words, script, "--config", recipe, *arguments]
     paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | pipes

@@ -1,5 +1,7 @@
-"""The commands of this room: `clip-moe finetune`, `run` and `recipes`; on several processes, `accelerate launch -m
-clip_moe run`."""
+"""The commands of this room: `clip-moe finetune`, `run` and `recipes`.
+
+Of several processes: `accelerate launch -m clip_moe run`, or `accelerate launch training/upcycle.py` in a checkout.
+"""
 
 import json
 import shutil

@@ -136,7 +136,7 @@ def short_recipe(system: str, output: Path) -> tuple[Path, dict[str, Any], Recip
 def start(path: Path, output: Path, overrides: Mapping[str, Any]):
     """A process that runs a recipe; all that it prints goes to a file beside its output."""
     words = [word for key, value in overrides.items() for word in (f"--{key}", json.dumps(value))]
-    command = [sys.executable, "-m", "clip_moe", "run", "--config", str(path), "--output_dir", str(output)]
+    command = [sys.executable, "-m", "clip_moe.training.upcycle", "--config", str(path), "--output_dir", str(output)]
     with output.with_suffix(".log").open("w") as log:
         return subprocess.Popen([*command, *words], cwd=ROOT, stdout=log, stderr=log)
 

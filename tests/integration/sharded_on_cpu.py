@@ -1,4 +1,4 @@
-"""`clip-moe run` on two processes without a GPU, where Accelerate (1.15) leaves out FSDP2 and DeepSpeed."""
+"""`training/upcycle.py` on two processes without a GPU, where Accelerate (1.15) leaves out FSDP2 and DeepSpeed."""
 
 import os
 import sys

@@ -201,7 +201,7 @@ def assert_same_run(folder, expected):
 
 def finished(name, recipe, output, *more):
     """Errors of the recipe with one of our configuration files, on two processes: none where it succeeds."""
-    options, script = ["--config_file", ACCELERATE / f"{name}.yaml"], ["tests/integration/sharded_on_cpu.py"]
+    options, script = ["--config_file", ACCELERATE / f"{name}.yaml"], "tests/integration/sharded_on_cpu.py"
     process = launch_two(recipe, "--output_dir", output, *more, script=script, options=options)
     _, error = process.communicate(timeout=300)
     return error if process.returncode else ""

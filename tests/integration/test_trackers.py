@@ -44,7 +44,7 @@ def folder(tmp_path_factory):
     recipe = {"output_dir": str(folder / "out"), "trackers": trackers, "stages": [stage]}
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     places = {"WANDB_MODE": "offline", "TRACKIO_DIR": str(folder / "trackio")}
-    run_program(folder, "-m", "clip_moe", "run", "--config", "recipe.yaml", **places)
+    run_program(folder, "-m", "clip_moe.training.upcycle", "--config", "recipe.yaml", **places)
     return folder
 
 
