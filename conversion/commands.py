@@ -16,6 +16,7 @@ def publish(
     dry_run: Folder | None = None,
     license: str | None = None,
     base_model: str | None = None,
+    private: bool = False,
     yes: bool = False,
 ) -> str:
     """A model on the Hub: a folder that loads by itself, with its code, its processor, its card and its scores.
@@ -23,8 +24,7 @@ def publish(
     Nothing is uploaded unless the folder loads in a process without this package and computes there what it computes
     here. The card is made of the recipe, the stages' records and the results of the run that trained the model.
 
-    For a private repository, create it first; for a branch or a pull request, give the folder of --dry_run to
-    `hf upload`.
+    For a branch or a pull request, give the folder of --dry_run to `hf upload`.
 
         clip-moe publish training/name_clip_moe user/clip-moe --dry_run runs/published
         clip-moe publish runs/clip_moe_demo/clip_moe user/clip-moe --base_model user/base --license apache-2.0
@@ -35,6 +35,7 @@ def publish(
         dry_run: write the folder there and upload nothing
         license: the weights' license, as the Hub names it: mit, apache-2.0, ...; or other:NAME.
         base_model: the dense model on the Hub (default: what the recipe starts from)
+        private: create a private repository; one that is there stays as it is
         yes: do not ask before a model is published that the report of its run does not recommend
     """
     from clip_moe.conversion.publishing import bundle
@@ -50,4 +51,4 @@ def publish(
         answer = input(f"{advice}. Publish it all the same? [y/N] ") if sys.stdin.isatty() else ""
         if answer.strip().lower() != "y":
             raise ValueError(f"{advice}: nothing was published; --yes publishes it all the same")
-    return f"published at {bundle.publish(source, repository, license, base_model)}"
+    return f"published at {bundle.publish(source, repository, license, base_model, private)}"

@@ -44,3 +44,8 @@ class ModelStage(Stage):
             f"    from transformers import {auto}\n"
             f'    model = {auto}.from_pretrained("{directory}")\n'
         )
+
+    def publish(self, directory: Path, repository: str) -> str:
+        from clip_moe.conversion.publishing.bundle import publish
+
+        return publish(directory, repository)

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, ConfigDict, Field, FiniteFloat, model_validator
 from pydantic.dataclasses import dataclass
 
-from clip_moe.data.worlds import is_world, world
+from clip_moe.data.worlds import MOVED, is_world, world
 from clip_moe.engine.settings import Reads, Source
 
 
@@ -73,6 +73,7 @@ class DataArguments(Source):
         is_drawn, streaming = self.is_drawn, self.streaming
         black, white = self.pixel_range or (0, 1)
         checks = [
+            (self.source in MOVED, f"the world {self.source} is {MOVED.get(self.source)}, in a checkout"),
             (is_drawn and self.num_samples is None, f"num_samples must say how many {self.source} to draw"),
             (black >= white, f"pixel_range: black must be less than white, and not {self.pixel_range}"),
             (streaming and (is_drawn or self.in_memory), "streaming goes neither with a world nor with in_memory"),

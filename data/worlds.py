@@ -14,6 +14,8 @@ WORLDS = {
     "names": "clip_moe.data.names:NAMES",
     "symbols": "clip_moe.data.symbols:SYMBOLS",
 }
+# Worlds of the laboratory
+MOVED = {"characters": "lab.worlds.characters:CHARACTERS", "molecules": "lab.worlds.molecules:MOLECULES"}
 OWN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 

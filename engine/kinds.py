@@ -14,6 +14,14 @@ ROOMS = {
     "evaluation": "evaluate answer analyze",
 }
 KINDS = {kind: room for room, kinds in ROOMS.items() for kind in kinds.split()}
+# Former kinds -> the kind, or the class in a checkout, that has their settings
+FORMER = {
+    **dict.fromkeys(("cluster_fine", "cluster_coarse", "select"), "cluster"),
+    **dict.fromkeys(("features", "embed_captions"), "embed"),
+    "add_experts": "lab.methods.more_experts:MoreExpertsStage",
+    "mixture": "lab.mixture:MixtureStage",
+    "train_long_clip": "lab.methods.long_clip:TrainLongCLIPStage",
+}
 
 
 def stage_of_kind(kind: str) -> "type[Stage]":

@@ -67,6 +67,8 @@ def import_object(spelling: str, kind: str) -> Any:
         ours = (__file__, importlib.__file__, "<frozen")
         lines = [f" ({frame.filename}, line {frame.lineno})" for frame in frames if not frame.filename.startswith(ours)]
         reason = f"{type(error).__name__}: {error}{''.join(lines[-1:])}"
+        if isinstance(error, ModuleNotFoundError) and error.name.split(".")[0] in ROOMS:
+            reason += f"; did you mean clip_moe.{error.name}?"
         raise ValueError(f"the {kind} {spelling!r} cannot be imported: {reason}") from error
 
 

@@ -26,7 +26,7 @@ from pydantic.dataclasses import dataclass
 from typing_extensions import TypedDict
 
 from clip_moe.engine.files import read_text
-from clip_moe.engine.kinds import KINDS, stage_of_kind
+from clip_moe.engine.kinds import FORMER, KINDS, stage_of_kind
 from clip_moe.engine.messages import Faults, did_you_mean, fault_text, one_line, suggestion
 from clip_moe.engine.own_modules import import_stage
 from clip_moe.engine.provenance import LOGS
@@ -61,7 +61,8 @@ def stage_class(stage: str) -> type[Stage]:
     if ":" in stage:
         return import_stage(stage)
     if stage not in KINDS:
-        raise ValueError(f"there is no kind of stage {stage!r}: {suggestion(stage, KINDS)}")
+        hint = f"did you mean {FORMER[stage]!r}?" if stage in FORMER else suggestion(stage, KINDS)
+        raise ValueError(f"there is no kind of stage {stage!r}: {hint}")
     return stage_of_kind(stage)
 
 
@@ -99,6 +100,8 @@ class Recipe(RunSettings):
     output_dir: str = Field(min_length=1)
     # Stages of any kind, or classes of your own: `package.module:Class`.
     stages: list[Annotated[SkipValidation[Stage], BeforeValidator(read_stage)]]
+    # Stage -> hub repository that its model is uploaded to once all stages are done.
+    push_to_hub: dict[str, str] = Field(default_factory=dict)
     # What errors call it: the file that it was read from
     title: ClassVar[str] = "the recipe"
 
@@ -128,6 +131,14 @@ class Recipe(RunSettings):
             for _, value in each_setting(stage):
                 if isinstance(value, Settings):
                     value.take_seed(self.seed)
+        return self
+
+    @model_validator(mode="after")
+    def _check_push(self):
+        models = {stage.name for stage in self.stages if "model" in kinds(type(stage))}
+        unknown = sorted(set(self.push_to_hub) - models)
+        if unknown:
+            raise ValueError(f"push_to_hub: no stage of the recipe makes a model {', '.join(unknown)}")
         return self
 
 

@@ -79,6 +79,10 @@ def run_recipe(recipe: Recipe, only: Iterable[str] | None = None, experts: Itera
             write_text(output_dir / RECIPE, yaml.safe_dump(runner.settings, sort_keys=False))
         for stage in stages:
             runner.run_stage(stage)
+        if is_main and only is None and experts is None:
+            for stage in recipe.stages:
+                if repository := recipe.push_to_hub.get(stage.name):
+                    print(f"{stage.name} is at {stage.publish(output_dir / stage.name, repository)}")
     runner.end()
     return output_dir
 

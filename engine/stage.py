@@ -135,6 +135,10 @@ class Stage(Settings):
         """How to use what the folder holds, for the end of a run; None: it needs no word."""
         return None
 
+    def publish(self, directory: Path, repository: str) -> str:
+        """Upload the folder of a model to the Hub, and return its address."""
+        raise NotImplementedError(f"{type(self).__name__} makes no model")
+
     def training(self, directory: Path) -> Training | None:
         """The losses that `run` logged; None: it does not train, or they have no chance to compare with."""
         return None

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from datasets import Dataset
 
-from clip_moe.data.worlds import is_world, origin_of
+from clip_moe.data.worlds import MOVED, is_world, origin_of
 from clip_moe.engine.digests import short_digest
 from clip_moe.engine.messages import most_similar
 from clip_moe.evaluation.benchmarks.loading import benchmark_task
@@ -71,6 +71,9 @@ def _problem(name: str, available: Sequence[str]) -> str | None:
     """Why a name is no task; None: it is one on a world, `package.module:OBJECT KINDS`."""
     if name in OWN_TASKS:
         return f"the task {name} needs data: {{task: {name}, dataset: FOLDER OR HUB NAME}}"
+    world_name, _, kinds = name.partition("_")
+    if world_name in MOVED:
+        return f"the task {name} is now {MOVED[world_name]} {kinds}, in a checkout"
     if ":" not in name:
         similar = most_similar(name, available)
         meant = f"did you mean {similar!r}?" if similar else f"known are {', '.join(sorted(TASKS))}, {MORE}"

@@ -145,7 +145,8 @@ class Handler(BaseHTTPRequestHandler):
             name = f"{asked.get('organization') or 'user'}/{asked['name']}"
             if not name.startswith("user/"):
                 return self.answer({"error": "You don't have the rights to create a model under this namespace"}, 403)
-            repository = self.server.repositories.setdefault(("models", name), Repository())
+            private = asked.get("private") or asked.get("visibility") == "private"
+            repository = self.server.repositories.setdefault(("models", name), Repository(private=bool(private)))
             repository.refs or repository.add({})
             return self.answer({"url": f"{self.server.address}/{name}", "id": name, "name": name})
         if path.endswith(".git/info/lfs/objects/batch"):

@@ -36,7 +36,7 @@ GO_ON = f". {GO_ON}"
 NO_REPOSITORY = {
     "wds/kinds": "a folder's name for CLIP_benchmark",
     "user/base": "only named in a card",
-    "user/name": "is created for an upload",
+    "user/name": "is uploaded to",
     "user/sparse-siglip": "named in a card; nothing is uploaded with --dry_run",
     "facebook/metaclip-2-...": "the beginning of names",
     "google/siglip...": "the beginning of names",
@@ -128,7 +128,11 @@ def test_a_new_commit_is_noticed(clip, models, tmp_path, capsys):
 
 COMMANDS = {
     "upcycle": "upcycle {out} --model {dense} --preset clip_up",
+    "dense": "dense {out} --model {sparse} --take 0 --scale 1",
+    "long-context": "long-context {out} --model {dense} --length 28 --keep 4",
+    "average": "average {out} --models {dense} {dense}",
     "evaluate": "evaluate {out} --models.a {dense} --models.b {sparse} --tasks symbols_pairs --max_rows 4",
+    "analyze": "analyze {out} --model {sparse} --tasks symbols_pairs --max_rows 4",
     "embed": "embed {out} --model {sparse} --data.source symbols --data.num_samples 4",
     "embed captions": "embed {out} --model {dense} --what captions --data.source symbols --data.num_samples 4",
     "efficiency": "efficiency {dense} {sparse} --batch_size 2 --output_dir {out}",
@@ -171,7 +175,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("command", ["upcycle", "embed captions"])
+@pytest.mark.parametrize("command", ["upcycle", "evaluate", "embed captions", "efficiency"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_cannot_be_read_is_one_line(fault, command, hub, models, tmp_path, monkeypatch):
     """After a request or three, not after the retries of a library."""
@@ -185,6 +189,11 @@ def test_what_cannot_be_read_is_one_line(fault, command, hub, models, tmp_path, 
         clip_moe.main(COMMANDS[command].format(out=tmp_path / "out", dense=B32, sparse=B32).split())
     assert re.search(FAULTS[fault], str(end.value).removesuffix(GO_ON)) and "\n" not in str(end.value)
     assert len(hub.requests) <= 4
+
+
+def test_a_gated_model_with_a_token(hub, models, login):
+    hub.put(B32, models / "dense", gated=True)
+    assert load_clip(B32) is not None
 
 
 def test_without_the_hub_the_cache_is_read(clip, monkeypatch, caplog):

@@ -100,6 +100,7 @@ def test_a_world_of_ones_own(tmp_path, monkeypatch, dense):  # noqa: F811
     [
         ({"source": "my.worlds:WORLD"}, "the world 'my.worlds:WORLD' cannot be imported: ModuleNotFoundError"),
         ({"source": "clip_moe.data.worlds:WORLDS"}, "'clip_moe.data.worlds:WORLDS' is no world: it must be an object"),
+        ({"source": "molecules"}, "the world molecules is lab.worlds.molecules:MOLECULES, in a checkout"),
         ({"source": "symbols", "split": "val"}, "symbols have no split 'val', only train, test"),
         ({"source": "symbols", "kinds": "cloud"}, "symbols have no set of kinds 'cloud', only all, letter, .*, half 2"),
         ({"source": "names", "kinds": "planet"}, "names have no set of kinds 'planet': it is a number of towns, a mul"),
@@ -119,6 +120,7 @@ def test_worlds_that_are_none(settings, fault):
         ("my worlds:WORLD all", "unknown task 'my worlds:WORLD all': a world's is package.module:OBJECT KINDS"),
         ("my.worlds:WORLD all", "the task 'my.worlds:WORLD all': the world 'my.worlds:WORLD' cannot be imported"),
         ("clip_moe.data.symbols:SYMBOLS x", "the task .*: symbols have no set of kinds 'x', only all, letter"),
+        ("molecules_512", "the task molecules_512 is now lab.worlds.molecules:MOLECULES 512, in a checkout"),
     ],
 )
 def test_tasks_of_worlds_that_are_none(task, fault):

@@ -86,18 +86,25 @@ def build(
     verify(folder)
 
 
-def publish(source: str | Path, repository: str, license: str | None = None, base_model: str | None = None) -> str:
+def publish(
+    source: str | Path,
+    repository: str,
+    license: str | None = None,
+    base_model: str | None = None,
+    private: bool = False,
+) -> str:
     """Build, verify and upload a model, see `build` and `upload`. Returns the address."""
     build_hf_headers(token=True)  # an error where nobody is logged in, before anything is built
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / repository.split("/")[-1]
         folder.mkdir()
         build(source, folder, repository, license, base_model)
-        return upload(folder, repository)
+        return upload(folder, repository, private)
 
 
-def upload(folder: Path, repository: str) -> str:
-    """Upload a folder in one commit, and create the repository if it is not there; returns the commit's address.
+def upload(folder: Path, repository: str, private: bool = False) -> str:
+    """Upload a folder in one commit, and create the repository, if it is not there, as a private one or not; returns
+    the commit's address.
 
     Raises:
         huggingface_hub.errors.HfHubHTTPError: the Hub refuses; nothing of the folder is visible then.
@@ -105,7 +112,7 @@ def upload(folder: Path, repository: str) -> str:
     """
     api = HfApi()
     try:
-        repository = api.create_repo(repository, exist_ok=True).repo_id
+        repository = api.create_repo(repository, private=private, exist_ok=True).repo_id
         return api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Publish the model").commit_url
     except (OSError, ValueError):  # the Hub's own answers are among them
         raise

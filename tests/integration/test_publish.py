@@ -113,11 +113,11 @@ def test_the_card_renders(published):
 
 
 def test_the_hub_gets_one_commit(run, hub, login, unverified, capsys):
-    publish.main([str(run / "clip_up"), "user/symbols"])
+    publish.main([str(run / "clip_up"), "user/symbols", "--private"])
     repository = hub.repositories["models", "user/symbols"]
     commit = repository.refs["main"]
     assert capsys.readouterr().out.endswith(f"/user/symbols/commit/{commit}\n")
-    assert len(repository.commits) == 2  # the empty one of a new repository
+    assert repository.private and len(repository.commits) == 2  # the empty one of a new repository
     files = hub.files("user/symbols")
     assert {"preprocessor_config.json", "vocab.json", "merges.txt"} < set(files)
     assert files["model.safetensors"] == (run / "clip_up" / "model.safetensors").read_bytes()
@@ -138,11 +138,19 @@ def test_a_model_that_its_report_does_not_recommend_is_published_with_yes(run, h
     assert b"The report recommends `symbol_clip` instead." in hub.files("user/symbols")["README.md"]
 
 
-def test_a_stage_of_a_recipe_is_published_with_its_base(hub, login, unverified, tmp_path):
+def test_large_weights_are_in_several_files(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(bundle, "SHARD", "2MB")  # another process loads them, too, before the folder gets its name
+    publish.main([str(run / "clip_up"), "user/large", "--dry_run", str(tmp_path / "out")])
+    assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 1
+    expected, found = (AutoModel.from_pretrained(f).state_dict() for f in (run / "clip_up", tmp_path / "out"))
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_a_recipe_publishes_at_its_end(hub, login, unverified, tmp_path):
     """Of a model on the Hub, which the card names."""
     hub.put("user/base", ROOT / BASE)
     stages = [{"name": "sparse", "stage": "upcycle", "model": "user/base", "preset": "clip_moe"}]
-    publish.main([str(run_stages(tmp_path, stages) / "sparse"), "user/from-a-recipe"])
+    run_stages(tmp_path, stages, push_to_hub={"sparse": "user/from-a-recipe"})
     card = hub.files("user/from-a-recipe")["README.md"]
     assert b"| sparse | upcycle |" in card and b"base_model: user/base" in card
 
