@@ -130,10 +130,10 @@ def test_what_is_no_score_is_refused(run):
         lineage_of(run)
 
 
-def answered(run, use):
+def answered(run, use, dense="dense"):
     """A report of the run that compared its model, `sparse`, with a dense one."""
-    models = {"base": str(BASE), "dense": "dense", "sparse": "sparse"}
-    inputs = {"dense": "0" * 64, "sparse": Record.read(run / "sparse").digest}
+    models = {"base": str(BASE), "dense": dense, "sparse": "sparse"}
+    inputs = {dense: "0" * 64, "sparse": Record.read(run / "sparse").digest}
     (run / "report").mkdir(exist_ok=True)
     Record(stage={"stage": "answer", "models": models}, inputs=inputs).write(run / "report")
     verdict = {"verdict": "Experts did not help: -2.0 ± 1.0 points.", "use": use}
@@ -146,6 +146,9 @@ def test_a_card_has_the_verdict_of_the_report(run):
     card = card_of(lineage_of(run)).text
     sentence = "A report compared it, as `sparse`, with the models of its run. Experts did not help: -2.0 ± 1.0 points."
     assert f"{sentence} The report recommends this model. The dense model beside it was the stage `dense`." in card
+    for dense, twin in ((str(run / "dense"), "dense"), ("../other/dense", None)):
+        answered(run, "sparse", dense)
+        assert lineage_of(run).verdict.twin == twin
     answered(run, "base")
     assert f"The report recommends `{BASE.name}` instead." in card_of(lineage_of(run)).text
     change_record(run, pairs=3)  # made anew, in another way

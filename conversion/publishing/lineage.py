@@ -96,7 +96,7 @@ class Verdict:
             row = next((row for row, stage in models.items() if folder.parent / stage == folder), None)
             if row and record.inputs[models[row]] == Record.read(folder).digest:
                 twin = models.get(row.replace("sparse", "dense", 1)) if row.startswith("sparse") else None
-                twin = None if twin is None or "/" in twin else twin  # of another run
+                twin = Path(twin).name if twin and (folder.parent / twin).parent == folder.parent else None
                 used = record.stage["models"].get(answer["use"], answer["use"])
                 used = used if is_hub_name(used) and not Path(used).exists() else Path(used).name
                 return cls(answer["verdict"], row, row == answer["use"], used, twin)
