@@ -58,6 +58,13 @@ def test_an_expert_trained_in_a_tower_that_stays_dense():
     assert sparse.config.text_config.moe_layers == []
 
 
+def test_routers_are_seeded():
+    first, same, other = (unify(tiny_clip(), [trained(1)], seed=seed).state_dict() for seed in (0, 0, 1))
+    routers = [name for name in first if ".router." in name]
+    assert len(routers) == 8 and all(torch.equal(first[name], same[name]) for name in first)
+    assert [name for name in first if not torch.equal(first[name], other[name])] == routers
+
+
 def test_gates_are_averaged_to_the_bit_and_experts_stacked():
     base, experts = one_expert(), [one_expert(seed=seed) for seed in range(3)]
     assert_same_outputs(base, tiny_clip())
