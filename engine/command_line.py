@@ -191,6 +191,8 @@ def read_stage_command(kind: str, arguments: Sequence[str]) -> tuple[Recipe, Com
         raise ValueError(f"{title} OUTPUT --SETTING VALUE: the first argument is the folder to make, not {output!r}")
     settings, _ = read_settings(arguments[1:], [CommandSettings, stage])
     run_settings = {name: settings.pop(name) for name in CommandSettings.__pydantic_fields__ if name in settings}
+    for key in {"name", "stage"} & settings.keys():
+        raise ValueError(f"{title}: {key}: there is no such key: the folder names the stage, and the command its kind")
     settings |= {"name": Path(output).name, "stage": kind}
     options, alone = validated(CommandSettings, run_settings, title), validated(stage, settings, title)
     run = {"seed": options.seed, "mixed_precision": options.mixed_precision, "trackers": options.trackers}

@@ -121,6 +121,7 @@ WRONG = {
     "no output": (["--model", "x"], "the first argument is the folder to make, not '--model'"),
     "no key": (["out", "--modle", "x"], "modle: there is no such key: did you mean 'model'"),
     "no key within": (["out", "--model", "x", "--data.sorce", "y"], "data.sorce: there is no such key.*'source'"),
+    "name": (["out", "--model", "x", "--name", "y"], "name: there is no such key: the folder names the stage"),
     "no value": (["out", "--model"], "--model has no value"),
     "no flag": (["out", "x"], "'x' is no setting: write --SETTING VALUE"),
     "two values": (["out", "--model", "x", "y"], "--model takes one value, not x y"),
