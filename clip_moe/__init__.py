@@ -32,7 +32,7 @@ def __getattr__(name: str) -> Any:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """What `clip-moe` runs.
+    """The command `clip-moe`.
 
     Args:
         arguments: default: those of this program.

@@ -38,7 +38,7 @@ class Copies(NamedTuple):
 
     pixels: list[str]  # a digest of the pixels of each picture
     near: np.ndarray  # (pairs, 2), the numbers of near copies
-    of_a_kind: int = 0  # pictures that look like more than `MOST_ALIKE` others, and count as different
+    num_too_alike: int = 0  # pictures that look like more than `MOST_ALIKE` others, and count as different
 
     def in_training(self, num_training: int) -> tuple[int, int]:
         """How many pictures after the first ones, those of training, have the same pixels as one of these, and how many

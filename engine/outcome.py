@@ -42,7 +42,7 @@ class Training(BaseModel):
     test_chance: FiniteFloat | None = None
 
     @classmethod
-    def of_log(cls, lines: Iterable[Mapping[str, Any]], batch_size: int) -> "Training | None":
+    def from_log(cls, lines: Iterable[Mapping[str, Any]], batch_size: int) -> "Training | None":
         """Summarize the lines of a `log.jsonl`; None: its losses have no chance, or nothing to tell apart."""
         logged = [line for line in lines if "loss" in line]
         if not logged or not 0 < logged[0].get("chance", 0) < math.inf:

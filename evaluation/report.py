@@ -119,23 +119,25 @@ def arrange(results: Results) -> dict[str, dict[str, dict[str, Any]]]:
     return {model: {task: row[task] for task in first if task in row} for model, row in table.items()}
 
 
-def _fault(result: dict[str, Any], of_task: dict[str, Any], of_model: dict[str, Any], is_repeated: bool) -> str | None:
+def _fault(
+    result: dict[str, Any], same_task: dict[str, Any], same_model: dict[str, Any], is_repeated: bool
+) -> str | None:
     """Why a result cannot stand in a table with the first results of its task and of its model."""
-    task, model, other = result["task"], result["model"], of_task["model"]
+    task, model, other = result["task"], result["model"], same_task["model"]
     if is_repeated:
         return f"there are two results of {model!r} on {task}"
-    if not set(result["primary"]) <= set(result["metrics"]) == set(of_task["metrics"]):
+    if not set(result["primary"]) <= set(result["metrics"]) == set(same_task["metrics"]):
         return f"{task}: {model!r} and {other!r} need the same metrics, with the primary ones"
     if bad := [metric for metric, value in result["metrics"].items() if not 0 <= value <= 1]:
         return f"{task}: {', '.join(bad)} of {model!r} is not finite, or no share from 0 to 1"
-    if key := next((key for key in SAME_FOR_TASK if differ(result, of_task, key)), None):
+    if key := next((key for key in SAME_FOR_TASK if differ(result, same_task, key)), None):
         return (
-            f"{task}: {key} is {of_task[key]!r} for {other!r} but {result[key]!r} for {model!r}; such scores cannot be "
-            "compared"
+            f"{task}: {key} is {same_task[key]!r} for {other!r} but {result[key]!r} for {model!r}; such scores cannot "
+            "be compared"
         )
-    if key := next((key for key in SAME_FOR_MODEL if differ(of_model, result, key)), None):
+    if key := next((key for key in SAME_FOR_MODEL if differ(same_model, result, key)), None):
         return (
-            f"{model!r} has results of different models: {key} is {of_model.get(key)!r} on {of_model['task']} but "
+            f"{model!r} has results of different models: {key} is {same_model.get(key)!r} on {same_model['task']} but "
             f"{result.get(key)!r} on {task}; measure it again, or give them different names"
         )
     return None

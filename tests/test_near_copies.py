@@ -108,4 +108,4 @@ def test_pictures_of_one_kind_are_no_copies():
         picture[top : top + 3 + number % 3, left : left + 5] = 90
         parts.append(saved(Image.fromarray(picture + rng.integers(0, 4, picture.shape, np.uint8)), "PNG"))
     copies = find_copies(rows(parts))
-    assert len(copies.near) == 0 and copies.of_a_kind == 30
+    assert len(copies.near) == 0 and copies.num_too_alike == 30

@@ -127,7 +127,7 @@ def test_chance_with_duplicates_is_the_best_loss_of_equal_similarities(texts, bi
 
 def log_of(losses, chance=4.0, gradient=1.0):
     lines = [{"step": step, "loss": loss, "grad_norm": gradient} for step, loss in enumerate(losses, 1)]
-    return Training.of_log([{**lines[0], "chance": chance}, *lines[1:]], 64)
+    return Training.from_log([{**lines[0], "chance": chance}, *lines[1:]], 64)
 
 
 @pytest.mark.parametrize(
@@ -166,11 +166,11 @@ def test_memorized_is_a_low_loss_of_training_with_nothing_of_the_test(last, test
 def test_a_log_of_another_loss_has_no_outcome():
     """Such as that of a language model, which has no chance; nor has a first batch of equal pairs. With a gradient that
     overflowed in half precision, it has one."""
-    assert Training.of_log([{"step": 1, "loss": 2.0, "grad_norm": 1.0}], 8) is Training.of_log([], 8) is None
+    assert Training.from_log([{"step": 1, "loss": 2.0, "grad_norm": 1.0}], 8) is Training.from_log([], 8) is None
     assert log_of([0.0] * 40, chance=0.0) is log_of([1.0] * 40, chance=math.nan) is None
     first = {"step": 1, "loss": 4.2, "grad_norm": math.inf, "chance": 4.0}
     later = [{"step": step, "loss": 4.2, "grad_norm": 1.0} for step in range(2, 41)]
-    for overflowed in (log_of([4.2] * 40, gradient=math.inf), Training.of_log([first, *later], 64)):
+    for overflowed in (log_of([4.2] * 40, gradient=math.inf), Training.from_log([first, *later], 64)):
         assert overflowed.gradient is None and overflowed.advice.startswith("lower")
 
 

@@ -60,7 +60,7 @@ def cached_gradient(
     for number in range(len(parts)):
         states.append(torch_states(accelerator.device))
         with torch.no_grad():
-            embeds.append(task(sent(number), only_embed=True, reduce=sums.of_part()))
+            embeds.append(task(sent(number), only_embed=True, reduce=sums.next_part()))
     losses, gradients = _gradient_by_embeds(accelerator, task, batch, embeds)
     sums.reduce_totals()
     after = torch_states(accelerator.device)
@@ -68,7 +68,7 @@ def cached_gradient(
         set_torch_states(states[number], accelerator.device)
         last = accelerator.sync_gradients = synchronize and number == len(parts) - 1
         with nullcontext() if last else accelerator.no_sync(task):
-            surrogate, auxiliary, metrics = task(sent(number), gradients=part_gradients, reduce=sums.of_part())
+            surrogate, auxiliary, metrics = task(sent(number), gradients=part_gradients, reduce=sums.next_part())
             accelerator.backward(surrogate * factor)
         auxiliaries.append(auxiliary)
         logged.append(metrics)
@@ -95,7 +95,7 @@ class SumsOfParts:
         self.totals: list[torch.Tensor] = []
         self.num_processes, self.reduced, self.calls = num_processes, False, 0
 
-    def of_part(self) -> "SumsOfParts":
+    def next_part(self) -> "SumsOfParts":
         """Itself, for the sums of the next part."""
         self.calls = 0
         return self

@@ -1,4 +1,4 @@
-"""What trains: parameters, or adapters in place of them (LoRA, arXiv:2106.09685, by peft), and its optimizer."""
+"""The parameters that train, or adapters in place of them (LoRA, arXiv:2106.09685, by peft), and its optimizer."""
 
 import logging
 import re

@@ -42,7 +42,7 @@ def new_store(
 
 
 def open_store(folder: Path, maker: str, by_encoder: bool) -> FeatureStore:
-    """What `new_store` made.
+    """The feature store that `new_store` made.
 
     Args:
         maker: what writes such folders, for the error.

@@ -55,17 +55,17 @@ class Layout(ABC):
         files = " and ".join(self.files) if len(self.files) < 3 else f"{self.files[0]} to {self.files[-1]}"
         return f"{files} with {self.content}, and images in {self.images or 'the same folder'}"
 
-    def of_split(self, text: str, split: str) -> str:
+    def for_split(self, text: str, split: str) -> str:
         """A pattern or a text with the name of a split in the place of SPLIT."""
         return text.replace("SPLIT", self.test if split == "test" else split)
 
     def annotations(self, folder: Path, split: str) -> list[Path]:
         """The files that say what a split holds."""
-        return [file for pattern in self.files for file in sorted(folder.glob(self.of_split(pattern, split)))]
+        return [file for pattern in self.files for file in sorted(folder.glob(self.for_split(pattern, split)))]
 
     def fits(self, folder: Path, split: str) -> bool:
         """Whether a folder has this layout, as far as its names tell."""
-        return all(any(folder.glob(self.of_split(pattern, split))) for pattern in self.files)
+        return all(any(folder.glob(self.for_split(pattern, split))) for pattern in self.files)
 
     def stamp(self, folder: Path, split: str) -> str:
         """The digest that tells copies apart, wherever they lie: of the names and contents of files."""
@@ -166,7 +166,7 @@ class ClassFolders(Layout):
         return bool(self._classes(folder, split))
 
     def _classes(self, folder: Path, split: str) -> list[Path]:
-        root = folder / self.of_split(self.images, split)
+        root = folder / self.for_split(self.images, split)
         names = [path.name for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
         return [root / name for name in in_order(names) if not name.startswith((".", "__MACOSX"))]
 

@@ -50,7 +50,7 @@ def benchmark_task(benchmark: Benchmark, data_root: str | Path | None = None) ->
 
     def load_split(split: str) -> Callable[[], tuple[Dataset, int]]:
         def load() -> tuple[Dataset, int]:
-            files = [layout.of_split(pattern, split) for pattern in layout.files]
+            files = [layout.for_split(pattern, split) for pattern in layout.files]
             place = local or _from_hub(benchmark, ["*.txt", *files])
             arguments = DataArguments(source=str(place), split=split, max_unreadable=0)
             return _load(benchmark, layout, place, arguments, classes)

@@ -53,7 +53,7 @@ class Benchmark:
     @property
     def shapes(self) -> str:
         """How a copy may lie, in words."""
-        shapes = "; or ".join(layout.of_split(layout.shape, self.split) for layout in self.layouts)
+        shapes = "; or ".join(layout.for_split(layout.shape, self.split) for layout in self.layouts)
         return shapes + "".join(f", and the same for {split}" for split in self.splits[1:])
 
 

@@ -104,10 +104,10 @@ class SplitStage(Stage):
                 lines.append(
                     f"{number:,} images look like others, compressed or scaled, and are on one side with them."
                 )
-        if copies.of_a_kind:
+        if copies.num_too_alike:
             lines.append(
-                f"{copies.of_a_kind:,} images look roughly like more than {MOST_ALIKE} others and count as different "
-                "pictures."
+                f"{copies.num_too_alike:,} images look roughly like more than {MOST_ALIKE} others and count as "
+                "different pictures."
             )
         classes, test_names = (names[: len(train)], names[len(train) :]) if names else ([], [])
         by_class = bool(names) and set(test_names) <= set(classes) and not are_ids(list(set(names)))

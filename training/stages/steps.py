@@ -155,7 +155,7 @@ class StepsStage(LoopSettings, ModelStage):
         if not (directory / LOG).is_file():
             return None
         batch_size = self.global_batch_size // self.gradient_accumulation_steps
-        training = Training.of_log(read_log(directory / LOG), batch_size)
+        training = Training.from_log(read_log(directory / LOG), batch_size)
         if training is not None and training.outcome:
             with (directory / LOG).open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": training.steps, "outcome": training.outcome}) + "\n")
