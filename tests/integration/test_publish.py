@@ -138,14 +138,6 @@ def test_a_model_that_its_report_does_not_recommend_is_published_with_yes(run, h
     assert b"The report recommends `symbol_clip` instead." in hub.files("user/symbols")["README.md"]
 
 
-def test_large_weights_are_in_several_files(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(bundle, "SHARD", "2MB")  # another process loads them, too, before the folder gets its name
-    publish.main([str(run / "clip_up"), "user/large", "--dry_run", str(tmp_path / "out")])
-    assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 1
-    expected, found = (AutoModel.from_pretrained(f).state_dict() for f in (run / "clip_up", tmp_path / "out"))
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-
-
 def test_a_recipe_publishes_at_its_end(hub, login, unverified, tmp_path):
     """Of a model on the Hub, which the card names."""
     hub.put("user/base", ROOT / BASE)
