@@ -97,8 +97,8 @@ def load_processor(source: str | Path) -> ProcessorMixin:
 
 def mark_padding(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Marks the tokenizer of a SigLIP, whose texts are padded to `max_length`: see `data.tokenizer.tokenize`. It gives
-    no mask, here and where it is saved: SigLIP reads padding as text, and a mask would change the result. A tokenizer
-    of Chinese-CLIP or AltCLIP without a `model_max_length` gets the model's."""
+    no mask, here and where it is saved: SigLIP reads padding as text, and a mask would change the result. If a
+    tokenizer of Chinese-CLIP or AltCLIP has no `model_max_length`, it gets the model's."""
     text = config.get_text_config()
     if pooled_token(text) == "last":
         tokenizer.pads_to_max_length = True

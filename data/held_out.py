@@ -61,8 +61,8 @@ def hold_out(
 
 
 def _spread(classes: Sequence[str], rng: np.random.Generator) -> np.ndarray:
-    """Orders parts, by the class of each, so that any first n have about the same share of each class. The last part
-    of a class is left out, so that training has one."""
+    """Orders parts, by the class of each, so that any first n have about the same share of each class. Leaves
+    out the last part of each class, so that training has one."""
     parts_of: dict[str, list[int]] = defaultdict(list)
     for part in rng.permutation(len(classes)):
         parts_of[classes[part]].append(part)

@@ -15,7 +15,7 @@ from clip_moe.data.images import decode_image
 PROBES = ((50, 83), (331, 240), (17, 16), (64, 64))
 # Width over height of a random crop, before it is resized to the model's image: torchvision's, which open_clip keeps
 RATIOS = 3 / 4, 4 / 3
-# Drawings of a crop, until one lies within the image
+# Tries to draw a crop that fits into the image
 TRIES = 10
 
 

@@ -234,8 +234,8 @@ def has_split(arguments: DataArguments, split: str) -> bool:
 def common_rows(arguments: DataArguments, other_split: str) -> int:
     """The number of rows that are in the split of the arguments and in another one, within `skip` and `num_samples`.
 
-    A file, a pattern or a dataset that was saved alone is all that it names, whatever the split is called, unless it is
-    of tables with a column of splits.
+    A file, a pattern or a dataset that was saved alone is all that it names, whatever the split is called, unless its
+    tables have a column of splits.
     """
     source, splits = arguments.source, (arguments.split, other_split)
     is_whole, split_of = is_read_whole(source) or (Path(source) / "state.json").is_file(), {}

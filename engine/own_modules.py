@@ -1,5 +1,5 @@
-"""A user's own code: stages and models named as `package.module:Class`, and digests of their modules, which are outside
-of this package and of installed ones, and of files beside them.
+"""A user's own code: stages and models named as `package.module:Class`, and digests of their modules and the files
+beside them. Modules of this package and of installed ones do not count.
 
 Imports are read from the source before a run. Files that code reaches in other ways, by importlib or as data, are noted
 when they are opened.

@@ -174,7 +174,11 @@ def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
         overrides: dotted key -> value, applied last. A key starts with the name of a stage (`clip_up.max_steps`), or
             is one of the recipe's own (`seed`, `defaults.train.max_steps`) or one of its inputs.
     """
-    text, changes = read_text(Path(path)), {}
+    path = Path(path)
+    if not path.is_file():
+        place = next(Path().glob(f"*/recipes/{path.name}"), "training/recipes, where `clip-moe recipes` puts them")
+        raise FileNotFoundError(f"no recipe at {path}; see {place}")
+    text, changes = read_text(path), {}
     written = validated(RecipeFile, read_yaml(text, str(path)), path)
     for key, value in (overrides or {}).items():
         name = _spelled(written, key)

@@ -39,7 +39,7 @@ def evaluate_model(
     Args:
         model: a folder or hub name.
         tasks: name -> task; see `evaluation.tasks.find_tasks`.
-        name: of the model in reports; default: its folder's or repository's name.
+        name: the model's name in reports; default: its folder's or repository's.
         device: default: the accelerator, if there is one.
         changes: see `evaluation.ensemble.Ensemble`.
         num_workers, state: see `Embedder`. Of several processes, the main one alone writes results.

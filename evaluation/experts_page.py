@@ -1,5 +1,5 @@
-"""Whether the experts of a sparse model do anything, in three measures; and the page of `evaluation.experts`, from what
-stands in `experts.json`."""
+"""Whether the experts of a sparse model do anything, in three measures; and the page of `evaluation.experts`, made
+from `experts.json`."""
 
 import itertools
 import math

@@ -122,7 +122,7 @@ def arrange(results: Results) -> dict[str, dict[str, dict[str, Any]]]:
 def _fault(
     result: dict[str, Any], same_task: dict[str, Any], same_model: dict[str, Any], is_repeated: bool
 ) -> str | None:
-    """Why a result cannot stand in a table with the first results of its task and of its model."""
+    """Why a result does not fit into a table with the first results of its task and its model; None: it does."""
     task, model, other = result["task"], result["model"], same_task["model"]
     if is_repeated:
         return f"there are two results of {model!r} on {task}"

@@ -182,3 +182,9 @@ def test_only_stages_that_train_an_expert_have_its_number():
     recipe = load_recipe("training/recipes/clip_moe_demo.yaml", {"experts.layer": 1})
     chosen = [stage.name for stage in wanted_stages(recipe, None, [1])]
     assert "expert_1" in chosen and not {"expert_2", "experts"} & set(chosen)
+
+
+def test_a_recipe_that_moved_is_named(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(FileNotFoundError, match="^no recipe at .*; see lab/recipes/names_kept.yaml$"):
+        load_recipe("training/recipes/names_kept.yaml")

@@ -108,7 +108,7 @@ class Lineage:
     """The known history of a model. No name in it is one of this machine.
 
     Args:
-        recipe: of the run that made it.
+        recipe: the recipe of the run that made it.
         stages: records of its stage and of those before it, oldest first; those of other runs are called `RUN/STAGE`.
         bases: names on the Hub of the models whose weights the first stages start from.
         unknown: folders they start from that do not tell how they were made.

@@ -16,13 +16,13 @@ def benchmarks() -> str:
     """Print all benchmarks, how copies of them lie, and the groups that may be named in their place."""
     rows = BENCHMARKS.values()
     metrics = [[METRIC_TITLES[name] for name in row.metrics] or PRIMARY_METRICS[row.kind].values() for row in rows]
-    what = [[row.name, row.protocol, ", ".join(titles)] for row, titles in zip(rows, metrics, strict=True)]
+    task_rows = [[row.name, row.protocol, ", ".join(titles)] for row, titles in zip(rows, metrics, strict=True)]
     names_of_shape = defaultdict(list)
     for row in rows:
         names_of_shape[row.shapes].append(row.name)
     return "\n\n".join(
         [
-            markdown_table(["name", "what", "metrics"], what),
+            markdown_table(["name", "what", "metrics"], task_rows),
             "A copy lies in a folder of the benchmark's name:",
             "\n".join(item(f"{shape}: {', '.join(names)}") for shape, names in names_of_shape.items()),
             "On the Hub:",

@@ -154,10 +154,10 @@ def _text_file(benchmark: Benchmark, folder: Path, name: str) -> Path:
     file = folder / name
     if file.is_file():
         return file
-    what = "templates with {c} for the name" if name == TEMPLATES else "the names of its classes"
-    way_out = f"write {what} into {file}, one a line"
+    content = "templates with {c} for the name" if name == TEMPLATES else "the names of its classes"
+    way_out = f"write {content} into {file}, one a line"
     if benchmark.hub is None:
-        raise ValueError(f"{benchmark.name} lacks {what}: {way_out}")
+        raise ValueError(f"{benchmark.name} lacks {content}: {way_out}")
     return _from_hub(benchmark, ["*.txt"], way_out=way_out) / name
 
 

@@ -21,10 +21,10 @@ class SplitStage(Stage):
     """Reads pairs once, looks at them, and splits them into pairs to train on and pairs to test on. Other stages name
     it as their `data.source`.
 
-    If the data have no split `test`, it holds out a tenth, of which no caption and no image is in training, also not
-    compressed or scaled otherwise. Where captions repeat as classes do, it holds out by image alone, and an `answer`
-    stage scores by class. It prints the best scores that the captions allow, which an `answer` stage repeats in its
-    report. Images in files of their own stay where they are.
+    If the data have no split `test`, it holds out a tenth. Training then has none of the test's captions or images,
+    nor compressed or scaled copies of them. Where captions repeat as classes do, it holds out by image alone, and an
+    `answer` stage scores by class. It prints the best scores that the captions allow, which an `answer` stage repeats
+    in its report. Images in files of their own stay where they are.
 
         clip-moe split runs/pictures --data.source symbols --data.num_samples 64 --model training/symbol_clip
     """
