@@ -32,7 +32,7 @@ def app(
     """
     if find_spec("gradio") is None:
         raise ValueError(
-            "clip-moe app needs gradio, which is not here: in a checkout, `make app` makes .venv-app, which has it: "
+            "clip-moe app needs gradio: in a checkout, `make app` installs it into .venv-app: "
             '.venv-app/bin/clip-moe app; elsewhere, pip install "clip-moe[app] @ git+https://github.com/OWNER/clip-moe"'
         )
     from clip_moe.app.page import PICTURES, open_page, write_space

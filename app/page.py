@@ -7,6 +7,7 @@ import os
 import platform
 import shutil
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ SCROLL = """() => {
   if (matchMedia("(max-width: 48rem)").matches) document.querySelector(".scores").scrollIntoView({behavior: "smooth"});
 }"""
 SECONDS_KEPT = 3600  # what visitors upload
-# What a Space needs: folders of this repository that the page runs on, and packages
+# Requirements of a Space: folders of this repository that the page runs on, and packages
 ROOMS = ("engine", "data", "conversion", "evaluation", "app")
 REQUIREMENTS = """
 accelerate datasets filelock huggingface_hub markdown-it-py matplotlib pillow psutil pydantic pyyaml
@@ -115,9 +116,10 @@ def patch_map(
     return PIL.Image.fromarray((255 * pixels).round().astype(np.uint8)), masks
 
 
-def readable_images(folder: Path) -> list[Path]:
-    """The images of a folder and of those below that can be read. What is reached by a link is left out, since it may
-    be anything: a Space would publish it."""
+def captioned(folder: Path) -> dict[Path, str]:
+    """The images of a folder and of those below that can be read, and what is said of each there, or else the name of
+    its file. What is reached by a link is left out, since it may be anything: a Space would publish it."""
+    said: dict[str, Any] = {}
     readable, left_out = [], []
     for path in sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES):
         fault: object = "it is a link" if path.is_symlink() else None
@@ -134,16 +136,14 @@ def readable_images(folder: Path) -> list[Path]:
     if left_out:
         found = len(readable) + len(left_out)
         logger.warning("%d of %d images in %s are left out: %s", len(left_out), found, folder, join_names(left_out))
-    return readable
-
-
-def captioned(folder: Path) -> dict[Path, str]:
-    """The `readable_images` of a folder, and what is said of each there, or else the name of its file."""
-    paths, said = readable_images(folder), {}
     for rows in open_folder(str(folder)).values():
         if {"image", "caption"} <= set(rows.column_names):
             said |= dict(zip(rows["image"], rows["caption"], strict=True))
-    return {path: " · ".join(present_captions(said.get(os.path.abspath(path)))) or path.stem for path in paths}
+    return {path: " · ".join(present_captions(said.get(os.path.abspath(path)))) or path.stem for path in readable}
+
+
+# Computing twice at once gains nothing
+ONE_AT_A_TIME = {"concurrency_id": "model", "concurrency_limit": 1}
 
 
 def build_page(models: Mapping[str, Embeds], examples: Mapping[Path, str]):
@@ -155,23 +155,12 @@ def build_page(models: Mapping[str, Embeds], examples: Mapping[Path, str]):
     """
     import gradio as gr
 
-    options = {"analytics_enabled": False, "delete_cache": (SECONDS_KEPT, SECONDS_KEPT)}
-    with gr.Blocks(title=TITLE, **options) as page:
-        gr.Markdown(" ".join([f"# {TITLE}\n{SENTENCE}", *(WORLDS[name] for name in models if name in WORLDS)]))
-        _add_components(gr, models, examples)
-    return page
-
-
-def _add_components(gr, models: Mapping[str, Embeds], examples: Mapping[Path, str]) -> None:
     layers = {name: sparse_layers(model) for name, model in models.items()}
     mapped = next((name for name in models if layers[name]), None)
 
-    def draw(image: str | None, layer: int) -> Any:
-        return patch_map(models[mapped], image, layer)
-
     def compare(image: str | None, labels: str | None, template: str | None, layer: int | None = None) -> list[Any]:
         scores = [label_scores(model, image, labels, template) for model in models.values()]
-        return scores if layer is None else [*scores, draw(image, layer)]
+        return scores if layer is None else [*scores, patch_map(models[mapped], image, layer)]
 
     def compare_for_page(*inputs: Any) -> Any:
         outputs = compare(*inputs)
@@ -186,45 +175,50 @@ def _add_components(gr, models: Mapping[str, Embeds], examples: Mapping[Path, st
     shown_layer = None if mapped is None else layers[mapped][-1]
     # Computed before the page is there: its first visitor sees an answer and not a spinner
     answers = compare(pictures[0], names, model_template, shown_layer) if pictures else [None] * (len(models) + 1)
-    with gr.Row():
-        with gr.Column():
-            options = {"type": "filepath", "sources": ["upload", "clipboard"]}
-            image = gr.Image(next(iter(pictures), None), label="Image", elem_id="image", **options)
-            # Else Gradio opens the file before we do, and of one that it cannot read it only says "Error"
-            image.preprocess = lambda upload: upload and upload.path
-            labels = gr.Textbox(names, label="Labels, one a line", lines=5, elem_id="labels")
-            template = gr.Textbox(model_template, label="Template, with {} for the label", elem_id="template")
-            ask = gr.Button("Compare", variant="primary", elem_id="compare")
-            if examples:
-                shown = [_shown(path, caption) for path, caption in examples.items()]
-                gallery = gr.Gallery(shown, show_label=False, allow_preview=False, **GALLERY)
-        with gr.Column():
-            with gr.Row():
-                labeled = zip(models, answers, strict=False)
-                outputs = [gr.Label(answer, label=name, elem_classes="scores") for name, answer in labeled]
-            inputs = [image, labels, template]
-            if mapped is not None:
-                label = f"The experts of each patch in {mapped}, sparse layer"
-                layer = gr.Dropdown(layers[mapped], value=shown_layer, label=label, elem_id="layer")
-                colors = map(to_hex, expert_colors(models[mapped].model.config.vision_config.num_experts))
-                colors = {f"expert {expert}": color for expert, color in enumerate(colors)}
-                options = {"color_map": colors, "height": 400, "show_label": False, "buttons": [], "elem_id": "map"}
-                experts = gr.AnnotatedImage(answers[-1], **options)
-                layer.input(show_errors(gr, draw), [image, layer], experts, **ONE_AT_A_TIME)
-                inputs, outputs = [*inputs, layer], [*outputs, experts]
-    # An error would cover each output, too, if progress were shown on them
-    event = {"fn": show_errors(gr, compare_for_page), "inputs": inputs, "outputs": outputs, "show_progress_on": ask}
-    ask.click(**event, **ONE_AT_A_TIME, api_name="compare").then(None, js=SCROLL)
-    if examples:
-        gallery.select(choose, None, image).then(**event, **ONE_AT_A_TIME).then(None, js=SCROLL)
+    options = {"analytics_enabled": False, "delete_cache": (SECONDS_KEPT, SECONDS_KEPT)}
+    with gr.Blocks(title=TITLE, **options) as page:
+        gr.Markdown(" ".join([f"# {TITLE}\n{SENTENCE}", *(WORLDS[name] for name in models if name in WORLDS)]))
+        with gr.Row():
+            with gr.Column():
+                options = {"type": "filepath", "sources": ["upload", "clipboard"]}
+                image = gr.Image(next(iter(pictures), None), label="Image", elem_id="image", **options)
+                # Else Gradio opens the file before we do, and of one that it cannot read it only says "Error"
+                image.preprocess = lambda upload: upload and upload.path
+                labels = gr.Textbox(names, label="Labels, one a line", lines=5, elem_id="labels")
+                template = gr.Textbox(model_template, label="Template, with {} for the label", elem_id="template")
+                ask = gr.Button("Compare", variant="primary", elem_id="compare")
+                if examples:
+                    shown = [decode_image(path) for path in pictures]
+                    for picture in shown:
+                        picture.thumbnail((SHOWN_SIDE, SHOWN_SIDE))
+                    captions = list(zip(shown, examples.values(), strict=True))
+                    gallery = gr.Gallery(captions, show_label=False, allow_preview=False, **GALLERY)
+            with gr.Column():
+                with gr.Row():
+                    labeled = zip(models, answers, strict=False)
+                    outputs = [gr.Label(answer, label=name, elem_classes="scores") for name, answer in labeled]
+                inputs = [image, labels, template]
+                if mapped is not None:
+                    label = f"The experts of each patch in {mapped}, sparse layer"
+                    layer = gr.Dropdown(layers[mapped], value=shown_layer, label=label, elem_id="layer")
+                    colors = map(to_hex, expert_colors(models[mapped].model.config.vision_config.num_experts))
+                    colors = {f"expert {expert}": color for expert, color in enumerate(colors)}
+                    options = {"color_map": colors, "height": 400, "show_label": False, "buttons": [], "elem_id": "map"}
+                    experts = gr.AnnotatedImage(answers[-1], **options)
+                    draw = show_errors(partial(patch_map, models[mapped]))
+                    layer.input(draw, [image, layer], experts, **ONE_AT_A_TIME)
+                    inputs, outputs = [*inputs, layer], [*outputs, experts]
+        # An error would cover each output, too, if progress were shown on them
+        event = {"fn": show_errors(compare_for_page), "inputs": inputs, "outputs": outputs, "show_progress_on": ask}
+        ask.click(**event, **ONE_AT_A_TIME, api_name="compare").then(None, js=SCROLL)
+        if examples:
+            gallery.select(choose, None, image).then(**event, **ONE_AT_A_TIME).then(None, js=SCROLL)
+    return page
 
 
-# Computing twice at once gains nothing
-ONE_AT_A_TIME = {"concurrency_id": "model", "concurrency_limit": 1}
-
-
-def show_errors(gr, compute: Callable[..., Any]) -> Callable[..., Any]:
+def show_errors(compute: Callable[..., Any]) -> Callable[..., Any]:
     """The same, with errors as messages on the page, which would take them for HTML."""
+    import gradio as gr
 
     def shown(*inputs: Any) -> Any:
         try:
@@ -233,13 +227,6 @@ def show_errors(gr, compute: Callable[..., Any]) -> Callable[..., Any]:
             raise gr.Error(html.escape(str(error)), print_exception=False) from error
 
     return shown
-
-
-def _shown(path: Path, caption: str) -> tuple[PIL.Image.Image, str]:
-    """An image as any browser shows it, and its caption."""
-    image = decode_image(str(path))
-    image.thumbnail((SHOWN_SIDE, SHOWN_SIDE))
-    return image, caption
 
 
 def write_space(output: Path, model: str, baseline: str | None, examples: str | None) -> None:

@@ -32,26 +32,23 @@ INTRODUCTION = """# Settings
 
 A recipe is a YAML file. [recipes.md](recipes.md) shows how to write one.
 
-Its key `stages` is a list of stages. Every stage has a `name` of letters, digits, spaces, `_` and `-`, which is also
-the name of its folder, a `stage`, which is one of the kinds in this table, and the settings of its kind. The key
-`defaults` maps a kind to settings for all stages of that kind. The other keys are those of
-[the recipe](#the-recipe). "None" means `null` in YAML.
+Its key `stages` is a list of stages. Every stage has a `name` of letters, digits, spaces, `_` and `-`, which also
+names its folder; a `stage`, one of the kinds in this table; and the settings of its kind. The key `defaults` maps a
+kind to settings for all stages of that kind. [The recipe](#the-recipe) has the other keys. "None" means `null` in YAML.
 
-A kind is a command, too: `clip-moe KIND OUTPUT --SETTING VALUE` makes the folder OUTPUT. A value is read as YAML, a
-list is written as several values, and what lies within a setting has a dot: `--data.source my/photos`."""
+Each kind is also a command: `clip-moe KIND OUTPUT --SETTING VALUE` makes the folder OUTPUT. Values are read as YAML,
+lists are written as several values, and nested settings have a dot: `--data.source my/photos`."""
 
 
 def settings_page() -> str:
     """The page in markdown."""
     stages = {stage_of_kind(kind): kind for kind in KINDS}
-    contents = ["| stage | what it is |", "|---|---|", *map(_row_of_contents, stages)]
+    contents = ["| stage | what it is |", "|---|---|"]
+    for stage in stages:
+        summary = re.match(r".+?(?=[:;] |\.$|\. [A-Z])", docstring(stage).split("\n\n")[0])[0]
+        contents.append(f"| {_link(stage.kind)} | {summary} |")
     titles = stages | OTHERS
     return "\n\n".join([INTRODUCTION, "\n".join(contents), *(_section(cls, titles) for cls in titles)]) + "\n"
-
-
-def _row_of_contents(stage: type) -> str:
-    summary = re.match(r".+?(?=[:;] |\.$|\. [A-Z])", docstring(stage).split("\n\n")[0])[0]
-    return f"| {_link(stage.kind)} | {summary} |"
 
 
 def _section(cls: type, titles: dict[type, str]) -> str:

@@ -1,5 +1,5 @@
-"""The command line of this project, `clip-moe COMMAND` or `python -m clip_moe COMMAND`, and the functions behind it:
-`from clip_moe import upcycle`.
+"""The command line of this project, `clip-moe COMMAND` or `python -m clip_moe COMMAND`, the functions behind it and the
+models: `from clip_moe import CLIPMoEModel, upcycle`. The models make transformers' Auto classes know them.
 
 Its rooms are `clip_moe.training`, `clip_moe.data` and so on. In a checkout they are links to the folders of these names
 beside this one.
@@ -9,13 +9,23 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # for editors. At run time each is imported when it is asked for: commands begin with this file
+    from clip_moe.conversion.presets import PRESETS
+    from clip_moe.conversion.upcycle import upcycle
+    from clip_moe.engine.recipe import load_recipe
+    from clip_moe.engine.runner import run_recipe
+    from clip_moe.evaluation.evaluate import evaluate_model
+    from clip_moe.evaluation.tasks import find_tasks
+    from modeling_clip_moe import CLIPMoDEModel, CLIPMoEConfig, CLIPMoEModel, register_model
 
 # Threads that wait do not spin: on shared cores, spinning costs several times the time. Read when torch is imported
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-# What is imported from here -> where it is. Imported when it is asked for: the command line begins with this file
-FUNCTIONS = {
+__all__ = ["PRESETS", "upcycle", "load_recipe", "run_recipe", "find_tasks", "evaluate_model"]
+__all__ += ["CLIPMoDEModel", "CLIPMoEConfig", "CLIPMoEModel", "register_model"]
+MODULES = dict.fromkeys(__all__, "modeling_clip_moe") | {
     "PRESETS": "clip_moe.conversion.presets",
     "upcycle": "clip_moe.conversion.upcycle",
     "load_recipe": "clip_moe.engine.recipe",
@@ -26,9 +36,13 @@ FUNCTIONS = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in FUNCTIONS:
+    if name not in MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(FUNCTIONS[name]), name)
+    return getattr(importlib.import_module(MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -94,9 +108,9 @@ def _commands() -> dict[str, Callable[..., str | None]]:
 
 def _kinds() -> str:
     """The kinds of stages, for an overview."""
-    from clip_moe.engine.kinds import ROOMS
+    from clip_moe.engine.kinds import KINDS_OF_ROOM
     from clip_moe.engine.setting_help import in_lines
 
-    kinds_of_rooms = {room: ", ".join(kinds.split()).replace("_", "-") for room, kinds in ROOMS.items()}
+    kinds_of_rooms = {room: ", ".join(kinds.split()).replace("_", "-") for room, kinds in KINDS_OF_ROOM.items()}
     lines = [in_lines(f"{room}: {kinds}", 6, "  ") for room, kinds in kinds_of_rooms.items()]
     return "\n".join(["", "Kinds of stages, each a command, clip-moe KIND OUTPUT:", *lines])

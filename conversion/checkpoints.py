@@ -18,7 +18,7 @@ from clip_moe.engine.hub import hub_options
 from clip_moe.engine.messages import join_names, one_line
 from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel
 from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
-from modeling_clip_moe.families import FAMILY_OF_TYPE, family_of, is_clip, model_class
+from modeling_clip_moe.families import FAMILY_OF_TYPE, family_of, is_clip, model_class, sparse_towers
 
 # Settings of configurations; a value with a slash is a repository of kernels, which runs whether trusted or not
 KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
@@ -29,12 +29,10 @@ MISSING_IS_NONE |= {"_raise_exceptions_for_connection_errors": False}
 Dtype = torch.dtype | Literal["auto"]
 # Type of a model that is not accepted -> its kind and the way out
 HINTS = {"clip_mode": " (it is a mixture of whole models, each in a folder of its own in it, such as expert_0)"}
-for family in FAMILY_OF_TYPE.values():
-    HINTS[family.model_type] = " (it is dense: clip-moe upcycle makes it sparse)"
-    HINTS[family.sparse.config_class.model_type] = " (it is already sparse: clip-moe dense takes one expert out)"
+DENSE = " (it is dense: clip-moe upcycle makes it sparse)"
+SPARSE = " (it is already sparse: clip-moe dense takes one expert out)"
+HINTS |= {name: DENSE if name == family.model_type else SPARSE for name, family in FAMILY_OF_TYPE.items()}
 import_handed_on()
-# Else a thread asks a program on the Hub to convert the weights of a repository that has none as safetensors
-os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")
 
 
 @contextlib.contextmanager
@@ -50,7 +48,7 @@ def loading(source: str | Path) -> Iterator[None]:
         raise OSError(f"cannot load {source}: {missing}{error}") from error
     except Exception as error:
         if isinstance(error, pickle.UnpicklingError):  # torch's own proposes to run what the file holds
-            reason = "a file of weights is damaged or holds more than tensors"
+            reason = "a weight file is damaged or holds more than tensors"
         elif isinstance(error, (ValueError, RuntimeError, ImportError, SafetensorError, StrictDataclassError)):
             reason = one_line(error)
         else:
@@ -61,6 +59,8 @@ def loading(source: str | Path) -> Iterator[None]:
 def load(loader: Callable[..., Any], source: str | Path, **options) -> Any:
     """Calls a loader of transformers, for a Hub name at the commit that this process reads. Errors: see `loading`."""
     options |= hub_options(source)
+    # Else a thread asks a program on the Hub to convert the weights of a repository that has none as safetensors
+    os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")
     with loading(source):
         return loader(source, **options)
 
@@ -77,8 +77,7 @@ def kernels(settings: Any) -> list[str]:
 
 def has_file(source: str | Path, names: Iterable[str]) -> bool:
     """Whether a folder or hub name has at least one of the files."""
-    options = hub_options(source) | MISSING_IS_NONE
-    return any(cached_file(source, name, **options) is not None for name in names)
+    return any(load(cached_file, source, filename=name, **MISSING_IS_NONE) is not None for name in names)
 
 
 def load_config(source: str | Path, subfolder: str = "") -> PreTrainedConfig:
@@ -87,7 +86,7 @@ def load_config(source: str | Path, subfolder: str = "") -> PreTrainedConfig:
     with loading(source):
         if named := kernels(settings):
             raise ValueError(
-                f"config.json names the kernel {named[0]!r}, code of others that would run here: remove it from there"
+                f"config.json names the kernel {named[0]!r}, third-party code that would run here: remove it"
             )
     # Without an answer on trust, transformers asks for one
     return load(AutoConfig.from_pretrained, source, subfolder=subfolder, trust_remote_code=False)
@@ -110,7 +109,7 @@ def require_type(config: PreTrainedConfig, model_class: type[PreTrainedModel], s
     model_type, expected = config.model_type, model_class.config_class.model_type
     if model_type != expected:
         hint = HINTS.get(model_type, "") if expected in HINTS else ""
-        raise ValueError(f"cannot load {source}: a model of type {expected!r} is needed, not {model_type!r}{hint}")
+        raise ValueError(f"cannot load {source}: expected a model of type {expected!r}, got {model_type!r}{hint}")
 
 
 def load_weights(model_class: type[PreTrainedModel], source: str | Path, dtype: Dtype = "auto") -> PreTrainedModel:
@@ -135,7 +134,8 @@ def load_weights(model_class: type[PreTrainedModel], source: str | Path, dtype: 
 
 def load_clip(source: str | Path, dtype: Dtype = "auto") -> PreTrainedModel:
     """Loads a dense or a sparse CLIP of any family, see `load_model`."""
-    return load_weights(model_class(load_clip_config(source)), source, dtype)
+    config = load_clip_config(source)
+    return load_weights(model_class(config), source, dtype)
 
 
 def load_clip_config(source: str | Path) -> PreTrainedConfig:
@@ -146,17 +146,10 @@ def load_clip_config(source: str | Path) -> PreTrainedConfig:
     return config
 
 
-def is_sparse(config: PreTrainedConfig) -> bool:
-    """Whether a whole CLIP has sparse layers; a `SparseMoEConfig` without any describes a dense one."""
-    return isinstance(config, SparseMoEConfig) and any(
-        tower.moe_layers for tower in (config.text_config, config.vision_config)
-    )
-
-
 def load_dense(source: str | Path, dtype: Dtype = "auto") -> PreTrainedModel:
     """Loads a dense model of any family, see `load_model`; one with a shared encoder is a `CLIPMoEModel`."""
     config = load_config(source)
-    is_shared = isinstance(config, SparseMoEConfig) and not is_sparse(config)
+    is_shared = isinstance(config, SparseMoEConfig) and not sparse_towers(config)
     return load_model(family_of(config).sparse if is_shared else family_of(config).dense, source, dtype)
 
 

@@ -35,8 +35,8 @@ def publish(
         dry_run: write the folder there and upload nothing
         license: the weights' license, as the Hub names it: mit, apache-2.0, ...; or other:NAME.
         base_model: the dense model on the Hub (default: what the recipe starts from)
-        private: create a private repository; one that is there stays as it is
-        yes: do not ask before a model is published that the report of its run does not recommend
+        private: create a private repository; an existing one stays as it is
+        yes: publish without asking, even if the report of the run does not recommend this model
     """
     from clip_moe.conversion.publishing import bundle
     from clip_moe.conversion.publishing.lineage import Verdict
@@ -47,8 +47,8 @@ def publish(
         return f"wrote {dry_run}; nothing was uploaded"
     verdict = Verdict.of(Path(source))
     if verdict and not verdict.is_recommended and not yes:
-        advice = f"the report of {source} recommends {verdict.use_folder}, and not this model, {verdict.row}"
-        answer = input(f"{advice}. Publish it all the same? [y/N] ") if sys.stdin.isatty() else ""
+        advice = f"the report of {source} recommends {verdict.use_folder}, not this model, {verdict.row}"
+        answer = input(f"{advice}. Publish it anyway? [y/N] ") if sys.stdin.isatty() else ""
         if answer.strip().lower() != "y":
-            raise ValueError(f"{advice}: nothing was published; --yes publishes it all the same")
+            raise ValueError(f"{advice}: nothing was published; --yes publishes it anyway")
     return f"published at {bundle.publish(source, repository, license, base_model, private)}"

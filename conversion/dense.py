@@ -52,9 +52,9 @@ def layer_scales(config: SparseMoEConfig, expert: int | str, scale: Scale | None
                     value = scale * upcycle.experts_of_ffn(tower_config)
                 if value is None:
                     raise ValueError(
-                        f"the weights of a token's experts do not sum to 1 (norm_topk_prob is False), and there is no "
-                        f"scale for layer {layer} of the {tower} tower: give as scale an analyze stage of this model, "
-                        "or, right after upcycling, 1"
+                        "the weights of a token's experts do not sum to 1 (norm_topk_prob is False), and layer "
+                        f"{layer} of the {tower} tower has no scale: set scale to an analyze stage of this model, or "
+                        "to 1 right after upcycling"
                     )
             scales[rf"{prefix}encoder\.layers\.{layer}\.mlp"] = value
     return scales
@@ -187,5 +187,5 @@ def read_scale(analysis: str | Path, source: str | Path) -> Scale:
     file = Path(analysis) / "experts.json"
     content = read_record(file, Analysis)
     if content["weights"] != weights_fingerprint(source):
-        raise ValueError(f"{file} was made of another model than {source}, or of other weights")
+        raise ValueError(f"{file} was made from another model than {source}, or from other weights")
     return content["scales"]

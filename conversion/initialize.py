@@ -37,7 +37,7 @@ def _as_value_errors() -> Iterator[None]:
     try:
         yield
     except (ArithmeticError, LookupError, RuntimeError, StrictDataclassError, TypeError) as error:
-        raise ValueError(f"text_config and vision_config make no CLIP: {type(error).__name__}: {error}") from error
+        raise ValueError(f"invalid text_config or vision_config: {type(error).__name__}: {error}") from error
 
 
 @_as_value_errors()
@@ -139,8 +139,8 @@ def clip_config(
     faults = [f"the tokenizer of {source} has no {missing}: set them in tokenizer_config.json"] if missing else []
     if FAMILY_OF_TYPE[family].sigmoid and vision.hidden_size != projection_dim:
         faults.append(
-            f"projection_dim is {projection_dim}, but the images of a SigLIP have no projection: it must be the "
-            f"hidden_size of vision_config, {vision.hidden_size}"
+            f"projection_dim is {projection_dim}, but a SigLIP does not project images: it must be the hidden_size of "
+            f"vision_config, {vision.hidden_size}"
         )
     if faults:
         raise ValueError("; ".join(faults))

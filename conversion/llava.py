@@ -9,7 +9,7 @@ from transformers import MODEL_MAPPING, LlavaConfig, LlavaForConditionalGenerati
 
 from clip_moe.conversion.checkpoints import HINTS, has_file, load_config, load_model, load_weights
 from clip_moe.conversion.processors import HALVES, load_image_processor, load_processor, require_fit
-from clip_moe.conversion.verification import check_equal
+from clip_moe.conversion.verification import check_equal, sample_inputs
 from clip_moe.engine.files import save
 from modeling_clip_moe.configuration_clip_moe import CLIPMoETowerConfig
 
@@ -26,7 +26,7 @@ def load_tower(source: str | Path) -> PreTrainedModel:
     if not isinstance(vision, CLIPMoETowerConfig) or not hasattr(vision, "image_size"):
         hint = HINTS.get(config.model_type, "")
         raise ValueError(
-            f"{source} has no sparse vision tower of one image size: it is of type {config.model_type!r}{hint}"
+            f"{source} has no sparse vision tower of one image size: its type is {config.model_type!r}{hint}"
         )
     return load_weights(MODEL_MAPPING[type(vision)], source)
 
@@ -36,8 +36,8 @@ def swap(llava: LlavaForConditionalGeneration, tower: PreTrainedModel) -> None:
     config, old, new = llava.config, llava.config.vision_config, tower.config
     if new.hidden_size != old.hidden_size:
         raise ValueError(
-            f"the projector takes hidden states of width {old.hidden_size}, the tower's have {new.hidden_size}: choose "
-            "a tower made from the CLIP that this LLaVA was trained with"
+            f"the projector takes hidden states of width {old.hidden_size}, but the tower's have {new.hidden_size}: "
+            "use a tower made from the CLIP that this LLaVA was trained with"
         )
     config.vision_config = new
     patches, has_class_token = (new.image_size // new.patch_size) ** 2, hasattr(tower.embeddings, "class_embedding")
@@ -53,7 +53,7 @@ def likeness(llava: LlavaForConditionalGeneration, tower: PreTrainedModel) -> fl
     two take other images or give another number of tokens."""
     if llava.config.vision_config.image_size != tower.config.image_size:
         return 0.0
-    inputs = sample_llava_inputs(tower.config, llava.config.text_config)["pixel_values"].to(llava.dtype)
+    inputs = sample_inputs(tower.config)["pixel_values"].to(llava.dtype)
     towers, layer = (llava.model.vision_tower, tower.to(llava.dtype)), feature_layers(llava.config)[-1]
     first, second = (model(inputs, output_hidden_states=True).hidden_states[layer].float() for model in towers)
     return torch.cosine_similarity(first, second, dim=-1).mean().item() if first.shape == second.shape else 0.0
@@ -72,18 +72,16 @@ def warn_without_experts(config: LlavaConfig) -> None:
     last = max(layer if layer >= 0 else vision.num_hidden_layers + 1 + layer for layer in feature_layers(config))
     if sparse and min(sparse) >= last:
         logger.warning(
-            "the LLaVA uses no experts: it reads the first %d of %d layers (vision_feature_layer %s), but layers %s, "
-            "counted from 0, are the sparse ones: take a tower with earlier sparse layers",
+            "the LLaVA uses no experts: it reads the first %d of %d layers (vision_feature_layer %s), but the sparse "
+            "layers, counted from 0, are %s: use a tower with earlier sparse layers",
             last, vision.num_hidden_layers, config.vision_feature_layer, sorted(sparse),
         )  # fmt: skip
 
 
 def sample_llava_inputs(vision_config: CLIPMoETowerConfig, text_config: PreTrainedConfig) -> dict[str, Tensor]:
     """Random images (2, channels, height, width) and token ids (1, at most 16)."""
-    generator = torch.Generator().manual_seed(0)
-    shape = (2, vision_config.num_channels, vision_config.image_size, vision_config.image_size)
     input_ids = torch.arange(min(16, text_config.vocab_size - 1))[None]
-    return {"pixel_values": torch.randn(shape, generator=generator), "input_ids": input_ids}
+    return sample_inputs(vision_config) | {"input_ids": input_ids}
 
 
 @torch.no_grad()
@@ -125,7 +123,7 @@ def convert(source: str | Path, tower_source: str | Path, folder: Path) -> None:
     cosine = likeness(llava, tower)
     if not cosine > SAME_FEATURES:  # also NaN
         way_out = "train the projector again, or make the tower of the LLaVA's own, which may have been trained on"
-        logger.warning("%s has features of a cosine of %.2f with the LLaVA's: %s", tower_source, cosine, way_out)
+        logger.warning("the features of %s have a cosine of %.2f with the LLaVA's: %s", tower_source, cosine, way_out)
     swap(llava, tower)
     save(llava, folder)
     write_processor(source, tower_source, folder)

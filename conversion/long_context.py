@@ -35,7 +35,7 @@ def stretch_positions(table: Tensor, length: int, keep: int = KEPT_POSITIONS) ->
     if stretched < 2 or rest or ratio < 2:  # the last row is extrapolated from two
         possible = ", ".join(str(keep + stretched * r) for r in range(2, 6))
         raise ValueError(
-            f"{rows} positions cannot be stretched to {length} if the first {keep} stay: {possible}, ... are possible"
+            f"cannot stretch {rows} positions to {length} if the first {keep} stay: choose {possible}, ..."
         )
     start = table[keep:].to(torch.promote_types(table.dtype, torch.float32))
     step = torch.cat([start.diff(dim=0), start[-1:] - start[-2:-1]])
@@ -49,7 +49,7 @@ def lengthen(model: PreTrainedModel, length: int, keep: int = KEPT_POSITIONS) ->
     dtype and on the same device."""
     if pooled_token(model.config.get_text_config()) != "end":  # SigLIP pools the last place: texts would be others
         raise ValueError(
-            f"a longer context is for CLIP and MetaCLIP 2, not for a model of type {model.config.model_type!r}"
+            f"a longer context needs a CLIP or MetaCLIP 2, got a model of type {model.config.model_type!r}"
         )
     state = model.state_dict()
     name = POSITIONS if POSITIONS in state else POSITIONS.removeprefix("text_model.")

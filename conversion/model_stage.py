@@ -46,6 +46,7 @@ class ModelStage(Stage):
         )
 
     def publish(self, directory: Path, repository: str) -> str:
+        """Upload the folder to the Hub, and return its address."""
         from clip_moe.conversion.publishing.bundle import publish
 
         return publish(directory, repository)

@@ -29,7 +29,7 @@ RESAMPLINGS = {"bilinear": 2, "bicubic": 3, "random": 3}
 
 
 def read_configuration(archive: Path, weights: CLIPConfig) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """The settings for `conversion.openai.build` and for the image processor in the file beside an archive, if any.
+    """Settings for `clip_moe.conversion.openai.build` and for the image processor, from the file beside an archive.
 
     Raises:
         ValueError: it is damaged, a tower is not CLIP's, or its sizes are not those of `weights`.
@@ -43,7 +43,7 @@ def read_configuration(archive: Path, weights: CLIPConfig) -> tuple[dict[str, An
         vision, text = VISION | model["vision_cfg"], TEXT | model["text_cfg"]
         faults = _faults("vision_cfg", vision, VISION, weights.vision_config)
         if faults := faults + _faults("text_cfg", text, TEXT, weights.text_config):
-            raise ValueError(f"{'; '.join(faults)}: put the file that belongs to the weights there")
+            raise ValueError(f"{'; '.join(faults)}: replace it with the file that belongs to the weights")
         settings = {
             "activation": "quick_gelu" if model.get("quick_gelu") else "gelu",
             "vision_heads": vision["width"] // vision["head_width"],
@@ -63,14 +63,14 @@ def _faults(name: str, tower: dict[str, Any], defaults: dict[str, Any], weights:
     ]
     sizes = {key: getattr(weights, field) for key, field in SIZES.items() if key in defaults}
     return faults + [
-        f"its {name} has {key} {tower[key]} (open_clip's default where it is left out), but the weights have {size}"
+        f"its {name} has {key} {tower[key]} (open_clip's default if missing), but the weights have {size}"
         for key, size in sizes.items()
         if tower[key] not in (size, [size, size])
     ]
 
 
 def _image_processor(given: dict[str, Any], size: int) -> dict[str, Any]:
-    """The settings of CLIP's image processor, for images of so many pixels a side."""
+    """The settings of CLIP's image processor, for images of `size` pixels a side."""
     settings = PREPROCESSING | {key: value for key, value in given.items() if value is not None}
     square, crops = {"height": size, "width": size}, {"shortest": True, "squash": False}[settings["resize_mode"]]
     return {

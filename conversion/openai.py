@@ -99,8 +99,8 @@ def read_state_dict(archive: Path, trust_archive: bool = False) -> dict[str, Ten
     torchscript = is_torchscript(archive)
     if torchscript and not trust_archive and file_digest(archive) not in SHA256.values():
         raise ValueError(
-            f"{archive} is a TorchScript archive, which can run code, and none of those OpenAI published "
-            f"({', '.join(SHA256)}): pass --trust_archive if you trust where it comes from"
+            f"{archive} is a TorchScript archive, which can run code, and not one that OpenAI published "
+            f"({', '.join(SHA256)}): pass --trust_archive if you trust its source"
         )
     with loading(archive):
         if ".safetensors" in archive.suffixes:  # more may follow while it is written
@@ -121,7 +121,7 @@ def unwrap(content: Any, archive: Path) -> dict[str, Tensor]:
     models = sorted(root for root in roots if not AVERAGE.search(root)) or sorted(roots)
     if len(models) > 1:
         names = join_names(root.rstrip(".") or "one at the top" for root in models)
-        raise ValueError(f"{archive} holds the models {names}: save the one to convert alone")
+        raise ValueError(f"{archive} holds several models, {names}: save only the one to convert")
     root = models[0] if models else ""
     averages = tuple(roots.difference(models))
     state, skipped = {}, {}
@@ -212,7 +212,7 @@ def tower_sizes(state: Mapping[str, Tensor], prefix: str, heads: int | None, hea
     intermediate_size, width = state[f"{prefix}transformer.resblocks.0.mlp.c_fc.weight"].shape
     if heads is None and width % head_width:
         raise ValueError(
-            f"a width of {width} is no multiple of {head_width}: put the {FILE} that tells the heads beside the weights"
+            f"a width of {width} is not a multiple of {head_width}: put the {FILE} with the heads beside the weights"
         )
     return {
         "hidden_size": width,
@@ -226,7 +226,7 @@ def build(state: Mapping[str, Tensor], **settings) -> CLIPModel:
     """Builds the float32 `CLIPModel` of a state dict in OpenAI's naming; for `settings` see `infer_config`."""
     if integers := [key for key, tensor in state.items() if tensor.ndim and not tensor.is_floating_point()]:
         kind = state[integers[0]].dtype
-        raise ValueError(f"{integers[0]} holds {kind}, no weights: take a checkpoint that is not quantized")
+        raise ValueError(f"{integers[0]} holds {kind}: use a checkpoint that is not quantized")
     model = CLIPModel(infer_config(state, **settings))
     shapes = {key: tensor.shape for key, tensor in model.state_dict().items()}
     model.load_state_dict(apply_rules({key: tensor.float() for key, tensor in state.items()}, shapes, RULES))

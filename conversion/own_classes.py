@@ -42,7 +42,7 @@ def import_models(module: str) -> None:
         own for own in classes if issubclass(own, SparseMoEMixin) and getattr(own.config_class, "is_whole", False)
     ]
     if not models:
-        raise ValueError(f"{OPTION} {module}: it has no subclass of a whole sparse model, such as CLIPMoEModel")
+        raise ValueError(f"{OPTION} {module} has no subclass of a whole sparse model, such as CLIPMoEModel")
     for model in models:
         modeling_clip_moe.register_model(model)
     code_of_models()

@@ -1,7 +1,6 @@
 """Processors and their halves, tokenizers and image processors: loaded, copied, and held to the model they go with."""
 
 import itertools
-import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,14 +26,12 @@ from clip_moe.engine.files import save
 from clip_moe.engine.messages import warn_once
 from modeling_clip_moe.families import family_of, longest_text, pooled_token, pools_highest
 
-logger = logging.getLogger(__name__)
-
 # The halves of a processor -> files that show that a folder or repository has it
 HALVES = {
     "tokenizer": "tokenizer.json vocab.json vocab.txt tokenizer.model spiece.model sentencepiece.bpe.model".split(),
     "image processor": ["processor_config.json", "preprocessor_config.json"],
 }
-# Two processors are compared on a text of so many tokens, and on an image of this side
+# Two processors are compared on a text of COMPARED_TOKENS tokens, and on an image of COMPARED_SIDE pixels a side
 COMPARED_TOKENS, COMPARED_SIDE = 1000, 256
 
 
@@ -73,10 +70,11 @@ def _load(auto_class: Any, source: str | Path) -> Any:
 
 
 def require_half(source: str | Path, half: str) -> None:
-    """Refuses a folder or hub name without this half of a processor, which transformers would make up."""
+    """Raises FileNotFoundError if a folder or hub name lacks this half of a processor, which transformers would make
+    up."""
     if not has_file(source, HALVES[half]):
         files = " or ".join(HALVES[half])
-        raise FileNotFoundError(f"{source} has no {half} ({files}): copy the one it was trained with there")
+        raise FileNotFoundError(f"{source} has no {half} ({files}): copy the one it was trained with into it")
 
 
 def load_processor(source: str | Path) -> ProcessorMixin:
@@ -91,13 +89,13 @@ def load_processor(source: str | Path) -> ProcessorMixin:
         is_siglip = pooled_token(config.get_text_config()) == "last"
         if is_siglip and tokenizer("A DOG")["input_ids"] != tokenizer("a dog")["input_ids"]:  # as SigLIP 2's
             message = f"the tokenizer of {source} is case-sensitive, but SigLIP was trained on lower-case text"
-            warn_once(logger, f"{message}: lower-case yours")
+            warn_once(f"{message}: lowercase yours")
     return processor
 
 
 def mark_padding(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Marks the tokenizer of a SigLIP, whose texts are padded to `max_length`: see `data.tokenizer.tokenize`. It gives
-    no mask, here and where it is saved: SigLIP reads padding as text, and a mask would change the result. If a
+    """Marks the tokenizer of a SigLIP, whose texts are padded to `max_length`: see `clip_moe.data.tokenizer.tokenize`.
+    It gives no mask, here and where it is saved: SigLIP reads padding as text, and a mask would change the result. If a
     tokenizer of Chinese-CLIP or AltCLIP has no `model_max_length`, it gets the model's."""
     text = config.get_text_config()
     if pooled_token(text) == "last":
@@ -132,7 +130,7 @@ def require_fit(
         (f"the tokenizer of {source} {fault}" for fault in text_faults),
         (f"the image processor of {source} {fault}" for fault in image_faults),
     )
-    for fault in faults:
+    if fault := next(faults, None):
         raise ValueError(fault)
 
 
@@ -175,7 +173,7 @@ def _text_faults(text: PreTrainedConfig, model: str | Path, tokenizer: PreTraine
         )
     batch = _short_and_long(tokenizer, longest)
     if not batch["attention_mask"][:, 0].all():
-        yield f"pads texts on the left, but {model} needs padding behind them: set padding_side to right"
+        yield f"pads texts on the left, but {model} needs padding on the right: set padding_side to right"
     if pooled != "end":
         return
     ids, last = batch["input_ids"], batch["attention_mask"].sum(dim=1) - 1
@@ -185,7 +183,7 @@ def _text_faults(text: PreTrainedConfig, model: str | Path, tokenizer: PreTraine
     if ((ids if highest_is_end else ids == text.eos_token_id).int().argmax(dim=1) != last).any():
         yield (
             f"ends texts with {end} and pads them with {tokenizer.pad_token_id}, but eos_token_id is "
-            f"{text.eos_token_id} in {model}, which {pools}: take the tokenizer that belongs to the model, or leave "
+            f"{text.eos_token_id} in {model}, which {pools}: use the tokenizer that belongs to the model, or leave "
             "eos_token_id out of a new one"
         )
     highest, number = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
@@ -225,13 +223,12 @@ def require_same(sources: Sequence[str | Path]) -> None:
             other, expected = first.setdefault(half, (source, output))
             if output != expected:
                 raise ValueError(
-                    f"the {half} of {source} does not make the same as that of {other}, but what is put together needs "
-                    "one processor: take models that were trained with the same one"
+                    f"{source} and {other} have different {half}s: use models that were trained with the same one"
                 )
 
 
 def most_patches(config: PreTrainedConfig, source: str | Path) -> int | None:
-    """The number of patches to which a NaFlex model's image processor pads an image; None without either."""
+    """Number of patches to which a NaFlex model's image processor pads an image; None without either."""
     return getattr(load_halves(source)[2], "max_num_patches", None) if family_of(config).naflex else None
 
 

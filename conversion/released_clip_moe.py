@@ -104,7 +104,7 @@ def export(model: CLIPMoEModel) -> dict[str, Tensor]:
         if any(getattr(config, field) != value for config in sparse):
             unmet.append(f"{field} must be {value}")
     if unmet:
-        raise ValueError(f"the layout cannot express this model: {'; '.join(unmet)}")
+        raise ValueError(f"this layout cannot hold the model: {'; '.join(unmet)}")
     exported = apply_rules(model.state_dict(), None, saving_rules(model.config))
     return {key: tensor.contiguous() for key, tensor in exported.items()}
 

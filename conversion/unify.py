@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from clip_moe.conversion.checkpoints import is_sparse, load_clip, load_sparse
+from clip_moe.conversion.checkpoints import load_clip, load_sparse
 from clip_moe.conversion.dense import ONLY_EXPERTS, force_expert, set_fusion_gates
 from clip_moe.conversion.presets import PRESETS, TOWERS, Preset
 from clip_moe.conversion.rules import Rule, apply_rules
@@ -18,6 +18,7 @@ from clip_moe.conversion.upcycle import FFN_TO_EXPERTS, build_sparse, sparse_con
 from clip_moe.conversion.verification import compare
 from clip_moe.engine.messages import join_names
 from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
+from modeling_clip_moe.families import sparse_towers
 
 # The parts of a sparse FFN with one expert that stage 1 of CLIP-FMoE may train: a regular expression
 TRAINED_PARTS = "(?:experts|fusion_gate|router)"
@@ -38,17 +39,17 @@ def unify(
         experts: models of the same kind, in order. Their fusion gates, if any, are averaged.
         preset: for a dense base, which layers are sparse and how they route; for a sparse one `num_experts_per_tok`
             and whether there are fusion gates. Its `num_experts` does not count.
-        towers, seed: see `conversion.upcycle.upcycle`.
+        towers, seed: see `clip_moe.conversion.upcycle.upcycle`.
         base_expert: whether the FFNs of `base` are expert 0. With a fusion gate they stay beside the experts instead.
 
     Returns:
         The model in evaluation mode and the widest dtype of all: experts are trained in float32.
     """
-    is_gated = is_sparse(base.config) and any(tower.fusion_gate for tower in sparse_ffns(base.config).values())
+    is_gated = any(tower.fusion_gate for tower in sparse_towers(base.config).values())
     fusion_gate = preset.fusion_gate or is_gated
     base_expert = base_expert and not fusion_gate
     number = len(experts) + base_expert
-    if is_sparse(base.config):
+    if sparse_towers(base.config):
         routing = {"num_experts": number, "num_experts_per_tok": preset.num_experts_per_tok, "fusion_gate": fusion_gate}
         settings = base.config.to_dict()
         for tower in base.config.sub_configs:
@@ -61,7 +62,7 @@ def unify(
     for number, model in enumerate((base, *experts)):
         state = model.state_dict()
         require_expert(f"expert {number}", base_state, state, parts)
-        if not is_sparse(base.config):
+        if not sparse_towers(base.config):
             state = apply_rules(state, None, upcycling_rules(config, single=True))
         source |= {f"{number}.{name}": tensor for name, tensor in state.items()}
     rules = stacking_rules(config, is_gated, base_expert)
@@ -84,14 +85,14 @@ def stacking_rules(config: SparseMoEConfig, gated: bool, base_expert: bool) -> l
         Rule(rf"[1-9]\d*\.(?!{trained}\.).*", (), reason="the same in all models"),
         Rule(rf"\d+\.{ffn}\.router\..*", (), reason="there was nothing to route"),
         Rule(rf"{stacked}\.({ffn}\.experts\..*)", r"\1", torch.cat, merges=True),
-        Rule(rf"0\.{ffn}\.fusion_gate\..*", (), reason="what the gates started from"),
+        Rule(rf"0\.{ffn}\.fusion_gate\..*", (), reason="the gates' initial weights"),
         Rule(rf"[1-9]\d*\.({ffn}\.fusion_gate\..*)", r"\1", lambda gates: torch.stack(gates).mean(0), merges=True),
     ]
     if new_gates:
         for name, expert_tensor in FFN_TO_EXPERTS.items():
             rules.append(Rule(rf"0\.({ffn})\.experts\.{expert_tensor}", rf"\1.base.{name}", lambda expert: expert[0]))
     elif not base_expert:
-        rules.append(Rule(rf"0\.{ffn}\.experts\..*", (), reason="what the experts started from"))
+        rules.append(Rule(rf"0\.{ffn}\.experts\..*", (), reason="the experts' initial weights"))
     return rules
 
 
@@ -106,7 +107,7 @@ def require_expert(name: str, base: Mapping[str, Tensor], expert: Mapping[str, T
     ]
     if differing or expert.keys() - base.keys():
         raise ValueError(
-            f"{name} was not trained from this base, or more of it was than an expert is: it differs in "
+            f"{name} was not trained from this base, or more than an expert was trained: it differs in "
             f"{join_names(differing + sorted(expert.keys() - base.keys()))}"
         )
 
@@ -119,7 +120,7 @@ def verify(base: str | Path, experts: Sequence[str | Path], folder: Path) -> Non
     num_experts = max(tower.num_experts for tower in sparse_ffns(sparse.config).values())
     for number, source in enumerate([base, *experts] if num_experts > len(experts) else experts):
         model = load_clip(source, dtype=torch.float32)
-        if is_sparse(model.config):
+        if sparse_towers(model.config):
             set_fusion_gates(model, ONLY_EXPERTS)
         with force_expert(sparse, number, scale=1.0):
             compare(model, sparse, f"expert {number}: ")

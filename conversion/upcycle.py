@@ -5,7 +5,7 @@ import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import psutil
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import CLIPConfig, PreTrainedConfig, PreTrainedModel
 
 from clip_moe.conversion.checkpoints import load_dense, load_sparse
-from clip_moe.conversion.presets import TOWERS, Preset, sparse_layers
+from clip_moe.conversion.presets import TOWERS, Preset, RoutingField, sparse_layers
 from clip_moe.conversion.rules import Rule, apply_rules
 from clip_moe.conversion.verification import compare
 from modeling_clip_moe.configuration_clip_moe import CLIPMoEConfig, CLIPMoETowerConfig, SparseMoEConfig
@@ -31,10 +31,7 @@ FFN_TO_EXPERTS = {
 SPARSE_FIELDS = {field.name for field in dataclasses.fields(CLIPMoETowerConfig)} - {
     field.name for field in dataclasses.fields(PreTrainedConfig)
 }
-# Fields of an upcycled tower that can be set: how tokens are routed, and a setting of training. All other
-# fields follow from the dense model and the preset
-STRUCTURE = {"num_experts", "moe_layers", "moe_intermediate_size", "num_shared_experts", "fusion_gate"}
-ROUTING_FIELDS = SPARSE_FIELDS - STRUCTURE | {"attention_dropout"}
+ROUTING_FIELDS = {*get_args(RoutingField)}
 
 
 def architecture(config: PreTrainedConfig, config_class: type[PreTrainedConfig]) -> dict[str, Any]:
@@ -110,12 +107,6 @@ def sparse_ffns(config: PreTrainedConfig) -> dict[str, CLIPMoETowerConfig]:
     }
 
 
-def sparse_towers(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
-    """The configurations of towers with sparse layers, by "text" and "vision"."""
-    towers = {tower: getattr(config, f"{tower}_config") for tower in ("text", "vision")}
-    return {name: tower for name, tower in towers.items() if getattr(tower, "moe_layers", ())}
-
-
 def sparse_blocks(module: nn.Module) -> dict[str, CLIPMoESparseMoeBlock]:
     """Sparse blocks of a model or a tower by name, in order. Those of a shared encoder are there for each tower."""
     return {name: block for name, block in module.named_modules() if isinstance(block, CLIPMoESparseMoeBlock)}
@@ -128,12 +119,12 @@ def experts_of_ffn(config: CLIPMoETowerConfig) -> int:
     number, rest = divmod(size - shared * width, width)
     if rest or number < 1:
         fault = (
-            f"moe_intermediate_size: an FFN of {size} hidden units, less {shared} shared experts, is not cut into "
-            f"experts of {width}: take a divisor of {size}, above {shared} times itself"
+            f"moe_intermediate_size: an FFN of {size} hidden units, less {shared} shared experts, cannot be split into "
+            f"experts of {width}: choose a divisor of {size}, at most {size // (shared + 1)}"
         )
     elif broken := [name for name in ("num_experts", "num_experts_per_tok") if getattr(config, name) % number]:
         value = getattr(config, broken[0])
-        fault = f"{broken[0]} is {value}, but {number} experts make an FFN: take a multiple of {number}"
+        fault = f"{broken[0]} is {value}, but {number} experts make an FFN: choose a multiple of {number}"
     else:
         return number
     raise ValueError(f"{config.base_config_key or 'vision_config'}: {fault}")
@@ -180,7 +171,7 @@ def upcycling_rules(config: SparseMoEConfig, single: bool = False) -> list[Rule]
 def _cut(
     name: str, tensor: Tensor, experts_per_ffn: int, copies: int, shared: int, has_base: bool
 ) -> tuple[Tensor, ...]:
-    """A tensor of a dense FFN as those of its experts, of shared experts with so many hidden units, and of the base."""
+    """A dense FFN's tensor as those of its experts, of shared experts with `shared` hidden units, and of the base."""
     if name == "fc2.bias":  # the shared experts have it, else each expert its part
         common, part = tensor, torch.zeros_like(tensor) if shared else tensor / experts_per_ffn
         parts = part.expand(experts_per_ffn, -1)
@@ -203,8 +194,8 @@ def check_memory(config: SparseMoEConfig) -> None:
     if needed > free:
         numbers = " and ".join(sorted({str(tower.num_experts) for tower in ffns}))
         raise ValueError(
-            f"{numbers} experts a layer need {needed / 2**30:,.1f} GiB of memory, of which {free / 2**30:,.1f} are "
-            "free: choose a smaller num_experts"
+            f"{numbers} experts a layer need {needed / 2**30:,.1f} GiB of memory, but {free / 2**30:,.1f} are free: "
+            "choose a smaller num_experts"
         )
 
 
@@ -299,7 +290,7 @@ def verify(source: str | Path, folder: Path) -> None:
         if not tower_config.norm_topk_prob or tower_config.routed_scaling_factor != scale:
             tower = tower_config.base_config_key
             print(
-                f"{tower}: routing weights do not sum to {scale:g}, so the model starts unlike the dense one. With "
+                f"{tower}: routing weights do not sum to {scale:g}, so outputs differ from the dense model; with "
                 "weights that do:"
             )
             tower_config.norm_topk_prob, tower_config.routed_scaling_factor = True, scale

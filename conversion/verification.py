@@ -74,7 +74,7 @@ def model_outputs(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> dict[
 def compare(
     expected: PreTrainedModel, converted: PreTrainedModel, name: str = "", tolerance: float = TOLERANCE
 ) -> None:
-    """Holds the outputs of a model to those of another one, on random inputs; see `check_equal`."""
+    """Compares the outputs of two models on random inputs; see `check_equal`."""
     inputs = sample_inputs(converted.config)
     outputs = model_outputs(expected, inputs), model_outputs(converted, inputs)
     expected, converted = ({f"{name}{part}": tensor for part, tensor in parts.items()} for parts in outputs)
@@ -91,4 +91,4 @@ def check_equal(expected: Mapping[str, Tensor], converted: Mapping[str, Tensor],
         difference, largest = (converted[name] - tensor).abs().max().item(), tensor.abs().max().item()
         print(f"largest difference in {name}: {difference:.3g} (largest value {largest:.3g})")
         if not difference <= tolerance * largest:
-            raise ValueError(f"what was saved does not compute what the source does: see {name} above")
+            raise ValueError(f"the saved model's {name} differ from the source's (see above)")

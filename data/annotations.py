@@ -66,7 +66,7 @@ def rows_by_split(
         names = [name if is_there else first for name, is_there in zip(names, is_read, strict=True)]
     if not all(names):
         other = shortened(words[names.index(None)])
-        warn_once(logger, f"{path} has a column split, which is not read, since it also has {other}")
+        warn_once(f"{path}: the column split is ignored, since it also holds {other}")
         return None
     split_of_row = np.array(names)
     return {name: rows.select(np.flatnonzero(split_of_row == name)) for name in dict.fromkeys(names)}
@@ -96,7 +96,7 @@ def read_tables(paths: Sequence[str]) -> Columns:
         if faults:
             lines, (first, *_) = join_names(map(str, faults)), faults.values()
             kind = "entries" if suffix_of(path) == ".json" else "lines"
-            warn_once(logger, f"{path}: unreadable {kind} count as missing: {lines}; the first: {first}")
+            warn_once(f"{path}: unreadable {kind} count as missing: {lines}; the first: {first}")
     return {name: _one_kind(values) for name, values in columns.items()}
 
 
@@ -179,7 +179,7 @@ def _json_entries(
     content = read_json(path)
     images = content.get("images") if isinstance(content, dict) else content
     if not isinstance(images, list):
-        raise ValueError(f"{path} is neither a list of entries nor has a list of images (COCO, Karpathy)")
+        raise ValueError(f"{path} is neither a list of entries nor an object with a list of images (COCO, Karpathy)")
     if images is content:
         return enumerate(images), None
     captions: dict[str, list[str]] = defaultdict(list)
@@ -192,10 +192,10 @@ def _json_entries(
     twice = next((f"{count} images have the id {key}" for key, count in ids.items() if count > 1), None)
     lost = [key for key in captions if key not in ids]
     if twice or lost and len(lost) == len(captions):
-        raise ValueError(f"{path}: {twice or f'no image has the id {lost[0]} of an annotation'}: mend the ids")
+        raise ValueError(f"{path}: {twice or f'no image has the id {lost[0]} of an annotation'}: fix the ids")
     if lost:
         number = sum(len(captions[key]) for key in lost)
-        logger.warning(f"{path}: {number} annotations have the image_id of no image, such as {lost[0]}")
+        logger.warning(f"{path}: {number} annotations have an image_id without an image, such as {lost[0]}")
     return enumerate(images), captions
 
 
@@ -209,7 +209,7 @@ def _key(number: Any) -> str:
 
 
 def _fault(error: Exception, entry: Any) -> str:
-    return f"it is not as it should be ({error!r}): {shortened(entry)}"
+    return f"invalid entry ({error!r}): {shortened(entry)}"
 
 
 def text_of(content: bytes, where: str) -> str | None:
@@ -217,10 +217,10 @@ def text_of(content: bytes, where: str) -> str | None:
     try:
         text = content.decode(_encoding(content))
     except UnicodeDecodeError as error:
-        warn_once(logger, f"the text of {where} is missing: {error}")
+        warn_once(f"the text of {where} is skipped: {error}")
         return None
     if "\0" in text:
-        warn_once(logger, f"the text of {where} is missing: it has zeros. Is it UTF-16? Save it as UTF-8")
+        warn_once(f"the text of {where} is skipped: it has zero bytes. Is it UTF-16? Save it as UTF-8")
         return None
     return text
 
@@ -243,7 +243,7 @@ def _cells(path: str, faults: dict[int | str, object]) -> Iterator[tuple[int, li
         try:
             for cells in lines:
                 if suffix == ".tsv" and any("\n" in cell for cell in cells):
-                    raise csv.Error("a cell that begins with a quote does not end in its line: double its quotes")
+                    raise csv.Error("a quoted cell does not end on its line: double its quotes")
                 for wrong in filter(NOT_UTF8.search, cells):
                     faults[start] = f"it is not UTF-8: {shortened(wrong)}"
                     cells = ["" if cell == wrong else cell for cell in cells]

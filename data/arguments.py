@@ -12,7 +12,7 @@ from pydantic import AfterValidator, ConfigDict, Field, FiniteFloat, model_valid
 from pydantic.dataclasses import dataclass
 
 from clip_moe.data.worlds import MOVED, is_world, world
-from clip_moe.engine.settings import Reads, Source
+from clip_moe.engine.settings import Reads, Source, refuse
 
 
 @dataclass(config=ConfigDict(extra="forbid", defer_build=True), kw_only=True)
@@ -25,7 +25,7 @@ class DataArguments(Source):
     # .tar.gz, .csv, .tsv, .jsonl or .json files. A .json holds a list of objects, ShareGPT4V, COCO's captions or a
     # Karpathy split.
     source: str
-    # One that is not there is an error. A folder of images has those of its folders train, test and validation; parquet
+    # A missing split raises an error. A folder of images has those of its folders train, test and validation; parquet
     # files and shards those of their README.md or names (`test/0.tar`, `test-00000.parquet`); tables those of their
     # column `split`; a dataset saved to disk its own; all others are "train". A pattern is all that it names. A
     # Karpathy split may have several: "train+restval".
@@ -45,47 +45,44 @@ class DataArguments(Source):
     pixel_range: list[FiniteFloat] | None = Field(default=None, min_length=2, max_length=2)
     # Read while training instead of loading first.
     streaming: bool = False
-    # No image is looked at before it is used, as of many webdataset shards: one that cannot be read is
-    # replaced by the pair after it, and counted.
+    # Skip the check of all images before training (for many shards). Unreadable images are replaced by the next pair
+    # and counted.
     indexed: bool = False
-    # The first so many pairs are left out: held out for a test, say.
+    # Leave out the first `skip` pairs, for example for a test.
     skip: int | None = Field(default=None, gt=0)
-    # Only the first so many pairs; of a world, how many are drawn.
+    # Use the first `num_samples` pairs; in a world, draw that many.
     num_samples: int | None = Field(default=None, gt=0)
     # Process all images once and keep the tensors: for small datasets, whose processing takes longer than training.
     in_memory: bool = False
-    # Processes that read; 0: the one that trains.
+    # Processes that read data; 0: the training process reads.
     num_workers: int = Field(default=0, ge=0)
     # Pairs with an image that does not decode or an empty caption are skipped and counted; a larger share is an error.
     max_unreadable: float = Field(default=0.01, ge=0, lt=1)
 
-    # Worlds only: which captions are drawn. "web" and "detailed"; "looks" of the symbols tell everything but the kind,
-    # "classes" the kind alone, as the captions of a folder of classes do; "facts" of the names all but the name.
+    # Worlds only: which captions are drawn: "web" or "detailed". For symbols also "looks", everything but the kind, and
+    # "classes", the kind alone, like captions of a folder of classes; for names also "facts", everything but the name.
     captions: str = "web"
     # Worlds only: a set of kinds: "all", symbols' "planet", names' "4096 half 1", icons' "brands".
     kinds: str = Field(default="all", coerce_numbers_to_str=True)  # YAML reads 4096 as a number
-    # Worlds only: seed of the drawing. None: the recipe's seed, so that other seeds see other pictures;
-    # outside of a recipe, 0.
+    # Worlds only: seed of the drawing. None: the recipe's seed, so that other seeds see other pictures; 0 outside a
+    # recipe.
     seed: int | None = Field(default=None, ge=0)
 
     @model_validator(mode="after")
     def _check(self):
         is_drawn, streaming = self.is_drawn, self.streaming
         black, white = self.pixel_range or (0, 1)
-        checks = [
+        refuse(
             (self.source in MOVED, f"the world {self.source} is {MOVED.get(self.source)}, in a checkout"),
-            (is_drawn and self.num_samples is None, f"num_samples must say how many {self.source} to draw"),
-            (black >= white, f"pixel_range: black must be less than white, and not {self.pixel_range}"),
-            (streaming and (is_drawn or self.in_memory), "streaming goes neither with a world nor with in_memory"),
+            (is_drawn and self.num_samples is None, f"num_samples is required: how many {self.source} to draw"),
+            (black >= white, f"pixel_range: black must be less than white, got {self.pixel_range}"),
+            (streaming and (is_drawn or self.in_memory), "streaming excludes worlds and in_memory"),
             (
                 self.indexed and (is_drawn or streaming or self.in_memory),
-                "indexed goes neither with a world nor with streaming or in_memory",
+                "indexed excludes worlds, streaming and in_memory",
             ),
-            (self.skip and (is_drawn or streaming), "skip goes neither with a world nor with streaming"),
-        ]
-        for is_wrong, fault in checks:
-            if is_wrong:
-                raise ValueError(fault)
+            (self.skip and (is_drawn or streaming), "skip excludes worlds and streaming"),
+        )
         if is_drawn:
             drawn = world(self.source)
             drawn.require(self.split, self.captions)
@@ -109,13 +106,12 @@ class DataArguments(Source):
 
     def faults(self, output_dir: Path) -> Iterator[tuple[str, str | None]]:
         from clip_moe.data.local_data import missing_data
+        from clip_moe.engine.local_names import output_inside
 
         if self.image_root is not None and not Path(self.image_root).is_dir():
             yield "image_root", f"there is no folder {self.image_root}"
         yield "source", missing_data(self.source)
-        if Path(self.source).is_dir() and output_dir.resolve().is_relative_to(Path(self.source).resolve()):
-            inside = f"{output_dir} lies inside {self.source}, all of whose files are the data: choose another output"
-            yield "source", inside
+        yield "source", output_inside(output_dir, self.source)
 
     def identity(self) -> dict[str, Any] | None:
         from clip_moe.data.identity import identity
@@ -151,22 +147,21 @@ class DataArguments(Source):
 
 def _require(is_met: Callable[[DataArguments], bool], fault: str) -> AfterValidator:
     def check(data: DataArguments) -> DataArguments:
-        if not is_met(data):
-            raise ValueError(fault)
+        refuse((not is_met(data), fault))
         return data
 
     return AfterValidator(check)
 
 
 CAPTIONED = _require(
-    lambda data: data.caption_column is not None, "caption_column: captions are needed here: name their column"
+    lambda data: data.caption_column is not None, "caption_column: this stage needs captions: name their column"
 )
 NUMBERED = _require(
     lambda data: not data.streaming,
-    "streaming: a stream has no numbered samples and no length, which are needed: leave it out",
+    "streaming: this stage needs numbered samples and a length, which a stream lacks: remove it",
 )
 # The source may be a stage that makes a dataset
-ReadData = Annotated[DataArguments, Reads("captions", "mixture", "split", outside=False)]
+ReadData = Annotated[DataArguments, Reads("pairs", outside=False)]
 Data = Annotated[ReadData, CAPTIONED]
 # Data with a length: labels and features belong to the numbers of their samples
 NumberedPictures = Annotated[ReadData, NUMBERED]
@@ -175,7 +170,7 @@ NumberedData = Annotated[Data, NUMBERED]
 
 @dataclass(config=ConfigDict(extra="forbid", defer_build=True), kw_only=True)
 class Augmentation:
-    """Random changes to training images, drawn anew in every epoch."""
+    """Random changes to training images, new in every epoch."""
 
     # Least and greatest share of the image's area in a random crop, such as open_clip's [0.9, 1.0]. The crop is resized
     # to the model's size.
@@ -191,13 +186,13 @@ class CaptionPolicy:
     policy: Literal["full", "first_sentence", "packed"]
     # The column of the text.
     column: str
-    # How many packed captions an image gets.
+    # Number of packed captions per image.
     count: int = Field(default=1, gt=0)
     # With the first and the last token; None: the tokenizer's `model_max_length`.
     max_tokens: int | None = Field(default=None, gt=2)
 
     @model_validator(mode="after")
     def _check(self):
-        if self.policy != "packed" and (self.count != 1 or self.max_tokens is not None):
-            raise ValueError(f"count and max_tokens are for packed captions, not for {self.policy}")
+        has_size = self.count != 1 or self.max_tokens is not None
+        refuse((has_size and self.policy != "packed", f"count and max_tokens need policy packed, got {self.policy}"))
         return self

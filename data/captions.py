@@ -8,7 +8,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from clip_moe.data.arguments import CaptionPolicy
-from clip_moe.data.sources import mapped
+from clip_moe.data.columns import mapped
 from clip_moe.data.texts import present_texts
 
 # A line's end, or the space between a full stop, question or exclamation mark, perhaps with a closing quote or bracket,

@@ -13,14 +13,14 @@ from clip_moe.data.images import decode_image
 from clip_moe.data.texts import first_caption
 
 FONT, LETTER, LINE = "DejaVuSans", 6, 12  # the width of a letter and the height of a line, in pixels
-# The largest clusters are drawn, so many at most, with so many images each
+# At most MAX_LINES clusters, the largest, with at most COLUMNS images each
 MAX_LINES, COLUMNS = 32, 8
 # Drawn for an image that cannot be read
 UNREADABLE = Image.new("RGB", (8, 8), "red")
 
 
 def grid(cells: Sequence[tuple[Sequence[Image.Image], str]], columns: int, side: int, lines: int) -> Image.Image:
-    """Cells line by line: pictures of the same longer side beside each other, and a text of so many lines below. A cell
+    """Cells line by line: pictures of the same longer side beside each other, and a text of several lines below. A cell
     without pictures is a heading."""
     font = ImageFont.truetype(font_file(FONT), 10)
     width = max(len(pictures) for pictures, _ in cells) * (side + 2) + LETTER

@@ -39,7 +39,7 @@ def draw(
         number: how many kinds the sheet shows, or pictures there are to train on.
     """
     if contact_sheet is None and folder is None:
-        raise ValueError("nothing says what to draw: give --contact_sheet FILE, or --folder FOLDER")
+        raise ValueError("nothing to draw: give --contact_sheet FILE or --folder FOLDER")
     drawn = world(name)
     if contact_sheet is not None:
         cells = []

@@ -10,7 +10,7 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 from transformers import PreTrainedTokenizerBase
 
-from clip_moe.data.near_copies import Copies, find_copies
+from clip_moe.data.near_copies import Copies
 from clip_moe.data.overview import are_classes
 from clip_moe.data.texts import plain_words, present_captions
 from clip_moe.data.tokenizer import read_texts
@@ -21,7 +21,7 @@ def hold_out(
     share: float,
     seed: int,
     tokenizer: PreTrainedTokenizerBase,
-    copies: Copies | None = None,
+    copies: Copies,
 ) -> tuple[datasets.Dataset, datasets.Dataset]:
     """Rows to train on and rows to test on, which have no caption and no image in common, also not under other bytes.
     Where captions repeat as classes do, they have the classes in common, and no image. A ValueError where captions or
@@ -31,9 +31,8 @@ def hold_out(
         rows: columns `image` and `caption`, a text or a list of texts.
         share: at least this share of the rows is for the test.
         tokenizer: captions that it reads alike are one.
-        copies: those among the images; None: they are found here.
+        copies: those among the images.
     """
-    copies = copies or find_copies(rows)
     image_keys = [[f"pixels {pixels}"] for pixels in copies.pixels]
     for first, second in copies.near.tolist():
         image_keys[second].append(image_keys[first][0])
@@ -53,9 +52,9 @@ def hold_out(
     is_test = np.isin(parts, order[before < share * len(rows)])
     if not 2 <= len(set(parts[is_test])) or is_test.all():
         raise ValueError(
-            f"no test of {share:.0%} of the {len(rows)} pairs can be held out: it needs two captions that are not in "
-            f"training, with all their pairs, and {sizes.max()} pairs have a caption or a picture in common with "
-            "another of them. Give the data a split test, or more pairs"
+            f"cannot hold out {share:.0%} of the {len(rows)} pairs as a test: it needs two captions that are not in "
+            f"training, with all their pairs, but {sizes.max()} pairs are connected by a shared caption or picture. "
+            "Give the data a split test, or more pairs"
         )
     return rows.select(np.flatnonzero(~is_test)), rows.select(np.flatnonzero(is_test))
 

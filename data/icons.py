@@ -19,7 +19,8 @@ import numpy as np
 from PIL import Image as PILImage
 
 from clip_moe.data.drawing import stamp
-from clip_moe.data.world import World, installed_versions, require_packages
+from clip_moe.data.world import World, require_packages
+from clip_moe.engine.provenance import installed_versions
 
 # Their folders, in the order in which they are asked for a name
 ARTISTS = {
@@ -41,20 +42,17 @@ class Icon:
 
 
 def kind_set(name: str) -> Sequence[int]:
-    """The numbers of the icons of a set: "all" names, the "brands" alone, "brands 1024" for the first so many of them,
-    or "other artists": another artist's icon of a name that is among all.
+    """The numbers of the icons of a set: "all" names, the "brands" alone, "brands 1024" for the first 1,024 of them, or
+    "other artists": another artist's icon of a name that is among all.
     """
     brands, names, others = map(len, _icons())
     sets = {"all": range(brands + names), "brands": range(brands)}
     sets["other artists"] = range(brands + names, brands + names + others)
-    what, _, number = name.partition(" ")
-    if name not in sets and what == "brands" and number.isdecimal() and 0 < int(number) <= brands:
+    kind, _, number = name.partition(" ")
+    if name not in sets and kind == "brands" and number.isdecimal() and 0 < int(number) <= brands:
         return range(int(number))
     if name not in sets:
-        raise ValueError(
-            f"icons have no set of kinds {name!r}, only {', '.join(sets)}, and a number of brands up to {brands}, as "
-            "in brands 1024"
-        )
+        raise ValueError(f"icons have no set of kinds {name!r}, only {', '.join(sets)}, or up to brands {brands}")
     return sets[name]
 
 
@@ -134,4 +132,5 @@ ICONS = World(
     vocabulary=1000,
     caption_styles=("web", "detailed"),
     versions=partial(installed_versions, PACKAGES),
+    examples=("wikipedia", "github"),
 )

@@ -15,10 +15,11 @@ import datasets
 import pyarrow.parquet
 
 from clip_moe.data.annotations import open_tables
+from clip_moe.data.columns import is_text
 from clip_moe.data.images import from_base64
-from clip_moe.data.local_data import BUILDERS, file_in, is_here, is_table, suffix_of
+from clip_moe.data.local_data import BUILDERS, file_in, is_here, is_table, matching, reading, suffix_of
 from clip_moe.data.shards import MEMBER, file_of, read_member
-from clip_moe.data.sources import is_cache, is_saved, is_text, matching, reading, rows_of_splits
+from clip_moe.data.sources import is_cache, is_saved, rows_of_splits
 from clip_moe.data.worlds import is_world, origin_of
 from clip_moe.engine.digests import FILES_AT_ONCE, DigestCache, file_digests, file_stamp, value_digest
 from clip_moe.engine.files import files_in
@@ -52,9 +53,9 @@ def identity(arguments: DataArguments) -> dict[str, Any] | None:
         files = matching(source)
         folder = os.path.dirname(files[0])
         names = [os.path.relpath(file, folder or ".") for file in files]
-    with reading(arguments):
-        references = dict.fromkeys(_named_images(arguments, files))
-        references = [name for name in references if isinstance(name, str) and name and not from_base64(name)]
+    with reading(arguments.source):
+        named = (name for name in _named_images(arguments, files) if isinstance(name, str) and name)
+        references = [name for name in dict.fromkeys(named) if not from_base64(name)]
     images = [file_in(arguments.image_root or "", name) for name in references]
     images = [image for image in images if os.path.isfile(image)]
     if not files or references and not images:
@@ -71,7 +72,9 @@ def _named_images(arguments: DataArguments, files: list[str]) -> Iterator[str]:
     source, split, column = arguments.source, arguments.split, arguments.image_column
     if is_table(source):
         rows = rows_of_splits(open_tables(files, split), split, source)
-        yield from rows[column][arguments.taken_rows] if column in rows.column_names else ()
+        for image in rows[column][arguments.taken_rows] if column in rows.column_names else ():
+            for part in image if isinstance(image, list) else [image]:
+                yield part.get("path") if isinstance(part, dict) else part
     elif is_saved(source):
         rows = datasets.load_from_disk(source)
         for part in rows.values() if isinstance(rows, dict) else [rows]:
@@ -90,7 +93,7 @@ def _named(column: pyarrow.ChunkedArray | None, file: str) -> Iterator[str]:
     """The files of images that a column names, and its own file where it holds some; None: a column that holds all."""
     names = [] if column is None else named_images(column)
     yield from map(file_of, names)
-    if column is None or pyarrow.types.is_struct(column.type) and len(names) < len(column):
+    if column is None or pyarrow.types.is_struct(_element_type(column.type)) and len(names) < len(column):
         yield os.path.abspath(file)
 
 
@@ -98,6 +101,8 @@ def named_images(column: pyarrow.ChunkedArray) -> list[str]:
     """The files of images that a column only names: as texts, or as paths without bytes, which are not read here."""
     names = []
     for chunk in column.chunks:
+        while chunk.type != _element_type(chunk.type):
+            chunk = chunk.flatten()
         if pyarrow.types.is_struct(chunk.type):
             if chunk.type.get_field_index("path") < 0:
                 continue
@@ -108,10 +113,18 @@ def named_images(column: pyarrow.ChunkedArray) -> list[str]:
     return names
 
 
+def _element_type(kind: pyarrow.DataType) -> pyarrow.DataType:
+    """The type of one image, also of a column that holds lists of images."""
+    while pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
+        kind = kind.value_type
+    return kind
+
+
 def _parquet_columns(path: str, column: str) -> Iterator[pyarrow.ChunkedArray | None]:
     """A column by row groups; None for those in which every image has bytes, which are not read."""
     with pyarrow.parquet.ParquetFile(path) as file:
-        kind = file.schema_arrow.field(column).type if column in file.schema_arrow.names else pyarrow.null()
+        is_there = column in file.schema_arrow.names
+        kind = _element_type(file.schema_arrow.field(column).type) if is_there else pyarrow.null()
         for number in range(file.num_row_groups if pyarrow.types.is_struct(kind) or is_text(kind) else 0):
             group = file.metadata.row_group(number)
             parts = {part.path_in_schema: part.statistics for part in map(group.column, range(group.num_columns))}
@@ -133,7 +146,7 @@ def _arrow_columns(path: str, column: str) -> Iterator[pyarrow.ChunkedArray]:
 def named_files_stamp(rows: datasets.Dataset) -> str:
     """A stamp of the files that rows only name, as they are now: neither their names nor the rows tell."""
     paths = named_images(rows.data.column("image"))
-    return datasets.fingerprint.Hasher.hash([os.path.isfile(path) and file_stamp(path) for path in paths])
+    return value_digest([os.path.isfile(path) and file_stamp(path) for path in paths])
 
 
 def data_fingerprint(rows: datasets.Dataset, images: bool = True) -> str:

@@ -1,7 +1,6 @@
 """Folders of pictures: the split of a picture, and its caption or class, which are beside it."""
 
 import functools
-import logging
 import os
 import re
 import unicodedata
@@ -19,8 +18,6 @@ from clip_moe.data.images import FORMATS, decode_image
 from clip_moe.engine.digests import file_stamp
 from clip_moe.engine.files import files_in, is_hidden
 from clip_moe.engine.messages import join_names, warn_once
-
-logger = logging.getLogger(__name__)
 
 # Tables with a line for each picture, by their column `file_name`
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
@@ -48,7 +45,7 @@ def open_folder(folder: str) -> dict[str, datasets.Dataset]:
     paths = sorted(files_in(folder))
     pictures = [path for path in paths if is_picture(os.path.join(folder, path))]
     if not pictures:
-        raise ValueError(f"{folder} has no pictures of the formats {', '.join(FORMATS)}")
+        raise ValueError(f"{folder} has no pictures; formats: {', '.join(FORMATS)}")
     _warn_of_hidden(folder, pictures)
     split_of = {path: _split_of(path.partition("/")[0]) if "/" in path else None for path in paths}
     splits = _splits(folder, pictures, split_of)
@@ -75,14 +72,13 @@ def _splits(folder: str, pictures: list[str], split_of: Mapping[str, str | None]
     below = next((path for path in pictures if any(map(_split_of, path.split("/")[1:-1]))), None)
     if not splits and below is not None:
         warn_once(
-            logger,
-            f"splits are looked for at the top of a folder, and {below} is below it: name the folder above its split",
+            f"splits are top-level folders, but {below} is deeper: name the folder above its split",
         )
     others = sorted({path.partition("/")[0] for path in pictures if "/" in path and split_of[path] is None})
     if splits == ["train"] and others:
         raise ValueError(
             f"{folder} has a folder train, which is a split, and pictures in {', '.join(others[:3])}, which would be "
-            "left out: name train otherwise, or move these into it"
+            "left out: rename train, or move these into it"
         )
     # Beside train_imgs, test is a split; beside dog, it is a class
     has_other_words = any(re.match("[a-z]*", name.lower())[0] in SPLIT_OF_NAME for name in others)
@@ -90,9 +86,8 @@ def _splits(folder: str, pictures: list[str], split_of: Mapping[str, str | None]
         return splits
     words = sorted({path.partition("/")[0] for path in pictures if split_of[path]})
     warn_once(
-        logger,
-        f"{folder}: read as classes and not as splits: {join_names(words)}, beside {join_names(others)}. If they are "
-        "splits, move the other folders into a folder train",
+        f"{folder}: read as classes, not splits: {join_names(words)}, beside {join_names(others)}. If they are splits, "
+        "move the other folders into a folder train",
     )
     return []
 
@@ -103,7 +98,7 @@ def warn_of_unread(folder: str, paths: list[str]) -> None:
         endings = Counter(PurePath(path).suffix or "without an ending" for path in paths)
         kinds = ", ".join(f"{count} {ending}" for ending, count in endings.most_common(5))
         number = "1 file is" if len(paths) == 1 else f"{len(paths)} files are"
-        warn_once(logger, f"{folder}: {number} not read ({kinds}), such as {paths[0]}")
+        warn_once(f"{folder}: {number} ignored ({kinds}), such as {paths[0]}")
 
 
 def _warn_of_hidden(folder: str, pictures: list[str]) -> None:
@@ -113,7 +108,7 @@ def _warn_of_hidden(folder: str, pictures: list[str]) -> None:
     targets = {os.path.realpath(os.path.join(folder, path)) for path in pictures} if files else set()
     if hidden := [path for path, file in files.items() if os.path.realpath(file) not in targets]:
         number = "1 hidden picture is" if len(hidden) == 1 else f"{len(hidden)} hidden pictures are"
-        warn_once(logger, f"{folder}: {number} passed over, such as {hidden[0]}")
+        warn_once(f"{folder}: {number} ignored, such as {hidden[0]}")
 
 
 def is_picture(path: str) -> bool:
@@ -136,7 +131,7 @@ def _labels(pictures: list[str], has_splits: bool, paths: list[str]) -> dict[str
     first, last = min(pictures, key=depths.get), max(pictures, key=depths.get)
     if depths[first] < depths[last]:
         if not any(path.lower().endswith(TEXTS) or PurePath(path).name in METADATA for path in paths):
-            warn_once(logger, f"no labels: folders have several depths, as those of {first} and {last}")
+            warn_once(f"no labels: folders have different depths, such as those of {first} and {last}")
         return {}
     if len(names) == 1:
         return {}
@@ -163,7 +158,7 @@ def _readable_classes(folder: str, labels: dict[str, str], has_splits: bool) -> 
         return labels, ""
     are = "is no class" if len(names) == 1 else "are no classes"
     note = f"{NO_PICTURE}, {join_names(sorted(names))} {are}"
-    warn_once(logger, f"{folder}: {note}")
+    warn_once(f"{folder}: {note}")
     return {path: label if label in readable else None for path, label in labels.items()}, note
 
 
@@ -183,12 +178,12 @@ def _read(
     tables = [os.path.join(folder, path) for path in paths if PurePath(path).name in METADATA]
     files = [os.path.join(folder, path) for path in pictures]
     if len(tables) > 1:
-        raise ValueError(f"{folder} has several tables of the same pictures, {' and '.join(tables)}: make them one")
+        raise ValueError(f"{folder} has several tables of the same pictures, {' and '.join(tables)}: merge them")
     if tables:
-        columns, named = _of_table(tables[0], files, elsewhere)
+        columns, named = parse_table(tables[0], files, elsewhere)
         if len(named) < len(files):
             number = f"{len(files) - len(named)} of {len(files)} pictures"
-            warn_once(logger, f"{folder}: {number} have no line in {tables[0]}")
+            warn_once(f"{folder}: {number} have no row in {tables[0]}")
         return datasets.Dataset.from_dict(columns), {*tables, *named}
     by_name = {_same(os.path.splitext(path)[0]): path for path in paths if path.lower().endswith(TEXTS)}
     texts = [by_name.get(_same(os.path.splitext(path)[0])) for path in pictures]
@@ -198,7 +193,7 @@ def _read(
         lacking = [file for file, text in zip(files, texts, strict=True) if not text]
         if lacking:
             number = f"{len(lacking)} of {len(files)} pictures"
-            warn_once(logger, f"{number} have no text beside them, such as {lacking[0]}")
+            warn_once(f"{number} have no text file, such as {lacking[0]}")
         columns["caption"] = [text and text_of(Path(text).read_bytes(), text) for text in texts]
     if labels:
         columns["label"] = [labels[path] for path in pictures]
@@ -213,25 +208,26 @@ def _same(path: str) -> str:
     return unicodedata.normalize("NFC", path)
 
 
-def _of_table(table: str, pictures: list[str], elsewhere: set[str]) -> tuple[dict[str, list[Any]], set[str]]:
+def parse_table(table: str, pictures: list[str], elsewhere: set[str]) -> tuple[dict[str, list[Any]], set[str]]:
     """The columns of a table, with paths in place of names, in the order of the paths, and which pictures these name.
 
     A column `file_name` becomes `image`; without it, one as `left_file_name` becomes `left`. Lines of pictures of other
-    splits are left out, and those of pictures that are nowhere stay, as unreadable ones.
+    splits are left out, and those of pictures that are nowhere, or hidden, stay as unreadable ones.
     """
     path_by_name = {_same(path): path for path in {*pictures, *elsewhere}}
     columns = pyarrow.parquet.read_table(table).to_pydict() if table.endswith(".parquet") else read_tables([table])
     named = {name: name.removesuffix("_file_name") for name in columns if name.endswith("_file_name")}
     named = {"file_name": "image"} if "file_name" in columns else named
-    place, problem = os.path.dirname(table), "" if named else "has no column file_name, which names the pictures"
+    place, problem = os.path.dirname(table), "" if named else "has no column file_name with the names of the pictures"
     for column in named:
         paths = [name and os.path.normpath(os.path.join(place, name)) for name in columns[column]]
         if outside := [path for path in paths if path and not path.startswith(place + os.sep)]:
-            problem = f"names {outside[0]}, which is not below it: move the picture or the table"
+            problem = f"names {outside[0]}, which is outside its folder: move the picture or the table"
+        paths = [None if path and any(map(is_hidden, path[len(place) :].split(os.sep))) else path for path in paths]
         columns[column] = [path and path_by_name.get(_same(path), path) for path in paths]
     lines = list(zip(*(columns[column] for column in named), strict=True))
     if mixed := [line for line in lines if len({path in elsewhere for path in line}) > 1]:
-        problem = f"names pictures of two splits in one line: {', '.join(map(str, mixed[0]))}"
+        problem = f"has pictures of two splits in one line: {', '.join(map(str, mixed[0]))}"
     if problem:
         raise ValueError(f"{table} {problem}")
     numbers = [number for number, line in enumerate(lines) if elsewhere.isdisjoint(line)]

@@ -5,16 +5,13 @@ import io
 import os
 import re
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, BinaryIO
 
 import numpy as np
 import PIL.Image
 import PIL.ImageOps
 
-from clip_moe.data import shards
 from clip_moe.data.shards import MEMBER, read_member
-from clip_moe.engine.digests import file_digests, value_digest
 
 PIL.Image.init()
 # Formats of pictures that Pillow decodes itself; EPS, for one, would start Ghostscript. TGA comes last: its
@@ -71,7 +68,7 @@ def decode_image(value: Any) -> PIL.Image.Image:
 def _problem(error: Exception) -> str:
     """The reason why an image cannot be read, by the error of Pillow or of the file system."""
     if isinstance(error, PIL.UnidentifiedImageError):
-        return f"it is no image of the formats {', '.join(FORMATS)}, with bits and bands that Pillow reads"
+        return f"it is not an image of the formats {', '.join(FORMATS)}, with bits and bands that Pillow reads"
     if isinstance(error, FileNotFoundError) and not os.path.isabs(error.filename):
         return f"{error}: relative paths start from image_root or else from the working directory"
     return str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
@@ -97,7 +94,7 @@ def _open(value: Any) -> BinaryIO:
         return io.BytesIO(read_member(value["path"]))
     if isinstance(value, dict) and value.get("path"):
         return open(value["path"], "rb")
-    raise OSError("there is no image, or a list of several")
+    raise OSError("no image, or a list of several")
 
 
 class _Depth:
@@ -191,9 +188,3 @@ def _eight_bits(image: PIL.Image.Image, depth: _Depth) -> tuple[PIL.Image.Image,
     scaled[pixels == image.info.get("transparency", np.nan)] = 255
     facts = [float(value) for value in (gaps.mean(), values.min(), values.max(), black, white)]
     return PIL.Image.fromarray(scaled.round().astype(np.uint8)), facts
-
-
-@cache
-def decoding_code(user: str) -> str:
-    """The digest of the code that decodes images, with Pillow's version and the file of the function that calls it."""
-    return value_digest([PIL.__version__, *file_digests([__file__, shards.__file__, user])])

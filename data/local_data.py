@@ -1,13 +1,16 @@
-"""Names of data: files, patterns and folders on this machine, or names on the Hub."""
+"""Names of data: files, patterns and folders on this machine, or names on the Hub. It imports nothing heavy."""
 
 import glob
 import os
 import re
 import unicodedata
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from clip_moe.data.worlds import is_world
 from clip_moe.engine.local_names import is_hub_name, similar_path
+from clip_moe.engine.messages import one_line
 
 # Endings of shards
 SUFFIXES = (".tar", ".tar.gz", ".tgz")
@@ -69,3 +72,34 @@ def file_in(root: str, name: str) -> str:
         return path
     forms = (os.path.join(root, unicodedata.normalize(form, name)) for form in ("NFC", "NFD"))
     return next(filter(os.path.exists, forms), path)
+
+
+def matching(source: str) -> list[str]:
+    """The files of a pattern. Raises FileNotFoundError where there are none."""
+    if os.path.isfile(source):
+        return [source]
+    files: list[str] = []
+    for pattern in without_braces(source):
+        found = sorted(glob.glob(pattern, recursive=True))
+        if not found:  # also where others are there: one of them may be lost
+            raise FileNotFoundError(f"no file matches {pattern}")
+        files += found
+    return list(dict.fromkeys(files))
+
+
+@contextmanager
+def reading(source: str) -> Iterator[None]:
+    """Turns whatever `datasets` and the libraries below it raise into a ValueError of one line that names the source.
+    `datasets` itself logs the file that it cannot read."""
+    try:
+        yield
+    except Exception as error:
+        from datasets.exceptions import DatasetGenerationError
+
+        cause = error
+        while isinstance(cause, DatasetGenerationError) and cause.__cause__ is not None:
+            cause = cause.__cause__
+        if isinstance(cause, ValueError | OSError) and source in str(cause):
+            raise cause from None
+        name = "" if type(cause) is ValueError else f"{type(cause).__name__}: "
+        raise ValueError(f"{source} cannot be read: {name}{one_line(cause)}") from error

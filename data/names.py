@@ -58,8 +58,8 @@ LARGEST_SHIFT, TINT, NOISE, MOST_WEAR = 0.25, 6, 8, 4  # pixels; of 255, twice; 
 
 
 def kind_set(name: str) -> Sequence[int]:
-    """The numbers of the towns of a set: "4096" for so many, "4096 half 1" and "4096 half 2" for those of the first
-    and the last four countries, "4096 country 3" for those of one of eight; "all" are 4,096.
+    """The numbers of the towns of a set: "4096" or "all" for 4,096 towns, "4096 half 1" and "4096 half 2" for those of
+    the first and the last four countries, "4096 country 3" for those of one of eight.
     """
     number, _, part = name.partition(" ")
     number = "4096" if number == "all" else number
@@ -67,8 +67,8 @@ def kind_set(name: str) -> Sequence[int]:
     parts |= {f"country {country}": [country - 1] for country in range(1, 9)}
     if part not in parts or not number.isdecimal() or not 0 < int(number) <= MOST or int(number) % len(COUNTRIES):
         raise ValueError(
-            f"names have no set of kinds {name!r}: it is a number of towns, a multiple of {len(COUNTRIES)} up to "
-            f"{MOST}, of which half 1, half 2 or country 1 to country 8 may be named, as in 4096 half 1"
+            f"names have no set of kinds {name!r}: give a number of towns, a multiple of {len(COUNTRIES)} up to "
+            f"{MOST}, and perhaps half 1, half 2 or country 1 to country 8, such as 4096 half 1"
         )
     return [town for town in range(int(number)) if town % len(COUNTRIES) in parts[part]]
 
@@ -177,4 +177,5 @@ NAMES = World(
     vocabulary=1200,
     caption_styles=("web", "facts", "detailed"),
     image_size=SMALLEST_IMAGE,
+    examples=("grunheim dalos dalos", "helville borum mareth"),
 )

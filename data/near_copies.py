@@ -1,8 +1,6 @@
 """Pictures that are the same under other bytes: in another format, compressed again, or scaled."""
 
-import base64
 import hashlib
-import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -12,20 +10,16 @@ import numpy as np
 import PIL.Image
 from tqdm.auto import trange
 
-from clip_moe.data.identity import image_digests
-from clip_moe.data.images import decode_image, decoding_code
-from clip_moe.engine.digests import DigestCache
+from clip_moe.data.images import decode_image
 from clip_moe.engine.messages import warn_once
 
-logger = logging.getLogger(__name__)
-
-# Pictures that are read together; and those whose grids are, of at most so many
+# Pictures read together (AT_ONCE); grids compared together (ROWS), of at most MOST pictures
 AT_ONCE, ROWS, MOST = 1000, 256, 100_000
-# A picture's grid has so many fields a side, each the mean of its pixels; a smaller picture is compared by pixels alone
+# A picture's grid has GRID fields a side, each the mean of its pixels; a smaller picture is compared by pixels alone
 GRID, LEAST_SIDE = 16, 32
-# Near copies correlate so much, and no field differs by more than this share of the grid's range, nor by more levels
-# than PLAIN and, where fields are of few pixels, FINE / side. So are JPEG of quality 75, lossy WEBP and half the size
-# near copies, of photographs, drawings and noise from 32 to 224 pixels; of 500,000 pairs of symbols, 1 is
+# Near copies correlate by at least CORRELATION, and no field differs by more than this share of the grid's range, nor
+# by more levels than PLAIN and, where fields are of few pixels, FINE / side. So are JPEG of quality 75, lossy WEBP and
+# half the size near copies, of photographs, drawings and noise from 32 to 224 pixels; of 500,000 pairs of symbols, 1 is
 CORRELATION, SHARE, PLAIN, FINE = 0.85, 0.45, 8, 160 * GRID
 # A picture that looks like more others is one of a kind, as of a part in its place or of a page, and no copy
 MOST_ALIKE = 8
@@ -50,38 +44,32 @@ class Copies(NamedTuple):
 
 
 def find_copies(rows: datasets.Dataset) -> Copies:
-    """Find copies among images, all readable. Each image is decoded once on a machine. Among more than `MOST` different
-    images, and below `LEAST_SIDE` pixels, only equal pixels count. Turned and cropped copies are not found."""
-    cache, code, looks = DigestCache(), decoding_code(__file__), []
-    for start in trange(0, len(rows), AT_ONCE, desc=f"comparing {len(rows)} images", delay=5, disable=None):
-        images = rows.select(range(start, min(start + AT_ONCE, len(rows))))["image"]
-        keys = [f"look {digest}" for digest in image_digests(images)]
-        cached = cache.get(dict.fromkeys(keys, code))
-        missing = {key: image for key, image in zip(keys, images, strict=True) if key not in cached}
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            computed = dict(zip(missing, pool.map(_look, missing.values()), strict=True))
-        cache.put({key: (code, look) for key, look in computed.items()})
-        looks += [(cached | computed)[key].split() for key in keys]
-    pixels = [look[0] for look in looks]
+    """Find copies among images, all readable. Among more than `MOST` different images, and below `LEAST_SIDE` pixels,
+    only equal pixels count. Turned and cropped copies are not found."""
+    looks = []
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for start in trange(0, len(rows), AT_ONCE, desc=f"comparing {len(rows)} images", delay=5, disable=None):
+            images = rows.select(range(start, min(start + AT_ONCE, len(rows))))["image"]
+            looks += pool.map(_look, images)
+    pixels, sides = [look[0] for look in looks], np.array([look[1] for look in looks])
     different = np.sort(np.unique(pixels, return_index=True)[1])
-    different = different[np.array([int(looks[row][1]) for row in different], int) >= LEAST_SIDE]
+    different = different[sides[different] >= LEAST_SIDE]
     if len(different) > MOST:
-        warn_once(logger, f"near copies are not looked for among {len(different)} images, more than {MOST}")
+        warn_once(f"skipping the search for near copies: {len(different)} images, more than {MOST}")
         different = different[:0]
-    sides = np.array([int(looks[row][1]) for row in different], int)
-    grids = np.frombuffer(b"".join(base64.b64decode(looks[row][2]) for row in different), np.uint8)
-    near = _near(sides, grids.reshape(-1, GRID * GRID * 3))
+    grids = np.frombuffer(b"".join(looks[row][2] for row in different), np.uint8)
+    near = _near(sides[different], grids.reshape(-1, GRID * GRID * 3))
     are_of_a_kind = np.bincount(near.ravel(), minlength=len(different)) > MOST_ALIKE
     near = near[~are_of_a_kind[near].any(axis=1)]
     return Copies(pixels, different[near], int(are_of_a_kind.sum()))
 
 
-def _look(image: Any) -> str:
+def _look(image: Any) -> tuple[str, int, bytes]:
     """The digest of a picture's pixels, its shorter side, and its grid."""
     picture = decode_image(image)
     pixels = hashlib.sha256(f"{picture.size}".encode() + picture.tobytes()).hexdigest()
     grid = picture.resize((GRID, GRID), PIL.Image.Resampling.BOX).tobytes()
-    return f"{pixels} {min(picture.size)} {base64.b64encode(grid).decode()}"
+    return pixels, min(picture.size), grid
 
 
 def _near(sides: np.ndarray, grids: np.ndarray) -> np.ndarray:

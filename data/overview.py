@@ -13,7 +13,7 @@ from clip_moe.engine.messages import shortened
 
 # A caption of more than this share of the pairs dominates
 DOMINANT = 0.1
-# Captions repeat as classes do if two or more have so many pictures, and these are so large a share of all
+# Captions repeat as classes do if two or more have CLASS_SIZE pictures, and these are CLASS_SHARE of all
 CLASS_SIZE, CLASS_SHARE = 5, 0.9
 
 
@@ -62,8 +62,8 @@ def look_at(
     key_counts = Counter(texts.digests)
     if alike := sum(key_counts[key] > 1 for key in texts.digests):
         lines.append(
-            f"The tokenizer reads {alike:,} captions as it reads another one: they differ in case, spaces, or behind "
-            "the cut."
+            f"{alike:,} captions have the same tokens as another caption: they differ only in case, spaces or after "
+            "truncation."
         )
     if entities := sum((html.unescape(caption) != caption) * count for caption, count in counts.items()):
         lines.append(f"{entities:,} pairs have HTML in their caption, such as `&amp;`: write the character.")
@@ -90,7 +90,7 @@ def ceilings(
     captions: Sequence[Sequence[str]], key_of: Mapping[str, bytes], known: Collection[bytes] | None = None
 ) -> dict[str, float]:
     """The greatest recall at 1 in retrieval, where every image with a caption is right for it, and a tie with what is
-    wrong is wrong (`evaluation.retrieval`).
+    wrong is wrong (`clip_moe.evaluation.retrieval`).
 
     Args:
         captions: of each image of the test.

@@ -11,9 +11,10 @@ import numpy as np
 import PIL.Image
 
 from clip_moe.data.arguments import DataArguments
+from clip_moe.data.columns import mapped
 from clip_moe.data.identity import named_files_stamp
-from clip_moe.data.images import decode_image, decoding_code
-from clip_moe.data.sources import mapped, reading
+from clip_moe.data.images import decode_image
+from clip_moe.data.local_data import reading
 from clip_moe.data.texts import present_texts
 from clip_moe.engine.program import is_first_process
 
@@ -73,13 +74,13 @@ def readable_pairs(
     description = f"reading all {len(rows)} {'images' if images else 'captions'}"
     if len(rows) >= MANY and datasets.are_progress_bars_disabled() and is_first_process():
         print(f"{description} of {arguments.source}, split {arguments.split}", file=sys.stderr, flush=True)
-    with reading(arguments):
+    with reading(arguments.source):
         files = named_files_stamp(rows) if images else ""
         looked_at = rows if images else rows.select_columns("caption")
         looks = mapped(
             looked_at,
             look,
-            fn_kwargs={"files": files + decoding_code(__file__)},  # part of what the result is cached under
+            fn_kwargs={"files": files + PIL.__version__},  # part of what the result is cached under
             is_kept=True,
             remove_columns=looked_at.column_names,
             features=LOOK,
@@ -135,14 +136,14 @@ def report_pixels(pixels: Iterable[list[float] | None], arguments: DataArguments
     gaps, low, high, black, white = deep.T
     beyond, start = (low < black) | (high > white), f"{arguments.source}: of {len(deep)} pictures of more than 8 bits,"
     if gaps.any():
-        share = f"on average {gaps[gaps > 0].mean():.2%} of their pixels, which are black"
+        share = f"on average {gaps[gaps > 0].mean():.2%} of their pixels, which become black"
         logger.warning(f"{start} {(gaps > 0).sum()} have gaps (NaN, infinite or no-data values), {share}")
     if beyond.any():
-        values = f"from {low.min():g} to {high.max():g}, which are black or white"
+        values = f"from {low.min():g} to {high.max():g}, which become black or white"
         logger.warning(f"{start} {beyond.sum()} have values beyond pixel_range, {values}")
     elif len(deep) and high.max() < ((black + white) / 2).min():
         top = 2 ** np.ceil(np.log2(high.max() + 1)) - 1 if white.max() > 1 else high.max()
-        advice = f"if the sensor gives no more, set pixel_range, such as [{black.min():g}, {top:g}]"
+        advice = f"if that is the sensor's maximum, set pixel_range, such as [{black.min():g}, {top:g}]"
         logger.warning(f"{start} none has a value above {high.max():g} of {white.max():g}: {advice}")
 
 
@@ -151,11 +152,11 @@ def judge(bad: int, total: int, first: str, arguments: DataArguments, quiet: boo
     share = f"{bad} of {total} pairs of {arguments.source} cannot be used; the first is {' '.join(first.split())}"
     if bad > arguments.max_unreadable * total:
         raise ValueError(
-            f"{share}. More than max_unreadable = {arguments.max_unreadable:.0%} is an error: mend or remove them, or "
+            f"{share}. More than max_unreadable = {arguments.max_unreadable:.0%} is an error: fix or remove them, or "
             "for training raise data.max_unreadable"
         )
     if not quiet:
-        logger.warning("%s. They are skipped", share)
+        logger.warning("%s. Skipping them", share)
 
 
 def _where(row: dict[str, Any]) -> str:

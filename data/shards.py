@@ -5,7 +5,6 @@ stream reads them from start to end.
 """
 
 import io
-import logging
 import os
 import re
 import tarfile
@@ -14,17 +13,14 @@ from contextlib import suppress
 from typing import Any
 
 import datasets
-import numpy as np
 
 from clip_moe.data.annotations import text_of
 from clip_moe.engine.messages import join_names, warn_once
 
-logger = logging.getLogger(__name__)
-
 # A file in a shard: its first byte, its length and its name
 MEMBER = re.compile(r"(.+\.tar)#(\d+)\+(\d+)/(.+)", re.DOTALL)
-# Endings whose files hold a number or several, and endings of texts; all others are kept as they are, as images
-NUMBERS, ARRAYS = {"cls", "cls2", "id", "idx", "index", "inx"}, {"npy"}
+# Endings whose files hold a number, and endings of texts; all others are kept as they are, as images
+NUMBERS = {"cls", "cls2", "id", "idx", "index", "inx"}
 TEXTS = {"caption", "csv", "json", "jsonl", "text", "transcript", "tsv", "txt"}
 IMAGE = datasets.Image(decode=False)
 # Bytes at the end of a tar: two of the largest records that tar writes. A download that was cut may have many more
@@ -54,7 +50,7 @@ def open_shards(files: Sequence[str], columns: Sequence[str], stamps: Sequence[s
         if missing:
             missing = [column for column in missing if _endings(file).isdisjoint(column.split(";"))]
     if missing:
-        content = f"in {files[0]} are {join_names(sorted(endings)) or 'no files'}"
+        content = f"{files[0]} has {join_names(sorted(endings)) or 'no files'}"
         raise ValueError(f"the shards have no column {join_names(missing)}; {content}")
     names = list(dict.fromkeys(columns))
     features = datasets.Features({"__key__": datasets.Value("string")} | {name: _feature(name) for name in names})
@@ -71,7 +67,7 @@ def read_member(reference: str) -> bytes:
         file.seek(int(start))
         content = file.read(int(length))
     if len(content) != int(length):
-        raise OSError(f"{shard} ends before byte {int(start) + int(length)}: was it changed since it was indexed?")
+        raise OSError(f"{shard} ends before byte {int(start) + int(length)}: has it changed since it was indexed?")
     return content
 
 
@@ -79,12 +75,6 @@ def file_of(path: str) -> str:
     """The shard that a reference is to; a path that is none is itself."""
     member = MEMBER.fullmatch(path)
     return member[1] if member else path
-
-
-def size_of(path: str) -> int:
-    """Bytes of a file, which may be one in a shard."""
-    member = MEMBER.fullmatch(path)
-    return int(member[3]) if member else os.path.getsize(path)
 
 
 def require_end(file: str) -> None:
@@ -102,8 +92,6 @@ def _feature(column: str) -> Any:
     endings = set(column.split(";"))
     if endings <= TEXTS:
         return datasets.Value("string")
-    if endings <= ARRAYS:
-        return datasets.List(datasets.Value("float64"))
     return datasets.Value("int64") if endings <= NUMBERS else IMAGE
 
 
@@ -130,9 +118,8 @@ def _samples(
             yield _columns(sample, columns)
         if dotted:
             warn_once(
-                logger,
-                f"{file}: {len(dotted)} files are not read, such as {dotted[0]}: in shards, the name of a sample ends "
-                "at the first dot",
+                f"{file}: {len(dotted)} files are ignored, such as {dotted[0]}: in shards, a sample's name ends at the "
+                "first dot",
             )
 
 
@@ -144,14 +131,12 @@ def _columns(sample: Mapping[str, Any], columns: Sequence[str]) -> dict[str, Any
 
 def _value(
     kind: Any, tar: tarfile.TarFile, member: tarfile.TarInfo, file: str, keeps_place: bool
-) -> Mapping[str, Any] | list[float] | str | int | None:
+) -> Mapping[str, Any] | str | int | None:
     if kind is IMAGE and keeps_place and isinstance(tar.fileobj, io.BufferedReader) and file.endswith(".tar"):
         return {"path": f"{file}#{member.offset_data}+{member.size}/{member.name}", "bytes": None}
     content = tar.extractfile(member).read()
     if kind is IMAGE:
         return {"path": member.name, "bytes": content}
-    if isinstance(kind, datasets.List):
-        return np.load(io.BytesIO(content), allow_pickle=False).ravel().tolist()
     text = text_of(content, f"{file}, {member.name}")
     if text is None or kind.dtype == "string":
         return text
@@ -178,7 +163,6 @@ def _members(file: str) -> Iterator[tuple[str, str, tarfile.TarFile, tarfile.Tar
         raise ValueError(DAMAGED.format(file))
     if links:
         warn_once(
-            logger,
-            f"{file}: {len(links)} links to other files are not read, such as {links[0]}: make it with tar "
+            f"{file}: {len(links)} links to other files are ignored, such as {links[0]}: create it with tar "
             "--hard-dereference --dereference",
         )

@@ -5,12 +5,11 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import datasets
 import pyarrow
@@ -20,14 +19,14 @@ from datasets.utils.metadata import MetadataConfigs
 from huggingface_hub import DatasetCard
 
 from clip_moe.data.annotations import SPLIT_OF_NAME, NoSplit, open_tables, read_tables, rows_by_split, split_names
+from clip_moe.data.columns import Rows, first_rows
 from clip_moe.data.image_folders import METADATA, is_picture, open_folder, warn_of_unread
-from clip_moe.data.local_data import BUILDERS, TABLES, is_here, is_read_whole, is_table, suffix_of, without_braces
+from clip_moe.data.local_data import BUILDERS, TABLES, is_here, is_read_whole, is_table, matching, reading, suffix_of
 from clip_moe.data.shards import open_shards
 from clip_moe.data.worlds import is_world
-from clip_moe.engine.digests import file_stamp
+from clip_moe.engine.digests import file_stamp, value_digest
 from clip_moe.engine.files import files_in
 from clip_moe.engine.hub import hub_options
-from clip_moe.engine.messages import one_line
 
 if TYPE_CHECKING:
     from clip_moe.data.arguments import DataArguments
@@ -35,13 +34,11 @@ if TYPE_CHECKING:
 # Workers and processes that share rows in memory as a stream
 READERS = 64
 
-Rows = datasets.Dataset | datasets.IterableDataset
-
 
 def open_rows(arguments: DataArguments, captions: Iterable[str] = ()) -> Rows:
     """The rows of any source but a world, with all their columns; of shards, with the image column and the caption
     column, or these captions."""
-    with reading(arguments):
+    with reading(arguments.source):
         columns = arguments.image_column, *(sorted(captions) or filter(None, [arguments.caption_column]))
         rows = _open(arguments, columns)
         if arguments.skip is not None:
@@ -51,75 +48,34 @@ def open_rows(arguments: DataArguments, captions: Iterable[str] = ()) -> Rows:
         return rows if arguments.num_samples is None else first_rows(rows, arguments.num_samples)
 
 
-def first_rows(rows: Rows, number: int) -> Rows:
-    """At most so many rows: `take` of datasets 5.0 fails where there are fewer."""
-    if isinstance(rows, datasets.IterableDataset):
-        return rows.take(number)
-    return rows.select(range(min(number, len(rows))))
-
-
-def mapped(rows: Rows, function: Callable, is_kept: bool = False, **options: Any) -> Rows:
-    """`rows.map`, with its result in the cache of `datasets` and never beside rows that the user saved.
-
-    Args:
-        is_kept: whether it is kept for rows in memory, too.
-    """
-    folder = Path(datasets.config.HF_DATASETS_CACHE).absolute()
-    if isinstance(rows, datasets.IterableDataset):
-        return rows.map(function, **options)
-    is_saved = any(folder not in Path(file["filename"]).absolute().parents for file in rows.cache_files)
-    if is_saved or is_kept and not rows.cache_files:
-        try:
-            (folder / "looks").mkdir(parents=True, exist_ok=True)
-        except OSError:  # a cache that cannot be written
-            return rows.map(function, keep_in_memory=True, **options)
-        key = datasets.fingerprint.Hasher.hash([rows._fingerprint, function, options])
-        options["cache_file_name"] = str(folder / "looks" / f"{key}.arrow")
-    return rows.map(function, **options)
-
-
 def is_saved(source: str) -> bool:
     """Whether a source is a dataset that `save_to_disk` wrote."""
     return any((Path(source) / name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 
-@contextmanager
-def reading(arguments: DataArguments) -> Iterator[None]:
-    """Turns whatever `datasets` and the libraries below it raise into a ValueError of one line that names the source.
-    `datasets` itself logs the file that it cannot read."""
-    source = arguments.source
-    try:
-        yield
-    except Exception as error:
-        cause = error
-        while isinstance(cause, datasets.exceptions.DatasetGenerationError) and cause.__cause__ is not None:
-            cause = cause.__cause__
-        if isinstance(cause, ValueError | OSError) and source in str(cause):
-            raise cause from None
-        name = "" if type(cause) is ValueError else f"{type(cause).__name__}: "
-        raise ValueError(f"{source} cannot be read: {name}{one_line(cause)}") from error
-
-
 def _open(arguments: DataArguments, columns: Sequence[str]) -> Rows:
     source, split, streaming = arguments.source, arguments.split, arguments.streaming
     is_folder, suffix = os.path.isdir(source), suffix_of(source)
-    builder = builder_of(source, arguments.image_column) if is_folder else BUILDERS.get(suffix)
     if is_saved(source):
-        rows = _open_saved(arguments)
-    elif builder is not None:
+        rows = datasets.load_from_disk(source)
+        parts = rows if isinstance(rows, dict) else {str(rows.split or split_names(split)[0]): rows}
+    elif builder := builder_of(source, arguments.image_column) if is_folder else BUILDERS.get(suffix):
         by_split = _files_of_folder(arguments, builder) if is_folder else {split_names(split)[0]: matching(source)}
         return _open_files(builder, by_split, arguments, columns)
+    elif not (is_folder or suffix in TABLES or os.path.isfile(source)):
+        return _open_hub(source, split, streaming)
     elif is_folder:
-        rows = rows_of_splits(open_folder(source), split, source)
-    elif is_table(source):
-        rows = rows_of_splits(open_tables(matching(source), split), split, source)
-    elif os.path.isfile(source):
+        parts = open_folder(source)
+    elif suffix in TABLES:
+        parts = open_tables(matching(source), split)
+    else:
         raise ValueError(
-            f"{source} is a file that holds no pairs: name a folder, a dataset on the Hub, or files that end in "
+            f"{source} is not a supported file: name a folder, a dataset on the Hub, or files that end in "
             f"{', '.join([*BUILDERS, *TABLES])}"
         )
-    else:
-        return _open_hub(source, split, streaming)
+    rows = rows_of_splits(parts, split, source)
+    if is_saved(source) and "split" in rows.column_names:
+        _require_one_split(rows.data.column("split"), source)
     return rows.to_iterable_dataset(num_shards=min(READERS, max(len(rows), 1))) if streaming else rows
 
 
@@ -127,7 +83,7 @@ def _open_hub(source: str, split: str, streaming: bool) -> Rows:
     """The rows of a data set on the Hub, of the commit that its identity names."""
     options = hub_options(source, "dataset")
     if options["local_files_only"] and not datasets.config.HF_HUB_OFFLINE:  # it would ask for minutes
-        raise ConnectionError("the Hub cannot be reached: set HF_HUB_OFFLINE=1 to read what was downloaded before")
+        raise ConnectionError("cannot reach the Hub: set HF_HUB_OFFLINE=1 to read what was downloaded before")
     builder = datasets.load_dataset_builder(source, revision=options["revision"])
     if options["revision"] not in Path(builder.cache_dir).parts:  # without the Hub, it takes what it prepared last
         raise ConnectionError(
@@ -143,43 +99,18 @@ def _open_files(
     builder: str, by_split: Mapping[str, list[str]], arguments: DataArguments, columns: Sequence[str]
 ) -> Rows:
     split, streaming = arguments.split, arguments.streaming
-    if builder != "webdataset":
-        # `datasets` takes file names for patterns, and a file of the same name and time for the one whose rows it has
-        # kept: any setting is in their key
-        patterns = {name: [glob.escape(file) for file in files] for name, files in by_split.items()}
-        stamps = datasets.fingerprint.Hasher.hash([file_stamp(file) for files in by_split.values() for file in files])
-        for file in chain.from_iterable(by_split.values()) if builder == "parquet" else ():
-            if "split" in pyarrow.parquet.read_schema(file).names:
-                _require_one_split(pyarrow.parquet.read_table(file, columns=["split"])["split"], file)
-        return datasets.load_dataset(builder, data_files=patterns, description=stamps, split=split, streaming=streaming)
-    parts = {
-        name: open_shards(files, columns, list(map(file_stamp, files)), streaming) for name, files in by_split.items()
-    }
-    return rows_of_splits(parts, split, arguments.source)
-
-
-def matching(source: str) -> list[str]:
-    """The files of a pattern. Raises FileNotFoundError where there are none."""
-    if os.path.isfile(source):
-        return [source]
-    files: list[str] = []
-    for pattern in without_braces(source):
-        found = sorted(glob.glob(pattern, recursive=True))
-        if not found:  # also where others are there: one of them may be lost
-            raise FileNotFoundError(f"no file matches {pattern}")
-        files += found
-    return list(dict.fromkeys(files))
-
-
-def no_column(source: str, missing: Iterable[str], columns: Iterable[str]) -> str:
-    """An error's text. Names are in quotes, since they may begin or end with a space."""
-    missing, columns = (", ".join(map(repr, names)) for names in (missing, columns))
-    return f"{source} has no column {missing}; its columns are {columns}"
-
-
-def is_text(kind: pyarrow.DataType) -> bool:
-    kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
-    return pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind) or pyarrow.types.is_string_view(kind)
+    stamps = {name: [file_stamp(file) for file in files] for name, files in by_split.items()}
+    if builder == "webdataset":
+        parts = {name: open_shards(files, columns, stamps[name], streaming) for name, files in by_split.items()}
+        return rows_of_splits(parts, split, arguments.source)
+    for file in chain.from_iterable(by_split.values()) if builder == "parquet" else ():
+        if "split" in pyarrow.parquet.read_schema(file).names:
+            _require_one_split(pyarrow.parquet.read_table(file, columns=["split"])["split"], file)
+    # `datasets` takes file names for patterns, and a file of the same name and time for the one whose rows it has kept:
+    # any setting is in their key
+    patterns = {name: [glob.escape(file) for file in files] for name, files in by_split.items()}
+    stamp = value_digest(stamps)
+    return datasets.load_dataset(builder, data_files=patterns, description=stamp, split=split, streaming=streaming)
 
 
 def builder_of(folder: str, image_column: str) -> str | None:
@@ -221,7 +152,7 @@ def has_split(arguments: DataArguments, split: str) -> bool:
     if is_world(source):
         return True
     if not is_here(source):
-        with reading(arguments):
+        with reading(arguments.source):
             return split in datasets.get_dataset_split_names(source)
     whole = replace(arguments, skip=None, num_samples=None)
     try:
@@ -240,7 +171,7 @@ def common_rows(arguments: DataArguments, other_split: str) -> int:
     source, splits = arguments.source, (arguments.split, other_split)
     is_whole, split_of = is_read_whole(source) or (Path(source) / "state.json").is_file(), {}
     if is_table(source):  # in which val is validation
-        with reading(arguments):
+        with reading(arguments.source):
             columns = read_tables(matching(source))
             is_whole = rows_by_split(datasets.Dataset.from_dict(columns), columns, source) is None
         split_of = SPLIT_OF_NAME
@@ -263,8 +194,8 @@ def _require_one_split(column: pyarrow.ChunkedArray, source: str) -> None:
     names = {str(name).strip().lower() for name in column.unique().to_pylist()}
     if len(names) > 1 and names <= SPLIT_OF_NAME.keys():
         raise ValueError(
-            f"{source} has rows of several splits in its column split ({', '.join(sorted(names))}), which is read in "
-            "tables (.csv, .json, .jsonl) alone: write the rows of each split into files of their own, such as "
+            f"{source} has rows of several splits in its column split ({', '.join(sorted(names))}), which only tables "
+            "(.csv, .json, .jsonl) support: write the rows of each split into separate files, such as "
             "train.parquet and test.parquet in one folder"
         )
 
@@ -275,15 +206,15 @@ def _files_of_folder(arguments: DataArguments, builder: str) -> dict[str, list[s
     folder, names = os.path.abspath(arguments.source), split_names(arguments.split)
     paths = sorted(files_in(folder))
     files = [path for path in paths if BUILDERS.get(suffix_of(path)) == builder and not is_cache(path)]
-    by_split = _of_readme(folder) or _by_name(files) or {"train": files}
+    by_split = splits_in_readme(folder) or _by_name(files) or {"train": files}
     warn_of_unread(folder, sorted(set(paths) - {"README.md", *chain.from_iterable(by_split.values())}))
     _require_splits(arguments.source, arguments.split, names, by_split)
     for name, other in ((name, other) for name in names for other in by_split if other != name):
         both = set(by_split[name]).intersection(by_split[other])
         if both:
             raise ValueError(
-                f"by its name, {os.path.join(folder, min(both))} is in the split {name} and in the split {other} of "
-                f"{arguments.source}: rename it, so that nothing is trained on what is tested"
+                f"{os.path.join(folder, min(both))} is in both splits {name} and {other} of {arguments.source} by its "
+                "name: rename it, so that no test data are trained on"
             )
     return {name: [os.path.join(folder, path) for path in by_split[name]] for name in names}
 
@@ -293,7 +224,7 @@ def is_cache(path: str) -> bool:
     return os.path.basename(path).startswith("cache-") and path.endswith(".arrow")
 
 
-def _of_readme(folder: str) -> dict[str, list[str]] | None:
+def splits_in_readme(folder: str) -> dict[str, list[str]] | None:
     """The paths of each split of the default configuration, as a dataset on the Hub describes it."""
     if not os.path.isfile(os.path.join(folder, "README.md")):
         return None
@@ -301,7 +232,7 @@ def _of_readme(folder: str) -> dict[str, list[str]] | None:
     name = configs.get_default_config_name()
     if configs and name is None:
         raise ValueError(
-            f"{folder}/README.md describes the datasets {', '.join(configs)}: name the files of one by a pattern"
+            f"{folder}/README.md has several configurations, {', '.join(configs)}: name the files of one by a pattern"
         )
     if name is None or "data_files" not in configs[name]:
         return None
@@ -330,13 +261,3 @@ def _by_name(paths: Sequence[str]) -> dict[str, list[str]]:
 
 def _splits_in(name: str) -> set[str]:
     return {SPLIT_OF_NAME[word] for word in re.split("[^a-z]+", name.lower()) if word in SPLIT_OF_NAME}
-
-
-def _open_saved(arguments: DataArguments) -> datasets.Dataset:
-    """A dataset of `save_to_disk`, which may know its split, or several by split."""
-    rows = datasets.load_from_disk(arguments.source)
-    parts = rows if isinstance(rows, dict) else {str(rows.split or split_names(arguments.split)[0]): rows}
-    rows = rows_of_splits(parts, arguments.split, arguments.source)
-    if "split" in rows.column_names:
-        _require_one_split(rows.data.column("split"), arguments.source)
-    return rows

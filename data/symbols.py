@@ -334,6 +334,7 @@ SYMBOLS = World(
     vocabulary=3000,
     caption_styles=CAPTION_STYLES,
     subjects=_scenes,
+    examples=("a picture of a snowman", "a picture of a cloud"),
 )
 # Worlds of pictures with one symbol each, and with two
 ONE, TWO = (replace(SYMBOLS, subjects=partial(_scenes, two=two)) for two in (False, True))

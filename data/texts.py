@@ -9,10 +9,12 @@ import tokenize
 import unicodedata
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from clip_moe.data.sources import Rows
 from clip_moe.engine.messages import join_names, shortened
+
+if TYPE_CHECKING:
+    from clip_moe.data.columns import Rows
 
 # Words for a missing caption, as pandas reads a table
 MISSING = {"NA", "N/A", "n/a", "NULL", "null", "None", "NaN", "nan", "-nan", "-NaN", "<NA>", "#N/A", "#NA"}
@@ -40,7 +42,7 @@ def present_texts(captions: Any) -> list[str]:
         elif isinstance(content, list) and any(isinstance(item, dict | list) for item in content):
             problem = f"a list of objects or lists: {shortened(caption)}"
         elif not isinstance(caption, str | None) and caption == caption:  # NaN is missing
-            problem = f"no text but {shortened(caption)}"
+            problem = f"not text: {shortened(caption)}"
         if problem:
             raise ValueError(f"its caption is {problem}")
     return present_captions(captions)
@@ -51,7 +53,7 @@ def first_caption(captions: str | Sequence[str | None]) -> str:
     return present_captions(captions)[0]
 
 
-def all_captions(rows: Rows) -> Iterator[str]:
+def all_captions(rows: "Rows") -> Iterator[str]:
     """All captions of rows but those that are missing."""
     for batch in rows.select_columns("caption").iter(100):
         for captions in batch["caption"]:
@@ -81,7 +83,7 @@ def structure(value: Any) -> dict[str, Any] | list[Any] | None:
     if not isinstance(value, str) or not re.match(r"\s*[\[{]", value):
         return value if isinstance(value, dict | list) else None
     for parse in (json.loads, _flat_list, ast.literal_eval):
-        # What a parser does not understand ends in many ways
+        # Parsers fail in many ways
         with suppress(ValueError, SyntaxError, RecursionError, MemoryError, TypeError, tokenize.TokenError):
             content = parse(value.strip())
             if content is not None:

@@ -1,16 +1,15 @@
 """A world: captioned pictures that are drawn, so that nothing needs a download."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import PackageNotFoundError, distribution
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from datasets import Dataset, Features, Image, List, Value, concatenate_datasets
 
 from clip_moe.data.drawing import png
+from clip_moe.engine.provenance import installed_versions
 
 if TYPE_CHECKING:
     from transformers import CLIPImageProcessorPil, CLIPTokenizer
@@ -39,7 +38,7 @@ def each_in_turn(kinds: Sequence[Any], split: str, seed: int) -> Subjects:
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """Captioned pictures of kinds, which `data.source` names: one of `data.worlds.WORLDS`, or `package.module:OBJECT`.
+    """Captioned pictures of kinds, as `data.source`: one of `clip_moe.data.worlds.WORLDS`, or `package.module:OBJECT`.
 
     Args:
         name: the pictures' name in errors and titles, such as "icons".
@@ -56,6 +55,7 @@ class World:
         versions: package -> version, for installed packages that the pictures follow from.
         tested_as: what a test shows of each kind, for the title of a task.
         subjects: (kinds, split, seed) -> the subject of each row.
+        examples: two captions for a model's card, of a built-in world.
     """
 
     name: str
@@ -70,6 +70,7 @@ class World:
     versions: Callable[[], dict[str, str]] = dict
     tested_as: str = "with its caption"
     subjects: Callable[[Sequence[Any], str, int], Subjects] = each_in_turn
+    examples: Sequence[str] = ()
 
     def kinds(self, name: str) -> Sequence[Any]:
         """The kinds of a set. Raises a ValueError where there is none of this name."""
@@ -140,15 +141,6 @@ def build_image_processor(image_size: int) -> "CLIPImageProcessorPil":
         image_mean=[0.5, 0.5, 0.5],
         image_std=[0.5, 0.5, 0.5],
     )
-
-
-def installed_versions(packages: Iterable[str]) -> dict[str, str]:
-    """The versions of the packages that are installed, of those that a world is drawn from."""
-    versions = {}
-    for package in packages:
-        with suppress(PackageNotFoundError):
-            versions[package] = distribution(package).version
-    return versions
 
 
 def require_packages(world: str, packages: Iterable[str], way_out: str) -> None:

@@ -30,7 +30,7 @@ def world(source: str) -> "World":
 
     named = import_object(WORLDS.get(source, source), "world")
     if not isinstance(named, World):
-        raise ValueError(f"{source!r} is no world: it must be an object of the class clip_moe.data.world.World")
+        raise ValueError(f"{source!r} is not a clip_moe.data.world.World")
     return named
 
 

@@ -38,8 +38,8 @@ class Context:
     alone: bool = False
     rehearses: bool = False
     # Bytes of samples that the running stage holds in memory, by kind
-    held: dict[str, int] = field(default_factory=dict)
-    # See `kept`: kind -> key and thing
+    sample_bytes: dict[str, int] = field(default_factory=dict)
+    # See `kept`: kind -> key and object
     _last: dict[str, tuple[str, Any]] = field(default_factory=dict)
     # Identities of the data of the stage that runs: data may change between two stages
     _identities: dict[str, dict[str, Any] | None] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class Context:
         return str(self.output_dir / reference) if reference in self.stages else reference
 
     def is_there(self, reference: str) -> bool:
-        """Whether what a setting names is no stage, or one that has finished."""
+        """True unless `reference` is an unfinished stage."""
         return reference not in self.stages or (self.output_dir / reference / MANIFEST).is_file()
 
     def resolve(self, source: Source) -> Source:
@@ -70,8 +70,8 @@ class Context:
         self._identities.clear()
 
     def kept(self, kind: str, key: str, make: Callable[[], Any]) -> Any:
-        """The last thing of a kind, or a new one where that had another key: most stages of a recipe use the same.
-        Every process has to ask."""
+        """Cached object of this kind if its key matches, else a new one from `make`: most stages of a recipe use the
+        same. Every process has to ask."""
         if kind not in self._last or self._last[kind][0] != key:
             self._last.pop(kind, None)  # before there are two in memory
             with self.main_process_first():
@@ -106,8 +106,8 @@ def require_no_accumulation(plugin: DeepSpeedPlugin | None) -> None:
     steps = 1 if plugin is None else plugin.gradient_accumulation_steps
     if steps not in (1, "auto"):
         raise ValueError(
-            f"DeepSpeed's gradient_accumulation_steps is {steps}, by its configuration or "
-            "ACCELERATE_GRADIENT_ACCUMULATION_STEPS: set it to 1, and gradient_accumulation_steps in the recipe"
+            f"DeepSpeed's gradient_accumulation_steps is {steps} (from its configuration or "
+            "ACCELERATE_GRADIENT_ACCUMULATION_STEPS): set it to 1, and use gradient_accumulation_steps of the recipe"
         )
 
 
@@ -145,7 +145,7 @@ def make_accelerator(
     require_no_accumulation(accelerator.state.deepspeed_plugin)
     missing = sorted(set(trackers) - {"all", *map(str, accelerator.log_with)})
     if missing:
-        raise ValueError(f"trackers: {', '.join(missing)} cannot be imported; install it, or leave it out")
+        raise ValueError(f"trackers: cannot import {', '.join(missing)}; install it or remove it")
     # With ZeRO-3, transformers would split every model as it is built, also one that a single process builds
     unset_hf_deepspeed_config()
     return accelerator

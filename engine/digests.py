@@ -6,7 +6,6 @@ cache of `datasets`. Copies have other times, but the same digests.
 
 import hashlib
 import json
-import logging
 import os
 import sqlite3
 import time
@@ -17,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from clip_moe.engine.messages import warn_once
-
-logger = logging.getLogger(__name__)
 
 FILES_AT_ONCE = 1000
 # A file that is younger may change again without a change of its times, which have the resolution of the file system
@@ -93,5 +90,5 @@ class DigestCache:
                 connection.execute("CREATE TABLE IF NOT EXISTS digests (key TEXT PRIMARY KEY, stamp TEXT, digest TEXT)")
                 return list(command(connection))
         except (OSError, sqlite3.Error) as error:
-            warn_once(logger, f"digests of files cannot be kept in {self.path} ({error}): they are computed each time")
+            warn_once(f"cannot cache file digests in {self.path} ({error}): they are computed each time")
             return []

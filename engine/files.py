@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import json
-import logging
 import os
 import shutil
 import socket
@@ -16,9 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from clip_moe.engine.messages import in_one_line, warn_once
 
-logger = logging.getLogger(__name__)
-
-# What systems leave beside files, some with thumbnails: macOS, Python, NAS of Synology and QNAP, Windows, Linux
+# Files that systems leave behind, some with thumbnails: macOS, Python, NAS of Synology and QNAP, Windows, Linux
 LEFT_BEHIND = {
     *("__MACOSX", "__pycache__", "@eaDir", "@tmp", "#recycle", "#snapshot", "@Recycle", "@Recently-Snapshot"),
     *("$RECYCLE.BIN", "System Volume Information", "lost+found"),
@@ -173,7 +170,7 @@ def files_in(folder: str | Path, hidden: bool = False) -> Iterator[str]:
         links = []
         for place, folders, files in itertools.chain.from_iterable(os.walk(top, onerror=refuse) for top in waiting):
             if os.path.realpath(place) in seen:
-                warn_once(logger, f"{place} is a link to a folder that is read already: it is not read again")
+                warn_once(f"{place} links to a folder that was already read: skipped")
                 folders.clear()
                 continue
             seen.add(os.path.realpath(place))
@@ -195,23 +192,23 @@ def _reading(path: Path, form: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, RecursionError) as error:  # ValueError: also numbers of thousands of digits
-        raise ValueError(f"{path} is no {form}: {error}") from error
+        raise ValueError(f"{path} is not {form}: {error}") from error
 
 
 def read_text(path: Path) -> str:
-    with _reading(path, "text in UTF-8"):
+    with _reading(path, "UTF-8 text"):
         return path.read_text(encoding="utf-8-sig")
 
 
 def read_json(path: Path) -> Any:
     """The content of a file of JSON. Raises an OSError if it cannot be read, a ValueError if it is no JSON."""
-    with _reading(path, "JSON that can be read"):
+    with _reading(path, "valid JSON"):
         return json.loads(path.read_text(encoding="utf-8-sig"))
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
     """The lines of a `log.jsonl`, without one that is being written, or was at a kill."""
-    with _reading(path, "JSON in each line"):
+    with _reading(path, "valid JSON Lines"):
         return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
 
 
@@ -223,7 +220,7 @@ def read_record(path: Path, schema: Any = dict[str, Any]) -> Any:
         is_fault = isinstance(error, ValidationError)
         reason = in_one_line(error.errors()[:1]) if is_fault else str(error).removeprefix(f"{path} ")
         raise ValueError(
-            f"{path} is damaged ({reason}): delete {path.parent} to make it anew, or restore the file"
+            f"{path} is damaged ({reason}): restore the file, or delete {path.parent} to make it again"
         ) from error
 
 

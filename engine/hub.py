@@ -1,15 +1,12 @@
 """Names on the Hub: the commit of each that this process reads. Importing it imports nothing heavy."""
 
 import functools
-import logging
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 from clip_moe.engine.local_names import is_hub_name
 from clip_moe.engine.messages import one_line, warn_once
-
-logger = logging.getLogger(__name__)
 
 # (name, type) -> the commit that this process reads, and who named it
 _commits: dict[tuple[str, str], tuple[str, Literal["hub", "cache", "record"]]] = {}
@@ -33,7 +30,7 @@ def pin_commit(name: str, commit: str) -> None:
     """Pin a model to the commit that a record names. Raises a ValueError if this process reads another one already."""
     if _commits.setdefault((name, "model"), (commit, "record"))[0] != commit:
         raise ValueError(
-            f"{name} is needed at commit {commit}, but is read at {hub_commit(name)} here: run it by itself"
+            f"{name} is needed at commit {commit}, but this process reads it at {hub_commit(name)}: run it separately"
         )
 
 
@@ -74,7 +71,7 @@ def _find(name: str, repo_type: str) -> tuple[str, Literal["hub", "cache"]]:
             raise _reason(error, name, repo_type, api.endpoint) from error
         commit = Path(folder).name
         if not isinstance(error, OfflineModeIsEnabled):
-            warn_once(logger, f"{name} is read from the cache, commit {commit[:12]}: the Hub said {one_line(error)}")
+            warn_once(f"reading {name} from the cache, commit {commit[:12]}: the Hub said {one_line(error)}")
         return commit, "cache"
 
 

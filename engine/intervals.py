@@ -1,4 +1,4 @@
-"""How sure a difference between two models is."""
+"""Confidence intervals of scores and differences."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ import numpy as np
 from clip_moe.engine.result_schema import parts_of_mean
 
 LEVEL = 0.95
-# How far an interval reaches below and above what it is the interval of
+# Lower and upper half-widths of an interval
 Reach = tuple[float, float]
 
 
@@ -19,7 +19,7 @@ def share_reach(share: float, number: int) -> Reach:
 
     Args:
         share: from 0 to 1, a mean over the samples.
-        number: how many samples there are.
+        number: number of samples.
     """
     from scipy import stats
 
@@ -33,7 +33,7 @@ def mean_reach(reaches: Sequence[Reach], independent: bool = True) -> Reach:
 
     Args:
         independent: whether no two scores have samples in common. Else the mean of the reaches is the reach, which is
-            right if the scores rise and fall together, and wider than it need be otherwise.
+            right if the scores rise and fall together, and conservative otherwise.
     """
     below, above = np.linalg.norm(reaches, axis=0) / len(reaches) if independent else np.mean(reaches, axis=0)
     return float(below), float(above)
@@ -43,8 +43,8 @@ def difference_reach(share: float, other: float, number: int) -> Reach:
     """Newcombe's hybrid score interval of the difference between two models' shares of the same test samples, which
     has a width where shares are 0 or 1, too (Statistics in Medicine 17, 1998, pages 2635 to 2650, method 10).
 
-    Two models mostly fail at the same samples. How often they do is not known here and taken as by chance (the
-    method's phi is 0), so that the interval is wider than it need be.
+    Two models mostly fail on the same samples. How often is unknown here and assumed to be chance (the method's phi is
+    0), so the interval is conservative.
 
     Args:
         share, other, number: see `share_reach`.
@@ -55,13 +55,13 @@ def difference_reach(share: float, other: float, number: int) -> Reach:
 
 
 def score_reach(result: dict[str, Any], metric: str) -> Reach | None:
-    """How far a score's interval over test samples reaches; None: see `parts_of_mean`."""
+    """Half-widths of a score's interval over test samples; None: see `parts_of_mean`."""
     parts = parts_of_mean(result, metric)
     return parts and mean_reach([share_reach(share, number) for share, number in parts])
 
 
 def score_difference_reach(result: dict[str, Any], other: dict[str, Any], metric: str) -> Reach | None:
-    """How far the interval of the difference between two models' scores reaches; None: see `parts_of_mean`."""
+    """Half-widths of the interval of the difference between two models' scores; None: see `parts_of_mean`."""
     parts, others = parts_of_mean(result, metric), parts_of_mean(other, metric)
     if parts is None or others is None:
         return None

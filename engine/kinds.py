@@ -7,13 +7,13 @@ if TYPE_CHECKING:
     from clip_moe.engine.stage import Stage
 
 # Room -> its kinds, in the order of docs/settings.md
-ROOMS = {
+KINDS_OF_ROOM = {
     "conversion": "openai released_clip_moe export_clip_moe llava initialize long_context upcycle unify average dense",
     "data": "tokenizer",
     "training": "split captions embed cluster train train_experts train_data_expert train_router assemble",
     "evaluation": "evaluate answer analyze",
 }
-KINDS = {kind: room for room, kinds in ROOMS.items() for kind in kinds.split()}
+KINDS = {kind: room for room, kinds in KINDS_OF_ROOM.items() for kind in kinds.split()}
 # Former kinds -> the kind, or the class in a checkout, that has their settings
 FORMER = {
     **dict.fromkeys(("cluster_fine", "cluster_coarse", "select"), "cluster"),

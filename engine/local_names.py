@@ -4,7 +4,7 @@ import glob
 import os
 import re
 from collections.abc import Collection
-from pathlib import PureWindowsPath
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 from clip_moe.engine.messages import most_similar
@@ -28,6 +28,13 @@ def similar_path(name: str) -> str | None:
     folder, last = os.path.split(name)
     similar = most_similar(last, os.listdir(folder) if os.path.isdir(folder) else [], SLIP)
     return similar and os.path.join(folder, similar)
+
+
+def output_inside(output: Path, folder: str) -> str | None:
+    """The error text if `output` is inside `folder`, which is read; None if it is not."""
+    if not os.path.isdir(folder) or not output.resolve().is_relative_to(Path(folder).resolve()):
+        return None
+    return f"{output} is inside {folder}, whose files are all read: choose another output"
 
 
 def is_url(text: str) -> bool:

@@ -1,4 +1,4 @@
-"""Texts of somebody else in markdown."""
+"""Escape untrusted text for Markdown."""
 
 import re
 

@@ -6,21 +6,23 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+logger = logging.getLogger(__name__)
+
 NAMES_PER_ERROR = 8
 
 
 class Faults(ValueError):
-    """An error of several lines: one that counts what is wrong, then one for each thing."""
+    """A multi-line error: the number of faults, then one line each."""
 
 
 @functools.cache
-def warn_once(logger: logging.Logger, message: str) -> None:
-    """Log a warning once in a process, however often a run reads what it is about."""
+def warn_once(message: str) -> None:
+    """Log a warning once per process."""
     logger.warning(message)
 
 
 def one_line(text: object) -> str:
-    """A text of somebody else without line breaks. Characters that cannot be seen, or steer a terminal, are escaped."""
+    """Untrusted text on one line. Characters that cannot be seen, or control a terminal, are escaped."""
     letters = " ".join(str(text).split())
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in letters)
 
@@ -33,7 +35,7 @@ def join_names(names: Iterable[str]) -> str:
 
 
 def shortened(value: Any) -> str:
-    """A value for an error message, in at most 60 letters."""
+    """A value for an error message, in at most 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -50,7 +52,7 @@ def fault_text(fault: Mapping[str, Any]) -> str:
 
 
 def most_similar(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The known name that is most like an unknown one, which may be meant; None where none is like it."""
+    """The known name most similar to an unknown one; None if none is similar."""
     return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
 
 

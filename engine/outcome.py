@@ -15,7 +15,7 @@ DID_NOT_LEAVE_CHANCE, COLLAPSED, MEMORIZED = "did not leave chance", "collapsed"
 AT_CHANCE = 0.98
 # A run that was never below this share of chance has not left it
 LEFT_CHANCE = 0.9
-# Of the first gradient's norm: below it, no gradient is left
+# Fraction of the first gradient's norm below which no gradient is left
 VANISHED = 0.03
 # Fewer steps have no outcome: a tenth of them is too noisy
 LEAST_STEPS = 20
@@ -37,7 +37,7 @@ class Training(BaseModel):
     last: FiniteFloat
     # The last gradient's norm, as a share of the first one's; None: one overflowed, in half precision
     gradient: FiniteFloat | None
-    # Of held-out pairs, at their best temperature, in batches of that size; and chance for them
+    # Loss of held-out pairs at their best temperature, in batches of that size; and its chance level
     test: FiniteFloat | None = None
     test_chance: FiniteFloat | None = None
 

@@ -73,7 +73,7 @@ def import_object(spelling: str, kind: str) -> Any:
 
 
 def import_stage(spelling: str) -> type[Stage]:
-    """The class of a stage of one's own. Raises a ValueError if it would not do what it says."""
+    """The class of a stage of one's own. Raises ValueError if the class is not a valid stage."""
     stage = import_object(spelling, "stage")
     if problem := _problem_of_stage(stage):
         raise ValueError(f"the stage {spelling!r} {problem}")
@@ -83,7 +83,7 @@ def import_stage(spelling: str) -> type[Stage]:
 
 def _problem_of_stage(stage: Any) -> str | None:
     if not (isinstance(stage, type) and issubclass(stage, Stage)):
-        return "is none: its class must be a subclass of clip_moe.engine.stage.Stage"
+        return "is not a subclass of clip_moe.engine.stage.Stage"
     if not is_pydantic_dataclass(stage) or stage.__pydantic_config__ != STRICT:
         return "must be decorated with pydantic's @dataclass(config=STRICT), STRICT of clip_moe.engine.settings"
     if stage.run is Stage.run:
@@ -102,7 +102,7 @@ def _problem_of_stage(stage: Any) -> str | None:
 
 def _own_classes(stage: type[Stage]) -> list[type]:
     """The classes that a stage is made of, the most general first, without those of this package."""
-    return [parent for parent in reversed(stage.__mro__) if parent.__module__.split(".")[0] not in OURS]
+    return [parent for parent in reversed(stage.__mro__) if not _is_ours(parent.__module__)]
 
 
 def code_of_stage(stage: type[Stage]) -> dict[str, str]:
@@ -140,8 +140,7 @@ def imported_files(modules: Iterable[str]) -> dict[str, Path]:
     found, waiting = {}, list(modules := list(modules))
     while waiting:
         name = waiting.pop()
-        top = name.split(".")[0]
-        if not name or name in found or top in OURS or (top in LIBRARIES and name not in modules):
+        if not name or name in found or _is_ours(name) or (name.split(".")[0] in LIBRARIES and name not in modules):
             continue
         waiting.append(name.rpartition(".")[0])
         file = _file_of(name)
@@ -170,6 +169,14 @@ def _file_of(name: str) -> Path | None:
             return None
         spec = PathFinder.find_spec(".".join(parts[:number]), spec.submodule_search_locations)
     return Path(spec.origin).absolute() if spec is not None and spec.has_location else None
+
+
+def _is_ours(name: str) -> bool:
+    """Whether a module is of this repository or Python's own, and not the user's of the same name."""
+    if name.split(".")[0] not in OURS:
+        return False
+    file = _file_of(name)
+    return file is None or not _is_own(str(file))
 
 
 def _imports(name: str, path: Path) -> Iterator[str]:
@@ -266,7 +273,7 @@ def reached_code(elsewhere: Collection[str] = ()) -> dict[str, str]:
             if os.stat(path).st_ctime > _opened[path]:
                 if _opened[path] < _since:  # by an earlier stage of this process
                     continue
-                raise ValueError(f"{path} changed after it was read: run it again")
+                raise ValueError(f"{path} changed after it was read: run again")
             files[_key(path, _places)] = file_digest(path)
     return files
 

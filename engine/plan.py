@@ -1,20 +1,40 @@
-"""A recipe before it runs: its faults, as far as settings and local folders tell, and `--plan`. `engine.rehearsal`
-finds the faults that need data or models."""
+"""A recipe before it runs: which stages will, its faults as far as settings and local folders tell, and `--plan`.
+`clip_moe.engine.rehearsal` finds the faults that need data or models."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
-from clip_moe.engine.kinds import KINDS, stage_of_kind
-from clip_moe.engine.local_names import is_hub_name
+from clip_moe.engine.kinds import FORMER, KINDS, stage_of_kind
+from clip_moe.engine.local_names import is_hub_name, output_inside
 from clip_moe.engine.messages import most_similar, suggestion
 from clip_moe.engine.program import num_processes
-from clip_moe.engine.provenance import CHECKPOINTS, MANIFEST, Record, has_work
+from clip_moe.engine.provenance import CHECKPOINTS, MANIFEST, Record, goes_on
 from clip_moe.engine.recipe import Recipe, RecipeError
 from clip_moe.engine.settings import Settings, Source
 from clip_moe.engine.stage import Reference, Stage, each_setting, kinds, references
 
 # Files that mark a folder as a model or a sentence encoder
 MODEL_FILES = ("config.json", "modules.json")
+
+
+def wanted_stages(recipe: Recipe, only: Iterable[str] | None, experts: Iterable[int] | None) -> list[Stage]:
+    """The stages to run, in their order; see `run_recipe`."""
+    stages = {stage.name: stage for stage in recipe.stages}
+    numbers = {name: stage.expert_number for name, stage in stages.items() if stage.expert_number is not None}
+    for kind, given, known in (("stage", only, stages), ("expert", experts, {*numbers.values()})):
+        if unknown := sorted({*(given or ())} - {*known}):
+            unknown, known = ", ".join(map(str, unknown)), ", ".join(map(str, known)) or "none"
+            raise ValueError(f"the recipe has no {kind} {unknown}; it has {known}")
+    wanted = {*stages}
+    if experts is not None:
+        chosen = [name for name, number in numbers.items() if number in experts]
+        wanted, waiting = set(), list(chosen)
+        while waiting:  # all that these need, but other experts
+            name = waiting.pop()
+            if name in stages and name not in wanted and (name in chosen or name not in numbers):
+                wanted.add(name)
+                waiting += [reference.value for reference in references(stages[name])]
+    return [stage for stage in recipe.stages if stage.name in wanted and (only is None or stage.name in only)]
 
 
 def require_sound(recipe: Recipe, stages: Collection[Stage]) -> None:
@@ -30,7 +50,10 @@ def require_sound(recipe: Recipe, stages: Collection[Stage]) -> None:
         if stage.name in done:
             continue
         for reference in references(stage):
-            faults.append((stage, reference.setting, _fault_of_reference(stage.name, reference, kinds_of, there)))
+            fault = _fault_of_reference(stage.name, reference, kinds_of, there)
+            if fault is None and reference.value not in kinds_of and "model" in reference.reads.kinds:
+                fault = output_inside(output_dir / stage.name, reference.value)
+            faults.append((stage, reference.setting, fault))
         for setting, value in each_setting(stage):
             if isinstance(value, Settings) and not (isinstance(value, Source) and value.source in kinds_of):
                 own = value.faults(output_dir)
@@ -55,7 +78,7 @@ def _fault_of_reference(
     """
     value, reads, names = reference.value, reference.reads, [*kinds_of]
     if reference.is_drawn:
-        return f"{value} is built in: name the stage otherwise" if value in kinds_of else None
+        return f"{value} is built in: rename the stage" if value in kinds_of else None
     is_model = "model" in reads.kinds
     if value in kinds_of:
         if not set(kinds_of[value]) & set(reads.kinds):
@@ -75,6 +98,8 @@ def _fault_of_reference(
     if not (folder / MANIFEST).is_file():
         return f"{value} is the folder of neither a model nor a stage: it has no config.json and no {MANIFEST}"
     kind = Record.read(folder).stage.get("stage")
+    if kind in FORMER:
+        return f"{value} was made by a stage of the former kind {kind}: make it again with {FORMER[kind]}"
     if kind in KINDS and not set(kinds(stage_of_kind(kind))) & set(reads.kinds):
         return f"{value} is the folder of a stage of type {kind}, not {reads}"
     return None
@@ -99,7 +124,7 @@ def state(stage: Stage, output_dir: Path) -> str:
     steps = [path.name for path in (partial / CHECKPOINTS).glob("step-*") if path.suffix != ".partial"]
     if steps:
         return f"goes on from step {int(max(steps).removeprefix('step-'))}"
-    return "goes on" if has_work(partial) and not stage.main_process_only else "to do"
+    return "goes on" if goes_on(stage, partial) else "to do"
 
 
 def aligned(table: list[list[str]], left: int) -> list[str]:

@@ -1,6 +1,7 @@
-"""A program of this project: its processes, its memory, and its end, with a result or with one line of error."""
+"""Process helpers: rank, memory, signals, one-line errors."""
 
 import contextlib
+import io
 import logging
 import os
 import signal
@@ -73,8 +74,9 @@ def one_line_errors() -> Iterator[None]:
         except (ValueError, OSError, FloatingPointError) as error:
             sys.exit(f"error: {one_line(error)}")
         except Exception as error:
-            # Whose errors about a file or a configuration are neither an OSError nor a ValueError
-            if type(error).__module__.startswith(("safetensors", "huggingface_hub")):
+            # Whose errors about a file, a configuration or memory are neither an OSError nor a ValueError
+            is_users = type(error).__module__.startswith(("safetensors", "huggingface_hub"))
+            if is_users or type(error).__name__ == "OutOfMemoryError":
                 sys.exit(f"error: {type(error).__name__}: {one_line(error)}")
             raise
 
@@ -94,6 +96,9 @@ def sigterm_raises() -> Iterator[None]:
 
 def _quiet_output() -> None:
     """No library draws a bar where stderr is no terminal. Of several processes, the first alone warns."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # what the encoding of a terminal lacks ends nothing
     if not is_first_process():
         logging.disable(logging.WARNING)
         warnings.simplefilter("ignore")

@@ -12,14 +12,17 @@ from contextlib import suppress
 from fnmatch import fnmatch
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 from clip_moe.engine.digests import file_digest, file_digests, value_digest
-from clip_moe.engine.files import files_in, read_record, write_text
+from clip_moe.engine.files import files_in, read_record, refuse_to_overwrite, write_text
 from clip_moe.engine.hub import hub_commit
 from clip_moe.engine.outcome import Training
+
+if TYPE_CHECKING:
+    from clip_moe.engine.stage import Stage
 
 # In the folder of a stage, and of a run
 MANIFEST, RECIPE = "manifest.json", "recipe.yaml"
@@ -61,18 +64,19 @@ class Record(BaseModel):
     model_config = ConfigDict(strict=True, validate_assignment=True, defer_build=True)
 
     format: Literal[1] = 1
-    # What made it: settings that change what is computed, hashes of a user's own modules, inputs with digests, data
+    # Origin: settings that change what is computed, hashes of a user's own modules, inputs with digests, data
     stage: dict[str, Any]
     seed: int = 0
     mixed_precision: str = "no"
     code: dict[str, str] = Field(default_factory=dict)
-    # What these reached while they ran: other modules, and files beside them
+    # Other modules that these imported while they ran, and files beside them
     reached: dict[str, str] = Field(default_factory=dict)
     inputs: dict[str, str] = Field(default_factory=dict)
-    # See `data.identity.identity`
+    # See `clip_moe.data.identity.identity`
     data: dict[str, Any] | None = None
-    # What came out: the digest of a model, how many pairs a stage trained on, and which share of them had another one
-    # with an equal text or image in its batch, or would have had in `shuffled` ones
+    # The models among the inputs, as settings name them
+    models: list[str] = Field(default_factory=list)
+    # Outcome: the digest of a model, the number of pairs trained on, and the fractions of `Trained.duplicates`
     weights: str | None = None
     pairs: int | None = None
     duplicates: dict[Literal["shuffled", "left"], FiniteFloat] | None = None
@@ -80,7 +84,7 @@ class Record(BaseModel):
     training: Training | None = None
     # Settings that a stage of a user's own adds to those of its kind
     own_settings: list[str] = Field(default_factory=list)
-    # What in the recipe is a path on the machine that ran it
+    # Paths in the recipe on the machine that ran it
     local: list[str] = Field(default_factory=list)
     attempts: list[Attempt] = Field(default_factory=list)
 
@@ -95,7 +99,8 @@ class Record(BaseModel):
     @property
     def digest(self) -> str:
         """Hash of the record, without machine, time and losses; later stages store it."""
-        return value_digest(self.model_dump(mode="json", exclude={"attempts", "local", "own_settings", "training"}))
+        incidental = {"attempts", "local", "models", "own_settings", "training"}
+        return value_digest(self.model_dump(mode="json", exclude=incidental))
 
     def is_of(self, folder: Path) -> bool:
         """Whether the model in a folder is what the stage wrote, as far as the record tells."""
@@ -109,10 +114,10 @@ class Record(BaseModel):
         differing = "; ".join(f"{key}: {_shown(old)} -> {_shown(new)}" for key, (old, new) in differences.items())
         kinds = {key.split(".")[0] for key in differences}
         kind = "data" if kinds == {"data"} else "code" if kinds <= {"code", "reached"} else "settings"
-        is_commit = any(re.search(f"{COMMIT}$", str(new)) for _, new in differences.values())
-        offline = ", or set HF_HUB_OFFLINE=1 to go on with the commit that was downloaded before" if is_commit else ""
+        is_commit = any(re.search(f"(^|@){COMMIT}$", str(new)) for _, new in differences.values())
+        offline = ", or set HF_HUB_OFFLINE=1 to continue with the commit downloaded before" if is_commit else ""
         raise ValueError(
-            f"{folder} was made with other {kind} ({differing}). Delete it to make it anew, or choose another output "
+            f"{folder} was made with other {kind} ({differing}). Delete it to make it again, or choose another output "
             f"folder{offline}"
         )
 
@@ -131,16 +136,12 @@ class Record(BaseModel):
         return {key: (before.get(key), after.get(key)) for key in keys}
 
 
-def model_references(stage: Mapping[str, Any]) -> list[str]:
-    """The models that a stage starts from, as its settings name them."""
-    lists = [stage[key] for key in ("models", "experts") if isinstance(stage.get(key), list)]
-    return [name for part in [[stage.get("model")], *lists] for name in part if isinstance(name, str)]
-
-
-def stage_folder(folder: Path, reference: str) -> Path:
-    """The folder that a stage names: of a stage beside it, or a path."""
-    beside = folder.parent / reference
-    return beside if (beside / MANIFEST).is_file() else Path(reference).absolute()
+def stage_folder(folder: Path, reference: str, digest: str) -> Path:
+    """The folder that a stage read: `reference` names a stage beside it, or a path. If both exist, it is the one whose
+    record has this digest."""
+    places = folder.parent / reference, Path(reference).absolute()
+    stages = [place for place in places if (place / MANIFEST).is_file()]
+    return next((place for place in stages if Record.read(place).digest == digest), (*stages, places[1])[0])
 
 
 def trainings(folder: Path) -> dict[Path, Training]:
@@ -151,16 +152,38 @@ def trainings(folder: Path) -> dict[Path, Training]:
     record = Record.read(folder)
     if record.training is not None or (folder / LOG).is_file():
         return {folder: record.training} if record.training else {}
-    folders = [stage_folder(folder, reference) for reference in model_references(record.stage)]
-    return {stage: training for origin in folders for stage, training in trainings(origin).items()}
+    found = {}
+    for reference in record.models:
+        origin = stage_folder(folder, reference, digest := record.inputs.get(reference, ""))
+        if (origin / MANIFEST).is_file() and Record.read(origin).digest == digest:
+            found |= trainings(origin)
+    return found
 
 
-def has_work(partial: Path) -> bool:
-    """Whether an unfinished stage left work to resume. Its manifest, its log and a best model without a checkpoint do
-    not count."""
+def goes_on(stage: "Stage", partial: Path) -> bool:
+    """Whether an unfinished stage resumes. A stage of the main process alone starts over, and so does one that left
+    only its manifest, its log or a best model without a checkpoint."""
     paths = [*partial.glob("*"), *partial.glob(f"{CHECKPOINTS}/step-*")]
     no_work = (MANIFEST, LOG, CHECKPOINTS)
-    return any(path.name not in no_work and path.suffix not in (".partial", ".tmp") for path in paths)
+    has_work = any(path.name not in no_work and path.suffix not in (".partial", ".tmp") for path in paths)
+    return has_work and not stage.main_process_only
+
+
+def record_before(stage: "Stage", final: Path, partial: Path) -> Record | None:
+    """The record of a stage that finished or that resumes; None: it starts over.
+
+    Raises:
+        ValueError: the folder, or the one in which the stage works, holds something else.
+    """
+    if (final / MANIFEST).is_file():
+        return Record.read(final)
+    refuse_to_overwrite(final)
+    if goes_on(stage, partial):
+        return Record.read(partial)
+    is_own = (partial / MANIFEST).is_file() and Record.read(partial).stage.get("name") == stage.name
+    if partial.is_symlink() or (partial.exists() and not is_own and any(partial.iterdir())):
+        raise ValueError(f"{partial}, the working folder of this stage, holds something else: move it away")
+    return None
 
 
 def flatten(settings: dict, prefix: str = "") -> dict[str, Any]:
@@ -228,8 +251,8 @@ def input_fingerprint(model: str | Path) -> str:
     record = Record.read(folder)
     if not record.is_of(folder):
         raise ValueError(
-            f"the model in {folder} was changed after its stage had finished: delete the folder to make it anew, or "
-            f"copy it elsewhere without {MANIFEST} and name that folder"
+            f"the model in {folder} was changed after its stage finished: delete the folder to make it again, or "
+            f"copy it elsewhere without {MANIFEST} and use the copy"
         )
     return record.digest
 
@@ -242,6 +265,15 @@ def device_name(device: Any) -> str:
     return name_of(device) if name_of else f"{device.type} ({platform.machine()})"
 
 
+def installed_versions(packages: Iterable[str]) -> dict[str, str]:
+    """The versions of those packages that are installed."""
+    versions = {}
+    for package in packages:
+        with suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    return versions
+
+
 def environment() -> dict:
     """The commit of this checkout, or the tag of this release, and the versions of what numbers depend on."""
     root, commit = Path(__file__).resolve().parents[1], None
@@ -251,15 +283,12 @@ def environment() -> dict:
             commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
         else:
             commit = f"v{version('clip-moe')}"
-    versions = {"python": platform.python_version()}
-    for name in NUMBERS_DEPEND_ON:
-        with suppress(PackageNotFoundError):
-            versions[name] = version(name)
+    versions = {"python": platform.python_version()} | installed_versions(NUMBERS_DEPEND_ON)
     return {"commit": commit, "versions": versions}
 
 
-def duplicates_line(shares: Mapping[str, float] | None, setting: str, what: str = "text or image") -> str:
-    """A sentence about pairs with the same text or image; `what` of these was compared.
+def duplicates_line(shares: Mapping[str, float] | None, setting: str, noun: str = "text or image") -> str:
+    """A sentence about pairs with the same text or image; `noun` names the one that was compared.
 
     Args:
         shares: see `Record.duplicates`; None for a stream, whose pairs are not counted.
@@ -267,10 +296,10 @@ def duplicates_line(shares: Mapping[str, float] | None, setting: str, what: str 
     """
     met = "negatives of each other" if setting == "negative" else "positives of each other"
     if shares is None:
-        return f"a stream: pairs of a batch with the same {what} are {met}"
+        return f"a stream: pairs of a batch with the same {noun} are {met}"
     shuffled, left = shares["shuffled"], shares["left"]
     if not shuffled and not left:
-        return f"no two pairs of a batch have the same {what}"
+        return f"no two pairs of a batch have the same {noun}"
     if left < shuffled:  # equal where a sampler ignores them
         met = "kept apart" + f" but for {left:.1%}, {met}" * (left > 0)
-    return f"in shuffled batches, {shuffled:.1%} of the pairs share a {what}: {met}"
+    return f"in shuffled batches, {shuffled:.1%} of the pairs share a {noun}: {met}"

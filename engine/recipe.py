@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     ConfigDict,
     Field,
@@ -26,13 +27,13 @@ from pydantic.dataclasses import dataclass
 from typing_extensions import TypedDict
 
 from clip_moe.engine.files import read_text
+from clip_moe.engine.flags import find_setting, settings_within
 from clip_moe.engine.kinds import FORMER, KINDS, stage_of_kind
 from clip_moe.engine.messages import Faults, did_you_mean, fault_text, one_line, suggestion
 from clip_moe.engine.own_modules import import_stage
 from clip_moe.engine.provenance import LOGS
-from clip_moe.engine.setting_help import settings_within, spelled
-from clip_moe.engine.settings import STRICT, Settings, refuse
-from clip_moe.engine.stage import Stage, each_setting, kinds, references
+from clip_moe.engine.settings import GENERAL_KINDS, STRICT, Settings, refuse
+from clip_moe.engine.stage import Stage, each_setting, kinds
 from clip_moe.engine.yaml_files import read_yaml
 
 
@@ -49,9 +50,9 @@ class RecipeError(Faults):
     def of(cls, recipe: str | Path, faults: Iterable[str]) -> "RecipeError":
         settings: dict[str, list[str]] = {}
         for fault in dict.fromkeys(faults):
-            setting, _, what = one_line(fault).partition(": ")
-            settings.setdefault(what, []).append(setting)
-        lines = [f"{', '.join(alike)}: {what}" for what, alike in settings.items()]
+            setting, _, message = one_line(fault).partition(": ")
+            settings.setdefault(message, []).append(setting)
+        lines = [f"{', '.join(alike)}: {message}" for message, alike in settings.items()]
         several = "\n  ".join([f"{recipe} has {len(lines)} faults:", *lines])
         return cls(several if len(lines) > 1 else f"{recipe} has a fault: {lines[0]}")
 
@@ -62,7 +63,7 @@ def stage_class(stage: str) -> type[Stage]:
         return import_stage(stage)
     if stage not in KINDS:
         hint = f"did you mean {FORMER[stage]!r}?" if stage in FORMER else suggestion(stage, KINDS)
-        raise ValueError(f"there is no kind of stage {stage!r}: {hint}")
+        raise ValueError(f"unknown kind of stage {stage!r}: {hint}")
     return stage_of_kind(stage)
 
 
@@ -79,14 +80,23 @@ MixedPrecision = Annotated[
 ]
 
 
+def require_folder(name: Any) -> Any:
+    """Refuses an empty name, which `Path` reads as the current folder, and one that begins with ~."""
+    refuse(
+        (not str(name).strip(), "the folder's name is empty"),
+        (str(name).startswith("~"), f"{name}: only a shell expands ~: write the full path"),
+    )
+    return name
+
+
 @dataclass(config=STRICT, kw_only=True)
 class RunSettings:
     """Settings of a run, of a recipe or of one stage."""
 
     # Seed of all that is random, unless a stage has its own.
     seed: int = Field(default=0, ge=0, lt=2**32)
-    # "no" is float32. None: what `accelerate launch` or its configuration says; where that is "no", bf16 on GPUs that
-    # compute in it.
+    # "no" is float32. None: the setting of `accelerate launch` or its configuration; if that is "no", bf16 on GPUs that
+    # support it.
     mixed_precision: MixedPrecision = None
     # Any of Accelerate's trackers: tensorboard, wandb, ...
     trackers: list[str] = Field(default_factory=list)
@@ -96,13 +106,13 @@ class RunSettings:
 class Recipe(RunSettings):
     """A run: its stages, in order."""
 
-    # The folder in which each stage has a folder.
-    output_dir: str = Field(min_length=1)
+    # Folder for the stages' folders.
+    output_dir: Annotated[str, AfterValidator(require_folder)]
     # Stages of any kind, or classes of your own: `package.module:Class`.
     stages: list[Annotated[SkipValidation[Stage], BeforeValidator(read_stage)]]
-    # Stage -> hub repository that its model is uploaded to once all stages are done.
+    # Stage -> Hub repository to upload its model to, once all stages are done.
     push_to_hub: dict[str, str] = Field(default_factory=dict)
-    # What errors call it: the file that it was read from
+    # Name in errors: the file it was read from
     title: ClassVar[str] = "the recipe"
 
     @property
@@ -119,9 +129,9 @@ class Recipe(RunSettings):
                 (names.count(name) > 1, f"the stage name {name!r} is used twice"),
                 (
                     name.endswith(".partial"),
-                    f"{name!r} cannot name a stage: .partial ends that of an unfinished one",
+                    f"{name!r} cannot name a stage: .partial marks an unfinished one",
                 ),
-                (name in [*_recipe_keys(), LOGS], f"{name!r} cannot name a stage: it is a key of recipes, or a folder"),
+                (name in [*_recipe_keys(), LOGS], f"{name!r} cannot name a stage: recipes use it as a key or a folder"),
             )
         return stages
 
@@ -138,7 +148,7 @@ class Recipe(RunSettings):
         models = {stage.name for stage in self.stages if "model" in kinds(type(stage))}
         unknown = sorted(set(self.push_to_hub) - models)
         if unknown:
-            raise ValueError(f"push_to_hub: no stage of the recipe makes a model {', '.join(unknown)}")
+            raise ValueError(f"push_to_hub: {', '.join(unknown)}: no stage of this name makes a model")
         return self
 
 
@@ -182,11 +192,18 @@ def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
     written = validated(RecipeFile, read_yaml(text, str(path)), path)
     for key, value in (overrides or {}).items():
         name = _spelled(written, key)
-        if name in changes:
-            raise ValueError(f"--{key} is given twice, with - and with _")
+        refuse(
+            (name in changes, f"--{key} is given twice, once with - and once with _"),
+            (
+                any(other.startswith(f"{name}.") for other in changes),
+                f"--{key}: given both whole and in parts",
+            ),
+        )
         changes[name] = value
     raw = read_yaml(text, str(path), changes)
     inputs = raw.pop("inputs", None) or {}
+    if names := sorted({*inputs} & {*_recipe_keys(), *(stage["name"] for stage in raw["stages"])}):
+        raise ValueError(f"{path}: the input {names[0]} has the name of a recipe key or a stage: rename it")
     for key, value in changes.items():
         if key not in inputs:
             _override(raw, key, value)
@@ -197,12 +214,12 @@ def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
             cls = stage_class(settings["stage"])
         except ValueError as error:
             raise RecipeError.of(path, [f"{settings['name']}.stage: {error}"]) from error
-        keys = dict.fromkeys([*(kind for kind in kinds(cls) if kind != "model"), settings["stage"]])
+        keys = dict.fromkeys([*(kind for kind in kinds(cls) if kind not in GENERAL_KINDS), settings["stage"]])
         used |= set(keys)
         parts = [defaults.get(key, {}) for key in keys] + [settings]
         raw["stages"][number] = functools.reduce(_merge, parts, {})
     if unused := sorted(set(defaults) - used):
-        faults = [f"defaults.{key}: no stage uses them: {suggestion(key, used)}" for key in unused]
+        faults = [f"defaults.{key}: no stage uses it: {suggestion(key, used)}" for key in unused]
         raise RecipeError.of(path, faults)
     recipe = validated(Recipe, raw, path)
     recipe.title = str(path)
@@ -231,7 +248,8 @@ def _fault(error: dict[str, Any], kind: type, settings: Any) -> str:
         for part in place[:-1]:
             if part in kind.__pydantic_fields__:
                 kind = settings_within(kind.__pydantic_fields__[part].annotation)
-        message = f"there is no such key: {suggestion(place[-1], kind.__pydantic_fields__)}"
+        message = f"unknown key: {suggestion(place[-1], kind.__pydantic_fields__)}"
+    place = [key for key in place if key != "[key]"]  # of a dictionary
     return f"{'.'.join(map(str, place)) or 'recipe'}: {message}"
 
 
@@ -247,7 +265,7 @@ def _spelled(raw: dict[str, Any], key: str) -> str:
     classes = []
     with suppress(ValueError):  # `load_recipe` reports an unknown kind
         classes += [stage_class(kind)] if kind else []
-    return ".".join(names + (spelled(rest, classes) if rest else []))
+    return ".".join(names + (find_setting(rest, classes)[0] if rest else []))
 
 
 def _same_name(name: str, known: Iterable[str]) -> str:
@@ -265,16 +283,16 @@ def _override(raw: dict, key: str, value: Any) -> None:
     if target is None or not rest:
         names = [stage["name"] for stage in raw["stages"]]
         raise ValueError(
-            f"--{key}: {head!r} is neither an option (--help has them), nor a key or an input of the recipe, nor a "
-            f"setting of one of its stages {names}, which is written --STAGE.KEY"
+            f"--{key}: {head!r} is not an option (see --help), a key or an input of the recipe, or one of its stages "
+            f"{names}, whose settings are written --STAGE.KEY"
         )
     for part in rest[:-1]:
         if target.get(part) is None:
             target[part] = {}
         target = target[part]
         if not isinstance(target, dict):
-            what = "is a list, which is given whole, as '[...]'" if isinstance(target, list) else "has no keys"
-            raise ValueError(f"--{key}: {part!r} {what}")
+            fault = "is a list: give all of it, as '[...]'" if isinstance(target, list) else "has no keys"
+            raise ValueError(f"--{key}: {part!r} {fault}")
     target[rest[-1]] = value
 
 
@@ -284,24 +302,3 @@ def _merge(defaults: dict, settings: dict) -> dict:
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
         merged[key] = _merge(merged[key], value) if both else value
     return merged
-
-
-def wanted_stages(recipe: Recipe, only: Iterable[str] | None, experts: Iterable[int] | None) -> list[Stage]:
-    """The stages to run, in their order; see `run_recipe`. Those that train an expert have a setting `expert`."""
-    stages = {stage.name: stage for stage in recipe.stages}
-    numbers = {name: getattr(stage, "expert", None) for name, stage in stages.items()}
-    numbers = {name: number for name, number in numbers.items() if isinstance(number, int)}
-    for kind, given, known in (("stage", only, stages), ("expert", experts, {*numbers.values()})):
-        if unknown := sorted({*(given or ())} - {*known}):
-            unknown, known = ", ".join(map(str, unknown)), ", ".join(map(str, known)) or "none"
-            raise ValueError(f"the recipe has no {kind} {unknown}; it has {known}")
-        wanted = {*stages}
-    if experts is not None:
-        chosen = [name for name, number in numbers.items() if number in experts]
-        wanted, waiting = set(), list(chosen)
-        while waiting:  # all that these need, but other experts
-            name = waiting.pop()
-            if name in stages and name not in wanted and (name in chosen or name not in numbers):
-                wanted.add(name)
-                waiting += [reference.value for reference in references(stages[name])]
-    return [stage for stage in recipe.stages if stage.name in wanted and (only is None or stage.name in only)]

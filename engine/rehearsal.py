@@ -24,7 +24,7 @@ from clip_moe.engine.provenance import MANIFEST, Record
 from clip_moe.engine.recipe import Recipe
 from clip_moe.engine.runner import GO_ON, Runner, stage_errors
 from clip_moe.engine.settings import Source
-from clip_moe.engine.stage import Cost, Stage, each_setting, references
+from clip_moe.engine.stage import Cost, Reference, Stage, each_setting, references
 
 # Samples of a recipe that trains nothing
 FEW = 256
@@ -32,8 +32,8 @@ LEGEND = """
 
 memory: the most that a process held, on a GPU in tensors, on a CPU with Python and its libraries
 disk: the stage's folder, with one checkpoint if it writes any
-time: without loading and `evaluation` while training; an upper bound for stages that only read pairs
--: not known here, as of a stage that measures, clusters, mixes data or trains epochs of a cluster"""
+time: excludes loading and evaluation during training; an upper bound for stages that only read pairs
+-: no estimate (evaluation, clustering, mixtures, epochs of one cluster)"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,9 +93,7 @@ def measure_stages(recipe: Recipe, stages: Collection[Stage], batch_size: int | 
     to_do = [stage for stage in stages if stage not in done]
     num_samples = max([FEW, *(stage.least_samples for stage in to_do)])
     whole_rows = {stage.name for stage in done if stage.has_rows_of_pairs}
-    small = Recipe(
-        output_dir=str(folder), stages=recipe.stages, seed=recipe.seed, mixed_precision=recipe.mixed_precision
-    )
+    small = dataclasses.replace(recipe, output_dir=str(folder), push_to_hub={}, trackers=[])
     runner = Runner(small, rehearses=True)
     accelerator = runner.context.accelerator
     measured, ratios = {}, {}
@@ -110,24 +108,24 @@ def measure_stages(recipe: Recipe, stages: Collection[Stage], batch_size: int | 
         accelerator.wait_for_everyone()
         for stage in to_do:
             with _named(stage, folder):
-                rehearsed, source = stage.rehearsed(num_samples), stage.source
+                rehearsed, source, inputs = stage.rehearsed(num_samples), stage.source, references(stage)
                 if batch_size is not None:
                     rehearsed = rehearsed.with_batch(batch_size, accelerator.num_processes)
-                if source is not None and _reads_rows(stage, whole_rows):  # fewer would not be those of the rows
+                if source is not None and _reads_rows(inputs, whole_rows):  # fewer would not be those of the rows
                     rehearsed = dataclasses.replace(rehearsed, data=source)
                     whole_rows |= {stage.name} if stage.has_rows_of_pairs else set()
                 elif source is not None and ratios.get(source.source, 1) != 1:  # the pairs to skip may not be there
                     rehearsed = dataclasses.replace(rehearsed, data=rehearsed.source.first(num_samples, skips=False))
-                ratios[stage.name] = _ratio(stage, rehearsed, ratios, runner.context)
+                ratios[stage.name] = _ratio(stage, rehearsed, inputs, ratios, runner.context)
                 measured[stage.name] = _measure(runner, stage, rehearsed, ratios[stage.name])
             accelerator.on_main_process(print)(f"{stage.name}: {measured[stage.name].seconds:.1f} s", flush=True)
         accelerator.wait_for_everyone()
     return measured
 
 
-def _reads_rows(stage: Stage, whole_rows: Collection[str]) -> bool:
-    """Whether it reads a row for each pair from a stage that was not cut, of this recipe or of another."""
-    for reference in references(stage):
+def _reads_rows(inputs: Collection[Reference], whole_rows: Collection[str]) -> bool:
+    """Whether one of these is a stage, of this recipe or of another, with a row for each pair that was not cut."""
+    for reference in inputs:
         folder = Path(reference.value)
         if reference.value in whole_rows:
             return True
@@ -146,17 +144,22 @@ def _named(stage: Stage, folder: Path) -> Iterator[None]:
             yield
     except (ValueError, OSError) as error:
         text = str(error).replace(f"{folder}/", "").replace(f". {GO_ON}", "")
-        raise type(error)(f"{text}. This was a rehearsal: nothing is kept") from error
+        raise type(error)(f"{text}. This was a rehearsal: nothing was saved") from error
 
 
-def _ratio(stage: Stage, rehearsed: Stage, ratios: Mapping[str, float | None], context: Context) -> float | None:
+def _ratio(
+    stage: Stage,
+    rehearsed: Stage,
+    inputs: Collection[Reference],
+    ratios: Mapping[str, float | None],
+    context: Context,
+) -> float | None:
     """How many times more samples the real stage reads; None: not known."""
     sources = [value for _, value in each_setting(stage) if isinstance(value, Source)]
     if len(sources) > 1:  # how many samples a mixture has is not in proportion to any of its sources
         return None
     if not sources:
-        inputs = [reference.value for reference in references(stage) if "model" not in reference.reads.kinds]
-        known = [ratios.get(name, 1) for name in inputs]
+        known = [ratios.get(reference.value, 1) for reference in inputs if "model" not in reference.reads.kinds]
         return None if None in known else max(known, default=1)
     ratio = ratios.get(sources[0].source, 1)
     if ratio is None or rehearsed.source == sources[0]:
@@ -168,7 +171,7 @@ def _ratio(stage: Stage, rehearsed: Stage, ratios: Mapping[str, float | None], c
 def _measure(runner: Runner, stage: Stage, rehearsed: Stage, ratio: float | None) -> Measured:
     device = runner.context.accelerator.device
     gc.collect()
-    runner.context.held.clear()
+    runner.context.sample_bytes.clear()
     reset_peak_memory(device)
     started = time.perf_counter()
     with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -178,5 +181,5 @@ def _measure(runner: Runner, stage: Stage, rehearsed: Stage, ratio: float | None
         print(printed.getvalue(), end="")
     memory, (folder, _) = peak_memory(device), runner.folders(rehearsed)
     if device.type == "cpu" and ratio is not None:
-        memory += round((ratio - 1) * sum(runner.context.held.values()))
+        memory += round((ratio - 1) * sum(runner.context.sample_bytes.values()))
     return Measured(seconds, memory, stage.cost(rehearsed, folder, seconds, disk, ratio))

@@ -15,8 +15,7 @@ Count = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 # Metrics that are no mean over samples
 NO_MEANS = """
-mean_per_class_recall mean_of_top1_and_top5 roc_auc mean_average_precision
-image_to_text_information text_to_image_information
+mean_per_class_recall mean_of_top1_and_top5 roc_auc image_to_text_information text_to_image_information
 """.split()
 
 
@@ -48,12 +47,12 @@ class TextCounts(BaseModel):
             "the same as another": self.repeated,
             "with the same tokens as a different text: the model cannot tell them apart": self.alike,
         }
-        counts = "; ".join(f"{number} {what}" for what, number in parts.items() if number)
+        counts = "; ".join(f"{number} {fault}" for fault, number in parts.items() if number)
         return counts and f"of {self.number} {self.kind}, {counts}"
 
 
 class Result(BaseModel):
-    """The fields of every result of one model on one task; see `evaluation.evaluate.evaluate_model` for the rest."""
+    """The fields of every result of one model on one task; see `clip_moe.evaluation.evaluate` for the rest."""
 
     model_config = ConfigDict(strict=True)
 
@@ -74,7 +73,7 @@ class Result(BaseModel):
     dtype: str
     commit: str | None
     versions: dict[str, str]
-    # What in it is a path on the machine that measured; see `engine.local_names.paths_here`.
+    # Paths on the machine that measured; see `clip_moe.engine.local_names.paths_here`.
     local: list[str] = Field(default_factory=list)
 
 
@@ -118,10 +117,10 @@ class ExpertSummary(BaseModel):
 
     READING: ClassVar[str] = (
         "The collapse test replaces the experts of each layer by their mean: where that changes a score by less than "
-        "its interval (±, 95% over test samples, wider than it need be), nothing shows that they do different things. "
-        "The entropy of the routers, a mean over tokens and layers, is 0 bits where they are sure of every token, and "
-        "the most where they prefer no expert. Linear CKA compares what two experts, each alone with all tokens, make "
-        "of the same images or texts: 1 for alike, 0 for nothing in common."
+        "its conservative 95 % interval over test samples (±), nothing shows that the experts do different things. The "
+        "entropy of the routers, a mean over tokens and layers, is 0 bits where they are sure of every token, and "
+        "highest where they prefer no expert. Linear CKA compares the features of two experts, each alone with all "
+        "tokens, of the same images or texts: 1 if they are alike, 0 if they have nothing in common."
     )
 
     collapse: list[Collapse] = Field(min_length=1)
@@ -147,12 +146,12 @@ class ExpertSummary(BaseModel):
 
 def require_summary(content: Any, where: str) -> ExpertSummary:
     """The summary of an analysis. Raises a ValueError that says what is missing or wrong in it."""
-    return _validated(ExpertSummary, content, f"the summary in {where} is none of experts")
+    return _validated(ExpertSummary, content, f"{where} has no valid summary of experts")
 
 
 def require_result(content: Any, where: str) -> dict[str, Any]:
     """The content of a result. Raises a ValueError that says what is missing or wrong in it."""
-    _validated(Result, content, f"{where} is no result of an evaluation")
+    _validated(Result, content, f"{where} is not an evaluation result")
     return content
 
 

@@ -24,7 +24,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
 from clip_moe.engine.context import Context, make_accelerator
-from clip_moe.engine.files import locked, read_text, refuse_to_overwrite, respect_umask, write_text
+from clip_moe.engine.files import locked, read_text, respect_umask, write_text
 from clip_moe.engine.local_names import paths_here
 from clip_moe.engine.own_modules import (
     code_of_models,
@@ -34,7 +34,7 @@ from clip_moe.engine.own_modules import (
     reached_code,
     watching,
 )
-from clip_moe.engine.plan import require_sound
+from clip_moe.engine.plan import require_sound, wanted_stages
 from clip_moe.engine.provenance import (
     CHECKPOINTS,
     MANIFEST,
@@ -43,10 +43,11 @@ from clip_moe.engine.provenance import (
     Record,
     device_name,
     environment,
-    has_work,
+    goes_on,
     input_fingerprint,
+    record_before,
 )
-from clip_moe.engine.recipe import Recipe, RecipeFile, validated, wanted_stages
+from clip_moe.engine.recipe import Recipe, RecipeFile, load_recipe, validated
 from clip_moe.engine.settings import dump
 from clip_moe.engine.stage import Stage, references, resolve
 from clip_moe.engine.yaml_files import read_yaml
@@ -73,7 +74,7 @@ def run_recipe(recipe: Recipe, only: Iterable[str] | None = None, experts: Itera
             if final.exists() or partial.exists():
                 with stage_errors(stage):
                     runner.prepare(stage)
-        _require_no_others(output_dir, [stage.name for stage in recipe.stages])
+        _require_no_others(recipe)
         if is_main:
             output_dir.mkdir(parents=True, exist_ok=True)
             write_text(output_dir / RECIPE, yaml.safe_dump(runner.settings, sort_keys=False))
@@ -175,11 +176,11 @@ class Runner:
             **environment(),
             seconds=None,  # not known until it has ended
         )
+        begins_anew = not record.attempts
         record.attempts.append(attempt)
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            if not _goes_on(stage, partial):  # what is there is of an attempt that failed, perhaps for its settings
-                _require_own(stage, partial)
+            if begins_anew:  # what is there is of an attempt that failed, perhaps for its settings
                 shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True, exist_ok=True)
             record.write(partial)
@@ -192,7 +193,7 @@ class Runner:
                     shared = context.without_others() if stage.main_process_only else context
                     trained = stage.run(inputs, shared, partial)
             except BaseException:
-                if accelerator.is_main_process and not _goes_on(stage, partial):
+                if accelerator.is_main_process and not goes_on(stage, partial):
                     shutil.rmtree(partial, ignore_errors=True)
                 raise
             if trained is not None:
@@ -228,32 +229,27 @@ class Runner:
         Raises:
             ValueError: its folder was made by something else.
         """
-        final, partial = self.folders(stage)
-        is_done = (final / MANIFEST).is_file()
-        if not is_done:
-            refuse_to_overwrite(final)
-        context, data = self.context, stage.source
-        inputs = resolve(stage, context)
+        context, data, (final, partial) = self.context, stage.source, self.folders(stage)
+        before = record_before(stage, final, partial)
+        inputs, fingerprints = resolve(stage, context), {}
+        for reference in references(stage):
+            name = reference.value
+            if (reference.reads.outside or name in context.stages) and context.is_there(name):
+                fingerprints[name] = input_fingerprint(context.folder(name))
         record = Record(
             stage=stage.compared(),
             seed=context.seed,
             mixed_precision=context.accelerator.mixed_precision,
             local=self._local,
             own_settings=own_settings(type(stage)),
+            reached=found_again(before.reached) if before else {},
             code=code_of_models() | code_of_stage(type(stage)),
+            inputs=fingerprints | stage.fingerprints(inputs),
+            models=[reference.value for reference in references(stage) if "model" in reference.reads.kinds],
+            data=context.identity(data) if data is not None and context.is_there(data.source) else None,
         )
-        for reference in references(stage):
-            name = reference.value
-            if (reference.reads.outside or name in context.stages) and context.is_there(name):
-                record.inputs[name] = input_fingerprint(context.folder(name))
-        record.inputs |= stage.fingerprints(inputs)
-        if data is not None and context.is_there(data.source):
-            record.data = context.identity(data)
-        if is_done or _goes_on(stage, partial):
-            before = Record.read(final if is_done else partial)
-            if record.code:
-                record.reached = found_again(before.reached)
-            before.require_same(record, final if is_done else partial)
+        if before is not None:
+            before.require_same(record, final if (final / MANIFEST).is_file() else partial)
             record.attempts = before.attempts
         return inputs, record
 
@@ -267,8 +263,7 @@ class Runner:
                 changed.append(stage.source.source)
         if changed:
             raise ValueError(
-                f"{changed[0]} changed while the stage read it: put back what was there, or delete {partial}, and run "
-                "it again"
+                f"{changed[0]} changed while the stage read it: restore it, or delete {partial}, and run again"
             )
 
     def end(self) -> None:
@@ -279,29 +274,22 @@ class Runner:
         self.context.accelerator.end_training()
 
 
-def _require_no_others(output_dir: Path, stages: Collection[str]) -> None:
+def _require_no_others(recipe: Recipe) -> None:
     """Raises a ValueError where finished stages are of the recipe that was run there before, and not of this one:
-    recipe.yaml would no longer describe them."""
+    recipe.yaml would no longer describe them. Also where the recipe itself is the file that would be overwritten."""
+    output_dir, stages = Path(recipe.output_dir), [stage.name for stage in recipe.stages]
     path = output_dir / RECIPE
-    before = validated(RecipeFile, read_yaml(read_text(path), str(path)), path)["stages"] if path.is_file() else []
-    names = {stage["name"] for stage in before} - {*stages}
+    if not path.is_file():
+        return
+    before = read_yaml(read_text(path), str(path))
+    if path.resolve() == Path(recipe.title).resolve() and before != dump(load_recipe(path)):
+        raise ValueError(f"{path} would be overwritten by the recipe with all its settings: rename it")
+    names = {stage["name"] for stage in validated(RecipeFile, before, path)["stages"]} - {*stages}
     others = sorted(name for name in names if (output_dir / name / MANIFEST).is_file())
     if others:
         raise ValueError(
-            f"{output_dir} has stages of another recipe, {', '.join(others)}: choose another output_dir, or move them"
+            f"{output_dir} has stages of another recipe ({', '.join(others)}): choose another output_dir, or move them"
         )
-
-
-def _require_own(stage: Stage, partial: Path) -> None:
-    """Raises a ValueError if the folder in which a stage works is not what an attempt at it has left."""
-    is_own = (partial / MANIFEST).is_file() and Record.read(partial).stage.get("name") == stage.name
-    if partial.is_symlink() or (partial.exists() and not is_own and any(partial.iterdir())):
-        raise ValueError(f"{partial}, where this stage works, holds something else: move it away")
-
-
-def _goes_on(stage: Stage, partial: Path) -> bool:
-    """Whether a stage that has not finished goes on from what it left; one of the main process alone begins anew."""
-    return not stage.main_process_only and has_work(partial)
 
 
 def _report_of(folder: Path) -> str:

@@ -6,13 +6,14 @@ import re
 import shutil
 import textwrap
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from clip_moe.engine.settings import Reads
+from clip_moe.engine.flags import is_list, settings_within
+from clip_moe.engine.settings import GENERAL_KINDS, Reads
 
 BASIC = {str: "text", Path: "path", int: "whole number", float: "number", bool: "true or false", Any: "any"}
 BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
@@ -60,41 +61,6 @@ def settings_of(cls: type, meanings: Mapping[str, str] | None = None) -> list[Se
     return settings
 
 
-def settings_within(hint: Any) -> type | None:
-    """The class of settings that a setting holds, itself or in a list; None: it holds none."""
-    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        return hint
-    return next(filter(None, map(settings_within, get_args(hint))), None)
-
-
-def spelled(path: Sequence[str], classes: Iterable[type]) -> list[str]:
-    """The keys of a flag as one of several classes of settings and those within it spell them: `-` and `_` read alike.
-    Keys that are no settings, such as names of models, stay."""
-    name = path[0].replace("-", "_")
-    field = next((c.__pydantic_fields__[name] for c in classes if name in c.__pydantic_fields__), None)
-    if field is None:
-        return list(path)
-    within = settings_within(field.annotation)
-    return [name] + (spelled(path[1:], [within] if within else []) if path[1:] else [])
-
-
-def is_list(hint: Any) -> bool:
-    """Whether a setting takes a list, perhaps among other things."""
-    if get_origin(hint) in (Annotated, Union, types.UnionType):
-        return any(map(is_list, get_args(hint)))
-    return get_origin(hint) in (list, Sequence)
-
-
-def takes_text_alone(hint: Any) -> bool:
-    """Whether a setting takes texts, paths or lists of them, and nothing else but None."""
-    if get_origin(hint) is Annotated:
-        return takes_text_alone(get_args(hint)[0])
-    if get_origin(hint) is Literal:
-        return all(isinstance(choice, str) for choice in get_args(hint))
-    inner = [part for part in get_args(hint) if part is not types.NoneType]
-    return hint in (str, Path) or bool(inner) and get_origin(hint) is not dict and all(map(takes_text_alone, inner))
-
-
 def parameter_meanings(function: Callable) -> dict[str, str]:
     """Parameter of a function -> its entry under `Args:` in the docstring, on one line."""
     entries = re.split(r"\n    (?=\w+: )", inspect.getdoc(function).partition("Args:")[2])[1:]
@@ -140,12 +106,56 @@ def _words(kind: Any, metadata: Iterable[Any], link: Callable[[str], str], title
         words = link(titles[kind]) if kind in titles else "keys and values"
     else:
         reads = next((fact for fact in metadata if isinstance(fact, Reads)), None)
-        kinds = " or ".join(name if name == "model" else link(name) for name in (reads.kinds if reads else ()))
+        kinds = " or ".join(name if name in GENERAL_KINDS else link(name) for name in (reads.kinds if reads else ()))
         words = BASIC[kind] if reads is None else "a model" if kinds == "model" else f"{kinds} stage"
     # A Field(...) within Annotated holds several facts
     facts = [part for fact in metadata for part in getattr(fact, "metadata", [fact])]
     bounds = [f"{sign} {getattr(fact, key):,}" for fact in facts for key, sign in BOUNDS.items() if hasattr(fact, key)]
     return " ".join([words, ", ".join(bounds)]).strip()
+
+
+def function_help(title: str, function: Callable, settings_class: type, arguments: Collection[str]) -> str:
+    """Usage of a function's command, its purpose, and its parameters.
+
+    Args:
+        settings_class: the parameters as a class of settings.
+        arguments: names of those that are given without a flag.
+    """
+    settings = settings_of(settings_class, parameter_meanings(function))
+    given = [setting for setting in settings if setting.name in arguments]
+    rows = [in_lines(setting.meaning, 6, f"  {setting.name.upper()}  ") for setting in given]
+    rows += [line for setting in settings if setting.name not in arguments for line in _help_lines(setting)]
+    return _help(title, [setting.name for setting in given], settings, docstring(function), rows)
+
+
+def stage_help(title: str, stage: type, shared_class: type) -> str:
+    """Usage of a stage's command, its purpose, and its settings.
+
+    Args:
+        shared_class: the settings that the commands of all stages have.
+    """
+    shared = settings_of(shared_class)
+    left_out = {"name", "stage", *(setting.name for setting in shared)}
+    settings = [setting for setting in settings_of(stage) if setting.name not in left_out]
+    rows = [in_lines("Settings, whose values are read as YAML; several values make a list:"), ""]
+    rows += [line for setting in settings + shared for line in _help_lines(setting)]
+    return _help(title, ["output"], settings, docstring(stage), rows)
+
+
+def _help(title: str, arguments: Sequence[str], settings: Sequence[Setting], about: str, rows: Sequence[str]) -> str:
+    required = [f"--{s.name} {s.name.upper()}" for s in settings if s.default is None and s.name not in arguments]
+    usage = f"{' '.join([title] + [argument.upper() for argument in arguments] + required)} [--SETTING VALUE ...]"
+    return "\n\n".join([in_lines(usage, 7, "Usage: "), in_lines(about), "\n".join(rows)])
+
+
+def _help_lines(setting: Setting, prefix: str = "") -> list[str]:
+    name, hint = f"{prefix}{setting.name}", setting.field.annotation
+    within, is_several = settings_within(hint), is_list(hint)
+    default = "" if setting.default in (None, "null") else f", default {setting.default}"
+    lines = [in_lines(setting.type() + ("" if within else default), 10, f"  --{name}  "), in_lines(setting.meaning, 6)]
+    if within is None or is_several or prefix:
+        return lines
+    return lines + [line for inner in settings_of(within) for line in _help_lines(inner, f"{name}.")]
 
 
 def in_yaml(value: Any) -> str:

@@ -9,6 +9,8 @@ from typing import Any, ClassVar, Self
 
 from pydantic import ConfigDict, TypeAdapter
 
+# Kinds that other kinds of stages belong to
+GENERAL_KINDS = ("model", "pairs")
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False, defer_build=True)
 
 
@@ -52,6 +54,10 @@ class Settings:
         """
         yield from ()
 
+    def changed(self, *names: str) -> list[str]:
+        """The names of those of these settings that do not have their default."""
+        return [name for name in names if getattr(self, name) != type(self).__pydantic_fields__[name].default]
+
     def compared(self) -> dict[str, Any]:
         """Settings that change what is computed, as a record holds them."""
         settings = dump(self)
@@ -77,15 +83,15 @@ class Source(Settings, ABC):
 
     @abstractmethod
     def identity(self) -> dict[str, Any] | None:
-        """The samples by name and content, for the record of a stage; None: the settings tell all, or it is not known.
-        A `commit` is the Hub's."""
+        """The samples by name and content, for the record of a stage. None if the settings identify the samples, or
+        they cannot be read. A `commit` is the Hub's."""
 
     @abstractmethod
     def first(self, number: int, skips: bool = True) -> Self:
         """The first samples alone.
 
         Args:
-            skips: whether those that the settings skip are there to be skipped.
+            skips: whether `skip` applies (False for a source that was already cut).
         """
 
     @abstractmethod

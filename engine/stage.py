@@ -20,8 +20,8 @@ class Trained(typing.NamedTuple):
 
     Args:
         pairs: their number.
-        duplicates: the shares of them that had another pair with an equal text or image in their batch in the first
-            epoch: `left`, and `shuffled`, had it been shuffled.
+        duplicates: fraction of pairs that share a text or image with another pair of their batch in epoch 1: `left`
+            with this sampler, `shuffled` with plain shuffling.
     """
 
     pairs: int
@@ -29,12 +29,12 @@ class Trained(typing.NamedTuple):
 
 
 class Cost(typing.NamedTuple):
-    """An estimate of a stage; None: not known.
+    """An estimate for one stage; None: unknown.
 
     Args:
-        seconds: all of it.
-        step: seconds of a step, where it takes any.
-        steps: how many.
+        seconds: total time.
+        step: seconds per step, for a stage that trains.
+        steps: number of steps.
         disk: bytes of its folder.
     """
 
@@ -57,7 +57,7 @@ class Stage(Settings):
     other raise a ValueError in a `pydantic.model_validator`; all else is checked by `run`, where it is used.
     """
 
-    # What a recipe calls it: `stage: KIND`
+    # Name of the kind in recipes: `stage: KIND`
     kind: ClassVar[str] = ""
     # Whether `run` is for the main process alone, while the others wait
     main_process_only: ClassVar[bool] = False
@@ -70,17 +70,17 @@ class Stage(Settings):
     stage: str
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> Trained | None:
-        """Do it.
+        """Make the stage's folder.
 
         Args:
             inputs: the settings with `Reads`, by name. A stage is replaced by its finished folder; in `data`, only
                 the source is.
             context: what the stages of a run share.
-            directory: where all of it is written. It is renamed when `run` has returned on all processes. What an
-                attempt that was killed left there is still there, unless the stage is for the main process alone.
+            directory: where to write everything. It is renamed when `run` has returned on all processes. Files of an
+                attempt that was killed are still there, unless the stage is for the main process alone.
 
         Returns:
-            What it trained on, for its record and a card. None: nothing, or it is not known.
+            The pairs it trained on, for its record and a card. None: it trained on none, or they are unknown.
         """
 
     def fingerprints(self, inputs: SimpleNamespace) -> dict[str, str]:
@@ -88,8 +88,13 @@ class Stage(Settings):
         return {}
 
     @property
+    def expert_number(self) -> int | None:
+        """The expert that it trains, of several that can be trained apart; None: it trains none of these."""
+        return None
+
+    @property
     def least_samples(self) -> int:
-        """The number of samples that a rehearsal needs at least."""
+        """Fewest samples that a rehearsal needs."""
         return 0
 
     def rehearsed(self, num_samples: int) -> typing.Self:
@@ -103,16 +108,16 @@ class Stage(Settings):
         return dataclasses.replace(self, **few)
 
     def with_batch(self, batch_size: int, num_processes: int) -> typing.Self:
-        """The same stage with so many samples in the batch of a process, if it has batches."""
+        """The same stage with `batch_size` samples in the batch of a process, if it has batches."""
         return self
 
     def cost(self, rehearsed: typing.Self, directory: Path, seconds: float, disk: int, ratio: float | None) -> Cost:
         """Estimate the stage from its rehearsal: by default, all grows with the samples.
 
         Args:
-            rehearsed: what `rehearsed` returned.
-            directory: what it wrote.
-            seconds: what it took.
+            rehearsed: the stage that `rehearsed` returned.
+            directory: the folder it wrote.
+            seconds: time it took.
             disk: bytes of its folder when it ended, checkpoints included.
             ratio: how many times more samples the stage reads; None: not known.
         """
@@ -134,10 +139,6 @@ class Stage(Settings):
     def usage(self, directory: Path) -> str | None:
         """How to use what the folder holds, for the end of a run; None: it needs no word."""
         return None
-
-    def publish(self, directory: Path, repository: str) -> str:
-        """Upload the folder of a model to the Hub, and return its address."""
-        raise NotImplementedError(f"{type(self).__name__} makes no model")
 
     def training(self, directory: Path) -> Training | None:
         """The losses that `run` logged; None: it does not train, or they have no chance to compare with."""

@@ -11,8 +11,8 @@ from clip_moe.engine.markdown import code, escape
 from clip_moe.engine.outcome import Training
 from clip_moe.evaluation.report import arrange
 
-# What results call the models that are compared. `dense` and `sparse` lie half way between a model and its fine-tuned
-# weights, which may be there, too
+# Rows of the models to compare. `dense` and `sparse` are half way between a model and its fine-tuned weights, which may
+# have rows, too
 BASE, DENSE, SPARSE = COMPARED = ("base", "dense", "sparse")
 TUNED = ", fine-tuned weights"
 # An interval that reaches no further needs no larger test
@@ -38,7 +38,7 @@ def answer(
     folders: Mapping[str, str],
     trainings: Mapping[str, Mapping[str, Training]] = MappingProxyType({}),
 ) -> Answer:
-    """The sentences on what was learned, what was kept, whether experts helped, and which folder to use.
+    """Sentences on what was learned, what was kept, whether experts helped, and which folder to use.
 
     Compares the means of weights before and after fine-tuning; or the fine-tuned weights, if the dense mean learned
     less than those and did not keep more.
@@ -48,7 +48,7 @@ def answer(
     training did not leave chance or collapsed.
 
     Args:
-        results: of `evaluation.evaluate.evaluate_model`, for the models `COMPARED`; perhaps for two `TUNED`.
+        results: of `clip_moe.evaluation.evaluate.evaluate_model`, for the models `COMPARED`; perhaps for two `TUNED`.
         learned: tasks on what was to be learned, with intervals. All others are on what was to be kept.
         folders: model -> its folder.
         trainings: model -> name of a stage -> the training that the model is from.
@@ -136,7 +136,7 @@ def _gain(rows: Rows, others: Rows, tasks: Collection[str]) -> Gain:
     reaches = [score_difference_reach(*pair) for pair in pairs]
     # Two metrics of a task have their samples in common
     reach = None if None in reaches else mean_reach(reaches, independent=False)
-    return mean(one["metrics"][metric] - other["metrics"][metric] for one, other, metric in pairs), reach
+    return mean(row["metrics"][metric] - other["metrics"][metric] for row, other, metric in pairs), reach
 
 
 def _pictures_needed(rows: Rows, others: Rows, tasks: Collection[str]) -> int:

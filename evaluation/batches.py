@@ -1,6 +1,5 @@
 """Images and texts in batches: read, identified by a digest, and made a model's inputs."""
 
-import os
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
@@ -13,16 +12,10 @@ from transformers import BaseImageProcessor, PreTrainedTokenizerBase
 
 from clip_moe.data.identity import image_digests
 from clip_moe.data.preparation import Preparation
-from clip_moe.data.shards import MEMBER, size_of
 from clip_moe.data.tokenizer import tokenize
 from clip_moe.data.workers import errors_of_workers
 from clip_moe.engine.digests import value_digest
 
-# Encoded images of a dataset, in bytes, above which workers save more time than it takes to start them
-WORTH_WORKERS = 32 * 2**20
-MOST_WORKERS = 8
-# Images that tell how large the others are
-LOOKED_AT = 16
 # Images of which the digests are computed at a time
 DIGESTED_AT_ONCE = 1000
 
@@ -44,14 +37,10 @@ class TextBatches(Dataset):
         """The digest of all contents."""
         return value_digest(["texts", *self.items])
 
-    def num_workers(self, num_processes: int) -> int:
-        """How many workers are worth it in each of so many processes."""
-        return 0
-
 
 class ImageBatches(Dataset):
     """The inputs of consecutive images of a column. Of an image in a file of its own, the digest is kept
-    (`data.identity.image_digests`): the file is not read for it again."""
+    (`clip_moe.data.identity.image_digests`): the file is not read for it again."""
 
     def __init__(self, rows: datasets.Dataset, column: str, image_processor: BaseImageProcessor, batch_size: int):
         rows = rows.select_columns(column)
@@ -72,21 +61,9 @@ class ImageBatches(Dataset):
         parts = (image_digests(self._read(start, start + DIGESTED_AT_ONCE)) for start in starts)
         return value_digest(["images", *chain.from_iterable(parts)])
 
-    def num_workers(self, num_processes: int) -> int:
-        first = [image for image in self._read(0, LOOKED_AT) if not _is_missing(image)]
-        sizes = [len(value["bytes"]) if value.get("bytes") else size_of(value["path"]) for value in first]
-        if sum(sizes) / max(len(sizes), 1) * len(self.items) < WORTH_WORKERS:
-            return 0
-        return min(MOST_WORKERS, max(1, (os.cpu_count() or 1) // num_processes))
-
     def _read(self, start: int, stop: int) -> list[dict[str, Any]]:
         values = self.items[start:stop][self.column]
         return [value if isinstance(value, dict) else {"path": value} for value in values]
-
-
-def _is_missing(image: dict[str, Any]) -> bool:
-    path = image.get("path")
-    return not image.get("bytes") and (path is None or MEMBER.fullmatch(path) is None and not os.path.isfile(path))
 
 
 Batches = TextBatches | ImageBatches

@@ -1,6 +1,6 @@
 """The tasks on the worlds that this package draws. Their `load` and `load_train` take a seed of the pictures."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from datasets import Dataset
 
@@ -18,44 +18,36 @@ def _symbol_kinds(split: str, num_samples: int, kinds: str = "all", seed: int = 
     return rows.remove_columns("caption").rename_column("kind", "caption")
 
 
+def _symbol_zero_shot(
+    number: int, title: str, protocol: str, kinds: str = "all", group_of_class: Mapping[str, str] | None = None
+) -> Task:
+    """Zero-shot classification of test pictures of one symbol; with groups, the mean of a task for each."""
+    return Task(
+        kind="zero_shot_groups" if group_of_class else "zero_shot",
+        title=title,
+        protocol=f"{number:,} test pictures of {protocol}, {len(symbols.TEMPLATES)} templates",
+        load=lambda seed=0: (_symbol_kinds("test", number, kinds, seed), 0),
+        classes=symbols.KIND_SETS[kinds],
+        templates=symbols.TEMPLATES,
+        group_of_class=group_of_class or {},
+    )
+
+
 def _symbol_topics(number: int, kinds: str) -> Task:
     """The mean of zero-shot tasks, of one topic each, as CLIP's benchmarks are tasks of one topic each."""
     suffix = "" if kinds == "all" else f" of {kinds}"
-    classes, templates = symbols.KIND_SETS[kinds], len(symbols.TEMPLATES)
-    topics = len({symbols.TOPIC_OF[kind] for kind in classes})
-    return Task(
-        kind="zero_shot_groups",
-        title=f"zero-shot, {topics} topics{suffix}",
-        protocol=f"{number:,} test pictures of one symbol{suffix}; a task for each of {topics} topics, its kinds are "
-        f"candidates, {templates} templates",
-        load=lambda seed=0: (_symbol_kinds("test", number, kinds, seed), 0),
-        classes=classes,
-        templates=symbols.TEMPLATES,
-        group_of_class=symbols.TOPIC_OF,
-    )
+    topics = len({symbols.TOPIC_OF[kind] for kind in symbols.KIND_SETS[kinds]})
+    protocol = f"one symbol{suffix}; a task for each of {topics} topics, its kinds are candidates"
+    title = f"zero-shot, {topics} topics{suffix}"
+    return _symbol_zero_shot(number, title, protocol, kinds, group_of_class=symbols.TOPIC_OF)
 
 
 def symbol_tasks(number: int = 3000, retrieval: int = 5000, pairs: int = 1400, train: int = 6000) -> dict[str, Task]:
     """The tasks on symbols, with these numbers of samples."""
-    kinds, templates = len(symbols.KINDS), len(symbols.TEMPLATES)
-    pictures = f"{number:,} test pictures of one symbol"
+    all_kinds, digits = f"all {len(symbols.KINDS)} kinds are candidates", "all 10 are candidates"
     return {
-        "symbols_zero_shot": Task(
-            kind="zero_shot",
-            title="zero-shot",
-            protocol=f"{pictures}; all {kinds} kinds are candidates, {templates} templates",
-            load=lambda seed=0: (_symbol_kinds("test", number, seed=seed), 0),
-            classes=symbols.KINDS,
-            templates=symbols.TEMPLATES,
-        ),
-        "symbols_digits": Task(
-            kind="zero_shot",
-            title="zero-shot, digits",
-            protocol=f"{number:,} test pictures of a digit; all 10 are candidates, {templates} templates",
-            load=lambda seed=0: (_symbol_kinds("test", number, "digit", seed), 0),
-            classes=symbols.KIND_SETS["digit"],
-            templates=symbols.TEMPLATES,
-        ),
+        "symbols_zero_shot": _symbol_zero_shot(number, "zero-shot", f"one symbol; {all_kinds}"),
+        "symbols_digits": _symbol_zero_shot(number, "zero-shot, digits", f"a digit; {digits}", "digit"),
         "symbols_topics": _symbol_topics(number, "all"),
         "symbols_topics_seen": _symbol_topics(number, "half 1"),
         "symbols_topics_unseen": _symbol_topics(number, "half 2"),
@@ -75,7 +67,8 @@ def symbol_tasks(number: int = 3000, retrieval: int = 5000, pairs: int = 1400, t
         "symbols_linear_probe": Task(
             kind="linear_probe",
             title="linear probe",
-            protocol=f"{pictures} of {kinds} kinds; logistic regression on {train:,} training pictures",
+            protocol=f"{number:,} test pictures of one symbol of {len(symbols.KINDS)} kinds; logistic regression on "
+            f"{train:,} training pictures",
             load=lambda seed=0: (_symbol_kinds("test", number, seed=seed), 0),
             load_train=lambda seed=0: (_symbol_kinds("train", train, seed=seed), 0),
             classes=symbols.KINDS,
@@ -88,7 +81,7 @@ NUMBERS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 BRANDS = (512, 1024, 2048)
 
 
-def one_of_each(drawn: World, kinds: str, captions: str = "web") -> Callable[[int], tuple[Dataset, int]]:
+def _one_of_each(drawn: World, kinds: str, captions: str = "web") -> Callable[[int], tuple[Dataset, int]]:
     """A function that loads a new picture of each of some kinds of a world, by the seed of the pictures."""
 
     def load(seed: int = 0) -> tuple[Dataset, int]:
@@ -99,7 +92,7 @@ def one_of_each(drawn: World, kinds: str, captions: str = "web") -> Callable[[in
 
 
 def name_tasks(towns: Sequence[int] = NUMBERS, fewer: int = 2048, num_country_towns: int = 4096) -> dict[str, Task]:
-    """The tasks on names: which of all shields, and which of all names, belong together.
+    """The tasks on names: which of all shields, and which of all names, belong together; and one for each country.
 
     Args:
         towns: how many, of a task of their own each.
@@ -115,51 +108,42 @@ def name_tasks(towns: Sequence[int] = NUMBERS, fewer: int = 2048, num_country_to
             title=title,
             protocol=f"{len(NAMES.kinds(kinds))} new pictures of the shields of as many towns, with the town's "
             f"{caption}; all are candidates",
-            load=one_of_each(NAMES, kinds, captions),
+            load=_one_of_each(NAMES, kinds, captions),
             metrics=(*PRIMARY_METRICS["retrieval"], *INFORMATION),
         )
         for name, (title, kinds, captions, caption) in rows.items()
     }
-    return tasks | {"names_countries": _countries(num_country_towns)}
-
-
-def _countries(number: int) -> Task:
-    """The mean of zero-shot tasks, of the towns of one country each."""
-    country_of = {names.name_of(town): names.country_of(town) for town in NAMES.kinds(str(number))}
-    return Task(
+    country_of = {names.name_of(town): names.country_of(town) for town in NAMES.kinds(str(num_country_towns))}
+    tasks["names_countries"] = Task(
         kind="zero_shot_groups",
         title="names, each country",
-        protocol=f"{number} new pictures of the shields of as many towns; a task for each of "
+        protocol=f"{num_country_towns} new pictures of the shields of as many towns; a task for each of "
         f"{len(names.COUNTRIES)} countries, its towns' names are candidates",
-        load=one_of_each(NAMES, str(number)),
+        load=_one_of_each(NAMES, str(num_country_towns)),
         classes=list(country_of),
         templates=["{}"],
         group_of_class=country_of,
     )
+    return tasks
+
+
+def _world_retrieval(drawn: World, kinds: str, title: str, protocol: str) -> Task:
+    return Task("retrieval", title, protocol, _one_of_each(drawn, kinds), metrics=[*RECALL_5, *INFORMATION])
 
 
 def icon_tasks() -> dict[str, Task]:
     """The tasks on icons, which their extra has to be installed for."""
+    others = "icons whose names are also those of another artist's icons, which alone are among all, with the name"
     rows = {
         "icons_brands": ("logos of brands", "brands", "every brand's logo, with the brand's name"),
         "icons_all": ("icons", "all", "an icon of every name, with the name"),
-        "icons_other_artists": (
-            "icons of other artists",
-            "other artists",
-            "icons whose names are also those of another artist's icons, which alone are among all, with the name",
-        ),
+        "icons_other_artists": ("icons of other artists", "other artists", others),
     }
     for number in BRANDS:
         shown = f"the logos of {number:,} brands, with the brand's name"
         rows[f"icons_{number}"] = f"{number:,} logos", f"brands {number}", shown
     return {
-        name: Task(
-            kind="retrieval",
-            title=title,
-            protocol=f"a new picture of {shown}; all are candidates",
-            load=one_of_each(ICONS, kinds),
-            metrics=[*RECALL_5, *INFORMATION],
-        )
+        name: _world_retrieval(ICONS, kinds, title, f"a new picture of {shown}; all are candidates")
         for name, (title, kinds, shown) in rows.items()
     }
 
@@ -170,11 +154,5 @@ def world_task(name: str) -> tuple[str, Task]:
     drawn = world(source)
     number = len(drawn.kinds(kinds))  # raises where there are none
     title = f"{number:,} {drawn.name}" if kinds.isdecimal() else f"{drawn.name}, {kinds}"
-    task = Task(
-        kind="retrieval",
-        title=title,
-        protocol=f"a new picture of each of {title}, {drawn.tested_as}; all of these are candidates",
-        load=one_of_each(drawn, kinds),
-        metrics=[*RECALL_5, *INFORMATION],
-    )
-    return f"{drawn.name}_{kinds.replace(' ', '_')}", task
+    protocol = f"a new picture of each of {title}, {drawn.tested_as}; all of these are candidates"
+    return f"{drawn.name}_{kinds.replace(' ', '_')}", _world_retrieval(drawn, kinds, title, protocol)

@@ -10,7 +10,7 @@ from typing import Any
 from datasets import ClassLabel, Dataset, Value
 
 from clip_moe.data.arguments import DataArguments
-from clip_moe.data.pairs import select_columns
+from clip_moe.data.columns import select_columns
 from clip_moe.data.sources import open_rows
 from clip_moe.data.texts import trimmed
 from clip_moe.engine.messages import join_names
@@ -27,7 +27,7 @@ def labeled_rows(
     arguments: DataArguments, classes: Sequence[str] | None, as_prompts: bool = False
 ) -> tuple[Dataset, Sequence[str]]:
     """The image column and, as captions, the names of the rows' classes; and the classes. See
-    `evaluation.own_data.zero_shot_task`.
+    `clip_moe.evaluation.own_data.zero_shot_task`.
 
     Args:
         as_prompts: whether a model reads the names.
@@ -41,25 +41,25 @@ def labeled_rows(
     if as_prompts and are_ids(names := list(names_by_id.values()) or lines):
         label = next(filter(NUMBER.fullmatch, names), names[0])
         raise ValueError(
-            f"classes names a class {label!r}, which says nothing to a model and is a label rather than a name: give "
-            "a file of names in the order of the labels, such as tench, or 3 objects"
+            f"classes has {label!r}, a label that means nothing to a model: give a file of names in the order of the "
+            "labels, such as tench, or 3 objects"
         )
     own = _own_names(rows, arguments)
     if names_by_id and not own and all(map(str.isdecimal, names_by_id)):
         labels, own = list(map(str, labels)), list(names_by_id)
     if classes is None and not own:
-        raise ValueError(f"column {column} holds no names: give them as classes")
+        raise ValueError(f"column {column} has no class names: set classes")
     if (as_prompts or lines) and are_ids(own) and set(own).isdisjoint(lines):
         name_of = names_by_id or _names_of_ids(own, classes, arguments.source)
         if missing := sorted(set(own) - name_of.keys()):
-            raise ValueError(f"the file of names (classes) has none for {len(missing)} classes, such as {missing[0]}")
+            raise ValueError(f"classes: the file has no name for {len(missing)} classes, such as {missing[0]}")
         classes = [name_of[name] for name in own] if names_by_id else classes
         names = [name_of.get(label, label) for label in _named_labels(labels, feature, column, own)]
     else:
         classes = own if classes is None else list(names_by_id.values()) or classes
         names = _named_labels(labels, feature, column, classes)
     if as_prompts:  # of folders, red_circle
-        names, classes = ([name.replace("_", " ") for name in of] for of in (names, classes))
+        names, classes = ([name.replace("_", " ") for name in labels] for labels in (names, classes))
     return rows.remove_columns("caption").add_column("caption", names, feature=Value("string")), classes
 
 
@@ -115,8 +115,8 @@ def _names_of_ids(ids: Sequence[str], classes: Sequence[str] | None, source: str
     if classes is None or len(classes) != len(ids):
         lines = "one a line" if classes is None else f"{len(ids)} lines and not {len(classes)}"
         raise ValueError(
-            f"{source} calls its classes {', '.join(ids[:3])}, ..., which say nothing to a model: give a file of their "
-            f"{len(ids)} names in this order (classes), {lines}, as tench, goldfish, great white shark, ..."
+            f"{source} has the classes {', '.join(ids[:3])}, ..., which mean nothing to a model: give a file of their "
+            f"{len(ids)} names in this order (classes), {lines}, such as tench, goldfish, great white shark, ..."
         )
     return dict(zip(ids, classes, strict=True))
 
@@ -126,7 +126,7 @@ def require_different_names(classes: Sequence[str]) -> None:
     faults = [name for name, times in Counter(classes).items() if times > 1 or not name.strip()]
     if faults or len(classes) < 2:
         names = ", ".join(map(repr, faults[:5] or classes))
-        raise ValueError(f"two classes or more are needed, each with a name of its own, not {names}")
+        raise ValueError(f"classes needs two or more distinct names, got {names}")
 
 
 def _named_labels(labels: list[int | str], feature: Any, column: str, classes: Sequence[str]) -> list[str]:
@@ -140,7 +140,7 @@ def _named_labels(labels: list[int | str], feature: Any, column: str, classes: S
     unknown = sorted(map(str, set(labels) - set(classes) - ({""} if is_declared else set())))
     if unknown:
         raise ValueError(
-            f"column {column} has labels that are no class: {', '.join(unknown[:5])}; the classes need the column's "
-            f"own names, and are {join_names(classes)}"
+            f"column {column} has labels that are not classes: {', '.join(unknown[:5])}; the classes must have the "
+            f"column's own names, but are {join_names(classes)}"
         )
     return labels

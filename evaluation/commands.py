@@ -5,8 +5,6 @@ from typing import Literal
 
 from clip_moe.engine.command_line import Folder, command
 
-Dtype = Literal["float32", "bfloat16", "float16"]
-
 
 @command
 def report(results: list[Path], /, *, output_dir: Folder, baseline: str | None = None) -> str:
@@ -22,9 +20,10 @@ def report(results: list[Path], /, *, output_dir: Folder, baseline: str | None =
         output_dir: gets report.md, report.html and report.svg
         baseline: model to compare the others with
     """
+    from clip_moe.engine.provenance import MANIFEST
     from clip_moe.evaluation.report import write_report
 
-    return write_report(results, output_dir, baseline)
+    return write_report([path for path in results if path.name != MANIFEST], output_dir, baseline)
 
 
 @command
@@ -35,7 +34,7 @@ def efficiency(
     baseline: str | None = None,
     output_dir: Folder | None = None,
     batch_size: int = 32,
-    dtype: Dtype = "float32",
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32",
     device: str | None = None,
 ) -> str:
     """The costs of models, dense beside sparse: parameters, multiply-adds and speed.
@@ -64,18 +63,19 @@ def efficiency(
     """
     import torch
 
+    from clip_moe.conversion.checkpoints import has_file
     from clip_moe.engine.files import refuse_to_overwrite
     from clip_moe.engine.messages import did_you_mean
     from clip_moe.engine.provenance import device_name, environment, weights_fingerprint
     from clip_moe.evaluation.costs import paper_config
-    from clip_moe.evaluation.efficiency import count_costs, efficiency_page, has_weights
+    from clip_moe.evaluation.efficiency import WEIGHT_FILES, count_costs, efficiency_page
     from clip_moe.evaluation.embedder import usable_device
     from clip_moe.evaluation.page import write_page
     from clip_moe.evaluation.speed import measure_speed
 
     baseline = models[0] if baseline is None else baseline
     if baseline not in models:
-        raise ValueError(f"the baseline {baseline!r} is none of the models{did_you_mean(baseline, models)}")
+        raise ValueError(f"the baseline {baseline!r} is not one of the models{did_you_mean(baseline, models)}")
     if output_dir is not None:
         refuse_to_overwrite(output_dir / "efficiency.json")
     used_device = usable_device(device)
@@ -88,7 +88,8 @@ def efficiency(
         "device": device_name(used_device),
         "threads": torch.get_num_threads(),
     }
-    measured = measure_speed(list(filter(has_weights, models)), batch_size, used_device, getattr(torch, dtype))
+    with_weights = [name for name in models if not paper_config(name) and has_file(name, WEIGHT_FILES)]
+    measured = measure_speed(with_weights, batch_size, used_device, getattr(torch, dtype))
     for name, speed in measured.items():
         costs[name]["measured"] = speed
     settings |= environment()

@@ -69,7 +69,7 @@ def paper_config(name: str) -> PreTrainedConfig | None:
         return dense
     if architecture not in ARCHITECTURES:
         hint = did_you_mean(architecture, ARCHITECTURES)
-        raise ValueError(f"{name}: there is no architecture {architecture!r}{hint}, only {', '.join(ARCHITECTURES)}")
+        raise ValueError(f"{name}: unknown architecture {architecture!r}{hint}, only {', '.join(ARCHITECTURES)}")
     return sparse_config(dense, ARCHITECTURES[architecture])
 
 

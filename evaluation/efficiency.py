@@ -5,22 +5,18 @@ from typing import Any
 
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
-from clip_moe.conversion.checkpoints import has_file, load_clip_config, loading
+from clip_moe.conversion.checkpoints import load_clip_config, loading
 from clip_moe.conversion.processors import most_patches
 from clip_moe.engine.markdown import escape, markdown_table
 from clip_moe.evaluation.costs import count_multiply_adds, count_parameters, meta_model, paper_config
+from clip_moe.evaluation.results import computed_with
 from clip_moe.evaluation.speed import ROUNDS
 
 WEIGHT_FILES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 
 
-def has_weights(name: str) -> bool:
-    """Whether a model can compute: it is no paper's size, and there are files of weights."""
-    return paper_config(name) is None and has_file(name, WEIGHT_FILES)
-
-
 def count_costs(name: str) -> dict[str, dict[str, float]]:
-    """The parameters and multiply-adds of a folder, Hub name or paper's size; see `evaluation.costs`."""
+    """The parameters and multiply-adds of a folder, Hub name or paper's size; see `clip_moe.evaluation.costs`."""
     paper = paper_config(name)
     config = paper or load_clip_config(name)
     with loading(name):
@@ -60,20 +56,19 @@ def efficiency_page(costs: Mapping[str, Any], baseline: str, how: Mapping[str, A
     measured = {name: model_costs for name, model_costs in costs.items() if "measured" in model_costs}
     sections = [
         "# Efficiency",
-        _table(costs, lambda of: {title: of["parameters"][name] / 1e6 for title, name in COUNTED.items()}, baseline),
+        _table(costs, lambda row: {title: row["parameters"][name] / 1e6 for title, name in COUNTED.items()}, baseline),
         _table(costs, _multiply_adds, baseline),
         "Activated: what one token meets. Multiply-adds: of one image and one text of full length, by torch's counter; "
         f"a FLOP count is twice as much. In brackets: times {escape(baseline)}.",
     ]
     if measured:
         sections += [
-            _table(measured, lambda of: {title: of["measured"][unit] for title, unit in MEASURED.items()}, baseline),
+            _table(measured, lambda row: {title: row["measured"][unit] for title, unit in MEASURED.items()}, baseline),
             f"Medians of {ROUNDS} rounds, in each of which all models have their turn, after one that warms up. Random "
             f"images and texts of full length, {how['batch_size']} at a time, {how['dtype']}; without reading, "
             "decoding and tokenizing.",
         ]
-    versions = ", ".join(f"{name} {version}" for name, version in how["versions"].items())
-    sections.append(f"{how['device']}, {how['threads']} threads, commit {how['commit']}, {versions}.")
+    sections.append(f"{how['device']}, {how['threads']} threads, {computed_with(how)}.")
     return "\n\n".join(sections)
 
 

@@ -1,5 +1,6 @@
 """Embeddings of images and texts by a CLIP, kept on disk: the one way from a model to its features."""
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
@@ -16,10 +17,9 @@ from datasets import Dataset
 from transformers import BatchFeature, CLIPModel, PreTrainedModel, PreTrainedTokenizerBase
 
 import modeling_clip_moe
-from clip_moe.conversion import checkpoints, processors
+from clip_moe import conversion, data
 from clip_moe.conversion.checkpoints import load_clip
 from clip_moe.conversion.processors import load_processor
-from clip_moe.data import images, preparation, shards, tokenizer
 from clip_moe.engine.digests import file_digests, value_digest
 from clip_moe.engine.own_modules import code_of_models
 from clip_moe.engine.provenance import PROCESSOR, WEIGHTS, environment, model_fingerprint
@@ -31,6 +31,8 @@ from modeling_clip_moe import CLIPMoEModel
 
 # Batches that are written together: what a run that is killed loses
 BATCHES_PER_SHARD = 8
+# Images above which workers that read them save more time than they take to start
+WORTH_WORKERS, MOST_WORKERS = 500, 8
 
 
 @torch.no_grad()
@@ -84,7 +86,7 @@ class Embedder:
         processor: a folder or hub name with the processor; default: the model's.
         cache_dir: where they are kept, each data set in a `FeatureStore` named by a hash of model, code, settings and
             data, so that evaluations share it and resume. None: nowhere.
-        num_workers: processes that read and decode images. None: none for a few small ones, else up to 8.
+        num_workers: processes that read and decode images. None: none for fewer than 500, else up to 8.
         state: the processes that share the work through `cache_dir` and call the same methods; an `Accelerator` also
             has its precision. None: this process works alone.
 
@@ -122,7 +124,7 @@ class Embedder:
         """Loaded when something is embedded that was not kept."""
         model = load_clip(self.source, dtype=self.dtype)
         if model_fingerprint(self.source, WEIGHTS) != self.fingerprint:
-            raise ValueError(f"{self.source} was changed while it was measured: start again")
+            raise ValueError(f"{self.source} was changed while it was measured: run again")
         return model.to(self.device)
 
     def images(self, rows: Dataset, column: str = "image") -> np.ndarray:
@@ -140,7 +142,10 @@ class Embedder:
         def compute(shards: list[range]) -> Iterator[dict[str, np.ndarray]]:
             size, processes = batches.batch_size, 1 if self.state is None else self.state.num_processes
             numbers = [range(rows.start // size, -(-rows.stop // size)) for rows in shards]
-            num_workers = batches.num_workers(processes) if self.num_workers is None else self.num_workers
+            num_workers = self.num_workers
+            if num_workers is None:
+                are_few = isinstance(batches, TextBatches) or len(batches.items) < WORTH_WORKERS
+                num_workers = 0 if are_few else min(MOST_WORKERS, max(1, (os.cpu_count() or 1) // processes))
             inputs = read_batches(batches, list(chain.from_iterable(numbers)), num_workers)
             for batch_numbers in numbers:
                 embeds = [self._embed(next(inputs)) for _ in batch_numbers]
@@ -150,22 +155,22 @@ class Embedder:
 
     def _kept(self, name: str, batches: Batches) -> np.ndarray:
         """The embeddings of this name, read from `cache_dir` or computed and kept there."""
-        size, compute, what = self.batch_size * BATCHES_PER_SHARD, self.compute(batches), f"{name}s"
+        size, compute, noun = self.batch_size * BATCHES_PER_SHARD, self.compute(batches), f"{name}s"
         if self.cache_dir is None:  # every process embeds all
             shards = FeatureStore(Path(), len(batches.items), size).shards()
             shown = self.state is None or self.state.is_main_process
-            computed = progress(compute(shards), f"embedding {len(batches.items)} {what}", len(shards), shown)
+            computed = progress(f"embedding {len(batches.items)} {noun}", len(shards), compute(shards), shown=shown)
             return np.concatenate([arrays[name] for arrays in computed])
         digest = [batches.digest() if self.state is None or self.state.is_main_process else ""]
         if self.state is not None and self.state.num_processes > 1:
             broadcast_object_list(digest)
         folder = self.cache_dir / value_digest([self.key, digest[0]])[:24]
         store = FeatureStore(folder, len(batches.items), size)
-        store.write(self.state, f"embeddings of {what}", compute)
+        store.write(self.state, f"embeddings of {noun}", compute)
         embeds = store[name][:]
         lengths = np.linalg.norm(embeds, axis=-1)
         if embeds.ndim != 2 or not np.all(np.isclose(lengths, 1, atol=1e-3)):
-            raise ValueError(f"{folder} is damaged; delete it, and it is computed again: lengths of embeddings are 1")
+            raise ValueError(f"{folder} is damaged (its embeddings are not normalized): delete it to compute it again")
         return embeds
 
     def _embed(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -176,7 +181,7 @@ class Embedder:
             embeds["text"] = mean_of_captions(embeds["text"], mask, weights)
         return embeds
 
-    # An ensemble of one, with the methods of `evaluation.ensemble.Ensemble`
+    # An ensemble of one, with the methods of `clip_moe.evaluation.ensemble.Ensemble`
 
     @property
     def tokenizers(self) -> list[PreTrainedTokenizerBase]:
@@ -210,7 +215,6 @@ def usable_device(device: str | torch.device | None) -> torch.device:
 def code_digest() -> str:
     """The digest of the code that makes embeddings, as it is on disk: a commit would not tell two uncommitted changes
     apart."""
-    model_code = sorted(Path(modeling_clip_moe.__file__).parent.glob("*.py"))
-    read_by = reading, images, preparation, shards, tokenizer, processors, checkpoints
-    files = [*model_code, Path(__file__), *(Path(module.__file__) for module in read_by)]
-    return value_digest([file_digests(files), code_of_models()])
+    folders = [Path(package.__file__).parent for package in (modeling_clip_moe, conversion, data)]
+    files = [file for folder in folders for file in sorted(folder.glob("*.py"))]
+    return value_digest([file_digests([*files, __file__, reading.__file__]), code_of_models()])

@@ -51,7 +51,7 @@ class Ensemble:
         self.mixture = load_mixture(folder, **(changes or {}))
         experts = self.mixture.experts.values()
         self.scales = np.array([expert.logit_scale.exp().item() for expert in experts])
-        # What each adds to its scores; a CLIP adds nothing
+        # Bias that each adds to its scores; 0 for a CLIP
         self.biases = np.array([getattr(expert, "logit_bias", torch.zeros(1)).item() for expert in experts])
         self.mixture.experts.clear()  # `map` loads them one by one
         own, reading = self.mixture.config.own_processors, {**reading, "cache_dir": cache_dir, "dtype": dtype}
@@ -86,7 +86,7 @@ class Ensemble:
             means = {text: _mean([self._embeds[p] for p in text_prompts]) for text, text_prompts in prompts.items()}
             embeds = np.stack([[means[text] for text in texts] for texts in metadata])
             if number := int((~embeds.any(axis=-1)).sum()):
-                message = "%s: the encoder knows no word of %d texts; metadata of such alone give equal weights"
+                message = "%s: the encoder knows no word of %d texts; a task with only such metadata gets equal weights"
                 logger.warning(message, self.folder, number)
             weights = self.mixture.route(torch.as_tensor(embeds), self.encoder.name).numpy()
         weights = weights * self.scales
@@ -119,8 +119,8 @@ class Ensemble:
     def _finite(self, side: np.ndarray) -> np.ndarray:
         if not np.isfinite(side).all():
             raise ValueError(
-                f"{self.folder}: the weights of its experts are not finite: its centers, its metadata encoder or a "
-                "temperature of an expert is damaged"
+                f"{self.folder}: the weights of its experts are not finite: its centers, its metadata encoder or an "
+                "expert's temperature is damaged"
             )
         return side
 
@@ -151,13 +151,13 @@ def open_model(
     folder = os.path.realpath(model)
     if cache_dir is not None and os.path.isdir(folder) and Path(os.path.realpath(cache_dir)).is_relative_to(folder):
         raise ValueError(
-            f"{cache_dir} lies in the folder of the model {model}, where embeddings would count as its weights: choose "
-            "a folder outside of it"
+            f"{cache_dir} is in the folder of the model {model}, where embeddings would count as its weights: choose a "
+            "folder outside it"
         )
     if is_mixture(model):
         return Ensemble(model, cache_dir, batch_size, device, dtype, changes, **reading)
     if changes:
-        raise ValueError(f"{model} is no mixture, whose {', '.join(changes)} could be changed")
+        raise ValueError(f"{model} is not a mixture, so {', '.join(changes)} cannot be changed")
     return Embedder(model, cache_dir, batch_size, device, dtype, **reading)
 
 

@@ -38,10 +38,10 @@ def evaluate_model(
 
     Args:
         model: a folder or hub name.
-        tasks: name -> task; see `evaluation.tasks.find_tasks`.
+        tasks: name -> task; see `clip_moe.evaluation.tasks.find_tasks`.
         name: the model's name in reports; default: its folder's or repository's.
         device: default: the accelerator, if there is one.
-        changes: see `evaluation.ensemble.Ensemble`.
+        changes: see `clip_moe.evaluation.ensemble.Ensemble`.
         num_workers, state: see `Embedder`. Of several processes, the main one alone writes results.
     """
     set_seed(0)
@@ -58,8 +58,9 @@ def evaluate_model(
         "batch_size": batch_size,
         "seed": 0,
     }
-    if _depends_on_batch(model):
-        about_model["depends_on_batch"] = True
+    towers = [getattr(config, tower, None) for config in model_configs(model) for tower in TOWER_CONFIGS]
+    if any(getattr(tower, "eval_capacity_factor", None) is not None for tower in towers):
+        about_model["depends_on_batch"] = True  # the capacity of experts is shared by a batch
     if changes:
         about_model["changes"] = dict(changes)
     results = []
@@ -72,9 +73,3 @@ def evaluate_model(
                 write_result(result, output_dir)
             results.append(result)
     return results
-
-
-def _depends_on_batch(model: str | Path) -> bool:
-    """Whether the capacity of experts makes an embedding depend on the rest of its batch."""
-    towers = [getattr(config, tower, None) for config in model_configs(model) for tower in TOWER_CONFIGS]
-    return any(getattr(tower, "eval_capacity_factor", None) is not None for tower in towers)

@@ -12,13 +12,11 @@ from clip_moe.data.images import decode_image
 from clip_moe.data.texts import present_captions
 from clip_moe.engine.markdown import escape
 from clip_moe.evaluation.measures import Embeds, embed_both
-from clip_moe.evaluation.retrieval import TIE
+from clip_moe.evaluation.retrieval import TIE, Search
 from clip_moe.evaluation.task import Task
 
-# Of each, hits and misses; and pixels of the longer side
+# Number of hits and of misses; pixels of the longer side
 NUM_SHOWN, SIDE = 3, 192
-# Images whose similarities are held at a time
-AT_ONCE = 1024
 
 
 class Example(NamedTuple):
@@ -48,11 +46,10 @@ def find_examples(task: Task, model: Embeds) -> list[Example]:
     images = model.image_side(images, model.image_weights(rows))
     candidates = model.text_side(candidates, model.weights([texts]))
     column_of, best = {name: column for column, name in enumerate(names)}, []
-    for start in range(0, len(images), AT_ONCE):
-        similarities = images[start : start + AT_ONCE] @ candidates.T
-        for row, own in zip(similarities, captions[start : start + AT_ONCE], strict=True):
-            row[[column_of[text] for text in own if text in column_of]] -= TIE  # a tie is a miss, as in the scores
-        best.extend(similarities.argmax(axis=1).tolist())
+    pairs = [(row, column_of[text]) for row, own in enumerate(captions) for text in own if text in column_of]
+    for chunk in Search(images, candidates, *np.transpose(pairs)).chunks(range(len(images))):
+        chunk.similarities[chunk.rows, chunk.columns] -= TIE  # a tie is a miss, as in the scores
+        best += chunk.similarities.argmax(axis=1).tolist()
     is_hit = np.array([names[said] in own for said, own in zip(best, captions, strict=True)])
     order = np.random.default_rng(0).permutation(len(rows))
     chosen = [row for hits in (is_hit, ~is_hit) for row in order[hits[order]][:NUM_SHOWN].tolist()]

@@ -7,26 +7,25 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.utils import set_seed
-from datasets import Dataset
 from transformers import CLIPConfig
 
 from clip_moe.conversion.dense import force_expert
-from clip_moe.conversion.presets import TOWERS
 from clip_moe.conversion.upcycle import counted_as_one
 from clip_moe.data.images import decode_image
 from clip_moe.engine.own_modules import code_of_models
 from clip_moe.engine.provenance import environment, weights_fingerprint
+from clip_moe.evaluation.batches import Batches
 from clip_moe.evaluation.embedder import Embedder, usable_device
 from clip_moe.evaluation.experts_page import EXPERT, MEAN, ROUTED, agreement, page_beginning, page_of, summarize
 from clip_moe.evaluation.measures import measure
 from clip_moe.evaluation.page import write_page
-from clip_moe.evaluation.progress import Progress
+from clip_moe.evaluation.progress import progress
 from clip_moe.evaluation.routing import averaged_experts, count_tokens
 from clip_moe.evaluation.routing_pictures import NUM_SHOWN, draw_patches, draw_shares, route_images
-from clip_moe.evaluation.tasks import Task, loaded_once
+from clip_moe.evaluation.task import Task
 from modeling_clip_moe import CLIPMoEConfig
 from modeling_clip_moe.configuration_clip_moe import CLIPMoETowerConfig
-from modeling_clip_moe.families import family_of
+from modeling_clip_moe.families import family_of, sparse_towers
 
 EXPERT_PROTOCOL = (
     "An expert alone has the weight that the experts of a token have together in the routed model: for each token and "
@@ -34,7 +33,7 @@ EXPERT_PROTOCOL = (
 )
 # Images, and texts, by which the agreement of experts is computed
 MOST_EMBEDDINGS = 10_000
-# Name of a task -> what `evaluation.measures.measure` gives
+# Name of a task -> what `clip_moe.evaluation.measures.measure` gives
 ByTask = dict[str, dict[str, Any]]
 
 
@@ -46,29 +45,22 @@ class _Witness(Embedder):
         self.forget()
 
     def forget(self) -> None:
-        self.columns: list[tuple[Dataset, str]] = []
-        self._embeds: dict[str, list[np.ndarray]] = {"images": [], "texts": []}
+        self.seen: dict[str, list[tuple[Batches, np.ndarray]]] = {"image": [], "text": []}
 
-    def images(self, rows: Dataset, column: str = "image") -> np.ndarray:
-        embeds = super().images(rows, column)
-        self.columns.append((rows, column))
-        self._embeds["images"].append(embeds)
-        return embeds
-
-    def texts(self, texts: Sequence[str]) -> np.ndarray:
-        embeds = super().texts(texts)
-        self._embeds["texts"].append(embeds)
+    def _kept(self, name: str, batches: Batches) -> np.ndarray:
+        embeds = super()._kept(name, batches)
+        self.seen[name].append((batches, embeds))
         return embeds
 
     def embeds(self) -> dict[str, np.ndarray]:
-        """Embeddings (rows, D) of images and of texts, if there are some, from all parts of what was seen."""
-        whole = {kind: np.concatenate(parts) for kind, parts in self._embeds.items() if parts}
-        return {kind: embeds[_spread(range(len(embeds)), MOST_EMBEDDINGS)] for kind, embeds in whole.items()}
+        """Embeddings (rows, D) of `images` and of `texts`, if there are some, from all parts of what was seen."""
+        whole = {name: np.concatenate([embeds for _, embeds in parts]) for name, parts in self.seen.items() if parts}
+        return {f"{name}s": embeds[_spread(range(len(embeds)), MOST_EMBEDDINGS)] for name, embeds in whole.items()}
 
     def some_images(self) -> list:
         """From all parts of what was seen."""
-        places = [(rows, column, index) for rows, column in self.columns for index in range(len(rows))]
-        return [decode_image(rows[index][column]) for rows, column, index in _spread(places, NUM_SHOWN)]
+        places = [(batches, row) for batches, _ in self.seen["image"] for row in range(len(batches.items))]
+        return [decode_image(batches.items[row][batches.column]) for batches, row in _spread(places, NUM_SHOWN)]
 
 
 def _spread(items: Sequence[Any], number: int) -> list[Any]:
@@ -76,13 +68,12 @@ def _spread(items: Sequence[Any], number: int) -> list[Any]:
     return [items[index] for index in np.linspace(0, len(items) - 1, min(number, len(items))).astype(int)]
 
 
-def _sparse_towers(
+def _analyzable_towers(
     model: str | Path, config: CLIPConfig | CLIPMoEConfig, kinds: Collection[str], layer: int | None
 ) -> dict[str, CLIPMoETowerConfig]:
     """Tower -> its configuration, of the sparse ones. Raises a ValueError if the model, a layer or these kinds of tasks
     cannot be analyzed."""
-    towers = {tower: getattr(config, f"{tower}_config") for tower in TOWERS}
-    sparse = {tower: config for tower, config in towers.items() if getattr(config, "moe_layers", ())}
+    sparse = sparse_towers(config)
     if not sparse:
         fault = "a dense CLIP has no experts to analyze"
     elif family_of(config).sigmoid:
@@ -90,9 +81,9 @@ def _sparse_towers(
     elif len({(config.num_experts, counted_as_one(config)) for config in sparse.values()}) > 1:
         fault = "its towers have different numbers of experts"
     elif "text" in sparse and set(kinds) == {"linear_probe"}:
-        fault = "no text of a linear probe reaches the sparse text tower: add a task such as retrieval"
-    elif layer is not None and layer not in getattr(towers["vision"], "moe_layers", ()):
-        fault = f"layer: {layer} is no sparse layer of the vision tower"
+        fault = "a linear probe does not reach the sparse text tower: add a task such as retrieval"
+    elif layer is not None and ("vision" not in sparse or layer not in sparse["vision"].moe_layers):
+        fault = f"layer: {layer} is not a sparse layer of the vision tower"
     else:
         return sparse
     raise ValueError(f"{model}: {fault}")
@@ -115,17 +106,16 @@ def analyze_experts(
         How the page begins: whether the experts do anything, and the scores of every expert.
     """
     set_seed(0)
-    tasks, kinds = loaded_once(tasks), {task.kind for task in tasks.values()}
     embedder = _Witness(model, batch_size, usable_device(None))
-    sparse = _sparse_towers(model, embedder.model.config, kinds, layer)
+    sparse = _analyzable_towers(model, embedder.model.config, {task.kind for task in tasks.values()}, layer)
     config = next(iter(sparse.values()))
-    num_experts, narrow = config.num_experts, counted_as_one(config)
-    num_alone = num_experts // narrow  # narrow experts of an FFN count as one
-    progress = Progress(f"measuring {num_alone} experts", num_alone + 2, leave=False)
+    num_experts = config.num_experts
+    num_alone = num_experts // counted_as_one(config)  # narrow experts of an FFN count as one
+    bar = progress(f"measuring {num_alone} experts", num_alone + 2)
 
     def measured() -> ByTask:
         by_task = {name: measure(task, embedder) for name, task in tasks.items()}
-        progress.update()
+        bar.update()
         return by_task
 
     results: dict[str, ByTask] = {}
@@ -140,15 +130,14 @@ def analyze_experts(
     embedder.forget()
     with count_tokens(embedder.model) as counts:
         results[ROUTED] = measured()
-    progress.close()
+    bar.close()
     embeds[ROUTED] = embedder.embeds()
     routing = {tower: {layer: count.means() for layer, count in layers.items()} for tower, layers in counts.items()}
     agreements = {kind: agreement({name: arrays[kind] for name, arrays in embeds.items()}) for kind in embeds[ROUTED]}
-    entropy = {tower: {layer: means["entropy"] for layer, means in of.items()} for tower, of in routing.items()}
-    summary = summarize(tasks, results[ROUTED], results[MEAN], entropy, agreements, num_experts, narrow)
+    summary = summarize(tasks, results[ROUTED], results[MEAN], routing, agreements, num_experts)
     title = f"% of the tokens computed by each expert: {', '.join(tasks)}"
     pictures = {"routing.png": lambda file: draw_shares(routing, file, title)}
-    if "vision" in sparse and embedder.columns:
+    if "vision" in sparse and embedder.seen["image"]:
         layer = max(sparse["vision"].moe_layers) if layer is None else layer
         routed = route_images(embedder, embedder.some_images(), layer)
         pictures["patches.png"] = lambda file: draw_patches(routed, file)
@@ -161,11 +150,11 @@ def analyze_experts(
         "batch_size": batch_size,
         "summary": summary.model_dump(),
         "expert_protocol": EXPERT_PROTOCOL,
-        "metrics": {task: {name: of[task]["metrics"] for name, of in results.items()} for task in tasks},
+        "metrics": {task: {name: scores[task]["metrics"] for name, scores in results.items()} for task in tasks},
         "routing": routing,
         "scales": {
-            tower: {layer: means["weight"] for layer, means in of.items()}
-            for tower, of in routing.items()
+            tower: {layer: means["weight"] for layer, means in layers.items()}
+            for tower, layers in routing.items()
             if not sparse[tower].norm_topk_prob
         },
         "agreement": agreements,

@@ -1,5 +1,5 @@
-"""Whether the experts of a sparse model do anything, in three measures; and the page of `evaluation.experts`, made
-from `experts.json`."""
+"""Whether the experts of a sparse model do anything, in three measures; and the page of `clip_moe.evaluation.experts`,
+made from `experts.json`."""
 
 import itertools
 import math
@@ -14,13 +14,9 @@ from clip_moe.engine.result_schema import Collapse, ExpertSummary, Spread
 from clip_moe.evaluation.report import primary_columns
 from clip_moe.evaluation.task import Task
 
-ALT_TEXTS = {
-    "routing.png": "share of the tokens that each expert computes",
-    "patches.png": "the expert of each patch of some images",
-}
 # Columns of the table; an expert's number follows
 ROUTED, EXPERT, MEAN = "routed", "expert", "mean of experts"
-# What each tower embeds
+# Tower -> the inputs it embeds
 EMBEDDED = {"text": "texts", "vision": "images"}
 
 
@@ -35,47 +31,41 @@ def linear_cka(first: np.ndarray, second: np.ndarray) -> float | None:
 
 def agreement(embeds: Mapping[str, np.ndarray]) -> dict[str, dict[str, float | None]]:
     """name -> name -> `linear_cka` of the embeddings (rows, D) of every two."""
-    return {one: {other: linear_cka(embeds[one], embeds[other]) for other in embeds} for one in embeds}
+    return {name: {other: linear_cka(embeds[name], embeds[other]) for other in embeds} for name in embeds}
 
 
 def summarize(
     tasks: Mapping[str, Task],
     routed: Mapping[str, dict[str, Any]],
     mean: Mapping[str, dict[str, Any]],
-    entropy: Mapping[str, Mapping[int, float]],
+    routing: Mapping[str, Mapping[int, Mapping[str, Any]]],
     agreement: Mapping[str, Mapping[str, Mapping[str, float | None]]],
     num_experts: int,
-    experts_per_ffn: int = 1,
 ) -> ExpertSummary:
     """The collapse test, the entropy of the routers and how alike the experts are.
 
     Args:
         tasks: by their names.
-        routed, mean: task -> what `evaluation.measures.measure` gives of the model, and of the one whose layers have
-            the mean of their experts.
-        entropy: tower -> sparse layer -> bits.
+        routed, mean: task -> result of `clip_moe.evaluation.measures.measure` for the model, and for the model with the
+            mean of each layer's experts.
+        routing: tower -> sparse layer -> means, with the `entropy` in bits.
         agreement: "images" or "texts" -> "expert N" -> "expert N" -> linear CKA; other columns do not count.
         num_experts: those that a router has to choose from.
-        experts_per_ffn: how many of them count as one, see `conversion.upcycle.experts_of_ffn`.
     """
     rows = {name: {"title": task.title, "primary": task.primary} for name, task in tasks.items()}
     collapse = []
     for (task, metric), title in primary_columns(rows).items():
-        scores = [of[task]["metrics"][metric] for of in (routed, mean)]
+        scores = [results[task]["metrics"][metric] for results in (routed, mean)]
         reach = score_difference_reach(routed[task], mean[task], metric)
         error = None if reach is None else max(reach)
         collapse.append(Collapse(title=title, routed=scores[0], mean=scores[1], error=error))
-    experts = [f"{EXPERT} {number}" for number in range(num_experts // experts_per_ffn)]
-    # A dense tower makes the same for all experts
-    pairs = [
-        agreement[EMBEDDED[tower]][first][other]
-        for tower in entropy
-        for first, other in itertools.combinations(experts, 2)
-    ]
+    matrices = [agreement[EMBEDDED[tower]] for tower in routing]  # a dense tower makes the same for all experts
+    experts = [column for column in matrices[0] if column.startswith(EXPERT)]
+    pairs = [matrix[first][other] for matrix in matrices for first, other in itertools.combinations(experts, 2)]
     values = [value for value in pairs if value is not None]
     return ExpertSummary(
         collapse=collapse,
-        entropy=Spread.of(value for layers in entropy.values() for value in layers.values()),
+        entropy=Spread.of(means["entropy"] for layers in routing.values() for means in layers.values()),
         most_entropy=math.log2(num_experts),
         agreement=Spread.of(values) if values else None,
     )
@@ -105,18 +95,15 @@ def page_of(result: Mapping[str, Any], pictures: Sequence[str]) -> str:
 
     Args:
         result: what `experts.json` holds.
-        pictures: that are drawn.
+        pictures: `routing.png`, and perhaps `patches.png`.
     """
-
-    def shown(*names: str) -> list[str]:
-        return [f"![{ALT_TEXTS[name]}]({name})" for name in names if name in pictures]
-
-    sections = ["# Experts", page_beginning(result)]
-    sections += ["## Routing", *shown("routing.png"), *_layers(result)]
+    sections = ["# Experts", page_beginning(result), "## Routing"]
+    sections += ["![share of the tokens that each expert computes](routing.png)", *_layers(result)]
     if result["scales"]:
         sections.append("`clip-moe dense --scale` with this folder multiplies an expert's last layer by its weight.")
     if "patches.png" in pictures:
-        sections += [f"## Patches, layer {result['layer']} of the vision tower", *shown("patches.png")]
+        sections.append(f"## Patches, layer {result['layer']} of the vision tower")
+        sections.append("![the expert of each patch of some images](patches.png)")
     return "\n\n".join(sections)
 
 

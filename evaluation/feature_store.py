@@ -41,8 +41,8 @@ class FeatureStore:
         """The store that a folder holds.
 
         Args:
-            maker: what writes such folders, for the error.
-            keys: what its index has to say, with types.
+            maker: the stage that writes such folders, for the error.
+            keys: keys of its index, with types.
         """
         if not (folder / INDEX).is_file():
             raise FileNotFoundError(f"{folder} is not the folder of {maker}: there is no {INDEX}")
@@ -61,12 +61,12 @@ class FeatureStore:
         """The shard that begins with this row."""
         return self.folder / f"{start:012d}.safetensors"
 
-    def write(self, processes: Accelerator | PartialState | None, what: str, compute: Compute) -> None:
+    def write(self, processes: Accelerator | PartialState | None, noun: str, compute: Compute) -> None:
         """Write the shards that are not there; every process computes its share, and waits for the others.
 
         Args:
             processes: None: this one works alone.
-            what: is computed, for the progress bar.
+            noun: the features, for the progress bar.
             compute: yields the arrays of one shard after the other.
         """
         rank, number, is_main = 0, 1, True
@@ -74,8 +74,8 @@ class FeatureStore:
             rank, number, is_main = processes.process_index, processes.num_processes, processes.is_main_process
         missing = [rows for rows in self.shards()[rank::number] if not self.path(rows.start).exists()]
         if missing:
-            about = f"{what}, in parts of {self.shard_size} of {self.num_rows}"
-            computed = progress(compute(missing), about, len(missing), is_main)
+            about = f"{noun}, in parts of {self.shard_size} of {self.num_rows}"
+            computed = progress(about, len(missing), compute(missing), shown=is_main)
             for rows, arrays in zip(missing, computed, strict=True):
                 with output_folder(self.folder):
                     save_arrays(self.path(rows.start), arrays)
@@ -83,7 +83,7 @@ class FeatureStore:
             processes.wait_for_everyone()
         if is_main:
             for rows in self.shards():
-                self._require_size(rows)
+                self.shard(rows.start)
             index = {"num_rows": self.num_rows, "shard_size": self.shard_size, **self.about}
             write_text(self.folder / INDEX, json.dumps(index))
 
@@ -97,16 +97,10 @@ class FeatureStore:
         with _damaged(path):
             return safe_open(path, "pt")
 
-    def _require_size(self, rows: range) -> None:
-        file = self.shard(rows.start)
-        shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
-        size = min((shape[0] if shape else 0 for shape in shapes), default=0)
-        self.require(size == len(rows), rows.start, f"has {size} rows, not {len(rows)}")
-
     def require(self, is_usable: bool, start: int, reason: str) -> None:
         """Raises a ValueError if the shard that begins with this row is not usable."""
         if not is_usable:
-            raise ValueError(f"{self.path(start)} {reason}: delete {self.folder} to have it made anew")
+            raise ValueError(f"{self.path(start)} {reason}: delete {self.folder} to make it again")
 
 
 class Rows:
@@ -119,7 +113,7 @@ class Rows:
         self.shape, self.dtype = (store.num_rows, *first.shape[1:]), first.dtype
 
     def __len__(self) -> int:
-        return self.shape[0]
+        return self.store.num_rows
 
     def __getitem__(self, rows: slice | np.ndarray) -> np.ndarray:
         numbers = np.arange(len(self))[rows] if isinstance(rows, slice) else rows
@@ -145,10 +139,7 @@ class Rows:
     def _read(self, start: int) -> np.ndarray:
         with _damaged(self.store.path(start)):
             array = self.store.shard(start).get_tensor(self.name)
-        size, types = (
-            min(self.store.shard_size, self.store.num_rows - start),
-            INTEGERS if self.name == LABELS else FLOATS,
-        )
+        size, types = min(self.store.shard_size, len(self) - start), INTEGERS if self.name == LABELS else FLOATS
         is_whole = array.shape[:1] == (size,)
         self.store.require(is_whole, start, f"has {self.name} {tuple(array.shape)}, not of {size} rows")
         self.store.require(array.dtype in types, start, f"has {self.name} of {array.dtype}")
@@ -168,7 +159,7 @@ def save_arrays(
 def open_arrays(path: Path, maker: str) -> Iterator[safe_open]:
     """Open a file of named arrays. `maker`: what writes such files, for the error."""
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is not there: {path.parent} is not the folder of {maker}")
+        raise FileNotFoundError(f"{path} is missing: {path.parent} is not the folder of {maker}")
     with _damaged(path), safe_open(path, "numpy") as file:
         yield file
 
@@ -178,4 +169,4 @@ def _damaged(path: Path) -> Iterator[None]:
     try:
         yield
     except SafetensorError as error:
-        raise ValueError(f"{path} is damaged; delete {path.parent} to have it made anew: {error}") from error
+        raise ValueError(f"{path} is damaged; delete {path.parent} to make it again: {error}") from error

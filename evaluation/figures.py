@@ -46,7 +46,7 @@ def plot_text(text: str, length: int = 40) -> str:
 
 
 def grid(number: int, columns: int, width: float, height: float) -> tuple[Figure, np.ndarray]:
-    """A figure with so many panels of this size in inches, and all its axes (lines, columns); what is left is empty."""
+    """A figure with `number` panels of this size in inches, and all its axes (lines, columns); the rest are empty."""
     columns = min(columns, number)
     lines = math.ceil(number / columns)
     size = max(LEAST_WIDTH, width * columns), height * lines + 0.6

@@ -1,7 +1,5 @@
 """Linear probe: a linear classifier on frozen image features (CLIP, section 3.2; MoDE, section 5.4)."""
 
-from typing import Literal
-
 import numpy as np
 import torch
 from threadpoolctl import threadpool_limits
@@ -19,7 +17,6 @@ def linear_probe_metrics(
     train_labels: np.ndarray,
     features: np.ndarray,
     labels: np.ndarray,
-    solver: Literal["auto", "scikit-learn", "torch"] = "auto",
     device: str | torch.device = "cpu",
 ) -> dict[str, float]:
     """`accuracy` and `mean_per_class_recall` of a linear classifier.
@@ -30,7 +27,6 @@ def linear_probe_metrics(
     Args:
         train_features, train_labels: (train images, D), and (train images,) integers.
         features, labels: those of the test images.
-        solver: auto takes torch above 2^28 numbers.
         device: where torch computes.
 
     Raises:
@@ -42,9 +38,7 @@ def linear_probe_metrics(
     unknown = sorted(set(labels.tolist()) - set(train_labels.tolist()))
     if unknown:
         raise ValueError(f"the training set has no image of the classes {unknown[:5]}")
-    if solver == "auto":
-        solver = "torch" if train_features.size > MOST_NUMBERS_FOR_SCIKIT else "scikit-learn"
-    if solver == "torch":
+    if train_features.size > MOST_NUMBERS_FOR_SCIKIT:
         predicted = _predict_torch(train_features, train_labels, features, torch.device(device))
     else:
         predicted = _predict_scikit(train_features, train_labels, features)

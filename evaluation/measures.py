@@ -128,7 +128,7 @@ def _read_texts(model: Embeds, texts: list[str]) -> ReadTexts:
     for other in others:
         first.digests[:] = [mine + its for mine, its in zip(first.digests, other.digests, strict=True)]
         first.is_cut[:] = [mine or its for mine, its in zip(first.is_cut, other.is_cut, strict=True)]
-    return replace(first, max_length=min(read.max_length for read in (first, *others)))
+    return replace(first, max_length=min(tokens.max_length for tokens in (first, *others)))
 
 
 def measure_retrieval(task: Task, model: Embeds, rows: Dataset) -> Measured:
@@ -213,7 +213,7 @@ MEASURES = {
 
 
 def _labels(task: Task, rows: Dataset) -> np.ndarray:
-    """(rows,) the number of each row's class; where images have several, (rows, classes) of 1 and 0."""
+    """(rows,) the number of each row's class."""
     if "label" in rows.column_names:
         return np.array(rows["label"])
     number_of_class = {name: number for number, name in enumerate(task.classes)}

@@ -11,11 +11,12 @@ from typing import Any
 from datasets import ClassLabel, Dataset, List, Value
 
 from clip_moe.data.arguments import DataArguments
+from clip_moe.data.columns import rename_columns, select_columns, with_class_names
 from clip_moe.data.identity import identity
 from clip_moe.data.image_folders import NO_PICTURE
-from clip_moe.data.pairs import load_pairs, one_row_an_image, rename_columns, select_columns, with_class_names
+from clip_moe.data.pairs import load_pairs, one_row_an_image
 from clip_moe.data.readable import readable_pairs
-from clip_moe.data.sources import Rows, common_rows, named_split, open_rows
+from clip_moe.data.sources import common_rows, named_split, open_rows
 from clip_moe.data.worlds import is_world
 from clip_moe.engine.digests import file_digests, short_digest
 from clip_moe.engine.files import read_text
@@ -68,7 +69,7 @@ def retrieval_task(arguments: DataArguments) -> Task:
         number = sum(isinstance(caption, str) and len(caption.strip().splitlines()) > 1 for caption in captions)
         if number > len(captions) / 2:
             lines = f"{number} of {len(captions)} captions of column {arguments.caption_column} have several lines"
-            logger.warning("%s: %s. If each is a caption, say so: captions_per_line: true", arguments.source, lines)
+            logger.warning("%s: %s. If each line is a caption, set captions_per_line: true", arguments.source, lines)
         return one_row_an_image(rows), skipped
 
     data, from_world = _data(arguments), is_world(arguments.source)
@@ -108,7 +109,7 @@ def linear_probe_task(arguments: DataArguments, train_split: str, classes: Seque
     """A linear probe on any dataset with an image and a label column; its labels and errors as `zero_shot_task`'s.
 
     Args:
-        train_split: what the probe is fitted to; as many samples as `arguments` asks for.
+        train_split: split to fit the probe to; as many samples as `arguments` asks for.
         classes: as there; None: those of either split.
     """
     train_arguments = dataclasses.replace(arguments, split=train_split)
@@ -116,7 +117,7 @@ def linear_probe_task(arguments: DataArguments, train_split: str, classes: Seque
     common = common_rows(arguments, train_split)
     if common:
         raise ValueError(
-            f"a linear probe is fitted to other rows than it is tested on, but the splits {arguments.split} and "
+            f"a linear probe needs different rows to train and to test, but the splits {arguments.split} and "
             f"{train_split} of {arguments.source} have {common} in common: set split and train_split, of one file to "
             "slices such as test[:20%] and test[20%:]"
         )
@@ -139,35 +140,26 @@ def pairs_task(arguments: DataArguments, attribute_column: str = "attribute") ->
     `caption` are the columns of the arguments.
 
     Args:
-        attribute_column: what differs in each pair, if there is such a column.
+        attribute_column: the attribute that differs in each pair, if there is such a column.
     """
     sides = [dataclasses.replace(arguments, image_column=f"{arguments.image_column}_{side}") for side in range(2)]
     data = _data(arguments, *sides) | {"attribute_column": attribute_column}
 
     def load():
-        rows = _pair_columns(arguments, attribute_column)
-        rows = _with_named_attributes(rows) if "attribute" in rows.column_names else rows
+        rows = open_rows(arguments)
+        columns = {f"{arguments.image_column}_{side}": f"image_{side}" for side in range(2)}
+        columns |= {f"{arguments.caption_column}_{side}": f"caption_{side}" for side in range(2)}
+        if attribute_column in rows.column_names:
+            columns[attribute_column] = "attribute"
+        rows = rename_columns(rows, columns, arguments)
+        if "attribute" in rows.column_names:
+            feature, values = rows.features["attribute"], list(rows["attribute"])
+            values = feature.int2str(values) if isinstance(feature, ClassLabel) else values
+            names = ["none" if value in (None, "") else str(value) for value in values]
+            rows = rows.remove_columns("attribute").add_column("attribute", names, feature=Value("string"))
         return readable_image_pairs(rows, arguments)
 
     return Task("pairs", _title("pairs", arguments), _protocol(data), load, data=data)
-
-
-def _pair_columns(arguments: DataArguments, attribute_column: str) -> Rows:
-    """The columns of pairs, under the names that `evaluation.measures.measure_pairs` knows."""
-    rows = open_rows(arguments)
-    columns = {f"{arguments.image_column}_{side}": f"image_{side}" for side in range(2)}
-    columns |= {f"{arguments.caption_column}_{side}": f"caption_{side}" for side in range(2)}
-    if attribute_column in (rows.column_names or ()):
-        columns[attribute_column] = "attribute"
-    return rename_columns(rows, columns, arguments)
-
-
-def _with_named_attributes(rows: Dataset) -> Dataset:
-    """Pairs whose `attribute` is a text, "none" where nothing is said."""
-    feature, values = rows.features["attribute"], list(rows["attribute"])
-    values = feature.int2str(values) if isinstance(feature, ClassLabel) else values
-    names = ["none" if value in (None, "") else str(value) for value in values]
-    return rows.remove_columns("attribute").add_column("attribute", names, feature=Value("string"))
 
 
 def readable_image_pairs(rows: Dataset, arguments: DataArguments) -> tuple[Dataset, int]:
@@ -176,7 +168,7 @@ def readable_image_pairs(rows: Dataset, arguments: DataArguments) -> tuple[Datas
     for side in range(2):
         # A tokenizer would take two texts for one and its continuation
         if isinstance(rows.features[f"caption_{side}"], List):
-            raise ValueError(f"{arguments.source}: an image of a pair has one caption, not a list")
+            raise ValueError(f"{arguments.source}: each image of a pair needs one caption, got a list")
         columns = {f"image_{side}": "image", f"caption_{side}": "caption"}
         rows, number = readable_pairs(rows.rename_columns(columns), arguments)
         rows = rows.rename_columns({new: old for old, new in columns.items()})
@@ -184,12 +176,12 @@ def readable_image_pairs(rows: Dataset, arguments: DataArguments) -> tuple[Datas
     return rows, skipped
 
 
-def read_classes(path: Path, what: str = "class") -> list[str]:
+def read_classes(path: Path, noun: str = "class") -> list[str]:
     """The names of a file, one a line."""
     lines = read_text(path).removesuffix("\n").split("\n")
     names = [line.strip() for line in lines]
     if "" in names:
-        raise ValueError(f"{path} has no {what} in line {names.index('') + 1}: every line needs one")
+        raise ValueError(f"{path} has no {noun} in line {names.index('') + 1}: every line needs one")
     return names
 
 
@@ -227,7 +219,7 @@ def _data(arguments: DataArguments, *also_read: DataArguments) -> dict[str, Any]
 
 
 def _no_classes(rows: Dataset) -> str:
-    """The folders that are no classes, in brackets (`data.image_folders.open_folder`)."""
+    """The folders that are no classes, in brackets (`clip_moe.data.image_folders.open_folder`)."""
     return f" ({rows.info.description})" if rows.info.description.startswith(NO_PICTURE) else ""
 
 

@@ -18,23 +18,21 @@ class OwnTask:
 
     # The measure.
     task: OwnKind
-    # Whatever `source` of [data](#data) may be.
+    # The dataset, as `source` of [data](#data).
     dataset: str
-    # What scores, reports and files call the task. None: the measure, the data, the column and a hash of all that was
-    # chosen.
+    # Name in scores, reports and files. None: the measure, the data, the column and a hash of all that was chosen.
     name: str | None = Field(default=None, pattern=r"^\w[\w. -]*$", max_length=200)
-    # What tables call it. None: its name, else the measure, the data, and which split and column if others than the
-    # default ones.
+    # Title in tables. None: its name, else the measure, the data, and the split and column if not the default ones.
     title: str | None = Field(default=None, pattern=r"\S")
-    # What is measured of the dataset.
+    # Split to evaluate.
     split: str = "test"
-    # What a linear probe is fitted to.
+    # Split to fit a linear probe to.
     train_split: str = "train"
-    # Of the dataset, the first ones; None: all.
+    # Number of rows, from the first; None: all.
     num_samples: int | None = Field(default=None, gt=0)
     # Images or their paths; for pairs, the columns IMAGE_COLUMN_0 and _1.
     image_column: str = "image"
-    # What relative paths of images start from.
+    # Folder that relative paths of images start from.
     image_root: str | None = None
     # As `pixel_range` of [data](#data).
     pixel_range: list[float] | None = None
@@ -42,7 +40,7 @@ class OwnTask:
     caption_column: str = "caption"
     # Each line of a text is a caption, as in the retrieval shards of CLIP_benchmark.
     captions_per_line: bool = False
-    # The classes, for zero_shot and linear_probe; for pairs, what differs in each, if there is such a column.
+    # The classes, for zero_shot and linear_probe; for pairs, the attribute that differs, if there is such a column.
     label_column: str = "label"
     # File with the names of the classes, one a line, for zero_shot and linear_probe. Where the data call classes by
     # numbers or WordNet ids, the names in the order of these, or each after its id (n01440764 tench).
@@ -54,8 +52,8 @@ class OwnTask:
     @model_validator(mode="after")
     def _check(self):
         if is_world(self.dataset) and self.task != "retrieval":
-            built_in = f"the built-in task {self.dataset}_{self.task}" if self.dataset in WORLDS else "retrieval alone"
-            raise ValueError(f"of {self.dataset}, it is {built_in}")
+            built_in = f"the built-in task {self.dataset}_{self.task}" if self.dataset in WORLDS else "retrieval"
+            raise ValueError(f"{self.dataset} has no task {self.task}: use {built_in}")
         self.arguments()
         return self
 
@@ -78,7 +76,7 @@ class OwnTask:
             raise ValueError(in_one_line(error.errors())) from None
 
 
-# What a list of tasks may hold: names, and tasks on own data
+# Items of a list of tasks: names, and tasks on own data
 Wanted = Annotated[
     Annotated[str, Tag("name")] | Annotated[OwnTask, Tag("own")],
     Discriminator(lambda value: "name" if isinstance(value, str) else "own"),

@@ -13,7 +13,7 @@ from markdown_it import MarkdownIt
 
 from clip_moe.engine.files import locked, new_file, output_folder
 
-# A score with its difference to a baseline, as `evaluation.report` and `lab.cards.seeds` write it
+# A score with its difference to a baseline, as `clip_moe.evaluation.report` and `lab.cards.seeds` write it
 DIFFERENCE = re.compile(r"[\d.]+%?(?: ± [\d.]+)? \((?P<mean>[+-][\d.]+)(?: ± (?P<error>[\d.]+))?\)")
 STYLE = """
 :root { color-scheme: light dark; --line: light-dark(#ddd, #444); --ground: light-dark(#fff, #181a1b); }

@@ -19,7 +19,7 @@ from clip_moe.engine.result_schema import TextCounts, read_result, require_resul
 from clip_moe.evaluation.benchmarks.specs import means_of
 from clip_moe.evaluation.figures import plot_text, plt, save
 from clip_moe.evaluation.page import write_page
-from clip_moe.evaluation.results import same_data
+from clip_moe.evaluation.results import computed_with, same_data
 
 Results = Sequence[dict[str, Any] | str | Path]
 # Results of one task must agree in these to stand in one column.
@@ -31,6 +31,10 @@ MOST_COLUMNS = 6
 # The chart's, in inches: a telephone shows it whole
 WIDTH = 5.2
 MARKERS = "osD^vPX*<>"
+BRACKETS = (
+    f"In brackets: the difference to {{}} in percent points, ± its {LEVEL:.0%} interval over test samples, where a "
+    "metric is a mean over them. It does not cover what another seed of training would change."
+)
 
 
 @dataclass(frozen=True)
@@ -62,10 +66,10 @@ def write_report(
     """Write `report.md`, `report.svg` and `report.html`, which holds both.
 
     Args:
-        results: what `evaluation.evaluate.evaluate_model` returned, or the files it wrote.
+        results: what `clip_moe.evaluation.evaluate.evaluate_model` returned, or the files it wrote.
         baseline: the model that the others' scores are compared with, in brackets.
         head: markdown above the table.
-        pictures: those of the head, see `evaluation.page.write_page`.
+        pictures: those of the head, see `clip_moe.evaluation.page.write_page`.
 
     Returns:
         The head and the table: a row a model, a column a task and primary metric, in percent; blank where there is no
@@ -76,14 +80,14 @@ def write_report(
     """
     table = arrange(results)
     if baseline is not None and baseline not in table:
-        raise ValueError(f"the baseline {baseline!r} has no results; there are {', '.join(table)}")
+        raise ValueError(f"the baseline {baseline!r} has no results, only {', '.join(table)}")
     scores = _scores(table, baseline)
     summary = _summary(list(table), scores)
     sections = [
         f"# {title}",
         *filter(None, [head]),
         summary,
-        *([] if baseline is None else [_brackets(baseline)]),
+        *([] if baseline is None else [BRACKETS.format(escape(baseline))]),
         "![scores](report.svg)",
         "## All metrics",
         _all_metrics(table),
@@ -129,7 +133,7 @@ def _fault(
     if not set(result["primary"]) <= set(result["metrics"]) == set(same_task["metrics"]):
         return f"{task}: {model!r} and {other!r} need the same metrics, with the primary ones"
     if bad := [metric for metric, value in result["metrics"].items() if not 0 <= value <= 1]:
-        return f"{task}: {', '.join(bad)} of {model!r} is not finite, or no share from 0 to 1"
+        return f"{task}: {', '.join(bad)} of {model!r} is not a finite number from 0 to 1"
     if key := next((key for key in SAME_FOR_TASK if differ(result, same_task, key)), None):
         return (
             f"{task}: {key} is {same_task[key]!r} for {other!r} but {result[key]!r} for {model!r}; such scores cannot "
@@ -199,17 +203,14 @@ def _scores(table, baseline: str | None) -> dict[str, dict[str, Score]]:
 def _mean_score(scores: Sequence[Score]) -> Score:
     """The mean of scores on data sets that share no samples, see `mean_reach`."""
 
-    def mean_or_none(values: Sequence[float | None]) -> float | None:
-        return None if None in values else mean(values)
-
-    def reach_of_mean(reaches: Sequence[Reach | None]) -> Reach | None:
-        return None if None in reaches else mean_reach(reaches, independent=True)
+    def mean_of(values: list[Any], average: Callable[[list[Any]], Any]) -> Any:
+        return None if None in values else average(values)
 
     return Score(
         mean(score.value for score in scores),
-        reach_of_mean([score.reach for score in scores]),
-        mean_or_none([score.difference for score in scores]),
-        reach_of_mean([score.difference_reach for score in scores]),
+        mean_of([score.reach for score in scores], mean_reach),
+        mean_of([score.difference for score in scores], mean),
+        mean_of([score.difference_reach for score in scores], mean_reach),
     )
 
 
@@ -219,13 +220,6 @@ def _summary(models: Sequence[str], scores: Mapping[str, Mapping[str, Score]]) -
         return markdown_table(["task", *models], rows)
     rows = [[model, *(str(column.get(model, "")) for column in scores.values())] for model in models]
     return markdown_table(["model", *scores], rows)
-
-
-def _brackets(baseline: str) -> str:
-    return (
-        f"In brackets: the difference to {escape(baseline)} in percent points, ± its {LEVEL:.0%} interval over test "
-        "samples, where a metric is a mean over them. It does not cover what another seed of training would change."
-    )
 
 
 def _all_metrics(table) -> str:
@@ -242,21 +236,15 @@ def _protocols(table) -> str:
         f"{task}: {result['protocol']} ({result['num_samples']} samples, {result['num_skipped']} skipped)"
         for task, result in first_results(table).items()
     ]
-    made: dict[str, list[str]] = {}
+    sources_of: dict[str, list[str]] = {}
     for model, results in table.items():
         for task, result in results.items():
             texts = result.get("texts") and TextCounts(**result["texts"]).sentence
             lines += [f"{model} on {task}: {texts}"] if texts else []
-            sources = made.setdefault(f"{result['dtype']}, {computed_with(result)}", [])
+            sources = sources_of.setdefault(f"{result['dtype']}, {computed_with(result)}", [])
             sources += [source] if (source := f"{model} ({result['source']})") not in sources else []
-    lines += [f"{', '.join(sources)}: {how}" for how, sources in made.items()]
+    lines += [f"{', '.join(sources)}: {how}" for how, sources in sources_of.items()]
     return "\n".join(map(item, lines))
-
-
-def computed_with(result: dict[str, Any]) -> str:
-    """The commit and the versions of a result."""
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    return f"commit {result['commit']}, {versions}"
 
 
 def draw_scores(

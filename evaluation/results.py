@@ -1,7 +1,8 @@
-"""Files of results, and the names of these and of tasks; `engine.result_schema` says what is in one."""
+"""Files of results, and the names of these and of tasks; `clip_moe.engine.result_schema` says what is in one."""
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,12 @@ def write_result(result: dict[str, Any], output_dir: Path) -> None:
     """Keep a result as `TASK--MODEL.json`."""
     name = f"{slug(result['task'])}--{slug(result['model'])}.json"
     write_text(output_dir / name, json.dumps(result, indent=2, ensure_ascii=False))
+
+
+def computed_with(result: Mapping[str, Any]) -> str:
+    """The commit and the versions of a result."""
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    return f"commit {result['commit']}, {versions}"
 
 
 def same_data(data: dict[str, Any]) -> dict[str, Any]:

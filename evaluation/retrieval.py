@@ -50,7 +50,7 @@ def retrieval_metrics(
     texts = np.arange(len(text_embeds)) if text_of_pair is None else np.asarray(text_of_pair)
     if len(images) != len(texts) or set(images.tolist()) != set(range(len(image_embeds))):
         raise ValueError(
-            f"image_of_text must name an image for each of the {len(texts)} texts, and each of the {len(image_embeds)} "
+            f"image_of_text must have an image for each of the {len(texts)} texts, and each of the {len(image_embeds)} "
             "images at least once"
         )
     queries = text_embeds if query_embeds is None else query_embeds
@@ -88,7 +88,7 @@ class Search(NamedTuple):
     right_candidates: np.ndarray
 
     def chunks(self, chosen: Sequence[int]) -> Iterator[Chunk]:
-        """Of the chosen queries, some at a time."""
+        """The chosen queries in chunks that fit in memory."""
         chunk_size = min(QUERIES_AT_ONCE, max(1, SCORES_AT_ONCE // len(self.candidates)))
         chosen = np.asarray(chosen)
         first, behind = np.searchsorted(self.right_queries, chosen), np.searchsorted(self.right_queries, chosen + 1)

@@ -17,12 +17,11 @@ from safetensors.numpy import load_file, save_file
 
 from clip_moe.conversion.checkpoints import has_file, load_clip, load_config, loading
 from clip_moe.conversion.processors import load_processor, load_tokenizer, mark_padding, require_fit
-from clip_moe.data.world import installed_versions
 from clip_moe.engine.digests import short_digest
 from clip_moe.engine.files import save, writing
 from clip_moe.engine.hub import hub_commit, hub_options, pin_commit
 from clip_moe.engine.local_names import is_hub_name
-from clip_moe.engine.provenance import weights_fingerprint
+from clip_moe.engine.provenance import installed_versions, weights_fingerprint
 from clip_moe.evaluation.batches import ImageBatches, TextBatches
 from clip_moe.evaluation.embedder import embed
 from modeling_clip_moe.families import is_clip
@@ -32,7 +31,6 @@ SETTINGS_FILE, TFIDF_WEIGHTS = "encoder.json", "tfidf.safetensors"
 # model's own pooler, a layer on the first one (supervised SimCSE)
 Pooling = Literal["mean", "cls", "pooler"]
 Modality = Literal["text", "image"]
-TOKENS = "token_embeddings"
 BATCH_SIZE = 256
 
 
@@ -64,7 +62,7 @@ class TfidfEncoder:
         counts = vectorizer.fit_transform(texts)
         if counts.shape[1] < dim:
             number = counts.shape[1]
-            raise ValueError(f"{len(texts)} texts have {number} different words, fewer than dim {dim}: lower it")
+            raise ValueError(f"{len(texts)} texts have {number} different words, fewer than dim {dim}: lower dim")
         # Contiguous: safetensors writes memory as it lies
         components = np.ascontiguousarray(TruncatedSVD(dim, random_state=seed).fit(counts).components_, np.float32)
         return cls(vectorizer.get_feature_names_out().tolist(), vectorizer.idf_, components)
@@ -120,12 +118,12 @@ class TextEncoder:
 def _modules(source: str, pooling: Pooling, hub: dict[str, Any]) -> list[torch.nn.Module]:
     from sentence_transformers.sentence_transformer import modules
 
-    output, output_name = (
-        ("pooler_output", "sentence_embedding") if pooling == "pooler" else ("last_hidden_state", TOKENS)
-    )
+    output, name = "last_hidden_state", "token_embeddings"
+    if pooling == "pooler":
+        output, name = "pooler_output", "sentence_embedding"
     method = {"text": {"method": "forward", "method_output_name": output}}
     hub_kwargs = {f"{part}_kwargs": dict(hub) for part in ("model", "processor", "config")}
-    transformer = modules.Transformer(source, modality_config=method, module_output_name=output_name, **hub_kwargs)
+    transformer = modules.Transformer(source, modality_config=method, module_output_name=name, **hub_kwargs)
     if pooling == "pooler":
         if getattr(transformer.model, "pooler", None) is None:
             raise ValueError(f"{source} has no pooler: use pooling mean or cls")
@@ -192,8 +190,8 @@ def load_encoder(folder: str | Path, device: str | torch.device = "cpu") -> Sent
     folder = Path(folder)
     if not (folder / SETTINGS_FILE).is_file():
         raise FileNotFoundError(
-            f"{folder} holds no sentence encoder. An embed stage of captions or images has it in encoder/, a mixture "
-            "in metadata_encoder/: copy the one that the cluster centers were output_name with"
+            f"{folder} has no sentence encoder. An embed stage of captions or images keeps it in encoder/, a mixture "
+            "in metadata_encoder/: copy the one that the cluster centers were made with"
         )
     with loading(folder):
         settings = json.loads((folder / SETTINGS_FILE).read_text(encoding="utf-8"))
@@ -201,7 +199,7 @@ def load_encoder(folder: str | Path, device: str | torch.device = "cpu") -> Sent
             arrays = load_file(folder / TFIDF_WEIGHTS)
             idf, components = arrays["idf"], arrays["components"]
             if not (components.shape[1] == len(idf) and np.isfinite(idf).all() and np.isfinite(components).all()):
-                raise ValueError(f"{TFIDF_WEIGHTS} does not fit its words, or holds numbers that are not finite")
+                raise ValueError(f"{TFIDF_WEIGHTS} does not match its words, or has non-finite numbers")
             return TfidfEncoder(settings["words"], idf, components)
         source = str(folder / "model") if (folder / "model").is_dir() else settings["source"]
         kind, name, pooling = settings["kind"], settings["name"], settings.get("pooling", "mean")

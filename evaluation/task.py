@@ -17,7 +17,7 @@ PRIMARY_METRICS = {
     "linear_probe": {"accuracy": "accuracy"},
 }
 RECALL_5 = tuple(f"{way}_recall@{k}" for k in (1, 5) for way in ("image_to_text", "text_to_image"))
-# How much a model knows in retrieval: `evaluation.retrieval.information`
+# How much a model knows in retrieval: `clip_moe.evaluation.retrieval.information`
 INFORMATION = ("image_to_text_information", "text_to_image_information")
 # Metrics that stand for benchmarks whose protocols ask for them -> the titles of their columns
 METRIC_TITLES = {
@@ -26,7 +26,6 @@ METRIC_TITLES = {
     "mean_per_class_recall": "mean per class",
     "mean_of_top1_and_top5": "mean of top-1 and top-5",
     "roc_auc": "ROC AUC",
-    "mean_average_precision": "mAP",
     "image": "image score",
     "text": "text score",
     "group": "group score",
@@ -41,8 +40,8 @@ class Task:
     """One kind of measure on one dataset.
 
     `load` returns the rows and how many more could not be read, `load_train` those that a linear probe is fitted to.
-    Rows have the columns `image` and `caption`, or for pairs those of `data.symbols.load_minimal_pairs`. The caption of
-    retrieval is a text or a list of texts.
+    Rows have the columns `image` and `caption`, or for pairs those of `clip_moe.data.symbols.load_minimal_pairs`. The
+    caption of retrieval is a text or a list of texts.
     `group_of_class` parts the classes of a mean of several zero-shot tasks, each among its own classes.
     The caption of a zero-shot row is the name of its class; a column `label` has the class's number, for classes of one
     name.

@@ -32,7 +32,7 @@ def loaded_once(tasks: Mapping[str, Task], max_rows: int | None = None) -> dict[
     tasks are.
 
     Args:
-        max_rows: the first so many rows of each task, whose result says so; None: all.
+        max_rows: number of rows of each task, from the first, which its result says; None: all.
     """
 
     def once(load: Callable[[], tuple[Dataset, int]]) -> Callable[[], tuple[Dataset, int]]:
@@ -87,14 +87,6 @@ def _problem(name: str, available: Sequence[str]) -> str | None:
     return None
 
 
-def with_seed(task: Task, seed: int) -> Task:
-    """A built-in task on other pictures of its world for another seed, which is at least 0."""
-    if not seed:
-        return task
-    load, load_train = partial(task.load, seed), task.load_train and partial(task.load_train, seed)
-    return dataclasses.replace(task, load=load, load_train=load_train, data=task.data | {"seed": seed})
-
-
 def _source_of(name: str) -> str:
     """The world of a task, `symbols` of `symbols_pairs`, or of one spelled `package.module:OBJECT KINDS`."""
     return name.partition(" ")[0] if ":" in name else name.split("_")[0]
@@ -115,7 +107,7 @@ def find_tasks(
     """Name in results -> task, of built-in tasks, benchmarks, groups of these, and tasks on own data.
 
     Args:
-        data_root: see `evaluation.benchmarks.loading.benchmark_task`.
+        data_root: see `clip_moe.evaluation.benchmarks.loading.benchmark_task`.
         seed: draws the pictures of built-in tasks.
         max_rows: draw no more pictures than `loaded_once` keeps of a task.
     """
@@ -131,7 +123,11 @@ def find_tasks(
             if name not in tasks:
                 if name in TASKS or is_world(_source_of(name)):
                     key, task = (name, built_in[name]) if name in TASKS else world_task(name)
-                    tasks[key] = with_seed(dataclasses.replace(task, data=_installed(name)), seed)
+                    changes: dict[str, Any] = {"data": _installed(name) | ({"seed": seed} if seed else {})}
+                    if seed:  # other pictures of the world
+                        changes["load"] = partial(task.load, seed)
+                        changes["load_train"] = task.load_train and partial(task.load_train, seed)
+                    tasks[key] = dataclasses.replace(task, **changes)
                 else:
                     tasks[name] = benchmark_task(BENCHMARKS[name], data_root)
     return tasks

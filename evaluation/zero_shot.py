@@ -24,31 +24,21 @@ def zero_shot_metrics(
     Args:
         image_embeds: (images, D), normalized.
         class_embeds: (classes, D), normalized.
-        labels: (images,), the right class of each; or (images, classes), 1 where a class is in the image, else 0.
+        labels: (images,), the right class of each.
         wanted: `mean_of_top1_and_top5`, of more than five classes (Kinetics-700), and `roc_auc` of two, whose score is
             the similarity to the second less that to the first (Hateful Memes).
 
     Returns:
-        `accuracy`; `accuracy_top5` where there are more than five classes; `mean_per_class_recall`; and what is wanted.
-        Images of several classes each get `mean_average_precision` alone. Both are over the classes that occur.
+        `accuracy`; `accuracy_top5` where there are more than five classes; `mean_per_class_recall`, over the classes
+        that occur; and what is wanted.
 
     Raises:
         ValueError: `roc_auc` of labels of one class alone.
     """
-    from sklearn.metrics import (
-        accuracy_score,
-        average_precision_score,
-        recall_score,
-        roc_auc_score,
-        top_k_accuracy_score,
-    )
+    from sklearn.metrics import accuracy_score, recall_score, roc_auc_score, top_k_accuracy_score
 
     labels, classes = np.asarray(labels), np.arange(len(class_embeds))
     similarity = image_embeds @ class_embeds.T
-    if labels.ndim == 2:
-        occur = labels.any(axis=0)
-        precision = average_precision_score(labels[:, occur], similarity[:, occur], average="macro")
-        return {"mean_average_precision": float(precision)}
     predicted = similarity.argmax(axis=1)
     metrics = {
         "accuracy": float(accuracy_score(labels, predicted)),
@@ -60,6 +50,6 @@ def zero_shot_metrics(
         metrics["mean_of_top1_and_top5"] = (metrics["accuracy"] + metrics["accuracy_top5"]) / 2
     if "roc_auc" in wanted:
         if len(np.unique(labels)) < 2:
-            raise ValueError(f"roc_auc needs images of both classes, all have class {labels[0]}: take more images")
+            raise ValueError(f"roc_auc needs images of both classes, but all have class {labels[0]}: use more images")
         metrics["roc_auc"] = float(roc_auc_score(labels, similarity[:, 1] - similarity[:, 0]))
     return metrics

@@ -9,9 +9,9 @@ import numpy as np
 
 from clip_moe.data.annotations import NoSplit
 from clip_moe.data.arguments import DataArguments
+from clip_moe.data.local_data import reading
 from clip_moe.data.pairs import load_pairs
 from clip_moe.data.readable import readable_pairs
-from clip_moe.data.sources import reading
 from clip_moe.data.worlds import is_world
 from clip_moe.engine.files import read_json
 from clip_moe.engine.messages import shortened
@@ -43,8 +43,8 @@ def load_conversations(arguments: DataArguments) -> datasets.Dataset:
         Those with an image come first.
     """
     if is_world(arguments.source):
-        return _of_world(arguments)
-    with reading(arguments):
+        return drawn_conversations(arguments)
+    with reading(arguments.source):
         entries = read_json(Path(arguments.source))
         if arguments.split != "train":
             raise NoSplit(arguments.source, arguments.split, ["train"])
@@ -86,7 +86,7 @@ def _read_entry(entry: Any, number: int, arguments: DataArguments) -> dict[str, 
     return {"image": image, "caption": texts[1], "turns": texts}
 
 
-def _of_world(arguments: DataArguments) -> datasets.Dataset:
+def drawn_conversations(arguments: DataArguments) -> datasets.Dataset:
     """Every picture is described, by its caption, and some questions are asked about it."""
     rows = load_pairs(arguments)
     attributes = rows.remove_columns(["image", "caption"])

@@ -132,7 +132,7 @@ class LlavaTask(Task):
             batch: of a `ConversationLoader`, this process's share.
 
         Returns:
-            See `training.contrastive_task.ContrastiveTask`.
+            See `clip_moe.training.contrastive_task.ContrastiveTask`.
         """
         cut, tokens = batch.pop("cut"), batch.pop("answer_tokens")
         all_tokens, processes = all_reduce_sum(tokens), all_reduce_sum(torch.ones_like(tokens))

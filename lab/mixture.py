@@ -7,17 +7,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from clip_moe.data.arguments import NumberedData
+from clip_moe.data.pairs_stage import PairsStage
 from clip_moe.engine.context import Context
 from clip_moe.engine.settings import STRICT
-from clip_moe.engine.stage import Stage
 
 
 @dataclass(config=STRICT, kw_only=True)
-class MixtureStage(Stage):
+class MixtureStage(PairsStage):
     """Pairs of several datasets, drawn by weights; others use it as their `data.source`.
 
     Images in files of their own and those of `indexed` shards stay where they are; others are copied. Nothing is
@@ -25,7 +25,6 @@ class MixtureStage(Stage):
     """
 
     kind: ClassVar[str] = "mixture"
-    main_process_only: ClassVar[bool] = True
 
     # The datasets, each as `data` of other stages.
     sources: list[NumberedData] = Field(min_length=2)
@@ -35,11 +34,17 @@ class MixtureStage(Stage):
     # each pair of one of them was there.
     stopping_strategy: Literal["all_exhausted", "first_exhausted"] = "all_exhausted"
 
+    @model_validator(mode="after")
+    def _check_weights(self):
+        if len(self.weights) != len(self.sources):
+            raise ValueError(f"weights: {len(self.weights)} of them for {len(self.sources)} sources")
+        return self
+
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         import datasets
 
-        from clip_moe.data.pairs import RANGED, TEXTS, pairs_with_images
-        from clip_moe.data.sources import mapped
+        from clip_moe.data.columns import RANGED, TEXTS, mapped
+        from clip_moe.data.pairs import pairs_with_images
 
         def with_lists(rows: datasets.Dataset) -> datasets.Dataset:
             """Rows whose captions are lists, also where an image has one."""
@@ -72,4 +77,4 @@ class MixtureStage(Stage):
         from clip_moe.engine.digests import value_digest
 
         identities = {f"sources.{number}": identity(source) for number, source in enumerate(inputs.sources)}
-        return {setting: value_digest(what) for setting, what in identities.items() if what is not None}
+        return {setting: value_digest(value) for setting, value in identities.items() if value is not None}

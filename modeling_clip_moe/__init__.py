@@ -39,6 +39,14 @@ from .modeling_siglip_moe import Siglip2MoEModel, SiglipMoEModel
 from .modeling_vision_moe import AltCLIPMoEModel, ChineseCLIPMoEModel, MLCDMoEVisionModel
 from .router_losses import load_balancing_loss, router_z_loss
 
+__all__ = """
+AltCLIPMoEConfig AltCLIPMoEModel CLIPMoDEConfig CLIPMoDEModel CLIPMoEConfig CLIPMoEForImageClassification CLIPMoEModel
+CLIPMoEPreTrainedModel CLIPMoETextConfig CLIPMoETextModel CLIPMoETextModelWithProjection CLIPMoEVisionConfig
+CLIPMoEVisionModel CLIPMoEVisionModelWithProjection ChineseCLIPMoEConfig ChineseCLIPMoEModel MLCDMoEVisionConfig
+MLCDMoEVisionModel MetaClip2MoEConfig MetaClip2MoEModel Siglip2MoEConfig Siglip2MoEModel SiglipMoEConfig SiglipMoEModel
+load_balancing_loss register_model router_z_loss routing_weights
+""".split()
+
 
 def _register(family: Family, model: type[PreTrainedModel]) -> None:
     """Makes the Auto classes know a whole model or a tower, with the processors of the family's dense models."""
@@ -57,14 +65,18 @@ def _register(family: Family, model: type[PreTrainedModel]) -> None:
         AutoImageProcessor.register(config, image_processor_classes=classes, exist_ok=True)
 
 
-# From the last to CLIP, whose vision tower others have, too
-for family in reversed(FAMILIES):
-    for model in (family.sparse, family.sparse.text_model_class, family.sparse.vision_model_class):
-        _register(family, model)
-for family in IMAGE_TOWERS:
-    _register(family, family.sparse)
-_register(FAMILIES[0], CLIPMoDEModel)
-AutoModelForImageClassification.register(CLIPMoEConfig, CLIPMoEForImageClassification, exist_ok=True)
+def _register_all() -> None:
+    # From the last to CLIP, whose vision tower others have, too
+    for family in reversed(FAMILIES):
+        for model in (family.sparse, family.sparse.text_model_class, family.sparse.vision_model_class):
+            _register(family, model)
+    for family in IMAGE_TOWERS:
+        _register(family, family.sparse)
+    _register(FAMILIES[0], CLIPMoDEModel)
+    AutoModelForImageClassification.register(CLIPMoEConfig, CLIPMoEForImageClassification, exist_ok=True)
+
+
+_register_all()
 
 
 def register_model(model: type[PreTrainedModel]) -> None:

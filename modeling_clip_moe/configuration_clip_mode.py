@@ -26,8 +26,8 @@ class CLIPMoDEConfig(PublishedConfig):
         metadata_modality (`str`): `"text"`, or `"image"` where the centers are of images (MoDE section 5.3): then every
             test image is its own metadata.
         num_centers (`int`): fine-grained cluster centers, m. 0: all experts have the same weight, whatever the task.
-        routing (`str`): `"paper"`, the printed equations, or `"released"`, the authors' code, which measures better
-            (docs/results.md); see `routing_weights`.
+        routing (`str`): `"paper"`, the printed equations (MoDE section 3.3), or `"released"`, the authors' code; see
+            `routing_weights`.
         routing_temperature (`float`): lambda of MoDE eq. 5.
         nearest_center_only (`bool`): whether of the centers only the nearest one to each piece of metadata counts
             (MoDE appendix E), or all do, as equation 6 has it.

@@ -28,11 +28,12 @@ class PublishedConfig(PreTrainedConfig):
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
-        file = cls.__module__.rpartition(".")[2]
+        own, file = vars(cls).get("auto_classes", {}), cls.__module__.rpartition(".")[2]
         model = f"{file.replace('configuration_', 'modeling_')}.{cls.__name__.removesuffix('Config')}Model"
         cls.auto_classes = {"AutoConfig": f"{file}.{cls.__name__}", "AutoModel": model}
         if cls.is_whole:
             cls.auto_classes["AutoModelForZeroShotImageClassification"] = model
+        cls.auto_classes |= own
 
     def __post_init__(self, **kwargs):
         kwargs.setdefault("auto_map", dict(self.auto_classes))
@@ -163,7 +164,6 @@ class CLIPMoETextConfig(CLIPMoETowerConfig, CLIPTextConfig):
     """Text tower: the fields of `CLIPTextConfig` and of `CLIPMoETowerConfig`."""
 
     model_type = "clip_moe_text_model"
-    base_config_key = "text_config"
 
 
 @strict
@@ -171,7 +171,6 @@ class CLIPMoEVisionConfig(CLIPMoETowerConfig, CLIPVisionConfig):
     """Vision tower: the fields of `CLIPVisionConfig` and of `CLIPMoETowerConfig`."""
 
     model_type = "clip_moe_vision_model"
-    base_config_key = "vision_config"
 
 
 @strict
@@ -200,6 +199,8 @@ class SparseMoEConfig(PublishedConfig):
             tower = getattr(self, name)
             if tower is None or isinstance(tower, dict):
                 setattr(self, name, config_class(**(tower or {})))
+        if misplaced := [name for name in kwargs if name in CLIPMoETowerConfig.__annotations__]:
+            raise ValueError(f"{', '.join(misplaced)} must be in {' or '.join(self.sub_configs)}, not beside them.")
         super().__post_init__(**kwargs)
 
 
@@ -216,6 +217,9 @@ class CLIPMoEConfig(SparseMoEConfig):
         initializer_factor (`float`): scale of the initial projections.
     """
 
+    auto_classes: ClassVar[dict[str, str]] = {
+        "AutoModelForImageClassification": "modeling_clip_moe.CLIPMoEForImageClassification"
+    }
     model_type = "clip_moe"
     sub_configs = {"text_config": CLIPMoETextConfig, "vision_config": CLIPMoEVisionConfig}
 
@@ -244,6 +248,3 @@ class CLIPMoEConfig(SparseMoEConfig):
                     f"shared_encoder=True needs towers of one {name}, but it is {getattr(text, name)} in text_config "
                     f"and {getattr(vision, name)} in vision_config. Make them equal, or leave shared_encoder out."
                 )
-
-
-CLIPMoEConfig.auto_classes["AutoModelForImageClassification"] = "modeling_clip_moe.CLIPMoEForImageClassification"

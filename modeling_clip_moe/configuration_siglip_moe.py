@@ -11,7 +11,6 @@ class SiglipMoETextConfig(CLIPMoETowerConfig, SiglipTextConfig):
     """Text tower: the fields of `SiglipTextConfig` and of `CLIPMoETowerConfig`."""
 
     model_type = "siglip_moe_text_model"
-    base_config_key = "text_config"
 
 
 @strict
@@ -19,7 +18,6 @@ class SiglipMoEVisionConfig(CLIPMoETowerConfig, SiglipVisionConfig):
     """Vision tower: the fields of `SiglipVisionConfig` and of `CLIPMoETowerConfig`."""
 
     model_type = "siglip_moe_vision_model"
-    base_config_key = "vision_config"
 
 
 @strict
@@ -35,7 +33,6 @@ class Siglip2MoETextConfig(CLIPMoETowerConfig, Siglip2TextConfig):
     """Text tower: the fields of `Siglip2TextConfig` and of `CLIPMoETowerConfig`."""
 
     model_type = "siglip2_moe_text_model"
-    base_config_key = "text_config"
 
 
 @strict
@@ -43,7 +40,6 @@ class Siglip2MoEVisionConfig(CLIPMoETowerConfig, Siglip2VisionConfig):
     """Vision tower: the fields of `Siglip2VisionConfig` and of `CLIPMoETowerConfig`."""
 
     model_type = "siglip2_moe_vision_model"
-    base_config_key = "vision_config"
 
 
 @strict

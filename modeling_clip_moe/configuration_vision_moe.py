@@ -10,7 +10,6 @@ from .configuration_clip_moe import CLIPMoEConfig, CLIPMoETowerConfig, CLIPMoEVi
 class DenseTextConfig(CLIPMoETowerConfig):
     """A text tower that stays dense, since its layers have no `mlp` of `fc1` and `fc2`: `moe_layers` is empty."""
 
-    base_config_key = "text_config"
     base_model_ep_plan = {}
     base_model_tp_plan = {}
 
@@ -65,4 +64,3 @@ class MLCDMoEVisionConfig(CLIPMoETowerConfig, MLCDVisionConfig):
     """Vision tower: the fields of `MLCDVisionConfig` and of `CLIPMoETowerConfig`."""
 
     model_type = "mlcd_moe_vision_model"
-    base_config_key = "vision_config"

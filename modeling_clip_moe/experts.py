@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers.activations import ACT2FN
 
 from .configuration_clip_moe import CLIPMoETowerConfig
 from .dispatch import Dispatch, dispatch
-from .kernels import GroupedFFNs, grouped_ffns, has_no_data, is_recorded
+from .expert_kernels import GroupedFFNs, grouped_ffns, has_no_data, is_recorded
+from .torch_internals import _get_current_dispatch_mode_stack, peek_interpreter_stack
 from .transformers_internals import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
 
 # Implementations that take the rows which the router sorted. Those of transformers sort for themselves
@@ -100,7 +100,7 @@ def experts_forward_grouped(
     device, dtype, output_dtype = top_k_index.device, experts.up_proj.dtype, hidden_states.dtype
     if torch.is_autocast_enabled(device.type):
         dtype = output_dtype = torch.get_autocast_dtype(device.type)
-    is_unknown = torch.onnx.is_in_onnx_export() or torch._C._functorch.peek_interpreter_stack() is not None
+    is_unknown = torch.onnx.is_in_onnx_export() or peek_interpreter_stack() is not None
     if is_unknown or _is_counted() or not _fits_grouped_products(experts, dtype):
         if torch.compiler.is_compiling():
             return experts_forward_all(experts, hidden_states, top_k_index, top_k_weights)

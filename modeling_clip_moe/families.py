@@ -123,7 +123,7 @@ def add_family(model: type[PreTrainedModel]) -> Family:
     config, base = model.config_class, next((known for known in FAMILIES if issubclass(model, known.sparse)), None)
     file = Path(sys.modules[model.__module__].__file__)
     refusals = {
-        "is a subclass of no sparse model, such as CLIPMoEModel": base is None,
+        "is not a subclass of a sparse model, such as CLIPMoEModel": base is None,
         f"needs a model_type of its own: {config.model_type!r} is another class's": (
             CLASS_OF_TYPE.get(config.model_type, model) is not model
         ),
@@ -149,20 +149,29 @@ def add_family(model: type[PreTrainedModel]) -> Family:
 def family_of(config: PreTrainedConfig) -> Family:
     """The family of a whole model or of an image tower alone, dense or sparse. ValueError if there is none."""
     if config.model_type not in FAMILY_OF_TYPE:
-        raise ValueError(f"a model of type {config.model_type!r} is of no family that becomes sparse: {dense_types()}")
+        raise ValueError(f"model type {config.model_type!r} is not supported; {dense_types()}")
     return FAMILY_OF_TYPE[config.model_type]
 
 
 def dense_types() -> str:
-    """The types of dense models of transformers that become sparse, for errors."""
+    """The supported types of transformers' dense models, for errors."""
     types = dict.fromkeys(family.model_type for family in FAMILY_OF_TYPE.values())
-    return f"there are {', '.join(types)}, see docs/families.md"
+    return f"supported are {', '.join(types)}, see docs/families.md"
 
 
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """The class of a model of a family, dense or sparse."""
     family = family_of(config)
     return family.dense if config.model_type == family.model_type else family.sparse
+
+
+def sparse_towers(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
+    """The configurations of a whole model's towers with sparse layers, by "text" and "vision"; none of a dense family,
+    whatever else its configuration holds."""
+    if family_of(config).model_type == config.model_type:
+        return {}
+    towers = {name.removesuffix("_config"): getattr(config, name) for name in TOWER_CONFIGS}
+    return {name: tower for name, tower in towers.items() if getattr(tower, "moe_layers", ())}
 
 
 def is_clip(config: PreTrainedConfig) -> bool:

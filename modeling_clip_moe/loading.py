@@ -13,14 +13,19 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import __version__ as transformers_version
 from transformers import initialization as init
-from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.utils import logging
 
 from .configuration_clip_moe import SparseMoEConfig
 from .experts import CLIPMoEExperts
 from .self_test import self_test
 from .sparse_moe import CLIPMoERouter, CLIPMoESparseMoeBlock, SparseEncoderLayer
-from .transformers_internals import ConversionOps, PrefixChange, WeightConverter, register_checkpoint_conversion_mapping
+from .transformers_internals import (
+    ConversionOps,
+    PrefixChange,
+    WeightConverter,
+    get_relative_import_files,
+    register_checkpoint_conversion_mapping,
+)
 
 logger = logging.get_logger(__name__)
 
@@ -34,7 +39,7 @@ PACKAGE = Path(__file__).parent
 # Custom classes -> their files
 OWN_CLASSES: dict[type, Path] = {}
 # `from modeling_clip_moe.sparse_moe import ...`
-OF_PACKAGE = re.compile(rf"^(\s*)from {PACKAGE.name}\.(\w+) import", flags=re.MULTILINE)
+PACKAGE_IMPORT = re.compile(rf"^(\s*)from {PACKAGE.name}\.(\w+) import", flags=re.MULTILINE)
 
 
 def require_one_encoder(state_dict: Mapping[str, Tensor], tied: Mapping[str, str], prefix: str = "") -> None:
@@ -156,13 +161,9 @@ class SparseMoEMixin:
     def _register_conversions(self):
         # transformers looks conversions up by class name: without this, a subclass would load random weights. Not when
         # a class is made, since the first registration builds the table of all models
-        changes = self._prefix_changes()
+        changes = [PrefixChange(prefix_to_remove=self._tower_prefix[:-1])] if self._tower_prefix else []
         changes += [WeightConverter([name], [name], [OneAxis()]) for name in self._scalars]
         register_checkpoint_conversion_mapping(type(self).__name__, changes, overwrite=True)
-
-    def _prefix_changes(self) -> list[PrefixChange]:
-        """How this class's weights differ from those in a file."""
-        return [PrefixChange(prefix_to_remove=self._tower_prefix[:-1])] if self._tower_prefix else []
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *model_args, output_loading_info=False, **kwargs):
@@ -170,9 +171,11 @@ class SparseMoEMixin:
         Loads a model as `PreTrainedModel.from_pretrained` does, but never a partly random one.
 
         Raises:
-            ValueError: the checkpoint lacks weights or holds others; this transformers splits experts wrongly; or the
-                towers of a shared encoder differ or are split, over processes or by a device map.
+            ValueError: the checkpoint is dense, lacks weights or holds others; this transformers splits experts
+                wrongly; or the towers of a shared encoder differ or are split, over processes or by a device map.
         """
+        if kwargs.get("config") is None:
+            cls._refuse_dense(pretrained_model_name_or_path, kwargs)
         split, version = kwargs.get("distributed_config"), transformers_version
         splits_experts = getattr(split, "enable_expert_parallel", False) or (getattr(split, "ep_size", None) or 1) > 1
         if splits_experts and [int(part) for part in version.split(".")[:2]] < [5, 23]:
@@ -211,6 +214,22 @@ class SparseMoEMixin:
             _warn_unquantized(model, pretrained_model_name_or_path)
         return (model, info) if output_loading_info else model
 
+    @classmethod
+    def _refuse_dense(cls, source, options):
+        """Raises ValueError for a dense model, which transformers would load as one without experts."""
+        try:
+            settings, _ = cls.config_class.get_config_dict(source, **options)
+        except OSError:  # an adapter without a config.json, or transformers' own error follows
+            return
+        parts = [settings, *(settings.get(name) or {} for name in ("text_config", "vision_config"))]
+        is_sparse = any(part.get("moe_layers") for part in parts)
+        model_type = (settings | (settings.get(cls.config_class.base_config_key) or {})).get("model_type")
+        if model_type != cls.config_class.model_type and not is_sparse:
+            raise ValueError(
+                f"{source} is dense (model_type {model_type!r}) and has no experts for {cls.__name__}: "
+                "`clip-moe upcycle` or `clip_moe.upcycle` makes it sparse."
+            )
+
     def save_pretrained(self, save_directory, *args, **kwargs):
         """As transformers', and writes the code of a registered class so that it loads without this package."""
         super().save_pretrained(save_directory, *args, **kwargs)
@@ -226,7 +245,7 @@ class SparseMoEMixin:
         if self._tower_prefix:
             used = getattr(self, "_weight_conversions", None) or []
             used = [conversion for conversion in used if not isinstance(conversion, PrefixChange)]
-            self._weight_conversions = [*used, *self._prefix_changes()]
+            self._weight_conversions = [*used, PrefixChange(prefix_to_remove=self._tower_prefix[:-1])]
         state_dict = dict(super().gather_sharded_state_dict_for_save(model_to_save, state_dict, *args, **kwargs))
         only_adapters = getattr(self, "_hf_peft_config_loaded", False)
         if state_dict and not only_adapters:  # empty: another process saves
@@ -294,7 +313,7 @@ def with_relative_imports(source: Path) -> str:
     Raises:
         ValueError: a folder of weights would lack what it imports, or its name is that of a file of this package.
     """
-    code = OF_PACKAGE.sub(r"\1from .\2 import", source.read_text(encoding="utf-8"))
+    code = PACKAGE_IMPORT.sub(r"\1from .\2 import", source.read_text(encoding="utf-8"))
     imported = re.findall(r"^\s*(?:import|from) (\w+)", code, flags=re.MULTILINE)
     beside = sorted({name for name in imported if source.with_name(f"{name}.py").is_file()})
     refusals = {

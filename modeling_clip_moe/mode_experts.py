@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import cached_file
 
 from .configuration_clip_mode import CLIPMoDEConfig
 from .configuration_clip_moe import embedding_size
 from .families import CLASS_OF_TYPE
+from .transformers_internals import custom_object_save
 
 # The file of the centers and the expert of each, beside config.json
 ROUTING_FILE = "routing.safetensors"
@@ -147,7 +147,7 @@ class DataExperts:
         CLIPMoDEConfig(experts=[*self.config.experts, name])  # refuses a name that is there or can be no folder
         self._require_expert(expert, name)
         if (centers is None) != (self.centers is None):
-            raise ValueError("An expert has centers where the model has some, and none otherwise.")
+            raise ValueError("Give the expert centers if and only if the model has centers.")
         self.experts[name] = expert
         self.config.experts = [*self.config.experts, name]
         self.task_weights = None

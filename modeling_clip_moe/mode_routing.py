@@ -6,9 +6,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# What divides the sums of similarities before their softmax
-DIVISORS = {"paper": 1, "released": 8}
-
 
 def routing_weights(
     metadata_embeds: Tensor,
@@ -50,7 +47,7 @@ def routing_weights(
         ValueError: a task without metadata, or embeddings of another size than the centers'.
         KeyError: an unknown routing.
     """
-    divisor = DIVISORS[routing]
+    divisor = {"paper": 1, "released": 8}[routing]
     length, size = metadata_embeds.shape[-2:] if metadata_embeds.dim() > 1 else (0, 0)
     if length == 0 or size != centers.shape[1]:
         raise ValueError(

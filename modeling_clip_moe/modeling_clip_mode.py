@@ -22,8 +22,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils import ModelOutput
 
 from .configuration_clip_mode import CLIPMoDEConfig
+from .expert_kernels import is_recorded
 from .families import pooled_token
-from .kernels import is_recorded
 from .loading import EncodeMixin
 from .mode_experts import DataExperts
 from .mode_routing import routing_weights, side_by_side
@@ -77,7 +77,6 @@ class CLIPMoDEModel(DataExperts, EncodeMixin, PreTrainedModel):
 
     config: CLIPMoDEConfig
     accepts_loss_kwargs = False  # losses are means over the batch
-    config_class = CLIPMoDEConfig
     base_model_prefix = "clip_mode"
     main_input_name = "pixel_values"
     input_modalities = ("image", "text")
@@ -150,9 +149,8 @@ class CLIPMoDEModel(DataExperts, EncodeMixin, PreTrainedModel):
     def get_image_features(
         self, pixel_values: Tensor | None = None, expert_inputs: Sequence[Mapping[str, Any]] | None = None, **kwargs
     ) -> tuple | BaseModelOutputWithPooling:
-        """`pooler_output` (B, n * D): the embeddings of all experts one after the other, each of length 1, as a linear
-        probe takes them (MoDE section 5.4); or (B, D), their sum, with `feature_ensemble="sum"` (appendix D).
-        `expert_inputs`: see `forward`."""
+        """As `get_text_features`, of images. A linear probe takes the embeddings one after the other (MoDE section
+        5.4), or their sum (appendix D)."""
         return self._features("get_image_features", self._inputs({"pixel_values": pixel_values}, expert_inputs), kwargs)
 
     @can_return_tuple

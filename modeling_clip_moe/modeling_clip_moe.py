@@ -26,12 +26,13 @@ from transformers.utils import TransformersKwargs
 
 from .configuration_clip_moe import CLIPMoEConfig, CLIPMoETextConfig, CLIPMoEVisionConfig
 from .dispatch import dispatch  # noqa: F401  diffusers copies the modules that a text encoder's own names
+from .expert_kernels import compiled  # noqa: F401
 from .experts import CLIPMoEExperts  # noqa: F401
-from .kernels import compiled  # noqa: F401
 from .loading import SparseMoEMixin, WholeModelMixin
 from .router_losses import router_losses, with_router_losses
 from .self_test import self_test  # noqa: F401
 from .sparse_moe import ROUTER_OUTPUTS, RouterFields, RouterLossFields, SparseEncoderLayer
+from .torch_internals import FakeTensor  # noqa: F401
 from .transformers_internals import can_return_tuple, capture_outputs, create_causal_mask
 
 
@@ -80,7 +81,6 @@ class CLIPMoEPreTrainedModel(SparseMoEMixin, CLIPPreTrainedModel):
 
     config: CLIPMoEConfig
     base_model_prefix = "clip_moe"
-    _auto_class = "AutoModel"
     _no_split_modules = ["CLIPTextEmbeddings", "CLIPVisionEmbeddings", "CLIPMoEEncoderLayer"]
     _can_record_outputs = {
         # CLIP's class, not ours: diffusers runs remote code once a text encoder, and of classes of one name
@@ -121,7 +121,7 @@ class CLIPMoETextModel(CLIPMoEPreTrainedModel):
     @capture_outputs(tie_last_hidden_states=False)
     def forward(
         self,
-        input_ids: Tensor | None = None,
+        input_ids: Tensor,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
@@ -132,8 +132,6 @@ class CLIPMoETextModel(CLIPMoEPreTrainedModel):
             attention_mask: (B, S), 1 for a token and 0 for padding, which no expert computes.
             position_ids: (B, S).
         """
-        if input_ids is None:
-            raise ValueError("You have to specify input_ids")
         if attention_mask is not None and attention_mask.shape != input_ids.shape:
             raise ValueError(
                 f"attention_mask must have the shape of input_ids, {tuple(input_ids.shape)}, "
@@ -187,18 +185,13 @@ class CLIPMoEVisionModel(CLIPMoEPreTrainedModel):
 
     @capture_outputs(tie_last_hidden_states=False)
     def forward(
-        self,
-        pixel_values: Tensor | None = None,
-        interpolate_pos_encoding: bool = False,
-        **kwargs: Unpack[TransformersKwargs],
+        self, pixel_values: Tensor, interpolate_pos_encoding: bool = False, **kwargs: Unpack[TransformersKwargs]
     ) -> CLIPMoEModelOutputWithPooling:
         """
         Args:
             pixel_values: (B, channels, height, width).
             interpolate_pos_encoding: whether to accept images of another size than the configured one.
         """
-        if pixel_values is None:
-            raise ValueError("You have to specify pixel_values")
         hidden_states = self.embeddings(pixel_values, interpolate_pos_encoding=interpolate_pos_encoding)
         hidden_states = self.encoder(self.pre_layrnorm(hidden_states), **kwargs).last_hidden_state
         pooled = self.post_layernorm(hidden_states[:, 0])
@@ -221,7 +214,7 @@ class CLIPMoETextModelWithProjection(CLIPMoEPreTrainedModel):
     @can_return_tuple
     def forward(
         self,
-        input_ids: Tensor | None = None,
+        input_ids: Tensor,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
@@ -248,10 +241,7 @@ class CLIPMoEVisionModelWithProjection(CLIPMoEPreTrainedModel):
 
     @can_return_tuple
     def forward(
-        self,
-        pixel_values: Tensor | None = None,
-        interpolate_pos_encoding: bool = False,
-        **kwargs: Unpack[TransformersKwargs],
+        self, pixel_values: Tensor, interpolate_pos_encoding: bool = False, **kwargs: Unpack[TransformersKwargs]
     ) -> CLIPMoEVisionModelOutput:
         """See `CLIPMoEVisionModel.forward`. `image_embeds` is (B, projection_dim), not normalized."""
         outputs = self.vision_model(pixel_values, interpolate_pos_encoding, **kwargs)
@@ -323,7 +313,7 @@ class CLIPMoEForImageClassification(CLIPMoEPreTrainedModel):
     @can_return_tuple
     def forward(
         self,
-        pixel_values: Tensor | None = None,
+        pixel_values: Tensor,
         labels: Tensor | None = None,
         output_router_logits: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],

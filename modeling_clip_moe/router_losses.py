@@ -160,8 +160,24 @@ def with_router_losses(
 
     @can_return_tuple
     def forward(self, *arguments, output_router_logits: bool | None = None, **inputs) -> output_class:
-        """The dense model's `forward`, with `output_router_logits`: whether to output router logits and `aux_loss`, and
-        to add the latter to the loss. None: as in the configuration."""
+        """
+        The dense model's `forward`, with router logits and router losses.
+
+        Args:
+            input_ids: (B, S), tokens of texts.
+            pixel_values: (B, channels, height, width), or patches (B, S, values) of a SigLIP 2 with NaFlex, which takes
+                `pixel_attention_mask` (B, S) and `spatial_shapes` (B, 2) beside them.
+            attention_mask: (B, S), 1 for a token and 0 for padding.
+            position_ids: (B, S).
+            return_loss: whether to output the contrastive loss.
+            interpolate_pos_encoding: whether images may have another size than those of the configuration.
+            output_router_logits: whether to output router logits and `aux_loss`, and to add the latter to the loss.
+                None: as in the configuration.
+
+        Returns:
+            `logits_per_image` (B images, B texts) and its transpose `logits_per_text`, `image_embeds` and `text_embeds`
+            (B, D) of norm 1, `loss`, `aux_loss`, and router logits of each sparse layer (B, S, E).
+        """
         # sentence-transformers reads the annotation of the outputs
         if output_router_logits is None:
             output_router_logits = self.config.output_router_logits

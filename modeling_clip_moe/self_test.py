@@ -110,12 +110,12 @@ def compute(
     return {name: tensor.contiguous() for name, tensor in computed.items()}
 
 
-def self_test(model: PreTrainedModel, source: str | None = None, revision: str | None = None) -> dict[str, float]:
+def self_test(model: PreTrainedModel, revision: str | None = None) -> dict[str, float]:
     """
-    Compares what a model, in float32 on a CPU, and its processor compute with `selftest.safetensors`.
+    Compares what a model, in float32 on a CPU, and its processor compute with `selftest.safetensors`, in the folder or
+    repository that it was loaded from.
 
     Args:
-        source: folder or Hub name of that file. None: what the model was loaded from.
         revision: branch, tag or commit on the Hub that the model was loaded from. None: main.
 
     Returns:
@@ -125,7 +125,7 @@ def self_test(model: PreTrainedModel, source: str | None = None, revision: str |
         ValueError: one is above 1e-4, or the model is not in float32 on a CPU.
         OSError: there is no such file.
     """
-    source, made_on = str(source or model.name_or_path), (model.dtype, model.device.type)
+    source, made_on = str(model.name_or_path), (model.dtype, model.device.type)
     if made_on != (torch.float32, "cpu"):
         raise ValueError(f"the self-test needs {source} in float32 on a CPU, not in {made_on[0]} on {made_on[1]}")
     inputs: dict[str, dict[str, Tensor]] = {}

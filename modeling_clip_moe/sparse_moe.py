@@ -27,8 +27,8 @@ from transformers.utils import TransformersKwargs
 
 from .configuration_clip_moe import CLIPMoETowerConfig
 from .dispatch import Dispatch, as_fraction, dispatch, dispatch_within_capacity
+from .expert_kernels import compiled, fused
 from .experts import TAKE_ROWS, CLIPMoEExperts
-from .kernels import compiled, fused
 from .router_losses import choose_top_k, normalized, router_scores
 from .transformers_internals import OutputRecorder, maybe_autocast
 
@@ -41,7 +41,7 @@ class CLIPMoERouter(nn.Module):
         super().__init__()
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
-        # Training moves it, see `training.contrastive_task`
+        # Moved after each training step towards balanced load
         self.register_buffer("expert_bias", torch.zeros(config.num_experts) if config.use_expert_bias else None)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:

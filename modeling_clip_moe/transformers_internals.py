@@ -4,9 +4,10 @@ transformers changes. The other files import them from here. Each was read in tr
 
 What classes override or set, which cannot be imported:
     PreTrainedModel         `_init_weights`, `_set_gradient_checkpointing`, `_can_record_outputs`, `_no_split_modules`,
-                            `_keys_to_ignore_on_load_unexpected`, `is_custom_code`, `_can_set_experts_implementation_
-                            cached_value`, `get_correct_experts_implementation`, `all_tied_weights_keys`,
-                            `get_expanded_tied_weights_keys`, `gather_sharded_state_dict_for_save`,
+                            `_keys_to_ignore_on_load_unexpected`, `is_custom_code`,
+                            `_can_set_experts_implementation_cached_value`, `get_correct_experts_implementation`,
+                            `all_tied_weights_keys`, `get_expanded_tied_weights_keys`,
+                            `gather_sharded_state_dict_for_save`,
                             `_weight_conversions` and `_hf_peft_config_loaded` of a loaded model
     PreTrainedConfig        `_attn_implementation`, `_experts_implementation`, `base_model_ep_plan`,
                             `base_model_fsdp_plan`, `base_model_tp_plan`
@@ -16,6 +17,9 @@ What classes override or set, which cannot be imported:
 # Weights in files under other names than in the model
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import ConversionOps, PrefixChange, WeightConverter
+
+# The code that goes beside weights
+from transformers.dynamic_module_utils import custom_object_save, get_relative_import_files
 
 # Implementations of experts by name. The decorator has to stand in the file of the class it decorates
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear, use_experts_implementation

@@ -75,8 +75,7 @@ def shards(folder, split, suffix, texts):
         members = []
         for number in range(shard * 7, shard * 7 + 7):
             members.append((f"s{number:07}.webp", png(number, "webp", lossless=True)))
-            text = texts[number]
-            members.append((f"s{number:07}.{suffix}", text if isinstance(text, bytes) else text.encode()))
+            members.append((f"s{number:07}.{suffix}", texts[number].encode()))
         (folder / split).mkdir(exist_ok=True)
         write_shard(folder / split / f"{shard}.tar", members)
     write_lines(folder / split / "nshards.txt", ["2"])
@@ -134,29 +133,6 @@ def in_folders(folder, *places, first=1440764, form="n{:08}"):
         for place in places:
             write_image(folder / place / form.format(first + number % 7) / f"val_{number:08}.JPEG", number)
     return named(folder, BY_CLASS)
-
-
-# ---- several classes an image
-
-
-def classes_of(number):
-    """The first class is in no image alone."""
-    return [WORDS[0], WORDS[number % 7]] if number % 7 else [WORDS[1]]
-
-
-def several(label):
-    """A file with a 1 or 0 for each class."""
-    file = io.BytesIO()
-    np.save(file, np.array(label, np.float32))
-    return file.getvalue()
-
-
-def several_class_shards(folder):
-    labels = [[word in classes_of(number) for word in WORDS] for number in range(NUMBER)]
-    shards(folder, "test", "npy", list(map(several, labels)))
-    write_lines(folder / "dataset_type.txt", ["multilabel"])
-    write_names(folder, WORDS)
-    return [(number, ", ".join(sorted(classes_of(number), key=WORDS.index))) for number in range(NUMBER)]
 
 
 # ---- authors' layouts of captions
@@ -247,7 +223,7 @@ def mmvp(folder):
     return [(number, f"a photo of {rows[number + 1][2]}") for number in range(NUMBER)]
 
 
-# benchmark/webdatasets.txt of LAION-AI/CLIP_benchmark
+# benchmark/webdatasets.txt of LAION-AI/CLIP_benchmark, without wds_voc2007_multilabel
 WEBDATASETS = """
     wds_mscoco_captions wds_flickr8k wds_flickr30k wds_imagenet1k wds_imagenetv2 wds_imagenet_sketch wds_imagenet-a
     wds_imagenet-r wds_imagenet-o wds_objectnet wds_fer2013 wds_voc2007 wds_sun397 wds_cars wds_fgvc_aircraft wds_mnist
@@ -256,15 +232,13 @@ WEBDATASETS = """
     wds_vtab-dsprites_label_orientation wds_vtab-dsprites_label_x_position wds_vtab-dsprites_label_y_position
     wds_vtab-dtd wds_vtab-eurosat wds_vtab-kitti_closest_vehicle_distance wds_vtab-flowers wds_vtab-pets wds_vtab-pcam
     wds_vtab-resisc45 wds_vtab-smallnorb_label_azimuth wds_vtab-smallnorb_label_elevation wds_vtab-svhn
-    wds_voc2007_multilabel
 """.split()
-OTHER_SHARDS = dict.fromkeys(("wds_mscoco_captions", "wds_flickr8k", "wds_flickr30k"), caption_shards)
-OTHER_SHARDS["wds_voc2007_multilabel"] = several_class_shards
+OF_CAPTIONS = "wds_mscoco_captions", "wds_flickr8k", "wds_flickr30k"
 # Benchmark -> (the folder, what makes it) for each layout in which it may lie, in the order in which they are tried
 COPIES = {}
 for folder in WEBDATASETS:
     benchmark = folder.removeprefix("wds_").removeprefix("vtab-").replace("-", "_")
-    COPIES[benchmark] = [(folder, OTHER_SHARDS.get(folder, class_shards))]
+    COPIES[benchmark] = [(folder, caption_shards if folder in OF_CAPTIONS else class_shards)]
 for benchmark, folder, make, *arguments in (
     ("imagenet1k", "imagenet", in_folders, "val"),
     ("imagenet1k_linear_probe", "wds_imagenet1k", probe_shards),

@@ -79,6 +79,24 @@ def login(monkeypatch):
 
 
 @pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    """The folder of a dense and an upcycled CLIP of a few thousand parameters, only to be read."""
+    from tiny_runs import DENSE, SPARSE, run_stages
+
+    return run_stages(tmp_path_factory.mktemp("models"), [DENSE, SPARSE])
+
+
+@pytest.fixture(scope="session")
+def dense(models):
+    return models / "dense"
+
+
+@pytest.fixture(scope="session")
+def sparse(models):
+    return models / "sparse"
+
+
+@pytest.fixture(scope="session")
 def whole(tmp_path_factory):
     """`tiny_runs.train` with some settings, once a session: what it wrote is only to be read."""
     from tiny_runs import train

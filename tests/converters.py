@@ -11,6 +11,7 @@ import clip_moe
 from clip_moe.conversion import openai, released_clip_moe, upcycle
 from clip_moe.conversion.presets import PRESETS
 
+IMAGE_TOKEN = "<image>"
 # Converter -> what follows its output on the command line, for a folder of sources
 COMMANDS = {
     "upcycle": lambda s: ["--model", s / "dense", "--preset", "clip_moe"],
@@ -56,14 +57,18 @@ def make_sources(folder):
     save_file(released_clip_moe.export(heads_of_64), folder / "released.safetensors")
     heads_of_64.save_pretrained(folder / "heads_of_64")
 
-    vision = model.config.vision_config
-    whole = tiny_llava(vision, 40, 37)
-    whole.model.vision_tower.load_state_dict(model.vision_model.state_dict())
-    whole.save_pretrained(folder / "llava")
-    parts, settings = processor(), {"vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
-    parts.tokenizer.add_tokens(["<image>"])
-    processors = {"image_processor": parts.image_processor, "tokenizer": parts.tokenizer}
-    LlavaProcessor(**processors, patch_size=vision.patch_size, **settings).save_pretrained(folder / "llava")
+    save_llava(folder / "llava", model, processor())
+
+
+def save_llava(folder, clip, processor):
+    """A LLaVA with a dense CLIP's tower, and its processor."""
+    vision, tokenizer = clip.config.vision_config, processor.tokenizer
+    tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE_TOKEN]})
+    whole = tiny_llava(vision, max(tokenizer.get_vocab().values()) + 1, tokenizer.convert_tokens_to_ids(IMAGE_TOKEN))
+    whole.model.vision_tower.load_state_dict(clip.vision_model.state_dict())
+    whole.save_pretrained(folder)
+    settings = {"vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    LlavaProcessor(processor.image_processor, tokenizer, vision.patch_size, **settings).save_pretrained(folder)
 
 
 def tiny_llava(vision_config, vocab_size, image_token):

@@ -20,6 +20,7 @@ from clip_moe.data import symbols
 from clip_moe.data.world import World
 
 ROOT = Path(__file__).parents[1]
+BASE = ROOT / "training" / "symbol_clip"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Pages whose blocks other tests run
 ELSEWHERE = {

@@ -18,6 +18,12 @@ TOKEN = "hf_owner"
 GATED = {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access to this repository is restricted"}
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    """The files below a folder, by name."""
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+
+
 def commit_of(files: dict[str, bytes]) -> str:
     """40 hexadecimal digits that name a state of all files."""
     digest = hashlib.sha1()
@@ -66,9 +72,7 @@ class LocalHub(ThreadingHTTPServer):
 
     def put(self, name: str, source: Path | dict[str, bytes], kind: str = "models", **options: bool) -> str:
         """A new commit of a repository, with the files of a folder; returns its name."""
-        if isinstance(source, Path):
-            paths = [path for path in source.rglob("*") if path.is_file()]
-            source = {path.relative_to(source).as_posix(): path.read_bytes() for path in paths}
+        source = contents(source) if isinstance(source, Path) else source
         return self.repositories.setdefault((kind, name), Repository(**options)).add(source)
 
     def files(self, name: str, revision: str = "main") -> dict[str, bytes]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from documents import BASE
 from huggingface_hub import ModelCard
 from test_report import result
 from tiny_clip import change_json, change_weights
@@ -17,7 +18,6 @@ from clip_moe.engine.recipe import load_recipe
 from clip_moe.engine.runner import run_recipe
 from modeling_clip_moe import CLIPMoEConfig
 
-BASE = Path(__file__).parents[1] / "training" / "symbol_clip"
 SCORE = 0.75
 # What an analysis says of experts
 SUMMARY = {
@@ -98,7 +98,3 @@ def card_of(lineage, **options):
     """The card as it is read."""
     card = render(CLIPMoEConfig(), lineage, "user/clip", **{"license": None, "base_model": None} | options)
     return ModelCard(str(card))
-
-
-def all_files(folder):
-    return {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}

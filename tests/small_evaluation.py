@@ -1,40 +1,11 @@
-"""Tiny models, the symbol tasks on a few symbols, and the command on small datasets given by columns."""
-
-import dataclasses
+"""The symbol tasks on a few symbols, figures that tests look at, and an embedding of one image or text at a time."""
 
 import pytest
 import torch
-from tiny_clip import symbol_processor
-from transformers import AutoModel, AutoProcessor, CLIPConfig, CLIPModel
+from transformers import AutoModel, AutoProcessor
 
-from clip_moe.conversion.presets import PRESETS
-from clip_moe.conversion.upcycle import upcycle
 from clip_moe.evaluation.figures import plt
 from clip_moe.evaluation.tasks import TASKS, name_tasks, symbol_tasks
-
-
-@pytest.fixture(scope="module")
-def dense(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models") / "dense"
-    processor = symbol_processor(16, 32)
-    tower = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    tokens = processor.tokenizer
-    text = {**tower, "vocab_size": len(tokens), "max_position_embeddings": 16}
-    text |= {"bos_token_id": tokens.bos_token_id, "eos_token_id": tokens.eos_token_id, "pad_token_id": 0}
-    torch.manual_seed(0)
-    vision = {**tower, "image_size": 32, "patch_size": 16}
-    CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)).save_pretrained(folder)
-    processor.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def sparse(dense):
-    folder = dense.with_name("sparse")
-    preset = dataclasses.replace(PRESETS["clip_up"], num_experts=4)
-    upcycle(CLIPModel.from_pretrained(dense), preset).save_pretrained(folder)
-    AutoProcessor.from_pretrained(dense).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(autouse=True)
@@ -80,8 +51,3 @@ def plain_embedding(folder):
 def with_captions(rows, captions):
     """The rows with other captions."""
     return rows.remove_columns("caption").add_column("caption", captions)
-
-
-def swapped(items):
-    """The same items, each at the place of the one before it."""
-    return [*items[1:], items[0]]

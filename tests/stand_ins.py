@@ -10,19 +10,12 @@ from pathlib import Path
 
 import torch
 from benchmark_folders import make_copy
-from converters import tiny_llava
-from local_hub import LocalHub
+from converters import save_llava
+from documents import BASE, ROOT
+from local_hub import LocalHub, contents
 from openai_weights import openai_state_dict
 from tiny_families import saved, tiny_dense
-from transformers import (
-    AutoProcessor,
-    AutoTokenizer,
-    CLIPImageProcessorPil,
-    CLIPModel,
-    CLIPTextModel,
-    CLIPTextModelWithProjection,
-    LlavaProcessor,
-)
+from transformers import AutoProcessor, AutoTokenizer, CLIPModel, CLIPTextModel, CLIPTextModelWithProjection
 
 from clip_moe.conversion.long_context import POSITIONS
 from clip_moe.conversion.openai import build
@@ -33,10 +26,7 @@ from clip_moe.data.symbols import SYMBOLS
 from clip_moe.evaluation.benchmarks.specs import BENCHMARKS
 from modeling_clip_moe.families import FAMILY_OF_TYPE
 
-ROOT = Path(__file__).parents[1]
-BASE = ROOT / "training" / "symbol_clip"
 SHORT = 77
-IMAGE_TOKEN = "<image>"
 
 
 def with_77_positions(model):
@@ -62,10 +52,6 @@ def openai_weights() -> dict[str, torch.Tensor]:
     words = len(AutoTokenizer.from_pretrained(BASE))
     state["token_embedding.weight"] = torch.randn(words, 64, generator=torch.Generator().manual_seed(0))
     return state | {"vocab_size": torch.tensor(words)}
-
-
-def save_openai(file: Path) -> None:
-    torch.save(openai_weights(), file)
 
 
 def save_released(file: Path) -> None:
@@ -114,22 +100,8 @@ def save_sparse(folder: Path) -> None:
     AutoProcessor.from_pretrained(BASE).save_pretrained(folder)
 
 
-def save_llava(folder: Path) -> None:
-    """A LLaVA with the dense symbol CLIP's tower, and its processor."""
-    tokenizer = AutoTokenizer.from_pretrained(BASE)
-    tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE_TOKEN]})
-    base = CLIPModel.from_pretrained(BASE)
-    image_token = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
-    model = tiny_llava(base.config.vision_config, len(tokenizer), image_token)
-    model.model.vision_tower.load_state_dict(base.vision_model.state_dict())
-    model.save_pretrained(folder)
-    LlavaProcessor(
-        image_processor=CLIPImageProcessorPil.from_pretrained(BASE),
-        tokenizer=tokenizer,
-        patch_size=base.config.vision_config.patch_size,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-    ).save_pretrained(folder)
+def save_symbol_llava(folder: Path) -> None:
+    save_llava(folder, CLIPModel.from_pretrained(BASE), AutoProcessor.from_pretrained(BASE))
 
 
 def save_sdxl(folder: Path) -> None:
@@ -155,7 +127,7 @@ ON_HUB = {
     "openai/clip-vit-large-patch14": save_clip,
     "openai/clip-vit-large-patch14-336": save_clip,
     "google/siglip2-base-patch16-224": save_siglip,
-    "llava-hf/llava-1.5-7b-hf": save_llava,
+    "llava-hf/llava-1.5-7b-hf": save_symbol_llava,
     "stabilityai/stable-diffusion-xl-base-1.0": save_sdxl,
     "user/clip": save_clip,
     "user/clip-moe": save_sparse,
@@ -168,7 +140,7 @@ STAND_INS = {
     "expert-1": save_clip,
     "expert-2": save_clip,
     "expert-3": save_clip,
-    "ViT-B-32.pt": save_openai,
+    "ViT-B-32.pt": lambda file: torch.save(openai_weights(), file),
     "clip-moe-4-2-sharegpt4v.pt": save_released,
     "my/images/train": save_images,
     "my/images/test": save_images,
@@ -184,7 +156,7 @@ def repository(name: str) -> dict[str, bytes]:
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / "repository"
         ON_HUB[name](folder)
-        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        return contents(folder)
 
 
 def on_and_offline(hub: LocalHub, text: str) -> Iterator[str]:

@@ -1,5 +1,7 @@
 """Captions of several policies: what they say, how long they are, and that no sentence is torn."""
 
+import dataclasses
+
 import datasets
 import numpy as np
 import torch
@@ -12,6 +14,7 @@ from tiny_runs import TUNED
 from torch import nn
 from transformers import CLIPModel, CLIPProcessor
 
+from clip_moe.data import symbols
 from clip_moe.data.arguments import CaptionPolicy, DataArguments
 from clip_moe.data.captions import build_captions, pack_sentences, split_sentences
 from clip_moe.data.pairs import caption_columns
@@ -117,3 +120,10 @@ def test_columns_of_captions(tmp_path):
     found = caption_columns(source, ["text", "texts", "none"])
     assert sorted(found.column_names) == ["image", "none", "text", "texts"]
     assert found[0]["image"]["bytes"] and found[0]["texts"] == ["a", None]  # not decoded
+
+
+def test_a_world_of_one_style_has_its_captions_in_all_columns(monkeypatch):
+    monkeypatch.setattr(symbols, "SYMBOLS", dataclasses.replace(SYMBOLS, caption_styles=("web",)))
+    arguments = DataArguments(source="symbols", num_samples=4)
+    rows = caption_columns(arguments, ["caption", "raw_caption"])
+    assert rows["caption"] == rows["raw_caption"] == SYMBOLS.load("train", "web", 4)["caption"]

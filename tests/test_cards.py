@@ -7,9 +7,10 @@ from markdown_it import MarkdownIt
 from published_runs import card_of, change_model, lineage_of, made, run, write_analysis
 
 from clip_moe.conversion.publishing.card import _stage_row
-from clip_moe.conversion.publishing.lineage import WORLDS, DataOrigin, Lineage
+from clip_moe.conversion.publishing.lineage import DataOrigin, Lineage
 from clip_moe.data import names
 from clip_moe.data.symbols import KINDS
+from clip_moe.data.worlds import world
 from clip_moe.engine.provenance import Record
 
 pytestmark = pytest.mark.slow
@@ -30,7 +31,7 @@ def test_a_card_tells_whether_the_experts_do_anything(run):
     ):
         assert f"<td>{measured}</td>\n<td>{found}</td>" in page
     write_analysis(run, summary={"collapse": []})
-    with pytest.raises(ValueError, match="the summary in .*experts.json is none of experts: .*; most_"):
+    with pytest.raises(ValueError, match="experts.json has no valid summary of experts: .*; most_"):
         lineage_of(run)
     change_model(run)
     assert "Do the experts" not in card_of(lineage_of(run)).text
@@ -40,10 +41,13 @@ def test_a_card_names_the_method():
     sigmoid = {"stage": "upcycle", "preset": "clip_up", "changes": {}, "text_config": {"scoring_func": "sigmoid"}}
     adapted = {"stage": "train", "max_steps": 9, "lora": {"r": 2}}
     averaged = {"stage": "average", "models": ["base", "tuned"], "weights": [0.5, 0.5]}
-    assert [_stage_row(Record(stage=stage))[1] for stage in (sigmoid, adapted, averaged)] == [
+    records = [Record(stage=stage) for stage in (sigmoid, adapted, averaged)]
+    records.append(Record(stage={"stage": "my.module:Stage", "bias": -10}, own_settings=["bias"]))
+    assert [_stage_row(record)[1] for record in records] == [
         "preset clip_up, text_config {'scoring_func': 'sigmoid'}",
         "max_steps 9, lora {'r': 2}",
         "models ['base', 'tuned'], weights [0.5, 0.5]",
+        "bias -10",
     ]
 
 
@@ -75,5 +79,7 @@ def test_examples_are_of_the_models_own_data():
     text = told(stages=SCRATCH, data=[OWN])
     assert text.count('["one text about the image", "another text"]') == 4 and "a cat" not in text
     assert '"a photo of a cat"' in told(bases=["openai/clip-vit-large-patch14"])
-    assert set(WORLDS["names"]) <= {names.name_of(town) for town in range(4096)}
-    assert set(WORLDS["symbols"]) <= {f"a picture of {article} {kind}" for kind in KINDS for article in ("a", "an")}
+    assert set(world("names").examples) <= {names.name_of(town) for town in range(4096)}
+    assert set(world("symbols").examples) <= {
+        f"a picture of {article} {kind}" for kind in KINDS for article in ("a", "an")
+    }

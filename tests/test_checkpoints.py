@@ -5,7 +5,6 @@ import json
 import os
 import pickle
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -46,7 +45,7 @@ def test_a_planted_pickle_does_not_run(copy, tmp_path):
         pickle.dump({"logit_scale": Planted(ran)}, file)
     for command in ("upcycle", "dense", "average", "assemble", "unify", "long-context", "llava"):
         error = run(command, copy, tmp_path / "out")
-        assert "a file of weights is damaged or holds more than tensors" in error
+        assert "a weight file is damaged or holds more than tensors" in error
     for archive in ("archive.pt", "plain.pt"):
         shutil.copy(copy / archive, copy / "openai.safetensors")
         assert run("openai", copy, tmp_path / "out").startswith("error: ")
@@ -83,7 +82,7 @@ def test_modules_of_a_sentence_encoder_do_not_run(copy, tmp_path, monkeypatch):
     (folder / "modules.json").write_text(json.dumps(modules))
     with pytest.raises(ValueError, match=f"cannot load {folder}: .*'planted.Model', which is not part of"):
         open_encoder(str(folder))
-    monkeypatch.setattr("clip_moe.data.world.distribution", lambda package: SimpleNamespace(version="5.7.0"))
+    monkeypatch.setattr("clip_moe.engine.provenance.version", lambda package: "5.7.0")
     with pytest.raises(ValueError, match="pip install 'sentence-transformers>=6', not 5.7.0"):
         open_encoder(str(folder))
     assert not (tmp_path / "ran").exists()
@@ -113,7 +112,7 @@ def test_kernels_are_refused_everywhere(copy, key):
     """transformers would fetch and run them, trusted or not, whatever opens a model."""
     tower, _, field = key.rpartition(".")
     named = {field: "evil/kernel"}
-    message = "names the kernel 'evil/kernel', code of others"
+    message = "names the kernel 'evil/kernel', third-party code"
     for name in ("dense", "sparse", "mixture/expert_1"):
         change_json(copy / name / "config.json", **({tower: named} if tower else named))
         with pytest.raises(ValueError, match=message):

@@ -87,7 +87,8 @@ def test_many_features_are_read_as_a_sample_and_in_chunks(monkeypatch):
     features = noise()
     expected = kmeans(features, 8, 0, num_samples=400)
     monkeypatch.setattr(module, "CHUNK", 256)
-    assert np.array_equal(kmeans(features.view(Reluctant), 8, 0, num_samples=400), expected)
+    found = module.split({"image": features.view(Reluctant)}, {"image": 8}, 0, num_samples=400)["image"]
+    assert np.array_equal(found, expected)
     assert inertia(features, expected) < 1.05 * KMeans(8, n_init=3, random_state=0).fit(features).inertia_
 
 
@@ -105,6 +106,12 @@ def test_no_balanced_cluster_is_larger_than_its_share(num_samples, num_clusters,
     assert sizes.max() <= -(-num_samples // num_clusters)
     again = balanced_kmeans(features, num_clusters, seed)
     assert np.array_equal(centers, again[0]) and np.array_equal(labels, again[1])
+
+
+def test_a_balanced_cluster_without_samples_keeps_its_center():
+    features = np.repeat([[1.0, 2.0], [3.0, 4.0]], 2, axis=0)  # two different ones for three clusters
+    centers, labels = balanced_kmeans(features, 3, 0)
+    assert len(np.unique(labels)) == 2 and {*map(tuple, centers)} == {(1.0, 2.0), (3.0, 4.0)}
 
 
 def test_balanced_assignment_is_stable():
@@ -216,5 +223,5 @@ def test_labels_know_their_data(tmp_path):
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(ValueError, match="is damaged"):
         load_clusters(tmp_path)
-    with pytest.raises(FileNotFoundError, match=f"{file.name} is not there: .* not the folder of a cluster stage"):
+    with pytest.raises(FileNotFoundError, match=f"{file.name} is missing: .* not the folder of a cluster stage"):
         load_clusters(tmp_path / "other")

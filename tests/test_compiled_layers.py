@@ -4,13 +4,12 @@ from functools import cache
 import pytest
 import torch
 from steps import LOSSES
-from tiny_clip_moe import assert_same_gradients, inputs, tiny_block, tiny_model
+from tiny_clip_moe import assert_same_gradients, dense_clip, inputs, tiny_block, tiny_config, tiny_model
 from torch._dynamo.utils import counters
-from transformers import CLIPConfig, CLIPModel
 
 from clip_moe.training.contrastive_task import ContrastiveTask
 from clip_moe.training.loop import checkpoint_layers, compile_layers
-from modeling_clip_moe import kernels
+from modeling_clip_moe import expert_kernels
 
 
 def clip_up(**towers):
@@ -24,14 +23,7 @@ def clip_fmoe(**towers):
 
 
 def dense(**towers):
-    sizes = tiny_model(**towers).config
-    return CLIPModel(
-        CLIPConfig(
-            text_config={**sizes.text_config.to_dict(), "model_type": "clip_text_model"},
-            vision_config={**sizes.vision_config.to_dict(), "model_type": "clip_vision_model"},
-            projection_dim=8,
-        )
-    )
+    return dense_clip(tiny_config(**towers))
 
 
 if not hasattr(torch.compiler, "set_default_backend"):
@@ -73,8 +65,10 @@ def test_layers_compute_the_same_and_share_what_is_compiled(make):
 def test_fused_passes_are_compiled_for_each_width_and_any_number_of_tokens(monkeypatch):
     """A GPU's settings on a CPU: kernels whose widths are variables take up to four times as long."""
     torch.compiler.reset()
-    monkeypatch.setattr(kernels, "_is_fused", lambda tensor: not torch.compiler.is_compiling())
-    monkeypatch.setattr(kernels, "compiled", cache(lambda function: torch.compile(function, backend="aot_eager")))
+    monkeypatch.setattr(expert_kernels, "_is_fused", lambda tensor: not torch.compiler.is_compiling())
+    monkeypatch.setattr(
+        expert_kernels, "compiled", cache(lambda function: torch.compile(function, backend="aot_eager"))
+    )
     sizes = [{"hidden_size": width, "intermediate_size": 3 * width} for width in (16, 32)]
     blocks = [tiny_block(**size, capacity_factor=1 + size["hidden_size"] / 64) for size in sizes]
     graphs = []
@@ -97,6 +91,6 @@ def test_fused_passes_are_compiled_for_each_width_and_any_number_of_tokens(monke
 
 
 def test_without_a_gpu_nothing_is_fused(caplog):
-    kernels.logger.addHandler(caplog.handler)
-    assert not kernels._can_fuse.__wrapped__() and "Experts run slower" in caplog.text
-    kernels.logger.removeHandler(caplog.handler)
+    expert_kernels.logger.addHandler(caplog.handler)
+    assert not expert_kernels._can_fuse.__wrapped__() and "Experts run slower" in caplog.text
+    expert_kernels.logger.removeHandler(caplog.handler)

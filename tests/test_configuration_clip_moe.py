@@ -12,8 +12,7 @@ from transformers import CLIPTextConfig, CLIPVisionConfig
 
 import modeling_clip_moe
 from modeling_clip_moe import CLIPMoETextConfig, CLIPMoEVisionConfig, CLIPMoEVisionModel
-
-TOWERS = pytest.mark.parametrize("config_class", [CLIPMoETextConfig, CLIPMoEVisionConfig])
+from modeling_clip_moe.families import FAMILIES
 
 
 @pytest.mark.parametrize(
@@ -27,7 +26,7 @@ def test_towers_have_the_fields_and_defaults_of_clip(config_class, stock_class):
     assert config["moe_layers"] == []
 
 
-@TOWERS
+@pytest.mark.parametrize("config_class", [CLIPMoETextConfig, CLIPMoEVisionConfig])
 @pytest.mark.parametrize(
     "fields",
     [
@@ -54,6 +53,12 @@ def test_what_cannot_be_is_refused_by_field_and_value(config_class, fields):
         config_class(**fields)
 
 
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
+def test_fields_of_a_tower_are_refused_beside_the_towers(family):
+    with pytest.raises(ValueError, match="^num_experts, moe_layers must be in text_config or vision_config, not bes"):
+        family.sparse.config_class(num_experts=16, moe_layers=[1, 3])
+
+
 @pytest.mark.parametrize(
     ("fields", "ffns"),
     [
@@ -75,6 +80,18 @@ def test_the_plan_of_tensor_parallelism_names_the_modules_that_are_there(fields,
         expected |= {f"{ffn}.fc1": "colwise", f"{ffn}.fc2": "rowwise"}
     assert {name.removeprefix("encoder.layers.*."): style for name, style in plan.items()} == expected
     assert plan.keys() <= names and "base_model_tp_plan" not in config.to_dict()
+
+
+def test_a_classifier_of_clip_alone_is_named_in_its_configuration():
+    maps = {family.model_type: {*family.sparse.config_class().auto_map} for family in FAMILIES}
+    whole = {"AutoConfig", "AutoModel", "AutoModelForZeroShotImageClassification"}
+    assert maps.pop("clip") == whole | {"AutoModelForImageClassification"}
+    assert all(auto_map == whole for auto_map in maps.values())
+
+
+def test_the_package_has_the_names_it_lists_and_none_left_of_its_registration():
+    names = vars(modeling_clip_moe)
+    assert {*modeling_clip_moe.__all__} <= names.keys() and not {"family", "model"} & names.keys()
 
 
 def test_the_code_needs_nothing_but_torch_and_transformers():

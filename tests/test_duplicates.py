@@ -2,7 +2,6 @@
 
 import collections
 import itertools
-import json
 import math
 import re
 
@@ -14,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_runs import DENSE, TUNED, losses, run_stages
+from tiny_sources import saved_pairs
 from transformers import AutoTokenizer
 
 from clip_moe.data.tokenizer import tokenize
@@ -151,18 +151,6 @@ def test_images_are_equal_by_their_content(tmp_path, tokenizer):
 # A stage
 
 
-def folder_of(path, captions):
-    """Pictures that all differ, with these captions."""
-    path.mkdir()
-    lines = []
-    for number, caption in enumerate(captions):
-        pixels = np.random.default_rng(number).integers(0, 256, (16, 16, 3), dtype=np.uint8)
-        PIL.Image.fromarray(pixels).save(path / f"{number:03d}.png")
-        lines.append(json.dumps({"file_name": f"{number:03d}.png", "caption": caption}))
-    (path / "metadata.jsonl").write_text("\n".join(lines))
-    return {"source": str(path)}
-
-
 def trained(folder, data, **changes):
     stage = TUNED | {"data": data, "global_batch_size": 8, "max_steps": 2, "logging_steps": 1} | changes
     return run_stages(folder, [DENSE, stage]) / "tuned"
@@ -184,13 +172,13 @@ def says(capsys, line):
     ],
 )
 def test_a_stage_keeps_duplicates_apart(tmp_path, capsys, captions, line):
-    folder = trained(tmp_path / "run", folder_of(tmp_path / "pictures", captions))
+    folder = trained(tmp_path / "run", saved_pairs(tmp_path / "pictures", captions))
     assert says(capsys, line) and Record.read(folder).duplicates["left"] == 0
 
 
 def test_duplicates_that_meet_are_right_unless_negative(tmp_path, capsys):
     """Two texts in batches of eight: a right answer stands among four wrong ones, not among seven."""
-    data = folder_of(tmp_path / "pictures", TWO)
+    data = saved_pairs(tmp_path / "pictures", TWO)
     right = trained(tmp_path / "right", data, duplicates="positive")
     assert says(capsys, "in .*, 100.0% .*: positives of each other")
     wrong = trained(tmp_path / "wrong", data, duplicates="negative")
@@ -202,14 +190,14 @@ def test_duplicates_that_meet_are_right_unless_negative(tmp_path, capsys):
 def test_duplicates_of_a_stream_are_positives(tmp_path, capsys, monkeypatch):
     seen, original = [], Pairing.take
     monkeypatch.setattr(Pairing, "take", lambda batch: seen.append(original(batch)) or seen[-1])
-    data = folder_of(tmp_path / "pictures", TWO)
-    trained(tmp_path / "run", data | {"streaming": True}, global_batch_size=32, max_steps=1)
+    data = saved_pairs(tmp_path / "pictures", TWO)
+    trained(tmp_path / "run", data | {"streaming": True, "in_memory": False}, global_batch_size=32, max_steps=1)
     assert "tuned: a stream: pairs of a batch with the same text or image are positives" in capsys.readouterr().out
     assert len(seen[0].text_keys.unique()) == 2 and len(seen[0].image_keys.unique()) == 32
 
 
 def test_one_text_for_all_is_an_error(tmp_path):
-    data = folder_of(tmp_path / "pictures", ["the same"] * 32)
+    data = saved_pairs(tmp_path / "pictures", ["the same"] * 32)
     with pytest.raises(ValueError, match=r"tuned.data: in every batch, all pairs have the same text or image, so"):
         trained(tmp_path / "run", data)
 

@@ -6,18 +6,17 @@ import json
 import numpy as np
 import PIL.Image
 import pytest
-import small_evaluation
-from several_processes import run_processes
+from small_evaluation import plain_embedding
 from tiny_clip import command, error_of
 from tiny_sources import png
 
 import clip_moe
 from clip_moe.data.arguments import DataArguments
 from clip_moe.data.pairs import load_pairs
+from clip_moe.evaluation import embedder
 from clip_moe.evaluation.feature_store import FeatureStore
 
 NUMBER = 12
-dense = small_evaluation.dense
 
 
 @pytest.fixture(scope="module")
@@ -51,17 +50,21 @@ def test_pictures_without_captions(dense, tmp_path):
     flags = ["--model", str(dense), "--data.source", str(tmp_path / "photos"), "--data.caption_column", "null"]
     flags += ["--data.max_unreadable", "0.3"]
     command("embed", tmp_path / "out", *flags, "--what", "images")
-    embed = small_evaluation.plain_embedding(dense)
+    embed = plain_embedding(dense)
     for name, image in zip("0124", embedded(tmp_path / "out", "image"), strict=True):
         picture = PIL.Image.open(tmp_path / "photos" / "trip" / f"{name}.png").convert("RGB")
         np.testing.assert_allclose(image, embed(picture), atol=1e-6)
-    assert "with what: images" in error_of(clip_moe.main, "embed", tmp_path / "both", *flags)
+    assert "need what: images" in error_of(clip_moe.main, "embed", tmp_path / "both", *flags)
 
 
-def test_a_missing_picture_is_left_out_and_all_others_are_in_order(dense, pictures, tmp_path, caplog):
-    command("embed", tmp_path / "both", *arguments(dense, pictures))
+def test_a_missing_picture_is_left_out_and_all_others_are_in_order(dense, pictures, tmp_path, caplog, monkeypatch):
+    workers, read = [], embedder.read_batches
+    with monkeypatch.context() as patch:
+        patch.setattr(embedder, "read_batches", lambda *args: workers.append(args[-1]) or read(*args))
+        command("embed", tmp_path / "both", *arguments(dense, pictures, "--data.num_workers", "2"))
+    assert workers == [2]
     assert "1 of 12 pairs of" in caplog.text and "05.png" in caplog.text
-    embed = small_evaluation.plain_embedding(dense)
+    embed = plain_embedding(dense)
     pairs = load_pairs(DataArguments(source=str(pictures), max_unreadable=0.1))
     images, texts = (embedded(tmp_path / "both", name) for name in ("image", "text"))
     assert len(pairs) == NUMBER - 1
@@ -79,19 +82,6 @@ def test_a_missing_picture_is_left_out_and_all_others_are_in_order(dense, pictur
         np.testing.assert_allclose(found, expected, atol=1e-3 if options else 1e-6)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--model", "tfidf"], "tfidf embeds captions alone: set what: captions"),
-        (["--what", "images", "--caption_weights", "[0.5,0.5]"], "caption_weights go with what: both, not images"),
-    ],
-)
-def test_settings_that_do_not_go_together(dense, pictures, tmp_path, options, message):
-    given = [*arguments(dense, pictures)[2:], *options]
-    given += [] if "--model" in options else ["--model", str(dense)]
-    assert message in error_of(clip_moe.main, "embed", str(tmp_path / "out"), *given)
-
-
 def test_clusters_ask_for_the_embeddings_that_they_need(dense, pictures, tmp_path):
     command("embed", tmp_path / "both", *arguments(dense, pictures))
     command("embed", tmp_path / "captions", *arguments(dense, pictures, "--what", "captions"))
@@ -100,18 +90,5 @@ def test_clusters_ask_for_the_embeddings_that_they_need(dense, pictures, tmp_pat
         ("both", ["--num_centers", "4", "--num_clusters", "2"], "what: captions or images"),
     ):
         given = ["cluster", str(tmp_path / "out"), "--features", str(tmp_path / folder), *options]
-        message = f"{folder} has other embeddings than are needed here: those of an embed stage with {wanted}"
+        message = f"{folder} has other embeddings than needed here: use an embed stage with {wanted}"
         assert message in error_of(clip_moe.main, *given)
-
-
-def run_command(*arguments):
-    clip_moe.main(["embed", *map(str, arguments)])
-
-
-@pytest.mark.slow
-def test_two_processes_embed_as_one(dense, pictures, tmp_path):
-    for number in (1, 2):
-        run_processes(number, run_command, tmp_path / str(number), *arguments(dense, pictures))
-    for name in ("image", "text"):
-        # Each of two has half the threads
-        np.testing.assert_allclose(embedded(tmp_path / "1", name), embedded(tmp_path / "2", name), atol=1e-6)

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -15,10 +16,9 @@ from tiny_clip import change_weights, command
 from transformers import CLIPImageProcessorPil, CLIPModel
 
 import modeling_clip_moe
+from clip_moe import conversion, data
 from clip_moe.conversion.processors import load_processor
-from clip_moe.data import images as image_code
 from clip_moe.data import preparation
-from clip_moe.data import tokenizer as tokenizer_code
 from clip_moe.data.symbols import SYMBOLS
 from clip_moe.engine.provenance import model_fingerprint
 from clip_moe.evaluation import batches, embedder
@@ -27,7 +27,7 @@ from clip_moe.evaluation.embedder import Embedder, code_digest, usable_device
 from clip_moe.evaluation.evaluate import evaluate_model
 from clip_moe.evaluation.tasks import TASKS, find_tasks
 
-dense, sparse, small_tasks = small_evaluation.dense, small_evaluation.sparse, small_evaluation.small_tasks
+small_tasks = small_evaluation.small_tasks
 
 
 def test_results_repeat_and_embeddings_are_kept(dense, sparse, tmp_path, monkeypatch):
@@ -39,13 +39,17 @@ def test_results_repeat_and_embeddings_are_kept(dense, sparse, tmp_path, monkeyp
     kept = tmp_path / "embeddings", 64, torch.device("cpu"), torch.float32
     other, mine = (Embedder(model, *kept).texts(["a seven", "a red star"]) for model in (sparse, dense))
     assert not np.array_equal(other, mine)  # never another model's
+    for file in (tmp_path / "embeddings").rglob("*.safetensors"):
+        change_weights(file, lambda embeds: [array.mul_(2) for array in embeds.values()])
+    with pytest.raises(ValueError, match="is damaged .its embeddings are not normalized.: delete it to compute"):
+        Embedder(dense, *kept).texts(["a seven", "a red star"])
 
 
 def test_weights_that_change_before_they_are_loaded_are_an_error(dense, tmp_path):
     folder = shutil.copytree(dense, tmp_path / "model")
     embedder = Embedder(folder, tmp_path / "kept", 4, torch.device("cpu"))
     change_weights(folder / "model.safetensors", lambda weights: weights["text_projection.weight"].mul_(-1))
-    with pytest.raises(ValueError, match=f"{folder} was changed while it was measured: start again"):
+    with pytest.raises(ValueError, match=f"{folder} was changed while it was measured: run again"):
         embedder.texts(["a star"])
     assert not (tmp_path / "kept").exists()
 
@@ -80,8 +84,8 @@ def test_how_a_model_runs_is_part_of_the_key(dense, tmp_path, monkeypatch):
     ("module", "changed"),
     [
         (modeling_clip_moe, "modeling_clip_moe"),
-        (image_code, "images"),
-        (tokenizer_code, "tokenizer"),
+        (data, "images"),
+        (conversion, "processors"),
         (embedder, "embedder"),
         (batches, "batches"),
     ],
@@ -127,11 +131,14 @@ def test_workers_give_the_same(dense, tmp_path, monkeypatch):
     state = torch.get_rng_state()
     assert np.array_equal(alone.images(rows), helped.images(rows))
     assert torch.equal(torch.get_rng_state(), state)  # a probe that comes later draws the same
-    images = batches.ImageBatches(rows, "image", alone.processor.image_processor, 4)
-    assert images.num_workers(1) == 0
-    monkeypatch.setattr(batches, "WORTH_WORKERS", 1000)
+    numbers, read = [], embedder.read_batches
+    monkeypatch.setattr(embedder, "read_batches", lambda *args: numbers.append(args[-1]) or read(*args[:-1], 0))
     monkeypatch.setattr("os.cpu_count", lambda: 12)
-    assert (images.num_workers(1), images.num_workers(4), images.num_workers(24)) == (8, 3, 1)
+    for few, processes in ((12, 1), (11, 1), (11, 4), (11, 24)):
+        monkeypatch.setattr(embedder, "WORTH_WORKERS", few)
+        state = SimpleNamespace(num_processes=processes, is_main_process=True)
+        Embedder(dense, None, 4, torch.device("cpu"), state=state).images(rows)
+    assert numbers == [0, 8, 3, 1]
 
 
 def test_images_that_are_known_are_neither_read_nor_decoded_again(dense, tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import small_evaluation
 import torch
-from tiny_clip import change_weights
+from tiny_clip import change_json, change_weights
 
 from clip_moe.conversion import assemble
 from clip_moe.data.symbols import SYMBOLS
@@ -20,7 +20,7 @@ from clip_moe.evaluation.report import write_report
 from clip_moe.evaluation.results import task_name, write_result
 from clip_moe.evaluation.tasks import TASKS, find_tasks, loaded_once
 
-dense, sparse, small_tasks = small_evaluation.dense, small_evaluation.sparse, small_evaluation.small_tasks
+small_tasks = small_evaluation.small_tasks
 
 
 def pairs_of(model, output, **options):
@@ -89,9 +89,7 @@ def test_results_of_other_data_are_kept_apart(tmp_path, monkeypatch, task, chang
 def test_scores_that_depend_on_the_batch_say_so(dense, sparse, tmp_path, mixed):
     """A report does not put those of several batch sizes into one row."""
     model = shutil.copytree(sparse, tmp_path / "whole")
-    config = json.loads((model / "config.json").read_text())
-    config["vision_config"]["eval_capacity_factor"] = 0.3
-    (model / "config.json").write_text(json.dumps(config))
+    change_json(model / "config.json", vision_config={"eval_capacity_factor": 0.3})
     if mixed:
         model = tmp_path / "mixture"
         assemble.convert([sparse, tmp_path / "whole"], model)
@@ -115,7 +113,7 @@ def test_a_model_whose_weights_are_zero_has_no_score(dense, tmp_path):
 def test_no_embeddings_are_kept_in_the_folder_of_a_model(dense, tmp_path):
     """They would count as its weights. Here a link leads there."""
     (tmp_path / "link").symlink_to(dense)
-    assert f"lies in the folder of the model {dense}" in error_of(dense, tmp_path / "link" / "scores")
+    assert f"is in the folder of the model {dense}" in error_of(dense, tmp_path / "link" / "scores")
     assert not (dense / "scores").exists()
 
 

@@ -56,11 +56,6 @@ def test_run_whose_data_change_and_go(folder, capsys):
     dense_tasks = sorted(result["task"].split("-")[0] for result in results if result["model"] == "dense")
     assert dense_tasks == ["mmvp_vlm", "pairs", "retrieval", "retrieval", "symbols_small", "urban1k", "zero_shot"]
     assert len(results) == 14
-    (pairs,) = (result for result in results if result["task"].startswith("pairs") and result["model"] == "dense")
-    assert pairs["num_samples"] == 6 and any(name.startswith("group/") for name in pairs["metrics"])
-    report = (out / "scores" / "report.md").read_text()
-    assert "<title>scores report</title>" in (out / "scores" / "report.html").read_text(encoding="utf-8")
-    assert "MMVP-VLM: image score" in report and "Urban-1k: R@1" in report
     looked = json.loads((out / "looked" / "experts.json").read_text())
     assert [name.split("-")[0] for name in looked["metrics"]] == ["urban1k", "retrieval"]
 

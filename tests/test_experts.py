@@ -153,21 +153,15 @@ def test_scales_are_what_dense_takes(unnormalized, analyses, tmp_path):
 
 
 @slow
-def test_the_page_shows_all_pictures_and_the_chosen_layer(analyses):
+def test_the_page_shows_all_pictures_and_the_chosen_layer(analyses, tmp_path):
+    """What a model lacks is not drawn: here, of one with a sparse text tower alone."""
     out, page, _ = analyses["sparse"]
-    pictures = {"routing", "patches"}
-    kinds = {f"experts.{kind}" for kind in ("md", "json", "html")}
-    assert {path.name for path in out.iterdir()} == kinds | {f"{name}.png" for name in pictures}
-    assert set(re.findall(r"\]\((\w+)\.png\)", page)) == pictures
-    assert "layer 1 of the vision tower" in page
-
-
-@slow
-def test_what_a_model_lacks_is_not_drawn(tmp_path):
-    """A sparse text tower alone."""
+    pictures = {"routing.png", "patches.png"}
+    assert {path.name for path in out.iterdir()} == {"experts.md", "experts.json", "experts.html"} | pictures
+    assert set(re.findall(r"\]\((\S+)\)", page)) == pictures and "layer 1 of the vision tower" in page
     model = upcycle(CLIPModel.from_pretrained("training/symbol_clip"), PRESETS["clip_up"], towers=["text"])
     small_experts.save(model, tmp_path / "model")
-    with pytest.raises(ValueError, match="model: layer: 1 is no sparse layer"):
+    with pytest.raises(ValueError, match="model: layer: 1 is not a sparse layer"):
         analyze_experts(tmp_path / "model", RETRIEVAL, tmp_path / "out", layer=1)
     analyze_experts(tmp_path / "model", RETRIEVAL, tmp_path / "out")
     assert {path.stem for path in (tmp_path / "out").glob("*.png")} == {"routing"}
@@ -195,8 +189,8 @@ def test_summary_by_hand():
     }
     routed = task_scores(dict(zip(recalls, [0.5, 0.4, 0.9], strict=True)), 0.75, num_captions=160)
     scores = tasks, routed, task_scores({recalls[0]: 0.2, recalls[1]: 0.4}, 0.8)
-    entropy = {"text": {1: 0.5, 3: 1.5}, "vision": {3: 0.25}}
-    found = summarize(*scores, entropy, {"images": cka(0.9, 0.6, 0.3), "texts": cka(0.6, 0.6, None)}, 3)
+    routing = {"text": {1: {"entropy": 0.5}, 3: {"entropy": 1.5}}, "vision": {3: {"entropy": 0.25}}}
+    found = summarize(*scores, routing, {"images": cka(0.9, 0.6, 0.3), "texts": cka(0.6, 0.6, None)}, 3)
     assert [(score.routed, score.mean) for score in found.collapse] == [(0.5, 0.2), (0.4, 0.4), (0.75, 0.8)]
     expected = [max(difference_reach(0.5, 0.2, 40)), max(difference_reach(0.4, 0.4, 40))]  # 4 captions an image
     assert [score.error for score in found.collapse[:2]] == pytest.approx(expected, rel=1e-6)
@@ -212,9 +206,10 @@ def test_summary_by_hand():
     assert found.rows[0][0] == "collapse test, photos: R@1 image→text"
     # A dense tower says nothing of experts, and one expert is alike to none
     agreements = {"images": cka(1.0, 1.0, 1.0), "texts": cka(0.2, 0.3, 0.4)}
-    dense = summarize(*scores, {"text": {1: 0.5}}, agreements, 3)
+    dense = summarize(*scores, {"text": {1: {"entropy": 0.5}}}, agreements, 3)
     assert dense.agreement.model_dump() == pytest.approx({"mean": 0.3, "lowest": 0.2, "highest": 0.4})
-    assert summarize(*scores, {"text": {1: 0.0}}, agreements, 1).agreement is None
+    one_expert = {"expert 0": {"expert 0": 1.0}}
+    assert summarize(*scores, {"text": {1: {"entropy": 0.0}}}, {"texts": one_expert}, 1).agreement is None
 
 
 def test_cka_is_that_of_the_gram_matrices():

@@ -1,10 +1,10 @@
 """The systems' recipes on other families: a SigLIP, an AltCLIP and a NaFlex."""
 
-import json
 from pathlib import Path
 
 import pytest
 import yaml
+from tiny_clip import change_json
 from tiny_families import saved, tiny_dense
 from tiny_runs import weights
 
@@ -24,9 +24,8 @@ def test_a_clip_moe_of_a_folder_has_experts_in_its_sparse_towers(model_type, tmp
     recipe |= {"stages": recipe["stages"][1:], "output_dir": str(tmp_path / "out")}
     recipe["defaults"]["train"]["mini_batch_size"] = 4
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    config = json.loads((dense / "config.json").read_text())
-    config["text_config"] |= {"hidden_dropout_prob": 0.1} if model_type == "altclip" else {}
-    (dense / "config.json").write_text(json.dumps(config))
+    if model_type == "altclip":
+        change_json(dense / "config.json", text_config={"hidden_dropout_prob": 0.1})
     output = run_recipe(load_recipe(str(tmp_path / "recipe.yaml")))
     before, expert = weights(dense), weights(output / "expert_1")
     moved = [name for name, tensor in before.items() if not tensor.equal(expert[name])]

@@ -49,7 +49,7 @@ def test_rows_are_those_of_an_array(tmp_path):
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", *(json.dumps({"shard_size": n}) for n in ("8", True, 8.0, 0))])
 def test_a_damaged_index_is_named(tmp_path, text):
     (tmp_path / INDEX).write_text(text)
-    with pytest.raises(ValueError, match=f"{tmp_path}/{INDEX} is damaged .*: delete {tmp_path} to make it anew"):
+    with pytest.raises(ValueError, match=f"{tmp_path}/{INDEX} is damaged .* or delete {tmp_path} to make it again"):
         FeatureStore.open(tmp_path, "a stage", {"of": str})
 
 
@@ -77,42 +77,30 @@ def cut(path):
     path.write_bytes(path.read_bytes()[:90])
 
 
+def saved(rows):
+    return lambda path: save_arrays(path, {"rows": rows})
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (Path.unlink, rf"{SECOND} is not there \(do all processes see this folder"),
-        (cut, f"{SECOND} is damaged"),
-        (lambda path: save_arrays(path, {"rows": TABLE[100:190]}), f"{SECOND} has 90 rows, not 100"),
-        (lambda path: save_arrays(path, {}), f"{SECOND} has 0 rows, not 100"),
-        (lambda path: save_arrays(path, {"rows": np.float32(1)}), f"{SECOND} has 0 rows, not 100"),
+        (Path.unlink, r"is not there \(do all processes see this folder"),
+        (cut, "is damaged"),
+        (lambda path: save_arrays(path, {}), "is damaged"),
+        (saved(TABLE[100:190]), r"has rows \(90, 3\), not of 100 rows"),
+        (saved(torch.ones(())), r"has rows \(\), not of 100 rows"),
+        (saved(torch.ones(100, 3, dtype=torch.bfloat16)), "has rows of torch.bfloat16"),
+        (saved(torch.ones(100, 3, dtype=torch.int64)), "has rows of torch.int64"),
+        (saved(torch.ones(100, 3, dtype=torch.complex64)), "has rows of torch.complex64"),
+        (saved(torch.ones(100, 4)), r"has rows float32 \(4,\), not float32 \(3,\)"),
+        (saved(torch.full((100, 3), torch.nan)), "has rows that are not finite"),
     ],
 )
 def test_a_damaged_shard_is_named_with_the_folder_to_delete(tmp_path, damage, message):
     store = written(tmp_path / "stage")
     damage(store.path(100))
-    with pytest.raises(ValueError, match=f"{message}.*[Dd]elete {tmp_path / 'stage'} to have it made anew"):
-        store._require_size(range(100, 200))
-    if "90" not in message:
-        with pytest.raises(ValueError, match="[Dd]elete .* to have it made anew"):
-            store["rows"][150:]
-
-
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        (torch.ones(100, 3, dtype=torch.bfloat16), "has rows of torch.bfloat16"),
-        (torch.ones(100, 3, dtype=torch.int64), "has rows of torch.int64"),
-        (torch.ones(100, 3, dtype=torch.complex64), "has rows of torch.complex64"),
-        (torch.ones(100, 4), r"has rows float32 \(4,\), not float32 \(3,\)"),
-        (torch.full((100, 3), torch.nan), "has rows that are not finite"),
-        (torch.ones(()), r"has rows \(\), not of 100 rows"),
-    ],
-)
-def test_a_shard_of_other_arrays_is_named(tmp_path, rows, message):
-    store = written(tmp_path)
-    save_arrays(store.path(100), {"rows": rows})
-    with pytest.raises(ValueError, match=f"{SECOND} {message}: delete {tmp_path} to have it made anew"):
-        store["rows"][:]
+    with pytest.raises(ValueError, match=f"{SECOND} {message}.*[Dd]elete {tmp_path / 'stage'} to make it again"):
+        store["rows"][150:]
 
 
 def test_arrays_are_written_whole_or_not_at_all(tmp_path):
@@ -126,9 +114,3 @@ def test_arrays_are_written_whole_or_not_at_all(tmp_path):
     with full_disk(1000), pytest.raises(OSError, match="cannot write .*arrays.safetensors: .*File too large"):
         save_arrays(path, {"a": np.zeros(1000)})
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
-    with pytest.raises(ValueError, match=f"arrays.safetensors is damaged; delete {tmp_path} to have it made anew"):
-        with open_arrays(path, "this test") as file:
-            file.get_tensor("c")
-    with pytest.raises(FileNotFoundError, match="other is not there: .* is not the folder of this test"):
-        with open_arrays(tmp_path / "other", "this test"):
-            pass

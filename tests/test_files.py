@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from converters import run, sources
+from documents import ROOT
 from filelock import FileLock
+from programs import run_program
 from safetensors.torch import save_file
 from tiny_clip import tiny_clip
 from tiny_runs import full_disk
@@ -51,6 +53,14 @@ SIGNALS = pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (sig
 def test_nothing_heavy_is_imported_before_it_is_used(modules, heavy):
     program = f"import sys, {', '.join(modules)}; print({heavy} & {{*sys.modules}})"
     assert subprocess.check_output([sys.executable, "-c", program], text=True) == "set()\n"
+
+
+def test_the_package_shows_and_finds_its_functions_and_models():
+    """Their import is light; a model's makes the Auto classes know it."""
+    program = "import clip_moe, sys; print('torch' in sys.modules, dir(clip_moe) == sorted(clip_moe.__all__)); "
+    program += "from clip_moe import *; from transformers import AutoModel; "
+    program += f"print(type(AutoModel.from_pretrained({str(ROOT / 'training' / 'name_clip_moe')!r})) is CLIPMoEModel)"
+    assert subprocess.check_output([sys.executable, "-c", program], text=True).split() == ["False", "True", "True"]
 
 
 @pytest.fixture
@@ -171,6 +181,10 @@ def test_a_text_on_a_full_disk_is_named_and_errors_do_not_steer_the_terminal(tmp
     assert not list(tmp_path.iterdir())
     with pytest.raises(SystemExit, match=r"^error: \\x1b\[31mред 星 \\udc80$"), one_line_errors():
         raise ValueError("\x1b[31mред\n星 \udc80")
+    code = "from clip_moe.engine.program import end; end(lambda: 'image→text', True)"
+    assert run_program(tmp_path, "-c", code, PYTHONIOENCODING="latin-1") == "image\\u2192text\n"
+    with pytest.raises(SystemExit, match="^error: OutOfMemoryError: CUDA out of memory"), one_line_errors():
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 20 GiB")
 
 
 @pytest.fixture

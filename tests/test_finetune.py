@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from test_report import result
-from tiny_runs import DENSE, run_stages
+from tiny_runs import run_stages
 from tiny_sources import picture
 
 import clip_moe
@@ -20,54 +20,49 @@ from clip_moe.engine.recipe import load_recipe
 from clip_moe.evaluation.answer import answer as answer_of
 from clip_moe.evaluation.results import slug
 
-
-def answer(*arguments):
-    verdict, advice, details, _ = answer_of(*arguments)
-    return f"**{verdict}** {advice}\n\n{details}"
-
-
 FLAGS = ["--global_batch_size", "16", "--learning_rate", "1e-3"]
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return run_stages(tmp_path_factory.mktemp("base"), [DENSE]) / "dense"
+def small(number):
+    """A picture, no two alike."""
+    image = picture(number % 8)
+    image.putpixel((number // 16, number % 16), (255, 0, 0))
+    return image
 
 
-def pictures(folder, captions, split="."):
-    """A folder of pictures, no two alike."""
+def noise(number):
+    return Image.fromarray(np.random.default_rng(number).integers(0, 256, (64, 64, 3), np.uint8))
+
+
+def pictures(folder, captions, split=".", draw=small, save=lambda image, path: image.save(f"{path}.png")):
+    """A folder of pictures."""
     (folder / split).mkdir(parents=True)
     lines = []
     for number, caption in enumerate(captions):
-        image = picture(number % 8)
-        image.putpixel((number // 16, number % 16), (255, 0, 0))
-        image.save(folder / split / f"{number}.png")
-        lines.append(json.dumps({"file_name": f"{number}.png", "caption": caption}))
+        save(draw(number), folder / split / f"{number}")
+        (file,) = (folder / split).glob(f"{number}.*")
+        lines.append(json.dumps({"file_name": file.name, "caption": caption}))
     (folder / split / "metadata.jsonl").write_text("\n".join(lines))
     return folder
 
 
 def split(folder, data, model):
     """The stage that splits data, in a run of its own. Returns its folder."""
-    data = data if isinstance(data, dict) else {"source": str(data)}
-    return (
-        run_stages(folder / "run", [{"name": "pictures", "stage": "split", "data": data, "model": str(model)}])
-        / "pictures"
-    )
+    stage = {"name": "pictures", "stage": "split", "data": {"source": str(data)}, "model": str(model)}
+    return run_stages(folder / "run", [stage]) / "pictures"
 
 
-def results_of(scores, metrics=None, **changes):
-    """Results of `scores`, model -> its score of each task, learned first."""
+def answer(scores, folders=None, metrics=None, **changes):
+    """The sentences on `scores`, model -> its score of each task, learned first."""
+    folders = folders or {model: f"in/{model}" for model in scores}
     metrics = metrics or {"learned": "accuracy", "kept": "accuracy"}
-    return [
+    results = [
         result(model, task, primary={metric: "accuracy"}, metrics={metric: score}, **changes)
         for model, task_scores in scores.items()
         for (task, metric), score in zip(metrics.items(), task_scores, strict=False)
     ]
-
-
-def folders_of(scores):
-    return {model: f"in/{model}" for model in scores}
+    verdict, advice, details, _ = answer_of(results, ["learned"], folders)
+    return f"**{verdict}** {advice}\n\n{details}"
 
 
 def finetune(data, output, model, *flags):
@@ -75,11 +70,11 @@ def finetune(data, output, model, *flags):
 
 
 @pytest.mark.slow
-def test_a_folder_without_a_test(tmp_path, base, capsys):
+def test_a_folder_without_a_test(tmp_path, dense, capsys):
     output = tmp_path / "out"
     data = pictures(tmp_path / "data", [f"a picture of number {number // 2}" for number in range(60)])
     flags = ["--dense_tuned.num_epochs", "1", "--sparse_tuned.num_epochs", "1", "--keep_tasks", "symbols_pairs"]
-    finetune(data, output, base, *flags)
+    finetune(data, output, dense, *flags)
     told = capsys.readouterr().out
     rows = datasets.load_from_disk(str(output / "pictures"))
     train, test = (set(rows[split]["caption"]) for split in ("train", "test"))
@@ -99,7 +94,7 @@ def test_a_folder_without_a_test(tmp_path, base, capsys):
     assert "R@1 image→text (3 captions to choose from): base" in learned and "(6 pictures to choose from)" in learned
     assert first in told and re.search(r"[+-]\d+\.\d ± \d+\.\d points", first)
     folder = re.search(r"[uU]se `(.+)`", first)[1]
-    assert Path(folder).parent in (output, base.parent) and Path(folder).is_dir()
+    assert Path(folder).parent in (output, dense.parent) and Path(folder).is_dir()
     for task, metric, line in (("learned", "image_to_text_recall@1", learned), ("symbols_pairs", "group", kept)):
         for row in ("base", "dense", "sparse"):
             result = json.loads((output / "report" / f"{slug(task)}--{row}.json").read_text())
@@ -108,12 +103,12 @@ def test_a_folder_without_a_test(tmp_path, base, capsys):
     assert "3 different captions, 3 of which training never sees" in report
 
 
-def test_classes_as_captions(tmp_path, base, capsys):
+def test_classes_as_captions(tmp_path, dense, capsys):
     """Whose names are markup of a picture that is not there."""
     classes = ["![x](y.jpg)", "[a](b)", "red_circle", "a dog."]
     captions = [classes[number % 4] for number in range(80)] + classes[:1] * 8
     data, output = pictures(tmp_path / "data", captions), tmp_path / "out"
-    finetune(data, output, base, "--dense_tuned.num_epochs", "1", "--sparse_tuned.num_epochs", "1")
+    finetune(data, output, dense, "--dense_tuned.num_epochs", "1", "--sparse_tuned.num_epochs", "1")
     told, report = capsys.readouterr().out, (output / "report" / "report.md").read_text()
     rows = datasets.load_from_disk(str(output / "pictures"))
     assert (len(rows["train"]), len(rows["test"])) == (79, 9)
@@ -128,11 +123,11 @@ def test_classes_as_captions(tmp_path, base, capsys):
     assert r"'!\[x\](y.jpg)'" in report and (output / "report" / "report.html").is_file()
 
 
-def test_a_class_without_a_test_picture_is_named(tmp_path, base):
+def test_a_class_without_a_test_picture_is_named(tmp_path, dense):
     captions = [f"class {number % 2}" for number in range(40)]
     data = pictures(tmp_path / "data", captions, "train")
     pictures(data, ["class 1", "class 1"], "test")
-    overview = (split(tmp_path, data, base) / "overview.txt").read_text()
+    overview = (split(tmp_path, data, dense) / "overview.txt").read_text()
     assert "1 of the classes have no picture in the test: class 0." in overview
 
 
@@ -150,18 +145,7 @@ def test_classes_of_one_caption_are_named(tmp_path, caplog):
         (tmp_path / folder).mkdir()
         picture(0).save(tmp_path / folder / "0.png")
     load_pairs(DataArguments(source=str(tmp_path), caption_column="label"))
-    assert "the classes 'Big_cat' and 'big cat' have one caption, and count as one" in caplog.text
-
-
-def write_split(folder, split, captions, save):
-    (folder / split).mkdir(parents=True)
-    lines = []
-    for number, caption in enumerate(captions):
-        picture = Image.fromarray(np.random.default_rng(number).integers(0, 256, (64, 64, 3), np.uint8))
-        save(picture, folder / split / f"{number}")
-        name = next((folder / split).glob(f"{number}.*")).name
-        lines.append(json.dumps({"file_name": name, "caption": caption}))
-    (folder / split / "metadata.jsonl").write_text("\n".join(lines))
+    assert "the classes 'Big_cat' and 'big cat' have the same caption and count as one" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -175,11 +159,13 @@ def write_split(folder, split, captions, save):
     ],
     ids=["png", "webp", "jpeg", "smaller", "turned"],
 )
-def test_copies_in_a_given_test_are_counted(tmp_path, base, capsys, save, same, near):
+def test_copies_in_a_given_test_are_counted(tmp_path, dense, capsys, save, same, near):
     data = tmp_path / "data"
-    write_split(data, "train", [f"number {number}" for number in range(12)], lambda p, path: p.save(f"{path}.png"))
-    write_split(data, "test", ["“Number 0.”", "number&#32;1", *(f"other {number}" for number in range(4))], save)
-    split(tmp_path, data, base)
+    pictures(data, [f"number {number}" for number in range(12)], "train", noise)
+    others = [f"other {number}" for number in range(4)]
+    pictures(data, ["“Number 0.”", "number&#32;1", *others], "test", noise, save)
+    rows = datasets.load_from_disk(split(tmp_path, data, dense))
+    assert (len(rows["train"]), rows["test"]["caption"][2:]) == (12, others)
     told = capsys.readouterr().out
     line = f"{same + near} of the test's 6 images are in training, too: {same} with the same pixels, {near} that look"
     assert (line in told) == bool(same + near) and ("in training, too" in told) == bool(same + near)
@@ -187,17 +173,17 @@ def test_copies_in_a_given_test_are_counted(tmp_path, base, capsys, save, same, 
 
 
 @pytest.mark.parametrize(("names", "scored"), [("cat dog emu", "by class, 3 in all"), ("0 1 2", "by retrieval")])
-def test_a_given_test_of_classes_is_scored_by_class(tmp_path, base, capsys, names, scored):
+def test_a_given_test_of_classes_is_scored_by_class(tmp_path, dense, capsys, names, scored):
     data, names = tmp_path / "data", names.split()
     pictures(data, [names[number % 3] for number in range(30)], "train")
     pictures(data, [names[number % 3] for number in range(6)], "test")
-    rows = datasets.load_from_disk(split(tmp_path, data, base))
+    rows = datasets.load_from_disk(split(tmp_path, data, dense))
     assert f"The captions repeat as classes do: the test is scored {scored}." in capsys.readouterr().out
     assert ("label" in rows["test"].column_names) == (scored != "by retrieval")
 
 
 @pytest.mark.parametrize("table", [False, True], ids=["folder", "table"])
-def test_other_pictures_of_the_test_are_noticed(tmp_path, base, table):
+def test_other_pictures_of_the_test_are_noticed(tmp_path, dense, table):
     """Of the stage that reads them, and of the one that measures by them."""
     captions = [f"number {number}" for number in range(8)]
     data = pictures(tmp_path / "data", captions[:6], "train")
@@ -206,11 +192,10 @@ def test_other_pictures_of_the_test_are_noticed(tmp_path, base, table):
         lines = [f"{split}/{n}.png,{split} {n},{split}" for split, of in (("train", 6), ("test", 2)) for n in range(of)]
         (tmp_path / "data" / "pairs.csv").write_text("\n".join(["image,caption,split", *lines]))
         data = {"source": str(data / "pairs.csv"), "image_root": str(data)}
-    stages = [
-        {"name": "pictures", "stage": "split", "data": data if table else {"source": str(data)}, "model": str(base)}
-    ]
+    settings = data if table else {"source": str(data)}
+    stages = [{"name": "pictures", "stage": "split", "data": settings, "model": str(dense)}]
     answer = {"name": "answer", "stage": "answer", "split": "pictures", "tasks": ["symbols_pairs"]}
-    answer |= {"models": dict.fromkeys(("base", "dense", "sparse"), str(base)), "max_rows": 2}
+    answer |= {"models": dict.fromkeys(("base", "dense", "sparse"), str(dense)), "max_rows": 2}
     folder = run_stages(tmp_path / "run", [*stages, answer])
     image = tmp_path / "data" / "test" / "1.png"
     picture(5).resize((40, 40)).save(image)
@@ -221,25 +206,19 @@ def test_other_pictures_of_the_test_are_noticed(tmp_path, base, table):
     run_stages(tmp_path / "run", [*stages, answer])
 
 
-def test_a_split_test_is_taken(tmp_path, base):
-    data = pictures(tmp_path / "data", [f"number {number}" for number in range(8)], "train")
-    pictures(data, ["number 1", "number 2", "number 30"], "test")
-    rows = datasets.load_from_disk(split(tmp_path, data, base))
-    assert (len(rows["train"]), list(rows["test"]["caption"])) == (8, ["number 1", "number 2", "number 30"])
-
-
 @pytest.mark.parametrize(
     ("captions", "message"),
     [
-        (["a dog"] * 40, "no test of 10% of the 40 pairs can be held out"),
-        ([f"number {number}" for number in range(5)], "no test of 10% of the 5 pairs can be held out"),
+        (["a dog"] * 40, "cannot hold out 10% of the 40 pairs as a test"),
+        (["a dog"] * 19 + ["a cat"], "cannot hold out 10% of the 20 pairs as a test"),
+        ([f"number {number}" for number in range(5)], "cannot hold out 10% of the 5 pairs as a test"),
         ([""] * 40, "40 of 40 pairs of .* cannot be used"),
     ],
-    ids=["captions alike", "five pictures", "no captions"],
+    ids=["captions alike", "two captions", "five pictures", "no captions"],
 )
-def test_what_cannot_be_learned_from_is_one_line(tmp_path, base, captions, message):
+def test_what_cannot_be_learned_from_is_one_line(tmp_path, dense, captions, message):
     with pytest.raises(SystemExit, match=f"^error: pictures: .*{message}"):
-        finetune(pictures(tmp_path / "data", captions), tmp_path / "out", base)
+        finetune(pictures(tmp_path / "data", captions), tmp_path / "out", dense)
     assert not (tmp_path / "out" / "dense_tuned").exists()
 
 
@@ -267,24 +246,22 @@ def test_inputs_stand_where_aliases_do(tmp_path):
 def test_verdicts(learned, kept, verdict, then):
     kept = (0.8, 0.8, kept)
     scores = dict(zip(("base", "dense", "sparse"), zip(learned, kept, strict=True), strict=True))
-    told = answer(results_of(scores), ["learned"], folders_of(scores))
+    told = answer(scores)
     assert told.startswith(f"**{verdict} ± 4.3 points against the dense model") and then in told.split("\n\n")[0]
     assert f"kept, accuracy: base {kept[0]:.1%}, dense {kept[1]:.1%}, sparse {kept[2]:.1%}." in told
     assert "over the pictures of each test, 1,000 for what was learned. Another" in told
 
 
-def test_what_was_not_measured_was_not_forgotten():
-    scores = {"base": [0.2], "dense": [0.4], "sparse": [0.6]}
-    told = answer(results_of(scores), ["learned"], folders_of(scores))
-    assert told.startswith("**Experts helped: +20.0") and "*Kept* was not measured" in told
-
-
 def test_a_small_test_says_how_many_pictures_it_would_take():
-    """Newcombe's interval of 40 % against 40 % reaches 6.8 points with 400 pictures, 4.8 with 800."""
-    scores = {"base": [0.2], "dense": [0.4], "sparse": [0.4]}
-    told = answer(results_of(scores, num_samples=10), ["learned"], folders_of(scores))
+    """Newcombe's interval of 40 % against 40 % reaches 6.8 points with 400 pictures, 4.8 with 800. What was not
+    measured was not forgotten."""
+    told = answer({"base": [0.2], "dense": [0.4], "sparse": [0.4]}, num_samples=10)
     assert "10 for what was learned; ± 5 points take about 800, each with a caption of its own." in told
     assert "*Kept* was not measured: name benchmarks by `--keep_tasks`." in told
+    assert answer({"base": [0.2], "dense": [0.4], "sparse": [0.6]}).startswith("**Experts helped: +20.0")
+
+
+TUNED = dict.fromkeys(("dense, fine-tuned weights", "sparse, fine-tuned weights"), (0.6, 0.8))
 
 
 @pytest.mark.parametrize(
@@ -292,30 +269,17 @@ def test_a_small_test_says_how_many_pictures_it_would_take():
     [(0.3, 0.9, "in/dense"), (0.3, 0.8, "in/dense_tuned"), (0.6, 0.8, "in/dense")],
 )
 def test_half_way_or_all_of_it(learned, kept, used):
-    scores = {
-        "base": (0.2, 0.9),
-        "dense": (learned, kept),
-        "sparse": (learned, kept),
-        "dense, fine-tuned weights": (0.6, 0.8),
-        "sparse, fine-tuned weights": (0.6, 0.8),
-    }
+    scores = {"base": (0.2, 0.9), "dense": (learned, kept), "sparse": (learned, kept), **TUNED}
     folders = {model: f"in/{model.partition(',')[0]}{'_tuned' * (',' in model)}" for model in scores}
-    told = answer(results_of(scores), ["learned"], folders)
+    told = answer(scores, folders)
     assert f"Use `{used}`, the dense model." in told
     assert f"learned {100 * (learned - 0.6):+.1f} ± " in told
 
 
 def test_without_an_interval_any_difference_in_what_was_kept_counts():
     """Mean per-class recall is no mean over samples."""
-    scores = {
-        "base": (0.2, 0.9),
-        "dense": (0.4, 0.81),
-        "sparse": (0.6, 0.8),
-        "dense, fine-tuned weights": (0.6, 0.8),
-        "sparse, fine-tuned weights": (0.6, 0.8),
-    }
-    results = results_of(scores, {"learned": "accuracy", "kept": "mean_per_class_recall"})
-    told = answer(results, ["learned"], folders_of(scores))
+    scores = {"base": (0.2, 0.9), "dense": (0.4, 0.81), "sparse": (0.6, 0.8), **TUNED}
+    told = answer(scores, metrics={"learned": "accuracy", "kept": "mean_per_class_recall"})
     # Half way kept a point more, so it is compared, and there the sparse model kept a point less
     assert told.startswith(
         "**Experts learned more, +20.0 ± 4.3 points against the dense model, and forgot more, -1.0 points.**"
@@ -323,16 +287,16 @@ def test_without_an_interval_any_difference_in_what_was_kept_counts():
     assert "learned -20.0 ± 4.3 points, kept +1.0 points." in told
 
 
-def test_a_picture_that_cannot_be_read_is_left_out_before_the_test_is_held_out(tmp_path, base):
+def test_a_picture_that_cannot_be_read_is_left_out_before_the_test_is_held_out(tmp_path, dense):
     data = pictures(tmp_path / "data", [f"number {number}" for number in range(120)])
     (data / "7.png").write_bytes(b"no picture")
-    rows = datasets.load_from_disk(split(tmp_path, data, base))
+    rows = datasets.load_from_disk(split(tmp_path, data, dense))
     captions = {*rows["train"]["caption"], *rows["test"]["caption"]}
     assert len(captions) == 119 and "number 7" not in captions
 
 
-def test_a_step_of_one_pair_is_refused(tmp_path, base):
+def test_a_step_of_one_pair_is_refused(tmp_path, dense):
     data = pictures(tmp_path / "data", [f"number {number}" for number in range(40)])
     with pytest.raises(SystemExit, match="a step of one pair has no negatives"):
-        clip_moe.main(["finetune", str(data), str(tmp_path / "out"), "--model", str(base), "--global_batch_size", "1"])
+        clip_moe.main(["finetune", str(data), str(tmp_path / "out"), "--model", str(dense), "--global_batch_size", "1"])
     assert not (tmp_path / "out").exists()

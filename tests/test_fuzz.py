@@ -16,8 +16,8 @@ from test_annotations import coco, karpathy, table
 from tiny_sources import saved_to_disk, sharegpt4v
 
 from clip_moe.data.arguments import DataArguments
+from clip_moe.data.local_data import reading
 from clip_moe.data.pairs import load_pairs
-from clip_moe.data.sources import reading
 from clip_moe.evaluation.benchmarks.loading import benchmark_task
 from clip_moe.evaluation.benchmarks.specs import BENCHMARKS
 
@@ -126,7 +126,7 @@ def test_sources(tmp_path, source, file, streaming):
     (file,) = tmp_path.glob(file)
 
     def load():
-        with reading(arguments):  # as the loader reads streams
+        with reading(arguments.source):  # as the loader reads streams
             list(load_pairs(arguments))
 
     require_read_or_refused(tmp_path, file, load)

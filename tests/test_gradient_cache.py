@@ -93,7 +93,7 @@ def test_a_router_loss_of_a_part_alone_is_refused():
     settings.router_loss = lambda config, outputs, batch, reduce: (outputs.vision_router_logits[0].square().mean(), {})
     model = sparse({})
     task = ContrastiveTask(model, settings)
-    with pytest.raises(ValueError, match="mini_batch_size: the router loss of this stage differs from part to part"):
+    with pytest.raises(ValueError, match="mini_batch_size: the router loss of this stage differs between parts"):
         cached_gradient(Accelerator(cpu=True), task, whole_batch({}), 4, 1.0, True)
 
 

@@ -1,17 +1,15 @@
 """Names on the Hub, here a local one: which commit is read and recorded, online and offline, and what is said where
 there is none."""
 
-import json
 import re
 
 import huggingface_hub
 import pytest
 import stand_ins
 import torch
-from benchmark_folders import make_copy
 from documents import PAGES, ROOT
 from safetensors.torch import load_file, save_file
-from tiny_runs import DENSE, SPARSE, STEP, run_stages, weights
+from tiny_runs import SPARSE, STEP, run_stages, weights
 from tiny_sources import CAPTIONS, images_and_texts, rows, write_shard
 
 import clip_moe
@@ -20,11 +18,8 @@ from clip_moe.conversion.processors import load_processor
 from clip_moe.data.arguments import DataArguments
 from clip_moe.data.identity import identity
 from clip_moe.data.sources import open_rows
-from clip_moe.engine.hub import hub_commit
 from clip_moe.engine.provenance import Record, model_fingerprint, named_files
 from clip_moe.engine.runner import GO_ON
-from clip_moe.evaluation.benchmarks.loading import benchmark_task
-from clip_moe.evaluation.benchmarks.specs import BENCHMARKS
 from clip_moe.evaluation.sentence_encoders import load_encoder, open_encoder
 
 B32 = "openai/clip-vit-base-patch32"
@@ -44,12 +39,6 @@ NO_REPOSITORY = {
 # Of metrics, patients and files
 NO_NAMES = {"birds/accuracy", "clinic/patients", "direct/loss", "integration/test_publish.py", "test/0.parquet"}
 NO_NAMES |= {"stages/KIND.py", "test/0.tar"}
-
-
-@pytest.fixture(scope="session")
-def models(tmp_path_factory):
-    """A dense and an upcycled CLIP of a few thousand parameters."""
-    return run_stages(tmp_path_factory.mktemp("models"), [DENSE, SPARSE])
 
 
 @pytest.fixture
@@ -83,7 +72,7 @@ def test_every_hub_name_of_the_pages_has_a_repository():
 
 def test_finetune_online_and_then_from_the_cache(clip, tmp_path, capsys):
     """The command of the front page, to its end; offline, the records and the weights are the same."""
-    write_pictures(tmp_path / "photos")
+    stand_ins.save_images(tmp_path / "photos", 40)
     flags = "--global_batch_size 4 --learning_rate 1e-3 --dense_tuned.num_epochs 1 --sparse_tuned.num_epochs 1".split()
     records = []
     for output in ("online", "offline"):
@@ -118,7 +107,7 @@ def test_a_new_commit_is_noticed(clip, models, tmp_path, capsys):
     commit = other_weights(clip, models)
     clip.online()
     message = f"sparse: .*other settings .inputs.{B32}: '{B32}@{clip.commit}' -> '{B32}@{commit}'.. Delete "
-    with pytest.raises(ValueError, match=f"^{message}.*, or set HF_HUB_OFFLINE=1 to go on with .*before$"):
+    with pytest.raises(ValueError, match=f"^{message}.*, or set HF_HUB_OFFLINE=1 to continue with .*before$"):
         run_stages(tmp_path, stages)
     clip.online(False)
     run_stages(tmp_path, stages)
@@ -175,19 +164,31 @@ FAULTS = {
 }
 
 
+@pytest.fixture
+def error_of(hub, monkeypatch):
+    """Runs a command that names a repository, of these files, with one of the faults; returns its line of error."""
+
+    def error_of(fault, files, kind, *arguments):
+        if fault != "missing":
+            hub.put(B32, files, kind, gated=fault == "gated", private=fault == "private")
+        hub.online(fault != "offline")
+        if fault in UNREACHABLE:
+            monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", UNREACHABLE[fault])
+        monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("a library waits to try again"))
+        with pytest.raises(SystemExit) as end:
+            clip_moe.main(list(arguments))
+        assert "\n" not in str(end.value)
+        return str(end.value).removesuffix(GO_ON)
+
+    return error_of
+
+
 @pytest.mark.parametrize("command", ["upcycle", "evaluate", "embed captions", "efficiency"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_cannot_be_read_is_one_line(fault, command, hub, models, tmp_path, monkeypatch):
+def test_what_cannot_be_read_is_one_line(fault, command, hub, error_of, models, tmp_path):
     """After a request or three, not after the retries of a library."""
-    if fault != "missing":
-        hub.put(B32, models / "dense", gated=fault == "gated", private=fault == "private")
-    hub.online(fault != "offline")
-    if fault in UNREACHABLE:
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", UNREACHABLE[fault])
-    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("a library waits to try again"))
-    with pytest.raises(SystemExit) as end:
-        clip_moe.main(COMMANDS[command].format(out=tmp_path / "out", dense=B32, sparse=B32).split())
-    assert re.search(FAULTS[fault], str(end.value).removesuffix(GO_ON)) and "\n" not in str(end.value)
+    arguments = COMMANDS[command].format(out=tmp_path / "out", dense=B32, sparse=B32).split()
+    assert re.search(FAULTS[fault], error_of(fault, models / "dense", "models", *arguments))
     assert len(hub.requests) <= 4
 
 
@@ -204,7 +205,7 @@ def test_without_the_hub_the_cache_is_read(clip, monkeypatch, caplog):
     monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("a library waits to try again"))
     load_processor(B32), load_clip(B32)
     assert model_fingerprint(B32) == f"{B32}@{clip.commit}"
-    assert f"{B32} is read from the cache, commit {clip.commit[:12]}: the Hub said" in caplog.text
+    assert f"reading {B32} from the cache, commit {clip.commit[:12]}: the Hub said" in caplog.text
 
 
 def test_a_processor_and_an_encoder_by_name(clip):
@@ -225,18 +226,10 @@ def test_an_encoder_that_only_its_name_keeps_stays_at_its_commit(clip, models, t
     assert torch.equal(load_clip(B32).logit_scale, weights(models / "dense")["logit_scale"])  # the cache stays whole
     clip.online()
     assert (open_encoder(B32).encode(["a star"]) != expected).any()
-    with pytest.raises(ValueError, match=f"{B32} is needed at commit {clip.commit}, but is read at {commit} here"):
+    with pytest.raises(
+        ValueError, match=f"{B32} is needed at commit {clip.commit}, but this process reads it at {commit}"
+    ):
         load_encoder(tmp_path)
-
-
-def write_pictures(folder):
-    folder.mkdir()
-    lines = []
-    for number, row in enumerate(rows([f"number {n // 2}" for n in range(40)])):
-        row["image"].putpixel((number // 16, number % 16), (255, 0, 0))  # no two alike
-        row["image"].save(folder / f"{number}.png")
-        lines.append(json.dumps({"file_name": f"{number}.png", "caption": row["caption"]}))
-    (folder / "metadata.jsonl").write_text("\n".join(lines))
 
 
 @pytest.fixture
@@ -292,37 +285,12 @@ def test_new_data_are_noticed(pictures, models, tmp_path):
 
 
 @pytest.mark.parametrize("fault", ["missing", "gated", "offline", "refused"])
-def test_data_that_cannot_be_read_are_one_line(fault, hub, models, tmp_path, monkeypatch):
-    rows(CAPTIONS).to_parquet(tmp_path / "train.parquet")
-    files = {"train.parquet": (tmp_path / "train.parquet").read_bytes()}
-    if fault != "missing":
-        hub.put(B32, files, "datasets", gated=fault == "gated")
-    hub.online(fault != "offline")
-    if fault in UNREACHABLE:
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", UNREACHABLE[fault])
-    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("a library waits to try again"))
-    arguments = f"{tmp_path / 'out'} --model {models / 'dense'} --data.source {B32} --global_batch_size 4 --max_steps 1"
-    with pytest.raises(SystemExit) as end:
-        clip_moe.main(["train", *arguments.split(), "--learning_rate", "1e-3"])
+def test_data_that_cannot_be_read_are_one_line(fault, hub, error_of, models, tmp_path):
+    (tmp_path / "data").mkdir()
+    rows(CAPTIONS).to_parquet(tmp_path / "data" / "train.parquet")
+    arguments = f"train {tmp_path / 'out'} --model {models / 'dense'} --data.source {B32} --global_batch_size 4"
     expected = FAULTS[fault].replace("model on", "dataset on").replace("no folder", "no file or folder")
     expected = expected.replace(f"/{B32}", f"/datasets/{B32}")
-    assert re.search(expected, str(end.value).removesuffix(GO_ON)) and "\n" not in str(end.value)
+    more = "--max_steps", "1", "--learning_rate", "1e-3"
+    assert re.search(expected, error_of(fault, tmp_path / "data", "datasets", *arguments.split(), *more))
     assert len(hub.requests) <= 6
-
-
-def test_a_benchmark_by_name(hub, tmp_path):
-    """Its commit is part of its scores; offline, it comes from the cache."""
-    benchmark = BENCHMARKS["cars"]
-    make_copy(benchmark, benchmark.layouts[0], tmp_path / "cars")
-    commit = hub.put(benchmark.hub, tmp_path / "cars", "datasets")
-    for is_online in (True, False):
-        hub.online(is_online)
-        task = benchmark_task(benchmark)
-        assert task.data["version"] == f"commit {commit}" and len(task.load()[0]) == 14
-    hub.clear()
-    hub.online()
-    assert hub_commit(benchmark.hub, "dataset") == commit  # from the cache, though the Hub no longer has it
-    with pytest.raises(
-        ValueError, match="^fer2013 cannot be had from the Hub as .*no such dataset on the Hub.* or put"
-    ):
-        benchmark_task(BENCHMARKS["fer2013"])

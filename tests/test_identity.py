@@ -18,8 +18,8 @@ from clip_moe.data.arguments import DataArguments
 from clip_moe.data.identity import data_fingerprint, identity
 from clip_moe.data.pairs import load_pairs
 from clip_moe.engine import digests
-from clip_moe.engine.digests import file_digests
-from clip_moe.engine.provenance import model_fingerprint
+from clip_moe.engine.digests import file_digests, short_digest
+from clip_moe.engine.provenance import Record, model_fingerprint
 from clip_moe.training import loop
 
 
@@ -69,55 +69,61 @@ def test_data_are_known_by_names_and_contents(kind, tmp_path, monkeypatch):
     assert identity(data)["files"] == source["files"] and identity(data)["sha256"] != source["sha256"]
 
 
-@pytest.mark.parametrize(
-    "kind", [pyarrow.string(), pyarrow.string_view(), pyarrow.dictionary("int8", "string")], ids=str
-)
-def test_images_that_rows_name_by_texts_count(kind, tmp_path):
-    """As pandas and polars write texts."""
-    names = write_pictures(tmp_path / "images")
-    table = pyarrow.table({"image": pyarrow.array(names).cast(kind), "caption": ["a caption"] * 8})
-    pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
-    data = DataArguments(source=str(tmp_path / "x.parquet"), image_root=str(tmp_path / "images"))
+PATHS = pyarrow.struct({"bytes": pyarrow.binary(), "path": pyarrow.string()})
+# Type of the column, None in a table of JSON -> an image by its name
+COLUMNS = [
+    *((kind, str) for kind in (pyarrow.string(), pyarrow.string_view(), pyarrow.dictionary("int8", "string"))),
+    *((kind, lambda name: [name]) for kind in (pyarrow.list_(pyarrow.string()), None)),
+    (pyarrow.list_(PATHS), lambda name: [{"path": name}]),
+    (None, lambda name: {"path": name, "bytes": None}),
+]
+
+
+@pytest.mark.parametrize(("kind", "image_of"), COLUMNS)
+def test_images_that_rows_name_by_texts_count(kind, image_of, tmp_path):
+    """As pandas and polars write texts, and in lists of one."""
+    images, source = list(map(image_of, write_pictures(tmp_path / "images"))), tmp_path / "x.parquet"
+    if kind is None:
+        source = tmp_path / "x.jsonl"
+        source.write_text("\n".join(json.dumps({"image": image, "caption": "a caption"}) for image in images))
+    else:
+        column = pyarrow.array(images).cast(kind)
+        pyarrow.parquet.write_table(pyarrow.table({"image": column, "caption": ["a caption"] * 8}), source)
+    data = DataArguments(source=str(source), image_root=str(tmp_path / "images"))
+    assert len(load_pairs(data)) == 8
     before = identity(data)
     write_pictures(tmp_path / "images", first=100)
     assert before["files"] == 9 and identity(data) != before
 
 
-def named_by_paths(kind, folder, images, with_bytes=()):
-    """Rows whose images are paths beside empty bytes, as `Dataset.save_to_disk` and pandas write them; those of
-    `with_bytes` have bytes."""
+# Kind of rows -> the pattern of their files
+BY_PATHS = {"parquet": "x.parquet", "parquet folder": "", "arrow": "*.arrow", "saved": ""}
+
+
+def named_by_paths(kind, folder, with_bytes=()):
+    """Rows in a new folder whose images, in `images` beside it, are paths beside empty bytes, as `save_to_disk` and
+    pandas write them; those of `with_bytes` have bytes."""
     value = {"bytes": datasets.Value("binary"), "path": datasets.Value("string")}  # an Image would get its bytes
     features = datasets.Features({"image": value, "caption": datasets.Value("string")})
-    images = [
-        {"bytes": Path(path).read_bytes() if number in with_bytes else None, "path": str(path)}
-        for number, path in enumerate(images)
-    ]
-    rows = datasets.Dataset.from_dict({"image": images, "caption": CAPTIONS[: len(images)]}, features)
-    (folder / "data").mkdir(parents=True)
+    paths = [folder.parent / "images" / name for name in write_pictures(folder.parent / "images")]
+    images = [{"bytes": None, "path": str(path)} for path in paths]
+    for number in with_bytes:
+        images[number]["bytes"] = paths[number].read_bytes()
+    rows = datasets.Dataset.from_dict({"image": images, "caption": CAPTIONS}, features)
     if kind.startswith("parquet"):
-        rows.to_parquet(folder / "data" / "x.parquet", batch_size=3)
+        folder.mkdir()
+        rows.to_parquet(folder / "x.parquet", batch_size=3)
     else:
-        rows.save_to_disk(folder / "data")
-    return {
-        "parquet": folder / "data" / "x.parquet",
-        "parquet folder": folder / "data",
-        "arrow": folder / "data" / "*.arrow",
-        "saved": folder / "data",
-    }[kind]
-
-
-BY_PATHS = ["parquet", "parquet folder", "arrow", "saved"]
+        rows.save_to_disk(folder)
+    return DataArguments(source=str(folder / BY_PATHS[kind]))
 
 
 @pytest.mark.parametrize("kind", BY_PATHS)
 @pytest.mark.parametrize("with_bytes", [(), range(7)], ids=["all named", "the last named"])
 def test_images_that_rows_name_by_paths_without_bytes_count(kind, with_bytes, tmp_path):
     """Changed in place, with their sizes and times kept; a copy of the images elsewhere is the same data."""
-    names = write_pictures(tmp_path / "images")
-    images = [tmp_path / "images" / name for name in names]
-    source = named_by_paths(kind, tmp_path, images, with_bytes)
-    data = DataArguments(source=str(source))
-    before = identity(data)
+    data = named_by_paths(kind, tmp_path / "rows", with_bytes)
+    before, images = identity(data), sorted((tmp_path / "images").iterdir())
     assert before["files"] == len(images) - len(with_bytes) + {"saved": 3}.get(kind, 1)
     (tmp_path / "images" / "unnamed.png").write_bytes(images[0].read_bytes())
     assert identity(data) == before
@@ -134,37 +140,31 @@ def test_images_that_rows_name_by_paths_without_bytes_count(kind, with_bytes, tm
 
 @pytest.mark.parametrize("kind", BY_PATHS)
 def test_rows_whose_named_images_are_gone_have_an_identity_where_others_have_bytes(kind, tmp_path):
-    names = write_pictures(tmp_path / "images")
-    images = [tmp_path / "images" / name for name in names]
-    some = DataArguments(source=str(named_by_paths(kind, tmp_path / "some", images, range(7))))
-    none = DataArguments(source=str(named_by_paths(kind, tmp_path / "none", images)))
-    images[-1].unlink()
+    some, none = named_by_paths(kind, tmp_path / "some", range(7)), named_by_paths(kind, tmp_path / "none")
+    (tmp_path / "images" / "7.png").unlink()
     assert identity(some)["files"] == {"saved": 3}.get(kind, 1) and identity(none)["files"] > 7
     shutil.rmtree(tmp_path / "images")
     assert identity(some) is not None and identity(none) is None
 
 
 def test_a_stage_whose_named_images_were_all_exchanged_is_not_done(tmp_path, train):
-    names = write_pictures(tmp_path / "images")
-    source = named_by_paths("parquet", tmp_path, [tmp_path / "images" / name for name in names])
-    train({"source": str(source)})
-    train({"source": str(source)})
+    data = {"source": named_by_paths("parquet", tmp_path / "rows").source}
+    train(data)
+    train(data)
     write_pictures(tmp_path / "images", first=100)
     with pytest.raises(ValueError, match="tuned was made with other data"):
-        train({"source": str(source)})
+        train(data)
 
 
 def test_rows_with_bytes_are_not_read_for_their_names(tmp_path, monkeypatch):
-    names = write_pictures(tmp_path / "images")
-    images = [tmp_path / "images" / name for name in names]
-    source = named_by_paths("parquet", tmp_path, images, range(7))
+    data = named_by_paths("parquet", tmp_path / "rows", range(7))
     read, original = [], pyarrow.parquet.ParquetFile.read_row_group
     monkeypatch.setattr(
         pyarrow.parquet.ParquetFile,
         "read_row_group",
         lambda file, number, *columns: read.append(number) or original(file, number, *columns),
     )
-    identity(DataArguments(source=str(source)))
+    identity(data)
     assert read == [2]  # of three, the last
 
 
@@ -174,6 +174,10 @@ def test_images_of_rows_that_are_not_used_do_not_count(tmp_path):
     for number, is_same in ((0, True), (4, True), (3, False)):
         (tmp_path / "images" / f"{number}.png").write_bytes(b"another")
         assert (identity(data) == before) is is_same and before["files"] == 4
+
+
+def test_digests_in_names_of_results_stay_what_they_are():
+    assert short_digest({"b": [1, 2.5], "a": None}) == "6b1d8497"
 
 
 def test_a_file_is_read_again_only_where_it_changed(tmp_path, monkeypatch):
@@ -245,13 +249,12 @@ def test_data_that_change_while_a_stage_reads_them_or_after_it_was_killed(tmp_pa
 
     with monkeypatch.context() as patch:
         patch.setattr(loop, "train", train_and_change)
-        with pytest.raises(ValueError, match=r"data\.parquet changed while the stage read it: put back"):
+        with pytest.raises(ValueError, match=r"data\.parquet changed while the stage read it: restore"):
             train(data)
     assert not (tmp_path / "out" / "tuned").exists()
     layout("parquet", tmp_path / "a")
     train(data)
-    manifest = json.loads((tmp_path / "out" / "tuned" / "manifest.json").read_text())
-    assert manifest["data"] == identity(DataArguments(**data))
+    assert Record.read(tmp_path / "out" / "tuned").data == identity(DataArguments(**data))
     shutil.rmtree(tmp_path / "out")
     with ended_by_a_checkpoint():
         train(data)
@@ -278,7 +281,7 @@ def test_data_that_settings_name_have_no_identity():
 
 def test_a_run_does_not_write_into_its_data(tmp_path, train):
     rows(CAPTIONS).to_parquet(tmp_path / "data.parquet")
-    with pytest.raises(ValueError, match="out lies inside .*, all of whose files are the data: choose another"):
+    with pytest.raises(ValueError, match="out is inside .*, whose files are all read: choose another"):
         train({"source": str(tmp_path)})
 
 

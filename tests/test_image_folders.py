@@ -11,8 +11,9 @@ from PIL import Image
 from tiny_sources import png
 
 from clip_moe.data.arguments import DataArguments
+from clip_moe.data.columns import with_class_names
 from clip_moe.data.image_folders import open_folder
-from clip_moe.data.pairs import load_pairs, with_class_names
+from clip_moe.data.pairs import load_pairs
 from clip_moe.data.sources import open_rows
 from clip_moe.evaluation.own_data import zero_shot_task
 
@@ -36,7 +37,7 @@ def test_folders_of_splits_at_the_top_alone(tmp_path, caplog):
         "train": ["Train/dog/2.png", "Train/test/1.png"],
         "validation": ["val/dog/3.png"],
     }
-    assert "2 files are not read (2 .png), such as 5.png" in caplog.text
+    assert "2 files are ignored (2 .png), such as 5.png" in caplog.text
 
 
 def test_words_in_names_of_classes_are_no_splits(tmp_path):
@@ -50,9 +51,13 @@ def test_words_in_names_of_classes_are_no_splits(tmp_path):
     ("pictures", "splits", "told"),
     [
         (["train2017/1.png", "val2017/2.png"], {"train": 1, "validation": 1}, ""),
-        (["test/1.png", "train_imgs/2.png"], {"test": 1}, "1 file is not read"),
+        (["test/1.png", "train_imgs/2.png"], {"test": 1}, "1 file is ignored"),
         (["train_interior/1.png", "train_station/2.png"], {"train": 2}, ""),
-        (["x/train/1.png", "x/val/2.png"], {"train": 2}, "x/train/1.png is below it"),
+        (["x/train/1.png", "x/val/2.png"], {"train": 2}, "x/train/1.png is deeper"),
+        (["test/cat/1.png", "val/cat/2.png"], {"validation": 1, "test": 1}, ""),
+        (["train/cat/1.png", "val/cat/2.png", "extra/3.png"], {"train": 1, "validation": 1}, "1 file is ignored"),
+        (["eval/cat/1.png", "training_set/cat/2.png"], {"test": 1}, "1 file is ignored"),
+        (["train/test/1.png", "train/cat/2.png"], {"train": 2}, ""),
     ],
 )
 def test_other_ways_of_splits(tmp_path, caplog, pictures, splits, told):
@@ -88,7 +93,7 @@ def test_folders_of_one_name_are_two_classes(tmp_path):
 def test_folders_of_several_depths_are_no_classes(tmp_path, caplog):
     write(tmp_path, "train/ant/1.png", "train/bee/2.png", "train/all.png")
     assert open_folder(tmp_path)["train"].column_names == ["image"]
-    assert "no labels: folders have several depths, as those of train/all.png and train/" in caplog.text
+    assert "no labels: folders have different depths, such as those of train/all.png and train/" in caplog.text
 
 
 def test_a_table_may_name_the_splits(tmp_path):
@@ -105,10 +110,10 @@ def test_pictures_by_what_they_are(tmp_path, caplog):
     Image.new("RGB", (8, 8)).save(tmp_path / "3.avif")
     write(tmp_path, "README", "notes.pdf", "Thumbs.db", text=b"no picture")
     assert names(tmp_path, open_folder(tmp_path)["train"]) == ["1.PNG", "3.avif"]
-    assert "3 files are not read (1 without an ending, 1 .db, 1 .pdf), such as README" in caplog.text
+    assert "3 files are ignored (1 without an ending, 1 .db, 1 .pdf), such as README" in caplog.text
     (tmp_path / "none").mkdir()
     write(tmp_path / "none", "a.txt", text=b"a")
-    with pytest.raises(ValueError, match="none has no pictures of the formats .*PNG"):
+    with pytest.raises(ValueError, match="none has no pictures; formats: .*PNG"):
         open_folder(tmp_path / "none")
 
 
@@ -117,7 +122,7 @@ def test_links_to_nothing_are_not_read(tmp_path, caplog):
     (tmp_path / "b.png").symlink_to(tmp_path / "gone.png")
     (tmp_path / "metadata.csv").write_text("file_name,caption\na.png,one\nb.png,two\n")
     assert load_pairs(DataArguments(source=str(tmp_path), max_unreadable=0.5))["caption"] == ["one"]
-    assert "1 file is not read (1 .png), such as b.png" in caplog.text and "1 of 2 pairs" in caplog.text
+    assert "1 file is ignored (1 .png), such as b.png" in caplog.text and "1 of 2 pairs" in caplog.text
 
 
 def test_classes_are_captions(tmp_path):
@@ -139,9 +144,9 @@ def test_texts_beside_pictures(tmp_path, caplog):
         (tmp_path / name).write_bytes(text)
     pairs = load_pairs(DataArguments(source=str(tmp_path), max_unreadable=0.5))
     assert [caption.strip() for caption in pairs["caption"]] == ["a cat", "a dog"]
-    assert f"the text of {tmp_path / 'c.txt'} is missing: 'utf-8' codec" in caplog.text
-    assert "2 of 4 pairs" in caplog.text and "1 file is not read (1 .txt), such as e.txt" in caplog.text
-    assert "1 of 4 pictures have no text beside them, such as" in caplog.text
+    assert f"the text of {tmp_path / 'c.txt'} is skipped: 'utf-8' codec" in caplog.text
+    assert "2 of 4 pairs" in caplog.text and "1 file is ignored (1 .txt), such as e.txt" in caplog.text
+    assert "1 of 4 pictures have no text file, such as" in caplog.text
 
 
 TABLES = {
@@ -164,7 +169,7 @@ def test_tables_beside_pictures(tmp_path, caplog, name):
         (tmp_path / name).write_text(TABLES[name])
     pairs = load_pairs(DataArguments(source=str(tmp_path), max_unreadable=0.5))
     assert list(pairs["caption"]) == [["two", "three"], ["one"]]
-    assert f"1 of 4 pictures have no line in {tmp_path / name}" in caplog.text
+    assert f"1 of 4 pictures have no row in {tmp_path / name}" in caplog.text
     assert "2 of 4 pairs" in caplog.text
 
 
@@ -194,11 +199,11 @@ def test_several_pictures_a_line(tmp_path):
     ("tables", "message"),
     [
         ({"metadata.csv": "name,caption\na.png,one\n"}, "metadata.csv has no column file_name"),
-        ({"x/metadata.csv": "file_name,caption\n../a.png,one\n"}, "x/metadata.csv names .*a.png, which is not below"),
-        ({"metadata.csv": "file_name,caption\n/etc/a.png,one\n"}, "names /etc/a.png, which is not below it"),
+        ({"x/metadata.csv": "file_name,caption\n../a.png,one\n"}, "x/metadata.csv names .*a.png, which is outside"),
+        ({"metadata.csv": "file_name,caption\n/etc/a.png,one\n"}, "names /etc/a.png, which is outside its folder"),
         (
             {"metadata.csv": "file_name,caption\na.png,one\n", "metadata.jsonl": '{"file_name": "a.png"}'},
-            "has several tables of the same pictures, .*metadata.csv and .*metadata.jsonl: make them one",
+            "has several tables of the same pictures, .*metadata.csv and .*metadata.jsonl: merge them",
         ),
     ],
 )
@@ -215,21 +220,7 @@ def test_a_class_may_be_called_as_a_split_is(tmp_path, caplog, name):
     write(tmp_path, f"{name}/1.png", "cat/2.png", "dog/3.png")
     (part,) = open_folder(tmp_path).values()
     assert part.features["label"].names == sorted([name, "cat", "dog"]) and len(part) == 3
-    assert f"read as classes and not as splits: {name}, beside cat, dog. If they are splits" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("pictures", "splits"),
-    [
-        (["test/cat/1.png", "val/cat/2.png"], {"validation", "test"}),
-        (["train/cat/1.png", "val/cat/2.png", "extra/3.png"], {"train", "validation"}),
-        (["eval/cat/1.png", "training_set/cat/2.png"], {"test"}),
-        (["train/test/1.png", "train/cat/2.png"], {"train"}),
-    ],
-)
-def test_folders_that_are_splits_still_are(tmp_path, pictures, splits):
-    write(tmp_path, *pictures)
-    assert set(open_folder(tmp_path)) == splits
+    assert f"read as classes, not splits: {name}, beside cat, dog. If they are splits" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -250,7 +241,9 @@ def test_hidden_thumbnails_are_passed_over_and_counted(tmp_path, caplog, hidden)
     write(tmp_path, "cat/1.png", "dog/2.png", hidden)
     part = open_folder(tmp_path)["train"]
     assert part.features["label"].names == ["cat", "dog"] and len(part) == 2
-    assert f"1 hidden picture is passed over, such as {hidden}" in caplog.text
+    assert f"1 hidden picture is ignored, such as {hidden}" in caplog.text
+    (tmp_path / "metadata.csv").write_text(f"file_name,text\ncat/1.png,a cat\n{hidden},a thumbnail\n")
+    assert set(open_folder(tmp_path)["train"]["image"]) == {str(tmp_path / "cat" / "1.png"), None}
 
 
 def test_links_into_a_hidden_folder_are_read_and_not_counted(tmp_path, caplog):
@@ -258,7 +251,7 @@ def test_links_into_a_hidden_folder_are_read_and_not_counted(tmp_path, caplog):
     for name, number in (("cat", 1), ("dog", 2)):
         (tmp_path / name).mkdir()
         (tmp_path / name / f"{number}.png").symlink_to(tmp_path / ".annex" / f"{number}.png")
-    assert len(open_folder(tmp_path)["train"]) == 2 and "passed over" not in caplog.text
+    assert len(open_folder(tmp_path)["train"]) == 2 and "hidden picture" not in caplog.text
 
 
 def broken(folder, *paths):

@@ -14,7 +14,7 @@ from accelerate.state import AcceleratorState
 from pydantic.dataclasses import dataclass
 from safetensors.torch import load_file, save_file
 from several_processes import kill_at_a_checkpoint, run_processes, train_recipe
-from tiny_runs import losses, read_log, same_weights, set_towers, train, weights
+from tiny_runs import as_stage, losses, read_log, same_weights, set_towers, train, weights
 
 from clip_moe.engine.context import choose_precision, make_accelerator
 from clip_moe.engine.provenance import Record
@@ -59,10 +59,7 @@ class BalancedStage(TrainStage):
         save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
 
 
-def balance(recipe):
-    recipe["stages"][2]["stage"] = f"{__name__}:BalancedStage"
-
-
+BALANCED = as_stage(f"{__name__}:BalancedStage")
 NOISE = set_towers(router_jitter_noise=0.1, attention_dropout=0.1)
 # 24 pairs: an epoch of three steps, so that a new DataLoader begins
 EPOCHS = [{"data": {"source": "symbols", "num_samples": 24, "in_memory": in_memory}} for in_memory in (True, False)]
@@ -72,7 +69,7 @@ RESUMED = {
     "noise": (5, {"change": NOISE} | EPOCHS[1]),
     "parts of batches": (4, {"mini_batch_size": 4}),
     "biases of experts": (5, {"change": set_towers(use_expert_bias=True)}),
-    "buffers": (5, {"change": balance}),
+    "buffers": (5, {"change": BALANCED}),
 }
 
 
@@ -81,7 +78,7 @@ def test_resumed_is_the_same_to_the_bit(whole, tmp_path, stop, settings):
     left = train(tmp_path, stop, **settings)
     checkpoints = [path.name for path in (left / "checkpoints").glob("step-*")]
     assert checkpoints == ([f"step-{stop // 2 * 2:08d}"] if stop >= 2 else [])
-    if settings.get("change") is balance:
+    if settings.get("change") is BALANCED:
         # Those of a loss stay out of the file of the model: a view of a weight, ...
         kept = load_file(left / "checkpoints/step-00000004/model.safetensors")
         assert kept["model.text_projection.least"].isinf() and kept["model.text_projection.usage"].any()
@@ -107,8 +104,8 @@ def test_the_seed_and_noise_decide(whole):
 
 @pytest.mark.slow
 def test_two_processes_train_as_one(whole, tmp_path):
-    """Killed and started again, they end in the bits of two that were not."""
-    settings = {"global_batch_size": 16, "max_steps": 12}
+    """Killed and started again, they end in the bits of two that were not. Biases of experts move as one, too."""
+    settings = {"global_batch_size": 16, "max_steps": 12, "change": set_towers(use_expert_bias=True)}
     train(tmp_path, only=["dense", "sparse"], **settings)
     two, killed = tmp_path / "out" / "tuned", tmp_path / "killed"
     shutil.copytree(tmp_path / "out", killed)
@@ -119,7 +116,12 @@ def test_two_processes_train_as_one(whole, tmp_path):
     assert same_weights(two, killed / "tuned")
     torch.testing.assert_close(losses(two), losses(whole(**settings)), atol=1e-4, rtol=0)
     assert read_log(two)[0]["chance"] == pytest.approx(math.log(16)) and Record.read(two).training.batch_size == 16
-    torch.testing.assert_close(weights(two), weights(whole(**settings)), atol=1e-3, rtol=0)
+    found, expected = weights(two), weights(whole(**settings))
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=0)
+    biases = [name for name in expected if name.endswith("expert_bias")]
+    assert len(biases) == 2
+    for name in biases:
+        torch.testing.assert_close(found[name], expected[name])
 
 
 @pytest.mark.parametrize("settings", [{"gradient_checkpointing": True}, {"mini_batch_size": 4}], ids=str)

@@ -4,7 +4,6 @@ import csv
 import io
 import json
 import re
-import tarfile
 from pathlib import Path
 
 import datasets
@@ -34,10 +33,14 @@ def rows_of(numbers):
     return tiny_sources.rows([CAPTIONS[number] for number in numbers], numbers[0])
 
 
-def write_image_folder(folder, numbers):
-    folder.mkdir(parents=True)
+def pictures(folder, numbers=range(NUMBER + 1)):
+    folder.mkdir(parents=True, exist_ok=True)
     for number in numbers:
         (folder / f"{number:03d}.png").write_bytes(png(number))
+
+
+def write_image_folder(folder, numbers):
+    pictures(folder, numbers)
     lines = [json.dumps({"file_name": f"{number:03d}.png", "caption": CAPTIONS[number]}) for number in numbers]
     (folder / "metadata.jsonl").write_text("\n".join(lines))
 
@@ -146,10 +149,10 @@ def test_files_of_no_split_are_not_left_out_without_a_word_and_those_of_two_are_
     for number, name in enumerate(["train-0", "test-0", "0", "1"]):
         rows_of([number]).to_parquet(tmp_path / f"{name}.parquet")
     assert load_pairs(DataArguments(source=str(tmp_path)))["caption"] == CAPTIONS[:1]
-    assert f"{tmp_path}: 2 files are not read (2 .parquet), such as 0.parquet" in caplog.text
+    assert f"{tmp_path}: 2 files are ignored (2 .parquet), such as 0.parquet" in caplog.text
     rows_of([1]).to_parquet(tmp_path / "test-train-overlap.parquet")
     for split in SPLITS:
-        with pytest.raises(ValueError, match="overlap.parquet is in the split .* and in the split"):
+        with pytest.raises(ValueError, match="overlap.parquet is in both splits .* and .* by its name"):
             load_pairs(DataArguments(source=str(tmp_path), split=split))
 
 
@@ -191,7 +194,7 @@ def test_a_readme_may_name_the_splits(tmp_path):
     for split, part in (("train", CAPTIONS[:3]), ("test", CAPTIONS[3:5]), ("train+test", CAPTIONS[:5])):
         assert load_pairs(DataArguments(source=source, split=split))["caption"] == part
     (tmp_path / "README.md").write_text(README.format("en", "- config_name: fr\n  data_files: part_b/*.parquet\n"))
-    with pytest.raises(ValueError, match="README.md describes the datasets en, fr: name the files of one by a pattern"):
+    with pytest.raises(ValueError, match="README.md has several configurations, en, fr: name the files of one by"):
         load_pairs(DataArguments(source=source))
     (tmp_path / "README.md").write_text("# Pairs\n")
     assert len(load_pairs(DataArguments(source=source))) == 5
@@ -218,67 +221,55 @@ def test_a_column_of_splits_in_files_that_have_one_split_is_refused(tmp_path, sa
         assert len(list(open_rows(DataArguments(source=other, streaming=streaming)))) == 3
 
 
-def pictures(folder, numbers=range(NUMBER)):
-    folder.mkdir(parents=True, exist_ok=True)
-    for number in numbers:
-        (folder / f"{number:03d}.png").write_bytes(png(number))
+# Names of pictures and captions; the last two cannot be used: a picture without a caption, and one that is not there
+ENTRIES = [*((f"{number:03d}.png", text) for number, text in enumerate(CAPTIONS)), ("024.png", None), ("x.png", "a")]
+
+
+def beside_pictures(folder, name):
+    pictures(folder / "pictures")
+    return {"source": str(folder / name), "image_root": str(folder / "pictures")}
 
 
 def as_table(folder, name, delimiter=",", encoding="utf-8"):
-    """Also a line without a picture's caption and one of a picture that is not there."""
-    pictures(folder / "pictures", range(NUMBER + 1))
     text = io.StringIO()
-    lines = [[f"{number:03d}.png", caption] for number, caption in enumerate(CAPTIONS)]
-    csv.writer(text, delimiter=delimiter).writerows([["image", "caption"], *lines, ["024.png", "NA"], ["x.png", "a"]])
+    lines = [(image, caption or "NA") for image, caption in ENTRIES]
+    csv.writer(text, delimiter=delimiter).writerows([("image", "caption"), *lines])
     (folder / name).write_bytes(text.getvalue().encode(encoding))
-    return {"source": str(folder / name), "image_root": str(folder / "pictures")}
+    return beside_pictures(folder, name)
 
 
 def as_json(folder, name):
-    """The same pairs are left out as in tables."""
-    pictures(folder / "pictures", range(NUMBER + 1))
-    entries = [{"image": f"{number:03d}.png", "caption": text} for number, text in enumerate([*CAPTIONS, None])]
-    entries.append({"image": "x.png", "caption": "a"})
+    entries = [{"image": image, "caption": caption} for image, caption in ENTRIES]
     text = json.dumps(entries) if name.endswith(".json") else "\n".join(map(json.dumps, entries))
     (folder / name).write_text(text)
-    return {"source": str(folder / name), "image_root": str(folder / "pictures")}
+    return beside_pictures(folder, name)
 
 
 def as_parquet(folder, image, kind):
-    """Images as `image` makes them of numbers; what is left out is the same as in tables."""
-    pictures(folder / "pictures", range(NUMBER + 1))
+    """Images as `image` makes them of numbers."""
     folder.joinpath("rows").mkdir()
     images = [image(number) for number in range(NUMBER + 1)]
-    broken = {pyarrow.string(): "x.png", pyarrow.binary(): b"x", pyarrow.large_binary(): b"x"}.get(
-        kind, {"bytes": b"x"}
-    )
-    captions = pyarrow.array([*CAPTIONS, None, "a"])
+    broken = "x.png" if kind == pyarrow.string() else {"bytes": b"x"} if pyarrow.types.is_struct(kind) else b"x"
+    captions = pyarrow.array([caption for _, caption in ENTRIES])
     table = pyarrow.table({"image": pyarrow.array([*images, broken], kind), "caption": captions})
     pyarrow.parquet.write_table(table, folder / "rows" / "0.parquet")
-    return {"source": str(folder / "rows"), "image_root": str(folder / "pictures")}
+    return beside_pictures(folder, "rows")
 
 
-def as_shards(folder, endings=("png",), mode="w", **settings):
+def as_shards(folder, endings=("png",), suffix="tar", pattern="{0..1}.tar", **settings):
     members = []
-    for number, text in enumerate([*CAPTIONS, " "]):
-        files = {endings[number % len(endings)]: png(number), "txt": text.encode()}
-        members += [(f"{number:03d}.{ending}", content) for ending, content in files.items()]
-    folder.mkdir(exist_ok=True)
-    name = "0.tar.gz" if mode == "w:gz" else "{0}.tar"
+    for number, (_, caption) in enumerate(ENTRIES[:-1]):
+        name, ending = f"{number:03d}", endings[number % len(endings)]
+        members += [(f"{name}.{ending}", png(number)), (f"{name}.txt", (caption or " ").encode())]
     for number, part in enumerate((members[:20], [*members[20:], ("x.txt", b"a")])):
-        with tarfile.open(folder / name.format(number).replace("0.tar.gz", f"{number}.tar.gz"), mode) as tar:
-            for member, content in part:
-                header = tarfile.TarInfo(member)
-                header.size = len(content)
-                tar.addfile(header, io.BytesIO(content))
-    pattern = {"w:gz": "*.tar.gz"}.get(mode, "{0..1}.tar" if len(endings) == 1 else "{0,1}.tar")
+        write_shard(folder / f"{number}.{suffix}", part)
     columns = {"image_column": ";".join(endings), "caption_column": "txt"}
     return {"source": str(folder / pattern), **columns, **settings}
 
 
 def as_folder(folder, how):
     """Through a link, with a table above the pictures, or with a text beside each of them."""
-    pictures(folder / "elsewhere", range(NUMBER + 1))
+    pictures(folder / "elsewhere")
     (folder / "data").mkdir()
     (folder / "data" / "pictures").symlink_to(folder / "elsewhere")
     if how == "texts":
@@ -287,9 +278,8 @@ def as_folder(folder, how):
         (folder / "elsewhere" / "x.png").write_bytes(b"x")
         (folder / "elsewhere" / "x.txt").write_text("a")
     else:
-        lines = [{"file_name": f"pictures/{number:03d}.png", "caption": text} for number, text in enumerate(CAPTIONS)]
-        lines += [{"file_name": "pictures/024.png", "caption": None}, {"file_name": "pictures/x.png", "caption": "a"}]
-        (folder / "data" / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        lines = [json.dumps({"file_name": f"pictures/{image}", "caption": caption}) for image, caption in ENTRIES]
+        (folder / "data" / "metadata.jsonl").write_text("\n".join(lines))
     return {"source": str(folder / "data")}
 
 
@@ -309,10 +299,10 @@ LAYOUTS_OF_ONE_SET = {
     "parquet of large bytes": lambda folder: as_parquet(folder, png, pyarrow.large_binary()),
     "parquet of names": lambda folder: as_parquet(folder, "{:03d}.png".format, pyarrow.string()),
     "shards": as_shards,
-    "shards in a folder": lambda folder: as_shards(folder) | {"source": str(folder)},
-    "shards of two endings": lambda folder: as_shards(folder, ("jpg", "png")),
+    "shards in a folder": lambda folder: as_shards(folder, pattern=""),
+    "shards of two endings": lambda folder: as_shards(folder, ("jpg", "png"), pattern="{0,1}.tar"),
     "shards by an index": lambda folder: as_shards(folder, indexed=True),
-    "compressed shards": lambda folder: as_shards(folder, mode="w:gz"),
+    "compressed shards": lambda folder: as_shards(folder, suffix="tar.gz", pattern="*.tar.gz"),
 }
 
 
@@ -359,4 +349,4 @@ def test_other_files_beside_parquet_are_counted(tmp_path, caplog):
     (tmp_path / "3.tar.md").write_text("")
     pictures(tmp_path / "assets", [5])
     assert len(load_pairs(DataArguments(source=str(tmp_path)))) == 4
-    assert "3 files are not read (1 .jsonl, 1 .md, 1 .png), such as 2.jsonl" in caplog.text
+    assert "3 files are ignored (1 .jsonl, 1 .md, 1 .png), such as 2.jsonl" in caplog.text

@@ -9,11 +9,11 @@ import torch
 import yaml
 from huggingface_hub import ModelCard
 from huggingface_hub.repocard_data import model_index_to_eval_results
+from local_hub import contents
 from markdown_it import MarkdownIt
 from published_runs import (
     BASE,
     SCORE,
-    all_files,
     card_of,
     change_model,
     change_recipe,
@@ -77,7 +77,7 @@ def test_scores_are_those_of_the_weights(run, capsys):
     later = lineage_of(run)
     assert (later.recipe, later.stages, later.bases, later.unknown) == (None, {}, [], ["sparse"])
     assert len(later.results) == 1
-    assert "sparse was changed after its stage had finished" in capsys.readouterr().err
+    assert "sparse was changed after its stage finished" in capsys.readouterr().err
 
 
 def test_of_two_measurements_the_later_one_counts(run):
@@ -126,7 +126,7 @@ def test_a_baseline_is_shown_beside_the_scores(run):
 
 def test_what_is_no_score_is_refused(run):
     write_result(run, metrics={"group": "good"})
-    with pytest.raises(ValueError, match="no result of an evaluation: metrics.group .* .got 'good'"):
+    with pytest.raises(ValueError, match="not an evaluation result: metrics.group .* .got 'good'"):
         lineage_of(run)
 
 
@@ -156,12 +156,15 @@ def test_a_card_has_the_verdict_of_the_report(run):
 
 
 @pytest.mark.parametrize("use", ["dense", "base"])
-def test_a_model_that_its_report_does_not_recommend_is_not_published_unasked(run, use):
+def test_a_model_that_its_report_does_not_recommend_is_not_published_unasked(run, use, monkeypatch):
+    monkeypatch.setattr(bundle, "verify", lambda folder: None)  # in a process of its own, for seconds
     answered(run, use)
     name = {"base": BASE.name}.get(use, use)
-    message = f"recommends {name}, and not this model, sparse: nothing was published; --yes publishes it all the same"
+    message = f"recommends {name}, not this model, sparse: nothing was published; --yes publishes it anyway"
     with pytest.raises(SystemExit, match=message):
         publish.main([str(run / "sparse"), "user/name"])
+    publish.main([str(run / "sparse"), "user/name", "--yes", "--dry_run", str(run / "published")])
+    assert f"The report recommends `{name}` instead." in (run / "published" / "README.md").read_text()
 
 
 def test_lineage_goes_on_in_other_runs(run):
@@ -182,8 +185,7 @@ def test_lineage_goes_on_in_other_runs(run):
 def test_a_folder_that_is_gone_or_was_made_anew_is_no_base_model(run, reference):
     ((before, recorded),) = Record.read(run / "sparse").inputs.items()
     model = reference or before
-    change_stage(run, model=model)
-    change_record(run, inputs={model: recorded if reference else "0" * 64})
+    change_record(run, models=[model], inputs={model: recorded if reference else "0" * 64})
     lineage = lineage_of(run)
     card, name = card_of(lineage), Path(model).name
     assert list(lineage.stages) == ["sparse"] and lineage.bases == []
@@ -210,10 +212,10 @@ def test_names_on_the_hub_are_bases_and_data(run, tmp_path, monkeypatch, name):
     (tmp_path / "user" / "local").mkdir(parents=True)
     data = {"source": name.strip(), "image_root": "private/images"}
     # The encoder of captions is no base: its weights are in no model
-    change_stage(run, model="openai/clip", clusters="user/encoder", data=data)
+    change_stage(run, clusters="user/encoder", data=data)
     inputs = {"openai/clip": "openai/clip@" + "a" * 40, "user/encoder": "user/encoder@None"}
     local_names = [*local, *["private/images", "private/test"] * bool(local)]
-    change_record(run, inputs=inputs, data=record, local=local_names)
+    change_record(run, models=["openai/clip"], inputs=inputs, data=record, local=local_names)
     tasks = [{"task": "retrieval", "dataset": "private/test"}]
     change_recipe(run, lambda stages: (stages[0].update(data=data), stages.append({"name": "scores", "tasks": tasks})))
     lineage = lineage_of(run)
@@ -261,8 +263,8 @@ def test_nothing_of_this_machine_is_published(run, tmp_path, monkeypatch):
     protocol = f"100 rows of {data}, split test"
     write_result(run, title=f"retrieval, {data}", protocol=protocol, data={"source": str(data)})
     publish.main([str(run / "sparse"), "user/clip", "--dry_run", str(tmp_path / "out")])
-    texts = all_files(tmp_path / "out")
-    assert [file.name for file, text in texts.items() if b"private" in text or str(tmp_path).encode() in text] == []
+    texts = contents(tmp_path / "out")
+    assert [name for name, text in texts.items() if b"private" in text or str(tmp_path).encode() in text] == []
     card = ModelCard.load(tmp_path / "out" / "README.md").text
     assert "| retrieval, cats, dogs | group score | 75.0 |" in card and "100 rows of cats, dogs, split" in card
     (result,) = (json.loads(file.read_text()) for file in (tmp_path / "out" / "results").iterdir())

@@ -15,6 +15,7 @@ from tiny_sources import rows as rows_of
 from clip_moe.data.arguments import DataArguments
 from clip_moe.data.pairs import load_pairs
 from clip_moe.data.symbols import SYMBOLS
+from clip_moe.data.tokenizer import pieces_per_word
 from clip_moe.evaluation.batches import read_batches
 from clip_moe.training.loader import PairLoader
 from clip_moe.training.samplers import Share
@@ -121,7 +122,7 @@ def test_captions_are_missing_in_a_list_but_not_all_of_them(tmp_path, processor,
     loader = PairLoader(rows, processor, arguments, Share(2), caption_weights=[0.5, 0.5])
     batch = loader.in_order()[0]
     assert batch["caption_mask"].tolist() == [[True, False], [False, True]] and len(batch["input_ids"]) == 2
-    assert "of 2 images, 1, 1 have no caption in place 0, 1" in caplog.text
+    assert "of 2 images, 1, 1 lack caption 0, 1" in caplog.text
     with pytest.raises(ValueError, match="image 1 of .* has no caption with a weight"):
         PairLoader(rows, processor, arguments, Share(2), caption_weights=[1.0, 0.0])
 
@@ -130,9 +131,11 @@ def test_captions_are_missing_in_a_list_but_not_all_of_them(tmp_path, processor,
 def test_captions_that_are_cut_are_reported(tmp_path, processor, caplog, capsys, streaming, monkeypatch):
     arguments = DataArguments(source=str(tmp_path / "x.parquet"), streaming=streaming)
 
+    def captions(share):
+        return [f"qzxjv {number} " * (40 if number < share * 200 else 1) for number in range(200)]
+
     def report(share):
-        texts = [f"qzxjv {number} " * (40 if number < share * 200 else 1) for number in range(200)]
-        rows_of(texts).to_parquet(tmp_path / "x.parquet")
+        rows_of(captions(share)).to_parquet(tmp_path / "x.parquet")
         caplog.clear()
         PairLoader(load_pairs(arguments), processor, arguments, Share(8)).report_captions("tuned")
         return caplog.text + capsys.readouterr().out
@@ -140,7 +143,9 @@ def test_captions_that_are_cut_are_reported(tmp_path, processor, caplog, capsys,
     assert "longer" not in report(0)
     told = report(0.865)
     assert "tuned: 173 captions are longer than 16 tokens" in told
-    assert "max_position_embeddings" in told and "long_context" in told and "a tokenizer stage learns" in told
+    assert "max_position_embeddings" in told and "long_context" in told
+    pieces = pieces_per_word(processor.tokenizer, captions(0.865))
+    assert f"{arguments.source} into {pieces:.1f} pieces" in told and "a tokenizer stage learns" in told
     monkeypatch.setattr("clip_moe.training.loader.CAPTIONS_LOOKED_AT", 50)
     monkeypatch.setattr("clip_moe.training.loader.STREAMED_LOOKED_AT", 50)
     assert f"these are {'the first 50' if streaming else '50 of 200'}." in report(1)
@@ -178,7 +183,7 @@ def test_batches_are_those_of_their_epochs(rows, processor, settings):
 @pytest.mark.parametrize("settings", [{}, {"num_workers": 1}, {"in_memory": True}], ids=str)
 def test_pairs_in_order_have_their_first_captions(rows, processor, settings):
     batches = make(rows, processor, **settings).in_order()
-    found = list(read_batches(batches, range(len(batches)), batches.num_workers(1)))
+    found = list(read_batches(batches, range(len(batches)), settings.get("num_workers", 0)))
     assert [len(batch["pixel_values"]) for batch in found] == [8, 8, 4]
     pixels = processor.image_processor(list(rows["image"]), return_tensors="pt")["pixel_values"]
     assert torch.equal(torch.cat([batch["pixel_values"] for batch in found]), pixels)

@@ -54,10 +54,10 @@ def test_stretch_by_hand(rows, keep, ratio, dtype):
 @pytest.mark.parametrize(
     ("stretch", "message"),
     [
-        (lambda: stretch_positions(torch.zeros(77, 2), 247, 20), "77 .* to 247 .* stay: 134, 191, 248, 305"),
+        (lambda: stretch_positions(torch.zeros(77, 2), 247, 20), "77 .* to 247 .* stay: choose 134, 191, 248, 305"),
         (
             lambda: stretch_positions(torch.zeros(21, 2), 22, 20),
-            "21 positions cannot be stretched to 22 if the first 20 stay",
+            "cannot stretch 21 positions to 22 if the first 20 stay",
         ),
         (lambda: lengthen(tiny_dense(FAMILY_OF_TYPE["siglip"]), 20, keep=2), "of type 'siglip'"),
         (lambda: lengthen(tiny_dense(FAMILY_OF_TYPE["chinese_clip"]), 20, keep=2), "of type 'chinese_clip'"),

@@ -248,21 +248,6 @@ def test_equal_texts_and_images_are_right():
     assert Pairing(None, IMAGE_KEYS, TEXT_KEYS).positive_texts(torch.empty(BATCH, WIDTH)).tolist() == known
 
 
-@pytest.mark.parametrize("needed", [(), (0,), (1,), (2,), (0, 2)], ids=str)
-def test_a_loss_in_chunks_has_the_gradients_that_are_needed(needed):
-    images, texts, *_ = data()
-    results = []
-    for chunk_size in (None, 2):
-        inputs = [t.clone().requires_grad_(n in needed) for n, t in enumerate((images, texts, torch.tensor(0.3)))]
-        loss = contrastive_loss(*inputs, chunk_size)
-        assert loss.requires_grad == bool(needed)
-        if needed:
-            (3 * loss).backward()
-        results.append([loss.detach(), *(inputs[n].grad for n in needed)])
-        assert all(inputs[n].grad is None for n in range(3) if n not in needed)
-    torch.testing.assert_close(*results)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ON_PROCESSES)
 def test_several_processes_equal_one(processes, name):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from small_evaluation import plain_embedding, swapped, with_captions
+from small_evaluation import plain_embedding, with_captions
 from tiny_clip import change_weights, command
 from transformers import AutoProcessor, CLIPModel
 
@@ -129,7 +129,7 @@ def test_zero_shot(model):
     in_five = np.mean([row["caption"] in kinds[:5] for kinds, row in zip(found, rows, strict=True)])
     assert result["metrics"]["accuracy_top5"] == in_five
     require_weights(model, result, classes=[weights])
-    other = measured(model, rows, "zero_shot", **options | {"classes": swapped(CLASSES)})
+    other = measured(model, rows, "zero_shot", **options | {"classes": CLASSES[::-1]})
     assert other["metrics"] == pytest.approx(result["metrics"])  # classes of another order
 
 
@@ -248,7 +248,7 @@ def test_one_mixture_is_measured_with_both_routings(mixture, tmp_path, monkeypat
     paper, released = (json.loads(path.read_text()) for path in sorted(out.glob("*--*.json")))
     assert "changes" not in paper and released["changes"] == {"routing": "released"}
     assert paper["weights"] == released["weights"] and paper["routing_weights"] != released["routing_weights"]
-    with pytest.raises(ValueError, match="damaged is no mixture, whose routing could be changed"):
+    with pytest.raises(ValueError, match="damaged is not a mixture, so routing cannot be changed"):
         opened(mixture[0] / "damaged", changes={"routing": "paper"})
 
 

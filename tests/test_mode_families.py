@@ -23,7 +23,7 @@ from clip_moe.conversion.upcycle import upcycle
 from clip_moe.conversion.verification import sample_inputs
 from clip_moe.data.tokenizer import tokenize
 from clip_moe.evaluation.ensemble import Ensemble, open_model
-from clip_moe.evaluation.measures import measure
+from clip_moe.evaluation.measures import embed_both, measure
 from clip_moe.evaluation.sentence_encoders import ClipEncoder
 from clip_moe.evaluation.task import Task
 from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel
@@ -176,11 +176,13 @@ def test_images_that_route_themselves_are_ranked_as_the_mixture_scores_them(rout
         inputs.append({**tokenize(processor.tokenizer, captions), **pixels})
     weights = mixture.route(torch.as_tensor(ensemble.encoder.encode(Dataset.from_dict({"image": images})))[:, None])
     logits = mixture(expert_inputs=inputs, routing_weights=weights[:, None]).logits_per_text
-    # Each class is in the image that the mixture likes best for it
-    labels = torch.nn.functional.one_hot(logits.argmax(dim=1), len(images)).T.tolist()
-    rows = Dataset.from_dict({"image": images, "label": labels})
+    rows = Dataset.from_dict({"image": images, "label": logits.argmax(dim=0)})
+    images, texts = embed_both(ensemble, rows, captions)
+    image_side = ensemble.image_side(images, ensemble.image_weights(rows))
+    text_side = ensemble.text_side(texts, ensemble.weights([captions]))
+    assert (text_side @ image_side.T).argsort(axis=1).tolist() == logits.argsort(dim=1).tolist()
     task = Task("zero_shot", "", "", lambda: (rows, 0), classes=captions, templates=["{}"])
-    assert measure(task, ensemble)["metrics"] == {"mean_average_precision": 1}
+    assert measure(task, ensemble)["metrics"]["accuracy"] == 1
 
 
 def test_texts_are_cut_where_any_expert_cuts_them(two_families, tmp_path):

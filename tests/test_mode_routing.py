@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from tiny_clip_mode import mixture, unit
+from tiny_clip_mode import unit
 
-from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel, routing_weights
+from modeling_clip_moe import routing_weights
 
 
 def in_a_loop(metadata, centers, expert_of_center, num_experts, temperature, nearest_only, routing):
@@ -45,19 +45,3 @@ def test_weights_are_those_of_a_plain_loop(length, nearest_only, routing):
     found = routing_weights(metadata, centers, expert_of_center, *options)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
     assert len(set(expected.round(4))) > 1
-
-
-def test_the_routing_of_a_model_is_kept_and_can_be_changed(tmp_path):
-    metadata, model = unit(12, 6, seed=5), mixture(2)
-    assert model.config.routing == "released"
-    model.config.routing = "paper"
-    model.save_pretrained(tmp_path)
-    assert CLIPMoDEConfig.from_pretrained(tmp_path).routing == "paper"
-    weights = {}
-    for routing in ("paper", "released"):
-        changed = CLIPMoDEModel.from_pretrained(tmp_path, routing=routing)
-        options = changed.centers, changed.expert_of_center, 2, 0.2, True, routing
-        weights[routing] = changed.route(metadata)
-        torch.testing.assert_close(weights[routing], routing_weights(metadata, *options))
-    assert not torch.allclose(*weights.values(), atol=1e-3)
-    torch.testing.assert_close(CLIPMoDEModel.from_pretrained(tmp_path).set_task(metadata), weights["paper"])

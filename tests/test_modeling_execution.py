@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from tiny_clip_moe import IMPLEMENTATIONS, assert_same_gradients, gradients, inputs, tiny_block, tiny_model
+from tiny_clip_moe import IMPLEMENTATIONS, gradients, inputs, tiny_block, tiny_model
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -51,25 +51,6 @@ def test_grouped_products_under_autocast():
         assert gradient.dtype == torch.float32, name
         similarity = torch.cosine_similarity(gradient.flatten(), expected[name].flatten(), dim=0)
         assert similarity > 0.99 or gradient.norm() < 1e-2, name  # where it is rounding
-
-
-def test_gradient_checkpointing_changes_nothing():
-    # One seed for both: jitter must be drawn again as it was
-    model = tiny_model(capacity_factor=1.0, router_jitter_noise=0.2).train()
-    model.config.router_aux_loss_coef = 1.0
-    checkpointed = copy.deepcopy(model)
-    checkpointed.gradient_checkpointing_enable()
-    assert checkpointed.is_gradient_checkpointing
-    batch = inputs()
-    without_aux, losses = copy.deepcopy(model), []
-    for candidate in (model, checkpointed, without_aux):
-        torch.manual_seed(1)
-        losses.append(candidate(**batch, return_loss=True, output_router_logits=candidate is not without_aux).loss)
-        losses[-1].backward()
-    torch.testing.assert_close(losses[1], losses[0])
-    assert_same_gradients(checkpointed, model)
-    router = "vision_model.encoder.layers.2.mlp.router.weight"
-    assert (gradients(model)[router] - gradients(without_aux)[router]).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("arguments", [{"use_reentrant": True}, {}])
@@ -243,20 +224,19 @@ def test_a_gradient_that_is_kept_for_a_second_one_is_the_loops():
 
 
 def test_grouped_products_in_bfloat16_round_as_the_loop():
-    """Values and gradients, with biases that are large beside the products."""
-    torch.manual_seed(0)
-    block, hidden_states = tiny_block(), torch.randn(400, 16).bfloat16()
-    layer, choices, errors = block.experts.bfloat16(), torch.rand(400, 4).topk(2), {}
+    """Values and gradients, with biases that are large beside the products, and sums over many rows."""
+    block, hidden_states = tiny_block(), torch.randn(2000, 16).bfloat16()
+    layer, choices, errors = block.experts.bfloat16(), torch.rand(2000, 4).topk(2), {}
     with torch.no_grad():
         layer.up_proj_bias.mul_(10)
         layer.down_proj_bias.mul_(50)
-    exact, upstream = copy.deepcopy(layer).double(), torch.randn(400, 16).bfloat16()
+    exact, upstream = copy.deepcopy(layer).double(), torch.randn(2000, 16).bfloat16() + 1
 
     def computed(experts, dtype):
         rows = hidden_states.to(dtype, copy=True).requires_grad_()
         output = experts(rows, choices.indices, choices.values)
         output.backward(upstream.to(dtype))
-        return torch.cat([output.flatten(), rows.grad.flatten()]).double().split(output.numel())
+        return [part.double() for part in (output, rows.grad, *gradients(experts).values())]
 
     expected = computed(exact, torch.float64)
     for name in ("eager", "grouped"):

@@ -1,15 +1,13 @@
 """Saving and loading against their traps."""
 
-import json
-
 import accelerate
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tiny_clip import assert_same_weights
-from tiny_clip_moe import inputs, tiny_model, tower_fields
-from transformers import CLIPConfig, CLIPModel
+from tiny_clip import assert_same_weights, change_json
+from tiny_clip_moe import dense_clip, inputs, tiny_config, tiny_model
+from transformers import CLIPModel
 
 import modeling_clip_moe
 from modeling_clip_moe import CLIPMoEForImageClassification, CLIPMoEModel, CLIPMoEVisionModel
@@ -24,21 +22,6 @@ def saved(tmp_path_factory):
     return model, folder
 
 
-def test_loads_what_was_saved(saved):
-    model, folder = saved
-    loaded, info = CLIPMoEModel.from_pretrained(folder, output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"]
-    assert_same_weights(loaded, model)
-    assert loaded.logit_scale.shape == load_file(folder / "model.safetensors")["logit_scale"].shape == (1,)
-    batch = inputs()
-    torch.testing.assert_close(loaded(**batch).logits_per_text, model(**batch).logits_per_text, rtol=0, atol=0)
-    for auto_class in (transformers.AutoModel, transformers.AutoModelForZeroShotImageClassification):
-        assert type(auto_class.from_pretrained(folder)) is CLIPMoEModel
-    classifier = transformers.AutoModelForImageClassification.from_pretrained(folder)
-    assert type(classifier) is CLIPMoEForImageClassification
-    assert CLIPMoEModel.from_pretrained(folder, dtype=torch.bfloat16).dtype == torch.bfloat16
-
-
 def test_towers_with_projection_of_a_config_that_contradicts_itself(tmp_path):
     """CLIP's own files may say 512 in the towers and something else above them, which is what counts."""
     model = tiny_model(text={"projection_dim": 512})
@@ -51,7 +34,9 @@ def test_towers_with_projection_of_a_config_that_contradicts_itself(tmp_path):
 
 def test_the_classifier_may_be_new_but_nothing_else(saved, tmp_path):
     model, folder = saved
-    classifier, info = CLIPMoEForImageClassification.from_pretrained(folder, num_labels=7, output_loading_info=True)
+    auto_class = transformers.AutoModelForImageClassification
+    classifier, info = auto_class.from_pretrained(folder, num_labels=7, output_loading_info=True)
+    assert type(classifier) is CLIPMoEForImageClassification
     assert set(info["missing_keys"]) == {"classifier.weight", "classifier.bias"}
     assert_same_weights(classifier.vision_model, model.vision_model)
     classifier.save_pretrained(tmp_path)
@@ -131,8 +116,7 @@ def test_names_in_files_stay_and_are_clips_own(tmp_path, model_class, clips):
         for folder in ("whole", "again") if moe_layers else ():
             with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
                 clips.from_pretrained(tmp_path / folder)
-    config = json.loads((tmp_path / "whole" / "config.json").read_text()) | {"model_type": "clip"}
-    (tmp_path / "whole" / "config.json").write_text(json.dumps(config))
+    change_json(tmp_path / "whole" / "config.json", model_type="clip")
     # Its scale alone has another shape there
     assert names(clips.from_pretrained(tmp_path / "whole", ignore_mismatched_sizes=True)) == expected
 
@@ -144,8 +128,7 @@ def test_names_of_weights_are_a_file_format(saved):
     parts = ["router.weight", "fusion_gate.proj.weight", *(f"experts.{name}" for name in stacks)]
     parts += [f"base.fc{number}.{kind}" for number in (1, 2) for kind in ("weight", "bias")]
     parts.append("fc1.weight")  # which is empty: CLIP's own classes refuse it
-    fields = tower_fields()
-    dense = {name for name, _ in CLIPModel(CLIPConfig(text_config=fields, vision_config=fields)).named_parameters()}
+    dense = {name for name, _ in dense_clip(tiny_config()).named_parameters()}
     layers = [f"{tower}_model.encoder.layers.{layer}.mlp." for tower in ("text", "vision") for layer in (1, 2)]
     expected = {name for name in dense if not name.startswith(tuple(layers))} | {a + b for a in layers for b in parts}
     weights = load_file(folder / "model.safetensors")
@@ -183,8 +166,19 @@ def test_a_scalar_scale_as_in_a_dense_clip_loads(saved, tmp_path, shard):
     assert_same_weights(loaded, model)
 
 
+def test_a_dense_folder_loads_under_a_configuration_that_is_passed(tmp_path):
+    dense = dense_clip(tiny_config([]))
+    dense.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="is dense"):
+        CLIPMoEModel.from_pretrained(tmp_path)
+    loaded = CLIPMoEModel.from_pretrained(tmp_path, config=modeling_clip_moe.CLIPMoEConfig.from_pretrained(tmp_path))
+    assert torch.equal(loaded.text_projection.weight, dense.text_projection.weight)
+
+
 @pytest.mark.parametrize("use_expert_bias", [False, True])
-def test_only_a_bias_that_is_there_stays_in_float32(use_expert_bias):
+def test_only_a_bias_that_is_there_stays_in_float32(use_expert_bias, monkeypatch):
     model = tiny_model(use_expert_bias=use_expert_bias, scoring_func="sigmoid")
     expected = {"expert_bias"} if use_expert_bias else set()
     assert model._keep_in_fp32_modules_strict == model.vision_model._keep_in_fp32_modules_strict == expected
+    monkeypatch.setattr(CLIPMoEModel, "_keep_in_fp32_modules_strict", ["logit_scale"])  # as a subclass may
+    assert CLIPMoEModel(model.config)._keep_in_fp32_modules_strict == {"logit_scale", *expected}

@@ -48,29 +48,20 @@ def test_logits_are_the_weighted_sum():
         assert weights is not None or torch.equal(outputs.routing_weights, task_weights)
 
 
-def test_features_stand_side_by_side_and_give_the_logits():
-    model = mixture(2)
-    weights = model.set_equal_weights()
-    images = model.get_image_features(INPUTS["pixel_values"]).pooler_output
-    texts = model.get_text_features(INPUTS["input_ids"], INPUTS["attention_mask"]).pooler_output
-    assert images.shape == (2, 16) and texts.shape == (3, 16)
-    torch.testing.assert_close(images.view(2, 2, 8).norm(dim=-1), torch.ones(2, 2))
-    scales = torch.stack([model.expert(i).logit_scale.exp() for i in range(2)])
-    expected = torch.einsum("ind,tnd,n->it", images.view(2, 2, 8), texts.view(3, 2, 8), weights * scales)
-    torch.testing.assert_close(model(**INPUTS).logits_per_image, expected)
-
-
-def test_features_are_summed_where_the_configuration_says_so(tmp_path):
-    """MoDE appendix D, in place of one after the other."""
+def test_features_give_the_logits_side_by_side_and_are_summed_where_the_configuration_says_so(tmp_path):
+    """Summed: MoDE appendix D."""
     model = mixture(3)
-    pixels, texts = INPUTS["pixel_values"], (INPUTS["input_ids"], INPUTS["attention_mask"])
-    side_by_side = model.encode_image(pixels), model.encode_text(*texts)
+    weights, pixels, texts = model.set_equal_weights(), INPUTS["pixel_values"], [*INPUTS.values()][:2]
+    features = [model.encode_image(pixels).view(2, 3, 8), model.encode_text(*texts).view(3, 3, 8)]
+    torch.testing.assert_close(features[0].norm(dim=-1), torch.ones(2, 3))
+    scales = torch.stack([model.expert(i).logit_scale.exp() for i in range(3)])
+    expected = torch.einsum("ind,tnd,n->it", *features, weights * scales)
+    torch.testing.assert_close(model(**INPUTS).logits_per_image, expected)
     model.config.feature_ensemble = "sum"
     model.save_pretrained(tmp_path)
     summed = CLIPMoDEModel.from_pretrained(tmp_path)
-    for found, expected in zip((summed.encode_image(pixels), summed.encode_text(*texts)), side_by_side, strict=True):
-        assert found.shape == (len(found), 8)
-        torch.testing.assert_close(found, expected[:, :8] + expected[:, 8:16] + expected[:, 16:])
+    found = [summed.encode_image(pixels), summed.encode_text(*texts)]
+    torch.testing.assert_close(found, [parts.sum(dim=1) for parts in features])
 
 
 def test_an_expert_without_weight_is_not_computed():

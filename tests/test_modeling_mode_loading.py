@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from local_hub import contents
 from safetensors.torch import load_file, save_file
 from tiny_clip_mode import dense, mixture, sparse, texts_and_images, unit
 from transformers import AutoConfig, AutoModel, AutoModelForZeroShotImageClassification
@@ -9,10 +10,6 @@ from transformers import AutoConfig, AutoModel, AutoModelForZeroShotImageClassif
 from modeling_clip_moe import CLIPMoDEConfig, CLIPMoDEModel
 
 INPUTS = texts_and_images()
-
-
-def contents(folder):
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.*")}
 
 
 @pytest.mark.parametrize("make", [dense, sparse])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_clip_moe import EOS, PAD, inputs, tiny_config, tiny_model
+from tiny_clip_moe import EOS, PAD, dense_clip, inputs, tiny_config, tiny_model
 from transformers import CLIPConfig, CLIPModel
 
 from modeling_clip_moe import (
@@ -17,10 +17,7 @@ from modeling_clip_moe import (
 
 def test_dense_model_is_clip():
     config = tiny_config(moe_layers=())
-    towers = {name: getattr(config, name).to_dict() for name in ("text_config", "vision_config")}
-    for tower in towers.values():
-        tower.pop("model_type"), tower.pop("auto_map")
-    stock, model = CLIPModel(CLIPConfig(**towers, projection_dim=8)).eval(), CLIPMoEModel(config).eval()
+    stock, model = dense_clip(config), CLIPMoEModel(config).eval()
     model.load_state_dict(stock.state_dict() | {"logit_scale": stock.logit_scale[None]})
     batch = {**inputs(), "return_loss": True, "output_hidden_states": True, "output_attentions": True}
     with torch.no_grad():

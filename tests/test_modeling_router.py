@@ -86,6 +86,7 @@ SCORES = {
     "biased": {"use_expert_bias": True},
     "sigmoid, biased": {"scoring_func": "sigmoid", "use_expert_bias": True},
     "narrow, shared": {"moe_intermediate_size": 8, "num_shared_experts": 2},
+    "gated": {"fusion_gate": True},
 }
 
 
@@ -104,7 +105,7 @@ def test_block_equals_a_loop_over_tokens(
     hidden_states = torch.randn(6, 7, 16, requires_grad=True)
     expected, num_dropped = plain_block(block, hidden_states, mask, capacity_factor, group_size)
     actual = block(hidden_states, None if mask.all() else mask)
-    actual = actual * mask[..., None]  # shared experts compute padding, too
+    actual = actual * mask[..., None]  # shared experts and the base compute padding, too
     torch.testing.assert_close(actual, expected)
     direction, inputs = torch.randn_like(expected), [hidden_states, *block.parameters()]
     gradients = [torch.autograd.grad((output * direction).sum(), inputs) for output in (actual, expected)]

@@ -90,7 +90,7 @@ def test_a_batch_has_what_the_processor_makes(folder, arguments):
 def test_random_crops_are_refused(folder):
     stage = train_stage(len(SIZES), augmentation={"random_resized_crop": [0.5, 1]})
     (problem,) = stage.problems(load_sparse(folder), len(SIZES))
-    assert problem.startswith("augmentation: it goes with images of one size, but this model takes any shape")
+    assert problem.startswith("augmentation: it needs images of one size, but this model takes any shape")
 
 
 def step(folder, batch, **settings):

@@ -29,8 +29,8 @@ def rows(captions):
                 "The test has 6 images with 5 different captions, 1 of which training never sees.",
                 "The greatest R@1 that these captions allow is image→text 66.7% and text→image 80.0%; with the "
                 "captions of training alone, image→text 50.0% and text→image 60.0%.",
-                "The tokenizer reads 2 captions as it reads another one: they differ in case, spaces, or behind the "
-                "cut.",
+                "2 captions have the same tokens as another caption: they differ only in case, spaces or after "
+                "truncation.",
                 "1 pairs have HTML in their caption, such as `&amp;`: write the character.",
             ],
         ),

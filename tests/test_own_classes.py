@@ -1,57 +1,41 @@
 """`--import`: a class of one's own in every command, and in a folder that loads without this package."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 from documents import ROOT
+from programs import run_program
 
 import clip_moe
 from clip_moe.conversion.own_classes import import_models
 
 IMPORT = ["--import", "examples.noisy_clip"]
+# In a process that cannot import this package
 LOAD = """
 import sys
-sys.path = [path for path in sys.path if path != {root!r}]
+sys.path = [path for path in sys.path if path != sys.argv[1]]
 from transformers import AutoModel
-model = AutoModel.from_pretrained({folder!r}, trust_remote_code=True)
+model = AutoModel.from_pretrained(sys.argv[2], trust_remote_code=True)
 router = model.text_model.encoder.layers[1].mlp.router
 print(type(model).__name__, type(router).__name__, "modeling_clip_moe" in sys.modules)
 """
 
 
-RUN = """
-import json, sys
-import clip_moe
-for arguments in json.loads(sys.argv[1]):
-    clip_moe.main(arguments)
-"""
-
-
 @pytest.mark.slow
 def test_a_class_of_ones_own_in_every_command(tmp_path):
-    """In a process of its own: what is registered stays."""
+    """In processes of their own: what is registered stays."""
     sparse, tuned = tmp_path / "sparse", tmp_path / "tuned"
     data = "--data.source", "symbols", "--data.num_samples", 16, "--global_batch_size", 8, "--max_steps", 2
     commands = [
-        ("upcycle", sparse, *IMPORT, "--model", "training/symbol_clip", "--preset", "clip_up"),
+        ("upcycle", sparse, *IMPORT, "--model", ROOT / "training/symbol_clip", "--preset", "clip_up"),
         ("train", tuned, "--model", sparse, *data, "--learning_rate", 1e-4, *IMPORT),
         ("publish", tuned, "user/noisy", "--dry_run", tmp_path / "there", "--license", "mit", *IMPORT),
     ]
-    program = [sys.executable, "-c", RUN, json.dumps([list(map(str, command)) for command in commands])]
-    printed = subprocess.run(program, check=True, capture_output=True, text=True).stdout
-    assert "\n    import examples.noisy_clip\n" in printed  # how to load it
+    printed = [run_program(tmp_path, "-m", "clip_moe", *command) for command in commands]
+    assert "\n    import examples.noisy_clip\n" in printed[0]  # how to load it
     assert json.loads((sparse / "config.json").read_text())["model_type"] == "noisy_clip"
     assert (tmp_path / "there" / "noisy_clip.py").is_file()
-    # What transformers runs from the folder, in a process that cannot import the package
-    elsewhere = [
-        sys.executable,
-        "-I",
-        "-c",
-        LOAD.format(root=str(ROOT), folder=str(tmp_path / "there")),
-    ]
-    loaded = subprocess.run(elsewhere, check=True, capture_output=True, text=True, cwd=tmp_path).stdout
+    loaded = run_program(tmp_path, "-I", "-c", LOAD, ROOT, tmp_path / "there")
     assert loaded.split() == ["NoisyCLIPModel", "NoisyRouter", "False"]
 
 
@@ -59,7 +43,7 @@ def test_a_class_of_ones_own_in_every_command(tmp_path):
     ("code", "message"),
     [
         (None, "ModuleNotFoundError"),
-        ("x = 1", "it has no subclass of a whole sparse model"),
+        ("x = 1", "has no subclass of a whole sparse model"),
         (
             "import modeling_clip_moe\nfrom modeling_clip_moe import CLIPMoEModel\nclass Mine(CLIPMoEModel): pass",
             "Mine needs a model_type of its own: 'clip_moe' is another class's",

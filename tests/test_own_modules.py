@@ -6,13 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from documents import BASE
 
 from clip_moe.engine import own_modules
 from clip_moe.engine.provenance import Record
 from clip_moe.engine.recipe import Recipe, validated
 from clip_moe.engine.runner import run_recipe
 
-BASE = str(Path(__file__).parents[1] / "training" / "symbol_clip")
 STAGE = """
 import importlib
 from pathlib import Path
@@ -97,6 +97,20 @@ def run(**settings):
 BEFORE = set(sys.modules)
 
 
+@pytest.mark.parametrize("module", ["lab.mine", "code", "engine.mine"])
+def test_code_called_like_a_module_of_python_or_of_this_repository_counts(folder, monkeypatch, module):
+    name, package = f"{module.replace('.', '/')}.py", module.split(".")[0]
+    for other in {module, package} & {*sys.modules}:
+        monkeypatch.delitem(sys.modules, other)
+    write(folder, {f"{package}/__init__.py": ""} if package != module else {})
+    write(folder, {name: STAGE.format(body="pass")})
+    run(stage=f"{module}:Mine")
+    sys.modules.pop(module)
+    write(folder, {name: STAGE.format(body="2")})
+    with pytest.raises(ValueError, match="runs/mine was made with other code .* choose another output folder$"):
+        run(stage=f"{module}:Mine")
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_change_of_what_a_stage_reaches_is_refused(folder, capsys, case):
     files, body = CASES[case]
@@ -138,7 +152,7 @@ def test_code_of_a_model_of_ones_own_counts_for_every_stage(folder, monkeypatch,
         monkeypatch.setattr(
             "modeling_clip_moe.loading.OWN_CLASSES", {importlib.import_module(m).Mine: m for m in modules}
         )
-        stage = {"name": "mean", "stage": "average", "models": [BASE]}
+        stage = {"name": "mean", "stage": "average", "models": [str(BASE)]}
         run_recipe(validated(Recipe, {"output_dir": "runs", "stages": [stage]}, "recipe"))
 
     write(folder, {"mine.py": "from parts import router\nclass Mine: pass\n", "parts/router.py": "NOISE = 1\n"})

@@ -7,6 +7,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+from documents import BASE, ROOT
+from tiny_clip import change_json
 from transformers import AutoProcessor, BertConfig, BertModel, CLIPModel
 
 from clip_moe.conversion.commands import publish
@@ -16,9 +18,6 @@ from clip_moe.conversion.publishing.trusted_code import cleaned, require_trusted
 from clip_moe.conversion.upcycle import upcycle
 from clip_moe.evaluation.sentence_encoders import load_encoder
 from modeling_clip_moe import CLIPMoDEModel
-
-ROOT = Path(__file__).parents[1]
-BASE = ROOT / "training" / "symbol_clip"
 
 
 @pytest.fixture
@@ -44,12 +43,6 @@ def plant_module(folder, ran):
     (folder / "payload.pkl").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
 
 
-def change(path, **changes):
-    settings = json.loads(path.read_text()) if path.is_file() else {}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(settings | changes))
-
-
 def files(folder):
     return {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
 
@@ -73,24 +66,23 @@ def test_planted_code_neither_runs_nor_is_published(ran, tmp_path, capsys):
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
     BertModel(BertConfig(vocab_size=1313, **sizes)).save_pretrained(encoder / "model")
     AutoProcessor.from_pretrained(BASE).tokenizer.save_pretrained(encoder / "model")
-    change(encoder / "model" / "tokenizer_config.json", processor_class=None)  # which would need an image processor
-    change(encoder / "encoder.json", kind="text", name="bert", source="runs/bert", pooling="mean")
+    change_json(encoder / "model/tokenizer_config.json", processor_class=None)  # which would need an image processor
+    change_json(encoder / "encoder.json", kind="text", name="bert", source="runs/bert", pooling="mean")
     for folder in (source, source / "expert_0", source / "expert_1", encoder, encoder / "model"):
         plant_module(folder, ran)
     for name in ("config.json", "expert_0/config.json", "expert_1/config.json", "metadata_encoder/model/config.json"):
-        own = json.loads((source / name).read_text()).get("auto_map", {})
-        change(source / name, auto_map=own | {"AutoModelForZeroShotImageClassification": "elsewhere--evil.Model"})
-    text = json.loads((source / "expert_0/config.json").read_text())["text_config"]
-    change(
+        auto_map = {"AutoModelForZeroShotImageClassification": "elsewhere--evil.Model"}
+        change_json(source / name, auto_map=auto_map)
+    change_json(
         source / "expert_0/config.json",
         custom_pipelines={"classify": {"impl": "evil.Pipeline", "pt": ["CLIPModel"]}},
-        text_config=text | {"auto_map": {"AutoModel": "evil.Model"}},
+        text_config={"auto_map": {"AutoModel": "evil.Model"}},
     )
-    change(source / "tokenizer_config.json", auto_map={"AutoTokenizer": [None, "evil.Tokenizer"]})
-    processor = json.loads((source / "processor_config.json").read_text())
-    images = processor["image_processor"] | {"auto_map": {"AutoImageProcessor": "elsewhere--evil.Model"}}
-    change(source / "processor_config.json", auto_map={"AutoProcessor": "evil.Processor"}, image_processor=images)
-    change(source / "preprocessor_config.json", **images)
+    change_json(source / "tokenizer_config.json", auto_map={"AutoTokenizer": [None, "evil.Tokenizer"]})
+    images = {"auto_map": {"AutoImageProcessor": "elsewhere--evil.Model"}}
+    change_json(source / "processor_config.json", auto_map={"AutoProcessor": "evil.Processor"}, image_processor=images)
+    images = json.loads((source / "processor_config.json").read_text())["image_processor"]
+    change_json(source / "preprocessor_config.json", **images)
     (source / "modeling_clip_moe.py").write_text("import evil\n")
     assert load_encoder(encoder).encode(["a star"]).shape == (1, 8)
     publish.main([str(source), "user/mixture", "--dry_run", str(out)])
@@ -138,7 +130,7 @@ def test_the_check_trusts_nothing_else(sparse, tmp_path, ran, file, changes, mes
     if changes is None:
         (folder / file).unlink()
     elif isinstance(changes, dict):
-        change(folder / file, **changes)
+        change_json(folder / file, **changes)
     else:
         (folder / file).write_text(changes)
     with pytest.raises(ValueError, match=message):
@@ -167,7 +159,7 @@ def test_an_encoder_that_is_ours_gets_our_code(tmp_path, sparse):
     encoder, out = tmp_path / "encoder", tmp_path / "out"
     shutil.copytree(sparse, encoder / "model")
     (encoder / "model" / "modeling_clip_moe.py").write_text("import evil\n")
-    change(encoder / "encoder.json", kind="transformers", name="ours", source="/home/me/ours")
+    change_json(encoder / "encoder.json", kind="transformers", name="ours", source="/home/me/ours")
     bundle.write_encoder(encoder, out)
     bundle.clean_settings(out)
     require_trusted_code(out)
@@ -176,10 +168,13 @@ def test_an_encoder_that_is_ours_gets_our_code(tmp_path, sparse):
     assert json.loads((out / "encoder.json").read_text())["source"] == "ours"
 
 
-def test_private_parts_of_transformers_stand_in_one_file():
-    modules = re.compile(r"\.(integrations|core_model_loading|conversion_mapping|utils\.(generic|output_capturing))\b")
+def test_private_parts_of_transformers_and_torch_stand_in_one_file_each():
+    modules = "integrations|core_model_loading|conversion_mapping|dynamic_module_utils|utils.(generic|output_capturing)"
+    modules = re.compile(rf"\.({modules})\b")
     for path in (ROOT / "modeling_clip_moe").glob("*.py"):
         imports = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
         parts = [f"{node.module}.{name.name}" for node in imports if not node.level for name in node.names]
         private = [part for part in parts if re.match(r"transformers\b.*\._[a-z]", part) or modules.search(part)]
         assert bool(private) == (path.name == "transformers_internals.py"), (path.name, private)
+        private = re.findall(r"\btorch(?:\.\w+)*\._[a-zC]\w*", path.read_text())
+        assert bool(private) == (path.name == "torch_internals.py"), (path.name, private)

@@ -21,9 +21,10 @@ from clip_moe.data.symbols import SYMBOLS
 from clip_moe.engine import rehearsal
 from clip_moe.engine.command_line import read_stage_command, run_stage
 from clip_moe.engine.files import locked
-from clip_moe.engine.plan import aligned, plan, require_sound
+from clip_moe.engine.kinds import stage_of_kind
+from clip_moe.engine.plan import aligned, plan, require_sound, wanted_stages
 from clip_moe.engine.program import peak_memory
-from clip_moe.engine.recipe import Recipe, RecipeError, load_recipe, wanted_stages
+from clip_moe.engine.recipe import Recipe, RecipeError, load_recipe
 from clip_moe.engine.rehearsal import measure_stages, rehearse
 from clip_moe.engine.runner import run_recipe
 
@@ -42,6 +43,8 @@ def path(tmp_path, monkeypatch):
     (tmp_path / "my" / "images").mkdir(parents=True)
     (tmp_path / "captions").mkdir()
     (tmp_path / "captions" / "manifest.json").write_text(json.dumps({"stage": {"stage": "captions"}}))
+    (tmp_path / "former").mkdir()
+    (tmp_path / "former" / "manifest.json").write_text(json.dumps({"stage": {"stage": "cluster_fine"}}))
     BertConfig().save_pretrained(tmp_path / "bert")
     return shutil.copy(EVERY, tmp_path / "recipe.yaml")
 
@@ -54,33 +57,42 @@ def said_at_once(path, overrides, only=None):
 
 
 AT_ONCE = {
-    "kind": ({"trained.stage": "trian"}, "trained.stage: there is no kind of stage 'trian': did you mean 'train'?"),
-    "key": ({"trained.learning_rte": 1}, "trained.learning_rte: there is no such key.* did you mean 'learning_rate'"),
+    "kind": ({"trained.stage": "trian"}, "trained.stage: unknown kind of stage 'trian': did you mean 'train'?"),
+    "key": ({"trained.learning_rte": 1}, "trained.learning_rte: unknown key.* did you mean 'learning_rate'"),
     "key within": ({"several.captions": [{"polcy": 1}]}, "several.captions.0.polcy: .*did you mean 'policy'"),
-    "unused defaults": ({"defaults.trian.max_steps": 1}, "defaults.trian: no stage uses them: did you mean 'train'?"),
+    "unused defaults": ({"defaults.trian.max_steps": 1}, "defaults.trian: no stage uses it: did you mean 'train'?"),
     "choice": ({"sparse.preset": "clip_upp"}, "sparse.preset: Input should be .*did you mean 'clip_up'"),
+    "field of a preset": ({"sparse.changes.num_expert": 2}, "sparse.changes.num_expert: .*did you mean 'num_experts'"),
     "range": ({"trained.max_steps": 0}, "trained.max_steps: Input should be greater than 0"),
     "settings that need others": ({"dense.changes.num_experts": 4}, "dense: num_experts: of sparse models alone"),
-    "settings that exclude others": ({"mixture.captions": None}, "mixture: clusters and captions go together"),
+    "settings that exclude others": ({"mixture.captions": None}, "mixture: set both clusters and captions, or neither"),
+    "images by tfidf": ({"sentences.what": "images"}, "sentences: tfidf embeds captions only: set what: captions"),
+    "weights of no caption": (
+        {"features.what": "images", "features.caption_weights": [0.5, 0.5]},
+        "features: caption_weights need what: both, got images",
+    ),
     "misspelt stage": ({"trained.model": "sprase"}, "trained.model: there is no stage or folder 'sprase'.*'sparse'"),
     "no stage": ({"expert.clusters": "nowhere"}, "expert.clusters: there is no stage 'nowhere', and no such folder"),
     "later stage": ({"sparse.model": "trained"}, "sparse.model: trained is a later stage: move it up"),
     "itself": ({"sparse.model": "sparse"}, "sparse.model: sparse is this stage itself"),
-    "another kind": (
-        {"expert.clusters": "features"},
-        "features is a stage of type embed, not cluster",
-    ),
-    "folder of another kind": (
-        {"expert.clusters": "./captions"},
-        "is the folder of a stage of type captions, not cl",
-    ),
+    "another kind": ({"expert.clusters": "features"}, "features is a stage of type embed, not cluster"),
+    "folder of another kind": ({"expert.clusters": "./captions"}, "is the folder of a stage of type captions, not cl"),
+    "folder of a former kind": ({"expert.clusters": "./former"}, "former kind cluster_fine: make it again with clus"),
     "folder of no model": ({"trained.model": "empty"}, "empty is the folder of neither a model nor a stage"),
     "misspelt data": ({"words.data.source": "my/imagess"}, "words.data.source: .*did you mean my/images"),
+    "output in a model": (
+        {"output_dir": "bert/out", "features.model": "bert"},
+        "features.model: bert/out/features is inside bert, whose files are all read",
+    ),
+    "output in a task": (
+        {"output_dir": "rows/out", "scores.tasks": [{"task": "retrieval", "dataset": "rows"}]},
+        "scores.tasks.0.dataset: rows/out is inside rows",
+    ),
     "no image root": ({"pre.data": {"source": "rows", "image_root": "x"}}, "pre.data.image_root: there is no folder x"),
     "split of a world": ({"pre.data.split": "tets"}, "pre.data: symbols have no split 'tets', only train, test"),
     "stream without numbers": (
         {"features.data": {"source": "rows", "num_samples": None, "streaming": True}},
-        "features.data: streaming: a stream has no numbered samples",
+        "features.data: streaming: this stage needs numbered samples",
     ),
     "misspelt task": ({"scores.tasks": ["symbols_retreival"]}, "scores.tasks: unknown task.*'symbols_retrieval'"),
     "no data of a task": (
@@ -127,18 +139,24 @@ def finished(tmp_path_factory):
     return run_recipe(recipe, "dense pre features clusters expert unified sparse trained".split())
 
 
+def link(finished, path, stages):
+    """Gives the run of a recipe the finished folders of some stages."""
+    (path.parent / "out").mkdir()
+    for name in stages:
+        (path.parent / "out" / name).symlink_to(finished / name)
+
+
 FIELDS = {"sparse.changes": {"num_experts_per_tok": 1, "norm_topk_prob": True}}
 FOUND = {
     "field of a configuration": ("dense", {"dense.text_config.hidden_siz": 1}, "dense: text_config: .*'hidden_size'"),
     "tokenizer": ("dense", {"dense.text_config.vocab_size": 700}, "dense: the tokenizer of symbols has 1313 tokens"),
-    "field of a preset": ("sparse", {"sparse.changes.num_expert": 2}, "sparse.changes: .*did you mean 'num_experts'"),
     "loss of another family": ("pre", {"pre.loss": "sigmoid"}, "pre.loss: sigmoid needs a model with a logit_bias"),
     "dropout of a dense model": (
         "warmed",
         {"warmed.model": "pre", "warmed.trainable": ".", "warmed.expert_dropout": 0.1},
-        "warmed.expert_dropout: it goes with a sparse model",
+        "warmed.expert_dropout: it needs a sparse model",
     ),
-    "nothing trains": ("trained", {"trained.trainable": "nothing"}, "trained.trainable: .*is found in no parameter's"),
+    "nothing trains": ("trained", {"trained.trainable": "nothing"}, "trained.trainable: .*matches no parameter"),
     "routers in vain": ("sparse,trained", FIELDS, "trained.trainable: routers would follow their balance loss alone"),
     "balance": ("warmed", {"warmed.balance_top_k": 5}, "warmed.balance_top_k: 5 of 2 experts"),
     "mini batch": ("expert", {"expert.mini_batch_size": 3}, "expert.mini_batch_size: 3 does not divide .* of 8 pairs"),
@@ -153,34 +171,24 @@ FOUND = {
         "features: skip: 40 leaves no pair of rows",
     ),
     "images": ("pre", {"pre.data": {"source": "rows"}}, "pre: 40 of 40 pairs of rows cannot be used; the first is"),
-    "not a clip": ("scores", {"scores.models": {"trained": "bert"}}, "scores: cannot load bert: a model of type"),
-    "layer to analyze": ("looked", {"looked.layer": 9}, "looked: trained: layer: 9 is no sparse layer"),
+    "not a clip": (
+        "scores",
+        {"scores.models": {"trained": "bert"}},
+        "scores: cannot load bert: expected a model of type",
+    ),
+    "layer to analyze": ("looked", {"looked.layer": 9}, "looked: trained: layer: 9 is not a sparse layer"),
 }
 
 
 @pytest.mark.parametrize(("stages", "overrides", "message"), FOUND.values(), ids=FOUND)
 def test_what_only_a_stage_finds_a_rehearsal_says(path, finished, stages, overrides, message):
     """Of stages that read finished ones. Nothing is kept."""
-    output_dir = path.parent / "out"
-    output_dir.mkdir()
-    for folder in finished.iterdir():
-        if folder.name not in stages.split(","):
-            (output_dir / folder.name).symlink_to(folder)
+    link(finished, path, {folder.name for folder in finished.iterdir()} - {*stages.split(",")})
     before = sorted(path.parent.rglob("*"))
     recipe = load_recipe(path, overrides)
-    with pytest.raises((ValueError, OSError), match=f"^{message}.*a rehearsal: nothing is kept$"):
+    with pytest.raises((ValueError, OSError), match=f"^{message}.*a rehearsal: nothing was saved$"):
         rehearse(recipe, wanted_stages(recipe, stages.split(","), None))
     assert sorted(path.parent.rglob("*")) == before
-
-
-def test_what_reads_labels_that_are_there_reads_all_their_pairs(path, finished, monkeypatch):
-    monkeypatch.setattr(rehearsal, "FEW", 8)
-    output_dir = path.parent / "out"
-    output_dir.mkdir()
-    for name in ("dense", "pre", "features", "clusters"):
-        (output_dir / name).symlink_to(finished / name)
-    recipe = load_recipe(path)
-    assert measure_stages(recipe, wanted_stages(recipe, ["expert"], None))["expert"].cost.steps == 1
 
 
 @pytest.mark.slow
@@ -233,32 +241,30 @@ def test_memory_of_a_stage_is_its_own(tmp_path):
     measured = measure_stages(recipe, recipe.stages)
     images = 60_000 * 3 * 32 * 32
     assert measured["dense"].memory < before - 400e6
+    assert measured["dense"].cost.seconds == measured["dense"].seconds  # of no data there are more
     assert measured["kept"].memory > measured["read"].memory + 0.9 * images
 
 
 @pytest.mark.slow
 def test_steps_of_pairs_that_other_stages_cut(tmp_path):
-    """A stage of 600 pairs, of which the rehearsal has 256: 100 pairs left of them, and all but 500."""
+    """Stages of 600 pairs, of which the rehearsal has 256: 100 pairs left of them, all but 500, and those that a
+    split leaves to train on."""
     SYMBOLS.load("train", "detailed", 600).save_to_disk(tmp_path / "data")
-    data = {"source": str(tmp_path / "data")}
-    full = [{"policy": "full", "column": "caption"}]
-    stages = [
-        DENSE,
-        {"name": "made", "stage": "captions", "model": "dense", "data": data, "captions": full},
-        *(
-            {"name": name, "stage": "train", "model": "dense", "data": of, "num_epochs": 2, **STEPS}
-            for name, of in {
-                "first": {"source": "made", "num_samples": 100},
-                "last": {"source": "made", "skip": 500},
-            }.items()
-        ),
-    ]
+    data = {"model": "dense", "data": {"source": str(tmp_path / "data")}}
+    captions = [{"policy": "full", "column": "caption"}]
+    cuts = {"first": {"source": "made", "num_samples": 100}, "last": {"source": "made", "skip": 500}}
+    stages = [DENSE, {"name": "made", "stage": "captions", **data, "captions": captions}]
+    stages.append({"name": "pairs", "stage": "split", **data})
+    for name, source in (cuts | {"tuned": {"source": "pairs"}}).items():
+        stages.append({"name": name, "stage": "train", "model": "dense", "data": source, "num_epochs": 2, **STEPS})
     recipe = Recipe(output_dir=str(tmp_path / "out"), stages=stages)
     measured = measure_stages(recipe, recipe.stages)
-    assert [measured[name].cost.steps for name in ("first", "last")] == [2 * (100 // 8)] * 2
+    train = datasets.load_from_disk(str(run_recipe(recipe, ["dense", "pairs"]) / "pairs"))["train"]
+    assert 500 < len(train) < 600
+    assert [measured[name].cost.steps for name in (*cuts, "tuned")] == [24, 24, 2 * (len(train) // 8)]
 
 
-def test_rows_and_time_grow_with_the_pairs_alone(tmp_path, finished, monkeypatch):
+def test_rows_and_time_grow_with_the_pairs_alone(tmp_path, finished, monkeypatch, capsys):
     """Features of 1,000 pairs are measured on 256. Clusters are fewer in a rehearsal, so their time is not known; from
     another recipe's clusters, experts read all of their pairs. The output has no parent folder."""
     monkeypatch.chdir(tmp_path)
@@ -268,32 +274,21 @@ def test_rows_and_time_grow_with_the_pairs_alone(tmp_path, finished, monkeypatch
     recipe = Recipe(output_dir="out", stages=[features, clusters])
     measured = measure_stages(recipe, recipe.stages)
     assert measured["features"].cost.disk > 1000 * 2 * 16 * 4 and measured["clusters"].cost.seconds is None
+    assert capsys.readouterr().out.count("features: ") == 1  # its seconds, and nothing of a part of the pairs
     monkeypatch.setattr(rehearsal, "FEW", 8)
     read = {"model": finished / "pre", "clusters": finished / "clusters", "expert": 1, "data.source": "symbols"}
     settings = read | {"data.num_samples": 40, "num_epochs": 1, **STEPS}
     arguments = [text for name, value in settings.items() for text in (f"--{name}", str(value))]
     assert "alone" in run_stage("train_experts", ["alone", *arguments, "--rehearse"])
+    assert "alone: begins" in capsys.readouterr().out
 
 
 def test_a_stage_alone_may_be_called_like_what_it_reads(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = str(ROOT / "training" / "symbol_clip")
     arguments = ["out/symbols", "--data.source", "symbols", "--data.num_samples", "40", "--model", model]
-    recipe, _ = read_stage_command("split", [*arguments, "--trackers", "tensorboard"])
+    recipe, _ = read_stage_command(stage_of_kind("split"), [*arguments, "--trackers", "tensorboard"])
     assert recipe.trackers == ["tensorboard"]
     require_sound(recipe, recipe.stages)
     run_stage("split", arguments)
     assert (tmp_path / "out" / "symbols" / "train").is_dir()
-
-
-@pytest.mark.slow
-def test_steps_are_those_of_the_pairs_that_a_split_leaves_to_train_on(tmp_path):
-    """A rehearsal reads 256 of the 300 pairs."""
-    SYMBOLS.load("train", "detailed", 300).save_to_disk(tmp_path / "data")
-    split = {"name": "pairs", "stage": "split", "data": {"source": str(tmp_path / "data")}, "model": "dense"}
-    tuned = {"name": "tuned", "stage": "train", "model": "dense", "data": {"source": "pairs"}, "num_epochs": 2}
-    stages = [DENSE, split, tuned | {"global_batch_size": 8, "learning_rate": 1e-3}]
-    recipe = Recipe(output_dir=str(tmp_path / "out"), stages=stages)
-    measured = measure_stages(recipe, recipe.stages)["tuned"].cost.steps
-    train = datasets.load_from_disk(str(run_recipe(recipe, ["dense", "pairs"]) / "pairs"))["train"]
-    assert 256 < len(train) < 280 and measured == 2 * (len(train) // 8)

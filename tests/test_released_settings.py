@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from test_losses import routed
 from tiny_clip_moe import IMPLEMENTATIONS, tiny_model
 from tiny_runs import DENSE, TUNED, losses, run_stages, weights
-from tiny_sources import CAPTIONS, SOURCES
 from transformers import AutoModel, AutoProcessor
 
 from clip_moe.data.arguments import DataArguments
@@ -98,10 +97,3 @@ def test_expert_dropout_is_of_the_activations(implementation):
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
     experts.eval()
     assert torch.equal(ours(tokens), ours(tokens)) and not torch.allclose(ours(tokens), results[0][0])
-
-
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("num_samples", [None, 2])
-def test_pairs_that_are_held_out(tmp_path, source, num_samples):
-    arguments = DataArguments(**source(tmp_path), skip=3, num_samples=num_samples)
-    assert load_pairs(arguments)["caption"][:] == CAPTIONS[3:][:num_samples]

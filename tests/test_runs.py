@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 import yaml
+from local_hub import contents
 from safetensors.torch import save_file
 from tiny_clip import error_of
 from tiny_runs import full_disk, recipe, recorded, same_weights, train, weights
@@ -41,10 +42,6 @@ def failed(*arguments):
     return error_of(commands.run.main, *arguments)
 
 
-def contents(folder):
-    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 def test_a_refused_run_writes_nothing(write):
     """Also where it is not the first stage that is refused, or what that reads is not there yet."""
     path = write()
@@ -60,7 +57,7 @@ def test_a_refused_run_writes_nothing(write):
             run_recipe(load_recipe(path, {"sparse.changes.num_experts": 8}), only)
     with pytest.raises(ValueError, match="sparse was made with other settings .stage.changes.num_experts: 4 -> 8"):
         run_recipe(load_recipe(path, {"sparse.changes.num_experts": 8}), ["dense"])  # recipe.yaml would tell it
-    assert contents(output) == {name: content for name, content in before.items() if name.parts[0] != "dense"}
+    assert contents(output) == {name: content for name, content in before.items() if not name.startswith("dense/")}
     run_recipe(load_recipe(path))
     assert Record.read(output / "dense").digest == digest  # made again, it is the same
     (output / "other").mkdir()
@@ -81,7 +78,7 @@ def test_a_model_that_was_changed_after_its_stage_is_not_read(write, tmp_path, c
     tensors["visual_projection.weight"] += 1
     save_file(tensors, output / "dense" / "model.safetensors", {"format": "pt"})
     for run in (lambda: run_recipe(load_recipe(path)), lambda: runner.prepare(loaded.stages[1])):
-        with pytest.raises(ValueError, match="dense was changed after its stage had finished: delete the folder"):
+        with pytest.raises(ValueError, match="dense was changed after its stage finished: delete the folder"):
             run()
     run_recipe(load_recipe(path), only=["dense"])  # nothing reads it
     # The way out
@@ -90,10 +87,13 @@ def test_a_model_that_was_changed_after_its_stage_is_not_read(write, tmp_path, c
     run_recipe(load_recipe(path, {"sparse.model": str(tmp_path / "mine")}), only=["sparse"])
 
 
-def test_models_may_be_called_as_settings_that_are_not_compared():
+def test_settings_that_are_not_compared():
+    """Models may be called as they are. Workers of a stream settle its order."""
     models = {"evaluation": "a", "num_workers": "b"}
     stage = read_stage({"stage": "evaluate", "name": "a", "models": models, "tasks": ["names_256"], "num_workers": 2})
     assert stage.compared()["models"] == models and "num_workers" not in stage.compared()
+    streamed, loaded = (DataArguments(source="a", streaming=streaming, num_workers=2) for streaming in (True, False))
+    assert streamed.compared()["num_workers"] == 2 and "num_workers" not in loaded.compared()
 
 
 def test_a_kill_just_after_a_stage_has_its_name_changes_no_record(write, monkeypatch, capsys):
@@ -179,11 +179,11 @@ def test_every_model_says_how_to_load_it_and_every_error_names_its_stage(write, 
 
 ARGUMENTS = {
     "nowhere.yaml": "--config takes one value",
-    "--seed": "--seed has no value",
+    "--seed": "--seed needs a value",
     "--config nowhere.yaml": "--config takes one value",
-    "--sede 1": "'sede' is neither an option",
+    "--sede 1": "'sede' is not an option",
     "--seed [": "--seed is not valid YAML",
-    "--stages.0.name x": "'stages' is a list, which is given whole",
+    "--stages.0.name x": "'stages' is a list: give all of it",
     "--stages nope": "the recipe has no stage nope",
     "--experts 1,,2": "--experts is not valid YAML",
     "--experts '7, 8 '": "the recipe has no expert 7, 8; it has none",
@@ -201,9 +201,21 @@ def test_a_folder_with_stages_of_another_recipe_is_refused(write):
     before = contents(output)
     other = write().with_name("other.yaml")
     other.write_text(write().read_text(encoding="utf-8").replace("name: sparse", "name: another"))
-    with pytest.raises(ValueError, match="has stages of another recipe, sparse"):
+    with pytest.raises(ValueError, match="has stages of another recipe .sparse"):
         run_recipe(load_recipe(other))
     assert contents(output) == before
+
+
+def test_a_recipe_in_its_own_output_folder_is_not_replaced(write):
+    path, output = write(), write().parent / "out"
+    output.mkdir()
+    path = path.rename(output / "recipe.yaml")
+    text = path.read_text(encoding="utf-8")
+    with pytest.raises(ValueError, match="recipe.yaml would be overwritten by the recipe with all its settings"):
+        run_recipe(load_recipe(path))
+    assert path.read_text(encoding="utf-8") == text
+    run_recipe(load_recipe(path.rename(output / "mine.yaml")))
+    run_recipe(load_recipe(output / "recipe.yaml"))  # which the run wrote
 
 
 def test_what_only_stages_that_do_not_run_now_have_read_may_change(write, tmp_path, capsys):
@@ -260,9 +272,3 @@ def test_a_gpu_that_is_full_is_one_line(write):
     with pytest.raises(ValueError, match="^dense: out of memory: CUDA out of memory. lower mini_batch_size"):
         with stage_errors(stage):
             raise torch.OutOfMemoryError("CUDA out of memory.\nMore")
-
-
-def test_workers_of_a_stream_are_compared():
-    """They settle its order."""
-    streamed, loaded = (DataArguments(source="a", streaming=streaming, num_workers=2) for streaming in (True, False))
-    assert streamed.compared()["num_workers"] == 2 and "num_workers" not in loaded.compared()

@@ -108,7 +108,7 @@ def test_samples_without_a_cluster_are_left_alone():
 
 
 def test_too_few_samples():
-    with pytest.raises(ValueError, match="7 samples does not fill a batch of 8: lower global_batch_size to 7 or less"):
+    with pytest.raises(ValueError, match="7 samples do not fill a batch of 8: lower global_batch_size to 7 or less"):
         GlobalBatchSampler(7, Share(4, world_size=2))
     with pytest.raises(
         ValueError, match=r"none of the 2 clusters fills a batch of 8: lower global_batch_size to 6 or less"

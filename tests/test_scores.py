@@ -56,7 +56,9 @@ def test_scores_stand_in_the_log_and_change_no_weight(whole, measured, tmp_path)
 
 
 def test_a_finished_stage_does_not_mind_what_was_measured(measured, capfd):
-    assert train(measured.parents[1], evaluation=EVALUATION | {"every_steps": 3}, **DROPOUT) == measured
+    """Nor what it logs."""
+    settings = {"evaluation": EVALUATION | {"every_steps": 3}, "logging_steps": 5}
+    assert train(measured.parents[1], **settings, **DROPOUT) == measured
     assert "tuned: done before, skipped" in capfd.readouterr().out
 
 

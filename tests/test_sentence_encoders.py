@@ -110,7 +110,7 @@ def test_different_encoders_have_different_names(bert, tmp_path):
 
 
 def test_what_is_no_encoder_is_refused(tmp_path, hub):
-    with pytest.raises(FileNotFoundError, match="holds no sentence encoder"):
+    with pytest.raises(FileNotFoundError, match="has no sentence encoder"):
         load_encoder(tmp_path)
     with pytest.raises(ValueError, match="cannot load .*: Unrecognized model in .* in its config.json"):
         open_encoder(str(tmp_path))

@@ -5,11 +5,10 @@ import copy
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_clip import command, moved
+from tiny_clip import moved
 from tiny_clip_moe import inputs, tiny_config, tiny_model
 from transformers import AutoModel, CLIPConfig, CLIPModel
 
-from clip_moe.conversion.dense import extract
 from clip_moe.conversion.presets import changed_preset
 from clip_moe.conversion.upcycle import shared_config, sparse_config
 from clip_moe.evaluation.costs import count_multiply_adds, count_parameters, meta_model
@@ -128,17 +127,6 @@ def test_towers_that_cannot_share_are_refused():
         with pytest.raises(ValueError, match=f"shared_encoder=True needs towers of one {field}"):
             CLIPMoEConfig(**settings | {"shared_encoder": True})
         CLIPMoEConfig(**settings | {"shared_encoder": False})
-
-
-def test_upcycled_it_starts_as_the_dense_one(tmp_path):
-    dense = shared_model(())
-    dense.save_pretrained(tmp_path / "dense")
-    changes = "--changes.num_experts", 16, "--changes.norm_topk_prob", "true"
-    command("upcycle", tmp_path / "sparse", "--model", tmp_path / "dense", "--preset", "clip_up", *changes)
-    sparse, batch = CLIPMoEModel.from_pretrained(tmp_path / "sparse"), inputs()
-    assert are_one(sparse) and sparse.config.text_config.num_experts == 16
-    for model in (sparse, extract(sparse, 3)):
-        torch.testing.assert_close(model(**batch).logits_per_image, dense(**batch).logits_per_image)
 
 
 def test_it_is_counted_once():

@@ -8,17 +8,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from tiny_clip import symbol_processor
 
+from clip_moe.conversion.processors import load_image_processor
 from clip_moe.data import names, symbols
 from clip_moe.data.drawing import BACKGROUNDS, COLORS, POSITIONS, SIDES, TEXTURES
 from clip_moe.data.names import NAMES
 from clip_moe.data.symbol_kinds import KINDS, TOPICS
 from clip_moe.data.symbols import SYMBOLS
 from clip_moe.data.tokenizer import pieces_per_word
-from clip_moe.evaluation.embedder import Embedder
-from clip_moe.evaluation.zero_shot import class_embeddings, zero_shot_metrics
+from clip_moe.data.world import build_image_processor
 
 BASE = Path(__file__).parents[1] / "training" / "symbol_clip"
 
@@ -70,6 +69,10 @@ def test_tokenizers_are_those_of_the_models(tokenizer):
         assert hashlib.sha256(learned.backend_tokenizer.to_str().encode()).hexdigest()[:16] == expected
 
 
+def test_images_are_prepared_as_those_of_the_models():
+    assert build_image_processor(32).to_dict() == load_image_processor(BASE).to_dict()
+
+
 def test_towns_are_distinct():
     """A shield is its charges and its country's tint."""
     towns = names.kind_set("16384")
@@ -104,16 +107,3 @@ def test_the_tokenizer_knows_every_word_and_captions_fit(tokenizer):
     scene |= {"second_color": "brown", "background": "turquoise", "texture": "checkered", "position": "bottom"}
     captions = [symbols.caption(scene, "detailed", np.random.default_rng(seed)) for seed in range(20)]
     assert max(map(len, tokenizer([*detailed, *captions]).input_ids)) <= 48 < tokenizer.model_max_length
-
-
-def test_the_symbol_clips_learn_on():
-    """By the zero-shot accuracy on 250 symbols; the whole test is in the folder's README."""
-    rows = symbols.ONE.load("test", "detailed", 250, seed=1)
-    labels = np.array([symbols.KINDS.index(kind) for kind in rows["kind"]])
-    prompts = [f"a picture of a {kind}" for kind in symbols.KINDS]
-    accuracies = []
-    for folder in ("quarter", "half", ""):  # of the pretraining
-        embedder = Embedder(BASE / folder, None, 64, torch.device("cpu"))
-        classes = class_embeddings(embedder.texts(prompts)[:, None])
-        accuracies.append(zero_shot_metrics(embedder.images(rows), classes, labels)["accuracy"])
-    assert 5 / len(symbols.KINDS) < accuracies[0] < accuracies[1] < accuracies[2] < 0.9

@@ -88,7 +88,7 @@ def test_a_damaged_checkpoint_is_refused(checkpoint, tmp_path, name):
         if path.suffix == ".json" and ("tensor" in damage or "shape" in damage or name.startswith("random")):
             continue
         do(path)
-        with pytest.raises(ValueError, match=f"cannot go on from the checkpoint .*{checkpoint.name}: .*Delete it"):
+        with pytest.raises(ValueError, match=f"cannot resume from the checkpoint .*{checkpoint.name}: .*Delete it"):
             train(tmp_path, **KEPT)
         path.write_bytes(whole)
     assert not (tmp_path / "executed").exists()
@@ -111,7 +111,7 @@ def test_what_a_checkpoint_says_of_itself_has_to_fit(checkpoint, tmp_path, capsy
     with (checkpoint.parents[1] / "log.jsonl").open("a") as log:
         log.write('{"step": 4, ')  # the line that was being written when the run was killed
     assert len(losses(train(tmp_path, **KEPT))) == 6
-    assert "is of 2 processes, and there are 1 now" in capsys.readouterr().out
+    assert "is from 2 processes, but there are now 1" in capsys.readouterr().out
     assert not (tmp_path / "executed").exists()
 
 
@@ -142,7 +142,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(whole, tmp_path, monkeypatch):
         patch.setattr(TrainStage, "contrastive_loss", overflow)
         with pytest.raises(FloatingPointError, match=r"stage tuned, step 5: the loss is nan\. Lower the") as error:
             train(tmp_path)
-    partial, kept = re.search("delete ([^,]+), or .* would go on from (.+)$", str(error.value)).groups()
+    partial, kept = re.search("delete ([^,]+), or .* would resume from (.+)$", str(error.value)).groups()
     assert Path(partial).name == "tuned.partial" and Path(kept).name == "step-00000004" and Path(kept).is_dir()
     assert same_weights(train(tmp_path), whole())  # it can go on from there
 
@@ -184,10 +184,10 @@ def test_a_kill_while_saving_leaves_the_last_checkpoint_whole(tmp_path, monkeypa
 def test_checkpoints_that_would_be_pickles_are_refused():
     stage, task = (
         SimpleNamespace(save_steps=1),
-        SimpleNamespace(model=SimpleNamespace(config=None), auxiliary_losses=[]),
+        SimpleNamespace(model=SimpleNamespace(config=None), auxiliary_losses=[], mini_batch_size=None),
     )
     for distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP):
-        with pytest.raises(ValueError, match="save_steps: FSDP version 1 and DeepSpeed keep checkpoints as pickles"):
+        with pytest.raises(ValueError, match="save_steps: FSDP version 1 and DeepSpeed save checkpoints as pickles"):
             require_processes(stage, task, SimpleNamespace(distributed_type=distributed_type, is_fsdp2=False))
     require_processes(stage, task, SimpleNamespace(distributed_type=DistributedType.FSDP, is_fsdp2=True))
     require_processes(stage, task, SimpleNamespace(distributed_type=DistributedType.NO, is_fsdp2=False))

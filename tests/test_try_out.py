@@ -9,7 +9,6 @@ import PIL.Image
 import PIL.ImageCms
 import PIL.PngImagePlugin
 import pytest
-import small_evaluation
 import torch
 import yaml
 from packaging.requirements import Requirement
@@ -21,8 +20,6 @@ from clip_moe.data.images import decode_image
 from clip_moe.data.symbols import SYMBOLS
 from clip_moe.evaluation.ensemble import open_model
 from clip_moe.evaluation.routing_pictures import route_images
-
-dense, sparse = small_evaluation.dense, small_evaluation.sparse
 
 
 @pytest.fixture(scope="module")
@@ -53,16 +50,6 @@ def test_map_of_patches(dense, sparse, images):
     best = routed.probabilities[0, 1:].argmax(axis=-1)
     assert shown == {(sides[n % 2], sides[n // 2]): f"expert {expert}" for n, expert in enumerate(best)}
     assert {expert for _, expert in masks} == set(shown.values())
-
-
-def test_captions_of_examples(images, caplog, tmp_path):
-    captions = {path.relative_to(images).as_posix(): caption for path, caption in page.captioned(images).items()}
-    assert captions == {"a.png": "a", "below/b.JPG": "b", "c.png": "a red circle"}  # its name where there is no caption
-    assert "1 of 4 images" in caplog.text
-    (tmp_path / "broken.png").write_bytes(b"no image")
-    for folder in (tmp_path, tmp_path / "nope"):
-        with pytest.raises(ValueError, match="has no image that can be read"):
-            page.captioned(folder)
 
 
 def test_space(sparse, images, tmp_path, monkeypatch):
@@ -130,7 +117,7 @@ def test_a_space_gets_pixels_alone(tmp_path, caplog):
 
 def test_without_gradio(dense, monkeypatch):
     monkeypatch.setitem(sys.modules, "gradio", None)
-    with pytest.raises(SystemExit, match="error: clip-moe app needs gradio, .* `make app` .*: .venv-app/bin"):
+    with pytest.raises(SystemExit, match="error: clip-moe app needs gradio: .* `make app` .*: .venv-app/bin"):
         commands.app.main([str(dense)])
     assert page._names(["runs/a/clip_moe", "user/dense"]) == ["clip_moe", "dense"]
     assert page._names(["runs/a/model", "runs/b/model"]) == ["runs/a/model", "runs/b/model"]

@@ -1,14 +1,13 @@
 """The contents of a wheel, used without a checkout. `make wheel` does the same with pip, in a clean environment."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-
-ROOT = Path(__file__).parents[1]
+from documents import ROOT
+from programs import run_program
 
 
 @pytest.fixture(scope="module")
@@ -54,18 +53,13 @@ def test_own_modules_and_ours_have_their_names(place, order, installed, tmp_path
     program = "\n".join(["import sys", "before = sys.path[1:]", *IMPORTS[::order], OWN_AND_OURS])
     (tmp_path / "script.py").write_text(program)
     paths = {"checkout": str(ROOT), "editable": "", "wheel": str(installed)}  # tests run in an editable installation
-    command = [sys.executable, "script.py"]
-    environment = os.environ | {"PYTHONPATH": paths[place]}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run_program(tmp_path, "script.py", PYTHONPATH=paths[place])
 
 
 def test_the_script_of_recipes_runs_in_a_checkout_that_is_not_installed(tmp_path):
     own_names(tmp_path)
-    packages = str(Path(torch.__file__).parents[1])
-    command = [sys.executable, "-S", "-c", NOT_INSTALLED, packages, str(ROOT / "training" / "upcycle.py"), "--help"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0 and "--config" in done.stdout, done.stderr
+    packages, script = Path(torch.__file__).parents[1], ROOT / "training" / "upcycle.py"
+    assert "--config" in run_program(tmp_path, "-S", "-c", NOT_INSTALLED, packages, script, "--help", PYTHONPATH="")
 
 
 # Site-packages without what an editable installation puts there
@@ -85,8 +79,5 @@ def test_commands_run_where_no_checkout_is(installed, tmp_path):
     upcycle = ["upcycle", "sparse", "--model", "training/symbol_clip/quarter", "--preset", "clip_up"]
     commands = [["recipes"], upcycle, ["publish", "sparse", "user/sparse", "--dry_run", "published"]]
     program = f"import clip_moe\nfor words in {commands}:\n    clip_moe.main(words)\n"
-    environment = os.environ | {"PYTHONPATH": str(installed), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run_program(tmp_path, "-c", program, PYTHONPATH=str(installed))
     assert (tmp_path / "published" / "LICENSE-CODE").is_file()

@@ -84,13 +84,14 @@ def error_of(main, *arguments):
 
 
 def change_json(path, **changes):
-    """Sets keys of a JSON file; of a dictionary in it, those that are given."""
+    """Sets keys of a JSON file, which may be new; of a dictionary in it, those that are given."""
 
     def changed(old, new):
         both = isinstance(old, dict) and isinstance(new, dict)
         return old | {key: changed(old.get(key), value) for key, value in new.items()} if both else new
 
-    path.write_text(json.dumps(changed(json.loads(path.read_text()), changes)))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(changed(json.loads(path.read_text()) if path.is_file() else {}, changes)))
 
 
 def change_weights(file, change):

@@ -1,26 +1,21 @@
 """Mixtures of tiny experts, dense and sparse."""
 
 import torch
-from transformers import CLIPConfig, CLIPModel
+from tiny_clip_moe import dense_clip, tiny_config, tiny_model
 
-from modeling_clip_moe import CLIPMoDEModel, CLIPMoEConfig, CLIPMoEModel
-
-TOWER = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-TOWER["projection_dim"] = 8
-TEXT = {**TOWER, "vocab_size": 50, "max_position_embeddings": 8, "bos_token_id": 48, "eos_token_id": 49}
-VISION = {**TOWER, "image_size": 16, "patch_size": 8}
-SPARSE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_layers": [1]}
+from modeling_clip_moe import CLIPMoDEModel
 
 
 def dense(seed, projection_dim=8):
     torch.manual_seed(seed)
-    return CLIPModel(CLIPConfig(text_config=TEXT, vision_config=VISION, projection_dim=projection_dim)).eval()
+    config = tiny_config((), num_hidden_layers=2)
+    config.projection_dim = projection_dim
+    return dense_clip(config)
 
 
 def sparse(seed):
     torch.manual_seed(seed)
-    config = CLIPMoEConfig(text_config=TEXT | SPARSE, vision_config=VISION | SPARSE, projection_dim=8)
-    return CLIPMoEModel(config).eval()
+    return tiny_model([1], num_hidden_layers=2)
 
 
 def unit(*shape, seed=0):

@@ -4,6 +4,7 @@ import math
 
 import torch
 from torch import nn
+from transformers import CLIPConfig, CLIPModel
 
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel, CLIPMoEVisionConfig
 from modeling_clip_moe.sparse_moe import CLIPMoESparseMoeBlock
@@ -13,7 +14,7 @@ IMPLEMENTATIONS = ("eager", "grouped", "grouped_mm", "batched_mm", "by_device")
 
 
 def tower_fields(**moe):
-    return {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2, **moe}
+    return {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2} | moe
 
 
 def tiny_config(moe_layers=(1, 2), *, text=None, vision=None, **moe):
@@ -23,6 +24,14 @@ def tiny_config(moe_layers=(1, 2), *, text=None, vision=None, **moe):
     text_config = {**tower_fields(**moe), **special, **sizes, **(text or {})}
     vision_config = {**tower_fields(**moe), "image_size": 16, "patch_size": 8, "projection_dim": 8, **(vision or {})}
     return CLIPMoEConfig(text_config=text_config, vision_config=vision_config, projection_dim=8)
+
+
+def dense_clip(config):
+    """transformers' CLIP of the same sizes."""
+    towers = {name: getattr(config, name).to_dict() for name in config.sub_configs}
+    for tower in towers.values():
+        tower.pop("model_type"), tower.pop("auto_map")
+    return CLIPModel(CLIPConfig(**towers, projection_dim=config.projection_dim)).eval()
 
 
 def tiny_model(*args, std=0.3, **moe):
@@ -98,4 +107,7 @@ def plain_block(block, hidden_states, mask, capacity_factor, group_size):
                 output[token] = output[token] + weight * hidden
     if block.shared_experts is not None:
         output = output + block.shared_experts(hidden_states) * mask[..., None]
+    if block.fusion_gate is not None:
+        gate = (hidden_states @ block.fusion_gate.proj.weight.T).sigmoid() * mask[..., None]
+        output = gate * block.base(hidden_states) + (1 - gate) * output
     return output, num_dropped

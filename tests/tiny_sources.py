@@ -27,7 +27,7 @@ def rows(captions, start=0):
 
 
 def write_shard(path, members):
-    with tarfile.open(path, "w") as tar:
+    with tarfile.open(path, "w:gz" if path.suffix == ".gz" else "w") as tar:
         for name, content in members:
             member = tarfile.TarInfo(name)
             member.size = len(content)

@@ -17,7 +17,7 @@ from clip_moe.evaluation.feature_store import Rows, open_arrays, save_arrays
 
 # More features than these are many: K-means learns its centers from a sample, in one start of a few iterations
 MANY, STARTS, FEW_ITERATIONS = 100_000, 10, 25
-# Features of that sample: so many for each cluster, but more where there are few clusters
+# Features of that sample: SAMPLES_PER_CLUSTER for each cluster, and at least FEWEST_SAMPLES
 SAMPLES_PER_CLUSTER, FEWEST_SAMPLES = 256, 65_536
 # Features that are read together, and those whose distances to all centers are held
 CHUNK, DISTANCES_CHUNK = 4096, 8192
@@ -66,7 +66,7 @@ def kmeans(
     if (found := len(np.unique(labels))) < num_clusters:
         raise ValueError(
             f"only {found} of {num_clusters} clusters of {kind} have samples: too many of the {len(rows)} {kind} "
-            "are equal. Ask for fewer clusters, or look at the model they come from"
+            "are equal. Ask for fewer clusters, or check the model they come from"
         )
     return labels
 
@@ -173,9 +173,9 @@ def split(
     Returns:
         modality -> (samples,) labels, of those with more than one cluster.
     """
-    num_samples = len(next(iter(features.values())))
-    groups = np.zeros(num_samples, int) if groups is None else groups
-    labels = {name: np.zeros(num_samples, int) for name, number in num_clusters.items() if number > 1}
+    num_rows = len(next(iter(features.values())))
+    groups = np.zeros(num_rows, int) if groups is None else groups
+    labels = {name: np.zeros(num_rows, int) for name, number in num_clusters.items() if number > 1}
     for group in np.unique(groups):
         members = np.flatnonzero(groups == group)
         place = f" of cluster {group}" if groups.any() else ""
@@ -266,7 +266,7 @@ def load_clusters(directory: Path, dataset_fingerprint: str | None = None) -> tu
     """The clusters of a stage, and what was kept about them.
 
     Args:
-        dataset_fingerprint: `data.identity.data_fingerprint` of the samples they are to be used for; None: of none.
+        dataset_fingerprint: `clip_moe.data.identity.data_fingerprint` of the samples to use them for; None: none.
     """
     with open_arrays(directory / CLUSTERS, "a cluster stage") as file:
         about, arrays = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

@@ -25,7 +25,7 @@ def run(
     rehearse: bool = False,
     rehearse_batch: RehearsedBatch | None = None,
 ) -> str | None:
-    """Run the stages of a recipe. A stage that is done is skipped, one that was interrupted goes on where it stopped.
+    """Run the stages of a recipe. Finished stages are skipped, and an interrupted one resumes where it stopped.
 
     Any other --KEY VALUE overrides a key of the recipe: its own (--seed 1) or a stage's, by the stage's name
     (--clip_up.max_steps 100, --clip_up.data.num_samples 1000). Values are read as YAML.
@@ -38,12 +38,14 @@ def run(
         output_dir: folder for the stages' outputs (default: the recipe's)
         stages: run only these, e.g. upcycled,clip_up (default: all)
         experts: train only these, e.g. 1,2, and the stages that they need (default: everything)
-        plan: print the stages, what they read and how far they are, at once
-        rehearse: run two steps of each stage on few samples, keep nothing, and print what a run will take
-        rehearse_batch: rehearse with so many samples in the batch of a process
+        plan: print the stages, their inputs and states, without running them
+        rehearse: run two steps of each stage on few samples, keep nothing, and print the time and memory of a full run
+        rehearse_batch: samples per process in a rehearsed batch
     """
-    from clip_moe.engine.command_line import read_flags, read_value
-    from clip_moe.engine.recipe import load_recipe, wanted_stages
+    from clip_moe.engine.flags import read_flags, read_value
+    from clip_moe.engine.plan import plan as plan_of
+    from clip_moe.engine.plan import wanted_stages
+    from clip_moe.engine.recipe import load_recipe
 
     changed = {key: read_value(key, values) for key, values in read_flags(overrides).items()}
     if output_dir is not None:
@@ -51,11 +53,9 @@ def run(
     only = None if stages is None else [name.strip() for name in stages.split(",")]
     numbers = None if experts is None else read_yaml(f"[{experts}]", "--experts")
     if numbers is not None and not (numbers and all(type(number) is int for number in numbers)):
-        raise ValueError(f"--experts takes numbers, such as 1,2, not {experts!r}")
+        raise ValueError(f"--experts takes numbers, such as 1,2, got {experts!r}")
     recipe = load_recipe(config or RECIPES / "demo.yaml", changed)
     if plan:
-        from clip_moe.engine.plan import plan as plan_of
-
         return plan_of(recipe, wanted_stages(recipe, only, numbers))
     if rehearse or rehearse_batch is not None:
         from clip_moe.engine.rehearsal import rehearse as rehearsal_of
@@ -99,9 +99,9 @@ def finetune(
         learning_rate: the highest, of a cosine schedule (default: 1e-5, for pretrained models)
         global_batch_size: pairs in a step, at most those in training (default: 64)
         keep_tasks: benchmarks or built-in tasks on what the model should still know
-        plan: print the stages, what they read and how far they are, at once
-        rehearse: run two steps of each stage on few samples, keep nothing, and print what a run will take
-        rehearse_batch: rehearse with so many samples in the batch of a process
+        plan: print the stages, their inputs and states, without running them
+        rehearse: run two steps of each stage on few samples, keep nothing, and print the time and memory of a full run
+        rehearse_batch: samples per process in a rehearsed batch
     """
     inputs = dict(caption_column=caption_column, learning_rate=learning_rate, global_batch_size=global_batch_size)
     inputs |= dict(data=data, model=model, keep_tasks=keep_tasks)
@@ -130,5 +130,5 @@ def recipes(output: Folder = Path(), /) -> str:
     """
     with new_folder(output / "training") as folder:
         for name in ("recipes", "accelerate", "symbol_clip", "name_clip_moe"):
-            shutil.copytree(Path(__file__).with_name(name), folder / name)
-    return f"wrote {output / 'training'}"
+            shutil.copytree(Path(__file__).with_name(name), folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return f"wrote {output / 'training'}; recipes run in {output.absolute()}"

@@ -9,13 +9,13 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedModel
 
-from clip_moe.conversion.checkpoints import is_sparse
 from clip_moe.training.gradient_cache import cached_gradient
 from clip_moe.training.losses import Pairing, Reduce, all_reduce_sum
 from clip_moe.training.optimizers import merge_adapters
 from clip_moe.training.task import AuxiliaryLoss, Batch, Metrics, Task
 from clip_moe.training.train_settings import LoraSettings
 from modeling_clip_moe.experts import CLIPMoEExperts
+from modeling_clip_moe.families import sparse_towers
 from modeling_clip_moe.sparse_moe import CLIPMoERouter
 
 # The temperature is kept at or above 1 / MAX_LOGIT_SCALE (CLIP, section 2.5)
@@ -29,7 +29,7 @@ class ContrastiveTask(Task):
     there, after the towers.
 
     Args:
-        losses: has `contrastive_loss` and `router_loss`, as `training.stages.train.TrainStage`.
+        losses: has `contrastive_loss` and `router_loss`, as `clip_moe.training.stages.train.TrainStage`.
         auxiliary_losses: others that are added.
         mini_batch_size: pairs that are embedded at a time; None: all of a batch.
         lora: the adapters that the model has; None: none.
@@ -63,7 +63,7 @@ class ContrastiveTask(Task):
 
         Args:
             batch: this process's share, from a `PairLoader`.
-            only_embed, gradients: for the two times that `training.gradient_cache` computes a part of a batch:
+            only_embed, gradients: for the two times that `clip_moe.training.gradient_cache` computes a part of a batch:
                 the gradients by the images' and the texts' embeddings, by the scale and by `loss_parameters`.
             reduce: the sum of a tensor over the global batch, for the losses of routers and others.
 
@@ -72,7 +72,7 @@ class ContrastiveTask(Task):
             averaged over the processes. With `only_embed`, the embeddings of images and texts, and what the loss takes.
             With `gradients`, a scalar whose gradient is that of the loss, the losses of the routers and the scalars.
         """
-        sparse = is_sparse(self.model.config)
+        sparse = sparse_towers(self.model.config)
         recorded = {"output_router_logits": True, "output_expert_ids": True} if sparse else {}
         batch = dict(batch)
         pairing = Pairing.take(batch)
@@ -175,7 +175,7 @@ class ExpertBiases:
     def _counter(self, number: int):
         def count(router: CLIPMoERouter, inputs: tuple, outputs: tuple) -> None:
             if router.training:
-                # What capacity drops counts too: the last column is that of padding and of these
+                # Dropped tokens count, too: the last column is for padding and for these
                 ids = router.choose(router.score(outputs[0].detach()))[1]
                 mask = inputs[1] if len(inputs) > 1 else None
                 weights = torch.ones_like(ids) if mask is None else mask.long()[..., None].expand_as(ids)

@@ -1,7 +1,8 @@
 """Duplicates: pairs of a dataset that have a text or an image in common.
 
 In a batch with both, the text of one is right for the image of the other. A loss that takes it for a negative teaches
-what is wrong, so `training.samplers` keeps duplicates apart, and `training.losses` counts those that meet as positives.
+what is wrong, so `clip_moe.training.samplers` keeps duplicates apart, and `clip_moe.training.losses` counts those that
+meet as positives.
 """
 
 import hashlib
@@ -12,13 +13,13 @@ from typing import Any
 import datasets
 import numpy as np
 import torch
-from datasets.fingerprint import Hasher
 from transformers import PreTrainedTokenizerBase
 
 from clip_moe.data.identity import image_digests, named_files_stamp
 from clip_moe.data.texts import present_captions, same_words
 from clip_moe.data.tokenizer import tokenize
 from clip_moe.engine.context import Context
+from clip_moe.engine.digests import value_digest
 
 # More texts are compared word by word in lower case: to tokenize them would take minutes
 TOKENIZED = 1_000_000
@@ -31,15 +32,15 @@ def text_keys(texts: list[str], tokenizer: PreTrainedTokenizerBase | None) -> np
     if tokenizer is None:
         words = [same_words(text).encode(errors="surrogatepass") for text in texts]
         return np.array([_number(hashlib.blake2b(word, digest_size=8).digest()) for word in words], np.int64)
-    read = tokenize(tokenizer, texts)
-    return token_keys(read["input_ids"], read["attention_mask"], tokenizer.eos_token_id).numpy()
+    tokens = tokenize(tokenizer, texts)
+    return token_keys(tokens["input_ids"], tokens["attention_mask"], tokenizer.eos_token_id).numpy()
 
 
 def token_keys(input_ids: torch.Tensor, attention_mask: torch.Tensor, end: int | None) -> torch.Tensor:
     """(texts,) of int64, equal for equal tokens (texts, S) up to the first end token, however far they are padded."""
     is_end = torch.zeros_like(input_ids) if end is None else (input_ids == end).long()
-    read = attention_mask * (is_end.cumsum(dim=1) - is_end == 0)
-    return ((input_ids + 1) * read * _factors(input_ids.shape[1])).sum(dim=1)
+    mask = attention_mask * (is_end.cumsum(dim=1) - is_end == 0)
+    return ((input_ids + 1) * mask * _factors(input_ids.shape[1])).sum(dim=1)
 
 
 @cache
@@ -80,10 +81,11 @@ class Duplicates:
         members, sizes = members[ranges(_starts(sizes)[order], sizes[order])], sizes[order]
         self.labels = np.full(self.num_pairs, -1, np.int32)
         self.labels[members] = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
-        # All pairs of a group have its label; or all have that of a larger one, within which it lies; or it crosses
-        # others, as a text does that several images have, each with several texts
+        # A group's pairs all carry its own label, or all carry that of a larger group that contains it, or carry
+        # several labels (groups that overlap)
         labels, starts = self.labels[members], _starts(sizes)
-        lowest, highest = (of.reduceat(labels, starts) if len(sizes) else sizes for of in (np.minimum, np.maximum))
+        lowest = np.minimum.reduceat(labels, starts) if len(sizes) else sizes
+        highest = np.maximum.reduceat(labels, starts) if len(sizes) else sizes
         kept = (lowest != highest) | (lowest == np.arange(len(sizes)))
         self.members, self.sizes = members[np.repeat(kept, sizes)], sizes[kept]
         self.labels = np.append(np.cumsum(kept, dtype=np.int32) - 1, np.int32(-1))[self.labels]
@@ -147,7 +149,7 @@ def _groups(keys: np.ndarray, pair_of: np.ndarray | None) -> tuple[np.ndarray, n
 
 
 def ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """The numbers from each start on, so many, one range after another."""
+    """The concatenated ranges of `sizes` numbers from each of `starts`."""
     return np.repeat((starts - _starts(sizes)).astype(np.int32), sizes) + np.arange(sizes.sum(), dtype=np.int32)
 
 
@@ -158,6 +160,6 @@ def _starts(sizes: np.ndarray) -> np.ndarray:
 def shared_duplicates(context: Context, rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase) -> Duplicates:
     """`Duplicates.of`, with the last ones kept. Every process has to ask, as one reads while the others wait."""
     files = named_files_stamp(rows) if "image" in rows.column_names else ""
-    key = [rows._fingerprint, rows.column_names, files, sorted(tokenizer.get_vocab().items())]
-    key = Hasher.hash([*key, tokenizer.model_max_length])
+    vocabulary = sorted(tokenizer.get_vocab().items())
+    key = value_digest([rows._fingerprint, rows.column_names, files, vocabulary, tokenizer.model_max_length])
     return context.kept("duplicates", key, lambda: Duplicates.of(rows, tokenizer))

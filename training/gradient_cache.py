@@ -43,7 +43,7 @@ def cached_gradient(
     """Add the gradient of a batch's loss to that of the weights, computing `size` images at a time.
 
     Args:
-        task: a `training.contrastive_task.ContrastiveTask`, as Accelerate prepared it.
+        task: a `clip_moe.training.contrastive_task.ContrastiveTask`, as Accelerate prepared it.
         batch: this process's, on the CPU: parts are sent to the device as they are computed.
         factor: what the gradient is multiplied by.
         synchronize: whether the gradients are averaged over the processes at the end.
@@ -76,8 +76,8 @@ def cached_gradient(
     auxiliaries = torch.stack(auxiliaries)
     if not torch.allclose(auxiliaries, auxiliaries[0], rtol=0, atol=0, equal_nan=True):
         raise ValueError(
-            "mini_batch_size: the router loss of this stage differs from part to part of a batch. It has to be a "
-            "function of sums that `reduce` makes"
+            "mini_batch_size: the router loss of this stage differs between parts of a batch: make it a function of "
+            "sums from `reduce`"
         )
     metrics = {name: torch.stack([values[name] for values in logged]).mean(dim=0) for name in metrics}
     loss = losses["loss"] + auxiliaries[0]

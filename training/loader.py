@@ -13,11 +13,12 @@ from torch.utils.data import DataLoader, default_collate, get_worker_info
 from transformers import CLIPProcessor
 
 from clip_moe.data.arguments import Augmentation, DataArguments
+from clip_moe.data.columns import Rows
 from clip_moe.data.identity import named_files_stamp
+from clip_moe.data.local_data import reading
 from clip_moe.data.overview import look_at
 from clip_moe.data.preparation import Preparation
 from clip_moe.data.readable import STREAM_TRIAL, StreamReport, judge, read_pair
-from clip_moe.data.sources import Rows, reading
 from clip_moe.data.texts import first_caption, present_captions
 from clip_moe.data.tokenizer import SAMPLE, pieces_per_word, read_texts, tokenize
 from clip_moe.data.workers import errors_of_workers, worker_options
@@ -29,7 +30,7 @@ from clip_moe.training.samplers import DistributedBatchSampler, GlobalBatchSampl
 logger = logging.getLogger(__name__)
 
 SHUFFLE_BUFFER = 10_000
-# Captions are reported on by those of so many pairs, and of so many of a stream.
+# Pairs whose captions are sampled for the report, of a dataset and of a stream
 CAPTIONS_LOOKED_AT, STREAMED_LOOKED_AT = 100_000, 1000
 # A tokenizer whose captions these are needs little more than one piece a word, OpenAI's for English 1.1
 MANY_PIECES = 2
@@ -39,7 +40,7 @@ class PairLoader:
     """The batches of one process, for ever, from any batch on.
 
     Args:
-        rows: what `data.pairs.load_pairs` returns.
+        rows: what `clip_moe.data.pairs.load_pairs` returns.
         share: how large batches are, and which part of them is this process's.
         sampler: draws this process's batches; default: all pairs, shuffled. A stream has none.
         caption_weights: one for each of an image's L captions, for `multi_positive_loss`; None: each epoch draws one.
@@ -66,8 +67,8 @@ class PairLoader:
         readers = max(arguments.num_workers, 1) * share.world_size
         if arguments.streaming and arguments.num_samples is not None and readers > 1:
             raise ValueError(
-                f"num_samples = {arguments.num_samples}: a stream that {share.world_size} processes with "
-                f"{arguments.num_workers} workers share has no first pairs. Load it, or read it with one"
+                f"num_samples = {arguments.num_samples}: a stream shared by {share.world_size} processes with "
+                f"{arguments.num_workers} workers has no first pairs. Load it, or read it with one"
             )
         if caption_weights is not None:
             _require_weighted(rows, caption_weights, arguments.source)
@@ -82,7 +83,7 @@ class PairLoader:
 
     @property
     def bytes_in_memory(self) -> int:
-        """Of the images that `in_memory` keeps."""
+        """Bytes of the images that `in_memory` keeps."""
         prepared = {} if self.arguments.streaming else self.pairs.prepared or {}
         return sum(value.nbytes for value in prepared.values())
 
@@ -91,7 +92,7 @@ class PairLoader:
         `attention_mask` (B, S), padded to the longest caption and cut at the tokenizer's `model_max_length`.
 
         With `caption_weights` they hold the captions of all images that are there, one image after the other, and
-        `caption_mask` (B, L). With `image_keys`, they have the fields of `training.losses.Pairing`.
+        `caption_mask` (B, L). With `image_keys`, they have the fields of `clip_moe.training.losses.Pairing`.
         """
         if self.arguments.streaming:
             yield from self._streamed_batches(start)
@@ -121,14 +122,14 @@ class PairLoader:
             return
         if len(captions) > 1 and len(set(captions)) == 1:
             logger.warning(
-                "all %d captions of %s that were looked at are %s: in a batch of one caption, nothing is learned",
+                "all %d captions sampled from %s are %s, so batches have no negatives",
                 len(captions), source, shortened(captions[0]),
             )  # fmt: skip
         pieces = pieces_per_word(tokenizer, captions[:SAMPLE])
         if pieces > MANY_PIECES:
             logger.warning(
-                "the tokenizer cuts a word of the captions of %s into %.1f pieces on average. For a model from "
-                "scratch, a tokenizer stage learns one from them, with fewer pieces the larger its vocab_size",
+                "the tokenizer splits a word of the captions of %s into %.1f pieces on average. For a model from "
+                "scratch, a tokenizer stage learns a better one from them, with fewer pieces the larger its vocab_size",
                 source, pieces,
             )  # fmt: skip
         advice = (
@@ -151,7 +152,7 @@ class PairLoader:
         num_workers = min(self.arguments.num_workers, rows.num_shards)  # others would have nothing to read
         readers = self.share.world_size * max(num_workers, 1)
         options = self._options | {"num_workers": num_workers}
-        with reading(self.arguments), errors_of_workers():
+        with reading(self.arguments.source), errors_of_workers():
             loader = DataLoader(_Stream(self, readers), batch_size=self.share.batch_size, drop_last=True, **options)
             # Not by workers, which do not always take turns: one may have nothing to read
             yield from itertools.islice(loader, start, None)
@@ -275,7 +276,7 @@ class _Pairs(torch.utils.data.Dataset):
 
 
 class PairBatches(torch.utils.data.Dataset):
-    """Pairs in their order, for `evaluation.embedder.Embedder`."""
+    """Pairs in their order, for `clip_moe.evaluation.embedder.Embedder`."""
 
     def __init__(self, loader: PairLoader):
         self.loader, self.items, self.batch_size = loader, loader.pairs, loader.share.batch_size
@@ -289,11 +290,8 @@ class PairBatches(torch.utils.data.Dataset):
         numbers = range(len(self.items))[number * self.batch_size : (number + 1) * self.batch_size]
         return self.loader.collate([self.items[None, index] for index in numbers]) | self.extra
 
-    def num_workers(self, num_processes: int) -> int:
-        return self.loader.arguments.num_workers
 
-
-# Of the last pairs in memory, by their fingerprint, files and image processor: most stages of a recipe use the same
+# Images of the last pairs in memory, by fingerprint, files and image processor: most stages of a recipe use the same
 _PREPARED: dict[tuple[str, str, str], dict[str, torch.Tensor]] = {}
 
 
@@ -332,6 +330,6 @@ def _require_weighted(rows: datasets.Dataset, caption_weights: Sequence[float], 
         missing += ~are_present
     if missing.any():
         logger.warning(
-            "%s: of %d images, %s have no caption in place 0, 1, ...; their other captions get its weight",
+            "%s: of %d images, %s lack caption 0, 1, ...; their other captions get its weight",
             source, len(rows), ", ".join(map(str, missing)),
         )  # fmt: skip

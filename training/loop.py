@@ -26,7 +26,7 @@ from clip_moe.engine.program import in_words, peak_memory
 from clip_moe.engine.provenance import CHECKPOINTS, LOG, flatten
 from clip_moe.engine.settings import dump, refuse
 from clip_moe.evaluation.evaluate import evaluate_model
-from clip_moe.evaluation.progress import Progress
+from clip_moe.evaluation.progress import progress
 from clip_moe.training.optimizers import make_optimizer
 from clip_moe.training.task import Task
 from clip_moe.training.train_settings import Evaluation, LoopSettings
@@ -40,8 +40,9 @@ from clip_moe.training.training_state import (
     require_finite_weights,
     save_checkpoint,
 )
-from modeling_clip_moe.kernels import RECOMPILE_LIMIT
+from modeling_clip_moe.expert_kernels import RECOMPILE_LIMIT
 from modeling_clip_moe.sparse_moe import SparseEncoderLayer
+from modeling_clip_moe.torch_internals import set_recompile_limit
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
 def compile_layers(model: PreTrainedModel) -> None:
     """Compile the encoder layers of a dense or sparse CLIP, one by one: all of a kind share what is compiled."""
     torch.compiler.reset()  # few kinds are kept: those of models before are forgotten
-    torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
+    set_recompile_limit(RECOMPILE_LIMIT)
     for module in model.modules():
         if isinstance(module, SparseEncoderLayer):
             module.compile_parts()
@@ -106,7 +107,7 @@ def train(
     log = Log(directory / LOG, step, settings.global_batch_size, accelerator, settings.name)
     stream = batches(step * settings.gradient_accumulation_steps)
     first, since_logged = step, []
-    progress = Progress(settings.name, total_steps, step, accelerator.is_main_process)
+    bar = progress(settings.name, total_steps, initial=step, shown=accelerator.is_main_process, leave=True)
     while step < total_steps:
         plain_task.progress = step / total_steps
         metrics = _compute_gradient(accelerator, task, stream, settings, step, finite)
@@ -132,7 +133,8 @@ def train(
             values |= {"grad_norm": grad_norm.item(), "learning_rate": learning_rate}
             speed = log.images_per_second(step)
             log.write(step, values | {"images_per_second": speed})
-        progress.update(_summary(values, speed) if is_logged else "")
+            bar.set_postfix_str(_summary(values, speed), refresh=False)
+        bar.update()
         with log.paused():
             if is_measured and (measured := scores.measure(_gather_weights(accelerator, task))):
                 log.write(step, measured)
@@ -143,7 +145,7 @@ def train(
             accelerator.on_main_process(print)(
                 f"{settings.name}: {memory} of memory at most, after one step", flush=True
             )
-    progress.close()
+    bar.close()
     call_trackers(accelerator, lambda tracker: tracker.finish())
     state_dict = _gather_weights(accelerator, task)
     buffers = dict(model.named_buffers())
@@ -160,18 +162,18 @@ def require_processes(settings: LoopSettings, task: Task, accelerator: Accelerat
     refuse(
         (
             is_fsdp and getattr(task.model.config, "shared_encoder", False),
-            "FSDP cannot split an encoder that both towers have. Train it with DDP",
+            "FSDP cannot split a shared encoder. Train it with DDP",
         ),
-        (is_deepspeed and losses, "DeepSpeed has no auxiliary losses. Take DDP"),
-        (is_fsdp and readers, f"{', '.join(readers)} reads whole weights, which FSDP2 splits. Take DDP"),
+        (is_deepspeed and losses, "DeepSpeed has no auxiliary losses. Use DDP"),
+        (is_fsdp and readers, f"{', '.join(readers)} reads whole weights, which FSDP2 splits. Use DDP"),
         (
-            is_deepspeed and getattr(settings, "mini_batch_size", None),
-            "mini_batch_size: DeepSpeed has none. Take DDP or FSDP2",
+            is_deepspeed and task.mini_batch_size,
+            "mini_batch_size: DeepSpeed does not support it. Use DDP or FSDP2",
         ),
         (
             settings.save_steps and (is_deepspeed or is_fsdp and not accelerator.is_fsdp2),
-            "save_steps: FSDP version 1 and DeepSpeed keep checkpoints as pickles, which run code when they are read. "
-            "Leave save_steps out, or split the model with training/accelerate/fsdp2.yaml",
+            "save_steps: FSDP version 1 and DeepSpeed save checkpoints as pickles, which run code when they are read. "
+            "Remove save_steps, or split the model with training/accelerate/fsdp2.yaml",
         ),
     )
 
@@ -277,7 +279,7 @@ def call_trackers(accelerator: Accelerator, call: Callable[[GeneralTracker], Non
         except Exception as error:  # every tracker raises its own
             accelerator.trackers.remove(tracker)
             reason = one_line(f"{type(error).__name__}: {error}")
-            message = "the tracker %s failed, and training goes on without it (log.jsonl holds all): %.300s"
+            message = "the tracker %s failed; training continues without it (log.jsonl has everything): %.300s"
             logger.warning(message, tracker.name, reason)
 
 
@@ -330,16 +332,16 @@ class FirstFault:
         self.stage, self.checkpoints = stage, checkpoints
         self.noted: list[tuple[str, torch.Tensor]] = []
 
-    def note(self, what: str, value: torch.Tensor, step: int) -> None:
-        self.noted.append((f"step {step}: {what}", value.detach()))
+    def note(self, quantity: str, value: torch.Tensor, step: int) -> None:
+        self.noted.append((f"step {step}: {quantity}", value.detach()))
 
     def require(self) -> None:
         """Raises a FloatingPointError with the first fault, if there is one."""
         values = torch.stack([value.float().reshape(()) for _, value in self.noted]).tolist()
-        for (what, _), value in zip(self.noted, values, strict=True):
+        for (name, _), value in zip(self.noted, values, strict=True):
             if not math.isfinite(value):
                 advice = after_not_finite(self.checkpoints)
-                raise FloatingPointError(f"stage {self.stage}, {what} is {value}. {advice}")
+                raise FloatingPointError(f"stage {self.stage}, {name} is {value}. {advice}")
         self.noted.clear()
 
 

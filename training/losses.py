@@ -248,7 +248,7 @@ def router_losses(
 
 
 def _loads(ids: torch.Tensor, mask: torch.Tensor | None, num_experts: int) -> torch.Tensor:
-    """How many tokens each expert computes; of ids (B, S, K), E is none."""
+    """Number of tokens that each expert computes, from ids (B, S, K), where E stands for no expert."""
     if mask is not None:
         ids = ids.masked_fill(~mask.bool()[..., None], num_experts)
     counts = torch.zeros(num_experts + 1, device=ids.device)
@@ -256,7 +256,7 @@ def _loads(ids: torch.Tensor, mask: torch.Tensor | None, num_experts: int) -> to
 
 
 def _sparse_towers(config: CLIPMoEConfig, outputs, batch: Mapping[str, torch.Tensor]) -> list[tuple]:
-    """Of each tower with sparse layers: configuration, router logits, expert ids and token mask."""
+    """Configuration, router logits, expert ids and token mask of each tower with sparse layers."""
     text, vision = outputs.text_model_output, outputs.vision_model_output
     towers = [
         (config.text_config, outputs.text_router_logits, text.expert_ids, batch["attention_mask"]),
@@ -361,8 +361,8 @@ def _sum_of_rows(scale, chunk_size, smoothing, bias, rows, columns, targets, wei
 
 
 def _row_losses(rows, columns, scale, bias, weights, targets, label_smoothing, right=None):
-    """A sum: of (R, D) rows by their (R,) weights, among (N, D) columns, of which (R,) targets are right, or those that
-    (R, N) of bool tell."""
+    """Weighted sum over `rows` (R, D) of the loss against `columns` (N, D); positives: `targets` (R,), or the mask
+    `right` (R, N)."""
     logits = scale * rows @ columns.T
     if bias is None and right is None:
         return weights @ F.cross_entropy(logits, targets, reduction="none", label_smoothing=label_smoothing)

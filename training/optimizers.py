@@ -35,7 +35,7 @@ def set_trainable(model: nn.Module, pattern: str) -> list[str]:
     matching = {parameter for name, parameter in named if compiled.search(name)}
     if not matching:
         examples = ", ".join(name for name, _ in named[:3])
-        raise ValueError(f"trainable pattern {pattern!r} is found in no parameter's name; names are {examples}, ...")
+        raise ValueError(f"trainable pattern {pattern!r} matches no parameter; names are {examples}, ...")
     for parameter in model.parameters():
         parameter.requires_grad_(parameter in matching)
     return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -48,7 +48,7 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int) -> N
         seed: draws the adapters.
     """
     if getattr(model.config, "shared_encoder", False):
-        raise ValueError("lora: an encoder that both towers have would get two adapters")
+        raise ValueError("lora: a shared encoder would get two adapters; train it without lora")
     whole = set_trainable(model, settings.trainable) if settings.trainable is not None else []
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -79,7 +79,7 @@ def _peft_model(model: PreTrainedModel, settings: LoraSettings) -> nn.Module:
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
-        raise ValueError(f"lora is peft's: pip install peft ({error})") from error
+        raise ValueError(f"lora needs peft: pip install peft ({error})") from error
     names = [f".{name}." for name, _ in model.named_parameters()]
     targets = settings.target_modules + settings.target_parameters
     missing = [target for target in targets if not any(f".{target}." in name for name in names)]
@@ -92,9 +92,8 @@ def _peft_model(model: PreTrainedModel, settings: LoraSettings) -> nn.Module:
     ends = tuple(f".{target}" for target in targets)
     if left_out := [name for name in excluded if f".{name}".endswith(ends) or f".{name}.weight".endswith(ends)]:
         warn_once(
-            logger,
             f"lora: no adapter for {join_names(left_out)}: the model reads the weight without calling the layer, so "
-            "an adapter would get no gradient. lora.trainable trains it whole",
+            "an adapter would get no gradient. lora.trainable trains it in full",
         )
     ends = tuple(f".{target}" for target in settings.target_parameters)
     parameters = [name for name, _ in model.named_parameters() if f".{name}".endswith(ends)]
@@ -135,7 +134,7 @@ def warn_of_idle_parts(name: str, model: PreTrainedModel) -> None:
                 idle.append(f"{path}.{part}")
     if idle:
         logger.warning(
-            "%s: %s train between equal experts that do not, so the task gives them no gradient: let experts train, "
+            "%s: %s train between equal experts that are frozen, so the task gives them no gradient: train experts, "
             "too, or first",
             name,
             join_names(idle),

@@ -51,7 +51,7 @@ def open_store(folder: Path, maker: str, by_encoder: bool) -> FeatureStore:
     store = FeatureStore.open(folder, maker, {"data": dict, "dataset_fingerprint": str, "pairs": str})
     if by_encoder != ("encoder" in store.about):
         wanted = "what: captions or images" if by_encoder else "what: both"
-        raise ValueError(f"{folder} has other embeddings than are needed here: those of an embed stage with {wanted}")
+        raise ValueError(f"{folder} has other embeddings than needed here: use an embed stage with {wanted}")
     return store
 
 
@@ -60,7 +60,7 @@ def pairs_of(store: FeatureStore, context: Context) -> datasets.Dataset:
     data, images = DataArguments(**store.about["data"]), store.about["pairs"] == READABLE
     rows = shared_pairs(context, data, images)
     if shared_fingerprint(context, rows, images) != store.about["dataset_fingerprint"]:
-        raise ValueError(f"{data.source} has changed since {store.folder} was made; delete it to make it anew")
+        raise ValueError(f"{data.source} has changed since {store.folder} was made; delete the folder to make it again")
     return rows
 
 

@@ -12,8 +12,6 @@ from clip_moe.training.duplicates import Duplicates, ranges
 
 # The golden section: its multiples, modulo 1, are spread evenly, however many there are
 GOLDEN = (math.sqrt(5) - 1) / 2
-# Groups of duplicates that are put in places together
-GROUPS = 10_000
 
 
 class Share(NamedTuple):
@@ -68,35 +66,6 @@ class DistributedBatchSampler:
         the same in every process, is all that may be drawn from."""
 
 
-class GlobalBatchSampler(DistributedBatchSampler):
-    """Batches of a shuffled dataset: an epoch is one permutation of all samples, cut into global batches. What does not
-    fill the last one is left out of the epoch. With `duplicates`, batches are those of `Spread`.
-    """
-
-    def __init__(self, num_samples: int, share: Share):
-        super().__init__(share)
-        if num_samples < self.global_batch_size:
-            raise ValueError(
-                f"a dataset of {num_samples} samples does not fill a batch of {self.global_batch_size}: lower "
-                f"global_batch_size to {num_samples} or less"
-            )
-        self.num_samples = num_samples
-
-    def __len__(self) -> int:
-        return self.num_samples // self.global_batch_size
-
-    @cached_property
-    def _spread(self) -> "Spread":
-        samples = np.arange(self.num_samples, dtype=np.int32)
-        return Spread(samples, self.duplicates, self.global_batch_size, self.share.seed)
-
-    def global_batches(self, rng: np.random.Generator) -> np.ndarray:
-        if self.duplicates is not None:
-            return self._spread.batches(self.epoch, rng)
-        used = rng.permutation(self.num_samples)[: len(self) * self.global_batch_size]
-        return used.reshape(len(self), self.global_batch_size)
-
-
 class ClusterBatchSampler(DistributedBatchSampler):
     """Global batches that each come from one cluster, so that all negatives do (CLIP-MoE eq. 1).
 
@@ -119,7 +88,7 @@ class ClusterBatchSampler(DistributedBatchSampler):
                 f"none of the {len(clusters)} clusters fills a batch of {self.global_batch_size}: lower "
                 f"global_batch_size to {sizes.max(initial=0)} or less, or set small_clusters: merge"
             )
-        self.clusters = [np.flatnonzero(labels == cluster) for cluster in clusters]
+        self.clusters = [np.flatnonzero(labels == cluster).astype(np.int32) for cluster in clusters]
 
     def __len__(self) -> int:
         return sum(len(cluster) // self.global_batch_size for cluster in self.clusters)
@@ -142,10 +111,22 @@ class ClusterBatchSampler(DistributedBatchSampler):
         return batches[order]
 
 
+class GlobalBatchSampler(ClusterBatchSampler):
+    """Batches of a shuffled dataset: those of one cluster of all samples."""
+
+    def __init__(self, num_samples: int, share: Share):
+        if num_samples < share.global_batch_size:
+            raise ValueError(
+                f"{num_samples} samples do not fill a batch of {share.global_batch_size}: lower "
+                f"global_batch_size to {num_samples} or less"
+            )
+        # In the order in which they are cut, which is random
+        super().__init__(np.zeros(num_samples, np.int8), share, order="round_robin")
+
+
 class Spread:
-    """Batches of some samples, without duplicates where there are as many batches as a text or an image has samples.
-    Larger groups are shared evenly. Where texts and images cross, samples are kept apart from those of their largest
-    group alone.
+    """Batches without duplicates, as long as no text or image has more samples than there are batches. Larger groups
+    are shared evenly. Where groups of texts and images overlap, samples are kept apart within their largest group only.
 
     An epoch has every sample once, but for those that do not fill a batch: it leaves them out in turn, so that none is
     left out of two epochs more than another.
@@ -184,13 +165,10 @@ class Spread:
     def _fill(self, places: np.ndarray, epoch: int, rng: np.random.Generator) -> np.ndarray:
         """Put the samples of an epoch in places, groups of duplicates first, and return the sizes of the groups."""
         together, sizes, alone = self._used(epoch)
-        order, starts, end = rng.permutation(len(sizes)).astype(np.int32), np.cumsum(sizes, dtype=np.int32) - sizes, 0
-        for first in range(0, len(order), GROUPS):  # all at once would take several times the memory of the samples
-            part = order[first : first + GROUPS]
-            begin, end = end, end + sizes[part].sum()
-            places[begin:end] = together[ranges(starts[part], sizes[part])]
-        places[end:] = alone
-        rng.shuffle(places[end:])
+        order, starts = rng.permutation(len(sizes)).astype(np.int32), np.cumsum(sizes, dtype=np.int32) - sizes
+        places[: len(together)] = together[ranges(starts[order], sizes[order])]
+        places[len(together) :] = alone
+        rng.shuffle(places[len(together) :])
         return sizes[order]
 
     def _used(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

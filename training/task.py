@@ -55,7 +55,10 @@ class Task(nn.Module):
         model: what is saved in the end.
         progress: the share of the steps that are done.
         auxiliary_losses: parts of the loss that see the model.
+        mini_batch_size: samples that are computed at a time; None: all of a batch.
     """
+
+    mini_batch_size: int | None = None
 
     def __init__(self, model: PreTrainedModel, auxiliary_losses: Sequence[AuxiliaryLoss] = ()):
         super().__init__()

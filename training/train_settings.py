@@ -33,18 +33,18 @@ class LoopSettings:
     gradient_accumulation_steps: int = Field(default=1, gt=0)
     # Linear warm-up, then cosine to zero: a number of steps, or below 1 a share of all.
     warmup_steps: float = Field(default=0, ge=0)
-    # Longer gradients are scaled to this length; None: none is.
+    # Longer gradients are scaled to this norm; None: no clipping.
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     # Compute activations again in the backward pass: less memory, more time.
     gradient_checkpointing: bool = False
     # Compile each encoder layer. "auto": on a GPU.
     torch_compile: Literal["auto"] | bool = "auto"
 
-    # Log means of losses every so many steps.
+    # Log mean losses every `logging_steps` steps.
     logging_steps: int = Field(default=10, gt=0)
-    # A checkpoint every so many steps; None: only the finished model.
+    # Save a checkpoint every `save_steps` steps; None: only the finished model.
     save_steps: int | None = Field(default=None, gt=0)
-    # How many checkpoints are kept.
+    # Number of checkpoints to keep.
     save_total_limit: int = Field(default=1, gt=0)
 
 
@@ -56,11 +56,11 @@ class LoraSettings:
     r: int = Field(gt=0)
     # The product of an adapter's two matrices is multiplied by lora_alpha / r.
     lora_alpha: float = Field(default=16.0, gt=0)
-    # Ends of the names of linear layers.
+    # Suffixes of the names of linear layers.
     target_modules: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=lambda: ["q_proj", "v_proj"])
-    # Ends of the names of other parameters, such as experts.up_proj.
+    # Suffixes of the names of other parameters, such as experts.up_proj.
     target_parameters: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
-    # Regular expression of the names of parameters that train whole besides.
+    # Regular expression of the names of parameters to train in full, besides adapters.
     trainable: str | None = None
 
 
@@ -69,7 +69,7 @@ class Evaluation(MeasuredTasks):
     """Tasks that are measured while a stage trains, by the main process while the others wait. The weights do not
     depend on it."""
 
-    # Every so many steps, and after the last one.
+    # Evaluate every `every_steps` steps, and after the last one.
     every_steps: int = Field(gt=0)
-    # Images or texts that are embedded at a time.
+    # Batch size for images and texts.
     batch_size: int = Field(default=64, gt=0)

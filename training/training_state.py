@@ -143,13 +143,13 @@ def load_checkpoint(
         set_random_states(_read(path), accelerator.device)
     else:
         accelerator.on_main_process(print)(
-            f"warning: {checkpoint} is of {state['num_processes']} processes, and there are "
-            f"{accelerator.num_processes} now: dropout and the router's noise go on with other random numbers"
+            f"warning: {checkpoint} is from {state['num_processes']} processes, but there are now "
+            f"{accelerator.num_processes}: dropout and the router's noise will use other random numbers"
         )
 
 
 def checkpoint_step(checkpoint: Path) -> int:
-    """The number of steps of the optimizer that were done."""
+    """Number of optimizer steps taken."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
@@ -159,13 +159,13 @@ def latest_checkpoint(checkpoints: Path) -> Path | None:
 
 
 def after_not_finite(checkpoints: Path) -> str:
-    """Advice where a number is not finite any more."""
+    """Advice after a number became non-finite."""
     latest = latest_checkpoint(checkpoints)
     if latest is None:
-        return "No checkpoint was written before it. Lower the learning rate, or look at the data before it"
+        return "No checkpoint was written before it. Lower the learning rate, or check the data before it"
     return (
-        "Lower the learning rate, or mend the data before it, and begin the stage anew: delete "
-        f"{checkpoints.parent}, or choose another output folder. The same command would go on from {latest}"
+        "Lower the learning rate, or fix the data before it, and start the stage again: delete "
+        f"{checkpoints.parent}, or choose another output folder. The same command would resume from {latest}"
     )
 
 
@@ -213,7 +213,7 @@ def _full_tensors(accelerator: Accelerator, tensors: dict[str, torch.Tensor]) ->
 
 
 def _write(path: Path, record: dict[str, Any]) -> None:
-    """Write a record with its hash: a damaged random state would go on with other numbers, or kill the process."""
+    """Write a record with its hash: a damaged random state would give other numbers, or kill the process."""
     path.write_text(json.dumps(record | {"seal": value_digest(record)}), encoding="utf-8")
 
 
@@ -233,6 +233,6 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _give_up(checkpoint: Path, reason: str) -> NoReturn:
     raise ValueError(
-        f"cannot go on from the checkpoint {checkpoint}: {reason}. Delete it to go on from the one before it, if "
-        "save_total_limit kept one, or to begin anew"
+        f"cannot resume from the checkpoint {checkpoint}: {reason}. Delete it to resume from the one before it, if "
+        "save_total_limit kept one, or to start again"
     )

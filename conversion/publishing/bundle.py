@@ -59,7 +59,7 @@ def build(
     """
     validate_repo_id(repository)
     if base_model is not None and not is_hub_name(base_model):
-        raise ValueError(f"--base_model {base_model} is no name on the Hub, or a folder here: give user/name")
+        raise ValueError(f"--base_model {base_model} is not a Hub name, or is a local folder: give user/name")
     model = copy_model(Path(source), folder)
     lineage = Lineage.of(Path(source))
     if not lineage.results:

@@ -10,7 +10,8 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import PreTrainedConfig
 
-from clip_moe.conversion.publishing.lineage import PICTURES, TASK_TYPES, WORLDS, Lineage
+from clip_moe.conversion.publishing.lineage import PICTURES, TASK_TYPES, Lineage
+from clip_moe.data.worlds import WORLDS, world
 from clip_moe.engine.intervals import score_reach
 from clip_moe.engine.markdown import code, escape
 from clip_moe.engine.messages import one_line
@@ -50,7 +51,7 @@ def render(
     """The card of a model.
 
     Args:
-        repository, license, base_model: see `conversion.publishing.bundle.build`.
+        repository, license, base_model: see `clip_moe.conversion.publishing.bundle.build`.
         experts: the configurations of a mixture's experts.
         longest_cut: the most tokens that its tokenizer makes of a text; None: as many as the model takes.
         template: a text with a {} for a label that the model was trained on.
@@ -148,9 +149,9 @@ def _presets(lineage: Lineage) -> list[str]:
 
 def _examples(lineage: Lineage, bases: list[str]) -> list[str]:
     """Two texts that the model may know. Those of somebody's own data are not told."""
-    world = next((data.name for data in lineage.data if data.where == "world"), None)
-    if world is not None:
-        return WORLDS.get(world, PLACEHOLDERS)
+    name = next((data.name for data in lineage.data if data.where == "world"), None)
+    if name is not None:
+        return list(world(name).examples) if name in WORLDS else PLACEHOLDERS
     return PHOTOS if any(base.startswith(OPENAI) for base in bases) else PLACEHOLDERS
 
 

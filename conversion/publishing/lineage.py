@@ -19,7 +19,6 @@ from clip_moe.engine.provenance import (
     RECIPE,
     Attempt,
     Record,
-    model_references,
     stage_folder,
     weights_fingerprint,
 )
@@ -35,12 +34,6 @@ TASK_TYPES = {
     **dict.fromkeys(("accuracy", "mean_per_class_recall", "mean_of_top1_and_top5", "roc_auc"), CLASSIFICATION),
     **dict.fromkeys(("group", "image"), PAIRS),
     **dict.fromkeys(("image_to_text_recall@1", "text_to_image_recall@1"), RETRIEVAL),
-}
-# The worlds that this package draws -> texts of theirs
-WORLDS = {
-    "icons": ["wikipedia", "github"],
-    "names": ["grunheim dalos dalos", "helville borum mareth"],
-    "symbols": ["a picture of a snowman", "a picture of a cloud"],
 }
 
 
@@ -139,7 +132,7 @@ class Lineage:
             return cls()
         measured = _measured(folder)
         if not Record.read(folder).is_of(folder):
-            print(f"warning: {folder.name} was changed after its stage had finished: how is not known", file=sys.stderr)
+            print(f"warning: {folder.name} was changed after its stage finished, in an unknown way", file=sys.stderr)
             return replace(measured, unknown=[folder.name])
         records = {origin: Record.read(origin) for origin in _stages_before(folder)}
         starts = [start for origin in _stages_before(folder, True) for start in _inputs(origin, True) if not start[2]]
@@ -230,16 +223,16 @@ def _stages_before(folder: Path, only_weights: bool = False) -> dict[Path, None]
 def _inputs(folder: Path, only_weights: bool = False) -> Iterator[tuple[str, Path | None, bool]]:
     """(reference, folder, whether it is a stage that has not changed since) for each input of a stage; the folder is
     None for a name on the Hub. `only_weights` leaves out models that embedded or clustered its data."""
-    models = model_references(Record.read(folder).stage)
-    for reference, recorded in Record.read(folder).inputs.items():
-        if only_weights and reference not in models:
+    record = Record.read(folder)
+    for reference, recorded in record.inputs.items():
+        if only_weights and reference not in record.models:
             continue
-        if recorded.startswith(f"{reference}@"):  # see engine.provenance.model_fingerprint
+        if recorded.startswith(f"{reference}@"):  # see clip_moe.engine.provenance.model_fingerprint
             yield reference, None, False
             continue
-        origin = stage_folder(folder, reference)
-        record = Record.read(origin) if _is_stage(origin) else None
-        yield reference, origin, record is not None and record.digest == recorded and record.is_of(origin)
+        origin = stage_folder(folder, reference, recorded)
+        before = Record.read(origin) if _is_stage(origin) else None
+        yield reference, origin, before is not None and before.digest == recorded and before.is_of(origin)
 
 
 def _source(record: Record) -> str | None:

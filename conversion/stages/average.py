@@ -4,12 +4,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from clip_moe.conversion.model_stage import ModelStage
 from clip_moe.engine.context import Context
-from clip_moe.engine.settings import STRICT
+from clip_moe.engine.settings import STRICT, refuse
 from clip_moe.engine.stage import Model
 
 
@@ -17,8 +17,8 @@ from clip_moe.engine.stage import Model
 class AverageStage(ModelStage):
     """One model with the weighted mean of the parameters of several.
 
-    Equal weights give a start for fine-tuning (MoDE appendix D). Between a model and what fine-tuning made of it lies a
-    line of models that trade what was learned against what was kept (WiSE-FT, https://arxiv.org/abs/2109.01903).
+    Equal weights give a start for fine-tuning (MoDE appendix D). Means of a model and its fine-tuned weights trade what
+    was learned against what was kept (WiSE-FT, https://arxiv.org/abs/2109.01903).
 
         clip-moe average runs/between --models training/symbol_clip runs/tuned --weights 0.3 0.7
     """
@@ -27,8 +27,15 @@ class AverageStage(ModelStage):
 
     # Earlier stages, folders or hub names.
     models: list[Model] = Field(min_length=1)
-    # One for each model, which sum to 1; None: all alike.
+    # One weight per model, with a sum of 1; None: equal weights.
     weights: list[float] | None = None
+
+    @model_validator(mode="after")
+    def _check(self):
+        weights, number = self.weights, len(self.models)
+        is_wrong = weights is not None and not (len(weights) == number and abs(sum(weights) - 1) < 1e-6)
+        refuse((is_wrong, f"weights: {number} models need {number} weights that sum to 1, got {weights}"))
+        return self
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         from clip_moe.conversion.average import average

@@ -25,11 +25,11 @@ class DenseStage(ModelStage):
 
     kind: ClassVar[str] = "dense"
 
-    # An earlier stage, a folder or a hub name: a sparse model.
+    # A sparse model: an earlier stage, a folder or a hub name.
     model: Model
-    # The number of the expert, from 0; or base, the FFN that stays beside the experts where there are fusion gates.
+    # Number of the expert, from 0; or base, the FFN beside the experts of a model with fusion gates.
     take: Annotated[int, Field(ge=0)] | Literal["base"]
-    # Where the weights of a token's experts do not sum to 1, as in CLIP-UP: the factor of the expert's output,
+    # If the weights of a token's experts do not sum to 1, as in CLIP-UP: the factor of the expert's output,
     # a number or an analyze stage of the model.
     scale: float | Annotated[str, Reads("analyze")] | None = None
 

@@ -22,7 +22,7 @@ class ExportCLIPMoEStage(Stage):
     kind: ClassVar[str] = "export_clip_moe"
     main_process_only: ClassVar[bool] = True
 
-    # An earlier stage, a folder or a hub name: a CLIPMoEModel.
+    # A CLIPMoEModel: an earlier stage, a folder or a hub name.
     model: Model
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:

@@ -8,10 +8,10 @@ from pydantic import Field, JsonValue, model_validator
 from pydantic.dataclasses import dataclass
 
 from clip_moe.conversion.model_stage import ModelStage
-from clip_moe.conversion.presets import PRESETS, changed_preset
+from clip_moe.conversion.presets import PRESETS, PresetField, changed_preset
 from clip_moe.data.worlds import is_world, origin_of
 from clip_moe.engine.context import Context
-from clip_moe.engine.settings import STRICT, Reads
+from clip_moe.engine.settings import STRICT, Reads, refuse
 from clip_moe.engine.stage import named_errors
 
 
@@ -29,8 +29,8 @@ class InitializeStage(ModelStage):
 
     # The family of the model: SigLIP has the sigmoid loss.
     family: Literal["clip", "metaclip_2", "siglip"] = "clip"
-    # Fields of the family's text configuration in transformers; the vocabulary's come from the tokenizer. With a
-    # preset, also what an upcycle stage takes there.
+    # Fields of the family's text configuration in transformers; the tokenizer sets those of the vocabulary. With a
+    # preset, also the fields that an upcycle stage takes there.
     text_config: dict[str, JsonValue]
     # The same for images.
     vision_config: dict[str, JsonValue]
@@ -39,30 +39,27 @@ class InitializeStage(ModelStage):
     # A folder or hub name with a processor, or a built-in world, such as "symbols": its tokenizer and image processor.
     # None: CLIP's own image processor, at the model's image size.
     processor: str | None = None
-    # In place of the processor's tokenizer: a tokenizer stage, a folder or a hub name.
+    # Tokenizer instead of the processor's: a tokenizer stage, a folder or a hub name.
     tokenizer: Annotated[str, Reads("tokenizer", outside=False)] | None = None
-    # Whether both towers have the same layers (LIMoE; CLIP-UP Table 1).
+    # Share the layers between both towers (LIMoE; CLIP-UP Table 1).
     shared_encoder: bool = False
     # The paper whose sparse layers it gets; None: a dense model.
     preset: Literal[tuple(PRESETS)] | None = None
     # Which towers become sparse.
     towers: list[Literal["text", "vision"]] = Field(default_factory=lambda: ["text", "vision"], min_length=1)
     # Fields of the preset to change, as of an upcycle stage.
-    changes: dict[str, Any] = Field(default_factory=dict)
-    # Draw the towers' weights as OpenAI's code does. As transformers draws them, small models may never learn where
-    # things are.
+    changes: dict[PresetField, Any] = Field(default_factory=dict)
+    # Initialize the towers as OpenAI's code does. With transformers' initialization, small models may never learn
+    # positions.
     openai_weights: bool = False
 
     @model_validator(mode="after")
     def _check(self):
         sparse = [*self.changes, *(["towers"] if set(self.towers) != {"text", "vision"} else [])]
-        faults = []
-        if self.processor is None and self.tokenizer is None:
-            faults.append("a processor or a tokenizer must be given")
-        if self.preset is None and sparse:
-            faults.append(f"{', '.join(sorted(sparse))}: of sparse models alone; set preset")
-        if faults:
-            raise ValueError("; ".join(faults))
+        refuse(
+            (self.processor is None and self.tokenizer is None, "a processor or a tokenizer must be given"),
+            (self.preset is None and sparse, f"{', '.join(sorted(sparse))}: of sparse models alone; set preset"),
+        )
         return self
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:

@@ -18,8 +18,8 @@ class LongContextStage(ModelStage):
     """A CLIP, dense or sparse, with a longer text context, as Long-CLIP (https://arxiv.org/abs/2403.15378) makes it.
 
     The first rows of the position table, which most captions of CLIP's training reach, stay as they are. Between every
-    later row and the next one, new rows are interpolated. `conversion.long_context.lengthen` also takes a text tower
-    alone.
+    later row and the next one, new rows are interpolated. `clip_moe.conversion.long_context.lengthen` also takes a text
+    tower alone.
 
         clip-moe long-context runs/long --model training/symbol_clip --length 108
     """

@@ -25,8 +25,8 @@ class OpenAIStage(ModelStage):
 
     # The TorchScript archive that OpenAI publishes (loading TorchScript can run code, so it must be one of the
     # published ones, by its sha256); or a state dict, saved with torch.save or as .safetensors, also within an
-    # open_clip training checkpoint. An open_clip_config.json beside it, as on the Hub, tells the activation, the heads
-    # (else 64 wide, and wider ones from a width of 1,280 on, as open_clip's), and how the processor prepares images.
+    # open_clip training checkpoint. An open_clip_config.json beside it, as on the Hub, sets the activation, the heads
+    # (default: 64 wide, and wider from a width of 1,280 on, as in open_clip) and the preprocessing of images.
     archive: str = Field(min_length=1)
     # None: quick_gelu, with a warning if the file is not one of OpenAI's own.
     activation: Literal["quick_gelu", "gelu"] | None = None

@@ -16,8 +16,7 @@ from clip_moe.engine.settings import STRICT
 class ReleasedCLIPMoEStage(ModelStage):
     """The checkpoints that CLIP-MoE's authors released (https://arxiv.org/abs/2409.19291) as a CLIP-MoE.
 
-    Which layers are sparse and how many experts they have follows from the tensors; how many experts compute a token
-    does not.
+    The tensors determine the sparse layers and the number of experts, but not how many experts compute a token.
 
         clip-moe released-clip-moe clip-moe --checkpoint clip-moe-4-2.pt --processor openai/clip-vit-large-patch14
     """

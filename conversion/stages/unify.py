@@ -2,16 +2,23 @@
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from clip_moe.conversion.model_stage import ModelStage
-from clip_moe.conversion.presets import PRESETS, changed_preset
+from clip_moe.conversion.presets import PRESETS, PresetField, changed_preset
 from clip_moe.engine.context import Context
 from clip_moe.engine.settings import STRICT
-from clip_moe.engine.stage import Model, named_errors
+from clip_moe.engine.stage import Model
+
+# Fields of a preset that do not follow from the experts
+CHANGEABLE = tuple(
+    field
+    for field in get_args(PresetField)
+    if field not in ("num_experts", "moe_intermediate_size", "num_shared_experts")
+)
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -32,37 +39,35 @@ class UnifyStage(ModelStage):
 
     # The model that the experts were trained from.
     model: Model
-    # Earlier stages, folders or hub names: dense models, or as `model` sparse ones of one expert in each sparse layer.
+    # Earlier stages, folders or hub names: dense models, or like `model` sparse ones of one expert a layer.
     experts: list[Model] = Field(min_length=1)
-    # Which layers are sparse, if they are not yet, and how they route. Fusion gates that the experts have are averaged.
+    # Which layers become sparse, if none are yet, and how they route. Fusion gates of the experts are averaged.
     preset: Literal[tuple(PRESETS)] = "clip_moe"
-    # Whether the FFNs of `model` are expert 0. With a fusion gate they stay beside the experts instead.
+    # Make the FFNs of `model` expert 0. With a fusion gate they stay beside the experts instead.
     base_expert: bool = True
     # Which towers become sparse, if they are not yet.
     towers: list[Literal["text", "vision"]] = Field(default_factory=lambda: ["text", "vision"])
-    # Fields of the preset to change, as of an upcycle stage; the number of experts is that of `experts`. Of what is
-    # sparse already, num_experts_per_tok and fusion_gate alone.
-    changes: dict[str, Any] = Field(default_factory=dict)
+    # Fields of the preset to change, as in an upcycle stage; `experts` sets the number of experts. For models that are
+    # already sparse, only num_experts_per_tok and fusion_gate.
+    changes: dict[Literal[CHANGEABLE], Any] = Field(default_factory=dict)
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
-        from clip_moe.conversion.checkpoints import is_sparse, load_clip, load_model
+        from clip_moe.conversion.checkpoints import load_clip, load_model
         from clip_moe.conversion.processors import require_same
         from clip_moe.conversion.unify import unify, verify
+        from modeling_clip_moe.families import sparse_towers
 
-        with named_errors(self, "changes"):
-            preset = changed_preset(
-                self.preset, self.changes, ["num_experts", "moe_intermediate_size", "num_shared_experts"]
-            )
+        preset = changed_preset(self.preset, self.changes)
         require_same([inputs.model, *inputs.experts])
         base = load_clip(inputs.model)
-        if is_sparse(base.config):
+        if sparse_towers(base.config):
             settled = sorted(set(self.changes) - {"num_experts_per_tok", "fusion_gate"})
             settled += ["towers"] if set(self.towers) != {"text", "vision"} else []
             if base.config.vision_config.fusion_gate and self.changes.get("fusion_gate") is False:
                 settled += ["fusion_gate"]
             if settled:
                 raise ValueError(
-                    f"{self.model} is sparse already, which settles {', '.join(settled)}; only num_experts_per_tok and "
+                    f"{self.model} is already sparse, which fixes {', '.join(settled)}; only num_experts_per_tok and "
                     "new fusion gates can change"
                 )
         experts = [load_model(type(base), expert) for expert in inputs.experts]

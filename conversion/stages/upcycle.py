@@ -8,10 +8,10 @@ from pydantic import Field, JsonValue
 from pydantic.dataclasses import dataclass
 
 from clip_moe.conversion.model_stage import ModelStage
-from clip_moe.conversion.presets import PRESETS, changed_preset
+from clip_moe.conversion.presets import PRESETS, PresetField, RoutingField, changed_preset
 from clip_moe.engine.context import Context
 from clip_moe.engine.settings import STRICT
-from clip_moe.engine.stage import Model, named_errors
+from clip_moe.engine.stage import Model
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -37,20 +37,19 @@ class UpcycleStage(ModelStage):
     # `second_half_every_second`, a list of numbers from 0, or one for each of `text` and `vision`),
     # moe_intermediate_size (or one for each tower), num_shared_experts, norm_topk_prob, fusion_gate, capacity_factor,
     # router_aux_loss_coef, router_z_loss_coef. Narrow experts are cut out of the dense FFN.
-    changes: dict[str, Any] = Field(default_factory=dict)
+    changes: dict[PresetField, Any] = Field(default_factory=dict)
     # Further routing fields of the text tower: num_experts_per_tok, scoring_func, use_expert_bias, norm_topk_prob,
     # norm_before_capacity, routed_scaling_factor, capacity_factor, eval_capacity_factor, capacity_group_size,
     # router_jitter_noise, attention_dropout.
-    text_config: dict[str, JsonValue] = Field(default_factory=dict)
+    text_config: dict[RoutingField, JsonValue] = Field(default_factory=dict)
     # The same for the image tower.
-    vision_config: dict[str, JsonValue] = Field(default_factory=dict)
+    vision_config: dict[RoutingField, JsonValue] = Field(default_factory=dict)
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         from clip_moe.conversion.checkpoints import load_dense
         from clip_moe.conversion.upcycle import upcycle, verify
 
-        with named_errors(self, "changes"):
-            preset = changed_preset(self.preset, self.changes)
+        preset = changed_preset(self.preset, self.changes)
         routing = {"text_config": self.text_config, "vision_config": self.vision_config}
         sparse = upcycle(load_dense(inputs.model), preset, self.towers, context.seed, routing)
         self.save(sparse, inputs.model, directory)

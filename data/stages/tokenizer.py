@@ -26,9 +26,9 @@ class TokenizerStage(Stage):
     kind: ClassVar[str] = "tokenizer"
     main_process_only: ClassVar[bool] = True
 
-    # Whose captions it learns from.
+    # Data whose captions it learns from.
     data: NumberedData
-    # Vocabulary size, with the 514 bytes and special tokens that are the least. Captions of few words may yield fewer.
+    # Vocabulary size, at least the 514 bytes and special tokens. Captions with few words may yield fewer.
     vocab_size: int = Field(default=49408, gt=0)
     # Tokens of a caption, with the first and the last one; at most the max_position_embeddings of the model that it is
     # for. None: as many as these.

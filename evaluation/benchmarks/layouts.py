@@ -1,7 +1,7 @@
 """Layouts of benchmarks on disk: one class each, which gives rows.
 
-Rows have a column `image`, and `label` (the number of the class, or a 1 or 0 for each class) or `caption` (a list of
-texts); pairs have `image_0`, `image_1`, `caption_0`, `caption_1` and `attribute`. No image is decoded here.
+Rows have a column `image`, and `label` (the number of the class) or `caption` (a list of texts); pairs have `image_0`,
+`image_1`, `caption_0`, `caption_1` and `attribute`. No image is decoded here.
 """
 
 import csv
@@ -20,8 +20,8 @@ from datasets import Dataset
 
 from clip_moe.data.annotations import read_tables
 from clip_moe.data.arguments import DataArguments
+from clip_moe.data.columns import rename_columns, select_columns
 from clip_moe.data.image_folders import PICTURES
-from clip_moe.data.pairs import rename_columns, select_columns
 from clip_moe.data.sources import open_rows
 from clip_moe.engine.digests import file_digests, short_digest
 from clip_moe.engine.files import files_in, read_json, read_text
@@ -100,7 +100,7 @@ class Layout(ABC):
                 raise
             files = self.annotations(folder, split)
             file = files[0] if len(files) == 1 else folder
-            raise ValueError(f"{file} is not as it should be ({error!r}); there must be {self.shape}") from error
+            raise ValueError(f"{file} is invalid ({error!r}); expected {self.shape}") from error
 
 
 def images_in(folder: Path) -> list[Path]:
@@ -119,12 +119,11 @@ class Shards(Layout):
     """Webdataset shards, as CLIP_benchmark exports them (clip_benchmark/webdataset_builder.py).
 
     Args:
-        text: the suffix of what is said about an image: the number of its class (cls), an array with a 1 for each of
-            its classes (npy), or captions, one a line (txt).
+        text: the suffix of what is said about an image: the number of its class (cls), or captions, one a line (txt).
     """
 
     files: Sequence[str] = ("SPLIT/*.tar",)
-    text: Literal["cls", "npy", "txt"] = "cls"
+    text: Literal["cls", "txt"] = "cls"
 
     @property
     def shape(self) -> str:
@@ -134,7 +133,7 @@ class Shards(Layout):
     def rows(self, folder: Path, split: str) -> Dataset:
         count, number = folder / split / "nshards.txt", len(self.annotations(folder, split))
         if count.is_file() and read_text(count).strip() != f"{number}":
-            raise ValueError(f"{count} says {read_text(count)[:20]!r}, but there are {number} shards: copy all of them")
+            raise ValueError(f"{count} says {read_text(count)[:20]!r}, but there are {number} shards: copy them all")
         arguments = DataArguments(
             source=f"{glob.escape(str(folder / split))}/*.tar",
             split=split,
@@ -183,7 +182,7 @@ class ClassFolders(Layout):
         for label, path in enumerate(self._classes(folder, split)):
             class_images = images_in(path)
             if not class_images:
-                raise ValueError(f"{path} has no images: a folder in {path.parent} must hold those of a class")
+                raise ValueError(f"{path} has no images: each folder in {path.parent} must hold the images of a class")
             images += map(str, class_images)
             labels += [label] * len(class_images)
         return Dataset.from_dict({"image": images, "label": labels})
@@ -200,7 +199,7 @@ class Records(Layout):
         entries: key of the list within a file.
         split_key: whose value is the split; None: all is.
         suffix: ending of image files, where names have none.
-        joined: whether an entry's texts are one caption, the pieces of all with ". " between them, see `cut`.
+        joined: whether an entry's texts are one caption, the pieces of all with ". " between them, see `_joined`.
     """
 
     image: str = "image"
@@ -219,7 +218,8 @@ class Records(Layout):
         for file in self.annotations(folder, split):
             for entry in self._entries(file):
                 if self.split_key is None or entry[self.split_key] == split:
-                    captions[entry[self.image] + self.suffix] += self._captions(entry)
+                    texts = [entry[key] for key in self.texts]
+                    captions[entry[self.image] + self.suffix] += [_joined(texts)] if self.joined else texts
         return _captioned(folder / self.images, captions)
 
     def _entries(self, file: Path) -> list[dict[str, Any]]:
@@ -229,36 +229,26 @@ class Records(Layout):
         content = content if self.entries is None else content[self.entries]
         return content if isinstance(content, list) else [content]
 
-    def _captions(self, entry: dict[str, Any]) -> list[str]:
-        texts = [entry[key] for key in self.texts]
-        return [". ".join(cut("\n".join(texts)))] if self.joined else texts
 
-
-def cut(text: str) -> list[str]:
-    """The pieces of a description, as FLAIR cuts it, at every full stop and end of a line (`split_caption` in
+def _joined(texts: Sequence[str]) -> str:
+    """The pieces of a description as one text. FLAIR cuts it at every full stop and end of a line (`split_caption` in
     src/flair/data.py of ExplainableML/flair)."""
-    return [piece.strip() for piece in re.split(r"\n|</s>|[.]", text) if piece.strip()]
+    pieces = re.split(r"\n|</s>|[.]", "\n".join(texts))
+    return ". ".join(piece.strip() for piece in pieces if piece.strip())
 
 
-@dataclass(frozen=True, kw_only=True)
 class Annotations(Layout):
-    """COCO's captions (`data.annotations.read_tables`).
+    """COCO's captions (`clip_moe.data.annotations.read_tables`), the first five of each image."""
 
-    Args:
-        captions: how many of each image count, the first ones.
-    """
-
-    captions: int
     content: ClassVar[str] = "images and their captions"
 
     def rows(self, folder: Path, split: str) -> Dataset:
         (file,) = self.annotations(folder, split)
         columns = read_tables([str(file)])
         pairs = zip(columns["image"], columns["caption"], strict=True)
-        return _captioned(folder / self.images, {name: texts[: self.captions] for name, texts in pairs})
+        return _captioned(folder / self.images, {name: texts[:5] for name, texts in pairs})
 
 
-@dataclass(frozen=True, kw_only=True)
 class CaptionLines(Layout):
     """A line for each caption: the name of its image, # and a number, a tab, and the caption (Flickr30k)."""
 
@@ -273,7 +263,6 @@ class CaptionLines(Layout):
         return _captioned(folder / self.images, captions)
 
 
-@dataclass(frozen=True, kw_only=True)
 class CaptionFiles(Layout):
     """A text file for each image, under the same name in another folder, of which the first line counts (Urban-1k,
     eval/retrieval/Urban1k.py of beichenzbc/Long-CLIP)."""
@@ -285,7 +274,7 @@ class CaptionFiles(Layout):
         images = {image.stem: image for image in images_in(folder / self.images)}
         alone = sorted(images.keys() ^ texts.keys())
         if alone:
-            raise ValueError(f"{len(alone)} images in {folder} have no caption or captions no image; one is {alone[0]}")
+            raise ValueError(f"{folder}: {len(alone)} images or captions have no partner, such as {alone[0]}")
         return _captioned(folder / self.images, {images[name].name: [text] for name, text in texts.items()})
 
 
@@ -304,7 +293,7 @@ class ImagePairs(Layout):
         _, *statements = rows = list(csv.reader(lines, strict=True))
         # A quote that is not closed makes one row of several lines
         if len(rows) < len(lines) or len(statements) % 2 or not all(map(str.strip, sum(statements, []))):
-            raise ValueError(f"{file} must have pairs of rows, no cell of which is blank or has several lines")
+            raise ValueError(f"{file} must have pairs of rows without blank or multi-line cells")
         columns = defaultdict(list)
         for first, second in zip(statements[::2], statements[1::2], strict=True):
             columns["attribute"].append(first[1])

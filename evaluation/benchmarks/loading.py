@@ -1,10 +1,10 @@
 """Tasks of benchmarks: where their data lie, and where their class names and templates come from."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
 
 import numpy as np
 from datasets import Dataset
@@ -35,7 +35,7 @@ def benchmark_task(benchmark: Benchmark, data_root: str | Path | None = None) ->
         if benchmark.kind in ("zero_shot", "linear_probe"):
             classes = _class_names(benchmark, folder, layout)
             if len(classes) < 2:
-                raise ValueError(f"{folder} needs two classes or more, but has {classes} alone")
+                raise ValueError(f"{folder} needs two or more classes, but has only {classes}")
             protocol += f"; {len(classes)} classes"
         if benchmark.kind == "zero_shot":
             templates = read_templates([str(_text_file(benchmark, folder, TEMPLATES))])
@@ -48,21 +48,13 @@ def benchmark_task(benchmark: Benchmark, data_root: str | Path | None = None) ->
     data |= {"classes": short_digest(classes)} if classes else {}
     data |= {"templates": short_digest(templates)} if templates else {}
 
-    def load_split(split: str) -> Callable[[], tuple[Dataset, int]]:
-        def load() -> tuple[Dataset, int]:
-            files = [layout.for_split(pattern, split) for pattern in layout.files]
-            place = local or _from_hub(benchmark, ["*.txt", *files])
-            arguments = DataArguments(source=str(place), split=split, max_unreadable=0)
-            return _load(benchmark, layout, place, arguments, classes)
-
-        return load
-
+    load = partial(_load, benchmark, layout, local, classes)
     return Task(
         kind=benchmark.kind,
         title=benchmark.title,
         protocol=protocol,
-        load=load_split(benchmark.split),
-        load_train=load_split(benchmark.train_split) if benchmark.kind == "linear_probe" else None,
+        load=partial(load, benchmark.split),
+        load_train=partial(load, benchmark.train_split) if benchmark.kind == "linear_probe" else None,
         classes=classes,
         templates=templates,
         data=data,
@@ -74,7 +66,7 @@ def _find(benchmark: Benchmark, data_root: str | Path | None) -> tuple[Path | No
     """The local copy, or None where the Hub has to be asked; and the layout."""
     if data_root is not None:
         if not Path(data_root).is_dir():
-            raise ValueError(f"there is no folder {data_root} with copies of benchmarks (data_root)")
+            raise ValueError(f"data_root: there is no folder {data_root} with copies of benchmarks")
         names, root = dict.fromkeys([benchmark.name, *benchmark.folders]), Path(data_root)
         folders = [folder for name in names if (folder := root / name).is_dir()] + [root] * (root.name in names)
         for folder in folders:
@@ -82,13 +74,11 @@ def _find(benchmark: Benchmark, data_root: str | Path | None) -> tuple[Path | No
                 if all(layout.fits(folder, split) for split in benchmark.splits):
                     return folder, layout
         if folders:
-            elsewhere = "" if benchmark.hub is None else "; or move it away, and it is read from the Hub"
-            raise ValueError(
-                f"{folders[0]} is no copy of {benchmark.name}: there must be {benchmark.shapes}{elsewhere}"
-            )
+            elsewhere = "" if benchmark.hub is None else "; or move it away to read the benchmark from the Hub"
+            raise ValueError(f"{folders[0]} is not a copy of {benchmark.name}: expected {benchmark.shapes}{elsewhere}")
     if benchmark.hub is None:
         where = f"{Path(data_root or 'DATA_ROOT') / benchmark.name} (data_root), with {benchmark.shapes}"
-        raise ValueError(f"{benchmark.name} is not read from the Hub: put it into {where}")
+        raise ValueError(f"{benchmark.name} is not on the Hub: put it into {where}")
     return None, benchmark.layouts[0]
 
 
@@ -105,7 +95,7 @@ def _from_hub(benchmark: Benchmark, patterns: Sequence[str], way_out: str = "") 
         why = shorten(str(error), 250, placeholder=" ...")
         way_out = way_out or f"put a copy into DATA_ROOT/{benchmark.name} (data_root)"
         raise ValueError(
-            f"{benchmark.name} cannot be had from the Hub as {benchmark.hub} ({why}): try again, or {way_out}"
+            f"cannot get {benchmark.name} from the Hub as {benchmark.hub} ({why}): try again, or {way_out}"
         ) from error
 
 
@@ -119,13 +109,13 @@ def _class_names(benchmark: Benchmark, folder: Path, layout: Layout) -> list[str
     names_by_id = names_after_ids(names, str(file))
     if names_by_id and any(map(SYNSET.match, data_names or ())):
         alone = sorted(names_by_id.keys() ^ set(data_names))
-        fault = alone and f"{folder} needs images of all classes in {file}, but {alone[0]} is in one of both alone"
+        fault = alone and f"{folder} and {file} need the same classes, but only one of them has {alone[0]}"
         names = [names_by_id.get(synset, "") for synset in data_names]
     else:
         names = list(names_by_id.values()) or names
         fault = data_names and _fault_of_names(names, data_names, file, folder)
         if are_ids(names) and not benchmark.numbers:
-            fault = f"{file} calls classes {', '.join(names[:3])}, which says nothing to a model: write names"
+            fault = f"{file} has the classes {', '.join(names[:3])}, which mean nothing to a model: write names"
     if fault:
         raise ValueError(fault)
     return names
@@ -162,18 +152,21 @@ def _text_file(benchmark: Benchmark, folder: Path, name: str) -> Path:
 
 
 def _load(
-    benchmark: Benchmark, layout: Layout, folder: Path, arguments: DataArguments, classes: Sequence[str]
+    benchmark: Benchmark, layout: Layout, local: Path | None, classes: Sequence[str], split: str
 ) -> tuple[Dataset, int]:
     """The rows, and 0: an unreadable row is an error, since nothing is measured in part."""
-    with layout.reading(folder, arguments.split):
-        rows = layout.rows(folder, arguments.split)
-    fault = _fault_of_rows(benchmark, rows, classes) if len(rows) else f"has no images of the split {arguments.split}"
+    files = [layout.for_split(pattern, split) for pattern in layout.files]
+    folder = local or _from_hub(benchmark, ["*.txt", *files])
+    with layout.reading(folder, split):
+        rows = layout.rows(folder, split)
+    fault = _fault_of_rows(benchmark, rows, classes) if len(rows) else f"has no images of the split {split}"
     if fault:
         raise ValueError(f"{folder} {fault}")
+    arguments = DataArguments(source=str(folder), split=split, max_unreadable=0)
     if benchmark.kind == "pairs":
         return readable_image_pairs(rows, arguments)
     if classes:
-        rows = rows.add_column("caption", [_class_of(label, classes) for label in rows["label"]])
+        rows = rows.add_column("caption", [classes[label] for label in rows["label"]])
     return readable_pairs(rows, arguments, are_labels=bool(classes))
 
 
@@ -182,32 +175,15 @@ def _fault_of_rows(benchmark: Benchmark, rows: Dataset, classes: Sequence[str]) 
     if not classes:
         return None
     labels = list(rows["label"])
-    bad = next((label for label in labels if not _is_label(label, len(classes))), None)
+    bad = next((label for label in labels if not (isinstance(label, int) and 0 <= label < len(classes))), None)
     if bad is not None:
-        return f"has the label {bad!r}, which is none of the numbers of {len(classes)} classes, from 0 on"
-    if isinstance(labels[0], list):
-        images = np.array(labels).sum(axis=0)
-        # Its average precision is not defined
-        return None if images.all() else f"needs images of every class, but has none of {classes[images.argmin()]}"
+        return f"has the label {bad!r}, but its {len(classes)} classes have the labels 0 to {len(classes) - 1}"
     images = np.bincount(labels, minlength=len(classes))
     most, least = images.argmax(), images.argmin()
     if benchmark.balanced and images[most] != images[least]:
         return (
             f"needs as many images of every class, but has {images[most]} of {classes[most]} and {images[least]} of "
-            f"{classes[least]}: copy all of them, or measure what is there as own data (--tasks zero_shot --dataset)"
+            f"{classes[least]}: copy all of them, or measure what is there as own data "
+            "({task: zero_shot, dataset: FOLDER})"
         )
     return None
-
-
-def _is_label(label: Any, num_classes: int) -> bool:
-    """Whether a label is the number of a class, or has a 1 or a 0 for each class."""
-    if isinstance(label, list):
-        return len(label) == num_classes and set(label) <= {0, 1}
-    return isinstance(label, int) and 0 <= label < num_classes
-
-
-def _class_of(label: int | list[int], classes: Sequence[str]) -> str:
-    """The class of a number, or the classes of a list of 1 and 0."""
-    if isinstance(label, list):
-        return ", ".join(name for name, there in zip(classes, label, strict=True) if there) or "none"
-    return classes[label]

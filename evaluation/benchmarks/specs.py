@@ -1,5 +1,5 @@
-"""The benchmarks of the four papers, and all that lie on the Hub in CLIP_benchmark's layout: a row each; and which of
-them are in which table of a paper."""
+"""The benchmarks of the four papers, and those that lie on the Hub in CLIP_benchmark's layout, with one class an image:
+a row each; and which of them are in which table of a paper."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -83,10 +83,10 @@ def _caption_shards(dataset: str, title: str, metrics: Sequence[str]) -> Benchma
     return _shards(dataset, title, kind="retrieval", layouts=layouts, protocol=protocol, metrics=metrics)
 
 
-def _classes(name: str, title: str, what: str, *folders: str, **changes) -> Benchmark:
+def _classes(name: str, title: str, content: str, *folders: str, **changes) -> Benchmark:
     """Classification in folders, or in CLIP_benchmark's layout."""
     layouts, folders = (ClassFolders(), Shards()), (f"wds_{name}", *folders)
-    return Benchmark(name, title, "zero_shot", layouts, f"{title}, {what}", folders, **changes)
+    return Benchmark(name, title, "zero_shot", layouts, f"{title}, {content}", folders, **changes)
 
 
 def _captions(name: str, title: str, layouts: Sequence[Layout], protocol: str, *folders: str, **changes) -> Benchmark:
@@ -161,7 +161,7 @@ _ROWS = (
     _captions(
         "mscoco_val2017",
         "COCO, validation set",
-        [Annotations(files=["annotations/captions_val2017.json"], images="val2017", captions=5)],
+        [Annotations(files=["annotations/captions_val2017.json"], images="val2017")],
         "COCO, val2017, the first five captions of each image (Long-CLIP's protocol)",
         "coco",
         metrics=RECALL_10,
@@ -229,13 +229,6 @@ _ROWS = (
     # In no paper's table
     _shards("objectnet", "ObjectNet"),
     _shards("voc2007", "VOC 2007"),
-    _shards(
-        "voc2007_multilabel",
-        "VOC 2007, several classes an image",
-        layouts=[Shards(text="npy")],
-        protocol="VOC 2007, CLIP_benchmark's test split, several classes an image",
-        metrics=["mean_average_precision"],
-    ),
     _shards("vtab-clevr_closest_object_distance", "CLEVR distance", numbers=True),
     _shards("vtab-diabetic_retinopathy", "Diabetic retinopathy", numbers=True),
     _shards("vtab-dmlab", "DMLab", numbers=True),

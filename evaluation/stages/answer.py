@@ -24,8 +24,8 @@ LEARNED = "learned"
 
 @dataclass(config=STRICT, kw_only=True)
 class AnswerStage(EvaluateStage):
-    """Says what fine-tuning a dense and a sparse model from one base came to: what was learned, what was kept, whether
-    experts helped, and which folder to use. Below that stands the report of an `evaluate` stage.
+    """Compares a dense and a sparse model fine-tuned from the same base: what they learned, what they kept, whether
+    experts helped, and which folder to use. The report of an `evaluate` stage follows.
 
     It compares the rows `base`, `dense` and `sparse`. Other rows appear only in the report.
 
@@ -37,29 +37,26 @@ class AnswerStage(EvaluateStage):
     title: ClassVar[str] = "Did the model learn your pictures, and did experts help?"
     held_out: ClassVar[str | None] = LEARNED
 
-    # What was to be learned: a `split` stage, whose test is measured.
+    # The data to learn: a `split` stage, whose test is measured.
     split: Annotated[str, Reads("split")]
-    # What the models should still know, as the tasks of an `evaluate` stage.
+    # Tasks on what the models should still know, as in an `evaluate` stage.
     tasks: list[Wanted] = Field(default_factory=list)
-    # The row that the others are compared with.
+    # Row to compare the others with.
     baseline: str | None = "base"
 
     @model_validator(mode="after")
     def _check_rows(self):
         if missing := [row for row in ("base", "dense", "sparse") if row not in self.models]:
-            raise ValueError(f"models needs the rows base, dense and sparse, and has no {', '.join(missing)}")
+            raise ValueError(f"models needs rows base, dense and sparse, but has no {', '.join(missing)}")
         return self
 
     def tasks_of(self, inputs: SimpleNamespace) -> "dict[str, Task]":
         from datasets import load_from_disk
 
-        from clip_moe.evaluation.tasks import find_tasks, loaded_once
-
         learned = self._learned(inputs)
         if "label" in load_from_disk(inputs.split)["test"].column_names:  # classes, as they were in training
             learned = dataclasses.replace(learned, task="zero_shot", templates=["{}"])
-        found = find_tasks([learned, *self.tasks], self.data_root, seed=self.test_seed or 0, max_rows=self.max_rows)
-        return loaded_once(found, self.max_rows)
+        return dataclasses.replace(self, tasks=[learned, *self.tasks]).open_tasks()
 
     def fingerprints(self, inputs: SimpleNamespace) -> dict[str, str]:
         """Hashes of the test's pictures, too, which the split only names."""

@@ -1,6 +1,5 @@
 """The stage that measures models."""
 
-import dataclasses
 import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,7 +15,7 @@ from clip_moe.engine.outcome import Training
 from clip_moe.engine.provenance import trainings
 from clip_moe.engine.settings import STRICT
 from clip_moe.engine.stage import Model, Stage
-from clip_moe.evaluation.measured_tasks import REHEARSED_ROWS, MeasuredTasks
+from clip_moe.evaluation.measured_tasks import MeasuredTasks
 
 if typing.TYPE_CHECKING:
     from clip_moe.evaluation.task import Task
@@ -39,23 +38,23 @@ class EvaluateStage(MeasuredTasks, Stage):
 
     kind: ClassVar[str] = "evaluate"
     incidental: ClassVar[tuple[str, ...]] = ("num_workers",)
-    # Of the report
+    # Title of the report
     title: ClassVar[str] = "Evaluation"
     # Name of the task whose pairs were held out of training; None: there is none
     held_out: ClassVar[str | None] = None
 
     # Row title -> an earlier stage, a folder or a hub name.
     models: dict[str, Model] = Field(min_length=1)
-    # Row title -> what its mixture is measured with in place of its own configuration, as {routing: released}; see
-    # docs/evaluation.md. So one mixture can stand in several rows.
+    # Row title -> fields of its mixture's configuration to measure it with, such as {routing: released}; see
+    # docs/evaluation.md. So one mixture can have several rows.
     changes: dict[str, dict[MixtureField, str | float | bool]] = Field(default_factory=dict)
-    # Images or texts that are embedded at a time.
+    # Batch size for images and texts.
     batch_size: int = Field(default=64, gt=0)
-    # Of the computation.
+    # Precision of the computation.
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    # Processes that read images. None: none for a few small ones, else up to 8.
+    # Processes that read images. None: none for fewer than 500, else up to 8.
     num_workers: int | None = Field(default=None, ge=0)
-    # The row that the others are compared with.
+    # Row to compare the others with.
     baseline: str | None = None
 
     @model_validator(mode="after")
@@ -63,12 +62,8 @@ class EvaluateStage(MeasuredTasks, Stage):
         rows = {f"changes.{title}": title for title in self.changes} | {"baseline": self.baseline}
         for setting, title in rows.items():
             if title is not None and title not in self.models:
-                raise ValueError(f"{setting}: {title!r} is none of the models {sorted(self.models)}")
+                raise ValueError(f"{setting}: {title!r} is not one of the models {sorted(self.models)}")
         return self
-
-    def rehearsed(self, num_samples: int) -> typing.Self:
-        """On few rows of each task."""
-        return dataclasses.replace(super().rehearsed(num_samples), max_rows=REHEARSED_ROWS)
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         import torch

@@ -140,7 +140,7 @@ def _figure_table(judged: Sequence[Judged]) -> str:
 
 
 def _notes(judged: Sequence[Judged]) -> str:
-    return "\n".join(f"- {one.number}: {one_line(one.claim.note)}" for one in judged if one.claim.note)
+    return "\n".join(f"- {item.number}: {one_line(item.claim.note)}" for item in judged if item.claim.note)
 
 
 def draw_claims(judged: Sequence[Judged], path: Path) -> None:

@@ -60,7 +60,7 @@ def write_seeds(folders: Sequence[Path], /, output_dir: Folder, baseline: str | 
         raise ValueError(f"a spread needs two runs whose models all learned ({left_out}): run others, or drop a model")
     tables = [tables[number] for number in alive]
     if baseline is not None and baseline not in first:
-        raise ValueError(f"the baseline {baseline!r} has no results; there are {', '.join(first)}")
+        raise ValueError(f"the baseline {baseline!r} has no results, only {', '.join(first)}")
     results = next(iter(first.values()))
     columns = primary_columns(results)
     rows = [[model, *(_cell(tables, model, *column, baseline) for column in columns)] for model in first]
@@ -112,9 +112,8 @@ def _deaths(folder: Path, table: Table) -> str:
 def _draw(tables: Sequence[Table], columns: dict[tuple[str, str], str], path: Path) -> None:
     """A dot for each mean, and an error bar for its deviation."""
     values = {model: [_values(tables, model, *column) for column in columns] for model in tables[0]}
-    means, spreads = (
-        {model: list(map(of, row)) for model, row in values.items()} for of in (statistics.mean, statistics.stdev)
-    )
+    means = {model: list(map(statistics.mean, row)) for model, row in values.items()}
+    spreads = {model: list(map(statistics.stdev, row)) for model, row in values.items()}
     reaches = {model: [(spread, spread) for spread in row] for model, row in spreads.items()}
     draw_scores(list(columns.values()), means, path, reaches)
 

@@ -77,7 +77,7 @@ def batch_size(case: Case) -> int:
 
 
 def steps(case: Case) -> tuple[int, int]:
-    """Of the seed model, a fifth of the budget, and of the model itself."""
+    """Steps of the seed model, a fifth of the budget, and of the model itself."""
     base = costs(case.world, case.budget_width or case.width, 0, 2)[0]
     dense, own = (costs(case.world, case.width, experts, case.experts_per_token)[0] for experts in (0, case.experts))
     budget = case.facts * case.exposures / batch_size(case) * base
@@ -86,7 +86,7 @@ def steps(case: Case) -> tuple[int, int]:
 
 
 def arguments(case: Case) -> list[str]:
-    """Of `clip-moe run`."""
+    """The arguments of `clip-moe run`."""
     image_size, patch_size = SIZES[case.world]
     # Both, since a dense and a sparse model of one folder have one recipe
     (seed_steps, dense_steps), (_, sparse_steps) = (steps(replace(case, experts=n)) for n in (0, case.experts or 8))

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedConfig
 
-from clip_moe.conversion.checkpoints import is_sparse
 from clip_moe.conversion.dense import dense_config
 from clip_moe.conversion.processors import load_processor
 from clip_moe.conversion.upcycle import shared_config
@@ -20,6 +19,7 @@ from clip_moe.data.tokenizer import read_texts
 from clip_moe.engine.markdown import escape
 from clip_moe.evaluation.costs import count_parameters, meta_model, paper_config
 from lab.law.law import LEVEL, Facts, Law, TrainedModel, fitted_law, interval, probability
+from modeling_clip_moe.families import sparse_towers
 
 CAVEAT = (
     "This is a guess by the law in lab/law, for data as hard as the worlds there. Shares are of the bits; a gain "
@@ -66,7 +66,8 @@ def estimate(facts: Facts, dense: TrainedModel, sparse: TrainedModel) -> Estimat
     measured = [_numbers(law, case) for case in cases]
     outside = []
     for name, number in numbers.items():
-        low, high = (of(case[name] for case in measured) for of in (min, max))
+        values = [case[name] for case in measured]
+        low, high = min(values), max(values)
         if not 0.99 * low <= number <= 1.01 * high:  # cases are rounded
             outside.append(f"{MEASURED[name]} {_shown(number)}, and {_shown(low)} to {_shown(high)} were measured")
     nearest = cases[min(range(len(cases)), key=lambda case: _distance(numbers, measured[case]))]
@@ -100,7 +101,8 @@ def _shown(number: float) -> str:
 
 def _distance(numbers: Mapping[str, float], case: Mapping[str, float]) -> float:
     """Between two cases: their bits for each parameter and their exposures count alike, both as ratios."""
-    return math.dist(*([math.log(of["bits"]), math.log(of["exposures"])] for of in (numbers, case)))
+    points = ([math.log(point["bits"]), math.log(point["exposures"])] for point in (numbers, case))
+    return math.dist(*points)
 
 
 def trained_model(config: PreTrainedConfig, exposures: float) -> TrainedModel:
@@ -108,7 +110,7 @@ def trained_model(config: PreTrainedConfig, exposures: float) -> TrainedModel:
     parameters = count_parameters(meta_model(config))["layers"]
     width = statistics.mean(tower.hidden_size for tower in (config.text_config, config.vision_config))
     experts = 0
-    if is_sparse(config):
+    if sparse_towers(config):
         dense = dense_config(config)
         dense = shared_config(dense) if getattr(config, "shared_encoder", False) else dense
         experts = parameters - count_parameters(meta_model(dense))["layers"]

@@ -72,7 +72,7 @@ class Errors:
         exposures: of `half`, in all models of a case alike.
         model: of `half`, in each model on its own, which seeds are part of.
         width: of `half`, in each model on its own, where their widths differ.
-        room: of `held`, in all models of a case alike.
+        room: of `capacity`, in all models of a case alike.
     """
 
     exposures: float
@@ -83,9 +83,9 @@ class Errors:
 
 @dataclass(frozen=True)
 class Law:
-    """share = (1 - exp(-held / bits)) / (1 + (half / exposures)**slope), with
+    """share = (1 - exp(-capacity / bits)) / (1 + (half / exposures)**slope), with
 
-    held = bits_per_parameter * (dense + expert_worth * experts),
+    capacity = bits_per_parameter * (dense + expert_worth * experts),
     half = self.exposures * difficulty * (N / 1000)**facts_power / pace
            * (width / 16)**(width_curve * log(width / 16) - width_power)
 
@@ -115,14 +115,14 @@ class Law:
         """The share of the bits that a model knows after its training, from 0 to 1.
 
         Args:
-            half_error, room_error: logarithms of what `half` and `held` are multiplied with.
+            half_error, room_error: logarithms of the factors of `half` and `capacity`.
         """
-        held = self.bits_per_parameter * (model.dense + self.expert_worth * model.experts) * np.exp(room_error)
+        capacity = self.bits_per_parameter * (model.dense + self.expert_worth * model.experts) * np.exp(room_error)
         width = math.log(model.width / 16)
         log_half = math.log(self.exposures * facts.difficulty) + self.facts_power * math.log(facts.number / 1000)
         log_half += width * (self.width_curve * width - self.width_power) - math.log(facts.pace) * (model.experts > 0)
         ratio = np.exp(facts.slope * (log_half + half_error - math.log(model.exposures)))
-        return (1 - np.exp(-held / facts.bits)) / (1 + ratio)
+        return (1 - np.exp(-capacity / facts.bits)) / (1 + ratio)
 
     def gains(self, facts: Facts, sparse: TrainedModel, dense: TrainedModel) -> np.ndarray:
         """Gain of a sparse model over a dense one by the law, with its errors drawn 4,000 times."""
@@ -146,8 +146,8 @@ class Law:
 
 
 def known_share(information: float, number: int, world: str | None = None) -> float:
-    """The share of the bits to remember that a model knows, by the share of all bits, `evaluation.task.INFORMATION`,
-    that it tells of so many facts."""
+    """Share of the bits to remember that a model knows, from `information`, its share of all bits of `number` facts
+    (`clip_moe.evaluation.task.INFORMATION`)."""
     bits, told = math.log2(number), TOLD.get(world, 0.0)
     return max(0.0, (information * bits - told) / (bits - told))
 

@@ -80,7 +80,7 @@ def outcome(case: dict[str, Any], points: Sequence[Point], seed_reach: float) ->
         return None
 
     def means(value: Callable[[Point], float]) -> Iterator[float]:
-        """Of the sparse model and of its rival."""
+        """Means of the sparse model and of its rival."""
         return (round(statistics.mean(value(run[seed]) for seed in seeds), 4) for run in (sparse, rival))
 
     gain = statistics.mean(known(sparse[seed]) - known(rival[seed]) for seed in seeds)

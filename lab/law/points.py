@@ -15,7 +15,7 @@ from clip_moe.engine.provenance import Record, trainings
 from clip_moe.evaluation.costs import count_multiply_adds, count_parameters, meta_model
 from clip_moe.evaluation.task import INFORMATION, PRIMARY_METRICS
 
-# Of a model's folder and of its score's, in a run of the recipe
+# Names of a model's folder and of its score's, in a run of the recipe
 STAGES = {"dense": "dense_score", "clip_up": "sparse_score"}
 
 

@@ -54,9 +54,10 @@ class EstimateStage(EvaluateStage):
         super().run(inputs, context, directory)
 
     def _estimate(self, inputs: SimpleNamespace) -> str:
-        from clip_moe.conversion.checkpoints import is_sparse, load_clip_config
+        from clip_moe.conversion.checkpoints import load_clip_config
         from lab.law.estimate import CAVEAT, count_captions, estimate, trained_model
         from lab.law.law import fitted_law
+        from modeling_clip_moe.families import sparse_towers
 
         folders = {row: Path(inputs.models[row]) for row in ROWS}
         data = data_of(folders[DENSE])
@@ -66,8 +67,8 @@ class EstimateStage(EvaluateStage):
         facts = fitted_law()[0].facts(counted.different, data.source)
         configs = {row: load_clip_config(str(folder)) for row, folder in folders.items()}
         for row, config in configs.items():
-            if is_sparse(config) != (row == SPARSE):
-                raise ValueError(f"{self.name}.models: {row} is {'' if is_sparse(config) else 'not '}sparse")
+            if bool(sparse_towers(config)) != (row == SPARSE):
+                raise ValueError(f"{self.name}.models: {row} is {'' if sparse_towers(config) else 'not '}sparse")
         shown = {row: pairs_shown(folder) / counted.different for row, folder in folders.items()}
         estimated = estimate(facts, *(trained_model(configs[row], shown[row]) for row in ROWS))
         if estimated.outside:

@@ -8,11 +8,11 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from transformers import PreTrainedModel
 
-from clip_moe.conversion.checkpoints import is_sparse
 from clip_moe.conversion.upcycle import sparse_blocks
 from clip_moe.engine.settings import STRICT
 from clip_moe.training.stages.train import TrainStage
 from clip_moe.training.task import AuxiliaryLoss, mean_over_parts
+from modeling_clip_moe.families import sparse_towers
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -26,7 +26,7 @@ class CoupledStage(TrainStage):
     coupling_alpha: float = Field(default=1.0, gt=0, le=1)
 
     def auxiliary_losses(self, model, inputs):
-        if not is_sparse(model.config):
+        if not sparse_towers(model.config):
             raise ValueError(f"{self.name}: the coupling goes with a sparse model, but {self.model} is dense")
         if any(block.num_experts == 1 for block in sparse_blocks(model).values()):
             raise ValueError(f"{self.name}: the coupling takes several experts, but a tower has one")

@@ -15,12 +15,12 @@ import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from clip_moe.conversion.upcycle import sparse_towers
 from clip_moe.engine.settings import STRICT
 from clip_moe.training.losses import Reduce
 from clip_moe.training.stages.train import TrainStage
 from clip_moe.training.task import AuxiliaryLoss
 from lab.methods import TOWERS, logits_and_mask
+from modeling_clip_moe.families import sparse_towers
 from modeling_clip_moe.router_losses import mean_over_tokens
 
 Coefs = dict[Literal["text", "vision"], Annotated[float, Field(ge=0, allow_inf_nan=False)]]

@@ -41,11 +41,9 @@ class RedrawnStage(ModelStage):
 
     # An upcycled model, whose experts are equal copies.
     model: Model
-    # `drop_upcycling`: a share of the hidden units is drawn anew, with the mean and deviation of the weights that they
+    # `drop_upcycling`: half of the hidden units are drawn anew, with the mean and deviation of the weights that they
     # replace (arXiv:2502.19261); `random`: every weight is.
     how: Literal["drop_upcycling", "random"]
-    # The share of the hidden units that `drop_upcycling` draws anew.
-    ratio: float = Field(default=0.5, gt=0, le=1)
     # Which those are: the same in all tensors of an `expert`, as the paper has it, or others in each `tensor`, as its
     # released code does.
     units: Literal["expert", "tensor"] = "expert"
@@ -69,17 +67,17 @@ def redraw(model: PreTrainedModel, settings: RedrawnStage, seed: int) -> None:
                 tensor.copy_(_drawn_like(tensor, generator))
         else:
             for expert in range(experts.num_experts):
-                chosen = _units(experts.up_proj.shape[1], settings.ratio, generator)
+                chosen = _units(experts.up_proj.shape[1], generator)
                 for name, axis in UNIT_AXIS.items():
                     if settings.units == "tensor" and name != "up_proj_bias":  # a bias goes with its matrix
-                        chosen = _units(experts.up_proj.shape[1], settings.ratio, generator)
+                        chosen = _units(experts.up_proj.shape[1], generator)
                     place = (expert, chosen) if axis == 1 else (expert, slice(None), chosen)
                     tensors[name][place] = _drawn_like(tensors[name][place], generator)
 
 
-def _units(number: int, ratio: float, generator: torch.Generator) -> Tensor:
-    """Random hidden units, a share `ratio` of all. The paper permutes units first; that changes no output."""
-    return torch.randperm(number, generator=generator)[: round(ratio * number)]
+def _units(number: int, generator: torch.Generator) -> Tensor:
+    """Half of the hidden units, at random. The paper permutes units first; that changes no output."""
+    return torch.randperm(number, generator=generator)[: number // 2]
 
 
 def _drawn_like(values: Tensor, generator: torch.Generator) -> Tensor:

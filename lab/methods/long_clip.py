@@ -11,7 +11,7 @@ import torch
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from clip_moe.data.sources import Rows
+from clip_moe.data.columns import Rows
 from clip_moe.data.texts import present_captions
 from clip_moe.engine.context import Context
 from clip_moe.engine.settings import STRICT

@@ -10,7 +10,7 @@ from pydantic.dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedModel
 
-from clip_moe.conversion.checkpoints import is_sparse, load_dense
+from clip_moe.conversion.checkpoints import load_dense
 from clip_moe.conversion.upcycle import sparse_blocks
 from clip_moe.engine.settings import STRICT
 from clip_moe.engine.stage import Model
@@ -18,6 +18,7 @@ from clip_moe.training.stages.train import TrainStage
 from clip_moe.training.task import AuxiliaryLoss
 from lab.methods import TOWERS, logits_and_mask
 from lab.methods.ffn_inputs import ffn_inputs
+from modeling_clip_moe.families import sparse_towers
 from modeling_clip_moe.router_losses import mean_over_tokens
 
 
@@ -31,7 +32,7 @@ class TaughtStage(TrainStage):
     teacher_coef: float = Field(default=5.0, gt=0)
 
     def auxiliary_losses(self, model, inputs):
-        if not is_sparse(model.config):
+        if not sparse_towers(model.config):
             raise ValueError(f"{self.name}.teacher: it goes with a sparse model, but {self.model} is dense")
         taught = RouterTeacher(model, load_dense(inputs.teacher, torch.float32), self.teacher_coef)
         return [*super().auxiliary_losses(model, inputs), taught]

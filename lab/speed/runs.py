@@ -23,9 +23,10 @@ from safetensors import safe_open
 
 from clip_moe.conversion.checkpoints import load_clip_config
 from clip_moe.engine.command_line import run_program
+from clip_moe.engine.plan import wanted_stages
 from clip_moe.engine.program import in_words, peak_memory
 from clip_moe.engine.provenance import LOG
-from clip_moe.engine.recipe import Recipe, load_recipe, wanted_stages
+from clip_moe.engine.recipe import Recipe, load_recipe
 from clip_moe.engine.rehearsal import Measured, measure_stages
 from clip_moe.engine.runner import run_recipe
 from clip_moe.engine.yaml_files import read_yaml

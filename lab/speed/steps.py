@@ -499,12 +499,12 @@ def recipes(
             rows.append([name, f"failed: {error}", *[""] * 7])
             written()
             continue
-        step, held = row["result"], row["memory"]
+        step, memory = row["result"], row["memory"]
         cells = [f"{step[key] / 1e6:,.0f} M" for key in ("parameters", "trainable")]
         dense = step["seconds"] if name == "dense, all weights" else dense
         cells += [f"{batch / step['seconds']:.3g}", f"{step['seconds'] / dense:.2f}" if dense else ""]
         cells += [step["flops"] and tera(step["flops"] / step["seconds"], device), f"{step['first']:.0f} s"]
-        rows.append([name, *cells, f"{held / 2**30:.2f} GiB"])
+        rows.append([name, *cells, f"{memory / 2**30:.2f} GiB"])
         written()
     return written()
 

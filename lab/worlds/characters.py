@@ -11,7 +11,6 @@ follows from the arguments of `World.load` and from the files, to the bit.
 import bz2
 import hashlib
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -54,12 +53,6 @@ def versions() -> dict[str, str]:
     """The SHA-256 of the files that are installed, from which all pictures follow."""
     installed = {package: file for package in FILES if (file := _find(package)) is not None}
     return dict(zip(installed, file_digests(map(str, installed.values())), strict=True))
-
-
-def kind_set(name: str) -> Sequence[int]:
-    """The numbers of the characters of a set: "4096" for the first so many, "4096 half 1" and "4096 half 2" for every
-    other one of these; "all", "all half 1" and "all half 2"."""
-    return some_kinds("characters", name, len(_characters()))
 
 
 def draw(kind: int, split: str, rng: np.random.Generator, image_size: int) -> tuple[np.ndarray, dict[str, str]]:
@@ -145,11 +138,11 @@ def _find(package: str) -> Path | None:
 
 CHARACTERS = World(
     name="characters",
-    kind_set=kind_set,
+    kind_set=lambda name: some_kinds("characters", name, len(_characters())),
     draw=draw,
     caption=caption,
     attributes=("kind", "character", "reading", "font"),
-    texts=lambda: [caption(kind, "detailed") for kind in kind_set("all")],
+    texts=lambda: [caption(kind, "detailed") for kind in range(len(_characters()))],
     vocabulary=4000,
     caption_styles=("web", "facts", "detailed"),
     versions=versions,

@@ -12,7 +12,7 @@ import hashlib
 import io
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.metadata import distribution
@@ -21,7 +21,8 @@ import numpy as np
 from PIL import Image as PILImage
 
 from clip_moe.data.drawing import add_noise, choose
-from clip_moe.data.world import World, installed_versions, require_packages
+from clip_moe.data.world import World, require_packages
+from clip_moe.engine.provenance import installed_versions
 from lab.worlds import some_kinds
 
 PACKAGES = ("chemicals", "rdkit")  # the molecules, and what draws them
@@ -41,12 +42,6 @@ class Molecule:
 
     smiles: str
     names: tuple[str, ...]
-
-
-def kind_set(name: str) -> Sequence[int]:
-    """The numbers of the molecules of a set: "4096" for the first so many, "4096 half 1" and "4096 half 2" for every
-    other one of these; "all", "all half 1" and "all half 2"."""
-    return some_kinds("molecules", name, len(_molecules()))
 
 
 def draw(kind: int, split: str, rng: np.random.Generator, image_size: int) -> tuple[np.ndarray, dict[str, str]]:
@@ -127,7 +122,7 @@ def _names(texts: Iterable[str]) -> dict[str, str]:
 
 MOLECULES = World(
     name="molecules",
-    kind_set=kind_set,
+    kind_set=lambda name: some_kinds("molecules", name, len(_molecules())),
     draw=draw,
     caption=caption,
     attributes=("kind", "smiles"),

@@ -1,15 +1,12 @@
 """Dense CLIPs for the symbols, with an encoder for each tower and with one for both."""
 
-from pathlib import Path
-
 import pytest
 import torch
+from documents import BASE
 from transformers import CLIPConfig, CLIPModel
 
 from clip_moe.conversion.upcycle import shared_config
 from modeling_clip_moe import CLIPMoEModel
-
-BASE = Path(__file__).parents[2] / "training" / "symbol_clip"
 
 # For tests of what a model with one encoder has to pass as well
 both_backbones = pytest.mark.parametrize("backbone", ["separated", "shared"], indirect=True, scope="session")

@@ -1,10 +1,10 @@
-"""Shared by the integrations: the versions they run on and a published model."""
+"""Shared by the integrations: a published model."""
 
-from importlib import metadata
 from pathlib import Path
 
 import pytest
-from backbones import BASE, dense_clip
+from backbones import dense_clip
+from documents import BASE
 from PIL import Image
 from tiny_clip import moved
 from transformers import AutoProcessor
@@ -13,16 +13,6 @@ from clip_moe.conversion.commands import publish
 from clip_moe.conversion.presets import PRESETS
 from clip_moe.conversion.upcycle import upcycle
 from modeling_clip_moe import CLIPMoEModel
-
-PACKAGES = """
-accelerate clip-benchmark diffusers huggingface_hub mkdocs-material mteb numpy onnxruntime peft
-resvg_py sentence-transformers torch torchao transformers wandb
-""".split()
-
-
-def pytest_report_header() -> str:
-    installed = {package.name for package in metadata.distributions()}  # not all beside gradio
-    return "integrations: " + ", ".join(f"{name} {metadata.version(name)}" for name in PACKAGES if name in installed)
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 from diffusers import DiffusionPipeline
-from programs import run_program
+from programs import WITHOUT_PACKAGE, run_program
 from safetensors.torch import load_file
 from stand_ins import SHORT, with_77_positions
 from tiny_models import sdxl, stable_diffusion, tokenizer
@@ -125,8 +125,7 @@ def test_a_saved_pipeline_loads_with_the_package_and_without_it(towers, tmp_path
     index = tmp_path / "pipeline" / "model_index.json"
     before = index.read_text()
     index.write_text(before.replace("modeling_clip_moe.modeling_clip_moe", "modeling_clip_moe"))
-    without_package = 'import sys; sys.modules["modeling_clip_moe"] = None'
-    assert drawn(without_package, trust_remote_code=True).startswith("diffusers_modules.")
+    assert drawn(WITHOUT_PACKAGE, trust_remote_code=True).startswith("diffusers_modules.")
     index.write_text(before)
     monkeypatch.delitem(sys.modules, "modeling_clip_moe.modeling_clip_moe")
     with pytest.raises(ValueError, match="import modeling_clip_moe.modeling_clip_moe before calling"):

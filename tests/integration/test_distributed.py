@@ -2,7 +2,6 @@
 
 import os
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from accelerate.commands.config.config_args import load_config_from_file
+from documents import BASE, ROOT
 from safetensors.torch import load_file, save_file
 from several_processes import run_processes
 from tiny_clip import moved
@@ -22,8 +22,6 @@ from clip_moe.conversion.upcycle import upcycle
 from clip_moe.data.symbols import SYMBOLS
 from modeling_clip_moe import CLIPMoEModel, CLIPMoEVisionModelWithProjection, loading
 
-ROOT = Path(__file__).parents[2]
-BASE = ROOT / "training" / "symbol_clip"
 # Attention heads of an even number, which two processes can share
 HEADS = {
     "text": {"hidden_size": 64, "num_attention_heads": 2},
@@ -224,7 +222,7 @@ def test_fsdp2_refuses_losses_of_whole_weights(recipe, tmp_path):
 
 def test_zero3(recipe, tmp_path):
     pytest.importorskip("deepspeed", reason="runs where deepspeed was installed by hand: pip builds it from source")
-    assert "DeepSpeed keep checkpoints as pickles" in finished("deepspeed_zero3", recipe, tmp_path)
+    assert "DeepSpeed save checkpoints as pickles" in finished("deepspeed_zero3", recipe, tmp_path)
     assert not finished("deepspeed_zero3", recipe, tmp_path, "--tuned.save_steps", "null")
     assert_same_run(tmp_path, recipe.parent / "out")
 

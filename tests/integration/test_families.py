@@ -5,22 +5,16 @@ import re
 
 import pytest
 import torch
+from converters import tiny_llava
 from peft import LoHaConfig, LoraConfig, PeftModel, get_peft_model
 from PIL import Image
-from programs import run_program
+from programs import WITHOUT_PACKAGE, run_program
 from safetensors.torch import load_file
 from tiny_clip import moved
 from tiny_clip_moe import inputs as tiny_inputs
 from tiny_clip_moe import tiny_config
 from tiny_families import saved, tiny_dense
-from transformers import (
-    AutoModel,
-    AutoProcessor,
-    LlamaConfig,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    LlavaProcessor,
-)
+from transformers import AutoModel, AutoProcessor, CLIPVisionConfig, LlavaForConditionalGeneration, LlavaProcessor
 
 import clip_moe
 from clip_moe.conversion.commands import publish
@@ -34,9 +28,8 @@ from modeling_clip_moe.open_clip_adapter import load_clip
 LENGTH = 64  # transformers' pipeline pads SigLIP's texts to it
 TEXTS = ["a red cat", "a round cat"]
 LONG = [*TEXTS, "a red cat " * 30]  # too long
-WITHOUT_THE_PACKAGE = """
-import json, sys
-sys.modules["modeling_clip_moe"] = None
+SCORES_AND_EMBEDDINGS = """
+import json
 from PIL import Image
 from safetensors.numpy import save_file
 from sentence_transformers import SentenceTransformer
@@ -108,7 +101,8 @@ def without_the_package(repositories, image, tmp_path_factory):
         )
         for family in FAMILIES
     }
-    printed = run_program(folder, "-c", WITHOUT_THE_PACKAGE, json.dumps([given, LONG, [str(image), "gray.png"]]))
+    code, arguments = WITHOUT_PACKAGE + SCORES_AND_EMBEDDINGS, json.dumps([given, LONG, [str(image), "gray.png"]])
+    printed = run_program(folder, "-c", code, arguments)
     lines = [line.split() for line in printed.splitlines()]
     return folder, {line[0]: line[1:] for line in lines if line and line[0] in given}
 
@@ -244,19 +238,13 @@ def test_an_adapter_of_a_shared_encoder_is_saved_and_loaded(adapter, tmp_path):
 
 @fixed_size
 def test_a_llava_takes_the_tower_in_place_of_its_dense_one(family, published, tmp_path):
-    vision = tiny_dense(family, LENGTH).config.vision_config.to_dict()
+    vision = tiny_dense(family, LENGTH).config.vision_config
     if not family.sigmoid:  # transformers' LLaVA does not know MetaCLIP 2's tower, which is CLIP's
-        vision["model_type"] = "clip_vision_model"
-    text = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
-    config = LlavaConfig(
-        vision_config=vision,
-        text_config=LlamaConfig(**text, num_hidden_layers=1).to_dict(),
-        image_token_index=39,
-        vision_feature_select_strategy="full" if family.sigmoid else "default",
-    )
-    parts = AutoProcessor.from_pretrained(published)
+        vision = CLIPVisionConfig.from_dict(vision.to_dict())
+    llava, parts = tiny_llava(vision, 40, 39), AutoProcessor.from_pretrained(published)
+    llava.config.vision_feature_select_strategy = "full" if family.sigmoid else "default"
     processor = LlavaProcessor(image_processor=parts.image_processor, tokenizer=parts.tokenizer, patch_size=8)
-    for part in (LlavaForConditionalGeneration(config), processor):
+    for part in (llava, processor):
         part.save_pretrained(tmp_path / "llava")
     parts = ["--model", str(tmp_path / "llava"), "--tower", str(published)]
     clip_moe.main(["llava", str(tmp_path / "out"), *parts])  # compares features with the tower's

@@ -2,14 +2,12 @@
 
 import json
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
-from documents import run_page
+from documents import ROOT, run_page
 from transformers import AutoModel
 
-from clip_moe.conversion.publishing.lineage import WORLDS
 from clip_moe.data import icons
 from clip_moe.data.arguments import DataArguments
 from clip_moe.data.pairs import load_pairs
@@ -17,7 +15,6 @@ from clip_moe.evaluation.tasks import TASKS
 from clip_moe.training.commands import run
 
 pytest.importorskip("resvg_py", reason="the icons extra is not installed")
-ROOT = Path(__file__).parents[2]
 SETS = ("brands", "all", "other artists")
 
 
@@ -62,7 +59,7 @@ def test_captions():
     assert icons.ICONS.load("train", "web", 1, [5], captions_per_image=2)[0]["caption"] == [row["kind"]] * 2
     rows = load_pairs(DataArguments(source="icons", num_samples=16, kinds="brands 16"))
     assert sorted(rows["caption"]) == sorted(names_of(range(16)))
-    assert set(WORLDS["icons"]) <= set(names_of(icons.kind_set("brands")))  # a card's examples
+    assert set(icons.ICONS.examples) <= set(names_of(icons.kind_set("brands")))  # a card's examples
 
 
 def test_the_page_tells_what_is_there():

@@ -26,10 +26,6 @@ def place(tmp_path_factory):
     return place
 
 
-def test_there_are_examples():
-    assert len(SECTIONS) >= 8
-
-
 @pytest.mark.parametrize("section", SECTIONS)
 def test_examples_run(place, section, hub, monkeypatch):
     """Those that name a repository of the Hub run online and then offline."""

@@ -4,7 +4,7 @@ import re
 
 import pytest
 from huggingface_hub import ModelCard
-from programs import run_program
+from programs import WITHOUT_PACKAGE, run_program
 from transformers import AutoProcessor, CLIPModel
 
 from clip_moe.conversion.commands import publish
@@ -12,17 +12,16 @@ from clip_moe.conversion.publishing import bundle
 from modeling_clip_moe import CLIPMoDEModel
 
 BASE = "training/symbol_clip"
-# Where a card does not ask for the package, it is not needed
-WITHOUT = 'import sys; sys.modules["modeling_clip_moe"] = None\n'
 
 
 def run_examples(folder, number, place, image):
-    """Runs the Python of a card in a folder where what it names is there."""
+    """Runs the Python of a card in a folder where what it names is there; code that does not name the package, without
+    it."""
     found = re.findall(r"```python\n(.*?)```", ModelCard.load(folder / "README.md").text, flags=re.DOTALL)
     assert len(found) == number
     (place / "image.png").symlink_to(image)
     with_package = [code for code in found if "modeling_clip_moe" in code]
-    run_program(place, "-c", "\n".join([WITHOUT, *(code for code in found if code not in with_package)]))
+    run_program(place, "-c", "\n".join([WITHOUT_PACKAGE, *(code for code in found if code not in with_package)]))
     if with_package:
         run_program(place, "-c", "\n".join(with_package))
 
@@ -43,3 +42,7 @@ def test_examples_of_other_models_run(name, number, image, tmp_path, monkeypatch
         AutoProcessor.from_pretrained(BASE).save_pretrained(source)
     publish.main([str(source), f"user/{name}", "--dry_run", str(tmp_path / "user" / name)])
     run_examples(tmp_path / "user" / name, number, tmp_path, image)
+    if name == "dense":  # which needs no code
+        card = (tmp_path / "user" / "dense" / "README.md").read_text()
+        assert not list((tmp_path / "user" / "dense").glob("*.py")) and "A CLIP without sparse layers." in card
+        assert "trust_remote_code" not in card and "custom_code" not in card

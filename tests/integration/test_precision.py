@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from tiny_models import symbol_inputs
 from torchao.quantization import FqnToConfig, Int8Tensor, Int8WeightOnlyConfig
 from transformers import TorchAoConfig
 
+from clip_moe.data.symbols import SYMBOLS
 from modeling_clip_moe import CLIPMoEVisionModelWithProjection, loading
 
 # torchao's own way leaves the experts out, which are no `nn.Linear`. With "_default" instead of the second pattern,
@@ -18,7 +18,7 @@ EXPERTS_TOO = {
 
 @pytest.fixture(scope="module")
 def batch(processor):
-    return symbol_inputs(processor, "test", 32)
+    return processor(images=list(SYMBOLS.load("test", "detailed", 32)["image"]), return_tensors="pt")
 
 
 @torch.no_grad()

@@ -3,28 +3,26 @@
 import json
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
 import transformers
 import yaml
+from documents import ROOT
 from huggingface_hub import ModelCard
-from markdown_it import MarkdownIt
-from programs import run_program
+from programs import WITHOUT_PACKAGE, run_program
 from safetensors.torch import save_file
+from tiny_clip import change_json
 from tiny_runs import run_stages, weights
-from transformers import AutoModel, AutoProcessor, CLIPModel
+from transformers import AutoModel, CLIPModel
 
 from clip_moe.conversion.commands import publish
 from clip_moe.conversion.presets import PRESETS
 from clip_moe.conversion.publishing import bundle
 from clip_moe.conversion.publishing.lineage import Lineage
 from clip_moe.conversion.upcycle import sparse_blocks, upcycle
-from clip_moe.engine.provenance import ANSWER, Record
 from modeling_clip_moe.self_test import SUM_TOLERANCE, TOLERANCE, every_expert, weight_sums
 
-ROOT = Path(__file__).parents[2]
 BASE = "training/symbol_clip"
 STAGES = """
 - {name: upcycled, stage: upcycle, model: training/symbol_clip, preset: clip_up, changes: {num_experts: 4}}
@@ -40,6 +38,14 @@ STAGES = """
   models: {dense: training/symbol_clip, CLIP-UP: clip_up}
   tasks: [symbols_pairs]
   max_rows: 96
+"""
+
+
+SELF_TEST = f"""{WITHOUT_PACKAGE}
+from transformers import AutoModel
+name, revision = sys.argv[1:]
+model = AutoModel.from_pretrained(name, trust_remote_code=True, dtype="float32", revision=revision)
+print(model.logit_scale.item(), model.self_test(revision=revision))
 """
 
 
@@ -74,9 +80,6 @@ def test_the_folder_has_all_that_others_look_for(run, published):
     assert not {"manifest.json", "log.jsonl"} & names
     assert not [name for name in names if name.startswith(".eval_results")]  # its tasks are no benchmark of the Hub
     assert "is_local" not in (published / "tokenizer_config.json").read_text()
-    tokens = json.loads((published / "vocab.json").read_text())
-    assert tokens == AutoProcessor.from_pretrained(BASE).tokenizer.get_vocab()
-    assert (published / "merges.txt").read_text().startswith("#version")
     expected, found = weights(run / "clip_up"), weights(published)
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
@@ -97,19 +100,12 @@ def test_the_card_tells_what_is_so(run, published):
     assert 'from_pretrained("user/clip-moe-symbols", trust_remote_code=True, revision="main")' in card.text
     assert "The weights: apache-2.0; they come from user/symbol-clip" in card.text
     assert "wang2025clipup" in card.text and "zhang2025clipmoe" not in card.text
+    assert "](report.svg)" in card.text
     assert "None" not in card.text and "{{ " not in card.text and "{%" not in card.text
 
     lineage = Lineage.of(run / "clip_up")
     assert list(lineage.stages) == ["upcycled", "clip_up"] and lineage.unknown == ["symbol_clip"]
     assert re.search(r"\nOn 1 x .*, \d+\.\d\d hours in all\. Commit ", card.text)
-
-
-def test_the_card_renders(published):
-    html = MarkdownIt("gfm-like", {"linkify": False}).render(ModelCard.load(published / "README.md").text)
-    assert html.count("<table>") == 3 and "|" not in html  # towers, stages and scores; no row was left as text
-    pictures = re.findall(r'<img src="(.*?)"', html)
-    assert pictures == ["report.svg"] and (published / "report.svg").is_file()
-    assert html.count("<pre>") == 7
 
 
 def test_the_hub_gets_one_commit(run, hub, login, unverified, capsys):
@@ -121,21 +117,6 @@ def test_the_hub_gets_one_commit(run, hub, login, unverified, capsys):
     files = hub.files("user/symbols")
     assert {"preprocessor_config.json", "vocab.json", "merges.txt"} < set(files)
     assert files["model.safetensors"] == (run / "clip_up" / "model.safetensors").read_bytes()
-
-
-def test_a_model_that_its_report_does_not_recommend_is_published_with_yes(run, hub, login, unverified):
-    models = {"dense": BASE, "sparse": "clip_up"}
-    record = Record(
-        stage={"stage": "answer", "models": models}, inputs={"clip_up": Record.read(run / "clip_up").digest}
-    )
-    (run / "report").mkdir()
-    record.write(run / "report")
-    (run / "report" / ANSWER).write_text(json.dumps({"verdict": "Experts did not help.", "use": "dense"}))
-    try:
-        publish.main([str(run / "clip_up"), "user/symbols", "--yes"])
-    finally:
-        shutil.rmtree(run / "report")  # other tests publish without a question
-    assert b"The report recommends `symbol_clip` instead." in hub.files("user/symbols")["README.md"]
 
 
 def test_a_recipe_publishes_at_its_end(hub, login, unverified, tmp_path):
@@ -175,15 +156,8 @@ def test_a_published_model_loads_at_a_revision(published, hub, login, tmp_path):
     save_file({key: 2 * tensor for key, tensor in state.items()}, tmp_path / "other.safetensors", {"format": "pt"})
     other = {"model.safetensors": (tmp_path / "other.safetensors").read_bytes()}
     hub.put("user/symbols", hub.files("user/symbols") | other)
-    program = "import sys; sys.modules['modeling_clip_moe'] = None\nfrom transformers import AutoModel, AutoProcessor\n"
-    program += f"hub = {{'trust_remote_code': True, 'revision': {first!r}}}\n"
-    program += "model = AutoModel.from_pretrained('user/symbols', dtype='float32', **hub)\n"
-    program += (
-        "AutoProcessor.from_pretrained('user/symbols', **hub)\n"
-        "print(model.logit_scale.item(), model.self_test(revision=hub['revision']))"
-    )
     for offline in "01":
-        printed = run_program(tmp_path, "-c", program, HF_HUB_OFFLINE=offline)
+        printed = run_program(tmp_path, "-c", SELF_TEST, "user/symbols", first, HF_HUB_OFFLINE=offline)
         assert f"{state['logit_scale'].item()} {{'text features': 0.0" in printed  # behind what libraries print
         assert "[y/N]" not in printed
 
@@ -198,13 +172,6 @@ def test_an_upload_that_is_cut_off_ends_in_one_line(published, hub, login):
     assert "model.safetensors" in hub.files("user/symbols")
 
 
-def test_a_dense_model_needs_no_code(unverified, tmp_path):
-    publish.main([BASE, "user/dense", "--dry_run", str(tmp_path / "out")])
-    assert not list((tmp_path / "out").glob("*.py"))
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert "A CLIP without sparse layers." in card and "trust_remote_code" not in card and "custom_code" not in card
-
-
 def test_what_cannot_be_published_is_refused(tmp_path):
     sparse = upcycle(CLIPModel.from_pretrained(BASE), PRESETS["clip_moe"], seed=0)
     sparse.save_pretrained(tmp_path / "bare")
@@ -212,7 +179,7 @@ def test_what_cannot_be_published_is_refused(tmp_path):
     for source, name, message in (
         (BASE, "no name", ".*Repo id"),
         ("runs/nothing", "user/x", ".*No such file or directory: 'runs/nothing'"),
-        (tmp_path / "tower", "user/x", ".* a model of type 'clip' is needed, not 'clip_moe_vision_model'"),
+        (tmp_path / "tower", "user/x", ".* expected a model of type 'clip', got 'clip_moe_vision_model'"),
         (tmp_path / "bare", "user/x", ".*has no tokenizer"),
     ):
         with pytest.raises(SystemExit, match=f"error: {message}"):
@@ -223,10 +190,7 @@ def test_what_cannot_be_published_is_refused(tmp_path):
 def test_a_folder_of_an_earlier_version_still_computes_the_same(tmp_path):
     """The archive was published once, with the code beside it, and stays as it is."""
     shutil.unpack_archive(ROOT / "tests" / "frozen_clip_moe.tar.gz", tmp_path / "frozen")
-    program = "import sys; sys.modules['modeling_clip_moe'] = None\nfrom transformers import AutoModel\n"
-    program += f"folder = {str(tmp_path / 'frozen')!r}\n"
-    program += "print(AutoModel.from_pretrained(folder, trust_remote_code=True, dtype='float32').self_test())"
-    assert "'vision features'" in run_program(tmp_path, "-c", program)
+    assert "'vision features'" in run_program(tmp_path, "-c", SELF_TEST, tmp_path / "frozen", "main")
 
 
 def test_the_self_test_sees_any_weight():
@@ -267,36 +231,32 @@ def test_the_self_test_sees_every_expert_and_every_token():
         model.self_test()
 
 
-def image_processor(**changes):
-    return lambda settings: settings["image_processor"].update(changes)
-
-
-def exchanged(settings):
-    """Two tokens, which no text of the self-test has, with each other's number."""
-    vocabulary = settings["model"]["vocab"]
-    first, second = list(vocabulary)[600], list(vocabulary)[601]
-    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
-
-
+VOCABULARY = json.loads((ROOT / "training/name_clip_moe/tokenizer.json").read_text())["model"]["vocab"]
+# Which no text of the self-test has
+FIRST, SECOND = list(VOCABULARY)[600:602]
+IMAGES = {
+    "mean": ({"image_mean": [0.48, 0.46, 0.41]}, "vision features through the"),
+    "std": ({"image_std": [0.5, 0.5, 0.51]}, "vision features through the"),
+    "scale": ({"rescale_factor": 1 / 256}, "vision features through the"),
+    "filter": ({"resample": 0}, "resizing 0"),
+    "no resizing": ({"do_resize": False}, "resizing 0"),
+}
+EXCHANGED = {"vocab": {FIRST: VOCABULARY[SECOND], SECOND: VOCABULARY[FIRST]}}
 FAULTS = {
-    "mean": ("processor_config.json", image_processor(image_mean=[0.48, 0.46, 0.41]), "vision features through the"),
-    "std": ("processor_config.json", image_processor(image_std=[0.5, 0.5, 0.51]), "vision features through the"),
-    "scale": ("processor_config.json", image_processor(rescale_factor=1 / 256), "vision features through the"),
-    "vocabulary": ("tokenizer.json", exchanged, "vocabulary 0"),
-    "merges": ("tokenizer.json", lambda settings: settings["model"].update(merges=[]), "tokens 0"),
-    "length": ("tokenizer_config.json", lambda settings: settings.update(model_max_length=5), "tokens 0"),
-    "padding": ("tokenizer_config.json", lambda settings: settings.update(padding_side="left"), "tokens 0"),
-    "filter": ("processor_config.json", image_processor(resample=0), "resizing 0"),
-    "no resizing": ("processor_config.json", image_processor(do_resize=False), "resizing 0"),
+    "vocabulary": ("tokenizer.json", {"model": EXCHANGED}, "vocabulary 0"),
+    "merges": ("tokenizer.json", {"model": {"merges": []}}, "tokens 0"),
+    "length": ("tokenizer_config.json", {"model_max_length": 5}, "tokens 0"),
+    "padding": ("tokenizer_config.json", {"padding_side": "left"}, "tokens 0"),
+}
+FAULTS |= {
+    name: ("processor_config.json", {"image_processor": change}, part) for name, (change, part) in IMAGES.items()
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_self_test_sees_another_processor(tmp_path, fault):
-    folder, (name, change, message) = shutil.copytree("training/name_clip_moe", tmp_path / "folder"), FAULTS[fault]
-    settings = json.loads((folder / name).read_text())
-    change(settings)
-    (folder / name).write_text(json.dumps(settings))
+    folder, (name, changes, message) = shutil.copytree("training/name_clip_moe", tmp_path / "folder"), FAULTS[fault]
+    change_json(folder / name, **changes)
     model = AutoModel.from_pretrained(folder, dtype=torch.float32)
     with pytest.raises(ValueError, match=f"failed its self-test: the {message}"):
         model.self_test()

@@ -5,11 +5,9 @@ from importlib.util import find_spec
 
 import pytest
 import yaml
-from documents import ROOT
+from documents import BASE
 from programs import run_program
 from tiny_runs import TUNED
-
-BASE = ROOT / "training" / "symbol_clip"
 
 
 def read_sqlite(path, query):

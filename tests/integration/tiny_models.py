@@ -1,4 +1,4 @@
-"""Models of other programs, tiny and with random weights, around the towers of the symbol CLIP; and inputs for all."""
+"""Models of other programs, tiny and with random weights, around the towers of the symbol CLIP."""
 
 import torch
 from diffusers import (
@@ -11,15 +11,7 @@ from diffusers import (
 from stand_ins import SHORT
 from transformers import AutoTokenizer
 
-from clip_moe.data.symbols import SYMBOLS
-
 BASE = "training/symbol_clip"
-
-
-def symbol_inputs(processor, split, number):
-    rows = SYMBOLS.load(split, "detailed", number)
-    texts, images = list(rows["caption"]), list(rows["image"])
-    return dict(processor(text=texts, images=images, padding=True, truncation=True, return_tensors="pt"))
 
 
 def tokenizer(length):

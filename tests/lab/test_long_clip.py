@@ -1,11 +1,13 @@
 """Long-CLIP's loss against PCA and numbers by hand, value and gradient; and its stage."""
 
+from functools import partial
+
 import pytest
 import torch
 from sklearn.decomposition import PCA
 from test_losses import plain_contrastive_loss
 from tiny_runs import DENSE, TUNED, losses, run_stages, weights
-from torch.nn.functional import cross_entropy, normalize
+from torch.nn.functional import normalize
 
 from clip_moe.training.losses import Pairing
 from lab.methods.long_clip import TrainLongCLIPStage, primary_components
@@ -26,14 +28,15 @@ LONG = TUNED | {
 LONG |= {"global_batch_size": 8, "max_steps": 4, "logging_steps": 1}
 
 
-def loss_of(towers, images, long, short, *keys):
+def loss_of(towers, images, long, short, keys):
     """The stage's own."""
     texts = torch.stack([long, short], dim=1).flatten(0, 1)
     embeds = normalize(towers[0](images), dim=-1), normalize(towers[1](texts), dim=-1)
-    return STAGE.contrastive_loss(*embeds, torch.tensor([5.0]), Pairing(torch.ones(len(images), 2).bool(), *keys))
+    pairing = Pairing(torch.ones(PAIRS, 2).bool(), torch.arange(PAIRS), keys.flatten())
+    return STAGE.contrastive_loss(*embeds, torch.tensor([5.0]), pairing).squeeze()
 
 
-def plain_loss(towers, images, long, short):
+def plain_loss(towers, images, long, short, keys):
     """Long with images, short with what sklearn's directions leave of them, which autograd gets by an SVD."""
     sides = (towers[0], images), (towers[1], long), (towers[1], short)
     images, long, short = (normalize(tower(features), dim=-1) for tower, features in sides)
@@ -44,27 +47,25 @@ def plain_loss(towers, images, long, short):
     reconstructed = pca.inverse_transform(pca.transform(images.detach().numpy()))
     torch.testing.assert_close(primary.detach(), torch.from_numpy(reconstructed), atol=1e-5, rtol=1e-4)
     total = 0.0
-    for weight, image_side, text_side in ((0.3, images, long), (0.7, primary, short)):
-        logits, targets = 5.0 * image_side @ text_side.T, torch.arange(PAIRS)
-        for rows in (logits, logits.T):
-            total = total + weight * cross_entropy(rows, targets, label_smoothing=0.1) / 2
+    for place, (weight, image_side, text_side) in enumerate(((0.3, images, long), (0.7, primary, short))):
+        are_equal = partial(lambda place, i, j: keys[i, place] == keys[j, place], place)
+        total = total + weight * plain_contrastive_loss(image_side, text_side, 5.0, 0.1, are_equal)
     return total
 
 
-@pytest.mark.parametrize(("place", "weight", "pair"), [(0, 0.3, (0, 1)), (1, 0.7, (2, 3))])
-def test_equal_texts_are_positives_among_those_of_their_place(place, weight, pair):
+@pytest.mark.parametrize("equal", [(), ([0, 1], 0), ([2, 3], 1)], ids=["different", "long", "short"])
+def test_the_loss_is_the_plain_one(equal):
+    """Equal texts are positives among those of their place."""
     images, long, short = torch.randn(3, PAIRS, WIDTH)
+    images, keys = images * torch.arange(1, WIDTH + 1), torch.arange(2 * PAIRS).view(PAIRS, 2)
+    if equal:
+        keys[equal] = -1
     towers = torch.nn.ModuleList([torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)])
-    keys = torch.arange(2 * PAIRS).view(PAIRS, 2)
-    different = loss_of(towers, images, long, short, torch.arange(PAIRS), keys.flatten())
-    torch.testing.assert_close(different, loss_of(towers, images, long, short))
-    keys[list(pair), place] = -1
-    equal = loss_of(towers, images, long, short, torch.arange(PAIRS), keys.flatten())
-    sides = normalize(towers[0](images), dim=-1), normalize(towers[1]((long, short)[place]), dim=-1)
-    sides = (primary_components(sides[0], COMPONENTS) if place else sides[0]), sides[1]
-    plain = plain_contrastive_loss(*sides, 5.0, 0.1)
-    expected = plain_contrastive_loss(*sides, 5.0, 0.1, lambda i, j: i == j or {i, j} == {*pair})
-    torch.testing.assert_close(equal - different, weight * (expected - plain), atol=1e-5, rtol=1e-4)
+    losses_of = [function(towers, images, long, short, keys) for function in (loss_of, plain_loss)]
+    torch.testing.assert_close(*losses_of, atol=1e-5, rtol=1e-4)
+    ours, plain = (torch.autograd.grad(loss, [*towers.parameters()]) for loss in losses_of)
+    assert min(gradient.abs().max() for gradient in plain) > 1e-3
+    torch.testing.assert_close(ours, plain, atol=1e-5, rtol=1e-4)
 
 
 def test_gradient_where_eigenvalues_are_equal():
@@ -74,17 +75,6 @@ def test_gradient_where_eigenvalues_are_equal():
     torch.testing.assert_close(found, images)
     (found * torch.arange(4.0)[:, None]).sum().backward()
     assert images.grad.isfinite().all() and images.grad.abs().max() > 0
-
-
-def test_the_loss_is_the_plain_one():
-    images, long, short = torch.randn(3, PAIRS, WIDTH)
-    images = images * torch.arange(1, WIDTH + 1)
-    towers = torch.nn.ModuleList([torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)])
-    losses_of = [function(towers, images, long, short).squeeze() for function in (loss_of, plain_loss)]
-    torch.testing.assert_close(*losses_of, atol=1e-5, rtol=1e-4)
-    ours, plain = (torch.autograd.grad(loss, [*towers.parameters()]) for loss in losses_of)
-    assert min(gradient.abs().max() for gradient in plain) > 1e-3
-    torch.testing.assert_close(ours, plain, atol=1e-5, rtol=1e-4)
 
 
 def test_the_stage(tmp_path):

@@ -1,16 +1,17 @@
 """Methods on trial in lab/methods: by hand, and what they do to a run."""
 
+import contextlib
 import itertools
 import math
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
-from several_processes import run_processes, train_recipe
-from steps import assert_same_step, gradient_of
 from tiny_clip import moved, tiny_clip
-from tiny_clip_moe import inputs, tiny_block, tiny_model
+from tiny_clip_moe import tiny_block
+from tiny_families import tiny_dense
 from tiny_runs import as_stage, losses, read_log, same_weights, train
 
 from clip_moe.conversion.own_classes import import_models
@@ -18,11 +19,13 @@ from clip_moe.conversion.presets import PRESETS
 from clip_moe.conversion.upcycle import sparse_blocks, upcycle
 from clip_moe.training.losses import all_reduce_sum
 from lab.methods.coupling import coupling_loss
-from lab.methods.entropy_losses import EntropyLosses, EntropyStage, global_entropy_loss, local_entropy_loss
+from lab.methods.entropy_losses import EntropyLosses
+from lab.methods.patch_dropout import drop_patches
 from lab.methods.relu_router import ReluCLIPModel, ReluRouter, ReluVisionConfig
 from lab.methods.relu_routing import load_weighted_l1
 from lab.methods.router_teacher import RouterTeacher
 from modeling_clip_moe import families
+from modeling_clip_moe.families import FAMILIES
 from modeling_clip_moe.loading import OWN_CLASSES
 
 PLAIN = replace(PRESETS["clip_moe"], sparse_layers=[1, 3])
@@ -51,23 +54,21 @@ def test_the_teacher_of_routers_by_hand():
     moved(model, ".router.", seed=1)
     loss, scalars, outputs = computed(teacher, model, batch)
 
-    divergences, own = [], []
-    routers, logits = iter(teacher.routers), iter((*outputs.text_router_logits, *outputs.vision_router_logits))
-    for (tower, _), hidden_states in sorted(read.items()):
-        mask = batch["attention_mask"].bool() if tower == "text" else torch.ones(2, 5, dtype=torch.bool)
-        p = (hidden_states[mask] @ next(routers).T).softmax(-1)
-        q = next(logits)[mask].softmax(-1)
-        divergences.append((p * (p / q).log()).sum(-1).mean())
+    divergence, own = 0.0, 0.0
+    masks = {"text": batch["attention_mask"].bool(), "vision": torch.ones(2, 5, dtype=torch.bool)}
+    router_logits = (*outputs.text_router_logits, *outputs.vision_router_logits)
+    for (place, hidden), router, logits in zip(sorted(read.items()), teacher.routers, router_logits, strict=True):
+        p, q = (values[masks[place[0]]].softmax(-1) for values in (hidden @ router.T, logits))
+        divergence = divergence + (p * (p / q).log()).sum(-1).mean() / 4
         importance, entropy = p.mean(0), -(p * p.log()).sum(-1).mean()
-        own.append(0.005 * (importance.std(correction=0) / importance.mean()) ** 2 + 0.005 * entropy)
-    torch.testing.assert_close(scalars["router_divergence"], sum(divergences) / 4)
-    torch.testing.assert_close(loss, 5 * sum(divergences) / 4 + sum(own))
+        own = own + 0.005 * (importance.std(correction=0) / importance.mean()) ** 2 + 0.005 * entropy
+    torch.testing.assert_close(scalars["router_divergence"], divergence)
+    torch.testing.assert_close(loss, 5 * divergence + own)
 
     loss.backward()
+    gradients = [router.grad for router in teacher.routers]
+    torch.testing.assert_close(gradients, [*torch.autograd.grad(own, [*teacher.routers])])  # not of the divergence
     assert all(parameter.grad is None for parameter in dense.parameters())
-    expected = torch.autograd.grad(sum(own), list(teacher.routers))
-    for router, gradient in zip(teacher.routers, expected, strict=True):  # not of the divergence
-        torch.testing.assert_close(router.grad, gradient)
     assert all(block.router.weight.grad.abs().max() > 1e-4 for block in sparse_blocks(model.vision_model).values())
     assert computed(teacher, model, batch, progress=0.5)[0] == 0
 
@@ -92,24 +93,21 @@ def test_the_coupling_by_hand(alpha):
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_relu_routing_equals_a_loop_over_tokens(padded):
+def test_relu_routing_is_the_sum_of_all_experts(padded):
     block = tiny_block(norm_topk_prob=False).train()
     block.router.__class__ = ReluRouter
     mask = torch.rand(6, 7) > 0.3 if padded else torch.ones(6, 7, dtype=torch.bool)
     hidden_states, experts = torch.randn(6, 7, 16, requires_grad=True), block.experts
-    expected, numbers = torch.zeros(6, 7, 16), set()
-    for b, s in mask.nonzero().tolist():
-        scores = block.router.weight @ hidden_states[b, s]
-        numbers.add(int((scores > 0).sum()))
-        for e in (scores > 0).nonzero().flatten().tolist():
-            hidden = experts.act_fn(experts.up_proj[e] @ hidden_states[b, s] + experts.up_proj_bias[e])
-            expected[b, s] = expected[b, s] + scores[e] * (experts.down_proj[e] @ hidden + experts.down_proj_bias[e])
+    scores = (hidden_states @ block.router.weight.T).relu()
+    hidden = torch.einsum("bsd,eid->bsei", hidden_states, experts.up_proj) + experts.up_proj_bias
+    outputs = torch.einsum("bsei,edi->bsed", experts.act_fn(hidden), experts.down_proj) + experts.down_proj_bias
+    expected = (scores[..., None] * outputs).sum(dim=2) * mask[..., None]
     actual = block(hidden_states, mask if padded else None)
     torch.testing.assert_close(actual, expected)
     direction, inputs = torch.randn_like(expected), [hidden_states, *block.parameters()]
     gradients = [torch.autograd.grad((output * direction).sum(), inputs) for output in (actual, expected)]
     torch.testing.assert_close(*gradients)
-    assert len(numbers) > 2  # tokens meet different numbers of experts
+    assert len((scores > 0).sum(-1).unique()) > 2  # tokens meet different numbers of experts
 
 
 def test_the_loss_of_relu_routing_by_hand():
@@ -130,55 +128,56 @@ def test_settings_without_a_meaning_for_relu_routing_are_refused():
 
 # --- LIMoE's entropy losses
 
-ENTROPY = {"local_coef": {"text": 0.3}, "global_coef": {"text": 0.5, "vision": 0.5}, "min_experts": 3.9}
-ENTROPY_STAGE = {"name": "limoe", "stage": "lab.methods.entropy_losses:EntropyStage", "model": "x", "max_steps": 1}
-ENTROPY_STAGE |= {"data": {"source": "symbols", "num_samples": 1}, "global_batch_size": 12, "learning_rate": 1e-3}
-
 
 def test_entropy_losses_by_hand():
-    probabilities = torch.tensor([[0.5, 0.5, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0], [1.0, 0.0, 0.0, 0.0]])
-    logits, mask = (probabilities.log(),), torch.tensor([1, 1, 0])
-    torch.testing.assert_close(local_entropy_loss(logits, mask), torch.tensor(math.log(2) / 2))
-    # Mean of the first two: 1/4, 1/4, 0, 1/2, of entropy 1.5 log 2
-    torch.testing.assert_close(global_entropy_loss(logits, 4, mask), torch.tensor(0.5 * math.log(2)))
-    assert global_entropy_loss(logits, 2, mask) == 0
-
-
-def test_entropy_losses_of_a_router_that_is_sure_have_a_gradient():
-    logits = torch.tensor([[300.0, 0.0, 0.0, 0.0], [300.0, 0.0, 0.0, 0.0]], requires_grad=True)
-    loss = local_entropy_loss((logits,)) + global_entropy_loss((logits,), 2)
-    torch.testing.assert_close(loss, torch.tensor(math.log(2)))
-    loss.backward()
-    assert logits.grad.isfinite().all()
-
-
-def test_each_tower_has_its_weights_and_both_sides_of_the_threshold():
-    """Texts spread over two of four experts, images over one: 1 bit and 0 of entropy in the mean."""
-    text = torch.tensor([[[0.5, 0.5, 0, 0], [0.5, 0.5, 0, 0]]]).log()
-    vision = torch.tensor([[[0, 0, 1.0, 0], [0, 0, 1.0, 0], [0, 0, 1.0, 0]]]).log()
+    """Two texts, padded, spread over three experts; the router is sure that images go to one of four."""
+    text = torch.tensor([[[0.5, 0.5, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0], [1.0, 0.0, 0.0, 0.0]]]).log()
+    vision = torch.tensor([[[300.0, 0.0, 0.0, 0.0]] * 2], requires_grad=True)
     outputs = SimpleNamespace(text_router_logits=(text,), vision_router_logits=(vision,))
-    batch = {"attention_mask": torch.ones(1, 2)}
-    losses = EntropyLosses({"text": 0.5}, {"text": 3.0, "vision": 2.0}, 2)
+    losses = EntropyLosses({"text": 0.5, "vision": 7.0}, {"text": 3.0, "vision": 2.0}, 4)
+    batch = {"attention_mask": torch.tensor([[1, 1, 0]])}
     loss, metrics = losses(None, outputs, batch, progress=0.0, reduce=all_reduce_sum)
-    # 0.5 * local of texts, + 3 * max(0, log 2 - log 2) + 2 * max(0, log 2 - 0)
-    torch.testing.assert_close(loss, torch.tensor(0.5 * math.log(2) + 0 + 2 * math.log(2)))
-    expected = {"local_entropy_text": 1, "global_entropy_text": 0, "global_entropy_vision": 1}  # bits
-    assert {name: value.item() for name, value in metrics.items()} == pytest.approx(expected)
+    # Texts: a bit and none; the mean is 1/4, 1/4, 0, 1/2, of 1.5 bits of 2
+    bits = {
+        "local_entropy_text": 0.5,
+        "global_entropy_text": 0.5,
+        "local_entropy_vision": 0,
+        "global_entropy_vision": 2,
+    }
+    assert {name: value.item() for name, value in metrics.items()} == pytest.approx(bits)
+    torch.testing.assert_close(loss, torch.tensor((0.5 * 0.5 + 3.0 * 0.5 + 2.0 * 2) * math.log(2)))
+    loss.backward()
+    assert vision.grad.isfinite().all()
+    losses.min_experts = 2.0
+    assert losses(None, outputs, batch, progress=0.0, reduce=all_reduce_sum)[1]["global_entropy_text"] == 0
 
 
-def entropy_gradient(**settings):
-    torch.manual_seed(1)
-    return gradient_of(tiny_model().train(), EntropyStage(**ENTROPY_STAGE, **ENTROPY, **settings), inputs(12))
+# --- patch dropout
 
 
-def test_parts_have_the_gradient_of_the_whole():
-    assert_same_step(entropy_gradient(mini_batch_size=2), entropy_gradient())
+@pytest.mark.parametrize("family", [one for one in FAMILIES if not one.naflex], ids=lambda one: one.name)
+def test_patch_dropout_leaves_patches_out(family):
+    """The rest are whole patches in arbitrary order, with the gradient that they have alone."""
+    model = tiny_dense(family).train()
+    vision, size = model.vision_model, model.config.vision_config.image_size
+    pixels = torch.randn(8, 3, size, size)
+    whole = vision.embeddings(pixels)
+    first = whole.shape[1] - (size // vision.config.patch_size) ** 2
+    drop_patches(model, 0.3)
+    rows = vision.embeddings(pixels)
+    assert torch.equal(rows[:, :first], whole[:, :first])
+    patches, rows = whole[:, first:], rows[:, first:]
+    same = (rows[:, :, None] == patches[:, None]).all(dim=-1)
+    assert rows.shape[1] == 3 and (same.sum(dim=2) == 1).all() and (same.sum(dim=1) <= 1).all()
+    assert len(same.unique(dim=0)) > 1
+    weight, kept = vision.embeddings.patch_embedding.weight, patches[same.any(dim=1)]
+    gradients = [torch.autograd.grad(values.square().sum(), weight)[0] for values in (rows, kept)]
+    torch.testing.assert_close(*gradients)
+    assert vision(pixels).last_hidden_state.shape[1] == first + 3
+    assert torch.equal(model.eval().vision_model.embeddings(pixels), whole)
 
 
-def test_towers_without_such_routers_are_refused():
-    for fields, message in (({"scoring_func": "sigmoid"}, "no routers with"), ({"num_experts": 2}, "3.9 of 2 experts")):
-        with pytest.raises(ValueError, match=message):
-            EntropyStage(**ENTROPY_STAGE, **ENTROPY).auxiliary_losses(tiny_model(**fields), SimpleNamespace())
+# --- runs
 
 
 def relu(recipe):
@@ -190,26 +189,30 @@ def relu(recipe):
 TAUGHT = "lab.methods.router_teacher:TaughtStage"
 COUPLED = "lab.methods.coupling:CoupledStage"
 RELU = "lab.methods.relu_routing:ReluStage"
+ENTROPY = "lab.methods.entropy_losses:EntropyStage"
+DROPPED = "lab.methods.patch_dropout:PatchDropoutStage"
 RELU_LOGGED = [f"{tower}_{name}" for tower in ("text", "vision") for name in ("experts_per_token", "sparsity_weight")]
+COEFS = {"local_coef": {"text": 0.3}, "global_coef": {"text": 0.5, "vision": 0.5}, "min_experts": 3.9}
+ENTROPY_LOGGED = ["local_entropy_text", "global_entropy_text", "global_entropy_vision"]
 # What is logged; settings
 METHODS = {
     TAUGHT: (["router_divergence"], {"change": as_stage(TAUGHT), "teacher": "dense"}),
     COUPLED: (["coupling_loss"], {"change": as_stage(COUPLED)}),
     RELU: (RELU_LOGGED, {"change": relu}),
+    ENTROPY: (ENTROPY_LOGGED, {"change": as_stage(ENTROPY), **COEFS}),
+    DROPPED: ([], {"change": as_stage(DROPPED), "patch_dropout": 0.3}),
 }
 
 
 @pytest.fixture
 def method(request):
     """A method's logged values and settings; ReLU routing as with `--import lab.methods.relu_router`, then undone."""
-    tables = (families.CLASS_OF_TYPE, families.FAMILY_OF_TYPE, families.FAMILY_OF_TEXT, OWN_CLASSES)
-    before = [dict(table) for table in tables]
-    if request.param == RELU:
-        import_models(ReluCLIPModel.__module__)
-    yield METHODS[request.param]
-    for table, entries in zip(tables, before, strict=True):
-        table.clear()
-        table.update(entries)
+    with contextlib.ExitStack() as stack:
+        for table in (families.CLASS_OF_TYPE, families.FAMILY_OF_TYPE, families.FAMILY_OF_TEXT, OWN_CLASSES):
+            stack.enter_context(patch.dict(table))
+        if request.param == RELU:
+            import_models(ReluCLIPModel.__module__)
+        yield METHODS[request.param]
 
 
 def each(*methods):
@@ -225,7 +228,7 @@ def test_resumed_is_the_same_to_the_bit(whole, tmp_path, method):
     assert losses(resumed) == losses(whole(**settings)) and same_weights(resumed, whole(**settings))
 
 
-@each(TAUGHT, RELU)  # the noise of the coupling is another for each part
+@each(TAUGHT, RELU, ENTROPY)  # the noise of the coupling is another for each part
 @pytest.mark.parametrize("memory", [{"gradient_checkpointing": True}, {"mini_batch_size": 4}], ids=str)
 def test_what_saves_memory_changes_nothing(whole, method, memory):
     """Neither losses nor what is logged, such as a weight that is too small to be seen in the loss."""
@@ -236,39 +239,32 @@ def test_what_saves_memory_changes_nothing(whole, method, memory):
         assert values[0] == pytest.approx(values[1], rel=1e-4, abs=1e-12), name
 
 
-def train_with_relu(*arguments):
-    """As `accelerate launch -m clip_moe run --import lab.methods.relu_router`."""
-    import_models(ReluCLIPModel.__module__)
-    train_recipe(*arguments)
-
-
-@pytest.mark.slow
-@each(TAUGHT, RELU)
-def test_two_processes_have_the_losses_of_one(whole, tmp_path, method):
-    _, settings = method
-    train(tmp_path, only=["dense", "sparse"], **settings)
-    function = train_with_relu if method == METHODS[RELU] else train_recipe
-    run_processes(2, function, "--config", tmp_path / "recipe.yaml")
-    torch.testing.assert_close(losses(tmp_path / "out" / "tuned"), losses(whole(**settings)), atol=1e-4, rtol=0)
-
-
-@pytest.mark.slow
 @each(RELU)
-def test_the_weight_follows_the_number_of_experts(tmp_path, method):
-    log = read_log(train(tmp_path, **method[1], max_steps=100, learning_rate=3e-3))
+def test_the_weight_follows_the_number_of_experts(whole, method):
+    log, directions = read_log(whole(**method[1])), set()
     for tower in ("text", "vision"):
         weights = [entry[f"{tower}_sparsity_weight"] for entry in log]
-        assert weights[0] == pytest.approx(1e-8)
-        above = [entry[f"{tower}_experts_per_token"] > 2 for entry in log]
-        assert set(above) == {True, False}
-        for before, after, is_above in zip(weights, weights[1:], above, strict=False):
-            assert after == pytest.approx(before * 1.2 if is_above else before / 1.2, rel=1e-5)
+        is_above = [entry[f"{tower}_experts_per_token"] > 2 for entry in log]
+        steps = [1.2 if above else 1 / 1.2 for above in is_above[:-1]]
+        assert weights == pytest.approx([1e-8 * math.prod(steps[:number]) for number in range(len(weights))], rel=1e-5)
+        directions |= {*is_above[:-1]}
+    assert directions == {True, False}
 
 
-def test_what_they_do_not_go_with(tmp_path):
-    def with_dense_model(change):
-        return lambda recipe: [change(recipe), recipe["stages"][2].update(model="dense")]
+@pytest.mark.parametrize(
+    ("stage", "model", "settings", "message"),
+    [
+        (TAUGHT, "dense", {}, "goes with a sparse model"),
+        (COUPLED, "dense", {}, "goes with a sparse model"),
+        (ENTROPY, "dense", {}, "tower has no routers with softmax scores"),
+        (ENTROPY, "sparse", {"min_experts": 5}, "min_experts: 5 of 4 experts"),
+        (RELU, "sparse", {}, "goes with a sparse model of lab.methods.relu_router"),
+        (DROPPED, "sparse", {"patch_dropout": 0.9}, "it leaves none of 4 patches: take at most 0.750"),
+    ],
+)
+def test_what_they_do_not_go_with(tmp_path, stage, model, settings, message):
+    def change(recipe):
+        recipe["stages"][2].update(stage=stage, model=model)
 
-    for number, (_, settings) in enumerate((METHODS[TAUGHT], METHODS[COUPLED])):
-        with pytest.raises(ValueError, match="goes with a sparse model"):
-            train(tmp_path / str(number), **settings | {"change": with_dense_model(settings["change"])})
+    with pytest.raises(ValueError, match=message):
+        train(tmp_path, **METHODS[stage][1] | settings | {"change": change})

@@ -5,7 +5,6 @@ from statistics import mean
 
 import pytest
 
-from clip_moe.engine.recipe import load_recipe
 from lab import ROOT
 from lab.cards import findings
 from lab.cards.intervals import paired_interval
@@ -100,23 +99,3 @@ def test_scores_are_those_of_the_cards(page):
         for column in header:
             if column in COLUMNS:
                 assert without_difference(row[column]) == expected[column], (card, row["model"], column)
-
-
-# --- recipes
-
-RECIPES = sorted((ROOT / "lab" / "recipes").glob("*.yaml"))
-
-
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_recipes_load(path):
-    if "icons" in path.name:
-        pytest.importorskip("resvg_py", reason="the icons extra is not installed")
-    if "clip_up_worlds" in path.name:
-        pytest.importorskip("rdkit", reason="rdkit is not installed")
-    stages = load_recipe(path).stages
-    assert len({stage.name for stage in stages}) == len(stages)
-
-
-def test_every_recipe_is_listed():
-    readme = (ROOT / "lab" / "README.md").read_text(encoding="utf-8")
-    assert sorted(re.findall(r"^\| \[(\w+\.yaml)\]", readme, re.MULTILINE)) == [path.name for path in RECIPES]

@@ -13,7 +13,7 @@ from clip_moe.evaluation.tasks import find_tasks
 from clip_moe.training.commands import run
 from lab import ROOT
 from lab.law.cases import Case, arguments
-from lab.worlds import SOURCES, characters, molecules
+from lab.worlds import SOURCES, characters, molecules, some_kinds
 
 PAGE = (ROOT / "lab" / "worlds" / "README.md").read_text(encoding="utf-8")
 RDKIT = pytest.mark.skipif(find_spec("rdkit") is None, reason="rdkit is not installed")
@@ -45,14 +45,12 @@ def test_what_is_not_installed_is_named(tmp_path, monkeypatch):
     def missing(name):
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr("clip_moe.data.world.distribution", missing)
+    monkeypatch.setattr("clip_moe.engine.provenance.version", missing)
     monkeypatch.setenv("XDG_DATA_DIRS", str(tmp_path))
-    for find_all, fault in (
-        (characters._characters, "characters need unicode-data, which is not installed: apt-get install unicode-data"),
-        (molecules._molecules, "molecules need chemicals, which is not installed: pip install chemicals rdkit"),
-    ):
-        with pytest.raises(ValueError, match=fault):
-            find_all.__wrapped__()
+    with pytest.raises(ValueError, match="characters need unicode-data, which is not installed: apt-get install unic"):
+        characters._characters.__wrapped__()
+    with pytest.raises(ValueError, match="molecules need chemicals, which is not installed: pip install chemicals rd"):
+        molecules._molecules.__wrapped__()
 
 
 def test_no_two_kinds_have_one_caption(name):
@@ -67,19 +65,19 @@ def test_no_two_kinds_have_one_caption(name):
     assert not any(molecules._CATALOG.fullmatch(text) for text in first) or name != "molecules"
 
 
-def test_halves_of_all_numbers_are_apart(name):
-    kind_set = world(SOURCES[name]).kind_set
-    few, many = ({half: set(kind_set(f"{number} half {half}")) for half in (1, 2)} for number in (1024, 4096))
+def test_halves_of_all_numbers_are_apart():
+    few, many = ({half: set(some_kinds("x", f"{n} half {half}", 5000)) for half in (1, 2)} for n in (1024, 4096))
     assert few[1] < many[1] and few[2] < many[2] and not many[1] & many[2] and len(many[2]) == 2048
-    assert many[1] | many[2] == set(kind_set("4096"))
-    with pytest.raises(ValueError, match=f"{name} have no set of kinds '1024 half 3': it is all or a number from 2 to"):
-        kind_set("1024 half 3")
+    assert many[1] | many[2] == set(some_kinds("x", "4096", 5000)) and len(some_kinds("x", "all", 5000)) == 5000
+    for name in ("1024 half 3", "5001", "1"):
+        with pytest.raises(ValueError, match=f"x have no set of kinds '{name}': it is all or a number from 2 to 5000"):
+            some_kinds("x", name, 5000)
 
 
 @RDKIT
 def test_what_a_formula_shows():
     """Oxygen is red, wherever it is; a caption is any name of the molecule."""
-    numbers = {names_of("molecules", kind)[0]: kind for kind in molecules.kind_set("all")}
+    numbers = {names_of("molecules", kind)[0]: kind for kind in molecules.MOLECULES.kind_set("all")}
     for text, is_red in {"benzene": False, "ethanol": True}.items():
         (row,) = molecules.MOLECULES.load("test", "detailed", 1, [numbers[text]], captions_per_image=20)
         red, green, _ = np.moveaxis(np.asarray(row["image"]).astype(int), -1, 0)

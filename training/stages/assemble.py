@@ -15,7 +15,7 @@ from clip_moe.engine.stage import Model
 
 @dataclass(config=STRICT, kw_only=True)
 class AssembleStage(ModelStage):
-    """Data experts as one CLIPMoDEModel: `conversion.assemble`.
+    """Data experts as one CLIPMoDEModel: `clip_moe.conversion.assemble`.
 
     For example:
 
@@ -24,38 +24,35 @@ class AssembleStage(ModelStage):
 
     kind: ClassVar[str] = "assemble"
 
-    # Earlier stages, folders or hub names, in the order of the clusters 0, 1, ... Fewer than there are clusters make a
-    # model that others can be added to.
+    # Earlier stages, folders or hub names, in the order of the clusters 0, 1, ... With fewer experts than clusters,
+    # others can be added to the model later.
     experts: list[Model] = Field(min_length=1)
-    # A cluster stage with fine-grained centers, and the embed stage that it goes back to. None: all experts have the
-    # same weight.
+    # A cluster stage with fine-grained centers. None: all experts have the same weight.
     clusters: Annotated[str, Reads("cluster")] | None = None
-    # An embed stage of captions or images with its encoder.
+    # An embed stage of captions or images by the encoder that made the centers.
     captions: Annotated[str, Reads("embed")] | None = None
-    # What a task's metadata are compared with: the fine-grained centers, or to compare with (MoDE section 5.2) one
-    # coarse center for each expert.
+    # Centers to compare a task's metadata with: the fine-grained ones, or one coarse center per expert, as a baseline
+    # (MoDE section 5.2).
     centers: Literal["fine", "coarse"] = "fine"
     # lambda in MoDE eq. 5.
     routing_temperature: float = Field(default=0.2, gt=0)
-    # How a task is routed: by the paper's printed equations, or as the authors' code computes it, which
-    # `routing_weights` tells. The evaluate stage can measure a mixture with the other one, too.
+    # Routing of a task: the paper's printed equations, or the authors' code; see `routing_weights`. The evaluate stage
+    # can also measure a mixture with the other one.
     routing: Literal["paper", "released"] = "released"
-    # How the embeddings of all experts make one for a linear probe: one after the other, or element by element (MoDE
-    # appendix D).
+    # How a linear probe combines the experts' embeddings: concatenated, or summed (MoDE appendix D).
     feature_ensemble: Literal["concatenate", "sum"] = "concatenate"
 
     @model_validator(mode="after")
     def _check(self):
-        defaults, routing = type(self).__pydantic_fields__, ("centers", "routing_temperature", "routing")
-        changed = [name for name in routing if getattr(self, name) != defaults[name].default]
+        changed = self.changed("centers", "routing_temperature", "routing")
         refuse(
             (
                 (self.clusters is None) != (self.captions is None),
-                "clusters and captions go together: the metadata's encoder is kept with the captions",
+                "set both clusters and captions, or neither: the metadata's encoder is kept with the captions",
             ),
             (
                 self.clusters is None and changed,
-                f"{', '.join(changed)}: of mixtures that route by clusters alone; set clusters and captions",
+                f"{', '.join(changed)}: only for mixtures that route by clusters; set clusters and captions",
             ),
         )
         return self
@@ -87,7 +84,7 @@ class AssembleStage(ModelStage):
             (number > known, f"{self.name}.experts: {number} experts, but {self.clusters} has {known} clusters"),
             (
                 encoder.name != made_by,
-                f"{self.captions} was embedded by {encoder.name}, {self.clusters} goes back to {made_by}",
+                f"{self.captions} was embedded by {encoder.name}, but {self.clusters} by {made_by}",
             ),
         )
         if self.centers == "coarse":

@@ -8,13 +8,14 @@ from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from clip_moe.data.arguments import CaptionPolicy, NumberedData
+from clip_moe.data.pairs_stage import PairsStage
 from clip_moe.engine.context import Context
 from clip_moe.engine.settings import STRICT
-from clip_moe.engine.stage import Model, Stage
+from clip_moe.engine.stage import Model
 
 
 @dataclass(config=STRICT, kw_only=True)
-class CaptionsStage(Stage):
+class CaptionsStage(PairsStage):
     """A dataset whose images have several captions each, for `caption_weights`; others use it as their `data.source`.
 
     The built-in worlds have the columns `caption` (detailed) and `raw_caption` (web).
@@ -24,9 +25,8 @@ class CaptionsStage(Stage):
     """
 
     kind: ClassVar[str] = "captions"
-    main_process_only: ClassVar[bool] = True
 
-    # Whose tokenizer counts tokens: an earlier stage, a folder or a hub name.
+    # Model whose tokenizer counts tokens: an earlier stage, a folder or a hub name.
     model: Model
     # The images, with a column for each text that captions are made of.
     data: NumberedData
@@ -36,7 +36,7 @@ class CaptionsStage(Stage):
     @model_validator(mode="after")
     def _check(self):
         if self.data.captions_per_line:
-            raise ValueError("data.captions_per_line: captions are built of whole texts; leave it out")
+            raise ValueError("data.captions_per_line: captions are built from whole texts; remove it")
         return self
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:

@@ -22,9 +22,9 @@ if typing.TYPE_CHECKING:
 
 # Embeddings that fine-grained centers are learned from, unless num_samples says: 6 GB in float32 of size 768
 CENTER_SAMPLES = 2_000_000
-# Settings of one of the two ways alone
-OF_KMEANS = "num_image_clusters", "num_text_clusters", "num_random_clusters", "previous", "within"
-OF_CENTERS = "random", "data"
+# Settings of K-means alone, and of fine-grained centers alone
+KMEANS_SETTINGS = "num_image_clusters", "num_text_clusters", "num_random_clusters", "previous", "within"
+CENTERS_SETTINGS = "random", "data"
 # Pairs that the pictures are drawn from
 SAMPLES_DRAWN_FROM = 20_000
 
@@ -52,11 +52,11 @@ class ClusterStage(Stage):
     num_image_clusters: int = Field(default=1, gt=0)
     # The same for text features.
     num_text_clusters: int = Field(default=1, gt=0)
-    # Parts of a random permutation, to compare with (CLIP-FMoE appendix D).
+    # Parts of a random permutation, as a baseline (CLIP-FMoE appendix D).
     num_random_clusters: int = Field(default=1, gt=0)
     # The cluster stage that these refine: a cluster is then a combination of both labels.
     previous: Annotated[str, Reads("cluster")] | None = None
-    # Whether the samples of each previous cluster are clustered by themselves, instead of all together.
+    # Cluster the samples of each previous cluster separately, instead of all together.
     within: bool = False
     # Features that centers are learned from, drawn at random: those of K-means of more than 100,000, and fine-grained
     # ones. They are in memory at once. None: 256 for each cluster and at least 65,536; for fine-grained ones 2 million.
@@ -64,36 +64,35 @@ class ClusterStage(Stage):
 
     # Fine-grained centers that are learned from the captions' embeddings (MoDE).
     num_centers: int | None = Field(default=None, gt=0)
-    # In place of num_centers, a cluster stage whose fine-grained centers and pairs are used again.
+    # Instead of num_centers, a cluster stage whose fine-grained centers and pairs are reused.
     centers: Annotated[str, Reads("cluster")] | None = None
     # Clusters that the fine-grained centers are grouped into.
     num_clusters: int | None = Field(default=None, gt=0)
-    # In place of num_clusters: class names, queries or captions of tasks that are known before training. The centers
+    # Instead of num_clusters: class names, queries or captions of tasks that are known before training. The centers
     # nearest to them are cluster 0, and all others belong to none (MoDE section 5.5, retrieval-enhanced).
     metadata: list[str] | None = Field(default=None, min_length=1)
-    # Give the pairs to these clusters at random, as many to each as it has: to compare with (MoDE section 5.1).
+    # Shuffle the assignment, keeping cluster sizes, as a baseline (MoDE section 5.1).
     random: bool = False
     # Assign these pairs to the centers. Their captions are embedded on the fly and not stored, for datasets too large
     # to store. None: those of `features`, or of `centers`.
     data: NumberedData | None = None
-    # Captions of `data` that are embedded at a time, by one process.
+    # Captions of `data` per batch and process.
     batch_size: int = Field(default=256, gt=0)
 
     @model_validator(mode="after")
     def _check(self):
         choices = {"num_centers", "centers"}, {"num_clusters", "metadata"}
         given = {name for name in choices[0] | choices[1] if getattr(self, name) is not None}
-        defaults = type(self).__pydantic_fields__
-        others = OF_KMEANS if given else OF_CENTERS
-        others = [name for name in others if getattr(self, name) != defaults[name].default]
+        unused = self.changed(*(KMEANS_SETTINGS if given else CENTERS_SETTINGS))
         refuse(
             (self.within and self.previous is None, "within needs the clusters of a previous stage"),
             (
                 given and any(len(given & choice) != 1 for choice in choices),
-                "fine-grained centers need one of num_centers and centers, and one of num_clusters and metadata, not "
+                "fine-grained centers need one of num_centers and centers, and one of num_clusters and metadata, got "
                 f"{join_names(sorted(given))}",
             ),
-            (others, f"{join_names(others)}: only {'without' if given else 'with'} num_centers or centers"),
+            (unused, f"{join_names(unused)}: only valid {'without' if given else 'with'} num_centers or centers"),
+            (self.data is None and self.changed("batch_size"), "batch_size: only valid with data"),
         )
         return self
 
@@ -227,7 +226,7 @@ class ClusterStage(Stage):
         if self.random:
             labels = np.random.default_rng(context.seed).permutation(labels)
         if not (labels >= 0).any():
-            raise ValueError("no pair belongs to the centers that the metadata retrieve: name more of them")
+            raise ValueError("no pair belongs to the centers that the metadata retrieve: add more metadata")
         tuples = np.arange(len(centers))[:, None]
         save_clusters(directory, Clusters(labels, centers, tuples, fine_centers, cluster_of_center), **about)
         drawn = np.random.default_rng(context.seed).permutation(np.flatnonzero(labels >= 0))[:SAMPLES_DRAWN_FROM]

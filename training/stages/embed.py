@@ -41,12 +41,12 @@ class EmbedStage(Stage):
     model: Annotated[str, Reads("model", "embed", literals=["tfidf"])]
     # The pairs to embed; of images alone, captions are not needed (`caption_column: null`).
     data: NumberedPictures
-    # What to embed. The encoder of images or captions alone is kept in the folder: a mixture routes tasks by it (MoDE),
-    # or by that of images (section 5.3, to compare with) every test image.
+    # Modalities to embed. With `images` or `captions`, the folder keeps the encoder, which a mixture routes by: tasks
+    # by captions (MoDE), single images by images (section 5.3, a baseline).
     what: Literal["both", "images", "captions"] = "both"
-    # Pairs that one process embeds at a time.
+    # Pairs per batch and process.
     batch_size: int = Field(default=256, gt=0)
-    # In which precision embeddings are kept.
+    # Precision of the stored embeddings.
     dtype: Literal["float32", "float16"] = "float32"
     # The weights of the L captions of an image, as in the stages that train on them: its text embedding is their
     # weighted mean. None: the first caption that is not missing.
@@ -56,20 +56,26 @@ class EmbedStage(Stage):
     pooling: Literal["mean", "cls", "pooler"] = "mean"
     # Size of the embeddings of tfidf.
     dim: int = Field(default=64, gt=0)
-    # tfidf leaves out words that a larger share of the captions has; what is said of everything hides topics.
+    # tfidf leaves out words that a larger share of the captions has; ubiquitous words hide topics.
     max_df: float = Field(default=1.0, gt=0, le=1)
 
     @model_validator(mode="after")
     def _check(self):
+        is_tfidf = self.model == "tfidf"
         refuse(
-            (self.model == "tfidf" and self.what != "captions", "tfidf embeds captions alone: set what: captions"),
+            (not is_tfidf and self.changed("dim", "max_df"), "dim and max_df are for tfidf only"),
+            (
+                self.changed("pooling") and (is_tfidf or self.what != "captions"),
+                f"pooling: {self.pooling} is for a text model of transformers, with what: captions",
+            ),
+            (is_tfidf and self.what != "captions", "tfidf embeds captions only: set what: captions"),
             (
                 self.data.caption_column is None and self.what != "images",
-                "data.caption_column: pictures alone are embedded with what: images",
+                "data.caption_column: data without captions need what: images",
             ),
             (
                 self.caption_weights is not None and self.what != "both",
-                f"caption_weights go with what: both, not {self.what}",
+                f"caption_weights need what: both, got {self.what}",
             ),
         )
         return self
@@ -85,11 +91,12 @@ class EmbedStage(Stage):
         rows = shared_pairs(context, inputs.data, images)
         if self.what == "both":
             batch_size = min(self.batch_size, len(rows))
-            clip = embedder.Embedder(inputs.model, None, batch_size, accelerator.device, state=accelerator)
+            workers, device = self.data.num_workers, accelerator.device
+            clip = embedder.Embedder(inputs.model, None, batch_size, device, num_workers=workers, state=accelerator)
             loader = PairLoader(
                 rows, clip.processor, self.data, Share(batch_size), caption_weights=self.caption_weights
             )
-            context.held["images"] = loader.bytes_in_memory
+            context.sample_bytes["images"] = loader.bytes_in_memory
             compute, shard_size = clip.compute(loader.in_order()), batch_size * embedder.BATCHES_PER_SHARD
             encoder_name = None
         else:
@@ -105,7 +112,7 @@ class EmbedStage(Stage):
         store.write(accelerator, f"embeddings of {self.what}", in_precision)
 
     def _kept_encoder(self, source: str, rows: "datasets.Dataset", context: Context, folder: Path) -> "SentenceEncoder":
-        """The encoder, which the main process keeps in this folder."""
+        """The encoder, which the main process saves in this folder."""
         from clip_moe.engine.files import new_folder
         from clip_moe.evaluation.sentence_encoders import TfidfEncoder, load_encoder, open_encoder
         from clip_moe.training.pair_features import first_captions
@@ -122,5 +129,5 @@ class EmbedStage(Stage):
         context.accelerator.wait_for_everyone()
         encoder = load_encoder(folder, context.accelerator.device)
         if encoder.modality != modality:
-            raise ValueError(f"what: {self.what}, but the encoder {encoder.name} is of the other")
+            raise ValueError(f"what is {self.what}, but the encoder {encoder.name} embeds {encoder.modality}")
         return encoder

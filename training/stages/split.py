@@ -10,14 +10,15 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from clip_moe.data.arguments import NumberedData
+from clip_moe.data.pairs_stage import PairsStage
 from clip_moe.engine.context import Context
 from clip_moe.engine.provenance import OVERVIEW
 from clip_moe.engine.settings import STRICT
-from clip_moe.engine.stage import Model, Stage
+from clip_moe.engine.stage import Model
 
 
 @dataclass(config=STRICT, kw_only=True)
-class SplitStage(Stage):
+class SplitStage(PairsStage):
     """Reads pairs once, looks at them, and splits them into pairs to train on and pairs to test on. Other stages name
     it as their `data.source`.
 
@@ -30,15 +31,14 @@ class SplitStage(Stage):
     """
 
     kind: ClassVar[str] = "split"
-    main_process_only: ClassVar[bool] = True
 
-    # The pairs to train on, and where those to test on are.
+    # The pairs to train on, and their source, which may have the pairs to test on.
     data: NumberedData
-    # Whose tokenizer reads the captions: an earlier stage, a folder or a hub name.
+    # Model whose tokenizer reads the captions: an earlier stage, a folder or a hub name.
     model: Model
     # The split to test on. Where the data have none of this name, one is held out.
     test_split: str = "test"
-    # The share that is held out.
+    # Fraction of the pairs to hold out.
     held_out: float = Field(default=0.1, gt=0, lt=1)
 
     def rehearsed(self, num_samples: int) -> typing.Self:
@@ -76,7 +76,7 @@ class SplitStage(Stage):
 
         data, tokenizer = inputs.data, load_processor(inputs.model).tokenizer
         # Unreadable pairs are judged here, over all of them, not by what trains and measures. `find_copies` decodes
-        # again: no other stage needs its digests and grids, while all of them share the first look
+        # again: no other stage needs what it computes, while all of them share the first look
         train = pairs_with_images(data, decode=True)
         is_given = has_split(data, self.test_split)
         if is_given:
@@ -126,7 +126,7 @@ class SplitStage(Stage):
             test = one_row_an_image(test)
         if len(test) < 2:
             raise ValueError(
-                f"test_split: {self.test_split} of {data.source} has one image, and needs two to choose from"
+                f"test_split: {self.test_split} of {data.source} has one image, but needs two to choose from"
             )
         datasets.DatasetDict(train=train, test=test).save_to_disk(directory)
         lines += look_at(train, test, tokenizer)

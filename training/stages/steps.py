@@ -1,4 +1,4 @@
-"""The base of stages that train with the loop of `training.loop`."""
+"""The base of stages that train with the loop of `clip_moe.training.loop`."""
 
 import dataclasses
 import json
@@ -31,19 +31,19 @@ REHEARSED_STEPS = 2
 
 @dataclass(config=STRICT, kw_only=True)
 class StepsStage(LoopSettings, ModelStage):
-    """A stage that trains with the loop of `training.loop`. A kind of it has `run`, which calls `train_model`."""
+    """A stage that trains with the loop of `clip_moe.training.loop`: its `run` calls `train_model`."""
 
-    # A unit of its data, as it is printed
+    # Plural noun for samples in messages
     samples: ClassVar[str] = "samples"
     main_process_only: ClassVar[bool] = False
     incidental: ClassVar[Collection[str]] = ("logging_steps", "save_steps", "save_total_limit", "torch_compile")
 
     # An earlier stage, a folder or a hub name.
     model: Model
-    # The pairs that it trains on.
+    # Pairs to train on.
     data: Data
 
-    # Steps of the optimizer. Either this or num_epochs is set.
+    # Optimizer steps. Set either this or num_epochs.
     max_steps: int | None = Field(default=None, gt=0)
     # Passes through the data.
     num_epochs: int | None = Field(default=None, gt=0)
@@ -56,7 +56,7 @@ class StepsStage(LoopSettings, ModelStage):
         refuse(
             (
                 (self.max_steps is None) == (self.num_epochs is None),
-                f"exactly one of max_steps ({self.max_steps}) and num_epochs ({self.num_epochs}) must be set",
+                f"set exactly one of max_steps ({self.max_steps}) and num_epochs ({self.num_epochs})",
             ),
             (
                 self.num_epochs is not None and self.data.streaming,
@@ -79,9 +79,9 @@ class StepsStage(LoopSettings, ModelStage):
 
         Args:
             task: the model with its loss.
-            loader: has batches as `training.loader.PairLoader` does.
+            loader: has batches as `clip_moe.training.loader.PairLoader` does.
             accelerator: a fresh one.
-            evaluation: what is measured meanwhile.
+            evaluation: tasks to measure during training.
         """
         from accelerate.utils import set_seed
 
@@ -94,7 +94,7 @@ class StepsStage(LoopSettings, ModelStage):
         total_steps = self.max_steps or self.num_epochs * (len(loader) // self.gradient_accumulation_steps)
         if total_steps == 0:
             raise ValueError(
-                f"an epoch of {len(loader)} batches has no step of {self.gradient_accumulation_steps} "
+                f"an epoch of {len(loader)} batches is less than one step of {self.gradient_accumulation_steps} "
                 "accumulation steps: lower gradient_accumulation_steps, or set max_steps"
             )
         training = [parameter.requires_grad for parameter in model.parameters()]

@@ -27,7 +27,7 @@ if typing.TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, ProcessorMixin
 
-    from clip_moe.data.sources import Rows
+    from clip_moe.data.columns import Rows
     from clip_moe.training.contrastive_task import ContrastiveTask
     from clip_moe.training.loader import PairLoader
     from clip_moe.training.losses import Pairing, Reduce
@@ -50,34 +50,34 @@ class TrainStage(StepsStage):
     samples: ClassVar[str] = "pairs"
     incidental: ClassVar[Collection[str]] = (*StepsStage.incidental, "evaluation")
 
-    # Regular expression, matched anywhere in a parameter's name; everything else is frozen.
+    # Regular expression, searched for in parameter names; all other parameters are frozen.
     trainable: str = "."
-    # Adapters that train in place of weights, and are added to them at the end.
+    # Adapters to train instead of the weights, and merged into them at the end.
     lora: LoraSettings | None = None
 
     # Random crops; None: images are resized and cropped in their center.
     augmentation: Augmentation | None = None
 
-    # Pairs with the same text or image. "separate": in other batches where possible, else positives. "positive":
+    # Pairs with the same text or image. "separate": kept in different batches if possible, else positives. "positive":
     # shuffled, and positives. "negative": shuffled, and negatives, as in the papers; with ten classes in batches of 64
     # it learns as much and forgets less of other kinds.
     duplicates: Literal["separate", "positive", "negative"] = "separate"
 
     # CLIP's softmax, or SigLIP's sigmoid (arXiv:2303.15343), which needs a model with a logit_bias and is its default.
     loss: Literal["softmax", "sigmoid"] | None = None
-    # Share of the contrastive loss's target that is spread over all pairs.
+    # Fraction of the contrastive loss's target that is spread over all pairs.
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
 
     # Weights of the losses of an image's L captions, which sum to 1 (gamma in CLIP-FMoE eq. 4). None: each epoch draws
     # one caption.
     caption_weights: list[Annotated[float, Field(ge=0)]] | None = Field(default=None, min_length=1)
-    # Pairs of a process's batch that are embedded at a time (GradCache, arXiv:2101.06983): less memory, 4/3 of the
-    # computation, the same loss and gradient. None: all at once.
+    # Pairs of a process's batch to embed at a time (GradCache, arXiv:2101.06983): less memory, 4/3 of the computation,
+    # the same loss and gradient. None: all at once.
     mini_batch_size: int | None = Field(default=None, gt=0)
     # Rows of the similarity matrix held at a time; None: all.
     loss_chunk_size: int | None = Field(default=None, gt=0)
 
-    # Scores while it trains; None: none.
+    # Evaluation during training; None: none.
     evaluation: Evaluation | None = None
 
     @model_validator(mode="after")
@@ -86,23 +86,23 @@ class TrainStage(StepsStage):
         refuse(
             (
                 self.lora is not None and self.trainable != ".",
-                f"trainable {self.trainable!r}: with lora, lora.trainable says what trains besides",
+                f"trainable {self.trainable!r}: with lora, use lora.trainable",
             ),
             (
                 weights is not None and abs(sum(weights) - 1) > 1e-6,
-                f"caption_weights {weights} sum to {sum(weights or []):g}, not to 1",
+                f"caption_weights {weights} must sum to 1, got {sum(weights or []):g}",
             ),
             (
                 weights is not None and self.data.streaming,
-                "data.streaming: a stream's samples have no numbers, which caption_weights need: leave out one",
+                "data.streaming: caption_weights need numbered samples, which a stream lacks: remove one of them",
             ),
             (
                 self.global_batch_size == self.gradient_accumulation_steps,
-                "global_batch_size: a step of one pair has no negatives to learn from: take 2 or more",
+                "global_batch_size: a step of one pair has no negatives: use 2 or more",
             ),
             (
                 self.augmentation is not None and self.data.in_memory,
-                "augmentation changes images in every epoch, but data.in_memory keeps what they were: drop one",
+                "augmentation changes images in every epoch, but data.in_memory keeps them fixed: remove one of them",
             ),
         )
         return self
@@ -144,7 +144,7 @@ class TrainStage(StepsStage):
         All tensors are in float32, whatever the precision of the model.
 
         Args:
-            image_embeds: (B, D) of this process, normalized; `training.losses.gather` has those of all processes.
+            image_embeds: (B, D) of this process, normalized; `clip_moe.training.losses.gather` gathers all processes'.
             text_embeds: (B, D), or with `caption_weights` (captions, D): those of all images, one after the other.
             logit_scale: the inverse of the temperature, of one element.
             pairing: which images and texts belong together, and which of the L captions of an image are there.
@@ -182,7 +182,7 @@ class TrainStage(StepsStage):
 
         from clip_moe.conversion.checkpoints import load_clip
         from clip_moe.conversion.processors import load_processor
-        from clip_moe.data.sources import reading
+        from clip_moe.data.local_data import reading
         from clip_moe.engine.provenance import duplicates_line
 
         model, processor = load_clip(inputs.model, dtype=torch.float32), load_processor(inputs.model)
@@ -193,9 +193,9 @@ class TrainStage(StepsStage):
             raise ValueError("; ".join(f"{self.name}.{problem}" for problem in problems))
         rows = self.load_pairs(inputs, context)
         loader, shares = self._loader(rows, processor, share, inputs, context)
-        context.held["images"] = loader.bytes_in_memory
+        context.sample_bytes["images"] = loader.bytes_in_memory
         if accelerator.is_main_process:
-            with reading(self.data):
+            with reading(self.data.source):
                 loader.report_captions(self.name)
             compared = "text" if self._compares_texts_alone else "text or image"
             print(f"{self.name}: {duplicates_line(shares, self.duplicates, compared)}")
@@ -235,7 +235,7 @@ class TrainStage(StepsStage):
                     "negatives to learn from. Use data with more captions, or larger clusters"
                 )
             shares = {"shuffled": round(float(shuffled), 4), "left": round(float(left), 4)}
-            # Of shards, another pair stands in for one that cannot be read
+            # In shards, another pair replaces an unreadable one
             if duplicates.may_be_there or self.data.indexed:
                 keys = duplicates.images
         if self.duplicates == "negative":
@@ -276,9 +276,8 @@ class TrainStage(StepsStage):
         return router_losses(config, outputs, batch, reduce)
 
     def problems(self, model: "PreTrainedModel", batch_size: int) -> "Iterator[str]":
-        """Settings that do not go with the model, or with the batch of a process: `setting: why`."""
-        from clip_moe.conversion.upcycle import sparse_towers
-        from modeling_clip_moe.families import family_of
+        """Settings that do not fit the model, or the batch of a process: `setting: why`."""
+        from modeling_clip_moe.families import family_of, sparse_towers
 
         config, family, part = model.config, family_of(model.config), self.mini_batch_size
         if part is not None and batch_size % part:
@@ -286,9 +285,9 @@ class TrainStage(StepsStage):
         if self.loss == "sigmoid" and not family.sigmoid:
             yield f"loss: sigmoid needs a model with a logit_bias, as SigLIP; {config.model_type!r} has none"
         if self.label_smoothing and family.sigmoid and self.loss != "softmax":
-            yield "label_smoothing: it goes with the softmax loss; this model's is sigmoid"
+            yield "label_smoothing: it needs the softmax loss, but this model's is sigmoid"
         if self.augmentation is not None and family.naflex:
-            yield "augmentation: it goes with images of one size, but this model takes any shape: leave it out"
+            yield "augmentation: it needs images of one size, but this model takes any shape: remove it"
         trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         for name, tower in sparse_towers(config).items():
             # One expert has a router for the shape of its layer

@@ -14,7 +14,7 @@ from clip_moe.training.stages.steps import REHEARSED_STEPS
 from clip_moe.training.stages.train import TrainStage
 
 if TYPE_CHECKING:
-    from clip_moe.data.sources import Rows
+    from clip_moe.data.columns import Rows
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -30,14 +30,18 @@ class TrainDataExpertStage(TrainStage):
 
     kind: ClassVar[str] = "train_data_expert"
 
-    # The pairs that the cluster is a part of.
+    # The pairs that were clustered.
     data: NumberedData
-    # The number by which --experts chooses it.
+    # Number to select it by, with --experts.
     expert: int = Field(gt=0)
     # A cluster stage.
     clusters: Annotated[str, Reads("cluster")]
-    # The number of the cluster.
+    # Number of the cluster.
     cluster: int = Field(ge=0)
+
+    @property
+    def expert_number(self) -> int:
+        return self.expert
 
     def steps_of_all(self, directory: Path, ratio: float | None) -> int | None:
         """Few pairs do not tell how many a cluster has."""

@@ -17,7 +17,7 @@ from clip_moe.training.stages.train import TrainStage
 if typing.TYPE_CHECKING:
     import numpy as np
 
-    from clip_moe.data.sources import Rows
+    from clip_moe.data.columns import Rows
     from clip_moe.training.clusters import Clusters
     from clip_moe.training.samplers import ClusterBatchSampler, Share
 
@@ -34,20 +34,22 @@ class TrainExpertsStage(TrainStage):
     kind: ClassVar[str] = "train_experts"
 
     trainable: str = r"\.layers\.\d+\.mlp\."  # not the FFN of SigLIP's pooling
-    # The pairs that it trains on.
+    # Pairs to train on.
     data: NumberedData
-    # The number by which --experts chooses it.
+    # Number to select it by, with --experts.
     expert: int = Field(gt=0)
     # A cluster stage.
     clusters: Annotated[str, Reads("cluster")]
     # Only the samples of this first-level cluster (CLIP-FMoE); None: all.
     cluster: int | None = Field(default=None, ge=0)
-    # How the batches of the clusters follow each other: shuffled, or one of each in turn until none has another
-    # (CLIP-FMoE appendix C).
+    # Order of the clusters' batches: shuffled, or one of each in turn until all are used (CLIP-FMoE appendix C).
     order: Literal["shuffled", "round_robin"] = "shuffled"
-    # What happens to the samples of a cluster that is smaller than a batch: they are left out, or go to the nearest
-    # other cluster.
+    # Samples of clusters smaller than a batch: left out, or merged into the nearest other cluster.
     small_clusters: Literal["drop", "merge"] = "drop"
+
+    @property
+    def expert_number(self) -> int:
+        return self.expert
 
     def steps_of_all(self, directory: Path, ratio: float | None) -> int | None:
         """Few pairs do not tell how many a cluster has."""

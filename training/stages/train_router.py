@@ -32,7 +32,7 @@ class TrainRouterStage(TrainStage):
     kind: ClassVar[str] = "train_router"
 
     trainable: str = r"\.mlp\.router\."
-    # How many choices of a token count as load in the balance loss: 1, the argmax (CLIP-MoE eq. 7); None: all K
+    # Number of a token's choices that count as load in the balance loss: 1, the argmax (CLIP-MoE eq. 7); None: all K
     # (CLIP-UP, CLIP-FMoE).
     balance_top_k: int | None = Field(default=1, gt=0)
     # Router losses are the mean over a tower's layers, summed over the towers (CLIP-UP); the mean over all layers of
@@ -40,25 +40,25 @@ class TrainRouterStage(TrainStage):
     # those of the tokens of all layers of a tower taken together, summed over the towers (CLIP-MoE's released code); or
     # the mean over the layers of a shared encoder, in each of which the tokens of both towers are taken together.
     balance_mean: Literal["tower", "layer", "token", "tower_token", "shared"] = "layer"
-    # Where router losses are summed over the towers: what those of the text tower are multiplied by; None: 1.
+    # Factor of the text tower's router losses, where they are summed over the towers; None: 1.
     text_router_weight: float | None = Field(default=None, ge=0)
-    # Share of the activations within experts that are 0 in each step of training, the others being scaled up
-    # (CLIP-MoE's released code); which these are depends on the number of processes. None: none.
+    # Dropout rate of the activations within experts (CLIP-MoE's released code); the random numbers depend on the number
+    # of processes. None: no dropout.
     expert_dropout: float | None = Field(default=None, gt=0, lt=1)
 
     @model_validator(mode="after")
     def _check_routers(self):
         if self.text_router_weight is not None and self.balance_mean not in ("tower", "tower_token"):
-            raise ValueError(f"text_router_weight goes with a sum over the towers, not with {self.balance_mean}")
+            raise ValueError(f"text_router_weight needs a sum over the towers, got balance_mean {self.balance_mean}")
         return self
 
     def problems(self, model: "PreTrainedModel", batch_size: int) -> Iterator[str]:
-        from clip_moe.conversion.upcycle import sparse_towers
+        from modeling_clip_moe.families import sparse_towers
 
         yield from super().problems(model, batch_size)
         towers = sparse_towers(model.config)
         if self.expert_dropout is not None and not towers:
-            yield f"expert_dropout: it goes with a sparse model, but {self.model} is dense"
+            yield f"expert_dropout: it needs a sparse model, but {self.model} is dense"
         if self.balance_mean == "shared" and not getattr(model.config, "shared_encoder", False):
             yield "balance_mean: shared needs a model with shared_encoder: true; this one has two encoders"
         elif self.balance_mean in ("token", "shared"):
@@ -66,7 +66,7 @@ class TrainRouterStage(TrainStage):
             if len(choices) > 1:
                 yield (
                     f"balance_mean: {self.balance_mean} takes the tokens of both towers together, whose num_experts, "
-                    f"num_experts_per_tok or scoring_func differ: {sorted(choices)}; take tower"
+                    f"num_experts_per_tok or scoring_func differ: {sorted(choices)}; use tower"
                 )
         for tower in towers.values():
             if self.balance_top_k is not None and self.balance_top_k > tower.num_experts:

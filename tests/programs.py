@@ -6,6 +6,9 @@ import sys
 
 from documents import ROOT
 
+# The first line of a program that loads models by the code beside their weights
+WITHOUT_PACKAGE = 'import sys; sys.modules["modeling_clip_moe"] = None\n'
+
 
 def run_program(folder, *words, **environment) -> str:
     """Runs Python with these arguments in a folder, which also gets the code of models. Returns what was printed."""

@@ -10,11 +10,17 @@ from functools import cache, wraps
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from transformers.utils import logging
 
 from .dispatch import Dispatch
+from .torch_internals import (
+    FakeTensor,
+    _get_current_dispatch_mode_stack,
+    _len_torch_dispatch_stack_pre_dispatch,
+    mark_static,
+    peek_interpreter_stack,
+    set_recompile_limit,
+)
 from .transformers_internals import _grouped_linear
 
 logger = logging.get_logger(__name__)
@@ -26,7 +32,7 @@ RECOMPILE_LIMIT = 64
 @cache
 def compiled(function: Callable) -> Callable:
     """A function under `torch.compile`, whose compiler takes seconds to import: only where something is compiled."""
-    torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
+    set_recompile_limit(RECOMPILE_LIMIT)
     return torch.compile(function)
 
 
@@ -37,7 +43,7 @@ def _can_fuse() -> bool:
     try:
         compiled(torch.square)(torch.ones(1, device="cuda"))
     except Exception as error:  # of Triton, of the C compiler, of the file system: there is no class that they share
-        logger.warning(f"Experts run slower on this GPU, for which nothing can be compiled: {error}")
+        logger.warning(f"Experts run slower on this GPU, since kernels cannot be compiled for it: {error}")
         return False
     return True
 
@@ -51,7 +57,7 @@ def fused(function: Callable) -> Callable:
         for tensor in arguments if is_fused else ():
             # The towers' widths differ. As variables they would make the kernels up to four times slower
             if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.ndim > 1:
-                torch._dynamo.mark_static(tensor, tensor.ndim - 1)
+                mark_static(tensor, tensor.ndim - 1)
         return (compiled(function) if is_fused else function)(*arguments)
 
     return run
@@ -209,17 +215,13 @@ def is_recorded(hidden_states: Tensor) -> bool:
     return (
         torch.jit.is_tracing()
         or torch.onnx.is_in_onnx_export()
-        or torch._C._functorch.peek_interpreter_stack() is not None
+        or peek_interpreter_stack() is not None
         or has_no_data(hidden_states)
-        or any(_records(mode) for mode in _get_current_dispatch_mode_stack())
-        or torch._ops._len_torch_dispatch_stack_pre_dispatch() > 0
+        # Modes that make a program: proxies, functional or fake tensors
+        or any(getattr(mode, "_mode_key", None) is not None for mode in _get_current_dispatch_mode_stack())
+        or _len_torch_dispatch_stack_pre_dispatch() > 0
     )
 
 
 def has_no_data(tensor: Tensor) -> bool:
     return tensor.is_meta or isinstance(tensor, FakeTensor)
-
-
-def _records(mode: TorchDispatchMode) -> bool:
-    """Whether a mode makes a program: proxies, functional or fake tensors."""
-    return getattr(mode, "_mode_key", None) is not None

@@ -1,0 +1,1 @@
+../../modeling_clip_moe/expert_kernels.py

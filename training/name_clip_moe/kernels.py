@@ -1,1 +1,0 @@
-../../modeling_clip_moe/kernels.py

@@ -1,0 +1,1 @@
+../../modeling_clip_moe/torch_internals.py
