@@ -59,6 +59,8 @@ class BalancedStage(TrainStage):
         save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
 
 
+BIASED = {"change": set_towers(use_expert_bias=True)}
+UPDATES = [BIASED, BIASED | {"expert_bias_update": "z_score"}]
 BALANCED = as_stage(f"{__name__}:BalancedStage")
 NOISE = set_towers(router_jitter_noise=0.1, attention_dropout=0.1)
 # 24 pairs: an epoch of three steps, so that a new DataLoader begins
@@ -68,7 +70,8 @@ RESUMED = {
     "noise, in memory": (3, {"change": NOISE} | EPOCHS[0]),
     "noise": (5, {"change": NOISE} | EPOCHS[1]),
     "parts of batches": (4, {"mini_batch_size": 4}),
-    "biases of experts": (5, {"change": set_towers(use_expert_bias=True)}),
+    "biases of experts": (5, BIASED),
+    "z-scores of loads": (5, UPDATES[1]),
     "buffers": (5, {"change": BALANCED}),
 }
 
@@ -103,9 +106,10 @@ def test_the_seed_and_noise_decide(whole):
 
 
 @pytest.mark.slow
-def test_two_processes_train_as_one(whole, tmp_path):
+@pytest.mark.parametrize("update", UPDATES, ids=["sign", "z_score"])
+def test_two_processes_train_as_one(whole, tmp_path, update):
     """Killed and started again, they end in the bits of two that were not. Biases of experts move as one, too."""
-    settings = {"global_batch_size": 16, "max_steps": 12, "change": set_towers(use_expert_bias=True)}
+    settings = {"global_batch_size": 16, "max_steps": 12, **update}
     train(tmp_path, only=["dense", "sparse"], **settings)
     two, killed = tmp_path / "out" / "tuned", tmp_path / "killed"
     shutil.copytree(tmp_path / "out", killed)
@@ -132,9 +136,10 @@ def test_what_saves_memory_changes_nothing(whole, settings):
         assert not same_weights(whole(**settings), whole())  # so it was not the same computation
 
 
-def test_accumulation_averages_gradients(whole, tmp_path, monkeypatch):
+@pytest.mark.parametrize("settings", [{}, *UPDATES], ids=["", "sign", "z_score"])
+def test_accumulation_averages_gradients(whole, tmp_path, monkeypatch, settings):
     """Twice the same batch, accumulated, is that batch's own step."""
-    plain, original = whole(global_batch_size=4), loop.train
+    plain, original = whole(global_batch_size=4, **settings), loop.train
 
     def repeat(accelerator, model, batches, *rest):
         def twice(start):
@@ -144,8 +149,11 @@ def test_accumulation_averages_gradients(whole, tmp_path, monkeypatch):
         return original(accelerator, model, twice, *rest)
 
     monkeypatch.setattr(loop, "train", repeat)
-    accumulated = train(tmp_path, gradient_accumulation_steps=2)
+    accumulated = train(tmp_path, gradient_accumulation_steps=2, **settings)
     torch.testing.assert_close(losses(accumulated), losses(plain), atol=1e-5, rtol=0)
+    for name, values in weights(plain).items():
+        if name.endswith("expert_bias"):
+            torch.testing.assert_close(weights(accumulated)[name], values)
 
 
 def train_compiled(recipe):

@@ -1,7 +1,7 @@
 """A CLIP and its contrastive loss in one module."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +33,7 @@ class ContrastiveTask(Task):
         auxiliary_losses: others that are added.
         mini_batch_size: pairs that are embedded at a time; None: all of a batch.
         lora: the adapters that the model has; None: none.
+        expert_bias_update: how the biases of experts move, see `ExpertBiases`.
     """
 
     def __init__(
@@ -42,10 +43,11 @@ class ContrastiveTask(Task):
         auxiliary_losses: Sequence[AuxiliaryLoss] = (),
         mini_batch_size: int | None = None,
         lora: LoraSettings | None = None,
+        expert_bias_update: Literal["sign", "z_score"] = "sign",
     ):
         super().__init__(model, auxiliary_losses)
-        self.losses = losses
-        self.mini_batch_size, self.lora, self.biases = mini_batch_size, lora, ExpertBiases(model)
+        self.losses, self.biases = losses, ExpertBiases(model, expert_bias_update)
+        self.mini_batch_size, self.lora = mini_batch_size, lora
         # FSDP2 and ZeRO-3 split no scalar, which the scale of a dense CLIP is
         self.scale_shape, scale = model.logit_scale.shape, model.logit_scale
         if scale.ndim == 0:
@@ -155,8 +157,14 @@ class ExpertBiases:
     """Balance without a loss (arXiv:2408.15664): the biases of a model's routers, and how many tokens each expert got
     since they last moved. A bias adds to the scores that choose experts, and not to their weights.
 
-    With gradient checkpointing or `mini_batch_size`, tokens count twice; only the sign of a difference counts, so
-    biases move alike.
+    With gradient checkpointing or `mini_batch_size`, tokens count twice; neither a sign nor a z-score changes when all
+    counts double, so biases move alike.
+
+    Args:
+        update: what `RATE` multiplies: the "sign" of the difference from the mean count, or its "z_score", the
+            difference over the standard deviation of the layer's counts (MoE-ViE, arXiv:2608.17402). The paper does not
+            say which: here the population's, whose variance divides by E. A layer's experts are all that it has, and
+            the root mean square of its moves is then `RATE`, as with the sign.
 
     Attributes:
         RATE: u, by which a bias moves in a step (section 4.1).
@@ -164,7 +172,8 @@ class ExpertBiases:
 
     RATE = 1e-3
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, update: Literal["sign", "z_score"] = "sign"):
+        self.update = update
         routers = (module for module in model.modules() if isinstance(module, CLIPMoERouter))
         # A router that does not train keeps its choices
         self.routers = [router for router in routers if router.expert_bias is not None and router.weight.requires_grad]
@@ -186,10 +195,15 @@ class ExpertBiases:
 
     @torch.no_grad()
     def move(self, accelerator: Accelerator) -> None:
-        """Move each bias by `RATE` towards the mean count: up where an expert got fewer tokens, over all processes."""
+        """Move each bias towards the mean count: up where an expert got fewer tokens, over all processes."""
         for router, counts in zip(self.routers, self.counts, strict=True):
             totals = accelerator.reduce(counts.to(router.expert_bias.device), "sum")
-            router.expert_bias += self.RATE * (totals.mean() - totals).sign()
+            shortfalls = totals.mean() - totals
+            if self.update == "z_score":
+                deviation = totals.std(correction=0)
+                router.expert_bias += self.RATE * shortfalls / deviation.masked_fill(deviation == 0, torch.inf)
+            else:
+                router.expert_bias += self.RATE * shortfalls.sign()
             counts.zero_()
 
 

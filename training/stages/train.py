@@ -77,6 +77,11 @@ class TrainStage(StepsStage):
     # Rows of the similarity matrix held at a time; None: all.
     loss_chunk_size: int | None = Field(default=None, gt=0)
 
+    # Each step moves the biases of experts, of a model with use_expert_bias, by 1e-3 times the "sign" of how far an
+    # expert's load is below the mean (arXiv:2408.15664), or times its "z_score": how many standard deviations (MoE-ViE,
+    # arXiv:2608.17402, which does not tell its factor).
+    expert_bias_update: Literal["sign", "z_score"] = "sign"
+
     # Evaluation during training; None: none.
     evaluation: Evaluation | None = None
 
@@ -170,7 +175,12 @@ class TrainStage(StepsStage):
         from clip_moe.training.contrastive_task import ContrastiveTask
 
         return ContrastiveTask(
-            model, self, self.auxiliary_losses(model, inputs), mini_batch_size=self.mini_batch_size, lora=self.lora
+            model,
+            self,
+            self.auxiliary_losses(model, inputs),
+            mini_batch_size=self.mini_batch_size,
+            lora=self.lora,
+            expert_bias_update=self.expert_bias_update,
         )
 
     def auxiliary_losses(self, model: "PreTrainedModel", inputs: SimpleNamespace) -> "list[AuxiliaryLoss]":
@@ -288,8 +298,14 @@ class TrainStage(StepsStage):
             yield "label_smoothing: it needs the softmax loss, but this model's is sigmoid"
         if self.augmentation is not None and family.naflex:
             yield "augmentation: it needs images of one size, but this model takes any shape: remove it"
+        towers = sparse_towers(config)
+        if self.expert_bias_update == "z_score" and not any(tower.use_expert_bias for tower in towers.values()):
+            yield (
+                "expert_bias_update: z_score moves biases of experts, but this model has none: upcycle with "
+                "use_expert_bias true, or remove it"
+            )
         trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-        for name, tower in sparse_towers(config).items():
+        for name, tower in towers.items():
             # One expert has a router for the shape of its layer
             is_always_1 = tower.num_experts > tower.num_experts_per_tok == 1 and tower.norm_topk_prob
             if is_always_1 and any(".router." in parameter and parameter.startswith(name) for parameter in trained):
