@@ -10,7 +10,8 @@ from transformers import CLIPTextConfig, CLIPVisionConfig, PreTrainedConfig
 _LAYERS = "encoder.layers.*"
 # Fields on which the weights of a tower's layers depend
 _LAYER_FIELDS = """hidden_size intermediate_size num_attention_heads num_hidden_layers hidden_act layer_norm_eps
-moe_layers num_experts moe_intermediate_size num_shared_experts fusion_gate use_expert_bias""".split()
+moe_layers num_experts moe_intermediate_size moe_mlp_bias num_shared_experts fusion_gate use_expert_bias
+use_gated_mlp""".split()
 
 
 def embedding_size(config: PreTrainedConfig) -> int:
@@ -46,11 +47,14 @@ class CLIPMoETowerConfig(PublishedConfig):
     The sparse layers of a tower; by default there are none: a plain CLIP tower.
 
     Args:
+        use_gated_mlp (`bool`): whether the FFNs of all layers and their experts are gated, as SwiGLU is with
+            `hidden_act="silu"` (arXiv:2002.05202): down(act(gate(x)) * up(x)).
         num_experts (`int`): experts of a sparse layer, E.
         num_experts_per_tok (`int`): experts that compute each token, K.
         moe_layers (`list[int]`): the sparse layers, counted from 0. Empty: a dense tower.
         moe_intermediate_size (`int`, *optional*): width of an expert (DeepSeekMoE, arXiv:2401.06066). None:
             `intermediate_size`, that of the dense FFN.
+        moe_mlp_bias (`bool`): whether experts, shared ones too, have biases.
         num_shared_experts (`int`): experts as wide as the others that compute every token, without a router
             (DeepSeekMoE).
         scoring_func (`str`): how a router scores the experts: `"softmax"`, or `"sigmoid"`, each expert on its own
@@ -77,22 +81,17 @@ class CLIPMoETowerConfig(PublishedConfig):
 
     # Splits over processes by transformers' `DistributedConfig`: the experts (EP), every layer (FSDP2), and by
     # `base_model_tp_plan` heads and dense FFNs (TP)
-    base_model_ep_plan = {
-        f"{_LAYERS}.mlp.experts.up_proj": "grouped_gemm",
-        f"{_LAYERS}.mlp.experts.up_proj_bias": "grouped_gemm",
-        f"{_LAYERS}.mlp.experts.down_proj": "grouped_gemm",
-        f"{_LAYERS}.mlp.experts.down_proj_bias": "grouped_gemm",
-        f"{_LAYERS}.mlp.experts": "ep_dispatch_experts",
-    }
     base_model_fsdp_plan = {"embeddings": "free_full_weight", _LAYERS: "free_full_weight"}
     # A custom configuration may name classes in place of `CLIPMoERouter` and `CLIPMoEExperts`
     router_class: ClassVar[type | None] = None
     experts_class: ClassVar[type | None] = None
 
+    use_gated_mlp: bool = False
     num_experts: int = 8
     num_experts_per_tok: int = 2
     moe_layers: list[int] = field(default_factory=list)
     moe_intermediate_size: int | None = None
+    moe_mlp_bias: bool = True
     num_shared_experts: int = 0
     scoring_func: Literal["softmax", "sigmoid"] = "softmax"
     use_expert_bias: bool = False
@@ -121,6 +120,13 @@ class CLIPMoETowerConfig(PublishedConfig):
         return self.hidden_size
 
     @property
+    def base_model_ep_plan(self) -> dict[str, str]:
+        """Expert parallelism: each process has some of the experts of every sparse layer."""
+        experts, up = f"{_LAYERS}.mlp.experts", "gate_up_proj" if self.use_gated_mlp else "up_proj"
+        stacked = [name + kind for name in (up, "down_proj") for kind in ("", "_bias") if self.moe_mlp_bias or not kind]
+        return {f"{experts}.{name}": "grouped_gemm" for name in stacked} | {experts: "ep_dispatch_experts"}
+
+    @property
     def base_model_tp_plan(self) -> dict[str, str]:
         """Tensor parallelism of the tower's modules: the heads of its attention and the width of dense FFNs and shared
         experts. Experts are not split: transformers has no style for their stacked biases."""
@@ -130,7 +136,10 @@ class CLIPMoETowerConfig(PublishedConfig):
         has_shared = self.num_shared_experts > 0
         for ffn, is_there in (("mlp", has_dense_layers), ("mlp.base", has_base), ("mlp.shared_experts", has_shared)):
             if is_there:
-                plan |= {f"{_LAYERS}.{ffn}.fc1": "colwise", f"{_LAYERS}.{ffn}.fc2": "rowwise"}
+                first, last = (("gate_proj", "up_proj"), "down_proj") if self.use_gated_mlp else (("fc1",), "fc2")
+                plan |= {f"{_LAYERS}.{ffn}.{name}": "colwise" for name in first} | {
+                    f"{_LAYERS}.{ffn}.{last}": "rowwise"
+                }
         return plan
 
     def validate_moe(self):

@@ -68,26 +68,48 @@ def _is_fused(tensor: Tensor) -> bool:
     return tensor.is_cuda and is_eager and not is_recorded(tensor) and _can_fuse()
 
 
+def activate(rows: Tensor, act_fn: Callable, is_gated: bool) -> Tensor:
+    """(N, I), of the first product (N, I), or (N, 2 I) where its second half is gated by the first (GLU variants,
+    arXiv:2002.05202)."""
+    if not is_gated:
+        return act_fn(rows)
+    gate, up = rows.chunk(2, dim=-1)
+    return act_fn(gate) * up
+
+
+def _with_bias(rows: Tensor, bias: Tensor | None, expert_ids: Tensor) -> Tensor:
+    """The bias of each row's expert is added in float32, as a linear layer adds it."""
+    return rows.float() if bias is None else rows.float() + bias[expert_ids].float()
+
+
 @fused
-def _activate(rows: Tensor, bias: Tensor, expert_ids: Tensor, act_fn: Callable) -> Tensor:
-    """(N, I), of the first product and its bias, added in float32 as a linear layer adds it."""
-    return act_fn(rows.float() + bias[expert_ids].float()).to(rows.dtype)
+def _activate(rows: Tensor, bias: Tensor | None, expert_ids: Tensor, act_fn: Callable, is_gated: bool) -> Tensor:
+    """(N, I), of the first product and its bias."""
+    return activate(_with_bias(rows, bias, expert_ids), act_fn, is_gated).to(rows.dtype)
 
 
 @fused
 def _activate_backward(
-    rows: Tensor, bias: Tensor, expert_ids: Tensor, act_fn: Callable, is_computed: Tensor, gradient: Tensor
+    rows: Tensor,
+    bias: Tensor | None,
+    expert_ids: Tensor,
+    act_fn: Callable,
+    is_gated: bool,
+    is_computed: Tensor,
+    gradient: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """The output of `_activate`, computed again, and the gradient of its rows."""
-    activated, pull = torch.func.vjp(act_fn, rows.float() + bias[expert_ids].float())
+    activated, pull = torch.func.vjp(
+        lambda inputs: activate(inputs, act_fn, is_gated), _with_bias(rows, bias, expert_ids)
+    )
     return activated.to(rows.dtype), torch.where(is_computed, pull(gradient.float())[0], 0).to(rows.dtype)
 
 
 @fused
-def _combine(rows: Tensor, bias: Tensor, expert_ids: Tensor, rank: Tensor, weights: Tensor) -> Tensor:
+def _combine(rows: Tensor, bias: Tensor | None, expert_ids: Tensor, rank: Tensor, weights: Tensor) -> Tensor:
     """(T, D), the weighted sum over the K experts of each token. A row of weight 0 may hold anything."""
     choices = weights.T  # (K, T)
-    values = (rows.float() + bias[expert_ids].float())[rank].unflatten(0, choices.shape) * choices[..., None]
+    values = _with_bias(rows, bias, expert_ids)[rank].unflatten(0, choices.shape) * choices[..., None]
     return values.masked_fill(choices[..., None] == 0, 0).sum(dim=0).to(rows.dtype)
 
 
@@ -100,7 +122,7 @@ def _gather_backward(rows: Tensor, rank: Tensor, is_computed: Tensor, top_k: int
 @fused
 def _combine_backward(
     rows: Tensor,
-    bias: Tensor,
+    bias: Tensor | None,
     expert_ids: Tensor,
     order: Tensor,
     weights: Tensor,
@@ -109,9 +131,8 @@ def _combine_backward(
 ) -> tuple[Tensor, Tensor]:
     """The gradients of the rows (N, D), and of each row's weight (N,)."""
     rows_gradient = torch.where(is_computed, gradient[order % weights.shape[0]].to(weights.dtype), 0)
-    weights_gradient = torch.where(is_computed, rows_gradient * (rows.float() + bias[expert_ids].float()), 0).sum(
-        dim=-1
-    )
+    outputs = _with_bias(rows, bias, expert_ids)
+    weights_gradient = torch.where(is_computed, rows_gradient * outputs, 0).sum(dim=-1)
     return (rows_gradient * weights.T.flatten()[order][:, None]).to(rows.dtype), weights_gradient
 
 
@@ -123,19 +144,19 @@ class GroupedFFNs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden_states, weights, up_proj, up_bias, down_proj, down_bias, rows, act_fn):
+    def forward(ctx, hidden_states, weights, up_proj, up_bias, down_proj, down_bias, rows, act_fn, is_gated):
         (order, counts), rank = rows, rows.rank()
         ends = counts.cumsum(dim=0, dtype=torch.int32)
         numbers = torch.arange(order.shape[0], device=order.device, dtype=torch.int32)
         expert_ids = torch.searchsorted(ends, numbers, right=True).clamp(max=counts.shape[0] - 1)
 
         up = F.grouped_mm(hidden_states[order % weights.shape[0]], up_proj.transpose(-2, -1), offs=ends)
-        activated = _activate(up, up_bias, expert_ids, act_fn)
+        activated = _activate(up, up_bias, expert_ids, act_fn, is_gated)
         down = F.grouped_mm(activated, down_proj.transpose(-2, -1), offs=ends)
         ctx.save_for_backward(
             hidden_states, weights, up_proj, up_bias, down_proj, down_bias, up, down, order, rank, ends, expert_ids
         )
-        ctx.act_fn = act_fn
+        ctx.act_fn, ctx.is_gated = act_fn, is_gated
         return _combine(down, down_bias, expert_ids, rank, weights)
 
     @staticmethod
@@ -143,13 +164,13 @@ class GroupedFFNs(torch.autograd.Function):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # for a gradient of the gradient
             *inputs, _, _, order, _, ends, _ = ctx.saved_tensors
             # Aliases: between the inputs themselves, a gradient would also flow from one to another computed from it
-            inputs = [tensor.view_as(tensor) for tensor in inputs]
+            inputs = [None if tensor is None else tensor.view_as(tensor) for tensor in inputs]
             rows = Dispatch(order, ends.diff(prepend=ends.new_zeros(1)))
-            outputs = grouped_ffns(*inputs, rows, ctx.act_fn).to(gradient.dtype)
+            outputs = grouped_ffns(*inputs, rows, ctx.act_fn, ctx.is_gated).to(gradient.dtype)
             needed = [i for i in range(len(inputs)) if ctx.needs_input_grad[i]]
             gradients = torch.autograd.grad(outputs, [inputs[i] for i in needed], gradient, create_graph=True)
             gradients = dict(zip(needed, gradients, strict=True))
-            return *(gradients.get(i) for i in range(len(inputs))), None, None
+            return *(gradients.get(i) for i in range(len(inputs))), None, None, None
         hidden_states, weights, up_proj, up_bias, down_proj, down_bias, up, down, order, rank, ends, expert_ids = (
             ctx.saved_tensors
         )
@@ -162,11 +183,11 @@ class GroupedFFNs(torch.autograd.Function):
         down_gradient, weights_gradient = _combine_backward(
             down, down_bias, expert_ids, order, weights, is_computed, gradient
         )
-        needed, gradients = ctx.needs_input_grad, [None] * 8
+        needed, gradients = ctx.needs_input_grad, [None] * 9
         if any(needed[i] for i in (0, 2, 3, 4)):
             activated_gradient = F.grouped_mm(down_gradient, down_proj, offs=ends)
             activated, up_gradient = _activate_backward(
-                up, up_bias, expert_ids, ctx.act_fn, is_computed, activated_gradient
+                up, up_bias, expert_ids, ctx.act_fn, ctx.is_gated, is_computed, activated_gradient
             )
         if needed[0]:
             rows_gradient = F.grouped_mm(up_gradient, up_proj, offs=ends)
@@ -184,7 +205,7 @@ class GroupedFFNs(torch.autograd.Function):
         return tuple(gradients)
 
 
-def grouped_ffns(hidden_states, weights, up_proj, up_bias, down_proj, down_bias, rows, act_fn) -> Tensor:
+def grouped_ffns(hidden_states, weights, up_proj, up_bias, down_proj, down_bias, rows, act_fn, is_gated) -> Tensor:
     """As `GroupedFFNs`, of operations that any compiled or exported program may have."""
     (order, counts), rank = rows, rows.rank()
     ends = counts.cumsum(dim=0, dtype=torch.int32)
@@ -194,18 +215,19 @@ def grouped_ffns(hidden_states, weights, up_proj, up_bias, down_proj, down_bias,
         # It may become ONNX, whose product leaves no row out: the last expert computes those of no expert
         ends = torch.cat([ends[:-1], torch.full_like(ends[-1:], order.shape[0])])
     expert_ids = (numbers[:, None] >= ends[:-1]).sum(dim=-1)
-    chosen = (expert_ids[:, None] == torch.arange(ends.shape[0], device=order.device)).to(up_bias.dtype)
+    chosen = (expert_ids[:, None] == torch.arange(ends.shape[0], device=order.device)).to(up_proj.dtype)
 
-    def linear(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    def linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        outputs = _grouped_linear(rows, weight, ends)
         # The biases by a product, too, whose gradient adds rows in float32
-        outputs = torch.addmm(_grouped_linear(rows, weight, ends), chosen, bias)
+        outputs = outputs if bias is None else torch.addmm(outputs, chosen, bias)
         return torch.where(is_computed, outputs, 0)
 
     # The gradient of rows that no product computes may be anything, too
     # Not by a remainder, which the exporter to ONNX does not take of a size that it does not know
     token_ids = torch.arange(weights.shape[0], device=order.device).repeat(weights.shape[1])[order]
     inputs = torch.where(is_computed, hidden_states[token_ids], 0)
-    outputs = linear(act_fn(linear(inputs, up_proj, up_bias)), down_proj, down_bias)
+    outputs = linear(activate(linear(inputs, up_proj, up_bias), act_fn, is_gated), down_proj, down_bias)
     return (outputs[rank].unflatten(0, weights.T.shape) * weights.T[..., None]).sum(dim=0)
 
 

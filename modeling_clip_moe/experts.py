@@ -4,7 +4,8 @@ The experts of a sparse layer, and their implementations: a loop, one grouped pr
 The axes of tensors are named in `sparse_moe`.
 """
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,7 @@ from transformers.activations import ACT2FN
 
 from .configuration_clip_moe import CLIPMoETowerConfig
 from .dispatch import Dispatch, dispatch
-from .expert_kernels import GroupedFFNs, grouped_ffns, has_no_data, is_recorded
+from .expert_kernels import GroupedFFNs, activate, grouped_ffns, has_no_data, is_recorded
 from .torch_internals import _get_current_dispatch_mode_stack, peek_interpreter_stack
 from .transformers_internals import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
 
@@ -21,34 +22,63 @@ from .transformers_internals import ALL_EXPERTS_FUNCTIONS, use_experts_implement
 TAKE_ROWS = ("eager", "grouped", "by_device")
 
 
-def _each_expert(stacked: Tensor) -> Sequence[Tensor]:
+def _each_expert(stacked: Tensor | None, num_experts: int) -> Sequence[Tensor | None]:
     """A parameter of all experts, expert by expert. Unbinding makes its gradient one stacked tensor; indexing would
     build one of full size for each expert."""
+    if stacked is None:
+        return [None] * num_experts
     try:
         return stacked.unbind()
     except NotImplementedError:  # torchao's quantized tensors, which are not trained
         return [stacked[i] for i in range(stacked.shape[0])]
 
 
-def _each_ffn(experts: nn.Module) -> Iterator[tuple[Tensor, ...]]:
-    """Up projection with its bias and down projection with its bias, expert by expert."""
-    up_projs, up_biases = _each_expert(experts.up_proj), _each_expert(experts.up_proj_bias)
-    down_projs, down_biases = _each_expert(experts.down_proj), _each_expert(experts.down_proj_bias)
-    return zip(up_projs, up_biases, down_projs, down_biases, strict=True)
+def _each_ffn(experts: "CLIPMoEExperts") -> Iterator[Callable[[Tensor], Tensor]]:
+    """The FFNs, expert by expert, as functions from (N, D) to (N, D)."""
+    weights = (_each_expert(weight, experts.down_proj.shape[0]) for weight in experts.weights())
+    return (functools.partial(_ffn, experts, *of_expert) for of_expert in zip(*weights, strict=True))
+
+
+def _ffn(
+    experts: "CLIPMoEExperts",
+    up_proj: Tensor,
+    up_proj_bias: Tensor | None,
+    down_proj: Tensor,
+    down_proj_bias: Tensor | None,
+    hidden_states: Tensor,
+) -> Tensor:
+    intermediate = activate(F.linear(hidden_states, up_proj, up_proj_bias), experts.act_fn, experts.is_gated)
+    return F.linear(intermediate, down_proj, down_proj_bias)
 
 
 @use_experts_implementation(has_gate=False, has_bias=True)
 class CLIPMoEExperts(nn.Module):
-    """E FFNs like CLIP's, stacked. Computes only what was chosen: expert id E stands for no expert."""
+    """E FFNs like the tower's, stacked. Computes only what was chosen: expert id E stands for no expert.
+
+    Attributes:
+        up_proj, up_proj_bias: (E, I, D) and (E, I), as CLIP's `fc1`.
+        gate_up_proj, gate_up_proj_bias: (E, 2 I, D) and (E, 2 I), of gated experts in their place: first what goes
+            through the activation, then what it multiplies, as in transformers' mixtures.
+        down_proj, down_proj_bias: (E, D, I) and (E, D). Biases are None with `moe_mlp_bias=False`.
+    """
 
     def __init__(self, config: CLIPMoETowerConfig):
         super().__init__()
-        self.num_experts = config.num_experts
-        self.up_proj = nn.Parameter(torch.empty(config.num_experts, config.expert_size, config.hidden_size))
-        self.up_proj_bias = nn.Parameter(torch.empty(config.num_experts, config.expert_size))
-        self.down_proj = nn.Parameter(torch.empty(config.num_experts, config.hidden_size, config.expert_size))
-        self.down_proj_bias = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
+        self.num_experts, self.is_gated = config.num_experts, config.use_gated_mlp
+        up, up_size = ("gate_up_proj", 2 * config.expert_size) if self.is_gated else ("up_proj", config.expert_size)
+        for name, sizes in (
+            (up, (up_size, config.hidden_size)),
+            ("down_proj", (config.hidden_size, config.expert_size)),
+        ):
+            bias = nn.Parameter(torch.empty(self.num_experts, sizes[0])) if config.moe_mlp_bias else None
+            self.register_parameter(name, nn.Parameter(torch.empty(self.num_experts, *sizes)))
+            self.register_parameter(f"{name}_bias", bias)
         self.act_fn = ACT2FN[config.hidden_act]
+
+    def weights(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+        """The first projection, which of gated experts is `gate_up_proj`, and the second one, each with its bias."""
+        up = "gate_up_proj" if self.is_gated else "up_proj"
+        return getattr(self, up), getattr(self, f"{up}_bias"), self.down_proj, self.down_proj_bias
 
     def forward(
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, rows: Dispatch | None = None
@@ -71,9 +101,7 @@ class CLIPMoEExperts(nn.Module):
         outputs = []
         inputs = hidden_states.index_select(0, token_ids).split(counts)
         for expert_input, ffn in zip(inputs, _each_ffn(self), strict=True):
-            up_proj, up_proj_bias, down_proj, down_proj_bias = ffn
-            intermediate = self.act_fn(F.linear(expert_input, up_proj, up_proj_bias))
-            outputs.append(F.linear(intermediate, down_proj, down_proj_bias))
+            outputs.append(ffn(expert_input))
         outputs = torch.cat(outputs) * top_k_weights.T.flatten().index_select(0, order)[:, None]
         combined = torch.zeros_like(hidden_states, dtype=outputs.dtype).index_add(0, token_ids, outputs)
         return combined.to(hidden_states.dtype)
@@ -97,7 +125,7 @@ def experts_forward_grouped(
     transformers' `grouped_mm` takes the biases by an index, whose gradient on a GPU adds the rows of an expert one
     after another: forward and backward of an FFN take up to 4.6 times as long (lab/speed/results/experts_gpu.md).
     """
-    device, dtype, output_dtype = top_k_index.device, experts.up_proj.dtype, hidden_states.dtype
+    device, dtype, output_dtype = top_k_index.device, experts.down_proj.dtype, hidden_states.dtype
     if torch.is_autocast_enabled(device.type):
         dtype = output_dtype = torch.get_autocast_dtype(device.type)
     is_unknown = torch.onnx.is_in_onnx_export() or peek_interpreter_stack() is not None
@@ -111,27 +139,32 @@ def experts_forward_grouped(
         is_plain = torch.compiler.is_compiling() and (dtype != torch.bfloat16 or torch.compiler.is_exporting())
         is_plain = is_plain or torch.jit.is_tracing() or not _is_fixed(experts.act_fn)
         outputs = (grouped_ffns if is_plain else GroupedFFNs.apply)(
-            hidden_states.to(dtype),
-            top_k_weights,
-            experts.up_proj.to(dtype),
-            experts.up_proj_bias.to(dtype),
-            experts.down_proj.to(dtype),
-            experts.down_proj_bias.to(dtype),
-            rows,
-            experts.act_fn,
+            hidden_states.to(dtype), top_k_weights, *_padded(experts, dtype), rows, experts.act_fn, experts.is_gated
         )
         return outputs.to(output_dtype)
 
 
+def _padded(experts: CLIPMoEExperts, dtype: torch.dtype) -> list[Tensor | None]:
+    """The weights in a precision, with zero hidden units up to a width of 16 bytes, which grouped products want. They
+    add nothing, and their gradients are dropped."""
+    up_proj, up_bias, down_proj, down_bias = (None if w is None else w.to(dtype) for w in experts.weights())
+    width = down_proj.shape[-1]
+    if padding := -width % (16 // dtype.itemsize):
+        # Of gated experts, each half of the first projection
+        up_proj = F.pad(up_proj.unflatten(1, (-1, width)), (0, 0, 0, padding)).flatten(1, 2)
+        up_bias = None if up_bias is None else F.pad(up_bias.unflatten(1, (-1, width)), (0, padding)).flatten(1, 2)
+        down_proj = F.pad(down_proj, (0, padding))
+    return [up_proj, up_bias, down_proj, down_bias]
+
+
 def _fits_grouped_products(experts: CLIPMoEExperts, dtype: torch.dtype) -> bool:
-    """Whether torch has grouped products for them: not in float64, nor of sizes that are no multiples of 16 bytes. On a
-    GPU, only bfloat16 on Hopper and data-center Blackwell; others wait for the counts, once a product."""
-    device = experts.up_proj.device
+    """Whether torch has grouped products for them: not in float64, nor of a hidden size that is no multiple of 16
+    bytes. On a GPU, only bfloat16 on Hopper and data-center Blackwell; others wait for the counts, once a product."""
+    device, hidden_size = experts.down_proj.device, experts.down_proj.shape[1]
     if device.type == "cuda" and not torch.compiler.is_compiling():
         if dtype != torch.bfloat16 or torch.cuda.get_device_capability(device)[0] not in (9, 10):
             return False
-    sizes = (size * dtype.itemsize for size in experts.up_proj.shape[1:])
-    return dtype != torch.float64 and all(size % 16 == 0 for size in sizes)
+    return dtype != torch.float64 and hidden_size * dtype.itemsize % 16 == 0
 
 
 def _is_fixed(act_fn: nn.Module) -> bool:
@@ -149,9 +182,7 @@ def experts_forward_all(
     weights = weights.scatter_add(1, top_k_index, top_k_weights)[:, :-1].unsqueeze(-1)
     combined = torch.zeros_like(hidden_states, dtype=weights.dtype)
     for weight, ffn in zip(weights.unbind(dim=1), _each_ffn(experts), strict=True):
-        up_proj, up_proj_bias, down_proj, down_proj_bias = ffn
-        intermediate = experts.act_fn(F.linear(hidden_states, up_proj, up_proj_bias))
-        outputs = F.linear(intermediate, down_proj, down_proj_bias) * weight
+        outputs = ffn(hidden_states) * weight
         combined = combined + outputs.masked_fill(weight == 0, 0)  # also where an output is not finite
     return combined.to(hidden_states.dtype)
 
@@ -207,7 +238,7 @@ def _train_with_few_rows(experts: CLIPMoEExperts, top_k_index: Tensor) -> bool:
     """
     measured = top_k_index.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
     few_rows = top_k_index.numel() < FEW_ROWS * experts.num_experts
-    weights = (experts.up_proj, experts.up_proj_bias, experts.down_proj, experts.down_proj_bias)
+    weights = (weight for weight in experts.weights() if weight is not None)
     trains = experts.training and all(w.requires_grad and w.dtype == torch.float32 for w in weights)
     return measured and few_rows and trains
 

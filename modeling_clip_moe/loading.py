@@ -18,7 +18,7 @@ from transformers.utils import logging
 from .configuration_clip_moe import SparseMoEConfig
 from .experts import CLIPMoEExperts
 from .self_test import self_test
-from .sparse_moe import CLIPMoERouter, CLIPMoESparseMoeBlock, SparseEncoderLayer
+from .sparse_moe import CLIPMoEGatedMLP, CLIPMoERouter, CLIPMoESparseMoeBlock, SparseEncoderLayer
 from .transformers_internals import (
     ConversionOps,
     PrefixChange,
@@ -29,9 +29,10 @@ from .transformers_internals import (
 
 logger = logging.get_logger(__name__)
 
-# In files, every sparse block has an empty tensor of this name. CLIP's own classes, which look for their FFN there,
-# would take a random one and at most warn if there was nothing; this is an error
-SPARSE_LAYER_MARK = "fc1.weight"
+# In files, every sparse block has an empty tensor of the first name, or where FFNs are gated, of the second. Dense
+# classes, which look for their FFN there, would take a random one and at most warn if there was nothing: this is an
+# error
+SPARSE_LAYER_MARKS = "fc1.weight", "gate_proj.weight"
 # First parts of a whole model's weight names in files; a class with some of these parts ignores the rest
 PARTS = ("text_model.", "vision_model.", "text_projection.", "visual_projection.", "classifier.", "logit_")
 
@@ -68,10 +69,11 @@ def _abbreviate(keys: list[str]) -> str:
 def _warn_unquantized(model: nn.Module, name: str) -> None:
     """Warn of experts that a quantization left as they are, as those that only look for `nn.Linear` do."""
     experts = [module for module in model.modules() if isinstance(module, CLIPMoEExperts)]
-    weights = [weight for module in experts for weight in (module.up_proj, module.down_proj)]
+    weights = [weight for module in experts for weight in module.weights()[::2]]
     if any(type(weight) is nn.Parameter and weight.is_floating_point() for weight in weights):
+        up = "gate_up_proj" if experts[0].is_gated else "up_proj"
         logger.warning(
-            f"{name}: the quantization left the experts as they are. Name their weights, experts.up_proj and "
+            f"{name}: the quantization left the experts as they are. Name their weights, experts.{up} and "
             "experts.down_proj, to quantize them, too."
         )
 
@@ -155,8 +157,9 @@ class SparseMoEMixin:
         # Not those of its towers, which transformers adds: each ignores the other one
         own = {f"{name}." for name, _ in self.named_children()} | {self._tower_prefix}
         others = () if isinstance(self, WholeModelMixin) else [part for part in PARTS if part not in own]
-        ignored = [f"^{re.escape(part)}" for part in others]
-        self._keys_to_ignore_on_load_unexpected = {*ignored, rf"\.mlp\.{re.escape(SPARSE_LAYER_MARK)}$"}
+        ignored = {f"^{re.escape(part)}" for part in others}
+        marks = {rf"\.mlp\.{re.escape(mark)}$" for mark in SPARSE_LAYER_MARKS}
+        self._keys_to_ignore_on_load_unexpected = ignored | marks
 
     def _register_conversions(self):
         # transformers looks conversions up by class name: without this, a subclass would load random weights. Not when
@@ -255,7 +258,8 @@ class SparseMoEMixin:
             state_dict |= {name: state_dict[source].clone() for name, source in tied.items() if source in state_dict}
             for name, module in model_to_save.named_modules():
                 if isinstance(module, CLIPMoESparseMoeBlock):
-                    state_dict[f"{name}.{SPARSE_LAYER_MARK}"] = torch.empty(0, dtype=self.dtype)
+                    mark = SPARSE_LAYER_MARKS[module.config.use_gated_mlp]
+                    state_dict[f"{name}.{mark}"] = torch.empty(0, dtype=self.dtype)
         return state_dict
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
@@ -263,7 +267,7 @@ class SparseMoEMixin:
         require_one_encoder(state_dict, self.get_expanded_tied_weights_keys(), prefix)
         in_file, scalars = f"{prefix}{self._tower_prefix}", {f"{prefix}{scalar}" for scalar in self._scalars}
         for name in list(state_dict):
-            if name.endswith(f".mlp.{SPARSE_LAYER_MARK}") and state_dict[name].numel() == 0:
+            if name.endswith(SPARSE_LAYER_MARKS) and state_dict[name].numel() == 0:
                 del state_dict[name]
             elif name in scalars:
                 state_dict[name] = state_dict[name].reshape(-1)
@@ -297,14 +301,20 @@ class SparseMoEMixin:
             if module.expert_bias is not None:
                 init.zeros_(module.expert_bias)
         elif isinstance(module, CLIPMoEExperts):
-            # As `CLIPMLP`
-            config = module.config
-            init.normal_(module.up_proj, std=(2 * config.hidden_size) ** -0.5 * factor)
-            init.normal_(
-                module.down_proj, std=config.hidden_size**-0.5 * (2 * config.num_hidden_layers) ** -0.5 * factor
-            )
-            init.zeros_(module.up_proj_bias)
-            init.zeros_(module.down_proj_bias)
+            up_proj, up_bias, down_proj, down_bias = module.weights()
+            self._init_ffn(module.config, [up_proj], down_proj)
+            for bias in (up_bias, down_bias):
+                if bias is not None:
+                    init.zeros_(bias)
+        elif isinstance(module, CLIPMoEGatedMLP):
+            self._init_ffn(module.config, [module.gate_proj.weight, module.up_proj.weight], module.down_proj.weight)
+
+    def _init_ffn(self, config, up: list[Tensor], down: Tensor):
+        """As `CLIPMLP`."""
+        factor = getattr(self.config, "initializer_factor", 1.0)
+        for weight in up:
+            init.normal_(weight, std=(2 * config.hidden_size) ** -0.5 * factor)
+        init.normal_(down, std=config.hidden_size**-0.5 * (2 * config.num_hidden_layers) ** -0.5 * factor)
 
 
 def with_relative_imports(source: Path) -> str:

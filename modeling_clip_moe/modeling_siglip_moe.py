@@ -51,11 +51,12 @@ class _SiglipMoEMixin(SparseMoEMixin):
     def _init_weights(self, module):
         super()._init_weights(module)
         if isinstance(module, CLIPMoEExperts):  # as the family's own FFN
-            bound = (6 / sum(module.up_proj.shape[1:])) ** 0.5  # Xavier's, of each expert
-            init.uniform_(module.up_proj, -bound, bound)
-            init.uniform_(module.down_proj, -bound, bound)
-            init.normal_(module.up_proj_bias, std=1e-6)
-            init.normal_(module.down_proj_bias, std=1e-6)
+            bound = (6 / sum(module.down_proj.shape[1:])) ** 0.5  # Xavier's, of each expert
+            for weight in module.weights()[::2]:
+                init.uniform_(weight, -bound, bound)
+            for bias in module.weights()[1::2]:
+                if bias is not None:
+                    init.normal_(bias, std=1e-6)
 
 
 def require_padded(input_ids: Tensor, text_config: PreTrainedConfig) -> None:

@@ -1,8 +1,8 @@
 """
 The sparse block of CLIP-UP, CLIP-MoE and CLIP-FMoE, and the encoder layer around it.
 
-Nothing here is CLIP's alone: every encoder of transformers takes the block whose layers have an FFN `mlp` of `fc1` and
-`fc2`.
+Nothing here is CLIP's alone: every encoder of transformers takes the block whose layers have an FFN `mlp`, of `fc1` and
+`fc2` or a gated one.
 
 Axes of the tensors, as used in the comments:
     B  sequences of the batch (an image or a text)      E  experts of a layer
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.activations import ACT2FN
 from transformers.models.clip.modeling_clip import CLIPMLP
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
@@ -133,14 +134,34 @@ class CLIPMoEFusionGate(nn.Module):
         return moe + gate * (base - moe)
 
 
-class CLIPMoESharedExperts(CLIPMLP):
-    """The experts that compute every token, as one FFN of all their hidden units (DeepSeekMoE, arXiv:2401.06066)."""
+class CLIPMoEGatedMLP(nn.Module):
+    """A gated FFN, see `use_gated_mlp`. The width is `intermediate_size` if none is given."""
 
-    def __init__(self, config: CLIPMoETowerConfig):
-        super().__init__(config)
-        width = config.num_shared_experts * config.expert_size
-        self.fc1 = nn.Linear(config.hidden_size, width)
-        self.fc2 = nn.Linear(width, config.hidden_size)
+    def __init__(self, config: CLIPMoETowerConfig, width: int | None = None, bias: bool = True):
+        super().__init__()
+        self.config, width = config, width or config.intermediate_size
+        self.gate_proj = nn.Linear(config.hidden_size, width, bias=bias)
+        self.up_proj = nn.Linear(config.hidden_size, width, bias=bias)
+        self.down_proj = nn.Linear(width, config.hidden_size, bias=bias)
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
+
+
+def _dense_ffn(config: CLIPMoETowerConfig) -> nn.Module:
+    return CLIPMoEGatedMLP(config) if config.use_gated_mlp else CLIPMLP(config)
+
+
+def _shared_experts(config: CLIPMoETowerConfig) -> nn.Module:
+    """The experts that compute every token, as one FFN of all their hidden units (DeepSeekMoE, arXiv:2401.06066)."""
+    width = config.num_shared_experts * config.expert_size
+    if config.use_gated_mlp:
+        return CLIPMoEGatedMLP(config, width, config.moe_mlp_bias)
+    ffn = CLIPMLP(config)
+    ffn.fc1 = nn.Linear(config.hidden_size, width, bias=config.moe_mlp_bias)
+    ffn.fc2 = nn.Linear(width, config.hidden_size, bias=config.moe_mlp_bias)
+    return ffn
 
 
 class CLIPMoESparseMoeBlock(nn.Module):
@@ -151,10 +172,11 @@ class CLIPMoESparseMoeBlock(nn.Module):
         self.config, self.num_experts = config, config.num_experts
         self.router = (config.router_class or CLIPMoERouter)(config)
         self.experts = (config.experts_class or CLIPMoEExperts)(config)
-        # Lets transformers' implementations accept id E, which they know from expert parallelism
+        # What transformers' implementations ask for. They know id E from expert parallelism
         self.experts._is_expert_parallel = True
-        self.shared_experts = CLIPMoESharedExperts(config) if config.num_shared_experts else None
-        self.base = CLIPMLP(config) if config.fusion_gate else None
+        self.experts.has_gate, self.experts.has_bias = config.use_gated_mlp, config.moe_mlp_bias
+        self.shared_experts = _shared_experts(config) if config.num_shared_experts else None
+        self.base = _dense_ffn(config) if config.fusion_gate else None
         self.fusion_gate = CLIPMoEFusionGate(config) if config.fusion_gate else None
 
     def forward(self, hidden_states: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -220,6 +242,8 @@ class SparseEncoderLayer:
         self.is_sparse = layer_idx in config.moe_layers
         if self.is_sparse:
             self.mlp = CLIPMoESparseMoeBlock(config)
+        elif config.use_gated_mlp:
+            self.mlp = CLIPMoEGatedMLP(config)
 
     def compile_parts(self) -> None:
         """Compiles a dense layer, and all of a sparse one but router and experts: transformers records the router by a

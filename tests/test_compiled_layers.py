@@ -4,7 +4,7 @@ from functools import cache
 import pytest
 import torch
 from steps import LOSSES
-from tiny_clip_moe import assert_same_gradients, dense_clip, inputs, tiny_block, tiny_config, tiny_model
+from tiny_clip_moe import SWIGLU, assert_same_gradients, dense_clip, inputs, tiny_block, tiny_config, tiny_model
 from torch._dynamo.utils import counters
 
 from clip_moe.training.contrastive_task import ContrastiveTask
@@ -62,7 +62,8 @@ def test_layers_compute_the_same_and_share_what_is_compiled(make):
 
 
 @pytest.mark.slow
-def test_fused_passes_are_compiled_for_each_width_and_any_number_of_tokens(monkeypatch):
+@pytest.mark.parametrize("fields", [{}, SWIGLU | {"moe_intermediate_size": None}], ids=["plain", "gated"])
+def test_fused_passes_are_compiled_for_each_width_and_any_number_of_tokens(monkeypatch, fields):
     """A GPU's settings on a CPU: kernels whose widths are variables take up to four times as long."""
     torch.compiler.reset()
     monkeypatch.setattr(expert_kernels, "_is_fused", lambda tensor: not torch.compiler.is_compiling())
@@ -70,7 +71,7 @@ def test_fused_passes_are_compiled_for_each_width_and_any_number_of_tokens(monke
         expert_kernels, "compiled", cache(lambda function: torch.compile(function, backend="aot_eager"))
     )
     sizes = [{"hidden_size": width, "intermediate_size": 3 * width} for width in (16, 32)]
-    blocks = [tiny_block(**size, capacity_factor=1 + size["hidden_size"] / 64) for size in sizes]
+    blocks = [tiny_block(**size, capacity_factor=1 + size["hidden_size"] / 64, **fields) for size in sizes]
     graphs = []
     counters.clear()
     for length in (5, 6, 7, 9):

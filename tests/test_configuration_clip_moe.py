@@ -67,6 +67,7 @@ def test_fields_of_a_tower_are_refused_beside_the_towers(family):
         ({"moe_layers": [1]}, ["mlp"]),
         ({"moe_layers": [0, 1], "fusion_gate": True}, ["mlp.base"]),
         ({"moe_layers": [1], "fusion_gate": True}, ["mlp", "mlp.base"]),
+        ({"moe_layers": [1], "use_gated_mlp": True, "num_shared_experts": 1}, ["mlp", "mlp.shared_experts"]),
     ],
     ids=str,
 )
@@ -76,8 +77,9 @@ def test_the_plan_of_tensor_parallelism_names_the_modules_that_are_there(fields,
         names = {re.sub(r"\.\d+\.", ".*.", name) for name, _ in CLIPMoEVisionModel(config).named_modules()}
     plan = config.base_model_tp_plan
     expected = {f"self_attn.{name}_proj": "colwise" for name in "qkv"} | {"self_attn.out_proj": "rowwise"}
+    first, last = (["gate_proj", "up_proj"], "down_proj") if config.use_gated_mlp else (["fc1"], "fc2")
     for ffn in ffns:
-        expected |= {f"{ffn}.fc1": "colwise", f"{ffn}.fc2": "rowwise"}
+        expected |= {f"{ffn}.{name}": "colwise" for name in first} | {f"{ffn}.{last}": "rowwise"}
     assert {name.removeprefix("encoder.layers.*."): style for name, style in plan.items()} == expected
     assert plan.keys() <= names and "base_model_tp_plan" not in config.to_dict()
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tiny_clip import tiny_clip
-from tiny_clip_moe import IMPLEMENTATIONS, assert_same_gradients, inputs, tiny_block, tiny_model
+from tiny_clip_moe import IMPLEMENTATIONS, SWIGLU, assert_same_gradients, inputs, tiny_block, tiny_model
 
 import modeling_clip_moe.experts as modeling
 from clip_moe.conversion.dense import force_expert
@@ -74,13 +74,27 @@ def test_forcing_an_expert_ends_with_the_block_and_knows_its_number():
     assert torch.equal(model(**batch).image_embeds, routed)
 
 
-@pytest.mark.parametrize("fields", [{}, {"capacity_factor": 0.75}, {"norm_topk_prob": False, "capacity_factor": 0.5}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"capacity_factor": 0.75},
+        {"norm_topk_prob": False, "capacity_factor": 0.5},
+        {"moe_intermediate_size": 9},
+        {"use_gated_mlp": True, "capacity_factor": 0.75},
+        {**SWIGLU, "moe_intermediate_size": 8},
+        {**SWIGLU, "num_shared_experts": 1},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("padded", [False, True])
 def test_implementations_agree(fields, padded):
     tiny_clip()  # a dense model comes first
     model = tiny_model(**fields).train()
     batch = inputs(padded=padded)
-    models, outputs = {name: copy.deepcopy(model) for name in IMPLEMENTATIONS}, {}
+    odd = fields.get("moe_intermediate_size") == 9
+    models = {name: copy.deepcopy(model) for name in IMPLEMENTATIONS if not (odd and name == "grouped_mm")}
+    outputs = {}
     for name, model in models.items():
         model.set_experts_implementation(name)
         assert model.vision_model.config._experts_implementation == name
@@ -102,9 +116,10 @@ def test_the_experts_implementation_can_be_chosen(tmp_path):
         model.set_experts_implementation("fastest")
 
 
-def test_rows_that_no_product_computes_may_hold_anything(monkeypatch):
+@pytest.mark.parametrize("fields", [{}, SWIGLU], ids=["plain", "gated"])
+def test_rows_that_no_product_computes_may_hold_anything(monkeypatch, fields):
     """As on a GPU, in values and in gradients."""
-    block, grouped_mm = tiny_block(capacity_factor=0.75).train(), F.grouped_mm
+    block, grouped_mm = tiny_block(capacity_factor=0.75, **fields).train(), F.grouped_mm
     reference, hidden_states, mask = copy.deepcopy(block), torch.randn(4, 7, 16), torch.rand(4, 7) > 0.3
 
     def poisoned(rows, weight, offs):

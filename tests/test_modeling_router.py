@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_clip_moe import plain_block, tiny_block
+from tiny_clip_moe import SWIGLU, plain_block, tiny_block
 
 from modeling_clip_moe.dispatch import as_fraction, dispatch_within_capacity
 
@@ -86,7 +86,10 @@ SCORES = {
     "biased": {"use_expert_bias": True},
     "sigmoid, biased": {"scoring_func": "sigmoid", "use_expert_bias": True},
     "narrow, shared": {"moe_intermediate_size": 8, "num_shared_experts": 2},
-    "gated": {"fusion_gate": True},
+    "gate of fusion": {"fusion_gate": True},
+    "gated": {"use_gated_mlp": True, "fusion_gate": True},
+    "without biases": {"moe_mlp_bias": False},
+    "MoE-ViE": {**SWIGLU, "num_shared_experts": 1, "scoring_func": "sigmoid", "use_expert_bias": True},
 }
 
 

@@ -11,6 +11,8 @@ from modeling_clip_moe.sparse_moe import CLIPMoESparseMoeBlock
 
 EOS, PAD = 49, 0
 IMPLEMENTATIONS = ("eager", "grouped", "grouped_mm", "batched_mm", "by_device")
+# Experts as MoE-ViE's. Their width, 9, is one that grouped products do not take, nor transformers' `grouped_mm`
+SWIGLU = {"use_gated_mlp": True, "hidden_act": "silu", "moe_mlp_bias": False, "moe_intermediate_size": 9}
 
 
 def tower_fields(**moe):
@@ -101,8 +103,14 @@ def plain_block(block, hidden_states, mask, capacity_factor, group_size):
             summed = summed if config.norm_before_capacity else chosen
             total = sum(probabilities[token][expert] for expert in summed) if config.norm_topk_prob else 1
             for expert in chosen:
-                hidden = experts.up_proj[expert] @ hidden_states[token] + experts.up_proj_bias[expert]
-                hidden = experts.down_proj[expert] @ experts.act_fn(hidden) + experts.down_proj_bias[expert]
+                up_proj, up_bias, down_proj, down_bias = (w if w is None else w[expert] for w in experts.weights())
+                hidden = up_proj @ hidden_states[token] + (0 if up_bias is None else up_bias)
+                if config.use_gated_mlp:
+                    gate, up = hidden.split(config.expert_size)
+                    hidden = experts.act_fn(gate) * up
+                else:
+                    hidden = experts.act_fn(hidden)
+                hidden = down_proj @ hidden + (0 if down_bias is None else down_bias)
                 weight = config.routed_scaling_factor * probabilities[token][expert] / total
                 output[token] = output[token] + weight * hidden
     if block.shared_experts is not None:
