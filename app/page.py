@@ -22,23 +22,23 @@ from matplotlib.colors import to_hex
 import modeling_clip_moe
 from clip_moe.conversion.processors import own_template
 from clip_moe.conversion.publishing.bundle import copy_model
+from clip_moe.data.image_folders import PICTURES as ENDINGS
 from clip_moe.data.image_folders import open_folder
-from clip_moe.data.images import FORMATS, decode_image
+from clip_moe.data.images import decode_image
 from clip_moe.data.texts import present_captions
 from clip_moe.engine.files import new_folder
 from clip_moe.engine.messages import join_names
 from clip_moe.evaluation.embedder import Embedder, usable_device
 from clip_moe.evaluation.ensemble import Ensemble, open_model
+from clip_moe.evaluation.measures import Embeds
 from clip_moe.evaluation.own_data import is_template
 from clip_moe.evaluation.routing_pictures import expert_colors, route_images
 
 logger = logging.getLogger(__name__)
 
-Embeds = Embedder | Ensemble
 BATCH_SIZE = 64
 TITLE = "CLIP-MoE"
 SENTENCE = "A sparse CLIP says which label fits a picture, and which of its experts computed each part of it."
-SUFFIXES = {suffix for suffix, name in PIL.Image.registered_extensions().items() if name in FORMATS}
 SHOWN_SIDE = 512  # pixels of an image
 GALLERY = {"buttons": [], "height": "max-content", "elem_classes": "pictures"}
 # Gallery has as many columns on all screens, and cuts captions
@@ -121,7 +121,7 @@ def captioned(folder: Path) -> dict[Path, str]:
     its file. What is reached by a link is left out, since it may be anything: a Space would publish it."""
     said: dict[str, Any] = {}
     readable, left_out = [], []
-    for path in sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES):
+    for path in sorted(path for path in folder.rglob("*") if path.suffix.lower() in ENDINGS):
         fault: object = "it is a link" if path.is_symlink() else None
         try:
             decode_image(str(path))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -145,27 +145,23 @@ class DataArguments(Source):
         return slice(start, None if self.num_samples is None else start + self.num_samples)
 
 
-def _require(is_met: Callable[[DataArguments], bool], fault: str) -> AfterValidator:
-    def check(data: DataArguments) -> DataArguments:
-        refuse((not is_met(data), fault))
-        return data
-
-    return AfterValidator(check)
+def _captioned(data: DataArguments) -> DataArguments:
+    refuse((data.caption_column is None, "caption_column: this stage needs captions: name their column"))
+    return data
 
 
-CAPTIONED = _require(
-    lambda data: data.caption_column is not None, "caption_column: this stage needs captions: name their column"
-)
-NUMBERED = _require(
-    lambda data: not data.streaming,
-    "streaming: this stage needs numbered samples and a length, which a stream lacks: remove it",
-)
+def _numbered(data: DataArguments) -> DataArguments:
+    fault = "streaming: this stage needs numbered samples and a length, which a stream lacks: remove it"
+    refuse((data.streaming, fault))
+    return data
+
+
 # The source may be a stage that makes a dataset
 ReadData = Annotated[DataArguments, Reads("pairs", outside=False)]
-Data = Annotated[ReadData, CAPTIONED]
+Data = Annotated[ReadData, AfterValidator(_captioned)]
 # Data with a length: labels and features belong to the numbers of their samples
-NumberedPictures = Annotated[ReadData, NUMBERED]
-NumberedData = Annotated[Data, NUMBERED]
+NumberedPictures = Annotated[ReadData, AfterValidator(_numbered)]
+NumberedData = Annotated[Data, AfterValidator(_numbered)]
 
 
 @dataclass(config=ConfigDict(extra="forbid", defer_build=True), kw_only=True)

@@ -111,24 +111,18 @@ def render(town: int, rng: np.random.Generator) -> np.ndarray:
     """A picture of a town's shield, (16, 16, 3) uint8: moved by a part of a pixel, tinted, noisy, and worn."""
     tint = np.float32(COUNTRIES[country_of(town)]) + rng.normal(0, TINT, 3)
     light = 1 + rng.normal(0, 0.05)
-    picture = _shield(town, tint)
+    picture = np.empty((SMALLEST_IMAGE, SMALLEST_IMAGE, 3), np.float32)
+    picture[:] = tint
+    for number, charge in enumerate(charges_of(town)):  # each in one ink of its own, dark as all inks are
+        top, left = QUARTER * (number // 2), QUARTER * (number % 2)
+        quarter = picture[top : top + QUARTER, left : left + QUARTER]
+        quarter[_charges()[charge]] = list(COLORS.values())[charge % len(COLORS)]
     for axis, shift in enumerate(rng.uniform(-LARGEST_SHIFT, LARGEST_SHIFT, 2)):
         moved = np.roll(picture, int(np.sign(shift)), axis)
         picture = (1 - abs(shift)) * picture + abs(shift) * moved
     worn = rng.integers(picture.shape[0], size=(int(rng.integers(MOST_WEAR + 1)), 2))
     picture[worn[:, 0], worn[:, 1]] = tint
     return np.clip(picture * light + rng.normal(0, NOISE, picture.shape), 0, 255).astype(np.uint8)
-
-
-def _shield(town: int, tint: np.ndarray) -> np.ndarray:
-    """A shield as it was new, (16, 16, 3). Each charge has one ink of its own, dark as all inks are."""
-    picture = np.empty((SMALLEST_IMAGE, SMALLEST_IMAGE, 3), np.float32)
-    picture[:] = tint
-    for number, charge in enumerate(charges_of(town)):
-        top, left = QUARTER * (number // 2), QUARTER * (number % 2)
-        quarter = picture[top : top + QUARTER, left : left + QUARTER]
-        quarter[_charges()[charge]] = list(COLORS.values())[charge % len(COLORS)]
-    return picture
 
 
 @cache

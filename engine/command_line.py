@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, make_dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, get_type_hints
 
 from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
@@ -58,9 +58,9 @@ def command(function: Function) -> Function:
     return function
 
 
-def run_program(name: str, about: str, functions: Mapping[str, Function], footer: str = "") -> None:
+def run_program(name: str, about: str, functions: Mapping[str, Function]) -> None:
     """Run the one of several functions that the first argument of this program names."""
-    end(lambda: run_one(name, about, functions, sys.argv[1:], footer), is_all=True)
+    end(lambda: run_one(name, about, functions, sys.argv[1:]), is_all=True)
 
 
 def run_one(
@@ -81,33 +81,22 @@ def run_one(
 
 def call(function: Function, title: str, arguments: Sequence[str]) -> str | None:
     """Call a function with the arguments of a command line, or return its help."""
+    parameters, settings_class = inspect.signature(function).parameters.values(), _settings_class(function)
+    names = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_ONLY]
     if "--help" in arguments or "-h" in arguments:
-        return function_help(title, function, _settings_class(function), _argument_names(function))
-    positional, overrides, options = read_arguments(function, title, arguments)
-    return function(*positional, *overrides, **options)
-
-
-def read_arguments(
-    function: Function, title: str, arguments: Sequence[str]
-) -> tuple[list[Any], list[str], dict[str, Any]]:
-    """The positional arguments of a function, options that it does not know, as they are, and options by name."""
-    names, settings_class = _argument_names(function), _settings_class(function)
-    takes_others = any(p.kind is p.VAR_POSITIONAL for p in inspect.signature(function).parameters.values())
+        return function_help(title, function, settings_class, names)
+    takes_others = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
     number = next((at for at, word in enumerate(arguments) if word.startswith("--")), len(arguments))
     words = list(arguments[:number])
     if names and len(words) >= len(names) and is_list(settings_class.__pydantic_fields__[names[-1]].annotation):
         words[len(names) - 1 :] = [words[len(names) - 1 :]]  # a list takes all that are left
     more = words[len(names) :]  # which `read_flags` refuses
-    values, others = read_settings([*more, *arguments[number:]], [settings_class], takes_others)
+    values, overrides = read_settings([*more, *arguments[number:]], [settings_class], takes_others)
     given = dict(zip(names, words, strict=False))
     refuse(*((name in values, f"--{name} is already given as an argument, {given[name]}") for name in given))
-    settings = vars(validated(settings_class, given | values, title))
-    return [settings.pop(name) for name in names], others, settings
-
-
-def _argument_names(function: Function) -> list[str]:
-    parameters = inspect.signature(function).parameters.values()
-    return [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_ONLY]
+    options = vars(validated(settings_class, given | values, title))
+    positional = [options.pop(name) for name in names]
+    return function(*positional, *overrides, **options)
 
 
 def _settings_class(function: Function) -> type:

@@ -131,7 +131,7 @@ class Recipe(RunSettings):
                     name.endswith(".partial"),
                     f"{name!r} cannot name a stage: .partial marks an unfinished one",
                 ),
-                (name in [*_recipe_keys(), LOGS], f"{name!r} cannot name a stage: recipes use it as a key or a folder"),
+                (name in [*RECIPE_KEYS, LOGS], f"{name!r} cannot name a stage: recipes use it as a key or a folder"),
             )
         return stages
 
@@ -152,8 +152,7 @@ class Recipe(RunSettings):
         return self
 
 
-def _recipe_keys() -> list[str]:
-    return [*(field.name for field in fields(Recipe)), "defaults"]
+RECIPE_KEYS = [*(field.name for field in fields(Recipe)), "defaults"]
 
 
 class NamedStage(TypedDict):
@@ -202,7 +201,7 @@ def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
         changes[name] = value
     raw = read_yaml(text, str(path), changes)
     inputs = raw.pop("inputs", None) or {}
-    if names := sorted({*inputs} & {*_recipe_keys(), *(stage["name"] for stage in raw["stages"])}):
+    if names := sorted({*inputs} & {*RECIPE_KEYS, *(stage["name"] for stage in raw["stages"])}):
         raise ValueError(f"{path}: the input {names[0]} has the name of a recipe key or a stage: rename it")
     for key, value in changes.items():
         if key not in inputs:
@@ -257,7 +256,7 @@ def _spelled(raw: dict[str, Any], key: str) -> str:
     """A key on the command line as the recipe and its stages spell it: `-` and `_` read alike."""
     head, *rest = key.split(".")
     kind_of = {stage["name"]: stage["stage"] for stage in raw["stages"]}
-    head = _same_name(head, [*kind_of, *_recipe_keys(), *(raw.get("inputs") or {})])
+    head = _same_name(head, [*kind_of, *RECIPE_KEYS, *(raw.get("inputs") or {})])
     names, kind = [head], kind_of.get(head)
     if head == "defaults" and rest:
         kind = _same_name(rest[0], KINDS)
@@ -278,7 +277,7 @@ def _same_name(name: str, known: Iterable[str]) -> str:
 def _override(raw: dict, key: str, value: Any) -> None:
     head, *rest = key.split(".")
     target = next((stage for stage in raw["stages"] if stage["name"] == head), None)
-    if target is None and head in {*_recipe_keys()}:
+    if target is None and head in RECIPE_KEYS:
         target, rest = raw, [head, *rest]
     if target is None or not rest:
         names = [stage["name"] for stage in raw["stages"]]

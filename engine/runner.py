@@ -26,14 +26,7 @@ from safetensors import SafetensorError
 from clip_moe.engine.context import Context, make_accelerator
 from clip_moe.engine.files import locked, read_text, respect_umask, write_text
 from clip_moe.engine.local_names import paths_here
-from clip_moe.engine.own_modules import (
-    code_of_models,
-    code_of_stage,
-    found_again,
-    own_settings,
-    reached_code,
-    watching,
-)
+from clip_moe.engine.own_modules import code_of_models, code_of_stage, found_again, own_settings, reached_code, watching
 from clip_moe.engine.plan import require_sound, wanted_stages
 from clip_moe.engine.provenance import (
     CHECKPOINTS,

@@ -61,13 +61,6 @@ def settings_of(cls: type, meanings: Mapping[str, str] | None = None) -> list[Se
     return settings
 
 
-def parameter_meanings(function: Callable) -> dict[str, str]:
-    """Parameter of a function -> its entry under `Args:` in the docstring, on one line."""
-    entries = re.split(r"\n    (?=\w+: )", inspect.getdoc(function).partition("Args:")[2])[1:]
-    pairs = (entry.partition(": ") for entry in entries)
-    return {name: " ".join(meaning.split()) for name, _, meaning in pairs}
-
-
 def docstring(source: type | Callable) -> str:
     """Paragraphs of a docstring before `Args:`, each on one line; lines of code stay."""
     paragraphs = inspect.getdoc(source).partition("\n\nArgs:")[0].split("\n\n")
@@ -121,7 +114,10 @@ def function_help(title: str, function: Callable, settings_class: type, argument
         settings_class: the parameters as a class of settings.
         arguments: names of those that are given without a flag.
     """
-    settings = settings_of(settings_class, parameter_meanings(function))
+    # Parameters have entries under `Args:` in the docstring
+    entries = re.split(r"\n    (?=\w+: )", inspect.getdoc(function).partition("Args:")[2])[1:]
+    pairs = (entry.partition(": ") for entry in entries)
+    settings = settings_of(settings_class, {name: " ".join(meaning.split()) for name, _, meaning in pairs})
     given = [setting for setting in settings if setting.name in arguments]
     rows = [in_lines(setting.meaning, 6, f"  {setting.name.upper()}  ") for setting in given]
     rows += [line for setting in settings if setting.name not in arguments for line in _help_lines(setting)]

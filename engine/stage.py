@@ -89,8 +89,8 @@ class Stage(Settings):
 
     @property
     def expert_number(self) -> int | None:
-        """The expert that it trains, of several that can be trained apart; None: it trains none of these."""
-        return None
+        """The expert that it trains, of several that can be trained apart, its setting `expert`; None: it has none."""
+        return vars(self).get("expert")
 
     @property
     def least_samples(self) -> int:
@@ -148,6 +148,14 @@ class Stage(Settings):
     def source(self) -> Source | None:
         """The samples that it reads, its setting `data`; None: it has none."""
         return vars(self).get("data")
+
+
+@dataclass(config=STRICT, kw_only=True)
+class PairsStage(Stage):
+    """A stage whose folder holds pairs, which other stages may name as their `data.source`."""
+
+    kind: ClassVar[str] = "pairs"
+    main_process_only: ClassVar[bool] = True
 
 
 # An earlier stage, a folder or a hub name

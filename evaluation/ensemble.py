@@ -32,7 +32,7 @@ class Ensemble:
 
     Args:
         model: a folder or hub name.
-        cache_dir, batch_size, device, dtype, reading: see `Embedder`.
+        cache_dir, batch_size, device, options: see `Embedder`.
         changes: fields of its configuration that the mixture is measured with in place of its own.
     """
 
@@ -42,9 +42,8 @@ class Ensemble:
         cache_dir: Path | None,
         batch_size: int,
         device: torch.device,
-        dtype: torch.dtype = torch.float32,
         changes: Mapping[str, Any] | None = None,
-        **reading: Any,
+        **options: Any,
     ):
         folder = Path(model) if Path(model).is_dir() else Path(snapshot_download(str(model), **hub_options(model)))
         self.folder, self.batch_size, self.device = folder, batch_size, device
@@ -54,9 +53,9 @@ class Ensemble:
         # Bias that each adds to its scores; 0 for a CLIP
         self.biases = np.array([getattr(expert, "logit_bias", torch.zeros(1)).item() for expert in experts])
         self.mixture.experts.clear()  # `map` loads them one by one
-        own, reading = self.mixture.config.own_processors, {**reading, "cache_dir": cache_dir, "dtype": dtype}
+        own = self.mixture.config.own_processors
         self.experts = [
-            Embedder(expert, batch_size=batch_size, device=device, processor=expert if own else folder, **reading)
+            Embedder(expert, cache_dir, batch_size, device, processor=expert if own else folder, **options)
             for expert in (folder / name for name in self.mixture.config.experts)
         ]
         # Each expert's, or the one of all
@@ -143,9 +142,8 @@ def open_model(
     cache_dir: Path | None,
     batch_size: int,
     device: torch.device,
-    dtype: torch.dtype = torch.float32,
     changes: Mapping[str, Any] | None = None,
-    **reading: Any,
+    **options: Any,
 ) -> Embedder | Ensemble:
     """A model to be measured: an `Ensemble` of a mixture, an `Embedder` of any other."""
     folder = os.path.realpath(model)
@@ -155,10 +153,10 @@ def open_model(
             "folder outside it"
         )
     if is_mixture(model):
-        return Ensemble(model, cache_dir, batch_size, device, dtype, changes, **reading)
+        return Ensemble(model, cache_dir, batch_size, device, changes, **options)
     if changes:
         raise ValueError(f"{model} is not a mixture, so {', '.join(changes)} cannot be changed")
-    return Embedder(model, cache_dir, batch_size, device, dtype, **reading)
+    return Embedder(model, cache_dir, batch_size, device, **options)
 
 
 def is_mixture(model: str | Path) -> bool:

@@ -48,7 +48,8 @@ def evaluate_model(
     name = name or (Path(model).resolve() if Path(model).is_dir() else Path(model)).name
     output_dir, device = Path(output_dir), usable_device(device)
     kept = output_dir / "embeddings"
-    opened = open_model(model, kept, batch_size, device, dtype, changes=changes, num_workers=num_workers, state=state)
+    options = {"dtype": dtype, "num_workers": num_workers, "state": state}
+    opened = open_model(model, kept, batch_size, device, changes, **options)
     about_model = {
         "source": str(model),
         "weights": weights_fingerprint(model),

@@ -69,10 +69,10 @@ def _spread(items: Sequence[Any], number: int) -> list[Any]:
 
 
 def _analyzable_towers(
-    model: str | Path, config: CLIPConfig | CLIPMoEConfig, kinds: Collection[str], layer: int | None
+    model: str | Path, config: CLIPConfig | CLIPMoEConfig, kinds: Collection[str]
 ) -> dict[str, CLIPMoETowerConfig]:
-    """Tower -> its configuration, of the sparse ones. Raises a ValueError if the model, a layer or these kinds of tasks
-    cannot be analyzed."""
+    """Tower -> its configuration, of the sparse ones. Raises a ValueError if the model or these kinds of tasks cannot
+    be analyzed."""
     sparse = sparse_towers(config)
     if not sparse:
         fault = "a dense CLIP has no experts to analyze"
@@ -82,32 +82,20 @@ def _analyzable_towers(
         fault = "its towers have different numbers of experts"
     elif "text" in sparse and set(kinds) == {"linear_probe"}:
         fault = "a linear probe does not reach the sparse text tower: add a task such as retrieval"
-    elif layer is not None and ("vision" not in sparse or layer not in sparse["vision"].moe_layers):
-        fault = f"layer: {layer} is not a sparse layer of the vision tower"
     else:
         return sparse
     raise ValueError(f"{model}: {fault}")
 
 
-def analyze_experts(
-    model: str | Path,
-    tasks: Mapping[str, Task],
-    output_dir: str | Path,
-    *,
-    layer: int | None = None,
-    batch_size: int = 64,
-) -> str:
+def analyze_experts(model: str | Path, tasks: Mapping[str, Task], output_dir: str | Path, batch_size: int = 64) -> str:
     """Measure every expert alone and the routed model, and count where the routers send the tokens of all tasks.
-
-    Args:
-        layer: the sparse layer of the vision tower whose patches are drawn; default: the last one.
 
     Returns:
         How the page begins: whether the experts do anything, and the scores of every expert.
     """
     set_seed(0)
     embedder = _Witness(model, batch_size, usable_device(None))
-    sparse = _analyzable_towers(model, embedder.model.config, {task.kind for task in tasks.values()}, layer)
+    sparse = _analyzable_towers(model, embedder.model.config, {task.kind for task in tasks.values()})
     config = next(iter(sparse.values()))
     num_experts = config.num_experts
     num_alone = num_experts // counted_as_one(config)  # narrow experts of an FFN count as one
@@ -137,8 +125,9 @@ def analyze_experts(
     summary = summarize(tasks, results[ROUTED], results[MEAN], routing, agreements, num_experts)
     title = f"% of the tokens computed by each expert: {', '.join(tasks)}"
     pictures = {"routing.png": lambda file: draw_shares(routing, file, title)}
+    layer = None
     if "vision" in sparse and embedder.seen["image"]:
-        layer = max(sparse["vision"].moe_layers) if layer is None else layer
+        layer = max(sparse["vision"].moe_layers)
         routed = route_images(embedder, embedder.some_images(), layer)
         pictures["patches.png"] = lambda file: draw_patches(routed, file)
     result = {
@@ -162,5 +151,5 @@ def analyze_experts(
         "code": code_of_models(),
         **environment(),
     }
-    write_page(Path(output_dir) / "experts", page_of(result, list(pictures)), pictures, result)
+    write_page(Path(output_dir) / "experts", page_of(result), pictures, result)
     return page_beginning(result)

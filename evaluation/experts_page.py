@@ -3,7 +3,7 @@ made from `experts.json`."""
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -90,18 +90,13 @@ def page_beginning(result: Mapping[str, Any]) -> str:
     return "\n\n".join(sections)
 
 
-def page_of(result: Mapping[str, Any], pictures: Sequence[str]) -> str:
-    """The whole page.
-
-    Args:
-        result: what `experts.json` holds.
-        pictures: `routing.png`, and perhaps `patches.png`.
-    """
+def page_of(result: Mapping[str, Any]) -> str:
+    """The whole page, by what `experts.json` holds."""
     sections = ["# Experts", page_beginning(result), "## Routing"]
     sections += ["![share of the tokens that each expert computes](routing.png)", *_layers(result)]
     if result["scales"]:
         sections.append("`clip-moe dense --scale` with this folder multiplies an expert's last layer by its weight.")
-    if "patches.png" in pictures:
+    if result["layer"] is not None:
         sections.append(f"## Patches, layer {result['layer']} of the vision tower")
         sections.append("![the expert of each patch of some images](patches.png)")
     return "\n\n".join(sections)

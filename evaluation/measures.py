@@ -76,40 +76,8 @@ def embed_both(model: Embeds, rows: Dataset, texts: Sequence[str]) -> tuple[list
 
 
 def measure_zero_shot(task: Task, model: Embeds, rows: Dataset) -> Measured:
-    """Each image against the names of all classes."""
-    texts, images, classes = _zero_shot_embeds(task, rows, model)
-    weights, image_weights = model.weights([list(task.classes)], task.templates), model.image_weights(rows)
-    image_side, text_side = model.image_side(images, image_weights), model.text_side(classes, weights)
-    metrics = zero_shot_metrics(image_side, text_side, _labels(task, rows), task.metrics)
-    return Measured(metrics, {"classes": weights, "images": image_weights}, texts)
-
-
-def measure_zero_shot_groups(task: Task, model: Embeds, rows: Dataset) -> Measured:
-    """A zero-shot task for each group of classes: images against the names of their own group, for which an ensemble is
-    routed. `accuracy` is the mean over the groups that have images."""
-    texts, images, classes = _zero_shot_embeds(task, rows, model)
-    labels, group_of_class = _labels(task, rows), np.array([task.group_of_class[name] for name in task.classes])
-    image_weights = model.image_weights(rows)
-    accuracies, weights = {}, []
-    for group in dict.fromkeys(group_of_class[labels].tolist()):
-        members = np.flatnonzero(group_of_class == group)
-        chosen = np.isin(labels, members)
-        weights.append(model.weights([[task.classes[member] for member in members]], task.templates)[0])
-        chosen_weights = None if image_weights is None else image_weights[chosen]
-        metrics = zero_shot_metrics(
-            model.image_side([part[chosen] for part in images], chosen_weights),
-            model.text_side([part[members] for part in classes], weights[-1][None]),
-            np.searchsorted(members, labels[chosen]),
-        )
-        accuracies[f"accuracy/{group}"] = metrics["accuracy"]
-    metrics = {"accuracy": float(np.mean(list(accuracies.values()))), **accuracies}
-    return Measured(metrics, {"classes": np.array(weights), "images": image_weights}, texts)
-
-
-def _zero_shot_embeds(
-    task: Task, rows: Dataset, model: Embeds
-) -> tuple[TextCounts, list[np.ndarray], list[np.ndarray]]:
-    """The counts of the prompts; and of each expert, the images (rows, D) and the classes (classes, D)."""
+    """Each image against the names of all classes, or of its own group of them, for which an ensemble is routed. With
+    groups, `accuracy` is the mean over those that have images."""
     prompts = [template.format(name) for name in task.classes for template in task.templates]
     tokenized = _read_texts(model, prompts)
     if "label" not in rows.column_names:  # ImageNet's authors call two classes "sunglasses"
@@ -119,7 +87,24 @@ def _zero_shot_embeds(
     counts = count_texts(task, "prompts", tokenized, owners, groups)
     images, texts = embed_both(model, rows, prompts)
     shape = (len(task.classes), len(task.templates), -1)
-    return counts, images, [class_embeddings(part.reshape(shape)) for part in texts]
+    classes = [class_embeddings(part.reshape(shape)) for part in texts]
+    labels, group_of_class = _labels(task, rows), np.array([task.group_of_class.get(name, "") for name in task.classes])
+    image_weights, weights, metrics = model.image_weights(rows), [], {}
+    for group in dict.fromkeys(group_of_class[labels].tolist()):
+        members = np.flatnonzero(group_of_class == group)
+        chosen = np.isin(labels, members)
+        weights.append(model.weights([[task.classes[member] for member in members]], task.templates)[0])
+        chosen_weights = None if image_weights is None else image_weights[chosen]
+        metrics[group] = zero_shot_metrics(
+            model.image_side([part[chosen] for part in images], chosen_weights),
+            model.text_side([part[members] for part in classes], weights[-1][None]),
+            np.searchsorted(members, labels[chosen]),
+            task.metrics,
+        )
+    if task.group_of_class:
+        accuracies = {f"accuracy/{group}": of_group["accuracy"] for group, of_group in metrics.items()}
+        metrics = {"": {"accuracy": float(np.mean(list(accuracies.values()))), **accuracies}}
+    return Measured(metrics[""], {"classes": np.array(weights), "images": image_weights}, counts)
 
 
 def _read_texts(model: Embeds, texts: list[str]) -> ReadTexts:
@@ -205,7 +190,7 @@ def measure_linear_probe(task: Task, model: Embeds, rows: Dataset) -> Measured:
 
 MEASURES = {
     "zero_shot": measure_zero_shot,
-    "zero_shot_groups": measure_zero_shot_groups,
+    "zero_shot_groups": measure_zero_shot,
     "retrieval": measure_retrieval,
     "pairs": measure_pairs,
     "linear_probe": measure_linear_probe,

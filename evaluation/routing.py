@@ -105,16 +105,12 @@ def averaged_experts(model: CLIPMoEModel) -> Iterator[None]:
     """Within the block, every expert is the mean of its layer's experts, of narrow ones of those in the same place of
     their FFN: what is then lost is what the experts know apart from each other."""
     blocks = sparse_blocks(model).values()
-    tensors_with_sizes = [
-        (tensor, counted_as_one(block.config)) for block in blocks for tensor in block.experts.parameters()
-    ]
-    tensors = [tensor for tensor, _ in tensors_with_sizes]
-    before = [tensor.clone() for tensor in tensors]
+    before = [(tensor, tensor.clone(), block) for block in blocks for tensor in block.experts.parameters()]
     try:
-        for tensor, experts_per_ffn in tensors_with_sizes:
-            copies = tensor.unflatten(0, (-1, experts_per_ffn))
+        for tensor, _, block in before:
+            copies = tensor.unflatten(0, (-1, counted_as_one(block.config)))
             tensor.copy_(copies.mean(dim=0).repeat(len(copies), *[1] * (tensor.ndim - 1)))
         yield
     finally:
-        for tensor, value in zip(tensors, before, strict=True):
+        for tensor, value, _ in before:
             tensor.copy_(value)

@@ -11,9 +11,9 @@ from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from clip_moe.data.arguments import NumberedData
-from clip_moe.data.pairs_stage import PairsStage
 from clip_moe.engine.context import Context
 from clip_moe.engine.settings import STRICT
+from clip_moe.engine.stage import PairsStage
 
 
 @dataclass(config=STRICT, kw_only=True)

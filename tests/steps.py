@@ -18,6 +18,8 @@ from lab.speed.steps import training_step
 LOSSES = SimpleNamespace(
     contrastive_loss=lambda images, texts, scale, pairing: contrastive_loss(images, texts, scale),
     router_loss=router_losses,
+    mini_batch_size=None,
+    expert_bias_update="sign",
 )
 
 

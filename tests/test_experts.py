@@ -49,7 +49,7 @@ def analyses(sparse, unnormalized, gated, tmp_path_factory):
     """Folder, page and JSON of each model's analysis."""
     found = {}
     for name, (_, folder), tasks, kwargs in (
-        ("sparse", sparse, TASKS, {"layer": 1, "batch_size": 16}),
+        ("sparse", sparse, TASKS, {"batch_size": 16}),
         ("unnormalized", unnormalized, RETRIEVAL, {}),
         ("gated", gated, RETRIEVAL, {}),
     ):
@@ -153,7 +153,7 @@ def test_scales_are_what_dense_takes(unnormalized, analyses, tmp_path):
 
 
 @slow
-def test_the_page_shows_all_pictures_and_the_chosen_layer(analyses, tmp_path):
+def test_the_page_shows_all_pictures_and_the_last_layer(analyses, tmp_path):
     """What a model lacks is not drawn: here, of one with a sparse text tower alone."""
     out, page, _ = analyses["sparse"]
     pictures = {"routing.png", "patches.png"}
@@ -161,8 +161,6 @@ def test_the_page_shows_all_pictures_and_the_chosen_layer(analyses, tmp_path):
     assert set(re.findall(r"\]\((\S+)\)", page)) == pictures and "layer 1 of the vision tower" in page
     model = upcycle(CLIPModel.from_pretrained("training/symbol_clip"), PRESETS["clip_up"], towers=["text"])
     small_experts.save(model, tmp_path / "model")
-    with pytest.raises(ValueError, match="model: layer: 1 is not a sparse layer"):
-        analyze_experts(tmp_path / "model", RETRIEVAL, tmp_path / "out", layer=1)
     analyze_experts(tmp_path / "model", RETRIEVAL, tmp_path / "out")
     assert {path.stem for path in (tmp_path / "out").glob("*.png")} == {"routing"}
 

@@ -107,7 +107,9 @@ def test_a_resumed_run_has_the_same_outcome(tmp_path):
 def test_chance_with_duplicates_is_the_best_loss_of_equal_similarities(texts, bias):
     """By a search over all biases."""
     losses = types.SimpleNamespace(
-        contrastive_loss=lambda *embeds, **options: contrastive_loss(*embeds[:3], pairing=embeds[3], **options)
+        contrastive_loss=lambda *embeds, **options: contrastive_loss(*embeds[:3], pairing=embeds[3], **options),
+        mini_batch_size=None,
+        expert_bias_update="sign",
     )
     model = torch.nn.Linear(1, 1)
     model._no_split_modules, model.logit_scale = None, torch.nn.Parameter(torch.tensor([0.0]))

@@ -190,7 +190,7 @@ def test_worlds_take_the_seed_of_the_recipe(recipe):
 
 
 def test_only_stages_that_train_an_expert_have_its_number():
-    recipe = load_recipe("training/recipes/clip_moe_demo.yaml", {"experts.layer": 1})
+    recipe = load_recipe("training/recipes/clip_moe_demo.yaml", {"experts.batch_size": 1})
     chosen = [stage.name for stage in wanted_stages(recipe, None, [1])]
     assert "expert_1" in chosen and not {"expert_2", "experts"} & set(chosen)
 

@@ -176,7 +176,6 @@ FOUND = {
         {"scores.models": {"trained": "bert"}},
         "scores: cannot load bert: expected a model of type",
     ),
-    "layer to analyze": ("looked", {"looked.layer": 9}, "looked: trained: layer: 9 is not a sparse layer"),
 }
 
 

@@ -13,7 +13,6 @@ from clip_moe.training.gradient_cache import cached_gradient
 from clip_moe.training.losses import Pairing, Reduce, all_reduce_sum
 from clip_moe.training.optimizers import merge_adapters
 from clip_moe.training.task import AuxiliaryLoss, Batch, Metrics, Task
-from clip_moe.training.train_settings import LoraSettings
 from modeling_clip_moe.experts import CLIPMoEExperts
 from modeling_clip_moe.families import sparse_towers
 from modeling_clip_moe.sparse_moe import CLIPMoERouter
@@ -29,25 +28,14 @@ class ContrastiveTask(Task):
     there, after the towers.
 
     Args:
-        losses: has `contrastive_loss` and `router_loss`, as `clip_moe.training.stages.train.TrainStage`.
+        stage: whose losses and settings count, a `clip_moe.training.stages.train.TrainStage`.
         auxiliary_losses: others that are added.
-        mini_batch_size: pairs that are embedded at a time; None: all of a batch.
-        lora: the adapters that the model has; None: none.
-        expert_bias_update: how the biases of experts move, see `ExpertBiases`.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        losses: Any,
-        auxiliary_losses: Sequence[AuxiliaryLoss] = (),
-        mini_batch_size: int | None = None,
-        lora: LoraSettings | None = None,
-        expert_bias_update: Literal["sign", "z_score"] = "sign",
-    ):
+    def __init__(self, model: PreTrainedModel, stage: Any, auxiliary_losses: Sequence[AuxiliaryLoss] = ()):
         super().__init__(model, auxiliary_losses)
-        self.losses, self.biases = losses, ExpertBiases(model, expert_bias_update)
-        self.mini_batch_size, self.lora = mini_batch_size, lora
+        self.stage, self.mini_batch_size = stage, stage.mini_batch_size
+        self.biases = ExpertBiases(model, stage.expert_bias_update)
         # FSDP2 and ZeRO-3 split no scalar, which the scale of a dense CLIP is
         self.scale_shape, scale = model.logit_scale.shape, model.logit_scale
         if scale.ndim == 0:
@@ -82,7 +70,7 @@ class ContrastiveTask(Task):
         scale = self.model.logit_scale.exp()
         auxiliary, metrics = torch.zeros((), device=scale.device), {}
         if sparse:
-            auxiliary, metrics = self.losses.router_loss(self.model.config, outputs, batch, reduce)
+            auxiliary, metrics = self.stage.router_loss(self.model.config, outputs, batch, reduce)
         for auxiliary_loss in self.auxiliary_losses:
             with torch.autocast(scale.device.type, enabled=False):
                 loss, values = auxiliary_loss(self.model, outputs, batch, self.progress, reduce)
@@ -116,8 +104,8 @@ class ContrastiveTask(Task):
 
     def exported(self, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """With the adapters added to the weights, and the scale in the shape that it had before training."""
-        if self.lora is not None:
-            state_dict = merge_adapters(self.model, self.lora, state_dict)
+        if self.stage.lora is not None:
+            state_dict = merge_adapters(self.model, self.stage.lora, state_dict)
         return state_dict | {"logit_scale": state_dict["logit_scale"].view(self.scale_shape)}
 
     def loss_parameters(self) -> dict[str, nn.Parameter]:
@@ -128,7 +116,7 @@ class ContrastiveTask(Task):
         """The loss of embeddings of images, of texts, a scale, and of `loss_parameters`."""
         images, texts, scale, *values = embeds
         parameters = dict(zip(self.loss_parameters(), values, strict=True))
-        return self.losses.contrastive_loss(images, texts, scale, pairing, **parameters)
+        return self.stage.contrastive_loss(images, texts, scale, pairing, **parameters)
 
     @torch.no_grad()
     def chance(self, embeds: Sequence[torch.Tensor], pairing: Pairing) -> dict[str, torch.Tensor]:

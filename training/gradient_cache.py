@@ -60,15 +60,17 @@ def cached_gradient(
     for number in range(len(parts)):
         states.append(torch_states(accelerator.device))
         with torch.no_grad():
-            embeds.append(task(sent(number), only_embed=True, reduce=sums.next_part()))
+            sums.calls = 0
+            embeds.append(task(sent(number), only_embed=True, reduce=sums))
     losses, gradients = _gradient_by_embeds(accelerator, task, batch, embeds)
-    sums.reduce_totals()
+    sums.totals, sums.are_whole = [all_reduce_sum(total) for total in sums.totals], True
     after = torch_states(accelerator.device)
     for number, part_gradients in enumerate(gradients):
         set_torch_states(states[number], accelerator.device)
         last = accelerator.sync_gradients = synchronize and number == len(parts) - 1
         with nullcontext() if last else accelerator.no_sync(task):
-            surrogate, auxiliary, metrics = task(sent(number), gradients=part_gradients, reduce=sums.next_part())
+            sums.calls = 0
+            surrogate, auxiliary, metrics = task(sent(number), gradients=part_gradients, reduce=sums)
             accelerator.backward(surrogate * factor)
         auxiliaries.append(auxiliary)
         logged.append(metrics)
@@ -87,27 +89,20 @@ def cached_gradient(
 class SumsOfParts:
     """The `reduce` of a batch that is computed in parts, all of them twice.
 
-    The first time it adds up what it is given. After `reduce_totals`, it returns the sums over all parts and processes,
-    whose gradient goes into the part that asks: the gradients of all parts add up to that of the whole batch.
+    The first time it adds up what it is given. Once the totals are whole, over all parts and processes, it returns
+    these, whose gradient goes into the part that asks: the gradients of all parts add up to that of the whole batch.
+
+    Attributes:
+        calls: the sums that the part has asked for.
     """
 
     def __init__(self, num_processes: int):
         self.totals: list[torch.Tensor] = []
-        self.num_processes, self.reduced, self.calls = num_processes, False, 0
-
-    def next_part(self) -> "SumsOfParts":
-        """Itself, for the sums of the next part."""
-        self.calls = 0
-        return self
-
-    def reduce_totals(self) -> None:
-        """All parts were there once."""
-        self.totals = [all_reduce_sum(total) for total in self.totals]
-        self.reduced = True
+        self.num_processes, self.are_whole, self.calls = num_processes, False, 0
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         number, self.calls = self.calls, self.calls + 1
-        if self.reduced:
+        if self.are_whole:
             # As many times as there are processes, over which the gradient is averaged
             return self.totals[number] + self.num_processes * (tensor - tensor.detach())
         if number == len(self.totals):

@@ -32,7 +32,6 @@ from clip_moe.training.task import Task
 from clip_moe.training.train_settings import Evaluation, LoopSettings
 from clip_moe.training.training_state import (
     after_not_finite,
-    checkpoint_step,
     kept_random_states,
     latest_checkpoint,
     load_checkpoint,
@@ -97,7 +96,7 @@ def train(
     start_trackers(accelerator, settings)
     model, checkpoints = task.model, directory / CHECKPOINTS
     latest = latest_checkpoint(checkpoints)
-    step = 0 if latest is None else checkpoint_step(latest)
+    step = 0 if latest is None else int(latest.name.removeprefix("step-"))
     task, optimizer, scheduler = _prepare(accelerator, task, settings, step, total_steps)
     plain_task = accelerator.unwrap_model(task)
     if latest is not None:
@@ -124,7 +123,7 @@ def train(
         is_saved = bool(settings.save_steps) and step % settings.save_steps == 0 and step < total_steps
         # Logged means begin after a checkpoint, so that a resumed run has the same
         is_logged = step == 1 or step % settings.logging_steps == 0 or is_saved or step == total_steps
-        is_measured = scores is not None and scores.due(step, total_steps)
+        is_measured = scores is not None and (step % scores.settings.every_steps == 0 or step == total_steps)
         if is_logged or is_measured:
             finite.require()
         if is_logged:
@@ -362,10 +361,6 @@ class Scores:
     ):
         self.settings, self.model, self.processor, self.accelerator = settings, model, processor, accelerator
         self.folder, self.tasks = folder / "measured.partial", settings.open_tasks()
-
-    def due(self, step: int, total_steps: int) -> bool:
-        """Whether the model is measured after a step."""
-        return step % self.settings.every_steps == 0 or step == total_steps
 
     def measure(self, state_dict: dict[str, torch.Tensor]) -> dict[str, float]:
         """`TASK/METRIC` -> score of the model with these weights. All processes take part; those but the main one get

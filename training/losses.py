@@ -14,11 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from modeling_clip_moe import (
-    CLIPMoEConfig,
-    load_balancing_loss,
-    router_z_loss,
-)
+from modeling_clip_moe import CLIPMoEConfig, load_balancing_loss, router_z_loss
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 
@@ -224,7 +220,12 @@ def router_losses(
         the busiest expert's load exceeds the mean, as a share of the mean, averaged over the layers
         (arXiv:2408.15664, eq. 4; `max_violation`). The balance loss counts choices without the biases of experts.
     """
-    towers = _sparse_towers(config, outputs, batch)
+    text, vision = outputs.text_model_output, outputs.vision_model_output
+    towers = [
+        (config.text_config, outputs.text_router_logits, text.expert_ids, batch["attention_mask"]),
+        (config.vision_config, outputs.vision_router_logits, vision.expert_ids, batch.get("pixel_attention_mask")),
+    ]
+    towers = [tower for tower in towers if tower[1] is not None]  # with sparse layers
     total, balances, z_losses = 0.0, [], []
     for tower, weight, router_logits, mask in _groups(towers, balance_mean):
         top_k = tower.num_experts_per_tok
@@ -253,16 +254,6 @@ def _loads(ids: torch.Tensor, mask: torch.Tensor | None, num_experts: int) -> to
         ids = ids.masked_fill(~mask.bool()[..., None], num_experts)
     counts = torch.zeros(num_experts + 1, device=ids.device)
     return counts.scatter_add_(0, ids.flatten(), torch.ones_like(ids.flatten(), dtype=counts.dtype))[:-1]
-
-
-def _sparse_towers(config: CLIPMoEConfig, outputs, batch: Mapping[str, torch.Tensor]) -> list[tuple]:
-    """Configuration, router logits, expert ids and token mask of each tower with sparse layers."""
-    text, vision = outputs.text_model_output, outputs.vision_model_output
-    towers = [
-        (config.text_config, outputs.text_router_logits, text.expert_ids, batch["attention_mask"]),
-        (config.vision_config, outputs.vision_router_logits, vision.expert_ids, batch.get("pixel_attention_mask")),
-    ]
-    return [tower for tower in towers if tower[1] is not None]
 
 
 def _groups(towers: list[tuple], balance_mean: str) -> list[tuple]:

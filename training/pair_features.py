@@ -76,7 +76,7 @@ def encode_pairs(encoder: SentenceEncoder, rows: datasets.Dataset, batch_size: i
             bad = int((~(np.isclose(lengths, 1, atol=1e-2) | (lengths == 0))).sum())
             if bad:
                 raise ValueError(f"{bad} {encoder.modality} embeddings from pair {pairs.start} on are not finite")
-            yield {encoder.modality: embeddings}
+            yield {encoder.modality: embeddings.astype(np.float32, copy=False)}
 
     return compute
 

@@ -148,11 +148,6 @@ def load_checkpoint(
         )
 
 
-def checkpoint_step(checkpoint: Path) -> int:
-    """Number of optimizer steps taken."""
-    return int(checkpoint.name.removeprefix("step-"))
-
-
 def latest_checkpoint(checkpoints: Path) -> Path | None:
     finished = _finished(checkpoints)
     return finished[-1] if finished else None

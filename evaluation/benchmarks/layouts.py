@@ -174,9 +174,6 @@ class ClassFolders(Layout):
         names = (re.sub(r"^\d+\.", "", path.name).replace("_", " ") for path in self._classes(folder, split))
         return [re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name) for name in names]
 
-    def other_files(self, folder: Path, split: str) -> Iterable[Path]:
-        return (image for path in self._classes(folder, split) for image in images_in(path))
-
     def rows(self, folder: Path, split: str) -> Dataset:
         images, labels = [], []
         for label, path in enumerate(self._classes(folder, split)):

@@ -33,19 +33,10 @@ class AnalyzeStage(MeasuredTasks, Stage):
 
     # A sparse model: an earlier stage, a folder or a hub name.
     model: Model
-    # Sparse layer of the vision tower to draw patches of; None: the last one.
-    layer: int | None = None
     # Batch size for images and texts.
     batch_size: int = Field(default=64, gt=0)
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         from clip_moe.evaluation.experts import analyze_experts
 
-        beginning = analyze_experts(
-            inputs.model,
-            self.open_tasks(),
-            directory,
-            layer=self.layer,
-            batch_size=self.batch_size,
-        )
-        print(beginning)
+        print(analyze_experts(inputs.model, self.open_tasks(), directory, self.batch_size))

@@ -87,7 +87,7 @@ class AnswerStage(EvaluateStage):
         write_text(directory / ANSWER, json.dumps({"verdict": answered.verdict, "use": answered.use}))
         task = self.tasks_of(inputs)[LEARNED]
         source, dtype = inputs.models[answered.use], getattr(torch, self.dtype)
-        model = open_model(source, directory / "embeddings", self.batch_size, device, dtype)
+        model = open_model(source, directory / "embeddings", self.batch_size, device, dtype=dtype)
         examples = find_examples(task, model)
         table, pictures = examples_table(examples)
         hits = sum(example.is_hit for example in examples)

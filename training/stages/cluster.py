@@ -76,8 +76,6 @@ class ClusterStage(Stage):
     # Assign these pairs to the centers. Their captions are embedded on the fly and not stored, for datasets too large
     # to store. None: those of `features`, or of `centers`.
     data: NumberedData | None = None
-    # Captions of `data` per batch and process.
-    batch_size: int = Field(default=256, gt=0)
 
     @model_validator(mode="after")
     def _check(self):
@@ -92,7 +90,6 @@ class ClusterStage(Stage):
                 f"{join_names(sorted(given))}",
             ),
             (unused, f"{join_names(unused)}: only valid {'without' if given else 'with'} num_centers or centers"),
-            (self.data is None and self.changed("batch_size"), "batch_size: only valid with data"),
         )
         return self
 
@@ -117,14 +114,7 @@ class ClusterStage(Stage):
         import numpy as np
 
         from clip_moe.data.contact_sheet import contact_sheet
-        from clip_moe.training.clusters import (
-            READABLE,
-            accumulate,
-            combine,
-            load_clusters,
-            save_clusters,
-            split,
-        )
+        from clip_moe.training.clusters import READABLE, accumulate, combine, load_clusters, save_clusters, split
         from clip_moe.training.pair_features import open_store, pairs_of
 
         store = open_store(Path(inputs.features), "an embed stage", by_encoder=False)
@@ -157,7 +147,7 @@ class ClusterStage(Stage):
         import torch
 
         from clip_moe.evaluation.feature_store import FeatureStore, save_arrays
-        from clip_moe.evaluation.sentence_encoders import load_encoder
+        from clip_moe.evaluation.sentence_encoders import BATCH_SIZE, load_encoder
         from clip_moe.training.clusters import CENTERS, READABLE, balanced_kmeans, load_centers, nearest_centers
         from clip_moe.training.pair_features import BATCHES_PER_SHARD, ENCODER, encode_pairs, new_store, open_store
 
@@ -187,9 +177,9 @@ class ClusterStage(Stage):
             from clip_moe.data.pairs import shared_pairs
 
             encoder = load_encoder(Path(inputs.features) / ENCODER, accelerator.device)
-            rows, shard_size = shared_pairs(context, inputs.data, images), self.batch_size * BATCHES_PER_SHARD
+            rows, shard_size = shared_pairs(context, inputs.data, images), BATCH_SIZE * BATCHES_PER_SHARD
             store = new_store(directory, rows, self.data, shard_size, context, images, encoder_name)
-            batches = encode_pairs(encoder, rows, self.batch_size)
+            batches = encode_pairs(encoder, rows, BATCH_SIZE)
 
         def compute(shards: list[range]) -> "typing.Iterator[dict[str, np.ndarray]]":
             return ({"labels": nearest_centers(batch[modality], centers)} for batch in batches(shards))

@@ -1,7 +1,6 @@
 """The stage that embeds a dataset."""
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
@@ -16,7 +15,6 @@ from clip_moe.engine.stage import Stage
 
 if TYPE_CHECKING:
     import datasets
-    import numpy as np
 
     from clip_moe.evaluation.sentence_encoders import SentenceEncoder
 
@@ -46,8 +44,6 @@ class EmbedStage(Stage):
     what: Literal["both", "images", "captions"] = "both"
     # Pairs per batch and process.
     batch_size: int = Field(default=256, gt=0)
-    # Precision of the stored embeddings.
-    dtype: Literal["float32", "float16"] = "float32"
     # The weights of the L captions of an image, as in the stages that train on them: its text embedding is their
     # weighted mean. None: the first caption that is not missing.
     caption_weights: list[Annotated[float, Field(ge=0)]] | None = Field(default=None, min_length=1)
@@ -103,13 +99,8 @@ class EmbedStage(Stage):
             encoder = self._kept_encoder(inputs.model, rows, context, directory / ENCODER)
             compute = encode_pairs(encoder, rows, self.batch_size)
             shard_size, encoder_name = self.batch_size * BATCHES_PER_SHARD, encoder.name
-
-        def in_precision(shards: list[range]) -> "Iterator[dict[str, np.ndarray]]":
-            for arrays in compute(shards):
-                yield {name: array.astype(self.dtype, copy=False) for name, array in arrays.items()}
-
         store = new_store(directory, rows, self.data, shard_size, context, images, encoder_name)
-        store.write(accelerator, f"embeddings of {self.what}", in_precision)
+        store.write(accelerator, f"embeddings of {self.what}", compute)
 
     def _kept_encoder(self, source: str, rows: "datasets.Dataset", context: Context, folder: Path) -> "SentenceEncoder":
         """The encoder, which the main process saves in this folder."""

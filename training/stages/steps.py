@@ -127,25 +127,18 @@ class StepsStage(LoopSettings, ModelStage):
     def cost(self, rehearsed: typing.Self, directory: Path, seconds: float, disk: int, ratio: float | None) -> Cost:
         """The steps, each as long as the second one of the rehearsal, which logged each."""
         from clip_moe.engine.files import read_log
-        from clip_moe.engine.provenance import LOG
+        from clip_moe.engine.provenance import LOG, Record
 
         speeds = [line["images_per_second"] for line in read_log(directory / LOG) if "images_per_second" in line]
         first, second = [rehearsed.global_batch_size / speed for speed in speeds]
-        step, steps = 2 * second - first, self.steps_of_all(directory, ratio)
+        step, steps, pairs = 2 * second - first, self.max_steps, Record.read(directory).pairs
+        # Few pairs do not tell how many the cluster of an expert has
+        if steps is None and None not in (pairs, ratio) and self.expert_number is None:
+            steps = self.num_epochs * (round(pairs * ratio) // self.global_batch_size)
         # A step of another batch does not tell the time of the real one
         is_real = rehearsed.global_batch_size == self.global_batch_size
         whole = steps * step if is_real and steps is not None else None
         return Cost(whole, step, steps, disk)
-
-    def steps_of_all(self, directory: Path, ratio: float | None) -> int | None:
-        """The number of steps of the real stage, whose data have `ratio` times as many pairs as those in a folder;
-        None: not known."""
-        from clip_moe.engine.provenance import Record
-
-        pairs = Record.read(directory).pairs
-        if self.max_steps is not None or None in (pairs, ratio):
-            return self.max_steps
-        return self.num_epochs * (round(pairs * ratio) // self.global_batch_size)
 
     def training(self, directory: Path) -> Training | None:
         """The losses in the log, whose last line then has their outcome, if there is one."""

@@ -25,11 +25,10 @@ from clip_moe.training.train_settings import Evaluation, LoraSettings
 
 if typing.TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel, ProcessorMixin
+    from transformers import PreTrainedModel
 
     from clip_moe.data.columns import Rows
     from clip_moe.training.contrastive_task import ContrastiveTask
-    from clip_moe.training.loader import PairLoader
     from clip_moe.training.losses import Pairing, Reduce
     from clip_moe.training.samplers import DistributedBatchSampler, Share
     from clip_moe.training.task import AuxiliaryLoss
@@ -174,14 +173,7 @@ class TrainStage(StepsStage):
     def task(self, model: "PreTrainedModel", inputs: SimpleNamespace) -> "ContrastiveTask":
         from clip_moe.training.contrastive_task import ContrastiveTask
 
-        return ContrastiveTask(
-            model,
-            self,
-            self.auxiliary_losses(model, inputs),
-            mini_batch_size=self.mini_batch_size,
-            lora=self.lora,
-            expert_bias_update=self.expert_bias_update,
-        )
+        return ContrastiveTask(model, self, self.auxiliary_losses(model, inputs))
 
     def auxiliary_losses(self, model: "PreTrainedModel", inputs: SimpleNamespace) -> "list[AuxiliaryLoss]":
         """Losses that see model, outputs and batch, beside those of the routers."""
@@ -194,6 +186,8 @@ class TrainStage(StepsStage):
         from clip_moe.conversion.processors import load_processor
         from clip_moe.data.local_data import reading
         from clip_moe.engine.provenance import duplicates_line
+        from clip_moe.training.duplicates import shared_duplicates
+        from clip_moe.training.loader import PairLoader
 
         model, processor = load_clip(inputs.model, dtype=torch.float32), load_processor(inputs.model)
         self.set_trainable(model, context.seed)
@@ -202,35 +196,14 @@ class TrainStage(StepsStage):
         if problems := dict.fromkeys(self.problems(model, share.batch_size)):  # of both towers alike
             raise ValueError("; ".join(f"{self.name}.{problem}" for problem in problems))
         rows = self.load_pairs(inputs, context)
-        loader, shares = self._loader(rows, processor, share, inputs, context)
-        context.sample_bytes["images"] = loader.bytes_in_memory
-        if accelerator.is_main_process:
-            with reading(self.data.source):
-                loader.report_captions(self.name)
-            compared = "text" if self._compares_texts_alone else "text or image"
-            print(f"{self.name}: {duplicates_line(shares, self.duplicates, compared)}")
-        self.train_model(self.task(model, inputs), processor, loader, accelerator, context, directory, self.evaluation)
-        return None if shares is None else Trained(len(rows), shares)
-
-    @property
-    def _compares_texts_alone(self) -> bool:
-        """Images are read only where they matter, and not of shards at whose images nobody is to look."""
-        return self.duplicates == "negative" or self.data.indexed
-
-    def _loader(
-        self, rows: "Rows", processor: "ProcessorMixin", share: "Share", inputs: SimpleNamespace, context: Context
-    ) -> "tuple[PairLoader, dict[str, float] | None]":
-        """The loader of the pairs, and which share of them has a duplicate in its batch in the first epoch: `shuffled`,
-        and `left` by this stage's sampler. None: a stream has no such numbers."""
-        from clip_moe.training.duplicates import shared_duplicates
-        from clip_moe.training.loader import PairLoader
-
-        # To find the duplicates in a batch, a GPU has to be waited for
+        # Images are read only where they matter, and not of shards at whose images nobody is to look
+        compares_texts_alone = self.duplicates == "negative" or self.data.indexed
+        # Which share of the pairs has a duplicate in its batch in the first epoch; a stream has no such numbers
         sampler = shares = keys = None
         if self.data.streaming:
             keys = True
         else:
-            compared = rows.remove_columns("image") if self._compares_texts_alone else rows
+            compared = rows.remove_columns("image") if compares_texts_alone else rows
             duplicates = shared_duplicates(context, compared, processor.tokenizer)
             sampler = self.batch_sampler(rows, share, inputs, context)
             batches = sampler.all_batches()
@@ -248,10 +221,18 @@ class TrainStage(StepsStage):
             # In shards, another pair replaces an unreadable one
             if duplicates.may_be_there or self.data.indexed:
                 keys = duplicates.images
-        if self.duplicates == "negative":
-            keys = None
+        # To find the duplicates in a batch, a GPU has to be waited for
+        keys = None if self.duplicates == "negative" else keys
         weights, augmentation = self.caption_weights, self.augmentation
-        return PairLoader(rows, processor, self.data, share, sampler, weights, augmentation, keys), shares
+        loader = PairLoader(rows, processor, self.data, share, sampler, weights, augmentation, keys)
+        context.sample_bytes["images"] = loader.bytes_in_memory
+        if accelerator.is_main_process:
+            with reading(self.data.source):
+                loader.report_captions(self.name)
+            compared = "text" if compares_texts_alone else "text or image"
+            print(f"{self.name}: {duplicates_line(shares, self.duplicates, compared)}")
+        self.train_model(self.task(model, inputs), processor, loader, accelerator, context, directory, self.evaluation)
+        return None if shares is None else Trained(len(rows), shares)
 
     def rehearsed(self, num_samples: int) -> typing.Self:
         """Also measured once, on few rows."""

@@ -39,14 +39,6 @@ class TrainDataExpertStage(TrainStage):
     # Number of the cluster.
     cluster: int = Field(ge=0)
 
-    @property
-    def expert_number(self) -> int:
-        return self.expert
-
-    def steps_of_all(self, directory: Path, ratio: float | None) -> int | None:
-        """Few pairs do not tell how many a cluster has."""
-        return self.max_steps
-
     def load_pairs(self, inputs: SimpleNamespace, context: Context) -> "Rows":
         """The pairs of one cluster. Where pairs were clustered by captions alone, their images are looked at now."""
         import numpy as np

@@ -47,14 +47,6 @@ class TrainExpertsStage(TrainStage):
     # Samples of clusters smaller than a batch: left out, or merged into the nearest other cluster.
     small_clusters: Literal["drop", "merge"] = "drop"
 
-    @property
-    def expert_number(self) -> int:
-        return self.expert
-
-    def steps_of_all(self, directory: Path, ratio: float | None) -> int | None:
-        """Few pairs do not tell how many a cluster has."""
-        return self.max_steps
-
     def rehearsed(self, num_samples: int) -> typing.Self:
         """Few pairs fill no batch of a small cluster, so these are merged."""
         return dataclasses.replace(super().rehearsed(num_samples), cluster=None, small_clusters="merge")
