@@ -3,14 +3,13 @@
 import sys
 from importlib.metadata import PackageNotFoundError
 from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
 import numpy as np
 import PIL.Image
 import pytest
-from documents import blocks
+from documents import ROOT, blocks
 from small_evaluation import small_tasks  # noqa: F401 (fixture)
 from tiny_clip import error_of
 
@@ -30,7 +29,7 @@ from clip_moe.evaluation.evaluate import evaluate_model
 from clip_moe.evaluation.report import write_report
 from clip_moe.evaluation.tasks import TASKS, find_tasks, require_tasks, task_fingerprints
 
-PAGE = Path(__file__).parents[1] / "docs" / "worlds.md"
+PAGE = ROOT / "docs" / "worlds.md"
 ALL_TASKS = list(TASKS)  # tests have smaller ones
 NO_ICONS = pytest.mark.skipif(find_spec("resvg_py") is None, reason="what icons need is not installed")
 EACH = pytest.mark.parametrize("name", [pytest.param(n, marks=NO_ICONS) if n == "icons" else n for n in WORLDS])
@@ -140,7 +139,7 @@ def test_the_page_of_worlds_tells_what_is_drawn():
 @pytest.mark.parametrize(("name", "more"), [("symbols", []), ("names", ["--number", "48"])])
 def test_the_sheets_of_the_page(tmp_path, name, more):
     draw.draw.main([name, "--contact_sheet", str(tmp_path / "drawn.png"), *more])
-    kept = Path(__file__).parents[1] / "docs" / f"{name}.png"
+    kept = ROOT / "docs" / f"{name}.png"
     drawn, expected = (np.asarray(PIL.Image.open(path).convert("RGB")) for path in (tmp_path / "drawn.png", kept))
     assert np.array_equal(drawn, expected) and kept.stat().st_size < 300_000
     with pytest.raises(SystemExit, match="error: nothing to draw: give --contact_sheet FILE or --folder"):
@@ -164,11 +163,12 @@ def test_a_sheet_shows_the_images_of_a_cluster_in_its_line(tmp_path):
     assert np.flatnonzero((np.abs(named - colors[2]).sum(axis=-1) < 30).any(axis=1)).max() < named.shape[0] / 3
 
 
-def test_what_is_not_installed_ends_in_one_line(dense, tmp_path, monkeypatch):  # noqa: F811
-    def missing(name):
-        raise PackageNotFoundError(name)
+def not_installed(name):
+    raise PackageNotFoundError(name)
 
-    monkeypatch.setattr("clip_moe.engine.provenance.version", missing)
+
+def test_what_is_not_installed_ends_in_one_line(dense, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.setattr("clip_moe.engine.provenance.version", not_installed)
     for cached in ("_icons", "_numbered"):
         monkeypatch.setattr(icons, cached, getattr(icons, cached).__wrapped__)
     monkeypatch.setitem(TASKS, "icons_all", icon_tasks()["icons_all"])

@@ -84,12 +84,18 @@ def webdataset(tmp_path):
     return {"source": str(tmp_path / "shard-*.tar"), "image_column": "png", "caption_column": "txt"}
 
 
+def turns(*texts):
+    """Of a conversation, as LLaVA's files have them."""
+    speakers = ["human", "gpt"] * len(texts)
+    return [{"from": speaker, "value": text} for speaker, text in zip(speakers, texts, strict=False)]
+
+
 def sharegpt4v(tmp_path, first=0):
     names = write_pictures(tmp_path / "images", first)
-    entries = []
-    for name, text in zip(names, CAPTIONS, strict=True):
-        said = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": text}]
-        entries.append({"id": name, "image": name, "conversations": said})
+    entries = [
+        {"id": name, "image": name, "conversations": turns("<image>\nWhat?", text)}
+        for name, text in zip(names, CAPTIONS, strict=True)
+    ]
     (tmp_path / "sharegpt4v.json").write_text(json.dumps(entries))
     return {"source": str(tmp_path / "sharegpt4v.json"), "image_root": str(tmp_path / "images")}
 

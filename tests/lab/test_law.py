@@ -118,11 +118,6 @@ def test_the_outcomes_are_those_of_the_points(tmp_path, monkeypatch):
     assert not {id(point) for point in dead} & {id(point) for point in read_points(*points)}
 
 
-def test_a_model_and_seed_counts_once(tmp_path):
-    with pytest.raises(ValueError, match="two points of one model and seed"):
-        read_points(CARD / "points.json", CARD / "points.json")
-
-
 def test_captions_of_data_are_counted_as_a_model_reads_them(tmp_path):
     (tmp_path / "pairs.csv").write_text("image,caption\na.png,a red fox\nb.png,A  red fox\nc.png,a hen\nd.png,a hen\n")
     data = DataArguments(source=str(tmp_path / "pairs.csv"), image_root=str(tmp_path))
@@ -136,6 +131,9 @@ def test_captions_of_data_are_counted_as_a_model_reads_them(tmp_path):
 
 
 def test_the_frontier_is_of_one_budget_and_of_the_best_rates():
+    """A model and seed counts once."""
+    with pytest.raises(ValueError, match="two points of one model and seed"):
+        read_points(CARD / "points.json", CARD / "points.json")
     points = read_points(CARD / "points.json")
     frontier = points_of_budget(points, "names", 2048, 16, 640)
     assert {point.training // 10**10 for point in frontier} <= {39, 40, 41} and len({p.width for p in frontier}) >= 5

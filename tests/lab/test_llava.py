@@ -9,15 +9,8 @@ import pytest
 import torch
 from several_processes import run_processes, train_recipe
 from tiny_runs import DENSE, SPARSE, ended_by_a_checkpoint, read_log, run_stages, same_weights, weights
-from tiny_sources import png
-from transformers import (
-    AutoProcessor,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaTokenizer,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-)
+from tiny_sources import turns, write_pictures
+from transformers import AutoProcessor, LlamaConfig, LlamaForCausalLM, LlamaTokenizer, LlavaForConditionalGeneration
 
 from clip_moe.data.arguments import DataArguments
 from clip_moe.training.samplers import Share
@@ -35,11 +28,6 @@ EVERYTHING = "multi_modal_projector|language_model|lm_head"
 TUNED = {"name": "tuned", "model": "projected", "trainable": EVERYTHING, **TRAIN}
 
 
-def turns(*texts):
-    speakers = ["human", "gpt"] * len(texts)
-    return [{"from": speaker, "value": text} for speaker, text in zip(speakers, texts, strict=False)]
-
-
 DISC = {"image": "0.png", "conversations": turns("<image>\nWhat?", "A disc.", "Which color?", "Red.")}
 TEXT = {"conversations": turns("Why?", "So.")}
 
@@ -47,8 +35,7 @@ TEXT = {"conversations": turns("Why?", "So.")}
 @pytest.fixture
 def file(tmp_path):
     """Writes entries in LLaVA's layout, and returns how they are read."""
-    for number in range(3):
-        (tmp_path / f"{number}.png").write_bytes(png(number))
+    write_pictures(tmp_path)
     (tmp_path / "broken.png").write_text("not an image")
 
     def write(entries, **arguments):
@@ -72,7 +59,8 @@ def loader(llava, file):
 
     def make(entries, prompt="chat", max_length=400, folder=llava):
         arguments, rows = file(entries), load_conversations(file(entries))
-        processor, config = AutoProcessor.from_pretrained(folder), LlavaConfig.from_pretrained(folder)
+        kinds = AutoProcessor, LlavaForConditionalGeneration.config_class
+        processor, config = (kind.from_pretrained(folder) for kind in kinds)
         share = Share(len(rows), 0, 1, 0)
         loader = ConversationLoader(rows, processor, config, arguments, share, prompt, max_length)
         loader.sampler.global_batches = lambda rng: [[*range(len(rows))]]

@@ -4,37 +4,41 @@ import contextlib
 import itertools
 import math
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
+from sklearn.decomposition import PCA
+from test_losses import plain_contrastive_loss
 from tiny_clip import moved, tiny_clip
 from tiny_clip_moe import tiny_block
 from tiny_families import tiny_dense
-from tiny_runs import as_stage, losses, read_log, same_weights, train
+from tiny_runs import DENSE, SPARSE, TUNED, as_stage, losses, read_log, run_stages, same_weights, train, weights
+from torch.nn.functional import normalize
 
+from clip_moe.conversion.checkpoints import load_dense, load_sparse
 from clip_moe.conversion.own_classes import import_models
 from clip_moe.conversion.presets import PRESETS
-from clip_moe.conversion.upcycle import sparse_blocks, upcycle
-from clip_moe.training.losses import all_reduce_sum
+from clip_moe.conversion.upcycle import shared_config, sparse_blocks, upcycle
+from clip_moe.conversion.verification import compare
+from clip_moe.training.losses import Pairing, all_reduce_sum
 from lab.methods.coupling import coupling_loss
 from lab.methods.entropy_losses import EntropyLosses
+from lab.methods.expert_starts import RedrawnStage, experts_of_clusters, low_rank, redraw, spherical_clusters
+from lab.methods.long_clip import TrainLongCLIPStage, primary_components
+from lab.methods.more_experts import add_experts
 from lab.methods.patch_dropout import drop_patches
 from lab.methods.relu_router import ReluCLIPModel, ReluRouter, ReluVisionConfig
 from lab.methods.relu_routing import load_weighted_l1
 from lab.methods.router_teacher import RouterTeacher
-from modeling_clip_moe import families
+from modeling_clip_moe import CLIPMoEModel, families
+from modeling_clip_moe.experts import CLIPMoEExperts
 from modeling_clip_moe.families import FAMILIES
 from modeling_clip_moe.loading import OWN_CLASSES
 
 PLAIN = replace(PRESETS["clip_moe"], sparse_layers=[1, 3])
-
-
-def pairs():
-    input_ids = torch.tensor([[38, 3, 5, 7, 39], [38, 4, 6, 39, 39]])
-    attention_mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 1, 0]])
-    return {"input_ids": input_ids, "attention_mask": attention_mask, "pixel_values": torch.randn(2, 3, 16, 16)}
 
 
 def computed(loss, model, batch, progress=0.0):
@@ -43,7 +47,9 @@ def computed(loss, model, batch, progress=0.0):
 
 
 def test_the_teacher_of_routers_by_hand():
-    dense, batch, read = tiny_clip(), pairs(), {}
+    dense, batch, read = tiny_clip(), {"pixel_values": torch.randn(2, 3, 16, 16)}, {}
+    batch["input_ids"] = torch.tensor([[38, 3, 5, 7, 39], [38, 4, 6, 39, 39]])
+    batch["attention_mask"] = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 1, 0]])
     for tower in ("text", "vision"):
         for layer in (1, 3):
             norm = dense.get_submodule(f"{tower}_model.encoder.layers.{layer}.layer_norm2")
@@ -138,12 +144,8 @@ def test_entropy_losses_by_hand():
     batch = {"attention_mask": torch.tensor([[1, 1, 0]])}
     loss, metrics = losses(None, outputs, batch, progress=0.0, reduce=all_reduce_sum)
     # Texts: a bit and none; the mean is 1/4, 1/4, 0, 1/2, of 1.5 bits of 2
-    bits = {
-        "local_entropy_text": 0.5,
-        "global_entropy_text": 0.5,
-        "local_entropy_vision": 0,
-        "global_entropy_vision": 2,
-    }
+    bits = {"local_entropy_text": 0.5, "global_entropy_text": 0.5}
+    bits |= {"local_entropy_vision": 0, "global_entropy_vision": 2}
     assert {name: value.item() for name, value in metrics.items()} == pytest.approx(bits)
     torch.testing.assert_close(loss, torch.tensor((0.5 * 0.5 + 3.0 * 0.5 + 2.0 * 2) * math.log(2)))
     loss.backward()
@@ -215,11 +217,7 @@ def method(request):
         yield METHODS[request.param]
 
 
-def each(*methods):
-    return pytest.mark.parametrize("method", methods, indirect=True)
-
-
-@each(*METHODS)
+@pytest.mark.parametrize("method", METHODS, indirect=True)
 def test_resumed_is_the_same_to_the_bit(whole, tmp_path, method):
     logged, settings = method
     assert set(logged) <= set(read_log(whole(**settings))[0])
@@ -228,7 +226,8 @@ def test_resumed_is_the_same_to_the_bit(whole, tmp_path, method):
     assert losses(resumed) == losses(whole(**settings)) and same_weights(resumed, whole(**settings))
 
 
-@each(TAUGHT, RELU, ENTROPY)  # the noise of the coupling is another for each part
+# The noise of the coupling is another for each part
+@pytest.mark.parametrize("method", [TAUGHT, RELU, ENTROPY], indirect=True)
 @pytest.mark.parametrize("memory", [{"gradient_checkpointing": True}, {"mini_batch_size": 4}], ids=str)
 def test_what_saves_memory_changes_nothing(whole, method, memory):
     """Neither losses nor what is logged, such as a weight that is too small to be seen in the loss."""
@@ -239,7 +238,7 @@ def test_what_saves_memory_changes_nothing(whole, method, memory):
         assert values[0] == pytest.approx(values[1], rel=1e-4, abs=1e-12), name
 
 
-@each(RELU)
+@pytest.mark.parametrize("method", [RELU], indirect=True)
 def test_the_weight_follows_the_number_of_experts(whole, method):
     log, directions = read_log(whole(**method[1])), set()
     for tower in ("text", "vision"):
@@ -263,8 +262,220 @@ def test_the_weight_follows_the_number_of_experts(whole, method):
     ],
 )
 def test_what_they_do_not_go_with(tmp_path, stage, model, settings, message):
-    def change(recipe):
-        recipe["stages"][2].update(stage=stage, model=model)
-
+    change = {"change": lambda recipe: recipe["stages"][2].update(stage=stage, model=model)}
     with pytest.raises(ValueError, match=message):
-        train(tmp_path, **METHODS[stage][1] | settings | {"change": change})
+        train(tmp_path, **METHODS[stage][1] | settings | change)
+
+
+# --- Long-CLIP's loss against PCA and numbers by hand, value and gradient; and its stage
+
+PAIRS, WIDTH, COMPONENTS = 8, 6, 2
+SYMBOLS = {"source": "symbols", "num_samples": 24, "captions": "detailed"}
+LOSS = {"num_components": COMPONENTS, "caption_weights": [0.3, 0.7], "label_smoothing": 0.1}
+STAGE = TrainLongCLIPStage(**TUNED | {"data": SYMBOLS, "global_batch_size": PAIRS}, **LOSS)
+POLICIES = [{"policy": policy, "column": "caption"} for policy in ("full", "first_sentence")]
+CAPTIONS = {"name": "captions", "stage": "captions", "model": "dense", "data": SYMBOLS, "captions": POLICIES}
+LONG = TUNED | {"stage": "lab.methods.long_clip:TrainLongCLIPStage", "num_components": 3, "logging_steps": 1}
+LONG |= {"data": {"source": "captions", "in_memory": True}, "global_batch_size": 8, "max_steps": 4}
+
+
+def long_clip_loss(towers, images, long, short, keys):
+    """The stage's own."""
+    texts = torch.stack([long, short], dim=1).flatten(0, 1)
+    embeds = normalize(towers[0](images), dim=-1), normalize(towers[1](texts), dim=-1)
+    pairing = Pairing(torch.ones(PAIRS, 2).bool(), torch.arange(PAIRS), keys.flatten())
+    return STAGE.contrastive_loss(*embeds, torch.tensor([5.0]), pairing).squeeze()
+
+
+def plain_long_clip_loss(towers, images, long, short, keys):
+    """Long with images, short with what sklearn's directions leave of them, which autograd gets by an SVD."""
+    sides = (towers[0], images), (towers[1], long), (towers[1], short)
+    images, long, short = (normalize(tower(features), dim=-1) for tower, features in sides)
+    mean = images.mean(dim=0)
+    left, sizes, right = torch.linalg.svd(images - mean, full_matrices=False)
+    primary = left[:, :COMPONENTS] * sizes[:COMPONENTS] @ right[:COMPONENTS] + mean
+    pca = PCA(COMPONENTS).fit(images.detach().numpy())
+    reconstructed = pca.inverse_transform(pca.transform(images.detach().numpy()))
+    torch.testing.assert_close(primary.detach(), torch.from_numpy(reconstructed), atol=1e-5, rtol=1e-4)
+    total = 0.0
+    for place, (weight, image_side, text_side) in enumerate(((0.3, images, long), (0.7, primary, short))):
+        are_equal = partial(lambda place, i, j: keys[i, place] == keys[j, place], place)
+        total = total + weight * plain_contrastive_loss(image_side, text_side, 5.0, 0.1, are_equal)
+    return total
+
+
+@pytest.mark.parametrize("equal", [(), ([0, 1], 0), ([2, 3], 1)], ids=["different", "long", "short"])
+def test_the_loss_of_long_clip_is_the_plain_one(equal):
+    """Equal texts are positives among those of their place."""
+    images, long, short = torch.randn(3, PAIRS, WIDTH)
+    images, keys = images * torch.arange(1, WIDTH + 1), torch.arange(2 * PAIRS).view(PAIRS, 2)
+    if equal:
+        keys[equal] = -1
+    towers = torch.nn.ModuleList([torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)])
+    losses_of = [function(towers, images, long, short, keys) for function in (long_clip_loss, plain_long_clip_loss)]
+    torch.testing.assert_close(*losses_of, atol=1e-5, rtol=1e-4)
+    ours, plain = (torch.autograd.grad(loss, [*towers.parameters()]) for loss in losses_of)
+    assert min(gradient.abs().max() for gradient in plain) > 1e-3
+    torch.testing.assert_close(ours, plain, atol=1e-5, rtol=1e-4)
+
+
+def test_the_gradient_of_long_clip_where_eigenvalues_are_equal():
+    """Those within the chosen components, and those within the others: an SVD's gradient is not finite there."""
+    images = torch.tensor([[3.0, 0, 0, 0], [0, 3, 0, 0], [-3, 0, 0, 0], [0, -3, 0, 0]]).requires_grad_()
+    found = primary_components(images, 2)
+    torch.testing.assert_close(found, images)
+    (found * torch.arange(4.0)[:, None]).sum().backward()
+    assert images.grad.isfinite().all() and images.grad.abs().max() > 0
+
+
+def test_the_stage_of_long_clip(tmp_path):
+    """All parameters train, and the loss of the same few pairs falls."""
+    output = run_stages(tmp_path, [DENSE, CAPTIONS, LONG | {"max_steps": 40, "global_batch_size": 24}])
+    before, after = weights(output / "dense"), weights(output / "tuned")
+    assert not [name for name in before if torch.equal(before[name], after[name])]
+    step_losses = losses(output / "tuned")
+    assert step_losses[-1] < 0.9 * step_losses[0]
+
+
+def test_mistakes_of_long_clip(tmp_path):
+    for changes, message in (
+        ({"data": SYMBOLS}, "tuned: image 0 of symbols has no long and short caption"),
+        ({"num_components": 7}, "num_components 7 leave nothing out of a batch of 8"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run_stages(tmp_path, [DENSE, CAPTIONS, LONG | changes])
+
+
+# --- how experts begin: drawn anew, as clusters of the FFN's inputs, or as copies of fewer experts
+
+TINY = tiny_clip()
+STARTS = {
+    "redrawn": {"stage": "lab.methods.expert_starts:RedrawnStage", "model": "sparse", "how": "random"},
+    "more": {"stage": "lab.methods.more_experts:MoreExpertsStage", "model": "sparse", "num_experts": 8},
+}
+CLUSTERS = {"stage": "lab.methods.expert_starts:ClustersStage", "model": "sparse", "dense": "dense"}
+CLUSTERS["data"] = {"source": "symbols", "num_samples": 64}
+
+
+def experts_of(dense=TINY, **how):
+    sparse = upcycle(dense, PRESETS["clip_moe"], seed=1)
+    if how:
+        redraw(sparse, RedrawnStage(name="start", stage="here", model="sparse", **how), seed=1)
+    return [module for module in sparse.modules() if isinstance(module, CLIPMoEExperts)]
+
+
+@pytest.mark.parametrize("is_shared", [False, True], ids=["two encoders", "a shared one"])
+@pytest.mark.parametrize("units", ["expert", "tensor"])
+def test_half_of_the_hidden_units_are_drawn_anew(units, is_shared):
+    dense = moved(CLIPMoEModel(shared_config(TINY.config)).eval(), ".mlp.", seed=1) if is_shared else TINY
+    copies = experts_of(dense)
+    for experts, before in zip(experts_of(dense, how="drop_upcycling", units=units), copies, strict=True):
+        changed = {}
+        for name, axis in {"up_proj": 2, "down_proj": 1}.items():  # over the other axis
+            differs = getattr(experts, name) != getattr(before, name)
+            changed[name] = differs.any(axis)
+            assert torch.equal(differs.all(axis), changed[name])  # whole units
+            assert (changed[name].sum(1) == changed[name].shape[1] // 2).all()
+        assert torch.equal(experts.up_proj_bias != before.up_proj_bias, changed["up_proj"])
+        assert torch.equal(experts.down_proj_bias, before.down_proj_bias)
+        assert (changed["up_proj"] == changed["down_proj"]).all() == (units == "expert")
+        assert not torch.equal(changed["up_proj"][0], changed["up_proj"][1])  # each expert has others
+        drawn, replaced = experts.up_proj[changed["up_proj"]], before.up_proj[changed["up_proj"]]
+        assert drawn.std().item() == pytest.approx(replaced.std().item(), rel=0.15)
+        assert drawn.mean().item() == pytest.approx(replaced.mean().item(), abs=0.1 * replaced.std().item())
+
+
+def test_random_weights_keep_nothing():
+    for random, before in zip(experts_of(how="random"), experts_of(), strict=True):
+        assert torch.corrcoef(torch.stack([random.up_proj.flatten(), before.up_proj.flatten()]))[0, 1].abs() < 0.1
+        assert random.up_proj.std().item() == pytest.approx(before.up_proj.std().item(), rel=0.1)
+
+
+def test_a_recipe_repeats_them(tmp_path):
+    """Redrawn experts, and more of them."""
+    stages = [stage | {"name": f"{name}_{run}"} for name, stage in STARTS.items() for run in (1, 2)]
+    output = run_stages(tmp_path, [DENSE, SPARSE, *stages])
+    for name in STARTS:
+        assert same_weights(output / f"{name}_1", output / f"{name}_2")
+        assert not same_weights(output / f"{name}_1", output / "sparse")
+    assert {block.num_experts for block in sparse_blocks(load_sparse(output / "more_1")).values()} == {8}
+
+
+def test_low_rank_keeps_most_of_what_the_data_make():
+    weight, inputs = torch.randn(6, 8), torch.randn(40, 8) * torch.tensor([9.0, 5, 3, 1, 1, 1, 1, 0.1])
+    outputs = inputs @ weight.T
+    spectrum = torch.linalg.svdvals(outputs).square()
+    for rank in range(1, 7):
+        least = (spectrum[:rank].sum() / spectrum.sum()).item()
+        found = low_rank(weight, inputs, least - 1e-4)
+        assert torch.linalg.matrix_rank(found) == rank
+        lost = (outputs - inputs @ found.T).square().sum()
+        torch.testing.assert_close(lost, spectrum[rank:].sum(), rtol=1e-3, atol=1e-2)  # Eckart-Young: no rank has less
+    torch.testing.assert_close(low_rank(weight, inputs, 1.0), weight, rtol=1e-4, atol=1e-4)
+
+
+def test_spherical_clusters_are_by_direction():
+    centers, truth = normalize(torch.randn(3, 16), dim=-1), torch.arange(3).repeat_interleave(20)
+    points = (centers[truth] + 0.05 * torch.randn(60, 16)) * (0.1 + 10 * torch.rand(60, 1))
+    labels, found = spherical_clusters(points, 3, 0, "here")
+    assert all(len(labels[truth == kind].unique()) == 1 for kind in range(3)) and len(labels.unique()) == 3
+    for label in range(3):
+        mean = normalize(points[labels == label], dim=-1).mean(dim=0)
+        torch.testing.assert_close(found[label], normalize(mean, dim=0))
+
+
+def test_experts_of_clusters_by_their_stage(tmp_path):
+    """With all of the energy, experts are the FFN; with less, each is one of low rank, for its router's cluster."""
+    sparse = SPARSE | {"changes": {"num_experts": 2, "norm_topk_prob": True, "capacity_factor": None}}
+    all_energy, most = CLUSTERS | {"name": "all", "energy": 1.0}, CLUSTERS | {"name": "most", "energy": 0.9}
+    cut = sparse | {"name": "cut", "changes": {"moe_intermediate_size": 16}}
+    with pytest.raises(ValueError, match="narrow.model: clusters make whole FFNs"):
+        run_stages(tmp_path, [DENSE, sparse, all_energy, most, cut, CLUSTERS | {"name": "narrow", "model": "cut"}])
+    folder = tmp_path / "out"
+    compare(load_dense(folder / "dense"), load_sparse(folder / "all"), tolerance=1e-4)
+    mlp = load_sparse(folder / "most").vision_model.encoder.layers[1].mlp
+    torch.testing.assert_close(mlp.router.weight.norm(dim=-1), torch.ones(2))
+    ranks = [torch.linalg.matrix_rank(expert) for expert in mlp.experts.up_proj]
+    assert max(ranks) < 16 and not torch.equal(*mlp.experts.up_proj)
+
+
+# --- more experts from fewer
+
+
+def test_copies_and_their_rows():
+    sparse = moved(upcycle(TINY, PRESETS["clip_moe"]), (".experts.", ".router."), seed=1)
+    more = add_experts(sparse, 6)
+    assert more.config.text_config.num_experts == 6 and sparse.config.text_config.num_experts == 4
+    before, after = sparse.vision_model.encoder.layers[2].mlp, more.vision_model.encoder.layers[2].mlp
+    for name, tensor in before.experts.named_parameters():
+        assert torch.equal(after.experts.get_parameter(name), tensor[[0, 1, 2, 3, 0, 1]])
+    rows, std = after.router.weight, before.router.weight.std()
+    assert torch.equal(rows[:4], before.router.weight)
+    assert 0.005 < (rows[4:] - rows[:2]).std() / std < 0.02
+    reseeded = add_experts(sparse, 6, seed=1).vision_model.encoder.layers[2].mlp
+    assert not torch.equal(reseeded.router.weight, rows)
+
+
+def test_a_shared_encoder_has_the_same_copies_and_biases_keep_their_digits():
+    shared = CLIPMoEModel(shared_config(TINY.config)).eval()
+    routing = {f"{tower}_config": {"use_expert_bias": True} for tower in ("text", "vision")}
+    sparse = upcycle(shared, PRESETS["clip_moe"], routing=routing).bfloat16()
+    biases = torch.tensor([0.1234567, 0.3, 0.0, -0.7])
+    for block in sparse_blocks(sparse).values():
+        block.router.expert_bias.copy_(biases)
+    more = add_experts(sparse, 6)
+    blocks = [getattr(more, f"{tower}_model").encoder.layers[0].mlp for tower in ("text", "vision")]
+    assert torch.equal(blocks[0].router.weight, blocks[1].router.weight) and more.dtype == torch.bfloat16
+    assert torch.equal(blocks[0].router.expert_bias, biases[[0, 1, 2, 3, 0, 1]])
+
+
+def test_experts_that_cannot_be():
+    """Too few tokens for clusters, and no more experts than there are or than fit."""
+    sparse = upcycle(TINY, PRESETS["clip_moe"])
+    inputs = torch.randn(40, TINY.config.text_config.hidden_size)
+    for few, message in ((inputs, "cluster . of .* has .* tokens, fewer than the"), (inputs[:3], "3 tokens .* make 4")):
+        with pytest.raises(ValueError, match=f"layer 1 of the text tower: .*{message}"):
+            experts_of_clusters(sparse, {("text", 1): few}, 0.99, seed=0)
+    for number, message in ((4, "num_experts: 4 are no more than the 4"), (10**9, "choose a smaller num_experts")):
+        with pytest.raises(ValueError, match=message):
+            add_experts(sparse, number)

@@ -58,9 +58,8 @@ def test_weights_are_shares(tmp_path):
 
 
 def test_one_caption_beside_several_and_beside_a_built_in_world(tmp_path):
-    times = drawn(
-        mixed(tmp_path, [saved_pairs(tmp_path / "several", SEVERAL), image_folder(tmp_path), SYMBOLS], [1] * 3)
-    )
+    sources = [saved_pairs(tmp_path / "several", SEVERAL), image_folder(tmp_path), SYMBOLS]
+    times = drawn(mixed(tmp_path, sources, [1] * 3))
     assert times.keys() > {tuple(captions) for captions in SEVERAL} | {(caption,) for caption in CAPTIONS}
     assert len(times) == 2 * len(CAPTIONS) + 6
 

@@ -1,6 +1,5 @@
 import pytest
-from tiny_clip_moe import tower_fields
-from transformers import CLIPConfig
+from tiny_clip import tiny_clip
 
 from lab.speed import runs, steps
 
@@ -9,10 +8,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch):
-    tower = {**tower_fields(), "projection_dim": 8}
-    text, vision = {**tower, "vocab_size": 50, "bos_token_id": 48, "eos_token_id": 49}, {**tower, "patch_size": 8}
-    config = CLIPConfig(text_config=text, vision_config=vision | {"image_size": 32}, projection_dim=8)
-    monkeypatch.setattr(steps, "paper_config", lambda size: config)
+    monkeypatch.setattr(steps, "paper_config", lambda size: tiny_clip().config)
     monkeypatch.setattr("clip_moe.training.loop.compile_layers", lambda tower: None)  # which takes a minute
 
 

@@ -1,11 +1,10 @@
 """The worlds of molecules and characters: their captions, what is drawn, and CLIP-UP's recipe on them."""
 
-from importlib.metadata import PackageNotFoundError
 from importlib.util import find_spec
 
 import numpy as np
 import pytest
-from test_worlds import require_parts, require_same_rows
+from test_worlds import not_installed, require_parts, require_same_rows
 from transformers import AutoModel
 
 from clip_moe.data.worlds import world
@@ -42,10 +41,7 @@ def test_rows_follow_from_their_arguments(name):
 
 
 def test_what_is_not_installed_is_named(tmp_path, monkeypatch):
-    def missing(name):
-        raise PackageNotFoundError(name)
-
-    monkeypatch.setattr("clip_moe.engine.provenance.version", missing)
+    monkeypatch.setattr("clip_moe.engine.provenance.version", not_installed)
     monkeypatch.setenv("XDG_DATA_DIRS", str(tmp_path))
     with pytest.raises(ValueError, match="characters need unicode-data, which is not installed: apt-get install unic"):
         characters._characters.__wrapped__()
