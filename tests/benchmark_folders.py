@@ -269,7 +269,7 @@ for benchmark, folder, make, *arguments in (
     COPIES.setdefault(benchmark, []).append((folder, lambda place, f=make, a=arguments: f(place, *a)))
 
 
-def make_copy(benchmark, layout, folder):
+def make_copy(benchmark, folder, layout=0):
     """A copy in one of the layouts. Returns the number and the caption, captions or class of every image."""
     folder.mkdir(parents=True)
-    return COPIES[benchmark.name][list(benchmark.layouts).index(layout)][1](folder)
+    return COPIES[benchmark][layout][1](folder)

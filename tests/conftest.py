@@ -78,6 +78,12 @@ def login(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", TOKEN)
 
 
+@pytest.fixture
+def unverified(monkeypatch):
+    """What is published is not tried in a process of its own, which takes seconds."""
+    monkeypatch.setattr("clip_moe.conversion.publishing.bundle.verify", lambda folder: None)
+
+
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
     """The folder of a dense and an upcycled CLIP of a few thousand parameters, only to be read."""
@@ -118,6 +124,26 @@ def processor():
     from tiny_clip import symbol_processor
 
     return symbol_processor(16, 16)
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    """The symbols' tokenizer."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained("training/symbol_clip")
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """The figures that are drawn within a test, which are closed at its end."""
+    from clip_moe.evaluation.figures import plt
+
+    drawn, close = [], plt.close
+    monkeypatch.setattr(plt, "close", drawn.append)
+    yield drawn
+    for figure in drawn:
+        close(figure)
 
 
 @pytest.fixture

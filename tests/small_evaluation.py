@@ -1,10 +1,9 @@
-"""The symbol tasks on a few symbols, figures that tests look at, and an embedding of one image or text at a time."""
+"""The symbol tasks on a few symbols, and an embedding of one image or text at a time."""
 
 import pytest
 import torch
 from transformers import AutoModel, AutoProcessor
 
-from clip_moe.evaluation.figures import plt
 from clip_moe.evaluation.tasks import TASKS, name_tasks, symbol_tasks
 
 
@@ -17,16 +16,6 @@ def small_tasks(monkeypatch):
     symbol_parts = symbol_tasks(number=40, retrieval=40, pairs=14, train=1500)
     for name, task in (name_tasks((16,), 16, 16) | symbol_parts).items():
         monkeypatch.setitem(TASKS, name, task)
-
-
-@pytest.fixture
-def figures(monkeypatch):
-    """The figures that are drawn within a test, which are closed at its end."""
-    drawn, close = [], plt.close
-    monkeypatch.setattr(plt, "close", drawn.append)
-    yield drawn
-    for figure in drawn:
-        close(figure)
 
 
 def plain_embedding(folder):

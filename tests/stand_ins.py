@@ -23,7 +23,6 @@ from clip_moe.conversion.presets import PRESETS
 from clip_moe.conversion.released_clip_moe import export
 from clip_moe.conversion.upcycle import upcycle
 from clip_moe.data.symbols import SYMBOLS
-from clip_moe.evaluation.benchmarks.specs import BENCHMARKS
 from modeling_clip_moe.families import FAMILY_OF_TYPE
 
 SHORT = 77
@@ -116,8 +115,7 @@ def save_sdxl(folder: Path) -> None:
 
 
 def save_benchmark(folder: Path) -> None:
-    benchmark = BENCHMARKS[folder.name]
-    make_copy(benchmark, benchmark.layouts[0], folder)
+    make_copy(folder.name, folder)
 
 
 # Name of a repository in a page -> the function that makes its files

@@ -280,10 +280,12 @@ def test_lines_that_cannot_be_read_are_named_and_count_as_missing(tmp_path, capl
             load_pairs(DataArguments(**source))
 
 
-def test_names_of_files_in_another_form_of_unicode(tmp_path):
+@pytest.mark.parametrize(("table", "column"), [("pairs.csv", "image"), ("metadata.csv", "file_name")])
+def test_names_of_files_in_another_form_of_unicode(tmp_path, table, column):
     picture(0).save(tmp_path / unicodedata.normalize("NFD", "café.png"))
-    (tmp_path / "pairs.csv").write_text(f"image,caption\n{unicodedata.normalize('NFC', 'café.png')},coffee\n")
-    source = DataArguments(source=str(tmp_path / "pairs.csv"), image_root=str(tmp_path))
+    (tmp_path / table).write_text(f"{column},caption\n{unicodedata.normalize('NFC', 'café.png')},coffee\n")
+    named = {"source": str(tmp_path / table), "image_root": str(tmp_path)}
+    source = DataArguments(**named if column == "image" else {"source": str(tmp_path)})
     assert load_pairs(source)["caption"] == ["coffee"]
     before = identity(source)
     picture(1).save(tmp_path / unicodedata.normalize("NFD", "café.png"))

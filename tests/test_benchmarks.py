@@ -6,11 +6,11 @@ import re
 import runpy
 import shutil
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 from benchmark_folders import COPIES, NUMBER, STEP, WEBDATASETS, WORDS, make_copy, shards, write_names
+from documents import ROOT
 
 from clip_moe.data.images import decode_image
 from clip_moe.engine.hub import hub_commit
@@ -27,7 +27,7 @@ from clip_moe.training.train_settings import MeasuredTasks
 AT_THE_PAPERS_SIZE = sorted(
     path
     for folder in ("training", "lab")
-    for path in (Path(__file__).parents[1] / folder / "recipes").glob("*.yaml")
+    for path in (ROOT / folder / "recipes").glob("*.yaml")
     if not re.search("symbol|icons|names|worlds|demo|llava|own_|finetune|relu", path.stem)
 )
 # Groups whose tables have other columns than those of the kind of task -> the titles of the columns
@@ -60,8 +60,7 @@ def test_all_have_copies_and_groups():
 
 
 @pytest.mark.parametrize(
-    ("name", "number"),
-    [(name, number) for name, copies in COPIES.items() for number in range(len(copies))],
+    ("name", "number"), [(name, number) for name, copies in COPIES.items() for number in range(len(copies))]
 )
 def test_a_copy_in_each_layout(tmp_path, name, number):
     """Under the name of the folder that its authors gave it."""
@@ -159,10 +158,9 @@ def test_the_table_of_benchmarks(capsys, monkeypatch):
 # ---- copies that are not as they should be (JSON, csv and lists with wrong content: test_fuzz.py)
 
 
-def make(root, name, number=0):
+def make(root, name, layout=0):
     """A copy in one of a benchmark's layouts, and its folder."""
-    benchmark = BENCHMARKS[name]
-    make_copy(benchmark, benchmark.layouts[number], root / name)
+    make_copy(name, root / name, layout)
     return root / name
 
 
@@ -192,19 +190,9 @@ def damage(path, change):
         ("cars", CLASSES, "one\n", "cars needs two or more classes, but has only .'one'."),
         ("cars", CLASSES, "n00000001\none\n", "the class 'n00000001' is WordNet's id.*: give names.*classnames.txt"),
         ("cars", CLASSES, "0\n1\n2\n3\n", "classnames.txt has the classes 0, 1, 2, which mean nothing to a model"),
-        (
-            "imagenet1k",
-            CLASSES,
-            "n00000002 b\nn00000001 a\n",
-            "but only one of them has n00000001",
-        ),
+        ("imagenet1k", CLASSES, "n00000002 b\nn00000001 a\n", "but only one of them has n00000001"),
         ("imagenet1k", "val/n01440770/val_00000013.JPEG", None, "but has 2 of red and 1 of light: copy all of them"),
-        (
-            "imagenetv2",
-            CLASSES,
-            ("violet\n",),
-            "needs as many .* of every class, but has 2 of red and 0 of violet",
-        ),
+        ("imagenetv2", CLASSES, ("violet\n",), "needs as many .* of every class, but has 2 of red and 0 of violet"),
         ("imagenet_a", "n01440764", None, "needs images of all 7 classes in .*txt, but has 6 classes, from n0144"),
         ("ucf101", TEMPLATES, None, "ucf101 lacks templates with {c} for the name: write .* into .*_templates.txt"),
         ("cub200", CLASSES, "Blue-Bird\nb\nc\nd\ne\nf\ng\n", "line 1 of .* is 'Blue-Bird', but .* 'Red bird'"),
@@ -320,9 +308,8 @@ def add(hub, tmp_path):
     """Puts a data set on the Hub. Returns its commit, and what a copy has."""
 
     def add(name):
-        benchmark, folder = BENCHMARKS[name], tmp_path / "hub" / name
-        expected = make_copy(benchmark, benchmark.layouts[0], folder)
-        return hub.put(benchmark.hub, folder, "datasets"), expected
+        expected = make_copy(name, tmp_path / "hub" / name)
+        return hub.put(BENCHMARKS[name].hub, tmp_path / "hub" / name, "datasets"), expected
 
     return add
 

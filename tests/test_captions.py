@@ -52,8 +52,7 @@ def test_packed_sentences_fit_and_are_whole(lengths, limit, count, seed):
     assert bool(there) == any(length <= limit for length in lengths)
 
 
-def test_policies():
-    tokenizer = CLIPProcessor.from_pretrained("training/symbol_clip").tokenizer
+def test_policies(tokenizer):
     policies = [
         CaptionPolicy(policy="full", column="raw_caption"),
         CaptionPolicy(policy="first_sentence", column="caption"),

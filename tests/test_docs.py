@@ -6,22 +6,9 @@ import shutil
 import pytest
 import stand_ins
 from benchmark_folders import make_copy
-from documents import (
-    ELSEWHERE,
-    PAGES,
-    ROOT,
-    RUN,
-    SHOWN,
-    blocks,
-    few_symbols,
-    lines,
-    run_line,
-    run_page,
-    words,
-)
+from documents import ELSEWHERE, PAGES, ROOT, RUN, SHOWN, blocks, few_symbols, lines, run_line, run_page, words
 
 from clip_moe.app import settings_page
-from clip_moe.conversion.publishing import bundle
 from clip_moe.engine.yaml_files import read_yaml
 from clip_moe.evaluation.benchmarks.specs import BENCHMARKS
 
@@ -42,10 +29,10 @@ def checkout(tmp_path_factory):
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if page.name not in ELSEWHERE and blocks(page)], ids=lambda page: page.name
 )
-def test_examples_run(page, checkout, hub, login, tmp_path, monkeypatch):
+def test_examples_run(page, checkout, hub, login, tmp_path, monkeypatch, request):
     """A page that names a repository of the Hub runs online and then offline."""
-    if page.name != "publishing.md":  # the copy is tried in a process of its own, for seconds
-        monkeypatch.setattr(bundle, "verify", lambda folder: None)
+    if page.name != "publishing.md":
+        request.getfixturevalue("unverified")
     code = "".join(block.text for block in blocks(page))
     for place in stand_ins.on_and_offline(hub, code if page.name != "publishing.md" else ""):
         shutil.copytree(checkout, tmp_path / place, symlinks=True)
@@ -71,11 +58,10 @@ def commands_in_prose():
 @pytest.mark.slow
 @pytest.mark.parametrize("command", list(commands_in_prose()))
 def test_commands_in_prose_that_name_a_repository_run(command, hub, tmp_path, monkeypatch):
-    benchmark = BENCHMARKS["imagenet1k"]
-    make_copy(benchmark, benchmark.layouts[0], tmp_path / "imagenet1k")
+    make_copy("imagenet1k", tmp_path / "imagenet1k")
     for place in stand_ins.on_and_offline(hub, command):
         if place == "online":
-            hub.put(benchmark.hub, tmp_path / "imagenet1k", "datasets")
+            hub.put(BENCHMARKS["imagenet1k"].hub, tmp_path / "imagenet1k", "datasets")
         stand_ins.make_folder(tmp_path / place)
         monkeypatch.chdir(tmp_path / place)
         if "runs/symbols/pictures" in command:

@@ -14,13 +14,12 @@ from tiny_runs import run_stages
 from tiny_sources import picture
 
 import clip_moe
-from clip_moe.data.arguments import DataArguments
-from clip_moe.data.pairs import load_pairs
 from clip_moe.engine.recipe import load_recipe
 from clip_moe.evaluation.answer import answer as answer_of
 from clip_moe.evaluation.results import slug
 
 FLAGS = ["--global_batch_size", "16", "--learning_rate", "1e-3"]
+NUMBERS = [f"number {number}" for number in range(120)]
 
 
 def small(number):
@@ -131,23 +130,6 @@ def test_a_class_without_a_test_picture_is_named(tmp_path, dense):
     assert "1 of the classes have no picture in the test: class 0." in overview
 
 
-@pytest.mark.parametrize("name", ["None", "NA", "null", "None_", "_"])
-def test_a_class_that_reads_as_a_missing_caption_is_refused(tmp_path, name):
-    for folder in ("cat", name):
-        (tmp_path / folder).mkdir()
-        picture(0).save(tmp_path / folder / "0.png")
-    with pytest.raises(ValueError, match=f"a class called '{name}' reads as a missing caption: rename it"):
-        load_pairs(DataArguments(source=str(tmp_path), caption_column="label"))
-
-
-def test_classes_of_one_caption_are_named(tmp_path, caplog):
-    for folder in ("Big_cat", "big cat", "dog"):
-        (tmp_path / folder).mkdir()
-        picture(0).save(tmp_path / folder / "0.png")
-    load_pairs(DataArguments(source=str(tmp_path), caption_column="label"))
-    assert "the classes 'Big_cat' and 'big cat' have the same caption and count as one" in caplog.text
-
-
 @pytest.mark.parametrize(
     ("save", "same", "near"),
     [
@@ -161,7 +143,7 @@ def test_classes_of_one_caption_are_named(tmp_path, caplog):
 )
 def test_copies_in_a_given_test_are_counted(tmp_path, dense, capsys, save, same, near):
     data = tmp_path / "data"
-    pictures(data, [f"number {number}" for number in range(12)], "train", noise)
+    pictures(data, NUMBERS[:12], "train", noise)
     others = [f"other {number}" for number in range(4)]
     pictures(data, ["“Number 0.”", "number&#32;1", *others], "test", noise, save)
     rows = datasets.load_from_disk(split(tmp_path, data, dense))
@@ -185,9 +167,8 @@ def test_a_given_test_of_classes_is_scored_by_class(tmp_path, dense, capsys, nam
 @pytest.mark.parametrize("table", [False, True], ids=["folder", "table"])
 def test_other_pictures_of_the_test_are_noticed(tmp_path, dense, table):
     """Of the stage that reads them, and of the one that measures by them."""
-    captions = [f"number {number}" for number in range(8)]
-    data = pictures(tmp_path / "data", captions[:6], "train")
-    pictures(data, captions[6:], "test")
+    data = pictures(tmp_path / "data", NUMBERS[:6], "train")
+    pictures(data, NUMBERS[6:8], "test")
     if table:
         lines = [f"{split}/{n}.png,{split} {n},{split}" for split, of in (("train", 6), ("test", 2)) for n in range(of)]
         (tmp_path / "data" / "pairs.csv").write_text("\n".join(["image,caption,split", *lines]))
@@ -211,7 +192,7 @@ def test_other_pictures_of_the_test_are_noticed(tmp_path, dense, table):
     [
         (["a dog"] * 40, "cannot hold out 10% of the 40 pairs as a test"),
         (["a dog"] * 19 + ["a cat"], "cannot hold out 10% of the 20 pairs as a test"),
-        ([f"number {number}" for number in range(5)], "cannot hold out 10% of the 5 pairs as a test"),
+        (NUMBERS[:5], "cannot hold out 10% of the 5 pairs as a test"),
         ([""] * 40, "40 of 40 pairs of .* cannot be used"),
     ],
     ids=["captions alike", "two captions", "five pictures", "no captions"],
@@ -288,7 +269,7 @@ def test_without_an_interval_any_difference_in_what_was_kept_counts():
 
 
 def test_a_picture_that_cannot_be_read_is_left_out_before_the_test_is_held_out(tmp_path, dense):
-    data = pictures(tmp_path / "data", [f"number {number}" for number in range(120)])
+    data = pictures(tmp_path / "data", NUMBERS)
     (data / "7.png").write_bytes(b"no picture")
     rows = datasets.load_from_disk(split(tmp_path, data, dense))
     captions = {*rows["train"]["caption"], *rows["test"]["caption"]}
@@ -296,7 +277,7 @@ def test_a_picture_that_cannot_be_read_is_left_out_before_the_test_is_held_out(t
 
 
 def test_a_step_of_one_pair_is_refused(tmp_path, dense):
-    data = pictures(tmp_path / "data", [f"number {number}" for number in range(40)])
+    data = pictures(tmp_path / "data", NUMBERS[:40])
     with pytest.raises(SystemExit, match="a step of one pair has no negatives"):
         clip_moe.main(["finetune", str(data), str(tmp_path / "out"), "--model", str(dense), "--global_batch_size", "1"])
     assert not (tmp_path / "out").exists()

@@ -104,7 +104,7 @@ def test_benchmarks(tmp_path):
     for benchmark in map(BENCHMARKS.get, COPIES):
         for number, layout in enumerate(benchmark.layouts):
             root = tmp_path / f"{benchmark.name}_{number}"
-            make_copy(benchmark, layout, root / benchmark.name)
+            make_copy(benchmark.name, root / benchmark.name, number)
             load = benchmark_task(benchmark, root).load
             for file in filter(Path.is_file, sorted(root.rglob("*"))):
                 kind = type(layout), re.sub(r"\d+", "", file.name)

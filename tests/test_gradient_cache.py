@@ -1,14 +1,19 @@
-"""Batches computed in parts have the loss and the gradient of the whole batch, in one process and in several."""
+"""Batches computed in parts have the loss and the gradient of the whole batch, in one process and in several; and
+neither waits for a value on a GPU."""
+
+from pathlib import Path
 
 import pytest
 import torch
 from accelerate import Accelerator
 from several_processes import run_processes
-from steps import assert_same_step, gradient_of, train_stage
+from steps import LOSSES, assert_same_step, gradient_of, train_stage
 from tiny_clip_moe import EOS, inputs, tiny_model, tower_fields
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from clip_moe.training.contrastive_task import ContrastiveTask
 from clip_moe.training.gradient_cache import cached_gradient, split_batch
+from clip_moe.training.loop import FirstFault
 from modeling_clip_moe import SiglipMoEConfig, SiglipMoEModel
 
 BATCH = 12
@@ -117,3 +122,23 @@ def test_capacity_over_a_whole_batch_is_refused(group):
     problems = train_stage(BATCH, mini_batch_size=4).problems(model, BATCH)
     for tower, problem in zip(("text", "vision"), problems, strict=True):
         assert problem.startswith(f"mini_batch_size: {tower}_config.capacity_group_size is {group}, and 4 sequences")
+
+
+@pytest.mark.parametrize(
+    "system", [{"capacity_factor": 1.0, "capacity_group_size": 2}, {"fusion_gate": True, "norm_topk_prob": True}]
+)
+def test_forward_and_backward_read_no_value(system):
+    """Fake tensors have none: whatever reads one, for which a GPU would be waited for, raises an error."""
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.autocast("cpu", torch.bfloat16):
+        model = tiny_model(text={"intermediate_size": 32}, vision={"intermediate_size": 32}, **system).train()
+        batch = {name: mode.from_tensor(value) for name, value in inputs(8).items()}
+        finite = FirstFault("stage", Path("nowhere"))
+        model.set_experts_implementation("grouped")
+        loss, metrics = ContrastiveTask(model, LOSSES)(batch)
+        finite.note("the loss", loss, 1)
+        loss.backward()
+        finite.note("the gradient", torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0), 1)
+        assert all(weight.grad is not None for weight in model.parameters())
+        for read in (loss.item, batch["input_ids"].tolist, batch["input_ids"].nonzero, finite.require):
+            with pytest.raises((DataDependentOutputException, DynamicOutputShapeException)):
+                read()

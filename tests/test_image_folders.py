@@ -2,7 +2,6 @@
 
 import json
 import os
-import unicodedata
 
 import datasets
 import pytest
@@ -17,6 +16,8 @@ from clip_moe.data.pairs import load_pairs
 from clip_moe.data.sources import open_rows
 from clip_moe.evaluation.own_data import zero_shot_task
 
+CUT = b"\x89PNG cut short"
+
 
 def write(folder, *names, text=None):
     """Pictures of these names, each another one."""
@@ -30,39 +31,29 @@ def names(folder, part):
     return [os.path.relpath(path, folder) for path in part["image"]]
 
 
-def test_folders_of_splits_at_the_top_alone(tmp_path, caplog):
-    write(tmp_path, "Train/test/1.png", "Train/dog/2.png", "val/dog/3.png", "extra/4.png", "5.png")
-    parts = open_folder(tmp_path)
-    assert {split: names(tmp_path, part) for split, part in parts.items()} == {
-        "train": ["Train/dog/2.png", "Train/test/1.png"],
-        "validation": ["val/dog/3.png"],
-    }
-    assert "2 files are ignored (2 .png), such as 5.png" in caplog.text
-
-
-def test_words_in_names_of_classes_are_no_splits(tmp_path):
-    for number, name in enumerate(["beach", "lake", "train_interior", "train_station"]):
-        write(tmp_path, *(f"{name}/{number}{other}.png" for other in "ab"))
-    (part,) = open_folder(tmp_path).values()
-    assert len(part) == 8 and part.features["label"].names == ["beach", "lake", "train_interior", "train_station"]
+# A folder's pictures and the split of each
+TOP_ALONE = {"Train/test/1.png": "train", "Train/dog/2.png": "train", "val/dog/3.png": "validation"}
 
 
 @pytest.mark.parametrize(
-    ("pictures", "splits", "told"),
+    ("pictures", "told"),
     [
-        (["train2017/1.png", "val2017/2.png"], {"train": 1, "validation": 1}, ""),
-        (["test/1.png", "train_imgs/2.png"], {"test": 1}, "1 file is ignored"),
-        (["train_interior/1.png", "train_station/2.png"], {"train": 2}, ""),
-        (["x/train/1.png", "x/val/2.png"], {"train": 2}, "x/train/1.png is deeper"),
-        (["test/cat/1.png", "val/cat/2.png"], {"validation": 1, "test": 1}, ""),
-        (["train/cat/1.png", "val/cat/2.png", "extra/3.png"], {"train": 1, "validation": 1}, "1 file is ignored"),
-        (["eval/cat/1.png", "training_set/cat/2.png"], {"test": 1}, "1 file is ignored"),
-        (["train/test/1.png", "train/cat/2.png"], {"train": 2}, ""),
+        (TOP_ALONE | {"extra/4.png": None, "5.png": None}, "2 files are ignored (2 .png), such as 5.png"),
+        ({"train2017/1.png": "train", "val2017/2.png": "validation"}, ""),
+        ({"test/1.png": "test", "train_imgs/2.png": None}, "1 file is ignored"),
+        ({"train_interior/1.png": "train", "train_station/2.png": "train"}, ""),
+        ({"x/train/1.png": "train", "x/val/2.png": "train"}, "x/train/1.png is deeper"),
+        ({"test/cat/1.png": "test", "val/cat/2.png": "validation"}, ""),
+        ({"train/cat/1.png": "train", "val/cat/2.png": "validation", "extra/3.png": None}, "1 file is ignored"),
+        ({"eval/cat/1.png": "test", "training_set/cat/2.png": None}, "1 file is ignored"),
+        ({"train/test/1.png": "train", "train/cat/2.png": "train"}, ""),
     ],
 )
-def test_other_ways_of_splits(tmp_path, caplog, pictures, splits, told):
+def test_splits_are_the_folders_at_the_top(tmp_path, caplog, pictures, told):
     write(tmp_path, *pictures)
-    assert {split: len(part) for split, part in open_folder(tmp_path).items()} == splits
+    found = {split: names(tmp_path, part) for split, part in open_folder(tmp_path).items()}
+    splits = {split for split in pictures.values() if split}
+    assert found == {split: sorted(path for path, of in pictures.items() if of == split) for split in splits}
     assert told in caplog.text
 
 
@@ -82,12 +73,6 @@ def test_classes_are_those_of_all_splits(tmp_path):
     assert all(part.features["label"].names == ["ant", "bee", "cow"] for part in open_folder(tmp_path).values())
     rows = open_rows(DataArguments(source=str(tmp_path), split="train+test"))
     assert [rows.features["label"].int2str(label) for label in rows["label"]] == ["ant", "bee", "cow", "ant", "bee"]
-
-
-def test_folders_of_one_name_are_two_classes(tmp_path):
-    write(tmp_path, "animals/bat/1.png", "sports/bat/2.png", "animals/cat/3.png")
-    labels = open_folder(tmp_path)["train"].features["label"].names
-    assert labels == ["animals/bat", "animals/cat", "sports/bat"]
 
 
 def test_folders_of_several_depths_are_no_classes(tmp_path, caplog):
@@ -136,6 +121,19 @@ def test_classes_are_captions(tmp_path):
     assert list(task.classes) == ["red circle", "star"] and task.load()[0]["caption"] == ["red circle", "star"]
 
 
+@pytest.mark.parametrize("name", ["None", "NA", "null", "None_", "_"])
+def test_a_class_that_reads_as_a_missing_caption_is_refused(tmp_path, name):
+    write(tmp_path, "cat/0.png", f"{name}/0.png")
+    with pytest.raises(ValueError, match=f"a class called '{name}' reads as a missing caption: rename it"):
+        load_pairs(DataArguments(source=str(tmp_path), caption_column="label"))
+
+
+def test_classes_of_one_caption_are_named(tmp_path, caplog):
+    write(tmp_path, "Big_cat/0.png", "big cat/0.png", "dog/0.png")
+    load_pairs(DataArguments(source=str(tmp_path), caption_column="label"))
+    assert "the classes 'Big_cat' and 'big cat' have the same caption and count as one" in caplog.text
+
+
 def test_texts_beside_pictures(tmp_path, caplog):
     """As kohya's scripts and img2dataset write them."""
     write(tmp_path, "a.png", "b.png", "c.png", "d.png")
@@ -180,12 +178,6 @@ def test_a_table_above_its_pictures_is_that_of_each_split(tmp_path):
         assert load_pairs(DataArguments(source=str(tmp_path), split=split))["caption"] == [caption]
 
 
-def test_names_in_another_form_of_unicode(tmp_path):
-    write(tmp_path, unicodedata.normalize("NFD", "café.png"))
-    (tmp_path / "metadata.csv").write_text(f"file_name,caption\n{unicodedata.normalize('NFC', 'café.png')},coffee\n")
-    assert load_pairs(DataArguments(source=str(tmp_path)))["caption"] == ["coffee"]
-
-
 def test_several_pictures_a_line(tmp_path):
     write(tmp_path, "a.png", "b.png")
     (tmp_path / "metadata.csv").write_text(
@@ -215,12 +207,22 @@ def test_tables_that_do_not_fit(tmp_path, tables, message):
         open_folder(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["test", "dev", "val", "eval", "Testing", "valid"])
-def test_a_class_may_be_called_as_a_split_is(tmp_path, caplog, name):
-    write(tmp_path, f"{name}/1.png", "cat/2.png", "dog/3.png")
-    (part,) = open_folder(tmp_path).values()
-    assert part.features["label"].names == sorted([name, "cat", "dog"]) and len(part) == 3
-    assert f"read as classes, not splits: {name}, beside cat, dog. If they are splits" in caplog.text
+@pytest.mark.parametrize(
+    ("classes", "told"),
+    [
+        (["beach", "lake", "train_interior", "train_station"], ""),  # words in them are no splits
+        (["animals/bat", "animals/cat", "sports/bat"], ""),  # two of one name
+        *(
+            ([name, "cat", "dog"], f"read as classes, not splits: {name}, beside cat, dog. If they are splits")
+            for name in ("test", "dev", "val", "eval", "Testing", "valid")
+        ),
+    ],
+)
+def test_folders_are_classes(tmp_path, caplog, classes, told):
+    write(tmp_path, *(f"{name}/{number}{other}.png" for number, name in enumerate(classes) for other in "ab"))
+    ((split, part),) = open_folder(tmp_path).items()
+    assert split == "train" and part.features["label"].names == sorted(classes) and len(part) == 2 * len(classes)
+    assert told in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -254,12 +256,6 @@ def test_links_into_a_hidden_folder_are_read_and_not_counted(tmp_path, caplog):
     assert len(open_folder(tmp_path)["train"]) == 2 and "hidden picture" not in caplog.text
 
 
-def broken(folder, *paths):
-    for path in paths:
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_bytes(b"\x89PNG cut short")
-
-
 @pytest.mark.parametrize(
     ("prepare", "names"),
     [
@@ -267,7 +263,7 @@ def broken(folder, *paths):
         (lambda folder: (folder / "cow" / "deep").mkdir(parents=True), "cow is no class"),
         (lambda folder: write(folder, "cow/notes.txt", "emu/a.csv", text=b"x"), "cow, emu are no classes"),
         (lambda folder: write(folder, "cow/.hidden.png"), "cow is no class"),
-        (lambda folder: broken(folder, "cow/1.png"), "cow is no class"),
+        (lambda folder: write(folder, "cow/1.png", text=CUT), "cow is no class"),
     ],
     ids=["empty", "empty below", "no pictures", "hidden", "broken"],
 )
@@ -285,7 +281,7 @@ def test_a_folder_without_a_picture_is_no_class(tmp_path, caplog, prepare, names
 def test_a_class_has_its_picture_in_any_split(tmp_path):
     write(tmp_path, "train/ant/1.png", "train/bee/2.png", "test/ant/3.png")
     (tmp_path / "test" / "bee").mkdir()
-    broken(tmp_path, "test/cow/1.png", "train/cow/1.png", "train/ant/0.png")
+    write(tmp_path, "test/cow/1.png", "train/cow/1.png", "train/ant/0.png", text=CUT)
     parts = open_folder(tmp_path)
     assert all(part.features["label"].names == ["ant", "bee"] for part in parts.values())
     assert parts["test"].info.description.endswith("cow is no class")

@@ -14,9 +14,9 @@ datasets 5.0.1 and 5.2.0
 """
 
 import ast
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from documents import ROOT
+
 NAMES = """
 _C _apply _attn_implementation _can_record_outputs _dynamo _experts_implementation _fingerprint _from_config
 _functorch _get_current_dispatch_mode_stack _grouped_linear _hf_peft_config_loaded _init_weights

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from published_runs import (
     lineage_of,
     made,
     run,
+    write_analysis,
     write_result,
 )
 from safetensors.torch import load_file
@@ -29,7 +31,11 @@ from tiny_clip import change_json
 from transformers.pipelines import PIPELINE_REGISTRY
 
 from clip_moe.conversion.commands import publish
-from clip_moe.conversion.publishing import bundle
+from clip_moe.conversion.publishing.card import _stage_row
+from clip_moe.conversion.publishing.lineage import DataOrigin, Lineage
+from clip_moe.data import names
+from clip_moe.data.symbols import KINDS
+from clip_moe.data.worlds import world
 from clip_moe.engine.files import read_json
 from clip_moe.engine.provenance import ANSWER, Record
 from clip_moe.engine.result_schema import results_mark
@@ -156,8 +162,7 @@ def test_a_card_has_the_verdict_of_the_report(run):
 
 
 @pytest.mark.parametrize("use", ["dense", "base"])
-def test_a_model_that_its_report_does_not_recommend_is_not_published_unasked(run, use, monkeypatch):
-    monkeypatch.setattr(bundle, "verify", lambda folder: None)  # in a process of its own, for seconds
+def test_a_model_that_its_report_does_not_recommend_is_not_published_unasked(run, use, unverified):
     answered(run, use)
     name = {"base": BASE.name}.get(use, use)
     message = f"recommends {name}, not this model, sparse: nothing was published; --yes publishes it anyway"
@@ -249,8 +254,7 @@ def test_pairs_of_data(run, experts, told):
     assert [str(data) for data in lineage_of(run).data] == [f"{start}columns image and caption)" for start in told]
 
 
-def test_nothing_of_this_machine_is_published(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(bundle, "verify", lambda folder: None)  # in a process of its own, for seconds
+def test_nothing_of_this_machine_is_published(run, tmp_path, unverified):
     data = tmp_path / "private place" / "cats, dogs"
     data.mkdir()
     change_stage(run, data={"source": str(data), "image_root": str(data)})
@@ -306,3 +310,77 @@ def test_any_text_is_shown_as_it_is(run, text):
         for part in parts
     )
     assert card.text.count("$") == card.text.count("\\$")  # between two others would be mathematics
+
+
+# --- the origin of a model on its card, and the examples that it shows
+
+
+@pytest.mark.slow
+def test_a_card_tells_whether_the_experts_do_anything(run):
+    write_analysis(run)
+    text = card_of(lineage_of(run)).text
+    assert re.findall("^##+ (.+)$", text, re.MULTILINE)[2:4] == ["Do the experts do anything?", "How it was made"]
+    page = MarkdownIt().enable("table").render(text)
+    collapse = "75.0% routed, 50.0% with the mean of the experts: -25.0 ± 6.2 points"
+    for measured, found in (
+        ("collapse test, retrieval, my_*photos*: R@1 image→text", collapse),
+        ("entropy of the routers", "1.50 of at most 2.00 bits (layers: 1.25 to 1.75)"),
+        ("how alike the experts are", "CKA 0.500 (pairs: 0.250 to 0.875)"),
+    ):
+        assert f"<td>{measured}</td>\n<td>{found}</td>" in page
+    write_analysis(run, summary={"collapse": []})
+    with pytest.raises(ValueError, match="experts.json has no valid summary of experts: .*; most_"):
+        lineage_of(run)
+    change_model(run)
+    assert "Do the experts" not in card_of(lineage_of(run)).text
+
+
+@pytest.mark.slow
+def test_a_card_names_the_method():
+    sigmoid = {"stage": "upcycle", "preset": "clip_up", "changes": {}, "text_config": {"scoring_func": "sigmoid"}}
+    adapted = {"stage": "train", "max_steps": 9, "lora": {"r": 2}}
+    averaged = {"stage": "average", "models": ["base", "tuned"], "weights": [0.5, 0.5]}
+    records = [Record(stage=stage) for stage in (sigmoid, adapted, averaged)]
+    records.append(Record(stage={"stage": "my.module:Stage", "bias": -10}, own_settings=["bias"]))
+    assert [_stage_row(record)[1] for record in records] == [
+        "preset clip_up, text_config {'scoring_func': 'sigmoid'}",
+        "max_steps 9, lora {'r': 2}",
+        "models ['base', 'tuned'], weights [0.5, 0.5]",
+        "bias -10",
+    ]
+
+
+def told(**lineage):
+    return " ".join(card_of(Lineage(**lineage)).text.split())
+
+
+OWN = DataOrigin("clip_arts", "local", "columns image and caption", 5612)
+SYMBOLS = DataOrigin("symbols", "world", "web captions of half 1", 16000)
+SCRATCH = {"scratch": Record(stage={"stage": "initialize"})}
+
+
+@pytest.mark.slow
+def test_limits_by_origin():
+    text = told(stages=SCRATCH, data=[OWN])
+    pairs = "5,612 pairs of clip_arts (local, columns image and caption)"
+    assert f"It was trained from nothing on {pairs}. Of other kinds of images" in text and "inherits" not in text
+    assert "From random weights, by" in text and "The license of the weights was not given here." in text
+    text = told(stages=SCRATCH, data=[SYMBOLS], unknown=["symbol_clip"])
+    assert "It inherits the limits of symbol_clip, a local folder of unknown lineage. Since then it has been" in text
+    assert "trained on 16,000 pairs of symbols (web captions of half 1)" in text
+    text = told(bases=["openai/clip-vit-base-patch32"])
+    assert "It inherits the limits of OpenAI's CLIP: biases of captions from the web" in text
+    text = told(stages={"mine": Record(stage={"stage": "my.module:Stage"})})
+    assert "From weights of unknown origin, by" in text and "from nothing" not in text
+
+
+@pytest.mark.slow
+def test_examples_are_of_the_models_own_data():
+    assert told(data=[SYMBOLS]).count('["a picture of a snowman", "a picture of a cloud"]') == 4
+    text = told(stages=SCRATCH, data=[OWN])
+    assert text.count('["one text about the image", "another text"]') == 4 and "a cat" not in text
+    assert '"a photo of a cat"' in told(bases=["openai/clip-vit-large-patch14"])
+    assert set(world("names").examples) <= {names.name_of(town) for town in range(4096)}
+    assert set(world("symbols").examples) <= {
+        f"a picture of {article} {kind}" for kind in KINDS for article in ("a", "an")
+    }

@@ -11,13 +11,7 @@ from several_processes import run_processes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from clip_moe.training.losses import (
-    Pairing,
-    all_reduce_sum,
-    contrastive_loss,
-    multi_positive_loss,
-    router_losses,
-)
+from clip_moe.training.losses import Pairing, all_reduce_sum, contrastive_loss, multi_positive_loss, router_losses
 from modeling_clip_moe import CLIPMoEConfig, load_balancing_loss, router_z_loss
 
 BATCH, WIDTH, EXPERTS, TOP_K = 6, 5, 4, 2

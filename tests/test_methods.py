@@ -6,14 +6,11 @@ import shutil
 
 import pytest
 import torch
-import yaml
-from tiny_runs import DENSE, ended_by_a_checkpoint, read_log, same_weights
+from tiny_runs import DENSE, ended_by_a_checkpoint, read_log, run_stages, same_weights
 from transformers import CLIPModel
 
 import clip_moe
 from clip_moe.conversion.checkpoints import load_sparse
-from clip_moe.engine.recipe import load_recipe
-from clip_moe.engine.runner import run_recipe
 from clip_moe.evaluation.built_in_tasks import symbol_tasks
 from clip_moe.evaluation.tasks import TASKS
 
@@ -52,32 +49,27 @@ def test_the_whole_way(tmp_path, name, monkeypatch, capsys):
         {"name": "scores", "stage": "evaluate", "models": {"sparse": "tuned"}, "tasks": ["symbols_retrieval"]},
         {"name": "expert", "stage": "dense", "model": "tuned", "take": 0, "scale": 1.0},
     ]
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"stages": stages}))
-
-    def run(folder, only=None):
-        run_recipe(load_recipe(tmp_path / "recipe.yaml", {"output_dir": str(tmp_path / folder)}), only)
-
-    run("whole")
-    shutil.copytree(tmp_path / "whole", tmp_path / "ended")
-    shutil.rmtree(tmp_path / "ended" / "tuned")
+    whole = run_stages(tmp_path / "whole", stages)
+    tuned, ended = whole / "tuned", tmp_path / "ended" / "out" / "tuned"
+    shutil.copytree(whole, ended.parent)
+    shutil.rmtree(ended)
     with ended_by_a_checkpoint():
-        run("ended", ["tuned"])
-    run("ended", ["tuned"])
+        run_stages(tmp_path / "ended", stages)
+    run_stages(tmp_path / "ended", stages)
     assert "tuned: goes on from step" in capsys.readouterr().out
-    tuned = tmp_path / "whole" / "tuned"
-    assert same_weights(tuned, tmp_path / "ended" / "tuned")
+    assert same_weights(tuned, ended)
     log = read_log(tuned)
     assert len([entry for entry in log if "loss" in entry]) == 4 and (logged is None or logged in log[0])
-    assert (tmp_path / "whole" / "experts" / "experts.html").is_file()
-    scores = json.loads((tmp_path / "whole" / "scores" / "symbols_retrieval--sparse.json").read_text())
+    assert (whole / "experts" / "experts.html").is_file()
+    scores = json.loads((whole / "scores" / "symbols_retrieval--sparse.json").read_text())
     assert scores["num_samples"] == 20
     block = load_sparse(tuned).vision_model.encoder.layers[1].mlp
-    ffn = CLIPModel.from_pretrained(tmp_path / "whole" / "expert").vision_model.encoder.layers[1].mlp
+    ffn = CLIPModel.from_pretrained(whole / "expert").vision_model.encoder.layers[1].mlp
     up_proj = block.experts.up_proj[0]
     assert torch.equal(ffn.fc1.weight[: len(up_proj)], up_proj) or "shared" in name
     if name not in PUBLISHED:
         return
-    clip_moe.main(["efficiency", str(tmp_path / "whole" / "dense"), str(tuned)])
+    clip_moe.main(["efficiency", str(whole / "dense"), str(tuned)])
     clip_moe.main(
         ["publish", str(tuned), "user/clip-moe", "--dry_run", str(tmp_path / "published"), "--license", "mit"]
     )

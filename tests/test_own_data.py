@@ -9,7 +9,7 @@ import pytest
 import small_evaluation
 import torch
 from pydantic import ValidationError
-from tiny_sources import png
+from tiny_sources import png, write_pictures
 from transformers import AutoProcessor
 
 from clip_moe.conversion.processors import own_template
@@ -237,9 +237,7 @@ def test_one_row_a_caption_scores_as_one_row_an_image(dense, tmp_path):
 
 
 def test_data_that_were_changed_in_place_are_other_data(tmp_path):
-    (tmp_path / "pictures").mkdir()
-    for number in range(2):
-        (tmp_path / "pictures" / f"{number}.png").write_bytes(png(number))
+    write_pictures(tmp_path / "pictures")
     table = tmp_path / "pairs.csv"
     table.write_text("image,caption\n0.png,a dog\n1.png,a cat\n")
     arguments = DataArguments(source=str(table), image_root=str(tmp_path / "pictures"))

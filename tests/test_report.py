@@ -8,7 +8,6 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-import small_evaluation
 
 from clip_moe.engine.intervals import difference_reach, score_reach, share_reach
 from clip_moe.engine.markdown import escape, item
@@ -20,8 +19,6 @@ from clip_moe.evaluation.figures import plot_text
 from clip_moe.evaluation.page import html_page
 from clip_moe.evaluation.report import write_report
 from lab.law.estimate import CountedCaptions
-
-figures = small_evaluation.figures
 
 
 def result(model, task="retrieval", value=0.5, **changes):

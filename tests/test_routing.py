@@ -3,7 +3,6 @@ it; and the pictures of it, which show their numbers."""
 
 import numpy as np
 import pytest
-import small_evaluation
 import small_experts
 import torch
 from matplotlib import cbook
@@ -14,7 +13,6 @@ from clip_moe.evaluation.routing import LayerCounts, averaged_experts, count_tok
 from clip_moe.evaluation.routing_pictures import draw_shares, route_images
 
 sparse, unnormalized, gated = small_experts.sparse, small_experts.unnormalized, small_experts.gated
-figures = small_evaluation.figures
 
 
 @pytest.fixture(scope="module")

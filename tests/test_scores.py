@@ -8,7 +8,6 @@ from tiny_runs import read_log, same_weights, set_towers, train
 from clip_moe.data import symbols
 from clip_moe.data.symbols import SYMBOLS
 from clip_moe.evaluation import tasks
-from clip_moe.evaluation.benchmarks.specs import BENCHMARKS
 from clip_moe.evaluation.evaluate import evaluate_model
 from clip_moe.evaluation.tasks import Task
 
@@ -76,7 +75,7 @@ def test_two_processes_score_as_one(measured, tmp_path):
 
 
 def test_scores_of_own_data_and_benchmarks(tmp_path):
-    make_copy(BENCHMARKS["urban1k"], BENCHMARKS["urban1k"].layouts[0], tmp_path / "copies" / "urban1k")
+    make_copy("urban1k", tmp_path / "copies" / "urban1k")
     (tmp_path / "own").mkdir()
     SYMBOLS.load("test", "web", 12).to_parquet(tmp_path / "own" / "test.parquet")
     own = {"task": "zero_shot", "dataset": str(tmp_path / "own"), "label_column": "kind"}

@@ -177,13 +177,10 @@ def test_files_that_no_sample_takes_are_counted(tmp_path, caplog):
     assert "0.tar: 2 files are ignored, such as video.01.png: in shards, a sample's name ends" in caplog.text
 
 
-def test_a_folder_of_compressed_shards_is_one_of_shards(tmp_path):
+def test_shards_may_be_compressed_and_end_with_more_zeros(tmp_path):
     write_shard(tmp_path / "0.tar", images_and_texts(range(3)))
-    (tmp_path / "1.tar.gz").write_bytes(gzip.compress((tmp_path / "0.tar").read_bytes()))
-    assert len(load_pairs(arguments(str(tmp_path)))) == 6
-
-
-def test_a_tar_may_end_with_more_zeros(tmp_path):
-    write_shard(tmp_path / "0.tar", images_and_texts(range(2)))
-    (tmp_path / "0.tar").write_bytes((tmp_path / "0.tar").read_bytes() + bytes(2**16))
-    assert len(load_pairs(arguments(str(tmp_path / "0.tar")))) == 2
+    whole = (tmp_path / "0.tar").read_bytes()
+    (tmp_path / "0.tar").write_bytes(whole + bytes(2**16))
+    (tmp_path / "1.tar.gz").write_bytes(gzip.compress(whole))
+    for source, number in (("", 6), ("0.tar", 3)):
+        assert len(load_pairs(arguments(str(tmp_path / source)))) == number

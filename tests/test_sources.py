@@ -168,18 +168,14 @@ def test_a_path_is_not_base64(tmp_path, name):
     assert len(load_pairs(arguments)) == 1 and identity(arguments)["files"] == 2
 
 
-def deep_pictures(folder):
-    """Two pictures of 16 bits that use 10."""
-    folder.mkdir()
-    values = np.linspace(0, 1023, 256).reshape(16, 16)
-    for number, array in enumerate((values.astype(np.uint16), values.astype(np.uint16).T)):
-        PIL.Image.fromarray(array).save(folder / f"{number}.png")
-    (folder / "metadata.csv").write_text("file_name,caption\n0.png,a\n1.png,b\n")
-
-
 @STREAMING
 def test_a_range_of_pixels_is_part_of_the_data(tmp_path, streaming, processor, caplog):
-    deep_pictures(tmp_path / "x")
+    """Of two pictures of 16 bits that use 10."""
+    (tmp_path / "x").mkdir()
+    values = np.linspace(0, 1023, 256).reshape(16, 16).astype(np.uint16)
+    for number, array in enumerate((values, values.T)):
+        PIL.Image.fromarray(array).save(tmp_path / "x" / f"{number}.png")
+    (tmp_path / "x" / "metadata.csv").write_text("file_name,caption\n0.png,a\n1.png,b\n")
     plain = DataArguments(source=str(tmp_path / "x"), streaming=streaming)
     ranged = dataclasses.replace(plain, pixel_range=[0, 1023])
     tops = []

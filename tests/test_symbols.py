@@ -4,10 +4,10 @@ their words; and the dense symbol CLIPs that come with the repository."""
 import hashlib
 import json
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
+from documents import BASE, ROOT
 from tiny_clip import symbol_processor
 
 from clip_moe.conversion.processors import load_image_processor
@@ -18,8 +18,6 @@ from clip_moe.data.symbol_kinds import KINDS, TOPICS
 from clip_moe.data.symbols import SYMBOLS
 from clip_moe.data.tokenizer import pieces_per_word
 from clip_moe.data.world import build_image_processor
-
-BASE = Path(__file__).parents[1] / "training" / "symbol_clip"
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +48,7 @@ HALF = symbols.KIND_SETS["half 1"]
         (lambda: symbols.load_minimal_pairs("test", 21), "ec337d7d9db10608"),
         (lambda: NAMES.load("train", "web", 50, names.kind_set("256")), "d9ce24614a450a33"),
         (lambda: NAMES.load("test", "detailed", 20, names.kind_set("256 half 2"), 1), "e5640f485df472a4"),
-        (
-            lambda: NAMES.load("train", "facts", 20, names.kind_set("all"), captions_per_image=2),
-            "5ae032200bb7c3d3",
-        ),
+        (lambda: NAMES.load("train", "facts", 20, names.kind_set("all"), captions_per_image=2), "5ae032200bb7c3d3"),
     ],
 )
 def test_rows_are_those_that_models_were_trained_on(load, expected):
@@ -89,7 +84,7 @@ def test_the_page_says_how_many_test_drawings_are_training_drawings():
         drawn = {symbols._printed(character, file).tobytes() for file in symbols._fonts_of("train")[character]}
         known.append([symbols._printed(character, file).tobytes() in drawn for file in files])
     all_known, some_known = (sum(map(count, known)) for count in (all, any))
-    page = (Path(__file__).parents[1] / "docs" / "worlds.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "worlds.md").read_text(encoding="utf-8")
     said = re.search(r"the test\s+drawings of (\d+) kinds, and some\s+drawings of (\d+) other kinds", page)
     assert said and [int(number) for number in said.groups()] == [all_known, some_known - all_known]
 

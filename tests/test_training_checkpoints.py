@@ -22,12 +22,7 @@ from clip_moe.training import training_state
 from clip_moe.training.contrastive_task import ContrastiveTask
 from clip_moe.training.loop import require_processes
 from clip_moe.training.stages.train import TrainStage
-from clip_moe.training.training_state import (
-    latest_checkpoint,
-    random_states,
-    save_checkpoint,
-    set_random_states,
-)
+from clip_moe.training.training_state import latest_checkpoint, random_states, save_checkpoint, set_random_states
 
 KEPT = {"save_total_limit": 2}
 WEIGHT = "model.visual_projection.weight"
