@@ -49,7 +49,7 @@ def layer_scales(config: SparseMoEConfig, expert: int | str, scale: Scale | None
             if expert != BASE and not tower_config.norm_topk_prob:
                 value = scale.get(tower, {}).get(str(layer)) if isinstance(scale, Mapping) else scale
                 if isinstance(scale, float | int):  # of each expert of an FFN
-                    value = scale * upcycle.experts_of_ffn(tower_config)
+                    value = scale * upcycle.counted_as_one(tower_config)
                 if value is None:
                     raise ValueError(
                         "the weights of a token's experts do not sum to 1 (norm_topk_prob is False), and layer "
@@ -71,23 +71,38 @@ def extraction_rules(config: SparseMoEConfig, expert: int | str, scale: Scale | 
             continue
         rules.append(Rule(rf"{ffn}\.base\..*", (), reason="an expert was chosen"))
         (tower,) = (tower for prefix, tower in upcycle.towers_of(config).values() if ffn.startswith(prefix))
-        experts_per_ffn = upcycle.experts_of_ffn(tower)
+        experts_per_ffn = upcycle.counted_as_one(tower)
+        if experts_per_ffn < (parts := upcycle.experts_of_ffn(tower)):
+            raise ValueError(
+                f"{tower.base_config_key or 'vision_config'}: {parts} experts make an FFN, but tokens have "
+                f"{tower.num_experts_per_tok} of {tower.num_experts}, whose weights sum to "
+                f"{tower.routed_scaling_factor:g}, not {parts} as after upcycling: use the sparse model as it is"
+            )
         chosen = slice(expert * experts_per_ffn, (expert + 1) * experts_per_ffn)
         for name, expert_tensor in upcycle.FFN_TO_EXPERTS.items():
             factor = layer_scale / experts_per_ffn if name.startswith("fc2.") else 1.0
-            join = functools.partial(_whole_ffn, name, chosen, factor)
+            join = functools.partial(_whole_ffn, name, chosen, factor, tower.intermediate_size)
             sources = rf"({ffn})\.(?:experts\.{expert_tensor}|shared_experts\.{re.escape(name)})"
             rules.append(Rule(sources, rf"\1.{name}", join, merges=True))
     return rules
 
 
-def _whole_ffn(name: str, chosen: slice, factor: float, experts_and_shared: list[Tensor]) -> Tensor:
-    """A tensor of the dense FFN that the `chosen` of all experts and the shared ones, if any, are together."""
+def _whole_ffn(name: str, chosen: slice, factor: float, size: int, experts_and_shared: list[Tensor]) -> Tensor:
+    """A tensor of the dense FFN of `size` hidden units that the `chosen` of all experts and the shared ones, if any,
+    are together."""
     experts, *shared = experts_and_shared
     parts = [*shared, *(experts[chosen] * factor)]
     if name == "fc2.bias":
         return sum(parts)
-    return torch.cat(parts, dim=1 if name == "fc2.weight" else 0)
+    axis = 1 if name == "fc2.weight" else 0
+    units = torch.cat(parts, dim=axis)
+    whole, filled = units.split([size, units.shape[axis] - size], dim=axis)
+    if filled.any():
+        raise ValueError(
+            f"{filled.shape[axis]} hidden units that filled up the last expert are no longer zero, so that an FFN of "
+            f"{size} lacks them: use the sparse model as it is"
+        )
+    return whole
 
 
 def extract(sparse: PreTrainedModel, expert: int | str, scale: Scale | None = None) -> PreTrainedModel:

@@ -1,8 +1,10 @@
 """The papers' architectures as data: which layers are sparse, how many experts they have and how they route."""
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, Literal
 
 from clip_moe.engine.messages import did_you_mean
@@ -26,11 +28,13 @@ RoutingField = Literal[
 # Choices of sparse layers, by name: a function from the number of layers to those that are sparse, from 0
 LAYERS = {
     "all": lambda number: range(number),
+    "all_but_first": lambda number: range(1, number),
     "every_second": lambda number: range(1, number, 2),
     "second_half_every_second": lambda number: [layer for layer in range(number // 2, number) if layer % 2],
 }
 LayersOfTower = str | Sequence[int]
 SparseLayers = LayersOfTower | Mapping[str, LayersOfTower]
+Width = int | str
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,9 @@ class Preset:
         sparse_layers: those of both towers, or tower ("text", "vision") -> its own: a name in `LAYERS`, or a list of
             layers, counted from 0.
         num_experts: E.
-        moe_intermediate_size: that of both towers, tower -> its own, or None.
+        moe_intermediate_size: that of both towers, tower -> its own, or None. A fraction of the FFN such as "1/4" is
+            rounded up.
+        towers: those that become sparse where nothing else is said.
         Other fields: see `CLIPMoETowerConfig` and `CLIPMoEConfig`.
     """
 
@@ -49,15 +55,18 @@ class Preset:
     num_experts: int
     norm_topk_prob: bool
     num_experts_per_tok: int = 2
-    moe_intermediate_size: int | Mapping[str, int] | None = None
+    moe_intermediate_size: Width | Mapping[str, Width] | None = None
     num_shared_experts: int = 0
+    scoring_func: Literal["softmax", "sigmoid"] = "softmax"
+    use_expert_bias: bool = False
     capacity_factor: float | None = None
     fusion_gate: bool = False
     router_aux_loss_coef: float = 0.01
     router_z_loss_coef: float = 0.0
+    towers: tuple[str, ...] = TOWERS
 
 
-PresetField = Literal[tuple(field.name for field in dataclasses.fields(Preset))]
+PresetField = Literal[tuple(field.name for field in dataclasses.fields(Preset) if field.name != "towers")]
 PRESETS = {
     # CLIP-UP (https://arxiv.org/abs/2502.00965). z-loss: 0.001 in the text, 0.0001 in its Table 3.
     "clip_up": Preset(
@@ -70,12 +79,39 @@ PRESETS = {
     "clip_fmoe": Preset(
         "second_half_every_second", num_experts=4, norm_topk_prob=True, fusion_gate=True, router_aux_loss_coef=0.02
     ),
+    # MoE-ViE (https://arxiv.org/abs/2608.17402): four experts a token, one of them shared, cost as much as the dense
+    # FFN. 31 + 1 are eight FFNs less one part for all, so that the start is not the dense model: see `inexact_starts`.
+    "moe_vie": Preset(
+        "all_but_first",
+        num_experts=31,
+        norm_topk_prob=True,
+        num_experts_per_tok=3,
+        moe_intermediate_size="1/4",
+        num_shared_experts=1,
+        scoring_func="sigmoid",
+        use_expert_bias=True,
+        router_aux_loss_coef=0.0,
+        towers=("vision",),
+    ),
 }
 
 
 def changed_preset(name: str, changes: Mapping[PresetField, Any]) -> Preset:
     """A preset with other values in some of its fields."""
     return dataclasses.replace(PRESETS[name], **changes)
+
+
+def expert_width(width: Width | None, ffn: int) -> int | None:
+    """The width of experts in hidden units; a fraction is one of the FFN's, rounded up."""
+    if not isinstance(width, str):
+        return width
+    try:
+        return math.ceil(Fraction(width) * ffn)
+    except (ValueError, ZeroDivisionError):
+        raise ValueError(
+            f"moe_intermediate_size is {width!r}: it must be a number of hidden units, or a fraction of the FFN such "
+            "as '1/4'"
+        ) from None
 
 
 def sparse_layers(chosen: SparseLayers, tower: str, num_layers: int) -> list[int]:

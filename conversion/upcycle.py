@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -9,13 +10,14 @@ from typing import Any, get_args
 
 import psutil
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import CLIPConfig, PreTrainedConfig, PreTrainedModel
 
 from clip_moe.conversion.checkpoints import load_dense, load_sparse
-from clip_moe.conversion.presets import TOWERS, Preset, RoutingField, sparse_layers
+from clip_moe.conversion.presets import TOWERS, Preset, RoutingField, expert_width, sparse_layers
 from clip_moe.conversion.rules import Rule, apply_rules
-from clip_moe.conversion.verification import compare
+from clip_moe.conversion.verification import compare, distances
 from modeling_clip_moe.configuration_clip_moe import CLIPMoEConfig, CLIPMoETowerConfig, SparseMoEConfig
 from modeling_clip_moe.families import Family, family_of
 from modeling_clip_moe.sparse_moe import CLIPMoESparseMoeBlock
@@ -42,11 +44,12 @@ def architecture(config: PreTrainedConfig, config_class: type[PreTrainedConfig])
     return {name: value for name, value in config.to_diff_dict().items() if name in field_names}
 
 
-def sparse_config(dense: PreTrainedConfig, preset: Preset, towers: Sequence[str] = TOWERS) -> SparseMoEConfig:
-    """The config of the upcycled model; a tower not in `towers`, or that the family has dense alone, stays dense."""
-    depths = {tower: config.num_hidden_layers for tower, (_, config) in towers_of(dense).items()}
+def sparse_config(dense: PreTrainedConfig, preset: Preset, towers: Sequence[str] | None = None) -> SparseMoEConfig:
+    """The config of the upcycled model; a tower not in `towers`, those of the preset by default, or that the family has
+    dense alone, stays dense."""
+    dense_towers = {tower: config for tower, (_, config) in towers_of(dense).items()}
     family, width = family_of(dense), preset.moe_intermediate_size
-    towers = [tower for tower in towers if tower in family.towers]
+    towers = [tower for tower in (preset.towers if towers is None else towers) if tower in family.towers]
     names = " and ".join(family.towers)
     faults = [] if towers else [f"of a {family.name} only the {names} tower becomes sparse: name it"]
     for name, value in (("sparse_layers", preset.sparse_layers), ("moe_intermediate_size", width)):
@@ -60,9 +63,14 @@ def sparse_config(dense: PreTrainedConfig, preset: Preset, towers: Sequence[str]
     routing = {name: value for name, value in vars(preset).items() if name in SPARSE_FIELDS}
     changes = {
         tower: routing
-        | {"moe_layers": sparse_layers(preset.sparse_layers, tower, depths[tower])}
-        | {"moe_intermediate_size": width[tower] if isinstance(width, Mapping) else width}
-        for tower in towers
+        | {"moe_layers": sparse_layers(preset.sparse_layers, tower, config.num_hidden_layers)}
+        | {
+            "moe_intermediate_size": expert_width(
+                width[tower] if isinstance(width, Mapping) else width, config.intermediate_size
+            )
+        }
+        for tower, config in dense_towers.items()
+        if tower in towers
     }
     config_class = family.sparse.config_class
     if not dense.sub_configs:  # an image tower alone
@@ -113,29 +121,47 @@ def sparse_blocks(module: nn.Module) -> dict[str, CLIPMoESparseMoeBlock]:
 
 
 def experts_of_ffn(config: CLIPMoETowerConfig) -> int:
-    """Number of routed experts that one dense FFN is split into; 1 for experts as wide as it. Raises a ValueError where
-    they do not hold whole FFNs."""
+    """Number of parts that one dense FFN is cut into, each a routed expert; 1 for experts as wide as it. The last part
+    may be short. Raises a ValueError where the experts do not hold a whole FFN."""
     size, width, shared = config.intermediate_size, config.expert_size, config.num_shared_experts
-    number, rest = divmod(size - shared * width, width)
-    if rest or number < 1:
+    number = math.ceil((size - shared * width) / width)
+    if number < 1 or width > size:
         fault = (
             f"moe_intermediate_size: an FFN of {size} hidden units, less {shared} shared experts, cannot be split into "
-            f"experts of {width}: choose a divisor of {size}, at most {size // (shared + 1)}"
+            f"experts of {width}: choose at most {size // (shared + 1)}"
         )
-    elif broken := [name for name in ("num_experts", "num_experts_per_tok") if getattr(config, name) % number]:
-        value = getattr(config, broken[0])
-        fault = f"{broken[0]} is {value}, but {number} experts make an FFN: choose a multiple of {number}"
+    elif config.num_experts < number:
+        fault = f"num_experts is {config.num_experts}, but {number} experts make an FFN: choose at least {number}"
     else:
         return number
     raise ValueError(f"{config.base_config_key or 'vision_config'}: {fault}")
 
 
+def inexact_starts(config: CLIPMoETowerConfig) -> list[str]:
+    """Why an upcycled tower does not start equal to its dense model, even with weights that sum to `experts_of_ffn`:
+    each reason with the nearest numbers that would. Empty where it does."""
+    parts, number, chosen = experts_of_ffn(config), config.num_experts, config.num_experts_per_tok
+    shared, reasons = f" + {config.num_shared_experts}" if config.num_shared_experts else "", []
+    for name, value, least, most, lack, beside in (
+        ("num_experts", number, chosen, math.inf, "the last copy lacks", shared),
+        ("num_experts_per_tok", chosen, 1, number, "the last copy of a token lacks", ""),
+    ):
+        if rest := value % parts:
+            exact = [f"{near}{beside}" for near in (value - rest, value - rest + parts) if least <= near <= most]
+            lacks = f"{value} experts of {parts} parts: {lack} {parts - rest} of its parts"
+            reasons.append(f"{name}: {lacks} (exact: {', '.join(exact)})")
+    return reasons
+
+
 def counted_as_one(config: CLIPMoETowerConfig) -> int:
-    """As `experts_of_ffn`, but 1 where experts do not make whole FFNs: each counts for itself."""
+    """How many experts count as one: `experts_of_ffn` where tokens are sent to whole FFNs, or the weights of a token
+    sum to that number, as after upcycling. Else 1: each counts for itself."""
     try:
-        return experts_of_ffn(config)
+        number = experts_of_ffn(config)
     except ValueError:
         return 1
+    is_whole = config.num_experts % number == 0 and config.num_experts_per_tok % number == 0
+    return number if is_whole or config.routed_scaling_factor == number else 1
 
 
 def kept_rules(config: SparseMoEConfig, logit_scale_shape: tuple[int, ...] = (1,)) -> list[Rule]:
@@ -152,13 +178,15 @@ def upcycling_rules(config: SparseMoEConfig, single: bool = False) -> list[Rule]
     gate, the base; or a `single` expert.
 
     Narrow experts are cut out of it: the first hidden units are those of the shared experts, then each expert has the
-    next ones, and so again from copy to copy. So all experts of a copy sum to the FFN.
+    next ones, and so again from copy to copy. So all experts of a copy sum to the FFN. Units that the last of them
+    lacks are zero, and what is left of `num_experts` begins one more copy.
     """
     rules = kept_rules(config)
     for ffn, tower in sparse_ffns(config).items():
-        has_base, experts_per_ffn = tower.fusion_gate and not single, 1 if single else experts_of_ffn(tower)
-        copies, shared = (1, 0) if single else (tower.num_experts // experts_per_ffn, tower.num_shared_experts)
-        sizes = {"experts_per_ffn": experts_per_ffn, "copies": copies, "shared": shared * tower.expert_size}
+        has_base, size = tower.fusion_gate and not single, tower.intermediate_size
+        shared = 0 if single else tower.num_shared_experts * tower.expert_size
+        parts, number, width = (1, 1, size) if single else (experts_of_ffn(tower), tower.num_experts, tower.expert_size)
+        sizes = {"parts": parts, "number": number, "width": width, "shared": shared}
         for name, expert_tensor in FFN_TO_EXPERTS.items():
             targets = [rf"\1.experts.{expert_tensor}"]
             targets += [rf"\1.shared_experts.{name}"] if shared else []
@@ -169,17 +197,19 @@ def upcycling_rules(config: SparseMoEConfig, single: bool = False) -> list[Rule]
 
 
 def _cut(
-    name: str, tensor: Tensor, experts_per_ffn: int, copies: int, shared: int, has_base: bool
+    name: str, tensor: Tensor, parts: int, number: int, width: int, shared: int, has_base: bool
 ) -> tuple[Tensor, ...]:
     """A dense FFN's tensor as those of its experts, of shared experts with `shared` hidden units, and of the base."""
     if name == "fc2.bias":  # the shared experts have it, else each expert its part
-        common, part = tensor, torch.zeros_like(tensor) if shared else tensor / experts_per_ffn
-        parts = part.expand(experts_per_ffn, -1)
+        common, cut = tensor, (torch.zeros_like(tensor) if shared else tensor / parts).expand(parts, -1)
     else:
-        axis = 1 if name == "fc2.weight" else 0
-        common, rest = tensor.split([shared, tensor.shape[axis] - shared], dim=axis)
-        parts = torch.stack(rest.chunk(experts_per_ffn, dim=axis))
-    experts = torch.cat([parts] * copies)
+        units = tensor.T if name == "fc2.weight" else tensor
+        common, rest = units[:shared], units[shared:]
+        missing = [0, 0] * (rest.ndim - 1) + [0, parts * width - len(rest)]
+        cut = F.pad(rest, missing).unflatten(0, (parts, width))
+        if name == "fc2.weight":
+            common, cut = common.T, cut.mT
+    experts = cut[torch.arange(number) % parts]
     return (experts, *([common] if shared else []), *([tensor] if has_base else []))
 
 
@@ -221,15 +251,16 @@ def build_sparse(
     state = sparse.state_dict()
     new = {key: tensor for key, tensor in state.items() if any(f".mlp.{part}." in key for part in new_parts)}
     generator = torch.Generator().manual_seed(seed)
-    copies = {ffn: experts_of_ffn(tower) for ffn, tower in sparse_ffns(config).items()}
+    parts_of = {ffn: experts_of_ffn(tower) for ffn, tower in sparse_ffns(config).items()}
     for key, tensor in new.items():
         (std,) = [deviation for prefix, deviation in deviations.items() if re.match(prefix, key)]
         if key.endswith(".expert_bias"):  # 0 before training
             continue
         tensor.normal_(std=std, generator=generator)
-        for ffn, experts_per_ffn in copies.items():
-            if re.match(rf"{ffn}\.router\.weight", key):  # the experts of an FFN are chosen together
-                tensor.copy_(tensor[: len(tensor) // experts_per_ffn].repeat_interleave(experts_per_ffn, dim=0))
+        for ffn, parts in parts_of.items():
+            if re.match(rf"{ffn}\.router\.weight", key):  # the experts of a copy are chosen together
+                rows = tensor[: math.ceil(len(tensor) / parts)]
+                tensor.copy_(rows.repeat_interleave(parts, dim=0)[: len(tensor)])
     shapes = {key: tensor.shape for key, tensor in state.items() if key not in new}
     sparse.load_state_dict(new | apply_rules(source, shapes, rules))
     return sparse.to(dtype).eval()
@@ -238,7 +269,7 @@ def build_sparse(
 def upcycle(
     dense: PreTrainedModel,
     preset: Preset,
-    towers: Sequence[str] = TOWERS,
+    towers: Sequence[str] | None = None,
     seed: int = 0,
     routing: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> PreTrainedModel:
@@ -247,7 +278,7 @@ def upcycle(
     Args:
         dense: a model of a family in `modeling_clip_moe.families`; if it is a `CLIPMoEModel`, without sparse layers.
         preset: which layers, how many experts, which routing.
-        towers: "text", "vision" or both; the other tower stays dense (CLIP-UP, appendix B.1).
+        towers: "text", "vision" or both; the other tower stays dense (CLIP-UP, appendix B.1). None: the preset's.
         seed: draws the new weights, see `build_sparse`.
         routing: see `change_routing`.
 
@@ -282,16 +313,35 @@ def change_routing(config: SparseMoEConfig, routing: Mapping[str, Mapping[str, A
 
 def verify(source: str | Path, folder: Path) -> None:
     """Compares a saved upcycled model with its dense source, both in float32, with routing weights that sum to 1 and
-    without a capacity."""
-    sparse = load_sparse(folder, torch.float32)
-    for tower_config in sparse_ffns(sparse.config).values():
+    without a capacity. Of one that does not start equal to it, prints why and how far it is, and compares the
+    copies."""
+    sparse, dense = load_sparse(folder, torch.float32), load_dense(source, torch.float32)
+    towers, inexact = sparse_ffns(sparse.config).values(), []
+    for tower_config in towers:
+        tower, scale = tower_config.base_config_key or "vision_config", float(experts_of_ffn(tower_config))
         tower_config.eval_capacity_factor = None
-        scale = float(experts_of_ffn(tower_config))
         if not tower_config.norm_topk_prob or tower_config.routed_scaling_factor != scale:
-            tower = tower_config.base_config_key
             print(
                 f"{tower}: routing weights do not sum to {scale:g}, so outputs differ from the dense model; with "
                 "weights that do:"
             )
             tower_config.norm_topk_prob, tower_config.routed_scaling_factor = True, scale
-    compare(load_dense(source, torch.float32), sparse)
+        inexact += [f"{tower}.{reason}" for reason in inexact_starts(tower_config)]
+    if inexact:
+        print(f"the start differs from the dense model in {distances(dense, sparse)}: {'; '.join(inexact)}")
+        print("with whole copies alone:")
+        send_to_copies(sparse)
+    compare(dense, sparse)
+
+
+def send_to_copies(sparse: PreTrainedModel) -> None:
+    """Makes the routers of this model send tokens to the whole copies of an FFN in turn from now on."""
+    for block in sparse_blocks(sparse).values():
+        parts = experts_of_ffn(block.config)
+        block.router.choose = functools.partial(_next_copy, parts=parts, copies=block.num_experts // parts)
+
+
+def _next_copy(scores: Tensor, parts: int, copies: int) -> tuple[Tensor, Tensor]:
+    first = torch.arange(scores.shape[1], device=scores.device) % copies * parts
+    ids = (first[:, None] + torch.arange(parts, device=scores.device)).expand(len(scores), -1, -1)
+    return scores.gather(-1, ids), ids

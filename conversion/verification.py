@@ -71,6 +71,20 @@ def model_outputs(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> dict[
     }
 
 
+@torch.no_grad()
+def distances(expected: PreTrainedModel, converted: PreTrainedModel, batch_size: int = 8) -> str:
+    """How far embeddings of random inputs are from the expected ones, in words."""
+    inputs = sample_inputs(converted.config, batch_size)
+    outputs = expected(**inputs), converted(**inputs)
+    whole = {"image_embeds": "images", "text_embeds": "texts"}
+    described = []
+    for name, of in (whole if is_clip(converted.config) else {"pooler_output": "images"}).items():
+        first, second = (output[name] for output in outputs)
+        shares = 100 * (second - first).norm(dim=-1) / first.norm(dim=-1)
+        described.append(f"{of} by {shares.mean():.3g} % of their length (at most {shares.max():.3g} %)")
+    return f"embeddings of {', of '.join(described)}"
+
+
 def compare(
     expected: PreTrainedModel, converted: PreTrainedModel, name: str = "", tolerance: float = TOLERANCE
 ) -> None:

@@ -108,8 +108,9 @@ def averaged_experts(model: CLIPMoEModel) -> Iterator[None]:
     before = [(tensor, tensor.clone(), block) for block in blocks for tensor in block.experts.parameters()]
     try:
         for tensor, _, block in before:
-            copies = tensor.unflatten(0, (-1, counted_as_one(block.config)))
-            tensor.copy_(copies.mean(dim=0).repeat(len(copies), *[1] * (tensor.ndim - 1)))
+            experts_per_ffn = counted_as_one(block.config)
+            for place in range(experts_per_ffn):
+                tensor[place::experts_per_ffn] = tensor[place::experts_per_ffn].mean(dim=0)
         yield
     finally:
         for tensor, value, _ in before:

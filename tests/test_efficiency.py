@@ -57,13 +57,16 @@ def arithmetic(config, preset):
         parameters = layers * (4 * width**2 + 4 * width + 4 * width + ffn) + tokens * width + 2 * width
         products = tokens * layers * (4 * width**2 + 2 * width * inner)
         scores = layers * 2 * tokens**2 * width
-        if preset:
+        if preset and name in preset.towers:
             sparse, gate = len(sparse_layers(preset.sparse_layers, name, layers)), preset.fusion_gate
             number, chosen = preset.num_experts, preset.num_experts_per_tok
-            added = number - (not gate)  # with a gate, the FFN stays
-            parameters += sparse * (added * ffn + number * width + gate * width**2)
-            products += tokens * sparse * ((chosen - (not gate)) * 2 * width * inner + number * width + gate * width**2)
-            idle = sparse * (number - chosen) * ffn
+            hidden = inner // 4 if preset.moe_intermediate_size == "1/4" else inner
+            expert, shared = 2 * width * hidden + hidden + width, preset.num_shared_experts
+            added = (number + shared) * expert - (not gate) * ffn  # with a gate, the FFN stays
+            parameters += sparse * (added + number * width + gate * width**2)
+            computed = (chosen + shared) * hidden - (not gate) * inner
+            products += tokens * sparse * (computed * 2 * width + number * width + gate * width**2)
+            idle = sparse * (number - chosen) * expert
         if name == "text":
             parameters += text.vocab_size * width + width * projection + siglip * projection
             products += width * projection

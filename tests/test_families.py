@@ -8,7 +8,7 @@ import pytest
 import torch
 from converters import tiny_llava
 from programs import WITHOUT_PACKAGE, run_program
-from tiny_clip import command, moved
+from tiny_clip import EXACT_PRESETS, command, moved
 from tiny_families import saved, tiny_dense, tiny_processor
 from transformers import AutoModel, AutoModelForZeroShotImageClassification, CLIPImageProcessorPil
 
@@ -52,11 +52,11 @@ def assert_checkpointing_keeps_gradients(model, loss):
 
 
 @families
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", EXACT_PRESETS)
 @torch.no_grad()
 def test_a_sparse_model_computes_what_the_dense_one_does_and_goes_back_to_it(family, preset):
     dense = tiny_dense(family)
-    sparse = upcycle(dense, PRESETS[preset])
+    sparse = upcycle(dense, EXACT_PRESETS[preset])
     for tower in (sparse.config.text_config, sparse.config.vision_config):
         tower.norm_topk_prob = True
     unpadded, inputs = sample_inputs(dense.config), inputs_of(dense)

@@ -18,7 +18,8 @@ def test_all_of_routing_can_be_set(run):
     settings |= {"eval_capacity_factor": 2.0, "router_jitter_noise": 0.1}
     settings |= {"norm_before_capacity": True, "norm_topk_prob": True}
     settings |= {"scoring_func": "sigmoid", "use_expert_bias": True, "routed_scaling_factor": 2.5}
-    structure = {"num_experts", "moe_layers", "moe_intermediate_size", "num_shared_experts", "fusion_gate"}
+    structure = {"num_experts", "moe_layers", "moe_intermediate_size", "moe_mlp_bias", "num_shared_experts"}
+    structure |= {"fusion_gate", "use_gated_mlp"}
     assert set(settings) == ROUTING_FIELDS == SPARSE_FIELDS - structure | {"attention_dropout"}
     output = run([DENSE, {**SPARSE, "vision_config": settings}])
     model = AutoModel.from_pretrained(output / "sparse")

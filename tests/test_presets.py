@@ -30,6 +30,7 @@ def test_presets_on_the_depths_of_vit_l14():
     ("name", "layers"),
     [
         ("all", {1: [0], 2: [0, 1], 4: [0, 1, 2, 3]}),
+        ("all_but_first", {2: [1], 4: [1, 2, 3]}),
         ("every_second", {2: [1], 3: [1], 4: [1, 3], 5: [1, 3], 6: [1, 3, 5]}),
         ("second_half_every_second", {2: [1], 3: [1], 4: [3], 5: [3], 6: [3, 5], 7: [3, 5], 8: [5, 7]}),
     ],
@@ -37,6 +38,19 @@ def test_presets_on_the_depths_of_vit_l14():
 def test_layers_by_name(name, layers):
     assert {number: sparse_layers(name, "text", number) for number in layers} == layers
     assert sparse_layers({"text": [0], "vision": name}, "vision", 4) == layers[4]
+
+
+def test_moe_vie_at_the_width_of_its_largest_tower():
+    """H/14 has FFNs of 3,413 hidden units, and experts of 854."""
+    dense = CLIPConfig(vision_config={"num_hidden_layers": 32, "intermediate_size": 3413})
+    config = sparse_config(dense, PRESETS["moe_vie"])
+    tower = config.vision_config
+    assert tower.moe_layers == list(range(1, 32)) and config.text_config.moe_layers == []
+    assert (tower.num_experts, tower.num_experts_per_tok, tower.num_shared_experts) == (31, 3, 1)
+    assert (tower.moe_intermediate_size, tower.scoring_func, tower.use_expert_bias) == (854, "sigmoid", True)
+    assert tower.norm_topk_prob and tower.capacity_factor is None and config.router_aux_loss_coef == 0
+    with pytest.raises(ValueError, match=r"moe_intermediate_size is 'a/4': .* a fraction of the FFN such as '1/4'"):
+        sparse_config(DENSE, changed_preset("moe_vie", {"moe_intermediate_size": "a/4"}))
 
 
 def test_presets_that_no_model_fits():

@@ -7,14 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_clip import command, error_of, moved, processor, saved, tiny_clip
-from transformers import AutoModel, AutoProcessor, BertConfig, BertModel
+from tiny_clip import EXACT_PRESETS, command, error_of, moved, processor, saved, tiny_clip
+from transformers import AutoModel, AutoProcessor, BertConfig, BertModel, CLIPConfig, CLIPModel
 
 import clip_moe
 from clip_moe.conversion.dense import extract
 from clip_moe.conversion.presets import PRESETS
-from clip_moe.conversion.upcycle import upcycle
-from clip_moe.conversion.verification import compare
+from clip_moe.conversion.upcycle import experts_of_ffn, inexact_starts, sparse_blocks, upcycle
+from clip_moe.conversion.verification import compare, sample_inputs
+from clip_moe.evaluation.costs import count_multiply_adds, count_parameters, meta_model
 from modeling_clip_moe import CLIPMoEModel
 
 UNEQUAL = "differ from the source's"
@@ -42,10 +43,10 @@ def upcycled(source, output, preset, *settings):
     return CLIPMoEModel.from_pretrained(output).config
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", EXACT_PRESETS)
 @pytest.mark.parametrize("towers", [["text"], ["vision"], ["text", "vision"]], ids="+".join)
 def test_equals_the_dense_model(dense, name, towers):
-    sparse = upcycle(dense, PRESETS[name], towers)
+    sparse = upcycle(dense, EXACT_PRESETS[name], towers)
     for tower in ("text", "vision"):
         config = getattr(sparse.config, f"{tower}_config")
         assert bool(config.moe_layers) == (tower in towers)
@@ -104,15 +105,92 @@ def test_narrow_experts_of_any_scores_compute_what_whole_ones_do(dense, scoring_
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"moe_intermediate_size": 5}, "48 hidden units, less 0 shared experts, cannot be split into experts of 5"),
+        ({"moe_intermediate_size": 49}, "48 hidden units, less 0 shared experts, cannot be split into experts of 49"),
         ({"moe_intermediate_size": 24, "num_shared_experts": 2}, "less 2 shared experts, cannot be split"),
-        ({"moe_intermediate_size": 24, "num_experts": 3}, "num_experts is 3, but 2 experts make an FFN"),
-        ({"moe_intermediate_size": 12}, "num_experts_per_tok is 2, but 4 experts make an FFN"),
+        ({"moe_intermediate_size": 5}, "num_experts is 4, but 10 experts make an FFN: choose at least 10"),
     ],
 )
 def test_experts_that_do_not_make_an_ffn(dense, changes, message):
     with pytest.raises(ValueError, match=message):
         upcycle(dense, replace(PRESETS["clip_moe"], **changes))
+
+
+def b32_of_two_layers():
+    """ViT-B/32's tokens and its FFN of four times the width, in towers 48 wide."""
+    tower = {"hidden_size": 48, "intermediate_size": 192, "num_attention_heads": 2, "num_hidden_layers": 2}
+    vision = tower | {"image_size": 224, "patch_size": 32}
+    torch.manual_seed(0)
+    model = CLIPModel(CLIPConfig(text_config=tower | {"vocab_size": 50}, vision_config=vision, projection_dim=32))
+    return moved(model.eval(), "", seed=0).double()
+
+
+# Routed experts, active ones, shared ones and their width -> the shares of the embeddings' length by which the start
+# is off, at least and at most. Weights are made in float32
+GRANULARITIES = {
+    (31, 3, 1, "1/4"): (1e-3, 1),
+    (30, 3, 1, "1/4"): (0, 1e-7),
+    (24, 3, 1, "1/4"): (0, 1e-7),
+    (32, 4, 0, "1/4"): (0, 1e-7),
+    (64, 4, 0, "1/4"): (0, 1e-7),
+    (32, 3, 0, "1/4"): (1e-3, 1),  # a part of each token is missing
+    (12, 3, 0, 70): (0, 1e-7),  # the last part has 18 zero units
+    (8, 2, 1, 80): (0, 1e-7),  # 48
+}
+
+
+@pytest.mark.parametrize("numbers", GRANULARITIES, ids=str)
+def test_any_number_of_experts_of_any_width(numbers):
+    number, chosen, shared, width = numbers
+    changes = {"num_experts": number, "num_experts_per_tok": chosen, "num_shared_experts": shared}
+    dense = b32_of_two_layers()
+    sparse = upcycle(dense, replace(PRESETS["moe_vie"], moe_intermediate_size=width, **changes))
+    inputs = sample_inputs(dense.config, batch_size=8)
+    expected, found = dense(**inputs).image_embeds, sparse(**inputs).image_embeds
+    off = ((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max().item()
+    least, most = GRANULARITIES[numbers]
+    assert least <= off < most
+    assert bool(inexact_starts(sparse.config.vision_config)) == (least > 0)
+
+    found.sum().backward()
+    ((layer, block),) = sparse_blocks(sparse.vision_model).items()
+    assert layer == "encoder.layers.1.mlp" and block.router.weight.grad.abs().max() > 1e-4
+    units = sparse.config.vision_config.expert_size
+    counts, costs = (count(meta_model(sparse.config)) for count in (count_parameters, count_multiply_adds))
+    assert counts["expert"] == 2 * 48 * units + units + 48 and counts["routers"] == 48 * number
+    ffn_and_router = 2 * 48 * (chosen + shared) * units + 48 * number
+    added = 50 * (ffn_and_router - 2 * 48 * 192)
+    assert costs["image"] - count_multiply_adds(meta_model(dense.config))["image"] == added
+
+    back = extract(sparse, number // experts_of_ffn(sparse.config.vision_config) - 1)
+    torch.testing.assert_close(back.state_dict(), dense.state_dict(), rtol=0, atol=1e-7)
+
+
+def test_the_command_says_how_far_an_inexact_start_is_and_which_are_exact(whole, tmp_path, capsys):
+    upcycled(whole, tmp_path / "31", "moe_vie")
+    assert re.search(
+        r"differs from the dense model in embeddings of images by [\d.]+ % of their length \(at most [\d.]+ %\), of "
+        r"texts by 0 % .*: vision_config.num_experts: 31 experts of 3 parts: the last copy lacks 2 of its parts "
+        r"\(exact: 30 \+ 1, 33 \+ 1\)\n",
+        capsys.readouterr().out,
+    )
+    command("dense", tmp_path / "copy", "--model", tmp_path / "31", "--take", 9)
+    arguments = "dense", tmp_path / "rest", "--model", tmp_path / "31", "--take"
+    assert "there is no expert 10, only 0, 1, " in error_of(clip_moe.main, *arguments, 10)
+    upcycled(whole, tmp_path / "4", "moe_vie", "--changes.num_experts", 30, "--changes.num_experts_per_tok", 4)
+    assert "num_experts_per_tok: 4 experts of 3 parts: the last copy of a token lacks 2 of its parts (exact: 3, 6)" in (
+        capsys.readouterr().out
+    )
+    sparse = CLIPMoEModel.from_pretrained(tmp_path / "31")
+    sparse.config.vision_config.routed_scaling_factor = 1
+    with pytest.raises(ValueError, match="tokens have 3 of 31, whose weights sum to 1, not 3 as after upcycling"):
+        extract(sparse, 0)
+
+
+def test_zero_units_that_were_trained_are_not_left_out(dense):
+    preset = replace(PRESETS["clip_moe"], moe_intermediate_size=20, num_experts=6, num_experts_per_tok=3)
+    sparse = moved(upcycle(dense, preset), ".experts.up_proj", seed=1)
+    with pytest.raises(ValueError, match="12 hidden units that filled up the last expert are no longer zero"):
+        extract(sparse, 0)
 
 
 @pytest.mark.parametrize("part", ["up_proj", "up_proj_bias", "down_proj", "down_proj_bias", "base.fc1.bias", None])

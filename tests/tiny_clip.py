@@ -1,5 +1,6 @@
 """A tiny dense CLIP, its processor, changes of the files of models, and commands that must fail."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -10,8 +11,11 @@ from tokenizers import AddedToken
 from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel, CLIPProcessor, CLIPTokenizer
 
 import clip_moe
+from clip_moe.conversion.presets import PRESETS
 from clip_moe.data.world import build_image_processor
 
+# Of moe_vie, the experts that make whole copies
+EXACT_PRESETS = PRESETS | {"moe_vie": dataclasses.replace(PRESETS["moe_vie"], num_experts=30)}
 WORDS = ("a", "red", "round", "cat")
 
 

@@ -8,7 +8,7 @@ from pydantic import Field, JsonValue, model_validator
 from pydantic.dataclasses import dataclass
 
 from clip_moe.conversion.model_stage import ModelStage
-from clip_moe.conversion.presets import PRESETS, PresetField, changed_preset
+from clip_moe.conversion.presets import PRESETS, TOWERS, PresetField, changed_preset
 from clip_moe.data.worlds import is_world, origin_of
 from clip_moe.engine.context import Context
 from clip_moe.engine.settings import STRICT, Reads, refuse
@@ -45,8 +45,8 @@ class InitializeStage(ModelStage):
     shared_encoder: bool = False
     # The paper whose sparse layers it gets; None: a dense model.
     preset: Literal[tuple(PRESETS)] | None = None
-    # Which towers become sparse.
-    towers: list[Literal["text", "vision"]] = Field(default_factory=lambda: ["text", "vision"], min_length=1)
+    # Which towers become sparse. None: those of the preset.
+    towers: Annotated[list[Literal["text", "vision"]], Field(min_length=1)] | None = None
     # Fields of the preset to change, as of an upcycle stage.
     changes: dict[PresetField, Any] = Field(default_factory=dict)
     # Initialize the towers as OpenAI's code does. With transformers' initialization, small models may never learn
@@ -55,6 +55,8 @@ class InitializeStage(ModelStage):
 
     @model_validator(mode="after")
     def _check(self):
+        if self.towers is None:
+            self.towers = [*(PRESETS[self.preset].towers if self.preset else TOWERS)]
         sparse = [*self.changes, *(["towers"] if set(self.towers) != {"text", "vision"} else [])]
         refuse(
             (self.processor is None and self.tokenizer is None, "a processor or a tokenizer must be given"),

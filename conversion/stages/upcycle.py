@@ -4,7 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, JsonValue
+from pydantic import Field, JsonValue, model_validator
 from pydantic.dataclasses import dataclass
 
 from clip_moe.conversion.model_stage import ModelStage
@@ -20,7 +20,8 @@ class UpcycleStage(ModelStage):
 
     Experts are copies of the dense FFN (Komatsuzaki et al., 2023, https://arxiv.org/abs/2212.05055), routers and fusion
     gates are new, all else is kept. With routing weights that sum to 1, the model computes what the source does, up to
-    rounding. Where they do not, as in the preset clip_up, only the check is made with normalized weights.
+    rounding. Where they do not, as in the preset clip_up, only the check is made with normalized weights. Where experts
+    do not make whole copies, as in the preset moe_vie, it is made of the copies alone, and the distance is printed.
 
         clip-moe upcycle runs/sparse --model training/symbol_clip --preset clip_moe
     """
@@ -31,11 +32,12 @@ class UpcycleStage(ModelStage):
     model: Model
     # The paper whose architecture it gets.
     preset: Literal[tuple(PRESETS)]
-    # Which towers become sparse.
-    towers: list[Literal["text", "vision"]] = Field(default_factory=lambda: ["text", "vision"])
-    # Fields of the preset to change: num_experts, num_experts_per_tok, sparse_layers (`all`, `every_second`,
-    # `second_half_every_second`, a list of numbers from 0, or one for each of `text` and `vision`),
-    # moe_intermediate_size (or one for each tower), num_shared_experts, norm_topk_prob, fusion_gate, capacity_factor,
+    # Which towers become sparse. None: those of the preset.
+    towers: list[Literal["text", "vision"]] | None = None
+    # Fields of the preset to change: num_experts, num_experts_per_tok, sparse_layers (`all`, `all_but_first`,
+    # `every_second`, `second_half_every_second`, a list of numbers from 0, or one for each of `text` and `vision`),
+    # moe_intermediate_size (hidden units or a fraction of the FFN such as "1/4", or one for each tower),
+    # num_shared_experts, scoring_func, use_expert_bias, norm_topk_prob, fusion_gate, capacity_factor,
     # router_aux_loss_coef, router_z_loss_coef. Narrow experts are cut out of the dense FFN.
     changes: dict[PresetField, Any] = Field(default_factory=dict)
     # Further routing fields of the text tower: num_experts_per_tok, scoring_func, use_expert_bias, norm_topk_prob,
@@ -44,6 +46,11 @@ class UpcycleStage(ModelStage):
     text_config: dict[RoutingField, JsonValue] = Field(default_factory=dict)
     # The same for the image tower.
     vision_config: dict[RoutingField, JsonValue] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _take_towers(self):
+        self.towers = [*PRESETS[self.preset].towers] if self.towers is None else self.towers
+        return self
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         from clip_moe.conversion.checkpoints import load_dense
