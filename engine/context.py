@@ -24,6 +24,8 @@ class Context:
     """Shared by the stages of one run.
 
     Args:
+        new_accelerator: makes another `Accelerator` of the same processes: what was prepared with one enters its
+            checkpoints.
         stages: names by which settings refer to stages, see `Recipe.stage_names`.
         alone: whether only the main process runs, so that nothing may synchronize with the others.
         rehearses: whether the stages are those of a rehearsal, with few samples.
@@ -31,10 +33,9 @@ class Context:
 
     output_dir: Path
     accelerator: Accelerator
-    stages: frozenset[str] = frozenset()
-    seed: int = 0
-    mixed_precision: str | None = None
-    trackers: tuple[str, ...] = ()
+    new_accelerator: Callable[[], Accelerator]
+    stages: frozenset[str]
+    seed: int
     alone: bool = False
     rehearses: bool = False
     # Bytes of samples that the running stage holds in memory, by kind
@@ -85,10 +86,6 @@ class Context:
     def without_others(self) -> Context:
         """A copy for the main process while the others wait. Its caches are its own: the others have not read yet."""
         return dataclasses.replace(self, alone=True, _last=dict(self._last), _identities=dict(self._identities))
-
-    def new_accelerator(self) -> Accelerator:
-        """Another `Accelerator` of the same processes: what was prepared with one enters its checkpoints."""
-        return make_accelerator(self.output_dir, self.mixed_precision, self.trackers)
 
 
 def choose_precision(mixed_precision: str | None) -> str | None:

@@ -76,7 +76,7 @@ class Record(BaseModel):
     data: dict[str, Any] | None = None
     # The models among the inputs, as settings name them
     models: list[str] = Field(default_factory=list)
-    # Outcome: the digest of a model, the number of pairs trained on, and the fractions of `Trained.duplicates`
+    # Outcome: the digest of a model, the number of pairs trained on, and the fractions that `Stage.run` returns
     weights: str | None = None
     pairs: int | None = None
     duplicates: dict[Literal["shuffled", "left"], FiniteFloat] | None = None

@@ -122,16 +122,9 @@ class Runner:
     """Runs stages, and checks their folders against their records."""
 
     def __init__(self, recipe: Recipe, rehearses: bool = False):
-        output_dir, trackers = Path(recipe.output_dir), tuple(recipe.trackers)
-        self.context = Context(
-            output_dir,
-            make_accelerator(output_dir, recipe.mixed_precision, trackers),
-            recipe.stage_names,
-            recipe.seed,
-            recipe.mixed_precision,
-            trackers,
-            rehearses=rehearses,
-        )
+        folder, names, seed = Path(recipe.output_dir), recipe.stage_names, recipe.seed
+        new = functools.partial(make_accelerator, folder, recipe.mixed_precision, tuple(recipe.trackers))
+        self.context = Context(folder, new(), new, names, seed, rehearses=rehearses)
         self.settings = dump(recipe)
         self._local = paths_here(self.settings)
 

@@ -15,19 +15,6 @@ from clip_moe.engine.outcome import Training
 from clip_moe.engine.settings import STRICT, Reads, Settings, Source
 
 
-class Trained(typing.NamedTuple):
-    """The pairs that a stage trained on.
-
-    Args:
-        pairs: their number.
-        duplicates: fraction of pairs that share a text or image with another pair of their batch in epoch 1: `left`
-            with this sampler, `shuffled` with plain shuffling.
-    """
-
-    pairs: int
-    duplicates: dict[str, float]
-
-
 class Cost(typing.NamedTuple):
     """An estimate for one stage; None: unknown.
 
@@ -69,7 +56,7 @@ class Stage(Settings):
     # The kind of stage, or a class of your own as `package.module:Class`.
     stage: str
 
-    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> Trained | None:
+    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> tuple[int, dict[str, float]] | None:
         """Make the stage's folder.
 
         Args:
@@ -80,7 +67,9 @@ class Stage(Settings):
                 attempt that was killed are still there, unless the stage is for the main process alone.
 
         Returns:
-            The pairs it trained on, for its record and a card. None: it trained on none, or they are unknown.
+            For its record and a card, the number of pairs it trained on, and which fraction of them shares a text or
+            image with another one of their batch in epoch 1: `left` with its sampler, `shuffled` with plain shuffling.
+            None: it trained on none, or they are unknown.
         """
 
     def fingerprints(self, inputs: SimpleNamespace) -> dict[str, str]:

@@ -62,22 +62,6 @@ def embed(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor]) -> dict[st
     return embeds
 
 
-def mean_of_captions(
-    text_embeds: torch.Tensor, caption_mask: torch.Tensor, caption_weights: torch.Tensor
-) -> torch.Tensor:
-    """(B, D), normalized, the weighted mean of the captions of each image.
-
-    Args:
-        text_embeds: (captions, D), normalized, those of all images, one after the other.
-        caption_mask: (B, L) of bool, False for a missing caption, which leaves its weight to the image's others.
-        caption_weights: (L,), gamma in CLIP-FMoE eq. 4.
-    """
-    weights = caption_weights.expand(caption_mask.shape)[caption_mask]  # (captions,)
-    image_of = torch.arange(len(caption_mask)).repeat_interleave(caption_mask.sum(dim=1))
-    sums = text_embeds.new_zeros(len(caption_mask), text_embeds.shape[1])
-    return F.normalize(sums.index_add_(0, image_of, weights[:, None] * text_embeds), dim=1)
-
-
 class Embedder:
     """A model's normalized embeddings, computed once and kept on disk.
 
@@ -174,11 +158,16 @@ class Embedder:
         return embeds
 
     def _embed(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        mask, weights = (inputs.pop(name, None) for name in ("caption_mask", "caption_weights"))
+        """Of an image with several captions, the text is their weighted mean (gamma in CLIP-FMoE eq. 4). A missing one
+        leaves its weight to the others."""
+        mask, weights = (inputs.pop(name, None) for name in ("caption_mask", "caption_weights"))  # (B, L) and (L,)
         with getattr(self.state, "autocast", nullcontext)():
             embeds = embed(self.model, inputs)
         if mask is not None:
-            embeds["text"] = mean_of_captions(embeds["text"], mask, weights)
+            texts, weights = embeds["text"], weights.expand(mask.shape)[mask]  # (captions, D) and (captions,)
+            image_of = torch.arange(len(mask)).repeat_interleave(mask.sum(dim=1))
+            sums = texts.new_zeros(len(mask), texts.shape[1]).index_add_(0, image_of, weights[:, None] * texts)
+            embeds["text"] = F.normalize(sums, dim=1)
         return embeds
 
     # An ensemble of one, with the methods of `clip_moe.evaluation.ensemble.Ensemble`

@@ -4,6 +4,7 @@ The embeddings of all parts are computed without a graph, then the loss's gradie
 carry it on into the weights.
 """
 
+import itertools
 from contextlib import nullcontext
 
 import torch
@@ -11,7 +12,7 @@ from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from torch import nn
 
-from clip_moe.training.losses import Pairing, all_reduce_sum
+from clip_moe.training.losses import Pairing, Reduce, all_reduce_sum
 from clip_moe.training.training_state import set_torch_states, torch_states
 
 TEXTS = ("input_ids", "attention_mask")  # (texts, S)
@@ -51,7 +52,7 @@ def cached_gradient(
     Returns:
         The loss of the batch, and what is logged of it, as `ContrastiveTask.forward` returns them.
     """
-    parts, sums = split_batch(batch, size), SumsOfParts(accelerator.num_processes)
+    parts, totals = split_batch(batch, size), []
 
     def sent(number: int) -> dict[str, torch.Tensor]:
         return send_to_device(parts[number], accelerator.device, non_blocking=True)
@@ -60,17 +61,16 @@ def cached_gradient(
     for number in range(len(parts)):
         states.append(torch_states(accelerator.device))
         with torch.no_grad():
-            sums.calls = 0
-            embeds.append(task(sent(number), only_embed=True, reduce=sums))
+            embeds.append(task(sent(number), only_embed=True, reduce=sums_of_parts(totals)))
     losses, gradients = _gradient_by_embeds(accelerator, task, batch, embeds)
-    sums.totals, sums.are_whole = [all_reduce_sum(total) for total in sums.totals], True
+    totals = [all_reduce_sum(total) for total in totals]
     after = torch_states(accelerator.device)
     for number, part_gradients in enumerate(gradients):
         set_torch_states(states[number], accelerator.device)
         last = accelerator.sync_gradients = synchronize and number == len(parts) - 1
         with nullcontext() if last else accelerator.no_sync(task):
-            sums.calls = 0
-            surrogate, auxiliary, metrics = task(sent(number), gradients=part_gradients, reduce=sums)
+            reduce = sums_of_parts(totals, accelerator.num_processes)
+            surrogate, auxiliary, metrics = task(sent(number), gradients=part_gradients, reduce=reduce)
             accelerator.backward(surrogate * factor)
         auxiliaries.append(auxiliary)
         logged.append(metrics)
@@ -86,29 +86,27 @@ def cached_gradient(
     return loss, {**losses, **metrics, "total_loss": loss}
 
 
-class SumsOfParts:
-    """The `reduce` of a batch that is computed in parts, all of them twice.
+def sums_of_parts(totals: list[torch.Tensor], num_processes: int | None = None) -> Reduce:
+    """The `reduce` of one part of a batch; all parts are computed twice, and ask for the same sums.
 
-    The first time it adds up what it is given. Once the totals are whole, over all parts and processes, it returns
-    these, whose gradient goes into the part that asks: the gradients of all parts add up to that of the whole batch.
-
-    Attributes:
-        calls: the sums that the part has asked for.
+    Args:
+        totals: the sums, to which the part adds what it is given.
+        num_processes: the second time, when the totals are those of all parts and processes: they are returned, and
+            their gradient goes into the part that asks, so the gradients of all parts add up to that of the batch.
     """
+    numbers = itertools.count()
 
-    def __init__(self, num_processes: int):
-        self.totals: list[torch.Tensor] = []
-        self.num_processes, self.are_whole, self.calls = num_processes, False, 0
-
-    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        number, self.calls = self.calls, self.calls + 1
-        if self.are_whole:
+    def reduce(tensor: torch.Tensor) -> torch.Tensor:
+        number = next(numbers)
+        if num_processes is not None:
             # As many times as there are processes, over which the gradient is averaged
-            return self.totals[number] + self.num_processes * (tensor - tensor.detach())
-        if number == len(self.totals):
-            self.totals.append(torch.zeros_like(tensor))
-        self.totals[number] += tensor.detach()
+            return totals[number] + num_processes * (tensor - tensor.detach())
+        if number == len(totals):
+            totals.append(torch.zeros_like(tensor))
+        totals[number] += tensor.detach()
         return tensor
+
+    return reduce
 
 
 def _gradient_by_embeds(

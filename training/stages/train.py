@@ -18,7 +18,7 @@ from pydantic.dataclasses import dataclass
 from clip_moe.data.arguments import Augmentation
 from clip_moe.engine.context import Context
 from clip_moe.engine.settings import STRICT, refuse
-from clip_moe.engine.stage import Trained, named_errors
+from clip_moe.engine.stage import named_errors
 from clip_moe.evaluation.measured_tasks import REHEARSED_ROWS
 from clip_moe.training.stages.steps import REHEARSED_STEPS, StepsStage
 from clip_moe.training.train_settings import Evaluation, LoraSettings
@@ -179,7 +179,7 @@ class TrainStage(StepsStage):
         """Losses that see model, outputs and batch, beside those of the routers."""
         return []
 
-    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> Trained | None:
+    def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> tuple[int, dict[str, float]] | None:
         import torch
 
         from clip_moe.conversion.checkpoints import load_clip
@@ -232,7 +232,7 @@ class TrainStage(StepsStage):
             compared = "text" if compares_texts_alone else "text or image"
             print(f"{self.name}: {duplicates_line(shares, self.duplicates, compared)}")
         self.train_model(self.task(model, inputs), processor, loader, accelerator, context, directory, self.evaluation)
-        return None if shares is None else Trained(len(rows), shares)
+        return None if shares is None else (len(rows), shares)
 
     def rehearsed(self, num_samples: int) -> typing.Self:
         """Also measured once, on few rows."""
