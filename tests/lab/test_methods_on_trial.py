@@ -33,6 +33,7 @@ from lab.methods.patch_dropout import drop_patches
 from lab.methods.relu_router import ReluCLIPModel, ReluRouter, ReluVisionConfig
 from lab.methods.relu_routing import load_weighted_l1
 from lab.methods.router_teacher import RouterTeacher
+from lab.methods.routing_contrastive import clusters_of_captions, guided_ids, routing_contrastive_loss
 from modeling_clip_moe import CLIPMoEModel, families
 from modeling_clip_moe.experts import CLIPMoEExperts
 from modeling_clip_moe.families import FAMILIES
@@ -132,6 +133,35 @@ def test_settings_without_a_meaning_for_relu_routing_are_refused():
         ReluVisionConfig(moe_layers=[1], eval_capacity_factor=1.0)
 
 
+def test_the_routing_contrastive_loss_by_hand():
+    """Two texts, padded; expert 2 of 4 has no token, and a batch without tokens has no loss."""
+    tokens, rows = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 5, 6), (4, 6)))
+    chosen = torch.tensor([[[0, 1], [1, 3], [3, 0], [1, 0], [4, 4]], [[0, 3], [4, 1], [4, 4], [4, 4], [4, 4]]])
+    guided = guided_ids(torch.tensor([7, -1]), torch.tensor([[1, 1, 1, 1, 0], [1, 1, 0, 0, 0]]), 4)
+    assert guided[..., 0].tolist() == [[3, 3, 3, 3, 4], [4] * 5]
+    for ids in (chosen, torch.cat([chosen[:1, :, :1], guided[:1]])):
+        found, centroids, expected = routing_contrastive_loss(tokens, ids, rows, 0.07, all_reduce_sum), {}, 0.0
+        for expert in range(4):
+            own = [token for token, of in zip(tokens.flatten(0, 1), ids.flatten(0, 1), strict=True) if expert in of]
+            if own:
+                centroids[expert] = sum(own) / len(own)
+        assert set(centroids) == {0, 1, 3}
+        for expert in centroids:
+            shares = {e: (torch.cosine_similarity(rows[expert], m, dim=0) / 0.07).exp() for e, m in centroids.items()}
+            expected -= (shares[expert] / sum(shares.values())).log() / 3
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(*(torch.autograd.grad(loss, (tokens, rows)) for loss in (found, expected)))
+    nothing = routing_contrastive_loss(tokens, torch.full_like(chosen, 4), rows, 0.07, all_reduce_sum)
+    assert nothing == 0 and not any(gradient.any() for gradient in torch.autograd.grad(nothing, (tokens, rows)))
+
+
+def test_pairs_have_the_clusters_of_their_captions(processor):
+    rows = {"caption": ["a red circle", ["a blue square", "a star"], "a cross"]}
+    clusters_of = clusters_of_captions(rows, [2, 0, -1], processor.tokenizer)
+    batch = processor.tokenizer(["a cross", "a star"], padding=True, return_tensors="pt")
+    assert clusters_of(batch).tolist() == [-1, 0]
+
+
 # --- LIMoE's entropy losses
 
 
@@ -188,11 +218,24 @@ def relu(recipe):
     recipe["stages"][2]["stage"] = "lab.methods.relu_routing:ReluStage"
 
 
+def contrasted(recipe):
+    recipe["stages"][1]["changes"]["router_aux_loss_coef"] = 0
+    recipe["stages"][-1]["stage"] = CONTRASTED
+
+
+def guided(recipe):
+    contrasted(recipe)
+    features = {"name": "features", "stage": "embed", "model": "dense", "data": recipe["defaults"]["train"]["data"]}
+    clusters = {"name": "clusters", "stage": "cluster", "features": "features", "num_text_clusters": 4}
+    recipe["stages"][2:2] = [features, clusters]
+
+
 TAUGHT = "lab.methods.router_teacher:TaughtStage"
 COUPLED = "lab.methods.coupling:CoupledStage"
 RELU = "lab.methods.relu_routing:ReluStage"
 ENTROPY = "lab.methods.entropy_losses:EntropyStage"
 DROPPED = "lab.methods.patch_dropout:PatchDropoutStage"
+CONTRASTED = "lab.methods.routing_contrastive:RoutingContrastStage"
 RELU_LOGGED = [f"{tower}_{name}" for tower in ("text", "vision") for name in ("experts_per_token", "sparsity_weight")]
 COEFS = {"local_coef": {"text": 0.3}, "global_coef": {"text": 0.5, "vision": 0.5}, "min_experts": 3.9}
 ENTROPY_LOGGED = ["local_entropy_text", "global_entropy_text", "global_entropy_vision"]
@@ -203,6 +246,8 @@ METHODS = {
     RELU: (RELU_LOGGED, {"change": relu}),
     ENTROPY: (ENTROPY_LOGGED, {"change": as_stage(ENTROPY), **COEFS}),
     DROPPED: ([], {"change": as_stage(DROPPED), "patch_dropout": 0.3}),
+    CONTRASTED: (["routing_contrastive_loss"], {"change": contrasted}),
+    "guided": (["routing_contrastive_loss"], {"change": guided, "clusters": "clusters"}),
 }
 
 
@@ -227,7 +272,7 @@ def test_resumed_is_the_same_to_the_bit(whole, tmp_path, method):
 
 
 # The noise of the coupling is another for each part
-@pytest.mark.parametrize("method", [TAUGHT, RELU, ENTROPY], indirect=True)
+@pytest.mark.parametrize("method", [TAUGHT, RELU, ENTROPY, CONTRASTED, "guided"], indirect=True)
 @pytest.mark.parametrize("memory", [{"gradient_checkpointing": True}, {"mini_batch_size": 4}], ids=str)
 def test_what_saves_memory_changes_nothing(whole, method, memory):
     """Neither losses nor what is logged, such as a weight that is too small to be seen in the loss."""
@@ -257,6 +302,8 @@ def test_the_weight_follows_the_number_of_experts(whole, method):
         (COUPLED, "dense", {}, "goes with a sparse model"),
         (ENTROPY, "dense", {}, "tower has no routers with softmax scores"),
         (ENTROPY, "sparse", {"min_experts": 5}, "min_experts: 5 of 4 experts"),
+        (CONTRASTED, "dense", {}, "goes with sparse towers of their own"),
+        (CONTRASTED, "sparse", {}, "it replaces the balance loss: set router_aux_loss_coef of the model to 0"),
         (RELU, "sparse", {}, "goes with a sparse model of lab.methods.relu_router"),
         (DROPPED, "sparse", {"patch_dropout": 0.9}, "it leaves none of 4 patches: take at most 0.750"),
     ],
