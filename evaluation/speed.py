@@ -14,7 +14,6 @@ from clip_moe.conversion.checkpoints import load_clip
 from clip_moe.conversion.verification import sample_inputs
 
 Key = TypeVar("Key", bound=Hashable)
-Result = TypeVar("Result")
 ROUNDS = 7
 # A model's turn takes at least so long, so that small ones are not lost in the noise
 SECONDS_OF_A_TURN = 0.2

@@ -158,7 +158,7 @@ def test_the_page_shows_all_pictures_and_the_last_layer(analyses, tmp_path):
     out, page, _ = analyses["sparse"]
     pictures = {"routing.png", "patches.png"}
     assert {path.name for path in out.iterdir()} == {"experts.md", "experts.json", "experts.html"} | pictures
-    assert set(re.findall(r"\]\((\S+)\)", page)) == pictures and "layer 1 of the vision tower" in page
+    assert set(re.findall(r"\]\((\S+)\)", page)) == pictures and "layer 7 of the vision tower" in page
     model = upcycle(CLIPModel.from_pretrained("training/symbol_clip"), PRESETS["clip_up"], towers=["text"])
     small_experts.save(model, tmp_path / "model")
     analyze_experts(tmp_path / "model", RETRIEVAL, tmp_path / "out")
